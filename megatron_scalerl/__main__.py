@@ -35,8 +35,8 @@ def explained() -> Iterator[None]:
     megatron_scalerl itself is a bug: its ModuleNotFoundError propagates.
     """
     if tuple(sys.version_info[:2]) < OLDEST:
-        wanted, found = (".".join(map(str, version[:2])) for version in (OLDEST, sys.version_info))
-        _end(f"expected Python {wanted} or newer, found {found} at {sys.executable}; {_MADE}")
+        oldest, running = (".".join(map(str, version[:2])) for version in (OLDEST, sys.version_info))
+        _end(f"{sys.executable} is Python {running}, and {oldest} is the oldest that is supported; {_MADE}")
     try:
         yield
     except ModuleNotFoundError as error:
@@ -175,7 +175,7 @@ def _failed(error: BaseException, code: int) -> int:
     text = str(error) or "interrupted"
     if code == 2:
         if isinstance(error, OSError):
-            text = f"{error.filename}: expected a usable path, found {error.strerror}"
+            text = f"{error.filename}: {error.strerror}"
         text = " ".join(text.split())
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     print(printable(f"{PROGRAM}: {text}{notes}"), file=sys.stderr)

@@ -54,18 +54,17 @@ def read_commit(path: Path) -> dict[str, Any]:
     """
     commit = path / COMMIT
     if not commit.is_file():
-        found = "a folder without it" if path.is_dir() else "no folder"
-        raise ValueError(f"{commit}: expected the file that completes a checkpoint, found {found}")
+        raise ValueError(f"{commit}: this file does not exist, without which a checkpoint is not complete")
     facts = _facts(commit)
     sizes, digests = facts["files"], facts["sha256"]
     for name, size in sizes.items():
         file = path / name
         if not file.is_file():
-            raise ValueError(f"{file}: expected a file of {size} bytes, found none")
+            raise ValueError(f"{file}: this file of the checkpoint is missing")
         if file.stat().st_size != size:
-            raise ValueError(f"{file}: expected {size} bytes, found {file.stat().st_size}")
+            raise ValueError(f"{file}: it has {file.stat().st_size} bytes, and {size} were committed")
         if name in digests and digests[name] != _digest(file):
-            raise ValueError(f"{file}: expected the content that was committed, found another digest")
+            raise ValueError(f"{file}: its content is not what was committed; the SHA-256 differs")
     return facts
 
 
@@ -76,17 +75,17 @@ class _Facts(msgspec.Struct):
 
 
 def _facts(commit: Path) -> dict[str, Any]:
-    expected = f"{commit}: expected JSON with the checkpoint's files"
-    if (size := commit.stat().st_size) > _COMMIT_LIMIT:
-        raise ValueError(f"{expected}, at most {_COMMIT_LIMIT} bytes, found {size}")
+    size = commit.stat().st_size
+    if size > _COMMIT_LIMIT:
+        raise ValueError(f"{commit}: {size} bytes are too many for a list of files; at most {_COMMIT_LIMIT} are read")
     try:
         facts: dict[str, Any] = msgspec.json.decode(commit.read_bytes(), type=dict[str, Any])
         known = msgspec.convert(facts, _Facts)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{expected}, found {error}") from None
+        raise ValueError(f"{commit}: it does not list the checkpoint's files as JSON: {error}") from None
     for name in [*known.files, *known.sha256]:
         if len(name) > 4000 or not all(is_file_name(part) for part in name.split("/")):
-            raise ValueError(f"{expected}, found the name {name[:100]!a}")
+            raise ValueError(f"{commit}: {name[:100]!a} is not the path of a file in the checkpoint")
     return {"sha256": {}, **facts}
 
 
@@ -126,7 +125,7 @@ def latest_whole(folder: Path, check: Callable[[Path], object] = read_commit) ->
             continue
         return path, damaged
     if damaged:
-        raise RuntimeError(f"{folder}: expected a whole checkpoint, found only damaged ones: {'; '.join(damaged)}")
+        raise RuntimeError(f"{folder}: every checkpoint is damaged: {'; '.join(damaged)}")
     return None, damaged
 
 

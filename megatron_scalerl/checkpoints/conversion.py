@@ -81,9 +81,7 @@ class Copier:
         check = policy and not self.options.allow_nonfinite
         for rows in bands(assembly, self.sources):
             if check and has_nonfinite(rows, assembly.dtype):
-                raise ValueError(
-                    f"{assembly.name}: expected finite weights, found NaN or Inf (--allow-nonfinite accepts them)"
-                )
+                raise ValueError(f"{assembly.name}: the tensor has NaN or Inf; --allow-nonfinite accepts them")
             content = rows.reshape(-1).view(np.uint8)
             state.update(content.data)
             use(content)
@@ -103,7 +101,7 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as error:
-        raise ValueError(f"{path.name}: expected to be written in full, found: {error.strerror}") from None
+        raise ValueError(f"{path.name}: it cannot be written: {error.strerror}") from None
 
 
 @contextmanager
@@ -127,15 +125,15 @@ def result_folder(out: Path, nbytes: int) -> Iterator[Path]:
     Raises ValueError if `out` exists, another process converts to it, or the disk has too little space.
     """
     if out.exists() or out.is_symlink():
-        raise ValueError(f"{out}: expected no such path (nothing is overwritten), found one")
+        raise ValueError(f"{out}: this path exists, and nothing is overwritten; name another")
     if not out.parent.is_dir():
-        raise ValueError(f"{out}: expected a place in an existing folder, found no folder {out.parent}")
+        raise ValueError(f"{out}: the folder {out.parent} does not exist; make it first")
     state = out.with_name(f".{out.name}.partial")
     state.mkdir(exist_ok=True)
     try:
         lock = lock_file(state / "lock")
     except BlockingIOError:
-        raise ValueError(f"{out}: expected one conversion to it at a time, found another running") from None
+        raise ValueError(f"{out}: another conversion to this path is running") from None
     result = state / "result"
     try:
         if result.exists():
@@ -152,4 +150,4 @@ def result_folder(out: Path, nbytes: int) -> Iterator[Path]:
 def _check_space(out: Path, needed: int) -> None:
     free = shutil.disk_usage(out.parent).free
     if needed + _RESERVE > free:
-        raise ValueError(f"{out}: needs {size(needed + _RESERVE)} of free space, and there are {size(free)}")
+        raise ValueError(f"{out}: the disk has {size(free)} free; the conversion needs {size(needed + _RESERVE)}")

@@ -129,7 +129,7 @@ def stored_parameters(
             continue
         found[rule.megatron] = _stored(path, rule, address, index.tensors[address.key], shapes[rule.megatron])
     if missing:
-        raise ValueError(f"{path}: expected {listed(missing)} in the checkpoint, found none of that name")
+        raise ValueError(f"{path}: the checkpoint has no {listed(missing)}")
     index.check_files(chunk for parameter in found.values() for chunk in parameter.chunks)
     return found
 
@@ -138,16 +138,16 @@ def _stored(
     path: Path, rule: Rule, address: Address, tensor: StoredTensor, shape: tuple[int, ...]
 ) -> StoredParameter:
     if tensor.dtype not in HF_NAMES:
-        raise ValueError(f"{path}: {address.key}: expected one of {', '.join(HF_NAMES)}, found {tensor.dtype}")
+        raise ValueError(f"{path}: {address.key}: {tensor.dtype} is not a type of weights; {', '.join(HF_NAMES)} are")
     expected, found = (*address.sizes, *shape), tensor.shape
     padded = rule.place != "layer" and rule.sharded and found[1:] == expected[1:] and found[0] >= expected[0]
     if found != expected and not padded:
-        raise ValueError(f"{path}: {address.key}: expected shape {list(expected)}, found {list(found)}")
+        raise ValueError(f"{path}: {address.key}: its shape is {list(found)}, and the config says {list(expected)}")
     lead = len(address.offset)
     chunks = tuple(c for c in tensor.chunks if _overlaps(c, address.offset, shape[0], lead))
     elements = sum(_elements(c, shape, lead) for c in chunks)
     if elements != prod(shape):
-        raise ValueError(f"{path}: {address.key}: expected {prod(shape)} elements, found {elements}")
+        raise ValueError(f"{path}: {address.key}: its chunks hold {elements} of {prod(shape)} elements")
     return StoredParameter(address=address, dtype=HF_NAMES[tensor.dtype], shape=shape, chunks=chunks)
 
 
@@ -180,8 +180,9 @@ class DistReader:
         file = self._mapped(chunk.file)
         dtype, shape, start = find_tensor(file, chunk.start, chunk.length)
         if (dtype, shape) != (stored.dtype, chunk.shape):
-            expected = f"{stored.dtype} {list(chunk.shape)}"
-            raise ValueError(f"{file.path}: {stored.address.key}: expected {expected}, found {dtype} {list(shape)}")
+            where = f"{file.path}: {stored.address.key}"
+            indexed = f"{stored.dtype} {list(chunk.shape)}"
+            raise ValueError(f"{where}: this chunk is {dtype} {list(shape)}, and .metadata says {indexed}")
         whole = file.array(start, prod(shape), BITS[dtype]).reshape(shape)
         return whole[tuple(at - first for at, first in zip(stored.address.offset, chunk.offset))]
 

@@ -86,22 +86,22 @@ def open_folder(path: str | Path) -> HfFolder:
     index_metadata, placed = _read_index(index) if index.is_file() else (None, None)
     files = sorted(set(placed.values()) if placed is not None else (f.name for f in path.glob("*.safetensors")))
     if not files:
-        raise ValueError(f"{path}: expected *.safetensors, found none")
+        raise ValueError(f"{path}: the folder has no *.safetensors files")
     tensors: dict[str, HfTensor] = {}
     shards = []
     for file in files:
         if not (path / file).is_file():
-            raise ValueError(f"{path / file}: expected the shard that the index names, found no file")
+            raise ValueError(f"{path / file}: this file does not exist, and {INDEX} names it")
         metadata, found = read_header(path / file)
         for tensor in found:
             if tensor.name in tensors:
                 other = tensors[tensor.name].file
-                raise ValueError(f"{path / file}: {tensor.name}: expected once, found in {other} too")
+                raise ValueError(f"{path / file}: {tensor.name}: {other} holds this tensor, too")
             tensors[tensor.name] = tensor
         shards.append(Shard(file=file, metadata=metadata, tensors=tuple(tensor.name for tensor in found)))
     for name, file in (placed or {}).items():
         if name not in tensors or tensors[name].file != file:
-            raise ValueError(f"{index}: expected only tensors that exist, found {name}, which {file} does not hold")
+            raise ValueError(f"{index}: it names the tensor {name}, which {file} does not hold")
     return HfFolder(path=path, tensors=tensors, shards=tuple(shards), index_metadata=index_metadata)
 
 
@@ -110,9 +110,9 @@ def _read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         content = json.loads(path.read_text(encoding="utf8"))
         entries: dict[str, str] = content["weight_map"]
         if not isinstance(entries, dict):
-            raise TypeError("a weight_map that is not a dictionary")
+            raise TypeError("the weight_map is not a JSON object")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path}: expected JSON with a weight_map, found {error!r}") from None
+        raise ValueError(f"{path}: it is not JSON with a weight_map: {error!r}") from None
     for file in entries.values():
         check_name(path, file)
     return content.get("metadata") or {}, entries
@@ -130,20 +130,20 @@ def read_header(path: Path) -> tuple[Mapping[str, str] | None, list[HfTensor]]:
     try:
         header: dict[str, Any] = json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError(f"{path}: expected a safetensors file, found no readable header in {size} bytes") from None
+        raise ValueError(f"{path}: {size} bytes without a readable header are no safetensors file") from None
     try:
         metadata = header.pop("__metadata__", None)
         found = [_tensor(path, name, entry, 8 + length) for name, entry in header.items()]
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: expected a safetensors file, found a header with {error!r}") from None
+        raise ValueError(f"{path}: the header is not that of a safetensors file: {error!r}") from None
     found.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
     end = 8 + length
     for tensor in found:
         if tensor.offset != end:
-            raise ValueError(f"{path}: {tensor.name}: expected its first byte at {end}, found {tensor.offset}")
+            raise ValueError(f"{path}: {tensor.name}: it begins at byte {tensor.offset} in place of {end}")
         end += tensor.nbytes
     if size != end:
-        raise ValueError(f"{path}: expected {end} bytes as its header says, found {size} (truncated?)")
+        raise ValueError(f"{path}: the file has {size} bytes, and its header describes {end}")
     return metadata, found
 
 
@@ -151,12 +151,13 @@ def _tensor(path: Path, name: str, entry: dict[str, Any], start: int) -> HfTenso
     dtype, shape, (low, high) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     for number in (*shape, low, high):
         if type(number) is not int or number < 0:
-            raise ValueError(f"{path}: {name}: expected shape and data_offsets of integers >= 0, found {number!r}")
+            raise ValueError(f"{path}: {name}: {number!r} in shape or data_offsets is not an integer from 0 on")
     if dtype not in ITEM_BYTES:
         raise ValueError(f"{path}: {name}: expected one of {', '.join(sorted(ITEM_BYTES))}, found {dtype}")
-    if high - low != prod(shape) * ITEM_BYTES[dtype]:
-        raise ValueError(f"{path}: {name}: expected {prod(shape) * ITEM_BYTES[dtype]} bytes, found {high - low}")
-    return HfTensor(name=name, file=path.name, dtype=dtype, shape=shape, offset=start + low, nbytes=high - low)
+    nbytes = prod(shape) * ITEM_BYTES[dtype]
+    if high - low != nbytes:
+        raise ValueError(f"{path}: {name}: data_offsets give it {high - low} bytes, its shape and type {nbytes}")
+    return HfTensor(name=name, file=path.name, dtype=dtype, shape=shape, offset=start + low, nbytes=nbytes)
 
 
 class HfReader:
@@ -183,10 +184,10 @@ class HfReader:
 
         tensor = self.folder.tensors.get(name)
         if tensor is None:
-            raise ValueError(f"{self.folder.path}: expected tensor {name}, found none of that name")
+            raise ValueError(f"{self.folder.path}: the folder has no tensor {name}")
         where = f"{self.folder.path / tensor.file}: {name}"
         if tensor.shape != tuple(shape):
-            raise ValueError(f"{where}: expected shape {list(shape)}, found {list(tensor.shape)}")
+            raise ValueError(f"{where}: its shape is {list(tensor.shape)} in place of {list(shape)}")
         if tensor.dtype not in _TORCH_FLOATS:
             raise ValueError(f"{where}: expected one of {', '.join(_TORCH_FLOATS)}, found {tensor.dtype}")
         bits = torch.from_numpy(self.bits(name)[index].copy())

@@ -110,7 +110,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     if not path.is_file():
-        raise ValueError(f"{path}: expected a file, found something else")
+        raise ValueError(f"{path}: it is not a file")
     rows: list[dict[str, Any]] = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -119,9 +119,9 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 if not line.endswith(b"\n"):
                     return rows
-                raise ValueError(f"{path} line {number}: expected a JSON object, found {error}") from None
+                raise ValueError(f"{path} line {number}: it is not a JSON object: {error}") from None
             if not isinstance(row, dict):
-                raise ValueError(f"{path} line {number}: expected a JSON object, found {type(row).__name__}")
+                raise ValueError(f"{path} line {number}: it is not a JSON object but a {type(row).__name__}")
             rows.append(row)
     return rows
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+_LINK = "it is a link, which is not followed; cp -RL makes a folder without links"
+
 
 def open_plain(folder: Path, name: str) -> int:
     """A read-only descriptor of the file `name` in `folder`.
@@ -22,23 +24,23 @@ def open_plain(folder: Path, name: str) -> int:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise ValueError(f"{path}: expected a file of the checkpoint, found none") from None
+        raise ValueError(f"{path}: this file of the checkpoint is missing") from None
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise ValueError(f"{path}: expected a file, found a link (cp -RL makes a folder without links)") from None
+            raise ValueError(f"{path}: {_LINK}") from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise ValueError(f"{path}: expected a regular file, found something else")
+        raise ValueError(f"{path}: it is not a regular file")
     return descriptor
 
 
 def check_name(folder: Path, name: object) -> None:
     """Raises ValueError unless `name` is the name of a file directly in the folder."""
     if type(name) is not str:
-        raise ValueError(f"{folder}: expected names of files in the folder, found a {type(name).__name__}")
+        raise ValueError(f"{folder}: a {type(name).__name__} stands in place of a file's name")
     if not is_file_name(name):
-        raise ValueError(f"{folder}: expected names of files in the folder, found {name[:200]!a}")
+        raise ValueError(f"{folder}: {name[:200]!a} is not the name of a file in the folder")
 
 
 def is_file_name(name: str) -> bool:
@@ -50,7 +52,7 @@ def refuse_links(folder: Path) -> None:
     """Raises ValueError if `folder` or anything in it, at any depth, is a link."""
     for path in (folder, *sorted(folder.rglob("*"))):
         if path.is_symlink():
-            raise ValueError(f"{path}: expected a file or a folder, found a link (cp -RL makes one without links)")
+            raise ValueError(f"{path}: {_LINK}")
 
 
 class PlainFile:
@@ -70,7 +72,7 @@ class PlainFile:
     def read(self, limit: int) -> bytes:
         """The whole file. Raises ValueError if it has more than `limit` bytes."""
         if self.size > limit:
-            raise ValueError(f"{self.path}: expected at most {limit} bytes, found {self.size}")
+            raise ValueError(f"{self.path}: it has {self.size} bytes, and at most {limit} are read")
         data = bytearray(self.size)
         self.read_into(0, memoryview(data))
         return bytes(data)
@@ -88,7 +90,7 @@ class PlainFile:
 
 def _check_read(path: Path, start: int, size: int, found: int) -> None:
     if found != size:
-        raise ValueError(f"{path}: expected {size} bytes at byte {start}, found {found} (truncated?)")
+        raise ValueError(f"{path}: it has only {found} of {size} bytes from byte {start} on")
 
 
 class MappedFile:

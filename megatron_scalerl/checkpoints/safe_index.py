@@ -7,11 +7,12 @@ Imports no torch.
 from __future__ import annotations
 
 import functools
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from megatron_scalerl.checkpoints.commit import COMMIT, read_commit
 from megatron_scalerl.checkpoints.plain_files import PlainFile, check_name
@@ -85,10 +86,10 @@ class CheckpointIndex:
             found.sort()
             with PlainFile(self.path, name) as file:
                 if file.size < end:
-                    raise ValueError(f"{file.path}: expected at least {end} bytes, found {file.size} (truncated?)")
+                    raise ValueError(f"{file.path}: it has {file.size} bytes, and .metadata names {end}")
             for (_, before), (start, _) in zip(found, found[1:]):
                 if start < before:
-                    raise ValueError(f"{file.path}: expected parts that do not overlap, found two at byte {start}")
+                    raise ValueError(f"{file.path}: two parts overlap at byte {start}")
 
 
 def read_index(path: Path) -> CheckpointIndex:
@@ -98,14 +99,14 @@ def read_index(path: Path) -> CheckpointIndex:
     is not consistent.
     """
     if not (path / FORMAT_FILE).is_file() or not (path / METADATA).is_file():
-        raise ValueError(f"{path}: expected a checkpoint with {FORMAT_FILE} and {METADATA}, found none")
+        raise ValueError(f"{path}: this is not Megatron's checkpoint: it needs {FORMAT_FILE} and {METADATA}")
     _check_format(path)
     with PlainFile(path, METADATA) as file:
         data = file.read(_METADATA_LIMIT)
     try:
         return _index(path, decode(data, _lookup))
     except Refused as refused:
-        raise ValueError(f"{path / METADATA}: expected the metadata of a checkpoint, found {refused}") from None
+        raise ValueError(f"{path / METADATA}: it is not the metadata of a checkpoint: {refused}") from None
 
 
 def check_checkpoint(path: Path) -> None:
@@ -122,17 +123,19 @@ def check_checkpoint(path: Path) -> None:
             pass
 
 
+class _Format(msgspec.Struct):
+    sharded_backend: str
+
+
 def _check_format(path: Path) -> None:
     with PlainFile(path, FORMAT_FILE) as file:
         text = file.read(_FORMAT_LIMIT)
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path / FORMAT_FILE}: expected JSON, found none that can be parsed") from None
-    backend = found.get("sharded_backend") if isinstance(found, dict) else None
+        backend = msgspec.json.decode(text, type=_Format).sharded_backend
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path / FORMAT_FILE}: it does not name a checkpoint's format as JSON: {error}") from None
     if backend != "torch_dist":
-        said = printable(repr(backend)) if type(backend) in (str, type(None)) else f"a {type(backend).__name__}"
-        raise ValueError(f"{path / FORMAT_FILE}: sharded_backend: expected torch_dist, found {said}")
+        raise ValueError(f"{path / FORMAT_FILE}: sharded_backend: expected torch_dist, found {printable(backend)}")
 
 
 class Record(Built):
@@ -161,7 +164,7 @@ _ENUMERATIONS = ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING", "WriteItemType")
 def _member(owner: Any, _: Any) -> Record:
     """A member of an enumeration by its name: Python 3.11.2 pickles a call of getattr, 3.11.7 the member's value."""
     if getattr(owner, "__name__", None) not in _ENUMERATIONS:
-        raise TypeError("another attribute than a member of an enumeration")
+        raise TypeError("getattr is called for something else than a member of an enumeration")
     return Record()
 
 
@@ -171,7 +174,7 @@ def _size(numbers: Any = ()) -> tuple[int, ...]:
 
 def _numbers(what: str, found: Any) -> tuple[int, ...]:
     if type(found) is not tuple or any(type(n) is not int or not 0 <= n < _SIZES for n in found):
-        raise Refused(f"{what} that is not a tuple of sizes")
+        raise Refused(f"{what} is not a tuple of sizes")
     return found
 
 
@@ -202,10 +205,10 @@ def _lookup(module: str, name: str) -> Any:
 def _field(record: Any, kind: str, name: str, types: type | tuple[type, ...]) -> Any:
     """A field of a record, of one of the types; None if it is not set."""
     if _kind(record) not in (kind, f"MCore{kind}") or type(record.state) is not dict:
-        raise Refused(f"a {_kind(record)} in place of a {kind}")
+        raise Refused(f"a {_kind(record)} stands in place of a {kind}")
     value = record.state.get(name)
     if value is not None and not isinstance(value, types):
-        raise Refused(f"{kind}.{name} that is a {_kind(value)}")
+        raise Refused(f"{kind}.{name} is a {_kind(value)}")
     return value
 
 
@@ -233,7 +236,7 @@ def _index(path: Path, metadata: Any) -> CheckpointIndex:
 
 def _check_key(key: object) -> None:
     if type(key) is not str or not key.isprintable():
-        raise Refused(f"a key that is not one line of text: {printable(str(key))!r}")
+        raise Refused(f"the key {printable(str(key))!r} is not one line of text")
 
 
 def _byte_range(path: Path, info: Any) -> ByteRange:
@@ -242,7 +245,7 @@ def _byte_range(path: Path, info: Any) -> ByteRange:
     start, length = (_field(info, "_StorageInfo", name, int) for name in ("offset", "length"))
     _numbers("a byte range", (start, length))
     if _field(info, "_StorageInfo", "transform_descriptors", (list, tuple)):
-        raise Refused("bytes that were transformed (compressed?) when written")
+        raise Refused(f"bytes of {file} were transformed when they were written, as by compression")
     return ByteRange(file=file, start=start, length=length)
 
 
@@ -250,7 +253,7 @@ def _take(ranges: Ranges, key: str, offset: tuple[int, ...] | None) -> ByteRange
     """Take a byte range out of `ranges`, so that it has one user: a pickle can name the same part very often."""
     found = ranges.pop((key, offset), None)
     if found is None:
-        raise Refused(f"{key} at {offset} without a byte range")
+        raise Refused(f"{key} at {offset} has no byte range")
     return found
 
 
@@ -260,7 +263,7 @@ def _tensor(key: str, entry: Any, ranges: Ranges) -> StoredTensor:
     properties = _field(entry, kind, "properties", Record)
     state = None if properties is None else properties.state
     if type(state) is not tuple or not state or state[0] not in DTYPES:
-        raise Refused(f"{key} without a type")
+        raise Refused(f"{key} has no type")
     chunks = []
     for chunk in _field(entry, kind, "chunks", list) or ():
         offset, sizes = (_field(chunk, "ChunkStorageMetadata", name, tuple) for name in ("offsets", "sizes"))
@@ -273,4 +276,4 @@ def _tensor(key: str, entry: Any, ranges: Ranges) -> StoredTensor:
 def _check_inside(key: str, shape: tuple[int, ...], offset: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     fits = len(offset) == len(sizes) == len(shape) and all(o + n <= s for o, n, s in zip(offset, sizes, shape))
     if not fits:
-        raise Refused(f"{key} of shape {list(shape)} with a part of shape {list(sizes)} at {list(offset)}")
+        raise Refused(f"a part of shape {list(sizes)} at {list(offset)} is outside {key} of shape {list(shape)}")

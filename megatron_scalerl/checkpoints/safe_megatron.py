@@ -109,7 +109,7 @@ def _first_of_all_ranks(text: str) -> str:
 def _first_failure(index: CheckpointIndex, failed: CheckpointException) -> BaseException:
     failure = failed.failures[min(failed.failures)][0]
     if isinstance(failure, KeyError | CheckpointingException):
-        return ValueError(f"{index.path}: expected a checkpoint of this policy, found: {printable(str(failure))}")
+        return ValueError(f"{index.path}: the checkpoint is not one of this policy: {printable(str(failure))}")
     return failure if isinstance(failure, ValueError | OSError) else failed
 
 
@@ -126,7 +126,7 @@ def _common(index: CheckpointIndex) -> dict[str, Any]:
         with PlainFile(index.path, COMMON) as file:
             found, where = read_value(file, 0, file.size), str(file.path)
     if type(found) is not dict:
-        raise ValueError(f"{where}: expected a dictionary, found a {type(found).__name__}")
+        raise ValueError(f"{where}: the common state is a {type(found).__name__}, not a dictionary")
     return found
 
 
@@ -178,7 +178,9 @@ class _Reader(StorageReader):
         tensor = read_tensor(file, stored.start, stored.length, f"the tensor {key}")
         assert isinstance(stored, Chunk)
         if tuple(tensor.shape) != stored.shape:
-            raise ValueError(f"{file.path}: {key}: expected shape {list(stored.shape)}, found {list(tensor.shape)}")
+            raise ValueError(
+                f"{file.path}: {key}: its shape is {list(tensor.shape)}, and .metadata says {list(stored.shape)}"
+            )
         for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
             tensor = tensor.narrow(axis, start, length)
         target = planner.resolve_tensor(item).detach()

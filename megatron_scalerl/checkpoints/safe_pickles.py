@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Refused(ValueError):
-    """Content of a pickle that is not allowed. The message continues "found ..."."""
+    """A pickle has content that is not allowed. The message is a clause that a reader's own message ends with."""
 
 
 class Built:
@@ -23,7 +23,7 @@ class Built:
 
     def __setstate__(self, state: Any) -> None:
         """Set the state. Raises TypeError or ValueError for an invalid one. A class of such values has no state."""
-        raise TypeError(f"a state for a {type(self).__name__}")
+        raise TypeError(f"a {type(self).__name__} takes no state")
 
 
 class Maker(Built):
@@ -57,7 +57,7 @@ def decode(data: bytes, lookup: Lookup) -> Any:
     except Refused:
         raise
     except _DAMAGED as error:
-        raise Refused(f"a damaged pickle ({type(error).__name__}: {printable(str(error))})") from None
+        raise Refused(f"the pickle is damaged ({type(error).__name__}: {printable(str(error))})") from None
 
 
 _DAMAGED = (
@@ -75,5 +75,5 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         entry = self._lookup(module, name)
         if entry is None:
-            raise Refused(f"the name {printable(f'{module}.{name}')}")
+            raise Refused(f"the name {printable(f'{module}.{name}')} is not allowed")
         return entry

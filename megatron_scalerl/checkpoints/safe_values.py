@@ -60,21 +60,21 @@ def read_value(file: Bytes, start: int, length: int) -> Any:
 
     Raises ValueError, naming the file, for anything else.
     """
-    expected = f"{file.path}: expected plain values at byte {start}, found"
-    value = _load(file, start, length, expected, _ARRAYS)
+    refusal = f"{file.path}: the bytes from {start} on are not plain values"
+    value = _load(file, start, length, refusal, _ARRAYS)
     level = [value]
     items = 0
     for _ in range(_DEPTH):
         items += len(level)
         for part in level:
             if not _is_plain(part):
-                raise ValueError(f"{expected} a {type(part).__name__} among plain values")
+                raise ValueError(f"{refusal}: a {type(part).__name__} is among them")
         level = list(itertools.islice(itertools.chain.from_iterable(map(_parts, level)), _ITEMS + 1))
         if not level:
             return value
         if items + len(level) > _ITEMS:
             break
-    raise ValueError(f"{expected} values nested more than {_DEPTH} deep, or more than {_ITEMS} of them")
+    raise ValueError(f"{refusal}: they are nested more than {_DEPTH} deep, or are more than {_ITEMS}")
 
 
 def _is_plain(value: Any) -> bool:
@@ -103,21 +103,20 @@ def read_object(file: Bytes, key: str, stored: ByteRange) -> list[Any]:
     """
     items = read_value(file, stored.start, stored.length)
     if type(items) is not list:
-        raise ValueError(f"{file.path}: {key}: expected a list, found a {type(items).__name__}")
+        raise ValueError(f"{file.path}: {key} is a {type(items).__name__}; Megatron stores a list")
     if _EXTRA_STATE in key and not all(item is None or (_is_tensor(item) and not item.numel()) for item in items):
         raise ValueError(
-            f"{file.path}: expected plain values at byte {stored.start}, found content in {key} "
-            "(of fp8 training? such states are pickles and are not opened)"
+            f"{file.path}: {key} is not empty; extra states, as of fp8 training, are pickles and stay shut"
         )
     return items
 
 
 def read_tensor(file: Bytes, start: int, length: int, what: str) -> torch.Tensor:
     """The one tensor of an archive, called `what`. Raises ValueError, naming the file, for anything else."""
-    expected = f"{file.path}: expected {what} at byte {start}, found"
-    tensor = _load(file, start, length, expected, [])
+    refusal = f"{file.path}: the bytes from {start} on are not {what}"
+    tensor = _load(file, start, length, refusal, [])
     if not _is_tensor(tensor):
-        raise ValueError(f"{expected} a {type(tensor).__name__} that is not a tensor")
+        raise ValueError(f"{refusal}: they hold a {type(tensor).__name__}, not a dense tensor of the CPU")
     return tensor
 
 
@@ -130,17 +129,17 @@ def find_tensor(file: MappedFile, start: int, length: int) -> tuple[str, tuple[i
         tensor = read_tensor(file, start, length, "a saved tensor")
     shape = tuple(tensor.shape)
     if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != prod(shape) * tensor.itemsize:
-        found = f"strides {list(tensor.stride())} in {tensor.untyped_storage().nbytes()} bytes"
-        raise ValueError(f"{file.path}: expected a contiguous tensor at byte {start}, found {found}")
+        storage = f"strides {list(tensor.stride())} in {tensor.untyped_storage().nbytes()} bytes"
+        raise ValueError(f"{file.path}: the tensor at byte {start} is not contiguous: it has {storage}")
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in HF_NAMES:
-        raise ValueError(f"{file.path}: expected a saved tensor at byte {start}, found one of {dtype}")
+        raise ValueError(f"{file.path}: the tensor at byte {start} is of {dtype}, which is not a type of weights")
     return HF_NAMES[dtype], shape, start + _place(file, start, length, tensor.untyped_storage().nbytes())
 
 
 def _place(file: MappedFile, start: int, length: int, nbytes: int) -> int:
     """The first of the bytes of an archive's one tensor, in the archive."""
-    refusal = f"{file.path}: expected a saved tensor at byte {start}, found"
+    refusal = f"{file.path}: the bytes from {start} on are not a saved tensor"
     window = _Window(file, start, length)
     try:
         with zipfile.ZipFile(window) as archive:
@@ -150,12 +149,12 @@ def _place(file: MappedFile, start: int, length: int, nbytes: int) -> int:
         window.seek(entry.header_offset)
         name, extra = _LOCAL.unpack(window.read(_LOCAL.size))
     except (zipfile.BadZipFile, NotImplementedError, KeyError, EOFError, struct.error) as error:
-        raise ValueError(f"{refusal} {error!r}") from None
+        raise ValueError(f"{refusal}: {error!r}") from None
     begin = entry.header_offset + _LOCAL.size + name + extra
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != nbytes or begin + nbytes > length:
-        raise ValueError(f"{refusal} its bytes elsewhere")
+        raise ValueError(f"{refusal}: the archive does not hold its content as one uncompressed entry")
     if order != b"little":
-        raise ValueError(f"{refusal} bytes that are not little-endian")
+        raise ValueError(f"{refusal}: their order is not little-endian")
     return begin
 
 
@@ -172,26 +171,26 @@ def _names_beside_torchs(names: list[Any]) -> Iterator[None]:
         torch.serialization.add_safe_globals(kept)
 
 
-def _load(file: Bytes, start: int, length: int, expected: str, names: list[Any]) -> Any:
-    """The content of an archive. Raises ValueError that begins with `expected` for a damaged or a hostile one."""
+def _load(file: Bytes, start: int, length: int, refusal: str, names: list[Any]) -> Any:
+    """The content of an archive. Raises ValueError that begins with `refusal` for a damaged or a hostile one."""
     window: Any = _Window(file, start, length)
     if window.read(len(_MARK)) != _MARK:  # torch would try its format of before 2020
-        raise ValueError(f"{expected} bytes that are no archive of torch.save")
+        raise ValueError(f"{refusal}: they are no archive of torch.save")
     window.seek(0)
     with _names_beside_torchs(names):
         try:
             return torch.load(window, map_location="cpu", weights_only=True)
         except Exception as error:
-            raise ValueError(f"{expected} {_reason(window, error)}") from None
+            raise ValueError(f"{refusal}: {_reason(window, error)}") from None
 
 
 def _reason(window: Any, error: Exception) -> str:
     """Why a load failed; the first name that is not allowed, if there is one."""
     with contextlib.suppress(Exception):
         window.seek(0)
-        return f"the name {printable(torch.serialization.get_unsafe_globals_in_checkpoint(window)[0])}"
+        return f"the name {printable(torch.serialization.get_unsafe_globals_in_checkpoint(window)[0])} is not allowed"
     if isinstance(error, pickle.UnpicklingError):
-        return "content that torch's weights-only load refuses"
+        return "torch's weights-only load refuses them"
     return printable(repr(error))
 
 

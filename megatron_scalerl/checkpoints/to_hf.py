@@ -48,9 +48,7 @@ def _compare_checksums(view: View, names: tuple[str, ...], checksums: dict[str, 
         entry = view.layout.tensors.get(name)
         if entry is None or entry.dtype != view.tensors[name].dtype or entry.checksum == checksums[name]:
             continue
-        raise ValueError(
-            f"{name}: expected checksum {entry.checksum} as recorded, found {checksums[name]} (damaged?)"
-        )
+        raise ValueError(f"{name}: its checksum is {checksums[name]}, and {entry.checksum} was recorded")
 
 
 def _write_the_rest(work: Path, view: View) -> None:

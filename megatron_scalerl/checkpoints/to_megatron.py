@@ -163,7 +163,7 @@ def _checksums(unit: Unit, copier: Copier) -> dict[str, str]:
     for copy, original in unit.copies:
         checksums[copy.name] = copier.checksum(copy)
         if checksums[copy.name] != checksums[original]:
-            raise ValueError(f"{copy.name}: expected a copy of {original} (the config ties them), found other values")
+            raise ValueError(f"{copy.name}: its values differ from those of {original}, and the config ties both")
     return checksums
 
 

@@ -24,11 +24,10 @@ def verify(first: Path, second: Path, options: Options | None = None) -> Summary
 
 def compare(first: View, second: View, options: Options) -> int:
     """Like `verify`, for opened checkpoints; returns the number of bytes that were compared."""
-    for one, other, where in ((first, second, "no {}"), (second, first, "{} besides")):
-        names = [name for name in one.tensors if name not in other.tensors]
-        if names:
-            found = where.format(listed(names))
-            raise ValueError(f"{second.path}: expected the tensors of {first.path}, found {found}")
+    for view, other in ((first, second), (second, first)):
+        missing = [name for name in view.tensors if name not in other.tensors]
+        if missing:
+            raise ValueError(f"{other.path}: it lacks tensors of {view.path}: {listed(missing)}")
     pairs = [_pair(first, second, name, options.dtype) for name in first.tensors]
     total = sum(ours.nbytes for ours, _ in pairs)
     different = []
@@ -38,7 +37,7 @@ def compare(first: View, second: View, options: Options) -> int:
                 different.append(ours.name)
             advance(ours.nbytes)
     if different:
-        raise ValueError(f"{second.path}: expected the bits of {first.path}, found others in {listed(different)}")
+        raise ValueError(f"{second.path}: these tensors differ from {first.path}: {listed(different)}")
     return total
 
 
@@ -49,8 +48,8 @@ def _pair(first: View, second: View, name: str, dtype: str | None) -> tuple[Asse
         pair = replace(pair[0], dtype=dtype), replace(pair[1], dtype=dtype)
     ours, theirs = pair
     if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-        expected, found = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in pair)
-        raise ValueError(f"{second.path}: {name}: expected {expected} as in {first.path}, found {found}")
+        in_first, in_second = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in pair)
+        raise ValueError(f"{second.path}: {name} is {in_second}, and {in_first} in {first.path}")
     return pair
 
 

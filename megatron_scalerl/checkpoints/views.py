@@ -70,16 +70,17 @@ def read_record(folder: Path) -> ConversionRecord:
     """Read conversion.json. Raises ValueError if there is none, or it cannot be read."""
     file = folder / CONVERSION_FILE
     if not file.is_file():
-        origin = "name the Hugging Face folder that it came from (--like)"
-        raise ValueError(f"{folder}: expected {CONVERSION_FILE}, found none; {origin}")
+        raise ValueError(
+            f"{folder}: it has no {CONVERSION_FILE}; name the Hugging Face folder that it came from (--like)"
+        )
     try:
         record = msgspec.json.decode(file.read_bytes(), type=ConversionRecord)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: expected a conversion record, found {error}") from None
+        raise ValueError(f"{file}: it is not the record of a conversion: {error}") from None
     for shard in record.shards:
         check_name(file, shard.file)
         if not shard.file.endswith(".safetensors"):
-            raise ValueError(f"{file}: expected files *.safetensors, found {shard.file}")
+            raise ValueError(f"{file}: {shard.file} is not the name of a *.safetensors file")
     return record
 
 
@@ -152,13 +153,13 @@ def megatron_view(path: Path, *, like: Path | None = None, dtype: str | None = N
     tensors = tensor_assemblies(family, stored, dtype, str(path))
     for copy, of in layout.copies.items():
         if of not in tensors:
-            raise ValueError(f"{path}: {copy}: expected a copy of one of the checkpoint's tensors, found {of!r}")
+            raise ValueError(f"{path}: {copy} is a copy of {of!r}, which the checkpoint does not hold")
         tensors[copy] = replace(tensors[of], name=copy)
     if outer is not None:
         tensors |= {name: folder_assembly(outer, name) for name in layout.passthrough}
     unknown = [name for shard in layout.shards for name in shard.tensors if name not in tensors]
     if unknown:
-        raise ValueError(f"{path}: expected tensors of the checkpoint in its files, found {unknown[0]!r}")
+        raise ValueError(f"{path}: the checkpoint does not hold {unknown[0]!r}, which its Hugging Face files had")
     return View(
         path=path,
         sources=sources(outer, DistReader(path, stored)),
@@ -172,7 +173,7 @@ def megatron_view(path: Path, *, like: Path | None = None, dtype: str | None = N
 def policy_config(path: Path) -> Any:
     """A folder's config. Raises ValueError for an unknown architecture, listing the known ones."""
     if not (path / "config.json").is_file():
-        raise ValueError(f"{path}: expected a Hugging Face folder with config.json, found none")
+        raise ValueError(f"{path}: this is not a Hugging Face folder: it has no config.json")
     return read_hf_config(path)
 
 
@@ -181,11 +182,11 @@ def _passthrough_folder(side: Path, layout: ConversionRecord) -> HfFolder | None
         return None
     file = side / PASSTHROUGH_FILE
     if not file.is_file():
-        raise ValueError(f"{file}: expected the tensors outside the policy, found no file")
+        raise ValueError(f"{file}: this file with the tensors outside the policy is missing")
     metadata, tensors = read_header(file)
     shard = Shard(file=PASSTHROUGH_FILE, metadata=metadata, tensors=tuple(tensor.name for tensor in tensors))
     lacking = [name for name in layout.passthrough if name not in shard.tensors]
     if lacking:
-        raise ValueError(f"{file}: expected tensor {lacking[0]}, found none of that name")
+        raise ValueError(f"{file}: it has no tensor {lacking[0]}")
     by_name = {tensor.name: tensor for tensor in tensors}
     return HfFolder(path=side, tensors=by_name, shards=(shard,), index_metadata=None)

@@ -27,18 +27,18 @@ def other_tensors(folder: HfFolder, family: Family) -> tuple[dict[str, str], tup
     policy = {name: tuple(shape) for rule in family.rules for name, shape in rule.hf_shapes.items()}
     missing = [name for name in policy if name not in folder.tensors]
     if missing:
-        raise ValueError(f"{folder.path}: expected tensor {listed(missing)}, found none of that name")
+        raise ValueError(f"{folder.path}: the folder has no tensor {listed(missing)}")
     rest = [name for name in folder.tensors if name not in policy]
     passthrough = tuple(name for name in rest if family.passthrough and name.startswith(family.passthrough))
     copies = {name: tied for name in rest if (tied := _tied_to(name, family)) and name not in passthrough}
     unexpected = [name for name in rest if name not in passthrough and name not in copies]
     if unexpected:
-        raise ValueError(f"{folder.path}: expected only tensors of a {family.name}, found {listed(unexpected)}")
+        raise ValueError(f"{folder.path}: a {family.name} does not have the tensors {listed(unexpected)}")
     for name, shape in [*policy.items(), *((copy, policy[of]) for copy, of in copies.items())]:
         found = folder.tensors[name]
         where = f"{folder.path / found.file}: {name}"
         if found.shape != shape:
-            raise ValueError(f"{where}: expected shape {list(shape)} as config.json says, found {list(found.shape)}")
+            raise ValueError(f"{where}: its shape is {list(found.shape)}, and config.json says {list(shape)}")
         if found.dtype not in TORCH_NAMES:
             raise ValueError(f"{where}: expected one of {', '.join(TORCH_NAMES)}, found {found.dtype}")
     return copies, passthrough
@@ -58,8 +58,8 @@ def check_weights(path: str | Path) -> None:
             reader.bits(copy), reader.bits(original)
         ):
             raise ValueError(
-                f"{path}: config.json ties the head to the embedding (tie_word_embeddings), and {copy} differs from "
-                f"{original}; set tie_word_embeddings to false if the head is its own"
+                f"{path}: config.json ties the head to the embedding (tie_word_embeddings), but {copy} differs from "
+                f"{original}; set tie_word_embeddings to false if the policy has a head of its own"
             )
 
 
@@ -141,7 +141,7 @@ def _assembly(name: str, dtype: str, source: str, shape: tuple[int, ...], parts:
 def only_dtype(kinds: set[str], what: str) -> str:
     """The one type of all parts. Raises ValueError for a mixture."""
     if len(kinds) > 1:
-        raise ValueError(f"{what}: expected parts of one type, found {', '.join(sorted(kinds))}")
+        raise ValueError(f"{what}: its parts have different types: {', '.join(sorted(kinds))}")
     return next(iter(kinds))
 
 

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.processes.logs import printable
 
     if arguments.words < 1:
-        raise ValueError(f"--words: expected at least 1, found {arguments.words}")
+        raise ValueError(f"--words: {arguments.words} is too few; take at least 1")
     files = [read_problems(*split_schema(text)) for text in arguments.data]
     training = list(training_texts(arguments.training))
     written = {}

@@ -76,9 +76,8 @@ def _options(arguments: argparse.Namespace, console: Console) -> Options:
 def _to_megatron(arguments: argparse.Namespace, console: Console) -> Summary:
     source = Path(local_path(str(arguments.source), "model"))
     if not (source / "config.json").is_file():  # before the import, which takes seconds
-        raise ValueError(
-            f"{source}: expected a Hugging Face folder with config.json, found none" + hint(str(source), "model")
-        )
+        advice = hint(str(source), "model")
+        raise ValueError(f"{source}: this is not a Hugging Face folder: it has no config.json{advice}")
     from megatron_scalerl.checkpoints.to_megatron import to_megatron
 
     return to_megatron(source, arguments.out, _options(arguments, console))
@@ -86,7 +85,7 @@ def _to_megatron(arguments: argparse.Namespace, console: Console) -> Summary:
 
 def _to_hf(arguments: argparse.Namespace, console: Console) -> Summary:
     if not arguments.source.is_dir():
-        raise ValueError(f"{arguments.source}: expected a folder with a checkpoint, found none")
+        raise ValueError(f"{arguments.source}: there is no such folder")
     from megatron_scalerl.checkpoints.to_hf import to_hf
 
     return to_hf(arguments.source, arguments.out, _options(arguments, console), like=arguments.like)

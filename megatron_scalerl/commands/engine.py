@@ -69,14 +69,14 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
     folder = Path(arguments.join).absolute()
     if not (folder / "recipe.yaml").is_file():
-        raise ValueError(f"--join: expected the folder of a run, found no recipe.yaml in {folder}")
+        raise ValueError(f"--join: {folder} is not the folder of a run: it has no recipe.yaml")
     devices = arguments.devices
     if devices is None:
         devices = load_recipe(str(folder / "recipe.yaml")).engine.devices_per_engine
     if arguments.wait_minutes <= 0:
-        raise ValueError(f"--wait-minutes: expected more than 0, found {arguments.wait_minutes:g}")
+        raise ValueError(f"--wait-minutes: {arguments.wait_minutes:g} is too short; take more than 0")
     if devices < 1:
-        raise ValueError(f"--devices: expected at least 1, found {devices}")
+        raise ValueError(f"--devices: {devices} is too few; take at least 1")
     name = engine_name()
     console.print(f"{name}: {devices} devices; log: {folder / 'logs' / name}.log")
     try:
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         console.print(f"{name}: stopped by a signal")
         return stopped.exit_code
     if last:
-        console.print(f"{name}: it was not in the run {folder} for {arguments.wait_minutes:g} minutes; last: {last}")
+        console.print(f"{name}: it has not been in the run {folder} for {arguments.wait_minutes:g} minutes: {last}")
         return EXIT_GIVEN_UP
     console.print(f"{name}: the run is finished")
     return 0

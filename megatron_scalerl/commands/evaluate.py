@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     k, budgets = arguments.k, _budgets(arguments.budgets)
     for option, value, least in (("--k", k, 1), ("--seed", arguments.seed, 0), ("--examples", arguments.examples, 0)):
         if value < least:
-            raise ValueError(f"{option}: expected at least {least}, found {value}")
+            raise ValueError(f"{option}: {value} is too small; take at least {least}")
     files = [read_problems(*split_schema(text)) for text in arguments.data]
     arguments.folder = local_path(arguments.folder, "model")
     recipe = load_recipe_for(arguments.folder, arguments.recipe, arguments.overrides, prompts=files[0].path)
@@ -116,10 +116,10 @@ def _budgets(text: str | None) -> list[int]:
         return []
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) for word in words):
-        raise ValueError(f"--budgets: expected numbers of tokens as in 256,512,1024, found {text!r}")
+        raise ValueError(f"--budgets: {text!r} is not a list of numbers of tokens such as 256,512,1024")
     budgets = [int(word) for word in words]
     if any(a >= b for a, b in zip(budgets, budgets[1:])):
-        raise ValueError(f"--budgets: expected them to ascend, found {text!r}")
+        raise ValueError(f"--budgets: {text!r} does not ascend; name each budget once, the smallest first")
     return budgets
 
 

@@ -19,7 +19,9 @@ def export(run_dir: Path, out: Path) -> int:
     """
     newest = commit.latest(run_dir / "checkpoints")
     if newest is None:
-        raise ValueError(f"{run_dir / 'checkpoints'}: expected a checkpoint with its COMMIT file, found none")
+        raise ValueError(
+            f"{run_dir / 'checkpoints'}: no checkpoint is complete yet; a complete one has a COMMIT file"
+        )
     from megatron_scalerl.checkpoints.to_hf import to_hf  # imports torch: only once there is something to export
 
     step: int = commit.read_commit(newest)["step"]

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Print the report, or write the page. Raises ValueError for a folder without the files of a run, OSError."""
     if arguments.json and (arguments.html or arguments.group):
-        raise ValueError("--json: leave out --html and --group, which are for the page")
+        raise ValueError("--json writes numbers and no page; leave out --html and --group")
     if arguments.json:
         from megatron_scalerl.page.static_page import numbers
 
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         return 0
     if arguments.html is None:
         if arguments.group:
-            raise ValueError("--group requires --html FILE")
+            raise ValueError("--group names a group of the page; add --html FILE")
         from megatron_scalerl.page.report import report
 
         report(arguments.run_dir, console)
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
     if not one:
         if arguments.group:
-            raise ValueError(f"--group: expected one run with it, found the folder of runs {arguments.run_dir}")
+            raise ValueError(f"--group needs the folder of one run, and {arguments.run_dir} has several")
         count = write_runs_page(arguments.run_dir, arguments.html)
         console.print(f"page: {arguments.html}, with {count} runs")
         return 0

@@ -47,7 +47,7 @@ def choose(rollouts: Sequence[dict[str, Any]], index: int | None, *, interrupted
     if index is None:
         return next(i for i, r in enumerate(rollouts) if r["interrupted"] or not interrupted)
     if not 0 <= index < len(rollouts):
-        raise ValueError(f"--index: expected 0 to {len(rollouts) - 1}, found {index}")
+        raise ValueError(f"--index: the group has no completion {index}; take one from 0 to {len(rollouts) - 1}")
     return index
 
 
@@ -74,10 +74,11 @@ def find_group(run_dir: Path, group_id: int | None, step: int | None, *, interru
         ):
             chosen = listed
     if chosen is None:
-        wanted = [f"group {group_id}"] * (group_id is not None) + [f"a group of step {step}"] * (step is not None)
-        wanted += ["an interrupted completion"] * interrupted
-        expected = " and ".join(wanted) or "finished groups"
-        raise ValueError(f"{run_dir}: expected {expected}, found none among {len(seen)} finished groups")
+        options = {"--group": group_id, "--step": step, "--interrupted": interrupted or None}
+        given = " ".join(option for option, value in options.items() if value is not None)
+        if not given:
+            raise ValueError(f"{run_dir}: the run has no finished group yet")
+        raise ValueError(f"{run_dir}: none of the {len(seen)} finished groups matches {given}")
     return chosen.read() | {"step": trained_in.get(chosen.group_id)}
 
 

@@ -27,10 +27,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.page.find_runs import is_run
 
     if (arguments.run_dir is None) != arguments.demo:
-        found = "none" if arguments.run_dir is None else "both"
-        raise ValueError(f"RUN: expected the folder of a run or --demo, found {found}")
+        raise ValueError("RUN: give either the folder of a run or --demo")
     if not 0 <= arguments.port < 65536:
-        raise ValueError(f"--port: expected 0 to 65535, found {arguments.port}")
+        raise ValueError(f"--port: {arguments.port} is not a port; take one up to 65535, or 0 for any free one")
     if arguments.demo:
         from megatron_scalerl.page.demo import recorded_run
 

@@ -84,9 +84,8 @@ class Pinned:
                 result = await request.sampler.complete(engine, request.prompt, request.draw, priority=priority)
                 versions = {result.completion.first_version, result.completion.last_version}
                 if versions != {self.version}:  # versions never decrease in a completion
-                    raise EngineError(
-                        f"{engine.name}: policy versions: expected {self.version}, found {sorted(versions)}"
-                    )
+                    given = ", ".join(map(str, sorted(versions)))
+                    raise EngineError(f"{engine.name}: it answered with policy version {given}, not {self.version}")
                 return result
             except CompletionLost as error:
                 logger.warning(

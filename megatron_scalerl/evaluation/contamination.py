@@ -126,7 +126,7 @@ def contamination(training: Iterable[Text], problems: Sequence[Text], *, n: int 
     Raises ValueError for n below 1.
     """
     if n < 1:
-        raise ValueError(f"n-grams: expected at least 1 word, found {n}")
+        raise ValueError(f"n-grams: {n} words are too few; take at least 1")
     grams, whole, totals = _index(problems, n)
     lengths = sorted({len(gram) for gram in grams})
     count = all_hits = 0

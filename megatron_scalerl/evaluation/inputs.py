@@ -106,9 +106,10 @@ def recipe_of_task(recipe: Recipe) -> Recipe:
     name = recipe.evaluation.task or ""
     task = next((task for task in tasks_of(recipe) if task.name == name), None)
     if task is None:
-        known = ", ".join(task.name for task in tasks_of(recipe))
-        expected = f"one of {known}" if known else "none in a recipe without prompts.tasks"
-        raise ValueError(f"evaluation.task: expected {expected}, found {name or 'none'}")
+        names = ", ".join(task.name for task in tasks_of(recipe))
+        if not names:
+            raise ValueError(f"evaluation.task: there is no task {name}: the recipe has no prompts.tasks")
+        raise ValueError(f"evaluation.task: expected one of {names}, found {name or 'none'}")
     section = recipe.evaluation.model_copy(update={"task": None})
     return recipe.model_copy(update={"prompts": task.prompts, "rewards": task.rewards, "evaluation": section})
 
@@ -179,12 +180,12 @@ def rendered(
     found = {}
     for file in files:
         if file.name in found:
-            raise ValueError(f"{key}: expected files of different names, found two called {file.name!r}")
+            raise ValueError(f"{key}: two files are called {file.name!r}; rename one")
         token_ids = renderer.token_ids([problem.text for problem in file.problems])
         for problem, ids in zip(file.problems, token_ids):
             if len(ids) > limit:
                 raise ValueError(
-                    f"{problem.where}: expected at most {limit} tokens (prompts.max_prompt_tokens), found {len(ids)}"
+                    f"{problem.where}: the prompt has {len(ids)} tokens, and prompts.max_prompt_tokens allows {limit}"
                 )
         found[file.name] = tuple(
             Prompt(prompt_id=p.problem_id, text=p.text, answer=p.answer, token_ids=ids, extra=p.extra, task=task)

@@ -101,17 +101,17 @@ def read_problems(path: str, schema: str | None = None) -> ProblemFile:
     """
     local = local_path(path, "dataset")
     if not Path(local).exists() and (advice := hint(path, "dataset")):
-        raise ValueError(f"{path}: expected a file or folder of problems, found nothing{advice}")
+        raise ValueError(f"{path}: there is no such file or folder{advice}")
     rows = [row.readable() for row in read_rows(local)]
     if not rows:
-        raise ValueError(f"{path}: expected at least one problem, found an empty file")
+        raise ValueError(f"{path}: the file has no problem")
     schema = schema or _schema_of(path, rows)
     names = set()
     problems = []
     for number, row in enumerate(rows, 1):
         problem = _problem(row, schema, number)
         if problem.problem_id in names:
-            raise ValueError(f"{row.where}: expected an id of its own, found {problem.problem_id!r} a second time")
+            raise ValueError(f"{row.where}: an earlier row has the id {problem.problem_id!r}, too")
         names.add(problem.problem_id)
         problems.append(problem)
     return ProblemFile(path=path, schema=schema, problems=tuple(problems))
@@ -128,8 +128,11 @@ def _schema_of(path: str, rows: Sequence[Row]) -> str:
         if row.values.get("level") is None and all(map(_has_aime_answer, rows)):
             return AIME
         return f"{_first(row, _AIME_PROBLEM)},{_first(row, _AIME_ANSWER)}"
-    found = ", ".join(sorted(map(str, columns))) or "no columns"
-    raise ValueError(f"{path}: expected the columns of {AIME} or {MATH500}, or prompt and answer, found {found}")
+    names = ", ".join(sorted(map(str, columns)))
+    raise ValueError(
+        f"{path}: the columns ({names}) are neither those of {AIME} or {MATH500} nor prompt and answer; "
+        "append :PROBLEM,ANSWER"
+    )
 
 
 def _problem(row: Row, schema: str, number: int) -> Problem:
@@ -156,8 +159,8 @@ def _first(row: Row, names: Sequence[str]) -> str:
     for name in names:
         if name in row.values:
             return name
-    found = ", ".join(map(str, row.values)) or "no columns"
-    raise ValueError(f"{row.where}: expected the column {' or '.join(map(repr, names))}, found {found}")
+    columns = ", ".join(map(str, row.values))
+    raise ValueError(f"{row.where}: there is no column {' or '.join(map(repr, names))}, only ({columns})")
 
 
 def _is_aime_answer(value: Any) -> bool:
@@ -174,7 +177,8 @@ def _aime_answer(row: Row, column: str) -> str:
     """The answer without leading zeros, which some files have."""
     value = row.values[column]
     if not _is_aime_answer(value):
-        found = repr(value)
-        found = found if len(found) <= _SHOWN else f"{found[:_SHOWN]}..."
-        raise ValueError(f"{row.where}: expected an integer from 0 to 999 in {column!r}, found {found}")
+        shown = repr(value)
+        if len(shown) > _SHOWN:
+            shown = f"{shown[:_SHOWN]}..."
+        raise ValueError(f"{row.where}: {column!r} is {shown}, not an integer from 0 to 999")
     return str(value).strip().lstrip("0") or "0"

@@ -108,7 +108,7 @@ class ResultFile(AbstractContextManager["ResultFile"]):
         try:
             self._lock = lock_file(self.folder / "lock")
         except BlockingIOError:
-            raise ResultInUse(f"{folder}: expected one evaluation in it at a time, found another running") from None
+            raise ResultInUse(f"{folder}: another evaluation is running in this folder") from None
         try:
             self.path = self.folder / COMPLETIONS
             self.rows = _rows(self.path, header)
@@ -159,7 +159,7 @@ def _rows(path: Path, header: Header) -> dict[Key, Row]:
         try:
             row = msgspec.convert(data, Row)
         except msgspec.ValidationError as error:
-            raise OtherResult(f"{path} line {number}: expected a completion, found {error}") from None
+            raise OtherResult(f"{path} line {number}: it is not a completion: {error}") from None
         rows[row.key] = row
     return rows
 
@@ -170,13 +170,13 @@ def _check_header(path: Path, before: Any, header: Header) -> None:
         before["policy"] = expected["policy"]  # the digest says what it is, wherever the folder is now
     if before != expected:
         difference = _difference(before, expected)
-        raise OtherResult(f"{path}: expected a result of this evaluation, found another one: {difference}")
+        raise OtherResult(f"{path}: it is the result of another evaluation: {difference}")
 
 
 def _difference(before: Any, expected: dict[str, Any]) -> str:
     """The first key in which two headers differ."""
     if not isinstance(before, dict):
-        return "no header"
+        return "it has no header"
     key = next((key for key in expected if before.get(key) != expected[key]), "format")
     if isinstance(expected.get(key), dict) and isinstance(before.get(key), dict):
         inner = next((k for k in expected[key] if before[key].get(k) != expected[key][k]), "")
@@ -212,14 +212,14 @@ def cells(rows: Iterable[Row], keys: Sequence[Key]) -> list[Cell]:
     grouped: dict[tuple[str, int | None], dict[int, list[Row]]] = {}
     for key in keys:
         if key not in found:
-            raise ValueError(f"{key.file}: expected completion {key.index} of problem {key.number}, found none")
+            raise ValueError(f"{key.file}: completion {key.index} of problem {key.number} is missing")
         grouped.setdefault((key.file, key.budget), {}).setdefault(key.number, []).append(found[key])
     made = []
     for (file, budget), problems in grouped.items():
         kept = {number: tuple(row for row in rows if not row.lost) for number, rows in problems.items()}
         for number, rows_of in kept.items():
             if not rows_of:
-                raise ProblemLost(f"{file}: problem {number}: expected a completion, found all of them lost")
+                raise ProblemLost(f"{file}: problem {number}: all of its completions are lost")
         lost = sum(len(problems[number]) - len(kept[number]) for number in problems)
         made.append(Cell(file=file, budget=budget, rows=tuple(kept.values()), lost=lost))
     return made

@@ -63,7 +63,7 @@ def read_hf_config(hf_path: str | Path, *, planned: bool = False) -> Any:
     try:
         found = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: expected JSON, found {str(error).partition(';')[0]}") from error
+        raise ValueError(f"{path}: it is not JSON: {str(error).partition(';')[0]}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path}: a config is a JSON object, this file has a {type(found).__name__}")
     kind = found.get("model_type")

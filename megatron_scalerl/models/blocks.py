@@ -202,4 +202,6 @@ def require_full_attention(config: Any) -> None:
     require(config, "use_sliding_window", False)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
-        raise ValueError(f"config.json: layer_types: expected full_attention, found {', '.join(sorted(kinds))}")
+        raise ValueError(
+            f"config.json: layer_types has {', '.join(sorted(kinds))}; full_attention alone is supported here"
+        )

@@ -19,7 +19,7 @@ def family(config: Any) -> Family:
     """The Family of a DeepseekV3Config. Raises ValueError for attention biases, and queries without a projection."""
     require(config, "attention_bias", False)
     if not config.q_lora_rank:
-        raise ValueError(f"config.json: q_lora_rank: expected a number, found {config.q_lora_rank!r}")
+        raise ValueError(f"config.json: q_lora_rank is {config.q_lora_rank!r}; queries need a narrow projection")
     layers = config.num_hidden_layers
     first, last = outer_rules(config, "model.", "lm_head.weight")
     of_layers = [rule for layer in range(layers) for rule in _layer_rules(config, layer)]

@@ -112,7 +112,7 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 def divided(total: int, parts: int, what: str) -> int:
     """total / parts. Raises ValueError, naming `what`, with a remainder."""
     if total % parts:
-        raise ValueError(f"{what}: expected a multiple of the parallel size {parts}, found {total}")
+        raise ValueError(f"{what}: {total} is not a multiple of the parallel size {parts}")
     return total // parts
 
 
@@ -120,7 +120,7 @@ def require(config: Any, key: str, *allowed: Any) -> None:
     """Raises ValueError unless the Hugging Face config's `key` is one of `allowed` (or absent)."""
     found = getattr(config, key, allowed[0])
     if found not in allowed:
-        raise ValueError(f"config.json: {key}: expected {' or '.join(map(repr, allowed))}, found {found!r}")
+        raise ValueError(f"config.json: {key}: {found!r} is not supported, only {' or '.join(map(repr, allowed))}")
 
 
 def check_layout(family: Family, *, tp_size: int = 1, ep_size: int = 1, etp_size: int = 1) -> None:
@@ -129,7 +129,8 @@ def check_layout(family: Family, *, tp_size: int = 1, ep_size: int = 1, etp_size
     experts = options.get("num_moe_experts") or 0
     if ep_size > 1 and not experts:
         raise ValueError(
-            f"megatron.parallel.expert_model_parallel_size: expected 1 for a policy without experts, found {ep_size}"
+            f"megatron.parallel.expert_model_parallel_size: {ep_size} ranks cannot divide a policy without experts; "
+            "leave it at 1"
         )
     sharded = [
         ("tensor", tp_size, "attention heads", options["num_attention_heads"]),
@@ -143,4 +144,4 @@ def check_layout(family: Family, *, tp_size: int = 1, ep_size: int = 1, etp_size
     for kind, size, what, total in sharded:
         if total % size:
             key = "expert_tensor_parallel_size" if kind == "expert_tensor" else f"{kind}_model_parallel_size"
-            raise ValueError(f"megatron.parallel.{key}: expected a divisor of {total} {what}, found {size}")
+            raise ValueError(f"megatron.parallel.{key}: {total} {what} cannot be divided by {size}")

@@ -43,7 +43,9 @@ def family(config: Any) -> Family:
     require(text, "hidden_act", "silu")
     require(text, "num_experts_per_tok", 1)
     if rotary(text, head_size(text)).factor != 1.0:
-        raise ValueError("config.json: rope_type: expected default, linear or llama3 for Llama 4, found 'yarn'")
+        raise ValueError(
+            "config.json: rope_type: 'yarn' is not supported for Llama 4, only default, linear or llama3"
+        )
     moe_layers = set(text.moe_layers)
     styles = tuple(_style(text, layer, moe=layer in moe_layers) for layer in range(text.num_hidden_layers))
     return build_family(

@@ -27,7 +27,7 @@ def family(config: Any, *, fused: bool = False) -> Family:
     """
     require_full_attention(config)
     if config.norm_topk_prob and config.num_experts_per_tok == 1:
-        raise ValueError("config.json: num_experts_per_tok: expected 2 or more with norm_topk_prob, found 1")
+        raise ValueError("config.json: num_experts_per_tok: 1 is too few with norm_topk_prob; take at least 2")
     sparse = tuple(_sparse(config, layer) for layer in range(config.num_hidden_layers))
     routed = dict(
         num_moe_experts=config.num_experts,

@@ -37,9 +37,8 @@ def rotary(config: Any, head_dim: int) -> Rotary:
     if kind not in KINDS:
         raise ValueError(f"config.json: rope_type: expected one of {', '.join(KINDS)}, found {kind!r}")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"config.json: partial_rotary_factor: expected 1, found {parameters['partial_rotary_factor']}"
-        )
+        factor = parameters["partial_rotary_factor"]
+        raise ValueError(f"config.json: partial_rotary_factor: {factor} is not supported, only 1")
     frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     parameters.setdefault(
         "original_max_position_embeddings",
@@ -58,7 +57,7 @@ def rotary(config: Any, head_dim: int) -> Rotary:
 def _need(parameters: Mapping[str, Any], key: str) -> float:
     found = parameters.get(key)
     if found is None:
-        raise ValueError(f"config.json: rope scaling: expected the key {key}, found {sorted(parameters)}")
+        raise ValueError(f"config.json: the rope scaling lacks {key}; it has {', '.join(sorted(parameters))}")
     return float(found)
 
 

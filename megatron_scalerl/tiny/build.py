@@ -43,7 +43,7 @@ def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
     for name in ("train_prompts", "held_out", "sft_examples"):
         count = getattr(arguments, name)
         if count < 1:
-            raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, found {count}")
+            raise ValueError(f"--{name.replace('_', '-')}: {count} is too few; take at least 1")
     manifest = {"format": FORMAT, **asdict(arguments)}
     if _exists(out_dir, manifest):
         return False
@@ -69,15 +69,15 @@ def _exists(out_dir: Path, manifest: dict[str, Any]) -> bool:
     try:
         found = json.loads((out_dir / MANIFEST).read_text(encoding="utf8"))
     except (OSError, json.JSONDecodeError):
-        raise ValueError(f"{out_dir}: expected an absent or empty folder, found one without {MANIFEST}") from None
+        raise ValueError(f"{out_dir}: the folder is not empty and has no {MANIFEST}; name a new one") from None
     different = [key for key in sorted({*manifest, *found}) if found.get(key) != manifest.get(key)]
     if different:
-        expected = ", ".join(f"{key} {manifest.get(key)}" for key in different)
+        wanted = ", ".join(f"{key} {manifest.get(key)}" for key in different)
         actual = ", ".join(f"{key} {found.get(key)}" for key in different)
-        raise ValueError(f"{out_dir}: expected a folder written with {expected}, found one written with {actual}")
+        raise ValueError(f"{out_dir}: it was written with {actual}, not with {wanted}; name a new folder")
     missing = [name for name in FILES if not (out_dir / name).is_file()]
     if missing:
-        raise ValueError(f"{out_dir}: expected {', '.join(FILES)}, found no {missing[0]}")
+        raise ValueError(f"{out_dir}: {missing[0]} is missing; remove the folder, or name a new one")
     return True
 
 

@@ -143,7 +143,7 @@ def prompt_rows(seed: int, count: int, *, held_out: bool) -> Iterator[dict[str, 
     turn = 0
     while len(seen) < count:
         if len(exhausted) == len(LEVELS):
-            raise ValueError(f"{side} prompts: expected at most {len(seen)} of this task, found {count}")
+            raise ValueError(f"{side} prompts: {count} are too many; the task has {len(seen)}")
         level = LEVELS[turn % len(LEVELS)]
         turn += 1
         problem = None if level in exhausted else _draw_new(rng, level, held_out, seen)

@@ -65,7 +65,7 @@ def test_a_name_maps_to_its_entry():
 )
 @pytest.mark.parametrize("protocol", [0, 4])
 def test_other_names_are_refused_by_name(value, name, protocol, tmp_path):
-    with pytest.raises(Refused, match=rf"the name \S*{name}$"):
+    with pytest.raises(Refused, match=rf"^the name \S*{name} is not allowed$"):
         decode(pickle.dumps(value(tmp_path / "made"), protocol), NAMES)
     assert not (tmp_path / "made").exists()
 
@@ -82,7 +82,7 @@ def test_a_dotted_name_is_another_name():
 def test_a_name_cannot_control_a_terminal():
     with pytest.raises(Refused) as refused:
         decode(b"cos\x1b[2J\nsystem\n.", NAMES)
-    assert str(refused.value) == "the name os\\x1b[2J.system"
+    assert str(refused.value) == "the name os\\x1b[2J.system is not allowed"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ STATE = b"}X\x07\0\0\0__doc__X\x04\0\0\0evils"
 def test_no_entry_of_the_allowlist_can_be_changed(name, state):
     entry = NAMES["house", name]
     before = getattr(entry, "__doc__", None)
-    with pytest.raises(Refused, match="a damaged pickle"):
+    with pytest.raises(Refused, match="the pickle is damaged"):
         decode(b"chouse\n" + name.encode() + b"\n" + state, NAMES)
     assert getattr(entry, "__doc__", None) == before and NAMES["house", name] is entry
 
@@ -133,5 +133,5 @@ def test_no_entry_of_the_allowlist_can_be_changed(name, state):
     + [b"chouse\npair\n)R.", b"X\xff\xff\xff\xff.", b"\x95" + b"\xff" * 8 + b".", b"K\x01Q."],
 )
 def test_damage_is_refused(data):
-    with pytest.raises(Refused, match=r"a damaged pickle \("):
+    with pytest.raises(Refused, match=r"the pickle is damaged \("):
         decode(data, NAMES)
