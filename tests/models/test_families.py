@@ -228,7 +228,7 @@ def test_unknown_and_broken_configs_are_one_line(tmp_path):
         ),
         ('{"model_type": "new", "own": 0}', rf"'new' is not supported: it has the keys own; {KNOWN}"),
         ('{"own": 1}', rf"model_type None is not supported: it has the keys own; {KNOWN}"),
-        ("[]", r"config.json: a config is a JSON object, this file has a list"),
+        ("[]", r"config.json: a config is a JSON object, and this file has a list"),
         *(
             (text % 10**9, r"config.json: \w+: 1,000,000,000 is more than any model has; at most 10,000 are read")
             for text in (
