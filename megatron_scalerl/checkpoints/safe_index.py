@@ -1,7 +1,13 @@
 """The index of a checkpoint, from its `.metadata`: its tensors and objects, and the byte ranges that hold them.
 
-torch pickles its own classes there. Here each class maps to a plain record, whose fields are then checked one by one.
-Imports no torch.
+The steps of `read_index`, none of which trusts the one before:
+
+1. metadata.json has to name the format `torch_dist`.
+2. `safe_pickles.decode` opens `.metadata`, in which torch pickles its own classes. `_lookup` is the allowlist: each
+   class maps to a `Record`, which keeps the pickled state and does nothing.
+3. `_index` checks the fields of the records one by one, and turns them into `ByteRange`, `Chunk` and `StoredTensor`.
+
+`CheckpointIndex.check_files` then compares the byte ranges with the files. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,9 +31,25 @@ COMMON = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
 """State that Megatron saves once for all ranks: a file up to Megatron-Core 0.16, an object of the index since."""
 _METADATA_LIMIT = 1 << 30
+"""Bytes of .metadata that are read."""
 _FORMAT_LIMIT = 1 << 16
+"""Bytes of metadata.json that are read."""
 _SIZES = 1 << 62
+"""Bound of a size or an offset, so that sums of two stay within 64 bits."""
+_ENUMERATIONS = ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING", "WriteItemType")
+"""torch's enumerations whose members a `.metadata` may name."""
+_MODULES = frozenset(
+    [
+        *(f"torch.distributed.checkpoint.{module}" for module in ("metadata", "filesystem", "planner")),
+        "torch.distributed._shard.sharded_tensor.metadata",  # before torch 2.3
+        "megatron.core.dist_checkpointing.strategies.torch",
+        # The path that the checkpoint was first written to.
+        *("pathlib", "pathlib._local"),
+    ]
+)
+"""Modules of the classes in a `.metadata`: classes of the index and of the plans by which it was written."""
 Ranges = dict[tuple[str, tuple[int, ...] | None], "ByteRange"]
+"""(key, offset of the chunk; None for an object) -> its bytes."""
 
 DTYPES = frozenset(
     ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8"]
@@ -81,13 +103,13 @@ class CheckpointIndex:
         spans = defaultdict(list)
         for item in ranges:
             spans[item.file].append((item.start, item.start + item.length))
-        for name, found in spans.items():
-            end = max(end for _, end in found)
-            found.sort()
+        for name, in_file in spans.items():
+            in_file.sort()
+            end = max(end for _, end in in_file)
             with PlainFile(self.path, name) as file:
                 if file.size < end:
                     raise ValueError(f"{file.path}: it has {file.size} bytes, and .metadata names {end}")
-            for (_, before), (start, _) in zip(found, found[1:]):
+            for (_, before), (start, _) in zip(in_file, in_file[1:]):
                 if start < before:
                     raise ValueError(f"{file.path}: two parts overlap at byte {start}")
 
@@ -112,7 +134,7 @@ def read_index(path: Path) -> CheckpointIndex:
 def check_checkpoint(path: Path) -> None:
     """Check that the files of the `torch_dist` checkpoint at `path` hold what its index says.
 
-    A committed one has the files that its COMMIT names, too. Raises ValueError naming the file for a damaged one.
+    A committed checkpoint needs the files that its COMMIT names, too. Raises ValueError naming a damaged file.
     """
     if (path / COMMIT).is_file() or not path.is_dir():
         read_commit(path)
@@ -139,12 +161,12 @@ def _check_format(path: Path) -> None:
 
 
 class Record(Built):
-    """An object of one of torch's classes in `.metadata`: each has a class of ours with its name, and its state."""
+    """An object in `.metadata`: a class of ours with the name of torch's class, and the pickled state."""
 
     __slots__ = ("state",)
 
     def __new__(cls, *_: Any) -> Record:
-        """Enumerations and paths have arguments; none of these is used."""
+        """Make an empty record. Enumerations and paths are pickled with arguments, which are ignored."""
         record = super().__new__(cls)
         record.state = {}
         return record
@@ -155,10 +177,8 @@ class Record(Built):
 
 @functools.cache
 def _record(name: str) -> type[Record]:
+    # A class for each name, by which `_field` tells what a record was.
     return type(name, (Record,), {"__slots__": ()})
-
-
-_ENUMERATIONS = ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING", "WriteItemType")
 
 
 def _member(owner: Any, _: Any) -> Record:
@@ -172,22 +192,12 @@ def _size(numbers: Any = ()) -> tuple[int, ...]:
     return _numbers("a torch.Size", numbers)
 
 
-def _numbers(what: str, found: Any) -> tuple[int, ...]:
-    if type(found) is not tuple or any(type(n) is not int or not 0 <= n < _SIZES for n in found):
+def _numbers(what: str, numbers: Any) -> tuple[int, ...]:
+    if type(numbers) is not tuple or any(type(n) is not int or not 0 <= n < _SIZES for n in numbers):
         raise Refused(f"{what} is not a tuple of sizes")
-    return found
+    return numbers
 
 
-_MODULES = frozenset(
-    [
-        *(f"torch.distributed.checkpoint.{module}" for module in ("metadata", "filesystem", "planner")),
-        "torch.distributed._shard.sharded_tensor.metadata",  # before torch 2.3
-        "megatron.core.dist_checkpointing.strategies.torch",
-        # The path that the checkpoint was first written to.
-        *("pathlib", "pathlib._local"),
-    ]
-)
-"""Modules of the classes in a `.metadata`; the classes of the index and of the plans by which it was written."""
 _NAMES: dict[tuple[str, str], Any] = {
     **{("torch", name): name for name in DTYPES},
     ("torch", "Size"): Maker("torch.Size", _size),
@@ -199,11 +209,14 @@ _NAMES: dict[tuple[str, str], Any] = {
 
 
 def _lookup(module: str, name: str) -> Any:
-    return _record(printable(name)) if module in _MODULES else _NAMES.get((module, name))
+    if module in _MODULES:
+        return _record(printable(name))
+    return _NAMES.get((module, name))
 
 
 def _field(record: Any, kind: str, name: str, types: type | tuple[type, ...]) -> Any:
-    """A field of a record, of one of the types; None if it is not set."""
+    """The field `name` of a record, a value of one of `types`; None if it is not set."""
+    # Megatron-Core pickles subclasses of torch's records, whose names begin with MCore.
     if _kind(record) not in (kind, f"MCore{kind}") or type(record.state) is not dict:
         raise Refused(f"a {_kind(record)} stands in place of a {kind}")
     value = record.state.get(name)
@@ -221,8 +234,11 @@ def _index(path: Path, metadata: Any) -> CheckpointIndex:
     placed = _field(metadata, "Metadata", "storage_data", dict) or {}
     ranges = {}
     for index, info in placed.items():
-        key, offset = _field(index, "MetadataIndex", "fqn", str), _field(index, "MetadataIndex", "offset", tuple)
-        ranges[key, None if offset is None else _numbers("an offset", offset)] = _byte_range(path, info)
+        key = _field(index, "MetadataIndex", "fqn", str)
+        offset = _field(index, "MetadataIndex", "offset", tuple)
+        if offset is not None:
+            _numbers("an offset", offset)  # before it is hashed, which takes forever for deeply nested pairs
+        ranges[key, offset] = _byte_range(path, info)
     tensors = {}
     objects = {}
     for key, entry in described.items():
@@ -235,6 +251,7 @@ def _index(path: Path, metadata: Any) -> CheckpointIndex:
 
 
 def _check_key(key: object) -> None:
+    # Keys appear in messages, and control characters would reach the terminal.
     if type(key) is not str or not key.isprintable():
         raise Refused(f"the key {printable(str(key))!r} is not one line of text")
 
@@ -251,17 +268,17 @@ def _byte_range(path: Path, info: Any) -> ByteRange:
 
 def _take(ranges: Ranges, key: str, offset: tuple[int, ...] | None) -> ByteRange:
     """Take a byte range out of `ranges`, so that it has one user: a pickle can name the same part very often."""
-    found = ranges.pop((key, offset), None)
-    if found is None:
+    taken = ranges.pop((key, offset), None)
+    if taken is None:
         raise Refused(f"{key} at {offset} has no byte range")
-    return found
+    return taken
 
 
 def _tensor(key: str, entry: Any, ranges: Ranges) -> StoredTensor:
     kind = "TensorStorageMetadata"
     shape = _numbers("a shape", _field(entry, kind, "size", tuple))
     properties = _field(entry, kind, "properties", Record)
-    state = None if properties is None else properties.state
+    state = getattr(properties, "state", None)
     if type(state) is not tuple or not state or state[0] not in DTYPES:
         raise Refused(f"{key} has no type")
     chunks = []

@@ -1,15 +1,27 @@
 """Opens pickles as data: a name is looked up in an allowlist of our own functions, and nothing is imported.
 
-Python's unpickler calls what the names of a pickle stand for, and sets the state of what it made. A name is reached
-by `find_class` alone. An entry of an allowlist is a constant that cannot be changed, a `Maker`, or a class of `Built`
-values, so that no pickle sets an attribute of ours. A hostile one runs no code; it can waste memory and time, up to
-the end of the process. Imports no torch.
+Python's unpickler calls the objects that a pickle names, and sets the state of the objects that it made. It asks for
+a name in one place, `find_class`:
+
+1. `_Unpickler.find_class` looks the name up in the allowlist, and refuses any other name.
+2. An entry is a constant that cannot be changed, a `Maker`, or a class of `Built` values. The unpickler may call it.
+3. The unpickler may set the state of a result. Only `Built` values take one, so no pickle sets an attribute of ours.
+
+A hostile pickle runs no code; it can waste memory and time, up to the end of the process. Imports no torch.
 """
 
 import io
 import pickle
 from collections.abc import Callable
 from typing import Any
+
+_DAMAGED = (
+    *(pickle.UnpicklingError, EOFError, LookupError, AttributeError, TypeError, ValueError, ArithmeticError),
+    *(MemoryError, RecursionError),
+)
+"""Errors that the unpickler raises for damage, and functions for invalid arguments."""
+Lookup = Callable[[str, str], Any]
+"""The allowlist: (module, name) -> a Maker, a class of Built values, text as a constant; None for another name."""
 
 
 class Refused(ValueError):
@@ -22,7 +34,7 @@ class Built:
     __slots__ = ()
 
     def __setstate__(self, state: Any) -> None:
-        """Set the state. Raises TypeError or ValueError for an invalid one. A class of such values has no state."""
+        """Set the state. Raises TypeError or ValueError for an invalid state; this class takes none."""
         raise TypeError(f"a {type(self).__name__} takes no state")
 
 
@@ -35,14 +47,11 @@ class Maker(Built):
     __slots__ = ("_call", "name")
 
     def __init__(self, name: str, call: Callable[..., Any]):
-        self.name, self._call = name, call
+        self.name = name
+        self._call = call
 
     def __call__(self, *arguments: Any) -> Any:
         return self._call(*arguments)
-
-
-Lookup = Callable[[str, str], Any]
-"""The allowlist: (module, name) -> a Maker, a class of Built values, text as a constant; None for another name."""
 
 
 def printable(text: str) -> str:
@@ -58,13 +67,6 @@ def decode(data: bytes, lookup: Lookup) -> Any:
         raise
     except _DAMAGED as error:
         raise Refused(f"the pickle is damaged ({type(error).__name__}: {printable(str(error))})") from None
-
-
-_DAMAGED = (
-    *(pickle.UnpicklingError, EOFError, LookupError, AttributeError, TypeError, ValueError, ArithmeticError),
-    *(MemoryError, RecursionError),
-)
-"""What the unpickler raises for damage, and functions for invalid arguments."""
 
 
 class _Unpickler(pickle.Unpickler):

@@ -1,7 +1,13 @@
 """Archives of `torch.save` in a checkpoint that another party may have written, opened by torch's weights-only load.
 
-Its unpickler calls no function outside torch's own list and `_ARRAYS`. What it returns is checked again, since that
-list holds more than a checkpoint needs.
+The steps for each archive, which is a range of bytes of a file:
+
+1. `_Window` shows the range as a file; `_load` refuses all but zip archives, since torch would try older formats.
+2. torch's weights-only unpickler calls no function outside torch's own list and `_ARRAYS`.
+3. The result is checked again, since torch's list holds more than a checkpoint needs: `read_value` accepts plain
+   values, `read_object` a list of plain values, `read_tensor` one dense tensor.
+
+`find_tensor` reads no values: it finds the tensor's bytes in the archive, to be mapped.
 """
 
 import contextlib
@@ -28,6 +34,7 @@ _MARK = b"PK\x03\x04"
 _LOCAL = struct.Struct("<26xHH")
 """A zip entry's own header, up to the lengths of its name and its extra field."""
 _DEPTH = 32
+"""Depth to which the items of a value may be nested."""
 _ITEMS = 1 << 20
 """Items that a value may have, parts that occur several times counted each time."""
 _EXTRA_STATE = "_extra_state"
@@ -42,7 +49,7 @@ _ARRAYS: list[Any] = [
     (_reconstruct, "numpy._core.multiarray._reconstruct"),
     (_reconstruct, "numpy.core.multiarray._reconstruct"),
 ]
-"""Names beside torch's own: numpy's random number generator keeps its state in an array."""
+"""Names that are allowed besides torch's own: numpy's random number generator keeps its state in an array."""
 
 
 class Bytes(Protocol):
@@ -55,10 +62,10 @@ class Bytes(Protocol):
 
 
 def read_value(file: Bytes, start: int, length: int) -> Any:
-    """The plain value in the archive of `length` bytes from byte `start` on: numbers, text, tensors, arrays, and
-    lists and dictionaries of these.
+    """The plain value in the archive of `length` bytes from byte `start` on.
 
-    Raises ValueError, naming the file, for anything else.
+    Plain values are numbers, text, tensors, arrays, and lists and dictionaries of plain values. Raises ValueError,
+    naming the file, for anything else.
     """
     refusal = f"{file.path}: the bytes from {start} on are not plain values"
     value = _load(file, start, length, refusal, _ARRAYS)
@@ -69,6 +76,7 @@ def read_value(file: Bytes, start: int, length: int) -> Any:
         for part in level:
             if not _is_plain(part):
                 raise ValueError(f"{refusal}: a {type(part).__name__} is among them")
+        # Level by level, and never more than the limit: an item that occurs in many lists counts each time.
         level = list(itertools.islice(itertools.chain.from_iterable(map(_parts, level)), _ITEMS + 1))
         if not level:
             return value
@@ -82,6 +90,7 @@ def _is_plain(value: Any) -> bool:
         return all(type(key) in (str, int) for key in value)
     if type(value) is np.ndarray:
         return value.dtype.char in _KINDS
+    # Exact types: a subclass may have any behavior.
     return type(value) in (*_PLAIN, list, tuple) or _is_tensor(value)
 
 
@@ -92,14 +101,16 @@ def _is_tensor(value: Any) -> bool:
 def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return value.values()
-    return value if isinstance(value, list | tuple) else ()
+    if isinstance(value, list | tuple):
+        return value
+    return ()
 
 
 def read_object(file: Bytes, key: str, stored: ByteRange) -> list[Any]:
     """The object `key` of a checkpoint: Megatron stores a list with one item per save by a rank.
 
     Raises ValueError, naming the file, for anything but a list of plain values, and for a module's extra state that
-    is not empty: Transformer Engine unpickles those.
+    is not empty: Transformer Engine unpickles such states.
     """
     items = read_value(file, stored.start, stored.length)
     if type(items) is not list:
@@ -121,10 +132,11 @@ def read_tensor(file: Bytes, start: int, length: int, what: str) -> torch.Tensor
 
 
 def find_tensor(file: MappedFile, start: int, length: int) -> tuple[str, tuple[int, ...], int]:
-    """(type, shape, offset of the bits in the file) of the tensor in one archive, written by us or by torch.
+    """(type, shape, offset of the bits in the file) of the tensor in an archive, written by us or by torch.
 
     Raises ValueError for anything but a saved tensor, and for a tensor that is not contiguous.
     """
+    # Type, shape and strides are in the pickle; the values stay unread.
     with torch.serialization.skip_data():
         tensor = read_tensor(file, start, length, "a saved tensor")
     shape = tuple(tensor.shape)
@@ -134,22 +146,25 @@ def find_tensor(file: MappedFile, start: int, length: int) -> tuple[str, tuple[i
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in HF_NAMES:
         raise ValueError(f"{file.path}: the tensor at byte {start} is of {dtype}, which is not a type of weights")
-    return HF_NAMES[dtype], shape, start + _place(file, start, length, tensor.untyped_storage().nbytes())
+    return HF_NAMES[dtype], shape, start + _first_byte(file, start, length, tensor.untyped_storage().nbytes())
 
 
-def _place(file: MappedFile, start: int, length: int, nbytes: int) -> int:
-    """The first of the bytes of an archive's one tensor, in the archive."""
+def _first_byte(file: MappedFile, start: int, length: int, nbytes: int) -> int:
+    """Position of the first byte of an archive's one tensor, in the archive."""
     refusal = f"{file.path}: the bytes from {start} on are not a saved tensor"
     window = _Window(file, start, length)
     try:
         with zipfile.ZipFile(window) as archive:
             entries = {entry.filename.split("/", 1)[-1]: entry for entry in archive.infolist()}
-            order = archive.read(entries["byteorder"]) if "byteorder" in entries else b"little"
+            order = b"little"
+            if "byteorder" in entries:  # older versions of torch wrote none
+                order = archive.read(entries["byteorder"])
         entry = entries["data/0"]
         window.seek(entry.header_offset)
         name, extra = _LOCAL.unpack(window.read(_LOCAL.size))
     except (zipfile.BadZipFile, NotImplementedError, KeyError, EOFError, struct.error) as error:
         raise ValueError(f"{refusal}: {error!r}") from None
+    # The entry's own header tells: its extra field pads to an alignment, and the zip's directory does not have it.
     begin = entry.header_offset + _LOCAL.size + name + extra
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != nbytes or begin + nbytes > length:
         raise ValueError(f"{refusal}: the archive does not hold its content as one uncompressed entry")
@@ -160,7 +175,7 @@ def _place(file: MappedFile, start: int, length: int, nbytes: int) -> int:
 
 @contextlib.contextmanager
 def _names_beside_torchs(names: list[Any]) -> Iterator[None]:
-    """Inside the block a load may use `names`, and none that other programs have added: Megatron-Core adds some."""
+    """Context in which a load may use `names`, and no name that other programs added, as Megatron-Core does."""
     kept = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals(names)
@@ -180,12 +195,12 @@ def _load(file: Bytes, start: int, length: int, refusal: str, names: list[Any]) 
     with _names_beside_torchs(names):
         try:
             return torch.load(window, map_location="cpu", weights_only=True)
-        except Exception as error:
+        except Exception as error:  # damage makes torch raise errors of many types, none of them documented
             raise ValueError(f"{refusal}: {_reason(window, error)}") from None
 
 
 def _reason(window: Any, error: Exception) -> str:
-    """Why a load failed; the first name that is not allowed, if there is one."""
+    """The reason why a load failed: the first name that is not allowed, if the archive has such a name."""
     with contextlib.suppress(Exception):
         window.seek(0)
         return f"the name {printable(torch.serialization.get_unsafe_globals_in_checkpoint(window)[0])} is not allowed"
@@ -195,10 +210,13 @@ def _reason(window: Any, error: Exception) -> str:
 
 
 class _Window(io.RawIOBase):
-    """Part of a file as a file object."""
+    """A range of bytes of a file as a file object."""
 
     def __init__(self, file: Bytes, start: int, length: int):
-        self._file, self._start, self._length, self._at = file, start, length, 0
+        self._file = file
+        self._start = start
+        self._length = length
+        self._at = 0
 
     def readable(self) -> bool:
         return True

@@ -34,6 +34,7 @@ def to_hf(megatron_path: Path, out: Path, options: Options | None = None, *, lik
             copier = Copier(sources=view.sources, options=options, on_bytes=advance)
             for shard in layout.shards:
                 checksums |= write_shard(work, shard, view.tensors, copier, layout.passthrough)
+                # After each file: a damaged checkpoint is reported before the rest is written.
                 _compare_checksums(view, shard.tensors, checksums)
         _write_the_rest(work, view)
         write_record(work, layout, view.tensors, checksums)

@@ -27,16 +27,16 @@ from megatron_scalerl.models.family import Family
 from megatron_scalerl.record import record
 
 SIDE_FOLDER = "hugging_face"
-"""Where a Megatron checkpoint keeps config, tokenizer and tensors outside the policy."""
+"""Folder of a Megatron checkpoint with config, tokenizer and tensors outside the policy."""
 PASSTHROUGH_FILE = "carried.safetensors"
 """Tensors outside the policy, in the side folder."""
 
 
 class TensorRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor in conversion.json."""
+    """A tensor in conversion.json."""
 
     dtype: str
-    """safetensors' name."""
+    """safetensors' name of the type."""
     shape: tuple[int, ...]
     checksum: str
 
@@ -50,9 +50,9 @@ class ConversionRecord(msgspec.Struct, frozen=True, kw_only=True):
     shards: tuple[Shard, ...]
     """Files of the Hugging Face folder."""
     index_metadata: Mapping[str, Any] | None
-    """Metadata of its index; None if it has no index."""
+    """Metadata of the folder's index; None for a folder without an index."""
     copies: Mapping[str, str]
-    """Tensors that repeat another one."""
+    """Name of a tensor -> the tensor that it repeats."""
     passthrough: tuple[str, ...] = msgspec.field(name="carried")
     """Tensors outside the policy."""
 
@@ -67,7 +67,7 @@ def write_record(
 
 
 def read_record(folder: Path) -> ConversionRecord:
-    """Read conversion.json. Raises ValueError if there is none, or it cannot be read."""
+    """Read conversion.json. Raises ValueError for a folder without it, and for a file that cannot be read."""
     file = folder / CONVERSION_FILE
     if not file.is_file():
         raise ValueError(
@@ -121,12 +121,14 @@ class View:
 
 
 def open_view(path: Path) -> View:
-    """Either kind of checkpoint. Raises ValueError for anything else."""
-    return megatron_view(path) if (path / FORMAT_FILE).is_file() else folder_view(open_folder(path))
+    """The view of a checkpoint of either kind. Raises ValueError for anything else."""
+    if (path / FORMAT_FILE).is_file():
+        return megatron_view(path)
+    return folder_view(open_folder(path))
 
 
 def folder_view(folder: HfFolder) -> View:
-    """A Hugging Face folder."""
+    """The view of a Hugging Face folder."""
     tensors = {name: folder_assembly(folder, name) for name in folder.tensors}
     return View(
         path=folder.path, sources=sources(folder), tensors=tensors, layout=_layout(folder, {}, ()), side=folder.path
@@ -134,27 +136,30 @@ def folder_view(folder: HfFolder) -> View:
 
 
 def megatron_view(path: Path, *, like: Path | None = None, dtype: str | None = None) -> View:
-    """A Megatron checkpoint that we wrote, or any other with `like`, a Hugging Face folder that has what it lacks.
+    """The view of a Megatron checkpoint that we wrote or, with `like`, of any other.
 
-    Raises ValueError if the checkpoint is incomplete, does not fit the config, or has neither config nor `like`.
+    like: a Hugging Face folder with the config, the tokenizer and the tensors that the checkpoint lacks. Raises
+    ValueError if the checkpoint is incomplete, does not fit the config, or has neither config nor `like`.
     """
     if like is None:
-        side, layout = path / SIDE_FOLDER, read_record(path)
+        side = path / SIDE_FOLDER
+        layout = read_record(path)
         refuse_links(side)
         outer = _passthrough_folder(side, layout)
         family = family_of(policy_config(side), layout.tensors)
     else:
         side = like
-        config, outer = policy_config(side), open_folder(side)
+        config = policy_config(side)  # first: its message is plainer than that of a folder without tensors
+        outer = open_folder(side)
         family = family_of(config, outer.tensors)
         layout = layout_of(outer, family)
     shapes = {rule.megatron: parameter_shape(rule) for rule in family.rules if rule.exported}
     stored = stored_parameters(path, family, shapes)
     tensors = tensor_assemblies(family, stored, dtype, str(path))
-    for copy, of in layout.copies.items():
-        if of not in tensors:
-            raise ValueError(f"{path}: {copy} is a copy of {of!r}, which the checkpoint does not hold")
-        tensors[copy] = replace(tensors[of], name=copy)
+    for copy, original in layout.copies.items():
+        if original not in tensors:
+            raise ValueError(f"{path}: {copy} is a copy of {original!r}, which the checkpoint does not hold")
+        tensors[copy] = replace(tensors[original], name=copy)
     if outer is not None:
         tensors |= {name: folder_assembly(outer, name) for name in layout.passthrough}
     unknown = [name for shard in layout.shards for name in shard.tensors if name not in tensors]
@@ -171,7 +176,7 @@ def megatron_view(path: Path, *, like: Path | None = None, dtype: str | None = N
 
 
 def policy_config(path: Path) -> Any:
-    """A folder's config. Raises ValueError for an unknown architecture, listing the known ones."""
+    """The config of a Hugging Face folder. Raises ValueError for an unknown architecture, listing the known ones."""
     if not (path / "config.json").is_file():
         raise ValueError(f"{path}: this is not a Hugging Face folder: it has no config.json")
     return read_hf_config(path)
