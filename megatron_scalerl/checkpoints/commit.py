@@ -55,7 +55,7 @@ def read_commit(path: Path) -> dict[str, Any]:
     """
     commit = path / COMMIT
     if not commit.is_file():
-        raise ValueError(f"{commit}: this file does not exist, without which a checkpoint is not complete")
+        raise ValueError(f"{commit}: this file does not exist; a checkpoint without it is not complete")
     facts = _facts(commit)
     digests = facts["sha256"]
     for name, size in facts["files"].items():

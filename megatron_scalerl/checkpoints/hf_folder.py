@@ -160,7 +160,7 @@ def _tensor(path: Path, name: str, entry: dict[str, Any], start: int) -> HfTenso
     low, high = entry["data_offsets"]
     for number in (*shape, low, high):
         if type(number) is not int or number < 0:
-            raise ValueError(f"{path}: {name}: {number!r} in shape or data_offsets is not an integer from 0 on")
+            raise ValueError(f"{path}: {name}: {number!r} in shape or data_offsets is not an integer >= 0")
     if dtype not in ITEM_BYTES:
         raise ValueError(f"{path}: {name}: expected one of {', '.join(sorted(ITEM_BYTES))}, found {dtype}")
     nbytes = prod(shape) * ITEM_BYTES[dtype]

@@ -123,7 +123,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
                     return rows
                 raise ValueError(f"{path} line {number}: it is not a JSON object: {error}") from None
             if not isinstance(row, dict):
-                raise ValueError(f"{path} line {number}: it is not a JSON object but a {type(row).__name__}")
+                raise ValueError(f"{path} line {number}: it is not a JSON object but of type {type(row).__name__}")
             rows.append(row)
     return rows
 

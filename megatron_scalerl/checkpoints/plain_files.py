@@ -39,7 +39,7 @@ def open_plain(folder: Path, name: str) -> int:
 def check_name(folder: Path, name: object) -> None:
     """Raises ValueError unless `name` is the name of a file directly in the folder."""
     if type(name) is not str:
-        raise ValueError(f"{folder}: a {type(name).__name__} stands in place of a file's name")
+        raise ValueError(f"{folder}: a value of type {type(name).__name__} stands in place of a file's name")
     if not is_file_name(name):
         raise ValueError(f"{folder}: {name[:200]!a} is not the name of a file in the folder")
 

@@ -22,7 +22,7 @@ import msgspec
 
 from megatron_scalerl.checkpoints.commit import COMMIT, read_commit
 from megatron_scalerl.checkpoints.plain_files import PlainFile, check_name
-from megatron_scalerl.checkpoints.safe_pickles import Built, Maker, Refused, decode, printable
+from megatron_scalerl.checkpoints.safe_pickles import Maker, PickledObject, RefusedPickle, decode, printable
 from megatron_scalerl.record import record
 
 METADATA = ".metadata"
@@ -127,7 +127,7 @@ def read_index(path: Path) -> CheckpointIndex:
         data = file.read(_METADATA_LIMIT)
     try:
         return _index(path, decode(data, _lookup))
-    except Refused as refused:
+    except RefusedPickle as refused:
         raise ValueError(f"{path / METADATA}: it is not the metadata of a checkpoint: {refused}") from None
 
 
@@ -160,7 +160,7 @@ def _check_format(path: Path) -> None:
         raise ValueError(f"{path / FORMAT_FILE}: sharded_backend: expected torch_dist, found {printable(backend)}")
 
 
-class Record(Built):
+class Record(PickledObject):
     """An object in `.metadata`: a class of ours with the name of torch's class, and the pickled state."""
 
     __slots__ = ("state",)
@@ -194,7 +194,7 @@ def _size(numbers: Any = ()) -> tuple[int, ...]:
 
 def _numbers(what: str, numbers: Any) -> tuple[int, ...]:
     if type(numbers) is not tuple or any(type(n) is not int or not 0 <= n < _SIZES for n in numbers):
-        raise Refused(f"{what} is not a tuple of sizes")
+        raise RefusedPickle(f"{what} is not a tuple of sizes")
     return numbers
 
 
@@ -218,10 +218,10 @@ def _field(record: Any, kind: str, name: str, types: type | tuple[type, ...]) ->
     """The field `name` of a record, a value of one of `types`; None if it is not set."""
     # Megatron-Core pickles subclasses of torch's records, whose names begin with MCore.
     if _kind(record) not in (kind, f"MCore{kind}") or type(record.state) is not dict:
-        raise Refused(f"a {_kind(record)} stands in place of a {kind}")
+        raise RefusedPickle(f"{_kind(record)} stands in place of {kind}")
     value = record.state.get(name)
     if value is not None and not isinstance(value, types):
-        raise Refused(f"{kind}.{name} is a {_kind(value)}")
+        raise RefusedPickle(f"{kind}.{name} is of type {_kind(value)}")
     return value
 
 
@@ -253,7 +253,7 @@ def _index(path: Path, metadata: Any) -> CheckpointIndex:
 def _check_key(key: object) -> None:
     # Keys appear in messages, and control characters would reach the terminal.
     if type(key) is not str or not key.isprintable():
-        raise Refused(f"the key {printable(str(key))!r} is not one line of text")
+        raise RefusedPickle(f"the key {printable(str(key))!r} is not one line of text")
 
 
 def _byte_range(path: Path, info: Any) -> ByteRange:
@@ -262,7 +262,7 @@ def _byte_range(path: Path, info: Any) -> ByteRange:
     start, length = (_field(info, "_StorageInfo", name, int) for name in ("offset", "length"))
     _numbers("a byte range", (start, length))
     if _field(info, "_StorageInfo", "transform_descriptors", (list, tuple)):
-        raise Refused(f"bytes of {file} were transformed when they were written, as by compression")
+        raise RefusedPickle(f"bytes of {file} were transformed when they were written, as by compression")
     return ByteRange(file=file, start=start, length=length)
 
 
@@ -270,7 +270,7 @@ def _take(ranges: Ranges, key: str, offset: tuple[int, ...] | None) -> ByteRange
     """Take a byte range out of `ranges`, so that it has one user: a pickle can name the same part very often."""
     taken = ranges.pop((key, offset), None)
     if taken is None:
-        raise Refused(f"{key} at {offset} has no byte range")
+        raise RefusedPickle(f"{key} at {offset} has no byte range")
     return taken
 
 
@@ -280,7 +280,7 @@ def _tensor(key: str, entry: Any, ranges: Ranges) -> StoredTensor:
     properties = _field(entry, kind, "properties", Record)
     state = getattr(properties, "state", None)
     if type(state) is not tuple or not state or state[0] not in DTYPES:
-        raise Refused(f"{key} has no type")
+        raise RefusedPickle(f"{key} has no type")
     chunks = []
     for chunk in _field(entry, kind, "chunks", list) or ():
         offset, sizes = (_field(chunk, "ChunkStorageMetadata", name, tuple) for name in ("offsets", "sizes"))
@@ -293,4 +293,6 @@ def _tensor(key: str, entry: Any, ranges: Ranges) -> StoredTensor:
 def _check_inside(key: str, shape: tuple[int, ...], offset: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     fits = len(offset) == len(sizes) == len(shape) and all(o + n <= s for o, n, s in zip(offset, sizes, shape))
     if not fits:
-        raise Refused(f"a part of shape {list(sizes)} at {list(offset)} is outside {key} of shape {list(shape)}")
+        raise RefusedPickle(
+            f"a part of shape {list(sizes)} at {list(offset)} is outside {key} of shape {list(shape)}"
+        )

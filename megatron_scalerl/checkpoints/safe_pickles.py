@@ -4,8 +4,8 @@ Python's unpickler calls the objects that a pickle names, and sets the state of 
 a name in one place, `find_class`:
 
 1. `_Unpickler.find_class` looks the name up in the allowlist, and refuses any other name.
-2. An entry is a constant that cannot be changed, a `Maker`, or a class of `Built` values. The unpickler may call it.
-3. The unpickler may set the state of a result. Only `Built` values take one, so no pickle sets an attribute of ours.
+2. An entry is a constant that cannot be changed, a `Maker`, or a subclass of `PickledObject`. It may be called.
+3. The unpickler may set the state of a result. Only a `PickledObject` takes it: no pickle sets an attribute of ours.
 
 A hostile pickle runs no code; it can waste memory and time, up to the end of the process. Imports no torch.
 """
@@ -21,15 +21,15 @@ _DAMAGED = (
 )
 """Errors that the unpickler raises for damage, and functions for invalid arguments."""
 Lookup = Callable[[str, str], Any]
-"""The allowlist: (module, name) -> a Maker, a class of Built values, text as a constant; None for another name."""
+"""The allowlist: (module, name) -> a Maker, a subclass of PickledObject, a constant text; None for another name."""
 
 
-class Refused(ValueError):
+class RefusedPickle(ValueError):
     """A pickle has content that is not allowed. The message is a clause that a reader's own message ends with."""
 
 
-class Built:
-    """A value whose state a pickle may set after construction. It is compared and hashed by identity."""
+class PickledObject:
+    """An object that a pickle makes, and whose state it may set. It is compared and hashed by identity."""
 
     __slots__ = ()
 
@@ -38,10 +38,10 @@ class Built:
         raise TypeError(f"a {type(self).__name__} takes no state")
 
 
-class Maker(Built):
-    """A function of ours that a pickle may call by name; it checks its arguments.
+class Maker(PickledObject):
+    """A function of ours that a pickle may call by name.
 
-    It raises TypeError or ValueError for invalid ones.
+    It checks its arguments, and raises TypeError or ValueError for invalid ones.
     """
 
     __slots__ = ("_call", "name")
@@ -60,13 +60,13 @@ def printable(text: str) -> str:
 
 
 def decode(data: bytes, lookup: Lookup) -> Any:
-    """The value of the pickle `data`. Raises Refused for a name that is not allowed, and for a damaged pickle."""
+    """The value of the pickle `data`. Raises RefusedPickle for a forbidden name, and for a damaged pickle."""
     try:
         return _Unpickler(data, lookup).load()
-    except Refused:
+    except RefusedPickle:
         raise
     except _DAMAGED as error:
-        raise Refused(f"the pickle is damaged ({type(error).__name__}: {printable(str(error))})") from None
+        raise RefusedPickle(f"the pickle is damaged ({type(error).__name__}: {printable(str(error))})") from None
 
 
 class _Unpickler(pickle.Unpickler):
@@ -77,5 +77,5 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         entry = self._lookup(module, name)
         if entry is None:
-            raise Refused(f"the name {printable(f'{module}.{name}')} is not allowed")
+            raise RefusedPickle(f"the name {printable(f'{module}.{name}')} is not allowed")
         return entry

@@ -117,7 +117,7 @@ def read_object(file: Bytes, key: str, stored: ByteRange) -> list[Any]:
         raise ValueError(f"{file.path}: {key} is a {type(items).__name__}; Megatron stores a list")
     if _EXTRA_STATE in key and not all(item is None or (_is_tensor(item) and not item.numel()) for item in items):
         raise ValueError(
-            f"{file.path}: {key} is not empty; extra states, as of fp8 training, are pickles and stay shut"
+            f"{file.path}: {key} is not empty; extra states, as of fp8 training, are pickles, which are not read"
         )
     return items
 

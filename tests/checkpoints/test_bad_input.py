@@ -94,11 +94,10 @@ def test_a_truncated_shard(keep, source, refused):
     whole = file.read_bytes()
     file.write_bytes(whole[:keep])
     said = refused()
-    assert f"{file}: " in said
     if keep == -1:
-        assert f" {len(whole) - 1} bytes, " in said and f" {len(whole)}" in said
+        assert f"{file}: the file has {len(whole) - 1} bytes, and its header describes {len(whole)}" in said
     else:
-        assert f"{keep} bytes without a readable header" in said
+        assert f"{file}: {keep} bytes without a readable header" in said
 
 
 def test_an_index_with_a_tensor_that_its_file_lacks(source, refused):
@@ -214,8 +213,8 @@ def test_an_incomplete_checkpoint(megatron, refused):
 def test_a_checkpoint_without_its_last_file(megatron, refused):
     (megatron / "metadata.json").unlink()
     (megatron / "COMMIT").unlink()
-    assert f"{megatron}: " in (said := refused(command="to-hf", origin=megatron))
-    assert "it needs metadata.json and .metadata" in said
+    said = refused(command="to-hf", origin=megatron)
+    assert f"{megatron}: " in said and "metadata.json and .metadata" in said
 
 
 def test_a_bit_that_flipped_on_the_disk(megatron, refused):
@@ -242,16 +241,17 @@ def test_a_difference_is_named(megatron, source, capsys):
 @pytest.mark.parametrize(
     ("change", "shapes"),
     [
-        (dict(num_key_value_heads=4, head_dim=16), "weight: its shape is [4, 128, 64], .* says [4, 192, 64]"),
-        (dict(num_hidden_layers=3), "layer_norm_weight: its shape is [4, 64], .* says [3, 64]"),
+        (
+            dict(num_key_value_heads=4, head_dim=16),
+            "weight: its shape is [4, 128, 64], and the config says [4, 192, 64]",
+        ),
+        (dict(num_hidden_layers=3), "layer_norm_weight: its shape is [4, 64], and the config says [3, 64]"),
     ],
 )
 def test_a_checkpoint_of_another_config(megatron, refused, change, shapes):
     edit_json(megatron / "hugging_face" / "config.json", lambda c: c.update(change))
     (megatron / "COMMIT").unlink()
-    found, expected = shapes.split(" .* ")
-    said = refused(command="to-hf", origin=megatron)
-    assert f"linear_qkv.{found}" in said and said.endswith(expected)
+    assert f"linear_qkv.{shapes}" in refused(command="to-hf", origin=megatron)
 
 
 def test_a_stock_checkpoint_without_its_origin(megatron, refused):

@@ -127,7 +127,7 @@ def test_parts_that_are_not_needed_are_not_opened(originals, folder, marker, tmp
         (("__0_0.distcp", 0, -1), "a byte range is not a tuple of sizes"),
         (("__0_0.distcp", 0, 10**12), "and .metadata names 1000000000000"),
         (("__0_0.distcp", 10**12, 10), "and .metadata names 1000000000010"),
-        (("__0_0.distcp", 0, "10"), "_StorageInfo.length is a str"),
+        (("__0_0.distcp", 0, "10"), "_StorageInfo.length is of type str"),
         (("none.distcp", 0, 10), "none.distcp: this file of the checkpoint is missing"),
         (("__0_0.distcp", 3, 100), "__0_0.distcp: the bytes from 3 on are not a saved tensor: they are no archive"),
         (("__0_0.distcp", 0, 10, ["stream.zstd/1"]), "bytes of __0_0.distcp were transformed"),

@@ -93,7 +93,7 @@ def test_a_broken_row_in_the_middle_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"f.jsonl line 2: it is not a JSON object"):
         read_jsonl(path)
     path.write_text('{"a": 1}\n7\n')
-    with pytest.raises(ValueError, match=r"f.jsonl line 2: it is not a JSON object but a int"):
+    with pytest.raises(ValueError, match=r"f.jsonl line 2: it is not a JSON object but of type int"):
         read_jsonl(path)
 
 
