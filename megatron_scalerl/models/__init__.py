@@ -42,7 +42,7 @@ def family(hf_config: Any, names: Collection[str] = (), *, planned: bool = False
     if kind not in builders:
         raise ValueError(_unsupported("config.json", hf_config.to_dict() | {"model_type": kind}, builders))
     try:
-        if kind == "qwen3_moe":
+        if kind == "qwen3_moe":  # the one family of which both layouts are in use
             fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
             return qwen3_moe.family(hf_config, fused=fused)
         return builders[kind](hf_config)
@@ -100,8 +100,9 @@ def read_hf_config(hf_path: str | Path, *, planned: bool = False) -> Any:
     try:
         if kind == "kimi_k2":  # DeepSeek-V3's architecture; transformers has no class for its name
             return DeepseekV3Config.from_dict(config)
+        # A config may name code in its folder, which is never run.
         return AutoConfig.from_pretrained(str(hf_path), trust_remote_code=False)
-    except StrictDataclassError as error:
+    except StrictDataclassError as error:  # its text has several lines
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from megatron_scalerl.models import rules
 from megatron_scalerl.models.family import Family, LayerStyle, QkNorm, Rule, require
 from megatron_scalerl.models.rope import rotary
-from megatron_scalerl.models.rules import At
+from megatron_scalerl.models.rules import Location
 
 READ_BY_ENGINES: dict[str, tuple[Any, ...]] = {
     "sliding_window": (None, 0),
@@ -54,6 +54,7 @@ def build_family(
     for key, allowed in READ_BY_ENGINES.items():
         require(config, key, *allowed)
     head_dim = head_size(config)
+    # One key for queries, keys, values and output, in Llama and Qwen3.
     bias = bool(getattr(config, "attention_bias", False))
     rope = rotary(config, head_dim)
     return Family(
@@ -95,7 +96,7 @@ def dense_rules(config: Any, **attention: Any) -> tuple[Rule, ...]:
             f"decoder.layers.{layer}.mlp.",
             ffn=config.intermediate_size,
             hidden=config.hidden_size,
-            at=At(layer=layer),
+            at=Location(layer=layer),
         )
     return (*weight_map, *last)
 
@@ -106,10 +107,10 @@ def outer_rules(config: Any, prefix: str, head: str) -> tuple[tuple[Rule, ...], 
     vocab = config.vocab_size
     hidden = config.hidden_size
     tied = bool(config.tie_word_embeddings)
-    if tied:
+    if tied:  # the head is loaded from the embedding, and not exported, since the folder has one tensor
         head = embedding
-    at_end = At(place="last")
-    first = rules.vocabulary("embedding.word_embeddings.weight", embedding, vocab, hidden, At(place="first"))
+    at_end = Location(place="last")
+    first = rules.vocabulary("embedding.word_embeddings.weight", embedding, vocab, hidden, Location(place="first"))
     norm = rules.replicated("decoder.final_layernorm.weight", f"{prefix}norm.weight", (hidden,), at_end)
     last = rules.vocabulary("output_layer.weight", head, vocab, hidden, at_end, exported=not tied)
     return (first,), (norm, last)
@@ -122,7 +123,7 @@ def attention_rules(
 
     With `attention_bias` in the config all projections have biases, with `qkv_bias` all but the output's.
     """
-    at = At(layer=layer)
+    at = Location(layer=layer)
     hf_layer = f"{prefix}layers.{layer}."
     layer_name = f"decoder.layers.{layer}."
     hf = f"{hf_layer}self_attn."
@@ -160,7 +161,7 @@ def attention_rules(
 
 
 def mlp_rules(
-    hf: str, megatron: str, *, ffn: int, hidden: int, at: At, what: str = "config.json: intermediate_size"
+    hf: str, megatron: str, *, ffn: int, hidden: int, at: Location, what: str = "config.json: intermediate_size"
 ) -> list[Rule]:
     """Rules of a gated MLP: `hf`{gate,up,down}_proj.weight and `megatron`linear_fc{1,2}.weight."""
     gate, up, down = (f"{hf}{kind}_proj.weight" for kind in ("gate", "up", "down"))
@@ -174,7 +175,7 @@ def expert_rules(hf: str, megatron: str, *, experts: int, ffn: int, hidden: int,
     """Rules of experts that are separate gated MLPs: `hf`E.{gate,up,down}_proj.weight."""
     weight_map = []
     for expert in range(experts):
-        at = At(layer=layer, expert=expert)
+        at = Location(layer=layer, expert=expert)
         name = f"{megatron}experts.local_experts.{expert}."
         weight_map += mlp_rules(f"{hf}{expert}.", name, ffn=ffn, hidden=hidden, at=at, what=what)
     return weight_map
@@ -192,7 +193,7 @@ def fused_expert_rules(
     ):
         for expert in range(experts):
             name = f"{megatron}experts.local_experts.{expert}.{projection}.weight"
-            at = At(layer=layer, expert=expert)
+            at = Location(layer=layer, expert=expert)
             weight_map.append(make_rule(name, f"{hf}{tensor}", at=at, what=what, transposed=transposed, **sizes))
     return weight_map
 

@@ -12,14 +12,14 @@ from megatron_scalerl.models import rules
 from megatron_scalerl.models.blocks import expert_rules, mlp_rules, outer_rules
 from megatron_scalerl.models.family import Family, LayerStyle, Rule, require
 from megatron_scalerl.models.rope import rotary
-from megatron_scalerl.models.rules import At
+from megatron_scalerl.models.rules import Location
 
 
 def family(config: Any) -> Family:
     """The Family of a DeepseekV3Config. Raises ValueError for attention biases, and queries without a projection."""
     require(config, "attention_bias", False)
     if not config.q_lora_rank:
-        raise ValueError(f"config.json: q_lora_rank is {config.q_lora_rank!r}; queries need a narrow projection")
+        raise ValueError(f"config.json: q_lora_rank is {config.q_lora_rank!r}; queries without it are not supported")
     layers = config.num_hidden_layers
     first, last = outer_rules(config, "model.", "lm_head.weight")
     weight_map = list(first)
@@ -72,7 +72,7 @@ def _mtp_parameters(config: Any) -> int:
 def _layer_rules(config: Any, layer: int) -> list[Rule]:
     hf = f"model.layers.{layer}."
     megatron = f"decoder.layers.{layer}."
-    at = At(layer=layer)
+    at = Location(layer=layer)
     hidden = config.hidden_size
     weight_map = [
         rules.replicated(f"{megatron}input_layernorm.weight", f"{hf}input_layernorm.weight", (hidden,), at),
@@ -94,7 +94,7 @@ def _layer_rules(config: Any, layer: int) -> list[Rule]:
     return weight_map + expert_rules(f"{hf}experts.", megatron, layer=layer, what=what, **sizes)
 
 
-def _attention_rules(config: Any, hf: str, megatron: str, at: At) -> list[Rule]:
+def _attention_rules(config: Any, hf: str, megatron: str, at: Location) -> list[Rule]:
     """Rules of multi-head latent attention: for queries, and for keys with values, down, norm and up."""
     hidden = config.hidden_size
     heads = config.num_attention_heads

@@ -2,7 +2,7 @@
 
 A `Rule` maps one Megatron parameter to Hugging Face tensors by rectangular pieces. Loading copies each piece from the
 checkpoint into this rank's shard, saving copies it back: the same table, so Hugging Face -> Megatron -> Hugging Face
-is exact. Names of Megatron parameters have global layer and expert numbers and are those of Megatron's plain layers;
+is exact. Megatron parameters have the names of Megatron's plain layers, with global layer and expert numbers;
 `checkpoints.hf_folder` has Transformer Engine's other names.
 """
 
@@ -44,7 +44,7 @@ class Piece:
 
 @record
 class Rule:
-    """One Megatron parameter and the Hugging Face tensors that it consists of."""
+    """A Megatron parameter and the Hugging Face tensors that it consists of."""
 
     megatron: str
     """Parameter name, for example decoder.layers.3.self_attention.linear_qkv.weight."""
@@ -134,6 +134,7 @@ def check_layout(family: Family, *, tp_size: int = 1, ep_size: int = 1, etp_size
             f"megatron.parallel.expert_model_parallel_size: {ep_size} ranks cannot divide a policy without experts; "
             "leave it at 1"
         )
+    # Every size divides 0: a policy without experts passes.
     sharded = [
         ("tensor_model", tp_size, "attention heads", options["num_attention_heads"]),
         ("tensor_model", tp_size, "key-value heads", options["num_query_groups"]),

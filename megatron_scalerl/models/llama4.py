@@ -22,7 +22,7 @@ from megatron_scalerl.models.blocks import (
 )
 from megatron_scalerl.models.family import Family, LayerStyle, QkNorm, Rule, require
 from megatron_scalerl.models.rope import rotary
-from megatron_scalerl.models.rules import At
+from megatron_scalerl.models.rules import Location
 
 VISION = ("vision_model.", "multi_modal_projector.")
 """Prefixes of the multimodal model's tensors outside the policy: never trained, never sent."""
@@ -80,7 +80,7 @@ def _transformer(text: Any, styles: tuple[LayerStyle, ...]) -> dict[str, Any]:
     options = dict(
         ffn_hidden_size=text.intermediate_size_mlp,
         rotary_interleaved=True,
-        no_rope_freq=[int(not style.rope) for style in styles],
+        no_rope_freq=[int(not style.rope) for style in styles],  # Megatron's list says 1 where a layer has none
         qk_l2_norm=any(style.qk_norm == "weightless" for style in styles),
     )
     if not any(style.moe for style in styles):
@@ -117,14 +117,14 @@ def _rules(text: Any, styles: tuple[LayerStyle, ...], prefix: str) -> tuple[Rule
             megatron,
             ffn=text.intermediate_size_mlp,
             hidden=text.hidden_size,
-            at=At(layer=layer),
+            at=Location(layer=layer),
             what="config.json: intermediate_size_mlp",
         )
     return (*weight_map, *last)
 
 
 def _moe_rules(text: Any, layer: int, hf: str, megatron: str) -> list[Rule]:
-    at = At(layer=layer)
+    at = Location(layer=layer)
     experts = text.num_local_experts
     hidden = text.hidden_size
     ffn = text.intermediate_size

@@ -1,7 +1,7 @@
 """Qwen3 mixtures of experts: a softmax top-k router, no shared expert, optional dense layers in between.
 
-Checkpoints store every expert separately; those of transformers 5 in its in-memory layout have one tensor
-[experts, 2 ffn, hidden] and one [experts, hidden, ffn] per layer.
+Checkpoints store every expert separately. In the in-memory layout of transformers 5 a layer has a tensor
+[experts, 2 ffn, hidden] and a tensor [experts, hidden, ffn].
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ from megatron_scalerl.models.blocks import (
     require_full_attention,
 )
 from megatron_scalerl.models.family import Family, LayerStyle, Rule
-from megatron_scalerl.models.rules import At
+from megatron_scalerl.models.rules import Location
 
 
 def family(config: Any, *, fused: bool = False) -> Family:
@@ -27,6 +27,7 @@ def family(config: Any, *, fused: bool = False) -> Family:
     Raises ValueError for sliding windows, activations other than SiLU, and a router whose probabilities are all 1.
     """
     require_full_attention(config)
+    # A single probability that is normalized is 1: the router would get no gradient.
     if config.norm_topk_prob and config.num_experts_per_tok == 1:
         raise ValueError("config.json: num_experts_per_tok: 1 is too few with norm_topk_prob; take at least 2")
     sparse = tuple(_sparse(config, layer) for layer in range(config.num_hidden_layers))
@@ -69,7 +70,7 @@ def _rules(config: Any, sparse: tuple[bool, ...], *, fused: bool) -> tuple[Rule,
         weight_map += attention_rules(config, layer, "model.", qk_norm="weighted")
         hf = f"model.layers.{layer}.mlp."
         megatron = f"decoder.layers.{layer}.mlp."
-        at = At(layer=layer)
+        at = Location(layer=layer)
         if not moe:
             weight_map += mlp_rules(hf, megatron, ffn=config.intermediate_size, hidden=hidden, at=at)
             continue

@@ -34,6 +34,7 @@ def rotary(config: Any, head_dim: int) -> Rotary:
     for others, and for a scaling without one of its keys.
     """
     parameters = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    # transformers 4 keeps theta outside of rope_scaling.
     theta = float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
     kind = parameters.get("rope_type", parameters.get("type", "default")) or "default"
     if kind not in KINDS:
@@ -41,6 +42,7 @@ def rotary(config: Any, head_dim: int) -> Rotary:
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         factor = parameters["partial_rotary_factor"]
         raise ValueError(f"config.json: partial_rotary_factor: {factor} is not supported, only 1")
+    # In fp32 and in this order, as transformers computes them: other roundings change late positions.
     frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     parameters.setdefault(
         "original_max_position_embeddings",

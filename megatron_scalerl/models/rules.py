@@ -12,7 +12,7 @@ Pieces = Callable[[int, int], tuple[Piece, ...]]
 
 
 @record
-class At:
+class Location:
     """The pipeline stage, layer and expert of a parameter; see `Rule`."""
 
     place: Literal["first", "layer", "last"] = "layer"
@@ -20,7 +20,7 @@ class At:
     expert: int | None = None
 
 
-def replicated(megatron: str, hf: str, shape: tuple[int, ...], at: At) -> Rule:
+def replicated(megatron: str, hf: str, shape: tuple[int, ...], at: Location) -> Rule:
     """The rule of a parameter that all tensor-parallel ranks hold whole: norms and routers."""
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
@@ -29,7 +29,7 @@ def replicated(megatron: str, hf: str, shape: tuple[int, ...], at: At) -> Rule:
     return _rule(megatron, {hf: shape}, pieces, at, sharded=False)
 
 
-def vocabulary(megatron: str, hf: str, vocab: int, hidden: int, at: At, *, exported: bool = True) -> Rule:
+def vocabulary(megatron: str, hf: str, vocab: int, hidden: int, at: Location, *, exported: bool = True) -> Rule:
     """The rule of an embedding or a head, whose rows are padded to the tensor-parallel size; no piece has padding."""
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
@@ -44,7 +44,7 @@ def vocabulary(megatron: str, hf: str, vocab: int, hidden: int, at: At, *, expor
     return _rule(megatron, {hf: (vocab, hidden)}, pieces, at, exported=exported)
 
 
-def row(megatron: str, hf: str, out: int, inner: int, at: At, *, what: str) -> Rule:
+def row(megatron: str, hf: str, out: int, inner: int, at: Location, *, what: str) -> Rule:
     """The rule of a projection that is sharded along its input: attention output, an MLP's second projection."""
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
@@ -55,7 +55,7 @@ def row(megatron: str, hf: str, out: int, inner: int, at: At, *, what: str) -> R
     return _rule(megatron, {hf: (out, inner)}, pieces, at)
 
 
-def column(megatron: str, hf: str, out: int, inner: int, at: At, *, what: str) -> Rule:
+def column(megatron: str, hf: str, out: int, inner: int, at: Location, *, what: str) -> Rule:
     """The rule of a projection that is sharded along its output, which ranks divide without padding."""
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
@@ -75,7 +75,7 @@ def query_key_value(
     groups: int,
     head_dim: int,
     columns: tuple[int, ...],
-    at: At,
+    at: Location,
 ) -> Rule:
     """The rule of Megatron's fused projection: for each group its queries, its key, its value; sharded by groups.
 
@@ -100,11 +100,12 @@ def query_key_value(
     return _rule(f"{megatron}.{kind}", shapes, pieces, at)
 
 
-def gate_up(megatron: str, gate: str, up: str, *, ffn: int, hidden: int, at: At, what: str) -> Rule:
+def gate_up(megatron: str, gate: str, up: str, *, ffn: int, hidden: int, at: Location, what: str) -> Rule:
     """The rule of a gated MLP's first projection: a rank has its gate rows, then its up rows."""
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         width = divided(ffn, size, what)
+        # The same rows of both: a rank multiplies its gates with its own halves of up.
         index = (slice(rank * width, (rank + 1) * width), slice(0, hidden))
         return (
             Piece(hf_name=gate, hf_index=index, axis=0, start=0, stop=width),
@@ -115,7 +116,7 @@ def gate_up(megatron: str, gate: str, up: str, *, ffn: int, hidden: int, at: At,
 
 
 def fused_expert_gate_up(
-    megatron: str, hf: str, *, experts: int, ffn: int, hidden: int, at: At, what: str, transposed: bool
+    megatron: str, hf: str, *, experts: int, ffn: int, hidden: int, at: Location, what: str, transposed: bool
 ) -> Rule:
     """The rule of an expert in a fused [experts, 2 ffn, hidden] tensor: gate, up; `transposed` swaps the last two."""
     expert = _expert_of(at)
@@ -123,7 +124,7 @@ def fused_expert_gate_up(
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         width = divided(ffn, size, what)
         halves = []
-        for half in (0, 1):
+        for half in (0, 1):  # gate, up
             first = half * ffn + rank * width
             index = (expert, *_oriented(slice(first, first + width), slice(0, hidden), transposed))
             rows = dict(axis=0, start=half * width, stop=(half + 1) * width)
@@ -134,7 +135,7 @@ def fused_expert_gate_up(
 
 
 def fused_expert_down(
-    megatron: str, hf: str, *, experts: int, ffn: int, hidden: int, at: At, what: str, transposed: bool
+    megatron: str, hf: str, *, experts: int, ffn: int, hidden: int, at: Location, what: str, transposed: bool
 ) -> Rule:
     """The rule of an expert in a fused [experts, hidden, ffn] tensor; `transposed` swaps the last two."""
     expert = _expert_of(at)
@@ -154,7 +155,7 @@ def _oriented(rows: T, columns: T, transposed: bool) -> tuple[T, T]:
     return rows, columns
 
 
-def _expert_of(at: At) -> int:
+def _expert_of(at: Location) -> int:
     assert at.expert is not None
     return at.expert
 
@@ -167,7 +168,7 @@ def _rule(
     megatron: str,
     shapes: dict[str, tuple[int, ...]],
     pieces: Pieces,
-    at: At,
+    at: Location,
     *,
     sharded: bool = True,
     exported: bool = True,
