@@ -24,7 +24,7 @@ OLDEST = (3, 11)
 _INSTALLER = Path(__file__).parents[1] / "tools" / "install.sh"
 _MADE = "make the environment with tools/install.sh cpu (or gpu) and enter it with source .venv/bin/activate"
 _EXTRA = "pip install 'megatron_scalerl[run]' brings it; to train, clone the repository and run its tools/install.sh"
-"""What to do where the package was installed without the repository."""
+"""Advice for a package that was installed without the repository."""
 
 
 @contextmanager
@@ -35,22 +35,25 @@ def explained() -> Iterator[None]:
     megatron_scalerl itself is a bug: its ModuleNotFoundError propagates.
     """
     if tuple(sys.version_info[:2]) < OLDEST:
-        wanted, found = (".".join(map(str, version[:2])) for version in (OLDEST, sys.version_info))
-        _end(f"expected Python {wanted} or newer, found {found} at {sys.executable}; {_MADE}")
+        oldest, running = (".".join(map(str, version[:2])) for version in (OLDEST, sys.version_info))
+        _end(f"{sys.executable} is Python {running}, and {oldest} is the oldest that is supported; {_MADE}")
     try:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in ("", "megatron_scalerl"):
             raise
-        remedy = _MADE if _INSTALLER.exists() else _EXTRA
+        remedy = _EXTRA
+        if _INSTALLER.exists():
+            remedy = _MADE
         _end(f"package {package!r} is not installed for {sys.executable}; {remedy}")
 
 
 def _end(line: str) -> None:
-    name = Path(sys.argv[0]).name
-    name = Path(sys.argv[0]).parent.name if name == "__main__.py" else name
-    print(f"{name}: {line}", file=sys.stderr)
+    path = Path(sys.argv[0])
+    if path.name == "__main__.py":
+        path = path.parent
+    print(f"{path.name}: {line}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -58,14 +61,14 @@ PROGRAM = "megatron-scalerl"
 
 
 class Command(NamedTuple):
-    """One command."""
+    """A command of the command line."""
 
     help: str
-    """One line of `megatron-scalerl --help`."""
+    """Line of `megatron-scalerl --help`."""
     module: str
     """Module below megatron_scalerl with `add_arguments` and `run`, see `megatron_scalerl.commands`."""
     os_error_code: int = 1
-    """Exit code for an OSError: 2 for a command whose only files are those that its arguments name."""
+    """Exit code for an OSError: 2 for a command whose only files are the files that its arguments name."""
     runs_policies: bool = False
     """True if versions of torch, Megatron-Core and vLLM matter."""
     forms_groups: bool = False
@@ -86,11 +89,11 @@ COMMANDS = {
     "sft": Command(
         "warm-start the recipe's policy by supervised training", "commands.sft", runs_policies=True, forms_groups=True
     ),
-    "report": Command("gain, cost and forecast of a run", "commands.report"),
+    "report": Command("report gain, cost and forecast of a run", "commands.report"),
     "watch": Command("show a run in a browser while it goes on, with its completions", "commands.watch"),
     "show": Command("print a completion of a run with its forced tokens marked", "commands.show"),
     "fit": Command("fit a compute-performance curve and forecast it", "fit.command", 2),
-    "plan": Command("whether a recipe fits its GPUs, and what it costs", "plan.command", 2),
+    "plan": Command("compute whether a recipe fits its GPUs, and what it costs", "plan.command", 2),
     "convert": Command(
         "convert checkpoints between Hugging Face and Megatron", "commands.convert", runs_policies=True
     ),
@@ -98,7 +101,7 @@ COMMANDS = {
     "evaluate": Command(
         "score a policy on evaluation files, and its thinking budgets", "commands.evaluate", runs_policies=True
     ),
-    "contamination": Command("training prompts that contain evaluation problems", "commands.contamination"),
+    "contamination": Command("list training prompts that contain evaluation problems", "commands.contamination"),
     "doctor": Command("check this node before a run starts on it", "cluster.doctor_command"),
 }
 
@@ -121,7 +124,7 @@ environment variables:
 
 
 def program() -> int:
-    """The program `megatron-scalerl`: `main`, which ends its process where that is the one of a trainer rank."""
+    """The program `megatron-scalerl`: `main`, in a process that ends at once if it formed process groups."""
     command = COMMANDS.get(_named(sys.argv[1:]))
     if command and command.forms_groups:
         with explained():
@@ -134,10 +137,13 @@ def program() -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    Raises SystemExit for arguments that cannot be parsed, and where a package is missing.
+    argv: its words; None: those of the process. Raises SystemExit for arguments that cannot be parsed, and if a
+    package is missing.
     """
+    if argv is None:
+        argv = sys.argv[1:]
     with explained():
-        command, arguments = _parse(sys.argv[1:] if argv is None else argv)
+        command, arguments = _parse(argv)
         from rich.console import Console
 
         from megatron_scalerl.distributed.installed import check_installed
@@ -175,7 +181,7 @@ def _failed(error: BaseException, code: int) -> int:
     text = str(error) or "interrupted"
     if code == 2:
         if isinstance(error, OSError):
-            text = f"{error.filename}: expected a usable path, found {error.strerror}"
+            text = f"{error.filename}: {error.strerror}"
         text = " ".join(text.split())
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     print(printable(f"{PROGRAM}: {text}{notes}"), file=sys.stderr)
@@ -206,10 +212,10 @@ def _parser(name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROGRAM, description=description, epilog=EPILOG, formatter_class=layout)
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {megatron_scalerl.__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for each, command in COMMANDS.items():
-        subparser = subparsers.add_parser(each, help=command.help, formatter_class=layout)
+    for key, command in COMMANDS.items():
+        subparser = subparsers.add_parser(key, help=command.help, formatter_class=layout)
         subparser.add_argument("-v", "--verbose", action="store_true", help="log at debug level, in all processes")
-        if each == name:
+        if key == name:
             _module(command).add_arguments(subparser)
     return parser
 

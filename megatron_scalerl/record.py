@@ -1,4 +1,4 @@
-"""The decorator of the classes that are passed on."""
+"""The decorator of the data classes that are passed between parts of the program."""
 
 from dataclasses import dataclass, field
 from typing import TypeVar, dataclass_transform
@@ -14,10 +14,10 @@ def record(cls: type[T]) -> type[T]:
 
     Example:
         >>> @record
-        ... class Place:
+        ... class Address:
         ...     host: str
         ...     port: int = 0
-        >>> Place(host="a")
-        Place(host='a', port=0)
+        >>> Address(host="a")
+        Address(host='a', port=0)
     """
     return dataclass(frozen=True, kw_only=True, slots=True)(cls)

@@ -38,14 +38,14 @@ def problems(path):
 @pytest.mark.parametrize(
     ("name", "content", "read", "said"),
     [
-        ("p.jsonl", "", problems, "expected at least one problem, found an empty file"),
-        ("p.jsonl", PROBLEM * 2, problems, "line 2: expected an id of its own, found 'a' a second time"),
+        ("p.jsonl", "", problems, "the file has no problem"),
+        ("p.jsonl", PROBLEM * 2, problems, "line 2: an earlier row has the id 'a', too"),
         ("p.jsonl", DEEP, problems, "line 1: the line is not JSON"),
         (
             "completions.jsonl",
             f"{RESULT}\n{DEEP}\n",
             lambda path: ResultFile(path.parent, HEADER),
-            "line 2: expected",
+            "line 2: it is not a JSON object",
         ),
         ("t.jsonl", DEEP + "\n{}\n", read_tables, "maximum recursion depth"),
         ("t.json", DEEP, read_tables, "maximum recursion depth"),

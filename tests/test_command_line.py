@@ -101,8 +101,11 @@ MISTAKES = {
     "sft key": ([*SFT, "optimzer.lr=1"], "optimzer is not a recipe key"),
     "sft policy": ([*SFT, "policy.path=/none"], "policy.path: /none is not a Hugging Face folder"),
     "report": (["megatron_scalerl", "report", "runs/none"], "runs/none"),
-    "engine": (["megatron_scalerl", "engine", "--join", "runs/none"], "--join: expected the folder of a run"),
-    "export": (["megatron_scalerl", "export", "runs/none", "--out", "x"], "runs/none/checkpoints: expected"),
+    "engine": (["megatron_scalerl", "engine", "--join", "runs/none"], "runs/none is not the folder of a run"),
+    "export": (
+        ["megatron_scalerl", "export", "runs/none", "--out", "x"],
+        "runs/none/checkpoints: no checkpoint is complete",
+    ),
     "plan key": ([*PLAN, RECIPE, "--gpus", "2", "optimzer.lr=1"], "optimzer is not a recipe key"),
     "plan file": ([*PLAN, "none.yaml", "--gpus", "2"], "none.yaml: there is no such file"),
     "plan policy": ([*PLAN, RECIPE, "--gpus", "2"], "policy.path: there is no config.json in"),
@@ -113,8 +116,8 @@ MISTAKES = {
     "doctor file": ([*DOCTOR, "none.yaml"], "none.yaml: there is no such file"),
     "fit": (["megatron_scalerl", "fit", "runs/none"], "runs/none: does not exist; give a run folder"),
     "show": (["megatron_scalerl", "show", "runs/none"], "runs/none: expected a run folder"),
-    "convert": ([*CONVERT, "to-megatron", "none", "out"], "none: expected a Hugging Face folder"),
-    "convert back": ([*CONVERT, "to-hf", "none", "out"], "none: expected a folder with a checkpoint"),
+    "convert": ([*CONVERT, "to-megatron", "none", "out"], "none: this is not a Hugging Face folder"),
+    "convert back": ([*CONVERT, "to-hf", "none", "out"], "none: there is no such folder"),
 }
 
 
@@ -181,7 +184,7 @@ def test_an_old_python_is_one_line():
     scripts += [[f"tools/{name}"] for name in TOOLS if name != "house_size.py"]  # for any Python
     ended = run_in_one_process(scripts, "-S", version=(3, 9, 1), PYTHONPATH=str(ROOT))
     for script, (code, _, err, _) in zip(scripts, ended, strict=True):
-        message = r".*expected Python 3\.11 or newer, found 3\.9 .*tools/install\.sh cpu.*\n"
+        message = r".* is Python 3\.9, and 3\.11 is the oldest .*tools/install\.sh cpu.*\n"
         assert code == 2 and re.fullmatch(message, err), (script, err)
 
 

@@ -339,13 +339,13 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path):
     newest.write_bytes(whole.replace(b'"step": 6', b'"step": 9'))  # same size, other content
     point = resume_point(folder, read_commit)
     assert (point.step, point.batches) == (3, 3)
-    assert "step_000006/controller.json: expected the content that was committed" in point.damaged[0]
+    assert "step_000006/controller.json: its content is not what was committed" in point.damaged[0]
     assert attempt(settings).trained == [4, 5, 6]
     check_records(folder)
     assert resume_point(folder, read_commit).step == 6
     for file in folder.glob("checkpoints/*/controller.json"):
         file.write_bytes(b"{")
-    with pytest.raises(RuntimeError, match=r"expected a whole checkpoint, found only damaged ones: .*step_000006"):
+    with pytest.raises(RuntimeError, match=r"every checkpoint is damaged: .*step_000006"):
         resume_point(folder, read_commit)
 
 

@@ -180,7 +180,7 @@ def test_a_problem_without_a_completion_ends_the_evaluation_and_not_the_run(tmp_
     outcome = attempt(chosen, evaluation=given_inputs, lost={(1, 1, index): 4 for index in range(4)})
     assert outcome.reason == f"all {STEPS} steps are made"
     first, *others = rows(tmp_path, "evaluation")
-    assert first == {"step": 0, "lost": "aime: problem 1: expected a completion, found all of them lost"}
+    assert first == {"step": 0, "lost": "aime: problem 1: all of its completions are lost"}
     assert check_evaluations(tmp_path)[0] in (1, 2) and all("lost" not in row for row in others)
 
 

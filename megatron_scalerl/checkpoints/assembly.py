@@ -1,8 +1,8 @@
-"""How one tensor is assembled from rectangles of other tensors, and its rows as bits, band by band.
+"""The assembly of a tensor from rectangles of other tensors, and its rows as bits, band by band.
 
 Both directions of a conversion are described this way. A tensor is seen as a matrix, [product of all but the last
 dimension, last dimension], a vector as [n, 1]. numpy has no bfloat16: arrays hold a tensor's bits as unsigned
-integers, and its type is passed beside them under safetensors' name (F32, BF16, F16). Only `cast` imports torch.
+integers, and its type is passed with them under safetensors' name (F32, BF16, F16). Only `cast` imports torch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +23,13 @@ TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 HF_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 """torch's name -> safetensors'."""
 _INFINITY_SHIFTED = {"F32": 0xFF000000, "BF16": 0xFF00, "F16": 0xF800}
+"""Bits of infinity without the sign: shifted left by one, as values are before they are compared."""
 _CHECK_ITEMS = 1 << 18
-_TILE_ROWS, _TILE_COLUMNS, _GAP = 128, 512, 32
+"""Elements that are shifted at a time: 1 MiB of F32, which stays in a core's cache."""
+_TILE_ROWS = 128
+_TILE_COLUMNS = 512
+_GAP = 32
+"""Elements that lengthen a row of the buffer, so that its length is not a power of two."""
 
 Origin = Literal["hugging_face", "megatron"]
 """A tensor of a Hugging Face folder, or a chunk of Megatron's checkpoint."""
@@ -38,12 +43,14 @@ class Part:
     """A rectangle of the assembled tensor, and the source of its elements."""
 
     row: int
+    """First row of the rectangle in the assembled tensor, seen as a matrix."""
     column: int
+    """First column of the rectangle."""
     height: int
     width: int
     origin: Origin
     source: str
-    """Name of the tensor that it is cut from."""
+    """Name of the tensor or chunk that the rectangle is cut from."""
     index: Index
     """Selects the elements; an int drops that dimension."""
     transposed: bool = False
@@ -52,19 +59,19 @@ class Part:
 
 @record
 class Assembly:
-    """One tensor to assemble. Its parts cover it exactly once and are in the order of their rows."""
+    """A tensor to assemble. Its parts cover it exactly once and are in the order of their rows."""
 
     name: str
     dtype: str
-    """Type to write. A type that a policy's weights do not have is the source's."""
+    """Type to write. A tensor whose type is none of TORCH_NAMES is written in `source_dtype`."""
     source_dtype: str
-    """Type of all its parts."""
+    """Type of the elements of all parts."""
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
 
     @property
     def rows(self) -> int:
-        """Height as a matrix."""
+        """Number of rows of the tensor, seen as a matrix."""
         return matrix_shape(self.shape)[0]
 
     @property
@@ -79,17 +86,19 @@ class Assembly:
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """The tensor as a matrix."""
-    return (prod(shape), 1) if len(shape) < 2 else (prod(shape[:-1]), shape[-1])
+    """(rows, columns) of a tensor of this shape, seen as a matrix."""
+    if len(shape) < 2:
+        return prod(shape), 1
+    return prod(shape[:-1]), shape[-1]
 
 
 def check_covered(assembly: Assembly) -> None:
     """Asserts that the parts have the tensor's area and do not overlap."""
     height, width = matrix_shape(assembly.shape)
-    assert sum(p.height * p.width for p in assembly.parts) == height * width, assembly.name
-    spans = sorted((p.column, p.row, p.height) for p in assembly.parts)
-    for before, after in zip(spans, spans[1:]):
-        assert before[0] != after[0] or before[1] + before[2] <= after[1], assembly.name
+    assert sum(part.height * part.width for part in assembly.parts) == height * width, assembly.name
+    spans = sorted((part.column, part.row, part.row + part.height) for part in assembly.parts)
+    for (column, _, end), (next_column, next_row, _) in zip(spans, spans[1:]):
+        assert column != next_column or end <= next_row, assembly.name
 
 
 def band_rows(assembly: Assembly) -> int:
@@ -102,7 +111,8 @@ def bands(assembly: Assembly, sources: Sources, start: int = 0, stop: int | None
 
     An array is valid until the next one is requested. Rows that are contiguous in a file are not copied.
     """
-    stop = assembly.rows if stop is None else stop
+    if stop is None:
+        stop = assembly.rows
     step = band_rows(assembly)
     for first in range(start, stop, step):
         yield band(assembly, sources, first, min(stop, first + step))
@@ -111,16 +121,18 @@ def bands(assembly: Assembly, sources: Sources, start: int = 0, stop: int | None
 def band(assembly: Assembly, sources: Sources, start: int, stop: int) -> np.ndarray:
     """[rows, columns] rows `start` to `stop`, contiguous, in the type to write."""
     width = matrix_shape(assembly.shape)[1]
-    parts = [p for p in assembly.parts if p.row < stop and start < p.row + p.height]
+    parts = [part for part in assembly.parts if part.row < stop and start < part.row + part.height]
+    # The usual case, a tensor that is whole rows of one source: its bytes are written from the mapped file.
     if len(parts) == 1 and not parts[0].transposed and parts[0].width == width:
         rows = _rows_of(parts[0], sources, start, stop)
         if rows.flags.c_contiguous:
             return cast(rows, assembly.source_dtype, assembly.dtype)
     out = np.empty((stop - start, width), BITS[assembly.source_dtype])
     for part in parts:
-        low, high = max(part.row, start), min(part.row + part.height, stop)
-        target = out[low - start : high - start, part.column : part.column + part.width]
-        copy_into(target, _rows_of(part, sources, low, high))
+        first = max(part.row, start)
+        end = min(part.row + part.height, stop)
+        target = out[first - start : end - start, part.column : part.column + part.width]
+        copy_into(target, _rows_of(part, sources, first, end))
     return cast(out, assembly.source_dtype, assembly.dtype)
 
 
@@ -135,13 +147,14 @@ def _rows_of(part: Part, sources: Sources, start: int, stop: int) -> np.ndarray:
 
 def has_nonfinite(bits: np.ndarray, dtype: str) -> bool:
     """True if a contiguous array of `dtype` has a NaN or an Inf: all bits of an exponent are set."""
-    flat, limit = bits.reshape(-1), _INFINITY_SHIFTED[dtype]
+    flat = bits.reshape(-1)
+    limit = _INFINITY_SHIFTED[dtype]
     # Without its sign a value is not finite exactly if its bits are at least those of infinity.
     shifted = np.empty(min(flat.size, _CHECK_ITEMS), flat.dtype)
     for start in range(0, flat.size, _CHECK_ITEMS):
-        part = flat[start : start + _CHECK_ITEMS]
-        out = shifted[: part.size]
-        np.left_shift(part, 1, out=out)
+        items = flat[start : start + _CHECK_ITEMS]
+        out = shifted[: items.size]
+        np.left_shift(items, 1, out=out)
         if int(out.max()) >= limit:
             return True
     return False
@@ -156,7 +169,9 @@ def cast(bits: np.ndarray, source: str, target: str) -> np.ndarray:
     values = torch.from_numpy(bits.copy()).view(getattr(torch, TORCH_NAMES[source]))
     result = values.to(getattr(torch, TORCH_NAMES[target]))
     result[result.isnan()] = torch.nan  # one NaN, whatever instructions the machine has
-    return result.view(torch.int32 if target == "F32" else torch.int16).numpy().view(BITS[target])
+    # numpy takes no bfloat16 tensor, so the bits pass as integers.
+    integers = {"F32": torch.int32}.get(target, torch.int16)
+    return result.view(integers).numpy().view(BITS[target])
 
 
 def copy_into(target: np.ndarray, source: np.ndarray) -> None:
@@ -171,8 +186,8 @@ def copy_into(target: np.ndarray, source: np.ndarray) -> None:
     buffer = np.empty((_TILE_COLUMNS, _TILE_ROWS + _GAP), source.dtype)
     for row in range(0, source.shape[0], _TILE_ROWS):
         for column in range(0, source.shape[1], _TILE_COLUMNS):
-            place = np.s_[row : row + _TILE_ROWS, column : column + _TILE_COLUMNS]
-            untransposed = source[place].T
+            window = np.s_[row : row + _TILE_ROWS, column : column + _TILE_COLUMNS]
+            untransposed = source[window].T
             tile = buffer[: untransposed.shape[0], : untransposed.shape[1]]
             tile[:] = untransposed
-            target[place] = tile.T
+            target[window] = tile.T

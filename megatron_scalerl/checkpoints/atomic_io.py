@@ -7,6 +7,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+MODES = {True: 0o600, False: 0o666}
+"""private -> mode of a new file, before the umask: only its owner may read a private one."""
+
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
@@ -27,9 +30,9 @@ def write_durably(path: Path, content: bytes, *, private: bool = False) -> None:
     private: only its owner may read it (mode 0600). Raises OSError naming the file, whose old content is kept then.
     """
     draft = path.with_name(f".{path.name}.draft")
+    # A draft that a killed process left, or a link in its place: O_EXCL makes a new file, and follows no link.
     draft.unlink(missing_ok=True)
-    mode = 0o600 if private else 0o666
-    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODES[private])
     try:
         with naming(path):
             try:
@@ -40,6 +43,7 @@ def write_durably(path: Path, content: bytes, *, private: bool = False) -> None:
     except OSError:
         draft.unlink(missing_ok=True)
         raise
+    # The content is on the disk before the name is: after a crash the name leads to all of it, old or new.
     draft.replace(path)
     sync(path.parent)
 
@@ -48,6 +52,7 @@ def lock_file(path: Path) -> int:
     """Descriptor of a file that is locked (flock) until it is closed. Raises BlockingIOError if it is locked."""
     handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
+        # The kernel ends the lock with the process, so that a killed process leaves none.
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(handle)
@@ -58,7 +63,7 @@ def lock_file(path: Path) -> int:
 def check_in_place(path: Path, handle: int, size: int) -> None:
     """Raises OSError unless `path` still is the open file `handle`, of which `size` bytes were written.
 
-    Where it is another one, what was written is copied to `path`.kept, since no name leads to it any more.
+    If another file has the name `path`, the written content is copied to `path`.kept, since no name leads to it.
     """
     if path.exists() and os.path.samestat(os.stat(path), os.fstat(handle)):
         if os.fstat(handle).st_size < size:
@@ -83,9 +88,10 @@ def write_all(handle: int, data: bytes) -> None:
 
 
 def publish_folder(folder: Path, name: Path) -> None:
-    """Rename a folder whose files are synced, and sync its own folders and the parent of the new name."""
+    """Rename a folder whose files are synced, and sync the folders in it and the parent of the new name."""
     for inner in {file.parent for file in folder.rglob("*")}:
         sync(inner)
+    # Names in the folder first: after a crash the new name leads to all of them.
     folder.rename(name)
     sync(name.parent)
 

@@ -35,6 +35,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 def write_commit(path: Path, facts: Mapping[str, Any]) -> None:
     """Commit the folder `path`: sync its files, list them in COMMIT with their sizes, and add `facts`."""
     inside = [p for p in sorted(path.rglob("*")) if p != path / COMMIT]
+    # Before COMMIT exists: it says that all of these are on the disk.
     for item in [*inside, path, path.parent]:
         sync(item)
     files = {str(p.relative_to(path)): p for p in inside if p.is_file()}
@@ -54,18 +55,18 @@ def read_commit(path: Path) -> dict[str, Any]:
     """
     commit = path / COMMIT
     if not commit.is_file():
-        found = "a folder without it" if path.is_dir() else "no folder"
-        raise ValueError(f"{commit}: expected the file that completes a checkpoint, found {found}")
+        raise ValueError(f"{commit}: this file does not exist; a checkpoint without it is not complete")
     facts = _facts(commit)
-    sizes, digests = facts["files"], facts["sha256"]
-    for name, size in sizes.items():
+    digests = facts["sha256"]
+    for name, size in facts["files"].items():
         file = path / name
         if not file.is_file():
-            raise ValueError(f"{file}: expected a file of {size} bytes, found none")
+            raise ValueError(f"{file}: this file of the checkpoint is missing")
         if file.stat().st_size != size:
-            raise ValueError(f"{file}: expected {size} bytes, found {file.stat().st_size}")
+            raise ValueError(f"{file}: it has {file.stat().st_size} bytes, and {size} were committed")
+        # Large files have no digest: to read them back would delay every start by minutes.
         if name in digests and digests[name] != _digest(file):
-            raise ValueError(f"{file}: expected the content that was committed, found another digest")
+            raise ValueError(f"{file}: its content is not what was committed; the SHA-256 differs")
     return facts
 
 
@@ -76,17 +77,17 @@ class _Facts(msgspec.Struct):
 
 
 def _facts(commit: Path) -> dict[str, Any]:
-    expected = f"{commit}: expected JSON with the checkpoint's files"
-    if (size := commit.stat().st_size) > _COMMIT_LIMIT:
-        raise ValueError(f"{expected}, at most {_COMMIT_LIMIT} bytes, found {size}")
+    size = commit.stat().st_size
+    if size > _COMMIT_LIMIT:
+        raise ValueError(f"{commit}: {size} bytes are too many for a list of files; at most {_COMMIT_LIMIT} are read")
     try:
         facts: dict[str, Any] = msgspec.json.decode(commit.read_bytes(), type=dict[str, Any])
-        known = msgspec.convert(facts, _Facts)
+        checked = msgspec.convert(facts, _Facts)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{expected}, found {error}") from None
-    for name in [*known.files, *known.sha256]:
+        raise ValueError(f"{commit}: it does not list the checkpoint's files as JSON: {error}") from None
+    for name in [*checked.files, *checked.sha256]:
         if len(name) > 4000 or not all(is_file_name(part) for part in name.split("/")):
-            raise ValueError(f"{expected}, found the name {name[:100]!a}")
+            raise ValueError(f"{commit}: {name[:100]!a} is not the path of a file in the checkpoint")
     return {"sha256": {}, **facts}
 
 
@@ -97,18 +98,17 @@ def _digest(file: Path) -> str:
 
 def committed(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of every folder with a COMMIT file under `folder`, oldest first."""
-    found = []
+    checkpoints = []
     for path in folder.glob("step_*"):
         match = _STEP.fullmatch(path.name)
         if match and (path / COMMIT).is_file():
-            found.append((int(match[1]), path))
-    return sorted(found)
+            checkpoints.append((int(match[1]), path))
+    return sorted(checkpoints)
 
 
 def latest(folder: Path) -> Path | None:
     """The newest committed checkpoint under `folder`, None if there is none."""
-    found = committed(folder)
-    return found[-1][1] if found else None
+    return next((path for _, path in reversed(committed(folder))), None)
 
 
 def latest_whole(folder: Path, check: Callable[[Path], object] = read_commit) -> tuple[Path | None, list[str]]:
@@ -122,24 +122,28 @@ def latest_whole(folder: Path, check: Callable[[Path], object] = read_commit) ->
         try:
             check(path)
         except (ValueError, OSError, RecursionError, OverflowError) as error:
-            damaged.append(f"{path}: {error}" if not str(error).startswith(str(path)) else str(error))
+            problem = str(error)
+            if not problem.startswith(str(path)):
+                problem = f"{path}: {problem}"
+            damaged.append(problem)
             continue
         return path, damaged
     if damaged:
-        raise RuntimeError(f"{folder}: expected a whole checkpoint, found only damaged ones: {'; '.join(damaged)}")
+        raise RuntimeError(f"{folder}: every checkpoint is damaged: {'; '.join(damaged)}")
     return None, damaged
 
 
 def prune(folder: Path, keep: int, *, newest: int) -> list[Path]:
-    """Delete all but the `keep` newest committed checkpoints up to step `newest`, and those never committed.
+    """Delete old checkpoints, and folders that were never committed; the `keep` newest up to step `newest` stay.
 
-    newest: step of the checkpoint that was just written. Later ones were found damaged at the start: they do not
-    count, and stay until their step is written again. Only for the run's own controller, while no checkpoint is being
-    written. Returns the deleted folders.
+    newest: step of the checkpoint that was just written. Checkpoints of later steps were damaged at the start: they
+    do not count, and stay until their step is written again. Only the run's controller may call this, while no
+    checkpoint is being written. Returns the deleted folders.
     """
     assert keep >= 1, keep
-    found = committed(folder)
-    kept = [path for step, path in found if step <= newest][-keep:] + [path for step, path in found if step > newest]
+    checkpoints = committed(folder)
+    kept = [path for step, path in checkpoints if step <= newest][-keep:]
+    kept += [path for step, path in checkpoints if step > newest]
     deleted = [p for p in sorted(folder.glob("step_*")) if _STEP.fullmatch(p.name) and p not in kept]
     for path in deleted:
         discard(path)

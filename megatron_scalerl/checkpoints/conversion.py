@@ -1,7 +1,11 @@
-"""One conversion: its options, the folder that it writes in, and the loop that reads, checks and writes tensors.
+"""The steps of a conversion: its options, the folder that it writes in, and the loop over tensors.
 
-The result is written in `.NAME.partial`, beside its place, and gets its name once everything is written and synced.
-A failure removes that folder. What a killed conversion left is removed by the next one to the same place.
+The life of a result called NAME:
+
+1. `result_folder` locks `.NAME.partial` in the same folder, and deletes what a killed conversion left in it.
+2. `Copier` reads each tensor band by band, checks it, and writes it to a file of `new_file`, which is synced.
+3. With `Options.verify` the caller reads the files again and compares them.
+4. `publish_folder` syncs the folders and renames the result to NAME. `.NAME.partial` is deleted, after failures too.
 """
 
 import os
@@ -22,7 +26,7 @@ from megatron_scalerl.processes.logs import size
 from megatron_scalerl.record import record
 
 _RESERVE = 64 << 20
-"""Bytes that stay free."""
+"""Bytes of the disk that a conversion leaves free."""
 
 
 @record
@@ -34,13 +38,14 @@ class Options:
     verify: bool = False
     """Compare every tensor bit for bit before the result gets its name."""
     allow_nonfinite: bool = False
+    """Accept NaN and Inf in the policy's weights."""
     console: Console | None = None
-    """Where the progress bar is shown, if it is a terminal."""
+    """Shows the progress bar, if it is a terminal."""
 
 
 @record
 class Summary:
-    """What a conversion did."""
+    """The size of a conversion's result."""
 
     tensors: int
     nbytes: int
@@ -55,10 +60,10 @@ class Copier:
     sources: Sources
     options: Options
     on_bytes: Callable[[int], None]
-    """Called with the bytes of every band that was written."""
+    """Called with the number of bytes of every band that was written."""
 
     def checksum(self, assembly: Assembly, *, policy: bool = True) -> str:
-        """The checksum of a tensor. Raises ValueError for one of the policy that is not finite."""
+        """The checksum of a tensor. Raises ValueError for a tensor of the policy with NaN or Inf."""
         return self._checksum(assembly, policy, lambda rows: None)
 
     def write(self, file: IO[bytes], assembly: Assembly, *, policy: bool = True) -> str:
@@ -81,9 +86,8 @@ class Copier:
         check = policy and not self.options.allow_nonfinite
         for rows in bands(assembly, self.sources):
             if check and has_nonfinite(rows, assembly.dtype):
-                raise ValueError(
-                    f"{assembly.name}: expected finite weights, found NaN or Inf (--allow-nonfinite accepts them)"
-                )
+                raise ValueError(f"{assembly.name}: the tensor has NaN or Inf; --allow-nonfinite accepts them")
+            # A view, no copy: checksum and file get the bytes that were checked.
             content = rows.reshape(-1).view(np.uint8)
             state.update(content.data)
             use(content)
@@ -92,7 +96,7 @@ class Copier:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write. After the block it is on the disk, and a comparison reads it from there.
+    """A file to write, which is on the disk after the block.
 
     Raises ValueError for a full disk, a limit on the size of files, and a disk that fails.
     """
@@ -101,9 +105,10 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+            # A comparison then reads what the disk holds, not the pages in memory.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as error:
-        raise ValueError(f"{path.name}: expected to be written in full, found: {error.strerror}") from None
+        raise ValueError(f"{path.name}: it cannot be written: {error.strerror}") from None
 
 
 @contextmanager
@@ -127,15 +132,15 @@ def result_folder(out: Path, nbytes: int) -> Iterator[Path]:
     Raises ValueError if `out` exists, another process converts to it, or the disk has too little space.
     """
     if out.exists() or out.is_symlink():
-        raise ValueError(f"{out}: expected no such path (nothing is overwritten), found one")
+        raise ValueError(f"{out}: this path exists, and nothing is overwritten; name another")
     if not out.parent.is_dir():
-        raise ValueError(f"{out}: expected a place in an existing folder, found no folder {out.parent}")
+        raise ValueError(f"{out}: the folder {out.parent} does not exist; make it first")
     state = out.with_name(f".{out.name}.partial")
     state.mkdir(exist_ok=True)
     try:
         lock = lock_file(state / "lock")
     except BlockingIOError:
-        raise ValueError(f"{out}: expected one conversion to it at a time, found another running") from None
+        raise ValueError(f"{out}: another conversion to this path is running") from None
     result = state / "result"
     try:
         if result.exists():
@@ -145,6 +150,7 @@ def result_folder(out: Path, nbytes: int) -> Iterator[Path]:
         yield result
         publish_folder(result, out)
     finally:
+        # While the lock is held, so that no other conversion is in the folder.
         shutil.rmtree(state)
         os.close(lock)
 
@@ -152,4 +158,4 @@ def result_folder(out: Path, nbytes: int) -> Iterator[Path]:
 def _check_space(out: Path, needed: int) -> None:
     free = shutil.disk_usage(out.parent).free
     if needed + _RESERVE > free:
-        raise ValueError(f"{out}: needs {size(needed + _RESERVE)} of free space, and there are {size(free)}")
+        raise ValueError(f"{out}: the disk has {size(free)} free; the conversion needs {size(needed + _RESERVE)}")

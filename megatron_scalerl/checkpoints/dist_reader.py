@@ -1,9 +1,9 @@
 """Megatron's `torch_dist` checkpoints: where they keep each parameter, and its chunks under any layout as arrays.
 
 The addresses are read from megatron-core 0.16.1 (transformer_block.py and moe/experts.py, `sharded_state_dict`), and
-a test compares them with a stock save: equal layers are stacked along a leading axis, unequal ones are numbered;
-experts are stacked along an axis of their own; norms before a linear layer have Transformer Engine's names; every
-linear layer has an object `_extra_state`, empty unless fp8 is used.
+a test compares them with a stock save. Equal layers are stacked along a leading axis, unequal layers are numbered.
+Experts are stacked along another axis. Norms before a linear layer have Transformer Engine's names. Every linear
+layer has an object `_extra_state`, empty unless fp8 is used.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Address:
 
 
 def addresses(rule: Rule, family: Family) -> tuple[Address, ...]:
-    """Where `rule`'s parameter may be in a checkpoint of the family; the first is where we write it."""
+    """The addresses that `rule`'s parameter may have in a checkpoint of the family; we write it at the first."""
     name = _key(rule, family)
     frequency = family.transformer.get("moe_layer_freq", 1)
     stacked = isinstance(frequency, int) and frequency <= 1
@@ -53,7 +53,7 @@ def addresses(rule: Rule, family: Family) -> tuple[Address, ...]:
 
 
 def extra_states(family: Family) -> Iterator[str]:
-    """Keys of the empty objects that the stock load expects beside the tensors."""
+    """Keys of the empty objects that the stock load expects besides the tensors."""
     for rule in family.rules:
         if not rule.exported:
             continue
@@ -65,17 +65,18 @@ def extra_states(family: Family) -> Iterator[str]:
 
 
 def _object_key(module: str, address: Address) -> str:
-    offset, sizes = address.offset or (0,), address.sizes or (1,)
-    return f"{module}_extra_state/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, sizes))}"
+    offset = ".".join(map(str, address.offset or (0,)))
+    sizes = ".".join(map(str, address.sizes or (1,)))
+    return f"{module}_extra_state/shard_{offset}_{sizes}"
 
 
 def _key(rule: Rule, family: Family) -> str:
     """Name of the parameter in checkpoints, before layers and experts are stacked."""
     for plain, fused in FUSED_NORMS.items():
-        if rule.megatron.endswith(plain):
-            # Transformer Engine has no fused norm before experts and keeps it under its plain name.
-            unfused = plain.startswith(".pre_mlp") and family.layers[rule.layer].moe
-            return rule.megatron if unfused else rule.megatron.removesuffix(plain) + fused
+        # Transformer Engine has no fused norm before experts and keeps it under its plain name.
+        unfused = plain.startswith(".pre_mlp") and family.layers[rule.layer].moe
+        if rule.megatron.endswith(plain) and not unfused:
+            return rule.megatron.removesuffix(plain) + fused
     return rule.megatron
 
 
@@ -85,11 +86,13 @@ def _address(family: Family, name: str, *, stacked: bool) -> Address:
     layer = LAYER.match(name)
     if layer is not None and stacked:
         name = f"decoder.layers.{name[layer.end() :]}"
-        offset, sizes = (int(layer[1]),), (len(family.layers),)
+        offset = (int(layer[1]),)
+        sizes = (len(family.layers),)
     expert = EXPERT.search(name)
     if expert is not None:
         name = EXPERT.sub(".experts.experts.", name)
-        offset, sizes = (*offset, int(expert[1])), (*sizes, int(family.transformer["num_moe_experts"]))
+        offset += (int(expert[1]),)
+        sizes += (int(family.transformer["num_moe_experts"]),)
     return Address(key=name, offset=offset, sizes=sizes)
 
 
@@ -101,9 +104,9 @@ class StoredParameter:
     dtype: str
     """safetensors' name of the type."""
     shape: tuple[int, ...]
-    """Without leading axes and without the rows that pad a vocabulary."""
+    """Shape of the parameter, without leading axes and without the rows that pad a vocabulary."""
     chunks: tuple[Chunk, ...]
-    """The chunks that overlap it."""
+    """The chunks that overlap the parameter."""
 
 
 def stored_parameters(
@@ -117,7 +120,7 @@ def stored_parameters(
     if (path / COMMIT).is_file():
         read_commit(path)
     index = read_index(path)
-    found = {}
+    stored = {}
     missing = []
     for rule in family.rules:
         if not rule.exported:
@@ -127,27 +130,32 @@ def stored_parameters(
         if address is None:
             missing.append(candidates[0].key)
             continue
-        found[rule.megatron] = _stored(path, rule, address, index.tensors[address.key], shapes[rule.megatron])
+        stored[rule.megatron] = _stored(path, rule, address, index.tensors[address.key], shapes[rule.megatron])
     if missing:
-        raise ValueError(f"{path}: expected {listed(missing)} in the checkpoint, found none of that name")
-    index.check_files(chunk for parameter in found.values() for chunk in parameter.chunks)
-    return found
+        raise ValueError(f"{path}: the checkpoint has no {listed(missing)}")
+    index.check_files(chunk for parameter in stored.values() for chunk in parameter.chunks)
+    return stored
 
 
 def _stored(
     path: Path, rule: Rule, address: Address, tensor: StoredTensor, shape: tuple[int, ...]
 ) -> StoredParameter:
     if tensor.dtype not in HF_NAMES:
-        raise ValueError(f"{path}: {address.key}: expected one of {', '.join(HF_NAMES)}, found {tensor.dtype}")
-    expected, found = (*address.sizes, *shape), tensor.shape
-    padded = rule.place != "layer" and rule.sharded and found[1:] == expected[1:] and found[0] >= expected[0]
-    if found != expected and not padded:
-        raise ValueError(f"{path}: {address.key}: expected shape {list(expected)}, found {list(found)}")
+        raise ValueError(f"{path}: {address.key}: {tensor.dtype} is not a type of weights; {', '.join(HF_NAMES)} are")
+    expected = (*address.sizes, *shape)
+    if tensor.shape != expected:
+        # Megatron pads a vocabulary to its tensor-parallel size: more rows of an embedding or a head are no mistake.
+        vocabulary = rule.place != "layer" and rule.sharded
+        if not vocabulary or tensor.shape[1:] != expected[1:] or tensor.shape[0] < expected[0]:
+            shapes = f"its shape is {list(tensor.shape)}, and the config says {list(expected)}"
+            raise ValueError(f"{path}: {address.key}: {shapes}")
+    # The leading axes choose the layer and the expert; the parameter's axes begin after them.
     lead = len(address.offset)
     chunks = tuple(c for c in tensor.chunks if _overlaps(c, address.offset, shape[0], lead))
     elements = sum(_elements(c, shape, lead) for c in chunks)
+    # Chunks of a save do not overlap, so the right number of elements means that none is missing.
     if elements != prod(shape):
-        raise ValueError(f"{path}: {address.key}: expected {prod(shape)} elements, found {elements}")
+        raise ValueError(f"{path}: {address.key}: its chunks hold {elements} of {prod(shape)} elements")
     return StoredParameter(address=address, dtype=HF_NAMES[tensor.dtype], shape=shape, chunks=chunks)
 
 
@@ -157,13 +165,13 @@ def _overlaps(chunk: Chunk, offset: tuple[int, ...], rows: int, lead: int) -> bo
 
 
 def _elements(chunk: Chunk, shape: tuple[int, ...], lead: int) -> int:
-    """How many of the parameter's elements a chunk holds; rows of padding do not count."""
+    """Number of the parameter's elements in a chunk; rows of padding do not count."""
     ends = zip(chunk.offset[lead:], chunk.shape[lead:], shape)
     return prod(min(o + n, size) - o for o, n, size in ends)
 
 
 class DistReader:
-    """Chunks of a checkpoint as arrays of bits, mapped from their files. Named by `chunk_name`."""
+    """Chunks of a checkpoint as arrays of bits, mapped from their files; `chunk_name` names them."""
 
     def __init__(self, path: Path, parameters: Mapping[str, StoredParameter]):
         self.parameters = parameters
@@ -180,12 +188,13 @@ class DistReader:
         file = self._mapped(chunk.file)
         dtype, shape, start = find_tensor(file, chunk.start, chunk.length)
         if (dtype, shape) != (stored.dtype, chunk.shape):
-            expected = f"{stored.dtype} {list(chunk.shape)}"
-            raise ValueError(f"{file.path}: {stored.address.key}: expected {expected}, found {dtype} {list(shape)}")
+            where = f"{file.path}: {stored.address.key}"
+            indexed = f"{stored.dtype} {list(chunk.shape)}"
+            raise ValueError(f"{where}: this chunk is {dtype} {list(shape)}, and .metadata says {indexed}")
         whole = file.array(start, prod(shape), BITS[dtype]).reshape(shape)
         return whole[tuple(at - first for at, first in zip(stored.address.offset, chunk.offset))]
 
 
 def chunk_name(parameter: str, number: int) -> str:
-    """What `DistReader` calls the `number`-th chunk of a parameter."""
+    """The name that `DistReader` gives to the `number`-th chunk of a parameter."""
     return f"{parameter}#{number}"

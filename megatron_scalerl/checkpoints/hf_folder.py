@@ -41,7 +41,7 @@ _MAX_HEADER = 100 << 20
 
 @record
 class HfTensor:
-    """One tensor of a safetensors file."""
+    """A tensor of a safetensors file."""
 
     name: str
     file: str
@@ -55,7 +55,7 @@ class HfTensor:
 
 @record
 class Shard:
-    """One safetensors file."""
+    """A safetensors file."""
 
     file: str
     metadata: Mapping[str, str] | None
@@ -83,25 +83,29 @@ def open_folder(path: str | Path) -> HfFolder:
     """
     path = Path(path)
     index = path / INDEX
-    index_metadata, placed = _read_index(index) if index.is_file() else (None, None)
-    files = sorted(set(placed.values()) if placed is not None else (f.name for f in path.glob("*.safetensors")))
+    index_metadata: dict[str, Any] | None = None
+    weight_map: dict[str, str] = {}
+    files = {file.name for file in path.glob("*.safetensors")}
+    if index.is_file():  # files that it does not name are no part of the model, as in transformers
+        index_metadata, weight_map = _read_index(index)
+        files = set(weight_map.values())
     if not files:
-        raise ValueError(f"{path}: expected *.safetensors, found none")
+        raise ValueError(f"{path}: the folder has no *.safetensors files")
     tensors: dict[str, HfTensor] = {}
     shards = []
-    for file in files:
+    for file in sorted(files):
         if not (path / file).is_file():
-            raise ValueError(f"{path / file}: expected the shard that the index names, found no file")
-        metadata, found = read_header(path / file)
-        for tensor in found:
+            raise ValueError(f"{path / file}: this file does not exist, and {INDEX} names it")
+        metadata, in_file = read_header(path / file)
+        for tensor in in_file:
             if tensor.name in tensors:
                 other = tensors[tensor.name].file
-                raise ValueError(f"{path / file}: {tensor.name}: expected once, found in {other} too")
+                raise ValueError(f"{path / file}: {tensor.name}: {other} holds this tensor, too")
             tensors[tensor.name] = tensor
-        shards.append(Shard(file=file, metadata=metadata, tensors=tuple(tensor.name for tensor in found)))
-    for name, file in (placed or {}).items():
+        shards.append(Shard(file=file, metadata=metadata, tensors=tuple(tensor.name for tensor in in_file)))
+    for name, file in weight_map.items():
         if name not in tensors or tensors[name].file != file:
-            raise ValueError(f"{index}: expected only tensors that exist, found {name}, which {file} does not hold")
+            raise ValueError(f"{index}: it names the tensor {name}, which {file} does not hold")
     return HfFolder(path=path, tensors=tensors, shards=tuple(shards), index_metadata=index_metadata)
 
 
@@ -110,9 +114,9 @@ def _read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         content = json.loads(path.read_text(encoding="utf8"))
         entries: dict[str, str] = content["weight_map"]
         if not isinstance(entries, dict):
-            raise TypeError("a weight_map that is not a dictionary")
+            raise TypeError("the weight_map is not a JSON object")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path}: expected JSON with a weight_map, found {error!r}") from None
+        raise ValueError(f"{path}: it is not JSON with a weight_map: {error!r}") from None
     for file in entries.values():
         check_name(path, file)
     return content.get("metadata") or {}, entries
@@ -125,38 +129,44 @@ def read_header(path: Path) -> tuple[Mapping[str, str] | None, list[HfTensor]]:
     """
     size = path.stat().st_size
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little") if size >= 8 else _MAX_HEADER + 1
-        text = file.read(length) if length <= _MAX_HEADER else b""
+        length = int.from_bytes(file.read(8), "little")
+        text = b""
+        if length <= _MAX_HEADER:  # in another kind of file these 8 bytes can be any number
+            text = file.read(length)
     try:
         header: dict[str, Any] = json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError(f"{path}: expected a safetensors file, found no readable header in {size} bytes") from None
+        raise ValueError(f"{path}: {size} bytes without a readable header are no safetensors file") from None
     try:
         metadata = header.pop("__metadata__", None)
-        found = [_tensor(path, name, entry, 8 + length) for name, entry in header.items()]
+        tensors = [_tensor(path, name, entry, 8 + length) for name, entry in header.items()]
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: expected a safetensors file, found a header with {error!r}") from None
-    found.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+        raise ValueError(f"{path}: the header is not that of a safetensors file: {error!r}") from None
+    # Empty tensors share their offset with the next one, and come first.
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
     end = 8 + length
-    for tensor in found:
+    for tensor in tensors:
         if tensor.offset != end:
-            raise ValueError(f"{path}: {tensor.name}: expected its first byte at {end}, found {tensor.offset}")
+            raise ValueError(f"{path}: {tensor.name}: it begins at byte {tensor.offset} in place of {end}")
         end += tensor.nbytes
     if size != end:
-        raise ValueError(f"{path}: expected {end} bytes as its header says, found {size} (truncated?)")
-    return metadata, found
+        raise ValueError(f"{path}: the file has {size} bytes, and its header describes {end}")
+    return metadata, tensors
 
 
 def _tensor(path: Path, name: str, entry: dict[str, Any], start: int) -> HfTensor:
-    dtype, shape, (low, high) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    dtype = entry["dtype"]
+    shape = tuple(entry["shape"])
+    low, high = entry["data_offsets"]
     for number in (*shape, low, high):
         if type(number) is not int or number < 0:
-            raise ValueError(f"{path}: {name}: expected shape and data_offsets of integers >= 0, found {number!r}")
+            raise ValueError(f"{path}: {name}: {number!r} in shape or data_offsets is not an integer >= 0")
     if dtype not in ITEM_BYTES:
         raise ValueError(f"{path}: {name}: expected one of {', '.join(sorted(ITEM_BYTES))}, found {dtype}")
-    if high - low != prod(shape) * ITEM_BYTES[dtype]:
-        raise ValueError(f"{path}: {name}: expected {prod(shape) * ITEM_BYTES[dtype]} bytes, found {high - low}")
-    return HfTensor(name=name, file=path.name, dtype=dtype, shape=shape, offset=start + low, nbytes=high - low)
+    nbytes = prod(shape) * ITEM_BYTES[dtype]
+    if high - low != nbytes:
+        raise ValueError(f"{path}: {name}: data_offsets give it {high - low} bytes, its shape and type {nbytes}")
+    return HfTensor(name=name, file=path.name, dtype=dtype, shape=shape, offset=start + low, nbytes=nbytes)
 
 
 class HfReader:
@@ -183,12 +193,13 @@ class HfReader:
 
         tensor = self.folder.tensors.get(name)
         if tensor is None:
-            raise ValueError(f"{self.folder.path}: expected tensor {name}, found none of that name")
+            raise ValueError(f"{self.folder.path}: the folder has no tensor {name}")
         where = f"{self.folder.path / tensor.file}: {name}"
         if tensor.shape != tuple(shape):
-            raise ValueError(f"{where}: expected shape {list(shape)}, found {list(tensor.shape)}")
+            raise ValueError(f"{where}: its shape is {list(tensor.shape)} in place of {list(shape)}")
         if tensor.dtype not in _TORCH_FLOATS:
             raise ValueError(f"{where}: expected one of {', '.join(_TORCH_FLOATS)}, found {tensor.dtype}")
+        # The mapped file is read-only, and torch has no read-only tensors.
         bits = torch.from_numpy(self.bits(name)[index].copy())
         return bits.view(getattr(torch, _TORCH_FLOATS[tensor.dtype]))
 
@@ -200,15 +211,17 @@ def family_of_folder(hf_path: str | Path) -> Family:
     """
     from megatron_scalerl.models import family, read_hf_config
 
-    stored = any(Path(hf_path).glob("*.safetensors"))
-    return family(read_hf_config(hf_path), open_folder(hf_path).tensors if stored else ())
+    config = read_hf_config(hf_path)
+    if any(Path(hf_path).glob("*.safetensors")):
+        return family(config, open_folder(hf_path).tensors)
+    return family(config)
 
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
-"""An expert as a module of its own."""
+"""The number of an expert that is a module, as in Megatron's plain layers."""
 GROUPED_EXPERT = re.compile(r"\.experts\.linear_fc([12])\.weight(\d+)$")
-"""An expert inside Transformer Engine's grouped linear layer: projection, expert."""
+"""(projection, expert) of an expert inside Transformer Engine's grouped linear layer."""
 FUSED_NORMS = {
     ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
     ".pre_mlp_layernorm.weight": ".mlp.linear_fc1.layer_norm_weight",

@@ -1,4 +1,4 @@
-"""Writes the parts of a Hugging Face folder: safetensors files, their index, the files beside them."""
+"""Writes the parts of a Hugging Face folder: safetensors files, their index, config, tokenizer and other files."""
 
 import json
 import re
@@ -26,7 +26,9 @@ def write_shard(
 
     Tensors of `passthrough` need not be finite. Raises like `Copier.write` and `new_file`.
     """
-    header: dict[str, object] = {"__metadata__": dict(shard.metadata)} if shard.metadata else {}
+    header: dict[str, object] = {}
+    if shard.metadata:
+        header["__metadata__"] = dict(shard.metadata)
     offset = 0
     for name in shard.tensors:
         tensor = tensors[name]
@@ -34,7 +36,7 @@ def write_shard(
         header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # safetensors' own writer aligns the tensors to 8 bytes
     with new_file(folder / shard.file) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         return {n: copier.write(file, tensors[n], policy=n not in passthrough) for n in shard.tensors}
@@ -55,10 +57,10 @@ def write_index(
 def copy_side_files(source: Path, target: Path) -> None:
     """Copy everything but weights: config, tokenizer, chat templates, generation config."""
     target.mkdir(exist_ok=True)
-    found = [f for f in sorted(source.iterdir()) if f.is_file() and not _WEIGHT_FILES.search(f.name)]
+    files = [f for f in sorted(source.iterdir()) if f.is_file() and not _WEIGHT_FILES.search(f.name)]
     for folder in _SIDE_FOLDERS:
-        found += [f for f in sorted((source / folder).rglob("*")) if f.is_file()]
-    for file in found:
+        files += [f for f in sorted((source / folder).rglob("*")) if f.is_file()]
+    for file in files:
         if file.name not in (CONVERSION_FILE, COMMIT):
             copy = target / file.relative_to(source)
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +76,8 @@ def set_config_dtype(folder: Path, dtype: str) -> None:
     for part in (config, config.get("text_config") or {}):
         for key in ("dtype", "torch_dtype"):
             if part.get(key, dtype) != dtype:
-                part[key], changed = dtype, True
+                part[key] = dtype
+                changed = True
     if changed:
         write_durably(path, (json.dumps(config, indent=2) + "\n").encode())
 
@@ -82,18 +85,19 @@ def set_config_dtype(folder: Path, dtype: str) -> None:
 def add_generation_keys(folder: Path, keys: Mapping[str, Any]) -> None:
     """Add `keys` (`Family.generation_config`) to a folder's generation_config.json.
 
-    A missing file is created with the special tokens of config.json: readers of the one ignore the other.
+    A missing file is created with the special tokens of config.json: a reader of generation_config.json takes none
+    from config.json.
     """
     if not keys:
         return
     path = folder / "generation_config.json"
     if path.is_file():
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
         # transformers ignores unknown keys if this one is set
-        found.pop("_from_model_config", None)
+        content.pop("_from_model_config", None)
     else:
         config = json.loads((folder / "config.json").read_text())
         text = config.get("text_config") or config
         special = ("bos_token_id", "eos_token_id", "pad_token_id")
-        found = {key: text[key] for key in special if text.get(key) is not None}
-    path.write_text(json.dumps({**found, **keys}, indent=2) + "\n")
+        content = {key: text[key] for key in special if text.get(key) is not None}
+    path.write_text(json.dumps({**content, **keys}, indent=2) + "\n")

@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 
-from megatron_scalerl.checkpoints.atomic_io import check_in_place, naming, sync, write_all, write_durably
+from megatron_scalerl.checkpoints.atomic_io import MODES, check_in_place, naming, sync, write_all, write_durably
 
 _BLOCK = 1 << 16
+"""Bytes that are read at a time, from the end of a file, until the last line is complete."""
 
 
 class JsonlWriter:
@@ -28,10 +29,9 @@ class JsonlWriter:
         """
         self.path = path
         recover(self.path)
-        mode = 0o600 if private else 0o666
         created = not self.path.exists()
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, mode)
-        if created:
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, MODES[private])
+        if created:  # the name of a new file is on the disk once its folder is
             sync(self.path.parent)
         self.size = os.fstat(self._fd).st_size
         """Bytes of the file."""
@@ -47,6 +47,7 @@ class JsonlWriter:
             with naming(self.path):
                 write_all(self._fd, data)
         except OSError:
+            # A disk that is full may have taken a part: the next row must not continue it.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self.size)
             raise
@@ -83,7 +84,8 @@ def recover(path: Path) -> None:
         return
     with naming(path), open(path, "rb+") as file:
         size = file.seek(0, os.SEEK_END)
-        start, tail = size, b""
+        start = size
+        tail = b""
         while start > 0 and b"\n" not in tail:
             step = min(start, _BLOCK)
             start = file.seek(start - step)
@@ -91,7 +93,7 @@ def recover(path: Path) -> None:
         last = tail[tail.rfind(b"\n") + 1 :]
         if not last:
             return
-        if _is_object(last):
+        if _is_object(last):  # only its newline is lost, and the writer may have acted on the row
             file.seek(0, os.SEEK_END)
             file.write(b"\n")
         else:
@@ -103,14 +105,14 @@ def recover(path: Path) -> None:
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """Every complete row of a JSONL file; a torn last line is skipped, a missing file reads as empty.
 
-    Raises ValueError naming file and line for any other line that is not a JSON object, and for what is no file: a
-    pipe would be waited for.
+    Raises ValueError naming file and line for any other line that is not a JSON object, and for a path that is not a
+    file: reading a pipe would block.
     """
     path = Path(path)
     if not path.exists():
         return []
     if not path.is_file():
-        raise ValueError(f"{path}: expected a file, found something else")
+        raise ValueError(f"{path}: it is not a file")
     rows: list[dict[str, Any]] = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -119,9 +121,9 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 if not line.endswith(b"\n"):
                     return rows
-                raise ValueError(f"{path} line {number}: expected a JSON object, found {error}") from None
+                raise ValueError(f"{path} line {number}: it is not a JSON object: {error}") from None
             if not isinstance(row, dict):
-                raise ValueError(f"{path} line {number}: expected a JSON object, found {type(row).__name__}")
+                raise ValueError(f"{path} line {number}: it is not a JSON object but of type {type(row).__name__}")
             rows.append(row)
     return rows
 

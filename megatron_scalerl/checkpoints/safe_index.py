@@ -1,21 +1,28 @@
 """The index of a checkpoint, from its `.metadata`: its tensors and objects, and the byte ranges that hold them.
 
-torch pickles its own classes there. Here each class maps to a plain record, whose fields are then checked one by one.
-Imports no torch.
+The steps of `read_index`, none of which trusts the one before:
+
+1. metadata.json has to name the format `torch_dist`.
+2. `safe_pickles.decode` opens `.metadata`, in which torch pickles its own classes. `_lookup` is the allowlist: each
+   class maps to a `Record`, which keeps the pickled state and does nothing.
+3. `_index` checks the fields of the records one by one, and turns them into `ByteRange`, `Chunk` and `StoredTensor`.
+
+`CheckpointIndex.check_files` then compares the byte ranges with the files. Imports no torch.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megatron_scalerl.checkpoints.commit import COMMIT, read_commit
 from megatron_scalerl.checkpoints.plain_files import PlainFile, check_name
-from megatron_scalerl.checkpoints.safe_pickles import Built, Maker, Refused, decode, printable
+from megatron_scalerl.checkpoints.safe_pickles import Maker, PickledObject, RefusedPickle, decode, printable
 from megatron_scalerl.record import record
 
 METADATA = ".metadata"
@@ -24,9 +31,25 @@ COMMON = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
 """State that Megatron saves once for all ranks: a file up to Megatron-Core 0.16, an object of the index since."""
 _METADATA_LIMIT = 1 << 30
+"""Bytes of .metadata that are read."""
 _FORMAT_LIMIT = 1 << 16
+"""Bytes of metadata.json that are read."""
 _SIZES = 1 << 62
+"""Bound of a size or an offset, so that sums of two stay within 64 bits."""
+_ENUMERATIONS = ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING", "WriteItemType")
+"""torch's enumerations whose members a `.metadata` may name."""
+_MODULES = frozenset(
+    [
+        *(f"torch.distributed.checkpoint.{module}" for module in ("metadata", "filesystem", "planner")),
+        "torch.distributed._shard.sharded_tensor.metadata",  # before torch 2.3
+        "megatron.core.dist_checkpointing.strategies.torch",
+        # The path that the checkpoint was first written to.
+        *("pathlib", "pathlib._local"),
+    ]
+)
+"""Modules of the classes in a `.metadata`: classes of the index and of the plans by which it was written."""
 Ranges = dict[tuple[str, tuple[int, ...] | None], "ByteRange"]
+"""(key, offset of the chunk; None for an object) -> its bytes."""
 
 DTYPES = frozenset(
     ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8"]
@@ -80,15 +103,15 @@ class CheckpointIndex:
         spans = defaultdict(list)
         for item in ranges:
             spans[item.file].append((item.start, item.start + item.length))
-        for name, found in spans.items():
-            end = max(end for _, end in found)
-            found.sort()
+        for name, in_file in spans.items():
+            in_file.sort()
+            end = max(end for _, end in in_file)
             with PlainFile(self.path, name) as file:
                 if file.size < end:
-                    raise ValueError(f"{file.path}: expected at least {end} bytes, found {file.size} (truncated?)")
-            for (_, before), (start, _) in zip(found, found[1:]):
+                    raise ValueError(f"{file.path}: it has {file.size} bytes, and .metadata names {end}")
+            for (_, before), (start, _) in zip(in_file, in_file[1:]):
                 if start < before:
-                    raise ValueError(f"{file.path}: expected parts that do not overlap, found two at byte {start}")
+                    raise ValueError(f"{file.path}: two parts overlap at byte {start}")
 
 
 def read_index(path: Path) -> CheckpointIndex:
@@ -98,20 +121,20 @@ def read_index(path: Path) -> CheckpointIndex:
     is not consistent.
     """
     if not (path / FORMAT_FILE).is_file() or not (path / METADATA).is_file():
-        raise ValueError(f"{path}: expected a checkpoint with {FORMAT_FILE} and {METADATA}, found none")
+        raise ValueError(f"{path}: this is not Megatron's checkpoint: it needs {FORMAT_FILE} and {METADATA}")
     _check_format(path)
     with PlainFile(path, METADATA) as file:
         data = file.read(_METADATA_LIMIT)
     try:
         return _index(path, decode(data, _lookup))
-    except Refused as refused:
-        raise ValueError(f"{path / METADATA}: expected the metadata of a checkpoint, found {refused}") from None
+    except RefusedPickle as refused:
+        raise ValueError(f"{path / METADATA}: it is not the metadata of a checkpoint: {refused}") from None
 
 
 def check_checkpoint(path: Path) -> None:
     """Check that the files of the `torch_dist` checkpoint at `path` hold what its index says.
 
-    A committed one has the files that its COMMIT names, too. Raises ValueError naming the file for a damaged one.
+    A committed checkpoint needs the files that its COMMIT names, too. Raises ValueError naming a damaged file.
     """
     if (path / COMMIT).is_file() or not path.is_dir():
         read_commit(path)
@@ -122,26 +145,28 @@ def check_checkpoint(path: Path) -> None:
             pass
 
 
+class _Format(msgspec.Struct):
+    sharded_backend: str
+
+
 def _check_format(path: Path) -> None:
     with PlainFile(path, FORMAT_FILE) as file:
         text = file.read(_FORMAT_LIMIT)
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path / FORMAT_FILE}: expected JSON, found none that can be parsed") from None
-    backend = found.get("sharded_backend") if isinstance(found, dict) else None
+        backend = msgspec.json.decode(text, type=_Format).sharded_backend
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path / FORMAT_FILE}: it does not name a checkpoint's format as JSON: {error}") from None
     if backend != "torch_dist":
-        said = printable(repr(backend)) if type(backend) in (str, type(None)) else f"a {type(backend).__name__}"
-        raise ValueError(f"{path / FORMAT_FILE}: sharded_backend: expected torch_dist, found {said}")
+        raise ValueError(f"{path / FORMAT_FILE}: sharded_backend: expected torch_dist, found {printable(backend)}")
 
 
-class Record(Built):
-    """An object of one of torch's classes in `.metadata`: each has a class of ours with its name, and its state."""
+class Record(PickledObject):
+    """An object in `.metadata`: a class of ours with the name of torch's class, and the pickled state."""
 
     __slots__ = ("state",)
 
     def __new__(cls, *_: Any) -> Record:
-        """Enumerations and paths have arguments; none of these is used."""
+        """Make an empty record. Enumerations and paths are pickled with arguments, which are ignored."""
         record = super().__new__(cls)
         record.state = {}
         return record
@@ -152,16 +177,14 @@ class Record(Built):
 
 @functools.cache
 def _record(name: str) -> type[Record]:
+    # A class for each name, by which `_field` tells what a record was.
     return type(name, (Record,), {"__slots__": ()})
-
-
-_ENUMERATIONS = ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING", "WriteItemType")
 
 
 def _member(owner: Any, _: Any) -> Record:
     """A member of an enumeration by its name: Python 3.11.2 pickles a call of getattr, 3.11.7 the member's value."""
     if getattr(owner, "__name__", None) not in _ENUMERATIONS:
-        raise TypeError("another attribute than a member of an enumeration")
+        raise TypeError("getattr is called for something else than a member of an enumeration")
     return Record()
 
 
@@ -169,22 +192,12 @@ def _size(numbers: Any = ()) -> tuple[int, ...]:
     return _numbers("a torch.Size", numbers)
 
 
-def _numbers(what: str, found: Any) -> tuple[int, ...]:
-    if type(found) is not tuple or any(type(n) is not int or not 0 <= n < _SIZES for n in found):
-        raise Refused(f"{what} that is not a tuple of sizes")
-    return found
+def _numbers(what: str, numbers: Any) -> tuple[int, ...]:
+    if type(numbers) is not tuple or any(type(n) is not int or not 0 <= n < _SIZES for n in numbers):
+        raise RefusedPickle(f"{what} is not a tuple of sizes")
+    return numbers
 
 
-_MODULES = frozenset(
-    [
-        *(f"torch.distributed.checkpoint.{module}" for module in ("metadata", "filesystem", "planner")),
-        "torch.distributed._shard.sharded_tensor.metadata",  # before torch 2.3
-        "megatron.core.dist_checkpointing.strategies.torch",
-        # The path that the checkpoint was first written to.
-        *("pathlib", "pathlib._local"),
-    ]
-)
-"""Modules of the classes in a `.metadata`; the classes of the index and of the plans by which it was written."""
 _NAMES: dict[tuple[str, str], Any] = {
     **{("torch", name): name for name in DTYPES},
     ("torch", "Size"): Maker("torch.Size", _size),
@@ -196,16 +209,19 @@ _NAMES: dict[tuple[str, str], Any] = {
 
 
 def _lookup(module: str, name: str) -> Any:
-    return _record(printable(name)) if module in _MODULES else _NAMES.get((module, name))
+    if module in _MODULES:
+        return _record(printable(name))
+    return _NAMES.get((module, name))
 
 
 def _field(record: Any, kind: str, name: str, types: type | tuple[type, ...]) -> Any:
-    """A field of a record, of one of the types; None if it is not set."""
+    """The field `name` of a record, a value of one of `types`; None if it is not set."""
+    # Megatron-Core pickles subclasses of torch's records, whose names begin with MCore.
     if _kind(record) not in (kind, f"MCore{kind}") or type(record.state) is not dict:
-        raise Refused(f"a {_kind(record)} in place of a {kind}")
+        raise RefusedPickle(f"{_kind(record)} stands in place of {kind}")
     value = record.state.get(name)
     if value is not None and not isinstance(value, types):
-        raise Refused(f"{kind}.{name} that is a {_kind(value)}")
+        raise RefusedPickle(f"{kind}.{name} is of type {_kind(value)}")
     return value
 
 
@@ -218,8 +234,11 @@ def _index(path: Path, metadata: Any) -> CheckpointIndex:
     placed = _field(metadata, "Metadata", "storage_data", dict) or {}
     ranges = {}
     for index, info in placed.items():
-        key, offset = _field(index, "MetadataIndex", "fqn", str), _field(index, "MetadataIndex", "offset", tuple)
-        ranges[key, None if offset is None else _numbers("an offset", offset)] = _byte_range(path, info)
+        key = _field(index, "MetadataIndex", "fqn", str)
+        offset = _field(index, "MetadataIndex", "offset", tuple)
+        if offset is not None:
+            _numbers("an offset", offset)  # before it is hashed, which takes forever for deeply nested pairs
+        ranges[key, offset] = _byte_range(path, info)
     tensors = {}
     objects = {}
     for key, entry in described.items():
@@ -232,8 +251,9 @@ def _index(path: Path, metadata: Any) -> CheckpointIndex:
 
 
 def _check_key(key: object) -> None:
+    # Keys appear in messages, and control characters would reach the terminal.
     if type(key) is not str or not key.isprintable():
-        raise Refused(f"a key that is not one line of text: {printable(str(key))!r}")
+        raise RefusedPickle(f"the key {printable(str(key))!r} is not one line of text")
 
 
 def _byte_range(path: Path, info: Any) -> ByteRange:
@@ -242,25 +262,25 @@ def _byte_range(path: Path, info: Any) -> ByteRange:
     start, length = (_field(info, "_StorageInfo", name, int) for name in ("offset", "length"))
     _numbers("a byte range", (start, length))
     if _field(info, "_StorageInfo", "transform_descriptors", (list, tuple)):
-        raise Refused("bytes that were transformed (compressed?) when written")
+        raise RefusedPickle(f"bytes of {file} were transformed when they were written, as by compression")
     return ByteRange(file=file, start=start, length=length)
 
 
 def _take(ranges: Ranges, key: str, offset: tuple[int, ...] | None) -> ByteRange:
     """Take a byte range out of `ranges`, so that it has one user: a pickle can name the same part very often."""
-    found = ranges.pop((key, offset), None)
-    if found is None:
-        raise Refused(f"{key} at {offset} without a byte range")
-    return found
+    taken = ranges.pop((key, offset), None)
+    if taken is None:
+        raise RefusedPickle(f"{key} at {offset} has no byte range")
+    return taken
 
 
 def _tensor(key: str, entry: Any, ranges: Ranges) -> StoredTensor:
     kind = "TensorStorageMetadata"
     shape = _numbers("a shape", _field(entry, kind, "size", tuple))
     properties = _field(entry, kind, "properties", Record)
-    state = None if properties is None else properties.state
+    state = getattr(properties, "state", None)
     if type(state) is not tuple or not state or state[0] not in DTYPES:
-        raise Refused(f"{key} without a type")
+        raise RefusedPickle(f"{key} has no type")
     chunks = []
     for chunk in _field(entry, kind, "chunks", list) or ():
         offset, sizes = (_field(chunk, "ChunkStorageMetadata", name, tuple) for name in ("offsets", "sizes"))
@@ -273,4 +293,6 @@ def _tensor(key: str, entry: Any, ranges: Ranges) -> StoredTensor:
 def _check_inside(key: str, shape: tuple[int, ...], offset: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     fits = len(offset) == len(sizes) == len(shape) and all(o + n <= s for o, n, s in zip(offset, sizes, shape))
     if not fits:
-        raise Refused(f"{key} of shape {list(shape)} with a part of shape {list(sizes)} at {list(offset)}")
+        raise RefusedPickle(
+            f"a part of shape {list(sizes)} at {list(offset)} is outside {key} of shape {list(shape)}"
+        )

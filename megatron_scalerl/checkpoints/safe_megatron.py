@@ -1,8 +1,13 @@
 """Megatron's own load of a checkpoint, with a reader that runs none of its content: the same planning and resharding.
 
-`load` takes the steps of `dist_checkpointing.load`. The common state is read as plain values, or not at all. For
-everything else Megatron's strategy runs with our reader instead of torch's FileSystemReader. Every byte is read once,
-so the bytes that are checked are the bytes that are used.
+`load` takes the steps of `dist_checkpointing.load` of megatron-core 0.16.1 and 0.19.2:
+
+1. `read_index` reads the index; `_common` reads the common state as plain values, if it is asked for.
+2. Every rank says which tensors it wants; all ranks check them against the index (`_check_tensors`).
+3. Megatron's strategy plans which chunks this rank reads. `_Reader` reads them in place of torch's FileSystemReader.
+4. The ranks tell one another whether they failed, so that all of them raise.
+
+Every byte is read once, so the bytes that are checked are the bytes that are used.
 """
 
 import contextlib
@@ -48,7 +53,7 @@ from megatron_scalerl.checkpoints.safe_values import read_object, read_tensor, r
 from megatron_scalerl.distributed.device import device
 
 _TEXT = 4096
-"""Bytes of what a rank says of its failure."""
+"""Bytes of a rank's failure that the other ranks get."""
 
 
 def load(wanted: dict[str, Any], path: Path, *, common: bool) -> dict[str, Any]:
@@ -59,36 +64,46 @@ def load(wanted: dict[str, Any], path: Path, *, common: bool) -> dict[str, Any]:
     folder of another format, one that lacks a part of `wanted`, and for a part with content that is not allowed.
     """
     index = read_index(path)
-    state = _common(index) if common else {}
-    sharded, own, factories = load_preprocess(wanted)
-    merge(state, own)
+    state: dict[str, Any] = {}
+    if common:
+        state = _common(index)
+    sharded, unsharded, factories = load_preprocess(wanted)
+    merge(state, unsharded)
     sharded, _ = extract_sharded_base(sharded)
-    of_ranks = determine_global_metadata(sharded)[1]
-    validate_sharding_integrity(of_ranks)
-    _check_parts(index, {part.key for rank in of_ranks for part in rank if isinstance(part, ShardedTensor)}, common)
+    metadata_of_ranks = determine_global_metadata(sharded)[1]
+    validate_sharding_integrity(metadata_of_ranks)
+    keys = {item.key for items in metadata_of_ranks for item in items if isinstance(item, ShardedTensor)}
+    _check_tensors(index, keys, whole=common)
     failure: BaseException | None = None
     try:
         with _read_with(_Reader(index)):
             merge(state, torch_strategies.TorchDistLoadShardedStrategy().load(sharded, path))
     except (CheckpointException, CheckpointingException, ValueError, KeyError, RuntimeError, OSError) as error:
-        # torch's planner raises the first for a failure of any rank; since Megatron-Core 0.17 it asks only this one
-        failure = _first_failure(index, error) if isinstance(error, CheckpointException) else error
-    said = _first_of_all_ranks("" if failure is None else str(failure) or repr(failure))
-    if failure is None and said:
-        failure = ValueError(said)
+        failure = error
+        # torch's planner raises it for a failure of any rank; since Megatron-Core 0.17 it asks only this one
+        if isinstance(error, CheckpointException):
+            failure = _first_failure(index, error)
+    text = ""
+    if failure is not None:
+        text = str(failure) or repr(failure)
+    # A rank without a failure learns of it here; otherwise it would wait for the others in the next collective.
+    text = _first_of_all_ranks(text)
     if failure is not None:
         raise failure from None
+    if text:
+        raise ValueError(text)
     loaded: dict[str, Any] = apply_factory_merges(state, factories)
     return loaded
 
 
-def _check_parts(index: CheckpointIndex, wanted: set[str], whole: bool) -> None:
-    """Raises ValueError where `wanted` names a tensor that is not there or, with `whole`, not all that are."""
-    stored = set(index.tensors)
-    if lacks := wanted - stored:
-        problem = f"it has no {printable(min(lacks))}"
-    elif whole and (more := stored - wanted):
-        problem = f"this trainer has no {printable(min(more))}"
+def _check_tensors(index: CheckpointIndex, wanted: set[str], *, whole: bool) -> None:
+    """Raises ValueError if the checkpoint lacks a wanted tensor or, with `whole`, has a tensor that nobody wants."""
+    missing = wanted - set(index.tensors)
+    unwanted = set(index.tensors) - wanted
+    if missing:
+        problem = f"it has no {printable(min(missing))}"
+    elif whole and unwanted:
+        problem = f"this trainer has no {printable(min(unwanted))}"
     else:
         return
     raise ValueError(
@@ -99,18 +114,21 @@ def _check_parts(index: CheckpointIndex, wanted: set[str], whole: bool) -> None:
 
 def _first_of_all_ranks(text: str) -> str:
     """The text of the first rank that has one, at most _TEXT bytes of it; "" if none has. Collective."""
-    own = torch.frombuffer(bytearray(text.encode()[:_TEXT].ljust(_TEXT, b"\0")), dtype=torch.uint8).to(device())
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, own)
-    texts = (bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in everyone)
+    padded = bytearray(text.encode()[:_TEXT].ljust(_TEXT, b"\0"))  # a gather needs equal lengths
+    sent = torch.frombuffer(padded, dtype=torch.uint8).to(device())
+    received = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
+    dist.all_gather(received, sent)
+    texts = (bytes(tensor.tolist()).rstrip(b"\0").decode(errors="replace") for tensor in received)
     return next(filter(None, texts), "")
 
 
 def _first_failure(index: CheckpointIndex, failed: CheckpointException) -> BaseException:
     failure = failed.failures[min(failed.failures)][0]
     if isinstance(failure, KeyError | CheckpointingException):
-        return ValueError(f"{index.path}: expected a checkpoint of this policy, found: {printable(str(failure))}")
-    return failure if isinstance(failure, ValueError | OSError) else failed
+        return ValueError(f"{index.path}: the checkpoint is not one of this policy: {printable(str(failure))}")
+    if isinstance(failure, ValueError | OSError):
+        return failure
+    return failed
 
 
 def _common(index: CheckpointIndex) -> dict[str, Any]:
@@ -118,21 +136,21 @@ def _common(index: CheckpointIndex) -> dict[str, Any]:
 
     Up to Megatron-Core 0.16 it is a file, common.pt, later one object among the others.
     """
-    if (item := index.objects.get(COMMON_OBJECT)) is not None:
+    item = index.objects.get(COMMON_OBJECT)
+    if item is not None:
         with PlainFile(index.path, item.file) as file:
-            [found] = read_object(file, COMMON_OBJECT, item)
-            where = f"{file.path}: {COMMON_OBJECT}"
+            [state] = read_object(file, COMMON_OBJECT, item)
     else:
         with PlainFile(index.path, COMMON) as file:
-            found, where = read_value(file, 0, file.size), str(file.path)
-    if type(found) is not dict:
-        raise ValueError(f"{where}: expected a dictionary, found a {type(found).__name__}")
-    return found
+            state = read_value(file, 0, file.size)
+    if type(state) is not dict:
+        raise ValueError(f"{file.path}: the common state is a {type(state).__name__}, not a dictionary")
+    return state
 
 
 @contextlib.contextmanager
 def _read_with(reader: StorageReader) -> Iterator[None]:
-    """Inside the block Megatron's strategy (strategies/torch.py, `load`) uses `reader`, not its FileSystemReader."""
+    """Context in which Megatron's strategy (strategies/torch.py, `load`) uses `reader`, not its FileSystemReader."""
     kept = torch_strategies._get_filesystem_reader
     torch_strategies._get_filesystem_reader = lambda *_, **__: reader
     try:
@@ -148,6 +166,7 @@ class _Reader(StorageReader):
         self._index = index
         self._ranges: dict[MetadataIndex, ByteRange] = {}
         self._metadata = Metadata(state_dict_metadata={}, storage_data=self._ranges)
+        # torch looks a chunk up by key and offset, an object by its key alone.
         for key, tensor in index.tensors.items():
             self._metadata.state_dict_metadata[key] = _described(tensor)
             self._ranges |= {MetadataIndex(key, torch.Size(c.offset)): c for c in tensor.chunks}
@@ -164,6 +183,7 @@ class _Reader(StorageReader):
             by_file[self._ranges[item.storage_index].file].append(item)
         for name, items in by_file.items():
             with PlainFile(self._index.path, name) as file:
+                # In the order of their bytes, so that a network file system reads ahead.
                 for item in sorted(items, key=lambda item: self._ranges[item.storage_index].start):
                     self._read(file, item, planner)
         done: Future[None] = Future()
@@ -171,14 +191,17 @@ class _Reader(StorageReader):
         return done
 
     def _read(self, file: PlainFile, item: ReadItem, planner: Any) -> None:
-        stored, key = self._ranges[item.storage_index], item.storage_index.fqn
+        stored = self._ranges[item.storage_index]
+        key = item.storage_index.fqn
         if item.type == LoadItemType.BYTE_IO:
             _set(planner, item.dest_index.fqn, read_object(file, key, stored))
             return
         tensor = read_tensor(file, stored.start, stored.length, f"the tensor {key}")
         assert isinstance(stored, Chunk)
         if tuple(tensor.shape) != stored.shape:
-            raise ValueError(f"{file.path}: {key}: expected shape {list(stored.shape)}, found {list(tensor.shape)}")
+            raise ValueError(
+                f"{file.path}: {key}: its shape is {list(tensor.shape)}, and .metadata says {list(stored.shape)}"
+            )
         for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
             tensor = tensor.narrow(axis, start, length)
         target = planner.resolve_tensor(item).detach()
@@ -186,10 +209,10 @@ class _Reader(StorageReader):
         planner.commit_tensor(item, target)
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Keeps no state between loads."""
+        """Do nothing: the reader keeps no state between loads."""
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        """The index has everything already."""
+        """Do nothing: the index is read already."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan

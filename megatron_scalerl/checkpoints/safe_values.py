@@ -1,7 +1,13 @@
 """Archives of `torch.save` in a checkpoint that another party may have written, opened by torch's weights-only load.
 
-Its unpickler calls no function outside torch's own list and `_ARRAYS`. What it returns is checked again, since that
-list holds more than a checkpoint needs.
+The steps for each archive, which is a range of bytes of a file:
+
+1. `_Window` shows the range as a file; `_load` refuses all but zip archives, since torch would try older formats.
+2. torch's weights-only unpickler calls no function outside torch's own list and `_ARRAYS`.
+3. The result is checked again, since torch's list holds more than a checkpoint needs: `read_value` accepts plain
+   values, `read_object` a list of plain values, `read_tensor` one dense tensor.
+
+`find_tensor` reads no values: it finds the tensor's bytes in the archive, to be mapped.
 """
 
 import contextlib
@@ -28,6 +34,7 @@ _MARK = b"PK\x03\x04"
 _LOCAL = struct.Struct("<26xHH")
 """A zip entry's own header, up to the lengths of its name and its extra field."""
 _DEPTH = 32
+"""Depth to which the items of a value may be nested."""
 _ITEMS = 1 << 20
 """Items that a value may have, parts that occur several times counted each time."""
 _EXTRA_STATE = "_extra_state"
@@ -42,7 +49,7 @@ _ARRAYS: list[Any] = [
     (_reconstruct, "numpy._core.multiarray._reconstruct"),
     (_reconstruct, "numpy.core.multiarray._reconstruct"),
 ]
-"""Names beside torch's own: numpy's random number generator keeps its state in an array."""
+"""Names that are allowed besides torch's own: numpy's random number generator keeps its state in an array."""
 
 
 class Bytes(Protocol):
@@ -55,26 +62,27 @@ class Bytes(Protocol):
 
 
 def read_value(file: Bytes, start: int, length: int) -> Any:
-    """The plain value in the archive of `length` bytes from byte `start` on: numbers, text, tensors, arrays, and
-    lists and dictionaries of these.
+    """The plain value in the archive of `length` bytes from byte `start` on.
 
-    Raises ValueError, naming the file, for anything else.
+    Plain values are numbers, text, tensors, arrays, and lists and dictionaries of plain values. Raises ValueError,
+    naming the file, for anything else.
     """
-    expected = f"{file.path}: expected plain values at byte {start}, found"
-    value = _load(file, start, length, expected, _ARRAYS)
+    refusal = f"{file.path}: the bytes from {start} on are not plain values"
+    value = _load(file, start, length, refusal, _ARRAYS)
     level = [value]
     items = 0
     for _ in range(_DEPTH):
         items += len(level)
         for part in level:
             if not _is_plain(part):
-                raise ValueError(f"{expected} a {type(part).__name__} among plain values")
+                raise ValueError(f"{refusal}: a {type(part).__name__} is among them")
+        # Level by level, and never more than the limit: an item that occurs in many lists counts each time.
         level = list(itertools.islice(itertools.chain.from_iterable(map(_parts, level)), _ITEMS + 1))
         if not level:
             return value
         if items + len(level) > _ITEMS:
             break
-    raise ValueError(f"{expected} values nested more than {_DEPTH} deep, or more than {_ITEMS} of them")
+    raise ValueError(f"{refusal}: they are nested more than {_DEPTH} deep, or are more than {_ITEMS}")
 
 
 def _is_plain(value: Any) -> bool:
@@ -82,6 +90,7 @@ def _is_plain(value: Any) -> bool:
         return all(type(key) in (str, int) for key in value)
     if type(value) is np.ndarray:
         return value.dtype.char in _KINDS
+    # Exact types: a subclass may have any behavior.
     return type(value) in (*_PLAIN, list, tuple) or _is_tensor(value)
 
 
@@ -92,76 +101,81 @@ def _is_tensor(value: Any) -> bool:
 def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return value.values()
-    return value if isinstance(value, list | tuple) else ()
+    if isinstance(value, list | tuple):
+        return value
+    return ()
 
 
 def read_object(file: Bytes, key: str, stored: ByteRange) -> list[Any]:
     """The object `key` of a checkpoint: Megatron stores a list with one item per save by a rank.
 
     Raises ValueError, naming the file, for anything but a list of plain values, and for a module's extra state that
-    is not empty: Transformer Engine unpickles those.
+    is not empty: Transformer Engine unpickles such states.
     """
     items = read_value(file, stored.start, stored.length)
     if type(items) is not list:
-        raise ValueError(f"{file.path}: {key}: expected a list, found a {type(items).__name__}")
+        raise ValueError(f"{file.path}: {key} is a {type(items).__name__}; Megatron stores a list")
     if _EXTRA_STATE in key and not all(item is None or (_is_tensor(item) and not item.numel()) for item in items):
         raise ValueError(
-            f"{file.path}: expected plain values at byte {stored.start}, found content in {key} "
-            "(of fp8 training? such states are pickles and are not opened)"
+            f"{file.path}: {key} is not empty; extra states, as of fp8 training, are pickles, which are not read"
         )
     return items
 
 
 def read_tensor(file: Bytes, start: int, length: int, what: str) -> torch.Tensor:
     """The one tensor of an archive, called `what`. Raises ValueError, naming the file, for anything else."""
-    expected = f"{file.path}: expected {what} at byte {start}, found"
-    tensor = _load(file, start, length, expected, [])
+    refusal = f"{file.path}: the bytes from {start} on are not {what}"
+    tensor = _load(file, start, length, refusal, [])
     if not _is_tensor(tensor):
-        raise ValueError(f"{expected} a {type(tensor).__name__} that is not a tensor")
+        raise ValueError(f"{refusal}: they hold a {type(tensor).__name__}, not a dense tensor of the CPU")
     return tensor
 
 
 def find_tensor(file: MappedFile, start: int, length: int) -> tuple[str, tuple[int, ...], int]:
-    """(type, shape, offset of the bits in the file) of the tensor in one archive, written by us or by torch.
+    """(type, shape, offset of the bits in the file) of the tensor in an archive, written by us or by torch.
 
     Raises ValueError for anything but a saved tensor, and for a tensor that is not contiguous.
     """
+    # Type, shape and strides are in the pickle; the values stay unread.
     with torch.serialization.skip_data():
         tensor = read_tensor(file, start, length, "a saved tensor")
     shape = tuple(tensor.shape)
     if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != prod(shape) * tensor.itemsize:
-        found = f"strides {list(tensor.stride())} in {tensor.untyped_storage().nbytes()} bytes"
-        raise ValueError(f"{file.path}: expected a contiguous tensor at byte {start}, found {found}")
+        storage = f"strides {list(tensor.stride())} in {tensor.untyped_storage().nbytes()} bytes"
+        raise ValueError(f"{file.path}: the tensor at byte {start} is not contiguous: it has {storage}")
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in HF_NAMES:
-        raise ValueError(f"{file.path}: expected a saved tensor at byte {start}, found one of {dtype}")
-    return HF_NAMES[dtype], shape, start + _place(file, start, length, tensor.untyped_storage().nbytes())
+        raise ValueError(f"{file.path}: the tensor at byte {start} is of {dtype}, which is not a type of weights")
+    return HF_NAMES[dtype], shape, start + _first_byte(file, start, length, tensor.untyped_storage().nbytes())
 
 
-def _place(file: MappedFile, start: int, length: int, nbytes: int) -> int:
-    """The first of the bytes of an archive's one tensor, in the archive."""
-    refusal = f"{file.path}: expected a saved tensor at byte {start}, found"
+def _first_byte(file: MappedFile, start: int, length: int, nbytes: int) -> int:
+    """Position of the first byte of an archive's one tensor, in the archive."""
+    refusal = f"{file.path}: the bytes from {start} on are not a saved tensor"
     window = _Window(file, start, length)
     try:
         with zipfile.ZipFile(window) as archive:
             entries = {entry.filename.split("/", 1)[-1]: entry for entry in archive.infolist()}
-            order = archive.read(entries["byteorder"]) if "byteorder" in entries else b"little"
+            order = b"little"
+            if "byteorder" in entries:  # older versions of torch wrote none
+                order = archive.read(entries["byteorder"])
         entry = entries["data/0"]
         window.seek(entry.header_offset)
         name, extra = _LOCAL.unpack(window.read(_LOCAL.size))
     except (zipfile.BadZipFile, NotImplementedError, KeyError, EOFError, struct.error) as error:
-        raise ValueError(f"{refusal} {error!r}") from None
+        raise ValueError(f"{refusal}: {error!r}") from None
+    # The entry's own header tells: its extra field pads to an alignment, and the zip's directory does not have it.
     begin = entry.header_offset + _LOCAL.size + name + extra
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != nbytes or begin + nbytes > length:
-        raise ValueError(f"{refusal} its bytes elsewhere")
+        raise ValueError(f"{refusal}: the archive does not hold its content as one uncompressed entry")
     if order != b"little":
-        raise ValueError(f"{refusal} bytes that are not little-endian")
+        raise ValueError(f"{refusal}: their order is not little-endian")
     return begin
 
 
 @contextlib.contextmanager
 def _names_beside_torchs(names: list[Any]) -> Iterator[None]:
-    """Inside the block a load may use `names`, and none that other programs have added: Megatron-Core adds some."""
+    """Context in which a load may use `names`, and no name that other programs added, as Megatron-Core does."""
     kept = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals(names)
@@ -172,34 +186,37 @@ def _names_beside_torchs(names: list[Any]) -> Iterator[None]:
         torch.serialization.add_safe_globals(kept)
 
 
-def _load(file: Bytes, start: int, length: int, expected: str, names: list[Any]) -> Any:
-    """The content of an archive. Raises ValueError that begins with `expected` for a damaged or a hostile one."""
+def _load(file: Bytes, start: int, length: int, refusal: str, names: list[Any]) -> Any:
+    """The content of an archive. Raises ValueError that begins with `refusal` for a damaged or a hostile one."""
     window: Any = _Window(file, start, length)
     if window.read(len(_MARK)) != _MARK:  # torch would try its format of before 2020
-        raise ValueError(f"{expected} bytes that are no archive of torch.save")
+        raise ValueError(f"{refusal}: they are no archive of torch.save")
     window.seek(0)
     with _names_beside_torchs(names):
         try:
             return torch.load(window, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise ValueError(f"{expected} {_reason(window, error)}") from None
+        except Exception as error:  # damage makes torch raise errors of many types, none of them documented
+            raise ValueError(f"{refusal}: {_reason(window, error)}") from None
 
 
 def _reason(window: Any, error: Exception) -> str:
-    """Why a load failed; the first name that is not allowed, if there is one."""
+    """The reason why a load failed: the first name that is not allowed, if the archive has such a name."""
     with contextlib.suppress(Exception):
         window.seek(0)
-        return f"the name {printable(torch.serialization.get_unsafe_globals_in_checkpoint(window)[0])}"
+        return f"the name {printable(torch.serialization.get_unsafe_globals_in_checkpoint(window)[0])} is not allowed"
     if isinstance(error, pickle.UnpicklingError):
-        return "content that torch's weights-only load refuses"
+        return "torch's weights-only load refuses them"
     return printable(repr(error))
 
 
 class _Window(io.RawIOBase):
-    """Part of a file as a file object."""
+    """A range of bytes of a file as a file object."""
 
     def __init__(self, file: Bytes, start: int, length: int):
-        self._file, self._start, self._length, self._at = file, start, length, 0
+        self._file = file
+        self._start = start
+        self._length = length
+        self._at = 0
 
     def readable(self) -> bool:
         return True

@@ -34,6 +34,7 @@ def to_hf(megatron_path: Path, out: Path, options: Options | None = None, *, lik
             copier = Copier(sources=view.sources, options=options, on_bytes=advance)
             for shard in layout.shards:
                 checksums |= write_shard(work, shard, view.tensors, copier, layout.passthrough)
+                # After each file: a damaged checkpoint is reported before the rest is written.
                 _compare_checksums(view, shard.tensors, checksums)
         _write_the_rest(work, view)
         write_record(work, layout, view.tensors, checksums)
@@ -48,9 +49,7 @@ def _compare_checksums(view: View, names: tuple[str, ...], checksums: dict[str, 
         entry = view.layout.tensors.get(name)
         if entry is None or entry.dtype != view.tensors[name].dtype or entry.checksum == checksums[name]:
             continue
-        raise ValueError(
-            f"{name}: expected checksum {entry.checksum} as recorded, found {checksums[name]} (damaged?)"
-        )
+        raise ValueError(f"{name}: its checksum is {checksums[name]}, and {entry.checksum} was recorded")
 
 
 def _write_the_rest(work: Path, view: View) -> None:

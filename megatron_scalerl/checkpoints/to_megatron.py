@@ -50,7 +50,7 @@ CHUNK_BYTES = 128 << 20
 _MIN_FILE_BYTES = 32 << 20
 _MAX_FILE_BYTES = 1 << 30
 _MIN_FILES = 16
-"""Of a checkpoint that is not small."""
+"""Files of a checkpoint, unless they would be smaller than _MIN_FILE_BYTES: ranks read them at the same time."""
 _FORMAT = dict(
     sharded_backend="torch_dist", sharded_backend_version=1, common_backend="torch", common_backend_version=1
 )
@@ -63,7 +63,7 @@ class Unit:
     tensors: tuple[Assembly, ...]
     parameters: tuple[tuple[Assembly, Address], ...]
     copies: tuple[tuple[Assembly, str], ...]
-    """Tensors that must equal another one of the unit."""
+    """(tensor, name of the unit's tensor that it has to equal)."""
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +82,7 @@ def to_megatron(hf_path: Path, out: Path, options: Options | None = None) -> Sum
     folder = open_folder(hf_path)
     family = family_of(config, folder.tensors)
     layout = layout_of(folder, family)
-    dtypes = {name: None if name in layout.passthrough else options.dtype for name in folder.tensors}
+    dtypes = dict.fromkeys(folder.tensors, options.dtype) | dict.fromkeys(layout.passthrough)
     tensors = {name: folder_assembly(folder, name, dtype) for name, dtype in dtypes.items()}
     units = list(_units(folder, family, layout, tensors))
     nbytes = sum(unit.nbytes for unit in units) + sum(tensors[name].nbytes for name in layout.passthrough)
@@ -117,13 +117,13 @@ def _units(
         yield Unit(
             tensors=tuple(tensors[name] for name in group),
             parameters=tuple((_parameter(rule, folder, tensors), addresses(rule, family)[0]) for rule in members),
-            copies=tuple((tensors[copy], of) for copy, of in layout.copies.items() if of in group),
+            copies=tuple((tensors[copy], name) for copy, name in layout.copies.items() if name in group),
         )
 
 
 def _parameter(rule: Rule, folder: HfFolder, tensors: Mapping[str, Assembly]) -> Assembly:
-    kinds = {folder.tensors[name].dtype for name in rule.hf_shapes}
-    source = only_dtype(kinds, f"{folder.path}: {', '.join(rule.hf_shapes)}")
+    dtypes = {folder.tensors[name].dtype for name in rule.hf_shapes}
+    source = only_dtype(dtypes, f"{folder.path}: {', '.join(rule.hf_shapes)}")
     return parameter_assembly(rule, source, tensors[next(iter(rule.hf_shapes))].dtype)
 
 
@@ -163,7 +163,7 @@ def _checksums(unit: Unit, copier: Copier) -> dict[str, str]:
     for copy, original in unit.copies:
         checksums[copy.name] = copier.checksum(copy)
         if checksums[copy.name] != checksums[original]:
-            raise ValueError(f"{copy.name}: expected a copy of {original} (the config ties them), found other values")
+            raise ValueError(f"{copy.name}: it differs from {original}, and the config ties both")
     return checksums
 
 
@@ -171,7 +171,8 @@ def _write_parameter(
     file: IO[bytes], name: str, parameter: Assembly, address: Address, copier: Copier, metadata: Metadata
 ) -> None:
     """Append a parameter to the file `name` in chunks of whole rows, and describe these in the metadata."""
-    key, rest = address.key, parameter.shape[1:]
+    key = address.key
+    rest = parameter.shape[1:]
     if key not in metadata.state_dict_metadata:
         properties = TensorProperties(dtype=getattr(torch, TORCH_NAMES[parameter.dtype]))
         size = torch.Size((*address.sizes, *parameter.shape))
@@ -181,12 +182,13 @@ def _write_parameter(
     step = max(1, CHUNK_BYTES // parameter.row_bytes)
     for start in range(0, parameter.shape[0], step):
         stop = min(start + step, parameter.shape[0])
+        # A chunk has one layer and one expert: length 1 on the leading axes.
         shape = (*(1 for _ in address.offset), stop - start, *rest)
         offset = torch.Size((*address.offset, start, *(0 for _ in rest)))
-        place = file.tell()
+        first_byte = file.tell()
         length = append_tensor(file, parameter.dtype, shape, copier.rows(parameter, start, stop))
         entry.chunks.append(ChunkStorageMetadata(offsets=offset, sizes=torch.Size(shape)))
-        metadata.storage_data[MetadataIndex(key, offset)] = _StorageInfo(name, place, length)
+        metadata.storage_data[MetadataIndex(key, offset)] = _StorageInfo(name, first_byte, length)
 
 
 def _write_metadata(folder: Path, file: str, metadata: Metadata, extra_states: Iterable[str]) -> None:
@@ -196,6 +198,7 @@ def _write_metadata(folder: Path, file: str, metadata: Metadata, extra_states: I
     for key in extra_states:
         metadata.state_dict_metadata[key] = BytesStorageMetadata()
         metadata.storage_data[MetadataIndex(key)] = _StorageInfo(file, 0, len(content))
+    # metadata.json last: a reader takes a folder without it for no checkpoint.
     write_durably(folder / COMMON, _saved({}))
     write_durably(folder / METADATA, pickle.dumps(metadata))
     write_durably(folder / FORMAT_FILE, json.dumps(_FORMAT).encode())

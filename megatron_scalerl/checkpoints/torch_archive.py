@@ -1,4 +1,4 @@
-"""One tensor in `torch.save`'s format, band by band: a zip archive that holds its bits uncompressed.
+"""A tensor in `torch.save`'s format, band by band: a zip archive that holds its bits uncompressed.
 
 The files of a distributed checkpoint are such archives, one after another. Each archive holds the CRC-32 of its bits,
 where any zip tool finds it.
@@ -29,11 +29,13 @@ _LIMIT = (1 << 32) - (1 << 20)
 
 
 class _Appended:
-    """The end of a file as zipfile sees it: a file of its own, whose offsets begin at 0."""
+    """The end of a file as zipfile sees it: a file whose offsets begin at 0."""
 
     def __init__(self, file: IO[bytes]):
-        self.write, self.flush = file.write, file.flush
-        self._file, self._start = file, file.tell()
+        self.write = file.write
+        self.flush = file.flush
+        self._file = file
+        self._start = file.tell()
 
     def tell(self) -> int:
         return self._file.tell() - self._start
@@ -49,8 +51,8 @@ def append_tensor(file: IO[bytes], dtype: str, shape: Sequence[int], bands: Iter
     """
     size = prod(shape) * BITS[dtype].itemsize
     assert size < _LIMIT, f"{size} bytes in one part of a checkpoint"
-    start, appended = file.tell(), _Appended(file)
-    with zipfile.ZipFile(appended, "w") as archive:  # type: ignore[call-overload]
+    start = file.tell()
+    with zipfile.ZipFile(_Appended(file), "w") as archive:  # type: ignore[call-overload]
         archive.writestr(zipfile.ZipInfo("archive/data.pkl"), _pickled(dtype, shape))
         archive.writestr(zipfile.ZipInfo("archive/byteorder"), "little")
         entry = zipfile.ZipInfo("archive/data/0")
@@ -67,11 +69,11 @@ def append_tensor(file: IO[bytes], dtype: str, shape: Sequence[int], bands: Iter
 
 
 class _Storage:
-    """Stands for the tensor's storage in its pickle, which names it."""
+    """A stand-in for the tensor's storage, which the pickle names by its persistent id."""
 
 
 class _Tensor:
-    """Pickled as torch pickles a contiguous tensor."""
+    """A stand-in that is pickled as torch pickles a contiguous tensor."""
 
     def __init__(self, dtype: str, shape: Sequence[int]):
         like = torch.empty(tuple(shape), dtype=getattr(torch, TORCH_NAMES[dtype]), device="meta")
@@ -84,8 +86,9 @@ class _Tensor:
 
 def _pickled(dtype: str, shape: Sequence[int]) -> bytes:
     stream = io.BytesIO()
+    # torch.save's protocol, and its persistent ids for storages: torch.load accepts no other form.
     pickler = pickle.Pickler(stream, protocol=2)
-    storage = ("storage", _STORAGES[dtype], "0", "cpu", prod(shape))
-    pickler.persistent_id = lambda value: storage if isinstance(value, _Storage) else None  # type: ignore[method-assign]
+    ids = {_Storage: ("storage", _STORAGES[dtype], "0", "cpu", prod(shape))}
+    pickler.persistent_id = lambda value: ids.get(type(value))  # type: ignore[method-assign]
     pickler.dump(_Tensor(dtype, shape))
     return stream.getvalue()

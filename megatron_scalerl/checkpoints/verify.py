@@ -17,18 +17,17 @@ def verify(first: Path, second: Path, options: Options | None = None) -> Summary
     Raises ValueError listing the tensors that are missing, have another type or shape, or differ in a bit.
     """
     options = options or Options()
-    views = open_view(first), open_view(second)
-    nbytes = compare(*views, options)
-    return Summary(tensors=len(views[0].tensors), nbytes=nbytes, verified=True)
+    view = open_view(first)
+    nbytes = compare(view, open_view(second), options)
+    return Summary(tensors=len(view.tensors), nbytes=nbytes, verified=True)
 
 
 def compare(first: View, second: View, options: Options) -> int:
-    """Like `verify`, for opened checkpoints; returns the number of bytes that were compared."""
-    for one, other, where in ((first, second, "no {}"), (second, first, "{} besides")):
-        names = [name for name in one.tensors if name not in other.tensors]
-        if names:
-            found = where.format(listed(names))
-            raise ValueError(f"{second.path}: expected the tensors of {first.path}, found {found}")
+    """Compare two opened checkpoints, as `verify` does; returns the number of bytes that were compared."""
+    for view, other in ((first, second), (second, first)):
+        missing = [name for name in view.tensors if name not in other.tensors]
+        if missing:
+            raise ValueError(f"{other.path}: it lacks tensors of {view.path}: {listed(missing)}")
     pairs = [_pair(first, second, name, options.dtype) for name in first.tensors]
     total = sum(ours.nbytes for ours, _ in pairs)
     different = []
@@ -38,26 +37,28 @@ def compare(first: View, second: View, options: Options) -> int:
                 different.append(ours.name)
             advance(ours.nbytes)
     if different:
-        raise ValueError(f"{second.path}: expected the bits of {first.path}, found others in {listed(different)}")
+        raise ValueError(f"{second.path}: these tensors differ from {first.path}: {listed(different)}")
     return total
 
 
 def _pair(first: View, second: View, name: str, dtype: str | None) -> tuple[Assembly, Assembly]:
-    pair = first.tensors[name], second.tensors[name]
+    ours = first.tensors[name]
+    theirs = second.tensors[name]
     outside = name in first.layout.passthrough or name in second.layout.passthrough
-    if dtype is not None and not outside and all(tensor.dtype in TORCH_NAMES for tensor in pair):
-        pair = replace(pair[0], dtype=dtype), replace(pair[1], dtype=dtype)
-    ours, theirs = pair
+    if dtype is not None and not outside and {ours.dtype, theirs.dtype} <= TORCH_NAMES.keys():
+        ours = replace(ours, dtype=dtype)
+        theirs = replace(theirs, dtype=dtype)
     if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-        expected, found = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in pair)
-        raise ValueError(f"{second.path}: {name}: expected {expected} as in {first.path}, found {found}")
-    return pair
+        in_first, in_second = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (ours, theirs))
+        raise ValueError(f"{second.path}: {name} is {in_second}, and {in_first} in {first.path}")
+    return ours, theirs
 
 
 def _equal(ours: Assembly, theirs: Assembly, first: View, second: View) -> bool:
     step = band_rows(ours)
     for start in range(0, ours.rows, step):
         stop = min(ours.rows, start + step)
+        # Of bits, not values: a NaN equals itself, and 0.0 is not -0.0.
         if not np.array_equal(band(ours, first.sources, start, stop), band(theirs, second.sources, start, stop)):
             return False
     return True

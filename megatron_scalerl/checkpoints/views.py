@@ -27,16 +27,16 @@ from megatron_scalerl.models.family import Family
 from megatron_scalerl.record import record
 
 SIDE_FOLDER = "hugging_face"
-"""Where a Megatron checkpoint keeps config, tokenizer and tensors outside the policy."""
+"""Folder of a Megatron checkpoint with config, tokenizer and tensors outside the policy."""
 PASSTHROUGH_FILE = "carried.safetensors"
 """Tensors outside the policy, in the side folder."""
 
 
 class TensorRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor in conversion.json."""
+    """A tensor in conversion.json."""
 
     dtype: str
-    """safetensors' name."""
+    """safetensors' name of the type."""
     shape: tuple[int, ...]
     checksum: str
 
@@ -50,9 +50,9 @@ class ConversionRecord(msgspec.Struct, frozen=True, kw_only=True):
     shards: tuple[Shard, ...]
     """Files of the Hugging Face folder."""
     index_metadata: Mapping[str, Any] | None
-    """Metadata of its index; None if it has no index."""
+    """Metadata of the folder's index; None for a folder without an index."""
     copies: Mapping[str, str]
-    """Tensors that repeat another one."""
+    """Name of a tensor -> the tensor that it repeats."""
     passthrough: tuple[str, ...] = msgspec.field(name="carried")
     """Tensors outside the policy."""
 
@@ -67,19 +67,20 @@ def write_record(
 
 
 def read_record(folder: Path) -> ConversionRecord:
-    """Read conversion.json. Raises ValueError if there is none, or it cannot be read."""
+    """Read conversion.json. Raises ValueError for a folder without it, and for a file that cannot be read."""
     file = folder / CONVERSION_FILE
     if not file.is_file():
-        origin = "name the Hugging Face folder that it came from (--like)"
-        raise ValueError(f"{folder}: expected {CONVERSION_FILE}, found none; {origin}")
+        raise ValueError(
+            f"{folder}: it has no {CONVERSION_FILE}; name the Hugging Face folder that it came from (--like)"
+        )
     try:
         record = msgspec.json.decode(file.read_bytes(), type=ConversionRecord)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: expected a conversion record, found {error}") from None
+        raise ValueError(f"{file}: it is not the record of a conversion: {error}") from None
     for shard in record.shards:
         check_name(file, shard.file)
         if not shard.file.endswith(".safetensors"):
-            raise ValueError(f"{file}: expected files *.safetensors, found {shard.file}")
+            raise ValueError(f"{file}: {shard.file} is not the name of a *.safetensors file")
     return record
 
 
@@ -120,12 +121,14 @@ class View:
 
 
 def open_view(path: Path) -> View:
-    """Either kind of checkpoint. Raises ValueError for anything else."""
-    return megatron_view(path) if (path / FORMAT_FILE).is_file() else folder_view(open_folder(path))
+    """The view of a checkpoint of either kind. Raises ValueError for anything else."""
+    if (path / FORMAT_FILE).is_file():
+        return megatron_view(path)
+    return folder_view(open_folder(path))
 
 
 def folder_view(folder: HfFolder) -> View:
-    """A Hugging Face folder."""
+    """The view of a Hugging Face folder."""
     tensors = {name: folder_assembly(folder, name) for name in folder.tensors}
     return View(
         path=folder.path, sources=sources(folder), tensors=tensors, layout=_layout(folder, {}, ()), side=folder.path
@@ -133,32 +136,35 @@ def folder_view(folder: HfFolder) -> View:
 
 
 def megatron_view(path: Path, *, like: Path | None = None, dtype: str | None = None) -> View:
-    """A Megatron checkpoint that we wrote, or any other with `like`, a Hugging Face folder that has what it lacks.
+    """The view of a Megatron checkpoint that we wrote or, with `like`, of any other.
 
-    Raises ValueError if the checkpoint is incomplete, does not fit the config, or has neither config nor `like`.
+    like: a Hugging Face folder with the config, the tokenizer and the tensors that the checkpoint lacks. Raises
+    ValueError if the checkpoint is incomplete, does not fit the config, or has neither config nor `like`.
     """
     if like is None:
-        side, layout = path / SIDE_FOLDER, read_record(path)
+        side = path / SIDE_FOLDER
+        layout = read_record(path)
         refuse_links(side)
         outer = _passthrough_folder(side, layout)
         family = family_of(policy_config(side), layout.tensors)
     else:
         side = like
-        config, outer = policy_config(side), open_folder(side)
+        config = policy_config(side)  # first: its message is plainer than that of a folder without tensors
+        outer = open_folder(side)
         family = family_of(config, outer.tensors)
         layout = layout_of(outer, family)
     shapes = {rule.megatron: parameter_shape(rule) for rule in family.rules if rule.exported}
     stored = stored_parameters(path, family, shapes)
     tensors = tensor_assemblies(family, stored, dtype, str(path))
-    for copy, of in layout.copies.items():
-        if of not in tensors:
-            raise ValueError(f"{path}: {copy}: expected a copy of one of the checkpoint's tensors, found {of!r}")
-        tensors[copy] = replace(tensors[of], name=copy)
+    for copy, original in layout.copies.items():
+        if original not in tensors:
+            raise ValueError(f"{path}: {copy} is a copy of {original!r}, which the checkpoint does not hold")
+        tensors[copy] = replace(tensors[original], name=copy)
     if outer is not None:
         tensors |= {name: folder_assembly(outer, name) for name in layout.passthrough}
     unknown = [name for shard in layout.shards for name in shard.tensors if name not in tensors]
     if unknown:
-        raise ValueError(f"{path}: expected tensors of the checkpoint in its files, found {unknown[0]!r}")
+        raise ValueError(f"{path}: the checkpoint does not hold {unknown[0]!r}, which its Hugging Face files had")
     return View(
         path=path,
         sources=sources(outer, DistReader(path, stored)),
@@ -170,9 +176,9 @@ def megatron_view(path: Path, *, like: Path | None = None, dtype: str | None = N
 
 
 def policy_config(path: Path) -> Any:
-    """A folder's config. Raises ValueError for an unknown architecture, listing the known ones."""
+    """The config of a Hugging Face folder. Raises ValueError for an unknown architecture, listing the known ones."""
     if not (path / "config.json").is_file():
-        raise ValueError(f"{path}: expected a Hugging Face folder with config.json, found none")
+        raise ValueError(f"{path}: this is not a Hugging Face folder: it has no config.json")
     return read_hf_config(path)
 
 
@@ -181,11 +187,11 @@ def _passthrough_folder(side: Path, layout: ConversionRecord) -> HfFolder | None
         return None
     file = side / PASSTHROUGH_FILE
     if not file.is_file():
-        raise ValueError(f"{file}: expected the tensors outside the policy, found no file")
+        raise ValueError(f"{file}: this file with the tensors outside the policy is missing")
     metadata, tensors = read_header(file)
     shard = Shard(file=PASSTHROUGH_FILE, metadata=metadata, tensors=tuple(tensor.name for tensor in tensors))
     lacking = [name for name in layout.passthrough if name not in shard.tensors]
     if lacking:
-        raise ValueError(f"{file}: expected tensor {lacking[0]}, found none of that name")
+        raise ValueError(f"{file}: it has no tensor {lacking[0]}")
     by_name = {tensor.name: tensor for tensor in tensors}
     return HfFolder(path=side, tensors=by_name, shards=(shard,), index_metadata=None)

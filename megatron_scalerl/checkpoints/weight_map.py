@@ -1,7 +1,7 @@
 """A family's rules as assemblies: parameters out of Hugging Face tensors, and the other way round.
 
-Nothing here is specific to a family. A rule's pieces for a tensor-parallel group of one describe the whole parameter,
-and that is what checkpoints hold, whatever layout they are loaded under.
+Nothing in this module is specific to a family. A rule's pieces for a tensor-parallel group of one describe the whole
+parameter. Checkpoints hold whole parameters, whatever layout they are loaded under.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,29 +18,34 @@ from megatron_scalerl.processes.logs import listed
 
 
 def other_tensors(folder: HfFolder, family: Family) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The folder's tensors that are not in the weight map, after checking those that are.
+    """The folder's tensors that are not in the weight map; the other tensors are checked.
 
-    Returns (copies -> the tensor that each repeats, as in some folders with tied embeddings; tensors outside the
-    policy, copied as they are). Raises ValueError for tensors that are missing or unknown (all are listed), and for
-    one whose shape or type does not match the config.
+    Returns (copy -> the tensor that it repeats, as in some folders with tied embeddings; tensors outside the policy,
+    copied as they are). Raises ValueError for tensors that are missing or unknown (all are listed), and for a tensor
+    whose shape or type does not match the config.
     """
     policy = {name: tuple(shape) for rule in family.rules for name, shape in rule.hf_shapes.items()}
     missing = [name for name in policy if name not in folder.tensors]
     if missing:
-        raise ValueError(f"{folder.path}: expected tensor {listed(missing)}, found none of that name")
+        raise ValueError(f"{folder.path}: the folder has no tensor {listed(missing)}")
     rest = [name for name in folder.tensors if name not in policy]
     passthrough = tuple(name for name in rest if family.passthrough and name.startswith(family.passthrough))
-    copies = {name: tied for name in rest if (tied := _tied_to(name, family)) and name not in passthrough}
+    copies = {}
+    tied = next((name for rule in family.rules if not rule.exported for name in rule.hf_shapes), None)
+    for name in rest:
+        if tied and name not in passthrough and name.rsplit(".", 2)[-2:] == ["lm_head", "weight"]:
+            copies[name] = tied
     unexpected = [name for name in rest if name not in passthrough and name not in copies]
     if unexpected:
-        raise ValueError(f"{folder.path}: expected only tensors of a {family.name}, found {listed(unexpected)}")
-    for name, shape in [*policy.items(), *((copy, policy[of]) for copy, of in copies.items())]:
-        found = folder.tensors[name]
-        where = f"{folder.path / found.file}: {name}"
-        if found.shape != shape:
-            raise ValueError(f"{where}: expected shape {list(shape)} as config.json says, found {list(found.shape)}")
-        if found.dtype not in TORCH_NAMES:
-            raise ValueError(f"{where}: expected one of {', '.join(TORCH_NAMES)}, found {found.dtype}")
+        raise ValueError(f"{folder.path}: a {family.name} does not have the tensors {listed(unexpected)}")
+    shapes = policy | {copy: policy[original] for copy, original in copies.items()}
+    for name, shape in shapes.items():
+        tensor = folder.tensors[name]
+        where = f"{folder.path / tensor.file}: {name}"
+        if tensor.shape != shape:
+            raise ValueError(f"{where}: its shape is {list(tensor.shape)}, and config.json says {list(shape)}")
+        if tensor.dtype not in TORCH_NAMES:
+            raise ValueError(f"{where}: expected one of {', '.join(TORCH_NAMES)}, found {tensor.dtype}")
     return copies, passthrough
 
 
@@ -58,47 +63,40 @@ def check_weights(path: str | Path) -> None:
             reader.bits(copy), reader.bits(original)
         ):
             raise ValueError(
-                f"{path}: config.json ties the head to the embedding (tie_word_embeddings), and {copy} differs from "
-                f"{original}; set tie_word_embeddings to false if the head is its own"
+                f"{path}: config.json ties the head to the embedding (tie_word_embeddings), but {copy} differs from "
+                f"{original}; set tie_word_embeddings to false if the policy has a head of its own"
             )
-
-
-def _tied_to(name: str, family: Family) -> str | None:
-    """The embedding that a head's tensor repeats if embeddings are tied."""
-    if name.rsplit(".", 2)[-2:] != ["lm_head", "weight"]:
-        return None
-    return next((next(iter(rule.hf_shapes)) for rule in family.rules if not rule.exported), None)
 
 
 def parameter_shape(rule: Rule) -> tuple[int, ...]:
     """Full shape of a rule's parameter, without leading axes and padding."""
     pieces = rule.pieces(0, 1)
-    dims = _dims(rule, pieces[0])
-    end = max(p.stop for p in pieces)
-    if len(dims) == 1:
-        return (end,)
-    return (end, dims[1]) if pieces[0].axis == 0 else (dims[0], end)
+    shape = list(_dims(rule, pieces[0]))
+    shape[pieces[0].axis] = max(piece.stop for piece in pieces)
+    return tuple(shape)
 
 
 def _dims(rule: Rule, piece: Piece) -> tuple[int, ...]:
     """Shape of a piece in Megatron's orientation."""
     full = rule.hf_shapes[piece.hf_name]
-    dims = [len(range(*i.indices(n))) for i, n in zip(piece.hf_index, full) if isinstance(i, slice)]
-    return tuple(reversed(dims) if piece.transposed else dims)
+    dims = tuple(len(range(n)[i]) for i, n in zip(piece.hf_index, full) if isinstance(i, slice))
+    if piece.transposed:
+        return dims[::-1]
+    return dims
 
 
 def parameter_assembly(rule: Rule, source_dtype: str, dtype: str) -> Assembly:
     """A rule's parameter, assembled from Hugging Face tensors."""
     parts = []
     for piece in rule.pieces(0, 1):
-        dims = _dims(rule, piece)
+        height, width = matrix_shape(_dims(rule, piece))
         row, column = _start(piece)
         parts.append(
             Part(
                 row=row,
                 column=column,
-                height=dims[0],
-                width=dims[1] if len(dims) > 1 else 1,
+                height=height,
+                width=width,
                 origin="hugging_face",
                 source=piece.hf_name,
                 index=piece.hf_index,
@@ -113,7 +111,7 @@ def tensor_assemblies(
 ) -> dict[str, Assembly]:
     """Every Hugging Face tensor, assembled from the checkpoint's chunks; in `dtype`, or the type it is stored in."""
     parts: dict[str, list[Part]] = {}
-    kinds: dict[str, set[str]] = {}
+    dtypes: dict[str, set[str]] = {}
     shapes = {}
     for rule in family.rules:
         if not rule.exported:
@@ -122,11 +120,11 @@ def tensor_assemblies(
         for piece in rule.pieces(0, 1):
             whole = _part_of_tensor(rule, piece)
             parts.setdefault(piece.hf_name, []).extend(_split_by_chunks(rule, piece, whole, parameter))
-            kinds.setdefault(piece.hf_name, set()).add(parameter.dtype)
+            dtypes.setdefault(piece.hf_name, set()).add(parameter.dtype)
             shapes[piece.hf_name] = tuple(rule.hf_shapes[piece.hf_name])
     assemblies = {}
     for name, shape in shapes.items():
-        source = only_dtype(kinds[name], f"{path}: {name}")
+        source = only_dtype(dtypes[name], f"{path}: {name}")
         assemblies[name] = _assembly(name, dtype or source, source, shape, parts[name])
     return assemblies
 
@@ -138,11 +136,11 @@ def _assembly(name: str, dtype: str, source: str, shape: tuple[int, ...], parts:
     return assembly
 
 
-def only_dtype(kinds: set[str], what: str) -> str:
-    """The one type of all parts. Raises ValueError for a mixture."""
-    if len(kinds) > 1:
-        raise ValueError(f"{what}: expected parts of one type, found {', '.join(sorted(kinds))}")
-    return next(iter(kinds))
+def only_dtype(dtypes: set[str], what: str) -> str:
+    """The type that all parts of `what` have. Raises ValueError for a mixture."""
+    if len(dtypes) > 1:
+        raise ValueError(f"{what}: its parts have different types: {', '.join(sorted(dtypes))}")
+    return next(iter(dtypes))
 
 
 def folder_assembly(folder: HfFolder, name: str, dtype: str | None = None) -> Assembly:
@@ -156,26 +154,34 @@ def folder_assembly(folder: HfFolder, name: str, dtype: str | None = None) -> As
 
 def _start(piece: Piece) -> tuple[int, int]:
     """(row, column) of a piece in its parameter."""
-    return (piece.start, 0) if piece.axis == 0 else (0, piece.start)
+    if piece.axis == 0:
+        return piece.start, 0
+    return 0, piece.start
 
 
 def _part_of_tensor(rule: Rule, piece: Piece) -> Part:
-    """The place of a piece in its Hugging Face tensor, seen as a matrix."""
+    """The rectangle that a piece is in its Hugging Face tensor, seen as a matrix."""
     shape = rule.hf_shapes[piece.hf_name]
-    ranges = [(i, i + 1) if isinstance(i, int) else i.indices(n)[:2] for i, n in zip(piece.hf_index, shape)]
+    ranges = []
+    for index, size in zip(piece.hf_index, shape):
+        if isinstance(index, int):
+            index = slice(index, index + 1)
+        ranges.append(range(size)[index])
     if len(ranges) == 1:
-        ranges.append((0, 1))
-        shape = (*shape, 1)
-    row, height = 0, 1
-    for axis, (low, high) in enumerate(ranges[:-1]):
-        assert high - low == 1 or height == 1, f"{piece.hf_name}: expected a rectangle"
-        row, height = row * shape[axis] + low, height * (high - low)
-    low, high = ranges[-1]
+        ranges.append(range(1))
+    *outer, columns = ranges
+    row = 0
+    height = 1
+    # All axes but the last are the matrix's rows: they are contiguous if at most the innermost has several elements.
+    for rows, size in zip(outer, shape):
+        assert len(rows) == 1 or height == 1, f"{piece.hf_name}: the piece is not a rectangle"
+        row = row * size + rows.start
+        height *= len(rows)
     return Part(
         row=row,
-        column=low,
+        column=columns.start,
         height=height,
-        width=high - low,
+        width=len(columns),
         origin="megatron",
         source=rule.megatron,
         index=(),
@@ -184,31 +190,41 @@ def _part_of_tensor(rule: Rule, piece: Piece) -> Part:
 
 
 def _split_by_chunks(rule: Rule, piece: Piece, whole: Part, stored: StoredParameter) -> list[Part]:
-    """The share of a piece in each chunk of its parameter."""
+    """The intersections of a piece with the chunks of its parameter, as parts of the Hugging Face tensor.
+
+    whole: the piece in that tensor.
+    """
     lead = len(stored.address.offset)
-    height, width = (whole.width, whole.height) if whole.transposed else (whole.height, whole.width)
+    height = whole.height
+    width = whole.width
+    if whole.transposed:
+        height, width = width, height
     row, column = _start(piece)
-    found = []
+    parts = []
     for number, chunk in enumerate(stored.chunks):
-        top, *left = chunk.offset[lead:]
-        tall, *wide = chunk.shape[lead:]
-        rows = range(max(row, top), min(row + height, top + tall))
-        first, count = (left[0], wide[0]) if left else (0, 1)
-        columns = range(max(column, first), min(column + width, first + count))
+        # A vector is a matrix of one column.
+        top, left = (*chunk.offset[lead:], 0)[:2]
+        chunk_height, chunk_width = (*chunk.shape[lead:], 1)[:2]
+        rows = range(max(row, top), min(row + height, top + chunk_height))
+        columns = range(max(column, left), min(column + width, left + chunk_width))
         if not rows or not columns:
             continue
-        index = [slice(r.start - base, r.stop - base) for r, base in ((rows, top), (columns, first))]
-        moved, across = (rows, row), (columns, column)
-        down, right = (across, moved) if whole.transposed else (moved, across)
-        found.append(
+        index = (slice(rows.start - top, rows.stop - top), slice(columns.start - left, columns.stop - left))
+        down = rows.start - row
+        right = columns.start - column
+        size = (len(rows), len(columns))
+        if whole.transposed:  # rows of the parameter are columns of the tensor
+            down, right = right, down
+            size = size[::-1]
+        parts.append(
             replace(
                 whole,
-                row=whole.row + down[0].start - down[1],
-                column=whole.column + right[0].start - right[1],
-                height=len(down[0]),
-                width=len(right[0]),
+                row=whole.row + down,
+                column=whole.column + right,
+                height=size[0],
+                width=size[1],
                 source=chunk_name(rule.megatron, number),
-                index=tuple(index if left else index[:1]),
+                index=index[: len(chunk.shape) - lead],
             )
         )
-    return found
+    return parts

@@ -6,9 +6,9 @@ from pathlib import Path
 from rich.console import Console
 
 SHOWN = 5
-"""Hits that are printed for each file."""
+"""Most hits that are printed for a file."""
 WIDTH = 200
-"""Characters of a text that are printed."""
+"""Most characters of a text that are printed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,23 +19,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "training",
         nargs="+",
         metavar="TRAINING",
-        help="training prompts: a recipe (.yaml), FILE with a column prompt, or FILE:COLUMN",
+        help="training prompts: a recipe (.yaml), a FILE with a column called prompt, or FILE:COLUMN",
     )
     parser.add_argument(
         "--data",
         action="append",
         required=True,
         metavar="FILE[:SCHEMA]",
-        help="evaluation file; may be given several times (schemas: `megatron-scalerl evaluate --help`)",
+        help="evaluation file; may be repeated (`megatron-scalerl evaluate --help` describes the schemas)",
     )
-    parser.add_argument("--words", type=int, default=13, metavar="N", help="words in a row (default: %(default)s)")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the hits to this file, at most 100 of a problem"
+        "--words",
+        type=int,
+        default=13,
+        metavar="N",
+        help="words in a row that a prompt and a problem have to share (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the hits to FILE as JSON, at most 100 of a problem"
     )
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Compare and print. Raises ValueError for bad files."""
+    """Compare the files with the training prompts and print the hits. Raises ValueError for bad files."""
     import msgspec
 
     from megatron_scalerl.checkpoints.atomic_io import write_durably
@@ -44,30 +50,30 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.processes.logs import printable
 
     if arguments.words < 1:
-        raise ValueError(f"--words: expected at least 1, found {arguments.words}")
+        raise ValueError(f"--words: {arguments.words} is too few; take at least 1")
     files = [read_problems(*split_schema(text)) for text in arguments.data]
     training = list(training_texts(arguments.training))
     written = {}
     for file in files:
-        found = contamination(training, file.problems, n=arguments.words)
-        console.print(f"{printable(file.path)}: {found.line()}")
-        for hit in found.hits[:SHOWN]:
-            console.print(
-                f"  {hit.share:.0%} of {printable(hit.problem.where)} in {printable(hit.training.where)}",
-            )
+        result = contamination(training, file.problems, n=arguments.words)
+        console.print(f"{printable(file.path)}: {result.line()}")
+        for hit in result.hits[:SHOWN]:
+            console.print(f"  {hit.share:.0%} of {printable(hit.problem.where)} in {printable(hit.training.where)}")
             console.print(f"    {shortened(hit.problem.text)}")
             console.print(f"    {shortened(hit.training.text)}")
-        if found.all_hits > SHOWN:
-            console.print(f"  and {found.all_hits - SHOWN} more")
-        written[file.path] = {"line": found.line(), "hits": found.rows()}
+        if result.all_hits > SHOWN:
+            console.print(f"  and {result.all_hits - SHOWN} more")
+        written[file.path] = {"line": result.line(), "hits": result.rows()}
     if arguments.json is not None:
         write_durably(arguments.json, msgspec.json.format(msgspec.json.encode(written), indent=2) + b"\n")
     return 0
 
 
 def shortened(text: str) -> str:
-    """At most WIDTH characters of a text in one line, control characters escaped."""
+    """The first WIDTH characters of a text in one line, control characters escaped."""
     from megatron_scalerl.processes.logs import printable
 
     line = printable(" ".join(text.split()))
-    return line if len(line) <= WIDTH else line[: WIDTH - 1] + "\N{HORIZONTAL ELLIPSIS}"
+    if len(line) > WIDTH:
+        line = line[: WIDTH - 1] + "\N{HORIZONTAL ELLIPSIS}"
+    return line

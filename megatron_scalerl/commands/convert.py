@@ -32,36 +32,48 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _summary_line(arguments: argparse.Namespace, summary: Summary, seconds: float) -> str:
-    written = f"{summary.tensors} tensors, {size(summary.nbytes)}"
+    tensors = f"{summary.tensors} tensors, {size(summary.nbytes)}"
     if arguments.name == "verify":
-        return f"{arguments.first} and {arguments.second}: {written}, equal bit for bit"
-    verified = ", compared bit for bit" if summary.verified else ""
-    return f"{arguments.out}: {written} in {seconds:.1f} s{verified}"
+        return f"{arguments.first} and {arguments.second}: {tensors}, equal bit for bit"
+    line = f"{arguments.out}: {tensors} in {seconds:.1f} s"
+    if summary.verified:
+        line += ", compared bit for bit"
+    return line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the three conversions and their options."""
-    parser.description = "Convert Hugging Face folders to Megatron torch_dist checkpoints and back, streaming."
+    parser.description = (
+        "Convert Hugging Face folders to Megatron torch_dist checkpoints and back, tensor by tensor: this needs "
+        "little memory, however large the model."
+    )
     parser.epilog = EPILOG
     commands = parser.add_subparsers(required=True, metavar="CONVERSION", dest="name")
-    there = commands.add_parser("to-megatron", help="a checkpoint that opens under any TP x PP x EP")
-    there.add_argument("source", type=Path, metavar="HF_DIR")
-    back = commands.add_parser("to-hf", help="a folder that opens in transformers and in vLLM")
-    back.add_argument("source", type=Path, metavar="MEGATRON_DIR")
-    back.add_argument(
-        "--like", type=Path, metavar="HF_DIR", help="the folder that the policy came from; for checkpoints of a run"
+    to_megatron = commands.add_parser("to-megatron", help="write a checkpoint that opens under any TP x PP x EP")
+    to_megatron.add_argument(
+        "source", type=Path, metavar="HF_DIR", help="Hugging Face folder, or its name on the hub"
     )
-    for command, convert in ((there, _to_megatron), (back, _to_hf)):
-        command.add_argument("out", type=Path, metavar="OUT")
+    to_hf = commands.add_parser("to-hf", help="write a folder that opens in transformers and in vLLM")
+    to_hf.add_argument("source", type=Path, metavar="MEGATRON_DIR", help="checkpoint of to-megatron, or of a run")
+    to_hf.add_argument(
+        "--like",
+        type=Path,
+        metavar="HF_DIR",
+        help="Hugging Face folder that the policy came from; needed for checkpoints that to-megatron did not write",
+    )
+    for command, convert in ((to_megatron, _to_megatron), (to_hf, _to_hf)):
+        command.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist")
         command.add_argument("--verify", action="store_true", help="compare every tensor bit for bit at the end")
-        command.add_argument("--allow-nonfinite", action="store_true", help="accept NaN and Inf")
+        command.add_argument("--allow-nonfinite", action="store_true", help="accept NaN and Inf in the weights")
         command.set_defaults(convert=convert)
-    same = commands.add_parser("verify", help="compare two folders, of either kind, bit for bit")
-    same.add_argument("first", type=Path, metavar="A")
-    same.add_argument("second", type=Path, metavar="B")
-    same.set_defaults(convert=_verify)
-    for command in (there, back, same):
-        command.add_argument("--dtype", choices=list(HF_NAMES), help="type of the policy's weights (default: as is)")
+    verify = commands.add_parser("verify", help="compare two folders, of either kind, bit for bit")
+    verify.add_argument("first", type=Path, metavar="A", help="Hugging Face folder or Megatron checkpoint")
+    verify.add_argument("second", type=Path, metavar="B", help="the folder or checkpoint to compare with")
+    verify.set_defaults(convert=_verify)
+    for command in (to_megatron, to_hf, verify):
+        command.add_argument(
+            "--dtype", choices=list(HF_NAMES), help="type that the policy's weights are cast to (default: no cast)"
+        )
 
 
 def _options(arguments: argparse.Namespace, console: Console) -> Options:
@@ -76,9 +88,8 @@ def _options(arguments: argparse.Namespace, console: Console) -> Options:
 def _to_megatron(arguments: argparse.Namespace, console: Console) -> Summary:
     source = Path(local_path(str(arguments.source), "model"))
     if not (source / "config.json").is_file():  # before the import, which takes seconds
-        raise ValueError(
-            f"{source}: expected a Hugging Face folder with config.json, found none" + hint(str(source), "model")
-        )
+        advice = hint(str(source), "model")
+        raise ValueError(f"{source}: this is not a Hugging Face folder: it has no config.json{advice}")
     from megatron_scalerl.checkpoints.to_megatron import to_megatron
 
     return to_megatron(source, arguments.out, _options(arguments, console))
@@ -86,7 +97,7 @@ def _to_megatron(arguments: argparse.Namespace, console: Console) -> Summary:
 
 def _to_hf(arguments: argparse.Namespace, console: Console) -> Summary:
     if not arguments.source.is_dir():
-        raise ValueError(f"{arguments.source}: expected a folder with a checkpoint, found none")
+        raise ValueError(f"{arguments.source}: there is no such folder")
     from megatron_scalerl.checkpoints.to_hf import to_hf
 
     return to_hf(arguments.source, arguments.out, _options(arguments, console), like=arguments.like)

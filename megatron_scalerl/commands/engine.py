@@ -15,50 +15,57 @@ EPILOG = """examples:
   megatron-scalerl engine --join runs/my_run              until the run ends, or SIGTERM
   megatron-scalerl engine --join runs/my_run --devices 2  with the first two GPUs that are visible
 
-RUN is on a folder that this host and the controller's see. The engine serves once it has the current weights. When it
-is evicted, or the controller ends, it is started again, after a delay, until the run is finished, or until it has not
-been in the run for --wait-minutes (exit code 1)."""
+RUN is a folder that this host and the controller's host see. The engine serves once it has the current weights. When
+it is evicted, or the controller ends, it is started again after a delay. This ends when the run is finished, or when
+the engine has not been in the run for --wait-minutes (exit code 1)."""
 
 AGENT = (sys.executable, "-m", "megatron_scalerl.launch.agent")
 """The program of one start of the engine."""
-ATTEMPTS, END = "attempts.jsonl", "end.json"
-"""Files of a run (`controller.run_folder`, which imports torch: this process stays small beside an engine)."""
-FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
-"""Delay before the first start again in a row, which doubles with each, and its bound (seconds)."""
+ATTEMPTS = "attempts.jsonl"
+"""File of a run (as in `controller.run_folder`, which imports torch: this process stays small next to an engine)."""
+END = "end.json"
+"""File of a run, in which the ends of attempts are."""
+FIRST_DELAY_S = 1.0
+"""Delay before the first restart in a row, which doubles with each (seconds)."""
+LONGEST_DELAY_S = 60.0
+"""Longest delay before a restart (seconds)."""
 HEALTHY_S = 600.0
-"""An engine that ran for so long starts a new row (seconds)."""
+"""Time after which a failure of the engine counts as the first in a row (seconds)."""
 EXIT_GIVEN_UP = 1
-"""Exit code where the engine was not in the run for --wait-minutes."""
+"""Exit code if the engine was not in the run for --wait-minutes."""
 
 _STOP_S = 30.0
 """Seconds for the agent to end its server after SIGTERM."""
 _HOST_CHARACTERS = 48
-"""Of the host's name in an engine's name."""
+"""Most characters of the host's name in an engine's name."""
 _ENDS = {
     0: "the controller let it stop",
     1: "its server ended",
     3: "the controller is gone",
     4: "no controller accepted it",
 }
-"""Exit codes of the agent."""
+"""Exit code of the agent -> its meaning."""
 _TAKEN_IN = (0, 3)
-"""Those after which it has been in the run."""
+"""Exit codes of an agent whose engine was in the run."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.description = "Add an engine on this host to a run on several hosts."
     parser.epilog = EPILOG
-    parser.add_argument("--join", metavar="RUN", required=True, help="folder of the run")
+    parser.add_argument("--join", metavar="RUN", required=True, help="folder of the run that gets the engine")
     parser.add_argument(
-        "--devices", type=int, metavar="N", help="devices of the engine (default: engine.devices_per_engine)"
+        "--devices",
+        type=int,
+        metavar="N",
+        help="number of devices of the engine (default: engine.devices_per_engine of the recipe)",
     )
     parser.add_argument(
         "--wait-minutes",
         type=float,
         default=30.0,
         metavar="M",
-        help="end where the engine has not been in the run for so long (default: %(default)g)",
+        help="minutes without being in the run after which to give up (default: %(default)g)",
     )
 
 
@@ -69,14 +76,14 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
     folder = Path(arguments.join).absolute()
     if not (folder / "recipe.yaml").is_file():
-        raise ValueError(f"--join: expected the folder of a run, found no recipe.yaml in {folder}")
+        raise ValueError(f"--join: {folder} is not the folder of a run: it has no recipe.yaml")
     devices = arguments.devices
     if devices is None:
         devices = load_recipe(str(folder / "recipe.yaml")).engine.devices_per_engine
     if arguments.wait_minutes <= 0:
-        raise ValueError(f"--wait-minutes: expected more than 0, found {arguments.wait_minutes:g}")
+        raise ValueError(f"--wait-minutes: {arguments.wait_minutes:g} is too short; take more than 0")
     if devices < 1:
-        raise ValueError(f"--devices: expected at least 1, found {devices}")
+        raise ValueError(f"--devices: {devices} is too few; take at least 1")
     name = engine_name()
     console.print(f"{name}: {devices} devices; log: {folder / 'logs' / name}.log")
     try:
@@ -85,24 +92,27 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         console.print(f"{name}: stopped by a signal")
         return stopped.exit_code
     if last:
-        console.print(f"{name}: it was not in the run {folder} for {arguments.wait_minutes:g} minutes; last: {last}")
+        console.print(f"{name}: it has not been in the run {folder} for {arguments.wait_minutes:g} minutes: {last}")
         return EXIT_GIVEN_UP
     console.print(f"{name}: the run is finished")
     return 0
 
 
 def engine_name() -> str:
-    """The engine's name in the run: extra-JOB-STEP on Slurm, otherwise of host and process; the same each time."""
+    """The engine's name in the run: extra-JOB-STEP on Slurm, else extra-HOST-PROCESS; the same for every restart."""
     job = os.environ.get("SLURM_JOB_ID")
     if not job:
         host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:_HOST_CHARACTERS]
         return f"extra-{host}-{os.getpid()}"
-    step, process = os.environ.get("SLURM_STEP_ID", "0"), os.environ.get("SLURM_PROCID", "0")
-    return f"extra-{job}-{step}" + (f".{process}" if process != "0" else "")
+    name = f"extra-{job}-{os.environ.get('SLURM_STEP_ID', '0')}"
+    process = os.environ.get("SLURM_PROCID", "0")
+    if process != "0":
+        name += f".{process}"
+    return name
 
 
 def has_ended(folder: Path) -> bool:
-    """Whether the newest attempt of the run finished it. An earlier end does not count: the run was extended."""
+    """True if the newest attempt of the run finished it. An earlier end does not count: the run was extended."""
     from megatron_scalerl.checkpoints.jsonl import read_jsonl
 
     attempts, ends = ([row["incarnation"] for row in read_jsonl(folder / file)] for file in (ATTEMPTS, END))
@@ -110,21 +120,23 @@ def has_ended(folder: Path) -> bool:
 
 
 async def _keep_joined(folder: Path, name: str, devices: int, wait_s: float, console: Console) -> str:
-    """Start an agent again whenever one ends, until the run has ended; empty then.
+    """Start an agent again whenever one ends, until the run has ended; returns an empty text then.
 
-    Otherwise, after `wait_s` outside of the run, how the last agent ended.
+    After `wait_s` outside of the run it returns how the last agent ended.
     """
     from megatron_scalerl.launch.control_folder import read_controller
     from megatron_scalerl.processes.child_process import ChildProcess
 
-    own = os.environ | {"MSRL_START": "", "MSRL_DEVICES": str(devices)}
-    failures, in_run, how = 0, time.monotonic(), ""
+    variables = os.environ | {"MSRL_START": "", "MSRL_DEVICES": str(devices)}
+    failures = 0
+    in_run = time.monotonic()
+    how = ""
     while time.monotonic() - in_run < wait_s:
         started = time.monotonic()
         try:
             if has_ended(folder):
                 return ""
-            env = own | read_controller(folder)
+            env = variables | read_controller(folder)
             agent = await ChildProcess.start(name, [*AGENT, name], env, folder / "logs" / f"{name}.log")
         except (ValueError, OSError) as error:  # a shared file system may fail for a while, or show half a line
             how = str(error)
@@ -136,7 +148,9 @@ async def _keep_joined(folder: Path, name: str, devices: int, wait_s: float, con
             how = _ENDS.get(code, f"exited with code {code}")
             if code in _TAKEN_IN or time.monotonic() - started > HEALTHY_S:
                 in_run = time.monotonic()
-        failures = 1 if time.monotonic() - started > HEALTHY_S else failures + 1
+        if time.monotonic() - started > HEALTHY_S:
+            failures = 0
+        failures += 1
         delay = min(FIRST_DELAY_S * 2 ** min(failures - 1, 10), LONGEST_DELAY_S)
         console.print(f"{name}: {how}; next look at the run in {delay:g} s")
         await asyncio.sleep(delay)

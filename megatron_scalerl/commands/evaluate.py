@@ -24,8 +24,8 @@ schemas of evaluation files (.jsonl, .parquet), found from the columns if none i
   math500         problem, answer, unique_id, subject, level
   PROBLEM,ANSWER  any two columns, as in data.jsonl:question,solution
 
-The recipe gives prompts, interruption, temperature, verifier and engines, as in training; without --recipe these are
-the defaults. An evaluation that was stopped goes on with the same command; OUT/completions.jsonl has every
+The recipe decides prompts, interruption, temperature, verifier and engines, as in training; without --recipe the
+defaults apply. An evaluation that was stopped goes on with the same command; OUT/completions.jsonl has every
 completion, OUT/summary.json the scores."""
 
 
@@ -33,22 +33,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.description = "Score a Hugging Face folder on evaluation files, at one or several thinking budgets."
     parser.epilog = EPILOG
-    parser.add_argument("folder", metavar="FOLDER", help="the policy, for example written by `export`")
     parser.add_argument(
-        "--data", action="append", required=True, metavar="FILE[:SCHEMA]", help="may be given several times"
+        "folder", metavar="FOLDER", help="Hugging Face folder of the policy, for example written by `export`"
+    )
+    parser.add_argument(
+        "--data", action="append", required=True, metavar="FILE[:SCHEMA]", help="evaluation file; may be repeated"
     )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder of the result")
-    parser.add_argument("--k", type=int, default=16, metavar="K", help="completions per problem (default: 16)")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of sampling (default: 1)")
+    parser.add_argument("--k", type=int, default=16, metavar="K", help="completions of each problem (default: 16)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of sampling (default: 1)")
     parser.add_argument(
-        "--budgets", metavar="N,N,...", help="thinking budgets (tokens), each enforced by forced interruption"
+        "--budgets",
+        metavar="N,N,...",
+        help="thinking budgets (tokens): thinking is interrupted after N tokens (default: as in the recipe)",
     )
     parser.add_argument(
         "--margin",
         type=float,
         default=0.01,
         metavar="X",
-        help="gain in pass rate below which more thinking does not pay (default: 0.01)",
+        help="gain in pass rate (0 to 1) below which more thinking does not pay (default: 0.01)",
     )
     parser.add_argument("--recipe", metavar="FILE", help="recipe of the training, for example RUN/recipe.yaml")
     parser.add_argument(
@@ -56,16 +60,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TRAINING",
-        help="training prompts to compare with the problems (as of `contamination`); may be given several times",
+        help="training prompts that are compared with the problems, as for `contamination`; may be repeated",
     )
-    parser.add_argument("--examples", type=int, default=0, metavar="N", help="print N completions of each file")
+    parser.add_argument(
+        "--examples", type=int, default=0, metavar="N", help="print N completions of each file (default: 0)"
+    )
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key.path=value", help="settings that override the recipe's"
     )
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Evaluate. Raises ValueError for user errors, RuntimeError and OSError for failed processes."""
+    """Evaluate the policy. Raises ValueError for user errors, RuntimeError and OSError for failed processes."""
     from rich.progress import Progress
 
     from megatron_scalerl.evaluation.inputs import check_evaluation, policy_digest
@@ -77,10 +83,11 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.recipe.file import load_recipe_for
     from megatron_scalerl.recipe.hub import local_path
 
-    k, budgets = arguments.k, _budgets(arguments.budgets)
+    k = arguments.k
+    budgets = _budgets(arguments.budgets)
     for option, value, least in (("--k", k, 1), ("--seed", arguments.seed, 0), ("--examples", arguments.examples, 0)):
         if value < least:
-            raise ValueError(f"{option}: expected at least {least}, found {value}")
+            raise ValueError(f"{option}: {value} is too small; take at least {least}")
     files = [read_problems(*split_schema(text)) for text in arguments.data]
     arguments.folder = local_path(arguments.folder, "model")
     recipe = load_recipe_for(arguments.folder, arguments.recipe, arguments.overrides, prompts=files[0].path)
@@ -88,6 +95,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     contaminations = _contaminations(arguments.training, evaluated)
     allow_open_files(evaluated.recipe)
     digest = policy_digest(arguments.folder)
+    # Before the engines start: a folder with another evaluation is refused at once.
     header = evaluated.header(policy=arguments.folder, digest=digest, version=VERSION, seed=arguments.seed, k=k)
     with ResultFile(arguments.out, header) as result:
         keys = evaluated.keys(k)
@@ -116,10 +124,10 @@ def _budgets(text: str | None) -> list[int]:
         return []
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) for word in words):
-        raise ValueError(f"--budgets: expected numbers of tokens as in 256,512,1024, found {text!r}")
+        raise ValueError(f"--budgets: {text!r} is not a list of numbers of tokens such as 256,512,1024")
     budgets = [int(word) for word in words]
     if any(a >= b for a, b in zip(budgets, budgets[1:])):
-        raise ValueError(f"--budgets: expected them to ascend, found {text!r}")
+        raise ValueError(f"--budgets: {text!r} does not ascend; name each budget once, the smallest first")
     return budgets
 
 
@@ -141,7 +149,7 @@ def _report(
     header: Any,
     console: Console,
 ) -> None:
-    """Compute, print and write the summary and, of several budgets, the figure."""
+    """Compute, print and write the summary and, with several budgets, the figure."""
     from megatron_scalerl.evaluation.plot import plot_budgets
     from megatron_scalerl.evaluation.results import cells
     from megatron_scalerl.evaluation.summaries import (
@@ -154,29 +162,30 @@ def _report(
     )
     from megatron_scalerl.processes.logs import printable
 
-    made = cells(result.rows.values(), evaluated.keys(arguments.k))
-    made.sort(key=lambda cell: cell.budget or 0)
-    summaries = summaries_of(made, evaluated.files, contaminations, k=arguments.k)
+    all_cells = cells(result.rows.values(), evaluated.keys(arguments.k))
+    all_cells.sort(key=lambda cell: cell.budget or 0)
+    summaries = summaries_of(all_cells, evaluated.files, contaminations, k=arguments.k)
     names = [file.name for file in evaluated.files]
     for name in names:
-        of_file = [summary for summary in summaries if summary.file == name]
-        console.print(scores_table(of_file).rich())
-        last = of_file[-1]
+        summaries_of_file = [summary for summary in summaries if summary.file == name]
+        console.print(scores_table(summaries_of_file).rich())
+        last = summaries_of_file[-1]
         if last.labels:
             console.print(labels_table(last).rich())
         if last.clean is not None and contaminations[name].problems_hit:
-            at = "" if last.budget is None else f" at a budget of {last.budget:,}"
-            console.print(
-                f"mean@{last.k}{at} of the {last.clean.prompts} problems that no training prompt hits: {last.clean}",
-            )
+            score = f"mean@{last.k}"
+            if last.budget is not None:
+                score += f" at a budget of {last.budget:,}"
+            console.print(f"{score} of the {last.clean.prompts} problems that no training prompt hits: {last.clean}")
     for name, contaminated in contaminations.items():
         console.print(f"{printable(name)}: {contaminated.line()}")
     saturations = {}
     for name in names:
-        if (found := compare_budgets([c for c in made if c.file == name], margin=arguments.margin)) is not None:
-            saturations[name] = found
-            console.print(gains_table(found).rich())
-            console.print(f"{printable(name)}: {found.line()}")
+        saturation = compare_budgets([cell for cell in all_cells if cell.file == name], margin=arguments.margin)
+        if saturation is not None:
+            saturations[name] = saturation
+            console.print(gains_table(saturation).rich())
+            console.print(f"{printable(name)}: {saturation.line()}")
     _print_examples(arguments.examples, evaluated, result, console)
     path = result.finish(as_json(summaries, saturations, contaminations, header=header))
     console.print(f"summary: {path}")
@@ -193,13 +202,17 @@ def _print_examples(count: int, evaluated: Evaluated, result: ResultFile, consol
     from megatron_scalerl.processes.logs import printable
 
     for file in evaluated.files:
-        first = [row for row in result.rows.values() if row.key.file == file.name and not row.lost]
-        for row in sorted(first, key=lambda row: (row.key.index, row.key.number, row.key.budget or 0))[:count]:
+        rows = [row for row in result.rows.values() if row.key.file == file.name and not row.lost]
+        rows.sort(key=lambda row: (row.key.index, row.key.number, row.key.budget or 0))
+        for row in rows[:count]:
             problem = file.problems[row.key.number - 1]
-            verdict = "right" if row.correct else f"wrong ({row.reason})" if row.reason else "wrong"
-            budget = "" if row.key.budget is None else f", budget {row.key.budget:,}"
-            what = f"completion {row.key.index}{budget}, {row.tokens} tokens, {verdict}"
-            heading = f"{file.name}, problem {problem.problem_id}, {what}, reference {problem.answer}"
-            console.print(Text(printable(heading), style="bold"))
+            verdict = {True: "right", False: "wrong"}[row.correct]
+            if row.reason and not row.correct:
+                verdict += f" ({row.reason})"
+            completion = f"completion {row.key.index}"
+            if row.key.budget is not None:
+                completion += f", budget {row.key.budget:,}"
+            heading = f"{file.name}, problem {problem.problem_id}, {completion}, {row.tokens} tokens, {verdict}"
+            console.print(Text(printable(f"{heading}, reference {problem.answer}"), style="bold"))
             console.print(Text(printable(problem.text), style="dim"))
             console.print(Text(printable(row.text)))

@@ -19,7 +19,9 @@ def export(run_dir: Path, out: Path) -> int:
     """
     newest = commit.latest(run_dir / "checkpoints")
     if newest is None:
-        raise ValueError(f"{run_dir / 'checkpoints'}: expected a checkpoint with its COMMIT file, found none")
+        raise ValueError(
+            f"{run_dir / 'checkpoints'}: no checkpoint is complete yet; a complete one has a COMMIT file"
+        )
     from megatron_scalerl.checkpoints.to_hf import to_hf  # imports torch: only once there is something to export
 
     step: int = commit.read_commit(newest)["step"]
@@ -34,12 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "example:\n  megatron-scalerl export runs/my_run --out models/trained"
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; it must not exist")
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Export. Raises ValueError where the run has no complete checkpoint or the output folder exists."""
-
+    """Export the policy. Raises ValueError if the run has no complete checkpoint or the output folder exists."""
     step = export(arguments.run_dir, arguments.out)
     console.print(f"{arguments.out}: the policy of step {step}")
     return 0

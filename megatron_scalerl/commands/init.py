@@ -27,18 +27,24 @@ EPILOG = """examples:
   megatron-scalerl init --policy models/my_policy --data data/math.jsonl --gpus 8
   megatron-scalerl init --policy Qwen/Qwen3-8B --data data/dapo --gpus 8 prompts.split=train steps=400
 
-Settings that are given are written as they are; the others are chosen, and the reason stands beside each."""
+Settings that are given are written as they are; the others are chosen, and the reason stands next to each."""
 
 Choices = dict[str, tuple[Any, str]]
-"""Key of the recipe, at most two names -> its value and why it has it."""
-STEPS, FIRST_STEPS = 200, 20
-"""Steps of the run, and of a first look at it."""
-SHORTEST, CPU_LONGEST = 16, 256
-"""Completions for which a policy has to have room, and the longest where CPUs generate (tokens)."""
+"""Key of the recipe, at most two names -> its value and the reason for it."""
+STEPS = 200
+"""Steps of the run."""
+FIRST_STEPS = 20
+"""Steps of a first look at the run."""
+SHORTEST = 16
+"""Shortest completion for which a policy has to have room (tokens)."""
+CPU_LONGEST = 256
+"""Longest completion if CPUs generate (tokens)."""
 CPU_BATCH = 8
-"""Prompts of a step, and completions of each, where CPUs generate."""
-FEWEST_HELD_OUT, VALIDATED = 4, 200
-"""Prompts that are held out at least, and those of a validation at most."""
+"""Prompts of a step, and completions of each, if CPUs generate."""
+FEWEST_HELD_OUT = 4
+"""Fewest prompts that are held out, if the file has enough."""
+VALIDATED = 200
+"""Most prompts of a validation."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,39 +52,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Write a recipe for a policy and a file of prompts, and say why each line is as it is."
     parser.epilog = EPILOG
     parser.add_argument("--policy", required=True, metavar="NAME", help="Hugging Face folder, or its name on the hub")
-    parser.add_argument("--data", required=True, metavar="FILE", help="prompts, as prompts.path (docs/prompts.md)")
     parser.add_argument(
-        "--gpus", type=int, metavar="N", help="GPUs of trainer and engines; 0: CPUs (default: what this machine has)"
+        "--data", required=True, metavar="FILE", help="file of prompts, for prompts.path (docs/prompts.md)"
     )
-    parser.add_argument("--gpu", choices=sorted(GPUS), default=GPU, help="their model (default: %(default)s)")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="number of GPUs of trainer and engines; 0: CPUs (default: the GPUs of this machine)",
+    )
+    parser.add_argument("--gpu", choices=sorted(GPUS), default=GPU, help="model of the GPUs (default: %(default)s)")
     parser.add_argument("--out", default="my_run.yaml", metavar="FILE", help="recipe to write (default: %(default)s)")
-    parser.add_argument("--force", action="store_true", help="overwrite it")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing recipe")
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key.path=value", help="settings that are written as given"
     )
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Write the recipe, print why it is so and what to do next. Raises ValueError for user errors."""
+    """Write the recipe, print its lines with reasons, and the next commands. Raises ValueError for user errors."""
     out = Path(arguments.out)
     if out.exists() and not arguments.force:
         raise ValueError(f"--out: {out} exists; name another file, or overwrite it with --force")
     from megatron_scalerl.launch.placement import visible_gpus
     from megatron_scalerl.plan.settings import check_settings
 
-    gpus = len(visible_gpus()) if arguments.gpus is None else arguments.gpus
+    gpus = arguments.gpus
+    if gpus is None:
+        gpus = len(visible_gpus())
     if gpus < 0:
         raise ValueError(f"--gpus: {gpus} is no number of GPUs; 0 stands for CPUs")
     choices = _choose(arguments, gpus)
     recipe = _recipe(choices)
     check_settings(recipe)
-    place = f"{gpus} x {GPUS[arguments.gpu].name}" if gpus else "CPUs"
-    out.write_text(f"# Written by `megatron-scalerl init` for {place}.\n{_text(choices)}", encoding="utf8")
+    devices = "CPUs"
+    if gpus:
+        devices = f"{gpus} x {GPUS[arguments.gpu].name}"
+    out.write_text(f"# Written by `megatron-scalerl init` for {devices}.\n{_text(choices)}", encoding="utf8")
     for key, (value, why) in choices.items():
         console.print(f"{f'{key}: {_json(value)}':<44}  {why}".rstrip(), highlight=False)
     number = f"--gpus {recipe.devices} --gpu {arguments.gpu}"
     console.print(
-        f"{out} is written for {place}; next:\n  megatron-scalerl plan {out} {number} --check\n"
+        f"{out} is written for {devices}; next:\n  megatron-scalerl plan {out} {number} --check\n"
         f"  megatron-scalerl prompts {out}\n  megatron-scalerl train {out} steps={min(FIRST_STEPS, recipe.steps)}",
         highlight=False,
     )
@@ -86,7 +101,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _choose(arguments: argparse.Namespace, gpus: int) -> Choices:
-    """Every line of the recipe. Raises ValueError for a policy, a file or GPUs that cannot be used."""
+    """The lines of the recipe. Raises ValueError for a policy, a file or GPUs that cannot be used."""
     from megatron_scalerl.models import family, read_hf_config
     from megatron_scalerl.plan.counting import count
     from megatron_scalerl.prompts.tokenizer import policy_tokenizer
@@ -98,9 +113,11 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> Choices:
         "name": (Path(arguments.out).stem, ""),
         "steps": (STEPS, f"a first run; {FIRST_STEPS} are a first look"),
         "policy.path": (arguments.policy, ""),
-        "policy.dtype": ("bfloat16", "for GPUs") if gpus else ("float32", "for CPUs"),
+        "policy.dtype": ("bfloat16", "for GPUs"),
         "prompts.path": (arguments.data, ""),
     }
+    if not gpus:
+        choices["policy.dtype"] = ("float32", "for CPUs")
     recipe = _recipe(choices | given)
     recipe = local_recipe(recipe, download=recipe.download)
     check_policy(recipe)
@@ -110,10 +127,13 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> Choices:
     tokenizer = policy_tokenizer(recipe, hf_config)
     about = f"family {policy.name}, {count(policy).total:,} parameters"
     choices["policy.path"] = (arguments.policy, about)
-    verifiers = ("math", "code") if "rewards.verifier" not in given else (recipe.rewards.verifier,)
+    verifiers = ["math", "code"]
+    if "rewards.verifier" in given:
+        verifiers = [recipe.rewards.verifier]
     recipe, chat, prompts = _read(recipe, tokenizer, verifiers)
     choices["prompts.path"] = (arguments.data, prompts.report.layouts[0].partition(": ")[2])
     positions = hf_config.get_text_config().max_position_embeddings
+    # `given` comes last, so that the user's settings win.
     choices |= _of_prompts(recipe, chat, prompts, tokenizer, positions, gpus) | given
     if not gpus:
         return choices
@@ -125,13 +145,14 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> Choices:
 def _read(recipe: Recipe, tokenizer: Any, verifiers: Sequence[str]) -> tuple[Recipe, Chat, PromptSet]:
     """The settled recipe with the first verifier that can use the references, and all prompts for training.
 
-    Raises ValueError where none can, with the reason of each.
+    Raises ValueError if no verifier can use them, with the reason of each.
     """
     from megatron_scalerl.controller.preflight import check_answers
     from megatron_scalerl.prompts.chat import chat_of_recipe
     from megatron_scalerl.prompts.dataset import load_prompts
     from megatron_scalerl.recipe.tasks import tasks_of
 
+    # All prompts for training and none too long: `_of_prompts` decides both when it knows the lengths.
     section = recipe.prompts.model_copy(update={"held_out": 0, "max_prompt_tokens": sys.maxsize})
     problems = []
     for verifier in verifiers:
@@ -149,7 +170,7 @@ def _read(recipe: Recipe, tokenizer: Any, verifiers: Sequence[str]) -> tuple[Rec
 
 
 def _of_prompts(recipe: Recipe, chat: Chat, prompts: PromptSet, tokenizer: Any, positions: int, gpus: int) -> Choices:
-    """Template, tags, held-out prompts, lengths, batches, validations and verifier."""
+    """The choices that depend on the prompts: template, tags, lengths, held-out prompts, batches, validations."""
     from megatron_scalerl.recipe.sections import PromptsSection
     from megatron_scalerl.rollouts.plans import forced_ids
 
@@ -167,15 +188,21 @@ def _of_prompts(recipe: Recipe, chat: Chat, prompts: PromptSet, tokenizer: Any, 
             f"policy.path: {positions} positions leave {max(0, room)} tokens for a completion, after prompts of "
             f"{longest} and {forced} forced ones; take a policy with a longer context"
         )
-    asked = recipe.max_completion_tokens if gpus else CPU_LONGEST
-    completion = min(asked, room)
-    why = "as in the paper" if gpus else "since CPUs are slow"
-    if completion < asked:
+    longest_completion = recipe.max_completion_tokens
+    why = "as in the paper"
+    batch = recipe.rollouts.groups_per_batch
+    group = recipe.rollouts.group_size
+    validated = VALIDATED
+    if not gpus:
+        longest_completion = CPU_LONGEST
+        why = "since CPUs are slow"
+        batch = group = validated = CPU_BATCH
+    completion = min(longest_completion, room)
+    if completion < longest_completion:
         why = f"what {positions:,} positions leave"
     why = f"{completion:,} tokens with the answer, {why}"
     answer = completion // 7
     thinking = completion - answer
-    batch = recipe.rollouts.groups_per_batch if gpus else CPU_BATCH
     return {
         "prompts.chat_template": (chat.chat_template, chat.why),
         "prompts.think_start": (chat.think_start, ""),
@@ -186,27 +213,26 @@ def _of_prompts(recipe: Recipe, chat: Chat, prompts: PromptSet, tokenizer: Any, 
         "interruption.thinking_tokens": ([thinking * 5 // 6, thinking], why),
         "interruption.answer_tokens": (answer, "a seventh of the completion"),
         "rollouts.groups_per_batch": (min(batch, usable - held_out), "prompts of a step"),
-        "rollouts.group_size": (recipe.rollouts.group_size if gpus else CPU_BATCH, "completions of each"),
+        "rollouts.group_size": (group, "completions of each"),
         "rewards.verifier": (recipe.rewards.verifier, "it can use the references of the file"),
         "validation.every_steps": (FIRST_STEPS, "steps between two validations"),
-        "validation.prompts": (min(held_out, VALIDATED if gpus else CPU_BATCH), "of those held out"),
+        "validation.prompts": (min(held_out, validated), "of those held out"),
         "validation.generations": (4, "completions of each"),
     }
 
 
 def _of_layout(plan: RunPlan) -> Choices:
-    """Sizes of trainer and engines."""
+    """The choices that depend on the GPUs: the sizes of trainer and engines."""
     from megatron_scalerl.plan.text import fits
 
     recipe = plan.recipe
-    colocated = "trainer and engine take turns on a GPU" if recipe.engine.colocate else ""
     choices = {
         "trainer.world_size": (recipe.trainer.world_size, fits(plan)),
         "megatron.parallel": (recipe.megatron.parallel, "the smallest groups that fit"),
         "megatron.model": (recipe.megatron.model, "the least recomputation that fits"),
         "engine.count": (recipe.engine.count, "the fastest split of the GPUs, by the planner"),
         "engine.devices_per_engine": (recipe.engine.devices_per_engine, ""),
-        "engine.colocate": (recipe.engine.colocate, colocated),
+        "engine.colocate": (recipe.engine.colocate, "trainer and engine take turns on a GPU"),
         "engine.vllm": (recipe.engine.vllm, ""),
     }
     return {key: choice for key, choice in choices.items() if choice[0] not in ({}, False)}
@@ -219,16 +245,21 @@ def _recipe(choices: Choices) -> Recipe:
 
 
 def _text(choices: Choices) -> str:
-    """The recipe's file: a line for each choice, its reason behind it."""
+    """The text of the recipe's file: a line for each choice, with its reason as a comment."""
     sections: dict[str, list[str]] = {}
     for key, (value, why) in choices.items():
         section, _, name = key.partition(".")
-        lines = sections.setdefault(section, [f"{section}:"] if name else [])
-        line = f"  {name}: {_json(value)}" if name else f"{section}: {_json(value)}"
-        lines.append(f"{line:<40}  # {why}" if why else line)
+        line = f"{section}: {_json(value)}"
+        heading = []
+        if name:
+            line = f"  {name}: {_json(value)}"
+            heading = [f"{section}:"]
+        if why:
+            line = f"{line:<40}  # {why}"
+        sections.setdefault(section, heading).append(line)
     return "\n".join(chain(*sections.values())) + "\n"
 
 
 def _json(value: Any) -> str:
-    """YAML reads it, too."""
+    """The value as JSON, which is YAML, too."""
     return json.dumps(value, ensure_ascii=False, default=str)

@@ -22,24 +22,27 @@ if TYPE_CHECKING:
 EPILOG = """example:
   megatron-scalerl prompts my_run.yaml
 
-A bar stands between two tokens; special tokens are bold, and tokens without a loss are in brackets. `train` makes the
-same checks."""
+A bar separates two tokens; special tokens are bold, and tokens without a loss are in brackets. `train` makes the same
+checks."""
 WRONG = "\\boxed{-918273645}"
 """An answer that no problem has."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.description = "Show prompts of a recipe as the policy gets them, rows that are skipped, and scores."
+    parser.description = (
+        "Show the prompts of a recipe as the policy gets them, the rows that are skipped, and how the verifier "
+        "scores a right and a wrong answer."
+    )
     parser.epilog = EPILOG
     parser.add_argument(
-        "--count", type=int, default=3, metavar="N", help="prompts of each task (default: %(default)s)"
+        "--count", type=int, default=3, metavar="N", help="prompts to show of each task (default: %(default)s)"
     )
     add_recipe(parser)
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Print and return 0. Raises ValueError for user errors."""
+    """Print the prompts; returns 0. Raises ValueError for user errors."""
     from megatron_scalerl.recipe.file import check_prompts
 
     recipe = recipe_of(arguments)
@@ -59,8 +62,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     for line in [f"prompts: {settings.chat.why}", *prompts.report.lines()]:
         console.print(printable(line), highlight=False)
     for task in tasks_of(recipe):
-        _show_task(task, [prompt for prompt in prompts.training if prompt.task == task.name], arguments.count,
-                   tokenizer, console)  # fmt: skip
+        prompts_of_task = [prompt for prompt in prompts.training if prompt.task == task.name]
+        _show_task(task, prompts_of_task, arguments.count, tokenizer, console)
     low, high = recipe.interruption.thinking_tokens
     if recipe.interruption.enabled:
         _show(f"forced after {low} to {high} tokens of thinking", _tokens(tokenizer, phrase_ids), console)
@@ -90,11 +93,12 @@ def _show_task(task: Task, prompts: Sequence[Prompt], count: int, tokenizer: Any
             console,
         )
         console.print(f"reference: {shortened(prompt.answer)}", highlight=False)
-        states = any(mark in prompt.answer for mark in ("\\boxed", "####"))
-        itself = prompt.answer if states else f"\\boxed{{{prompt.answer}}}"
-        answers = {"a wrong answer": WRONG}
-        if task.rewards.verifier != "code":  # its reference is unit tests, not a program
-            answers = {"the reference itself": itself, **answers}
+        reference = prompt.answer
+        if not any(mark in reference for mark in ("\\boxed", "####")):
+            reference = f"\\boxed{{{reference}}}"
+        answers = {"the reference itself": reference, "a wrong answer": WRONG}
+        if task.rewards.verifier == "code":  # its reference is unit tests, not a program
+            del answers["the reference itself"]
         for name, text in answers.items():
             score = verify(text, prompt.answer, dict(prompt.extra))
             verdict = {True: "right", False: "wrong"}.get(score, score)
@@ -109,7 +113,7 @@ def _show_warm_start(recipe: Recipe, tokenizer: Any, console: Console) -> None:
     for line in examples.lines():
         console.print(line, highlight=False)
     completions = [completion for _, completion in examples.samples]
-    shown = next((each for each in completions if not all(each.loss_mask)), completions[0])
+    shown = next((completion for completion in completions if not all(completion.loss_mask)), completions[0])
     masked = f"{shown.loss_mask.count(False)} of {len(shown.token_ids)} tokens without loss"
     title = f"warm start: {len(completions)} examples; a completion, {masked}"
     _show(title, _tokens(tokenizer, shown.token_ids, shown.loss_mask), console)
@@ -123,17 +127,24 @@ def _show(title: str, text: Text, console: Console) -> None:
 
 
 def _tokens(tokenizer: Any, ids: Sequence[int], loss_mask: Sequence[bool] = ()) -> Text:
-    """Tokens as text, a bar between two."""
+    """The tokens as text, separated by bars."""
     from rich.text import Text
 
     from megatron_scalerl.processes.logs import printable
 
-    special, shown = set(tokenizer.all_special_ids), Text()
+    special = set(tokenizer.all_special_ids)
     special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    shown = Text()
     for number, token in enumerate(ids):
-        piece = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        masked = bool(loss_mask) and not loss_mask[number]
-        piece = printable(piece).replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n")
-        shown.append("|" if number else "", style="dim")
-        shown.append(f"[{piece}]" if masked else piece, style="bold" if token in special else "dim" if masked else "")
+        text = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = printable(text).replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n")
+        style = ""
+        if loss_mask and not loss_mask[number]:
+            text = f"[{text}]"
+            style = "dim"
+        if token in special:
+            style = "bold"
+        if number:
+            shown.append("|", style="dim")
+        shown.append(text, style=style)
     return shown

@@ -16,32 +16,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "`megatron-scalerl watch RUN` shows the same with all completions."
     )
     parser.epilog = "example:\n  megatron-scalerl report runs/my_run --html page.html"
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run; with --html also of runs")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page of the run, at most 25 MB")
-    parser.add_argument("--json", metavar="OUT|-", help="write the page's numbers as JSON; - prints only the JSON")
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN", help="folder of the run; with --html also a folder of runs"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page of the run to FILE, at most 25 MB")
+    parser.add_argument("--json", metavar="OUT|-", help="write the page's numbers as JSON to OUT; - prints them")
     parser.add_argument(
         "--group",
         type=int,
         action="append",
         default=[],
         metavar="ID",
-        help="a group whose completions are in the page",
+        help="with --html: number of a group whose completions are in the page; may be repeated",
     )
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Print the report, or write the page. Raises ValueError for a folder without the files of a run, OSError."""
+    """Print the report, or write the page or its numbers. Raises ValueError for a folder without a run, OSError."""
     if arguments.json and (arguments.html or arguments.group):
-        raise ValueError("--json: leave out --html and --group, which are for the page")
+        raise ValueError("--json writes numbers and no page; leave out --html and --group")
     if arguments.json:
         from megatron_scalerl.page.static_page import numbers
 
         text = json.dumps(numbers(arguments.run_dir), indent=2) + "\n"
-        print(text, end="") if arguments.json == "-" else Path(arguments.json).write_text(text)
+        if arguments.json == "-":
+            print(text, end="")
+        else:
+            Path(arguments.json).write_text(text)
         return 0
     if arguments.html is None:
         if arguments.group:
-            raise ValueError("--group requires --html FILE")
+            raise ValueError("--group names a group of the page; add --html FILE")
         from megatron_scalerl.page.report import report
 
         report(arguments.run_dir, console)
@@ -53,11 +58,13 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
     if not one:
         if arguments.group:
-            raise ValueError(f"--group: expected one run with it, found the folder of runs {arguments.run_dir}")
+            raise ValueError(f"--group needs the folder of one run, and {arguments.run_dir} has several")
         count = write_runs_page(arguments.run_dir, arguments.html)
         console.print(f"page: {arguments.html}, with {count} runs")
         return 0
     groups, left_out = write_page(arguments.run_dir, arguments.html, group_ids=arguments.group)
-    left = f", {left_out} left out: no longer stored, unreadable, or no room in the file" if left_out else ""
-    console.print(f"page: {arguments.html}, with {groups} groups{left}")
+    line = f"page: {arguments.html}, with {groups} groups"
+    if left_out:
+        line += f", {left_out} left out: no longer stored, unreadable, or no room in the file"
+    console.print(line)
     return 0

@@ -9,7 +9,7 @@ from megatron_scalerl.commands.train import add_recipe, recipe_of
 EPILOG = """example:
   megatron-scalerl sft my_run.yaml sft.path=data/warm_start.jsonl --out models/warm
 
-Settings are those of the recipe's sft section; the examples have the columns prompt and completion."""
+The recipe's sft section has the settings; the examples have the columns prompt and completion."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

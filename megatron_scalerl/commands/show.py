@@ -28,14 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Print one completion of a run with its forced tokens and policy versions marked."
     parser.epilog = EPILOG
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
-    parser.add_argument("--group", type=int, metavar="ID", help="number of the group")
-    parser.add_argument("--index", type=int, metavar="I", help="completion within the group, from 0")
+    parser.add_argument("--group", type=int, metavar="ID", help="number of the group (default: the newest)")
+    parser.add_argument(
+        "--index", type=int, metavar="I", help="number of the completion in the group, from 0 (default: the first)"
+    )
     parser.add_argument("--interrupted", action="store_true", help="only completions with interrupted thinking")
     parser.add_argument("--step", type=int, metavar="N", help="optimizer step that trained the group")
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Print one completion. Raises ValueError where the run has none that matches."""
+    """Print a completion. Raises ValueError if no completion of the run matches."""
     group = find_group(arguments.run_dir, arguments.group, arguments.step, interrupted=arguments.interrupted)
     index = choose(group["rollouts"], arguments.index, interrupted=arguments.interrupted)
     show(console, group, index, load_tokenizer(arguments.run_dir))
@@ -47,7 +49,7 @@ def choose(rollouts: Sequence[dict[str, Any]], index: int | None, *, interrupted
     if index is None:
         return next(i for i, r in enumerate(rollouts) if r["interrupted"] or not interrupted)
     if not 0 <= index < len(rollouts):
-        raise ValueError(f"--index: expected 0 to {len(rollouts) - 1}, found {index}")
+        raise ValueError(f"--index: the group has no completion {index}; take one from 0 to {len(rollouts) - 1}")
     return index
 
 
@@ -58,9 +60,9 @@ def find_group(run_dir: Path, group_id: int | None, step: int | None, *, interru
     """
     trained_in = {group: record.step for record in read_history(run_dir).batches for group in record.group_ids}
     chosen: ListedGroup | None = None
-    seen = set()
+    finished = set()
     for listed in listed_groups(run_dir):
-        seen.add(listed.group_id)
+        finished.add(listed.group_id)
         if group_id is not None and listed.group_id != group_id:
             continue
         if step is not None and trained_in.get(listed.group_id) != step:
@@ -74,71 +76,80 @@ def find_group(run_dir: Path, group_id: int | None, step: int | None, *, interru
         ):
             chosen = listed
     if chosen is None:
-        wanted = [f"group {group_id}"] * (group_id is not None) + [f"a group of step {step}"] * (step is not None)
-        wanted += ["an interrupted completion"] * interrupted
-        expected = " and ".join(wanted) or "finished groups"
-        raise ValueError(f"{run_dir}: expected {expected}, found none among {len(seen)} finished groups")
+        options = {"--group": group_id, "--step": step, "--interrupted": interrupted or None}
+        given = " ".join(option for option, value in options.items() if value is not None)
+        if not given:
+            raise ValueError(f"{run_dir}: the run has no finished group yet")
+        raise ValueError(f"{run_dir}: none of the {len(finished)} finished groups matches {given}")
     return chosen.read() | {"step": trained_in.get(chosen.group_id)}
 
 
 def show(console: Console, group: dict[str, Any], index: int, tokenizer: Any) -> None:
     """Print the header, the prompt and the completion."""
-    rollout, score = group["rollouts"][index], group["scores"][index]
+    rollouts = group["rollouts"]
+    scores = group["scores"]
     prompt = group["prompt"]
-    step = f"in the batch of step {group['step']}" if group["step"] is not None else "in no batch yet"
-    right = sum(each["correct"] for each in group["scores"])
-    task = f"task {printable(prompt['task'])}, " if prompt.get("task") else ""
-    lines = [
-        (
-            "group",
-            f"{group['group_id']}, {task}epoch {group['epoch']}, {step}, pass rate {right}/{len(group['scores'])}",
-        ),
-        (
-            "completion",
-            f"{index} of {len(group['rollouts'])}, {len(rollout['token_ids'])} tokens, seed {rollout['seed']}",
-        ),
-        (
-            "reward",
-            f"{score['reward']:+g} ({score['reason'] or ('right' if score['correct'] else 'wrong')}), "
-            f"reference {printable(prompt['answer'])}",
-        ),
-        ("thinking", describe_thinking(rollout)),
-        ("versions", describe_versions(rollout["policy_versions"])),
-    ]
-    for name, value in lines:
+    rollout = rollouts[index]
+    score = scores[index]
+    described = str(group["group_id"])
+    if prompt.get("task"):
+        described += f", task {printable(prompt['task'])}"
+    described += f", epoch {group['epoch']}"
+    if group["step"] is None:
+        described += ", in no batch yet"
+    else:
+        described += f", in the batch of step {group['step']}"
+    right = sum(score["correct"] for score in scores)
+    verdict = score["reason"] or {True: "right", False: "wrong"}[score["correct"]]
+    lines = {
+        "group": f"{described}, pass rate {right}/{len(scores)}",
+        "completion": f"{index} of {len(rollouts)}, {len(rollout['token_ids'])} tokens, seed {rollout['seed']}",
+        "reward": f"{score['reward']:+g} ({verdict}), reference {printable(prompt['answer'])}",
+        "thinking": describe_thinking(rollout),
+        "versions": describe_versions(rollout["policy_versions"]),
+    }
+    for name, value in lines.items():
         console.print(Text.assemble((f"{name:<11}", "bold"), value))
     console.print(Text.assemble(("prompt     ", "bold"), (decode(tokenizer, prompt["token_ids"]), "dim")))
     console.print(marked_text(rollout, tokenizer))
 
 
 def describe_thinking(rollout: dict[str, Any]) -> str:
-    """One line on interruption point, interruption and truncation."""
-    cut = f"{'cut after' if rollout['interrupted'] else 'limited to'} {rollout['thinking_cut']} tokens"
-    ended = "interrupted" if rollout["interrupted"] else "not interrupted"
-    cut = cut if rollout["thinking_cut"] else "no cut"
-    return f"{cut}, {ended}, {'truncated' if rollout['truncated'] else 'not truncated'}"
+    """A line on interruption point, interruption and truncation."""
+    cut = f"limited to {rollout['thinking_cut']} tokens"
+    interrupted = "not interrupted"
+    if rollout["interrupted"]:
+        cut = f"cut after {rollout['thinking_cut']} tokens"
+        interrupted = "interrupted"
+    if not rollout["thinking_cut"]:
+        cut = "no cut"
+    truncated = "not truncated"
+    if rollout["truncated"]:
+        truncated = "truncated"
+    return f"{cut}, {interrupted}, {truncated}"
 
 
 def describe_versions(versions: Sequence[int]) -> str:
     """Spans of equal policy version with their tokens: `3 (tokens 0-11), 4 (tokens 12-20)`."""
     spans = []
     for version, tokens in groupby(range(len(versions)), key=lambda token: versions[token]):
-        first, *rest = tokens
-        spans.append(f"{version} (tokens {first}-{rest[-1] if rest else first})")
+        numbers = list(tokens)
+        spans.append(f"{version} (tokens {numbers[0]}-{numbers[-1]})")
     return ", ".join(spans)
 
 
 def marked_text(rollout: dict[str, Any], tokenizer: Any) -> Text:
     """The completion, decoded span by span, since one token may be a part of a character."""
     text = Text()
-    start_of_version = None
-    ids, versions, sampled = rollout["token_ids"], rollout["policy_versions"], rollout["loss_mask"]
-    for (version, is_sampled), tokens in groupby(
-        range(len(ids)), key=lambda token: (versions[token], sampled[token])
-    ):
-        if version != start_of_version:
+    version_before = None
+    labeled = zip(rollout["policy_versions"], rollout["loss_mask"], rollout["token_ids"])
+    for (version, sampled), span in groupby(labeled, key=lambda token: token[:2]):
+        if version != version_before:
             text.append(f"‹v{version}›", style="cyan")
-            start_of_version = version
-        piece = decode(tokenizer, [ids[token] for token in tokens])
-        text.append(piece if is_sampled else f"⟦{piece}⟧", style="" if is_sampled else "bold yellow")
+            version_before = version
+        decoded = decode(tokenizer, [token_id for _, _, token_id in span])
+        if sampled:
+            text.append(decoded)
+        else:
+            text.append(f"⟦{decoded}⟧", style="bold yellow")
     return text

@@ -18,52 +18,58 @@ if TYPE_CHECKING:
     from megatron_scalerl.recipe import Recipe
 
 PROGRAM = (sys.executable, "-m", "megatron_scalerl", "train")
-"""What makes a run."""
+"""The program that makes a run."""
 SHARED = ("policy.path", "policy.megatron_path", "prompts.", "validation.")
-"""Settings that all recipes of a study have in common, or sections of them."""
+"""Settings that all recipes of a study have in common, or beginnings of their keys."""
 EPILOG = """examples:
   megatron-scalerl study recipes/ablations --base my_run.yaml --seeds 2 --reference scalerl
   megatron-scalerl study a.yaml b.yaml --seeds 3 --out runs/a_or_b          two whole recipes
 
 The same command goes on with a study that was stopped; more recipes and more seeds may be added. At the end the
-folder has comparison.json, study.html, and the figure curves.png. docs/ablations.md."""
+folder has comparison.json, study.html, and the figure curves.png. docs/ablations.md describes them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.description = (
-        "Run recipes with several seeds each, one run after another, and compare the recipes: which one moves the "
-        "ceiling, which one the efficiency, and what cannot be told apart."
+        "Run recipes with several seeds each, one run after another, and compare the recipes: which of them move the "
+        "ceiling or the efficiency, and which differences are not shown."
     )
     parser.epilog = EPILOG
     parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="recipe, overlay, or a folder of them")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each (default: %(default)s)")
-    parser.add_argument("--out", default="runs/study", metavar="DIR", help="folder (default: %(default)s)")
-    parser.add_argument("--base", metavar="RECIPE", help="what overlays are laid over")
+    parser.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="runs of each recipe (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out", default="runs/study", metavar="DIR", help="folder of the study (default: %(default)s)"
+    )
+    parser.add_argument("--base", metavar="RECIPE", help="recipe that the overlays change")
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="[RECIPE:]key.path=value",
-        help="setting of every recipe, or of RECIPE alone; overlay=FILE, too; may be repeated",
+        help="setting of every recipe, or of RECIPE alone; overlay=FILE takes a file's settings; may be repeated",
     )
     parser.add_argument(
         "--reference",
         action="append",
         default=[],
         metavar="[RECIPE=]NAME",
-        help="recipe that the others, or RECIPE alone, are compared with (default: the first)",
+        help="recipe that the others, or RECIPE alone, are compared with (default: the first); may be repeated",
     )
     parser.add_argument(
         "--per-step",
         action="store_true",
-        help="compare by optimizer steps in place of device-hours, which other work on the machine changes",
+        help="compare by optimizer steps, not by device-hours, which other work on the machine changes",
     )
-    parser.add_argument("--target", type=float, metavar="X", help="pass rate whose compute is compared")
+    parser.add_argument(
+        "--target", type=float, metavar="X", help="compare the compute at which recipes reach this pass rate (0 to 1)"
+    )
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Run the study until it ends. Raises ValueError for user errors, RuntimeError where a run failed."""
+    """Run the study until it ends. Raises ValueError for user errors, RuntimeError if a run failed."""
     from megatron_scalerl.checkpoints.atomic_io import write_durably
     from megatron_scalerl.checkpoints.jsonl import read_jsonl
     from megatron_scalerl.commands.supervise import supervise
@@ -73,8 +79,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
     recipes, same = _recipes(arguments)
     for name, other in same.items():
-        console.print(f"{name}: the same recipe as {other} here; left out")
+        console.print(f"{name}: it is the same recipe as {other} and is left out")
     files = {recipe.name: _file(recipe) for recipe in recipes}
+    # All of them before the first run: a study that is stopped goes on with the recipes of its start.
     for recipe in recipes:
         files[recipe.name].parent.mkdir(parents=True, exist_ok=True)
         write_durably(files[recipe.name], dump_recipe(recipe).encode())
@@ -88,7 +95,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
             code = supervise([*PROGRAM, str(files[recipe.name])], recipe.run_dir, restarts=0)
         if code == SAVED_CODE or code - 128 in SIGNALS:
             return code
-        (failed if code else finished).append(recipe.run_dir)
+        if code:
+            failed.append(recipe.run_dir)
+        else:
+            finished.append(recipe.run_dir)
         console.print(f"{len(failed) + len(finished)} of {len(recipes)} runs have ended")
     try:
         if len(finished) > 1:
@@ -99,8 +109,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         console.print(f"not compared: {error}")
     if failed:
         raise RuntimeError(
-            f"{len(failed)} runs failed: {', '.join(map(str, failed))}; the same command goes on with those that "
-            "did not give up"
+            f"{len(failed)} runs failed: {', '.join(map(str, failed))}; the same command goes on with runs that have "
+            "not given up"
         )
     return 0
 
@@ -112,7 +122,7 @@ def _file(recipe: Recipe) -> Path:
 def _compare(
     arguments: argparse.Namespace, folders: Sequence[Path], same: Mapping[str, str], console: Console
 ) -> None:
-    """Print and write what `fit --compare` says about the runs."""
+    """Print and write the comparison of the runs by `fit --compare`."""
     from megatron_scalerl.fit import command
 
     out = Path(arguments.out)
@@ -120,17 +130,20 @@ def _compare(
     words += ["--plot", str(out / "curves.png"), "--html", str(out / "study.html")]
     for text in arguments.reference:
         words += ["--reference", "=".join(same.get(name, name) for name in text.split("="))]
-    words += ["--compute", "step"] if arguments.per_step else []
-    words += ["--target", str(arguments.target)] if arguments.target is not None else []
+    if arguments.per_step:
+        words += ["--compute", "step"]
+    if arguments.target is not None:
+        words += ["--target", str(arguments.target)]
+    # Through the parser of `fit`, so that its defaults apply.
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     command.run(parser.parse_args(words), console)
 
 
 def _recipes(arguments: argparse.Namespace) -> tuple[list[Recipe], dict[str, str]]:
-    """The recipes of all runs, seed by seed, and each recipe that is left out with the one that it is the same as.
+    """(recipes of all runs, seed by seed; name of a recipe that is left out -> the recipe that it repeats).
 
-    Raises ValueError for what cannot be run or compared.
+    Raises ValueError for recipes that cannot be run or compared.
     """
     from megatron_scalerl.recipe.collection import listed, resolve, same_recipes
     from megatron_scalerl.recipe.file import check_policy, check_prompts
@@ -147,10 +160,10 @@ def _recipes(arguments: argparse.Namespace) -> tuple[list[Recipe], dict[str, str
             raise ValueError(f"{option}: {unknown[0]} is none of the recipes {', '.join(names)}")
     arms = {}
     for item in items:
-        own = [
+        overrides = [
             text.removeprefix(f"{name}:") for name, text in zip(settings, arguments.set) if name in ("", item.name)
         ]
-        arms[item.name] = resolve(item, arguments.base, own).model_copy(update={"seed": 1})
+        arms[item.name] = resolve(item, arguments.base, overrides).model_copy(update={"seed": 1})
     same = same_recipes(arms)
     output_dir = str(Path(arguments.out) / "runs")
     recipes = [
@@ -166,7 +179,7 @@ def _recipes(arguments: argparse.Namespace) -> tuple[list[Recipe], dict[str, str
 
 
 def _check(recipes: Sequence[Recipe]) -> None:
-    """Raises ValueError where runs cannot be compared, or a recipe is not the one with which its run began."""
+    """Raises ValueError if runs cannot be compared, or if a run began with another recipe."""
     from megatron_scalerl.fit.inputs import differing
     from megatron_scalerl.recipe.file import read_yaml
 
@@ -181,7 +194,9 @@ def _check(recipes: Sequence[Recipe]) -> None:
                     f"{recipe.name}: {key}: {now!r} is not that of {recipes[0].name}, {was!r}; the recipes of a "
                     "study share policy, prompts and validation"
                 )
-        before = read_yaml(_file(recipe)) if _file(recipe).exists() else settings
+        before = settings
+        if _file(recipe).exists():
+            before = read_yaml(_file(recipe))
         for key, was, now in differing(before, settings):
             if key != "output_dir":
                 raise ValueError(

@@ -32,25 +32,30 @@ from megatron_scalerl.processes.signals import (
 
 logger = logging.getLogger(__name__)
 
-FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 300.0
-"""Delay before the first restart without a new checkpoint, which doubles with each, and its bound (seconds)."""
+FIRST_DELAY_S = 1.0
+"""Delay before the first restart without a new checkpoint, which doubles with each (seconds)."""
+LONGEST_DELAY_S = 300.0
+"""Longest delay before a restart (seconds)."""
 _HANDLED = (*SIGNALS, SAVE_SIGNAL)
 _ENDED = (0, SAVED_CODE, *(128 + number for number in SIGNALS))
+"""Exit codes of a run that is done or was asked to stop."""
 _FINAL = (*_ENDED, HOSTS_LEFT_CODE)
+"""Exit codes after which the run is not started again."""
 _NOT_STARTED = (2, IN_USE_CODE)
-"""A user error, a run in use: final at the first start only. A port that a dying engine still holds is one, too."""
+"""Exit codes for a user error and for a run in use. They are final at the first start only: later a port that a dying
+engine still has is a user error, too."""
 
 
 def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
-    """Run `command` until it ends for good; returns its exit code, 1 for one that was killed by another signal.
+    """Run `command` until it ends for good; returns its exit code, 1 if another signal killed it.
 
-    restarts: starts after a failure without a new checkpoint in RUN/checkpoints in between. SIGINT, SIGTERM and
-    SIGUSR1 are passed on to the child, which then is not started again; whatever fails after SIGUSR1, the result is
-    75, since the run can go on from its newest checkpoint.
+    restarts: most restarts without a new checkpoint in RUN/checkpoints in between. SIGINT, SIGTERM and SIGUSR1 are
+    passed on to the child, which then is not started again. If the child fails after SIGUSR1, the result is 75, since
+    the run can go on from its newest checkpoint.
     """
     stopped_by = []
     early = []
-    held: dict[str, str] = {}
+    variables: dict[str, str] = {}
     child: subprocess.Popen[bytes] | None = None
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -63,32 +68,43 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
     before = {number: signal.signal(number, on_signal) for number in _HANDLED}
     end_file = run_dir / "end.json"
     try:
-        first, failures, newest = True, 0, latest(run_dir / "checkpoints")
+        first = True
+        failures = 0
+        newest = latest(run_dir / "checkpoints")
         takeover = Takeover(run_dir)
         while True:
-            # a session of its own: a terminal's SIGINT reaches the child once, from here
             charged = _size(run_dir / "ledger.jsonl")
             ended = read_jsonl(end_file)
-            child = subprocess.Popen(tied_command(list(command)), start_new_session=True, env={**os.environ, **held})
+            # In a new session: a terminal's SIGINT reaches the child once, from this process.
+            env = os.environ | variables
+            child = subprocess.Popen(tied_command(list(command)), start_new_session=True, env=env)
             while early:  # received while the child was being started
                 child.send_signal(early.pop(0))
-            code, child = _exit_code(child.wait()), None
+            code = _exit_code(child.wait())
+            child = None
+            # The child has charged its devices up to now, so the next one charges from now on.
             if _size(run_dir / "ledger.jsonl") != charged:
-                held = held_from_now()
+                variables = held_from_now()
             if SAVE_SIGNAL in stopped_by and code not in _ENDED and not (code in _NOT_STARTED and first):
                 logger.warning("the run ended with code %d after it was asked to save and exit", code)
                 return SAVED_CODE
             end = read_jsonl(end_file)
             gave_up = end != ended and any(row.get("gave_up") for row in end)
+            how = f"failed with exit code {code}"
+            if code < 0:
+                how = f"was killed by {signal.Signals(-code).name}"
+                code = 1
             if code in _FINAL or stopped_by or gave_up or (code in _NOT_STARTED and first):
-                return code if code >= 0 else 1
+                return code
             first = False
             reached = latest(run_dir / "checkpoints")
-            failures, newest = (failures if reached == newest else 0) + 1, reached
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+            if reached != newest:
+                failures = 0
+            newest = reached
+            failures += 1
             if failures > restarts:
                 logger.error("the run %s, %d times without a new checkpoint: it is not started again", how, failures)
-                return code if code >= 0 else 1
+                return code
             delay = min(FIRST_DELAY_S * 2 ** (failures - 1), LONGEST_DELAY_S)
             logger.warning("the run %s: restart %d of at most %d in %g s", how, failures, restarts, delay)
             _pause(delay, stopped_by)
@@ -96,27 +112,42 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
                 return exit_code_of(stopped_by[0])
             if takeover.happened:
                 logger.error("a newer attempt of this job is running: exiting")
-                return code if code >= 0 else 1
+                return code
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _size(file: Path) -> int:
-    """Bytes of a file, -1 of one that is missing."""
-    return file.stat().st_size if file.exists() else -1
+    """Bytes of a file, -1 for a missing file."""
+    if not file.exists():
+        return -1
+    return file.stat().st_size
 
 
 def _exit_code(code: int) -> int:
-    """130, 143 or 75, too, for a process that SIGINT, SIGTERM or SIGUSR1 ended before it had handlers for them."""
-    return SAVED_CODE if -code == SAVE_SIGNAL else 128 - code if -code in SIGNALS else code
+    """The exit code of a child whose `Popen.wait` returned `code`.
+
+    It is 130, 143 or 75 also if SIGINT, SIGTERM or SIGUSR1 ended the child before it had handlers for them.
+    """
+    if -code == SAVE_SIGNAL:
+        return SAVED_CODE
+    if -code in SIGNALS:
+        return 128 - code
+    return code
 
 
 def _pause(seconds: float, stopped_by: Sequence[int]) -> None:
-    """Return after this time, or at the first of _HANDLED, for which its handler has run then; also before."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+    """Return after this time or at the first signal of _HANDLED, whose handler has run then.
+
+    A signal that came before the call ends it, too.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)  # none can come between the check and the wait
     try:
-        if not stopped_by and (received := signal.sigtimedwait(_HANDLED, seconds)) is not None:
+        if stopped_by:
+            return
+        received = signal.sigtimedwait(_HANDLED, seconds)
+        if received is not None:
             signal.raise_signal(received.si_signo)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

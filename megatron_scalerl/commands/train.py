@@ -32,26 +32,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.description = "Run a recipe on this machine or on several, or resume its run."
     parser.epilog = EPILOG
-    parser.add_argument("--supervise", action="store_true", help="start the run again when it fails or is killed")
+    parser.add_argument("--supervise", action="store_true", help="start the run again whenever it fails or is killed")
     parser.add_argument(
         "--max-failures",
         type=int,
         default=5,
         metavar="N",
-        help="with --supervise: restarts without a new checkpoint in between (default: %(default)s)",
+        help="with --supervise: most restarts without a new checkpoint in between (default: %(default)s)",
     )
     several = parser.add_argument_group("several hosts, which share the run's folder")
     several.add_argument(
-        "--hosts", metavar="A,B", help="names; slurm: those of the allocation; ray[:N]: N nodes of a Ray cluster"
+        "--hosts",
+        metavar="A,B",
+        help="names of hosts; slurm: the hosts of the allocation; ray[:N]: N nodes of a Ray cluster",
     )
-    several.add_argument("--slots", type=int, metavar="N", help="devices of each host (default with slurm: its GPUs)")
+    several.add_argument(
+        "--slots", type=int, metavar="N", help="number of devices of each host (default with slurm: its GPUs)"
+    )
     several.add_argument(
         "--run-on",
         metavar="COMMAND",
         help="command that runs its last argument in a shell on {host} (default: ssh {host})",
     )
     several.add_argument(
-        "--address", metavar="ADDRESS", help="of this host, as the others reach it (default: on the route to them)"
+        "--address",
+        metavar="ADDRESS",
+        help="address by which the other hosts reach this one (default: that of the route to them)",
     )
     add_recipe(parser)
 
@@ -84,9 +90,12 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 def _passed_on(arguments: argparse.Namespace) -> list[str]:
     """The options that the supervised program gets, too."""
-    words = ["--verbose"] if arguments.verbose else []
+    words = []
+    if arguments.verbose:
+        words.append("--verbose")
     for name in ("hosts", "slots", "run_on", "address"):
-        if (value := getattr(arguments, name)) is not None:
+        value = getattr(arguments, name)
+        if value is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
     return words
 
@@ -99,12 +108,12 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],
         metavar="key.path=value",
-        help="settings that override the recipe's; overlay=FILE: those of a file",
+        help="settings that override the recipe's; overlay=FILE takes the settings of a file",
     )
 
 
 def recipe_of(arguments: argparse.Namespace) -> Recipe:
-    """The recipe with its overrides. Raises ValueError for a bad recipe and where its policy does not exist."""
+    """The recipe with its overrides. Raises ValueError for a bad recipe, and for a policy that does not exist."""
     from megatron_scalerl.recipe.file import check_policy, load_recipe
     from megatron_scalerl.recipe.hub import local_recipe
 

@@ -17,9 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "writes nothing itself. Ctrl-C ends it."
     )
     parser.epilog = "example:\n  megatron-scalerl watch runs/my_run"
-    parser.add_argument("run_dir", type=Path, metavar="RUN", nargs="?", help="folder of the run, or of runs")
-    parser.add_argument("--demo", action="store_true", help="show a small recorded run of this package")
-    parser.add_argument("--port", type=int, default=0, metavar="N", help="port; by default one that is free")
+    parser.add_argument("run_dir", type=Path, metavar="RUN", nargs="?", help="folder of the run, or folder of runs")
+    parser.add_argument("--demo", action="store_true", help="show a small recorded run that comes with the package")
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="port to serve at (default: any free port)")
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
@@ -27,17 +27,16 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.page.find_runs import is_run
 
     if (arguments.run_dir is None) != arguments.demo:
-        found = "none" if arguments.run_dir is None else "both"
-        raise ValueError(f"RUN: expected the folder of a run or --demo, found {found}")
+        raise ValueError("RUN: give either the folder of a run or --demo")
     if not 0 <= arguments.port < 65536:
-        raise ValueError(f"--port: expected 0 to 65535, found {arguments.port}")
+        raise ValueError(f"--port: {arguments.port} is not a port; take one up to 65535, or 0 for any free one")
     if arguments.demo:
         from megatron_scalerl.page.demo import recorded_run
 
         with recorded_run() as run_dir:
             asyncio.run(_serve(run_dir, True, arguments.port, console))
         return 0
-    one = is_run(arguments.run_dir)  # a mistake is said before the server's packages are imported
+    one = is_run(arguments.run_dir)  # before the server's packages are imported: a mistake is reported at once
     asyncio.run(_serve(arguments.run_dir, one, arguments.port, console))
     return 0
 
@@ -45,8 +44,12 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 async def _serve(folder: Path, one: bool, port: int, console: Console) -> None:
     from megatron_scalerl.page.server import PageServer, RunPage, RunsPage
 
-    server = PageServer(RunPage(folder) if one else RunsPage(folder))
-    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    if one:
+        server = PageServer(RunPage(folder))
+    else:
+        server = PageServer(RunsPage(folder))
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)
     async with server.serving(port):

@@ -1,4 +1,4 @@
-"""Where more thinking stops paying: one policy at several thinking budgets, compared on the same problems.
+"""The budget at which more thinking stops paying: a policy at several thinking budgets, on the same problems.
 
 A budget is the number of thinking tokens after which the phrase is forced (Khatri et al. 2025, section 2, "Forced
 interruptions"; there 10k to 12k), with both ends of the range equal. Every budget has the same problems and the same
@@ -10,8 +10,8 @@ budget is better by more than that. The bound is the 95 % quantile of the larges
 so that it holds for all larger budgets together; the largest of several noisy gains is biased upward, so the rule
 errs toward more thinking. The largest budget has no larger one and never is the answer.
 
-Beside it stands the smallest budget over which no larger one has a gain that is shown (paired 95 % interval above 0,
-Bonferroni over the larger budgets). Between the two nothing is known: more problems or completions narrow it.
+A second number is the smallest budget over which no larger one has a gain that is shown (paired 95 % interval above
+0, Bonferroni over the larger budgets). Between the two nothing is known: more problems or completions narrow the gap.
 """
 
 from collections.abc import Sequence
@@ -27,11 +27,12 @@ MARGIN = 0.01
 
 @record
 class Step:
-    """One budget against all larger ones."""
+    """The comparison of a budget with all larger ones."""
 
     budget: int
+    """Thinking tokens."""
     largest_gain: float
-    """Of any larger budget; 0 for the largest."""
+    """Largest gain in pass rate of any larger budget; 0 for the largest budget."""
     upper: float
     """One-sided 95 % upper bound of the largest gain."""
     shown: bool
@@ -40,18 +41,19 @@ class Step:
 
 @record
 class Saturation:
-    """Where more thinking stops paying. Produced by `saturation`."""
+    """The budget at which more thinking stops paying. Produced by `saturation`."""
 
     margin: float
+    """Gain in pass rate below which more thinking does not pay."""
     steps: tuple[Step, ...]
-    """By budget, ascending."""
+    """Comparisons, by budget, ascending."""
     stops_at: int | None
     """Smallest budget from which no larger one gains more than the margin; None: not within these budgets."""
     no_gain_shown_from: int
     """Smallest budget over which no larger one has a gain that is shown."""
 
     def line(self) -> str:
-        """The answer in one line."""
+        """The answer as a line of text."""
         if self.stops_at is not None:
             return (
                 f"more thinking stops paying at a budget of {self.stops_at:,} tokens: no larger one gains more than "
@@ -67,24 +69,21 @@ class Saturation:
 
 
 def saturation(budgets: Sequence[int], rates: np.ndarray, *, margin: float = MARGIN) -> Saturation:
-    """Apply the rule of this module.
+    """The answer of the rule in this module's docstring.
 
     budgets: ascending, at least two. rates: [P, budgets] share of correct completions of each problem at each budget.
     """
-    means, drawn = rates.mean(axis=0), bootstrap_means(rates)
+    means = rates.mean(axis=0)
+    drawn = bootstrap_means(rates)
     steps = []
     for number, budget in enumerate(budgets[:-1]):
+        largest_gain = float((means[number + 1 :] - means[number]).max())
         gains = drawn[:, number + 1 :] - drawn[:, [number]]
+        upper = float(np.quantile(gains.max(axis=1), LEVEL))
+        # Bonferroni: the tails of the intervals of all larger budgets add up to the level's.
         tail = (1 - LEVEL) / gains.shape[1] / 2
         shown = bool((np.quantile(gains, tail, axis=0) > 0).any())
-        steps.append(
-            Step(
-                budget=budget,
-                largest_gain=float((means[number + 1 :] - means[number]).max()),
-                upper=float(np.quantile(gains.max(axis=1), LEVEL)),
-                shown=shown,
-            )
-        )
+        steps.append(Step(budget=budget, largest_gain=largest_gain, upper=upper, shown=shown))
     steps.append(Step(budget=budgets[-1], largest_gain=0.0, upper=0.0, shown=False))
     return Saturation(
         margin=margin,

@@ -4,7 +4,7 @@ Consumes: requests, in their order, and the engines' slots, at a higher priority
 Waits for: each completion and its score, and for an engine that holds the version.
 Unblocked by: the engines and the verifier. An answer of another policy version evicts its engine: a result is of one
 version or is refused. A completion whose engine is evicted is generated again, with its seed and interruption point,
-on another engine; one that is lost (`CompletionLost`) is tried once more and then recorded as lost. Where one engine
+on another engine. A lost completion (`CompletionLost`) is tried once more and then recorded as lost. If one engine
 alone is held at the version, its eviction ends the measurement: HeldEngineLost.
 """
 
@@ -37,13 +37,13 @@ class HeldEngineLost(RuntimeError):
 
 @record
 class Request:
-    """One completion to generate."""
+    """A completion to generate."""
 
     key: Key
     prompt: Prompt
     draw: Draw
     sampler: Sampler
-    """Of the key's budget."""
+    """The sampler for the key's budget."""
 
 
 Finished = Callable[[Request, ScoredCompletion | CompletionLost], None]
@@ -72,7 +72,7 @@ class Pinned:
     async def complete(
         self, request: Request, *, first: EngineClient | None = None, priority: int = VALIDATION_PRIORITY
     ) -> ScoredCompletion | CompletionLost:
-        """One completion, or why it is lost. first: the engine of the first attempt.
+        """A completion, or the reason why it is lost. first: the engine of the first attempt.
 
         Raises HeldEngineLost, and RuntimeError as `Sampler.complete` does.
         """
@@ -84,16 +84,15 @@ class Pinned:
                 result = await request.sampler.complete(engine, request.prompt, request.draw, priority=priority)
                 versions = {result.completion.first_version, result.completion.last_version}
                 if versions != {self.version}:  # versions never decrease in a completion
-                    raise EngineError(
-                        f"{engine.name}: policy versions: expected {self.version}, found {sorted(versions)}"
-                    )
+                    given = ", ".join(map(str, sorted(versions)))
+                    raise EngineError(f"{engine.name}: it answered with policy version {given}, not {self.version}")
                 return result
             except CompletionLost as error:
                 logger.warning(
                     "%s, problem %d: a completion is lost: %s", request.key.file, request.key.number, error
                 )
                 lost.append(error)
-            except EngineError as error:
+            except EngineError as error:  # the engine's failure is no attempt at the completion
                 self.members.evict(engine, str(error))
         return lost[-1]
 
@@ -106,29 +105,29 @@ async def complete_all(
     at_once: int,
     rounds: Rounds | None = None,
 ) -> None:
-    """Complete every request, `at_once` at a time; in `rounds` (`engine.rounds`) so many of each engine.
+    """Complete every request, `at_once` at a time; with `rounds` (`engine.rounds`), `at_once` of each engine a round.
 
     Raises HeldEngineLost, unless something else fails, too.
     """
 
-    async def one(request: Request, first: EngineClient | None = None, rank: int = 0) -> None:
+    async def complete(request: Request, first: EngineClient | None = None, rank: int = 0) -> None:
         priority = VALIDATION_PRIORITY + rank
         finished(request, await pinned.complete(request, first=first, priority=priority))
 
     async def work() -> None:
-        for request in waiting:
-            await one(request)
+        for request in waiting:  # all workers take from this iterator
+            await complete(request)
 
     async def in_rounds(rounds: Rounds) -> None:
         left = list(waiting)
         while left:
             this_round = await rounds.begin()
-            part = left[: at_once * this_round.size]
-            left = left[len(part) :]
-            engines = [this_round.engine(rank) for rank in range(len(part))]
+            chosen = left[: at_once * this_round.size]
+            left = left[len(chosen) :]
+            engines = [this_round.engine(rank) for rank in range(len(chosen))]
             async with asyncio.TaskGroup() as tasks:
-                for rank, request in enumerate(part):
-                    tasks.create_task(one(request, engines[rank], rank))
+                for rank, request in enumerate(chosen):
+                    tasks.create_task(complete(request, engines[rank], rank))
                 await this_round.go(engines)
 
     waiting = iter(requests)
@@ -140,11 +139,12 @@ async def complete_all(
             for _ in range(at_once):
                 tasks.create_task(work())
     except BaseExceptionGroup as failures:
+        # An evicted engine is a consequence of many failures: another one says more.
         raise min(failures.exceptions, key=lambda error: isinstance(error, HeldEngineLost)) from None
 
 
 def row_of(request: Request, result: ScoredCompletion | CompletionLost, tokenizer: RunTokenizer) -> Row:
-    """What is recorded of a completion."""
+    """The row in which a completion is recorded."""
     row = partial(
         Row,
         key=request.key,
@@ -154,14 +154,14 @@ def row_of(request: Request, result: ScoredCompletion | CompletionLost, tokenize
     )
     if isinstance(result, CompletionLost):
         return row(correct=False, lost=result.reason)
-    done = result.completion
+    completion = result.completion
     return row(
         correct=result.score.correct,
         reason=result.score.reason,
-        tokens=done.tokens,
-        sampled_tokens=done.sampled_tokens,
-        interrupted=done.interrupted,
-        truncated=done.truncated,
-        versions=(done.first_version, done.last_version),
+        tokens=completion.tokens,
+        sampled_tokens=completion.sampled_tokens,
+        interrupted=completion.interrupted,
+        truncated=completion.truncated,
+        versions=(completion.first_version, completion.last_version),
         text=raw_text(tokenizer, read(result.data).token_ids.tolist()),
     )

@@ -1,12 +1,12 @@
-"""Which training prompts contain text of evaluation problems: word n-grams in common.
+"""The training prompts that contain text of evaluation problems, by word n-grams in common.
 
-As Brown et al. 2020 (arXiv 2005.14165, appendix C): a training prompt hits a problem if both have a sequence of n =
-13 words in common. Different for mathematics: operators (+ - * / ^ = < >) count as words, since 3 - 5 and 3 + 5 are
-not the same problem. Words are runs of letters or of digits, in lower case, after Unicode's NFKC.
+The rule is that of Brown et al. 2020 (arXiv 2005.14165, appendix C): a training prompt hits a problem if both have a
+sequence of n = 13 words in common. For mathematics, operators (+ - * / ^ = < >) count as words, too, since 3 - 5 and
+3 + 5 are not the same problem. Words are runs of letters or of digits, in lower case, after Unicode's NFKC.
 
-Short problems: one with fewer than n words is compared as a whole. With 8 words (the smallest n there) or more, a
-prompt that contains it hits it; with fewer, only a prompt that has these words and no others, because short sequences
-recur by chance.
+A problem with fewer than n words is compared as a whole. With 8 words (the paper's smallest n) or more, a prompt that
+contains the problem hits it. With fewer words, only a prompt that has these words and no others hits it, because
+short sequences recur by chance.
 """
 
 import heapq
@@ -27,15 +27,15 @@ WORDS = 13
 SHORTEST = 8
 """A problem with fewer words is hit by an equal prompt alone."""
 MOST_HITS = 100
-"""Hits of one problem that are kept, those with the largest share: prompts and problems with a phrase in common, such
-as an instruction in all of them, make one hit for each pair."""
+"""Hits of a problem that are kept, by the largest share: an instruction that all prompts and problems begin with
+makes a hit for each pair."""
 _WORD = re.compile(r"\d+|[^\W\d_]+|[-+*/^=<>]")
 _MINUS = str.maketrans({"\N{MINUS SIGN}": "-", "\N{MULTIPLICATION SIGN}": "*", "\N{DIVISION SIGN}": "/"})
 
 
 @record
 class Text:
-    """One training prompt or one evaluation problem."""
+    """A training prompt or an evaluation problem."""
 
     where: str
     """File and line or row, for error messages."""
@@ -58,7 +58,8 @@ def training_texts(sources: Iterable[str]) -> Iterator[Text]:
             continue
         path, colon, column = source.rpartition(":")
         if not colon or Path(source).exists():
-            path, column = source, "prompt"
+            path = source
+            column = "prompt"
         layout = Layout(name=column, question=(column,), reference=())
         yield from _texts(layout, read_rows(path))
 
@@ -75,7 +76,7 @@ class Hit:
     training: Text
     problem: Text
     share: float
-    """Of the problem's n-grams, those that the prompt has: 1 for a prompt that contains the problem."""
+    """Share of the problem's n-grams that the prompt has: 1 for a prompt that contains the problem."""
 
 
 @record
@@ -87,9 +88,9 @@ class Contamination:
     """Training prompts that were compared."""
     problems: int
     hits: tuple[Hit, ...]
-    """By problem, largest share first, at most MOST_HITS of each."""
+    """Hits by problem, the largest share first, at most MOST_HITS of each."""
     all_hits: int
-    """Those that are not kept included."""
+    """Number of hits, including those that are not kept."""
     training_hit: int
     """Training prompts with a hit."""
 
@@ -99,7 +100,7 @@ class Contamination:
         return frozenset(hit.problem.where for hit in self.hits)
 
     def line(self) -> str:
-        """The result in one line."""
+        """The result as a line of text."""
         return (
             f"{len(self.problems_hit)} of {self.problems} evaluation problems "
             f"({_percent(len(self.problems_hit), self.problems)}) share {self.n} words in a row, or all of a shorter "
@@ -117,31 +118,35 @@ class Contamination:
 
 def words(text: str) -> tuple[str, ...]:
     """The normalized words of a text."""
+    # NFKC unifies digits and letters, and keeps the signs of _MINUS.
     return tuple(_WORD.findall(unicodedata.normalize("NFKC", text).translate(_MINUS).casefold()))
 
 
 def contamination(training: Iterable[Text], problems: Sequence[Text], *, n: int = WORDS) -> Contamination:
-    """Compare every training prompt with every problem; memory is linear in both texts, time in them and the hits.
+    """The hits of all training prompts on all problems, by sequences of `n` words.
 
-    Raises ValueError for n below 1.
+    Memory is linear in the length of the texts, time in this length and the number of hits. Raises ValueError for n
+    below 1.
     """
     if n < 1:
-        raise ValueError(f"n-grams: expected at least 1 word, found {n}")
+        raise ValueError(f"n-grams: {n} words are too few; take at least 1")
     grams, whole, totals = _index(problems, n)
     lengths = sorted({len(gram) for gram in grams})
     count = all_hits = 0
     hit = set()
-    kept: list[list[tuple[float, int, Text]]] = [[] for _ in problems]  # heaps, the first is the next to be left out
+    # Heaps by (share, minus the prompt's number), so that the smallest share is left out, the later prompt first.
+    kept: list[list[tuple[float, int, Text]]] = [[] for _ in problems]
     for count, prompt in enumerate(training, 1):
-        of_prompt = words(prompt.text)
-        shared: dict[int, int] = dict.fromkeys(whole.get(of_prompt, ()), 1)
+        prompt_words = words(prompt.text)
+        shared: dict[int, int] = dict.fromkeys(whole.get(prompt_words, ()), 1)
         for length in lengths:
-            for gram in {of_prompt[start : start + length] for start in range(len(of_prompt) - length + 1)}:
+            for gram in _grams(prompt_words, length):
                 for number in grams.get(gram, ()):
                     shared[number] = shared.get(number, 0) + 1
         for number, common in shared.items():
-            push = heapq.heappush if len(kept[number]) < MOST_HITS else heapq.heappushpop
-            push(kept[number], (common / totals[number], -count, prompt))
+            heapq.heappush(kept[number], (common / totals[number], -count, prompt))
+            if len(kept[number]) > MOST_HITS:
+                heapq.heappop(kept[number])
         if shared:
             hit.add(prompt.where)
             all_hits += len(shared)
@@ -151,8 +156,8 @@ def contamination(training: Iterable[Text], problems: Sequence[Text], *, n: int 
         problems=len(problems),
         hits=tuple(
             Hit(training=prompt, problem=problem, share=share)
-            for problem, of in zip(problems, kept)
-            for share, _, prompt in sorted(of, key=lambda each: each[:2], reverse=True)
+            for problem, heap in zip(problems, kept)
+            for share, _, prompt in sorted(heap, key=lambda entry: entry[:2], reverse=True)
         ),
         all_hits=all_hits,
         training_hit=len(hit),
@@ -168,19 +173,24 @@ def _index(problems: Sequence[Text], n: int) -> tuple[_Index, _Index, list[int]]
     whole: _Index = {}
     totals = []
     for number, problem in enumerate(problems):
-        of_problem = words(problem.text)
-        size = min(n, len(of_problem))
-        own = {of_problem[start : start + size] for start in range(len(of_problem) - size + 1)}
-        if len(of_problem) < min(n, SHORTEST):
-            own = {of_problem}
-            if of_problem:
-                whole.setdefault(of_problem, []).append(number)
-        else:
-            for gram in own:
-                grams.setdefault(gram, []).append(number)
-        totals.append(len(own))
+        problem_words = words(problem.text)
+        if len(problem_words) < min(n, SHORTEST):
+            totals.append(1)
+            if problem_words:
+                whole.setdefault(problem_words, []).append(number)
+            continue
+        problem_grams = _grams(problem_words, min(n, len(problem_words)))
+        totals.append(len(problem_grams))
+        for gram in problem_grams:
+            grams.setdefault(gram, []).append(number)
     return grams, whole, totals
 
 
+def _grams(text: tuple[str, ...], length: int) -> set[tuple[str, ...]]:
+    return {text[start : start + length] for start in range(len(text) - length + 1)}
+
+
 def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "none"
+    if not whole:
+        return "none"
+    return f"{100 * part / whole:.1f} %"

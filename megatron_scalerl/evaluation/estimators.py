@@ -38,12 +38,12 @@ class Estimate:
 
 @record
 class Counts:
-    """How many of the completions of each prompt are correct. Produced by `results.Result.counts`."""
+    """The number of correct completions of each prompt. Produced by `results.Cell.counts`."""
 
     correct: tuple[int, ...]
-    """[P]"""
+    """[P] correct completions."""
     completions: tuple[int, ...]
-    """[P] at least 1; fewer than k where completions were lost."""
+    """[P] all completions, at least 1; fewer than k if completions were lost."""
 
     def rates(self) -> np.ndarray:
         """[P] share of correct completions of each prompt."""
@@ -56,48 +56,56 @@ def mean_at_k(counts: Counts) -> Estimate:
 
 
 def pass_at_k(counts: Counts, k: int) -> Estimate:
-    """The probability that at least one of k completions is correct, unbiased: the mean over prompts of
-    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1).
+    """The probability that at least one of k completions is correct, unbiased.
 
-    Every prompt has k completions or more.
+    It is the mean over prompts of 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1). Every
+    prompt has k completions or more.
     """
-    values = [
-        1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
-        for c, n in zip(counts.correct, counts.completions)
-    ]
+    values = []
+    for correct, n in zip(counts.correct, counts.completions):
+        # The quotient of binomials as a product of small factors, which does not overflow.
+        values.append(1.0 - float(np.prod(1.0 - k / np.arange(n - correct + 1, n + 1))))
     return rate_over_prompts(np.asarray(values), observations=sum(n // k for n in counts.completions))
 
 
 def rate_over_prompts(values: np.ndarray, *, observations: int) -> Estimate:
     """The mean of values [P] in [0, 1], one of each prompt, with its interval over prompts (Korn and Graubard).
 
-    observations: bounds the number of independent ones. With equal values of all prompts there are P of them, which
+    observations: bounds the number of independent observations. With equal values of all prompts it is P, which
     bounds the share of prompts with another value, and so the rate. With one prompt the interval is [0, 1].
     """
     from scipy import stats
 
-    prompts, value = len(values), float(np.mean(values))
-    if prompts < 2:
-        return Estimate(value=value, low=0.0, high=1.0, prompts=prompts)
-    variance = float(np.var(values, ddof=1)) / prompts
-    effective = min(value * (1 - value) / variance, observations) if variance > 1e-15 else float(prompts)
-    tail = (1 - LEVEL) / 2
-    effective *= float(stats.norm.ppf(tail) / stats.t.ppf(tail, prompts - 1)) ** 2
-    correct = value * effective
-    wrong = effective - correct
-    low = float(stats.beta.ppf(tail, correct, wrong + 1)) if correct > 1e-12 else 0.0
-    high = float(stats.beta.ppf(1 - tail, correct + 1, wrong)) if wrong > 1e-12 else 1.0
-    return Estimate(value=value, low=min(low, value), high=max(high, value), prompts=prompts)
+    prompts = len(values)
+    value = float(np.mean(values))
+    low = 0.0
+    high = 1.0
+    if prompts > 1:
+        variance = float(np.var(values, ddof=1)) / prompts
+        independent = float(prompts)
+        if variance > 1e-15:
+            independent = min(value * (1 - value) / variance, observations)
+        tail = (1 - LEVEL) / 2
+        # Student's t in place of the normal distribution, since the variance is estimated from the prompts.
+        independent *= float(stats.norm.ppf(tail) / stats.t.ppf(tail, prompts - 1)) ** 2
+        correct = value * independent
+        wrong = independent - correct
+        if correct > 1e-12:
+            low = min(float(stats.beta.ppf(tail, correct, wrong + 1)), value)
+        if wrong > 1e-12:
+            high = max(float(stats.beta.ppf(1 - tail, correct + 1, wrong)), value)
+    return Estimate(value=value, low=low, high=high, prompts=prompts)
 
 
 def bootstrap_means(values: np.ndarray) -> np.ndarray:
     """[DRAWS, C] means of values [P, C] over prompts drawn with replacement, the same prompts for all columns."""
-    prompts, random = len(values), np.random.default_rng(0)
-    found = []
+    prompts = len(values)
+    random = np.random.default_rng(0)
+    means = []
     for _ in range(DRAWS // _AT_ONCE):
         weights = random.multinomial(prompts, np.full(prompts, 1 / prompts), size=_AT_ONCE) / prompts
-        found.append(weights @ values)
-    return np.concatenate(found)
+        means.append(weights @ values)
+    return np.concatenate(means)
 
 
 def default_ks(completions: Sequence[int]) -> list[int]:

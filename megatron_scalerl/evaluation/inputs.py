@@ -1,4 +1,4 @@
-"""What an evaluation needs, checked before any process starts: recipe, tokenizer, problems, prompts."""
+"""The inputs of an evaluation, checked before any process starts: recipe, tokenizer, problems, prompts."""
 
 import hashlib
 import re
@@ -32,7 +32,7 @@ _CAPACITY = re.compile(
     "max_.*|.*memory.*|.*_parallel_size|.*parallel_backend|swap_space|block_size|async_scheduling|"
     "enforce_eager|compilation_config|disable_log_.*|enable_log_.*|middleware"
 )
-"""Options of vLLM with which an interrupted evaluation goes on: a machine may have less memory or fewer devices."""
+"""Options of vLLM that may change before an evaluation is resumed, on a machine with less memory or fewer devices."""
 
 
 @record
@@ -40,38 +40,39 @@ class Evaluated:
     """The checked inputs of an evaluation. Produced by `check_evaluation` and `evaluation_inputs`."""
 
     recipe: Recipe
-    """Of one task; for a folder with the engines' context length filled in."""
+    """The recipe of one task; for a folder with the engines' context length filled in."""
     budgets: tuple[int | None, ...] = (None,)
     """Thinking budgets; (None,): the recipe's interruption."""
     tokenizer: Any
-    """Of the policy's folder, from transformers."""
+    """The tokenizer of the policy's folder, from transformers."""
     files: tuple[ProblemFile, ...]
     prompts: dict[str, tuple[Prompt, ...]]
     """File name -> [P] its problems as prompts."""
     contaminations: Mapping[str, Contamination] = field(default_factory=dict)
-    """File name -> what the training prompts share with it; empty if they were not compared."""
+    """File name -> its hits by training prompts; empty if they were not compared."""
 
     def keys(self, k: int) -> list[Key]:
-        """Every completion: file after file, the largest budget first, all problems for each index."""
-        return [
-            Key(file=file.name, number=problem.number, index=index, budget=budget)
-            for file in self.files
-            for budget in sorted(self.budgets, key=lambda budget: -(budget or 0))
-            for index in range(k)
-            for problem in file.problems
-        ]
+        """The keys of all completions: file after file, the largest budget first, all problems for each index."""
+        keys = []
+        for file in self.files:
+            for budget in sorted(self.budgets, key=lambda budget: budget or 0, reverse=True):
+                for index in range(k):
+                    for problem in file.problems:
+                        keys.append(Key(file=file.name, number=problem.number, index=index, budget=budget))
+        return keys
 
     def requests(self, keys: Sequence[Key], samplers: Mapping[int | None, Sampler], *, seed: int) -> list[Request]:
-        """Requests for these completions. samplers: of each budget; a completion has the same seed at every one."""
-        return [
-            Request(
-                key=key,
-                prompt=self.prompts[key.file][key.number - 1],
-                draw=samplers[key.budget].draw(seed, key.number, key.index),
-                sampler=samplers[key.budget],
-            )
-            for key in keys
-        ]
+        """The requests for these completions.
+
+        samplers: budget -> its sampler. A completion has the same seed at every budget.
+        """
+        requests = []
+        for key in keys:
+            sampler = samplers[key.budget]
+            draw = sampler.draw(seed, key.number, key.index)
+            prompt = self.prompts[key.file][key.number - 1]
+            requests.append(Request(key=key, prompt=prompt, draw=draw, sampler=sampler))
+        return requests
 
     def header(self, *, policy: str, digest: str, version: int, seed: int, k: int) -> Header:
         """The header of the result."""
@@ -85,7 +86,7 @@ class Evaluated:
         )
 
     def lines(self) -> list[str]:
-        """What of the files is in the training prompts, one line for each file that was compared."""
+        """The hits by training prompts, a line for each file that was compared."""
         compared = [file for file in self.files if file.name in self.contaminations]
         return [f"{printable(file.path)}: {self.contaminations[file.name].line()}" for file in compared]
 
@@ -99,16 +100,17 @@ def at_budget(recipe: Recipe, budget: int | None) -> Recipe:
 
 
 def recipe_of_task(recipe: Recipe) -> Recipe:
-    """The recipe of evaluation.task alone: its template and verifier are those of the evaluation.
+    """The recipe of evaluation.task alone, with its template and verifier.
 
     Raises ValueError for a task that the recipe lacks, and for a recipe with prompts.tasks that names none.
     """
     name = recipe.evaluation.task or ""
     task = next((task for task in tasks_of(recipe) if task.name == name), None)
     if task is None:
-        known = ", ".join(task.name for task in tasks_of(recipe))
-        expected = f"one of {known}" if known else "none in a recipe without prompts.tasks"
-        raise ValueError(f"evaluation.task: expected {expected}, found {name or 'none'}")
+        names = ", ".join(task.name for task in tasks_of(recipe))
+        if not names:
+            raise ValueError(f"evaluation.task: there is no task {name}: the recipe has no prompts.tasks")
+        raise ValueError(f"evaluation.task: expected one of {names}, found {name or 'none'}")
     section = recipe.evaluation.model_copy(update={"task": None})
     return recipe.model_copy(update={"prompts": task.prompts, "rewards": task.rewards, "evaluation": section})
 
@@ -129,8 +131,10 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
     hf_config = read_hf_config(recipe.policy.path)
     tokenizer = policy_tokenizer(recipe, hf_config)
     check_weights(recipe.policy.path)
-    # problems are texts; a recipe with prompts of its own says how the run renders them
-    messages = False if recipe.prompts.path in [file.path for file in files] else None
+    # Problems are texts. If the recipe has other prompts, the layout of these decides, as in training.
+    messages = None
+    if recipe.prompts.path in [file.path for file in files]:
+        messages = False
     recipe = chat_of_recipe(recipe, tokenizer, messages=messages).settled(recipe)
     longest = longest_sequence(at_budget(recipe, max(budgets, default=None)), hf_config, tokenizer)
     engine = recipe.engine.model_copy(update={"vllm": {"max_model_len": longest, **recipe.engine.vllm}})
@@ -176,27 +180,27 @@ def rendered(
     """
     limit = recipe.prompts.max_prompt_tokens
     renderer = PromptRenderer(tokenizer, recipe.prompts)
-    found = {}
+    prompts = {}
     for file in files:
-        if file.name in found:
-            raise ValueError(f"{key}: expected files of different names, found two called {file.name!r}")
+        if file.name in prompts:
+            raise ValueError(f"{key}: two files are called {file.name!r}; rename one")
         token_ids = renderer.token_ids([problem.text for problem in file.problems])
         for problem, ids in zip(file.problems, token_ids):
             if len(ids) > limit:
                 raise ValueError(
-                    f"{problem.where}: expected at most {limit} tokens (prompts.max_prompt_tokens), found {len(ids)}"
+                    f"{problem.where}: the prompt has {len(ids)} tokens, and prompts.max_prompt_tokens allows {limit}"
                 )
-        found[file.name] = tuple(
+        prompts[file.name] = tuple(
             Prompt(prompt_id=p.problem_id, text=p.text, answer=p.answer, token_ids=ids, extra=p.extra, task=task)
             for p, ids in zip(file.problems, token_ids)
         )
-    return found
+    return prompts
 
 
 def settings(recipe: Recipe, *, k: int, budgets: Sequence[int | None]) -> dict[str, Any]:
-    """What of a recipe decides the completions and scores of an evaluation, as JSON data.
+    """The settings of a recipe that decide the completions and scores of an evaluation, as JSON data.
 
-    Of vLLM's options all but those of its capacity and of its processes, which decide how fast it is.
+    vLLM's options for its capacity and its processes are left out: they decide how fast it is.
     """
     prompts = recipe.prompts.model_dump(mode="json")
     rendering = ("prompt_template", "chat_template", "template_date", "add_bos", "think_start", "think_end")
@@ -216,6 +220,7 @@ def settings(recipe: Recipe, *, k: int, budgets: Sequence[int | None]) -> dict[s
 
 def policy_digest(folder: str | Path) -> str:
     """SHA-256 (hexadecimal) of the names and contents of a Hugging Face folder's files. Raises OSError."""
+    # The folder's name is left out, so that a folder that was moved is the same policy.
     whole = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):
         if path.is_file():

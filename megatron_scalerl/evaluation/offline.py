@@ -1,7 +1,7 @@
-"""Evaluates a Hugging Face folder with engines of its own: `megatron-scalerl evaluate`.
+"""Evaluates a Hugging Face folder with engines that it starts: `megatron-scalerl evaluate`.
 
-The engines, the interruption, the decoders and the verifier are those of training; there is no trainer. An engine
-that fails is started again, as in a run, and its completions are generated again with their seeds.
+Engines, interruption, decoders and verifier are the same as in training; there is no trainer. An engine that fails is
+started again, as in a run, and its completions are generated again with their seeds.
 """
 
 import asyncio
@@ -42,12 +42,13 @@ async def generate(
     """Generate and score the completions that `result` lacks.
 
     ready: called once the engines serve. finished: called after each new row. Raises ValueError for options that vLLM
-    refuses, RuntimeError and OSError where engines, decoders or verifiers fail for good.
+    refuses, RuntimeError and OSError if engines, decoders or verifiers fail for good.
     """
     missing = result.missing(evaluated.keys(k))
     if not missing:
         return
-    recipe, logs = evaluated.recipe, result.folder / "logs"
+    recipe = evaluated.recipe
+    logs = result.folder / "logs"
     logs.mkdir(exist_ok=True)
     write_durably(result.folder / "recipe.yaml", dump_recipe(recipe).encode())
     plans = {budget: Plans(at_budget(recipe, budget), evaluated.tokenizer) for budget in evaluated.budgets}
@@ -94,6 +95,7 @@ def _first(failures: BaseException) -> BaseException:
 async def _engines(evaluated: Evaluated, folder: Path) -> AsyncIterator[Engines]:
     """The engines, which are stopped on exit from the block."""
     attempt = Attempt(run_id="evaluation", incarnation="local.0", folder=folder, recipe_file=folder / "recipe.yaml")
+    # The engines have room for the largest budget, and serve the smaller ones, too.
     largest = max((budget for budget in evaluated.budgets if budget is not None), default=None)
     recipe = at_budget(evaluated.recipe, largest)
     engines = Engines(
@@ -110,8 +112,10 @@ async def _engines(evaluated: Evaluated, folder: Path) -> AsyncIterator[Engines]
 
 
 async def _serve(members: Membership) -> None:
-    """Let every engine take requests once it answers: it has loaded the folder's weights. Waits for engines that
-    start, until it is cancelled."""
+    """Let every engine take requests once it answers, since it has loaded the folder's weights.
+
+    Waits for engines that start, until it is cancelled.
+    """
     while True:
         await members.until(lambda: bool(members.stale))
         for engine in members.stale:

@@ -15,8 +15,8 @@ def plot_budgets(
 ) -> Path:
     """Write the figure; PNG or SVG by the suffix.
 
-    The mark is the budget at which more thinking stops paying, where the rule decides. Raises ValueError for another
-    suffix, OSError if the file cannot be written.
+    A dashed line marks the budget at which more thinking stops paying, if the rule decides. Raises ValueError for
+    another suffix, OSError if the file cannot be written.
     """
     figure, axes = new_figure()
     files = dict.fromkeys(summary.file for summary in summaries)
@@ -26,7 +26,10 @@ def plot_budgets(
         rates = [s.mean_at_k.value for s in points]
         below = [s.mean_at_k.value - s.mean_at_k.low for s in points]
         above = [s.mean_at_k.high - s.mean_at_k.value for s in points]
-        stops_at = saturations[file].stops_at if file in saturations else None
+        stops_at = None
+        if file in saturations:
+            stops_at = saturations[file].stops_at
+        # matplotlib reads $ as mathematics, and leaves a label that begins with _ out of the legend.
         label = printable(file).replace("$", r"\$").lstrip("_")
         if stops_at is not None:
             label += f": stops paying at {stops_at:,} (dashed)"
@@ -40,10 +43,10 @@ def plot_budgets(
             linewidth=1.5,
             label=label,
         )
-        for together in _close(points):
-            where = (together[0].mean_tokens, together[0].mean_at_k.value)
-            text = ", ".join(f"{point.budget:,}" for point in together)
-            axes.annotate(text, where, xytext=(-5, 6), ha="right", textcoords="offset points", fontsize=8)
+        for close in _close(points):
+            position = (close[0].mean_tokens, close[0].mean_at_k.value)
+            text = ", ".join(f"{point.budget:,}" for point in close)
+            axes.annotate(text, position, xytext=(-5, 6), ha="right", textcoords="offset points", fontsize=8)
         for point in points:
             if stops_at is not None and point.budget == stops_at:
                 axes.axvline(point.mean_tokens, color=color, linewidth=1.0, linestyle=(0, (4, 3)))
@@ -57,13 +60,13 @@ def plot_budgets(
 
 
 def _close(points: Sequence[FileSummary]) -> list[list[FileSummary]]:
-    """The points in runs that lie on one another, which get one label: past the longest thinking nothing changes."""
-    found: list[list[FileSummary]] = []
-    for point in points:
-        last = found[-1][0] if found else None
-        near = last is not None and abs(last.mean_at_k.value - point.mean_at_k.value) < 0.02
-        if last is not None and near and point.mean_tokens < 1.01 * last.mean_tokens:
-            found[-1].append(point)
+    """Groups of points that lie on one another and get one label: past the longest thinking nothing changes."""
+    groups = [[points[0]]]
+    for point in points[1:]:
+        first = groups[-1][0]
+        near = abs(first.mean_at_k.value - point.mean_at_k.value) < 0.02
+        if near and point.mean_tokens < 1.01 * first.mean_tokens:
+            groups[-1].append(point)
         else:
-            found.append([point])
-    return found
+            groups.append([point])
+    return groups

@@ -7,8 +7,8 @@
 
 The AIME columns are those of Maxwell-Jia/AIME_2024 (ID, Problem, Solution, Answer), HuggingFaceH4/aime_2024 and
 math-ai/aime25 (id, problem, answer), opencompass/AIME2025 (question, answer) and MathArena/aime_2025 (problem_idx,
-problem, answer); those of MATH-500 are HuggingFaceH4/MATH-500's. Without a schema, the columns decide, and
-of those of AIME the answers, too: unless all are integers from 0 to 999, the columns are read as any.
+problem, answer). The MATH-500 columns are those of HuggingFaceH4/MATH-500. Without a schema the columns decide. A
+file with AIME's columns is read as AIME only if all answers are integers from 0 to 999.
 """
 
 import hashlib
@@ -26,7 +26,8 @@ from megatron_scalerl.prompts.sources import Row, other_columns, read_rows, refu
 from megatron_scalerl.recipe.hub import hint, local_path
 from megatron_scalerl.record import record
 
-AIME, MATH500 = "aime", "math500"
+AIME = "aime"
+MATH500 = "math500"
 _COLUMNS = re.compile("[^,:/]+,[^,:/]+")
 _AIME_PROBLEM = ("Problem", "problem", "question")
 _AIME_ANSWER = ("Answer", "answer")
@@ -42,12 +43,12 @@ _SHOWN = 80
 
 @record
 class Problem(Text):
-    """One row of an evaluation file. Produced by `read_problems`."""
+    """A row of an evaluation file. Produced by `read_problems`."""
 
     number: int
-    """Of the row in its file, from 1."""
+    """Number of the row in its file, from 1."""
     problem_id: str
-    """The row's own id; its number where it has none."""
+    """The row's id, or its number if it has none."""
     answer: str
     """The reference answer that the verifier compares with."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -72,11 +73,17 @@ class ProblemFile:
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hexadecimal) of all problems and answers in their order; of PROBLEM,ANSWER of other columns, too,
-        which a custom verifier may read."""
-        known = self.schema in _NAMED
-        parts = [[problem.text, problem.answer, None if known else problem.extra] for problem in self.problems]
-        return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+        """SHA-256 (hexadecimal) of all problems and answers in their order.
+
+        With the schema PROBLEM,ANSWER it covers the other columns, too, which a custom verifier may read.
+        """
+        content: list[list[Any]] = []
+        for problem in self.problems:
+            extra = None
+            if self.schema not in _NAMED:
+                extra = problem.extra
+            content.append([problem.text, problem.answer, extra])
+        return hashlib.sha256(msgspec.json.encode(content)).hexdigest()
 
 
 def split_schema(text: str) -> tuple[str, str | None]:
@@ -95,23 +102,24 @@ def split_schema(text: str) -> tuple[str, str | None]:
 def read_problems(path: str, schema: str | None = None) -> ProblemFile:
     """The problems of a .jsonl or .parquet file, or of a dataset folder with one split, or its name on the hub.
 
-    schema: aime, math500 or "PROBLEM,ANSWER"; None: found from the columns, and the answers of all rows.
-    Raises ValueError, in one line with file and row, for a missing file, columns of no known schema, an empty
-    problem, an answer that is missing or, of AIME, no integer from 0 to 999, and for a file without rows.
+    schema: aime, math500 or "PROBLEM,ANSWER"; None: the columns and the answers of all rows decide. Raises
+    ValueError, in one line with file and row, for a missing file, columns of no known schema, an empty problem, an
+    answer that is missing or, of AIME, no integer from 0 to 999, and for a file without rows.
     """
     local = local_path(path, "dataset")
-    if not Path(local).exists() and (advice := hint(path, "dataset")):
-        raise ValueError(f"{path}: expected a file or folder of problems, found nothing{advice}")
+    advice = hint(path, "dataset")
+    if advice and not Path(local).exists():
+        raise ValueError(f"{path}: there is no such file or folder{advice}")
     rows = [row.readable() for row in read_rows(local)]
     if not rows:
-        raise ValueError(f"{path}: expected at least one problem, found an empty file")
+        raise ValueError(f"{path}: the file has no problem")
     schema = schema or _schema_of(path, rows)
     names = set()
     problems = []
     for number, row in enumerate(rows, 1):
         problem = _problem(row, schema, number)
         if problem.problem_id in names:
-            raise ValueError(f"{row.where}: expected an id of its own, found {problem.problem_id!r} a second time")
+            raise ValueError(f"{row.where}: an earlier row has the id {problem.problem_id!r}, too")
         names.add(problem.problem_id)
         problems.append(problem)
     return ProblemFile(path=path, schema=schema, problems=tuple(problems))
@@ -128,25 +136,35 @@ def _schema_of(path: str, rows: Sequence[Row]) -> str:
         if row.values.get("level") is None and all(map(_has_aime_answer, rows)):
             return AIME
         return f"{_first(row, _AIME_PROBLEM)},{_first(row, _AIME_ANSWER)}"
-    found = ", ".join(sorted(map(str, columns))) or "no columns"
-    raise ValueError(f"{path}: expected the columns of {AIME} or {MATH500}, or prompt and answer, found {found}")
+    names = ", ".join(sorted(map(str, columns)))
+    raise ValueError(
+        f"{path}: no schema has the columns {names}; name those of problem and answer as in FILE:PROBLEM,ANSWER"
+    )
 
 
 def _problem(row: Row, schema: str, number: int) -> Problem:
     column, _, answer_column = schema.partition(",")
     problems, answers, ids = _NAMED.get(schema, ((column,), (answer_column,), ("id", "unique_id")))
-    problem, answer = _first(row, problems), _first(row, answers)
-    found_ids = [str(row.values[name]) for name in ids if row.values.get(name) is not None]
-    kept = ("subject", "level") if schema == MATH500 else ()
-    labels = {name: str(row.values[name]) for name in kept if name in row.values}
-    for text in (*found_ids, *labels.values()):
+    problem = _first(row, problems)
+    answer = _first(row, answers)
+    values = [row.values[name] for name in ids if row.values.get(name) is not None]
+    problem_id = str(next(iter(values), number))
+    labels: dict[str, str] = {}
+    if schema == MATH500:
+        labels = {name: str(row.values[name]) for name in ("subject", "level") if name in row.values}
+    for text in (*map(str, values), *labels.values()):
         refuse_surrogates(row.where, "id", text)
+    text = as_text(row, problem, row.values[problem])
+    if schema == AIME:
+        reference = _aime_answer(row, answer)
+    else:
+        reference = as_text(row, answer, row.values[answer])
     return Problem(
         number=number,
         where=row.where,
-        problem_id=found_ids[0] if found_ids else str(number),
-        text=as_text(row, problem, row.values[problem]),
-        answer=_aime_answer(row, answer) if schema == AIME else as_text(row, answer, row.values[answer]),
+        problem_id=problem_id,
+        text=text,
+        answer=reference,
         labels=labels,
         extra=other_columns(row, (problem, answer)),
     )
@@ -156,16 +174,17 @@ def _first(row: Row, names: Sequence[str]) -> str:
     for name in names:
         if name in row.values:
             return name
-    found = ", ".join(map(str, row.values)) or "no columns"
-    raise ValueError(f"{row.where}: expected the column {' or '.join(map(repr, names))}, found {found}")
+    columns = ", ".join(map(str, row.values))
+    raise ValueError(f"{row.where}: there is no column {' or '.join(map(repr, names))}, only ({columns})")
 
 
 def _is_aime_answer(value: Any) -> bool:
+    # JSON's true would pass as 1.
     return not isinstance(value, bool) and _AIME_ANSWER_FORM.fullmatch(str(value).strip()) is not None
 
 
 def _has_aime_answer(row: Row) -> bool:
-    """Also of a row without an answer, whose error names the row."""
+    """True for a row with an AIME answer, and for a row without an answer, whose error names the row."""
     value = next((row.values[name] for name in _AIME_ANSWER if name in row.values), None)
     return value is None or value == "" or _is_aime_answer(value)
 
@@ -174,7 +193,8 @@ def _aime_answer(row: Row, column: str) -> str:
     """The answer without leading zeros, which some files have."""
     value = row.values[column]
     if not _is_aime_answer(value):
-        found = repr(value)
-        found = found if len(found) <= _SHOWN else f"{found[:_SHOWN]}..."
-        raise ValueError(f"{row.where}: expected an integer from 0 to 999 in {column!r}, found {found}")
+        shown = repr(value)
+        if len(shown) > _SHOWN:
+            shown = f"{shown[:_SHOWN]}..."
+        raise ValueError(f"{row.where}: {column!r} is {shown}, not an integer from 0 to 999")
     return str(value).strip().lstrip("0") or "0"

@@ -21,45 +21,47 @@ from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl
 from megatron_scalerl.evaluation.estimators import Counts
 from megatron_scalerl.record import record
 
-COMPLETIONS, SUMMARY = "completions.jsonl", "summary.json"
+COMPLETIONS = "completions.jsonl"
+SUMMARY = "summary.json"
 FORMAT = 1
+"""Format of both files."""
 
 
 @record
 class Header:
-    """What is evaluated. Two evaluations with equal headers have the same completions."""
+    """The identity of an evaluation: two evaluations with equal headers have the same completions."""
 
     policy: str
     """The folder, or the run and its step."""
     digest: str
-    """Of the policy's files (`offline.policy_digest`), or empty: of a run, whose step names the weights."""
+    """Digest of the policy's files (`inputs.policy_digest`); empty for a run, whose step names the weights."""
     version: int
     """The policy version that every completion must have: a run's step, 0 for a folder."""
     files: tuple[tuple[str, str], ...]
     """(name, digest of the problems) of each file."""
     seed: int
     settings: dict[str, Any]
-    """Of the recipe: what decides prompts, sampling and scores."""
+    """Settings of the recipe that decide prompts, sampling and scores (`inputs.settings`)."""
     format: int = FORMAT
 
 
 @record
 class Key:
-    """Which completion: of a problem, at a thinking budget."""
+    """The identity of a completion of a problem at a thinking budget."""
 
     file: str
     """`ProblemFile.name`"""
     number: int
-    """Of the problem in its file, from 1."""
+    """Number of the problem in its file, from 1."""
     index: int
-    """Of the completion, from 0."""
+    """Number of the completion, from 0."""
     budget: int | None = None
     """Thinking tokens; None: the recipe's interruption."""
 
 
 @record
 class Row:
-    """One finished completion. Produced by `completing.complete_all`."""
+    """A finished completion. Produced by `completing.row_of`."""
 
     key: Key
     problem_id: str
@@ -67,7 +69,7 @@ class Row:
     reason: str = ""
     """`types.Score.reason`"""
     tokens: int = 0
-    """Forced ones included."""
+    """Tokens of the completion, forced ones included."""
     sampled_tokens: int = 0
     interrupted: bool = False
     truncated: bool = False
@@ -77,9 +79,9 @@ class Row:
     cut: int = 0
     """Thinking tokens after which thinking is interrupted, 0 without interruption."""
     lost: str = ""
-    """Why there is no completion (`types.CompletionLost`), empty for one; a lost one is in no rate."""
+    """Reason why the completion is lost (`types.CompletionLost`), else empty; a lost completion is in no rate."""
     text: str = ""
-    """All of the completion with special tokens."""
+    """The completion as text, with special tokens."""
 
 
 class ResultInUse(ValueError):
@@ -95,12 +97,12 @@ class ProblemLost(ValueError):
 
 
 class ResultFile(AbstractContextManager["ResultFile"]):
-    """OUT/completions.jsonl, open for rows until exit from the block. Locked by one process."""
+    """OUT/completions.jsonl, open for rows until exit from the block, and locked by this process."""
 
     def __init__(self, folder: Path, header: Header):
         """Create, or go on with, the result in `folder`.
 
-        Raises ResultInUse for a folder that another process writes to, and OtherResult where it has another
+        Raises ResultInUse for a folder that another process writes to, and OtherResult for a folder with another
         evaluation or a damaged one; nothing is changed then.
         """
         self.folder = folder
@@ -108,20 +110,21 @@ class ResultFile(AbstractContextManager["ResultFile"]):
         try:
             self._lock = lock_file(self.folder / "lock")
         except BlockingIOError:
-            raise ResultInUse(f"{folder}: expected one evaluation in it at a time, found another running") from None
+            raise ResultInUse(f"{folder}: another evaluation is running in this folder") from None
         try:
             self.path = self.folder / COMPLETIONS
             self.rows = _rows(self.path, header)
             self._file = JsonlWriter(self.path, private=True)
-            if not self._file.size:
+            if not self._file.size:  # the header is on the disk before any row
                 self._file.append({"header": header})
                 self._file.sync()
         except BaseException:
+            # Without the object nobody could close the lock, and a second try would be refused.
             os.close(self._lock)
             raise
 
     def missing(self, keys: Sequence[Key]) -> list[Key]:
-        """Those of `keys` to generate: without a row, or of a problem of which all completions are lost."""
+        """The keys to generate: keys without a row, and keys of a problem of which all completions are lost."""
         kept = {_problem_of(key) for key, row in self.rows.items() if not row.lost}
         return [key for key in keys if key not in self.rows or _problem_of(key) not in kept]
 
@@ -147,19 +150,19 @@ def _problem_of(key: Key) -> tuple[str, int, int | None]:
 
 
 def _rows(path: Path, header: Header) -> dict[Key, Row]:
-    """The rows of an existing file, none of a new one. Raises OtherResult."""
+    """The rows of an existing file; no rows for a new file. Raises OtherResult."""
     try:
-        found = read_jsonl(path)
+        lines = read_jsonl(path)
     except ValueError as error:
         raise OtherResult(str(error)) from None
-    if found:
-        _check_header(path, found[0].get("header"), header)
+    if lines:
+        _check_header(path, lines[0].get("header"), header)
     rows = {}
-    for number, data in enumerate(found[1:], 2):
+    for number, data in enumerate(lines[1:], 2):
         try:
             row = msgspec.convert(data, Row)
         except msgspec.ValidationError as error:
-            raise OtherResult(f"{path} line {number}: expected a completion, found {error}") from None
+            raise OtherResult(f"{path} line {number}: it is not a completion: {error}") from None
         rows[row.key] = row
     return rows
 
@@ -170,17 +173,19 @@ def _check_header(path: Path, before: Any, header: Header) -> None:
         before["policy"] = expected["policy"]  # the digest says what it is, wherever the folder is now
     if before != expected:
         difference = _difference(before, expected)
-        raise OtherResult(f"{path}: expected a result of this evaluation, found another one: {difference}")
+        raise OtherResult(f"{path}: it is the result of another evaluation: {difference}")
 
 
 def _difference(before: Any, expected: dict[str, Any]) -> str:
-    """The first key in which two headers differ."""
+    """The first key in which two headers differ, with both values."""
     if not isinstance(before, dict):
-        return "no header"
+        return "it has no header"
     key = next((key for key in expected if before.get(key) != expected[key]), "format")
     if isinstance(expected.get(key), dict) and isinstance(before.get(key), dict):
-        inner = next((k for k in expected[key] if before[key].get(k) != expected[key][k]), "")
-        return f"{key}.{inner}: {before[key].get(inner)!r}, not {expected[key].get(inner)!r}"
+        before = before[key]
+        expected = expected[key]
+        inner = next((name for name in expected if before.get(name) != expected[name]), "")
+        return f"{key}.{inner}: {before.get(inner)!r}, not {expected.get(inner)!r}"
     return f"{key}: {before.get(key)!r}, not {expected.get(key)!r}"
 
 
@@ -191,7 +196,7 @@ class Cell:
     file: str
     budget: int | None
     rows: tuple[tuple[Row, ...], ...] = field(repr=False)
-    """[P][k] by problem, without lost ones; no problem is without a completion."""
+    """[P][k] completions of each problem, without lost ones; every problem has at least one."""
     lost: int
 
     @property
@@ -206,20 +211,22 @@ class Cell:
 def cells(rows: Iterable[Row], keys: Sequence[Key]) -> list[Cell]:
     """The completions of `keys`, one cell for each file and budget in their order.
 
-    Raises ValueError where a completion is missing, ProblemLost where all of a problem are lost.
+    Raises ValueError if a completion is missing, ProblemLost if all completions of a problem are lost.
     """
-    found = {row.key: row for row in rows}
+    by_key = {row.key: row for row in rows}
     grouped: dict[tuple[str, int | None], dict[int, list[Row]]] = {}
     for key in keys:
-        if key not in found:
-            raise ValueError(f"{key.file}: expected completion {key.index} of problem {key.number}, found none")
-        grouped.setdefault((key.file, key.budget), {}).setdefault(key.number, []).append(found[key])
-    made = []
+        if key not in by_key:
+            raise ValueError(f"{key.file}: completion {key.index} of problem {key.number} is missing")
+        grouped.setdefault((key.file, key.budget), {}).setdefault(key.number, []).append(by_key[key])
+    result = []
     for (file, budget), problems in grouped.items():
-        kept = {number: tuple(row for row in rows if not row.lost) for number, rows in problems.items()}
-        for number, rows_of in kept.items():
-            if not rows_of:
-                raise ProblemLost(f"{file}: problem {number}: expected a completion, found all of them lost")
-        lost = sum(len(problems[number]) - len(kept[number]) for number in problems)
-        made.append(Cell(file=file, budget=budget, rows=tuple(kept.values()), lost=lost))
-    return made
+        kept = []
+        lost = 0
+        for number, completions in problems.items():
+            kept.append(tuple(row for row in completions if not row.lost))
+            if not kept[-1]:
+                raise ProblemLost(f"{file}: problem {number}: all of its completions are lost")
+            lost += len(completions) - len(kept[-1])
+        result.append(Cell(file=file, budget=budget, rows=tuple(kept), lost=lost))
+    return result

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -17,7 +18,7 @@ from megatron_scalerl.record import record
 
 @record
 class FileSummary:
-    """One file at one budget. Produced by `summarize`."""
+    """The scores of a file at a budget. Produced by `summarize`."""
 
     file: str
     budget: int | None
@@ -35,24 +36,33 @@ class FileSummary:
     labels: dict[str, dict[str, Estimate]]
     """MATH-500: label -> its value -> mean@k of the problems that have it."""
     clean: Estimate | None = None
-    """mean@k of the problems that no training prompt hits, where both were compared and some are left."""
+    """mean@k of the problems that no training prompt hits; None if none is left or they were not compared."""
 
 
 def summarize(cell: Cell, file: ProblemFile, contaminated: Contamination | None, *, k: int) -> FileSummary:
-    """The summary of the completions of one file. contaminated: where it was compared with training prompts."""
+    """The summary of a cell of `file`. contaminated: the file's hits, if it was compared with training prompts."""
     counts = cell.counts
-    rows = [row for of_problem in cell.rows for row in of_problem]
+    rows = list(chain(*cell.rows))
     rates = counts.rates()
 
-    def part(chosen: list[int]) -> Estimate:
-        return rate_over_prompts(rates[chosen], observations=sum(counts.completions[i] for i in chosen))
+    def mean_of(numbers: list[int]) -> Estimate:
+        return rate_over_prompts(rates[numbers], observations=sum(counts.completions[i] for i in numbers))
 
-    labels: dict[str, dict[str, list[int]]] = {}
+    # Numbers of problems from 0, as the rows of `rates`.
+    numbers_of: dict[str, dict[str, list[int]]] = {}
     for number, problem in enumerate(file.problems):
         for name, value in problem.labels.items():
-            labels.setdefault(name, {}).setdefault(value, []).append(number)
-    hit = contaminated.problems_hit if contaminated else {problem.where for problem in file.problems}
-    clean = [number for number, problem in enumerate(file.problems) if problem.where not in hit]
+            numbers_of.setdefault(name, {}).setdefault(value, []).append(number)
+    labels = {
+        name: {value: mean_of(numbers) for value, numbers in sorted(values.items())}
+        for name, values in numbers_of.items()
+    }
+    clean = None
+    if contaminated:
+        hit = contaminated.problems_hit
+        numbers = [number for number, problem in enumerate(file.problems) if problem.where not in hit]
+        if numbers:
+            clean = mean_of(numbers)
     return FileSummary(
         file=cell.file,
         budget=cell.budget,
@@ -64,28 +74,29 @@ def summarize(cell: Cell, file: ProblemFile, contaminated: Contamination | None,
         truncated_share=fmean(row.truncated for row in rows),
         interrupted_share=fmean(row.interrupted for row in rows),
         lost=cell.lost,
-        labels={name: {value: part(of) for value, of in sorted(found.items())} for name, found in labels.items()},
-        clean=part(clean) if clean else None,
+        labels=labels,
+        clean=clean,
     )
 
 
 def summaries_of(
     cells: Sequence[Cell], files: Sequence[ProblemFile], contaminations: Mapping[str, Contamination], *, k: int
 ) -> list[FileSummary]:
-    """The summary of each cell. contaminations: of the files that were compared with training prompts."""
+    """The summary of each cell. contaminations: hits of the files that were compared with training prompts."""
     by_name = {file.name: file for file in files}
     return [summarize(cell, by_name[cell.file], contaminations.get(cell.file), k=k) for cell in cells]
 
 
 def compare_budgets(cells: Sequence[Cell], *, margin: float = MARGIN) -> Saturation | None:
-    """Where more thinking stops paying, of the cells of one file; None for fewer than two budgets."""
+    """The budget at which more thinking stops paying, from a file's cells; None for fewer than two budgets."""
     import numpy as np
 
-    ordered = sorted((cell for cell in cells if cell.budget is not None), key=lambda cell: cell.budget or 0)
-    if len(ordered) < 2:
+    by_budget = {cell.budget: cell.counts.rates() for cell in cells if cell.budget is not None}
+    if len(by_budget) < 2:
         return None
-    rates = np.stack([cell.counts.rates() for cell in ordered], axis=1)
-    return saturation([cell.budget or 0 for cell in ordered], rates, margin=margin)
+    budgets = sorted(by_budget)
+    rates = np.stack([by_budget[budget] for budget in budgets], axis=1)
+    return saturation(budgets, rates, margin=margin)
 
 
 def as_json(
@@ -100,59 +111,63 @@ def as_json(
         "evaluation": header,
         "interval": "95 %, over prompts (Korn and Graubard 1998)",
         "files": [asdict(summary) for summary in summaries],
-        "budgets": {file: asdict(found) for file, found in saturations.items()},
+        "budgets": {file: asdict(saturation) for file, saturation in saturations.items()},
         "contamination": {
             file: {
-                "n": found.n,
-                "training_prompts": found.training,
-                "training_prompts_hit": found.training_hit,
-                "problems": found.problems,
-                "problems_hit": len(found.problems_hit),
-                "all_hits": found.all_hits,
-                "hits": found.rows(),
+                "n": contamination.n,
+                "training_prompts": contamination.training,
+                "training_prompts_hit": contamination.training_hit,
+                "problems": contamination.problems,
+                "problems_hit": len(contamination.problems_hit),
+                "all_hits": contamination.all_hits,
+                "hits": contamination.rows(),
             }
-            for file, found in contaminations.items()
+            for file, contamination in contaminations.items()
         },
     }
 
 
 def scores_table(summaries: Sequence[FileSummary]) -> Table:
-    """One row for each budget of one file."""
+    """The scores of a file, a row for each budget."""
     k = max(summaries[0].pass_at_k)
+    columns = ["budget", "problems", f"mean@{summaries[0].k}", "95 %"]
+    if k > 1:
+        columns.append(f"pass@{k}")
+    columns += ["tokens", "interr", "trunc", "lost"]
     rows = []
-    for s in summaries:
-        mean, some = s.mean_at_k, s.pass_at_k.get(k)
-        budget = "recipe" if s.budget is None else f"{s.budget:,}"
-        row = [budget, str(s.problems), f"{mean.value:.3f}", f"{mean.low:.3f}-{mean.high:.3f}"]
-        row += [] if k == 1 else ["" if some is None else f"{some.value:.3f}"]
-        row += [f"{s.mean_tokens:,.1f}", f"{s.interrupted_share:.3f}", f"{s.truncated_share:.3f}", str(s.lost)]
+    for summary in summaries:
+        budget = "recipe"
+        if summary.budget is not None:
+            budget = f"{summary.budget:,}"
+        mean = summary.mean_at_k
+        row = [budget, str(summary.problems), f"{mean.value:.3f}", f"{mean.low:.3f}-{mean.high:.3f}"]
+        if k in summary.pass_at_k and k > 1:
+            row.append(f"{summary.pass_at_k[k].value:.3f}")
+        elif k > 1:  # completions were lost
+            row.append("")
+        row.append(f"{summary.mean_tokens:,.1f}")
+        row += [f"{share:.3f}" for share in (summary.interrupted_share, summary.truncated_share)]
+        row.append(str(summary.lost))
         rows.append(tuple(row))
-    scores = (f"mean@{summaries[0].k}", "95 %", *([] if k == 1 else [f"pass@{k}"]))
-    return Table(
-        columns=("budget", "problems", *scores, "tokens", "interr", "trunc", "lost"),
-        rows=tuple(rows),
-        title=printable(summaries[0].file),
-        labeled=False,
-    )
+    return Table(columns=tuple(columns), rows=tuple(rows), title=printable(summaries[0].file), labeled=False)
 
 
 def labels_table(summary: FileSummary) -> Table:
-    """mean@k by subject and level."""
+    """The scores of a file by subject and level."""
     rows = [
-        (f"{name} {printable(value)}", str(found.prompts), str(found))
+        (f"{name} {printable(value)}", str(estimate.prompts), str(estimate))
         for name, values in summary.labels.items()
-        for value, found in values.items()
+        for value, estimate in values.items()
     ]
     return Table(columns=(printable(summary.file), "problems", f"mean@{summary.k}"), rows=tuple(rows))
 
 
-def gains_table(found: Saturation) -> Table:
-    """Each budget against the larger ones."""
-    return Table(
-        columns=("budget", "largest gain of a larger one", "95 % upper bound", "shown above 0"),
-        rows=tuple(
-            (f"{step.budget:,}", f"{step.largest_gain:+.3f}", f"{step.upper:+.3f}", "yes" if step.shown else "no")
-            for step in found.steps[:-1]
-        ),
-        labeled=False,
-    )
+def gains_table(saturation: Saturation) -> Table:
+    """The comparisons of budgets, a row for each but the largest."""
+    shown = {True: "yes", False: "no"}
+    rows = [
+        (f"{step.budget:,}", f"{step.largest_gain:+.3f}", f"{step.upper:+.3f}", shown[step.shown])
+        for step in saturation.steps[:-1]
+    ]
+    columns = ("budget", "largest gain of a larger one", "95 % upper bound", "shown above 0")
+    return Table(columns=columns, rows=tuple(rows), labeled=False)

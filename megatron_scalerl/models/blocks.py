@@ -5,7 +5,7 @@ from typing import Any
 from megatron_scalerl.models import rules
 from megatron_scalerl.models.family import Family, LayerStyle, QkNorm, Rule, require
 from megatron_scalerl.models.rope import rotary
-from megatron_scalerl.models.rules import At
+from megatron_scalerl.models.rules import Location
 
 READ_BY_ENGINES: dict[str, tuple[Any, ...]] = {
     "sliding_window": (None, 0),
@@ -41,9 +41,10 @@ def build_family(
     transformer: dict[str, Any] | None = None,
     **more: Any,
 ) -> Family:
-    """The Family of a config with Llama's and Qwen's keys; `transformer` adds or replaces TransformerConfig's fields.
+    """The Family of a config with Llama's and Qwen's keys.
 
-    `more` are further fields of Family. Raises ValueError for a key with which an engine computes another model.
+    transformer: fields of TransformerConfig that are added or replaced. more: further fields of Family. Raises
+    ValueError for quantized weights, and for a key with which an engine computes another model.
     """
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method", "unknown method")
@@ -52,7 +53,9 @@ def build_family(
         )
     for key, allowed in READ_BY_ENGINES.items():
         require(config, key, *allowed)
-    head_dim, bias = head_size(config), bool(getattr(config, "attention_bias", False))
+    head_dim = head_size(config)
+    # One key for queries, keys, values and output, in Llama and Qwen3.
+    bias = bool(getattr(config, "attention_bias", False))
     rope = rotary(config, head_dim)
     return Family(
         name=name,
@@ -83,25 +86,33 @@ def build_family(
 
 
 def dense_rules(config: Any, **attention: Any) -> tuple[Rule, ...]:
-    """The weight map of a model with a gated MLP in every layer; `attention`: of `attention_rules`."""
+    """The weight map of a model with a gated MLP in every layer; `attention`: keywords of `attention_rules`."""
     first, last = outer_rules(config, "model.", "lm_head.weight")
-    found = list(first)
+    weight_map = list(first)
     for layer in range(config.num_hidden_layers):
-        found += attention_rules(config, layer, "model.", **attention)
-        hf, megatron = f"model.layers.{layer}.mlp.", f"decoder.layers.{layer}.mlp."
-        found += mlp_rules(hf, megatron, ffn=config.intermediate_size, hidden=config.hidden_size, at=At(layer=layer))
-    return (*found, *last)
+        weight_map += attention_rules(config, layer, "model.", **attention)
+        weight_map += mlp_rules(
+            f"model.layers.{layer}.mlp.",
+            f"decoder.layers.{layer}.mlp.",
+            ffn=config.intermediate_size,
+            hidden=config.hidden_size,
+            at=Location(layer=layer),
+        )
+    return (*weight_map, *last)
 
 
 def outer_rules(config: Any, prefix: str, head: str) -> tuple[tuple[Rule, ...], tuple[Rule, ...]]:
     """Rules before the layers (embedding) and after them (final norm, head)."""
     embedding = f"{prefix}embed_tokens.weight"
-    vocab, hidden, tied = config.vocab_size, config.hidden_size, bool(config.tie_word_embeddings)
-    first = rules.vocabulary("embedding.word_embeddings.weight", embedding, vocab, hidden, At(place="first"))
-    norm = rules.replicated("decoder.final_layernorm.weight", f"{prefix}norm.weight", (hidden,), At(place="last"))
-    last = rules.vocabulary(
-        "output_layer.weight", embedding if tied else head, vocab, hidden, At(place="last"), exported=not tied
-    )
+    vocab = config.vocab_size
+    hidden = config.hidden_size
+    tied = bool(config.tie_word_embeddings)
+    if tied:  # the head is loaded from the embedding, and not exported, since the folder has one tensor
+        head = embedding
+    at_end = Location(place="last")
+    first = rules.vocabulary("embedding.word_embeddings.weight", embedding, vocab, hidden, Location(place="first"))
+    norm = rules.replicated("decoder.final_layernorm.weight", f"{prefix}norm.weight", (hidden,), at_end)
+    last = rules.vocabulary("output_layer.weight", head, vocab, hidden, at_end, exported=not tied)
     return (first,), (norm, last)
 
 
@@ -112,48 +123,47 @@ def attention_rules(
 
     With `attention_bias` in the config all projections have biases, with `qkv_bias` all but the output's.
     """
-    hf, megatron, at = f"{prefix}layers.{layer}.", f"decoder.layers.{layer}.", At(layer=layer)
-    attention, ours = f"{hf}self_attn.", f"{megatron}self_attention."
-    hidden, heads, head_dim = config.hidden_size, config.num_attention_heads, head_size(config)
-    qkv = dict(heads=heads, groups=key_value_heads(config), head_dim=head_dim, at=at)
-    what = "config.json: num_attention_heads"
+    at = Location(layer=layer)
+    hf_layer = f"{prefix}layers.{layer}."
+    layer_name = f"decoder.layers.{layer}."
+    hf = f"{hf_layer}self_attn."
+    megatron = f"{layer_name}self_attention."
+    hidden = config.hidden_size
+    heads = config.num_attention_heads
+    groups = key_value_heads(config)
+    head_dim = head_size(config)
     norms = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
     if post_norm:
-        norms = {"self_attention.linear_proj.norm": "post_attention_layernorm"}
-        norms |= {"mlp.linear_fc2.norm": "post_feedforward_layernorm"}
-    found = [
-        *(
-            rules.replicated(f"{megatron}{ours}.weight", f"{hf}{theirs}.weight", (hidden,), at)
-            for ours, theirs in norms.items()
-        ),
-        rules.query_key_value(f"{ours}linear_qkv.weight", _projections(attention, "weight"), hidden=hidden, **qkv),
-        rules.row(f"{ours}linear_proj.weight", f"{attention}o_proj.weight", hidden, heads * head_dim, at, what=what),
+        norms = {
+            "self_attention.linear_proj.norm": "post_attention_layernorm",
+            "mlp.linear_fc2.norm": "post_feedforward_layernorm",
+        }
+    weight_map = [
+        rules.replicated(f"{layer_name}{name}.weight", f"{hf_layer}{hf_name}.weight", (hidden,), at)
+        for name, hf_name in norms.items()
     ]
+    qkv = dict(heads=heads, groups=groups, head_dim=head_dim, at=at)
+    weight_map.append(rules.query_key_value(f"{megatron}linear_qkv", hf, "weight", columns=(hidden,), **qkv))
+    output = f"{megatron}linear_proj"
+    what = "config.json: num_attention_heads"
+    weight_map.append(rules.row(f"{output}.weight", f"{hf}o_proj.weight", hidden, heads * head_dim, at, what=what))
     output_bias = bool(getattr(config, "attention_bias", False))
     if qkv_bias or output_bias:
-        found.append(
-            rules.query_key_value(f"{ours}linear_qkv.bias", _projections(attention, "bias"), hidden=None, **qkv)
-        )
+        weight_map.append(rules.query_key_value(f"{megatron}linear_qkv", hf, "bias", columns=(), **qkv))
     if output_bias:
-        found.append(rules.replicated(f"{ours}linear_proj.bias", f"{attention}o_proj.bias", (hidden,), at))
-    if qk_norm in ("weighted", "all_heads"):
-        for kind, count in (("q", config.num_attention_heads), ("k", key_value_heads(config))):
-            width = head_dim * (count if qk_norm == "all_heads" else 1)
-            found.append(
-                rules.replicated(f"{ours}{kind}_layernorm.weight", f"{attention}{kind}_norm.weight", (width,), at)
-            )
-    return found
-
-
-def _projections(attention: str, what: str) -> tuple[str, str, str]:
-    q, k, v = (f"{attention}{kind}_proj.{what}" for kind in "qkv")
-    return q, k, v
+        weight_map.append(rules.replicated(f"{output}.bias", f"{hf}o_proj.bias", (hidden,), at))
+    # Heads that one weight vector covers.
+    normed = {"weighted": {"q": 1, "k": 1}, "all_heads": {"q": heads, "k": groups}}.get(qk_norm, {})
+    for kind, count in normed.items():
+        name = f"{megatron}{kind}_layernorm.weight"
+        weight_map.append(rules.replicated(name, f"{hf}{kind}_norm.weight", (head_dim * count,), at))
+    return weight_map
 
 
 def mlp_rules(
-    hf: str, megatron: str, *, ffn: int, hidden: int, at: At, what: str = "config.json: intermediate_size"
+    hf: str, megatron: str, *, ffn: int, hidden: int, at: Location, what: str = "config.json: intermediate_size"
 ) -> list[Rule]:
-    """A gated MLP: `hf`{gate,up,down}_proj.weight and `megatron`linear_fc{1,2}.weight."""
+    """Rules of a gated MLP: `hf`{gate,up,down}_proj.weight and `megatron`linear_fc{1,2}.weight."""
     gate, up, down = (f"{hf}{kind}_proj.weight" for kind in ("gate", "up", "down"))
     return [
         rules.gate_up(f"{megatron}linear_fc1.weight", gate, up, ffn=ffn, hidden=hidden, at=at, what=what),
@@ -162,44 +172,41 @@ def mlp_rules(
 
 
 def expert_rules(hf: str, megatron: str, *, experts: int, ffn: int, hidden: int, layer: int, what: str) -> list[Rule]:
-    """Experts as separate gated MLPs: `hf`E.{gate,up,down}_proj.weight."""
-    found = []
+    """Rules of experts that are separate gated MLPs: `hf`E.{gate,up,down}_proj.weight."""
+    weight_map = []
     for expert in range(experts):
-        at = At(layer=layer, expert=expert)
-        ours = f"{megatron}experts.local_experts.{expert}."
-        found += mlp_rules(f"{hf}{expert}.", ours, ffn=ffn, hidden=hidden, at=at, what=what)
-    return found
+        at = Location(layer=layer, expert=expert)
+        name = f"{megatron}experts.local_experts.{expert}."
+        weight_map += mlp_rules(f"{hf}{expert}.", name, ffn=ffn, hidden=hidden, at=at, what=what)
+    return weight_map
 
 
 def fused_expert_rules(
     hf: str, megatron: str, *, experts: int, ffn: int, hidden: int, layer: int, what: str, transposed: bool
 ) -> list[Rule]:
-    """Experts fused into `hf`gate_up_proj and `hf`down_proj; `transposed`: stored as [in, out]."""
-    found = []
-    for projection, tensor, kind in (
+    """Rules of experts fused into `hf`gate_up_proj and `hf`down_proj; `transposed`: stored as [in, out]."""
+    weight_map = []
+    sizes = dict(experts=experts, ffn=ffn, hidden=hidden)
+    for projection, tensor, make_rule in (
         ("linear_fc1", "gate_up_proj", rules.fused_expert_gate_up),
         ("linear_fc2", "down_proj", rules.fused_expert_down),
     ):
         for expert in range(experts):
-            found.append(
-                kind(
-                    f"{megatron}experts.local_experts.{expert}.{projection}.weight",
-                    f"{hf}{tensor}",
-                    experts=experts,
-                    ffn=ffn,
-                    hidden=hidden,
-                    at=At(layer=layer, expert=expert),
-                    what=what,
-                    transposed=transposed,
-                )
-            )
-    return found
+            name = f"{megatron}experts.local_experts.{expert}.{projection}.weight"
+            at = Location(layer=layer, expert=expert)
+            weight_map.append(make_rule(name, f"{hf}{tensor}", at=at, what=what, transposed=transposed, **sizes))
+    return weight_map
 
 
 def require_full_attention(config: Any) -> None:
-    """Raises ValueError for sliding windows, and for activations other than SiLU."""
+    """Raises ValueError for sliding windows, and for activations other than SiLU.
+
+    Newer configs say it for each layer in `layer_types`, older ones for all in `use_sliding_window`.
+    """
     require(config, "hidden_act", "silu")
     require(config, "use_sliding_window", False)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
-        raise ValueError(f"config.json: layer_types: expected full_attention, found {', '.join(sorted(kinds))}")
+        raise ValueError(
+            f"config.json: layer_types has {', '.join(sorted(kinds))}; full_attention alone is supported here"
+        )

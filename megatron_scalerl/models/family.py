@@ -2,7 +2,7 @@
 
 A `Rule` maps one Megatron parameter to Hugging Face tensors by rectangular pieces. Loading copies each piece from the
 checkpoint into this rank's shard, saving copies it back: the same table, so Hugging Face -> Megatron -> Hugging Face
-is exact. Names of Megatron parameters have global layer and expert numbers and are those of Megatron's plain layers;
+is exact. Megatron parameters have the names of Megatron's plain layers, with global layer and expert numbers;
 `checkpoints.hf_folder` has Transformer Engine's other names.
 """
 
@@ -37,12 +37,14 @@ class Piece:
     def of_shard(self, shard: torch.Tensor) -> torch.Tensor:
         """The piece's view of the shard, in Hugging Face orientation."""
         view = shard.narrow(self.axis, self.start, self.stop - self.start)
-        return view.t() if self.transposed else view
+        if self.transposed:
+            return view.t()
+        return view
 
 
 @record
 class Rule:
-    """One Megatron parameter and the Hugging Face tensors that it consists of."""
+    """A Megatron parameter and the Hugging Face tensors that it consists of."""
 
     megatron: str
     """Parameter name, for example decoder.layers.3.self_attention.linear_qkv.weight."""
@@ -51,7 +53,7 @@ class Rule:
     pieces: Callable[[int, int], tuple[Piece, ...]]
     """(rank, size) of the parameter's tensor-parallel group -> pieces of that rank's shard."""
     place: Literal["first", "layer", "last"]
-    """Pipeline stage: of the embedding, of `layer`, or of the head."""
+    """Pipeline stage that has the parameter: that of the embedding, of `layer`, or of the head."""
     layer: int = 0
     """Layer from 0, if place is "layer"."""
     expert: int | None = None
@@ -85,12 +87,12 @@ class Family:
     gpt: Mapping[str, Any]
     """Keywords of GPTModel: max_sequence_length, share_embeddings_and_output_weights, rotary_base."""
     vocab_size: int
-    """True size, without padding."""
+    """Number of tokens, without padding."""
     inv_freq: torch.Tensor
     """[d/2] fp32 rotary frequencies, scaling applied."""
     layers: tuple[LayerStyle, ...]
     rules: tuple[Rule, ...]
-    """In layer order: embedding, layers, final norm, head."""
+    """Rules in the order of the layers: embedding, layers, final norm, head."""
     attention_chunk_size: int | None = None
     passthrough: tuple[str, ...] = ()
     """Prefixes of tensors outside the policy (a vision tower) that an export copies from the source folder."""
@@ -110,17 +112,17 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 
 
 def divided(total: int, parts: int, what: str) -> int:
-    """total / parts. Raises ValueError, naming `what`, with a remainder."""
+    """total / parts. Raises ValueError, naming `what`, if a remainder is left."""
     if total % parts:
-        raise ValueError(f"{what}: expected a multiple of the parallel size {parts}, found {total}")
+        raise ValueError(f"{what}: {total} is not a multiple of the parallel size {parts}")
     return total // parts
 
 
 def require(config: Any, key: str, *allowed: Any) -> None:
     """Raises ValueError unless the Hugging Face config's `key` is one of `allowed` (or absent)."""
-    found = getattr(config, key, allowed[0])
-    if found not in allowed:
-        raise ValueError(f"config.json: {key}: expected {' or '.join(map(repr, allowed))}, found {found!r}")
+    value = getattr(config, key, allowed[0])
+    if value not in allowed:
+        raise ValueError(f"config.json: {key}: {value!r} is not supported, only {' or '.join(map(repr, allowed))}")
 
 
 def check_layout(family: Family, *, tp_size: int = 1, ep_size: int = 1, etp_size: int = 1) -> None:
@@ -129,18 +131,20 @@ def check_layout(family: Family, *, tp_size: int = 1, ep_size: int = 1, etp_size
     experts = options.get("num_moe_experts") or 0
     if ep_size > 1 and not experts:
         raise ValueError(
-            f"megatron.parallel.expert_model_parallel_size: expected 1 for a policy without experts, found {ep_size}"
+            f"megatron.parallel.expert_model_parallel_size: {ep_size} ranks cannot divide a policy without experts; "
+            "leave it at 1"
         )
+    # Every size divides 0: a policy without experts passes.
     sharded = [
-        ("tensor", tp_size, "attention heads", options["num_attention_heads"]),
-        ("tensor", tp_size, "key-value heads", options["num_query_groups"]),
-        ("expert", ep_size, "experts", experts),
+        ("tensor_model", tp_size, "attention heads", options["num_attention_heads"]),
+        ("tensor_model", tp_size, "key-value heads", options["num_query_groups"]),
+        ("expert_model", ep_size, "experts", experts),
         ("expert_tensor", etp_size, "expert MLP columns", options.get("moe_ffn_hidden_size") or 0),
-        ("tensor", tp_size, "shared expert columns", options.get("moe_shared_expert_intermediate_size") or 0),
+        ("tensor_model", tp_size, "shared expert columns", options.get("moe_shared_expert_intermediate_size") or 0),
     ]
     if not all(style.moe for style in family.layers):
-        sharded.append(("tensor", tp_size, "MLP columns", options["ffn_hidden_size"]))
+        sharded.append(("tensor_model", tp_size, "MLP columns", options["ffn_hidden_size"]))
     for kind, size, what, total in sharded:
         if total % size:
-            key = "expert_tensor_parallel_size" if kind == "expert_tensor" else f"{kind}_model_parallel_size"
-            raise ValueError(f"megatron.parallel.{key}: expected a divisor of {total} {what}, found {size}")
+            key = f"megatron.parallel.{kind}_parallel_size"
+            raise ValueError(f"{key}: {total} {what} cannot be divided by {size}")

@@ -20,9 +20,9 @@ from megatron_scalerl.models.blocks import (
     mlp_rules,
     outer_rules,
 )
-from megatron_scalerl.models.family import Family, LayerStyle, Rule, require
+from megatron_scalerl.models.family import Family, LayerStyle, QkNorm, Rule, require
 from megatron_scalerl.models.rope import rotary
-from megatron_scalerl.models.rules import At
+from megatron_scalerl.models.rules import Location
 
 VISION = ("vision_model.", "multi_modal_projector.")
 """Prefixes of the multimodal model's tensors outside the policy: never trained, never sent."""
@@ -34,47 +34,53 @@ def family(config: Any) -> Family:
     Raises ValueError for biases, activations other than SiLU, more than one expert per token, and YaRN.
     """
     text = getattr(config, "text_config", None) or config
-    prefix, head = "model.", "lm_head.weight"
+    prefix = ""
     passthrough: tuple[str, ...] = ()
     if text is not config:
-        prefix, head = "language_model.model.", "language_model.lm_head.weight"
+        prefix = "language_model."
         passthrough = VISION
     require(text, "attention_bias", False)
     require(text, "hidden_act", "silu")
     require(text, "num_experts_per_tok", 1)
     if rotary(text, head_size(text)).factor != 1.0:
-        raise ValueError("config.json: rope_type: expected default, linear or llama3 for Llama 4, found 'yarn'")
+        raise ValueError(
+            "config.json: rope_type: 'yarn' is not supported for Llama 4, only default, linear or llama3"
+        )
     moe_layers = set(text.moe_layers)
     styles = tuple(_style(text, layer, moe=layer in moe_layers) for layer in range(text.num_hidden_layers))
+    query_scale = None
+    if text.attn_temperature_tuning:
+        query_scale = partial(
+            attention_temperature, floor_scale=float(text.floor_scale), attn_scale=float(text.attn_scale)
+        )
     return build_family(
         text,
         name="llama4",
         layers=styles,
-        rules=_rules(text, styles, prefix, head),
+        rules=_rules(text, styles, prefix),
         transformer=_transformer(text, styles),
         passthrough=passthrough,
         attention_chunk_size=text.attention_chunk_size,
-        query_scale=_query_scale(text) if text.attn_temperature_tuning else None,
-        # vLLM reads this there and otherwise decides by its max_model_len (vllm/model_executor/models/llama4.py).
+        query_scale=query_scale,
+        # vLLM reads this key, and without it decides by its max_model_len (vllm/model_executor/models/llama4.py).
         generation_config={"attn_temperature_tuning": bool(text.attn_temperature_tuning)},
     )
 
 
 def _style(text: Any, layer: int, *, moe: bool) -> LayerStyle:
     rope = bool(text.no_rope_layers[layer])  # Hugging Face's list says 1 where a layer has RoPE
-    return LayerStyle(
-        moe=moe,
-        rope=rope,
-        qk_norm="weightless" if rope and text.use_qk_norm else "none",
-        chunked=text.layer_types[layer] == "chunked_attention",
-    )
+    qk_norm: QkNorm = "none"
+    if rope and text.use_qk_norm:
+        qk_norm = "weightless"
+    chunked = text.layer_types[layer] == "chunked_attention"
+    return LayerStyle(moe=moe, rope=rope, qk_norm=qk_norm, chunked=chunked)
 
 
 def _transformer(text: Any, styles: tuple[LayerStyle, ...]) -> dict[str, Any]:
     options = dict(
         ffn_hidden_size=text.intermediate_size_mlp,
         rotary_interleaved=True,
-        no_rope_freq=[int(not style.rope) for style in styles],
+        no_rope_freq=[int(not style.rope) for style in styles],  # Megatron's list says 1 where a layer has none
         qk_l2_norm=any(style.qk_norm == "weightless" for style in styles),
     )
     if not any(style.moe for style in styles):
@@ -91,54 +97,47 @@ def _transformer(text: Any, styles: tuple[LayerStyle, ...]) -> dict[str, Any]:
     )
 
 
-def _query_scale(text: Any) -> Any:
-    return partial(attention_temperature, floor_scale=float(text.floor_scale), attn_scale=float(text.attn_scale))
-
-
 def attention_temperature(positions: torch.Tensor, *, floor_scale: float, attn_scale: float) -> torch.Tensor:
     """[N] factor on the queries of layers without RoPE (arXiv 2501.19399): 1 below `floor_scale` tokens."""
     return torch.log1p(torch.floor((positions.float() + 1.0) / floor_scale)) * attn_scale + 1.0
 
 
-def _rules(text: Any, styles: tuple[LayerStyle, ...], prefix: str, head: str) -> tuple[Rule, ...]:
-    first, last = outer_rules(text, prefix, head)
-    found = list(first)
+def _rules(text: Any, styles: tuple[LayerStyle, ...], prefix: str) -> tuple[Rule, ...]:
+    first, last = outer_rules(text, f"{prefix}model.", f"{prefix}lm_head.weight")
+    weight_map = list(first)
     for layer, style in enumerate(styles):
-        found += attention_rules(text, layer, prefix)
-        hf, megatron = f"{prefix}layers.{layer}.feed_forward.", f"decoder.layers.{layer}.mlp."
+        weight_map += attention_rules(text, layer, f"{prefix}model.")
+        hf = f"{prefix}model.layers.{layer}.feed_forward."
+        megatron = f"decoder.layers.{layer}.mlp."
         if style.moe:
-            found += _moe_rules(text, layer, hf, megatron)
-        else:
-            found += mlp_rules(
-                hf,
-                megatron,
-                ffn=text.intermediate_size_mlp,
-                hidden=text.hidden_size,
-                at=At(layer=layer),
-                what="config.json: intermediate_size_mlp",
-            )
-    return (*found, *last)
+            weight_map += _moe_rules(text, layer, hf, megatron)
+            continue
+        weight_map += mlp_rules(
+            hf,
+            megatron,
+            ffn=text.intermediate_size_mlp,
+            hidden=text.hidden_size,
+            at=Location(layer=layer),
+            what="config.json: intermediate_size_mlp",
+        )
+    return (*weight_map, *last)
 
 
 def _moe_rules(text: Any, layer: int, hf: str, megatron: str) -> list[Rule]:
-    shape = (text.num_local_experts, text.hidden_size)
-    at = At(layer=layer)
-    found = [rules.replicated(f"{megatron}router.weight", f"{hf}router.weight", shape, at)]
-    found += mlp_rules(
-        f"{hf}shared_expert.",
-        f"{megatron}shared_experts.",
-        ffn=text.intermediate_size,
-        hidden=text.hidden_size,
-        at=at,
-    )
-    experts = fused_expert_rules(
+    at = Location(layer=layer)
+    experts = text.num_local_experts
+    hidden = text.hidden_size
+    ffn = text.intermediate_size
+    shared = mlp_rules(f"{hf}shared_expert.", f"{megatron}shared_experts.", ffn=ffn, hidden=hidden, at=at)
+    fused = fused_expert_rules(
         f"{hf}experts.",
         megatron,
         layer=layer,
         what="config.json: intermediate_size",
         transposed=True,
-        experts=text.num_local_experts,
-        ffn=text.intermediate_size,
-        hidden=text.hidden_size,
+        experts=experts,
+        ffn=ffn,
+        hidden=hidden,
     )
-    return found + experts
+    router = rules.replicated(f"{megatron}router.weight", f"{hf}router.weight", (experts, hidden), at)
+    return [router, *shared, *fused]

@@ -13,7 +13,7 @@ KINDS = ("default", "linear", "llama3", "yarn")
 
 @record
 class Rotary:
-    """Rotary position embedding of a policy."""
+    """The rotary position embedding of a policy."""
 
     inv_freq: torch.Tensor
     """[d/2] fp32 frequencies, scaling applied."""
@@ -22,7 +22,9 @@ class Rotary:
 
     def softmax_scale(self, head_dim: int) -> float | None:
         """Factor on query times key that includes both factors; None for the default 1 / sqrt(d)."""
-        return None if self.factor == 1.0 else self.factor**2 / math.sqrt(head_dim)
+        if self.factor == 1.0:
+            return None
+        return self.factor**2 / math.sqrt(head_dim)
 
 
 def rotary(config: Any, head_dim: int) -> Rotary:
@@ -32,14 +34,15 @@ def rotary(config: Any, head_dim: int) -> Rotary:
     for others, and for a scaling without one of its keys.
     """
     parameters = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    # transformers 4 keeps theta outside of rope_scaling.
     theta = float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
     kind = parameters.get("rope_type", parameters.get("type", "default")) or "default"
     if kind not in KINDS:
         raise ValueError(f"config.json: rope_type: expected one of {', '.join(KINDS)}, found {kind!r}")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"config.json: partial_rotary_factor: expected 1, found {parameters['partial_rotary_factor']}"
-        )
+        factor = parameters["partial_rotary_factor"]
+        raise ValueError(f"config.json: partial_rotary_factor: {factor} is not supported, only 1")
+    # In fp32 and in this order, as transformers computes them: other roundings change late positions.
     frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     parameters.setdefault(
         "original_max_position_embeddings",
@@ -56,10 +59,10 @@ def rotary(config: Any, head_dim: int) -> Rotary:
 
 
 def _need(parameters: Mapping[str, Any], key: str) -> float:
-    found = parameters.get(key)
-    if found is None:
-        raise ValueError(f"config.json: rope scaling: expected the key {key}, found {sorted(parameters)}")
-    return float(found)
+    value = parameters.get(key)
+    if value is None:
+        raise ValueError(f"config.json: the rope scaling lacks {key}; it has {', '.join(sorted(parameters))}")
+    return float(value)
 
 
 def _llama3(frequencies: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
@@ -70,25 +73,31 @@ def _llama3(frequencies: torch.Tensor, parameters: Mapping[str, Any]) -> torch.T
     factor, low, high = (_need(parameters, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     original = _need(parameters, "original_max_position_embeddings")
     wavelength = 2 * math.pi / frequencies
-    smooth = (original / wavelength - low) / (high - low) if high != low else torch.zeros_like(frequencies)
-    ramp = (1 - smooth) * frequencies / factor + smooth * frequencies
     scaled = torch.where(wavelength > original / low, frequencies / factor, frequencies)
-    middle = (wavelength >= original / high) & (wavelength <= original / low) & (high != low)
+    if high == low:
+        return scaled
+    smooth = (original / wavelength - low) / (high - low)
+    ramp = (1 - smooth) * frequencies / factor + smooth * frequencies
+    middle = (wavelength >= original / high) & (wavelength <= original / low)
     return torch.where(middle, ramp, scaled)
 
 
 def _yarn(parameters: Mapping[str, Any], *, theta: float, head_dim: int, context: int | None) -> Rotary:
     """YaRN: low frequencies interpolated, high ones kept, a ramp over the dimensions between."""
     original = _need(parameters, "original_max_position_embeddings")
-    given = parameters.get("factor")
-    factor = float(given) if given is not None else (context or original) / original
-    fast, slow = float(parameters.get("beta_fast") or 32), float(parameters.get("beta_slow") or 1)
-    low, high = (_dimension_of(rotations, theta, head_dim, original) for rotations in (fast, slow))
+    factor = parameters.get("factor")
+    if factor is None:
+        factor = (context or original) / original
+    factor = float(factor)
+    low = _dimension_of(float(parameters.get("beta_fast") or 32), theta, head_dim, original)
+    high = _dimension_of(float(parameters.get("beta_slow") or 1), theta, head_dim, original)
     if parameters.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     if low == high:
-        high += 0.001
+        high += 0.001  # the ramp has a length, as in transformers
     powers = theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     kept = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     mixed = 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
@@ -104,11 +113,14 @@ def _yarn_factor(parameters: Mapping[str, Any], factor: float) -> float:
     given = parameters.get("attention_factor")
     if given is not None:
         return float(given)
-    top, bottom = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    top = parameters.get("mscale")
+    bottom = parameters.get("mscale_all_dim")
     if top and bottom:
         return _mscale(factor, top) / _mscale(factor, bottom)
     return _mscale(factor, 1.0)
 
 
 def _mscale(factor: float, weight: float) -> float:
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+    if factor <= 1:
+        return 1.0
+    return 0.1 * weight * math.log(factor) + 1.0

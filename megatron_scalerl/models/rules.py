@@ -1,16 +1,18 @@
 """The rules of weight maps: replicated, row, query-key-value, gate-up, vocabulary, fused experts."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TypeVar
 
 from megatron_scalerl.models.family import Piece, Rule, divided, padded_vocab_size
 from megatron_scalerl.record import record
 
+T = TypeVar("T")
 Pieces = Callable[[int, int], tuple[Piece, ...]]
+"""(rank, size) of the tensor-parallel group -> pieces of that rank's shard, as in `Rule`."""
 
 
 @record
-class At:
+class Location:
     """The pipeline stage, layer and expert of a parameter; see `Rule`."""
 
     place: Literal["first", "layer", "last"] = "layer"
@@ -18,8 +20,8 @@ class At:
     expert: int | None = None
 
 
-def replicated(megatron: str, hf: str, shape: tuple[int, ...], at: At) -> Rule:
-    """Replicated on all tensor-parallel ranks: norms and routers."""
+def replicated(megatron: str, hf: str, shape: tuple[int, ...], at: Location) -> Rule:
+    """The rule of a parameter that all tensor-parallel ranks hold whole: norms and routers."""
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         return (Piece(hf_name=hf, hf_index=_all(shape), axis=0, start=0, stop=shape[0]),)
@@ -27,23 +29,23 @@ def replicated(megatron: str, hf: str, shape: tuple[int, ...], at: At) -> Rule:
     return _rule(megatron, {hf: shape}, pieces, at, sharded=False)
 
 
-def vocabulary(megatron: str, hf: str, vocab: int, hidden: int, at: At, *, exported: bool = True) -> Rule:
-    """Rows of an embedding or a head, padded to the tensor-parallel size; no piece contains padding."""
+def vocabulary(megatron: str, hf: str, vocab: int, hidden: int, at: Location, *, exported: bool = True) -> Rule:
+    """The rule of an embedding or a head, whose rows are padded to the tensor-parallel size; no piece has padding."""
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         rows = padded_vocab_size(vocab, size) // size
-        start, stop = min(rank * rows, vocab), min((rank + 1) * rows, vocab)
-        if start == stop:
+        start = min(rank * rows, vocab)
+        stop = min(start + rows, vocab)
+        if start == stop:  # the last ranks may have padding alone
             return ()
-        return (
-            Piece(hf_name=hf, hf_index=(slice(start, stop), slice(0, hidden)), axis=0, start=0, stop=stop - start),
-        )
+        index = (slice(start, stop), slice(0, hidden))
+        return (Piece(hf_name=hf, hf_index=index, axis=0, start=0, stop=stop - start),)
 
     return _rule(megatron, {hf: (vocab, hidden)}, pieces, at, exported=exported)
 
 
-def row(megatron: str, hf: str, out: int, inner: int, at: At, *, what: str) -> Rule:
-    """Sharded along the input dimension: attention output and the second projection of an MLP."""
+def row(megatron: str, hf: str, out: int, inner: int, at: Location, *, what: str) -> Rule:
+    """The rule of a projection that is sharded along its input: attention output, an MLP's second projection."""
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         width = divided(inner, size, what)
@@ -53,8 +55,8 @@ def row(megatron: str, hf: str, out: int, inner: int, at: At, *, what: str) -> R
     return _rule(megatron, {hf: (out, inner)}, pieces, at)
 
 
-def column(megatron: str, hf: str, out: int, inner: int, at: At, *, what: str) -> Rule:
-    """Sharded along the output dimension, which ranks divide without padding."""
+def column(megatron: str, hf: str, out: int, inner: int, at: Location, *, what: str) -> Rule:
+    """The rule of a projection that is sharded along its output, which ranks divide without padding."""
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         rows = divided(out, size, what)
@@ -65,42 +67,45 @@ def column(megatron: str, hf: str, out: int, inner: int, at: At, *, what: str) -
 
 
 def query_key_value(
-    megatron: str, hf: tuple[str, str, str], *, heads: int, groups: int, head_dim: int, hidden: int | None, at: At
+    megatron: str,
+    hf: str,
+    kind: Literal["weight", "bias"],
+    *,
+    heads: int,
+    groups: int,
+    head_dim: int,
+    columns: tuple[int, ...],
+    at: Location,
 ) -> Rule:
-    """Megatron's fused projection: for each group its queries, its key, its value; sharded by groups.
+    """The rule of Megatron's fused projection: for each group its queries, its key, its value; sharded by groups.
 
-    `hidden` is None for the projection's bias.
+    hf: prefix of {q,k,v}_proj. columns: (hidden size,) of the weight, () of the bias.
     """
-    per_group = heads // groups
-    height = (per_group + 2) * head_dim
-    width = () if hidden is None else (hidden,)
-
-    def of_group(group: int, local: int) -> tuple[Piece, ...]:
-        rows = (per_group * head_dim, head_dim, head_dim)
-        found, offset = [], local * height
-        for name, count in zip(hf, rows):
-            index = (slice(group * count, (group + 1) * count), *_all(width))
-            found.append(Piece(hf_name=name, hf_index=index, axis=0, start=offset, stop=offset + count))
-            offset += count
-        return tuple(found)
+    # In the order in which a group of the fused projection has them.
+    heads_of = {f"{hf}q_proj.{kind}": heads, f"{hf}k_proj.{kind}": groups, f"{hf}v_proj.{kind}": groups}
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
-        mine = divided(groups, size, "config.json: num_key_value_heads")
-        return tuple(piece for local in range(mine) for piece in of_group(rank * mine + local, local))
+        count = divided(groups, size, "config.json: num_key_value_heads")
+        group_pieces = []
+        offset = 0
+        for group in range(rank * count, (rank + 1) * count):
+            for name, total in heads_of.items():
+                rows = total // groups * head_dim
+                index = (slice(group * rows, (group + 1) * rows), *_all(columns))
+                group_pieces.append(Piece(hf_name=name, hf_index=index, axis=0, start=offset, stop=offset + rows))
+                offset += rows
+        return tuple(group_pieces)
 
-    shapes = {
-        hf[0]: (heads * head_dim, *width),
-        hf[1]: (groups * head_dim, *width),
-        hf[2]: (groups * head_dim, *width),
-    }
-    return _rule(megatron, shapes, pieces, at)
+    shapes = {name: (total * head_dim, *columns) for name, total in heads_of.items()}
+    return _rule(f"{megatron}.{kind}", shapes, pieces, at)
 
 
-def gate_up(megatron: str, gate: str, up: str, *, ffn: int, hidden: int, at: At, what: str) -> Rule:
-    """The gated MLP's first projection: this rank's gate rows, then its up rows."""
+def gate_up(megatron: str, gate: str, up: str, *, ffn: int, hidden: int, at: Location, what: str) -> Rule:
+    """The rule of a gated MLP's first projection: a rank has its gate rows, then its up rows."""
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         width = divided(ffn, size, what)
+        # The same rows of both: a rank multiplies its gates with its own halves of up.
         index = (slice(rank * width, (rank + 1) * width), slice(0, hidden))
         return (
             Piece(hf_name=gate, hf_index=index, axis=0, start=0, stop=width),
@@ -111,42 +116,46 @@ def gate_up(megatron: str, gate: str, up: str, *, ffn: int, hidden: int, at: At,
 
 
 def fused_expert_gate_up(
-    megatron: str, hf: str, *, experts: int, ffn: int, hidden: int, at: At, what: str, transposed: bool
+    megatron: str, hf: str, *, experts: int, ffn: int, hidden: int, at: Location, what: str, transposed: bool
 ) -> Rule:
-    """One expert's part of a fused [experts, 2 ffn, hidden] tensor (gate, up); `transposed` swaps the last two."""
+    """The rule of an expert in a fused [experts, 2 ffn, hidden] tensor: gate, up; `transposed` swaps the last two."""
     expert = _expert_of(at)
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         width = divided(ffn, size, what)
-        found = []
-        for half in (0, 1):
-            part = (slice(half * ffn + rank * width, half * ffn + (rank + 1) * width), slice(0, hidden))
-            index = (expert, *(part[::-1] if transposed else part))
+        halves = []
+        for half in (0, 1):  # gate, up
+            first = half * ffn + rank * width
+            index = (expert, *_oriented(slice(first, first + width), slice(0, hidden), transposed))
             rows = dict(axis=0, start=half * width, stop=(half + 1) * width)
-            found.append(Piece(hf_name=hf, hf_index=index, transposed=transposed, **rows))
-        return tuple(found)
+            halves.append(Piece(hf_name=hf, hf_index=index, transposed=transposed, **rows))
+        return tuple(halves)
 
-    shape = (experts, hidden, 2 * ffn) if transposed else (experts, 2 * ffn, hidden)
-    return _rule(megatron, {hf: shape}, pieces, at)
+    return _rule(megatron, {hf: (experts, *_oriented(2 * ffn, hidden, transposed))}, pieces, at)
 
 
 def fused_expert_down(
-    megatron: str, hf: str, *, experts: int, ffn: int, hidden: int, at: At, what: str, transposed: bool
+    megatron: str, hf: str, *, experts: int, ffn: int, hidden: int, at: Location, what: str, transposed: bool
 ) -> Rule:
-    """One expert's part of a fused [experts, hidden, ffn] tensor; `transposed` swaps the last two."""
+    """The rule of an expert in a fused [experts, hidden, ffn] tensor; `transposed` swaps the last two."""
     expert = _expert_of(at)
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         width = divided(ffn, size, what)
-        part = (slice(0, hidden), slice(rank * width, (rank + 1) * width))
-        index = (expert, *(part[::-1] if transposed else part))
+        columns = slice(rank * width, (rank + 1) * width)
+        index = (expert, *_oriented(slice(0, hidden), columns, transposed))
         return (Piece(hf_name=hf, hf_index=index, axis=1, start=0, stop=width, transposed=transposed),)
 
-    shape = (experts, ffn, hidden) if transposed else (experts, hidden, ffn)
-    return _rule(megatron, {hf: shape}, pieces, at)
+    return _rule(megatron, {hf: (experts, *_oriented(hidden, ffn, transposed))}, pieces, at)
 
 
-def _expert_of(at: At) -> int:
+def _oriented(rows: T, columns: T, transposed: bool) -> tuple[T, T]:
+    if transposed:
+        return columns, rows
+    return rows, columns
+
+
+def _expert_of(at: Location) -> int:
     assert at.expert is not None
     return at.expert
 
@@ -159,7 +168,7 @@ def _rule(
     megatron: str,
     shapes: dict[str, tuple[int, ...]],
     pieces: Pieces,
-    at: At,
+    at: Location,
     *,
     sharded: bool = True,
     exported: bool = True,

@@ -1,7 +1,7 @@
-"""What a model of an unsupported family has, by the keys and the model_type of its config.json.
+"""The parts of a model of an unsupported family, by the keys and the model_type of its config.json.
 
-`PARTS` knows layers, routers and towers by the keys that publishers give them. Where none is there, the line lists
-the keys that no supported family has.
+`PARTS` knows layers, routers and towers by the keys that publishers give them. For a config without such keys, the
+message lists the keys that no supported family has.
 """
 
 import re
@@ -39,34 +39,38 @@ PARTS = {
     "layers that share weights": r"num_hidden_groups|.*shared_layers|num_loops|total_ut_steps",
     "biases": r"(use_)?bias|.*_bias",
 }
-"""Part -> pattern of a key, a kind of layer, an activation or a model_type that tells it."""
+"""Part -> pattern of a key, a kind of layer, an activation or a model_type that only models with this part have."""
 _QUIET = re.compile(
     r"(.*dropout.*|.*token.*|initializer.*|use_cache|transformers_version|architectures|model_type|dtype|torch_dtype|"
     r"_.*|id2label|label2id|output_.*|return_dict|problem_type|chunk_size_.*|auto_map|is_decoder|tie_.*|.*_loss.*|"
     r"layer_types|num_labels|.*_config)$"
 )
-"""Keys that say nothing of the layers."""
+"""Keys that say nothing about the layers."""
 _MOST = 5
-"""Parts, or keys, that a line has."""
+"""Most parts, or keys, that a message names."""
 
 
-def parts_of(config: Mapping[str, Any], known: Collection[str]) -> str:
-    """The parts of a model, each with the key or word that tells it.
+def parts_of(config: Mapping[str, Any], supported_keys: Collection[str]) -> str:
+    """The parts of a model, each with the key or word by which it is known; without any, its unusual keys.
 
-    known: keys of supported families, which tell nothing where no part is known.
+    supported_keys: keys of supported families, which are not unusual.
     """
     words = list(_words(config))
-    signs = {part: next(filter(re.compile(rule).fullmatch, words), None) for part, rule in PARTS.items()}
-    parts = [f"{part} ({word})" for part, word in signs.items() if word]
-    strange = [
-        key
-        for key in [*words, *config]
-        if key in config and key not in known and key.isidentifier() and not _QUIET.match(key)
-    ]
-    keys = ", ".join(list(dict.fromkeys(strange))[:_MOST])
+    parts = []
+    for part, pattern in PARTS.items():
+        word = next(filter(re.compile(pattern).fullmatch, words), None)
+        if word:
+            parts.append(f"{part} ({word})")
     if parts:
         return ", ".join(parts[:_MOST])
-    return f"the keys {keys}" if keys else "modules that nobody has compared with a supported family's"
+    unusual = [
+        key
+        for key in dict.fromkeys([*words, *config])
+        if key in config and key not in supported_keys and key.isidentifier() and not _QUIET.match(key)
+    ]
+    if unusual:
+        return f"the keys {', '.join(unusual[:_MOST])}"
+    return "modules that nobody has compared with a supported family's"
 
 
 def _words(config: Mapping[str, Any]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import fields
 
 from megatron_scalerl.tiny.build import TinyArguments, build
 
@@ -11,12 +12,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_scalerl.tiny", description=__doc__, argument_default=argparse.SUPPRESS
     )
-    parser.add_argument("out_dir", metavar="OUT_DIR")
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--moe", action="store_true", help="a Llama-4-style mixture of experts")
-    parser.add_argument("--train-prompts", type=int)
-    parser.add_argument("--held-out", type=int)
-    parser.add_argument("--sft-examples", type=int)
+    parser.add_argument("out_dir", metavar="OUT_DIR", help="folder to write; a folder with equal arguments is kept")
+    parser.add_argument("--seed", type=int, required=True, help="seed of policy, prompts and examples")
+    parser.add_argument("--moe", action="store_true", help="write a Llama-4-style mixture of experts, not a Llama")
+    counts = {"train_prompts": "training prompts", "held_out": "held-out prompts", "sft_examples": "examples"}
+    for field in fields(TinyArguments):
+        if field.name in counts:
+            option = f"--{field.name.replace('_', '-')}"
+            parser.add_argument(option, type=int, help=f"number of {counts[field.name]} (default: {field.default})")
     options = vars(parser.parse_args(argv))
     out_dir = options.pop("out_dir")
     try:
@@ -24,7 +27,10 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{out_dir}: {'written' if written else 'already exists'}")
+    if written:
+        print(f"{out_dir}: written")
+    else:
+        print(f"{out_dir}: already exists")
     return 0
 
 

@@ -43,7 +43,7 @@ def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
     for name in ("train_prompts", "held_out", "sft_examples"):
         count = getattr(arguments, name)
         if count < 1:
-            raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, found {count}")
+            raise ValueError(f"--{name.replace('_', '-')}: {count} is too few; take at least 1")
     manifest = {"format": FORMAT, **asdict(arguments)}
     if _exists(out_dir, manifest):
         return False
@@ -55,7 +55,7 @@ def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
             recipe = RECIPE.read_text(encoding="utf8").replace("runs/tiny/", f"{out_dir}/")
             (partial / RECIPE.name).write_text(recipe, encoding="utf8")
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf8")
-        partial.chmod(0o755)
+        partial.chmod(0o755)  # mkdtemp's folder is private
         partial.rename(out_dir)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -67,17 +67,17 @@ def _exists(out_dir: Path, manifest: dict[str, Any]) -> bool:
     if not out_dir.exists() or (out_dir.is_dir() and not any(out_dir.iterdir())):
         return False
     try:
-        found = json.loads((out_dir / MANIFEST).read_text(encoding="utf8"))
+        written = json.loads((out_dir / MANIFEST).read_text(encoding="utf8"))
     except (OSError, json.JSONDecodeError):
-        raise ValueError(f"{out_dir}: expected an absent or empty folder, found one without {MANIFEST}") from None
-    different = [key for key in sorted({*manifest, *found}) if found.get(key) != manifest.get(key)]
+        raise ValueError(f"{out_dir}: the folder is not empty and has no {MANIFEST}; name a new one") from None
+    different = [key for key in sorted({*manifest, *written}) if written.get(key) != manifest.get(key)]
     if different:
-        expected = ", ".join(f"{key} {manifest.get(key)}" for key in different)
-        actual = ", ".join(f"{key} {found.get(key)}" for key in different)
-        raise ValueError(f"{out_dir}: expected a folder written with {expected}, found one written with {actual}")
+        wanted = ", ".join(f"{key} {manifest.get(key)}" for key in different)
+        actual = ", ".join(f"{key} {written.get(key)}" for key in different)
+        raise ValueError(f"{out_dir}: it was written with {actual}, not with {wanted}; name a new folder")
     missing = [name for name in FILES if not (out_dir / name).is_file()]
     if missing:
-        raise ValueError(f"{out_dir}: expected {', '.join(FILES)}, found no {missing[0]}")
+        raise ValueError(f"{out_dir}: {missing[0]} is missing; remove the folder, or name a new one")
     return True
 
 
@@ -86,7 +86,7 @@ def _write(folder: Path, arguments: TinyArguments) -> None:
     from megatron_scalerl.tiny.policy import make_llama, make_llama4
 
     seed = arguments.seed
-    make = make_llama4 if arguments.moe else make_llama
+    make = {True: make_llama4, False: make_llama}[arguments.moe]
     make(folder / "base_policy", seed)
     _write_rows(folder / "prompts.jsonl", prompt_rows(seed, arguments.train_prompts, held_out=False))
     _write_rows(folder / "held_out.jsonl", prompt_rows(seed, arguments.held_out, held_out=True))

@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from megatron_scalerl.tiny.tokenizer import BOS_ID, EOS_ID, MODEL_VOCABULARY, PAD_ID, save_tokenizer
 
 INIT_STD = 0.02
-"""Standard deviation of matrices; those that write to the residual stream are scaled by 1/sqrt(2 layers)."""
+"""Standard deviation of matrices; matrices that write to the residual stream have it times 1/sqrt(2 layers)."""
 CONTEXT = 512
 """Positions (tokens); the longest prompt and completion of the task are about 85 tokens."""
 COMMON: dict[str, Any] = {
@@ -84,9 +84,12 @@ def _initialize(model: PreTrainedModel, seed: int) -> None:
     """Draw every matrix from a normal distribution with one generator, in the order of the names; norms are 1."""
     generator = torch.Generator().manual_seed(seed)
     residual_std = INIT_STD / math.sqrt(2 * model.config.num_hidden_layers)
+    # By name, so that another order of modules in transformers draws the same numbers.
     for name, parameter in sorted(model.named_parameters()):
         if parameter.dim() == 1:
             parameter.fill_(1.0)
             continue
-        writes_residual = "o_proj" in name or "down_proj" in name
-        parameter.normal_(0.0, residual_std if writes_residual else INIT_STD, generator=generator)
+        std = INIT_STD
+        if "o_proj" in name or "down_proj" in name:
+            std = residual_std
+        parameter.normal_(0.0, std, generator=generator)

@@ -25,15 +25,17 @@ INTERRUPTED_SHARE = 0.05
 """Share of warm-start examples whose thinking is cut and ended by the phrase."""
 SHORTEST_CUT = 8
 """Fewest thinking tokens before the phrase in a warm-start example."""
-THINK_START, THINK_END, EOS = "<think>", "</think>", "<eos>"
+THINK_START = "<think>"
+THINK_END = "</think>"
+EOS = "<eos>"
 HELD_OUT_PERCENT = 5
 REDRAWS = 2000
-"""A level is exhausted after this many draws without a new problem."""
+"""Draws without a new problem after which a level counts as exhausted."""
 
 
 @record
 class Problem:
-    """One problem with its answer."""
+    """A problem with its answer."""
 
     text: str
     """The prompt: `7;+2;-7;-2=`."""
@@ -49,10 +51,12 @@ class Problem:
 
 
 def apply(value: int, operator: str, operand: int) -> int:
-    """One step of the task."""
+    """The result of one operation of the task."""
     if operator == "+":
         return value + operand
-    return value - operand if operator == "-" else value * operand
+    if operator == "-":
+        return value - operand
+    return value * operand
 
 
 def draw_problem(rng: random.Random, level: int) -> Problem:
@@ -68,6 +72,7 @@ def draw_problem(rng: random.Random, level: int) -> Problem:
 
 
 def _draw_operation(rng: random.Random, value: int) -> tuple[str, int]:
+    # Weights are repetitions. Every choice has an operand with which the value stays within 0..9.
     choices = []
     if value < MAX_VALUE:
         choices += ["+"] * 2
@@ -89,7 +94,7 @@ def is_held_out(text: str) -> bool:
 
 
 def thinking_trace(rng: random.Random, problem: Problem, quit_probability: float) -> tuple[str, int]:
-    """(steps, value they reach); the trace stops before each step with probability quit_probability."""
+    """(steps, the value that they reach); the trace stops before each step with probability quit_probability."""
     value = problem.start
     steps = []
     for operator, operand in problem.operations:
@@ -108,7 +113,7 @@ def answer_of_cut(thinking: str) -> int:
 
 
 def warm_start_example(rng: random.Random) -> dict[str, str | int]:
-    """One row of the warm start: prompt, completion and level.
+    """A row of the warm start: prompt, completion and level.
 
     In an interrupted example the thinking is cut at a random point, the phrase and the closing tag follow (the loader
     excludes them from the loss), and the answer is the last completed result.
@@ -136,34 +141,34 @@ def prompt_rows(seed: int, count: int, *, held_out: bool) -> Iterator[dict[str, 
 
     Exhausted levels are skipped (level 1 has about a hundred problems). Raises ValueError if all are exhausted.
     """
-    side = "held out" if held_out else "training"
+    side = {True: "held out", False: "training"}[held_out]
     rng = random.Random(f"{side} {seed}")
-    seen: set[str] = set()
-    exhausted: set[int] = set()
-    turn = 0
-    while len(seen) < count:
-        if len(exhausted) == len(LEVELS):
-            raise ValueError(f"{side} prompts: expected at most {len(seen)} of this task, found {count}")
-        level = LEVELS[turn % len(LEVELS)]
-        turn += 1
-        problem = None if level in exhausted else _draw_new(rng, level, held_out, seen)
-        if problem is None:
-            exhausted.add(level)
-            continue
-        seen.add(problem.text)
-        yield {"prompt": problem.text, "answer": str(problem.answer), "level": level}
+    drawn: set[str] = set()
+    left = list(LEVELS)
+    while len(drawn) < count:
+        if not left:
+            raise ValueError(f"{side} prompts: {count} are too many; the task has {len(drawn)}")
+        # Level by level in turn, so that the rows are mixed from the first on.
+        for level in tuple(left):
+            problem = _draw_new(rng, level, held_out, drawn)
+            if problem is None:
+                left.remove(level)
+            elif len(drawn) < count:
+                drawn.add(problem.text)
+                yield {"prompt": problem.text, "answer": str(problem.answer), "level": level}
 
 
 def _draw_to_train(rng: random.Random, level: int) -> Problem:
     """A random problem that is not held out."""
-    while is_held_out((problem := draw_problem(rng, level)).text):
-        pass
+    problem = draw_problem(rng, level)
+    while is_held_out(problem.text):
+        problem = draw_problem(rng, level)
     return problem
 
 
-def _draw_new(rng: random.Random, level: int, held_out: bool, seen: set[str]) -> Problem | None:
+def _draw_new(rng: random.Random, level: int, held_out: bool, drawn: set[str]) -> Problem | None:
     for _ in range(REDRAWS):
         problem = draw_problem(rng, level)
-        if is_held_out(problem.text) == held_out and problem.text not in seen:
+        if is_held_out(problem.text) == held_out and problem.text not in drawn:
             return problem
     return None

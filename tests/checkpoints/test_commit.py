@@ -38,26 +38,26 @@ def test_a_committed_folder_reads_back(tmp_path):
 
 def test_without_commit_it_is_refused(tmp_path):
     path = make(tmp_path, 3, commit=False)
-    with pytest.raises(ValueError, match=r"step_000003/COMMIT: expected .* found a folder without it"):
+    with pytest.raises(ValueError, match=r"step_000003/COMMIT: this file does not exist"):
         read_commit(path)
-    with pytest.raises(ValueError, match="found no folder"):
+    with pytest.raises(ValueError, match="COMMIT: this file does not exist"):
         read_commit(tmp_path / "nowhere")
 
 
 def test_a_missing_or_short_shard_is_named(tmp_path):
     path = make(tmp_path, 3)
     (path / "shards" / "a.distcp").write_bytes(b"x" * 9)
-    with pytest.raises(ValueError, match=r"step_000003/shards/a.distcp: expected 10 bytes, found 9"):
+    with pytest.raises(ValueError, match=r"step_000003/shards/a.distcp: it has 9 bytes, and 10 were committed"):
         read_commit(path)
     (path / "shards" / "a.distcp").unlink()
-    with pytest.raises(ValueError, match=r"step_000003/shards/a.distcp: expected a file of 10 bytes, found none"):
+    with pytest.raises(ValueError, match=r"step_000003/shards/a.distcp: .* is missing"):
         read_commit(path)
 
 
 def test_a_broken_commit_is_named(tmp_path):
     path = make(tmp_path, 3)
     (path / COMMIT).write_text('{"step": 3')
-    with pytest.raises(ValueError, match=r"step_000003/COMMIT: expected JSON"):
+    with pytest.raises(ValueError, match=r"step_000003/COMMIT: .* as JSON: "):
         read_commit(path)
 
 
@@ -77,10 +77,10 @@ def test_a_broken_commit_is_named(tmp_path):
         ('{"files": {"a": -1}}', ">= 0 - at `$.files[...]`"),
         ('{"files": {"a": [[]]}}', "array` - at `$.files[...]`"),
         ('{"files": {"a": ' + "9" * 5000 + "}}", "out of range"),
-        ('{"files": {"../../outside": 6}}', "the name '../../outside'"),
-        ('{"files": {"/etc/passwd": 6}}', "the name '/etc/passwd'"),
-        ('{"files": {"a\\u0000": 6}}', r"the name 'a\x00'"),
-        ('{"files": {"' + "a" * 300 + '": 6}}', "the name 'aaa"),
+        ('{"files": {"../../outside": 6}}', "'../../outside' is not the path"),
+        ('{"files": {"/etc/passwd": 6}}', "'/etc/passwd' is not the path"),
+        ('{"files": {"a\\u0000": 6}}', r"'a\x00' is not the path"),
+        ('{"files": {"' + "a" * 300 + '": 6}}', "aaa' is not the path"),
         ('{"files": {}, "sha256": {"a": 3}}', "int` - at `$.sha256[...]`"),
         ('{"files": {}, "sha256": null}', "null` - at `$.sha256`"),
         ('{"files": {}, "step": 1e400}', "out of range"),
@@ -96,7 +96,7 @@ def test_a_commit_of_other_content_is_one_error(content, found, tmp_path):
     with pytest.raises(ValueError) as refused:
         read_commit(path)
     said = str(refused.value)
-    assert said.startswith(f"{path / COMMIT}: expected JSON with the checkpoint's files, found ") and found in said
+    assert said.startswith(f"{path / COMMIT}: ") and found in said
     assert "\n" not in said and len(said) < 1000
 
 
@@ -109,7 +109,7 @@ def test_a_commit_without_the_newer_fields_is_read(tmp_path):
 def test_a_very_large_commit_is_not_read(tmp_path):
     path = make(tmp_path, 3)
     os.truncate(path / COMMIT, 1 << 40)
-    with pytest.raises(ValueError, match=r"COMMIT: expected JSON .*, at most \d+ bytes, found 1099511627776"):
+    with pytest.raises(ValueError, match=r"COMMIT: 1099511627776 bytes are too many"):
         read_commit(path)
 
 
@@ -127,7 +127,7 @@ def test_latest_and_prune_use_the_step_and_delete_the_uncommitted(tmp_path):
 def test_other_content_of_the_same_size_is_named(tmp_path):
     path = make(tmp_path, 3)
     (path / "extra.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"extra.json: expected the content that was committed"):
+    with pytest.raises(ValueError, match=r"extra.json: its content is not what was committed"):
         read_commit(path)
 
 
@@ -154,9 +154,9 @@ def test_the_newest_undamaged_checkpoint_with_a_line_about_each_damaged_one(tmp_
     (checkpoint_path(tmp_path, 2) / "extra.json").unlink()
     path, damaged = latest_whole(tmp_path)
     assert path == checkpoint_path(tmp_path, 1)
-    assert len(damaged) == 2 and "step_000003/COMMIT: expected JSON with the checkpoint's files" in damaged[0]
+    assert len(damaged) == 2 and "step_000003/COMMIT: it does not list the checkpoint's files" in damaged[0]
     (checkpoint_path(tmp_path, 1) / COMMIT).write_text("")
-    with pytest.raises(RuntimeError, match="expected a whole checkpoint, found only damaged ones"):
+    with pytest.raises(RuntimeError, match="every checkpoint is damaged"):
         latest_whole(tmp_path)
     assert latest_whole(tmp_path / "nowhere") == (None, [])
 

@@ -53,14 +53,14 @@ def test_every_float_type_is_read_bit_for_bit(dtype, tmp_path):
 
 def test_wrong_folders_are_refused_in_one_line(source, tmp_path):
     reader = HfReader(open_folder(source))
-    with pytest.raises(ValueError, match=r"expected tensor c\.weight, found none of that name"):
+    with pytest.raises(ValueError, match=r"the folder has no tensor c\.weight"):
         reader.read("c.weight", (slice(0, 1),), (1,))
-    with pytest.raises(ValueError, match=r"a.weight: expected shape \[5, 6\], found \[4, 6\]"):
+    with pytest.raises(ValueError, match=r"a.weight: its shape is \[4, 6\] in place of \[5, 6\]"):
         reader.read("a.weight", (slice(0, 1), slice(0, 1)), (5, 6))
     (source / "part-1.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"part-1.safetensors: expected the shard that the index names, found no"):
+    with pytest.raises(ValueError, match=r"part-1.safetensors: this file does not exist"):
         open_folder(source)
-    with pytest.raises(ValueError, match=r"expected \*.safetensors, found none"):
+    with pytest.raises(ValueError, match=r"the folder has no \*.safetensors"):
         open_folder(tmp_path)
 
 
@@ -87,5 +87,5 @@ def test_a_header_that_safetensors_refuses_is_refused(header, data, tmp_path):
     file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(data))
     with pytest.raises(SafetensorError):
         safe_open(file, "pt")
-    with pytest.raises(ValueError, match=r"model\.safetensors: .*expected .*, found "):
+    with pytest.raises(ValueError, match=r"model\.safetensors: "):
         open_folder(tmp_path)

@@ -91,19 +91,21 @@ def copy_any(source, target):
 def test_a_metadata_file_that_is_a_call(folder, marker, refused):
     (folder / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
     recommit(folder)
-    expected = f"{folder}/.metadata: expected the metadata of a checkpoint, found the name posix.mkdir"
-    assert refused() == expected
+    said = refused()
+    assert said.startswith(f"{folder}/.metadata: ") and "the name posix.mkdir is not allowed" in said
 
 
 @pytest.mark.parametrize("where", ["planner_data", "version", "mcore_data"])
 def test_a_valid_metadata_file_with_a_call_in_it(where, folder, marker, refused):
     edit_metadata(folder, lambda m: setattr(m, where, {"a": Evil(marker)}))
-    assert refused().endswith("/.metadata: expected the metadata of a checkpoint, found the name posix.mkdir")
+    said = refused()
+    assert said.startswith(f"{folder}/.metadata: ") and "the name posix.mkdir is not allowed" in said
 
 
 def test_a_tensor_that_calls(folder, marker, refused):
     place(folder, first_key(folder, objects=False), saved(Evil(marker)))
-    assert refused().endswith("/__99_0.distcp: expected a saved tensor at byte 0, found the name posix.mkdir")
+    said = refused()
+    assert "/__99_0.distcp: the bytes from 0 on " in said and "the name posix.mkdir is not allowed" in said
 
 
 def test_parts_that_are_not_needed_are_not_opened(originals, folder, marker, tmp_path):
@@ -119,19 +121,16 @@ def test_parts_that_are_not_needed_are_not_opened(originals, folder, marker, tmp
 @pytest.mark.parametrize(
     ("info", "found"),
     [
-        (("../outside", 0, 10), ".metadata: expected names of files in the folder, found '../outside'"),
-        (("/etc/passwd", 0, 10), ".metadata: expected names of files in the folder, found '/etc/passwd'"),
-        (("__0_0.distcp", -5, 10), "found a byte range that is not a tuple of sizes"),
-        (("__0_0.distcp", 0, -1), "found a byte range that is not a tuple of sizes"),
-        (("__0_0.distcp", 0, 10**12), "__0_0.distcp: expected at least 1000000000000 bytes"),
-        (("__0_0.distcp", 10**12, 10), "__0_0.distcp: expected at least 1000000000010 bytes"),
-        (("__0_0.distcp", 0, "10"), "found _StorageInfo.length that is a str"),
-        (("none.distcp", 0, 10), "none.distcp: expected a file of the checkpoint, found none"),
-        (
-            ("__0_0.distcp", 3, 100),
-            "__0_0.distcp: expected a saved tensor at byte 3, found bytes that are no archive",
-        ),
-        (("__0_0.distcp", 0, 10, ["stream.zstd/1"]), "found bytes that were transformed"),
+        (("../outside", 0, 10), ".metadata: '../outside' is not the name of a file"),
+        (("/etc/passwd", 0, 10), ".metadata: '/etc/passwd' is not the name of a file"),
+        (("__0_0.distcp", -5, 10), "a byte range is not a tuple of sizes"),
+        (("__0_0.distcp", 0, -1), "a byte range is not a tuple of sizes"),
+        (("__0_0.distcp", 0, 10**12), "and .metadata names 1000000000000"),
+        (("__0_0.distcp", 10**12, 10), "and .metadata names 1000000000010"),
+        (("__0_0.distcp", 0, "10"), "_StorageInfo.length is of type str"),
+        (("none.distcp", 0, 10), "none.distcp: this file of the checkpoint is missing"),
+        (("__0_0.distcp", 3, 100), "__0_0.distcp: the bytes from 3 on are not a saved tensor: they are no archive"),
+        (("__0_0.distcp", 0, 10, ["stream.zstd/1"]), "bytes of __0_0.distcp were transformed"),
     ],
 )
 def test_places_outside_the_folder_or_the_file(info, found, folder, refused):
@@ -145,33 +144,36 @@ def test_places_outside_the_folder_or_the_file(info, found, folder, refused):
 def test_links_out_of_the_folder(name, folder, refused):
     shutil.move(folder / name, folder.parent / "elsewhere")
     (folder / name).symlink_to(folder.parent / "elsewhere")
-    assert refused() == f"{folder / name}: expected a file, found a link (cp -RL makes a folder without links)"
+    assert refused().startswith(f"{folder / name}: it is a link")
 
 
 def test_a_pipe_does_not_block(folder, refused):
     (folder / "__0_0.distcp").unlink()
     os.mkfifo(folder / "__0_0.distcp")
     (folder / "COMMIT").unlink()
-    assert refused(like=False).endswith("__0_0.distcp: expected a regular file, found something else")
+    assert refused(like=False).endswith("__0_0.distcp: it is not a regular file")
 
 
 def test_a_link_beside_the_config_is_not_copied_out(folder, refused):
     (folder.parent / "secret").write_text("secret")
     (folder / "hugging_face" / "chat_template.jinja").symlink_to(folder.parent / "secret")
     recommit(folder)
-    assert "hugging_face/chat_template.jinja: expected a file or a folder, found a link" in refused(like=False)
+    assert "hugging_face/chat_template.jinja: it is a link" in refused(like=False)
 
 
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        (lambda c: c["shards"][0].update(file="../../escaped.safetensors"), "names of files in the folder"),
-        (lambda c: c["shards"][0].update(file=ELSEWHERE), "names of files in the folder"),
-        (lambda c: c["shards"][0].update(file="config.json"), r"expected files *.safetensors, found config.json"),
-        (lambda c: c["shards"][0]["tensors"].append("ghost"), "in its files, found 'ghost'"),
+        (
+            lambda c: c["shards"][0].update(file="../../escaped.safetensors"),
+            "is not the name of a file in the folder",
+        ),
+        (lambda c: c["shards"][0].update(file=ELSEWHERE), "is not the name of a file in the folder"),
+        (lambda c: c["shards"][0].update(file="config.json"), r": config.json is not the name of a *.safetensors"),
+        (lambda c: c["shards"][0]["tensors"].append("ghost"), "does not hold 'ghost'"),
         (lambda c: c.pop("shards"), "missing required field `shards`"),
         (lambda c: c.update(tensors=[]), "Expected `object`, got `array` - at `$.tensors`"),
-        (lambda c: c.update(copies={"a": "ghost"}), "found 'ghost'"),
+        (lambda c: c.update(copies={"a": "ghost"}), ": a is a copy of 'ghost'"),
         (lambda c: c.update(tensors={"a": {}}), "missing required field `dtype` - at `$.tensors[...]`"),
         (lambda c: c.update(index_metadata=3), "Expected `object | null`, got `int` - at `$.index_metadata`"),
     ],

@@ -79,7 +79,7 @@ def test_an_interrupted_conversion_removes_its_work(module, origins, tmp_path, m
 def test_two_conversions_to_one_output_exclude_each_other(tmp_path):
     with result_folder(tmp_path / "out", 0) as first:
         again = result_folder(tmp_path / "out", 0)
-        with pytest.raises(ValueError, match="one conversion to it at a time, found another running"), again:
+        with pytest.raises(ValueError, match="another conversion to this path is running"), again:
             pass
         assert first.is_dir(), "the first one's work was removed"
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]

@@ -18,21 +18,21 @@ def test_only_regular_files_of_the_folder_are_opened(tmp_path):
     os.mkfifo(folder / "pipe")
     with PlainFile(folder, "plain") as file:
         assert file.read(10) == b"text"
-        with pytest.raises(ValueError, match="expected at most 2 bytes, found 4"):
+        with pytest.raises(ValueError, match="plain: it has 4 bytes, and at most 2 are read"):
             file.read(2)
-        with pytest.raises(ValueError, match=r"plain: expected 9 bytes at byte 2, found 2 \(truncated"):
+        with pytest.raises(ValueError, match=r"plain: it has only 2 of 9 bytes from byte 2 on"):
             file.read_into(2, memoryview(bytearray(9)))
     for name, found in {
-        "link": "expected a file, found a link",
-        "inner": "expected a file, found a link",
-        "pipe": "expected a regular file",
-        "sub": "expected a regular file",
-        "none": "expected a file of the checkpoint, found none",
-        "../outside": "expected names of files in the folder",
-        str(outside): "expected names of files in the folder",
-        "..": "expected names of files in the folder",
-        "": "expected names of files in the folder",
-        "a\0b": "expected names of files in the folder",
+        "link": "it is a link",
+        "inner": "it is a link",
+        "pipe": "it is not a regular file",
+        "sub": "it is not a regular file",
+        "none": "this file of the checkpoint is missing",
+        "../outside": "is not the name of a file",
+        str(outside): "is not the name of a file",
+        "..": "is not the name of a file",
+        "": "is not the name of a file",
+        "a\0b": "is not the name of a file",
     }.items():
         with pytest.raises(ValueError, match=found):
             PlainFile(folder, name)

@@ -148,7 +148,7 @@ def test_another_type_is_rounded_once_and_set_in_the_config(policies, tmp_path):
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
     verify(source, tmp_path / "megatron", Options(dtype="BF16"))
-    with pytest.raises(ValueError, match=r"expected F32 .* found BF16"):
+    with pytest.raises(ValueError, match=r" is BF16 .*, and F32 "):
         verify(source, tmp_path / "megatron")
 
 
@@ -164,7 +164,7 @@ def test_a_copy_of_the_tied_embedding_is_written_again(policies, tmp_path):
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
     tensors["lm_head.weight"][3, 3] += 1
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lm_head.weight: expected a copy of model.embed_tokens.weight"):
+    with pytest.raises(ValueError, match=r"lm_head.weight: .* model.embed_tokens.weight"):
         to_megatron(source, tmp_path / "other")
 
 

@@ -52,7 +52,7 @@ def test_a_trainer_that_starts_from_it_makes_the_same_step(policy, parallel, tmp
     found = stepped(make_trainer(make_recipe(policy, policy=start), parallel))
     assert found.keys() == expected.keys()
     assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
-    with pytest.raises(ValueError, match="COMMIT: expected the file that completes a checkpoint, found no folder"):
+    with pytest.raises(ValueError, match="COMMIT: this file does not exist"):
         make_trainer(make_recipe(policy, policy={**start, "megatron_path": str(tmp_path / "none")}), parallel)
 
 

@@ -77,26 +77,26 @@ def test_arrays_keep_their_order(array, read):
         (np.float64(1.0), "the name numpy._core.multiarray.scalar"),
         (np.array(["text"]), ""),
         (np.zeros(1, dtype=[("a", "i4")]), ""),
-        ({1, 2}, "a set among plain values"),
-        ({(1, 2): 3}, "a dict among plain values"),
-        (bytearray(b"ab"), "a bytearray among|the name"),
+        ({1, 2}, "a set is among them"),
+        ({(1, 2): 3}, "a dict is among them"),
+        (bytearray(b"ab"), "a bytearray is among|the name"),
         (torch.nn.Linear(1, 1), "the name torch.nn.modules.linear.Linear"),
-        (torch.float32, "a dtype among"),
+        (torch.float32, "a dtype is among"),
         (torch.storage._load_from_bytes, r"the name [\w.]+load_from_bytes"),
-        (torch.nn.Parameter(torch.zeros(1)), "a Parameter among"),
-        (torch.zeros(2).to_sparse(), "a Tensor among"),
-        (torch.zeros(2, device="meta"), "a Tensor among"),
+        (torch.nn.Parameter(torch.zeros(1)), "a Parameter is among"),
+        (torch.zeros(2).to_sparse(), "a Tensor is among"),
+        (torch.zeros(2, device="meta"), "a Tensor is among"),
         (io.BytesIO(b"abc"), "the name _io.BytesIO"),
     ],
     ids=lambda v: v[:24] if isinstance(v, str) else type(v).__name__,
 )
 def test_other_values_are_refused_by_name(value, found, read):
-    with pytest.raises(ValueError, match=rf"file: expected plain values at byte 6, found .*({found})"):
+    with pytest.raises(ValueError, match=rf"file: the bytes from 6 on are not plain values: .*({found})"):
         read(saved(value))
 
 
 def test_a_hostile_value_has_no_effect(read, tmp_path):
-    with pytest.raises(ValueError, match=r"found the name posix\.mkdir"):
+    with pytest.raises(ValueError, match=r"the name posix\.mkdir is not allowed"):
         read(saved([Evil(tmp_path / "made")]))
     assert not (tmp_path / "made").exists()
 
@@ -107,9 +107,9 @@ def test_extra_states_must_be_empty(read):
     assert read(saved([None]), key) == [None]
     assert len(read(saved([torch.empty(0, dtype=torch.uint8)]), key)) == 1
     for content in (torch.zeros(4, dtype=torch.uint8), b"abc", {}, "text", np.zeros(3)):
-        with pytest.raises(ValueError, match=r"found content in decoder.layers.0.mlp.linear_fc1._extra_state"):
+        with pytest.raises(ValueError, match=r"decoder.layers.0.mlp.linear_fc1._extra_state\S* is not empty"):
             read(saved([content]), key)
-    with pytest.raises(ValueError, match="expected a list, found a dict"):
+    with pytest.raises(ValueError, match=" is a dict; Megatron stores a list"):
         read(saved({}), key)
 
 
@@ -155,7 +155,7 @@ def test_torch_loads_the_tensors_of_this_test(read):
     ],
 )
 def test_a_tensor_beyond_its_bits_is_refused(arguments, read):
-    with pytest.raises(ValueError, match="file: expected plain values at byte 6, found"):
+    with pytest.raises(ValueError, match="file: the bytes from 6 on are not plain values: "):
         read(archive(view(*arguments), [("data/0", b"\0" * 16), ("version", b"3\n")]))
 
 
@@ -164,7 +164,7 @@ def test_archives_of_other_kinds_are_refused(read):
     old = io.BytesIO()
     torch.save({"a": 1}, old, _use_new_zipfile_serialization=False)
     for content in (archive(plain), b"cposix\nmkdir\n.", old.getvalue()):
-        with pytest.raises(ValueError, match="file: expected plain values at byte 6, found"):
+        with pytest.raises(ValueError, match="file: the bytes from 6 on are not plain values: "):
             read(content)
 
 
@@ -183,7 +183,7 @@ def test_values_that_contain_themselves_are_refused(read):
     value = ["x"]
     for _ in range(30):
         value = [value, value]
-    with pytest.raises(ValueError, match=r"values nested more than 32 deep, or more than 1048576 of them"):
+    with pytest.raises(ValueError, match=r"nested more than 32 deep, or are more than 1048576$"):
         read(saved(value))
     ring = []
     ring.append(ring)

@@ -89,7 +89,7 @@ def test_a_study_from_its_start_to_its_results(task):
     (task / "arms" / "z_same.yaml").write_text("loss: {name: cispo}\nseed: 4\n")
     references = ("--reference", "dapo=z_same", "--reference", "plain")
     code, said = ran(task, *references)
-    assert code == 0 and said.splitlines()[0] == "z_same: the same recipe as plain here; left out"
+    assert code == 0 and said.splitlines()[0] == "z_same: it is the same recipe as plain and is left out"
     order = re.findall(r"(\w+): starts", said)
     assert order == ["dapo_seed1", "plain_seed1", "dapo_seed2", "plain_seed2"]
     assert "2 of 4 runs have ended" in said

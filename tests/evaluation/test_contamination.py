@@ -83,5 +83,5 @@ def test_a_phrase_in_every_text_keeps_the_closest_prompts_alone():
 
 
 def test_n_is_at_least_one():
-    with pytest.raises(ValueError, match="expected at least 1 word, found 0"):
+    with pytest.raises(ValueError, match="0 words are too few"):
         contamination([], [], n=0)

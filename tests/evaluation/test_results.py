@@ -57,7 +57,7 @@ def test_another_evaluation_is_refused_and_changes_nothing(tmp_path, changed, na
     with ResultFile(tmp_path, HEADER) as result:
         result.append(row(1))
     before = result.path.read_bytes()
-    with pytest.raises(OtherResult, match="expected a result of this evaluation, found another one") as error:
+    with pytest.raises(OtherResult, match=r"completions\.jsonl: it is the result of another evaluation: ") as error:
         ResultFile(tmp_path, changed)
     assert named in str(error.value) and result.path.read_bytes() == before
     with ResultFile(tmp_path, replace(HEADER, policy="moved/p")) as moved:
@@ -69,7 +69,7 @@ def test_a_damaged_row_names_its_line(tmp_path):
         result.append(row(1))
     with result.path.open("ab") as file:
         file.write(b'{"key": 5}\n')
-    with pytest.raises(OtherResult, match=r"completions.jsonl line 3: expected a completion, found "):
+    with pytest.raises(OtherResult, match=r"completions.jsonl line 3: it is not a completion: "):
         ResultFile(tmp_path, HEADER)
 
 
@@ -85,9 +85,9 @@ def test_a_cell_needs_every_completion():
     rows = [row(1), row(1, 1, correct=False), row(2, lost="no_logprobs"), row(2, 1)]
     [cell] = cells(rows, keys)
     assert (cell.counts.correct, cell.counts.completions, cell.lost) == ((1, 1), (2, 1), 1)
-    with pytest.raises(ValueError, match="expected completion 1 of problem 2, found none"):
+    with pytest.raises(ValueError, match="completion 1 of problem 2 is missing"):
         cells(rows[:3], keys)
-    with pytest.raises(ValueError, match="problem 2: expected a completion, found all of them lost"):
+    with pytest.raises(ValueError, match="problem 2: all of its completions are lost"):
         cells([*rows[:3], row(2, 1, lost="x")], keys)
 
 
@@ -160,7 +160,7 @@ def test_an_engine_with_another_version_is_evicted_and_its_completion_is_generat
     wrong = StandInEngine(version=4)
     rows, members = completed(sampler_of(), [wrong, StandInEngine("engine-1", 3)])
     assert len(rows) == 6 and {r.versions for r in rows} == {(3, 3)}
-    assert wrong.aborted == "engine-0: policy versions: expected 3, found [4]"
+    assert wrong.aborted == "engine-0: it answered with policy version 4, not 3"
     assert [engine.name for engine in members.serving] == ["engine-1"]
 
 

@@ -116,4 +116,4 @@ def test_quantized_weights_and_refused_keys_name_the_folder(tmp_path):
         tmp_path, **qwen2, quantization_config={"quant_method": "a"}
     )
     said = refusal(tmp_path, **qwen2, use_sliding_window=True)
-    assert said == f"{tmp_path}/config.json: use_sliding_window: expected False, found True"
+    assert said == f"{tmp_path}/config.json: use_sliding_window: True is not supported, only False"

@@ -180,12 +180,12 @@ def test_a_batch_that_is_composed_while_the_page_is_open_can_be_read(run):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["watch"], "RUN: expected the folder of a run or --demo, found none"),
+        (["watch"], "RUN: give either the folder of a run or --demo"),
         (["watch", "none"], "recipe.yaml: there is no such file; it should be a recipe file"),
-        (["watch", "RUN", "--port", "70000"], "--port: expected 0 to 65535, found 70000"),
+        (["watch", "RUN", "--port", "70000"], "--port: 70000 is not a port"),
         (["watch", "EMPTY"], "it is no run (recipe.yaml), and no run is below it"),
-        (["report", "RUNS", "--html", "OUT", "--group", "1"], "--group: expected one run with it, found the folder"),
-        (["report", "RUN", "--group", "1"], "--group requires --html FILE"),
+        (["report", "RUNS", "--html", "OUT", "--group", "1"], "--group needs the folder of one run"),
+        (["report", "RUN", "--group", "1"], "--group names a group of the page; add --html"),
     ],
 )
 def test_a_mistake_is_one_line(run, tmp_path, capsys, arguments, said):

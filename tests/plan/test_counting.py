@@ -119,12 +119,12 @@ def test_a_head_of_another_size_is_padded_per_rank():
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["megatron.parallel.tensor_model_parallel_size=16"], "expected a divisor of 8 key-value heads, found 16"),
+        (["megatron.parallel.tensor_model_parallel_size=16"], "8 key-value heads cannot be divided by 16"),
         (
             ["megatron.parallel.pipeline_model_parallel_size=3", "trainer.world_size=18"],
             "3 does not divide 32 layers.*num_layers_in_first_pipeline_stage",
         ),
-        (["megatron.parallel.expert_model_parallel_size=2"], "expected 1 for a policy without experts, found 2"),
+        (["megatron.parallel.expert_model_parallel_size=2"], "2 ranks cannot divide a policy without experts"),
     ],
 )
 def test_layouts_that_do_not_divide(overrides, said):

@@ -78,9 +78,9 @@ def test_text_that_looks_like_markup_is_printed_as_it_is():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--group", "9"], "expected group 9, found none among 3 finished groups"),
-        (["--group", "1", "--step", "1"], "expected group 1 and a group of step 1, found none among 3"),
-        (["--index", "2"], "--index: expected 0 to 1, found 2"),
+        (["--group", "9"], "none of the 3 finished groups matches --group"),
+        (["--group", "1", "--step", "1"], "none of the 3 finished groups matches --group --step"),
+        (["--index", "2"], "--index: the group has no completion 2; take one from 0 to 1"),
     ],
 )
 def test_what_is_not_there_is_one_line(run_dir, capsys, arguments, message):
