@@ -8,11 +8,12 @@ exit), also before it had handlers for them. A child that was killed or failed r
 child ends when this process does, however that exits (`processes.parent_death`).
 """
 
+import contextlib
 import logging
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -49,9 +50,8 @@ engine still has is a user error, too."""
 def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
     """Run `command` until it ends for good; returns its exit code, 1 if another signal killed it.
 
-    restarts: most restarts without a new checkpoint in RUN/checkpoints in between. SIGINT, SIGTERM and SIGUSR1 are
-    passed on to the child, which then is not started again. If the child fails after SIGUSR1, the result is 75, since
-    the run can go on from its newest checkpoint.
+    restarts: most restarts without a new checkpoint in between. The child gets SIGINT, SIGTERM and SIGUSR1, and then
+    is not started again; if it fails after SIGUSR1, the result is 75, since the run can go on from a checkpoint.
     """
     stopped_by = []
     early = []
@@ -65,19 +65,16 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
         else:
             early.append(number)
 
-    before = {number: signal.signal(number, on_signal) for number in _HANDLED}
-    end_file = run_dir / "end.json"
-    try:
-        first = True
+    tied = tied_command(list(command))
+    with _handling(on_signal):
         failures = 0
         newest = latest(run_dir / "checkpoints")
         takeover = Takeover(run_dir)
         while True:
             charged = _size(run_dir / "ledger.jsonl")
-            ended = read_jsonl(end_file)
+            ended = read_jsonl(run_dir / "end.json")
             # In a new session: a terminal's SIGINT reaches the child once, from this process.
-            env = os.environ | variables
-            child = subprocess.Popen(tied_command(list(command)), start_new_session=True, env=env)
+            child = subprocess.Popen(tied, start_new_session=True, env=os.environ | variables)
             while early:  # received while the child was being started
                 child.send_signal(early.pop(0))
             code = _exit_code(child.wait())
@@ -85,23 +82,21 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
             # The child has charged its devices up to now, so the next one charges from now on.
             if _size(run_dir / "ledger.jsonl") != charged:
                 variables = held_from_now()
-            if SAVE_SIGNAL in stopped_by and code not in _ENDED and not (code in _NOT_STARTED and first):
+            not_started = code in _NOT_STARTED and failures == 0
+            if SAVE_SIGNAL in stopped_by and code not in _ENDED and not not_started:
                 logger.warning("the run ended with code %d after it was asked to save and exit", code)
                 return SAVED_CODE
-            end = read_jsonl(end_file)
-            gave_up = end != ended and any(row.get("gave_up") for row in end)
-            how = f"failed with exit code {code}"
-            if code < 0:
-                how = f"was killed by {signal.Signals(-code).name}"
-                code = 1
-            if code in _FINAL or stopped_by or gave_up or (code in _NOT_STARTED and first):
+            ends = read_jsonl(run_dir / "end.json")
+            gave_up = ends != ended and any(row.get("gave_up") for row in ends)
+            how = _ending(code)
+            code = 1 if code < 0 else code
+            if code in _FINAL or stopped_by or gave_up or not_started:
                 return code
-            first = False
+            failures += 1
             reached = latest(run_dir / "checkpoints")
             if reached != newest:
-                failures = 0
-            newest = reached
-            failures += 1
+                newest = reached
+                failures = 1
             if failures > restarts:
                 logger.error("the run %s, %d times without a new checkpoint: it is not started again", how, failures)
                 return code
@@ -113,9 +108,24 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
             if takeover.happened:
                 logger.error("a newer attempt of this job is running: exiting")
                 return code
+
+
+@contextlib.contextmanager
+def _handling(on_signal: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Context in which `on_signal` handles the signals of _HANDLED."""
+    before = {number: signal.signal(number, on_signal) for number in _HANDLED}
+    try:
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _ending(code: int) -> str:
+    """How the run ended with an exit code; negative for a run that a signal killed."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"failed with exit code {code}"
 
 
 def _size(file: Path) -> int:
