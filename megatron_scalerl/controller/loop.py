@@ -91,7 +91,7 @@ class Controller:
         meter: Meter,
         progress: Progress,
         saving: SaveAndExit,
-        evaluation: Evaluated | None = None,
+        evaluation: EvaluationInputs | None = None,
         sinks: Sequence[Sink] = (),
     ):
         """resumed: its history is handed over, and dropped once it is replayed. sinks: these get every record."""

@@ -234,7 +234,7 @@ class Measurements:
         self,
         recipe: Recipe,
         prompts: PromptSet,
-        evaluation: Evaluated | None,
+        evaluation: EvaluationInputs | None,
         *,
         folder: RunFolder,
         start: ResumePoint,

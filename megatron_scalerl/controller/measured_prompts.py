@@ -344,7 +344,7 @@ def _row(summary: FileSummary, version: PinnedVersion) -> dict[str, Any]:
     }
 
 
-def write_contamination(folder: Path, files: Evaluated | None) -> None:
+def write_contamination(folder: Path, files: EvaluationInputs | None) -> None:
     """RUN/contamination.json: which training prompts hit which problems. Nothing without evaluation files."""
     if files is not None:
         compared = {file.path: asdict(files.contaminations[file.name]) for file in files.files}

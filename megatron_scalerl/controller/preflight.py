@@ -38,7 +38,7 @@ class Inputs(Settings):
     """The checked inputs of a run."""
 
     prompts: PromptSet
-    evaluation: Evaluated | None
+    evaluation: EvaluationInputs | None
 
     def resolved(self, recipe: Recipe) -> Recipe:
         """The settled recipe, with the digests, the engine's context length and the trainer's capacity filled in."""

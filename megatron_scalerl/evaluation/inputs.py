@@ -150,7 +150,7 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
     )
 
 
-def evaluation_inputs(recipe: Recipe, tokenizer: Any, training: Sequence[Prompt]) -> Evaluated | None:
+def evaluation_inputs(recipe: Recipe, tokenizer: Any, training: Sequence[Prompt]) -> EvaluationInputs | None:
     """Read and render the files of the recipe's `evaluation`, and compare them with the training prompts.
 
     None without evaluations. Raises ValueError as `read_problems` and `rendered` do.
