@@ -38,6 +38,7 @@ from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.evaluation.completing import EnginesAtVersion, Finished, HeldEngineLost, Request, complete_all
+from megatron_scalerl.evaluation.inputs import EvaluationInputs
 from megatron_scalerl.evaluation.results import ProblemLost
 from megatron_scalerl.processes.child_process import cancelled
 from megatron_scalerl.prompts.dataset import PromptSet
