@@ -44,9 +44,9 @@ def main(folder: str | None) -> None:
     for sender, rank in enumerate(made.ranks):
         sizes = [sum(2 * volume(p.ranges) for p in plan.parts if (p.sender, p.shard) == (sender, n)) for n in (0, 1)]
         print(f"rank {rank}, TP rank {places[rank].tp}: {sizes[0]:,} bytes to worker 0, {sizes[1]:,} to worker 1")
-    for part, held in zip(plan.parts, made.held):
+    for part, holding in zip(plan.parts, made.holdings):
         if (name := plan.parameters[part.tensor].name) == "model.layers.0.self_attn.k_proj.weight":
-            source = f"rows {held.piece.start} to {held.piece.stop} of {held.megatron}"
+            source = f"rows {holding.piece.start} to {holding.piece.stop} of {holding.megatron}"
             print(f"{name} {part.ranges}: {source} on rank {made.ranks[part.sender]}, to worker {part.shard}")
     print(f"{len(buckets(plan, 1))} buckets of at most 1 MiB, digests {[f'{d:016x}' for d in plan.digests]}")
 

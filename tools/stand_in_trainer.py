@@ -46,7 +46,7 @@ class StandInWorker:
         self._tokens = sum(frame.nbytes for frame in frames[1:]) // 8
         batch = messages.decode_for_rank(frames)
         assert isinstance(batch, messages.Prepare), batch
-        return messages.Held(rank=0, step=batch.plan.step)
+        return messages.BatchReceived(rank=0, step=batch.plan.step)
 
     def run(self, command):
         """The report of a step."""
