@@ -37,7 +37,7 @@ OWN_STATE = {
     "processes/worker_pool.py",
     "trainer/layers/packing.py",
     "trainer/step_metrics.py",
-    "weights/written.py",
+    "weights/change_record.py",
 }
 """Files with dataclasses that stay in their module: state that changes, or pairs of values."""
 

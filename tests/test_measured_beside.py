@@ -21,7 +21,7 @@ from megatron_scalerl.controller.measure import HeldEngine
 from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.engine.membership import EngineState, Membership
 from megatron_scalerl.evaluation.contamination import contamination
-from megatron_scalerl.evaluation.inputs import Evaluated
+from megatron_scalerl.evaluation.inputs import EvaluationInputs
 from megatron_scalerl.evaluation.problems import read_problems
 from megatron_scalerl.evaluation.results import COMPLETIONS, SUMMARY, Header, ResultFile, ResultInUse
 from megatron_scalerl.types import Prompt
@@ -39,7 +39,7 @@ def inputs(folder):
         read_problems(written(folder, "aime.jsonl", AIME_2024)),
         read_problems(written(folder, "m.jsonl", MATH_500)),
     ]
-    return Evaluated(
+    return EvaluationInputs(
         recipe=recipe(folder),
         tokenizer=Tokenizer(),
         files=tuple(files),

@@ -93,8 +93,8 @@ class Trainer:
         from megatron_scalerl.trainer.optimizer import parts_of
         from megatron_scalerl.trainer.ranks import init_parallel
         from megatron_scalerl.trainer.step import make_trainer
+        from megatron_scalerl.weights.change_record import ChangeRecord
         from megatron_scalerl.weights.source import MegatronWeightSource
-        from megatron_scalerl.weights.written import Written
 
         recipe = recipe_of(folder, dtype="bfloat16")
         parallel = init_parallel(recipe)
@@ -102,7 +102,7 @@ class Trainer:
         self.source = MegatronWeightSource(trainer.chunks, parallel)
         self.changes = trainer.changes
         self.parts = parts_of(trainer.optimizer)
-        self.written = Written() if options.compared else trainer.changes.written
+        self.written = ChangeRecord() if options.compared else trainer.changes.written
         self.seconds = {arm: [] for arm in WRITES}
         self.size = sum(bucket.nbytes for bucket in plans.buckets(self.source.plan, options.bucket_mib))
         self.senders = {}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_scalerl.evaluation.inputs import Evaluated
+    from megatron_scalerl.evaluation.inputs import EvaluationInputs
     from megatron_scalerl.evaluation.results import ResultFile
 
 EPILOG = """examples:
@@ -131,7 +131,7 @@ def _budgets(text: str | None) -> list[int]:
     return budgets
 
 
-def _contaminations(sources: Sequence[str], evaluated: Evaluated) -> dict[str, Any]:
+def _contaminations(sources: Sequence[str], evaluated: EvaluationInputs) -> dict[str, Any]:
     """File name -> its contamination by all training prompts; empty without any."""
     from megatron_scalerl.evaluation.contamination import contamination, training_texts
 
@@ -143,7 +143,7 @@ def _contaminations(sources: Sequence[str], evaluated: Evaluated) -> dict[str, A
 
 def _report(
     arguments: argparse.Namespace,
-    evaluated: Evaluated,
+    evaluated: EvaluationInputs,
     result: ResultFile,
     contaminations: dict[str, Any],
     header: Any,
@@ -195,7 +195,7 @@ def _report(
         console.print(f"picture: {picture}")
 
 
-def _print_examples(count: int, evaluated: Evaluated, result: ResultFile, console: Console) -> None:
+def _print_examples(count: int, evaluated: EvaluationInputs, result: ResultFile, console: Console) -> None:
     """Print completions of the first problems of each file; their text is the policy's and is printed as text."""
     from rich.text import Text
 

@@ -28,7 +28,7 @@ from megatron_scalerl.processes.signals import (
     SIGNALS,
     Takeover,
     exit_code_of,
-    held_from_now,
+    uncharged_from_now,
 )
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
             child = None
             # The child has charged its devices up to now, so the next one charges from now on.
             if _size(run_dir / "ledger.jsonl") != charged:
-                variables = held_from_now()
+                variables = uncharged_from_now()
             not_started = code in _NOT_STARTED and failures == 0
             if SAVE_SIGNAL in stopped_by and code not in _ENDED and not not_started:
                 logger.warning("the run ended with code %d after it was asked to save and exit", code)

@@ -58,7 +58,7 @@ from megatron_scalerl.controller.saver import Saver
 from megatron_scalerl.controller.token_scores import TokenScores
 from megatron_scalerl.controller.weight_sync import NO_UPDATE, WeightSync
 from megatron_scalerl.engine.rounds import Rounds
-from megatron_scalerl.evaluation.inputs import Evaluated
+from megatron_scalerl.evaluation.inputs import EvaluationInputs
 from megatron_scalerl.launch.placement import Fleet
 from megatron_scalerl.processes.garbage import rare_full_collections
 from megatron_scalerl.processes.signals import SaveAndExit
@@ -92,7 +92,7 @@ class Controller:
         meter: Meter,
         progress: Progress,
         saving: SaveAndExit,
-        evaluation: Evaluated | None = None,
+        evaluation: EvaluationInputs | None = None,
         sinks: Sequence[Sink] = (),
     ):
         """resumed: its history is handed over, and dropped once it is replayed. sinks: these get every record."""

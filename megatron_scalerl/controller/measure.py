@@ -37,8 +37,8 @@ from megatron_scalerl.controller.run_folder import ResumePoint, RunFolder, RunSt
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.engine.rounds import Rounds
-from megatron_scalerl.evaluation.completing import Finished, HeldEngineLost, Pinned, Request, complete_all
-from megatron_scalerl.evaluation.inputs import Evaluated
+from megatron_scalerl.evaluation.completing import EnginesAtVersion, Finished, HeldEngineLost, Request, complete_all
+from megatron_scalerl.evaluation.inputs import EvaluationInputs
 from megatron_scalerl.evaluation.results import ProblemLost
 from megatron_scalerl.processes.child_process import cancelled
 from megatron_scalerl.prompts.dataset import PromptSet
@@ -169,7 +169,7 @@ class Measurement:
         return True
 
     async def _run(self, version: PinnedVersion, engine: EngineClient | None) -> None:
-        pinned = Pinned(members=self._engines, version=version.step, only=engine)
+        pinned = EnginesAtVersion(members=self._engines, version=version.step, only=engine)
         at_once = self._per_engine
         if engine is None and self._rounds is None:
             at_once *= self._engine_count
@@ -235,7 +235,7 @@ class Measurements:
         self,
         recipe: Recipe,
         prompts: PromptSet,
-        evaluation: Evaluated | None,
+        evaluation: EvaluationInputs | None,
         *,
         folder: RunFolder,
         start: ResumePoint,

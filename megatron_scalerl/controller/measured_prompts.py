@@ -35,7 +35,7 @@ from megatron_scalerl.controller.metrics import Metrics, Outcomes, means, text, 
 from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.run_folder import ResumePoint, RunFolder
 from megatron_scalerl.evaluation.completing import Finished, Request, row_of
-from megatron_scalerl.evaluation.inputs import Evaluated
+from megatron_scalerl.evaluation.inputs import EvaluationInputs
 from megatron_scalerl.evaluation.results import SUMMARY, Key, OtherResult, ResultFile, cells
 from megatron_scalerl.evaluation.summaries import FileSummary, as_json, summaries_of
 from megatron_scalerl.fit.outlook import outlook
@@ -210,7 +210,9 @@ class EvaluationFiles:
     on_all: ClassVar[bool] = False
     """False: an evaluation for which no engine can be held stays due, since nothing waits for it."""
 
-    def __init__(self, recipe: Recipe, files: Evaluated, folder: RunFolder, start: ResumePoint, sampler: Sampler):
+    def __init__(
+        self, recipe: Recipe, files: EvaluationInputs, folder: RunFolder, start: ResumePoint, sampler: Sampler
+    ):
         """start: the checkpoint from which this attempt goes on."""
         self._section = recipe.evaluation
         self._files = files
@@ -342,7 +344,7 @@ def _row(summary: FileSummary, version: PinnedVersion) -> dict[str, Any]:
     }
 
 
-def write_contamination(folder: Path, files: Evaluated | None) -> None:
+def write_contamination(folder: Path, files: EvaluationInputs | None) -> None:
     """RUN/contamination.json: which training prompts hit which problems. Nothing without evaluation files."""
     if files is not None:
         compared = {file.path: asdict(files.contaminations[file.name]) for file in files.files}

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatron_scalerl.checkpoints.weight_map import check_weights
-from megatron_scalerl.evaluation.inputs import Evaluated, evaluation_inputs
+from megatron_scalerl.evaluation.inputs import EvaluationInputs, evaluation_inputs
 from megatron_scalerl.launch.local_server import bind_server
 from megatron_scalerl.plan.settings import Settings, check_settings
 from megatron_scalerl.prompts.dataset import PROMPTS_CHANGED, PromptSet, load_prompts
@@ -38,7 +38,7 @@ class Inputs(Settings):
     """The checked inputs of a run."""
 
     prompts: PromptSet
-    evaluation: Evaluated | None
+    evaluation: EvaluationInputs | None
 
     def resolved(self, recipe: Recipe) -> Recipe:
         """The settled recipe, with the digests, the engine's context length and the trainer's capacity filled in."""

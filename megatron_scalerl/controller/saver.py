@@ -27,7 +27,7 @@ from megatron_scalerl.trainer.client import TrainerClient
 
 
 @dataclass(kw_only=True, slots=True)
-class _Begun:
+class _StartedSave:
     """A checkpoint whose state the ranks have copied."""
 
     step: int
@@ -55,7 +55,7 @@ class Saver:
         self._meter, self._metrics, self._journal = records
         self.step = step
         """Step of the newest checkpoint that is committed."""
-        self._begun: _Begun | None = None
+        self._begun: _StartedSave | None = None
         """The checkpoint that is being written."""
 
     async def save(self, step: int, batches: int, *, last: bool = False) -> None:
@@ -81,7 +81,7 @@ class Saver:
         await self._trainer.save(path, msgspec.to_builtins(state), asynchronous=asynchronous)
         seconds = self._meter.elapsed - begin
         if asynchronous:
-            self._begun = _Begun(step=step, copy_seconds=seconds, stopped_seconds=seconds)
+            self._begun = _StartedSave(step=step, copy_seconds=seconds, stopped_seconds=seconds)
         else:
             await self._committed(step, seconds=seconds, stopped_seconds=seconds)
 

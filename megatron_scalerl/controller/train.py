@@ -54,7 +54,7 @@ from megatron_scalerl.processes.child_process import ProcessDied, open_log
 from megatron_scalerl.processes.garbage import map_large_blocks
 from megatron_scalerl.processes.logs import log_to_file
 from megatron_scalerl.processes.loop_watch import LoopLag, watched_loop
-from megatron_scalerl.processes.signals import SaveAndExit, Takeover, held_uncharged, run_until_signal
+from megatron_scalerl.processes.signals import SaveAndExit, Takeover, run_until_signal, uncharged_seconds
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError
 from megatron_scalerl.recipe.tasks import tasks_of
@@ -216,7 +216,7 @@ async def _attempts(run: _Run, resumed: Resumed) -> str:
     newest = -1
     present = run.placement.check_present
     minimum = run.recipe.engine.min_engines
-    held_since = time.monotonic() - held_uncharged()
+    held_since = time.monotonic() - uncharged_seconds()
     # private: a reason may quote what an engine answered
     with contextlib.closing(JsonlWriter(run.folder.path / "engines.jsonl", private=True)) as changes:
         record = partial(_record, changes)

@@ -337,7 +337,7 @@ class WeightSync:
         await phases.all("resume", engines, lambda engine: engine.resume())
         for engine in engines:
             self._engines.serve(engine, version)
-        self._proven = [engine for engine in {*self._proven, *engines} if engine in self._engines.there]
+        self._proven = [engine for engine in {*self._proven, *engines} if engine in self._engines.answering]
         return WeightUpdate(
             version=version,
             seconds_paused=resumed - paused,

@@ -195,7 +195,7 @@ def interface_of(rendezvous: Rendezvous) -> str:
         return LOOPBACK
     import psutil
 
-    address = own_address(rendezvous.host)
+    address = local_address(rendezvous.host)
     for name, entries in psutil.net_if_addrs().items():
         # an IPv6 entry ends with %INTERFACE
         if any(entry.address.split("%")[0] == address for entry in entries):
@@ -203,7 +203,7 @@ def interface_of(rendezvous: Rendezvous) -> str:
     raise RuntimeError(f"rendezvous: no interface has the address {address}, from which {rendezvous.host} is reached")
 
 
-def own_address(host: str) -> str:
+def local_address(host: str) -> str:
     """This host's address on the route to `host`. Raises OSError for a name that cannot be resolved or reached."""
     [(family, kind, *_, address), *_] = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
     with socket.socket(family, kind) as probe:  # sends nothing: connecting a datagram socket only looks up the route

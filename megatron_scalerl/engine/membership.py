@@ -142,7 +142,7 @@ class Membership:
         return self._clients(EngineState.HELD)
 
     @property
-    def there(self) -> list[EngineClient]:
+    def answering(self) -> list[EngineClient]:
         """Engines that answer, those that are held included, by number."""
         return self._clients(*_ANSWERING)
 

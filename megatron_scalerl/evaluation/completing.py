@@ -51,7 +51,7 @@ Finished = Callable[[Request, ScoredCompletion | CompletionLost], None]
 
 
 @record
-class Pinned:
+class EnginesAtVersion:
     """The engines that hold one policy version."""
 
     members: Membership
@@ -101,7 +101,7 @@ async def complete_all(
     requests: Iterable[Request],
     finished: Finished,
     *,
-    pinned: Pinned,
+    pinned: EnginesAtVersion,
     at_once: int,
     rounds: Rounds | None = None,
 ) -> None:

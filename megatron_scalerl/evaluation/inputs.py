@@ -36,7 +36,7 @@ _CAPACITY = re.compile(
 
 
 @record
-class Evaluated:
+class EvaluationInputs:
     """The checked inputs of an evaluation. Produced by `check_evaluation` and `evaluation_inputs`."""
 
     recipe: Recipe
@@ -115,7 +115,7 @@ def recipe_of_task(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"prompts": task.prompts, "rewards": task.rewards, "evaluation": section})
 
 
-def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequence[int] = ()) -> Evaluated:
+def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequence[int] = ()) -> EvaluationInputs:
     """Check a policy's folder, tokenizer and context against the problems; recipe.policy.path is the folder.
 
     Of a recipe with prompts.tasks, evaluation.task is evaluated.
@@ -141,7 +141,7 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
     # neither changes a completion or whether it is correct
     rewards = recipe.rewards.model_copy(update={"length_penalty": None})
     rollouts = recipe.rollouts.model_copy(update={"routing_replay": False})
-    return Evaluated(
+    return EvaluationInputs(
         recipe=recipe.model_copy(update={"engine": engine, "rewards": rewards, "rollouts": rollouts}),
         budgets=tuple(budgets) or (None,),
         tokenizer=tokenizer,
@@ -150,7 +150,7 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
     )
 
 
-def evaluation_inputs(recipe: Recipe, tokenizer: Any, training: Sequence[Prompt]) -> Evaluated | None:
+def evaluation_inputs(recipe: Recipe, tokenizer: Any, training: Sequence[Prompt]) -> EvaluationInputs | None:
     """Read and render the files of the recipe's `evaluation`, and compare them with the training prompts.
 
     None without evaluations. Raises ValueError as `read_problems` and `rendered` do.
@@ -162,7 +162,7 @@ def evaluation_inputs(recipe: Recipe, tokenizer: Any, training: Sequence[Prompt]
     files = tuple(read_problems(*split_schema(text)) for text in section.files)
     prompts = rendered(files, tokenizer, recipe, key="evaluation.files", task=section.task or "")
     texts = [Text(where=prompt.prompt_id, text=prompt.text) for prompt in training]
-    return Evaluated(
+    return EvaluationInputs(
         recipe=recipe,
         tokenizer=tokenizer,
         files=files,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.engine.membership import Membership
-from megatron_scalerl.evaluation.completing import Pinned, Request, complete_all, row_of
-from megatron_scalerl.evaluation.inputs import Evaluated, at_budget
+from megatron_scalerl.evaluation.completing import EnginesAtVersion, Request, complete_all, row_of
+from megatron_scalerl.evaluation.inputs import EvaluationInputs, at_budget
 from megatron_scalerl.evaluation.results import ResultFile
 from megatron_scalerl.launch.engines import Engines
 from megatron_scalerl.launch.hosts import ONE_HOST
@@ -31,7 +31,7 @@ VERSION = 0
 
 
 async def generate(
-    evaluated: Evaluated,
+    evaluated: EvaluationInputs,
     result: ResultFile,
     *,
     k: int,
@@ -71,7 +71,7 @@ async def generate(
             await complete_all(
                 requests,
                 take,
-                pinned=Pinned(members=engines.members, version=VERSION),
+                pinned=EnginesAtVersion(members=engines.members, version=VERSION),
                 at_once=recipe.rollouts.max_in_flight * recipe.engine.count,
             )
 
@@ -92,7 +92,7 @@ def _first(failures: BaseException) -> BaseException:
 
 
 @contextlib.asynccontextmanager
-async def _engines(evaluated: Evaluated, folder: Path) -> AsyncIterator[Engines]:
+async def _engines(evaluated: EvaluationInputs, folder: Path) -> AsyncIterator[Engines]:
     """The engines, which are stopped on exit from the block."""
     attempt = Attempt(run_id="evaluation", incarnation="local.0", folder=folder, recipe_file=folder / "recipe.yaml")
     # The engines have room for the largest budget, and serve the smaller ones, too.

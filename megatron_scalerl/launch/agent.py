@@ -44,7 +44,7 @@ import msgspec
 import zmq.asyncio
 
 from megatron_scalerl.distributed import sockets
-from megatron_scalerl.distributed.rendezvous import HostRendezvous, interface_of, own_address
+from megatron_scalerl.distributed.rendezvous import HostRendezvous, interface_of, local_address
 from megatron_scalerl.distributed.sockets import Buffer, Ping, Refused, decode
 from megatron_scalerl.engine.certificate import Certificate
 from megatron_scalerl.launch.control_folder import controller_address, find_secret
@@ -193,7 +193,7 @@ class Agent:
         assert self.welcome is not None, "joined"
         address = controller_address(self._environment)
         place = ServerPlace(
-            host=self._environment.get("MSRL_BIND_HOST") or own_address(address),
+            host=self._environment.get("MSRL_BIND_HOST") or local_address(address),
             port=self.welcome.port,
             positions=self.welcome.positions,
             share=self.welcome.share,
@@ -263,7 +263,7 @@ async def start_ranks(environment: Mapping[str, str], logs: Path, threads: int) 
 async def serve_ranks(environment: Mapping[str, str], secret: str) -> int:
     """Start the host's ranks and wait until all have exited; the exit code. Raises OSError."""
     threads = load_recipe(environment["MSRL_RECIPE"]).trainer.threads
-    address = own_address(controller_address(environment))
+    address = local_address(controller_address(environment))
     environment = {**environment, "MSRL_SECRET": secret, "MSRL_BIND_HOST": address}
     ranks = []
     try:

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from megatron_scalerl.distributed.rendezvous import own_address
+from megatron_scalerl.distributed.rendezvous import local_address
 from megatron_scalerl.launch import ray_hosts
 from megatron_scalerl.processes.signals import HOSTS_LEFT_CODE
 from megatron_scalerl.recipe import Recipe
@@ -271,7 +271,7 @@ def _address_towards(other: str) -> str:
     """This host's address on the route to another one. Raises ValueError if there is none."""
     name = other.rpartition("@")[2]
     try:
-        return own_address(name)
+        return local_address(name)
     except OSError as error:
         raise ValueError(
             f"--address: this host has no route to {name} ({error}); give the address at which {name} reaches it"

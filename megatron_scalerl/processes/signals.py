@@ -10,10 +10,10 @@ Life of a signal, in `run_until_signal`:
 `Takeover` detects a later attempt of the run's job, which began while this attempt still lives, on a node that Slurm
 has lost.
 
-`held_uncharged` is the time for which a Slurm job has held its devices without a charge in the ledger. The variable
-HELD_SINCE has the begin of this time in seconds of /proc/uptime, which no change of the time of day moves. The job's
-script sets it to the job's start. When `train --supervise` starts a program again, it sets the variable to the end of
-the program before, if that program has charged anything.
+`uncharged_seconds` is the time for which a Slurm job has held its devices without a charge in the ledger. The
+variable HELD_SINCE has the begin of this time in seconds of /proc/uptime, which no change of the time of day moves.
+The job's script sets it to the job's start. When `train --supervise` starts a program again, it sets the variable to
+the end of the program before, if that program has charged anything.
 """
 
 import asyncio
@@ -239,7 +239,7 @@ class Takeover:
             return None
 
 
-def held_uncharged() -> float:
+def uncharged_seconds() -> float:
     """Seconds for which this job has held its devices uncharged; 0 outside of a job."""
     try:
         since = float(os.environ.get(HELD_SINCE, "inf"))
@@ -248,7 +248,7 @@ def held_uncharged() -> float:
     return max(0.0, _uptime() - since)
 
 
-def held_from_now() -> dict[str, str]:
+def uncharged_from_now() -> dict[str, str]:
     """The variable for a program that starts after another one of this job has charged; empty outside of a job."""
     if HELD_SINCE not in os.environ:
         return {}

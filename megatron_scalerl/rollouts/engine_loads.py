@@ -40,7 +40,7 @@ class EngineLoads:
 
     def free_engine(self) -> EngineClient | None:
         """The serving engine with the fewest expected tokens, of those with slots for a whole group."""
-        self._loads = {engine: self._loads.get(engine) or _Load() for engine in self._engines.there}
+        self._loads = {engine: self._loads.get(engine) or _Load() for engine in self._engines.answering}
         free = [
             engine
             for engine in self._engines.serving
@@ -50,7 +50,7 @@ class EngineLoads:
 
     def add(self, engine: EngineClient, prompt: Prompt, completions: int) -> float:
         """Count completions of a prompt; returns the expected tokens of each, with its prompt's."""
-        present = self._engines.there
+        present = self._engines.answering
         self._loads = {e: load for e, load in self._loads.items() if e in present}
         load = self._loads.setdefault(engine, _Load())
         weight = len(prompt.token_ids) + self._expected_tokens

@@ -45,7 +45,7 @@ class Limits:
 
 
 @record
-class HeldBatch:
+class ReceivedBatch:
     """A valid batch in the form in which it was sent. Produced by `checked`."""
 
     frames: tuple[Buffer, ...]
@@ -55,7 +55,7 @@ class HeldBatch:
     """The completions of `plan.samples`, as views of the frames."""
 
 
-def checked(frames: Sequence[Buffer], limits: Limits) -> HeldBatch:
+def checked(frames: Sequence[Buffer], limits: Limits) -> ReceivedBatch:
     """The batch in the frames of a Prepare. Raises InvalidMessage, naming the step and the completion.
 
     Memory for the columns is allocated from lengths that agree with the bytes received, and not before.
@@ -80,7 +80,7 @@ def checked(frames: Sequence[Buffer], limits: Limits) -> HeldBatch:
             completions.append(_completion(sample, frame, plan.policy_version, limits))
         except ValueError as error:
             raise InvalidMessage(f"{where}: completion {number}: {error}") from error
-    return HeldBatch(frames=tuple(frames), plan=plan, completions=tuple(completions))
+    return ReceivedBatch(frames=tuple(frames), plan=plan, completions=tuple(completions))
 
 
 def _completion(sample: SampleFacts, frame: Buffer, policy_version: int, limits: Limits) -> RolloutArrays:
@@ -115,7 +115,7 @@ class BatchFrames:
         self._parallel = parallel
         self._limits = Limits(micro_batch_tokens=trainer.micro_batch_tokens, experts=trainer.experts)
         self._pad_multiple: int = trainer.pad_multiple
-        self._held: HeldBatch | None = None
+        self._held: ReceivedBatch | None = None
 
     def hold(self, frames: Sequence[Buffer]) -> int:
         """Keep the batch in the frames of a Prepare; returns its step.

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_scalerl.weights.changes import Found
-from megatron_scalerl.weights.written import Written, joined
+from megatron_scalerl.weights.change_record import ChangeRecord, joined
+from megatron_scalerl.weights.changes import ChangedElements
 
 WINDOW = 1 << 22
 """Largest number of changes that are gathered at once, of all ranks together."""
@@ -24,7 +24,7 @@ _DENSE = -1
 class ChangesGather:
     """The shards of one optimizer in the ranks of its group. The constructor and the calls are collective."""
 
-    def __init__(self, written: Written, parameters: Sequence[Tensor], shards: Sequence[Tensor], group: Any):
+    def __init__(self, written: ChangeRecord, parameters: Sequence[Tensor], shards: Sequence[Tensor], group: Any):
         """`parameters` are what the group shards, in one order on all ranks; `shards` are this rank's, views."""
         assert all(shard.numel() < 1 << 31 for shard in shards), "positions are gathered as int32"
         self._written = written
@@ -69,10 +69,10 @@ class ChangesGather:
             rank_positions = self._window(positions[begin:end], end - begin)
             rank_bits = self._window(mine.bits[begin:end], end - begin)
             for rank, shards in enumerate(self._others):
-                changes_of_rank = Found(positions=rank_positions[rank], bits=rank_bits[rank])
+                changes_of_rank = ChangedElements(positions=rank_positions[rank], bits=rank_bits[rank])
                 self._take(shards, rank_counts[rank], begin, changes_of_rank)
 
-    def _take(self, shards: Sequence[Tensor], numbers: Sequence[int], begin: int, window: Found) -> None:
+    def _take(self, shards: Sequence[Tensor], numbers: Sequence[int], begin: int, window: ChangedElements) -> None:
         """Add a rank's changes in a window, which begins with the rank's change number `begin`."""
         end = begin + window.positions.numel()
         start = 0
@@ -82,7 +82,9 @@ class ChangesGather:
             start += max(number, 0)
             if first < last and self._written.needs(shard):
                 positions = window.positions[first:last].to(torch.int64)
-                self._written.add(shard, 0, Found(positions=positions, bits=window.bits[first:last].clone()))
+                self._written.add(
+                    shard, 0, ChangedElements(positions=positions, bits=window.bits[first:last].clone())
+                )
 
     def _window(self, values: Tensor, size: int) -> list[Tensor]:
         """[ranks][size] values of all ranks, from at most `size` of this rank."""
@@ -104,9 +106,9 @@ class ChangesGather:
         return [part[:length] for part, length in zip(padded, lengths)]
 
 
-def _nothing(device: torch.device) -> Found:
+def _nothing(device: torch.device) -> ChangedElements:
     none = torch.empty(0, dtype=torch.int64, device=device)
-    return Found(positions=none, bits=none.to(torch.int16))
+    return ChangedElements(positions=none, bits=none.to(torch.int16))
 
 
 def _places(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[tuple[int, int, int]]:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_scalerl.trainer.changes_gather import ChangesGather
 from megatron_scalerl.trainer.optimizer import parts_of
+from megatron_scalerl.weights.change_record import ChangeRecord
 from megatron_scalerl.weights.changes import bits_of, find
-from megatron_scalerl.weights.written import Written
 
 CHUNK = 1 << 20
 """Elements compared at once on CPUs, whose caches then hold them."""
@@ -29,7 +29,7 @@ class WeightChanges:
     """
 
     def __init__(self, optimizer: Any, device: torch.device):
-        self.written = Written()
+        self.written = ChangeRecord()
         self._counts = torch.zeros(2, dtype=torch.float64, device=device)
         self._chunk = GPU_CHUNK
         if device.type == "cpu":

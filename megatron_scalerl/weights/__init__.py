@@ -7,6 +7,6 @@ transport/             the broadcast groups over gloo, NCCL and shared memory, a
 weight_receiver.py     a worker's part in an update; staging.py keeps it until the engine takes it
 live_map.py, live_weights.py    where each part lies in the engine's live parameters; parts written there
 changes.py, live_changes.py     changed elements found, coded and read again; written into live parameters
-written.py             changed elements that the optimizer recorded
+change_record.py       changed elements that the optimizer recorded
 digest.py              the digests by which both sides compare what was sent, received and is held
 """

@@ -2,9 +2,9 @@
 
 Life of a change:
 
-    find        the optimizer's step compares bits and makes a `Found` of each shard that it writes
-                (`weights.written`); without such a record the sender compares each slot with a copy
-    encode      the sender codes the `Found`s of all slots of a bucket as one frame
+    find        the optimizer's step compares bits and makes a `ChangedElements` of each shard that it writes
+                (`weights.change_record`); without such a record the sender compares each slot with a copy
+    encode      the sender codes the `ChangedElements`s of all slots of a bucket as one frame
     decode      the receiver checks the frame's digest and makes `Changes` of each slot
     write       `weights.live_changes` writes the `Changes` into live parameters
 
@@ -36,7 +36,7 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 @record
-class Found:
+class ChangedElements:
     """Elements whose bits differ, in rising order of position."""
 
     positions: Tensor
@@ -69,7 +69,7 @@ def most_coded(elements: int) -> int:
     return max(elements // MOST_CHANGED, min(elements, SMALL))
 
 
-def find(old_bits: Tensor, values: Tensor) -> Found:
+def find(old_bits: Tensor, values: Tensor) -> ChangedElements:
     """The elements that changed.
 
     old_bits: [n] contiguous (`bits_of`), overwritten by the new bits. values: n elements of any shape.
@@ -78,10 +78,10 @@ def find(old_bits: Tensor, values: Tensor) -> Found:
     positions = (old_bits != new_bits).nonzero().flatten()
     bits = new_bits[positions]
     old_bits[positions] = bits
-    return Found(positions=positions, bits=bits)
+    return ChangedElements(positions=positions, bits=bits)
 
 
-def encode(slots: Sequence[tuple[int, Found]]) -> Tensor:
+def encode(slots: Sequence[tuple[int, ChangedElements]]) -> Tensor:
     """[bytes] uint8, a multiple of 8: the changes of several slots, each with its number; no slot is empty.
 
     int64 [1]           number of slots

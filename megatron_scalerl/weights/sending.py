@@ -18,12 +18,12 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from megatron_scalerl.weights.change_record import ChangeRecord
 from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.plan import Connection, SendReport, buckets
 from megatron_scalerl.weights.source import MegatronWeightSource
 from megatron_scalerl.weights.transport import make_sender
 from megatron_scalerl.weights.transport.sender import Sender
-from megatron_scalerl.weights.written import Written
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 class WeightSending:
     """This rank's part in the weight updates of a run."""
 
-    def __init__(self, source: MegatronWeightSource, *, bucket_mib: int, written: Written | None = None):
+    def __init__(self, source: MegatronWeightSource, *, bucket_mib: int, written: ChangeRecord | None = None):
         """written: the optimizer's record of changes; without it, parameters are compared with copies."""
         self._source = source
         self._parallel = source.parallel
         self._bucket_mib = bucket_mib
-        self._written = written or Written()
+        self._written = written or ChangeRecord()
         self._sender: Sender | None = None
 
     def connect(self, connection: Connection) -> str:

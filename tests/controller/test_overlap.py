@@ -32,13 +32,13 @@ class StandInStream:
     """Gives one batch once it is there."""
 
     def __init__(self, *, ready):
-        self.there = asyncio.Event()
+        self.answering = asyncio.Event()
         if ready:
-            self.there.set()
+            self.answering.set()
         self.taken = 0
 
     async def take(self):
-        await self.there.wait()
+        await self.answering.wait()
         self.taken += 1
         return ("a", "b")
 
@@ -64,7 +64,7 @@ async def test_a_batch_that_is_not_there_when_the_step_ends_is_not_taken():
         stream = StandInStream(ready=False)
         async with EarlyBatch(StandInSender(), stream.take, 4) as early:
             await passes()
-            stream.there.set()  # at the same moment
+            stream.answering.set()  # at the same moment
             assert await early.batch() is None
             await passes()
         assert stream.taken == 0

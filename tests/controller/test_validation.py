@@ -11,7 +11,7 @@ from fakes.sampler import StandInSampler
 from megatron_scalerl.controller.measured_prompts import HeldOut, PinnedVersion
 from megatron_scalerl.controller.metrics import means, text, within_variance
 from megatron_scalerl.engine.membership import Membership
-from megatron_scalerl.evaluation.completing import Pinned, complete_all
+from megatron_scalerl.evaluation.completing import EnginesAtVersion, complete_all
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import CompletionLost, Prompt
 
@@ -39,7 +39,7 @@ def validate(*steps, **validation):
             engines, sampler = Membership.of([StandInEngine(version=step)], version=step), sampler_of()
             held_out = HeldOut(recipe, PROMPTS, sampler, metrics=None, progress=None)
             axis = {"compute": 0.0, "compute_total": 0.0, "unit": "device_hours"}
-            complete = partial(complete_all, pinned=Pinned(members=engines, version=step), at_once=16)
+            complete = partial(complete_all, pinned=EnginesAtVersion(members=engines, version=step), at_once=16)
             result, outcomes = await held_out.validate(PinnedVersion(step=step, digest="", axis=axis), complete)
             found.append((result, outcomes, {draw for _, draw in sampler.asked}))
         return found

@@ -9,7 +9,7 @@ from fakes.engine import StandInEngine
 from fakes.sampler import StandInDraw, StandInSampler
 
 from megatron_scalerl.engine.membership import Membership
-from megatron_scalerl.evaluation.completing import Pinned, Request, complete_all, row_of
+from megatron_scalerl.evaluation.completing import EnginesAtVersion, Request, complete_all, row_of
 from megatron_scalerl.evaluation.results import (
     Header,
     Key,
@@ -141,7 +141,7 @@ def completed(sampler, engines, *, version=3, count=6):
         await complete_all(
             requests,
             lambda request, completion: rows.append(row_of(request, completion, Tokenizer())),
-            pinned=Pinned(members=members, version=version),
+            pinned=EnginesAtVersion(members=members, version=version),
             at_once=2,
         )
         return rows, members

@@ -17,7 +17,7 @@ from waiting import passes, until
 from megatron_scalerl.controller.measured_prompts import HeldOut, PinnedVersion
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.engine.rounds import Rounds
-from megatron_scalerl.evaluation.completing import Pinned, complete_all
+from megatron_scalerl.evaluation.completing import EnginesAtVersion, complete_all
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.rollouts.history import read_groups, read_history, replay_draws
 from megatron_scalerl.rollouts.journal import Journal
@@ -190,7 +190,7 @@ def test_validation_in_rounds_reaches_the_engines_the_same_way_each_time():
             axis = {"compute": 0.0, "compute_total": 0.0, "unit": "device_hours"}
             complete = partial(
                 complete_all,
-                pinned=Pinned(members=members, version=3),
+                pinned=EnginesAtVersion(members=members, version=3),
                 at_once=4,
                 rounds=Rounds(members, timeout_s=600),
             )

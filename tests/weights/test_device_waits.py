@@ -10,12 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.device_reads import DeviceReads
 
 from megatron_scalerl.weights import changes as coding
+from megatron_scalerl.weights.change_record import ChangeRecord
 from megatron_scalerl.weights.changes import bits_of, decode, encode
 from megatron_scalerl.weights.live_changes import write_changes
 from megatron_scalerl.weights.live_map import record_copies
 from megatron_scalerl.weights.live_weights import live_views
 from megatron_scalerl.weights.plan import manifest_of, whole
-from megatron_scalerl.weights.written import Written
 
 ROWS, WIDTH = 40, 24
 aten = torch.ops.aten
@@ -65,7 +65,7 @@ def experts(count):
 
 def stepped(tensors):
     """What an optimizer records of a step that changes a tenth of the elements; they have the new values."""
-    written = Written()
+    written = ChangeRecord()
     for tensor in tensors:
         written.watch(tensor.view(-1))
     written.want(True, tensors)
@@ -76,7 +76,7 @@ def stepped(tensors):
         old = flat.clone()
         flat[places] += flat[places] * (4.0 if number % 3 else 0.01)
         places = (old != flat).nonzero().flatten()
-        found = coding.Found(positions=places, bits=bits_of(flat)[places])
+        found = coding.ChangedElements(positions=places, bits=bits_of(flat)[places])
         written.add(flat, 0, found)
     return written
 

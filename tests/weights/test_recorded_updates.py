@@ -6,8 +6,8 @@ import pytest
 from recorded import stepped, write
 from transfers import Held, digest_of, equal, joined, plan_of, reader, tensors
 
+from megatron_scalerl.weights.change_record import ChangeRecord
 from megatron_scalerl.weights.plan import buckets
-from megatron_scalerl.weights.written import Written
 
 WATCHED = {"all": ("a", "b", "scalar", "c"), "the largest": ("c",), "none": ()}
 WHOLE = sum(bucket.nbytes for bucket in buckets(plan_of(tensors()), 1))
@@ -18,7 +18,7 @@ class Sending:
 
     def __init__(self, connection, watched="all"):
         [self.sender], [self.groups] = joined(connection)
-        self.weights, self.written = tensors(), Written()
+        self.weights, self.written = tensors(), ChangeRecord()
         self.held, self.plan = Held(self.weights), plan_of(self.weights)
         self.written.want(True)
         self.written.forget()

@@ -14,7 +14,7 @@ the others. Life of an update, each line one broadcast in one group; the buckets
 
 A sender (`transport.sender`) packs a bucket, or codes its changes, while the bucket before is on the wire. A receiver
 loads a bucket while the next one arrives; over NCCL each broadcast ends before that (`NcclGroup.start`). Changes come
-from the optimizer's record (`weights.written`); without it, a sender keeps a copy of each bucket and compares.
+from the optimizer's record (`weights.change_record`); without it, a sender keeps a copy of each bucket and compares.
 """
 
 from collections import Counter

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatron_scalerl.weights.changes import Found, bits_of, encode, find, most_coded
+from megatron_scalerl.weights.change_record import ChangeRecord
+from megatron_scalerl.weights.changes import ChangedElements, bits_of, encode, find, most_coded
 from megatron_scalerl.weights.digest import total, value_digest
 from megatron_scalerl.weights.plan import Bucket, Connection, WeightPlan, buckets, within
 from megatron_scalerl.weights.transport.frames import (
@@ -27,7 +28,6 @@ from megatron_scalerl.weights.transport.frames import (
     slot_of,
 )
 from megatron_scalerl.weights.transport.gloo import Finish, Group, Read
-from megatron_scalerl.weights.written import Written
 
 
 class Sender:
@@ -49,7 +49,7 @@ class Sender:
         self._version = WHOLE
         """The version that all receivers have, WHOLE before the first update."""
 
-    def send(self, plan: WeightPlan, read: Read, version: int, written: Written | None = None) -> list[int]:
+    def send(self, plan: WeightPlan, read: Read, version: int, written: ChangeRecord | None = None) -> list[int]:
         """Send this rank's parts of one update; returns the digests of its buckets, in the order of `plan.buckets`.
 
         written: the optimizer's record of changes since the last update. Raises RuntimeError if a group fails; then
@@ -124,7 +124,9 @@ class Sender:
             slot_digest = value_digest(slot_values, plan.parts[slot.part].tensor, range(len(along)), along)
             self.values[bucket.shard] = total((self.values[bucket.shard], slot_digest))
 
-    def _changes(self, number: int, values: Sequence[torch.Tensor], written: Written | None) -> torch.Tensor | None:
+    def _changes(
+        self, number: int, values: Sequence[torch.Tensor], written: ChangeRecord | None
+    ) -> torch.Tensor | None:
         """A bucket's changes with room for their digest, empty if there are none, None if it has to be sent whole."""
         bucket = self._buckets[number]
         if number in self._copies:
@@ -146,7 +148,7 @@ class Sender:
             return None
         return torch.cat([frame, frame.new_zeros(8)])
 
-    def _packed(self, number: int, values: Sequence[torch.Tensor], written: Written | None) -> torch.Tensor:
+    def _packed(self, number: int, values: Sequence[torch.Tensor], written: ChangeRecord | None) -> torch.Tensor:
         """A whole bucket, with room for its digest."""
         packed = self._copies.get(number)
         if packed is None:
@@ -194,9 +196,9 @@ def _values(plan: WeightPlan, bucket: Bucket, read: Read) -> list[torch.Tensor]:
     return values
 
 
-def _compared(copy: torch.Tensor, bucket: Bucket, values: Sequence[torch.Tensor]) -> list[Found | None]:
+def _compared(copy: torch.Tensor, bucket: Bucket, values: Sequence[torch.Tensor]) -> list[ChangedElements | None]:
     """[slots] the changes since a copy was made, None for more changes than are coded; the copy gets the values."""
-    by_slot: list[Found | None] = []
+    by_slot: list[ChangedElements | None] = []
     for slot, slot_values in zip(bucket.slots, values):
         changes = find(bits_of(slot_of(copy, slot, slot_values.dtype)), slot_values)
         coded = len(changes.positions) <= most_coded(slot_values.numel())

@@ -23,7 +23,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megatron_scalerl.weights.changes import SMALL, Found, bits_of, most_coded
+from megatron_scalerl.weights.changes import SMALL, ChangedElements, bits_of, most_coded
 
 
 @dataclass(slots=True)
@@ -37,16 +37,16 @@ class _Region:
     """Another rank writes the region and shares its changes, which are kept where this rank's updates need them."""
     changed: int = 0
     """Number of changes in all steps."""
-    by_step: list[tuple[int, Found]] = field(default_factory=list)
+    by_step: list[tuple[int, ChangedElements]] = field(default_factory=list)
     """(step, changes), in order; empty where more than one element in MOST_CHANGED changed."""
 
-    def joined(self) -> Found | None:
+    def joined(self) -> ChangedElements | None:
         """The changes of all steps, None where more than one element in MOST_CHANGED changed."""
         if self.changed > most_coded(self.elements):
             return None
         if not self.by_step:
             empty = torch.empty(0, dtype=torch.int64, device=self.device)
-            return Found(positions=empty, bits=bits_of(empty.to(self.dtype)))
+            return ChangedElements(positions=empty, bits=bits_of(empty.to(self.dtype)))
         last, _ = self.by_step[-1]
         changes = joined([step_changes for _, step_changes in self.by_step])
         # Only chunks of the same step are in rising order, and change no element twice.
@@ -56,7 +56,7 @@ class _Region:
         return changes
 
 
-class Written:
+class ChangeRecord:
     """The elements of this rank's parameters that changed since the last update."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Written:
         """An optimizer is about to write."""
         self._step += 1
 
-    def add(self, memory: Tensor, first: int, changes: Found | None) -> None:
+    def add(self, memory: Tensor, first: int, changes: ChangedElements | None) -> None:
         """Add the changes in a chunk of a region that begins at element `first`; chunks come in order.
 
         changes: None where more than one element in MOST_CHANGED of the region changed.
@@ -123,7 +123,7 @@ class Written:
             positions = changes.positions
             if first:
                 positions = positions + first
-            region.by_step.append((self._step, Found(positions=positions, bits=changes.bits)))
+            region.by_step.append((self._step, ChangedElements(positions=positions, bits=changes.bits)))
 
     def lose(self) -> None:
         """Something else than an optimizer wrote the weights, as when a checkpoint is loaded.
@@ -148,7 +148,7 @@ class Written:
         """Whether changes of all elements of a view are recorded."""
         return bool(self._regions_of(view)) and _nested(view)
 
-    def of(self, views: Sequence[Tensor]) -> list[Found | None]:
+    def of(self, views: Sequence[Tensor]) -> list[ChangedElements | None]:
         """[views] the changes since the last update, by position in the view's row-major order. views: `covers` them.
 
         None for a view of a region in which more than one element in MOST_CHANGED changed, in all steps together.
@@ -164,7 +164,7 @@ class Written:
             ends = ends.to(pairs[0][1].positions.device)
             searched = [torch.searchsorted(changes.positions, end) for (_, changes, _), end in zip(pairs, ends)]
             bounds = iter(torch.stack(searched).tolist())
-        view_changes: list[Found | None] = []
+        view_changes: list[ChangedElements | None] = []
         for view, by_region in zip(views, by_view):
             if by_region is None:
                 view_changes.append(None)
@@ -175,7 +175,7 @@ class Written:
             view_changes.append(changes)
         return view_changes
 
-    def _changes_in(self, view: Tensor) -> list[tuple[Found, int]] | None:
+    def _changes_in(self, view: Tensor) -> list[tuple[ChangedElements, int]] | None:
         """(changes of a region, the region's element with which the view begins) of the regions of a view."""
         numbers = self._regions_of(view)
         if not numbers or self._lost or not self.wanted:
@@ -211,24 +211,24 @@ class Written:
         return range(0)
 
 
-def joined(chunks: Sequence[Found]) -> Found:
+def joined(chunks: Sequence[ChangedElements]) -> ChangedElements:
     """The changes of several chunks, one after the other; there is at least one chunk."""
     if len(chunks) == 1:
         return chunks[0]
     positions = torch.cat([changes.positions for changes in chunks])
-    return Found(positions=positions, bits=torch.cat([changes.bits for changes in chunks]))
+    return ChangedElements(positions=positions, bits=torch.cat([changes.bits for changes in chunks]))
 
 
-def _cut(changes: Found, bounds: Sequence[int], offset: int) -> Found:
+def _cut(changes: ChangedElements, bounds: Sequence[int], offset: int) -> ChangedElements:
     first, end = bounds
-    return Found(positions=changes.positions[first:end] - offset, bits=changes.bits[first:end])
+    return ChangedElements(positions=changes.positions[first:end] - offset, bits=changes.bits[first:end])
 
 
-def _newest(changes: Found) -> Found:
+def _newest(changes: ChangedElements) -> ChangedElements:
     """The last bits of each element in the changes of several steps, one step after the other."""
     positions, order = changes.positions.sort(stable=True)
     last = torch.cat((positions[1:] != positions[:-1], order.new_ones(1, dtype=torch.bool)))
-    return Found(positions=positions[last], bits=changes.bits[order][last])
+    return ChangedElements(positions=positions[last], bits=changes.bits[order][last])
 
 
 def _axes(view: Tensor) -> list[tuple[int, int, int]]:
@@ -257,7 +257,7 @@ def _nested(view: Tensor) -> bool:
     return True
 
 
-def _in_view(changes: Found, view: Tensor) -> Found:
+def _in_view(changes: ChangedElements, view: Tensor) -> ChangedElements:
     """The changes of a range of memory that are in a view, by position in the view."""
     rest = changes.positions
     inside = torch.ones_like(rest, dtype=torch.bool)
@@ -276,4 +276,4 @@ def _in_view(changes: Found, view: Tensor) -> Found:
     if inner_strides != sorted(inner_strides, reverse=True):
         positions, order = positions.sort()
         bits = bits[order]
-    return Found(positions=positions, bits=bits)
+    return ChangedElements(positions=positions, bits=bits)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from recorded import stepped, write
 
+from megatron_scalerl.weights.change_record import ChangeRecord
 from megatron_scalerl.weights.changes import bits_of, find
-from megatron_scalerl.weights.written import Written
 
 SHAPE = (48, 30)
 VIEWS = {
@@ -35,7 +35,7 @@ def check(recorder, view, before, name):
 
 @pytest.fixture
 def recorder():
-    written = Written()
+    written = ChangeRecord()
     written.want(True, [torch.zeros(1)])  # nothing that other ranks write
     written.forget()
     return written
@@ -94,7 +94,7 @@ def test_what_is_not_all_in_shards_is_not_covered(recorder):
     assert covered == [True, True, False, True, False, False]
     assert not recorder.covers(memory[10:50].view(torch.int32)), "another type"
     assert not recorder.covers(memory[10:40].as_strided((10, 10), (2, 1))), "elements that are there twice"
-    assert recorder.of([memory[40:95]])[0] is None and not Written().covers(memory)
+    assert recorder.of([memory[40:95]])[0] is None and not ChangeRecord().covers(memory)
 
 
 def test_what_another_rank_wrote_is_known_where_it_was_asked_for(recorder):
