@@ -115,7 +115,7 @@ MISTAKES = {
     ),
     "doctor file": ([*DOCTOR, "none.yaml"], "none.yaml: there is no such file"),
     "fit": (["megatron_scalerl", "fit", "runs/none"], "runs/none: does not exist; give a run folder"),
-    "show": (["megatron_scalerl", "show", "runs/none"], "runs/none: expected a run folder"),
+    "show": (["megatron_scalerl", "show", "runs/none"], "runs/none: there is no folder rollouts"),
     "convert": ([*CONVERT, "to-megatron", "none", "out"], "none: this is not a Hugging Face folder"),
     "convert back": ([*CONVERT, "to-hf", "none", "out"], "none: there is no such folder"),
 }

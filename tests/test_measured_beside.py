@@ -201,7 +201,7 @@ def test_an_evaluation_that_another_process_writes_stays_where_it_is(tmp_path):
     attempt(chosen, evaluation=given_inputs, kill_at_s=1.0)
     folder = tmp_path / "r" / "evaluations" / "step-000000"
     other = Header(policy="p", digest="d", version=0, files=(), seed=0, settings={})
-    with ResultFile(folder, other), pytest.raises(ResultInUse, match="step-000000: expected one evaluation in it"):
+    with ResultFile(folder, other), pytest.raises(ResultInUse, match="step-000000: another evaluation"):
         attempt(chosen, evaluation=given_inputs)
     assert [path.name for path in folder.parent.glob("step-000000*")] == ["step-000000"]
     attempt(chosen, evaluation=given_inputs)
