@@ -13,13 +13,17 @@ from megatron_scalerl.recipe import Recipe
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture
-def reference(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "110")  # which the page sets
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+def build_step(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def reference(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")  # which the page sets
+    return build_step("reference")
 
 
 def test_every_setting_has_a_row_with_its_default_and_meaning(reference):
@@ -50,3 +54,10 @@ def test_every_command_s_help_has_an_example(reference):
     assert [
         text.split()[0] for text in helps if not re.search(r"^examples?:\n  megatron-scalerl", text, re.MULTILINE)
     ] == []
+
+
+def test_the_list_of_pages_for_language_models_is_up_to_date():
+    text = build_step("llms").text()
+    links = re.findall(r"\]\((\S+)\)", text)
+    assert len(links) >= 40 and all((ROOT / "docs" / link).is_file() for link in links)
+    assert (ROOT / "docs" / "llms.txt").read_text(encoding="utf8") == text, "python docs/llms.py writes it anew"
