@@ -87,7 +87,9 @@ def curve_warnings(
 
 def highest_level(pass_rate: Array) -> float:
     """The highest mean of three successive points (one, for fewer than six): what the run has reached."""
-    width = 3 if len(pass_rate) >= 6 else 1
+    width = 1
+    if len(pass_rate) >= 6:
+        width = 3
     return float(np.convolve(pass_rate, np.ones(width) / width, mode="valid").max())
 
 
@@ -101,7 +103,9 @@ def rising_forecast(compute: Array, pass_rate: Array, posterior: Posterior) -> f
     gain = float(np.median(mean[:, 1] - mean[:, 0]))
     # halves of the last third, as two single points would be noise
     rises = float(last[half:].mean() - last[:half].mean()) > SMALL_DROP
-    return gain if gain > PLATEAU_GAIN and not rises else None
+    if rises or gain <= PLATEAU_GAIN:
+        return None
+    return gain
 
 
 def below_initial(pass_rate: Array, initial: float) -> bool:
@@ -114,8 +118,9 @@ def truncation_warnings(compute: Array, truncated: Array | None) -> list[str]:
     if truncated is None or not np.any(truncated > TRUNCATION_LIMIT):
         return []
     first = int(np.flatnonzero(truncated > TRUNCATION_LIMIT)[0])
-    most, where = 100 * np.nanmax(truncated), short_number(compute[first])
-    return [f"truncations reach {most:.0f} % (above 10 % first at {where}): 10-15 % destabilize training"]
+    where = short_number(compute[first])
+    most = f"{100 * np.nanmax(truncated):.0f} %"
+    return [f"truncations reach {most} (above 10 % first at {where}): 10-15 % destabilize training"]
 
 
 @record
@@ -132,7 +137,9 @@ class Fall:
     """Mean of the pass rates after the peak."""
 
     def __str__(self) -> str:
-        level = f"{self.last:.3f} at the end" if self.last <= self.after else f"{self.after:.3f} on average since"
+        level = f"{self.last:.3f} at the end"
+        if self.last > self.after:
+            level = f"{self.after:.3f} on average since"
         return f"the pass rate has fallen from {self.peak:.3f} at {short_number(self.compute)} to {level}"
 
 

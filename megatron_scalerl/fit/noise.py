@@ -11,6 +11,7 @@ from dataclasses import field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.sigmoid import Array
 from megatron_scalerl.record import record
 
@@ -46,46 +47,38 @@ def binomial(pass_rate: ArrayLike) -> Array:
     return np.asarray(np.maximum(p * (1.0 - p), LEAST_BINOMIAL))
 
 
-def validation_noise(
-    pass_rate: Array,
-    *,
-    initial: float | None,
-    prompts: int | None,
-    generations: ArrayLike | None,
-    initial_generations: int | None = None,
-    within_variance: ArrayLike | None = None,
-    initial_within_variance: float | None = None,
-) -> ValidationNoise | None:
-    """The noise of points with pass rates [n]; None if the size of the validations is unknown.
+def validation_noise(curve: Curve) -> ValidationNoise | None:
+    """The noise of the points of a run; None if the size of the validations is unknown.
 
-    generations:     one number, or [n].
-    initial_generations: of R_0; default: the median of `generations`.
-    within_variance: [n], NaN where it was not measured; initial_within_variance: at R_0.
     Raises ValueError for a size outside of [1, `MOST_COMPLETIONS`], or a variance that none can be.
     """
-    sizes = {"prompts": prompts, "generations": generations, "initial_generations": initial_generations}
-    for key, number in sizes.items():
-        _check(key, number, 1.0, MOST_COMPLETIONS)
-    for key, variance in (("within_variance", within_variance), ("initial_within_variance", initial_within_variance)):
-        _check(key, variance, 0.0, HIGHEST_VARIANCE, missing=True)
-    if prompts is None or generations is None:
+    for key in ("prompts", "generations", "initial_generations"):
+        _check(key, getattr(curve, key), 1.0, MOST_COMPLETIONS)
+    for key in ("within_variance", "initial_within_variance"):
+        _check(key, getattr(curve, key), 0.0, HIGHEST_VARIANCE, missing=True)
+    if curve.prompts is None or curve.generations is None:
         return None
-    each = np.broadcast_to(np.asarray(generations, dtype=float), pass_rate.shape)
-    first = float(np.median(each)) if initial_generations is None else float(initial_generations)
-    within = np.full(len(pass_rate), np.nan) if within_variance is None else np.asarray(within_variance, dtype=float)
-    start = np.nan if initial_within_variance is None else initial_within_variance
-    values, counts = np.append(within, start), np.append(each, first)
-    rates = np.append(pass_rate, np.nan if initial is None else initial)
+    first = float(curve.initial_generations or np.median(curve.generations))
+    # None becomes nan
+    within = np.broadcast_to(np.asarray(curve.within_variance, dtype=float), len(curve.pass_rate))
+    values = np.array([*within, curve.initial_within_variance], dtype=float)
+    rates = np.array([*curve.pass_rate, curve.initial], dtype=float)
+    counts = np.append(curve.generations, first)
     known = np.isfinite(values) & np.isfinite(rates)
     share = None
     if known.any():
-        measured, full = values[known] @ counts[known], (rates[known] * (1.0 - rates[known])) @ counts[known]
+        measured = values[known] @ counts[known]
+        full = (rates[known] * (1.0 - rates[known])) @ counts[known]
         share = float(np.clip(measured / max(full, 1e-9), *SHARES))
-    return ValidationNoise(completions=prompts * each, initial_completions=prompts * first, share=share)
+    return ValidationNoise(
+        completions=curve.prompts * curve.generations, initial_completions=curve.prompts * first, share=share
+    )
 
 
 def _check(key: str, given: ArrayLike | None, low: float, high: float, *, missing: bool = False) -> None:
-    values = np.atleast_1d(np.asarray([] if given is None else given, dtype=float))
+    if given is None:
+        return
+    values = np.atleast_1d(np.asarray(given, dtype=float))
     valid = (values >= low) & (values <= high) | (missing & np.isnan(values))
     if not np.all(valid):
         raise ValueError(f"{key}: expected values in [{low:g}, {high:g}], found {first_invalid(values, valid)}")
@@ -94,7 +87,10 @@ def _check(key: str, given: ArrayLike | None, low: float, high: float, *, missin
 def first_invalid(values: Array, valid: NDArray[np.bool_]) -> str:
     """The first value that is not valid, and its number. values, valid: [n]."""
     index = int(np.flatnonzero(~valid)[0])
-    return f"{float(values[index])!r}" + (f" at point {index + 1}" if len(values) > 1 else "")
+    text = f"{float(values[index])!r}"
+    if len(values) > 1:
+        text += f" at point {index + 1}"
+    return text
 
 
 def smoothed(pass_rate: Array) -> Array:
@@ -126,7 +122,8 @@ def pooled(c: Array, y: Array, weights: Array) -> tuple[Array, Array, Array]:
     if len(c) <= MOST_POINTS:
         return c, y, weights
     log_c = np.log(c)
-    ranks, levels = np.arange(len(c)) / len(c), (log_c - log_c[0]) / max(log_c[-1] - log_c[0], 1e-12)
+    ranks = np.arange(len(c)) / len(c)
+    levels = (log_c - log_c[0]) / max(log_c[-1] - log_c[0], 1e-12)
     bins = np.minimum(MOST_POINTS * (ranks + levels) / 2.0, MOST_POINTS - 1).astype(int)
     starts = np.flatnonzero(np.diff(bins, prepend=-1))
     total = np.add.reduceat(weights, starts)

@@ -74,28 +74,25 @@ def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Obse
     highest: A, if it is held: only values of R_0 below it are averaged over.
     Raises ValueError for sizes that cannot be, and where no R_0 is below `highest`.
     """
-    noise = validation_noise(
-        curve.pass_rate,
-        initial=curve.initial,
-        prompts=curve.prompts,
-        generations=curve.generations,
-        initial_generations=curve.initial_generations,
-        within_variance=curve.within_variance,
-        initial_within_variance=curve.initial_within_variance,
-    )
-    each = np.ones(len(curve.pass_rate)) if noise is None else noise.completions
+    noise = validation_noise(curve)
+    each = np.ones(len(curve.pass_rate))
+    usual = None
+    share = prior.noise_share
+    share_of_initial = 0.0
+    if noise is not None:
+        each = noise.completions
+        usual = float(np.median(each))
+        share = noise.share or share
+        share_of_initial = share / noise.initial_completions
     c, y, completions = pooled(curve.compute, curve.pass_rate, each)
     # not that of y itself: of eight completions that are all wrong by chance the noise would be none
     variance_of_one = binomial(smoothed(y))
     spread = variance_of_one / completions
-    share = prior.noise_share if noise is None or noise.share is None else noise.share
     if noise is None:
         variance = prior.unknown_noise**2 / float(completions.mean())
     else:
         variance = share * float(spread.mean())
-    exact = curve.initial is not None and prior is FLAT_PRIOR
-    of_initial = share / noise.initial_completions if noise is not None else 0.0
-    initials, weights = ((curve.initial or 0.0,), (1.0,)) if exact else _initials(curve, of_initial)
+    initials, weights = _initials(curve, share_of_initial, exact=prior is FLAT_PRIOR)
     if highest is not None:
         kept = [node for node in zip(initials, weights) if node[0] < highest]
         if not kept:
@@ -106,7 +103,7 @@ def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Obse
         pass_rate=y,
         spread=spread / spread.mean(),
         spread_unit=float(spread.mean()),
-        completions=None if noise is None else float(np.median(each)),
+        completions=usual,
         scale=float(c.max()),
         initials=initials,
         initial_weights=weights,
@@ -117,16 +114,19 @@ def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Obse
     )
 
 
-def _initials(curve: Curve, share: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _initials(curve: Curve, share: float, *, exact: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """(values of R_0, their weights). share: variance of a measured R_0 as a share of p (1 - p); 0: not known.
 
-    An R_0 whose size is not known has the noise that the run shows, where it shows much.
+    exact: whether a given R_0 is taken to have no noise. An R_0 whose size is not known has the noise that the run
+    shows, where it shows much.
     """
     if curve.initial is None:
         candidates = initial_candidates(curve.pass_rate)
         return tuple(candidates), tuple(1.0 / len(candidates) for _ in candidates)
-    shown = scatter(curve.pass_rate) if share == 0.0 else 0.0
-    if share == 0.0 and shown <= NOISY:
+    shown = 0.0
+    if share == 0.0:
+        shown = scatter(curve.pass_rate)
+    if exact or (share == 0.0 and shown <= NOISY):
         return (curve.initial,), (1.0,)
     # Gauss-Hermite: R_0 was measured with noise, too
     error = float(np.sqrt(3.0) * max(shown, np.sqrt(share * binomial(curve.initial))))
@@ -141,7 +141,10 @@ def initial_candidates(y: Array) -> list[float]:
     """
     width = min(3, max(len(y) // 4, 1))
     means = np.convolve(y, np.ones(width) / width, mode="valid")
-    first, rise = min(float(means[0]), 0.999), max(float(means.max() - means[0]), 0.02)
+    first = min(float(means[0]), 0.999)
+    rise = max(float(means.max() - means[0]), 0.02)
     error = 1.5 * scatter(y) / np.sqrt(width)
-    highest = first + (error if error > 0.15 * rise else 0.0)
+    highest = first
+    if error > 0.15 * rise:
+        highest += error
     return sorted({float(np.clip(r, 0.0, 0.999)) for r in np.linspace(highest, first - 0.5 * rise - error, 5)})
