@@ -40,7 +40,9 @@ def checked_row(row: Mapping[str, Any]) -> dict[str, Any]:
     for key, (kind, most) in LIMITS.items():
         value: Any = checked.get(key)
         if not isinstance(value, kind) or isinstance(value, bool) or not 0 <= value <= most:
-            shown = f"{key} {str(value)[:40]!a}" if key in checked else f"no {key}"
+            shown = f"no {key}"
+            if key in checked:
+                shown = f"{key} {str(value)[:40]!a}"
             raise ValueError(f"expected a validation (step, compute, pass_rate), found {shown}")
     return checked
 
@@ -145,7 +147,9 @@ def outlook(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Outlook | Non
     Raises ValueError for a row as `checked_row` does.
     """
     fitted = run_fit(rows, steps=steps, fit_from_steps=fit_from_steps, over=False)
-    return None if fitted is None else fitted.outlook
+    if fitted is None:
+        return None
+    return fitted.outlook
 
 
 def projection(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Projection | None:

@@ -51,20 +51,21 @@ def plot_forecast(
     target: a pass rate to mark with a horizontal line.
     Raises ValueError for another suffix, OSError if the file cannot be written.
     """
-    runs = [fits] if isinstance(fits, FitResult) else list(fits)
+    if isinstance(fits, FitResult):
+        fits = [fits]
     unseen = unseen or {}
-    until = until or 2.0 * max(float(run.compute.max()) for run in runs)
+    until = until or 2.0 * max(float(run.compute.max()) for run in fits)
     figure, axes = new_figure()
-    for index, run in enumerate(runs):
-        _draw_run(axes, run, index, unseen=unseen.get(run.name, ((), ())), until=until, alone=len(runs) == 1)
+    for index, run in enumerate(fits):
+        _draw_run(axes, run, index, unseen=unseen.get(run.name, ((), ())), until=until, alone=len(fits) == 1)
     if target is not None:
         axes.axhline(target, color=INK, linewidth=1.0, linestyle=(0, (1, 2)))
         axes.annotate(f"target {target:.3f}", (0.01, target), xycoords=("axes fraction", "data"), va="bottom")
     axes.set_xscale("log")
     plain_ticks(axes)
-    axes.set_xlabel(unit_label(runs[0].unit))
+    axes.set_xlabel(unit_label(fits[0].unit))
     axes.set_ylabel("validation pass rate")
-    title = title or f"{title_of(runs)}: forecast of the validation pass rate"
+    title = title or f"{title_of(fits)}: forecast of the validation pass rate"
     axes.set_title(textwrap.fill(shortened(title, 130), 66), loc="left", fontsize=11)
     # the legend below the axes, where no point can be, under a note
     handles, labels = axes.get_legend_handles_labels()
@@ -83,7 +84,9 @@ def plot_forecast(
 
 def title_of(runs: Sequence[FitResult]) -> str:
     """The run's name, or the number of runs."""
-    return runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    if len(runs) == 1:
+        return runs[0].name
+    return f"{len(runs)} runs"
 
 
 def new_figure() -> tuple["Figure", "Axes"]:
@@ -107,8 +110,10 @@ def save(figure: "Figure", path: str | Path) -> Path:
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"{path}: a figure is written as .png or .svg, not as {path.suffix!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # without a date, the same figure has the same bytes; PNG has no such key
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    metadata = {}
+    if path.suffix == ".svg":  # without a date, the same figure has the same bytes; PNG has no such key
+        metadata = {"Date": None}
+    figure.savefig(path, metadata=metadata)
     return path
 
 
@@ -116,7 +121,9 @@ def _draw_run(axes: "Axes", run: FitResult, index: int, *, unseen: Points, until
     """Draw one run's band, curve, points and asymptote in the color and marker of `index`."""
     color = COLORS[index % len(COLORS)]
     marker = MARKERS[index % len(MARKERS)]
-    hidden = "" if alone else "_"  # a legend leaves out labels that begin with an underscore
+    hidden = ""
+    if not alone:
+        hidden = "_"  # a legend leaves out labels that begin with an underscore
     end = float(run.compute.max())
     past = np.geomspace(0.8 * float(run.compute.min()), end, 120)
     future = np.geomspace(end, until, 120)
