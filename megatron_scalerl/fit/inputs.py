@@ -148,27 +148,23 @@ def _read_run_folder(path: Path, options: ColumnOptions) -> Curve:
     table = replace(table, rows=tuple(latest.values()), layout="run folder")
     compute = options.compute or ("compute" if options.hours_per_step is None else "step")
     curve = _curve(table, replace(options, compute=compute), path.resolve().name)
-    recipe = _recipe(path)
-    seed = (recipe or {}).get("seed")
-    return replace(curve, source=path, recipe=recipe, seed=seed if isinstance(seed, int) else None)
+    if (path / "recipe.yaml").exists():
+        from megatron_scalerl.recipe.file import read_run_recipe
 
-
-def _recipe(run_dir: Path) -> dict[str, Any] | None:
-    """Key path -> value of the run's recipe; None if the file is missing. Raises ValueError for an unreadable one."""
-    if not (run_dir / "recipe.yaml").exists():
-        return None
-    from megatron_scalerl.recipe.file import read_run_recipe
-
-    return flattened(read_run_recipe(run_dir))
+        recipe = flattened(read_run_recipe(path))
+        curve = replace(curve, recipe=recipe, seed=recipe.get("seed"))
+    return replace(curve, source=path)
 
 
 def flattened(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Key path -> value of a nested mapping; an empty mapping is a value."""
     flat: dict[str, Any] = {}
     for key, value in data.items():
-        flat |= (
-            flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
-        )
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat |= flattened(value, f"{path}.")
+        else:
+            flat[path] = value
     return flat
 
 
@@ -219,22 +215,23 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
     task = score.removeprefix("pass_rate")
     if not task.startswith("/"):
         task = ""
-    size = _column_values(table, starts[:1], "generations", SIZE)
     within = f"within_variance{task}"
-    variance = _column_values(table, points, within, VARIANCE)
-    initial_variance = _column_values(table, starts[:1], within, VARIANCE)
+    initial: dict[str, Any] = {"initial": None}
+    if starts:
+        size = _value(table, starts[0], "generations", SIZE)
+        initial["initial"] = float(np.mean([point.pass_rate for point in starts]))
+        initial["initial_generations"] = size and int(size)
+        initial["initial_within_variance"] = _value(table, starts[0], within, VARIANCE)
     return Curve(
         name=name,
         source=table.path,
         compute=np.array([point.compute for point in points]),
         pass_rate=np.array([point.pass_rate for point in points]),
-        initial=float(np.mean([point.pass_rate for point in starts])) if starts else None,
+        **initial,
         prompts=_prompts(table, points, f"prompts{task}"),
-        generations=_complete(_column_values(table, points, "generations", SIZE)),
-        initial_generations=None if size is None else int(size[0]),
-        within_variance=variance,
-        initial_within_variance=None if initial_variance is None else float(initial_variance[0]),
-        truncated_share=_complete(_column_values(table, points, "truncated_share")),
+        generations=_values(table, points, "generations", SIZE),
+        within_variance=_values(table, points, within, VARIANCE, complete=False),
+        truncated_share=_values(table, points, "truncated_share"),
         unit=unit,
         notes=tuple(f"{table.path.name}: {note}" for note in notes),
         read="; ".join(texts),
@@ -398,29 +395,27 @@ def _number(table: TableFile, number: int, column: str, row: Row) -> float | Non
 
 def _prompts(table: TableFile, points: list[_Point], key: str) -> int | None:
     """The number of prompts: one number, as pass rates over different prompts are different curves."""
-    values = _complete(_column_values(table, points, key, SIZE))
+    values = _values(table, points, key, SIZE)
     if values is None:
         return None
     check_same(table, key, [(point.number, f"{value:.0f}") for point, value in zip(points, values)])
     return int(values[0])
 
 
-def _column_values(table: TableFile, points: list[_Point], key: str, check: Check | None = None) -> Array | None:
-    """[n] numbers of a column, NaN for an empty cell; None if all are empty. Raises ValueError for other values."""
-    values = []
-    for point in points:
-        value = _number(table, point.number, key, point.row)
-        if value is None:
-            value = math.nan
-        elif check and not check[1](value):
-            raise refused(table.path, f"{value:g} is not {check[0]}", f"row {point.number}", key)
-        values.append(value)
-    if np.isnan(values).all():
-        return None
-    return np.array(values)
-
-
-def _complete(values: Array | None) -> Array | None:
-    if values is None or np.isnan(values).any():
+def _values(
+    table: TableFile, points: list[_Point], key: str, check: Check | None = None, *, complete: bool = True
+) -> Array | None:
+    """[n] numbers of a column, NaN for an empty cell; None if all are empty, or any if they have to be complete."""
+    values = np.array([_value(table, point, key, check) for point in points], dtype=float)
+    empty = np.isnan(values)
+    if empty.all() or (complete and empty.any()):
         return None
     return values
+
+
+def _value(table: TableFile, point: _Point, key: str, check: Check | None) -> float | None:
+    """A number of a point's row; None for an empty cell. Raises ValueError for one that cannot be."""
+    value = _number(table, point.number, key, point.row)
+    if value is not None and check and not check[1](value):
+        raise refused(table.path, f"{value:g} is not {check[0]}", f"row {point.number}", key)
+    return value
