@@ -146,7 +146,7 @@ def _json(value: Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
+    if isinstance(value, bool | None):
         return str(value).lower()
     return str(value)
 

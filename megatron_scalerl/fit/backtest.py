@@ -102,9 +102,7 @@ def backtest(
         )
     final_compute = float(compute[-LAST_POINTS:].mean())
     # the mean averages the completions of all of them, so its noise is smaller than that of one
-    size = None
-    if curve.completions is not None:
-        size = [curve.completions[-LAST_POINTS:].sum()]
+    size = None if curve.completions is None else [curve.completions[-LAST_POINTS:].sum()]
     points = []
     for end in ends:
         prefix = curve.part(np.arange(end + 1))

@@ -87,9 +87,7 @@ def curve_warnings(
 
 def highest_level(pass_rate: Array) -> float:
     """The highest mean of three successive points (one, for fewer than six): what the run has reached."""
-    width = 1
-    if len(pass_rate) >= 6:
-        width = 3
+    width = 3 if len(pass_rate) >= 6 else 1
     return float(np.convolve(pass_rate, np.ones(width) / width, mode="valid").max())
 
 
@@ -137,9 +135,7 @@ class Fall:
     """Mean of the pass rates after the peak."""
 
     def __str__(self) -> str:
-        level = f"{self.last:.3f} at the end"
-        if self.last > self.after:
-            level = f"{self.after:.3f} on average since"
+        level = f"{self.last:.3f} at the end" if self.last <= self.after else f"{self.after:.3f} on average since"
         return f"the pass rate has fallen from {self.peak:.3f} at {short_number(self.compute)} to {level}"
 
 

@@ -72,15 +72,12 @@ class Runs:
 
 
 @record
-class Difference:
-    """A recipe minus its reference, with the variance between runs."""
+class Difference(Estimate):
+    """A recipe minus its reference: the difference of the means, within seeds if paired.
 
-    value: float
-    """Difference of the means, within seeds if paired."""
-    lo: float
-    """Lower end of the 90 % interval; nan where no recipe was run twice."""
-    hi: float
-    """Upper end of the 90 % interval."""
+    The 90 % interval is from the variance between runs; nan where no recipe was run twice.
+    """
+
     p: float
     """Probability of so large a difference, or a larger one, between two sets of runs of one recipe, adjusted for the
     number of comparisons; 1 where it is not known or either has one run."""
@@ -116,9 +113,7 @@ class Table:
         self._membership = (recipe_of_run[:, None] == np.arange(len(recipes))).astype(float)
         """[runs, recipes] 1 where the run is of the recipe."""
         seeds = [recipe.seeds for recipe in recipes]
-        self._groups = list(range(len(recipes)))
-        if paired:
-            self._groups = sharing_seeds(seeds)
+        self._groups = sharing_seeds(seeds) if paired else list(range(len(recipes)))
         columns = np.hstack([self._membership, _seed_columns(seeds, self._groups)])
         self.paired = columns.shape[1] > len(recipes)
         if self.paired:
@@ -137,8 +132,7 @@ class Table:
 
     def mean(self, index: int) -> Estimate:
         """The recipe's mean, with the 90 % interval of the mean over seeds; the interval is nan if unknown."""
-        value = float(self._effects[index])
-        return Estimate(value=value, **_interval(value, *self._error(self._inverse[index])))
+        return Estimate(**_interval(float(self._effects[index]), *self._error(self._inverse[index])))
 
     def difference(self, index: int, reference: int) -> Difference:
         """Recipe `index` minus `reference`, tested alone; within seeds if they share them."""
@@ -151,7 +145,7 @@ class Table:
             from scipy.special import stdtr
 
             p = 2.0 * float(stdtr(freedom, -abs(value) / max(error, 1e-300)))
-        return Difference(value=value, **_interval(value, error, freedom), p=p, paired=self.paired)
+        return Difference(**_interval(value, error, freedom), p=p, paired=self.paired)
 
     def _error(self, weights: Array) -> tuple[float, float]:
         """(standard error of weights . values, its degrees of freedom after Satterthwaite); nan if unknown."""
@@ -169,7 +163,7 @@ def _interval(value: float, error: float, freedom: float) -> dict[str, float]:
     from scipy.special import stdtrit
 
     half = error * float(stdtrit(freedom, 1.0 - TAIL))
-    return {"lo": value - half, "hi": value + half}
+    return {"value": value, "lo": value - half, "hi": value + half}
 
 
 def _variances(squares: Array, freedom: Array, references: Collection[int]) -> tuple[Array, Array]:
@@ -194,9 +188,7 @@ def spread(recipes: Sequence[Runs]) -> float:
     """Standard deviation between runs of one recipe, common to all recipes; nan where none was run twice."""
     freedom = sum(len(recipe.values) - 1 for recipe in recipes)
     squares = sum(len(recipe.values) * float(np.var(recipe.values)) for recipe in recipes)
-    if not freedom:
-        return math.nan
-    return math.sqrt(squares / freedom)
+    return math.sqrt(squares / freedom) if freedom else math.nan
 
 
 def sharing_seeds(seeds: Sequence[Seeds]) -> list[int]:
@@ -280,9 +272,7 @@ class Quantity:
         draws = self._scaled(self.formula(fit.posterior.parameters))
         low, high = np.quantile(draws, [0.1587, 0.8413], method="nearest").tolist()
         variance = ((high - low) / 2) ** 2
-        if math.isfinite(variance):
-            return variance
-        return UNKNOWN_VARIANCE
+        return variance if math.isfinite(variance) else UNKNOWN_VARIANCE
 
 
 ASYMPTOTE = Quantity(formula=lambda parameters: parameters["asymptote"], scaled=np.asarray, back=float)
@@ -311,8 +301,6 @@ class ComparedArm:
     """Their seeds; None where unknown."""
     refits: tuple[FitResult, ...]
     """The same runs with A fixed to the comparison's; none for another ceiling."""
-    measured: Estimate
-    """Mean of the runs' last fitted pass rates, with the lowest and the highest."""
     asymptote: Estimate
     """Mean A. The interval of this and the next ones is that of the mean over seeds; of one run, that of its fit."""
     exponent: Estimate
@@ -332,6 +320,12 @@ class ComparedArm:
     def runs(self) -> int:
         """Number of its runs that do not fall."""
         return len(self.fits)
+
+    @property
+    def measured(self) -> Estimate:
+        """Mean of the runs' last fitted pass rates, with the lowest and the highest."""
+        last = [float(fit.pass_rate[-1]) for fit in self.fits]
+        return Estimate(value=float(np.mean(last)), lo=min(last), hi=max(last))
 
 
 @record
@@ -394,6 +388,7 @@ def compare_runs(
         pass_rate = start + SHARE_OF_GAIN * (fixed - start)
     reach = compute_to(pass_rate)
     numbers: dict[str, Mapping[int, Any]] = {
+        "reference": {n: arms[to[n]].name for n in range(1, len(arms))},
         "asymptote": {n: replace(a, lo=max(a.lo, 0.0), hi=min(a.hi, 1.0)) for n, a in asymptotes.items()},
         "exponent": EXPONENT.means(fits, seeds),
         "midpoint": MIDPOINT.means(fits, seeds),
@@ -404,21 +399,10 @@ def compare_runs(
     }
     compared = []
     for n, arm in enumerate(arms):
-        reference = None
-        if n:
-            reference = arms[to[n]].name
-        last = [float(fit.pass_rate[-1]) for fit in fits[n]]
+        known = {key: of_arms.get(n) for key, of_arms in numbers.items()}
+        change = differences(arm, arms[to[n]])
         compared.append(
-            ComparedArm(
-                name=arm.name,
-                reference=reference,
-                change=differences(arm, arms[to[n]]),
-                fits=fits[n],
-                seeds=seeds[n],
-                refits=refits[n],
-                measured=Estimate(value=float(np.mean(last)), lo=min(last), hi=max(last)),
-                **{key: of_arms.get(n) for key, of_arms in numbers.items()},
-            )
+            ComparedArm(name=arm.name, change=change, fits=fits[n], seeds=seeds[n], refits=refits[n], **known)
         )
     return Comparison(
         arms=tuple(compared),
@@ -499,9 +483,7 @@ def _share_the_ceiling(fits: Arms, ceilings: Mapping[int, Difference], to: Seque
 
 def summary(comparison: Comparison, arm: ComparedArm) -> str:
     """How an arm differs from its reference, in one or two sentences."""
-    runs = "1 run"
-    if arm.runs > 1:
-        runs = f"{arm.runs} runs"
+    runs = "1 run" if arm.runs == 1 else f"{arm.runs} runs"
     if arm.ceiling is None:
         return f"{arm.name} is the reference: A = {arm.asymptote.value:.3f}, B = {arm.exponent.value:.2f} ({runs})."
     ceiling = arm.ceiling
@@ -510,17 +492,13 @@ def summary(comparison: Comparison, arm: ComparedArm) -> str:
         alone = min(arm, other, key=lambda arm: arm.runs).name
         if arm.runs == other.runs:
             alone = "each"
-        where = "outside"
-        if abs(ceiling.value) <= SAME_ASYMPTOTE:
-            where = "within"
+        where = "within" if abs(ceiling.value) <= SAME_ASYMPTOTE else "outside"
         text = f"{arm.name} against {other.name}: one run of {alone} decides nothing. A {ceiling.value:+.3f},"
         margin = f"{where} the paper's margin of ±{SAME_ASYMPTOTE:g} between runs of one recipe"
         return f"{text} {margin}{_exponents(arm, other, '; ')}."
     gap = f"A {ceiling.value:+.3f} [{ceiling.lo:+.3f}, {ceiling.hi:+.3f}]"
     if ceiling.moves_the_ceiling:
-        way = "raises"
-        if ceiling.value < 0:
-            way = "lowers"
+        way = "raises" if ceiling.value > 0 else "lowers"
         return f"{arm.name} {way} the ceiling: {gap} (p = {_p(ceiling)}, {runs})."
     if ceiling.within(SAME_ASYMPTOTE):
         first = f"{arm.name} keeps the ceiling: {gap}, within ±{SAME_ASYMPTOTE:g}"
@@ -595,9 +573,7 @@ def _efficiency(arm: ComparedArm, other: ComparedArm, target: str) -> str:
         return f"Its compute to {target} is not compared at equal A."
     factor = f"{_ratio(difference)} to {target}{_exponents(arm, other, ', ')}"
     if difference.declared:
-        word = "less"
-        if difference.value < 0:
-            word = "more"
+        word = "more" if difference.value < 0 else "less"
         return f"It is {word} efficient: {factor} (p = {_p(difference)})."
     if difference.within(SAME_COMPUTE):
         return f"It is as efficient, within a factor of {math.exp(SAME_COMPUTE):g}: {factor}."
@@ -616,6 +592,4 @@ def _ratio(difference: Difference) -> str:
 
 
 def _p(difference: Difference) -> str:
-    if difference.p < 0.001:
-        return "0.001 or less"
-    return f"{difference.p:.3f}"
+    return f"{difference.p:.3f}" if difference.p >= 0.001 else "0.001 or less"

@@ -71,9 +71,7 @@ def decide(
     Raises ValueError for a budget that is not positive.
     """
     now = float(fit.compute.max())
-    if budget is None:
-        budget = now
-    budget = float(budget)
+    budget = now if budget is None else float(budget)
     if not budget > 0:
         raise ValueError(f"budget is {budget!r}; it has to be greater than 0")
     gains = gain_draws(fit, now, now + budget)

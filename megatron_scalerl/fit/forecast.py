@@ -1,6 +1,7 @@
 """Fit a run's compute-performance curve and forecast it: the entry point of `megatron_scalerl.fit`."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,12 @@ def fit_curve(
     Raises ValueError, one line, for points that cannot be fitted; it names the file that was read.
     """
     try:
-        _check_options(method, fixed_asymptote, curve.initial)
+        if curve.initial is not None and not 0.0 <= curve.initial < 1.0:
+            raise ValueError(f"initial: expected R_0 in [0, 1), found {curve.initial!r}")
+        if method not in METHODS:
+            raise ValueError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")
+        if fixed_asymptote is not None and not (curve.initial or 0.0) < fixed_asymptote <= 1.0:
+            raise ValueError(f"fixed asymptote: expected a value in (R_0, 1], found {fixed_asymptote!r}")
         kept, notes = _window(curve.compute, method, fit_from, fit_until)
         if np.count_nonzero(kept) < 3:
             found = np.count_nonzero(kept)
@@ -153,9 +159,9 @@ def _fit(
             exponent=(0.1, 20.0),
             midpoint=(lowest / observations.scale, largest / observations.scale),
         )
-    posterior = sample(
-        observations, prior=prior, bounds=bounds, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed
-    )
+    if fixed_asymptote is not None:
+        bounds = replace(bounds, asymptote=(fixed_asymptote, fixed_asymptote))
+    posterior = sample(observations, prior=prior, bounds=bounds, draws=draws, seed=seed)
     if method == "paper":
         parameters = {key: getattr(grid, key) for key in PARAMETERS[:-1]} | {"initial": observations.initials[0]}
         notes += checks.grid_warnings(grid)
@@ -185,15 +191,6 @@ def _fit(
         posterior=posterior,
         unit=curve.unit,
     )
-
-
-def _check_options(method: str, fixed_asymptote: float | None, initial: float | None) -> None:
-    if initial is not None and not 0.0 <= initial < 1.0:
-        raise ValueError(f"initial: expected R_0 in [0, 1), found {initial!r}")
-    if method not in METHODS:
-        raise ValueError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")
-    if fixed_asymptote is not None and not (initial or 0.0) < fixed_asymptote <= 1.0:
-        raise ValueError(f"fixed asymptote: expected a value in (R_0, 1], found {fixed_asymptote!r}")
 
 
 def _window(c: Array, method: str, low: float | None, high: float | None) -> tuple[NDArray[np.bool_], list[str]]:

@@ -218,10 +218,11 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
     within = f"within_variance{task}"
     initial: dict[str, Any] = {"initial": None}
     if starts:
-        size = _value(table, starts[0], "generations", SIZE)
+        start = starts[0]
+        size = _number(table, start.number, start.row, "generations", SIZE)
         initial["initial"] = float(np.mean([point.pass_rate for point in starts]))
         initial["initial_generations"] = size and int(size)
-        initial["initial_within_variance"] = _value(table, starts[0], within, VARIANCE)
+        initial["initial_within_variance"] = _number(table, start.number, start.row, within, VARIANCE)
     return Curve(
         name=name,
         source=table.path,
@@ -278,8 +279,8 @@ def _points(
     compute, scale = axis
     points = []
     for number, row in table.rows:
-        x = _number(table, number, compute, row)
-        y = _number(table, number, score, row)
+        x = _number(table, number, row, compute)
+        y = _number(table, number, row, score)
         if x is None or y is None:
             continue
         if x < 0 or is_time_of_day(compute, x):
@@ -379,16 +380,18 @@ def _lineage(points: Sequence[_Point]) -> Sequence[_Point]:
     return kept
 
 
-def _number(table: TableFile, number: int, column: str, row: Row) -> float | None:
-    """The number in a cell; None for an empty one, NaN and inf. Raises ValueError for other text."""
+def _number(table: TableFile, number: int, row: Row, column: str, check: Check | None = None) -> float | None:
+    """The number in a cell; None for an empty one, NaN and inf. Raises ValueError for other text and by the check."""
     value = row.get(column)
     if is_missing(value):
         return None
     parsed = plain(value)
-    if isinstance(parsed, float | bool) and math.isfinite(parsed):
-        return float(parsed)
     problem = f"{value!r:.80} is no finite number"
-    if isinstance(value, str) and is_time_of_day(column, value):
+    if isinstance(parsed, float | bool) and math.isfinite(parsed):
+        if check is None or check[1](parsed):
+            return float(parsed)
+        problem = f"{parsed:g} is not {check[0]}"
+    elif isinstance(value, str) and is_time_of_day(column, value):
         problem = CLOCK
     raise refused(table.path, problem, f"row {number}", column)
 
@@ -406,16 +409,9 @@ def _values(
     table: TableFile, points: list[_Point], key: str, check: Check | None = None, *, complete: bool = True
 ) -> Array | None:
     """[n] numbers of a column, NaN for an empty cell; None if all are empty, or any if they have to be complete."""
-    values = np.array([_value(table, point, key, check) for point in points], dtype=float)
+    numbers = [_number(table, point.number, point.row, key, check) for point in points]
+    values = np.array(numbers, dtype=float)
     empty = np.isnan(values)
     if empty.all() or (complete and empty.any()):
         return None
     return values
-
-
-def _value(table: TableFile, point: _Point, key: str, check: Check | None) -> float | None:
-    """A number of a point's row; None for an empty cell. Raises ValueError for one that cannot be."""
-    value = _number(table, point.number, key, point.row)
-    if value is not None and check and not check[1](value):
-        raise refused(table.path, f"{value:g} is not {check[0]}", f"row {point.number}", key)
-    return value

@@ -40,9 +40,7 @@ def checked_row(row: Mapping[str, Any]) -> dict[str, Any]:
     for key, (kind, most) in LIMITS.items():
         value: Any = checked.get(key)
         if not isinstance(value, kind) or isinstance(value, bool) or not 0 <= value <= most:
-            shown = f"no {key}"
-            if key in checked:
-                shown = f"{key} {str(value)[:40]!a}"
+            shown = f"{key} {str(value)[:40]!a}" if key in checked else f"no {key}"
             raise ValueError(f"expected a validation (step, compute, pass_rate), found {shown}")
     return checked
 

@@ -54,9 +54,7 @@ def fit_paper(compute: Array, pass_rate: Array, *, initial: float, fixed_asympto
 
     fixed_asymptote: the only A of the grid; None for the paper's.
     """
-    asymptotes = ASYMPTOTES
-    if fixed_asymptote is not None:
-        asymptotes = np.array([fixed_asymptote])
+    asymptotes = ASYMPTOTES if fixed_asymptote is None else np.array([fixed_asymptote])
     scale = 1.0
     if not FIT_FROM < compute.max() < 10.0 * MIDPOINTS[-1][-1]:
         scale = compute.max() / MIDPOINT_REFERENCE

@@ -84,9 +84,7 @@ def plot_forecast(
 
 def title_of(runs: Sequence[FitResult]) -> str:
     """The run's name, or the number of runs."""
-    if len(runs) == 1:
-        return runs[0].name
-    return f"{len(runs)} runs"
+    return runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
 
 
 def new_figure() -> tuple["Figure", "Axes"]:
@@ -110,10 +108,8 @@ def save(figure: "Figure", path: str | Path) -> Path:
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"{path}: a figure is written as .png or .svg, not as {path.suffix!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {}
-    if path.suffix == ".svg":  # without a date, the same figure has the same bytes; PNG has no such key
-        metadata = {"Date": None}
-    figure.savefig(path, metadata=metadata)
+    # without a date, the same figure has the same bytes; PNG has no such key
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     return path
 
 
@@ -121,9 +117,7 @@ def _draw_run(axes: "Axes", run: FitResult, index: int, *, unseen: Points, until
     """Draw one run's band, curve, points and asymptote in the color and marker of `index`."""
     color = COLORS[index % len(COLORS)]
     marker = MARKERS[index % len(MARKERS)]
-    hidden = ""
-    if not alone:
-        hidden = "_"  # a legend leaves out labels that begin with an underscore
+    hidden = "" if alone else "_"  # a legend leaves out labels that begin with an underscore
     end = float(run.compute.max())
     past = np.geomspace(0.8 * float(run.compute.min()), end, 120)
     future = np.geomspace(end, until, 120)

@@ -116,15 +116,15 @@ def sample(
     *,
     prior: Prior,
     bounds: Bounds = DEFAULT_BOUNDS,
-    fixed_asymptote: float | None = None,
     draws: int = 4000,
     seed: int = 0,
 ) -> Posterior:
     """Draw from the posterior of (A, B, C_mid, R_0, noise, hypothesis) given the points.
 
-    fixed_asymptote: A is held at this value. draws: their number.
+    bounds: A is held where its two bounds are equal. draws: their number.
     """
-    grid = _refined_grid(observations, prior, bounds, fixed_asymptote)
+    lowest, highest = bounds.asymptote
+    grid = _refined_grid(observations, prior, bounds)
     rng = np.random.default_rng([seed, 0])
     flat = rng.choice(grid.mass.size, size=draws, p=grid.mass.ravel() / grid.mass.sum())
     start, hypothesis, i, j, k = np.unravel_index(flat, grid.mass.shape)
@@ -135,7 +135,7 @@ def sample(
     posterior = Posterior(
         observations=observations,
         discrepancies=prior.discrepancies,
-        asymptote=np.full(draws, fixed_asymptote, dtype=float),
+        asymptote=np.full(draws, lowest),
         exponent=np.exp(log_b),
         log_midpoint=log_m,
         initial=np.asarray(observations.initials)[start],
@@ -143,7 +143,7 @@ def sample(
         hypothesis=hypothesis,
         seed=seed,
     )
-    if fixed_asymptote is None:
+    if lowest < highest:
         posterior = replace(posterior, asymptote=_asymptotes(posterior, offset, bounds))
     shape = observations.noise_shape + len(observations.pass_rate) / 2
     scale = observations.noise_shape * observations.noise_variance + _misfit(posterior) / 2
@@ -208,11 +208,11 @@ def _inside_cell(axis: Array, index: Index, rng: np.random.Generator) -> Array:
     return np.clip(axis[index] + rng.uniform(-0.5, 0.5, len(index)) * step, axis[0], axis[-1])
 
 
-def _refined_grid(obs: Observations, prior: Prior, bounds: Bounds, fixed_asymptote: float | None) -> _Grid:
+def _refined_grid(obs: Observations, prior: Prior, bounds: Bounds) -> _Grid:
     limits = [np.log(bounds.exponent), np.log(bounds.midpoint)]
     box = list(limits)
     for _ in range(8):
-        grid = _grid(obs, prior, bounds, fixed_asymptote, box, COARSE)
+        grid = _grid(obs, prior, bounds, box, COARSE)
         cells = grid.mass.sum(axis=(0, 1, 4))
         marginals = (cells.sum(axis=1), grid.log_b), (cells.sum(axis=0), grid.log_m)
         smaller = [_region(*marginal, limit) for marginal, limit in zip(marginals, limits)]
@@ -220,7 +220,7 @@ def _refined_grid(obs: Observations, prior: Prior, bounds: Bounds, fixed_asympto
         box = smaller
         if settled:
             break
-    return _grid(obs, prior, bounds, fixed_asymptote, box, FINE)
+    return _grid(obs, prior, bounds, box, FINE)
 
 
 def _region(marginal: Array, nodes: Array, limit: Array) -> Array:
@@ -229,23 +229,14 @@ def _region(marginal: Array, nodes: Array, limit: Array) -> Array:
     return np.array([max(nodes[kept[0]] - margin, limit[0]), min(nodes[kept[-1]] + margin, limit[1])])
 
 
-def _grid(
-    obs: Observations,
-    prior: Prior,
-    bounds: Bounds,
-    fixed_asymptote: float | None,
-    box: list[Array],
-    cells: tuple[int, int],
-) -> _Grid:
+def _grid(obs: Observations, prior: Prior, bounds: Bounds, box: list[Array], cells: tuple[int, int]) -> _Grid:
     """The grid over a box, [low, high] of log B and of log C_mid, with so many cells along each."""
     log_b, log_m = (np.linspace(*side, count) for side, count in zip(box, cells))
     n = len(obs.log_compute)
     share = _gain_share(obs.log_compute, np.exp(log_b)[:, None, None], log_m[None, :, None])
     share = share.reshape(-1, n)
     log_cells = _log_cells(log_b[:, None, None], log_m[None, :, None], prior)
-    nodes = 1
-    if fixed_asymptote is None:
-        nodes = ASYMPTOTE_NODES
+    nodes = ASYMPTOTE_NODES if bounds.asymptote[0] < bounds.asymptote[1] else 1
     step = np.empty((len(obs.initials), len(prior.discrepancies), *cells))
     log_mass = np.empty((*step.shape, nodes))
     offset = np.empty_like(log_mass)
@@ -259,7 +250,7 @@ def _grid(
             rise = white @ (obs.pass_rate - initial)
             cross = (shares @ rise).reshape(cells)
             best, width = _conditional_gain(rise @ rise, cross, square, obs)
-            gain, step[r, h] = _gain_nodes(best, width, initial, bounds, fixed_asymptote)
+            gain, step[r, h] = _gain_nodes(best, width, initial, bounds)
             misfit = rise @ rise - 2.0 * cross[..., None] * gain + square[..., None] * gain**2
             likelihood = volume - shape * np.log(center + np.maximum(misfit, 0.0) / 2)
             # the prior is a density of the gain's share of the room, the nodes of A are at distances in pass rate
@@ -287,14 +278,12 @@ def _conditional_gain(total: Array, cross: Array, square: Array, obs: Observatio
     return best, np.sqrt(variance / square)
 
 
-def _gain_nodes(
-    best: Array, width: Array, initial: float, bounds: Bounds, fixed_asymptote: float | None
-) -> tuple[Array, Array]:
+def _gain_nodes(best: Array, width: Array, initial: float, bounds: Bounds) -> tuple[Array, Array]:
     """([..., nodes] gains A - R_0 around each cell's mean and inside the bounds, [...] their distance)."""
-    if fixed_asymptote is not None:
-        return np.full((*best.shape, 1), fixed_asymptote - initial), np.ones_like(best)
-    low = max(bounds.asymptote[0] - initial, 0.0)
-    high = bounds.asymptote[1] - initial
+    low, high = (end - initial for end in bounds.asymptote)
+    if low == high:
+        return np.full((*best.shape, 1), low), np.ones_like(best)
+    low = max(low, 0.0)
     sliver = 1e-3 * (high - low)
     left = np.clip(best - REACH * width, low, high - sliver)
     right = np.clip(best + REACH * width, low + sliver, high)
