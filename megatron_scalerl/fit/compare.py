@@ -389,6 +389,7 @@ def compare_runs(
     reach = compute_to(pass_rate)
     numbers: dict[str, Mapping[int, Any]] = {
         "reference": {n: arms[to[n]].name for n in range(1, len(arms))},
+        "change": {n: differences(arm, arms[to[n]]) for n, arm in enumerate(arms)},
         "asymptote": {n: replace(a, lo=max(a.lo, 0.0), hi=min(a.hi, 1.0)) for n, a in asymptotes.items()},
         "exponent": EXPONENT.means(fits, seeds),
         "midpoint": MIDPOINT.means(fits, seeds),
@@ -399,11 +400,8 @@ def compare_runs(
     }
     compared = []
     for n, arm in enumerate(arms):
-        known = {key: of_arms.get(n) for key, of_arms in numbers.items()}
-        change = differences(arm, arms[to[n]])
-        compared.append(
-            ComparedArm(name=arm.name, change=change, fits=fits[n], seeds=seeds[n], refits=refits[n], **known)
-        )
+        known: dict[str, Any] = {key: of_arms.get(n) for key, of_arms in numbers.items()}
+        compared.append(ComparedArm(name=arm.name, fits=fits[n], seeds=seeds[n], refits=refits[n], **known))
     return Comparison(
         arms=tuple(compared),
         falling=falling,

@@ -10,8 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_scalerl.fit import checks
 from megatron_scalerl.fit.curve import Curve
-from megatron_scalerl.fit.noise import first_invalid
-from megatron_scalerl.fit.observations import initial_candidates, observe
+from megatron_scalerl.fit.observations import first_invalid, initial_candidates, observe
 from megatron_scalerl.fit.paper import ASYMPTOTES, FIT_FROM, fit_paper
 from megatron_scalerl.fit.posterior import Posterior, sample
 from megatron_scalerl.fit.prior import DEFAULT_BOUNDS, DEFAULT_PRIOR, FLAT_PRIOR, Bounds, Prior

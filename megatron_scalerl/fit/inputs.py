@@ -33,7 +33,7 @@ from megatron_scalerl.fit.columns import (
 )
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.formatting import short_number, unit_name
-from megatron_scalerl.fit.noise import HIGHEST_VARIANCE
+from megatron_scalerl.fit.observations import HIGHEST_VARIANCE
 from megatron_scalerl.fit.sigmoid import Array
 from megatron_scalerl.fit.table_file import (
     FEW_ROWS,
@@ -195,7 +195,7 @@ class _Point(NamedTuple):
 def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") -> Curve:
     score, *others = score_columns(table, options)
     compute, scale, unit = compute_column(table, options, score)
-    measured, texts = _points(table, options, (compute, scale), score, others)
+    measured, texts = _points(table, options, compute, score, others)
     starts = [point for point in measured if point.compute == 0 or point.row.get("step") == 0]
     points, notes = _ordered([point for point in measured if point not in starts], compute)
     if not points:
@@ -206,7 +206,8 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
     over = compute
     if options.hours_per_step is not None:
         over += f" x {options.hours_per_step:g} h"
-    ends = f"{short_number(points[0].compute)} to {short_number(points[-1].compute)}"
+    positions = np.array([point.compute for point in points]) * scale
+    ends = f"{short_number(positions[0])} to {short_number(positions[-1])}"
     read = f"read {name}: {table.layout}, {len(points)} points of {score} over {over} ({ends} {unit_name(unit)})"
     if starts:
         read += ", R_0"
@@ -226,7 +227,7 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
     return Curve(
         name=name,
         source=table.path,
-        compute=np.array([point.compute for point in points]),
+        compute=positions,
         pass_rate=np.array([point.pass_rate for point in points]),
         **initial,
         prompts=_prompts(table, points, f"prompts{task}"),
@@ -247,9 +248,10 @@ def _reasons(table: TableFile, options: ColumnOptions, names: list[str], compute
         reason = "its name ranks first"
         if table.x:
             reason = AXES[table.layout]
-        alike = [column for column in others if (score_rank(column) or ())[:-1] == (score_rank(score) or (0,))[:-1]]
+        rank = score_rank(score) or ()
+        alike = [column for column in others if (score_rank(column) or ())[:-1] == rank[:-1]]
         why = WHY[stage(score)]
-        if score_rank(score) is None and stage(score) != 0:
+        if not rank and stage(score) != 0:
             why = "the only column that can be a score"
         if alike:
             why += f" (as good by its name: {', '.join(alike[:3])})"
@@ -273,10 +275,9 @@ def _reasons(table: TableFile, options: ColumnOptions, names: list[str], compute
 
 
 def _points(
-    table: TableFile, options: ColumnOptions, axis: tuple[str, float], score: str, others: Sequence[str]
+    table: TableFile, options: ColumnOptions, compute: str, score: str, others: Sequence[str]
 ) -> tuple[list[_Point], list[str]]:
-    """The points of the rows with both numbers, and what was skipped and converted. axis: compute column, factor."""
-    compute, scale = axis
+    """The points of the rows with both numbers, and what was skipped and converted. compute: the column."""
     points = []
     for number, row in table.rows:
         x = _number(table, number, row, compute)
@@ -288,7 +289,7 @@ def _points(
             if x > 0:
                 problem = CLOCK
             raise refused(table.path, problem, f"row {number}", compute)
-        points.append(_Point(x * scale, y, row, number))
+        points.append(_Point(x, y, row, number))
     if not points:
         raise refused(table.path, f"no row has numbers in both {score} and {compute}")
     texts = []

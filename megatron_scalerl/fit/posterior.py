@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_scalerl.fit.noise import binomial
-from megatron_scalerl.fit.observations import Observations, covariance
+from megatron_scalerl.fit.observations import Observations, binomial, covariance
 from megatron_scalerl.fit.prior import DEFAULT_BOUNDS, Bounds, Discrepancy, Prior
 from megatron_scalerl.fit.sigmoid import PARAMETERS, Array
 from megatron_scalerl.record import record
@@ -231,7 +230,7 @@ def _region(marginal: Array, nodes: Array, limit: Array) -> Array:
 
 def _grid(obs: Observations, prior: Prior, bounds: Bounds, box: list[Array], cells: tuple[int, int]) -> _Grid:
     """The grid over a box, [low, high] of log B and of log C_mid, with so many cells along each."""
-    log_b, log_m = (np.linspace(*side, count) for side, count in zip(box, cells))
+    log_b, log_m = (np.linspace(low, high, count) for (low, high), count in zip(box, cells))
     n = len(obs.log_compute)
     share = _gain_share(obs.log_compute, np.exp(log_b)[:, None, None], log_m[None, :, None])
     share = share.reshape(-1, n)

@@ -7,7 +7,7 @@ from dataclasses import field
 
 import numpy as np
 
-from megatron_scalerl.fit.noise import first_invalid
+from megatron_scalerl.fit.observations import first_invalid
 from megatron_scalerl.fit.posterior import Posterior
 from megatron_scalerl.fit.sigmoid import PARAMETERS, Array, sigmoid
 from megatron_scalerl.record import record

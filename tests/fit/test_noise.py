@@ -9,7 +9,7 @@ from recipe_runs import curve_of
 
 from megatron_scalerl.fit.forecast import fit, fit_curve
 from megatron_scalerl.fit.inputs import curve_of_rows, read_curves
-from megatron_scalerl.fit.noise import MOST_POINTS, pooled, validation_noise
+from megatron_scalerl.fit.observations import MOST_POINTS, pooled, validation_noise
 from megatron_scalerl.fit.sigmoid import sigmoid
 
 COMPUTE = np.linspace(0.1, 1.0, 10)
@@ -129,7 +129,7 @@ def test_a_long_run_costs_no_more_and_is_forecast_as_by_all_of_its_points(monkey
     y = np.random.default_rng(0).binomial(800, sigmoid(c, **truth)) / 800
     forecasts = []
     for most in (MOST_POINTS, 300):
-        monkeypatch.setattr("megatron_scalerl.fit.noise.MOST_POINTS", most)
+        monkeypatch.setattr("megatron_scalerl.fit.observations.MOST_POINTS", most)
         found = fit(c, y, initial=0.2, prompts=200, generations=4)
         assert len(found.posterior.observations.pass_rate) <= most and found.n_points == 300
         forecasts.append(found.predict([1000.0, 2000.0, 4000.0]))
