@@ -24,6 +24,8 @@ APART = (
     *("engine.min_relative_rate", *START),
 )
 """Settings, or sections, that differ between runs of one recipe; those ending in timeout_s or max_restarts, too."""
+SEED_LABEL = "(?:seed|s)?"
+"""Before the number of a seed in a run's name."""
 _SHOWN = 4
 """Differences that `differences` names."""
 
@@ -122,15 +124,21 @@ def _recipe(curve: Curve) -> dict[str, Any]:
 
 
 def _key(curve: Curve) -> str:
+    if curve.arm is None and curve.recipe is None:
+        return f"run {curve.name}"
+    if curve.arm is None:
+        return _json(_recipe(curve))
     if curve.recipe is None:
-        return f"run {curve.name}" if curve.arm is None else f"table {curve.source} {curve.arm}"
-    return _json(_recipe(curve)) if curve.arm is None else f"arm {curve.arm}"
+        return f"table {curve.source} {curve.arm}"
+    return f"arm {curve.arm}"
 
 
 def _start(curve: Curve) -> str:
     if curve.recipe is not None:
         return _json({key: value for key, value in curve.recipe.items() if _within(key, START)})
-    return "" if curve.arm is None else str(curve.source)
+    if curve.arm is None:
+        return ""
+    return str(curve.source)
 
 
 def _json(value: Mapping[str, Any]) -> str:
@@ -138,7 +146,7 @@ def _json(value: Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
+    if isinstance(value, bool | None):
         return str(value).lower()
     return str(value)
 
@@ -146,11 +154,15 @@ def _text(value: Any) -> str:
 def _name(group: Sequence[Curve]) -> str:
     if group[0].arm is not None:
         return group[0].arm
-    label = "seed" if len(group) == 1 else "(?:seed|s)?"  # of one run, a number alone may be another one's
+    label = SEED_LABEL
+    if len(group) == 1:  # of one run, a number alone may be another one's
+        label = "seed"
     stems = {_stem(curve, label) for curve in group}
-    return stems.pop() if len(stems) == 1 and "" not in stems else group[0].name
+    if len(stems) > 1:
+        return group[0].name
+    return stems.pop() or group[0].name
 
 
-def _stem(curve: Curve, label: str = "(?:seed|s)?") -> str:
+def _stem(curve: Curve, label: str = SEED_LABEL) -> str:
     """The run's name without its seed."""
     return re.sub(rf"[-_/ ]*{label}[-_]?{curve.seed}$", "", curve.name)

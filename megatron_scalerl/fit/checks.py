@@ -101,7 +101,9 @@ def rising_forecast(compute: Array, pass_rate: Array, posterior: Posterior) -> f
     gain = float(np.median(mean[:, 1] - mean[:, 0]))
     # halves of the last third, as two single points would be noise
     rises = float(last[half:].mean() - last[:half].mean()) > SMALL_DROP
-    return gain if gain > PLATEAU_GAIN and not rises else None
+    if rises or gain <= PLATEAU_GAIN:
+        return None
+    return gain
 
 
 def below_initial(pass_rate: Array, initial: float) -> bool:
@@ -114,8 +116,9 @@ def truncation_warnings(compute: Array, truncated: Array | None) -> list[str]:
     if truncated is None or not np.any(truncated > TRUNCATION_LIMIT):
         return []
     first = int(np.flatnonzero(truncated > TRUNCATION_LIMIT)[0])
-    most, where = 100 * np.nanmax(truncated), short_number(compute[first])
-    return [f"truncations reach {most:.0f} % (above 10 % first at {where}): 10-15 % destabilize training"]
+    where = short_number(compute[first])
+    most = f"{100 * np.nanmax(truncated):.0f} %"
+    return [f"truncations reach {most} (above 10 % first at {where}): 10-15 % destabilize training"]
 
 
 @record

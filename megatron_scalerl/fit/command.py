@@ -131,15 +131,18 @@ def _read(options: argparse.Namespace) -> list[Curve]:
         if not equals or not column:
             raise ValueError(f"--series: {pair!r} is not of the form COL=VALUE")
         series.append((column, value))
+    score_range = None
     ends = _numbers(options.score_range, "--score-range", "-1,1")
-    if ends and not (len(ends) == 2 and ends[0] < ends[1]):
-        raise ValueError(f"--score-range: {options.score_range!r} is not a lowest value and a higher one")
+    if ends:
+        if len(ends) != 2 or ends[0] >= ends[1]:
+            raise ValueError(f"--score-range: {options.score_range!r} is not a lowest value and a higher one")
+        score_range = (ends[0], ends[1])
     columns = ColumnOptions(
         compute=options.compute,
         score=options.score,
         hours_per_step=options.hours_per_step,
         series=tuple(series),
-        score_range=(ends[0], ends[1]) if ends else None,
+        score_range=score_range,
     )
     given = {"initial": options.r0, "prompts": options.prompts, "initial_generations": options.generations}
     # an option that is not given leaves what the file says
@@ -159,8 +162,10 @@ def _with_unique_names(curves: list[Curve]) -> list[Curve]:
     counts = Counter(curve.name for curve in curves)
     names = []
     for curve in curves:
-        folder = f"{curve.source.resolve().parent.name}/"
-        names.append(f"{folder if counts[curve.name] > 1 else ''}{curve.name}")
+        name = curve.name
+        if counts[name] > 1:
+            name = f"{curve.source.resolve().parent.name}/{name}"
+        names.append(name)
     return [replace(curve, name=name) for curve, name in zip(curves, numbered(names))]
 
 
@@ -173,13 +178,16 @@ def _run_report(curve: Curve, options: argparse.Namespace) -> RunReport:
     evaluation = None
     if rest.compute.size:
         evaluation = result.evaluate(rest.compute, rest.pass_rate, completions=rest.completions)
+    tested = None
+    if options.backtest:
+        tested = backtest(curve, method=options.method, fit_from=options.fit_from)
     return RunReport(
         curve=curve,
         fit=result,
         predictions=tuple(result.predict(computes or [k * float(result.compute.max()) for k in (2, 5, 10)])),
         decision=decide(result, budget=options.budget, worth=options.worth, target=options.target),
         evaluation=evaluation,
-        backtest=backtest(curve, method=options.method, fit_from=options.fit_from) if options.backtest else None,
+        backtest=tested,
     )
 
 
@@ -197,7 +205,9 @@ def _compare(runs: Sequence[RunReport], options: argparse.Namespace) -> Comparis
     free = {run.fit.name: run.fit for run in runs}
 
     def fitted(curve: Curve, asymptote: float | None) -> FitResult:
-        return free[curve.name] if asymptote is None else _fit(curve, options, asymptote)
+        if asymptote is None:
+            return free[curve.name]
+        return _fit(curve, options, asymptote)
 
     curves = [run.curve for run in runs]
     return compare_runs(curves, fitted, references=options.reference, pass_rate=options.target)

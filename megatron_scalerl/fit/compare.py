@@ -72,15 +72,12 @@ class Runs:
 
 
 @record
-class Difference:
-    """A recipe minus its reference, with the variance between runs."""
+class Difference(Estimate):
+    """A recipe minus its reference: the difference of the means, within seeds if paired.
 
-    value: float
-    """Difference of the means, within seeds if paired."""
-    lo: float
-    """Lower end of the 90 % interval; nan where no recipe was run twice."""
-    hi: float
-    """Upper end of the 90 % interval."""
+    The 90 % interval is from the variance between runs; nan where no recipe was run twice.
+    """
+
     p: float
     """Probability of so large a difference, or a larger one, between two sets of runs of one recipe, adjusted for the
     number of comparisons; 1 where it is not known or either has one run."""
@@ -119,8 +116,9 @@ class Table:
         self._groups = sharing_seeds(seeds) if paired else list(range(len(recipes)))
         columns = np.hstack([self._membership, _seed_columns(seeds, self._groups)])
         self.paired = columns.shape[1] > len(recipes)
-        self._unpaired = Table(recipes, paired=False, references=references) if self.paired else self
-        """For recipes that do not share seeds."""
+        if self.paired:
+            self._unpaired = Table(recipes, paired=False, references=references)
+            """For recipes that do not share seeds."""
         # seed columns and recipes are dependent: the pseudoinverse leaves differences within a group as they are
         self._inverse = np.linalg.pinv(columns)
         residual_maker = np.eye(len(values)) - columns @ self._inverse
@@ -134,8 +132,7 @@ class Table:
 
     def mean(self, index: int) -> Estimate:
         """The recipe's mean, with the 90 % interval of the mean over seeds; the interval is nan if unknown."""
-        value = float(self._effects[index])
-        return Estimate(value=value, **_interval(value, *self._error(self._inverse[index])))
+        return Estimate(**_interval(float(self._effects[index]), *self._error(self._inverse[index])))
 
     def difference(self, index: int, reference: int) -> Difference:
         """Recipe `index` minus `reference`, tested alone; within seeds if they share them."""
@@ -148,7 +145,7 @@ class Table:
             from scipy.special import stdtr
 
             p = 2.0 * float(stdtr(freedom, -abs(value) / max(error, 1e-300)))
-        return Difference(value=value, **_interval(value, error, freedom), p=p, paired=self.paired)
+        return Difference(**_interval(value, error, freedom), p=p, paired=self.paired)
 
     def _error(self, weights: Array) -> tuple[float, float]:
         """(standard error of weights . values, its degrees of freedom after Satterthwaite); nan if unknown."""
@@ -166,7 +163,7 @@ def _interval(value: float, error: float, freedom: float) -> dict[str, float]:
     from scipy.special import stdtrit
 
     half = error * float(stdtrit(freedom, 1.0 - TAIL))
-    return {"lo": value - half, "hi": value + half}
+    return {"value": value, "lo": value - half, "hi": value + half}
 
 
 def _variances(squares: Array, freedom: Array, references: Collection[int]) -> tuple[Array, Array]:
@@ -199,13 +196,15 @@ def sharing_seeds(seeds: Sequence[Seeds]) -> list[int]:
 
     seeds: [recipes, runs]. A recipe with an unknown seed, or with one twice, shares none.
     """
-    distinct = [set(runs) if None not in runs and len(set(runs)) == len(runs) else set() for runs in seeds]
-    groups = list(range(len(seeds)))
+    distinct = [set(runs) for runs in seeds]
+    groups = np.arange(len(seeds))
     for n, runs in enumerate(distinct):
+        if None in runs or len(runs) < len(seeds[n]):
+            runs.clear()
         for m in range(n):
             if len(runs & distinct[m]) >= 2:
-                groups = [groups[m] if group == groups[n] else group for group in groups]
-    return groups
+                groups[groups == groups[n]] = groups[m]
+    return groups.tolist()
 
 
 def _seed_columns(seeds: Sequence[Seeds], groups: Sequence[int]) -> Array:
@@ -232,8 +231,10 @@ class Quantity:
 
     formula: Callable[[Mapping[str, Any]], Any]
     """(parameters, or [draws] of each) -> the number, or [draws] of it."""
-    positive: bool = True
-    """Whether the number is positive and compared by its logarithm."""
+    scaled: Callable[[Any], Any] = np.log
+    """number, or [n] of it -> the scale on which it is compared: a positive number's is its logarithm."""
+    back: Callable[[float], float] = math.exp
+    """The inverse of `scaled`."""
 
     def runs(self, fits: Sequence[FitResult], seeds: Seeds) -> Runs:
         """The number of each run, or its logarithm; no runs where one of them has none, as it never gets there."""
@@ -249,7 +250,6 @@ class Quantity:
         """
         recipes = [self.runs(*arm) for arm in zip(arms, seeds)]
         table = Table(recipes, paired=False)
-        back = math.exp if self.positive else float
         means = {}
         for n, fits in enumerate(arms):
             values = [float(self.formula(fit.parameters)) for fit in fits]
@@ -259,12 +259,13 @@ class Quantity:
                 means[n] = estimate(self.formula(fits[0].posterior.parameters), value=values[0])
             elif fits:
                 mean = table.mean(n)
-                means[n] = Estimate(value=back(mean.value), lo=back(mean.lo), hi=back(min(mean.hi, LARGEST_LOG)))
+                ends = {"lo": self.back(mean.lo), "hi": self.back(min(mean.hi, LARGEST_LOG))}
+                means[n] = Estimate(value=self.back(mean.value), **ends)
         return means
 
     def _scaled(self, values: Any) -> Array:
         with np.errstate(divide="ignore"):
-            return np.asarray(np.log(values) if self.positive else values, dtype=float)
+            return np.asarray(self.scaled(values), dtype=float)
 
     def _variance(self, fit: FitResult) -> float:
         """Variance by quantiles, as draws of a compute to reach have a heavy tail."""
@@ -274,7 +275,7 @@ class Quantity:
         return variance if math.isfinite(variance) else UNKNOWN_VARIANCE
 
 
-ASYMPTOTE = Quantity(formula=lambda parameters: parameters["asymptote"], positive=False)
+ASYMPTOTE = Quantity(formula=lambda parameters: parameters["asymptote"], scaled=np.asarray, back=float)
 EXPONENT = Quantity(formula=lambda parameters: parameters["exponent"])
 MIDPOINT = Quantity(formula=lambda parameters: parameters["midpoint"])
 
@@ -300,8 +301,6 @@ class ComparedArm:
     """Their seeds; None where unknown."""
     refits: tuple[FitResult, ...]
     """The same runs with A fixed to the comparison's; none for another ceiling."""
-    measured: Estimate
-    """Mean of the runs' last fitted pass rates, with the lowest and the highest."""
     asymptote: Estimate
     """Mean A. The interval of this and the next ones is that of the mean over seeds; of one run, that of its fit."""
     exponent: Estimate
@@ -321,6 +320,12 @@ class ComparedArm:
     def runs(self) -> int:
         """Number of its runs that do not fall."""
         return len(self.fits)
+
+    @property
+    def measured(self) -> Estimate:
+        """Mean of the runs' last fitted pass rates, with the lowest and the highest."""
+        last = [float(fit.pass_rate[-1]) for fit in self.fits]
+        return Estimate(value=float(np.mean(last)), lo=min(last), hi=max(last))
 
 
 @record
@@ -383,7 +388,9 @@ def compare_runs(
         pass_rate = start + SHARE_OF_GAIN * (fixed - start)
     reach = compute_to(pass_rate)
     numbers: dict[str, Mapping[int, Any]] = {
-        "asymptote": asymptotes,
+        "reference": {n: arms[to[n]].name for n in range(1, len(arms))},
+        "change": {n: differences(arm, arms[to[n]]) for n, arm in enumerate(arms)},
+        "asymptote": {n: replace(a, lo=max(a.lo, 0.0), hi=min(a.hi, 1.0)) for n, a in asymptotes.items()},
         "exponent": EXPONENT.means(fits, seeds),
         "midpoint": MIDPOINT.means(fits, seeds),
         "fixed_exponent": EXPONENT.means(refits, seeds),
@@ -393,8 +400,8 @@ def compare_runs(
     }
     compared = []
     for n, arm in enumerate(arms):
-        known = {key: of_arms.get(n) for key, of_arms in numbers.items()}
-        compared.append(_compared_arm(arm, arms[to[n]] if n else None, fits[n], refits[n], known))
+        known: dict[str, Any] = {key: of_arms.get(n) for key, of_arms in numbers.items()}
+        compared.append(ComparedArm(name=arm.name, fits=fits[n], seeds=seeds[n], refits=refits[n], **known))
     return Comparison(
         arms=tuple(compared),
         falling=falling,
@@ -402,24 +409,6 @@ def compare_runs(
         pass_rate=pass_rate,
         between_runs=spread([ASYMPTOTE.runs(*arm) for arm in zip(fits, seeds)]),
         paired=any(difference.paired for difference in ceilings.values()),
-    )
-
-
-def _compared_arm(
-    arm: Arm, reference: Arm | None, fits: tuple[FitResult, ...], refits: tuple[FitResult, ...], known: dict[str, Any]
-) -> ComparedArm:
-    last = [float(fit.pass_rate[-1]) for fit in fits]
-    mean = known.pop("asymptote")
-    return ComparedArm(
-        name=arm.name,
-        reference=reference.name if reference else None,
-        change=differences(arm, reference) if reference else "",
-        fits=fits,
-        seeds=tuple(curve.seed for curve in arm.curves),
-        refits=refits,
-        measured=Estimate(value=float(np.mean(last)), lo=min(last), hi=max(last)),
-        asymptote=replace(mean, lo=max(mean.lo, 0.0), hi=min(mean.hi, 1.0)),
-        **known,
     )
 
 
@@ -447,12 +436,13 @@ def _ordered(arms: Sequence[Arm], named: Sequence[Arm], references: Sequence[str
     wanted = {}
     for text in references:
         name, equals, reference = text.rpartition("=")
-        wanted[_name_of(named, name) if equals else ""] = _name_of(named, reference)
+        if equals:
+            name = _name_of(named, name)
+        wanted[name] = _name_of(named, reference)
     first = wanted.get("")
     ordered = sorted(arms, key=lambda arm: arm.name != first)
-    names = [arm.name for arm in ordered]
-    chosen = [wanted.get(name) for name in names]
-    return ordered, [names.index(name) if name in names else 0 for name in chosen]
+    places = {arm.name: n for n, arm in enumerate(ordered)}
+    return ordered, [places.get(wanted.get(name, ""), 0) for name in places]
 
 
 def _name_of(arms: Sequence[Arm], name: str) -> str:
@@ -491,13 +481,15 @@ def _share_the_ceiling(fits: Arms, ceilings: Mapping[int, Difference], to: Seque
 
 def summary(comparison: Comparison, arm: ComparedArm) -> str:
     """How an arm differs from its reference, in one or two sentences."""
-    runs = f"{arm.runs} run{'s' if arm.runs > 1 else ''}"
+    runs = "1 run" if arm.runs == 1 else f"{arm.runs} runs"
     if arm.ceiling is None:
         return f"{arm.name} is the reference: A = {arm.asymptote.value:.3f}, B = {arm.exponent.value:.2f} ({runs})."
     ceiling = arm.ceiling
     other = comparison.arm(arm.reference)
     if min(arm.runs, other.runs) < 2:
-        alone = "each" if arm.runs == other.runs else min(arm, other, key=lambda arm: arm.runs).name
+        alone = min(arm, other, key=lambda arm: arm.runs).name
+        if arm.runs == other.runs:
+            alone = "each"
         where = "within" if abs(ceiling.value) <= SAME_ASYMPTOTE else "outside"
         text = f"{arm.name} against {other.name}: one run of {alone} decides nothing. A {ceiling.value:+.3f},"
         margin = f"{where} the paper's margin of ±{SAME_ASYMPTOTE:g} between runs of one recipe"
@@ -561,12 +553,13 @@ def _variance(comparison: Comparison) -> str:
             "Every recipe has one run, so that nothing is decided: how far runs of one recipe differ is unknown "
             f"(±{SAME_ASYMPTOTE:g} in A in the paper)."
         )
-    pairing = "; recipes are compared within seeds" if comparison.paired else ""
-    text = f"A differs between runs of one recipe by {comparison.between_runs:.3f} (standard deviation){pairing}."
+    text = f"A differs between runs of one recipe by {comparison.between_runs:.3f} (standard deviation)"
+    if comparison.paired:
+        text += "; recipes are compared within seeds"
     if len(comparison.arms) == 1:
-        return text
+        return f"{text}."
     return (
-        f"{text} That any declared difference in A is wrong has a probability of about {ERROR:.0%} where recipes "
+        f"{text}. That any declared difference in A is wrong has a probability of about {ERROR:.0%} where recipes "
         f"scatter alike, up to {UNEVEN_ERROR:.0%} where they do not, more if one looks after every run; so for "
         "efficiency."
     )

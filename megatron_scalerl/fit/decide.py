@@ -12,8 +12,10 @@ from megatron_scalerl.record import record
 
 WORTH = 0.01
 """Default of the gain in pass rate that the budget has to buy."""
-LIKELY, UNLIKELY = 0.8, 0.2
-"""Probability of that gain at or above which the verdict is "go on", and at or below which it is "stop"."""
+LIKELY = 0.8
+"""Probability of that gain at or above which the verdict is "go on"."""
+UNLIKELY = 0.2
+"""Probability of that gain at or below which the verdict is "stop"."""
 
 Verdict = Literal["go on", "stop", "too early to say"]
 
@@ -76,6 +78,9 @@ def decide(
     probability = float(np.mean(gains > worth))
     verdict, reason = _verdict(fit, budget, worth, probability, float(np.median(gains)))
     parameters = fit.posterior.parameters
+    to_target = None
+    if target is not None:
+        to_target = estimate(compute_to_reach(target, **parameters))
     near_asymptote = compute_to_reach(0.95 * parameters["asymptote"], **parameters)
     return Decision(
         verdict=verdict,
@@ -86,7 +91,7 @@ def decide(
         probability=probability,
         compute_to_95_percent_of_asymptote=estimate(near_asymptote),
         target=target,
-        compute_to_target=None if target is None else estimate(compute_to_reach(target, **parameters)),
+        compute_to_target=to_target,
     )
 
 
@@ -102,7 +107,9 @@ def estimate(draws: Array, *, value: float | None = None) -> Estimate:
     """The 90 % interval of draws [n], which may be inf, around `value`; default: their median."""
     # nearest: the mean of a number and inf would be inf
     lo, median, hi = np.quantile(draws, [TAIL, 0.5, 1.0 - TAIL], method="nearest")
-    return Estimate(value=float(median) if value is None else value, lo=float(lo), hi=float(hi))
+    if value is None:
+        value = float(median)
+    return Estimate(value=value, lo=float(lo), hi=float(hi))
 
 
 def _verdict(fit: FitResult, budget: float, worth: float, probability: float, gain: float) -> tuple[Verdict, str]:

@@ -23,11 +23,9 @@ def shortened(name: str, most: int) -> str:
 
 def unit_label(unit: str) -> str:
     """Axis label of a compute unit, given as the ledger or a file's column names it."""
-    whole = {"steps": "training steps", "seconds": "training time, seconds"}
-    kind = "training"
-    if unit in _NAMES:
-        kind = "training compute"
-    return whole.get(unit) or f"{kind}, {unit_name(unit)}"
+    labels = {key: f"training compute, {name}" for key, name in _NAMES.items()}
+    labels |= {"steps": "training steps", "seconds": "training time, seconds"}
+    return labels.get(unit, f"training, {unit}")
 
 
 _NAMES = {"gpu_hours": "GPU-hours", "device_hours": "device-hours", "compute": "compute", "flops": "FLOPs"}

@@ -33,7 +33,7 @@ from megatron_scalerl.fit.columns import (
 )
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.formatting import short_number, unit_name
-from megatron_scalerl.fit.noise import HIGHEST_VARIANCE
+from megatron_scalerl.fit.observations import HIGHEST_VARIANCE
 from megatron_scalerl.fit.sigmoid import Array
 from megatron_scalerl.fit.table_file import (
     FEW_ROWS,
@@ -148,27 +148,23 @@ def _read_run_folder(path: Path, options: ColumnOptions) -> Curve:
     table = replace(table, rows=tuple(latest.values()), layout="run folder")
     compute = options.compute or ("compute" if options.hours_per_step is None else "step")
     curve = _curve(table, replace(options, compute=compute), path.resolve().name)
-    recipe = _recipe(path)
-    seed = (recipe or {}).get("seed")
-    return replace(curve, source=path, recipe=recipe, seed=seed if isinstance(seed, int) else None)
+    if (path / "recipe.yaml").exists():
+        from megatron_scalerl.recipe.file import read_run_recipe
 
-
-def _recipe(run_dir: Path) -> dict[str, Any] | None:
-    """Key path -> value of the run's recipe; None if the file is missing. Raises ValueError for an unreadable one."""
-    if not (run_dir / "recipe.yaml").exists():
-        return None
-    from megatron_scalerl.recipe.file import read_run_recipe
-
-    return flattened(read_run_recipe(run_dir))
+        recipe = flattened(read_run_recipe(path))
+        curve = replace(curve, recipe=recipe, seed=recipe.get("seed"))
+    return replace(curve, source=path)
 
 
 def flattened(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Key path -> value of a nested mapping; an empty mapping is a value."""
     flat: dict[str, Any] = {}
     for key, value in data.items():
-        flat |= (
-            flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
-        )
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat |= flattened(value, f"{path}.")
+        else:
+            flat[path] = value
     return flat
 
 
@@ -199,7 +195,7 @@ class _Point(NamedTuple):
 def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") -> Curve:
     score, *others = score_columns(table, options)
     compute, scale, unit = compute_column(table, options, score)
-    measured, texts = _points(table, options, (compute, scale), score, others)
+    measured, texts = _points(table, options, compute, score, others)
     starts = [point for point in measured if point.compute == 0 or point.row.get("step") == 0]
     points, notes = _ordered([point for point in measured if point not in starts], compute)
     if not points:
@@ -210,7 +206,8 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
     over = compute
     if options.hours_per_step is not None:
         over += f" x {options.hours_per_step:g} h"
-    ends = f"{short_number(points[0].compute)} to {short_number(points[-1].compute)}"
+    positions = np.array([point.compute for point in points]) * scale
+    ends = f"{short_number(positions[0])} to {short_number(positions[-1])}"
     read = f"read {name}: {table.layout}, {len(points)} points of {score} over {over} ({ends} {unit_name(unit)})"
     if starts:
         read += ", R_0"
@@ -219,22 +216,24 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
     task = score.removeprefix("pass_rate")
     if not task.startswith("/"):
         task = ""
-    size = _column_values(table, starts[:1], "generations", SIZE)
     within = f"within_variance{task}"
-    variance = _column_values(table, points, within, VARIANCE)
-    initial_variance = _column_values(table, starts[:1], within, VARIANCE)
+    initial: dict[str, Any] = {"initial": None}
+    if starts:
+        start = starts[0]
+        size = _number(table, start.number, start.row, "generations", SIZE)
+        initial["initial"] = float(np.mean([point.pass_rate for point in starts]))
+        initial["initial_generations"] = size and int(size)
+        initial["initial_within_variance"] = _number(table, start.number, start.row, within, VARIANCE)
     return Curve(
         name=name,
         source=table.path,
-        compute=np.array([point.compute for point in points]),
+        compute=positions,
         pass_rate=np.array([point.pass_rate for point in points]),
-        initial=float(np.mean([point.pass_rate for point in starts])) if starts else None,
+        **initial,
         prompts=_prompts(table, points, f"prompts{task}"),
-        generations=_complete(_column_values(table, points, "generations", SIZE)),
-        initial_generations=None if size is None else int(size[0]),
-        within_variance=variance,
-        initial_within_variance=None if initial_variance is None else float(initial_variance[0]),
-        truncated_share=_complete(_column_values(table, points, "truncated_share")),
+        generations=_values(table, points, "generations", SIZE),
+        within_variance=_values(table, points, within, VARIANCE, complete=False),
+        truncated_share=_values(table, points, "truncated_share"),
         unit=unit,
         notes=tuple(f"{table.path.name}: {note}" for note in notes),
         read="; ".join(texts),
@@ -249,9 +248,10 @@ def _reasons(table: TableFile, options: ColumnOptions, names: list[str], compute
         reason = "its name ranks first"
         if table.x:
             reason = AXES[table.layout]
-        alike = [column for column in others if (score_rank(column) or ())[:-1] == (score_rank(score) or (0,))[:-1]]
+        rank = score_rank(score) or ()
+        alike = [column for column in others if (score_rank(column) or ())[:-1] == rank[:-1]]
         why = WHY[stage(score)]
-        if score_rank(score) is None and stage(score) != 0:
+        if not rank and stage(score) != 0:
             why = "the only column that can be a score"
         if alike:
             why += f" (as good by its name: {', '.join(alike[:3])})"
@@ -275,14 +275,13 @@ def _reasons(table: TableFile, options: ColumnOptions, names: list[str], compute
 
 
 def _points(
-    table: TableFile, options: ColumnOptions, axis: tuple[str, float], score: str, others: Sequence[str]
+    table: TableFile, options: ColumnOptions, compute: str, score: str, others: Sequence[str]
 ) -> tuple[list[_Point], list[str]]:
-    """The points of the rows with both numbers, and what was skipped and converted. axis: compute column, factor."""
-    compute, scale = axis
+    """The points of the rows with both numbers, and what was skipped and converted. compute: the column."""
     points = []
     for number, row in table.rows:
-        x = _number(table, number, compute, row)
-        y = _number(table, number, score, row)
+        x = _number(table, number, row, compute)
+        y = _number(table, number, row, score)
         if x is None or y is None:
             continue
         if x < 0 or is_time_of_day(compute, x):
@@ -290,7 +289,7 @@ def _points(
             if x > 0:
                 problem = CLOCK
             raise refused(table.path, problem, f"row {number}", compute)
-        points.append(_Point(x * scale, y, row, number))
+        points.append(_Point(x, y, row, number))
     if not points:
         raise refused(table.path, f"no row has numbers in both {score} and {compute}")
     texts = []
@@ -382,45 +381,38 @@ def _lineage(points: Sequence[_Point]) -> Sequence[_Point]:
     return kept
 
 
-def _number(table: TableFile, number: int, column: str, row: Row) -> float | None:
-    """The number in a cell; None for an empty one, NaN and inf. Raises ValueError for other text."""
+def _number(table: TableFile, number: int, row: Row, column: str, check: Check | None = None) -> float | None:
+    """The number in a cell; None for an empty one, NaN and inf. Raises ValueError for other text and by the check."""
     value = row.get(column)
     if is_missing(value):
         return None
     parsed = plain(value)
-    if isinstance(parsed, float | bool) and math.isfinite(parsed):
-        return float(parsed)
     problem = f"{value!r:.80} is no finite number"
-    if isinstance(value, str) and is_time_of_day(column, value):
+    if isinstance(parsed, float | bool) and math.isfinite(parsed):
+        if check is None or check[1](parsed):
+            return float(parsed)
+        problem = f"{parsed:g} is not {check[0]}"
+    elif isinstance(value, str) and is_time_of_day(column, value):
         problem = CLOCK
     raise refused(table.path, problem, f"row {number}", column)
 
 
 def _prompts(table: TableFile, points: list[_Point], key: str) -> int | None:
     """The number of prompts: one number, as pass rates over different prompts are different curves."""
-    values = _complete(_column_values(table, points, key, SIZE))
+    values = _values(table, points, key, SIZE)
     if values is None:
         return None
     check_same(table, key, [(point.number, f"{value:.0f}") for point, value in zip(points, values)])
     return int(values[0])
 
 
-def _column_values(table: TableFile, points: list[_Point], key: str, check: Check | None = None) -> Array | None:
-    """[n] numbers of a column, NaN for an empty cell; None if all are empty. Raises ValueError for other values."""
-    values = []
-    for point in points:
-        value = _number(table, point.number, key, point.row)
-        if value is None:
-            value = math.nan
-        elif check and not check[1](value):
-            raise refused(table.path, f"{value:g} is not {check[0]}", f"row {point.number}", key)
-        values.append(value)
-    if np.isnan(values).all():
-        return None
-    return np.array(values)
-
-
-def _complete(values: Array | None) -> Array | None:
-    if values is None or np.isnan(values).any():
+def _values(
+    table: TableFile, points: list[_Point], key: str, check: Check | None = None, *, complete: bool = True
+) -> Array | None:
+    """[n] numbers of a column, NaN for an empty cell; None if all are empty, or any if they have to be complete."""
+    numbers = [_number(table, point.number, point.row, key, check) for point in points]
+    values = np.array(numbers, dtype=float)
+    empty = np.isnan(values)
+    if empty.all() or (complete and empty.any()):
         return None
     return values

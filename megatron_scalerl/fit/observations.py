@@ -1,15 +1,138 @@
-"""The observation model of a run's points: what is measured, how noisy it is, and which R_0 it starts from."""
+"""The observation model of a run's points: what is measured, how noisy it is, and which R_0 it starts from.
+
+The noise of a measured pass rate is that of its completions, given its prompts. A validation asks the same prompts
+every time, so what lies between prompts is no noise of the curve. What is left is the mean over prompts of one
+completion's variance (`within_variance`), over prompts x generations. It is measured where a prompt has several
+generations; its share of p (1 - p) is taken to be the same for the other points of a run.
+"""
+
+import math
+from dataclasses import field
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from megatron_scalerl.fit.curve import Curve
-from megatron_scalerl.fit.noise import binomial, pooled, scatter, smoothed, validation_noise
 from megatron_scalerl.fit.prior import FLAT_PRIOR, Discrepancy, Prior
 from megatron_scalerl.fit.sigmoid import Array
 from megatron_scalerl.record import record
 
+SHARES = (0.2, 1.0)
+"""Lowest and highest share of p (1 - p) that is believed to be noise."""
+LEAST_BINOMIAL = 0.001
+"""p (1 - p) is not taken to be below this: all of many completions can be right by chance."""
+NEIGHBORS = 5
+"""Points over which a pass rate is averaged before its noise is derived from it."""
+HIGHEST_VARIANCE = 0.5
+"""Of one completion, estimated from two: one is right, the other one wrong."""
+MOST_COMPLETIONS = 1e9
+"""Of a validation: with more, its noise would vanish in rounding errors."""
+MOST_POINTS = 128
+"""A run with more points is fitted to means of neighbors: a fit takes memory ~ n^2 and time ~ n^3."""
 NOISY = 0.01
 """Scatter of the points (standard deviation, in pass rate) from which a given R_0 of unknown size is not exact."""
+
+
+@record
+class ValidationNoise:
+    """What a run's records say on the noise of its points."""
+
+    completions: Array = field(repr=False)
+    """[n] prompts x generations of each point."""
+    initial_completions: float
+    """Of R_0."""
+    share: float | None
+    """Of p (1 - p), measured on this run; None: not measured."""
+
+
+def binomial(pass_rate: ArrayLike) -> Array:
+    """p (1 - p), at least `LEAST_BINOMIAL`. Shape of `pass_rate`."""
+    p = np.clip(np.asarray(pass_rate, dtype=float), 0.0, 1.0)
+    return np.asarray(np.maximum(p * (1.0 - p), LEAST_BINOMIAL))
+
+
+def validation_noise(curve: Curve) -> ValidationNoise | None:
+    """The noise of the points of a run; None if the size of the validations is unknown.
+
+    Raises ValueError for a size outside of [1, `MOST_COMPLETIONS`], or a variance that none can be.
+    """
+    for key in ("prompts", "generations", "initial_generations"):
+        _check(key, getattr(curve, key), 1.0, MOST_COMPLETIONS)
+    for key in ("within_variance", "initial_within_variance"):
+        _check(key, getattr(curve, key), 0.0, HIGHEST_VARIANCE, missing=True)
+    if curve.prompts is None or curve.generations is None:
+        return None
+    first = float(curve.initial_generations or np.median(curve.generations))
+    # None becomes nan
+    within = np.broadcast_to(np.asarray(curve.within_variance, dtype=float), len(curve.pass_rate))
+    values = np.array([*within, curve.initial_within_variance], dtype=float)
+    rates = np.array([*curve.pass_rate, curve.initial], dtype=float)
+    counts = np.append(curve.generations, first)
+    known = np.isfinite(values) & np.isfinite(rates)
+    share = None
+    if known.any():
+        measured = values[known] @ counts[known]
+        full = (rates[known] * (1.0 - rates[known])) @ counts[known]
+        share = float(np.clip(measured / max(full, 1e-9), *SHARES))
+    return ValidationNoise(
+        completions=curve.prompts * curve.generations, initial_completions=curve.prompts * first, share=share
+    )
+
+
+def _check(key: str, given: ArrayLike | None, low: float, high: float, *, missing: bool = False) -> None:
+    if given is None:
+        return
+    values = np.atleast_1d(np.asarray(given, dtype=float))
+    valid = (values >= low) & (values <= high) | (missing & np.isnan(values))
+    if not np.all(valid):
+        raise ValueError(f"{key}: expected values in [{low:g}, {high:g}], found {first_invalid(values, valid)}")
+
+
+def first_invalid(values: Array, valid: NDArray[np.bool_]) -> str:
+    """The first value that is not valid, and its number. values, valid: [n]."""
+    index = int(np.flatnonzero(~valid)[0])
+    text = f"{float(values[index])!r}"
+    if len(values) > 1:
+        text += f" at point {index + 1}"
+    return text
+
+
+def smoothed(pass_rate: Array) -> Array:
+    """[n] mean of each pass rate and its neighbors, `NEIGHBORS` in all, fewer at the ends."""
+    window = np.ones(NEIGHBORS)
+    reach = NEIGHBORS // 2
+    sums, counts = (np.convolve(values, window)[reach:-reach] for values in (pass_rate, np.ones(len(pass_rate))))
+    return np.asarray(sums / counts)
+
+
+def scatter(pass_rate: Array) -> float:
+    """Standard deviation of one point around its neighbors, whatever the curve does: by median second difference.
+
+    pass_rate: [n], in the order of compute. 0 for fewer than four points.
+    """
+    if len(pass_rate) < 4:
+        return 0.0
+    bend = np.abs(np.diff(pass_rate, n=2))
+    return float(np.median(bend)) / (0.6745 * math.sqrt(6.0))
+
+
+def pooled(c: Array, y: Array, weights: Array) -> tuple[Array, Array, Array]:
+    """At most `MOST_POINTS` points: means of neighbors, weighted by their completions; fewer points as they are.
+
+    c, y, weights: [n] compute > 0, ascending, pass rate, completions. Neighbors are pooled over at most 1/64 of the
+    points and 1/64 of the range of log compute, so that neither the early rise nor the end is blurred.
+    Returns the geometric mean of c, the mean of y and the sum of weights, each [<= MOST_POINTS].
+    """
+    if len(c) <= MOST_POINTS:
+        return c, y, weights
+    log_c = np.log(c)
+    ranks = np.arange(len(c)) / len(c)
+    levels = (log_c - log_c[0]) / max(log_c[-1] - log_c[0], 1e-12)
+    bins = np.minimum(MOST_POINTS * (ranks + levels) / 2.0, MOST_POINTS - 1).astype(int)
+    starts = np.flatnonzero(np.diff(bins, prepend=-1))
+    total = np.add.reduceat(weights, starts)
+    means = [np.add.reduceat(weights * values, starts) / total for values in (log_c, y)]
+    return np.exp(means[0]), means[1], total
 
 
 @record
@@ -74,28 +197,25 @@ def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Obse
     highest: A, if it is held: only values of R_0 below it are averaged over.
     Raises ValueError for sizes that cannot be, and where no R_0 is below `highest`.
     """
-    noise = validation_noise(
-        curve.pass_rate,
-        initial=curve.initial,
-        prompts=curve.prompts,
-        generations=curve.generations,
-        initial_generations=curve.initial_generations,
-        within_variance=curve.within_variance,
-        initial_within_variance=curve.initial_within_variance,
-    )
-    each = np.ones(len(curve.pass_rate)) if noise is None else noise.completions
+    noise = validation_noise(curve)
+    each = np.ones(len(curve.pass_rate))
+    usual = None
+    share = prior.noise_share
+    share_of_initial = 0.0
+    if noise is not None:
+        each = noise.completions
+        usual = float(np.median(each))
+        share = noise.share or share
+        share_of_initial = share / noise.initial_completions
     c, y, completions = pooled(curve.compute, curve.pass_rate, each)
     # not that of y itself: of eight completions that are all wrong by chance the noise would be none
     variance_of_one = binomial(smoothed(y))
     spread = variance_of_one / completions
-    share = prior.noise_share if noise is None or noise.share is None else noise.share
     if noise is None:
         variance = prior.unknown_noise**2 / float(completions.mean())
     else:
         variance = share * float(spread.mean())
-    exact = curve.initial is not None and prior is FLAT_PRIOR
-    of_initial = share / noise.initial_completions if noise is not None else 0.0
-    initials, weights = ((curve.initial or 0.0,), (1.0,)) if exact else _initials(curve, of_initial)
+    initials, weights = _initials(curve, share_of_initial, exact=prior is FLAT_PRIOR)
     if highest is not None:
         kept = [node for node in zip(initials, weights) if node[0] < highest]
         if not kept:
@@ -106,7 +226,7 @@ def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Obse
         pass_rate=y,
         spread=spread / spread.mean(),
         spread_unit=float(spread.mean()),
-        completions=None if noise is None else float(np.median(each)),
+        completions=usual,
         scale=float(c.max()),
         initials=initials,
         initial_weights=weights,
@@ -117,16 +237,19 @@ def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Obse
     )
 
 
-def _initials(curve: Curve, share: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _initials(curve: Curve, share: float, *, exact: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """(values of R_0, their weights). share: variance of a measured R_0 as a share of p (1 - p); 0: not known.
 
-    An R_0 whose size is not known has the noise that the run shows, where it shows much.
+    exact: whether a given R_0 is taken to have no noise. An R_0 whose size is not known has the noise that the run
+    shows, where it shows much.
     """
     if curve.initial is None:
         candidates = initial_candidates(curve.pass_rate)
         return tuple(candidates), tuple(1.0 / len(candidates) for _ in candidates)
-    shown = scatter(curve.pass_rate) if share == 0.0 else 0.0
-    if share == 0.0 and shown <= NOISY:
+    shown = 0.0
+    if share == 0.0:
+        shown = scatter(curve.pass_rate)
+    if exact or (share == 0.0 and shown <= NOISY):
         return (curve.initial,), (1.0,)
     # Gauss-Hermite: R_0 was measured with noise, too
     error = float(np.sqrt(3.0) * max(shown, np.sqrt(share * binomial(curve.initial))))
@@ -141,7 +264,10 @@ def initial_candidates(y: Array) -> list[float]:
     """
     width = min(3, max(len(y) // 4, 1))
     means = np.convolve(y, np.ones(width) / width, mode="valid")
-    first, rise = min(float(means[0]), 0.999), max(float(means.max() - means[0]), 0.02)
+    first = min(float(means[0]), 0.999)
+    rise = max(float(means.max() - means[0]), 0.02)
     error = 1.5 * scatter(y) / np.sqrt(width)
-    highest = first + (error if error > 0.15 * rise else 0.0)
+    highest = first
+    if error > 0.15 * rise:
+        highest += error
     return sorted({float(np.clip(r, 0.0, 0.999)) for r in np.linspace(highest, first - 0.5 * rise - error, 5)})

@@ -51,20 +51,21 @@ def plot_forecast(
     target: a pass rate to mark with a horizontal line.
     Raises ValueError for another suffix, OSError if the file cannot be written.
     """
-    runs = [fits] if isinstance(fits, FitResult) else list(fits)
+    if isinstance(fits, FitResult):
+        fits = [fits]
     unseen = unseen or {}
-    until = until or 2.0 * max(float(run.compute.max()) for run in runs)
+    until = until or 2.0 * max(float(run.compute.max()) for run in fits)
     figure, axes = new_figure()
-    for index, run in enumerate(runs):
-        _draw_run(axes, run, index, unseen=unseen.get(run.name, ((), ())), until=until, alone=len(runs) == 1)
+    for index, run in enumerate(fits):
+        _draw_run(axes, run, index, unseen=unseen.get(run.name, ((), ())), until=until, alone=len(fits) == 1)
     if target is not None:
         axes.axhline(target, color=INK, linewidth=1.0, linestyle=(0, (1, 2)))
         axes.annotate(f"target {target:.3f}", (0.01, target), xycoords=("axes fraction", "data"), va="bottom")
     axes.set_xscale("log")
     plain_ticks(axes)
-    axes.set_xlabel(unit_label(runs[0].unit))
+    axes.set_xlabel(unit_label(fits[0].unit))
     axes.set_ylabel("validation pass rate")
-    title = title or f"{title_of(runs)}: forecast of the validation pass rate"
+    title = title or f"{title_of(fits)}: forecast of the validation pass rate"
     axes.set_title(textwrap.fill(shortened(title, 130), 66), loc="left", fontsize=11)
     # the legend below the axes, where no point can be, under a note
     handles, labels = axes.get_legend_handles_labels()

@@ -14,16 +14,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_scalerl.fit.noise import binomial
-from megatron_scalerl.fit.observations import Observations, covariance
+from megatron_scalerl.fit.observations import Observations, binomial, covariance
 from megatron_scalerl.fit.prior import DEFAULT_BOUNDS, Bounds, Discrepancy, Prior
 from megatron_scalerl.fit.sigmoid import PARAMETERS, Array
 from megatron_scalerl.record import record
 
 Index = NDArray[np.integer[Any]]
 
-COARSE, FINE = (24, 30), (56, 72)
-"""Nodes along B and C_mid: of the grids that locate the mass, and of the one that is sampled."""
+COARSE = (24, 30)
+"""Nodes along B and C_mid of the grids that locate the mass."""
+FINE = (56, 72)
+"""Nodes of the grid that is sampled."""
 ASYMPTOTE_NODES = 17
 REACH = 5.0
 """Half of the range of A's nodes, in conditional standard deviations of A."""
@@ -99,21 +100,11 @@ class Posterior:
         """
         mean, variance = self.true_pass_rate(compute)
         noise = np.random.default_rng([self.seed, 1]).standard_normal(mean.shape)
-        spread = np.sqrt(variance + self.measurement_variance(mean, completions))
+        if completions is None:
+            completions = np.array(self.observations.completions or 1.0)
+        measured = self.noise_variance[:, None] * binomial(mean) / completions / self.observations.spread_unit
+        spread = np.sqrt(variance + measured)
         return np.clip(np.median(mean, axis=0), 0.0, 1.0), np.clip(mean + spread * noise, 0.0, 1.0)
-
-    def measurement_variance(self, pass_rate: Array, completions: Array | None = None) -> Array:
-        """[draws, m] variance of a new measurement where the true pass rate is `pass_rate` [draws, m].
-
-        completions: [m], see `measured`.
-        """
-        obs = self.observations
-        each = (obs.completions or 1.0) if completions is None else completions
-        return self.noise_variance[:, None] * binomial(pass_rate) / each / obs.spread_unit
-
-    def weights(self) -> Array:
-        """[hypotheses] share of the draws under each discrepancy hypothesis."""
-        return np.bincount(self.hypothesis, minlength=len(self.discrepancies)) / len(self.hypothesis)
 
     def _log(self, compute: Array) -> Array:
         return np.log(np.asarray(compute, dtype=float)) - np.log(self.observations.scale)
@@ -124,34 +115,34 @@ def sample(
     *,
     prior: Prior,
     bounds: Bounds = DEFAULT_BOUNDS,
-    fixed_asymptote: float | None = None,
     draws: int = 4000,
     seed: int = 0,
 ) -> Posterior:
     """Draw from the posterior of (A, B, C_mid, R_0, noise, hypothesis) given the points.
 
-    fixed_asymptote: A is held at this value. draws: their number.
+    bounds: A is held where its two bounds are equal. draws: their number.
     """
-    grid = _refined_grid(observations, prior, bounds, fixed_asymptote)
+    lowest, highest = bounds.asymptote
+    grid = _refined_grid(observations, prior, bounds)
     rng = np.random.default_rng([seed, 0])
     flat = rng.choice(grid.mass.size, size=draws, p=grid.mass.ravel() / grid.mass.sum())
     start, hypothesis, i, j, k = np.unravel_index(flat, grid.mass.shape)
-    log_b, log_m = _inside_cell(grid.log_b, i, rng), _inside_cell(grid.log_m, j, rng)
-    initial = np.asarray(observations.initials)[start]
+    log_b = _inside_cell(grid.log_b, i, rng)
+    log_m = _inside_cell(grid.log_m, j, rng)
     jitter = rng.uniform(-0.5, 0.5, draws) * grid.step[start, hypothesis, i, j]
     offset = grid.offset[start, hypothesis, i, j, k] + jitter
     posterior = Posterior(
         observations=observations,
         discrepancies=prior.discrepancies,
-        asymptote=np.full(draws, np.nan if fixed_asymptote is None else fixed_asymptote),
+        asymptote=np.full(draws, lowest),
         exponent=np.exp(log_b),
         log_midpoint=log_m,
-        initial=initial,
+        initial=np.asarray(observations.initials)[start],
         noise_variance=np.ones(draws),
         hypothesis=hypothesis,
         seed=seed,
     )
-    if fixed_asymptote is None:
+    if lowest < highest:
         posterior = replace(posterior, asymptote=_asymptotes(posterior, offset, bounds))
     shape = observations.noise_shape + len(observations.pass_rate) / 2
     scale = observations.noise_shape * observations.noise_variance + _misfit(posterior) / 2
@@ -170,11 +161,13 @@ def _asymptotes(posterior: Posterior, offset: Array, bounds: Bounds) -> Array:
     """
     obs = posterior.observations
     share = _gain_share(obs.log_compute, posterior.exponent[:, None], posterior.log_midpoint[:, None])
-    gain, width = np.empty(len(share)), np.empty(len(share))
+    gain = np.empty(len(share))
+    width = np.empty(len(share))
     for index, hypothesis in enumerate(posterior.discrepancies):
         rows = posterior.hypothesis == index
         white = _whitening(obs, hypothesis)[0]
-        shares, rises = share[rows] @ white.T, (obs.pass_rate - posterior.initial[rows, None]) @ white.T
+        shares = share[rows] @ white.T
+        rises = (obs.pass_rate - posterior.initial[rows, None]) @ white.T
         gain[rows], width[rows] = _conditional_gain(
             (rises**2).sum(axis=1), (shares * rises).sum(axis=1), (shares**2).sum(axis=1), obs
         )
@@ -214,11 +207,11 @@ def _inside_cell(axis: Array, index: Index, rng: np.random.Generator) -> Array:
     return np.clip(axis[index] + rng.uniform(-0.5, 0.5, len(index)) * step, axis[0], axis[-1])
 
 
-def _refined_grid(obs: Observations, prior: Prior, bounds: Bounds, fixed_asymptote: float | None) -> _Grid:
+def _refined_grid(obs: Observations, prior: Prior, bounds: Bounds) -> _Grid:
     limits = [np.log(bounds.exponent), np.log(bounds.midpoint)]
     box = list(limits)
     for _ in range(8):
-        grid = _grid(obs, prior, bounds, fixed_asymptote, _axes(box, COARSE))
+        grid = _grid(obs, prior, bounds, box, COARSE)
         cells = grid.mass.sum(axis=(0, 1, 4))
         marginals = (cells.sum(axis=1), grid.log_b), (cells.sum(axis=0), grid.log_m)
         smaller = [_region(*marginal, limit) for marginal, limit in zip(marginals, limits)]
@@ -226,11 +219,7 @@ def _refined_grid(obs: Observations, prior: Prior, bounds: Bounds, fixed_asympto
         box = smaller
         if settled:
             break
-    return _grid(obs, prior, bounds, fixed_asymptote, _axes(box, FINE))
-
-
-def _axes(box: list[Array], counts: tuple[int, int]) -> list[Array]:
-    return [np.linspace(side[0], side[1], count) for side, count in zip(box, counts)]
+    return _grid(obs, prior, bounds, box, FINE)
 
 
 def _region(marginal: Array, nodes: Array, limit: Array) -> Array:
@@ -239,16 +228,19 @@ def _region(marginal: Array, nodes: Array, limit: Array) -> Array:
     return np.array([max(nodes[kept[0]] - margin, limit[0]), min(nodes[kept[-1]] + margin, limit[1])])
 
 
-def _grid(obs: Observations, prior: Prior, bounds: Bounds, fixed_asymptote: float | None, axes: list[Array]) -> _Grid:
-    log_b, log_m = axes
-    n, cells = len(obs.log_compute), (len(log_b), len(log_m))
+def _grid(obs: Observations, prior: Prior, bounds: Bounds, box: list[Array], cells: tuple[int, int]) -> _Grid:
+    """The grid over a box, [low, high] of log B and of log C_mid, with so many cells along each."""
+    log_b, log_m = (np.linspace(low, high, count) for (low, high), count in zip(box, cells))
+    n = len(obs.log_compute)
     share = _gain_share(obs.log_compute, np.exp(log_b)[:, None, None], log_m[None, :, None])
     share = share.reshape(-1, n)
     log_cells = _log_cells(log_b[:, None, None], log_m[None, :, None], prior)
-    nodes = ASYMPTOTE_NODES if fixed_asymptote is None else 1
-    sizes = (len(obs.initials), len(prior.discrepancies), *cells)
-    log_mass, offset, step = np.empty((*sizes, nodes)), np.empty((*sizes, nodes)), np.empty(sizes)
-    shape, center = obs.noise_shape + n / 2, obs.noise_shape * obs.noise_variance
+    nodes = ASYMPTOTE_NODES if bounds.asymptote[0] < bounds.asymptote[1] else 1
+    step = np.empty((len(obs.initials), len(prior.discrepancies), *cells))
+    log_mass = np.empty((*step.shape, nodes))
+    offset = np.empty_like(log_mass)
+    shape = obs.noise_shape + n / 2
+    center = obs.noise_shape * obs.noise_variance
     for h, hypothesis in enumerate(prior.discrepancies):
         white, volume = _whitening(obs, hypothesis)
         shares = share @ white.T
@@ -257,7 +249,7 @@ def _grid(obs: Observations, prior: Prior, bounds: Bounds, fixed_asymptote: floa
             rise = white @ (obs.pass_rate - initial)
             cross = (shares @ rise).reshape(cells)
             best, width = _conditional_gain(rise @ rise, cross, square, obs)
-            gain, step[r, h] = _gain_nodes(best, width, initial, bounds, fixed_asymptote)
+            gain, step[r, h] = _gain_nodes(best, width, initial, bounds)
             misfit = rise @ rise - 2.0 * cross[..., None] * gain + square[..., None] * gain**2
             likelihood = volume - shape * np.log(center + np.maximum(misfit, 0.0) / 2)
             # the prior is a density of the gain's share of the room, the nodes of A are at distances in pass rate
@@ -285,13 +277,12 @@ def _conditional_gain(total: Array, cross: Array, square: Array, obs: Observatio
     return best, np.sqrt(variance / square)
 
 
-def _gain_nodes(
-    best: Array, width: Array, initial: float, bounds: Bounds, fixed_asymptote: float | None
-) -> tuple[Array, Array]:
+def _gain_nodes(best: Array, width: Array, initial: float, bounds: Bounds) -> tuple[Array, Array]:
     """([..., nodes] gains A - R_0 around each cell's mean and inside the bounds, [...] their distance)."""
-    if fixed_asymptote is not None:
-        return np.full((*best.shape, 1), fixed_asymptote - initial), np.ones_like(best)
-    low, high = max(bounds.asymptote[0] - initial, 0.0), bounds.asymptote[1] - initial
+    low, high = (end - initial for end in bounds.asymptote)
+    if low == high:
+        return np.full((*best.shape, 1), low), np.ones_like(best)
+    low = max(low, 0.0)
     sliver = 1e-3 * (high - low)
     left = np.clip(best - REACH * width, low, high - sliver)
     right = np.clip(best + REACH * width, low + sliver, high)
@@ -318,11 +309,13 @@ def _log_cells(log_b: Array, log_m: Array, prior: Prior) -> Array:
 def _log_prior_density(log_cells: Array, share: Array, prior: Prior) -> Array:
     """Log density of the gain's `share` and of the cells [kinds, ...] that broadcast to it, summed over kinds."""
     inside = np.clip(share, 1e-6, 1.0 - 1e-6)
-    made, left = np.log(inside), np.log1p(-inside)
+    made = np.log(inside)
+    left = np.log1p(-inside)
     highest = log_cells.max(axis=0)
     total = np.zeros(np.broadcast_shapes(share.shape, highest.shape))
     for kind, cells in zip(prior.kinds, log_cells):
-        alpha, beta = kind.gain_alpha, kind.gain_beta
+        alpha = kind.gain_alpha
+        beta = kind.gain_beta
         log_beta = math.lgamma(alpha) + math.lgamma(beta) - math.lgamma(alpha + beta)
         total += np.exp(cells - highest + (alpha - 1.0) * made + (beta - 1.0) * left - log_beta)
     return highest + np.log(np.maximum(total, 1e-300))

@@ -7,7 +7,7 @@ from dataclasses import field
 
 import numpy as np
 
-from megatron_scalerl.fit.noise import first_invalid
+from megatron_scalerl.fit.observations import first_invalid
 from megatron_scalerl.fit.posterior import Posterior
 from megatron_scalerl.fit.sigmoid import PARAMETERS, Array, sigmoid
 from megatron_scalerl.record import record
@@ -91,8 +91,15 @@ class FitResult:
             raise ValueError(f"predict: compute has to be greater than 0, and {at.tolist()} is not")
         sizes = None
         if completions is not None:
+            if self.posterior.observations.completions is None:
+                raise ValueError("predict: completions: the fit was given no prompts and generations")
             sizes = np.asarray(completions, dtype=float)
-            self._check_sizes(sizes, len(at))
+            if sizes.shape != at.shape:
+                needed = f"one number for each of {len(at)} computes is needed, not {sizes.shape}"
+                raise ValueError(f"predict: completions: {needed}")
+            valid = np.isfinite(sizes) & (sizes >= 1)
+            if not np.all(valid):
+                raise ValueError(f"predict: completions: {first_invalid(sizes, valid)} is not a number of at least 1")
         center, draws = self.posterior.measured(at, sizes)
         if self.method == "paper":
             center = self.curve(at)
@@ -101,17 +108,6 @@ class FitResult:
         columns = (at, center, np.minimum(lo, center), np.maximum(hi, center))
         keys = ("compute", "pass_rate", "lo", "hi")
         return [Prediction(**dict(zip(keys, numbers))) for numbers in np.transpose(columns).tolist()]
-
-    def _check_sizes(self, sizes: Array, n: int) -> None:
-        if self.posterior.observations.completions is None:
-            raise ValueError("predict: completions: the fit was given no prompts and generations")
-        if sizes.shape != (n,):
-            raise ValueError(
-                f"predict: completions: one number for each of {n} computes is needed, not {sizes.shape}"
-            )
-        valid = np.isfinite(sizes) & (sizes >= 1)
-        if not np.all(valid):
-            raise ValueError(f"predict: completions: {first_invalid(sizes, valid)} is not a number of at least 1")
 
     def evaluate(
         self,

@@ -52,9 +52,8 @@ def compute_to_reach(
     inf where the pass rate is at or above the asymptote (never reached), 0 where it is at or below R_0.
     """
     target, a, r0 = (np.asarray(v, dtype=float) for v in (pass_rate, asymptote, initial))
-    above, below = target >= a, target <= r0
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         ratio = (target - r0) / (a - target)
         log_c = np.log(midpoint) + np.log(ratio) / np.asarray(exponent, dtype=float)
         reached = np.exp(np.minimum(log_c, 709.0))
-    return np.where(below, 0.0, np.where(above, np.inf, reached))
+    return np.where(target <= r0, 0.0, np.where(target >= a, np.inf, reached))

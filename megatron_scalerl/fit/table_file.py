@@ -143,7 +143,7 @@ def read_tables(path: Path) -> list[TableFile]:
     """The tables of a file or folder: one, or one of each run. Raises ValueError, one line, if there is none."""
     if not path.exists():
         raise refused(path, "does not exist; give a run folder or a CSV, JSONL or JSON file")
-    for pattern in FOLDER if path.is_dir() else ():
+    for pattern in FOLDER:
         files = sorted(path.glob(pattern), key=lambda file: [int(n) for n in re.findall(r"\d+", file.parent.name)])
         if files:
             return [replace(table, run=path.resolve().name) for table in read_tables(files[-1])]
@@ -394,8 +394,7 @@ def _from_tensorboard(path: Path) -> list[TableFile]:
     if not files:
         raise refused(path, f"the folder has neither validation.jsonl nor {', '.join(FOLDER)} nor event files")
     try:
-        from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
         from tensorboard.util.tensor_util import make_ndarray
     except ModuleNotFoundError:
         raise refused(path, "event files need the package tensorboard; pip install tensorboard") from None
@@ -403,15 +402,12 @@ def _from_tensorboard(path: Path) -> list[TableFile]:
     latest: dict[tuple[Path, int], Row] = {}
     for file in files:
         rows = folders.setdefault(file.parent, [])
-        for event in map(Event.FromString, RawEventFileLoader(str(file)).Load()):
+        for event in EventFileLoader(str(file)).Load():  # which makes every value a tensor
             for value in event.summary.value:
                 number = None
-                if value.HasField("simple_value"):
-                    number = value.simple_value
-                elif value.HasField("tensor"):
-                    array = make_ndarray(value.tensor)
-                    if array.size == 1 and array.dtype.kind in "fi":
-                        number = float(array.reshape(()))
+                array = make_ndarray(value.tensor)
+                if array.size == 1 and array.dtype.kind in "fi":
+                    number = float(array.item())
                 row = latest.get((file.parent, event.step), {value.tag: None})
                 if value.tag in row:  # a step logged again after a resume is a row of its own
                     row = latest[file.parent, event.step] = {"step": event.step}
@@ -474,25 +470,19 @@ def computes(names: Sequence[str]) -> list[str]:
     return [name for pattern, _ in COMPUTES for name in names if re.fullmatch(pattern, name.lower())]
 
 
-def number_in(cell: Any) -> float:
-    """The number in a cell: 12, "0.3", "12%", "1,200", "checkpoint-100". Raises ValueError, TypeError for others."""
-    if not isinstance(cell, str):
-        return float(cell)
-    text = cell.strip().removesuffix("%")
-    if _THOUSANDS.fullmatch(text):
-        return float(text.replace(",", ""))
-    step = _STEP_NAME.fullmatch(text)
-    if step:
-        return float(step[1])
-    return float(text)
-
-
 def plain(cell: Any) -> Any:
-    """The number of a cell of plain digits, else the cell."""
+    """The number in a cell, such as 12, "0.3", "12%", "1,200" and "checkpoint-100"; else the cell."""
     if isinstance(cell, bool):
         return cell
+    digits = cell
+    if isinstance(cell, str):
+        digits = cell.strip().removesuffix("%")
+        if _THOUSANDS.fullmatch(digits):
+            digits = digits.replace(",", "")
+        elif step := _STEP_NAME.fullmatch(digits):
+            digits = step[1]
     try:
-        return number_in(cell)
+        return float(digits)
     except (TypeError, ValueError, OverflowError):
         return cell
 

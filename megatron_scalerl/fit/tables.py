@@ -49,8 +49,10 @@ class Table:
     def rich(self) -> RichTable:
         """The table for a `rich.console.Console`. Cells are literal text, not markup."""
         table = RichTable(title=self.title and Text(self.title, style="table.title"), title_justify="left")
-        for index, column in enumerate(self.columns):
-            table.add_column(Text(column), justify="left" if self.labeled and index == 0 else "right")
+        for column in self.columns:
+            table.add_column(Text(column), justify="right")
+        if self.labeled:
+            table.columns[0].justify = "left"
         for row in self.rows:
             table.add_row(*(Text(cell) for cell in row))
         return table
@@ -183,6 +185,8 @@ def _comparison(comparison: Comparison) -> tuple[Table | str, ...]:
 def outlook_table(outlooks: Sequence[Outlook], came: float | None) -> Table:
     """The forecasts of a run's end by the validation after which they were made. came: what was measured there."""
     title = f"Forecasts of step {outlooks[0].end_step} after each validation"
+    if came is not None:
+        title += f"; {came:.3f} came"
     rows = []
     for outlook in outlooks:
         error = ""
@@ -193,7 +197,7 @@ def outlook_table(outlooks: Sequence[Outlook], came: float | None) -> Table:
         interval = _interval(outlook.lo, outlook.hi, RATE)
         rows.append((str(outlook.step), RATE(outlook.pass_rate), interval, error, OUTSIDE[inside], outlook.verdict))
     return Table(
-        title=title if came is None else f"{title}; {came:.3f} came",
+        title=title,
         labeled=False,
         columns=("after step", "forecast", "90 % interval", "error", "", "verdict"),
         rows=tuple(rows),
@@ -256,7 +260,9 @@ def _finite(value: Any) -> Any:
         value = asdict(value)
     if isinstance(value, dict):
         return {key: _finite(part) for key, part in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def html_page(runs: Sequence[RunReport], comparison: Comparison | None, *, figure: Path) -> str:

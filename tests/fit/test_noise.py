@@ -1,12 +1,15 @@
 """The noise of points: what a run's records say on it, and what the fit makes of points of different sizes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from json_lines import append
+from recipe_runs import curve_of
 
 from megatron_scalerl.fit.forecast import fit, fit_curve
 from megatron_scalerl.fit.inputs import curve_of_rows, read_curves
-from megatron_scalerl.fit.noise import MOST_POINTS, pooled, validation_noise
+from megatron_scalerl.fit.observations import MOST_POINTS, pooled, validation_noise
 from megatron_scalerl.fit.sigmoid import sigmoid
 
 COMPUTE = np.linspace(0.1, 1.0, 10)
@@ -14,24 +17,24 @@ CURVE = sigmoid(COMPUTE, asymptote=0.8, exponent=1.8, midpoint=0.35, initial=0.4
 
 
 def test_share_of_the_noise_by_hand():
-    noise = validation_noise(
-        np.array([0.5, 0.5, 0.2]),
-        initial=0.5,
-        prompts=100,
-        generations=[2, 1, 4],
+    curve = replace(
+        curve_of([1.0, 2.0, 3.0], np.array([0.5, 0.5, 0.2]), initial=0.5, prompts=100),
+        generations=np.array([2.0, 1.0, 4.0]),
         initial_generations=5,
-        within_variance=[0.2, np.nan, 0.08],
+        within_variance=np.array([0.2, np.nan, 0.08]),
         initial_within_variance=0.24,
     )
+    noise = validation_noise(curve)
     # variance between prompts is no noise: 2 x 0.2 + 4 x 0.08 + 5 x 0.24 of 2 x 0.25 + 4 x 0.16 + 5 x 0.25
     assert noise.share == pytest.approx((0.4 + 0.32 + 1.2) / (0.5 + 0.64 + 1.25))
     assert noise.completions.tolist() == [200.0, 100.0, 400.0] and noise.initial_completions == 500.0
 
 
 def test_share_is_not_known_without_measured_variances():
-    assert validation_noise(CURVE, initial=0.4, prompts=200, generations=1).share is None
-    assert validation_noise(CURVE, initial=0.4, prompts=None, generations=4) is None
-    assert validation_noise(CURVE, initial=0.4, prompts=200, generations=None) is None
+    curve = curve_of(COMPUTE, CURVE, prompts=200, generations=1)
+    assert validation_noise(curve).share is None
+    assert validation_noise(replace(curve, prompts=None)) is None
+    assert validation_noise(replace(curve, generations=None)) is None
 
 
 def test_a_large_validation_counts_for_more_than_a_small_one():
@@ -126,7 +129,7 @@ def test_a_long_run_costs_no_more_and_is_forecast_as_by_all_of_its_points(monkey
     y = np.random.default_rng(0).binomial(800, sigmoid(c, **truth)) / 800
     forecasts = []
     for most in (MOST_POINTS, 300):
-        monkeypatch.setattr("megatron_scalerl.fit.noise.MOST_POINTS", most)
+        monkeypatch.setattr("megatron_scalerl.fit.observations.MOST_POINTS", most)
         found = fit(c, y, initial=0.2, prompts=200, generations=4)
         assert len(found.posterior.observations.pass_rate) <= most and found.n_points == 300
         forecasts.append(found.predict([1000.0, 2000.0, 4000.0]))
