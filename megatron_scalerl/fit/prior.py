@@ -66,7 +66,7 @@ class Prior:
     """Shape of the inverse-gamma prior of the noise variance: as weak as two points, so that the run's own residuals
     decide. The same few prompts, decoded greedily, differ less than independent samples."""
     noise_share: float = 0.3
-    """Noise of a validation as a share of p (1 - p) / (prompts x generations) where it was not measured (`noise`)."""
+    """Noise of a validation as a share of p (1 - p) / (prompts x generations) where it was not measured (`observations`)."""
     unknown_noise: float = 0.005
     """Center of the noise (standard deviation, in pass rate) for an unknown validation size."""
     discrepancies: tuple[Discrepancy, ...]
