@@ -211,15 +211,16 @@ def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Obse
     # not that of y itself: of eight completions that are all wrong by chance the noise would be none
     variance_of_one = binomial(smoothed(y))
     spread = variance_of_one / completions
-    if noise is None:
-        variance = prior.unknown_noise**2 / float(completions.mean())
-    else:
+    variance = prior.unknown_noise**2 / float(completions.mean())
+    shape = prior.unknown_noise_shape
+    if noise is not None:
         variance = share * float(spread.mean())
+        shape = prior.noise_shape
     initials, weights = _initials(curve, share_of_initial, exact=prior is FLAT_PRIOR)
     if highest is not None:
         kept = [node for node in zip(initials, weights) if node[0] < highest]
         if not kept:
-            raise ValueError(f"fixed asymptote: expected a value above R_0, {min(initials):.3f}, found {highest!r}")
+            raise ValueError(f"fixed asymptote: {highest!r} is not above R_0, {min(initials):.3f}")
         initials, weights = zip(*kept)
     return Observations(
         log_compute=np.log(c) - np.log(c.max()),
@@ -232,7 +233,7 @@ def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Obse
         initial_weights=weights,
         initial_given=curve.initial is not None,
         noise_variance=variance,
-        noise_shape=prior.noise_shape,
+        noise_shape=shape,
         discrepancy_unit=float(variance_of_one.mean()) / variance,
     )
 

@@ -62,13 +62,15 @@ class Prior:
     """The kinds of runs, averaged by their posterior weights."""
     freedom: float = 4.0
     """Degrees of freedom of Student's t."""
-    noise_shape: float = 1.0
-    """Shape of the inverse-gamma prior of the noise variance: as weak as two points, so that the run's own residuals
+    noise_shape: float = 2.0
+    """Shape of the inverse-gamma prior of the noise variance: as weak as four points, so that the run's own residuals
     decide. The same few prompts, decoded greedily, differ less than independent samples."""
-    noise_share: float = 0.3
-    """Noise of a validation as a share of p (1 - p) / (prompts x generations) where it was not measured (`observations`)."""
+    noise_share: float = 0.4
+    """Noise of a validation as a share of p (1 - p) / (prompts x generations) where it was not measured."""
     unknown_noise: float = 0.005
     """Center of the noise (standard deviation, in pass rate) for an unknown validation size."""
+    unknown_noise_shape: float = 1.0
+    """Shape of the inverse-gamma prior for an unknown validation size."""
     discrepancies: tuple[Discrepancy, ...]
     """The hypotheses on the discrepancy, averaged by their posterior weights."""
 
@@ -89,10 +91,10 @@ DEFAULT_BOUNDS = Bounds()
 """The bounds of `method="robust"`."""
 DISCREPANCIES = (
     Discrepancy(weight=0.36),
-    Discrepancy(weight=0.40, walk=0.03),
-    Discrepancy(weight=0.12, walk=0.15),
-    Discrepancy(weight=0.05, walk=0.1, level=1.0),
-    Discrepancy(weight=0.05, walk=0.4, level=1.0),
+    Discrepancy(weight=0.40, walk=0.025),
+    Discrepancy(weight=0.05, walk=0.15),
+    Discrepancy(weight=0.03, walk=0.1, level=1.0),
+    Discrepancy(weight=0.03, walk=0.4, level=1.0),
     Discrepancy(weight=0.015, turn=0.2, turn_from=0.67),
     Discrepancy(weight=0.015, turn=0.2, turn_from=0.83),
 )
@@ -110,10 +112,10 @@ def kind(
 
 DEFAULT_PRIOR = Prior(
     kinds=(
-        kind("a ceiling below 1", 0.4957, (0.5222, 0.25), (-0.9647, 0.8), (7.5331, 16.4669)),
-        kind("close to 1", 0.1574, (0.4569, 0.25), (-1.4332, 0.8), (6.0, 1.0)),
-        kind("no gain", 0.2269, (0.6, 0.5), (0.0, 1.2), (1.0, 20.0)),
-        kind("anything", 0.12, (0.6, 0.5), (0.0, 1.2), (1.0, 1.0)),
+        kind("a ceiling below 1", 0.5509, (0.5527, 0.25), (-1.0480, 0.5), (6.8376, 17.1624)),
+        kind("close to 1", 0.1806, (0.4331, 0.25), (-1.2705, 0.5), (6.0, 1.0)),
+        kind("no gain", 0.1806, (0.6, 0.5), (0.0, 1.2), (1.0, 20.0)),
+        kind("anything", 0.088, (0.6, 0.5), (0.0, 1.2), (1.0, 1.0)),
     ),
     discrepancies=DISCREPANCIES,
 )
@@ -129,5 +131,6 @@ def wide(*, exponent_sd: float, midpoint_sd: float, discrepancies: tuple[Discrep
 FLAT_PRIOR = replace(
     wide(exponent_sd=1e3, midpoint_sd=1e3, discrepancies=(Discrepancy(weight=1.0),)),
     noise_shape=0.5,
+    unknown_noise_shape=0.5,
 )
 """Flat, with independent noise: its intervals are the narrowest that the paper's least squares justifies."""

@@ -172,7 +172,7 @@ def test_truncations_above_ten_percent_are_a_warning():
         ({"pass_rate": [0.9, 0.9, 0.9], "initial": 0.9, "method": "paper"}, "expected R_0 below its highest A"),
         ({"prompts": 0, "generations": 4}, r"prompts: expected values in \[1, 1e\+09\], found 0.0$"),
         ({"within_variance": [0.1, 9, -1]}, r"within_variance: expected values in \[0, 0.5\], found 9.0 at point 2"),
-        ({"initial": None, "fixed_asymptote": 0.3}, "fixed asymptote: expected a value above R_0"),
+        ({"initial": None, "fixed_asymptote": 0.3}, "fixed asymptote: 0.3 is not above R_0"),
     ],
 )
 def test_invalid_input_is_one_line(change, message):

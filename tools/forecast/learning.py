@@ -36,13 +36,12 @@ LEAST_GAIN = 0.05
 """Rise in pass rate over the whole run below which it is of `NO_GAIN`."""
 WIDE_EXPONENT, WIDE_MIDPOINT = (0.6, 0.5), (0.0, 1.2)
 """(center, spread) of log B and log(C_mid / compute of the run) where a kind says nothing about them."""
-LEAST_SPREADS = (0.25, 0.8)
-"""Spreads of log B and log C_mid that a kind has at least: its runs are few, the next one can differ, and nobody
-knows which share of the run is made when it is fitted."""
+LEAST_SPREADS = (0.25, 0.5)
+"""Spreads of log B and log C_mid that a kind has at least: its runs are few, the next one can differ."""
 PSEUDO_SHARE = 0.05
 """Added to every kind's share of the runs."""
-REFERENCE = wide(exponent_sd=0.8, midpoint_sd=1.5, discrepancies=DISCREPANCIES)
-"""A wide prior, under which known runs are fitted."""
+REFERENCE = wide(exponent_sd=0.8, midpoint_sd=1.5, discrepancies=DISCREPANCIES[:3])
+"""A wide prior, under which known runs are fitted: a run that has left its sigmoid, or turned, tells no kind."""
 DRAWS = 1000
 """Draws from the posterior of each."""
 ROUNDS = 40
