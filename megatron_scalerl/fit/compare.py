@@ -380,8 +380,9 @@ def compare_runs(
     ceilings = _differences(ASYMPTOTE, fits, seeds, to, paired)
     shared = _share_the_ceiling(fits, ceilings, to)
     common = float(np.mean([asymptotes[n].value for n, alike in enumerate(shared) if alike]))
-    # A cannot be held below the start of any run
-    fixed = max(common, max(fit.initial for runs in fits for fit in runs) + 1e-3)
+    # A cannot be held below the start of a run
+    starts = [fit.initial for runs, alike in zip(fits, shared) if alike for fit in runs]
+    fixed = min(max(common, max(starts) + 1e-3), 1.0)
     refits = [tuple(fit_run(curve, fixed) for curve in arm.curves if alike) for arm, alike in zip(arms, shared)]
     if pass_rate is None:
         start = float(np.mean([fit.initial for fit in fits[0]]))
@@ -510,7 +511,7 @@ def left_out(comparison: Comparison) -> list[str]:
     kept = {arm.name: arm.runs for arm in comparison.arms}
     lines = []
     for name, runs in comparison.falling.items():
-        text = f"{name} is not compared, as every run of it falls"
+        text = f"{name} is not compared and no reference, as every run of it falls"
         if name in kept:
             text = f"{name}: {len(runs)} of {len(runs) + kept[name]} runs fall and are left out"
         lines.append(f"{text}: {', '.join(runs)}.")

@@ -1,5 +1,6 @@
 """Whether to continue a run: the gain that further compute is expected to buy, and a verdict with its reason."""
 
+import math
 from typing import Literal
 
 import numpy as np
@@ -72,8 +73,8 @@ def decide(
     """
     now = float(fit.compute.max())
     budget = now if budget is None else float(budget)
-    if not budget > 0:
-        raise ValueError(f"budget is {budget!r}; it has to be greater than 0")
+    if not 0.0 < budget < math.inf:
+        raise ValueError(f"budget is {budget!r}; it has to be a finite number greater than 0")
     gains = gain_draws(fit, now, now + budget)
     probability = float(np.mean(gains > worth))
     verdict, reason = _verdict(fit, budget, worth, probability, float(np.median(gains)))
@@ -98,9 +99,9 @@ def decide(
 def gain_draws(fit: FitResult, start: float, end: float) -> Array:
     """[draws] gain in the true pass rate, discrepancy included, between two computes."""
     mean, variance = fit.posterior.true_pass_rate(np.array([start, end]))
-    # at the start the deviation from the sigmoid is that of the last points; only what is new by the end is drawn
     noise = np.random.default_rng([fit.posterior.seed, 2]).standard_normal(len(mean))
-    return mean[:, 1] - mean[:, 0] + np.sqrt(variance[:, 1]) * noise
+    end_rate = mean[:, 1] + np.sqrt(variance[:, 1]) * noise
+    return np.clip(end_rate, 0.0, 1.0) - np.clip(mean[:, 0], 0.0, 1.0)
 
 
 def estimate(draws: Array, *, value: float | None = None) -> Estimate:

@@ -136,7 +136,7 @@ def _selected_curve(table: TableFile, kind: str, options: ColumnOptions, name: s
     if SEED_COLUMN not in columns or len(columns) < 2:
         return curve
     row = table.rows[0][1]
-    seed = str(row.get(SEED_COLUMN))
+    seed = str(row.get(SEED_COLUMN)).removesuffix(".0")
     arm = "/".join(str(row.get(column)) for column in columns if column != SEED_COLUMN)
     return replace(curve, name=f"{arm} seed {seed}", arm=arm, seed=int(seed) if seed.isdigit() else None)
 
@@ -196,7 +196,7 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
     score, *others = score_columns(table, options)
     compute, scale, unit = compute_column(table, options, score)
     measured, texts = _points(table, options, compute, score, others)
-    starts = [point for point in measured if point.compute == 0 or point.row.get("step") == 0]
+    starts = [point for point in measured if point.compute == 0 or plain(point.row.get("step")) == 0]
     points, notes = _ordered([point for point in measured if point not in starts], compute)
     if not points:
         raise refused(table.path, f"no row has {compute} > 0")
@@ -233,7 +233,7 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
         prompts=_prompts(table, points, f"prompts{task}"),
         generations=_values(table, points, "generations", SIZE),
         within_variance=_values(table, points, within, VARIANCE, complete=False),
-        truncated_share=_values(table, points, "truncated_share"),
+        truncated_share=_values(table, points, "truncated_share", complete=False),
         unit=unit,
         notes=tuple(f"{table.path.name}: {note}" for note in notes),
         read="; ".join(texts),

@@ -182,7 +182,8 @@ def test_an_arm_that_falls_in_every_run_is_not_compared(tmp_path):
         comparison = compare_runs(half, fitted, references=references)
         [arm] = comparison.arms
         assert (arm.name, arm.runs, arm.ceiling) == ("scalerl", 2, None)
-        assert left_out(comparison) == ["dapo is not compared, as every run of it falls: dapo_seed1, dapo_seed2."]
+        [sentence] = left_out(comparison)
+        assert sentence == "dapo is not compared and no reference, as every run of it falls: dapo_seed1, dapo_seed2."
     nothing = compare_runs([collapsed(curve) for curve in curves], fitted)
     assert nothing.arms == () and len(left_out(nothing)) == 2
     assert comparison_json(nothing)["fixed_asymptote"] is None

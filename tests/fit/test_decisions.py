@@ -40,7 +40,7 @@ def test_stop_where_it_is_flat():
     [
         (6, {"midpoint": 0.8, "asymptote": 0.8}, "go on"),
         (6, {"midpoint": 0.05}, "stop"),
-        (3, {}, "too early to say"),
+        (3, {"midpoint": 0.2}, "too early to say"),
         (8, {"midpoint": 0.05}, "stop"),
     ],
 )
@@ -50,6 +50,15 @@ def test_few_points_are_decided_by_the_probability_and_counted(n, shape, verdict
     assert (f"only {n} points were measured" in decision.reason) == (n < 8)
     assert verdict != "go on" or decision.probability >= 0.8
     assert verdict != "stop" or decision.probability <= 0.2
+
+
+def test_a_gain_ends_where_everything_is_right():
+    """The last third still rises, to 0.985: no forecast of a gain is above what is left."""
+    compute = np.arange(1.0, 31.0)
+    measured = 0.4 + 0.585 / (1.0 + (5.0 / compute) ** 2)
+    measured[-10:] = np.linspace(0.955, 0.985, 10)
+    gain = decide(fit(compute, measured, initial=0.4, prompts=200, generations=4)).gain
+    assert 0.01 < gain.value <= gain.hi < 0.02
 
 
 def test_a_falling_run_is_stopped():

@@ -171,3 +171,18 @@ def test_one_task_of_a_mixture_is_a_curve(tmp_path):
     (curve,) = read_curves(tmp_path, ColumnOptions(score="pass_rate/code"))
     assert (curve.pass_rate.tolist(), curve.initial, curve.prompts) == ([0.1, 0.2, 0.30000000000000004], 0.0, 1)
     assert read_curves(tmp_path)[0].prompts == 4
+
+
+def test_a_row_of_step_0_is_the_start_in_text_as_in_json(tmp_path):
+    """Its compute is not 0: the engines and the trainer have been started."""
+    rows = "0,0.5,0.3,0.5\n10,1.5,0.4,\n20,2.5,0.5,0.4\n"
+    [curve] = read_curves(write(tmp_path, "step,gpu_hours,accuracy,truncated_share\n" + rows))
+    assert curve.initial == 0.3 and curve.compute.tolist() == [1.5, 2.5]
+    np.testing.assert_array_equal(curve.truncated_share, [np.nan, 0.4])
+
+
+def test_a_seed_that_pandas_wrote_as_a_fraction_is_a_seed(tmp_path):
+    rows = "".join(f"a,{seed},{step},{step / 100}\n" for seed in ("1.0", "2.0") for step in (10, 20, 30))
+    table = write(tmp_path, "recipe,seed,step,accuracy\n" + rows)
+    curves = read_curves(table, ColumnOptions(series=(("recipe", "*"), ("seed", "*"))))
+    assert [(curve.name, curve.seed) for curve in curves] == [("a seed 1", 1), ("a seed 2", 2)]
