@@ -102,14 +102,14 @@ class MappedFile:
         """Map the file at `path`. Without `links` it has to be a regular file; raises ValueError for a link."""
         self.path = path
         if links:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = path.open("rb")
         else:
-            descriptor = open_plain(path.parent, path.name)
-        with os.fdopen(descriptor, "rb"):
-            self.size = os.fstat(descriptor).st_size
+            file = os.fdopen(open_plain(path.parent, path.name), "rb")
+        with file:
+            self.size = os.fstat(file.fileno()).st_size
             self.bytes: mmap.mmap | bytes = b""
             if self.size:  # mmap refuses an empty file
-                self.bytes = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+                self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def array(self, offset: int, count: int, dtype: np.dtype) -> np.ndarray:
         """[count] read-only items from byte `offset` on."""

@@ -168,6 +168,14 @@ def read_site(path: Path | None) -> Site:
     data = {key: value for key, value in read_yaml(path).items() if value is not None}
     expected = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
     check_keys(str(path), data, Site.model_fields, expected=expected)
+    # before anything is said of a value: the refusal of an invalid one would print the secret
+    variables = data["environment"] if isinstance(data.get("environment"), dict) else {}
+    for variable, text in variables.items():
+        if PRIVATE.search(str(variable)) or _LOGIN.search(str(text)):
+            raise ValueError(
+                f"{path}: environment: {variable} looks like a secret, and others can read the job script; let the "
+                "program read it from a file that only you can read"
+            )
     try:
         site = Site.model_validate(data)
     except ValidationError as error:
@@ -177,12 +185,6 @@ def read_site(path: Path | None) -> Site:
         if key != "container":
             key = ".".join([key, *inner[:1]])
         raise ValueError(f"{path}: {key}: expected {expected}, found {first['input']!r}") from None
-    for variable, text in site.environment.items():
-        if PRIVATE.search(variable) or _LOGIN.search(text):
-            raise ValueError(
-                f"{path}: environment: {variable} looks like a secret, and others can read the job script; let the "
-                "program read it from a file that only you can read"
-            )
     staged = {Path(place).name for place in site.stage if os.path.normpath(f"/.{place}") == place} - {""}
     if len(staged) < len(site.stage):
         raise ValueError(

@@ -162,7 +162,7 @@ class Engines:
             if not self._processes[index].client.ended or self._completes:
                 barren = 0
             if barren == MOST_BARREN:
-                reason = f"{reason}; in {barren} starts of it no engine has completed a request"
+                reason = f"{reason}; in its last {barren} starts no engine completed a request"
                 failures = self._recipe.engine.max_restarts  # no more
             elif time.monotonic() - started > self._healthy_s:
                 failures = 0

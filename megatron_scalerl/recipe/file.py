@@ -7,6 +7,7 @@ Checks that the files that a recipe names exist, before heavy packages are impor
 """
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -33,11 +34,10 @@ _DEMANDS = {
     "finite": "a finite number",
     "bool": "true or false",
     "string": "a text",
-    "string_pattern_mismatch": "a text of the form {pattern}",
     "date": "a date such as 2024-07-26",
     "literal": "{expected}",
     "tuple": "a list",
-    "too": "a list of {max_length} values",
+    "too_long": "a list of {max_length} values",
     "dict": _SECTION,
     "model": _SECTION,
     "greater_than_equal": "at least {ge:g}",
@@ -248,7 +248,7 @@ def _line(key: str, first: ErrorDetails, same: Sequence[ErrorDetails]) -> str:
         return f"{key}{separator}{first['ctx']['error']}".removeprefix(".")
     if kind == "string_type" and value is None:
         return f"{key} is empty; for an empty text write {last}: '' in a file, \"{key}=''\" in a shell"
-    if kind == "string_type" and isinstance(value, list) and last.endswith("path"):
+    if kind == "string_type" and isinstance(value, list) and key.startswith("prompts.") and last.endswith("path"):
         return f"{key} is a list; name one file, or one folder with all files"
     demands = [_demand(problem) for problem in ([first] if kind in _DEMANDS else same)]
     return f"{key} is {_shown(value)}; it has to be {' or '.join(demands)}"
@@ -257,6 +257,10 @@ def _line(key: str, first: ErrorDetails, same: Sequence[ErrorDetails]) -> str:
 def _demand(problem: ErrorDetails) -> str:
     """The demand on a value, by the type of its error."""
     kind = problem["type"]
+    if kind == "string_pattern_mismatch":
+        pattern = problem["ctx"]["pattern"]
+        choices = re.fullmatch(r"\^\(([\w|]+)\)\$", pattern)
+        return choices[1].replace("|", " or ") if choices else f"a text of the form {pattern}"
     form = _DEMANDS.get(kind) or _DEMANDS.get(kind.partition("_")[0], "valid")
     return form.format(**problem.get("ctx", {}))
 

@@ -153,5 +153,5 @@ class DecoderPool:
 
 def _warn(death: WorkerDied) -> bool:
     """Log the end of a process; its body is decoded again."""
-    logger.warning("a decoder is replaced, because of %s", death)
+    logger.warning("a decoder did not answer and is replaced: %s", death)
     return False

@@ -216,13 +216,16 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Leave the groups; a staged update is lost."""
-        if self._staged is None:
-            for group in self._groups.values():
-                group.close()
-        else:  # it closes the groups itself
-            self._staged.discard()
+        staged = self._staged
+        groups = self._groups
+        # forgotten first: what fails to close now would fail at every later shutdown, too
         self._staged = None
         self._groups = {}
+        if staged is not None:  # it closes the groups itself
+            staged.discard()
+            return
+        for group in groups.values():
+            group.close()
 
     def _tied(self) -> dict[str, list[str]]:
         """Parameter -> its other names, as of a head that is tied to the embedding.

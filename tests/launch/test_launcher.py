@@ -256,7 +256,7 @@ async def test_an_engine_that_ends_with_its_first_requests_is_given_up_with_the_
         client.ended = 1
         client.received_tokens = completed
 
-    barren = "; in 2 starts of it no engine has completed a request" if not completed else ""
+    barren = "; in its last 2 starts no engine completed a request" if not completed else ""
     said = rf"0 engines .*\(engine-0: engine-0 produced no token.*; the last error in its log: {error}{barren}\)$"
     async with engines_of(recipe, tmp_path, monkeypatch, busy=busy) as (engines, made, _):
         await engines.start()

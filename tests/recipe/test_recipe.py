@@ -173,6 +173,7 @@ def test_a_recipe_with_a_path_has_one_task(path):
             "prompts.tasks.math.weigth is not a recipe key; the nearest is prompts.tasks.math.weight",
         ),
         ("prompts.tasks.x={path: a}", "prompts.tasks.x.weight is missing"),
+        ("trainer.logit_backend=triton", "trainer.logit_backend is 'triton'; it has to be auto or cuda or torch"),
         ("prompts.tasks.Math={path: a, weight: 1}", "prompts.tasks.Math is 'Math'; it has to be a text of the form"),
         ("rewards.memory_mb=null", "rewards.memory_mb is null"),
     ],

@@ -225,6 +225,7 @@ KEY = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
             (f"environment: {{{name}: abc}}", f"environment: {name} looks like a secret")
             for name in ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "GITHUB_PAT", "DB_PASS", "API_KEY_2", "AZURE_CLIENT_SECRET")
         ),
+        ('environment: {HF_TOKEN: "hf_a\\tb", acount: 1}', "environment: HF_TOKEN looks like a secret"),
         ("environment: {A: [1]}", "environment.A: expected names of variables with one line of text each, found [1]"),
         ("sbatch: ['constraint=h100']", "sbatch: expected options of sbatch"),
         ('sbatch: {comment: "a\\nrm -rf /"}', "sbatch.comment: expected options of sbatch by their long names"),

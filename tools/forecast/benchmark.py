@@ -4,8 +4,9 @@
 
 Leave one run out: the prior that forecasts a run is learned from the other runs alone (`learning`; what is fixed
 there is fixed for all runs). The same published run appears in several figures and is left out as a whole
-(examples/curves/runs.csv); "setting left out": with all runs of its task, policy and warm start. Tiny runs are forecast from the
-first half of their steps; published ones from the authors' fitted part, and from a half, a third and a quarter of it.
+(examples/curves/runs.csv); "setting left out": with all runs of its task, policy and warm start. Tiny runs are
+forecast from the first half of their steps; published ones from the authors' fitted part, and from a half, a third
+and a quarter of it.
 --held-back: the tiny runs that no prior knows, with the shipped one. --others: curves that do not ship, by
 repository. Of every method: error, share of the points inside, share of the curves with 80 % of theirs inside,
 interval score, and the geometric ratio of interval scores to those of a random walk.
