@@ -73,11 +73,15 @@ class Scatter:
 
     def needed(self, shape: tuple[int, ...]) -> Ranges:
         """The smallest rectangle with all elements that the copy reads. shape: of the tensor."""
-        low = high = _coordinates(self.source_offset, shape)
+        first = _coordinates(self.source_offset, shape)
+        low = [*first]
+        high = [*first]
         for steps in self.steps:
-            low = [a + b for a, b in zip(low, _coordinates(int(steps.min()), shape))]
-            high = [a + b for a, b in zip(high, _coordinates(int(steps.max()), shape))]
-        assert all(b < n for b, n in zip(high, shape)), f"{self.tensor}: steps beyond {shape}"
+            # not of the steps alone: a step back, as after a swap of two halves, is negative
+            for axis, positions in enumerate(torch.unravel_index(self.source_offset + steps, shape)):
+                low[axis] += int(positions.min()) - first[axis]
+                high[axis] += int(positions.max()) - first[axis]
+        assert all(0 <= a <= b < n for a, b, n in zip(low, high, shape)), f"{self.tensor}: steps beyond {shape}"
         return tuple((a, b + 1) for a, b in zip(low, high))
 
 

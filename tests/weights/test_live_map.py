@@ -61,6 +61,21 @@ def test_a_tensor_that_is_not_loaded_is_not_needed():
     assert scatters == [] and set(needs(scatters, MANIFEST).values()) == {()}
 
 
+def test_halves_that_a_loader_swaps_are_needed_whole():
+    """The steps go back behind the first element that is copied."""
+
+    def load(pairs):
+        for name, tensor in pairs:
+            if name == "q":
+                parameters["q"].data.copy_(torch.cat([tensor[4:], tensor[:4]]))
+
+    parameters = {"q": torch.nn.Parameter(torch.zeros(SHAPES["q"]))}
+    [scatter] = record_copies(load, MANIFEST, parameters)
+    rows, columns = SHAPES["q"]
+    assert scatter.steps[0].min() < 0
+    assert needs([scatter], MANIFEST)["q"] == (((0, rows), (0, columns)),)
+
+
 def test_needs_that_overlap_are_sent_once():
     def scatter(first, rows):
         steps = (torch.arange(rows) * 6, torch.arange(6))
