@@ -201,6 +201,7 @@ def _of_prompts(recipe: Recipe, chat: Chat, prompts: PromptSet, tokenizer: Any, 
     if completion < longest_completion:
         why = f"what {positions:,} positions leave"
     why = f"{completion:,} tokens with the answer, {why}"
+    # the paper's proportions: 10k to 12k tokens of thinking and 2k of answer
     answer = completion // 7
     thinking = completion - answer
     return {

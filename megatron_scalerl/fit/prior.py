@@ -106,6 +106,7 @@ def kind(
     name: str, weight: float, exponent: tuple[float, float], midpoint: tuple[float, float], gain: tuple[float, float]
 ) -> Kind:
     """A kind of runs: (center, scale) of log B and of log C_mid, and the Beta parameters of the gain."""
+    # without name and weight, in the order of the class
     numbers = [*Kind.__dataclass_fields__][2:]
     return Kind(name=name, weight=weight, **dict(zip(numbers, (*exponent, *midpoint, *gain))))
 
@@ -130,6 +131,7 @@ def wide(*, exponent_sd: float, midpoint_sd: float, discrepancies: tuple[Discrep
 
 FLAT_PRIOR = replace(
     wide(exponent_sd=1e3, midpoint_sd=1e3, discrepancies=(Discrepancy(weight=1.0),)),
+    # a shape of 1/2 weighs as much as one point: the residuals set the noise
     noise_shape=0.5,
     unknown_noise_shape=0.5,
 )
