@@ -168,7 +168,7 @@ def _recipes(arguments: argparse.Namespace) -> tuple[list[Recipe], dict[str, str
     output_dir = str(Path(arguments.out) / "runs")
     recipes = [
         recipe.model_copy(update={"seed": seed, "name": f"{name}_seed{seed}", "output_dir": output_dir})
-        # seed first: a study that is stopped has the same seeds of its recipes, up to the last seed
+        # seeds are the outer loop: a study that is stopped early can still compare recipes within its seeds
         for seed in range(1, arguments.seeds + 1)
         for name, recipe in arms.items()
         if name not in same

@@ -296,7 +296,7 @@ def _gain_nodes(best: Array, width: Array, initial: float, bounds: Bounds) -> tu
         # A is held: one node, whose step of 1 adds log 1 = 0 to its weight
         return np.full((*best.shape, 1), low), np.ones_like(best)
     low = max(low, 0.0)
-    # where the cell's mean lies far outside the bounds, the step would be 0 and has no logarithm
+    # where the cell's mean lies far outside the bounds, the step would be 0 and its log weight -inf
     sliver = 1e-3 * (high - low)
     left = np.clip(best - REACH * width, low, high - sliver)
     right = np.clip(best + REACH * width, low + sliver, high)

@@ -106,7 +106,6 @@ def kind(
     name: str, weight: float, exponent: tuple[float, float], midpoint: tuple[float, float], gain: tuple[float, float]
 ) -> Kind:
     """A kind of runs: (center, scale) of log B and of log C_mid, and the Beta parameters of the gain."""
-    # without name and weight, in the order of the class
     numbers = [*Kind.__dataclass_fields__][2:]
     return Kind(name=name, weight=weight, **dict(zip(numbers, (*exponent, *midpoint, *gain))))
 
