@@ -116,6 +116,7 @@ def has_ended(folder: Path) -> bool:
     from megatron_scalerl.checkpoints.jsonl import read_jsonl
 
     attempts, ends = ([row["incarnation"] for row in read_jsonl(folder / file)] for file in (ATTEMPTS, END))
+    # slices, since a run that has not ended has no last end
     return bool(attempts) and attempts[-1:] == ends[-1:]
 
 
@@ -151,6 +152,7 @@ async def _keep_joined(folder: Path, name: str, devices: int, wait_s: float, con
         if time.monotonic() - started > HEALTHY_S:
             failures = 0
         failures += 1
+        # the exponent is bounded, since 2 ** 1024 does not fit in a float
         delay = min(FIRST_DELAY_S * 2 ** min(failures - 1, 10), LONGEST_DELAY_S)
         console.print(f"{name}: {how}; next look at the run in {delay:g} s")
         await asyncio.sleep(delay)

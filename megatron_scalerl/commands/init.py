@@ -176,6 +176,7 @@ def _of_prompts(recipe: Recipe, chat: Chat, prompts: PromptSet, tokenizer: Any, 
 
     defaults = PromptsSection()
     lengths = [len(prompt.token_ids) for prompt in prompts.training]
+    # one very long prompt must not take the room of all completions: half of the positions are theirs
     longest = min(max(lengths), defaults.max_prompt_tokens, positions // 2)
     usable = sum(length <= longest for length in lengths)
     if usable < 2:
@@ -201,6 +202,7 @@ def _of_prompts(recipe: Recipe, chat: Chat, prompts: PromptSet, tokenizer: Any, 
     if completion < longest_completion:
         why = f"what {positions:,} positions leave"
     why = f"{completion:,} tokens with the answer, {why}"
+    # the paper's proportions: 10k to 12k tokens of thinking and 2k of answer
     answer = completion // 7
     thinking = completion - answer
     return {

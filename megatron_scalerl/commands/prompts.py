@@ -94,6 +94,7 @@ def _show_task(task: Task, prompts: Sequence[Prompt], count: int, tokenizer: Any
         )
         console.print(f"reference: {shortened(prompt.answer)}", highlight=False)
         reference = prompt.answer
+        # a worked solution marks its answer itself: a second box would hold all of its text
         if not any(mark in reference for mark in ("\\boxed", "####")):
             reference = f"\\boxed{{{reference}}}"
         answers = {"the reference itself": reference, "a wrong answer": WRONG}

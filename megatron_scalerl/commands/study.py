@@ -168,6 +168,7 @@ def _recipes(arguments: argparse.Namespace) -> tuple[list[Recipe], dict[str, str
     output_dir = str(Path(arguments.out) / "runs")
     recipes = [
         recipe.model_copy(update={"seed": seed, "name": f"{name}_seed{seed}", "output_dir": output_dir})
+        # seeds are the outer loop: a study that is stopped early can still compare recipes within its seeds
         for seed in range(1, arguments.seeds + 1)
         for name, recipe in arms.items()
         if name not in same

@@ -143,6 +143,7 @@ def _exit_code(code: int) -> int:
     if -code == SAVE_SIGNAL:
         return SAVED_CODE
     if -code in SIGNALS:
+        # `Popen` gives minus the signal's number, a shell 128 plus it
         return 128 - code
     return code
 
@@ -158,6 +159,7 @@ def _pause(seconds: float, stopped_by: Sequence[int]) -> None:
             return
         received = signal.sigtimedwait(_HANDLED, seconds)
         if received is not None:
+            # `sigtimedwait` takes the signal without its handler, which runs once the mask is restored
             signal.raise_signal(received.si_signo)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -79,6 +79,7 @@ def saturation(budgets: Sequence[int], rates: np.ndarray, *, margin: float = MAR
     for number, budget in enumerate(budgets[:-1]):
         largest_gain = float((means[number + 1 :] - means[number]).max())
         gains = drawn[:, number + 1 :] - drawn[:, [number]]
+        # the quantile of the maximum holds for all larger budgets at once; a maximum of quantiles does not
         upper = float(np.quantile(gains.max(axis=1), LEVEL))
         # Bonferroni: the tails of the intervals of all larger budgets add up to the level's.
         tail = (1 - LEVEL) / gains.shape[1] / 2

@@ -79,6 +79,7 @@ class EnginesAtVersion:
         lost: list[CompletionLost] = []
         while len(lost) < TRIES:
             engine = first or await self.engine(request.key.number)
+            # a second attempt asks for an engine anew: the first one may be evicted by then
             first = None
             try:
                 result = await request.sampler.complete(engine, request.prompt, request.draw, priority=priority)

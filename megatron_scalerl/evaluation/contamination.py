@@ -138,12 +138,14 @@ def contamination(training: Iterable[Text], problems: Sequence[Text], *, n: int 
     kept: list[list[tuple[float, int, Text]]] = [[] for _ in problems]
     for count, prompt in enumerate(training, 1):
         prompt_words = words(prompt.text)
+        # an equal prompt has all of a short problem, whose text counts as its only n-gram
         shared: dict[int, int] = dict.fromkeys(whole.get(prompt_words, ()), 1)
         for length in lengths:
             for gram in _grams(prompt_words, length):
                 for number in grams.get(gram, ()):
                     shared[number] = shared.get(number, 0) + 1
         for number, common in shared.items():
+            # the prompt's number is unique in a heap, so that texts, which have no order, are never compared
             heapq.heappush(kept[number], (common / totals[number], -count, prompt))
             if len(kept[number]) > MOST_HITS:
                 heapq.heappop(kept[number])
@@ -176,6 +178,7 @@ def _index(problems: Sequence[Text], n: int) -> tuple[_Index, _Index, list[int]]
         problem_words = words(problem.text)
         if len(problem_words) < min(n, SHORTEST):
             totals.append(1)
+            # a problem without words would be hit by every prompt without words
             if problem_words:
                 whole.setdefault(problem_words, []).append(number)
             continue

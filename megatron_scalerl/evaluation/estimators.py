@@ -64,6 +64,7 @@ def pass_at_k(counts: Counts, k: int) -> Estimate:
     values = []
     for correct, n in zip(counts.correct, counts.completions):
         # The quotient of binomials as a product of small factors, which does not overflow.
+        # with fewer than k wrong ones a factor is 1 - k / k = 0, so that the estimate is 1
         values.append(1.0 - float(np.prod(1.0 - k / np.arange(n - correct + 1, n + 1))))
     return rate_over_prompts(np.asarray(values), observations=sum(n // k for n in counts.completions))
 
@@ -84,6 +85,7 @@ def rate_over_prompts(values: np.ndarray, *, observations: int) -> Estimate:
         variance = float(np.var(values, ddof=1)) / prompts
         independent = float(prompts)
         if variance > 1e-15:
+            # effective sample size: so many independent draws have the variance that the prompts show
             independent = min(value * (1 - value) / variance, observations)
         tail = (1 - LEVEL) / 2
         # Student's t in place of the normal distribution, since the variance is estimated from the prompts.
@@ -91,6 +93,7 @@ def rate_over_prompts(values: np.ndarray, *, observations: int) -> Estimate:
         correct = value * independent
         wrong = independent - correct
         if correct > 1e-12:
+            # Clopper and Pearson's bounds are quantiles of Beta, which also takes fractional counts
             low = min(float(stats.beta.ppf(tail, correct, wrong + 1)), value)
         if wrong > 1e-12:
             high = max(float(stats.beta.ppf(1 - tail, correct + 1, wrong)), value)
@@ -103,6 +106,7 @@ def bootstrap_means(values: np.ndarray) -> np.ndarray:
     random = np.random.default_rng(0)
     means = []
     for _ in range(DRAWS // _AT_ONCE):
+        # how often each of P prompts is drawn, with replacement, is multinomial
         weights = random.multinomial(prompts, np.full(prompts, 1 / prompts), size=_AT_ONCE) / prompts
         means.append(weights @ values)
     return np.concatenate(means)

@@ -125,6 +125,7 @@ class ResultFile(AbstractContextManager["ResultFile"]):
 
     def missing(self, keys: Sequence[Key]) -> list[Key]:
         """The keys to generate: keys without a row, and keys of a problem of which all completions are lost."""
+        # a problem of which nothing is left has no score and fails the evaluation: it is tried again
         kept = {_problem_of(key) for key, row in self.rows.items() if not row.lost}
         return [key for key in keys if key not in self.rows or _problem_of(key) not in kept]
 

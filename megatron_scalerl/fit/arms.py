@@ -116,6 +116,7 @@ def is_apart(key: str) -> bool:
 
 
 def _within(key: str, sections: Sequence[str]) -> bool:
+    # the dots match whole words: `name` is no section of `names`
     return any(f"{key}.".startswith(f"{section}.") for section in sections)
 
 

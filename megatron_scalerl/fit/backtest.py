@@ -95,6 +95,7 @@ def backtest(
     """
     compute = curve.compute
     usable = np.flatnonzero(compute >= (fit_from or 0.0))
+    # strictly below: a prefix must not end at a compute whose pass rate is forecast
     ends = [int(n) for n in usable[MIN_POINTS - 1 : -LAST_POINTS] if compute[n] < compute[-LAST_POINTS]]
     if not ends:
         raise ValueError(

@@ -152,6 +152,7 @@ def falling_tail(compute: Array, pass_rate: Array) -> Fall | None:
         return None
     smooth = np.convolve(pass_rate, np.ones(width) / width, mode="valid")
     top = int(np.argmax(smooth))
+    # without the peak's own window, whose points would be in both means
     after = pass_rate[top + width :]
     if len(after) < 2:
         return None
@@ -161,4 +162,5 @@ def falling_tail(compute: Array, pass_rate: Array) -> Fall | None:
     mean = float(after.mean())
     if peak - mean <= max(2.2 * noise * np.sqrt(1.0 / width + 1.0 / len(after)), SMALL_DROP):
         return None
+    # mode "valid" drops half a window in front: average `top` is centered on point `top + half`
     return Fall(compute=float(compute[top + half]), peak=peak, last=float(pass_rate[-1]), after=mean)

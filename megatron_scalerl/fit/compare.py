@@ -187,6 +187,7 @@ def _variances(squares: Array, freedom: Array, references: Collection[int]) -> t
 def spread(recipes: Sequence[Runs]) -> float:
     """Standard deviation between runs of one recipe, common to all recipes; nan where none was run twice."""
     freedom = sum(len(recipe.values) - 1 for recipe in recipes)
+    # `np.var` divides by n, so n times it is the sum of squares
     squares = sum(len(recipe.values) * float(np.var(recipe.values)) for recipe in recipes)
     return math.sqrt(squares / freedom) if freedom else math.nan
 
@@ -220,6 +221,7 @@ def adjusted(differences: Mapping[int, Difference]) -> dict[int, Difference]:
     out = {}
     highest = 0.0
     for rank, (key, difference) in enumerate(sorted(differences.items(), key=lambda item: item[1].p)):
+        # Holm: the maximum keeps a larger p from being adjusted below a smaller one
         highest = max(highest, min(1.0, (len(differences) - rank) * difference.p))
         out[key] = replace(difference, p=highest)
     return out

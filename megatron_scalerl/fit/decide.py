@@ -114,6 +114,7 @@ def estimate(draws: Array, *, value: float | None = None) -> Estimate:
 
 
 def _verdict(fit: FitResult, budget: float, worth: float, probability: float, gain: float) -> tuple[Verdict, str]:
+    # both come before the probability: no sigmoid falls, so its gain says nothing about such a run
     fall = falling_tail(fit.compute, fit.pass_rate)
     if fit.posterior.observations.initial_given and below_initial(fit.pass_rate, fit.initial):
         return "stop", f"most points lie below R_0 = {fit.initial:.3f}; check R_0 and the run before spending more"

@@ -155,6 +155,7 @@ def _fit(
         lowest, largest = grid.midpoint_range
         bounds = Bounds(
             asymptote=(float(ASYMPTOTES[0]), float(ASYMPTOTES[-1])),
+            # the range of the exponents that `fit_paper` tabulates
             exponent=(0.1, 20.0),
             midpoint=(lowest / observations.scale, largest / observations.scale),
         )
@@ -224,6 +225,7 @@ def _central(posterior: Posterior) -> dict[str, float]:
 def _intervals(posterior: Posterior, parameters: Mapping[str, float]) -> dict[str, tuple[float, float]]:
     out = {}
     for key in PARAMETERS[:-1]:
+        # the grid's best cell, and means of B and C_mid near the median A, may lie outside the quantiles
         lo, hi = np.quantile(posterior.parameters[key], [TAIL, 1.0 - TAIL])
         out[key] = (float(min(lo, parameters[key])), float(max(hi, parameters[key])))
     return out

@@ -112,6 +112,7 @@ def scatter(pass_rate: Array) -> float:
     """
     if len(pass_rate) < 4:
         return 0.0
+    # 0.6745 is the median of |N(0, 1)|; a second difference of noise has a variance of 1 + 4 + 1
     bend = np.abs(np.diff(pass_rate, n=2))
     return float(np.median(bend)) / (0.6745 * math.sqrt(6.0))
 
@@ -128,6 +129,7 @@ def pooled(c: Array, y: Array, weights: Array) -> tuple[Array, Array, Array]:
     log_c = np.log(c)
     ranks = np.arange(len(c)) / len(c)
     levels = (log_c - log_c[0]) / max(log_c[-1] - log_c[0], 1e-12)
+    # ranks and levels both ascend, so their mean does: a bin holds neighbors alone
     bins = np.minimum(MOST_POINTS * (ranks + levels) / 2.0, MOST_POINTS - 1).astype(int)
     starts = np.flatnonzero(np.diff(bins, prepend=-1))
     total = np.add.reduceat(weights, starts)
@@ -179,6 +181,7 @@ def deviation_covariance(left: Array, right: Array, hypothesis: Discrepancy, sta
 
     start: log compute of the first point, from which the walk goes on.
     """
+    # a random walk has the covariance min(s, t); a turn is one random slope, so its part has rank one
     walked = np.minimum(left[:, None], right[None, :]) - start
     turned = [np.maximum(x - np.log(hypothesis.turn_from), 0.0) for x in (left, right)]
     walk = hypothesis.walk**2 * np.maximum(walked, 0.0)
@@ -254,6 +257,7 @@ def _initials(curve: Curve, share: float, *, exact: bool) -> tuple[tuple[float, 
         return (curve.initial,), (1.0,)
     # Gauss-Hermite: R_0 was measured with noise, too
     error = float(np.sqrt(3.0) * max(shown, np.sqrt(share * binomial(curve.initial))))
+    # 0.999: an R_0 of 1 leaves no room, and the gain is a share of the room
     nodes = (curve.initial, max(curve.initial - error, 0.0), min(curve.initial + error, 0.999))
     return nodes, (2.0 / 3.0, 1.0 / 6.0, 1.0 / 6.0)
 

@@ -55,6 +55,7 @@ def fit_paper(compute: Array, pass_rate: Array, *, initial: float, fixed_asympto
     fixed_asymptote: the only A of the grid; None for the paper's.
     """
     asymptotes = ASYMPTOTES if fixed_asymptote is None else np.array([fixed_asymptote])
+    # a range from 1.5k to 400k is taken for GPU-hours, in which the grids are published
     scale = 1.0
     if not FIT_FROM < compute.max() < 10.0 * MIDPOINTS[-1][-1]:
         scale = compute.max() / MIDPOINT_REFERENCE
@@ -64,6 +65,7 @@ def fit_paper(compute: Array, pass_rate: Array, *, initial: float, fixed_asympto
     coarse = min(cells, key=itemgetter(0))
     low = float(grids[0][0])
     high = float(grids[-1][-1])
+    # 4000 is on both grids: the wider spacing reaches its neighbors on either side
     step = max(grid[1] - grid[0] for grid in grids if grid[0] <= coarse[2] <= grid[-1])
     fine = np.unique(np.clip(np.linspace(coarse[2] - step, coarse[2] + step, 41), low, high))
     refined = best_cell(compute, pass_rate, initial, asymptotes, fine)
@@ -100,6 +102,7 @@ def best_cell(
             except RuntimeError:  # no convergence in this cell
                 continue
         misfit = float(np.sum((model(compute, exponent) - pass_rate) ** 2))
+        # `curve_fit` has no bounds here; a negative B is a curve that falls from A to R_0
         if misfit < best[0] and exponent > 0:
             best = (misfit, float(asymptotes[i]), float(midpoints[j]), float(exponent))
     return best

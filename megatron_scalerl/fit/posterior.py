@@ -76,6 +76,7 @@ class Posterior:
         obs = self.observations
         new = self._log(compute)
         mean = self.curves(compute)
+        # `scale` is the last fitted compute: beyond it this curve stays flat
         reached = self.curves(np.minimum(compute, obs.scale))
         variance = np.zeros_like(mean)
         residual = self.residuals()
@@ -85,6 +86,7 @@ class Posterior:
                 continue
             if hypothesis.level > 0.0:  # the run has left its sigmoid: what the curve still gains is not its own
                 mean[rows] = reached[rows]
+            # Gaussian process regression: mean K* K^-1 r and variance K** - K* K^-1 K*^T of the deviation
             inverse = np.linalg.inv(covariance(obs, hypothesis))
             cross = obs.deviation(new, obs.log_compute, hypothesis)
             mean[rows] += residual[rows] @ (inverse @ cross.T)
@@ -99,6 +101,7 @@ class Posterior:
         completions: [len(compute)] that each averages; default: as a usual fitted point.
         """
         mean, variance = self.true_pass_rate(compute)
+        # streams 0 and 2 of this seed belong to `sample` and `decide`: the three are independent
         noise = np.random.default_rng([self.seed, 1]).standard_normal(mean.shape)
         if completions is None:
             completions = np.array(self.observations.completions or 1.0)
@@ -144,6 +147,7 @@ def sample(
     )
     if lowest < highest:
         posterior = replace(posterior, asymptote=_asymptotes(posterior, offset, bounds))
+    # conjugate update: a point adds 1/2 to the shape; the inverse of a gamma draw is inverse gamma
     shape = observations.noise_shape + len(observations.pass_rate) / 2
     scale = observations.noise_shape * observations.noise_variance + _misfit(posterior) / 2
     return replace(posterior, noise_variance=scale / rng.gamma(shape, size=draws))
@@ -203,6 +207,7 @@ class _Grid:
 
 
 def _inside_cell(axis: Array, index: Index, rng: np.random.Generator) -> Array:
+    # the end nodes lie on the box's edges: the half of their cell that is outside is put on the edge
     step = axis[1] - axis[0]
     return np.clip(axis[index] + rng.uniform(-0.5, 0.5, len(index)) * step, axis[0], axis[-1])
 
@@ -215,6 +220,7 @@ def _refined_grid(obs: Observations, prior: Prior, bounds: Bounds) -> _Grid:
         cells = grid.mass.sum(axis=(0, 1, 4))
         marginals = (cells.sum(axis=1), grid.log_b), (cells.sum(axis=0), grid.log_m)
         smaller = [_region(*marginal, limit) for marginal, limit in zip(marginals, limits)]
+        # a pass that cuts less than 30 % off every axis does not sharpen the next grid enough to pay for it
         settled = all(np.ptp(new) > 0.7 * np.ptp(old) for new, old in zip(smaller, box))
         box = smaller
         if settled:
@@ -224,6 +230,7 @@ def _refined_grid(obs: Observations, prior: Prior, bounds: Bounds) -> _Grid:
 
 def _region(marginal: Array, nodes: Array, limit: Array) -> Array:
     kept = np.flatnonzero(marginal > NEGLIGIBLE * marginal.sum())
+    # the mass may end anywhere between the last kept node and its neighbor
     margin = nodes[1] - nodes[0]
     return np.array([max(nodes[kept[0]] - margin, limit[0]), min(nodes[kept[-1]] + margin, limit[1])])
 
@@ -250,7 +257,9 @@ def _grid(obs: Observations, prior: Prior, bounds: Bounds, box: list[Array], cel
             cross = (shares @ rise).reshape(cells)
             best, width = _conditional_gain(rise @ rise, cross, square, obs)
             gain, step[r, h] = _gain_nodes(best, width, initial, bounds)
+            # |rise - gain share|^2 multiplied out: no array has an axis for points and nodes of A at once
             misfit = rise @ rise - 2.0 * cross[..., None] * gain + square[..., None] * gain**2
+            # Student's t: the inverse-gamma variance is integrated out; rounding may push a misfit below 0
             likelihood = volume - shape * np.log(center + np.maximum(misfit, 0.0) / 2)
             # the prior is a density of the gain's share of the room, the nodes of A are at distances in pass rate
             room = hypothesis.weight * obs.initial_weights[r] / (1.0 - initial)
@@ -258,18 +267,21 @@ def _grid(obs: Observations, prior: Prior, bounds: Bounds, box: list[Array], cel
             log_mass[r, h] = likelihood + weight + _log_prior_density(log_cells, gain / (1.0 - initial), prior)
             offset[r, h] = (gain - best[..., None]) / width[..., None]
             step[r, h] /= width
+    # only ratios count: unshifted, narrow noise and many points would overflow
     mass = np.exp(log_mass - log_mass.max())
     return _Grid(log_b=log_b, log_m=log_m, mass=mass, offset=offset, step=step)
 
 
 def _whitening(obs: Observations, hypothesis: Discrepancy) -> tuple[Array, float]:
     """(W [n, n], log det W): W maps residuals to independent ones with the noise variance."""
+    # covariance = L L^T, so W = L^-1 and log det W = -sum(log diag L)
     lower = np.linalg.cholesky(covariance(obs, hypothesis))
     return np.linalg.inv(lower), -float(np.log(np.diag(lower)).sum())
 
 
 def _conditional_gain(total: Array, cross: Array, square: Array, obs: Observations) -> tuple[Array, Array]:
     """(mean, standard deviation) of the gain A - R_0 where the misfit is total - 2 cross gain + square gain^2."""
+    # C_mid far beyond the points makes every share, and so this sum, vanish: 0 / 0 without the bound
     square = np.maximum(square, 1e-12)
     best = cross / square
     left = np.maximum(total - cross * best, 0.0)
@@ -281,8 +293,10 @@ def _gain_nodes(best: Array, width: Array, initial: float, bounds: Bounds) -> tu
     """([..., nodes] gains A - R_0 around each cell's mean and inside the bounds, [...] their distance)."""
     low, high = (end - initial for end in bounds.asymptote)
     if low == high:
+        # A is held: one node, whose step of 1 adds log 1 = 0 to its weight
         return np.full((*best.shape, 1), low), np.ones_like(best)
     low = max(low, 0.0)
+    # where the cell's mean lies far outside the bounds, the step would be 0 and its log weight -inf
     sliver = 1e-3 * (high - low)
     left = np.clip(best - REACH * width, low, high - sliver)
     right = np.clip(best + REACH * width, low + sliver, high)
@@ -308,9 +322,11 @@ def _log_cells(log_b: Array, log_m: Array, prior: Prior) -> Array:
 
 def _log_prior_density(log_cells: Array, share: Array, prior: Prior) -> Array:
     """Log density of the gain's `share` and of the cells [kinds, ...] that broadcast to it, summed over kinds."""
+    # Beta(1, b) has 0 log 0 at a share of 0, which is nan in floating point
     inside = np.clip(share, 1e-6, 1.0 - 1e-6)
     made = np.log(inside)
     left = np.log1p(-inside)
+    # log-sum-exp over the kinds
     highest = log_cells.max(axis=0)
     total = np.zeros(np.broadcast_shapes(share.shape, highest.shape))
     for kind, cells in zip(prior.kinds, log_cells):

@@ -130,6 +130,7 @@ def wide(*, exponent_sd: float, midpoint_sd: float, discrepancies: tuple[Discrep
 
 FLAT_PRIOR = replace(
     wide(exponent_sd=1e3, midpoint_sd=1e3, discrepancies=(Discrepancy(weight=1.0),)),
+    # a shape of 1/2 weighs as much as one point: the residuals set the noise
     noise_shape=0.5,
     unknown_noise_shape=0.5,
 )

@@ -23,6 +23,7 @@ def gain_share(compute: ArrayLike, *, exponent: ArrayLike, midpoint: ArrayLike) 
     if np.any(~(c > 0)):
         raise ValueError(f"compute: expected values > 0, found {float(np.min(c))!r}")
     z = np.asarray(exponent, dtype=float) * (np.log(c) - np.log(np.asarray(midpoint, dtype=float)))
+    # exp of -|z| cannot overflow, and small / (1 + small) is the same logistic function for z < 0
     small = np.exp(-np.abs(z))
     return np.where(z >= 0, 1.0 / (1.0 + small), small / (1.0 + small))
 
@@ -53,7 +54,9 @@ def compute_to_reach(
     """
     target, a, r0 = (np.asarray(v, dtype=float) for v in (pass_rate, asymptote, initial))
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        # eq. 1 solved for C: (C / C_mid)^B = (R - R_0) / (A - R)
         ratio = (target - r0) / (a - target)
         log_c = np.log(midpoint) + np.log(ratio) / np.asarray(exponent, dtype=float)
+        # exp(709) is still finite: inf is kept for what is never reached
         reached = np.exp(np.minimum(log_c, 709.0))
     return np.where(target <= r0, 0.0, np.where(target >= a, np.inf, reached))

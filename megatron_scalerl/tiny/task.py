@@ -78,6 +78,7 @@ def _draw_operation(rng: random.Random, value: int) -> tuple[str, int]:
         choices += ["+"] * 2
     if value > 0:
         choices += ["-"] * 2
+    # a factor is at least 2, as 1 leaves the value as it is; from 0 no factor leads away
     if 0 < 2 * value <= MAX_VALUE:
         choices.append("*")
     operator = rng.choice(choices)

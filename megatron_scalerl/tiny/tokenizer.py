@@ -27,6 +27,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {token: index for index, token in enumerate(TOKENS)}
     inner = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token=UNKNOWN))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    # without a decoder, tokens are joined by spaces
     inner.decoder = decoders.Fuse()
     inner.post_processor = processors.TemplateProcessing(
         single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", BOS_ID)]
