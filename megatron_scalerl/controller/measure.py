@@ -159,7 +159,7 @@ class Measurement:
         self.engine = None
         if hold:
             self.engine = self._holder.hold(step, purpose, least_serving=least_serving)
-            # while an engine is held, the others may get another version, so all cannot measure this one
+            # a held engine serves again later: the measurement stays due rather than delay the next update
             if self.engine is None and (self._engines.held or not self._prompts.on_all):
                 return False
         logger.info("%s of version %d begins", purpose, step)

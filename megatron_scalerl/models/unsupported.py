@@ -79,7 +79,6 @@ def _words(config: Mapping[str, Any]) -> Iterator[str]:
     for key, value in config.items():
         if isinstance(value, Mapping) and re.match(r"text|llm|language|thinker|decoder", key):
             yield from _words(value)
-        # a multiplier of 1.0 changes nothing
         switched_off = not value or (isinstance(value, float) and value == 1.0)
         if switched_off or ("window" in key and config.get("use_sliding_window") is False):
             continue

@@ -253,7 +253,7 @@ def _line(key: str, first: ErrorDetails, same: Sequence[ErrorDetails]) -> str:
         return f"{key} is empty; for an empty text write {last}: '' in a file, \"{key}=''\" in a shell"
     if kind == "string_type" and isinstance(value, list) and key.startswith("prompts.") and last.endswith("path"):
         return f"{key} is a list; name one file, or one folder with all files"
-    # an out-of-range value misses one demand; one of a wrong type misses each member's of a union
+    # a bound is one demand; an error of the type comes once for each member of a union
     demands = [_demand(problem) for problem in ([first] if kind in _DEMANDS else same)]
     return f"{key} is {_shown(value)}; it has to be {' or '.join(demands)}"
 
