@@ -264,6 +264,7 @@ class Controller:
         """
         state = self._state
         before = self._state.served
+        # a batch of which the filters left nothing has made no version
         if state.step == before:
             return {}
         pinned = await self._measurements.unpin()

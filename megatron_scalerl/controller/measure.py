@@ -159,6 +159,7 @@ class Measurement:
         self.engine = None
         if hold:
             self.engine = self._holder.hold(step, purpose, least_serving=least_serving)
+            # a held engine serves again later: the measurement stays due rather than delay the next update
             if self.engine is None and (self._engines.held or not self._prompts.on_all):
                 return False
         logger.info("%s of version %d begins", purpose, step)
@@ -308,6 +309,7 @@ class Measurements:
             self._meter.charge_waiting("validation")
         await validations.end(while_waiting)
         if self._recipe.validation.every_steps and not self._metrics.has_validation(step):
+            # the run may end within a phase of ppo_off_policy, when the engines lack its steps
             if step > self._state.served:
                 await publish()
             validations.begin(self._state, hold=False, last=True)

@@ -167,6 +167,7 @@ class Overlap:
         """The trainer's step; meanwhile the next batch is sent."""
         if step == self._recipe.steps:  # the last step: no batch follows
             return await self._fleet.trainer.step(step)
+        # step N makes policy version N, and that version trains on the early batch
         async with EarlyBatch(self._sender, self._stream.next_batch_ahead, step) as early:
             report = await self._fleet.trainer.step(step)
             begin = self._meter.elapsed

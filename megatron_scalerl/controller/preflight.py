@@ -62,6 +62,7 @@ def policy_digest(folder: str) -> str:
         if path.suffix not in (".json", ".txt", ".jinja", ".model", ".safetensors"):
             continue
         with path.open("rb") as file:
+            # further training changes values but no size, so the digest reads the end of the weights, too
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _END) if path.suffix == ".safetensors" else 0)
             whole.update(f"{path.name} {size} {hashlib.sha256(file.read()).hexdigest()}\n".encode())

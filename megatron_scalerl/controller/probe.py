@@ -87,6 +87,7 @@ class Probe:
         evicted. Raises ProbeError beyond the tolerance.
         """
         differences: list[float] = []
+        # an engine that left, or is held, is probed again when it serves
         self._checked &= set(self._fleet.engines.serving)
         for engine in self._fleet.engines.serving:
             if new_only and engine in self._checked:
@@ -117,6 +118,7 @@ class Probe:
             async with asyncio.TaskGroup() as tasks:
                 running = [
                     tasks.create_task(
+                        # no group has the id -1, so the probe shares no seed with a completion of training
                         self._sampler.complete(
                             engine,
                             prompt,

@@ -244,6 +244,7 @@ class RunFolder:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(lock)
+            # flock says EWOULDBLOCK; over NFS Linux makes it an fcntl lock, which may say EACCES
             if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
                 raise RunInUse(f"{self.path}: another controller has locked the folder; end it first") from None
             raise RecipeError(

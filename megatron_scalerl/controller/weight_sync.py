@@ -129,6 +129,7 @@ class _Phases:
         if trainer is not None:
             calls.insert(0, trainer)
         begin = time.perf_counter()
+        # return_exceptions: a call left behind by a failure would run into the next attempt
         results = await asyncio.gather(*map(self._limited, calls), return_exceptions=True)
         self.seconds[phase] = time.perf_counter() - begin
         for result in results:
@@ -308,6 +309,7 @@ class WeightSync:
 
     async def _send(self, version: int, engines: list[EngineClient], begin: float) -> WeightUpdate:
         phases = _Phases(self._recipe.weights.timeout_s)
+        # the order counts, too: it gives the workers their ranks in the groups
         if engines != list(self._connected):
             self._connected = await self._connect(engines, phases)
         clear = self._recipe.rollouts.kv_cache == "recompute"
@@ -379,6 +381,7 @@ class WeightSync:
                 section.transport, self._trainer.rendezvous, colocated=self._recipe.engine.colocate
             ),
             rendezvous=self._trainer.rendezvous,
+            # a new name each time: members of a broken group may still wait under the old one
             group=f"weights-{uuid.uuid4().hex}",
             world_sizes=tuple(sizes.values()),
             bucket_mib=section.bucket_mib,

@@ -80,6 +80,7 @@ def read_hf_config(hf_path: str | Path, *, planned: bool = False) -> Any:
     if kind not in builders:
         raise ValueError(_unsupported(str(path), config, builders))
     heads: tuple[str, ...] = ("ForCausalLM",)
+    # a multimodal model has its text model's settings there, and its head this other name
     if "text_config" in config:
         heads += ("ForConditionalGeneration",)
     architectures = config.get("architectures")

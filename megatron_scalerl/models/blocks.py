@@ -112,6 +112,7 @@ def outer_rules(config: Any, prefix: str, head: str) -> tuple[tuple[Rule, ...], 
     at_end = Location(place="last")
     first = rules.vocabulary("embedding.word_embeddings.weight", embedding, vocab, hidden, Location(place="first"))
     norm = rules.replicated("decoder.final_layernorm.weight", f"{prefix}norm.weight", (hidden,), at_end)
+    # with a pipeline Megatron-Core keeps a second copy of tied weights in the last stage
     last = rules.vocabulary("output_layer.weight", head, vocab, hidden, at_end, exported=not tied)
     return (first,), (norm, last)
 
@@ -151,6 +152,7 @@ def attention_rules(
     if qkv_bias or output_bias:
         weight_map.append(rules.query_key_value(f"{megatron}linear_qkv", hf, "bias", columns=(), **qkv))
     if output_bias:
+        # RowParallelLinear adds its bias after the reduction, so each rank holds all of it
         weight_map.append(rules.replicated(f"{output}.bias", f"{hf}o_proj.bias", (hidden,), at))
     # Heads that one weight vector covers.
     normed = {"weighted": {"q": 1, "k": 1}, "all_heads": {"q": heads, "k": groups}}.get(qk_norm, {})

@@ -31,6 +31,7 @@ def family(config: Any) -> Family:
             num_layers=layers,
             hidden_size=config.hidden_size,
             num_attention_heads=config.num_attention_heads,
+            # after the wide projection each head has its own keys and values
             num_query_groups=config.num_attention_heads,
             kv_channels=config.qk_nope_head_dim + config.qk_rope_head_dim,
             v_head_dim=config.v_head_dim,
@@ -64,6 +65,7 @@ def _mtp_parameters(config: Any) -> int:
     layers = getattr(config, "num_nextn_predict_layers", 0) or 0
     hidden = config.hidden_size
     total = 3 * hidden + 2 * hidden * hidden + 2 * config.vocab_size * hidden
+    # checkpoints number these layers after the others, where all layers have experts
     for rule in _layer_rules(config, config.num_hidden_layers):
         total += sum(map(prod, rule.hf_shapes.values()))
     return layers * total
@@ -105,6 +107,7 @@ def _attention_rules(config: Any, hf: str, megatron: str, at: Location) -> list[
     # The part of the keys that RoPE rotates is one head for all, and comes from the narrow projection as it is.
     narrow = config.kv_lora_rank + config.qk_rope_head_dim
     weight_map = [rules.row(f"{megatron}linear_proj.weight", f"{hf}o_proj.weight", hidden, value, at, what=what)]
+    # the norm covers `rank` of the `rows`: it leaves out the part of the keys that RoPE rotates
     for kind, down, rows, rank, width in (
         ("q", "q_a_proj", config.q_lora_rank, config.q_lora_rank, query),
         ("kv", "kv_a_proj_with_mqa", narrow, config.kv_lora_rank, key_value),

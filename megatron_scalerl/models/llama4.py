@@ -41,6 +41,7 @@ def family(config: Any) -> Family:
         passthrough = VISION
     require(text, "attention_bias", False)
     require(text, "hidden_act", "silu")
+    # Megatron-Core's moe_apply_probs_on_input works with moe_router_topk 1 only
     require(text, "num_experts_per_tok", 1)
     if rotary(text, head_size(text)).factor != 1.0:
         raise ValueError(
@@ -78,11 +79,13 @@ def _style(text: Any, layer: int, *, moe: bool) -> LayerStyle:
 
 def _transformer(text: Any, styles: tuple[LayerStyle, ...]) -> dict[str, Any]:
     options = dict(
+        # Llama 4 gives dense layers a key of their own; intermediate_size is that of experts
         ffn_hidden_size=text.intermediate_size_mlp,
         rotary_interleaved=True,
         no_rope_freq=[int(not style.rope) for style in styles],  # Megatron's list says 1 where a layer has none
         qk_l2_norm=any(style.qk_norm == "weightless" for style in styles),
     )
+    # Megatron-Core refuses moe_ffn_hidden_size without num_moe_experts
     if not any(style.moe for style in styles):
         return options
     return dict(

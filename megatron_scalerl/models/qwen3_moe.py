@@ -53,6 +53,7 @@ def family(config: Any, *, fused: bool = False) -> Family:
 
 def _sparse(config: Any, layer: int) -> bool:
     """True for a layer with experts."""
+    # the rule is that of transformers' Qwen3MoeDecoderLayer
     if layer in (getattr(config, "mlp_only_layers", None) or ()):
         return False
     return config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0

@@ -89,6 +89,7 @@ def _yarn(parameters: Mapping[str, Any], *, theta: float, head_dim: int, context
     if factor is None:
         factor = (context or original) / original
     factor = float(factor)
+    # 32 and 1 are transformers' defaults, which it takes for 0 and null, too
     low = _dimension_of(float(parameters.get("beta_fast") or 32), theta, head_dim, original)
     high = _dimension_of(float(parameters.get("beta_slow") or 1), theta, head_dim, original)
     if parameters.get("truncate", True):
@@ -115,6 +116,7 @@ def _yarn_factor(parameters: Mapping[str, Any], factor: float) -> float:
         return float(given)
     top = parameters.get("mscale")
     bottom = parameters.get("mscale_all_dim")
+    # DeepSeek's keys: where both are equal, cosine and sine stay as they are
     if top and bottom:
         return _mscale(factor, top) / _mscale(factor, bottom)
     return _mscale(factor, 1.0)

@@ -69,6 +69,7 @@ def find_runs(folder: Path) -> FoundRuns:
         except OSError as error:
             if depth == 0:
                 raise
+            # setdefault: `top` keeps its empty line where a run was found below it before
             contents.setdefault(top, f"the folder cannot be read: {error.strerror}")
             continue
         identity = (status.st_dev, status.st_ino)

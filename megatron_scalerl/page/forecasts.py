@@ -28,6 +28,7 @@ class Forecasts:
             self._projections.clear()  # a restart took rows back
         self._rows = new
         stride = math.ceil(len(rows) / MOST) or 1
+        # a forecast that only a smaller stride asked for stays, since the stride grows with the rows
         wanted = {len(rows), *range(stride, len(rows) + 1, stride)}
         return sorted((count for count in wanted if count not in self._projections), reverse=True)
 

@@ -75,6 +75,7 @@ class Rows(Generic[Row]):
         try:
             with naming(self.path), open(self.path, "rb") as file:
                 status = os.fstat(file.fileno())
+                # a rename replaces a file and changes its inode; a truncated file keeps its inode
                 if status.st_ino != self._inode or status.st_size < self._offset:
                     if self._inode >= 0:  # not for the first look at the file
                         self.generation += 1
@@ -115,6 +116,7 @@ def end_row(path: Path, index: int) -> dict[str, Any] | None:
             if index:
                 where = "last line"
                 file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            # the part after the last line break is empty, or a line that is still being written
             lines = [line for line in file.read(TAIL_BYTES).split(b"\n")[:-1] if line.strip()]
     except FileNotFoundError:
         return None
@@ -133,6 +135,7 @@ def json_row(line: bytes, what: str = "a JSON object", decoder: msgspec.json.Dec
     """The object in a line. Raises ValueError, without the place, for another line. what: the kind of object."""
     try:
         return decoder.decode(line)
+    # msgspec raises the other two for bytes that are not UTF-8 and for deep nesting
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"expected {what}, found {error}") from None
 

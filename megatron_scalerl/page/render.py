@@ -82,5 +82,6 @@ def escaped_json(data: Any) -> str:
 
 
 def _hash(path: Path) -> str:
+    # the browser hashes the element's text, so this reads the file as `_texts` does
     digest = hashlib.sha256(path.read_text(encoding="utf8").encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

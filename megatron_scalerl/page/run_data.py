@@ -107,6 +107,7 @@ class RunData:
         steps = self._metrics.rows
         hours = hours_by_role(self._ledger.rows)
         columns = {name: [row[name] for row in steps[since:]] for name in STEP_COLUMNS}
+        # the sum starts at the first step, also where the page already has the first steps
         columns["seconds"] = [*accumulate(row["seconds"] for row in steps)][since:]
         return {
             "generation": self.generation,
@@ -280,6 +281,7 @@ def _number(value: Any) -> float | None:
     number = finite(value)
     if number is None:
         return None
+    # a whole number stays exact: six digits would change a step above a million
     if isinstance(value, int):
         return value
     return float(f"{number:.6g}")

@@ -110,6 +110,7 @@ class RunSummary:
         last = self.rows[-1] if self.rows else {}
         metrics = self._newest.get("metrics.jsonl") or {}
         totals = (metrics.get("device_hours_total"), last.get("compute_total"))
+        # each file lags behind the other at times, and totals only grow: the larger one is newer
         hours = [float(total) for total in totals if total is not None]
         state, reason = self._state
         return {
@@ -135,6 +136,7 @@ class RunSummary:
         if reason is not None:
             return "finished", reason
         wrote = self._wrote()
+        # abs: the clock of a file server may be ahead of this host's
         if wrote is not None and abs(time.time() - wrote) < QUIET_S:
             return "running", ""
         if self._attempts.rows or self.rows or self._newest.get("ledger.jsonl"):
@@ -156,6 +158,7 @@ class RunSummary:
         """Read a file again if it changed; True if it did."""
         status = self._status(file)
         signature = status and (status.st_ino, status.st_size, status.st_mtime_ns)
+        # (): never looked at; None is the signature of a file that is missing
         if self._signatures.get(file, ()) == signature:
             return False
         self._signatures[file] = signature

@@ -260,6 +260,7 @@ class RunsPage(Page):
             self.pages[number] = self.pages.pop(number)
             return self.pages[number][0]
         unwatched = [number for number, (run_page, _) in self.pages.items() if not run_page.streams]
+        # a page that somebody looks at stays, so more than MOST_PAGES may be open
         if len(self.pages) >= MOST_PAGES and unwatched:
             await self.pages.pop(unwatched[0])[1].aclose()
         run_page = await asyncio.to_thread(partial(RunPage, self._runs.runs[number].run_dir, home="../../"))
@@ -316,6 +317,7 @@ class PageServer:
         app = web.Application(middlewares=[self._guard])
         # one route for all: the pages of runs come and go, and a router cannot be changed while it serves
         app.router.add_get("/{path:.*}", self._answer)
+        # event streams do not end by themselves, and aiohttp would wait 60 s for them by default
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         async with self.page.following():
             await runner.setup()
@@ -344,6 +346,7 @@ class PageServer:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         host = request.headers.get("Host", "")
         given = request.query.get("token", "")
+        # compare_digest takes bytes, or texts of ASCII alone, and a query may hold any text
         if host not in self._names() or not hmac.compare_digest(given.encode("utf8", "replace"), self.token.encode()):
             return answer({"error": "use the address that megatron-scalerl watch printed, with its token"}, 403)
         try:

@@ -57,6 +57,7 @@ class Chat:
         if interruption.enabled == AUTO:
             interruption = interruption.model_copy(update={"enabled": bool(self.think_end.strip())})
         recipe = recipe.model_copy(update={"prompts": prompts, "interruption": interruption})
+        # pydantic's model_copy runs no validators
         check_tags(recipe)
         return recipe
 
@@ -110,6 +111,7 @@ def chat_of(tokenizer: Any, prompts: PromptsSection, *, messages: bool, warm_sta
     texts = {
         "chat template": template + shown,
         "warm start": warm_start,
+        # a line for each token, so that no tag is found across two of them
         "vocabulary": "\n".join(tokenizer.get_vocab()),
         "prompt": prompts.prompt_template + (prompts.system or ""),
     }

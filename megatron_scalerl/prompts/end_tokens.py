@@ -33,6 +33,7 @@ def end_token_ids(policy: str | Path, tokenizer: Any) -> tuple[int, ...]:
     ids = stated if isinstance(stated, list) else [stated]
     if stated is None:
         ids = []
+    # not isinstance: JSON's true is an int in Python
     if not all(type(i) is int and i >= 0 for i in ids):
         raise ValueError(f"{file}: eos_token_id is {stated!r}; it has to be one token id or a list of token ids")
     rows = text.get("vocab_size")

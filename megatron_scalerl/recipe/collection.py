@@ -34,6 +34,7 @@ def listed(sources: Sequence[str | Path]) -> list[RecipeFile]:
             recipes = sorted(source.glob("*.yaml"))
         if not recipes:
             raise RecipeError(f"{source}: the folder has no recipes (*.yaml)")
+        # a file that is named and also lies in a named folder counts once
         files += [file for file in recipes if file.absolute() not in {other.absolute() for other in files}]
     stems = [file.stem for file in files]
     named: dict[str, Path] = {}

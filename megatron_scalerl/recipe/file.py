@@ -81,6 +81,7 @@ def load_recipe_for(
     for key in ("policy", "prompts"):
         if not isinstance(data.get(key, {}), dict):
             raise RecipeError(f"{path}: {key} is {_shown(data[key])}; it has to be {_SECTION}")
+    # a run's megatron_path holds the weights that it began with, not those of `policy`
     data["policy"] = data.get("policy", {}) | {"path": str(policy), "megatron_path": None}
     if "tasks" not in data.get("prompts", {}):
         data["prompts"] = {"path": prompts} | data.get("prompts", {})
@@ -180,6 +181,7 @@ def read_yaml(path: Path, kind: str = "a recipe file") -> dict[str, Any]:
 
 def _parsed(text: str, where: str) -> Any:
     try:
+        # PyYAML follows YAML 1.1, where 1e-6 is a text; pydantic turns such a text into a number
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise RecipeError(f"{where}: {_yaml_problem(error)}") from None
@@ -245,11 +247,13 @@ def _line(key: str, first: ErrorDetails, same: Sequence[ErrorDetails]) -> str:
     if kind == "value_error":
         # the check of a section names a key of it, the check of a value does not
         separator = "." if isinstance(value, dict) else ": "
+        # a check of the whole recipe has an empty key, so its line would begin with the separator
         return f"{key}{separator}{first['ctx']['error']}".removeprefix(".")
     if kind == "string_type" and value is None:
         return f"{key} is empty; for an empty text write {last}: '' in a file, \"{key}=''\" in a shell"
     if kind == "string_type" and isinstance(value, list) and key.startswith("prompts.") and last.endswith("path"):
         return f"{key} is a list; name one file, or one folder with all files"
+    # a bound is one demand; an error of the type comes once for each member of a union
     demands = [_demand(problem) for problem in ([first] if kind in _DEMANDS else same)]
     return f"{key} is {_shown(value)}; it has to be {' or '.join(demands)}"
 
@@ -278,6 +282,7 @@ def valid_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[st
     """The paths of all keys of the schema, sections included; NAME stands for a name that the recipe chooses."""
     for name, info in model.model_fields.items():
         yield prefix + name
+        # get_args of `dict[...] | None` ends at the dict, so the loop below never meets a task's section
         if info.annotation == PromptsSection.model_fields["tasks"].annotation:
             yield from valid_keys(TaskSection, f"{prefix}{name}.NAME.")
         for annotation in (info.annotation, *get_args(info.annotation)):
@@ -295,8 +300,10 @@ def _keys_for(key: str) -> list[str]:
 
 def node_copy(path: str) -> str:
     """The node's copy of a folder, which the job made (`stage` of the site file), else the folder itself."""
+    # without MSRL_STAGED this path is relative, which the condition below refuses
     copy = Path(os.environ.get("MSRL_STAGED", ""), Path(path).name)
     source = Path(f"{copy}.from")
+    # the line break keeps /data/model from matching the copy of /data/model2
     begin = f"{Path(path).absolute()}\n"
     if source.is_absolute() and source.is_file() and source.read_text().startswith(begin):
         return str(copy)

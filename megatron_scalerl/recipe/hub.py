@@ -33,6 +33,7 @@ def local_path(path: str, kind: Kind, *, download: bool = False) -> str:
             name["repo"], repo_type=kind, revision=name["revision"], local_files_only=not online
         )
     except (OSError, ValueError) as error:
+        # huggingface_hub raises LocalEntryNotFoundError online, too: where it cannot reach the hub
         if online and not isinstance(error, LocalEntryNotFoundError):
             raise ValueError(f"{path}: the download failed: {str(error).strip().splitlines()[0]}") from None
         # not in the cache: the check of the path fails later, and names the command (`hint`)
@@ -45,6 +46,7 @@ def hint(path: str, kind: Kind) -> str:
     if path.startswith("~") or any(sign in path for sign in "*?["):
         return "; ~ and patterns are not expanded: name one file, or a folder of files"
     name = _NAME.fullmatch(path)
+    # a first part that is a folder here makes it a path with a mistake, not a name on the hub
     if name is None or _FILE.fullmatch(path) or Path(path.partition("/")[0]).exists():
         return ""
     if kind == "model" and name["folder"]:  # runs/tiny/policy: a policy is a whole repository

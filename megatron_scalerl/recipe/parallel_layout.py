@@ -48,6 +48,7 @@ class ParallelSizes:
         They are tp x pp x cp and etp x ep x pp; with several instances of the distributed optimizer also tp x pp
         and etp x ep x pp times their number.
         """
+        # Megatron-Core divides data x context ranks among the instances, and the experts' data ranks
         dense = self.tp * self.pp
         expert = self.etp * self.ep * self.pp
         return math.lcm(dense * self.cp, dense * self.optimizer_instances), expert * self.optimizer_instances
@@ -81,6 +82,7 @@ def _size(parallel: Mapping[str, Any], key: str, default: int | None) -> Any:
 
 
 def _positive(key: str, value: Any) -> int:
+    # Python counts a bool, which YAML makes of `yes`, as an int
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{key} is {value!r}; it has to be a whole number of at least 1")
     return value
@@ -119,6 +121,7 @@ def check_sharding(family: Family, parallel: Mapping[str, Any], model: Mapping[s
         raise ValueError(
             "megatron.model.sequence_parallel is true; it needs tensor_model_parallel_size of at least 2"
         )
+    # MoELayer.forward of Megatron-Core raises in training without it
     if family.transformer.get("num_moe_experts") and sizes.tp > 1 and not sequence:
         raise ValueError(
             "megatron.model.sequence_parallel is false; a policy with experts needs it with "
@@ -193,6 +196,7 @@ def _of_ends(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> lis
     """[pp][chunks] number of layers, with given numbers in the first and the last stage."""
     whole = [0] * sizes.pp
     given = {place: key for place, key in zip((0, sizes.pp - 1), _ENDS) if model.get(key) is not None}
+    # with one stage both keys mean stage 0, and `given` keeps only the second
     if sum(model.get(key) is not None for key in _ENDS) > sizes.pp:
         raise ValueError(f"megatron.model.{_ENDS[0]} and {_ENDS[1]} are both set, but the pipeline has one stage")
     for place, key in given.items():
@@ -224,6 +228,7 @@ def _of_layout(layout: Any, layers: int, sizes: ParallelSizes) -> list[list[int]
 
     try:
         read = PipelineParallelLayerLayout(layout, sizes.pp)
+        # None: the policy trains no layers of multi-token prediction (mtp_num_layers)
         read.validate_layer_layout(layers, None)
     except (AssertionError, NotImplementedError, TypeError) as error:
         raise ValueError(

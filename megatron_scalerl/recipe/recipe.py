@@ -109,6 +109,7 @@ class Recipe(Section):
         one token per byte, which no tokenizer exceeds. 0: a lower bound.
         """
         forced = 0
+        # auto counts as enabled: nobody knows yet whether the policy thinks in tags
         if self.interruption.enabled:
             tag = self.prompts.think_end
             if tag == AUTO:

@@ -40,6 +40,7 @@ class EngineLoads:
 
     def free_engine(self) -> EngineClient | None:
         """The serving engine with the fewest expected tokens, of those with slots for a whole group."""
+        # a held engine answers without serving: it keeps its load, and gets no group
         self._loads = {engine: self._loads.get(engine) or _Load() for engine in self._engines.answering}
         free = [
             engine

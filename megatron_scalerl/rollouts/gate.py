@@ -194,6 +194,7 @@ class StalenessGate:
         """
         if len(self._ready) < self.groups_per_batch:
             return None
+        # by id among equal deadlines, so that the batch does not depend on which group finished first
         order = sorted(self._ready, key=lambda group: (self._ready[group], group))
         chosen = order[: self.groups_per_batch]
         remaining = order[self.groups_per_batch :]
