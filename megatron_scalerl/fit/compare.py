@@ -493,8 +493,7 @@ def summary(comparison: Comparison, arm: ComparedArm) -> str:
             alone = "each"
         where = "within" if abs(ceiling.value) <= SAME_ASYMPTOTE else "outside"
         text = f"{arm.name} against {other.name}: one run of {alone} decides nothing. A {ceiling.value:+.3f},"
-        margin = f"{where} the paper's margin of ±{SAME_ASYMPTOTE:g} between runs of one recipe"
-        return f"{text} {margin}{_exponents(arm, other, '; ')}."
+        return f"{text} {where} the paper's margin of ±{SAME_ASYMPTOTE:g} between runs of one recipe."
     gap = f"A {ceiling.value:+.3f} [{ceiling.lo:+.3f}, {ceiling.hi:+.3f}]"
     if ceiling.moves_the_ceiling:
         way = "raises" if ceiling.value > 0 else "lowers"
@@ -503,7 +502,7 @@ def summary(comparison: Comparison, arm: ComparedArm) -> str:
         first = f"{arm.name} keeps the ceiling: {gap}, within ±{SAME_ASYMPTOTE:g}"
     else:
         first = f"Whether {arm.name} moves the ceiling cannot be told from {runs}: {gap}"
-    return f"{first}. {_efficiency(arm, other, f'{comparison.pass_rate:.3f}')}"
+    return f"{first}. {_efficiency(arm.efficiency, f'{comparison.pass_rate:.3f}')}"
 
 
 def left_out(comparison: Comparison) -> list[str]:
@@ -566,23 +565,16 @@ def _variance(comparison: Comparison) -> str:
     )
 
 
-def _efficiency(arm: ComparedArm, other: ComparedArm, target: str) -> str:
-    difference = arm.efficiency
+def _efficiency(difference: Difference | None, target: str) -> str:
     if difference is None:
         return f"Its compute to {target} is not compared at equal A."
-    factor = f"{_ratio(difference)} to {target}{_exponents(arm, other, ', ')}"
+    factor = f"{_ratio(difference)} to {target}"
     if difference.declared:
         word = "more" if difference.value < 0 else "less"
         return f"It is {word} efficient: {factor} (p = {_p(difference)})."
     if difference.within(SAME_COMPUTE):
         return f"It is as efficient, within a factor of {math.exp(SAME_COMPUTE):g}: {factor}."
     return f"Its efficiency cannot be told apart: {factor}."
-
-
-def _exponents(arm: ComparedArm, other: ComparedArm, mark: str) -> str:
-    if arm.fixed_exponent is None or other.fixed_exponent is None:
-        return ""
-    return f"{mark}B {arm.fixed_exponent.value:.2f} against {other.fixed_exponent.value:.2f} at equal A"
 
 
 def _ratio(difference: Difference) -> str:
