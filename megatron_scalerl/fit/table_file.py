@@ -511,8 +511,7 @@ def some_of(names: Sequence[str], wanted: Sequence[str]) -> str:
         return f"the columns are {', '.join(names) or 'none'}"
 
     def nearness(name: str) -> float:
-        parts = [words(name), *words(name).split()]
-        return max(SequenceMatcher(None, part, words(want)).ratio() for part in parts for want in wanted)
+        return max(SequenceMatcher(None, words(name), words(want)).ratio() for want in wanted)
 
     nearest = sorted(names, key=nearness, reverse=True)[:3]
     return f"of {len(names)} columns the nearest: {', '.join(nearest)}"
