@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megatron_scalerl.fit.observations import Observations, binomial, covariance
 from megatron_scalerl.fit.prior import DEFAULT_BOUNDS, Bounds, Discrepancy, Prior
-from megatron_scalerl.fit.sigmoid import PARAMETERS, Array
+from megatron_scalerl.fit.sigmoid import PARAMETERS, Array, share_by_logs
 from megatron_scalerl.record import record
 
 Index = NDArray[np.integer[Any]]
@@ -64,7 +64,7 @@ class Posterior:
 
     def curves(self, compute: Array) -> Array:
         """[draws, len(compute)] the sigmoids, without discrepancy and noise."""
-        share = _gain_share(self._log(compute)[None, :], self.exponent[:, None], self.log_midpoint[:, None])
+        share = share_by_logs(self._log(compute)[None, :], self.exponent[:, None], self.log_midpoint[:, None])
         return self.initial[:, None] + (self.asymptote - self.initial)[:, None] * share
 
     def residuals(self) -> Array:
@@ -149,18 +149,13 @@ def sample(
     return replace(posterior, noise_variance=scale / rng.gamma(shape, size=draws))
 
 
-def log_density(log_exponent: Array, log_midpoint: Array, gain: Array, prior: Prior) -> Array:
-    """Log density of log B, log(C_mid / fitted compute) and (A - R_0) / (1 - R_0), of one shape, up to a constant."""
-    return _log_prior_density(_log_cells(log_exponent, log_midpoint, prior), gain, prior)
-
-
 def _asymptotes(posterior: Posterior, offset: Array, bounds: Bounds) -> Array:
     """[draws] A at `offset` standard deviations from its mean given each draw's own (B, C_mid).
 
     Not given the cell's (B, C_mid): across a cell the mean moves by more than the standard deviation.
     """
     obs = posterior.observations
-    share = _gain_share(obs.log_compute, posterior.exponent[:, None], posterior.log_midpoint[:, None])
+    share = share_by_logs(obs.log_compute, posterior.exponent[:, None], posterior.log_midpoint[:, None])
     gain = np.empty(len(share))
     width = np.empty(len(share))
     for index, hypothesis in enumerate(posterior.discrepancies):
@@ -232,9 +227,9 @@ def _grid(obs: Observations, prior: Prior, bounds: Bounds, box: list[Array], cel
     """The grid over a box, [low, high] of log B and of log C_mid, with so many cells along each."""
     log_b, log_m = (np.linspace(low, high, count) for (low, high), count in zip(box, cells))
     n = len(obs.log_compute)
-    share = _gain_share(obs.log_compute, np.exp(log_b)[:, None, None], log_m[None, :, None])
+    share = share_by_logs(obs.log_compute, np.exp(log_b)[:, None, None], log_m[None, :, None])
     share = share.reshape(-1, n)
-    log_cells = _log_cells(log_b[:, None, None], log_m[None, :, None], prior)
+    cell_densities = log_cells(log_b[:, None, None], log_m[None, :, None], prior)
     nodes = ASYMPTOTE_NODES if bounds.asymptote[0] < bounds.asymptote[1] else 1
     step = np.empty((len(obs.initials), len(prior.discrepancies), *cells))
     log_mass = np.empty((*step.shape, nodes))
@@ -255,7 +250,7 @@ def _grid(obs: Observations, prior: Prior, bounds: Bounds, box: list[Array], cel
             # the prior is a density of the gain's share of the room, the nodes of A are at distances in pass rate
             room = hypothesis.weight * obs.initial_weights[r] / (1.0 - initial)
             weight = np.log(room) + np.log(step[r, h])[..., None]
-            log_mass[r, h] = likelihood + weight + _log_prior_density(log_cells, gain / (1.0 - initial), prior)
+            log_mass[r, h] = likelihood + weight + log_prior_density(cell_densities, gain / (1.0 - initial), prior)
             offset[r, h] = (gain - best[..., None]) / width[..., None]
             step[r, h] /= width
     mass = np.exp(log_mass - log_mass.max())
@@ -290,13 +285,7 @@ def _gain_nodes(best: Array, width: Array, initial: float, bounds: Bounds) -> tu
     return left[..., None] + step[..., None] * (np.arange(ASYMPTOTE_NODES) + 0.5), step
 
 
-def _gain_share(log_compute: Array, exponent: Array, log_midpoint: Array) -> Array:
-    """1 / (1 + (C_mid / C)^B), broadcast; the logit is clipped so that its exponential stays finite."""
-    logit = exponent * (log_compute - log_midpoint)
-    return 1.0 / (1.0 + np.exp(-np.clip(logit, -700.0, 700.0)))
-
-
-def _log_cells(log_b: Array, log_m: Array, prior: Prior) -> Array:
+def log_cells(log_b: Array, log_m: Array, prior: Prior) -> Array:
     """[kinds, *shape] log weight of each kind times its density of log B and log C_mid at the fitted part."""
     out = []
     for kind in prior.kinds:
@@ -306,7 +295,7 @@ def _log_cells(log_b: Array, log_m: Array, prior: Prior) -> Array:
     return np.array(out)
 
 
-def _log_prior_density(log_cells: Array, share: Array, prior: Prior) -> Array:
+def log_prior_density(log_cells: Array, share: Array, prior: Prior) -> Array:
     """Log density of the gain's `share` and of the cells [kinds, ...] that broadcast to it, summed over kinds."""
     inside = np.clip(share, 1e-6, 1.0 - 1e-6)
     made = np.log(inside)
