@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -159,13 +158,10 @@ def _read(options: argparse.Namespace) -> list[Curve]:
 
 def _with_unique_names(curves: list[Curve]) -> list[Curve]:
     """Prefix the names that two runs share with their folder's name, or number them."""
-    counts = Counter(curve.name for curve in curves)
-    names = []
-    for curve in curves:
-        name = curve.name
-        if counts[name] > 1:
-            name = f"{curve.source.resolve().parent.name}/{name}"
-        names.append(name)
+    names = [curve.name for curve in curves]
+    for n, name in enumerate(tuple(names)):
+        if names.count(name) > 1:
+            names[n] = f"{curves[n].source.resolve().parent.name}/{name}"
     return [replace(curve, name=name) for curve, name in zip(curves, numbered(names))]
 
 
