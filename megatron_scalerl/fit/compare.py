@@ -488,11 +488,8 @@ def summary(comparison: Comparison, arm: ComparedArm) -> str:
     ceiling = arm.ceiling
     other = comparison.arm(arm.reference)
     if min(arm.runs, other.runs) < 2:
-        alone = min(arm, other, key=lambda arm: arm.runs).name
-        if arm.runs == other.runs:
-            alone = "each"
         where = "within" if abs(ceiling.value) <= SAME_ASYMPTOTE else "outside"
-        text = f"{arm.name} against {other.name}: one run of {alone} decides nothing. A {ceiling.value:+.3f},"
+        text = f"{arm.name} against {other.name}: one run decides nothing. A {ceiling.value:+.3f},"
         return f"{text} {where} the paper's margin of ±{SAME_ASYMPTOTE:g} between runs of one recipe."
     gap = f"A {ceiling.value:+.3f} [{ceiling.lo:+.3f}, {ceiling.hi:+.3f}]"
     if ceiling.moves_the_ceiling:
@@ -526,8 +523,6 @@ def conclusions(comparison: Comparison) -> list[str]:
         finding, text = _finding(comparison, arm)
         arms.setdefault(finding, []).append(text)
     listed = {finding: ", ".join(texts) for finding, texts in arms.items()}
-    if listed.keys() - {"once"}:
-        listed = {"ceiling": "none is found to", "efficiency": "none is found to"} | listed
     lines = [text.format(listed[finding]) for finding, text in SENTENCES.items() if finding in listed]
     return [_variance(comparison), *lines]
 
