@@ -273,8 +273,6 @@ def html_page(runs: Sequence[RunReport], comparison: Comparison | None, *, figur
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
     )
     return environment.get_template("report.html").render(
         title=f"Forecast of {title_of([run.fit for run in runs])}",
