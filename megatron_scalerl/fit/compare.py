@@ -494,7 +494,7 @@ def summary(comparison: Comparison, arm: ComparedArm) -> str:
     gap = f"A {ceiling.value:+.3f} [{ceiling.lo:+.3f}, {ceiling.hi:+.3f}]"
     if ceiling.moves_the_ceiling:
         way = "raises" if ceiling.value > 0 else "lowers"
-        return f"{arm.name} {way} the ceiling: {gap} (p = {_p(ceiling)}, {runs})."
+        return f"{arm.name} {way} the ceiling: {gap} (p = {ceiling.p:.2g}, {runs})."
     if ceiling.within(SAME_ASYMPTOTE):
         first = f"{arm.name} keeps the ceiling: {gap}, within ±{SAME_ASYMPTOTE:g}"
     else:
@@ -566,7 +566,7 @@ def _efficiency(difference: Difference | None, target: str) -> str:
     factor = f"{_ratio(difference)} to {target}"
     if difference.declared:
         word = "more" if difference.value < 0 else "less"
-        return f"It is {word} efficient: {factor} (p = {_p(difference)})."
+        return f"It is {word} efficient: {factor} (p = {difference.p:.2g})."
     if difference.within(SAME_COMPUTE):
         return f"It is as efficient, within a factor of {math.exp(SAME_COMPUTE):g}: {factor}."
     return f"Its efficiency cannot be told apart: {factor}."
@@ -575,7 +575,3 @@ def _efficiency(difference: Difference | None, target: str) -> str:
 def _ratio(difference: Difference) -> str:
     lo, hi = (math.exp(min(end, LARGEST_LOG)) for end in (difference.lo, difference.hi))
     return f"{math.exp(difference.value):.2f} [{lo:.2f}, {hi:.2f}] times the compute"
-
-
-def _p(difference: Difference) -> str:
-    return f"{difference.p:.3f}" if difference.p >= 0.001 else "0.001 or less"
