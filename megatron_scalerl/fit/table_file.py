@@ -205,8 +205,6 @@ def _from_csv(path: Path, text: str) -> list[TableFile]:
     problem = ""
     if len(header) < 2:
         problem = f"the header has the one column {header[0][:80]!r}; a table has at least two"
-    elif all(re.fullmatch(r"[-+.\d]+", name) for name in header):
-        problem = f"the header has the numbers {', '.join(header)}; write the names of the columns above them"
     elif twice:
         problem = f"column {twice[0]!r} is there {header.count(twice[0])} times"
     elif not rows:
