@@ -204,7 +204,7 @@ def _inside_cell(axis: Array, index: Index, rng: np.random.Generator) -> Array:
 
 def _refined_grid(obs: Observations, prior: Prior, bounds: Bounds) -> _Grid:
     limits = [np.log(bounds.exponent), np.log(bounds.midpoint)]
-    box = list(limits)
+    box = limits
     for _ in range(8):
         grid = _grid(obs, prior, bounds, box, COARSE)
         cells = grid.mass.sum(axis=(0, 1, 4))
