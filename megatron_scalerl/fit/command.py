@@ -131,7 +131,7 @@ def _read(options: argparse.Namespace) -> list[Curve]:
             raise ValueError(f"--series: {pair!r} is not of the form COL=VALUE")
         series.append((column, value))
     score_range = None
-    ends = _numbers(options.score_range, "--score-range", "-1,1")
+    ends = _numbers(options.score_range, "--score-range")
     if ends:
         if len(ends) != 2 or ends[0] >= ends[1]:
             raise ValueError(f"--score-range: {options.score_range!r} is not a lowest value and a higher one")
@@ -166,7 +166,7 @@ def _with_unique_names(curves: list[Curve]) -> list[Curve]:
 
 
 def _run_report(curve: Curve, options: argparse.Namespace) -> RunReport:
-    computes = _numbers(options.predict, "--predict", "16000,50000")
+    computes = _numbers(options.predict, "--predict")
     if any(value <= 0 for value in computes):
         raise ValueError(f"--predict: every compute of {options.predict!r} has to be greater than 0")
     result = _fit(curve, options, options.fixed_asymptote)
@@ -209,7 +209,7 @@ def _compare(runs: Sequence[RunReport], options: argparse.Namespace) -> Comparis
     return compare_runs(curves, fitted, references=options.reference, pass_rate=options.target)
 
 
-def _numbers(text: str | None, option: str, example: str) -> list[float]:
+def _numbers(text: str | None, option: str) -> list[float]:
     """The finite numbers of an option; none where it is not given."""
     if text is None:
         return []
@@ -218,7 +218,7 @@ def _numbers(text: str | None, option: str, example: str) -> list[float]:
     except ValueError:
         values = []
     if not values or not np.isfinite(values).all():
-        raise ValueError(f"{option}: {text!r} are not numbers such as {example}")
+        raise ValueError(f"{option}: {text!r} is not a list of numbers, with commas between them")
     return values
 
 
