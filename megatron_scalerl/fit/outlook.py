@@ -142,7 +142,9 @@ def outlook(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Outlook | Non
     Raises ValueError for a row as `checked_row` does.
     """
     fitted = run_fit(rows, steps=steps, fit_from_steps=fit_from_steps)
-    return fitted and fitted.outlook
+    if fitted is None:
+        return None
+    return fitted.outlook
 
 
 def projection(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Projection | None:
