@@ -64,7 +64,7 @@ class Posterior:
 
     def curves(self, compute: Array) -> Array:
         """[draws, len(compute)] the sigmoids, without discrepancy and noise."""
-        share = share_by_logs(self._log(compute)[None, :], self.exponent[:, None], self.log_midpoint[:, None])
+        share = share_by_logs(self._log(compute), self.exponent[:, None], self.log_midpoint[:, None])
         return self.initial[:, None] + (self.asymptote - self.initial)[:, None] * share
 
     def residuals(self) -> Array:
@@ -81,8 +81,6 @@ class Posterior:
         residual = self.residuals()
         for index, hypothesis in enumerate(self.discrepancies):
             rows = self.hypothesis == index
-            if not rows.any():
-                continue
             if hypothesis.level > 0.0:  # the run has left its sigmoid: what the curve still gains is not its own
                 mean[rows] = reached[rows]
             inverse = np.linalg.inv(covariance(obs, hypothesis))
