@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_scalerl.fit.curve import Curve
+from megatron_scalerl.fit.formatting import shortened
 from megatron_scalerl.record import record
 
 START = ("policy.path", "policy.megatron_path", "prompts.path", "prompts.held_out_path", "prompts.tasks")
@@ -26,8 +27,8 @@ APART = (
 """Settings, or sections, that differ between runs of one recipe; those ending in timeout_s or max_restarts, too."""
 SEED_LABEL = "(?:seed|s)?"
 """Before the number of a seed in a run's name."""
-_SHOWN = 4
-"""Differences that `differences` names."""
+MOST_SHOWN = 200
+"""Characters of the longest text of `differences`."""
 
 
 @record
@@ -104,10 +105,7 @@ def differences(arm: Arm, reference: Arm) -> str:
     if not recipe or not other:
         return ""
     changed = [key for key in sorted(recipe.keys() | other.keys()) if recipe.get(key) != other.get(key)]
-    shown = [f"{key}: {_text(recipe.get(key))}" for key in changed[:_SHOWN]]
-    if len(changed) > _SHOWN:
-        shown.append(f"and {len(changed) - _SHOWN} more")
-    return ", ".join(shown)
+    return shortened(", ".join(f"{key}: {_text(recipe.get(key))}" for key in changed), MOST_SHOWN)
 
 
 def is_apart(key: str) -> bool:

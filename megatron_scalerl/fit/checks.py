@@ -3,7 +3,6 @@
 import numpy as np
 
 from megatron_scalerl.fit.formatting import short_number
-from megatron_scalerl.fit.paper import PaperFit
 from megatron_scalerl.fit.posterior import Posterior
 from megatron_scalerl.fit.prior import DEFAULT_BOUNDS
 from megatron_scalerl.fit.sigmoid import Array
@@ -38,16 +37,6 @@ def bound_warnings(posterior: Posterior, *, fixed: bool) -> list[str]:
         notes.append("C_mid reaches the low edge of its range: the rise happened before the first fitted point")
     if np.mean(posterior.log_midpoint > high - margin) > EDGE_MASS:
         notes.append("C_mid reaches the high edge of its range: the rise has hardly begun")
-    return notes
-
-
-def grid_warnings(grid: PaperFit) -> list[str]:
-    """Warn where the best cell lies on the edge of the paper's grid."""
-    notes = []
-    if grid.asymptote_on_edge:
-        notes.append(f"A is on the edge of the paper's grid ({grid.asymptote:g}): the ceiling is not determined")
-    if grid.midpoint_on_edge:
-        notes.append(f"C_mid is on the edge of the paper's grid ({grid.midpoint:g})")
     return notes
 
 

@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -132,7 +131,7 @@ def _read(options: argparse.Namespace) -> list[Curve]:
             raise ValueError(f"--series: {pair!r} is not of the form COL=VALUE")
         series.append((column, value))
     score_range = None
-    ends = _numbers(options.score_range, "--score-range", "-1,1")
+    ends = _numbers(options.score_range, "--score-range")
     if ends:
         if len(ends) != 2 or ends[0] >= ends[1]:
             raise ValueError(f"--score-range: {options.score_range!r} is not a lowest value and a higher one")
@@ -159,18 +158,15 @@ def _read(options: argparse.Namespace) -> list[Curve]:
 
 def _with_unique_names(curves: list[Curve]) -> list[Curve]:
     """Prefix the names that two runs share with their folder's name, or number them."""
-    counts = Counter(curve.name for curve in curves)
-    names = []
-    for curve in curves:
-        name = curve.name
-        if counts[name] > 1:
-            name = f"{curve.source.resolve().parent.name}/{name}"
-        names.append(name)
+    names = [curve.name for curve in curves]
+    for n, name in enumerate(tuple(names)):
+        if names.count(name) > 1:
+            names[n] = f"{curves[n].source.resolve().parent.name}/{name}"
     return [replace(curve, name=name) for curve, name in zip(curves, numbered(names))]
 
 
 def _run_report(curve: Curve, options: argparse.Namespace) -> RunReport:
-    computes = _numbers(options.predict, "--predict", "16000,50000")
+    computes = _numbers(options.predict, "--predict")
     if any(value <= 0 for value in computes):
         raise ValueError(f"--predict: every compute of {options.predict!r} has to be greater than 0")
     result = _fit(curve, options, options.fixed_asymptote)
@@ -213,7 +209,7 @@ def _compare(runs: Sequence[RunReport], options: argparse.Namespace) -> Comparis
     return compare_runs(curves, fitted, references=options.reference, pass_rate=options.target)
 
 
-def _numbers(text: str | None, option: str, example: str) -> list[float]:
+def _numbers(text: str | None, option: str) -> list[float]:
     """The finite numbers of an option; none where it is not given."""
     if text is None:
         return []
@@ -222,7 +218,7 @@ def _numbers(text: str | None, option: str, example: str) -> list[float]:
     except ValueError:
         values = []
     if not values or not np.isfinite(values).all():
-        raise ValueError(f"{option}: {text!r} are not numbers such as {example}")
+        raise ValueError(f"{option}: {text!r} is not a list of numbers, with commas between them")
     return values
 
 

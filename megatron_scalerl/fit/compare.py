@@ -490,22 +490,18 @@ def summary(comparison: Comparison, arm: ComparedArm) -> str:
     ceiling = arm.ceiling
     other = comparison.arm(arm.reference)
     if min(arm.runs, other.runs) < 2:
-        alone = min(arm, other, key=lambda arm: arm.runs).name
-        if arm.runs == other.runs:
-            alone = "each"
         where = "within" if abs(ceiling.value) <= SAME_ASYMPTOTE else "outside"
-        text = f"{arm.name} against {other.name}: one run of {alone} decides nothing. A {ceiling.value:+.3f},"
-        margin = f"{where} the paper's margin of ±{SAME_ASYMPTOTE:g} between runs of one recipe"
-        return f"{text} {margin}{_exponents(arm, other, '; ')}."
+        text = f"{arm.name} against {other.name}: one run decides nothing. A {ceiling.value:+.3f},"
+        return f"{text} {where} the paper's margin of ±{SAME_ASYMPTOTE:g} between runs of one recipe."
     gap = f"A {ceiling.value:+.3f} [{ceiling.lo:+.3f}, {ceiling.hi:+.3f}]"
     if ceiling.moves_the_ceiling:
         way = "raises" if ceiling.value > 0 else "lowers"
-        return f"{arm.name} {way} the ceiling: {gap} (p = {_p(ceiling)}, {runs})."
+        return f"{arm.name} {way} the ceiling: {gap} (p = {ceiling.p:.2g}, {runs})."
     if ceiling.within(SAME_ASYMPTOTE):
         first = f"{arm.name} keeps the ceiling: {gap}, within ±{SAME_ASYMPTOTE:g}"
     else:
         first = f"Whether {arm.name} moves the ceiling cannot be told from {runs}: {gap}"
-    return f"{first}. {_efficiency(arm, other, f'{comparison.pass_rate:.3f}')}"
+    return f"{first}. {_efficiency(arm.efficiency, f'{comparison.pass_rate:.3f}')}"
 
 
 def left_out(comparison: Comparison) -> list[str]:
@@ -529,8 +525,6 @@ def conclusions(comparison: Comparison) -> list[str]:
         finding, text = _finding(comparison, arm)
         arms.setdefault(finding, []).append(text)
     listed = {finding: ", ".join(texts) for finding, texts in arms.items()}
-    if listed.keys() - {"once"}:
-        listed = {"ceiling": "none is found to", "efficiency": "none is found to"} | listed
     lines = [text.format(listed[finding]) for finding, text in SENTENCES.items() if finding in listed]
     return [_variance(comparison), *lines]
 
@@ -568,29 +562,18 @@ def _variance(comparison: Comparison) -> str:
     )
 
 
-def _efficiency(arm: ComparedArm, other: ComparedArm, target: str) -> str:
-    difference = arm.efficiency
+def _efficiency(difference: Difference | None, target: str) -> str:
     if difference is None:
         return f"Its compute to {target} is not compared at equal A."
-    factor = f"{_ratio(difference)} to {target}{_exponents(arm, other, ', ')}"
+    factor = f"{_ratio(difference)} to {target}"
     if difference.declared:
         word = "more" if difference.value < 0 else "less"
-        return f"It is {word} efficient: {factor} (p = {_p(difference)})."
+        return f"It is {word} efficient: {factor} (p = {difference.p:.2g})."
     if difference.within(SAME_COMPUTE):
         return f"It is as efficient, within a factor of {math.exp(SAME_COMPUTE):g}: {factor}."
     return f"Its efficiency cannot be told apart: {factor}."
 
 
-def _exponents(arm: ComparedArm, other: ComparedArm, mark: str) -> str:
-    if arm.fixed_exponent is None or other.fixed_exponent is None:
-        return ""
-    return f"{mark}B {arm.fixed_exponent.value:.2f} against {other.fixed_exponent.value:.2f} at equal A"
-
-
 def _ratio(difference: Difference) -> str:
     lo, hi = (math.exp(min(end, LARGEST_LOG)) for end in (difference.lo, difference.hi))
     return f"{math.exp(difference.value):.2f} [{lo:.2f}, {hi:.2f}] times the compute"
-
-
-def _p(difference: Difference) -> str:
-    return f"{difference.p:.3f}" if difference.p >= 0.001 else "0.001 or less"

@@ -164,7 +164,8 @@ def _fit(
     posterior = sample(observations, prior=prior, bounds=bounds, draws=draws, seed=seed)
     if method == "paper":
         parameters = {key: getattr(grid, key) for key in PARAMETERS[:-1]} | {"initial": observations.initials[0]}
-        notes += checks.grid_warnings(grid)
+        if fixed_asymptote is None and grid.asymptote in ASYMPTOTES[[0, -1]]:
+            notes.append(f"A is on the edge of the paper's grid ({grid.asymptote:g}): the ceiling is not determined")
     else:
         parameters = _central(posterior)
         notes += checks.bound_warnings(posterior, fixed=fixed_asymptote is not None)

@@ -39,7 +39,6 @@ from megatron_scalerl.fit.table_file import (
     FEW_ROWS,
     Row,
     TableFile,
-    computes,
     is_reward,
     is_time_of_day,
     plain,
@@ -195,7 +194,7 @@ class _Point(NamedTuple):
 def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") -> Curve:
     score, *others = score_columns(table, options)
     compute, scale, unit = compute_column(table, options, score)
-    measured, texts = _points(table, options, compute, score, others)
+    measured, texts = _points(table, options, compute, score)
     starts = [point for point in measured if point.compute == 0 or plain(point.row.get("step")) == 0]
     points, notes = _ordered([point for point in measured if point not in starts], compute)
     if not points:
@@ -212,7 +211,7 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
     if starts:
         read += ", R_0"
     texts.insert(0, read)
-    texts += _reasons(table, options, [score, *others], compute, kind)
+    texts += _reasons(table, options, [score, *others], kind)
     task = score.removeprefix("pass_rate")
     if not task.startswith("/"):
         task = ""
@@ -240,7 +239,7 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
     )
 
 
-def _reasons(table: TableFile, options: ColumnOptions, names: list[str], compute: str, kind: str) -> list[str]:
+def _reasons(table: TableFile, options: ColumnOptions, names: list[str], kind: str) -> list[str]:
     """Why score and axis were taken, and which others there are. names: score columns, the taken one first."""
     score, *others = names
     texts = []
@@ -268,15 +267,10 @@ def _reasons(table: TableFile, options: ColumnOptions, names: list[str], compute
     if others:
         more = f" and {len(others) - 2} more" if len(others) > 2 else ""
         texts.append(f"also there: {', '.join(others[:2])}{more} (--score)")
-    axes = [column for column in computes(table.columns) if column != compute]
-    if axes:
-        texts.append(f"other axes: {', '.join(axes[:3])} (--compute)")
     return texts
 
 
-def _points(
-    table: TableFile, options: ColumnOptions, compute: str, score: str, others: Sequence[str]
-) -> tuple[list[_Point], list[str]]:
+def _points(table: TableFile, options: ColumnOptions, compute: str, score: str) -> tuple[list[_Point], list[str]]:
     """The points of the rows with both numbers, and what was skipped and converted. compute: the column."""
     points = []
     for number, row in table.rows:
@@ -301,8 +295,6 @@ def _points(
     wrong = next((point for point in points if not 0.0 <= point.pass_rate <= 1.0), None)
     if wrong is not None:
         problem = f"{wrong.pass_rate:g} is no pass rate in [0, 1]"
-        if others:
-            problem += f"; other columns: {', '.join(others[:2])} (--score)"
         if is_reward(score) and options.score_range is None:
             problem += "; or map its range with --score-range=LO,HI"
         raise refused(table.path, problem, f"row {wrong.number}", score)

@@ -92,8 +92,8 @@ class RunFit:
     """The forecast of the run's end; None of a run that is over."""
 
 
-def run_fit(rows: Rows, *, steps: int, fit_from_steps: int = 0, over: bool = True) -> RunFit | None:
-    """The fit of `rows`, for a run of `steps`; None as for `outlook`. over: also of a run that has reached its end.
+def run_fit(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> RunFit | None:
+    """The fit of `rows`, for a run of `steps`, which may be over; None for too few rows, as for `outlook`.
 
     Raises ValueError for rows that cannot be fitted.
     """
@@ -108,9 +108,6 @@ def run_fit(rows: Rows, *, steps: int, fit_from_steps: int = 0, over: bool = Tru
     if 0 not in latest or latest[0]["pass_rate"] >= 1.0 or len(used) < MIN_POINTS:
         return None
     last = used[-1]
-    under_way = last["step"] < steps
-    if not under_way and not over:
-        return None
     # curve_of_rows may join rows of one compute, so the points are counted again
     curve = curve_of_rows([latest[0], *used], name="run")
     if len(curve.compute) < MIN_POINTS:
@@ -118,7 +115,7 @@ def run_fit(rows: Rows, *, steps: int, fit_from_steps: int = 0, over: bool = Tru
     result = fit_curve(curve, draws=DRAWS)
     end = last["compute"] * max(1.0, steps / last["step"])
     forecast = None
-    if under_way:
+    if last["step"] < steps:
         [measured] = result.predict([end])
         forecast = Outlook(
             step=last["step"],
@@ -144,7 +141,7 @@ def outlook(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Outlook | Non
     proportion to the steps. None without a row of step 0, with fewer than `MIN_POINTS` rows to fit, and at the end.
     Raises ValueError for a row as `checked_row` does.
     """
-    fitted = run_fit(rows, steps=steps, fit_from_steps=fit_from_steps, over=False)
+    fitted = run_fit(rows, steps=steps, fit_from_steps=fit_from_steps)
     if fitted is None:
         return None
     return fitted.outlook
@@ -152,7 +149,7 @@ def outlook(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Outlook | Non
 
 def projection(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Projection | None:
     """The outlook from `rows` and the forecast at `PATH_POINTS` on the way; None as for `outlook`."""
-    fitted = run_fit(rows, steps=steps, fit_from_steps=fit_from_steps, over=False)
+    fitted = run_fit(rows, steps=steps, fit_from_steps=fit_from_steps)
     if fitted is None or fitted.outlook is None:
         return None
     path = fitted.result.predict(np.linspace(fitted.last_compute, fitted.end_compute, PATH_POINTS))

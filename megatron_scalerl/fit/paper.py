@@ -41,10 +41,6 @@ class PaperFit:
     """B."""
     midpoint: float
     """C_mid, in the unit of compute."""
-    asymptote_on_edge: bool
-    """Whether A is the lowest or the highest of the grid."""
-    midpoint_on_edge: bool
-    """Whether C_mid is the lowest or the highest that was tried."""
     midpoint_range: tuple[float, float]
     """Lowest and highest C_mid that was tried."""
 
@@ -70,13 +66,10 @@ def fit_paper(compute: Array, pass_rate: Array, *, initial: float, fixed_asympto
     fine = np.unique(np.clip(np.linspace(coarse[2] - step, coarse[2] + step, 41), low, high))
     refined = best_cell(compute, pass_rate, initial, asymptotes, fine)
     _, asymptote, midpoint, exponent = min(coarse, refined, key=itemgetter(0))
-    edges = [asymptotes[0], asymptotes[-1]]
     return PaperFit(
         asymptote=asymptote,
         exponent=exponent,
         midpoint=midpoint,
-        asymptote_on_edge=fixed_asymptote is None and bool(np.isclose(asymptote, edges).any()),
-        midpoint_on_edge=bool(np.isclose(midpoint, [low, high]).any()),
         midpoint_range=(low, high),
     )
 

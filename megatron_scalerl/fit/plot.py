@@ -158,8 +158,8 @@ def _smooth(edge: Sequence[float]) -> Array:
 
 def plain_ticks(axes: "Axes") -> None:
     """Label 1, 2 and 5 of every decade in short form."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator
 
     axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
+    axes.xaxis.set_minor_formatter("")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megatron_scalerl.fit.observations import Observations, binomial, covariance
 from megatron_scalerl.fit.prior import DEFAULT_BOUNDS, Bounds, Discrepancy, Prior
-from megatron_scalerl.fit.sigmoid import PARAMETERS, Array
+from megatron_scalerl.fit.sigmoid import PARAMETERS, Array, share_by_logs
 from megatron_scalerl.record import record
 
 Index = NDArray[np.integer[Any]]
@@ -64,7 +64,7 @@ class Posterior:
 
     def curves(self, compute: Array) -> Array:
         """[draws, len(compute)] the sigmoids, without discrepancy and noise."""
-        share = _gain_share(self._log(compute)[None, :], self.exponent[:, None], self.log_midpoint[:, None])
+        share = share_by_logs(self._log(compute), self.exponent[:, None], self.log_midpoint[:, None])
         return self.initial[:, None] + (self.asymptote - self.initial)[:, None] * share
 
     def residuals(self) -> Array:
@@ -82,8 +82,6 @@ class Posterior:
         residual = self.residuals()
         for index, hypothesis in enumerate(self.discrepancies):
             rows = self.hypothesis == index
-            if not rows.any():
-                continue
             if hypothesis.level > 0.0:  # the run has left its sigmoid: what the curve still gains is not its own
                 mean[rows] = reached[rows]
             # Gaussian process regression: mean K* K^-1 r and variance K** - K* K^-1 K*^T of the deviation
@@ -153,18 +151,13 @@ def sample(
     return replace(posterior, noise_variance=scale / rng.gamma(shape, size=draws))
 
 
-def log_density(log_exponent: Array, log_midpoint: Array, gain: Array, prior: Prior) -> Array:
-    """Log density of log B, log(C_mid / fitted compute) and (A - R_0) / (1 - R_0), of one shape, up to a constant."""
-    return _log_prior_density(_log_cells(log_exponent, log_midpoint, prior), gain, prior)
-
-
 def _asymptotes(posterior: Posterior, offset: Array, bounds: Bounds) -> Array:
     """[draws] A at `offset` standard deviations from its mean given each draw's own (B, C_mid).
 
     Not given the cell's (B, C_mid): across a cell the mean moves by more than the standard deviation.
     """
     obs = posterior.observations
-    share = _gain_share(obs.log_compute, posterior.exponent[:, None], posterior.log_midpoint[:, None])
+    share = share_by_logs(obs.log_compute, posterior.exponent[:, None], posterior.log_midpoint[:, None])
     gain = np.empty(len(share))
     width = np.empty(len(share))
     for index, hypothesis in enumerate(posterior.discrepancies):
@@ -214,7 +207,7 @@ def _inside_cell(axis: Array, index: Index, rng: np.random.Generator) -> Array:
 
 def _refined_grid(obs: Observations, prior: Prior, bounds: Bounds) -> _Grid:
     limits = [np.log(bounds.exponent), np.log(bounds.midpoint)]
-    box = list(limits)
+    box = limits
     for _ in range(8):
         grid = _grid(obs, prior, bounds, box, COARSE)
         cells = grid.mass.sum(axis=(0, 1, 4))
@@ -239,9 +232,9 @@ def _grid(obs: Observations, prior: Prior, bounds: Bounds, box: list[Array], cel
     """The grid over a box, [low, high] of log B and of log C_mid, with so many cells along each."""
     log_b, log_m = (np.linspace(low, high, count) for (low, high), count in zip(box, cells))
     n = len(obs.log_compute)
-    share = _gain_share(obs.log_compute, np.exp(log_b)[:, None, None], log_m[None, :, None])
+    share = share_by_logs(obs.log_compute, np.exp(log_b)[:, None, None], log_m[None, :, None])
     share = share.reshape(-1, n)
-    log_cells = _log_cells(log_b[:, None, None], log_m[None, :, None], prior)
+    cell_densities = log_cells(log_b[:, None, None], log_m[None, :, None], prior)
     nodes = ASYMPTOTE_NODES if bounds.asymptote[0] < bounds.asymptote[1] else 1
     step = np.empty((len(obs.initials), len(prior.discrepancies), *cells))
     log_mass = np.empty((*step.shape, nodes))
@@ -264,7 +257,7 @@ def _grid(obs: Observations, prior: Prior, bounds: Bounds, box: list[Array], cel
             # the prior is a density of the gain's share of the room, the nodes of A are at distances in pass rate
             room = hypothesis.weight * obs.initial_weights[r] / (1.0 - initial)
             weight = np.log(room) + np.log(step[r, h])[..., None]
-            log_mass[r, h] = likelihood + weight + _log_prior_density(log_cells, gain / (1.0 - initial), prior)
+            log_mass[r, h] = likelihood + weight + log_prior_density(cell_densities, gain / (1.0 - initial), prior)
             offset[r, h] = (gain - best[..., None]) / width[..., None]
             step[r, h] /= width
     # only ratios count: unshifted, narrow noise and many points would overflow
@@ -304,13 +297,7 @@ def _gain_nodes(best: Array, width: Array, initial: float, bounds: Bounds) -> tu
     return left[..., None] + step[..., None] * (np.arange(ASYMPTOTE_NODES) + 0.5), step
 
 
-def _gain_share(log_compute: Array, exponent: Array, log_midpoint: Array) -> Array:
-    """1 / (1 + (C_mid / C)^B), broadcast; the logit is clipped so that its exponential stays finite."""
-    logit = exponent * (log_compute - log_midpoint)
-    return 1.0 / (1.0 + np.exp(-np.clip(logit, -700.0, 700.0)))
-
-
-def _log_cells(log_b: Array, log_m: Array, prior: Prior) -> Array:
+def log_cells(log_b: Array, log_m: Array, prior: Prior) -> Array:
     """[kinds, *shape] log weight of each kind times its density of log B and log C_mid at the fitted part."""
     out = []
     for kind in prior.kinds:
@@ -320,7 +307,7 @@ def _log_cells(log_b: Array, log_m: Array, prior: Prior) -> Array:
     return np.array(out)
 
 
-def _log_prior_density(log_cells: Array, share: Array, prior: Prior) -> Array:
+def log_prior_density(log_cells: Array, share: Array, prior: Prior) -> Array:
     """Log density of the gain's `share` and of the cells [kinds, ...] that broadcast to it, summed over kinds."""
     # Beta(1, b) has 0 log 0 at a share of 0, which is nan in floating point
     inside = np.clip(share, 1e-6, 1.0 - 1e-6)

@@ -36,8 +36,6 @@ class Discrepancy:
 class Kind:
     """A kind of run: where its sigmoid lies. log B and log C_mid have Student's t, the gain a Beta distribution."""
 
-    name: str
-    """What runs of this kind do."""
     weight: float
     """Prior probability, relative to the other kinds."""
     log_exponent_mean: float
@@ -103,19 +101,23 @@ DISCREPANCIES = (
 
 
 def kind(
-    name: str, weight: float, exponent: tuple[float, float], midpoint: tuple[float, float], gain: tuple[float, float]
+    weight: float, exponent: tuple[float, float], midpoint: tuple[float, float], gain: tuple[float, float]
 ) -> Kind:
     """A kind of runs: (center, scale) of log B and of log C_mid, and the Beta parameters of the gain."""
-    numbers = [*Kind.__dataclass_fields__][2:]
-    return Kind(name=name, weight=weight, **dict(zip(numbers, (*exponent, *midpoint, *gain))))
+    numbers = (weight, *exponent, *midpoint, *gain)
+    return Kind(**dict(zip(Kind.__dataclass_fields__, numbers)))
 
 
 DEFAULT_PRIOR = Prior(
     kinds=(
-        kind("a ceiling below 1", 0.5509, (0.5527, 0.25), (-1.0480, 0.5), (6.8376, 17.1624)),
-        kind("close to 1", 0.1806, (0.4331, 0.25), (-1.2705, 0.5), (6.0, 1.0)),
-        kind("no gain", 0.1806, (0.6, 0.5), (0.0, 1.2), (1.0, 20.0)),
-        kind("anything", 0.088, (0.6, 0.5), (0.0, 1.2), (1.0, 1.0)),
+        # a ceiling below 1
+        kind(0.5509, (0.5527, 0.25), (-1.0480, 0.5), (6.8376, 17.1624)),
+        # close to 1
+        kind(0.1806, (0.4331, 0.25), (-1.2705, 0.5), (6.0, 1.0)),
+        # no gain
+        kind(0.1806, (0.6, 0.5), (0.0, 1.2), (1.0, 20.0)),
+        # anything
+        kind(0.088, (0.6, 0.5), (0.0, 1.2), (1.0, 1.0)),
     ),
     discrepancies=DISCREPANCIES,
 )
@@ -124,7 +126,7 @@ DEFAULT_PRIOR = Prior(
 
 def wide(*, exponent_sd: float, midpoint_sd: float, discrepancies: tuple[Discrepancy, ...]) -> Prior:
     """A prior of one kind, without any notion of what runs do: every gain is as likely."""
-    anything = kind("anything", 1.0, (0.6, exponent_sd), (0.0, midpoint_sd), (1.0, 1.0))
+    anything = kind(1.0, (0.6, exponent_sd), (0.0, midpoint_sd), (1.0, 1.0))
     return Prior(kinds=(anything,), discrepancies=discrepancies)
 
 

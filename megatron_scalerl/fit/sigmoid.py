@@ -22,10 +22,13 @@ def gain_share(compute: ArrayLike, *, exponent: ArrayLike, midpoint: ArrayLike) 
     c = np.asarray(compute, dtype=float)
     if np.any(~(c > 0)):
         raise ValueError(f"compute: expected values > 0, found {float(np.min(c))!r}")
-    z = np.asarray(exponent, dtype=float) * (np.log(c) - np.log(np.asarray(midpoint, dtype=float)))
-    # exp of -|z| cannot overflow, and small / (1 + small) is the same logistic function for z < 0
-    small = np.exp(-np.abs(z))
-    return np.where(z >= 0, 1.0 / (1.0 + small), small / (1.0 + small))
+    return share_by_logs(np.log(c), np.asarray(exponent, dtype=float), np.log(midpoint))
+
+
+def share_by_logs(log_compute: Array, exponent: Array, log_midpoint: Array) -> Array:
+    """`gain_share` from the logs of compute and midpoint; the logit is clipped so that its exponential is finite."""
+    logit = exponent * (log_compute - log_midpoint)
+    return 1.0 / (1.0 + np.exp(-np.clip(logit, -700.0, 700.0)))
 
 
 def sigmoid(

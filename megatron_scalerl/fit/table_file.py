@@ -205,8 +205,6 @@ def _from_csv(path: Path, text: str) -> list[TableFile]:
     problem = ""
     if len(header) < 2:
         problem = f"the header has the one column {header[0][:80]!r}; a table has at least two"
-    elif all(re.fullmatch(r"[-+.\d]+", name) for name in header):
-        problem = f"the header has the numbers {', '.join(header)}; write the names of the columns above them"
     elif twice:
         problem = f"column {twice[0]!r} is there {header.count(twice[0])} times"
     elif not rows:
@@ -511,8 +509,7 @@ def some_of(names: Sequence[str], wanted: Sequence[str]) -> str:
         return f"the columns are {', '.join(names) or 'none'}"
 
     def nearness(name: str) -> float:
-        parts = [words(name), *words(name).split()]
-        return max(SequenceMatcher(None, part, words(want)).ratio() for part in parts for want in wanted)
+        return max(SequenceMatcher(None, words(name), words(want)).ratio() for want in wanted)
 
     nearest = sorted(names, key=nearness, reverse=True)[:3]
     return f"of {len(names)} columns the nearest: {', '.join(nearest)}"

@@ -5,7 +5,6 @@ A page is one file that loads nothing from elsewhere. JSON has no inf and nan: t
 
 import base64
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -38,7 +37,7 @@ class Table:
     """Cells as text. Numbers are aligned right."""
 
     columns: tuple[str, ...]
-    """The header. HTML sets the part after an underscore as a subscript: C_mid."""
+    """The header."""
     rows: tuple[tuple[str, ...], ...]
     """One cell per column. HTML shows an interval in brackets below the value before it."""
     title: str | None = None
@@ -274,10 +273,7 @@ def html_page(runs: Sequence[RunReport], comparison: Comparison | None, *, figur
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
     )
-    environment.filters.update(subscript=_subscript)
     return environment.get_template("report.html").render(
         title=f"Forecast of {title_of([run.fit for run in runs])}",
         runs=runs,
@@ -286,10 +282,3 @@ def html_page(runs: Sequence[RunReport], comparison: Comparison | None, *, figur
         further_sections=further_sections(runs, comparison),
         compared=comparison is not None,
     )
-
-
-def _subscript(header: str) -> Any:
-    """C_mid as C with a subscript."""
-    from markupsafe import Markup, escape
-
-    return Markup(re.sub(r"\b([A-Z])_(\w+)", r"\1<sub>\2</sub>", str(escape(header))))

@@ -22,7 +22,7 @@ import numpy as np
 from known_runs import KnownRun, by_run, known_runs
 
 from megatron_scalerl.fit.observations import observe
-from megatron_scalerl.fit.posterior import Posterior, log_density, sample
+from megatron_scalerl.fit.posterior import Posterior, log_cells, log_prior_density, sample
 from megatron_scalerl.fit.prior import DISCREPANCIES, Kind, Prior, wide
 from megatron_scalerl.fit.sigmoid import Array
 
@@ -115,7 +115,8 @@ def log_prior(posterior: Posterior, prior: Prior) -> Array:
     with np.errstate(divide="ignore"):
         weights = np.log([weight_of.get(replace(d, weight=0.0), 0.0) for d in posterior.discrepancies])
     gain = (posterior.asymptote - posterior.initial) / (1.0 - posterior.initial)
-    density = log_density(np.log(posterior.exponent), posterior.log_midpoint, gain, prior)
+    cells = log_cells(np.log(posterior.exponent), posterior.log_midpoint, prior)
+    density = log_prior_density(cells, gain, prior)
     return density + weights[posterior.hypothesis]
 
 
@@ -126,7 +127,6 @@ def _kind(name: str, own: Sequence[Shape], of_runs: Array) -> Kind:
     """
     alpha, beta = SHAPES[name]
     kind = Kind(
-        name=name,
         weight=1.0,
         log_exponent_mean=WIDE_EXPONENT[0],
         log_exponent_sd=WIDE_EXPONENT[1],
@@ -155,7 +155,8 @@ def _kind(name: str, own: Sequence[Shape], of_runs: Array) -> Kind:
 def _responsibilities(shape: Shape, kind: Kind) -> Array:
     """[draws] weights, summing to 1, of a run's draws under the distribution of a kind."""
     whole = Prior(kinds=(kind,), freedom=NORMAL, discrepancies=())
-    log_weights = log_density(shape.log_exponent, shape.log_midpoint, shape.gain, whole) - shape.log_reference
+    cells = log_cells(shape.log_exponent, shape.log_midpoint, whole)
+    log_weights = log_prior_density(cells, shape.gain, whole) - shape.log_reference
     weights = np.exp(log_weights - log_weights.max())
     return np.asarray(weights / weights.sum())
 
