@@ -132,10 +132,7 @@ def test_killed_at_any_moment_it_goes_on_with_the_run_under_way(task):
 def test_a_run_that_fails_stops_no_other_one(task):
     code, said = ran(task, STAND_IN_FAILS="dapo_seed1")
     assert code == 1 and "RuntimeError: the stand-in fails" in said
-    assert said.rstrip().endswith(
-        f"1 runs failed: {task / 'study' / 'runs' / 'dapo_seed1'}; the same command goes on with those that "
-        "did not give up"
-    )
+    assert f"1 runs failed: {task / 'study' / 'runs' / 'dapo_seed1'}; " in said.splitlines()[-1]
     assert [starts(task, name) for name in ("plain_seed1", "plain_seed2", "dapo_seed2")] == [1, 1, 1]
     assert sum(len(arm["runs"]) for arm in compared(task)["arms"]) == 3
     assert ran(task)[0] == 0

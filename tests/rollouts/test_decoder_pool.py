@@ -160,7 +160,7 @@ async def test_a_process_that_does_not_start_is_an_error(tmp_path):
     pool = pool_of(tmp_path)
     [worker] = pool._workers._workers
     worker._program = replace(worker._program, setup=b"{")
-    found = r"its exit with code 1\); the end of .*decoder-0.log:\nTraceback"
+    found = r"\(its exit with code 1\); the end of .*decoder-0.log:\nTraceback"
     with pytest.raises(RuntimeError, match=f"rollouts.decoders: .* {found}"):
         async with pool:
             pass

@@ -206,7 +206,7 @@ def test_a_value_of_another_kind_is_the_trainer_s_failure_not_the_user_s():
                 message = await rank.answer()
             done = messages.Done(call=message.call, rank=0, value=msgspec.Raw(messages.encode("no manifest")))
             await rank.socket.send(messages.encode(done))
-            with pytest.raises(TrainerError, match=r"^trainer rank 0: expected a message"):
+            with pytest.raises(TrainerError, match=r"^trainer rank 0: the 12 bytes that have arrived are no message"):
                 await asking
 
     conversation(scenario, world_size=1)
