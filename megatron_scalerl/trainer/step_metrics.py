@@ -50,7 +50,7 @@ class Sum(Metric):
     total: Scalar
 
     def value(self) -> float:
-        """The total."""
+        """The sum over all ranks that share it."""
         return self.total
 
 
