@@ -50,7 +50,7 @@ class Sum(Metric):
     total: Scalar
 
     def value(self) -> float:
-        """The sum over all ranks that share it."""
+        """Sum over micro-batches and ranks."""
         return self.total
 
 
