@@ -136,9 +136,7 @@ def _fit(
     c = curve.compute
     y = curve.pass_rate
     if curve.initial is None:
-        candidates = initial_candidates(y)
-        assumed = f"assumed between {candidates[0]:.3f} and {candidates[-1]:.3f}, at or below the first point"
-        notes = [f"R_0 is missing: no pass rate at compute 0 was given; {assumed}", *notes]
+        notes = [_assumed_start(y), *notes]
     highest = fixed_asymptote
     bounds = DEFAULT_BOUNDS
     if method == "paper":
@@ -192,6 +190,12 @@ def _fit(
         posterior=posterior,
         unit=curve.unit,
     )
+
+
+def _assumed_start(y: Array) -> str:
+    candidates = initial_candidates(y)
+    assumed = f"assumed between {candidates[0]:.3f} and {candidates[-1]:.3f}, around the first point or below"
+    return f"R_0 is missing: no pass rate at compute 0 was given; {assumed}"
 
 
 def _window(c: Array, method: str, low: float | None, high: float | None) -> tuple[NDArray[np.bool_], list[str]]:
