@@ -53,13 +53,13 @@ def fit(
     c = np.asarray(compute, dtype=float)
     y = np.asarray(pass_rate, dtype=float)
     if c.ndim != 1 or c.shape != y.shape:
-        raise ValueError(f"expected compute and pass_rate of one length, found shapes {c.shape} and {y.shape}")
+        raise ValueError(f"compute has shape {c.shape} and pass_rate {y.shape}; give both one length")
     valid = np.isfinite(c) & (c >= 0)
     if not np.all(valid):
-        raise ValueError("compute: expected finite values >= 0, found " + first_invalid(c, valid))
+        raise ValueError(f"compute is {first_invalid(c, valid)}; it has to be finite and at least 0")
     inside = (y >= 0) & (y <= 1)
     if not np.all(inside):
-        raise ValueError("pass_rate: expected values in [0, 1], found " + first_invalid(y, inside))
+        raise ValueError(f"pass_rate is {first_invalid(y, inside)}; it has to be in [0, 1]")
     if initial is None and np.any(c == 0):
         initial = float(y[c == 0].mean())
     curve = Curve(
@@ -86,7 +86,7 @@ def _column(name: str, column: ArrayLike | None, n: int) -> Array | None:
         return None
     values = np.asarray(column, dtype=float)
     if values.shape not in ((), (n,)):
-        raise ValueError(f"{name}: expected one value or {n}, one a point, found shape {values.shape}")
+        raise ValueError(f"{name} has shape {values.shape}; give one value, or one for each of the {n} points")
     return np.broadcast_to(values, n)
 
 
@@ -112,17 +112,15 @@ def fit_curve(
     """
     try:
         if curve.initial is not None and not 0.0 <= curve.initial < 1.0:
-            raise ValueError(f"initial: expected R_0 in [0, 1), found {curve.initial!r}")
+            raise ValueError(f"initial is {curve.initial!r}; R_0 has to be at least 0 and below 1")
         if method not in METHODS:
-            raise ValueError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")
+            raise ValueError(f"method is {method!r}; choose {' or '.join(METHODS)}")
         if fixed_asymptote is not None and not (curve.initial or 0.0) < fixed_asymptote <= 1.0:
-            raise ValueError(f"fixed asymptote: expected a value in (R_0, 1], found {fixed_asymptote!r}")
+            raise ValueError(f"fixed asymptote: {fixed_asymptote!r} is not above R_0 and at most 1")
         kept, notes = _window(curve.compute, method, fit_from, fit_until)
         if np.count_nonzero(kept) < 3:
-            found = np.count_nonzero(kept)
-            raise ValueError(
-                f"{curve.name}: expected at least 3 points with compute > 0 in the window, found {found}"
-            )
+            number = np.count_nonzero(kept)
+            raise ValueError(f"{curve.name}: points with compute > 0 in the window: {number}; a fit needs at least 3")
         return _fit(curve.part(kept), notes, method, prior, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed)
     except ValueError as error:
         if not curve.read:
@@ -145,7 +143,7 @@ def _fit(
             highest = float(ASYMPTOTES[-1])
             start = float(y[0]) if curve.initial is None else curve.initial
             if start >= highest:
-                raise ValueError(f"method paper: expected R_0 below its highest A, {highest:g}, found {start:.3f}")
+                raise ValueError(f"method paper: R_0 is {start:.3f}; it has to be below {highest:g}, its highest A")
     observations = observe(curve, prior, highest=highest)
     if method == "paper":
         points = (observations.compute, observations.pass_rate)

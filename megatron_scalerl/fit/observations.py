@@ -85,7 +85,7 @@ def _check(key: str, given: ArrayLike | None, low: float, high: float, *, missin
     values = np.atleast_1d(np.asarray(given, dtype=float))
     valid = (values >= low) & (values <= high) | (missing & np.isnan(values))
     if not np.all(valid):
-        raise ValueError(f"{key}: expected values in [{low:g}, {high:g}], found {first_invalid(values, valid)}")
+        raise ValueError(f"{key} is {first_invalid(values, valid)}; it has to be in [{low:g}, {high:g}]")
 
 
 def first_invalid(values: Array, valid: NDArray[np.bool_]) -> str:

@@ -21,7 +21,7 @@ def gain_share(compute: ArrayLike, *, exponent: ArrayLike, midpoint: ArrayLike) 
     """
     c = np.asarray(compute, dtype=float)
     if np.any(~(c > 0)):
-        raise ValueError(f"compute: expected values > 0, found {float(np.min(c))!r}")
+        raise ValueError(f"compute is {float(np.min(c))!r}; it has to be greater than 0")
     return share_by_logs(np.log(c), np.asarray(exponent, dtype=float), np.log(midpoint))
 
 

@@ -97,7 +97,7 @@ def test_a_run_that_begins_above_the_papers_asymptotes_has_the_rest_of_its_repor
     out = printed_report(tmp_path)
     assert "device-hours: 4 in total" in out and "robust: error of the forecast mean" in out
     [line] = [line for line in out.splitlines() if line.startswith("paper: ")]
-    assert f"method paper: expected R_0 below its highest A, 0.8, found {start:.3f} (read r: run folder" in line, line
+    assert f"method paper: R_0 is {start:.3f}; " in line and "(read r: run folder" in line, line
     assert out.rstrip().endswith("forecast.png") and (tmp_path / "forecast.png").is_file()
 
 
