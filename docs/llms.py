@@ -1,6 +1,6 @@
 """Build step of the site: `llms.txt`, the list of pages for language models (llmstxt.org).
 
-`python docs/llms.py` writes docs/llms.txt, from the navigation in mkdocs.yml and the first sentence of each page.
+`.venv/bin/python docs/llms.py` writes docs/llms.txt, from the navigation in mkdocs.yml and each page's first sentence.
 """
 
 import json

@@ -260,7 +260,7 @@ class WeightSync:
                 f"weights of version {update.version} are those of version {previous.version} "
                 f"(digest {update.digest}) after a step with gradient norm {moving[-1].grad_norm:.3g} and learning "
                 f"rate {moving[-1].learning_rate:.3g}: the optimizer's weights do not reach the policy, or "
-                f"{policy.dtype} needs a larger learning rate, in a new run"
+                f"{policy.dtype} needs a larger optimizer.lr; set it in a new run"
             )
 
     async def catch_up(self, version: int) -> WeightUpdate | None:

@@ -135,7 +135,7 @@ def is_short(table: TableFile, column: str) -> bool:
 
 def validations_without_measure(table: TableFile) -> list[str]:
     """Columns of a validation whose names say no measure, such as eval/aime, with all values in [0, 1]."""
-    axes = computes(table.columns)
+    axes = _axes(table)
     names = [name for name in table.columns if stage(name) == 0 and may_be_score(name) and name not in axes]
     names = [name for name in names if score_rank(name) is None and "rate" not in words(name).split()]
     values = {name: _numbers(table.rows, name) for name in names}
@@ -193,7 +193,7 @@ def groups_of(rows: Rows, columns: Sequence[str]) -> dict[tuple[str, ...], list[
 
 def _overlap(table: TableFile, kinds: Sequence[Rows]) -> bool:
     """Whether two kinds of rows lie in one range of compute."""
-    axis = next(iter(computes(table.columns)), "")
+    axis = next(iter(_axes(table)), "")
     ranges = sorted((min(values), max(values)) for rows in kinds if (values := _numbers(rows, axis)))
     return not ranges or any(before[1] > after[0] for before, after in zip(ranges, ranges[1:]))
 

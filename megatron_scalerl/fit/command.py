@@ -34,7 +34,7 @@ from megatron_scalerl.fit.tables import (
 
 PIPE_WIDTH = 200
 """Columns of a table that is not printed to a terminal."""
-COVERAGE = "measured on other people's curves: 89 % of the points from a half, 82 % from a third"
+COVERAGE = "fitted to the first half of other people's runs, 89 % of their later points lay inside; to a third, 82 %"
 """How often the intervals contain what comes, for `--help`."""
 EPILOG = f"""example:
   megatron-scalerl fit runs/my_run --fit-until 8000 --predict 16000,50000 --html report.html
