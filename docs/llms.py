@@ -1,6 +1,6 @@
 """Build step of the site: `llms.txt`, the list of pages for language models (llmstxt.org).
 
-`.venv/bin/python docs/llms.py` writes docs/llms.txt, from the navigation in mkdocs.yml and each page's first sentence.
+`.venv/bin/python docs/llms.py` writes docs/llms.txt: the navigation in mkdocs.yml and each page's first sentence.
 """
 
 import json
