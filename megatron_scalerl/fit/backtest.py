@@ -109,13 +109,10 @@ def backtest(
         prefix = curve.part(np.arange(end + 1))
         result = fit_curve(prefix, method=method, fit_from=fit_from, draws=draws)
         [forecast] = result.predict([final_compute], completions=size)
-        point = BacktestPoint(
-            compute=float(compute[end]),
-            n_points=result.n_points,
-            forecast=forecast,
-            asymptote=result.asymptote,
+        reached = float(compute[end])
+        points.append(
+            BacktestPoint(compute=reached, n_points=result.n_points, forecast=forecast, asymptote=result.asymptote)
         )
-        points.append(point)
     return Backtest(
         name=curve.name,
         final_compute=final_compute,

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from megatron_scalerl.fit.arms import Arm, arms_of, differences, shared_start
-from megatron_scalerl.fit.checks import falling_tail
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.decide import Estimate, estimate
 from megatron_scalerl.fit.result import TAIL, FitResult
@@ -422,12 +421,12 @@ def _without_falling(
     falling = {}
     steady = []
     for group in groups:
-        falls = [falling_tail(fits[curve.name].compute, fits[curve.name].pass_rate) for curve in group.curves]
-        kept = tuple(curve for curve, fall in zip(group.curves, falls) if fall is None)
+        kept = tuple(curve for curve in group.curves if fits[curve.name].fall is None)
         if kept:
             steady.append(replace(group, curves=kept))
-        if any(falls):
-            falling[group.name] = tuple(curve.name for curve, fall in zip(group.curves, falls) if fall)
+        fell = tuple(curve.name for curve in group.curves if curve not in kept)
+        if fell:
+            falling[group.name] = fell
     return steady, falling
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_scalerl.fit.checks import FEW_POINTS, below_initial, falling_tail
+from megatron_scalerl.fit.checks import FEW_POINTS, below_initial
 from megatron_scalerl.fit.formatting import short_number, unit_name
 from megatron_scalerl.fit.result import TAIL, FitResult
 from megatron_scalerl.fit.sigmoid import Array, compute_to_reach
@@ -115,11 +115,10 @@ def estimate(draws: Array, *, value: float | None = None) -> Estimate:
 
 def _verdict(fit: FitResult, budget: float, worth: float, probability: float, gain: float) -> tuple[Verdict, str]:
     # both come before the probability: no sigmoid falls, so its gain says nothing about such a run
-    fall = falling_tail(fit.compute, fit.pass_rate)
     if fit.posterior.observations.initial_given and below_initial(fit.pass_rate, fit.initial):
         return "stop", f"most points lie below R_0 = {fit.initial:.3f}; check R_0 and the run before spending more"
-    if fall is not None:
-        return "stop", f"{fall}; find the instability before spending more"
+    if fit.fall is not None:
+        return "stop", f"{fit.fall}; find the instability before spending more"
     bought = f"{short_number(budget)} more {unit_name(fit.unit)} buy {gain:+.3f} in the median"
     chance = f"{100 * probability:.0f} %"
     few = ""

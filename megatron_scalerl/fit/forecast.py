@@ -147,21 +147,22 @@ def _fit(
     observations = observe(curve, prior, highest=highest)
     if method == "paper":
         points = (observations.compute, observations.pass_rate)
-        grid = fit_paper(*points, initial=observations.initials[0], fixed_asymptote=fixed_asymptote)
-        lowest, largest = grid.midpoint_range
+        initial = observations.initials[0]
+        parameters, tried = fit_paper(*points, initial=initial, fixed_asymptote=fixed_asymptote)
+        parameters["initial"] = initial
         bounds = Bounds(
             asymptote=(float(ASYMPTOTES[0]), float(ASYMPTOTES[-1])),
             # the range of the exponents that `fit_paper` tabulates
             exponent=(0.1, 20.0),
-            midpoint=(lowest / observations.scale, largest / observations.scale),
+            midpoint=(tried[0] / observations.scale, tried[1] / observations.scale),
         )
     if fixed_asymptote is not None:
         bounds = replace(bounds, asymptote=(fixed_asymptote, fixed_asymptote))
     posterior = sample(observations, prior=prior, bounds=bounds, draws=draws, seed=seed)
     if method == "paper":
-        parameters = {key: getattr(grid, key) for key in PARAMETERS[:-1]} | {"initial": observations.initials[0]}
-        if fixed_asymptote is None and grid.asymptote in ASYMPTOTES[[0, -1]]:
-            notes.append(f"A is on the edge of the paper's grid ({grid.asymptote:g}): the ceiling is not determined")
+        asymptote = parameters["asymptote"]
+        if fixed_asymptote is None and asymptote in ASYMPTOTES[[0, -1]]:
+            notes.append(f"A is on the edge of the paper's grid ({asymptote:g}): the ceiling is not determined")
     else:
         parameters = _central(posterior)
         notes += checks.bound_warnings(posterior, fixed=fixed_asymptote is not None)

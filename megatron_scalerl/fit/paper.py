@@ -15,7 +15,6 @@ from operator import itemgetter
 import numpy as np
 
 from megatron_scalerl.fit.sigmoid import Array, gain_share
-from megatron_scalerl.record import record
 
 FIT_FROM = 1500.0
 """GPU-hours before which the authors exclude points: the first epoch rises almost linearly."""
@@ -31,24 +30,13 @@ _CANDIDATES = 60
 """Cells of that table that `curve_fit` refines."""
 
 
-@record
-class PaperFit:
-    """The best cell of the grid."""
-
-    asymptote: float
-    """A."""
-    exponent: float
-    """B."""
-    midpoint: float
-    """C_mid, in the unit of compute."""
-    midpoint_range: tuple[float, float]
-    """Lowest and highest C_mid that was tried."""
-
-
-def fit_paper(compute: Array, pass_rate: Array, *, initial: float, fixed_asymptote: float | None = None) -> PaperFit:
-    """Fit (A, B, C_mid) to points [n] by the authors' procedure; R_0 = `initial` is held fixed.
+def fit_paper(
+    compute: Array, pass_rate: Array, *, initial: float, fixed_asymptote: float | None = None
+) -> tuple[dict[str, float], tuple[float, float]]:
+    """Fit points [n] by the authors' procedure; R_0 = `initial` is held fixed.
 
     fixed_asymptote: the only A of the grid; None for the paper's.
+    Returns (asymptote, exponent and midpoint of the best cell, the lowest and highest C_mid that was tried).
     """
     asymptotes = ASYMPTOTES if fixed_asymptote is None else np.array([fixed_asymptote])
     # a range from 1.5k to 400k is taken for GPU-hours, in which the grids are published
@@ -66,12 +54,7 @@ def fit_paper(compute: Array, pass_rate: Array, *, initial: float, fixed_asympto
     fine = np.unique(np.clip(np.linspace(coarse[2] - step, coarse[2] + step, 41), low, high))
     refined = best_cell(compute, pass_rate, initial, asymptotes, fine)
     _, asymptote, midpoint, exponent = min(coarse, refined, key=itemgetter(0))
-    return PaperFit(
-        asymptote=asymptote,
-        exponent=exponent,
-        midpoint=midpoint,
-        midpoint_range=(low, high),
-    )
+    return {"asymptote": asymptote, "exponent": exponent, "midpoint": midpoint}, (low, high)
 
 
 def best_cell(

@@ -5,8 +5,6 @@ is relative to the largest fitted compute, the asymptote a share of the room abo
 sqrt(p (1 - p)). The kinds are the result of `tools/forecast/learning.py` on published and tiny runs.
 """
 
-from dataclasses import replace
-
 from megatron_scalerl.record import record
 
 
@@ -124,14 +122,10 @@ DEFAULT_PRIOR = Prior(
 """The prior of `method="robust"`."""
 
 
-def wide(*, exponent_sd: float, midpoint_sd: float, discrepancies: tuple[Discrepancy, ...]) -> Prior:
-    """A prior of one kind, without any notion of what runs do: every gain is as likely."""
-    anything = kind(1.0, (0.6, exponent_sd), (0.0, midpoint_sd), (1.0, 1.0))
-    return Prior(kinds=(anything,), discrepancies=discrepancies)
-
-
-FLAT_PRIOR = replace(
-    wide(exponent_sd=1e3, midpoint_sd=1e3, discrepancies=(Discrepancy(weight=1.0),)),
+FLAT_PRIOR = Prior(
+    # one kind, without any notion of what runs do
+    kinds=(kind(1.0, (0.6, 1e3), (0.0, 1e3), (1.0, 1.0)),),
+    discrepancies=(Discrepancy(weight=1.0),),
     # a shape of 1/2 weighs as much as one point: the residuals set the noise
     noise_shape=0.5,
     unknown_noise_shape=0.5,

@@ -7,6 +7,7 @@ from dataclasses import field
 
 import numpy as np
 
+from megatron_scalerl.fit.checks import Fall, falling_tail
 from megatron_scalerl.fit.observations import first_invalid
 from megatron_scalerl.fit.posterior import Posterior
 from megatron_scalerl.fit.sigmoid import PARAMETERS, Array, sigmoid
@@ -69,6 +70,11 @@ class FitResult:
     def parameters(self) -> dict[str, float]:
         """The keyword arguments of `sigmoid.sigmoid`."""
         return {key: getattr(self, key) for key in PARAMETERS}
+
+    @property
+    def fall(self) -> Fall | None:
+        """How the run has fallen from its peak; None where it has not."""
+        return falling_tail(self.compute, self.pass_rate)
 
     def curve(self, compute: Sequence[float] | Array) -> Array:
         """The sigmoid at the fitted parameters, without the run's current discrepancy. Shape of `compute`.

@@ -23,7 +23,7 @@ from known_runs import KnownRun, by_run, known_runs
 
 from megatron_scalerl.fit.observations import observe
 from megatron_scalerl.fit.posterior import Posterior, log_cells, log_prior_density, sample
-from megatron_scalerl.fit.prior import DISCREPANCIES, Kind, Prior, wide
+from megatron_scalerl.fit.prior import DISCREPANCIES, Kind, Prior, kind
 from megatron_scalerl.fit.sigmoid import Array
 
 CEILING, SOLVED, NO_GAIN, ANYTHING = "a ceiling below 1", "close to 1", "no gain", "anything"
@@ -40,7 +40,7 @@ LEAST_SPREADS = (0.25, 0.5)
 """Spreads of log B and log C_mid that a kind has at least: its runs are few, the next one can differ."""
 PSEUDO_SHARE = 0.05
 """Added to every kind's share of the runs."""
-REFERENCE = wide(exponent_sd=0.8, midpoint_sd=1.5, discrepancies=DISCREPANCIES[:3])
+REFERENCE = Prior(kinds=(kind(1.0, (0.6, 0.8), (0.0, 1.5), (1.0, 1.0)),), discrepancies=DISCREPANCIES[:3])
 """A wide prior, under which known runs are fitted: a run that has left its sigmoid, or turned, tells no kind."""
 DRAWS = 1000
 """Draws from the posterior of each."""
