@@ -10,7 +10,7 @@ FLOORS = [
     "types processes models distributed",
     "__main__ recipe checkpoints losses logits",
     "weights fit rewards prompts batching tiny",
-    "trainer engine",
+    "trainer engine environments",
     "rollouts launch",
     "plan evaluation",
     "controller page",

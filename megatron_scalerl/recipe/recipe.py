@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from megatron_scalerl.recipe.parallel_layout import check_world, sizes_of
 from megatron_scalerl.recipe.process_sections import (
@@ -25,6 +25,7 @@ from megatron_scalerl.recipe.sections import (
     CheckpointSection,
     CostSection,
     CurriculumSection,
+    EnvironmentSection,
     FiltersSection,
     ForecastSection,
     InterruptionSection,
@@ -52,6 +53,13 @@ def _checked_name(name: str) -> str:
     return name
 
 
+def _section_of(environment: object) -> object:
+    """The section of an environment that is given by its name alone."""
+    if isinstance(environment, str):
+        return {"name": environment}
+    return environment
+
+
 class Recipe(Section):
     """The settings of one run."""
 
@@ -70,6 +78,7 @@ class Recipe(Section):
     curriculum: CurriculumSection = CurriculumSection()
     rollouts: RolloutsSection = RolloutsSection()
     interruption: InterruptionSection = InterruptionSection()
+    environment: Annotated[EnvironmentSection, BeforeValidator(_section_of)] = EnvironmentSection()
     rewards: RewardsSection = RewardsSection()
     filters: FiltersSection = FiltersSection()
     advantages: AdvantagesSection = AdvantagesSection()
@@ -89,8 +98,11 @@ class Recipe(Section):
 
     @property
     def max_completion_tokens(self) -> int:
-        """Longest possible completion without forced tokens (tokens)."""
-        return self.interruption.thinking_tokens[1] + self.interruption.answer_tokens
+        """Longest possible completion, or episode after its prompt, without forced tokens (tokens)."""
+        one_turn = self.interruption.thinking_tokens[1] + self.interruption.answer_tokens
+        if self.environment.name is None:
+            return one_turn
+        return self.environment.episode_tokens or one_turn
 
     @property
     def length_penalty(self) -> LengthPenaltySection | None:

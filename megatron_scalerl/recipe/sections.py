@@ -262,6 +262,39 @@ class InterruptionSection(Section):
         return self
 
 
+class EnvironmentSection(Section):
+    """Episodes of several turns, in place of one answer to each prompt (docs/environments.md).
+
+    `environment: module:Class` alone sets the name. The paper has one turn.
+    """
+
+    name: str | None = None
+    """`module:Class` with reset(row) and step(response). null: single turns."""
+    thinking: Literal["keep", "strip"] = "keep"
+    """Thinking of earlier turns. keep: it stays in the context, whatever the chat template does. strip: it leaves the
+    context where the chat template drops it, and the episode forks into several samples there."""
+    max_turns: PositiveInt = 16
+    """Turns of the policy, after which an episode is truncated."""
+    turn_tokens: PositiveInt | None = None
+    """Tokens of one turn of the policy. null: what is left of the episode."""
+    episode_tokens: PositiveInt | None = None
+    """Tokens of an episode after its first prompt, of policy and environment together. null: as many as a completion
+    has without an environment, interruption.thinking_tokens[1] + answer_tokens."""
+    thinking_tokens: PositiveInt | None = None
+    """Thinking of an episode in all turns (tokens); interruption.thinking_tokens holds for each. null: no limit."""
+    timeout_s: PositiveFloat = 60.0
+    """Wall-clock limit of one reset or step (s). Beyond it the environment has failed."""
+    episode_timeout_s: PositiveFloat | None = None
+    """Wall-clock limit of an episode (s), after which it is truncated, generation included: it favors short episodes.
+    null: none."""
+    workers: PositiveInt | None = None
+    """Processes, each of which holds many episodes. null: one for each CPU available to the controller, at most 8."""
+    memory_mb: PositiveInt | None = None
+    """Address space of each process (MiB). null: no limit."""
+    variables: tuple[str, ...] = ()
+    """Names of environment variables to pass to the processes, as rewards.environment."""
+
+
 class LengthPenaltySection(Section):
     """The length penalty of section 3.8 of the paper, added to the reward of correct completions:
     clip((max_tokens - length) / cache_tokens - 1, -1, 0). Length: sampled tokens (not specified by the paper)."""

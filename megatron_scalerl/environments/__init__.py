@@ -1,0 +1,1 @@
+"""Environments: what an episode of several turns talks to."""

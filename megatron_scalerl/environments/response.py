@@ -1,0 +1,32 @@
+"""What an environment gets for a turn of the policy."""
+
+from typing import Any
+
+from megatron_scalerl.record import record
+
+Message = dict[str, Any]
+"""A message of a chat: role, content, and what else the policy's chat template reads."""
+
+
+@record
+class ToolCall:
+    """A call of a tool as the policy wrote it. Produced by `rollouts.decoder`."""
+
+    name: str = ""
+    """Name of the tool; empty if the call has none."""
+    arguments: Any = None
+    """The arguments, decoded from JSON."""
+    raw: str = ""
+    """The text of the call."""
+    error: str = ""
+    """Why the call cannot be read, in one word; empty if it can. The environment answers it."""
+
+
+@record
+class Response:
+    """The policy's answer in one turn. Produced by `rollouts.episodes`."""
+
+    text: str
+    """The text after thinking, without special tokens; empty if thinking did not end."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Its calls of tools, in their order; they are in `text`, too."""
