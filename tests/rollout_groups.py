@@ -41,6 +41,7 @@ def group_of(rollouts, scores, *, prompt, group_id=0):
     )
 
 
-def scored(rollout, score):
+def scored(rollout, score, prompt):
     """What the sampler returns for a completion."""
-    return ScoredCompletion(completion=facts_of(arrays_of(rollout)), data=write(rollout), score=score)
+    parts = (write(rollout),)
+    return ScoredCompletion(prompt=prompt, completion=facts_of(arrays_of(rollout)), parts=parts, score=score)

@@ -136,7 +136,7 @@ class Probe:
         # a failure has cancelled the other completions, and another part of the run may have evicted the engine
         if engine not in self._fleet.engines.serving or any(task.cancelled() or task.exception() for task in running):
             return None
-        return [read(task.result().data) for task in running]
+        return [read(task.result().parts[0]) for task in running]
 
     async def _scored(self, rollouts: Sequence[RolloutArrays]) -> list[Scored]:
         sequences = [[*p.token_ids, *r.token_ids.tolist()] for p, r in zip(self._prompts, rollouts)]

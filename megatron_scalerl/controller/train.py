@@ -60,7 +60,7 @@ from megatron_scalerl.recipe.file import RecipeError
 from megatron_scalerl.recipe.tasks import tasks_of
 from megatron_scalerl.record import record
 from megatron_scalerl.rewards.pool import TaskPools
-from megatron_scalerl.rollouts.decoder_pool import DecoderPool
+from megatron_scalerl.rollouts.episodes import sampling
 from megatron_scalerl.rollouts.history import read_history
 from megatron_scalerl.rollouts.plans import Plans
 from megatron_scalerl.rollouts.sampler import Sampler
@@ -169,14 +169,13 @@ async def _train(
             plans = Plans(recipe, inputs.tokenizer)
             async with (
                 serving_metrics(recipe, folder.path, run_id=folder.attempt.run_id) as collector,
-                DecoderPool(recipe, inputs.tokenizer, plans, logs=folder.path / "logs") as decoders,
+                sampling(recipe, inputs.tokenizer, plans, verifier=verifier, logs=folder.path / "logs") as sampler_of,
             ):
-                sampler = Sampler(plans, decoders=decoders, verifier=verifier)
                 run = _Run(
                     recipe=recipe,
                     inputs=inputs,
                     folder=folder,
-                    sampler=sampler,
+                    sampler=sampler_of(plans),
                     console=console,
                     saving=saving,
                     hosts=hosts,

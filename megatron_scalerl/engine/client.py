@@ -162,6 +162,8 @@ class EngineClient:
         """Tokens that the engine has generated, as of its last progress report."""
         self.received_tokens = 0
         """Tokens of the completions that this client has received."""
+        self.version: int | None = None
+        """Policy version with which the engine's weights are labeled; None before the first label."""
         self._aborted: str | None = None
         self._limits: set[asyncio.Timeout] = set()
         settings = settings or EngineSection()
@@ -207,7 +209,7 @@ class EngineClient:
         engine.max_lost_in_a_row completions in a row without log-probabilities.
         """
         params = _sampling(sampling)
-        body = {"token_ids": prompt_token_ids, "sampling_params": params, "priority": sampling.priority}
+        body = self._salted({"token_ids": prompt_token_ids, "sampling_params": params, "priority": sampling.priority})
         limit = generation_limit(
             prompt_tokens=len(prompt_token_ids),
             max_tokens=params["max_tokens"],
@@ -248,9 +250,15 @@ class EngineClient:
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
         limit = generation_limit(prompt_tokens=len(token_ids), max_tokens=1, routed_experts=True)
         with self._generating(1):
-            body = {"token_ids": token_ids, "sampling_params": params}
+            body = self._salted({"token_ids": token_ids, "sampling_params": params})
             content = await self._request("POST", _GENERATE, body, limit=limit)
         return prompt_logprobs(content, token_ids, self._where(_GENERATE))
+
+    def _salted(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A request that shares cached prefixes with requests of its policy version alone."""
+        if self.version is None:
+            return body
+        return body | {"cache_salt": str(self.version)}
 
     async def progress(self) -> EngineProgress:
         """Token counts of the engine's cores, from the server alone. Raises EngineError."""
@@ -291,6 +299,7 @@ class EngineClient:
     async def set_version(self, version: int) -> None:
         """Label the weights that the engine holds with a policy version."""
         await self.post("/update_weight_version", {"new_version": str(version)})
+        self.version = version
 
     async def get(self, path: str) -> bytes:
         """GET a path. Raises EngineError."""

@@ -156,6 +156,7 @@ def row_of(request: Request, result: ScoredCompletion | CompletionLost, tokenize
     if isinstance(result, CompletionLost):
         return row(correct=False, lost=result.reason)
     completion = result.completion
+    texts = [raw_text(tokenizer, read(part).token_ids.tolist()) for part in result.parts]
     return row(
         correct=result.score.correct,
         reason=result.score.reason,
@@ -164,5 +165,5 @@ def row_of(request: Request, result: ScoredCompletion | CompletionLost, tokenize
         interrupted=completion.interrupted,
         truncated=completion.truncated,
         versions=(completion.first_version, completion.last_version),
-        text=raw_text(tokenizer, read(result.data).token_ids.tolist()),
+        text="".join(texts),
     )

@@ -21,9 +21,9 @@ from megatron_scalerl.launch.launcher import until_failure
 from megatron_scalerl.launch.placement import Attempt, Placement
 from megatron_scalerl.recipe.file import dump_recipe
 from megatron_scalerl.rewards.pool import VerifierPool
-from megatron_scalerl.rollouts.decoder_pool import DecoderPool
+from megatron_scalerl.rollouts.episodes import sampling
 from megatron_scalerl.rollouts.plans import Plans
-from megatron_scalerl.rollouts.sampler import Sampler, ScoredCompletion
+from megatron_scalerl.rollouts.sampler import ScoredCompletion
 from megatron_scalerl.types import CompletionLost
 
 VERSION = 0
@@ -55,10 +55,10 @@ async def generate(
     any_plans = next(iter(plans.values()))
     async with (
         VerifierPool(recipe.rewards) as verifier,
-        DecoderPool(recipe, evaluated.tokenizer, any_plans, logs=logs) as decoders,
+        sampling(recipe, evaluated.tokenizer, any_plans, verifier=verifier, logs=logs) as sampler_of,
         _engines(evaluated, result.folder) as engines,
     ):
-        samplers = {budget: Sampler(plan, decoders=decoders, verifier=verifier) for budget, plan in plans.items()}
+        samplers = {budget: sampler_of(plan) for budget, plan in plans.items()}
         requests = evaluated.requests(missing, samplers, seed=seed)
 
         def take(request: Request, completion: ScoredCompletion | CompletionLost) -> None:

@@ -99,10 +99,12 @@ class Recipe(Section):
     @property
     def max_completion_tokens(self) -> int:
         """Longest possible completion, or episode after its prompt, without forced tokens (tokens)."""
-        one_turn = self.interruption.thinking_tokens[1] + self.interruption.answer_tokens
-        if self.environment.name is None:
-            return one_turn
-        return self.environment.episode_tokens or one_turn
+        return self.environment.episode_tokens or self.max_turn_tokens
+
+    @property
+    def max_turn_tokens(self) -> int:
+        """Longest possible turn of the policy, without forced tokens (tokens)."""
+        return self.interruption.thinking_tokens[1] + self.interruption.answer_tokens
 
     @property
     def length_penalty(self) -> LengthPenaltySection | None:
@@ -164,6 +166,7 @@ class Recipe(Section):
             )
         check_tags(self)
         _check_tasks(self)
+        _check_environment(self)
         _check_evaluation(self)
         _check_one_host(self)
         _check_colocation(self)
@@ -192,6 +195,20 @@ def check_tags(recipe: Recipe) -> None:
         raise ValueError(
             "prompts.think_end is empty, but a tag has to close thinking. For a policy that thinks in no tags "
             "set prompts.think_start to an empty text as well, and interruption.enabled to false"
+        )
+
+
+def _check_environment(recipe: Recipe) -> None:
+    """Raises ValueError for settings of no environment, and for an episode that is shorter than one turn."""
+    section = recipe.environment
+    if section.name is None:
+        if section != EnvironmentSection():
+            raise ValueError("environment.name is missing; name the class, as module:Class")
+        return
+    if recipe.max_completion_tokens < recipe.max_turn_tokens:
+        raise ValueError(
+            f"environment.episode_tokens: {section.episode_tokens} are fewer than the {recipe.max_turn_tokens} of "
+            "one turn (interruption.thinking_tokens[1] + interruption.answer_tokens); raise it, or shorten the turns"
         )
 
 

@@ -180,6 +180,14 @@ class VerifierPool:
             except CompletionLost as lost:
                 self.counters[lost.reason] += 1
                 raise
+        return self._counted(score, tokens)
+
+    def paid(self, value: bool | float, prompt: Prompt, *, tokens: int) -> Score:
+        """The score of an episode that its environment has judged; value as of a verifier, tokens as for `score`."""
+        self.counters["checks"] += 1
+        return self._counted(self._score_of(Outcome(value=value)), tokens)
+
+    def _counted(self, score: Score, tokens: int) -> Score:
         if score.correct:
             self.counters["correct"] += 1
         elif score.reason:
@@ -341,6 +349,10 @@ class TaskPools:
     ) -> Score:
         """The score of a completion; raises as `VerifierPool.score`."""
         return await self._pools[prompt.task].score(text_after_thinking, prompt, truncated=truncated, tokens=tokens)
+
+    def paid(self, value: bool | float, prompt: Prompt, *, tokens: int) -> Score:
+        """The score of an episode that its environment has judged (`VerifierPool.paid`)."""
+        return self._pools[prompt.task].paid(value, prompt, tokens=tokens)
 
     async def problem_of(self, prompt: Prompt) -> str:
         """Why no answer to a prompt may be paid; raises as `VerifierPool.problem_of`."""

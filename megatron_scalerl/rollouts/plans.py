@@ -89,6 +89,13 @@ class Plans:
         cut = draw_cut(seed, group_id, index, *interruption.thinking_tokens) if interruption.enabled else 0
         return Draw(seed=int.from_bytes(digest[:4], "big") >> 1, thinking_cut=cut)
 
+    def turn(self, draw: Draw, number: int) -> Draw:
+        """The random choices of turn `number` of an episode, from 0; the first turn has those of the episode."""
+        if number == 0:
+            return draw
+        # no completion has the index -1
+        return self.draw(draw.seed, number, -1)
+
     def plan(self, cut: int) -> Plan:
         """The interruption plan of a completion that is cut after `cut` tokens of thinking."""
         section = self._recipe.interruption

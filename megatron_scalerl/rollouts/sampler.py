@@ -17,9 +17,11 @@ from megatron_scalerl.types import Completion, Prompt, Score
 class ScoredCompletion:
     """A completion with its score. Produced by `Sampler.complete`."""
 
+    prompt: Prompt
+    """The prompt with the tokens that the engine got."""
     completion: Completion
-    data: bytes
-    """The tokens, as `batching.rollout_bytes.write` writes them."""
+    parts: tuple[bytes, ...]
+    """The tokens of each sample, as `batching.rollout_bytes.write` writes them: one, or those of a forked episode."""
     score: Score
 
 
@@ -56,4 +58,4 @@ class Sampler:
         score = await self._verifier.score(
             decoded.text, prompt, truncated=completion.truncated, tokens=completion.sampled_tokens
         )
-        return ScoredCompletion(completion=completion, data=decoded.data, score=score)
+        return ScoredCompletion(prompt=prompt, completion=completion, parts=(decoded.data,), score=score)

@@ -186,7 +186,7 @@ class RolloutStream:
                 if batch is not None:
                     return batch
                 # nothing can become ready any more; groups that do not fill a batch are left
-                if self.exhausted and self._gate.in_flight == 0 and not self._reissue:
+                if self.exhausted and not (self._gate.in_flight or self._reissue or self._repeating):
                     return None
                 await self._changed.wait()
 
@@ -412,7 +412,12 @@ class RolloutStream:
 
     async def _finish(self, admission: Admission, kept: Sequence[ScoredCompletion], *, lost: int) -> None:
         """Write a group to the disk; it is ready then. kept: its completions. lost: how many others it had."""
-        prompt = admission.prompt
+        prompt = kept[0].prompt
+        if any(scored.prompt != prompt for scored in kept):
+            raise RuntimeError(
+                f"prompt {prompt.prompt_id}: reset gave different messages for one row, and the episodes of a group "
+                "are compared with each other; let the messages depend on the row alone"
+            )
         group = RolloutGroup(
             group_id=admission.group_id,
             prompt=prompt,
@@ -423,7 +428,7 @@ class RolloutStream:
             epoch=admission.epoch,
             lost_completions=lost,
         )
-        group = await self._journal.finish(group, [scored.data for scored in kept])
+        group = await self._journal.finish(group, [part for scored in kept for part in scored.parts])
         # nothing is awaited since the event was written: a replay of the journal observes in the order of its events
         self._curriculum.observe(prompt.prompt_id, group.pass_rate)
         async with self._changed:

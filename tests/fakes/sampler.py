@@ -74,4 +74,5 @@ class StandInSampler:
             thinking_cut=draw.group,
             seed=draw.index,
         )
-        return scored(rollout, Score(correct=correct, reward=1.0 if correct else -1.0, reason=self._reason))
+        score = Score(correct=correct, reward=1.0 if correct else -1.0, reason=self._reason)
+        return scored(rollout, score, prompt)

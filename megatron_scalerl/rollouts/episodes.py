@@ -1,0 +1,339 @@
+"""Episodes of several turns, each of which is one completion of its group.
+
+    reset --messages--> render --ids--> generate --response--> step --messages--> render --> generate ... --> score
+
+The life of an episode:
+
+    reset      the environment's first messages become the prompt, which all episodes of the group share
+    turn       the engine continues the ids so far; the ids that it samples are kept as they are, for good
+    step       the environment answers the response, in a process of its own
+    render     its new messages become ids (`prompts.turns`), which are appended; where the template rewrites what was
+               said before, the episode forks: a new part begins with the rewritten context, all of it masked
+    end        the environment says so, or a limit ends it: it is truncated then
+    score      the sum of the environment's rewards; without any, the verifier's verdict on the last response
+
+Each token that the policy sampled is in one part, once. An episode stays on the engine of its group, whose prefix
+cache has its context as long as the weights stay the same.
+
+What fails in the environment is no reward (`environments.pool`): the episode is lost, or begins anew if a fresh
+environment answers the same responses differently. A failure that is the episode's own is scored as the environment
+declares. After MAX_LOST_IN_A_ROW lost episodes the run ends.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megatron_scalerl.batching.rollout_bytes import RolloutArrays, facts_of_parts, narrowest, read, write
+from megatron_scalerl.engine.client import EngineClient, SamplingSpec
+from megatron_scalerl.environments.pool import EnvironmentFailed, EnvironmentPool, Episode
+from megatron_scalerl.environments.response import Message, Response
+from megatron_scalerl.prompts.turns import PastTurn
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.rewards.pool import TaskPools, VerifierPool
+from megatron_scalerl.rollouts.decoder_pool import Decoded, DecoderPool
+from megatron_scalerl.rollouts.plans import Draw, Plans
+from megatron_scalerl.rollouts.sampler import Sampler, ScoredCompletion
+from megatron_scalerl.types import CompletionLost, ExpertChoices, Prompt
+
+TRIES = 3
+"""Tries of an episode whose environment answers the same responses differently."""
+MAX_LOST_IN_A_ROW = 256
+"""Episodes lost to their environment, with none between them that ended, after which the run ends."""
+ROW_FAILURES = ("raised", "invalid", "oversized")
+"""Failures of a reset that are the row's."""
+
+
+class Trace:
+    """What policy and environment have written so far."""
+
+    def __init__(self, prompt: np.ndarray):
+        """prompt: [P] ids of the first messages."""
+        self.context: list[int] = prompt.tolist()
+        """All ids that the next turn continues."""
+        self.turns: list[PastTurn] = []
+        self.rewards: list[bool | float] = []
+        self.text: str | None = None
+        """The answer in the last turn."""
+        self.truncated = True
+        """Whether a limit ended the episode: so it is until the environment ends it."""
+        self.failure = ""
+        """The failure of the environment that is this episode's own, in one word."""
+        self.prompt_tokens = len(prompt)
+        self._prompt = prompt
+        self._shared = len(prompt)
+        """Tokens of the prompt with which the current part begins."""
+        self._pieces: list[RolloutArrays] = []
+        """The current part: turns, and what the environment wrote between them."""
+        self._ended: list[tuple[int, RolloutArrays]] = []
+
+    @property
+    def thinking(self) -> int:
+        """Tokens of thinking in all turns."""
+        return sum(turn.answer_start for turn in self.turns)
+
+    def add_turn(self, decoded: Decoded) -> None:
+        """Append a turn of the policy."""
+        arrays = read(decoded.data)
+        self.turns.append(PastTurn(token_ids=arrays.token_ids, answer_start=decoded.answer_start))
+        self.text = decoded.text
+        self._pieces.append(arrays)
+        self.context += arrays.token_ids.tolist()
+
+    def add_messages(self, ids: np.ndarray, *, rewritten: bool) -> None:
+        """Append ids of the environment's messages [N]; or begin a part, of which they are the whole context."""
+        version = int(self._pieces[-1].policy_versions[-1])
+        if rewritten:
+            self._end_part()
+            size = min(len(ids), len(self._prompt))
+            differing = np.flatnonzero(ids[:size] != self._prompt[:size])
+            self._shared = int(min([size, *differing]))
+            self.context = self._prompt[: self._shared].tolist()
+            ids = ids[self._shared :]
+        self._pieces.append(_environment(ids, version))
+        self.context += ids.tolist()
+
+    def parts(self, draw: Draw) -> list[tuple[int, RolloutArrays]]:
+        """(tokens of the prompt that it begins with, what follows) of each sample; ends the episode."""
+        self._end_part()
+        *before, (shared, last) = self._ended
+        parts = [*before, (shared, replace(last, truncated=self.truncated))]
+        return [(shared, replace(part, seed=draw.seed, thinking_cut=draw.thinking_cut)) for shared, part in parts]
+
+    def _end_part(self) -> None:
+        self._ended.append((self._shared, _joined(self._pieces)))
+        self._pieces = []
+
+
+def _environment(ids: np.ndarray, version: int) -> RolloutArrays:
+    """Ids [N] that the environment wrote."""
+    size = len(ids)
+    return RolloutArrays(
+        token_ids=ids.astype("<u4"),
+        rollout_logprobs=np.zeros(size, "<f4"),
+        policy_versions=np.full(size, version, np.int64),
+        loss_mask=np.zeros(size, bool),
+        interrupted=False,
+        truncated=False,
+        thinking_cut=0,
+        seed=0,
+        environment=np.array([[0, size]], np.int64),
+    )
+
+
+def _joined(pieces: Sequence[RolloutArrays]) -> RolloutArrays:
+    """The pieces of a part, one after another."""
+    starts = np.cumsum([0, *(len(piece.token_ids) for piece in pieces)])
+    columns = ("token_ids", "rollout_logprobs", "policy_versions", "loss_mask")
+    whole = {name: np.concatenate([getattr(piece, name) for piece in pieces]) for name in columns}
+    whole["rollout_logprobs"] = narrowest(whole["rollout_logprobs"].astype("<f8"))
+    return RolloutArrays(
+        **whole,
+        interrupted=any(piece.interrupted for piece in pieces),
+        truncated=False,
+        thinking_cut=0,
+        seed=0,
+        environment=np.concatenate([piece.environment + start for piece, start in zip(pieces, starts)]),
+        expert_choices=_choices(pieces),
+    )
+
+
+def _choices(pieces: Sequence[RolloutArrays]) -> ExpertChoices | None:
+    """The experts of all tokens: each request reports those of its whole context, and the first report counts."""
+    reports = [piece.expert_choices for piece in pieces if piece.expert_choices is not None]
+    if not reports:
+        return None
+    data = b""
+    for report in reports:
+        data += report.data[len(data) :]
+    return replace(reports[0], data=data)
+
+
+class EpisodeSampler(Sampler):
+    """Runs the episodes of prompts on engines, and scores them."""
+
+    def __init__(self, recipe: Recipe, plans: Plans, *, environments: EnvironmentPool, **pools: Any):
+        """pools: decoders and verifier, as for `Sampler`."""
+        super().__init__(plans, **pools)
+        self._environments = environments
+        self._settings = recipe.environment
+        self._most_tokens = recipe.max_completion_tokens
+        self._most_prompt_tokens = recipe.prompts.max_prompt_tokens
+        self._problems: dict[str, str] = {}
+        """Prompts of which no episode can begin, with the reason."""
+        self._verified: set[str] = set()
+        """Prompts with an episode that the verifier has scored."""
+        self._lost_in_a_row = 0
+
+    async def problem_of(self, prompt: Prompt) -> str:
+        """Why a prompt cannot be learned from, after its first episodes: none can begin, or none may be paid."""
+        problem = self._problems.get(prompt.prompt_id, "")
+        if problem or prompt.prompt_id not in self._verified:
+            return problem
+        return await super().problem_of(prompt)
+
+    async def complete(
+        self, engine: EngineClient, prompt: Prompt, draw: Draw, *, priority: int, max_tokens: int | None = None
+    ) -> ScoredCompletion:
+        """An episode with its score; with `max_tokens` one turn without an environment, for the probe.
+
+        Raises as `Sampler.complete`; CompletionLost (`environment_REASON`) where the environment has failed, and
+        RuntimeError where that goes on.
+        """
+        if max_tokens is not None:
+            return await super().complete(engine, prompt, draw, priority=priority, max_tokens=max_tokens)
+        for last in (*[False] * (TRIES - 1), True):
+            try:
+                result = await self._episode(engine, prompt, draw, priority)
+            except EnvironmentFailed as failure:
+                if last or failure.reason != "changed":
+                    raise self._lost(failure) from None
+            else:
+                self._lost_in_a_row = 0
+                return result
+        raise AssertionError("unreachable")
+
+    def _lost(self, failure: EnvironmentFailed) -> Exception:
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row < MAX_LOST_IN_A_ROW:
+            return CompletionLost(str(failure), reason=f"environment_{failure.reason}")
+        return RuntimeError(f"the environment has failed in {self._lost_in_a_row} episodes in a row: {failure}")
+
+    async def _episode(self, engine: EngineClient, prompt: Prompt, draw: Draw, priority: int) -> ScoredCompletion:
+        """One try of an episode. Raises EnvironmentFailed."""
+        row = {**prompt.extra, "text": prompt.text, "answer": prompt.answer, "task": prompt.task}
+        async with self._environments.episode(row) as environment:
+            messages = [await self._reset(environment, prompt)]
+            ids, _ = await self._rendered(messages, [])
+            if len(ids) > self._most_prompt_tokens:
+                self._problems[prompt.prompt_id] = (
+                    f"the environment's first messages have {len(ids)} tokens, and prompts.max_prompt_tokens is "
+                    f"{self._most_prompt_tokens}"
+                )
+                raise EnvironmentFailed(self._problems[prompt.prompt_id], reason="prompt")
+            prompt = replace(prompt, token_ids=tuple(ids.tolist()))
+            trace = Trace(ids)
+            try:
+                async with asyncio.timeout(self._settings.episode_timeout_s):
+                    await self._turns(engine, environment, messages, trace, draw, priority)
+            except TimeoutError:
+                if not trace.turns:
+                    raise EnvironmentFailed("environment.episode_timeout_s: no turn ended", reason="time") from None
+        return await self._scored(prompt, trace, draw)
+
+    async def _reset(self, environment: Episode, prompt: Prompt) -> Sequence[Message]:
+        try:
+            return await environment.reset()
+        except EnvironmentFailed as failure:
+            if failure.reason in ROW_FAILURES:
+                self._problems[prompt.prompt_id] = str(failure)
+            raise
+
+    async def _turns(
+        self,
+        engine: EngineClient,
+        environment: Episode,
+        messages: list[Sequence[Message]],
+        trace: Trace,
+        draw: Draw,
+        priority: int,
+    ) -> None:
+        """Alternate between policy and environment until one of them, or a limit, ends the episode."""
+        for left in reversed(range(self._settings.max_turns)):
+            spec = self._spec(trace, draw, priority)
+            decoded = await engine.generate(trace.context, sampling=spec, decoder=self._decoders)
+            trace.add_turn(decoded)
+            if decoded.completion.truncated:
+                return
+            try:
+                turn = await environment.step(Response(text=decoded.text or "", tool_calls=decoded.tool_calls))
+            except EnvironmentFailed as failure:
+                if not failure.repeated or self._environments.repeated_failure == "lost":
+                    raise
+                trace.truncated = False
+                trace.failure = failure.reason
+                return
+            if turn.reward is not None:
+                trace.rewards.append(turn.reward)
+            trace.truncated = not turn.done
+            if turn.done or not left:
+                return
+            messages.append(turn.messages)
+            ids, rewritten = await self._rendered(messages, trace.turns)
+            if rewritten:
+                context = len(ids)
+            else:
+                context = len(trace.context) + len(ids)
+            if context >= trace.prompt_tokens + self._most_tokens:
+                return
+            trace.add_messages(ids, rewritten=rewritten)
+
+    async def _rendered(
+        self, messages: Sequence[Sequence[Message]], turns: Sequence[PastTurn]
+    ) -> tuple[np.ndarray, bool]:
+        """As `DecoderPool.render`. Raises EnvironmentFailed for messages that the chat template refuses."""
+        try:
+            return await self._decoders.render(messages, turns)
+        except ValueError as problem:
+            raise EnvironmentFailed(str(problem), reason="template") from None
+
+    def _spec(self, trace: Trace, draw: Draw, priority: int) -> SamplingSpec:
+        """The request for the next turn."""
+        settings = self._settings
+        draw = self._plans.turn(draw, len(trace.turns))
+        if settings.thinking_tokens is not None:
+            left = max(1, settings.thinking_tokens - trace.thinking)
+            draw = replace(draw, thinking_cut=min(draw.thinking_cut, left))
+        spec = self._plans.spec(draw, priority)
+        room = trace.prompt_tokens + self._most_tokens - len(trace.context)
+        return replace(spec, max_tokens=min(spec.max_tokens, room, settings.turn_tokens or room))
+
+    async def _scored(self, prompt: Prompt, trace: Trace, draw: Draw) -> ScoredCompletion:
+        parts = trace.parts(draw)
+        completion = facts_of_parts(parts)
+        sampled = completion.sampled_tokens
+        if trace.failure:
+            score = self._verifier.paid(False, prompt, tokens=sampled)
+            score = replace(score, reason=f"environment_{trace.failure}")
+        elif trace.truncated or not trace.rewards:
+            self._verified.add(prompt.prompt_id)
+            score = await self._verifier.score(trace.text, prompt, truncated=trace.truncated, tokens=sampled)
+        else:
+            value = trace.rewards[0]
+            if len(trace.rewards) > 1:
+                value = float(sum(trace.rewards))
+            score = self._verifier.paid(value, prompt, tokens=sampled)
+        return ScoredCompletion(
+            prompt=prompt, completion=completion, parts=tuple(write(part) for _, part in parts), score=score
+        )
+
+
+@contextlib.asynccontextmanager
+async def sampling(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    plans: Plans,
+    *,
+    verifier: VerifierPool | TaskPools,
+    logs: Path,
+) -> AsyncIterator[Callable[[Plans], Sampler]]:
+    """Makes samplers that share decoders and environments, whose processes run in the block.
+
+    plans: of which all others differ in budgets alone. Raises as `DecoderPool` and `EnvironmentPool`.
+    """
+    async with contextlib.AsyncExitStack() as running:
+        if recipe.environment.name is None:
+            decoders = await running.enter_async_context(DecoderPool(recipe, tokenizer, plans, logs=logs))
+            yield partial(Sampler, decoders=decoders, verifier=verifier)
+            return
+        environments = await running.enter_async_context(EnvironmentPool(recipe.environment, logs=logs))
+        tools = environments.tools
+        decoders = await running.enter_async_context(DecoderPool(recipe, tokenizer, plans, logs=logs, tools=tools))
+        yield partial(EpisodeSampler, recipe, environments=environments, decoders=decoders, verifier=verifier)
