@@ -336,6 +336,9 @@ class WeightSync:
         await phases.all("finish", engines, lambda engine: engine.post("/finish_weight_update", label))
         await phases.all("verify", engines, lambda engine: _verify(engine, version, report, self._connected[engine]))
         resumed = time.perf_counter()
+        for engine in engines:
+            # requests that were sent meanwhile continue prefixes of the version before, as those in flight do
+            engine.version = version
         await phases.all("resume", engines, lambda engine: engine.resume())
         for engine in engines:
             self._engines.serve(engine, version)
