@@ -74,7 +74,7 @@ def spans(rollout: Mapping[str, Any]) -> Iterator[tuple[int, int, int, int, str]
     origins = ["" if sampled else "forced" for sampled in rollout["loss_mask"]]
     for start, end in rollout["environment"]:
         origins[start:end] = ["environment"] * (end - start)
-    parts = accumulate(token in rollout["parts"].values() for token in range(len(origins)))
+    parts = accumulate(int(token in rollout["parts"].values()) for token in range(len(origins)))
     labels = list(zip(parts, rollout["policy_versions"], origins))
     for label, tokens in groupby(range(len(labels)), key=labels.__getitem__):
         numbers = list(tokens)
