@@ -127,7 +127,11 @@ class ExpertChoices:
 
 @record
 class Part:
-    """The facts about one sample of an episode that forked."""
+    """The facts about one sample of an episode that forked.
+
+    Example:
+        >>> part = Part(tokens=5, sampled_tokens=2)
+    """
 
     tokens: int
     """All its tokens."""
