@@ -80,14 +80,15 @@ class Rollout:
     """
 
     token_ids: tuple[int, ...]
-    """[T] completion tokens: sampled and forced ones, the end-of-sequence token included if it was generated."""
+    """[T] completion tokens: sampled and forced ones, the end-of-sequence token included if it was generated; in an
+    episode those of its environment, too."""
     rollout_logprobs: tuple[float, ...]
     """[T] log-probability (nats, at the temperature it was sampled with; greedy: 1) under the engine that sampled the
-    token; 0.0 if forced."""
+    token; 0.0 elsewhere."""
     policy_versions: tuple[int, ...]
     """[T] version of the weights that produced each token."""
     loss_mask: tuple[bool, ...]
-    """[T] True for a sampled token, False for a forced one."""
+    """[T] True for a sampled token."""
     interrupted: bool
     """True if thinking was cut and the phrase forced."""
     truncated: bool
@@ -99,6 +100,9 @@ class Rollout:
     (`engine.options.training_seeds`)."""
     expert_choices: ExpertChoices | None = None
     """The experts of the engine's routers, with rollouts.routing_replay."""
+    environment: tuple[tuple[int, int], ...] = ()
+    """Ranges [start, end) of tokens that the environment wrote, ascending, with a token between two; in a later part
+    of an episode that forked, the history it begins with. Masked tokens elsewhere are forced."""
 
 
 @record
@@ -122,6 +126,20 @@ class ExpertChoices:
 
 
 @record
+class Part:
+    """The facts about one sample of an episode that forked.
+
+    Example:
+        >>> part = Part(tokens=5, sampled_tokens=2)
+    """
+
+    tokens: int
+    """All its tokens."""
+    sampled_tokens: int
+    """Tokens under the loss mask."""
+
+
+@record
 class Completion:
     """The facts about one completion that the controller keeps; its tokens are bytes (`batching.rollout_bytes`).
 
@@ -138,7 +156,7 @@ class Completion:
     """
 
     tokens: int
-    """T, sampled and forced tokens."""
+    """T, all tokens; of an episode that forked, the sum over its parts."""
     sampled_tokens: int
     """Tokens under the loss mask."""
     first_version: int
@@ -149,6 +167,22 @@ class Completion:
     truncated: bool
     logprob_sum: float
     """Sum of the log-probabilities (nats) of the sampled tokens."""
+    turns: int = 1
+    """Turns of the policy."""
+    environment_tokens: int = 0
+    """Tokens that the environment wrote, and those of the history that parts begin with."""
+    parts: tuple[Part, ...] = ()
+    """The samples of an episode that forked, in order; empty: one sample, the completion itself."""
+
+    @property
+    def samples(self) -> tuple[Part, ...]:
+        """The samples to train on, at least one."""
+        return self.parts or (Part(tokens=self.tokens, sampled_tokens=self.sampled_tokens),)
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens that an engine generated, sampled and forced ones."""
+        return self.tokens - self.environment_tokens
 
 
 @record
@@ -209,7 +243,8 @@ class RolloutGroup:
     completions: tuple[Completion, ...]
     """[G] at least one; fewer than rollouts.group_size if completions were lost."""
     positions: tuple[int, ...]
-    """[G] number of each completion where the group is stored, from 0, ascending; a filter leaves gaps."""
+    """[G] number of each completion's first sample where the group is stored, from 0, ascending; a filter leaves
+    gaps."""
     scores: tuple[Score, ...]
     """[G]"""
     first_token_version: int

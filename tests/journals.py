@@ -2,6 +2,8 @@
 
 import asyncio
 
+from rollout_groups import parts_of
+
 from megatron_scalerl.batching import rollout_bytes
 from megatron_scalerl.rollouts.completions import completions_of
 from megatron_scalerl.rollouts.journal import Journal
@@ -38,7 +40,8 @@ def write_journal(
 
 async def finish(journal, group, rollouts):
     """Record a finished group with its completions."""
-    return await journal.finish(group, [rollout_bytes.write(rollout) for rollout in rollouts])
+    data = [rollout_bytes.write(part) for made in rollouts for part in parts_of(made)]
+    return await journal.finish(group, data)
 
 
 def read_rollouts(run_dir, group):

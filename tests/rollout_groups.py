@@ -1,7 +1,8 @@
 """Rollout groups with chosen rewards and lengths, for the tests of everything behind the engine."""
 
-from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of, write
+from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of, facts_of_parts, write
 from megatron_scalerl.rollouts.sampler import ScoredCompletion
+from megatron_scalerl.rollouts.store import positions_of
 from megatron_scalerl.types import Prompt, Rollout, RolloutGroup, Score
 
 
@@ -28,15 +29,28 @@ def group(rewards, *, lengths=None, truncated=(), prompt=(1, 2), group_id=0):
     )
 
 
+def parts_of(made):
+    """The samples of a completion: the parts of an episode that forked, a tuple, or the completion itself."""
+    return made if isinstance(made, tuple) else (made,)
+
+
+def facts(made):
+    """The facts about a completion, or about an episode that forked."""
+    if isinstance(made, tuple):
+        return facts_of_parts([arrays_of(part) for part in made])
+    return facts_of(arrays_of(made))
+
+
 def group_of(rollouts, scores, *, prompt, group_id=0):
-    """The facts about these rollouts."""
+    """The facts about these rollouts; an episode that forked is a tuple of its parts."""
+    completions = tuple(map(facts, rollouts))
     return RolloutGroup(
         group_id=group_id,
         prompt=prompt,
-        completions=tuple(facts_of(arrays_of(each)) for each in rollouts),
-        positions=tuple(range(len(rollouts))),
+        completions=completions,
+        positions=positions_of(completions),
         scores=tuple(scores),
-        first_token_version=min((each.policy_versions[0] for each in rollouts), default=0),
+        first_token_version=min((each.first_version for each in completions), default=0),
         epoch=0,
     )
 

@@ -37,7 +37,7 @@ def samples_of(
     zero_variance: bool,
     reduction: Reduction,
 ) -> BatchPlan:
-    """The completions to train on, each with its advantage and its token weight.
+    """The completions to train on, each with its advantage and its token weight, which the parts of an episode share.
 
     `truncated` "exclude" removes truncated completions from loss and group mean; "wrong" keeps them with the
     incorrect reward of their score. `zero_variance` True drops groups with equal rewards; False keeps them with
@@ -60,15 +60,19 @@ def samples_of(
     lengths = [[completion.sampled_tokens for completion in group.completions] for group in kept]
     weights = token_weights(lengths, reduction)
     samples = []
+    sources = []
     for group, group_advantages, group_weights in zip(kept, advantages, weights):
-        for completion, advantage, weight in zip(group.completions, group_advantages, group_weights):
-            sample = SampleFacts(
-                prompt_token_ids=group.prompt.token_ids,
-                tokens=completion.tokens,
-                advantage=advantage,
-                token_weight=weight,
-            )
-            samples.append(sample)
+        members = zip(group.completions, group.positions, group_advantages, group_weights)
+        for completion, position, advantage, weight in members:
+            for number, part in enumerate(completion.samples, position):
+                sample = SampleFacts(
+                    prompt_token_ids=group.prompt.token_ids,
+                    tokens=part.tokens,
+                    advantage=advantage,
+                    token_weight=weight,
+                )
+                samples.append(sample)
+                sources.append((group.stored, number))
     stats = {
         "groups": len(groups),
         "groups_kept": len(kept),
@@ -82,8 +86,7 @@ def samples_of(
         if count:
             stats[f"groups_dropped_{reason}"] = count
     stats = {name: float(number) for name, number in stats.items()}
-    sources = tuple((group.stored, position) for group in kept for position in group.positions)
-    return BatchPlan(samples=tuple(samples), sources=sources, stats=stats)
+    return BatchPlan(samples=tuple(samples), sources=tuple(sources), stats=stats)
 
 
 _REASONS = {

@@ -2,9 +2,11 @@
 
 Little-endian, without padding:
 
-    header           format 1, flags, T, number of version runs, number of forced ranges, cut, seed, experts
+    header           format 1, flags, number of environment ranges, of tokens, of version runs, of forced ranges, cut,
+                     seed, experts
     version runs     [V] (version i64, tokens u32): consecutive tokens of one policy version
-    forced ranges    [F] (start u32, end u32): consecutive forced tokens
+    forced ranges    [F] (start u32, end u32): consecutive tokens that were not sampled
+    environment      [E] (start u32, end u32): those of them that the environment wrote
     token ids        [T] u32
     log-probs        [T] f32; f64 if a value is not exactly representable in f32
     expert choices   [P + T - 1, L, K] u8 or u16, if there are any
@@ -14,22 +16,23 @@ directions are exact: `rollout_of(read(write(rollout))) == rollout`.
 """
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Literal, cast
 
 import numpy as np
 
-from megatron_scalerl.types import Completion, ExpertChoices, Int64, Rollout
+from megatron_scalerl.types import Completion, ExpertChoices, Int64, Part, Rollout
 
 _FORMAT = 1
 _HEADER = struct.Struct("<BBHIIIiIIHHQ")
-"""format, flags, unused, T, V, F, thinking_cut, seed, layers, topk, width, bytes of expert choices."""
+"""format, flags, E, T, V, F, thinking_cut, seed, layers, topk, width, bytes of expert choices."""
 _INTERRUPTED = 1
 _TRUNCATED = 2
 _FLOAT64 = 4
 _EXPERTS = 8
 _VERSION_RUN = np.dtype([("version", "<i8"), ("tokens", "<u4")])
-_FORCED_RANGE = np.dtype([("start", "<u4"), ("end", "<u4")])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -43,12 +46,14 @@ class RolloutArrays:
     policy_versions: np.ndarray
     """[T] int64 version that produced each token."""
     loss_mask: np.ndarray
-    """[T] bool, False for a forced token."""
+    """[T] bool, True for a sampled token."""
     interrupted: bool
     truncated: bool
     thinking_cut: int
     seed: int
     expert_choices: ExpertChoices | None = None
+    environment: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    """[E, 2] int64 ranges [start, end) of tokens that the environment wrote."""
 
 
 def arrays_of(rollout: Rollout) -> RolloutArrays:
@@ -63,6 +68,7 @@ def arrays_of(rollout: Rollout) -> RolloutArrays:
         thinking_cut=rollout.thinking_cut,
         seed=rollout.seed,
         expert_choices=rollout.expert_choices,
+        environment=np.array(rollout.environment, np.int64).reshape(-1, 2),
     )
 
 
@@ -86,11 +92,14 @@ def rollout_of(arrays: RolloutArrays) -> Rollout:
         thinking_cut=arrays.thinking_cut,
         seed=arrays.seed,
         expert_choices=arrays.expert_choices,
+        environment=tuple(map(tuple, arrays.environment.tolist())),
     )
 
 
 def facts_of(arrays: RolloutArrays) -> Completion:
     """The facts about a completion of at least one token."""
+    # start, end, start, end ... of what the policy wrote; it may be empty before a history and after a last message
+    edges = [0, *arrays.environment.ravel().tolist(), len(arrays.token_ids)]
     return Completion(
         tokens=len(arrays.token_ids),
         sampled_tokens=int(arrays.loss_mask.sum()),
@@ -99,6 +108,38 @@ def facts_of(arrays: RolloutArrays) -> Completion:
         interrupted=arrays.interrupted,
         truncated=arrays.truncated,
         logprob_sum=float(arrays.rollout_logprobs[arrays.loss_mask].sum(dtype=np.float64)),
+        turns=sum(bool(arrays.loss_mask[start:end].any()) for start, end in zip(edges[::2], edges[1::2])),
+        environment_tokens=int(np.diff(arrays.environment).sum()),
+    )
+
+
+def joined(parts: Sequence[RolloutArrays]) -> RolloutArrays:
+    """The parts of an episode in one, one after another, without expert choices; a single part as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    starts = accumulate((len(part.token_ids) for part in parts), initial=0)
+    return replace(
+        parts[0],
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        rollout_logprobs=np.concatenate([part.rollout_logprobs for part in parts]),
+        policy_versions=np.concatenate([part.policy_versions for part in parts]),
+        loss_mask=np.concatenate([part.loss_mask for part in parts]),
+        interrupted=any(part.interrupted for part in parts),
+        truncated=parts[-1].truncated,
+        expert_choices=None,
+        environment=np.concatenate([part.environment + start for part, start in zip(parts, starts)]),
+    )
+
+
+def facts_of_parts(parts: Sequence[RolloutArrays]) -> Completion:
+    """The facts about an episode that forked into these parts, whose versions are those of sampled tokens."""
+    whole = joined(parts)
+    versions = whole.policy_versions[whole.loss_mask]
+    return replace(
+        facts_of(whole),
+        first_version=int(versions[0]),
+        last_version=int(versions[-1]),
+        parts=tuple(Part(tokens=len(p.token_ids), sampled_tokens=int(p.loss_mask.sum())) for p in parts),
     )
 
 
@@ -127,7 +168,7 @@ def write(rollout: Rollout | RolloutArrays) -> bytes:
     header = _HEADER.pack(
         _FORMAT,
         flags,
-        0,
+        len(rollout.environment),
         len(rollout.token_ids),
         len(versions),
         len(forced),
@@ -137,7 +178,8 @@ def write(rollout: Rollout | RolloutArrays) -> bytes:
         len(expert_bytes),
     )
     logprobs = rollout.rollout_logprobs.astype(logprob_type)
-    arrays = (versions, forced, rollout.token_ids.astype("<u4"), logprobs)
+    environment = rollout.environment.astype("<u4")
+    arrays = (versions, forced, environment, rollout.token_ids.astype("<u4"), logprobs)
     return b"".join([header, *(array.tobytes() for array in arrays), expert_bytes])
 
 
@@ -146,21 +188,22 @@ def read(data: bytes | memoryview) -> RolloutArrays:
     if len(data) < _HEADER.size:
         raise ValueError(f"rollout: {len(data)} bytes are shorter than a header of {_HEADER.size}")
     fields = _HEADER.unpack_from(data)
-    layout, flags, unused, tokens, runs, ranges, cut, seed, layers, topk, width, expert_bytes = fields
-    if layout != _FORMAT or flags >= 16 or unused:
-        raise ValueError(
-            f"rollout: format {layout} with flags {flags}, {unused} cannot be read; this is format {_FORMAT}"
-        )
+    layout, flags, written, tokens, runs, ranges, cut, seed, layers, topk, width, expert_bytes = fields
+    if layout != _FORMAT or flags >= 16:
+        raise ValueError(f"rollout: format {layout} with flags {flags} cannot be read; this is format {_FORMAT}")
     value: np.dtype[Any] = np.dtype("<f4")
     if flags & _FLOAT64:
         value = np.dtype("<f8")
-    sizes = [runs * _VERSION_RUN.itemsize, ranges * _FORCED_RANGE.itemsize, tokens * 4, tokens * value.itemsize]
+    sizes = [runs * _VERSION_RUN.itemsize, ranges * 8, written * 8, tokens * 4, tokens * value.itemsize]
     starts = np.cumsum([_HEADER.size, *sizes, expert_bytes]).tolist()
     # The counts are not trusted: nothing is allocated from them before they agree with the bytes received.
     if starts[-1] != len(data):
         raise ValueError(f"rollout: {len(data)} bytes arrived, the header says {starts[-1]}")
     version_runs = np.frombuffer(data, _VERSION_RUN, runs, starts[0])
-    forced = np.frombuffer(data, _FORCED_RANGE, ranges, starts[1])
+    mask = _mask(_ranges(data, ranges, starts[1], tokens), tokens)
+    environment = _ranges(data, written, starts[2], tokens)
+    if (mask & ~_mask(environment, tokens)).any():
+        raise ValueError(f"rollout: the environment's ranges {environment.tolist()[:4]} have tokens with loss")
     lengths = version_runs["tokens"].astype(np.int64)
     if lengths.sum() != tokens or (lengths == 0).any():
         raise ValueError(
@@ -173,21 +216,22 @@ def read(data: bytes | memoryview) -> RolloutArrays:
                 f"rollout: {expert_bytes} bytes are no expert choices of {layers} x {topk} x {width} bytes"
             )
         choices = ExpertChoices(
-            layers=layers, topk=topk, width=cast(Literal[1, 2], width), data=bytes(data[starts[4] :])
+            layers=layers, topk=topk, width=cast(Literal[1, 2], width), data=bytes(data[starts[5] :])
         )
     elif expert_bytes:
         raise ValueError(f"rollout: it has {expert_bytes} bytes of expert choices, but no flag for them")
     # Views where the bytes are the numbers; versions and mask are stored as runs and have to be spread.
     return RolloutArrays(
-        token_ids=np.frombuffer(data, "<u4", tokens, starts[2]),
-        rollout_logprobs=np.frombuffer(data, value, tokens, starts[3]),
+        token_ids=np.frombuffer(data, "<u4", tokens, starts[3]),
+        rollout_logprobs=np.frombuffer(data, value, tokens, starts[4]),
         policy_versions=np.repeat(version_runs["version"].astype(np.int64), lengths),
-        loss_mask=_mask(forced, tokens),
+        loss_mask=mask,
         interrupted=bool(flags & _INTERRUPTED),
         truncated=bool(flags & _TRUNCATED),
         thinking_cut=cut,
         seed=seed,
         expert_choices=choices,
+        environment=environment,
     )
 
 
@@ -204,24 +248,24 @@ def _version_runs(versions: Int64[np.ndarray, " T"]) -> np.ndarray:
 
 
 def _forced_ranges(mask: np.ndarray) -> np.ndarray:
-    """[F] ranges in which `mask` [T] is False."""
+    """[F, 2] uint32 ranges in which `mask` [T] is False."""
     # Between two sampled tokens at the ends, each range has an edge down and one up.
     edges = np.flatnonzero(np.diff(np.concatenate([[True], mask, [True]]).astype(np.int8)))
-    ranges = np.zeros(len(edges) // 2, _FORCED_RANGE)
-    ranges["start"] = edges[::2]
-    ranges["end"] = edges[1::2]
-    return ranges
+    return edges.astype("<u4").reshape(-1, 2)
 
 
-def _mask(forced: np.ndarray, tokens: int) -> np.ndarray:
-    """[T] loss mask: True outside the forced ranges. Raises ValueError unless they ascend within the completion."""
+def _ranges(data: bytes | memoryview, count: int, offset: int, tokens: int) -> Int64[np.ndarray, "count 2"]:
+    """The ranges at `offset`. Raises ValueError unless they ascend within the completion."""
     # start, end, start, end ...: if these rise, no range is empty and no two overlap.
-    bounds = np.stack([forced["start"], forced["end"]], axis=1).ravel().astype(np.int64)
+    bounds = np.frombuffer(data, "<u4", 2 * count, offset).astype(np.int64)
     if len(bounds) and (bounds[-1] > tokens or (np.diff(bounds) <= 0).any()):
-        raise ValueError(
-            f"rollout: forced ranges have to ascend within {tokens} tokens, these are {bounds.tolist()[:8]}"
-        )
+        raise ValueError(f"rollout: ranges have to ascend within {tokens} tokens, these are {bounds.tolist()[:8]}")
+    return bounds.reshape(-1, 2)
+
+
+def _mask(ranges: Int64[np.ndarray, "count 2"], tokens: int) -> np.ndarray:
+    """[T] False in the ranges."""
     mask = np.ones(tokens, bool)
-    for start, end in bounds.reshape(-1, 2).tolist():
+    for start, end in ranges.tolist():
         mask[start:end] = False
     return mask

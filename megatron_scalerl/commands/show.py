@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_scalerl.processes.logs import printable
-from megatron_scalerl.rollouts.group_files import ListedGroup, listed_groups
+from megatron_scalerl.rollouts.group_files import ListedGroup, listed_groups, spans
 from megatron_scalerl.rollouts.history import read_history
 from megatron_scalerl.rollouts.run_text import decode, load_tokenizer
 
@@ -20,7 +20,10 @@ EPILOG = """examples:
   megatron-scalerl show runs/my_run --group 40 --index 3   the fourth completion of group 40
   megatron-scalerl show runs/my_run --interrupted          the newest with interrupted thinking
 
-In the text, ⟦forced⟧ tokens were not sampled and carry no loss; ‹v7› marks where policy version 7 takes over."""
+In the text, ⟦forced⟧ tokens were not sampled and carry no loss; ‹v7› marks where policy version 7 takes over. An
+episode's environment wrote what is in ⟪ ⟫."""
+_MARKS = {"": ("", "", ""), "forced": ("⟦", "⟧", "bold yellow"), "environment": ("\n⟪", "⟫\n", "green")}
+"""Origin of tokens -> what is before and after them, their style."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,6 +111,8 @@ def show(console: Console, group: dict[str, Any], index: int, tokenizer: Any) ->
         "thinking": describe_thinking(rollout),
         "versions": describe_versions(rollout["policy_versions"]),
     }
+    if rollout["turns"] > 1:
+        lines["turns"] = f"{rollout['turns']}, {rollout['environment_tokens']} tokens of the environment"
     for name, value in lines.items():
         console.print(Text.assemble((f"{name:<11}", "bold"), value))
     console.print(Text.assemble(("prompt     ", "bold"), (decode(tokenizer, prompt["token_ids"]), "dim")))
@@ -142,14 +147,14 @@ def marked_text(rollout: dict[str, Any], tokenizer: Any) -> Text:
     """The completion, decoded span by span, since one token may be a part of a character."""
     text = Text()
     version_before = None
-    labeled = zip(rollout["policy_versions"], rollout["loss_mask"], rollout["token_ids"])
-    for (version, sampled), span in groupby(labeled, key=lambda token: token[:2]):
+    part_before = 0
+    for first, end, part, version, origin in spans(rollout):
+        if part != part_before and len(rollout["parts"]) > 1:
+            text.append(f"\npart {part} of {len(rollout['parts'])}\n", style="bold")
         if version != version_before:
             text.append(f"‹v{version}›", style="cyan")
-            version_before = version
-        decoded = decode(tokenizer, [token_id for _, _, token_id in span])
-        if sampled:
-            text.append(decoded)
-        else:
-            text.append(f"⟦{decoded}⟧", style="bold yellow")
+        part_before = part
+        version_before = version
+        before, after, style = _MARKS[origin]
+        text.append(f"{before}{decode(tokenizer, rollout['token_ids'][first:end])}{after}", style=style)
     return text

@@ -178,7 +178,7 @@ class Measurement:
         async def complete(requests: Iterable[Request], finished: Finished) -> None:
             def counted(request: Request, completion: ScoredCompletion | CompletionLost) -> None:
                 if not isinstance(completion, CompletionLost):
-                    self._meter.count_measured(self._prompts.purpose, completion.completion.tokens, engine)
+                    self._meter.count_measured(self._prompts.purpose, completion.completion.generated_tokens, engine)
                 finished(request, completion)
 
             await complete_all(requests, counted, pinned=pinned, at_once=at_once, rounds=self._rounds)

@@ -151,7 +151,7 @@ class HeldOut:
             **version.axis,
             truncated_share=sum(c.truncated for c in completions) / len(completions),
             interrupted_share=sum(c.interrupted for c in completions) / len(completions),
-            mean_completion_tokens=sum(c.tokens for c in completions) / len(completions),
+            mean_completion_tokens=sum(c.generated_tokens for c in completions) / len(completions),
             entropy=_entropy(completions),
             lost_completions=len(requests) - len(completions),
             within_variance=within_variance(outcomes),

@@ -303,7 +303,8 @@ def batch_metrics(
     """Scalars of the batch that `policy_version` trains on; `stats` are the counts of the filters.
 
     `staleness_*` are optimizer steps since the oldest first token of each group. `train_pass_rate` is before every
-    filter; `train_within_variance` over `train_completions` is its binomial variance given the prompts.
+    filter; `train_within_variance` over `train_completions` is its binomial variance given the prompts. Batches with
+    episodes of several turns have `turns_mean` and `environment_tokens`, too.
     """
     completions = [c for g in groups for c in g.completions]
     scores = [s for g in groups for s in g.scores]
@@ -315,6 +316,9 @@ def batch_metrics(
     within = within_variance([[score.correct for score in group.scores] for group in groups])
     if within is not None:
         metrics["train_within_variance"] = within
+    if any(c.turns > 1 for c in completions):
+        metrics["turns_mean"] = sum(c.turns for c in completions) / count
+        metrics["environment_tokens"] = float(sum(c.environment_tokens for c in completions))
     return metrics | {
         "train_completions": float(count),
         **_pass_rates_by_task(groups),
@@ -323,7 +327,7 @@ def batch_metrics(
         "lost_completions": float(sum(g.lost_completions for g in groups)),
         **_lost_shares(groups),
         "verifier_failed_share": sum(s.reason in ("timeout", "memory", "crash", "error") for s in scores) / count,
-        "completion_tokens_mean": sum(c.tokens for c in completions) / count,
+        "completion_tokens_mean": sum(c.generated_tokens for c in completions) / count,
         "staleness_mean": sum(staleness) / len(staleness),
         "staleness_max": float(max(staleness)),
         "mixed_version_share": sum(c.first_version != c.last_version for c in completions) / count,
@@ -339,7 +343,7 @@ def _lost_shares(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """
     middle = len(groups) // 2
     by_pass_rate = sorted(groups, key=lambda group: group.pass_rate)
-    by_length = sorted(groups, key=lambda group: fmean(c.tokens for c in group.completions))
+    by_length = sorted(groups, key=lambda group: fmean(c.generated_tokens for c in group.completions))
     parts = {
         "lost_share": groups,
         "lost_share_hard": by_pass_rate[:middle],

@@ -36,28 +36,28 @@ class TokenScores:
         """
         if not self._every or step % self._every:
             return
-        chosen = [(group, index) for group in _with_contrast(groups) for index in _ends(group)]
+        chosen = [(group, position) for group in _with_contrast(groups) for position in _ends(group)]
         if not chosen:
             return
-        tokens = await asyncio.to_thread(lambda: [self._tokens(group, index) for group, index in chosen])
+        tokens = await asyncio.to_thread(lambda: [self._tokens(group, position) for group, position in chosen])
         prompts = [list(group.prompt.token_ids) for group, _ in chosen]
         scored = await self._fleet.trainer.token_scores([prompt + ids for prompt, ids in zip(prompts, tokens)])
         rows = [
             CompletionScores(
                 group_id=group.group_id,
-                position=group.positions[index],
+                position=position,
                 policy_version=step - 1,
                 logprobs=_rounded(logprobs[len(prompt) - 1 :]),
                 entropies=_rounded(entropies[len(prompt) - 1 :]),
             )
-            for (group, index), prompt, logprobs, entropies in zip(chosen, prompts, *scored)
+            for (group, position), prompt, logprobs, entropies in zip(chosen, prompts, *scored)
         ]
         await asyncio.to_thread(write_scores, self._run_dir, step, rows)
 
-    def _tokens(self, group: RolloutGroup, index: int) -> list[int]:
+    def _tokens(self, group: RolloutGroup, position: int) -> list[int]:
         assert isinstance(group.stored, BlockRef)
         path = segment_path(self._run_dir / "rollouts", group.stored.segment)
-        [data] = read_completions(path, group.stored, [group.positions[index]])
+        [data] = read_completions(path, group.stored, [position])
         return [int(token) for token in rollout_bytes.read(data).token_ids]
 
 
@@ -67,10 +67,11 @@ def _with_contrast(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
     return sorted(chosen, key=lambda group: group.group_id)[:_GROUPS]
 
 
-def _ends(group: RolloutGroup) -> tuple[int, int]:
-    """Indices of the completion with the highest and with the lowest reward."""
+def _ends(group: RolloutGroup) -> list[int]:
+    """Positions of the samples of the completion with the highest and of that with the lowest reward."""
     rewards = [score.reward for score in group.scores]
-    return rewards.index(max(rewards)), rewards.index(min(rewards))
+    ends = [rewards.index(max(rewards)), rewards.index(min(rewards))]
+    return [group.positions[end] + part for end in ends for part in range(len(group.completions[end].samples))]
 
 
 def _rounded(values: Sequence[float]) -> list[float]:

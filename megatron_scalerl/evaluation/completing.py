@@ -160,7 +160,7 @@ def row_of(request: Request, result: ScoredCompletion | CompletionLost, tokenize
     return row(
         correct=result.score.correct,
         reason=result.score.reason,
-        tokens=completion.tokens,
+        tokens=completion.generated_tokens,
         sampled_tokens=completion.sampled_tokens,
         interrupted=completion.interrupted,
         truncated=completion.truncated,

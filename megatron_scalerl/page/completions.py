@@ -7,13 +7,14 @@ telemetry.token_scores_every. The advantage is computed again from the scores of
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import groupby
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.batching.advantages import samples_of
 from megatron_scalerl.page.groups import GroupIndex
 from megatron_scalerl.processes.logs import printable
+from megatron_scalerl.rollouts.group_files import spans
 from megatron_scalerl.rollouts.history import BatchRecord
 from megatron_scalerl.rollouts.run_text import RunTokenizer, decode, load_tokenizer, raw_text
 from megatron_scalerl.rollouts.token_scores import CompletionScores, read_scores
@@ -22,7 +23,7 @@ LONGEST_CHARACTER = 4
 """Tokens that one character may take: bytes of UTF-8."""
 CACHED_BATCHES = 16
 Advantages = Mapping[tuple[int, int], float]
-"""(group id, position in the store) -> advantage, of completions that were trained."""
+"""(group id, position in the store) -> advantage, of samples that were trained."""
 
 
 class Reader:
@@ -58,15 +59,16 @@ class Reader:
             batch = {"step": record.step, "batch": record.batch, "policy_version": record.policy_version}
         completions = []
         for i, (rollout, score) in enumerate(zip(fields["rollouts"], fields["scores"])):
+            sample = (group_id, min(rollout["parts"]))
             facts = _facts(i, rollout, score) | {
                 "advantage": None,
                 "untrained": "",
-                "scored": (group_id, i) in scored,
+                "scored": sample in scored,
             }
             if isinstance(advantages, str):
                 facts["untrained"] = advantages
-            elif (group_id, i) in advantages:
-                facts["advantage"] = round(advantages[group_id, i], 4)
+            elif sample in advantages:
+                facts["advantage"] = round(advantages[sample], 4)
             else:
                 facts["untrained"] = "a filter left it out of its batch"
             if texts:
@@ -86,8 +88,9 @@ class Reader:
         }
 
     def completion(self, group_id: int, position: int) -> dict[str, Any]:
-        """A completion [T]: `pieces` of text and `logprobs` per token, `spans` of (first token, version, forced).
+        """A completion [T]: `pieces` of text and `logprobs` per token, `spans` of (first token, version, origin).
 
+        The origin is as in `group_files.spans`; `parts` are the first tokens of an episode's parts.
         `mismatch` (trainer minus engine, nats) and `entropies` are None where the trainer did not score the
         completion. Raises ValueError as `group`, and for a position that the group does not have.
         """
@@ -99,18 +102,18 @@ class Reader:
             )
         rollout = rollouts[position]
         ids = rollout["token_ids"]
-        versions = rollout["policy_versions"]
-        sampled = rollout["loss_mask"]
-        spans = []
+        labels = []
         pieces = []
         # span by span, so that the text of a forced phrase does not join that of sampled tokens
-        for (version, is_sampled), tokens in groupby(range(len(ids)), key=lambda t: (versions[t], sampled[t])):
-            span = list(tokens)
-            spans.append((span[0], version, not is_sampled))
-            pieces += token_texts(self._tokenizer, [ids[token] for token in span])
+        for first, end, _, version, origin in spans(rollout):
+            labels.append((first, version, origin))
+            pieces += token_texts(self._tokenizer, ids[first:end])
         logprobs = rollout["rollout_logprobs"]
-        scored = self._scores(record).get((group_id, position))
-        if scored is not None and not len(scored.logprobs) == len(scored.entropies) == len(logprobs):
+        scores = self._scores(record)
+        rows = [scores[group_id, sample] for sample in rollout["parts"] if (group_id, sample) in scores]
+        trainers = list(chain.from_iterable(row.logprobs for row in rows))
+        entropies = list(chain.from_iterable(row.entropies for row in rows))
+        if rows and not len(trainers) == len(entropies) == len(logprobs):
             raise ValueError(
                 f"group {group_id}: completion {position} has {len(logprobs)} tokens, and scores of others"
             )
@@ -118,9 +121,10 @@ class Reader:
             "pieces": pieces,
             "ids": list(ids),
             "logprobs": [round(value, 4) for value in logprobs],
-            "mismatch": scored and [round(ours - engines, 4) for ours, engines in zip(scored.logprobs, logprobs)],
-            "entropies": scored and scored.entropies,
-            "spans": spans,
+            "mismatch": [round(ours - engines, 4) for ours, engines in zip(trainers, logprobs)] or None,
+            "entropies": entropies or None,
+            "spans": labels,
+            "parts": list(rollout["parts"].values()),
         }
 
     def _scores(self, record: BatchRecord | None) -> dict[tuple[int, int], CompletionScores]:
@@ -180,6 +184,8 @@ def _facts(index: int, rollout: Mapping[str, Any], score: Mapping[str, Any]) -> 
         "correct": score["correct"],
         "reason": printable(score["reason"]),
         "tokens": len(rollout["token_ids"]),
+        "turns": rollout["turns"],
+        "environment_tokens": rollout["environment_tokens"],
         "sampled": len(sampled),
         "versions": [versions[0], versions[-1]],
         "interrupted": rollout["interrupted"],

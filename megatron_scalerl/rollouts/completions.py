@@ -9,7 +9,7 @@ from megatron_scalerl.rollouts.store import read_completions, segment_path
 from megatron_scalerl.types import BlockRef
 
 Source = tuple[BlockRef | None, int]
-"""(block of a group, position of a completion in it)."""
+"""(block of a group, position of a sample in it)."""
 
 
 def completions_of(run_dir: Path, sources: Sequence[Source]) -> ReadCompletions:

@@ -1,14 +1,15 @@
 """Lists the finished groups in RUN/rollouts for people; a group is read when it is asked for."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.batching.rollout_bytes import rollout_of
+from megatron_scalerl.batching.rollout_bytes import joined, rollout_of
 from megatron_scalerl.record import record
-from megatron_scalerl.rollouts.store import read_arrays, scan, segment_path, segments, stored_header
+from megatron_scalerl.rollouts.store import positions_of, read_arrays, scan, segment_path, segments, stored_header
 from megatron_scalerl.types import BlockRef
 
 
@@ -21,7 +22,7 @@ class ListedGroup:
     """True if the thinking of one of its completions was interrupted."""
     read: Callable[[], dict[str, Any]]
     """The group as `types.RolloutGroup` has it: group_id, epoch, prompt, scores, and rollouts with token ids,
-    versions and loss mask. Raises ValueError for a damaged file."""
+    versions and loss mask, an episode's parts one after another. Raises ValueError for a damaged file."""
 
 
 def listed_groups(run_dir: str | Path) -> Iterator[ListedGroup]:
@@ -46,13 +47,35 @@ def listed_groups(run_dir: str | Path) -> Iterator[ListedGroup]:
 
 def stored_group(path: Path, stored: BlockRef) -> dict[str, Any]:
     """The group at this place of a segment, as `ListedGroup.read` gives it. Raises as `store.read_block`."""
-    group, completions = read_arrays(path, stored)
+    group, samples = read_arrays(path, stored)
     header = group.header
-    rollouts = map(rollout_of, completions)
+    rollouts = []
+    for position, completion in zip(positions_of(header.completions), header.completions):
+        positions = range(position, position + len(completion.samples))
+        parts = [samples[i] for i in positions]
+        starts = accumulate((len(part.token_ids) for part in parts), initial=0)
+        facts = {"turns": completion.turns, "environment_tokens": completion.environment_tokens}
+        # position of each part in the block -> its first token
+        rollouts.append(asdict(rollout_of(joined(parts))) | facts | {"parts": dict(zip(positions, starts))})
     return {
         "group_id": group.group_id,
         "epoch": header.epoch,
         "prompt": asdict(header.prompt),
-        "rollouts": [asdict(rollout) for rollout in rollouts],
+        "rollouts": rollouts,
         "scores": [asdict(score) for score in header.scores],
     }
+
+
+def spans(rollout: Mapping[str, Any]) -> Iterator[tuple[int, int, int, int, str]]:
+    """(first token, end, part from 1, policy version, origin) of tokens in a row, of a rollout of `stored_group`.
+
+    The origin is empty for sampled tokens, "forced" or "environment".
+    """
+    origins = ["" if sampled else "forced" for sampled in rollout["loss_mask"]]
+    for start, end in rollout["environment"]:
+        origins[start:end] = ["environment"] * (end - start)
+    parts = accumulate(int(token in rollout["parts"].values()) for token in range(len(origins)))
+    labels = list(zip(parts, rollout["policy_versions"], origins))
+    for label, tokens in groupby(range(len(labels)), key=labels.__getitem__):
+        numbers = list(tokens)
+        yield numbers[0], numbers[-1] + 1, *label

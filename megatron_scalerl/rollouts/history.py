@@ -15,7 +15,7 @@ from msgspec import Meta
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.recipe.file import RecipeError
 from megatron_scalerl.record import record
-from megatron_scalerl.rollouts.store import check_stored, read_header, segment_path
+from megatron_scalerl.rollouts.store import check_stored, positions_of, read_header, segment_path
 from megatron_scalerl.types import BlockRef, RolloutGroup
 
 Count = Annotated[int, Meta(ge=0)]
@@ -198,7 +198,7 @@ def _read_group(folder: Path, event: Finish) -> RolloutGroup:
         group_id=group_id,
         prompt=header.prompt,
         completions=header.completions,
-        positions=tuple(range(len(header.completions))),
+        positions=positions_of(header.completions),
         scores=header.scores,
         first_token_version=header.first_token_version,
         epoch=header.epoch,

@@ -98,8 +98,8 @@ class Journal:
     async def finish(self, group: RolloutGroup, completions: Sequence[bytes]) -> RolloutGroup:
         """Record a finished, scored group, once its block is on the disk; returns it with its place there.
 
-        completions: [G] of the group, each as `rollout_bytes.write` writes it. The caller runs on without another
-        wait once the event is written. Raises OSError naming the file.
+        completions: of the group, each as `rollout_bytes.write` writes it; of an episode that forked its parts. The
+        caller runs on without another wait once the event is written. Raises OSError naming the file.
         """
         header = GroupHeader(
             prompt=group.prompt,

@@ -14,10 +14,10 @@ can read these files.
 A segment has a checksummed block for each finished group. Little-endian, without padding:
 
     segment       magic MSRLSEGM, format 1 u32, CRC-32 of these 12 bytes u32; then blocks, one after another
-    block         magic GRUP, checksum u32, bytes of the block u64, group id i64, bytes of the header u32, C u32
-                  table [C] (bytes of the completion u64, its CRC-32 u32)
+    block         magic GRUP, checksum u32, bytes of the block u64, group id i64, bytes of the header u32, N u32
+                  table [N] (bytes of the completion u64, its CRC-32 u32)
                   header (JSON, `GroupHeader`)
-                  completions [C], each as `batching.rollout_bytes` writes it
+                  completions [N], each as `batching.rollout_bytes` writes it; of an episode that forked its parts
 
 The block's checksum is the CRC-32 of all that follows it up to the first completion. So the header of a block, and
 each of its completions, can be read and verified alone.
@@ -83,11 +83,11 @@ class BlockHead:
     header: bytes
     """JSON of a `GroupHeader`."""
     offsets: tuple[int, ...]
-    """[C] offset of each completion in the block."""
+    """[N] offset of each completion in the block."""
     sizes: tuple[int, ...]
-    """[C] bytes of each completion."""
+    """[N] bytes of each completion."""
     checksums: tuple[int, ...]
-    """[C] CRC-32 of each completion."""
+    """[N] CRC-32 of each completion."""
 
 
 def segment_header() -> bytes:
@@ -164,7 +164,12 @@ class StoredGroup:
     group_id: int
     header: GroupHeader
     completions: tuple[memoryview, ...]
-    """[C] each as `batching.rollout_bytes` writes it."""
+    """[N] each as `batching.rollout_bytes` writes it."""
+
+
+def positions_of(completions: Iterable[Completion]) -> tuple[int, ...]:
+    """[C] number of each completion's first sample in its block."""
+    return (0, *accumulate(len(completion.samples) for completion in completions))[:-1]
 
 
 def segment_path(folder: Path, segment: int) -> Path:
@@ -342,7 +347,7 @@ def read_block(path: Path, stored: BlockRef) -> StoredGroup:
 
 
 def read_arrays(path: Path, stored: BlockRef) -> tuple[StoredGroup, list[RolloutArrays]]:
-    """The block at this place and its completions [C]. Raises as `read_block`."""
+    """The block at this place and its completions [N]. Raises as `read_block`."""
     group = read_block(path, stored)
     with _placing(path, stored.offset):
         return group, [rollout_bytes.read(completion) for completion in group.completions]
@@ -433,10 +438,11 @@ def stored_header(head: BlockHead) -> GroupHeader:
         header = msgspec.json.decode(head.header, type=GroupHeader)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"the group's header cannot be read: {error}") from None
-    if not len(header.scores) == len(header.completions) == len(head.sizes):
+    samples = sum(len(completion.samples) for completion in header.completions)
+    if len(header.scores) != len(header.completions) or samples != len(head.sizes):
         raise ValueError(
-            f"the group has {len(head.sizes)} completions, and its header {len(header.scores)} scores and the facts "
-            f"of {len(header.completions)}"
+            f"the group has {len(head.sizes)} samples, and its header {len(header.scores)} scores and the facts of "
+            f"{len(header.completions)} completions with {samples}"
         )
     return header
 

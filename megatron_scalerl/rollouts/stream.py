@@ -64,6 +64,7 @@ from megatron_scalerl.rollouts.gate import gate_of
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.plans import TRAINING_PRIORITY, Draw
 from megatron_scalerl.rollouts.sampler import Sampler, ScoredCompletion
+from megatron_scalerl.rollouts.store import positions_of
 from megatron_scalerl.types import CompletionLost, Prompt, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -422,7 +423,7 @@ class RolloutStream:
             group_id=admission.group_id,
             prompt=prompt,
             completions=tuple(scored.completion for scored in kept),
-            positions=tuple(range(len(kept))),
+            positions=positions_of(scored.completion for scored in kept),
             scores=tuple(scored.score for scored in kept),
             first_token_version=min(scored.completion.first_version for scored in kept),
             epoch=admission.epoch,
@@ -502,7 +503,7 @@ class RolloutStream:
                     f"{engine.name}: a token of its completion has policy version {completion.first_version}, and it "
                     f"served version {served} when the request was sent"
                 )
-            self._count_tokens(completion.tokens)
+            self._count_tokens(completion.generated_tokens)
             self._loads.observe(completion.tokens)
         except CompletionLost as lost:
             logger.warning("%s is left out: %s", where, lost)

@@ -21,7 +21,7 @@ class CompletionScores:
 
     group_id: int
     position: int
-    """Position of the completion in the block of its group."""
+    """Position of the completion, or of one of its parts, in the block of its group."""
     policy_version: int
     """Version of the weights that scored it."""
     logprobs: list[float]

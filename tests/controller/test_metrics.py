@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from rollout_groups import group
+from rollout_groups import group, group_of, rollout
+from stored_episodes import EPISODE, FORKED
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
@@ -259,6 +260,26 @@ def test_lost_completions_are_compared_by_pass_rate_and_by_length():
     found = batch_metrics([hard, easy], {}, 0)
     shares = {name.removeprefix("lost_share"): value for name, value in found.items() if "lost_share" in name}
     assert shares == {"": 3 / 8, "_hard": 0.5, "_easy": 0.25, "_short": 0.25, "_long": 0.5}
+
+
+def test_a_batch_with_episodes_has_their_turns_and_counts_what_the_policy_wrote():
+    single = rollout(tokens=(9, 2))
+    plain = group([1, -1])
+    made = group_of((EPISODE, FORKED, single), (*plain.scores, plain.scores[1]), prompt=plain.prompt)
+    found = batch_metrics([made, plain], {}, 4)
+    assert (found["turns_mean"], found["environment_tokens"]) == ((3 + 3 + 1 + 1 + 1) / 5, 3.0 + 8.0)
+    assert found["completion_tokens_mean"] == (8 + 8 + 2 + 3 + 3) / 5
+    assert (found["train_completions"], found["staleness_max"]) == (5.0, 4.0)
+    assert not {"turns_mean", "environment_tokens"} & batch_metrics([plain], {}, 0).keys()
+
+
+def test_the_length_of_a_group_is_what_the_policy_wrote():
+    """An episode whose environment wrote 8 of 11 tokens is shorter than a completion of 4."""
+    made = rollout(tokens=range(11), mask=[i > 7 for i in range(11)], environment=((0, 8),))
+    plain = replace(group([1, -1], lengths=[4, 4], group_id=1), lost_completions=2)
+    other = group_of((made, made), plain.scores, prompt=plain.prompt)
+    found = batch_metrics([plain, other], {}, 0)
+    assert (found["lost_share_short"], found["lost_share_long"]) == (0.0, 0.5)
 
 
 def test_a_sink_that_fails_ends_neither_the_run_nor_the_other_sinks(tmp_path, caplog):

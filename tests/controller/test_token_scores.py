@@ -6,11 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 from fakes.trainer import StandInTrainer
+from journals import write_journal
 from recipe_files import small_recipe
 from rollout_groups import group_of, rollout
+from stored_episodes import FORKED
 
 from megatron_scalerl.batching.rollout_bytes import arrays_of, write
 from megatron_scalerl.controller.token_scores import TokenScores
+from megatron_scalerl.rollouts.history import read_groups, read_history
 from megatron_scalerl.rollouts.store import GroupHeader, StoreWriter, block_bytes
 from megatron_scalerl.rollouts.token_scores import read_scores
 from megatron_scalerl.types import Prompt, Score
@@ -69,6 +72,26 @@ def test_best_and_worst_of_groups_that_tell_something_are_scored(scorer, tmp_pat
     assert {row.policy_version for row in found.values()} == {1}
     asyncio.run(scores.record(2, groups[1:]))  # trained again
     assert list(read_scores(tmp_path, 2)) == [(0, 0), (0, 2)]
+
+
+def test_every_part_of_a_forked_episode_is_scored(scorer, tmp_path):
+    scores, trainer = scorer
+    journal_group = group_of(
+        (rollout(tokens=(9,)), FORKED, rollout(tokens=(7, 2))),
+        [Score(correct=r > 0, reward=r) for r in (0.0, 1.0, -1.0)],
+        prompt=Prompt(prompt_id="p", text="", answer="", token_ids=(7, 8)),
+    )
+    write_journal(tmp_path, groups=[(journal_group, (rollout(tokens=(9,)), FORKED, rollout(tokens=(7, 2))))])
+    [group] = read_groups(tmp_path, read_history(tmp_path), [0]).values()
+    asyncio.run(scores.record(2, [group]))
+    assert trainer.asked == [[[7, 8, *part.token_ids] for part in (*FORKED, rollout(tokens=(7, 2)))]]
+    found = read_scores(tmp_path, 2)
+    assert [(key, len(row.logprobs)) for key, row in found.items()] == [
+        ((0, 1), 3),
+        ((0, 2), 5),
+        ((0, 3), 8),
+        ((0, 4), 2),
+    ]
 
 
 def test_nothing_is_asked_for_where_all_rewards_are_equal(scorer, tmp_path):

@@ -18,17 +18,18 @@ from megatron_scalerl.types import CompletionLost, Prompt
 PROMPTS = [Prompt(prompt_id=f"id{i}", text=f"text{i}", answer="1", token_ids=(1,)) for i in range(4)]
 
 
-def sampler_of():
-    """Completion 1 of prompt 2 is lost, others are correct by their draw."""
+def sampler_of(**options):
+    """Completion 1 of prompt 2 is lost, others are correct by their draw and have one token."""
 
     async def wait(engine, draw, priority):
         if draw[1:] == (2, 1):
             raise CompletionLost("no log-probabilities", reason="no_logprobs")
 
-    return StandInSampler(wait, correct=lambda draw: random.Random(str(draw)).random() < 0.5, tokens=lambda _: (5,))
+    options = {"tokens": lambda _: (5,)} | options
+    return StandInSampler(wait, correct=lambda draw: random.Random(str(draw)).random() < 0.5, **options)
 
 
-def validate(*steps, **validation):
+def validate(*steps, sampled=None, **validation):
     """[(pass rate, outcomes, draws)] of the validations of `steps`."""
 
     async def run():
@@ -36,7 +37,7 @@ def validate(*steps, **validation):
         recipe = Recipe(name="r", steps=9, policy={"path": "p"}, prompts={"path": "q"}, validation=settings)
         found = []
         for step in steps:
-            engines, sampler = Membership.of([StandInEngine(version=step)], version=step), sampler_of()
+            engines, sampler = Membership.of([StandInEngine(version=step)], version=step), sampler_of(**sampled or {})
             held_out = HeldOut(recipe, PROMPTS, sampler, metrics=None, progress=None)
             axis = {"compute": 0.0, "compute_total": 0.0, "unit": "device_hours"}
             complete = partial(complete_all, pinned=EnginesAtVersion(members=engines, version=step), at_once=16)
@@ -67,6 +68,14 @@ def test_a_lost_completion_counts_nowhere():
     assert means(outcomes)[2] == sum(kept) / 2
     assert result.pass_rate == pytest.approx(sum(means(outcomes)) / 4)
     assert result.within_variance == within_variance(outcomes)
+
+
+def test_the_length_is_what_the_policy_wrote():
+    mask = (True, False, False, True, True)
+    episodes = {"tokens": lambda _: (5, 6, 7, 8, 9), "mask": mask, "environment": ((1, 3),)}
+    [(result, _, _)] = validate(0, sampled=episodes)
+    assert (result.mean_completion_tokens, result.entropy) == (3.0, 1.0)
+    assert validate(0)[0][0].mean_completion_tokens == 1.0
 
 
 def test_outcomes_are_written_prompt_after_prompt():

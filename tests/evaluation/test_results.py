@@ -156,6 +156,13 @@ def test_every_completion_is_recorded_with_its_version():
     assert {r.versions for r in rows} == {(3, 3)} and rows[0].text == "5 6" and rows[0].cut == 7
 
 
+def test_the_tokens_of_a_row_are_those_of_the_policy():
+    mask = (True, False, False, True)
+    sampler = StandInSampler(tokens=lambda draw: (5, 6, 7, 8), mask=mask, environment=((1, 2),))
+    [row], _ = completed(sampler, [StandInEngine(version=3)], count=1)
+    assert (row.tokens, row.sampled_tokens, row.text) == (3, 2, "5 6 7 8")
+
+
 def test_an_engine_with_another_version_is_evicted_and_its_completion_is_generated_elsewhere():
     wrong = StandInEngine(version=4)
     rows, members = completed(sampler_of(), [wrong, StandInEngine("engine-1", 3)])

@@ -27,7 +27,7 @@ class StandInSampler:
     """Completions whose tokens, score and duration a test says; they have the engine's versions of begin and end.
 
     wait(engine, draw, priority): until a completion has ended, or raises what it fails with. correct, tokens,
-    logprobs: of a draw.
+    logprobs: of a draw. mask, environment: of every completion.
     """
 
     def __init__(
@@ -39,9 +39,10 @@ class StandInSampler:
         logprobs=lambda draw, size: (-1.0,) * size,
         mask=None,
         reason="",
+        environment=(),
     ):
         self._wait, self._correct, self._tokens, self._logprobs, self._mask = wait, correct, tokens, logprobs, mask
-        self._reason = reason
+        self._reason, self._environment = reason, environment
         self.asked = []
         """(engine, draw) of every completion."""
         self.limits = set()
@@ -73,6 +74,7 @@ class StandInSampler:
             truncated=False,
             thinking_cut=draw.group,
             seed=draw.index,
+            environment=self._environment,
         )
         score = Score(correct=correct, reward=1.0 if correct else -1.0, reason=self._reason)
         return scored(rollout, score, prompt)

@@ -98,6 +98,30 @@ def made_group(number, ids=((0, 2, 3, 4), (1, 3, 4)), *, prompt_ids=(0, 3)):
     return group_of((first, second), scores, prompt=prompt, group_id=number), (first, second)
 
 
+def _written(history, *, tokens, **changes):
+    """A part that begins with a history of so many tokens."""
+    sampled = len(tokens) - history
+    mask = [False] * history + [True] * sampled
+    return rollout(tokens=tokens, mask=mask, logprobs=[0.0] * history + [-0.5] * sampled, **changes)
+
+
+def episode_group(number):
+    """A group with an episode that forked into three parts, one of two turns that did not fork, and a single turn."""
+    forked = (
+        rollout(tokens=(0, 3)),
+        _written(2, tokens=(7, 8, 1, 4), environment=((0, 2),)),
+        _written(4, tokens=(5, 6, 7, 8, 2, 4), environment=((0, 4),), versions=(1,) * 6),
+    )
+    end = 2 + len(HOSTILE_IDS)
+    mask = (True, False, *[False] * len(HOSTILE_IDS), True, True)
+    versions = (0,) * end + (1, 1)
+    whole = rollout(tokens=(0, 1, *HOSTILE_IDS, 2, 4), mask=mask, versions=versions, environment=((2, end),))
+    made = (forked, whole, rollout(tokens=(1, 4)))
+    scores = tuple(Score(correct=right, reward=1.0 if right else -1.0) for right in (True, False, False))
+    prompt = Prompt(prompt_id=f"p{number}", text="", answer="4", token_ids=(0, 3))
+    return group_of(made, scores, prompt=prompt, group_id=number), made
+
+
 def write_page_run(folder, *, validations=20, long_tokens=3):
     """The run: three steps with two groups each; group 1 is hostile, group 2 has a line of 1 MB.
 

@@ -2,13 +2,14 @@
 
 import pytest
 from journals import write_journal
-from page_runs import HOSTILE, made_group, write_page_run
+from page_runs import HOSTILE, episode_group, made_group, write_page_run
 
 from megatron_scalerl.page.completions import Reader, token_texts
 from megatron_scalerl.page.groups import GroupIndex
 from megatron_scalerl.page.run_data import RunData
 from megatron_scalerl.rollouts.history import BatchRecord, read_history
 from megatron_scalerl.rollouts.retention import remove
+from megatron_scalerl.rollouts.token_scores import CompletionScores, write_scores
 
 
 def opened(run):
@@ -83,7 +84,7 @@ def test_a_completion_token_by_token(run):
     _, reader = opened(run)
     found = reader.completion(0, 1)
     assert found["pieces"] == ["b", "=", "4"] and found["logprobs"] == [-2.0, 0.0, 0.0]
-    assert found["spans"] == [(0, 0, False), (1, 1, True)] and found["ids"] == [1, 3, 4]
+    assert found["spans"] == [(0, 0, ""), (1, 1, "forced")] and found["ids"] == [1, 3, 4]
 
 
 def test_control_and_bidi_characters_are_made_visible(run):
@@ -97,6 +98,74 @@ def test_control_and_bidi_characters_are_made_visible(run):
 def test_a_line_of_a_megabyte_is_read(run):
     _, reader = opened(run)
     assert len(reader.completion(2, 0)["pieces"][1]) == 1_000_000
+
+
+@pytest.fixture(scope="module")
+def episodes(tmp_path_factory):
+    """The run with a fourth step, whose group 6 has an episode that forked, one that did not, and a single turn."""
+    run = write_page_run(tmp_path_factory.mktemp("episodes") / "run")
+    batch = BatchRecord(batch=3, step=4, policy_version=3, group_ids=(6,))
+    write_journal(run, groups=[episode_group(6)], batches=[batch])
+    sizes = {0: 2, 1: 4, 2: 6}
+    rows = [
+        CompletionScores(
+            group_id=6, position=n, policy_version=3, logprobs=[-1.0 - n] * size, entropies=[0.5 + n] * size
+        )
+        for n, size in sizes.items()
+    ]
+    write_scores(run, 4, rows)
+    return run
+
+
+def test_what_an_environment_wrote_is_marked_and_made_visible(episodes):
+    _, reader = opened(episodes)
+    found = reader.completion(6, 1)
+    assert found["spans"] == [(0, 0, ""), (1, 0, "forced"), (2, 0, "environment"), (8, 1, "")]
+    assert found["pieces"][2:8] == [reader.completion(1, 0)["pieces"][n] for n in range(6)]
+    assert found["pieces"][4] == "\\x1b]0;title\\x07\\x1b[2J" and found["parts"] == [0]
+    assert (found["mismatch"], found["entropies"]) == (None, None)
+
+
+def test_a_forked_episode_is_read_part_after_part(episodes):
+    _, reader = opened(episodes)
+    found = reader.completion(6, 0)
+    assert found["parts"] == [0, 2, 6] and found["ids"] == [0, 3, 7, 8, 1, 4, 5, 6, 7, 8, 2, 4]
+    assert found["spans"] == [
+        (0, 0, ""),
+        (2, 0, "environment"),
+        (4, 0, ""),
+        (6, 1, "environment"),
+        (10, 1, ""),
+    ]
+    assert found["mismatch"][:3] == [-0.5, -0.5, -2.0] and found["mismatch"][10] == -2.5
+    assert found["entropies"] == [0.5] * 2 + [1.5] * 4 + [2.5] * 6
+    with pytest.raises(ValueError, match="group 6 has no completion 3; its last one is 2"):
+        reader.completion(6, 3)
+
+
+def test_a_group_counts_the_turns_of_its_episodes(episodes):
+    _, reader = opened(episodes)
+    forked, whole, single = reader.group(6)["completions"]
+    columns = ("tokens", "sampled", "turns", "environment_tokens")
+    assert [forked[name] for name in columns] == [12, 6, 3, 6]
+    assert [whole[name] for name in columns] == [10, 3, 2, 6]
+    assert [single[name] for name in columns] == [2, 2, 1, 0]
+    assert [each["scored"] for each in (forked, whole, single)] == [True, False, False]
+    assert [each["advantage"] for each in (forked, whole, single)] == [1.4142, -0.7071, -0.7071]
+    assert reader.group(6)["pass_rate"] == pytest.approx(1 / 3)
+
+
+def test_scores_of_a_part_that_is_missing_are_named(episodes, tmp_path):
+    run = write_page_run(tmp_path / "run")
+    write_journal(
+        run, groups=[episode_group(6)], batches=[BatchRecord(batch=3, step=4, policy_version=3, group_ids=(6,))]
+    )
+    write_scores(
+        run, 4, [CompletionScores(group_id=6, position=1, policy_version=3, logprobs=[-1.0] * 4, entropies=[0.5] * 4)]
+    )
+    _, reader = opened(run)
+    with pytest.raises(ValueError, match="group 6: completion 0 has 12 tokens, and scores of others"):
+        reader.completion(6, 0)
 
 
 @pytest.mark.parametrize(

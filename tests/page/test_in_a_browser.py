@@ -4,11 +4,13 @@ import json
 
 import pytest
 from browser import CHROMIUM, opened
+from journals import write_journal
 from json_lines import append
-from page_runs import HOSTILE, evaluation_record, step_record, write_page_run
+from page_runs import HOSTILE, episode_group, evaluation_record, step_record, write_page_run
 
 from megatron_scalerl.page.server import PageServer, RunPage
 from megatron_scalerl.page.static_page import write_page
+from megatron_scalerl.rollouts.history import BatchRecord
 
 pytestmark = [
     pytest.mark.slow,
@@ -142,6 +144,53 @@ async def test_the_served_page_follows_a_run(run, tmp_path):
             [each for each in tab.requests if not each.startswith((origin, "data:"))],
         )
     assert (complaints, elsewhere) == ([], [])
+
+
+@pytest.fixture
+def episodes(run):
+    """The run with a fourth step, whose group 6 has an episode that forked, one that did not, and a single turn."""
+    batch = BatchRecord(batch=3, step=4, policy_version=3, group_ids=(6,))
+    write_journal(run, groups=[episode_group(6)], batches=[batch])
+    return run
+
+
+async def test_an_episode_is_read_turn_by_turn(episodes, tmp_path):
+    write_page(episodes, tmp_path / "page.html")
+    async with opened(tmp_path / "profile") as tab:
+        await tab.open((tmp_path / "page.html").as_uri())
+        await tab.until("document.getElementById('step')?.value === '4' && document.getElementById('text') !== null")
+        shown = f"{TEXT}.textContent"
+        await tab.until(f"{shown}.includes('part 3 of 3')")
+        said = await tab.evaluate(shown)
+        written = "\\x1b]0;title\\x07\\x1b[2J\\u202eright to left\\u2066"
+        message = f"⟪{HOSTILE[0]}{HOSTILE[1]}{written}⟫"
+        assert said == f"part 1 of 3‹v0›a=part 2 of 3\n⟪{written}⟫\nb4part 3 of 3‹v1›\n{message}\n therefore4"
+        classes = f"[...{TEXT}.querySelectorAll('[data-token]')].map((each) => each.className)"
+        assert await tab.evaluate(classes) == [
+            *["warm2"] * 2,
+            *["environment"] * 2,
+            *["warm2"] * 2,
+            *["environment"] * 4,
+            *["warm2"] * 2,
+        ]
+        facts, key = (f"document.getElementById('{name}').textContent" for name in ("facts", "key"))
+        counts = "6 sampled of 12 tokens, 3 turns, 6 tokens of the environment, versions 0 to 1"
+        assert counts in await tab.evaluate(facts)
+        assert "⟪environment⟫ written by the environment, no loss" in await tab.evaluate(key)
+        assert "12 tokens · 3 turns · " in await tab.evaluate("document.querySelector('#list').textContent")
+        await tab.evaluate("document.querySelector('#list [data-index=\"1\"]').click()")
+        await tab.until(f"{shown}.includes('⟦b⟧')")
+        assert (await tab.evaluate(shown)).startswith(f"‹v0›a⟦b⟧\n⟪{HOSTILE[0]}{HOSTILE[1]}")
+        assert HOSTILE[5] in await tab.evaluate(shown) and "part" not in await tab.evaluate(shown)
+        await tab.evaluate(f"{TEXT}.querySelector('.environment').click()")
+        detail = "document.getElementById('detail').textContent"
+        token = await tab.evaluate(detail)
+        assert token.startswith("token 2: ") and ", id 5, environment, version 0" in token
+        await tab.evaluate("document.querySelector('#list [data-index=\"2\"]').click()")
+        await tab.until(f"{shown} === '‹v0›b4'")
+        assert "environment" not in await tab.evaluate(key) + await tab.evaluate(facts)
+        assert await tab.evaluate("[typeof window.broken, document.images.length].join()") == "undefined,0"
+        assert tab.complaints == []
 
 
 async def test_a_finished_run_says_what_it_reached_and_no_verdict(run, tmp_path):

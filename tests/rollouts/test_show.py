@@ -4,6 +4,7 @@ import pytest
 from command_line import command
 from journals import write_journal
 from rollout_groups import group_of, rollout
+from stored_episodes import EPISODE, FORKED
 
 from megatron_scalerl.commands import show as tool
 from megatron_scalerl.rollouts.history import BatchRecord
@@ -71,8 +72,71 @@ def test_text_that_looks_like_markup_is_printed_as_it_is():
         def decode(self, ids, **settings):
             return "[bold]x[/nothing]"
 
-    text = tool.marked_text({"token_ids": [0], "policy_versions": [1], "loss_mask": [True]}, BracketTokenizer())
+    rollout = {"token_ids": [0], "policy_versions": [1], "loss_mask": [True], "environment": (), "parts": {0: 0}}
+    text = tool.marked_text(rollout, BracketTokenizer())
     assert text.plain == "‹v1›[bold]x[/nothing]"
+
+
+@pytest.fixture(scope="module")
+def episodes(run_dir, tmp_path_factory):
+    """A run whose newest group has an episode of three turns, whole and forked."""
+    folder = tmp_path_factory.mktemp("episodes")
+    (folder / "recipe.yaml").write_text((run_dir / "recipe.yaml").read_text())
+    made, (plain, _) = group(0)
+    turns = group_of((EPISODE, FORKED, plain), (*made.scores, made.scores[1]), prompt=made.prompt)
+    write_journal(folder, groups=[(turns, (EPISODE, FORKED, plain))])
+    return folder
+
+
+def test_what_the_environment_wrote_is_marked_and_counted(episodes, capsys):
+    assert main([str(episodes)]) == 0
+    assert capsys.readouterr().out.splitlines()[:7] == [
+        "group      0, epoch 0, in no batch yet, pass rate 1/3",
+        "completion 0 of 3, 11 tokens, seed 0",
+        "reward     +1 (right), reference 9",
+        "thinking   cut after 1 tokens, interrupted, not truncated",
+        "versions   3 (tokens 0-6), 4 (tokens 7-10)",
+        "turns      3, 3 tokens of the environment",
+        "prompt     <bos>7;+2=<think>",
+    ]
+    assert main([str(episodes)]) == 0
+    text = f"‹v3›7⟦{PHRASE}</think>⟧\n⟪2=⟫\n0<eos>‹v4›\n⟪+⟫\n29<eos>\n"
+    assert capsys.readouterr().out.endswith(text)
+    assert main([str(episodes), "--index", "2"]) == 0
+    assert "turns" not in capsys.readouterr().out, "one turn"
+
+
+def test_the_parts_of_a_forked_episode_stand_one_after_another(episodes, capsys):
+    assert main([str(episodes), "--index", "1"]) == 0
+    head, text = capsys.readouterr().out.split("<think>\n")
+    assert "completion 1 of 3, 16 tokens, " in head and "turns      3, 8 tokens of the environment" in head
+    assert text.splitlines() == [
+        "",
+        "part 1 of 3",
+        f"‹v3›7⟦{PHRASE}</think>⟧",
+        "part 2 of 3",
+        "",
+        "⟪</think>2=⟫",
+        "0<eos>",
+        "part 3 of 3",
+        "‹v4›",
+        "⟪</think>2=<eos>+⟫",
+        "29<eos>",
+    ]
+
+
+def test_an_environment_does_not_steer_the_terminal(episodes):
+    class HostileTokenizer:
+        """Stands in for a tokenizer whose every text is hostile."""
+
+        def decode(self, ids, **settings):
+            return "[red]\x1b]0;x\x07\u202e</b>" if ids == [8, 19] else "."
+
+    listed = tool.find_group(episodes, None, None)
+    text = tool.marked_text(listed["rollouts"][0], HostileTokenizer())
+    assert "\n⟪[red]\\x1b]0;x\\x07\\u202e</b>⟫\n" in text.plain and "\x1b" not in text.plain
+    styles = {text.plain[span.start : span.end].strip()[0]: str(span.style) for span in text.spans}
+    assert (styles["⟪"], styles["⟦"]) == ("green", "bold yellow")
 
 
 @pytest.mark.parametrize(

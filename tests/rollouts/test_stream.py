@@ -59,6 +59,7 @@ def make_stream(tmp_path, *, k=2, engines=None, **settings):
         journal=Journal(tmp_path),
         next_group_id=settings.get("next_group_id", 0),
         problems=settings.get("problems", {}),
+        count_tokens=settings.get("count_tokens", lambda tokens: None),
     )
 
 
@@ -96,6 +97,22 @@ def test_batches_taken_ahead_keep_the_bound_and_an_attempt_that_is_given_up_lose
     history = read_history(tmp_path)
     assert sorted(seen + left) == sorted(history.finished)
     assert (taken_ahead > 0) == (k > 0)
+
+
+def test_the_tokens_that_are_counted_are_those_of_the_policy(tmp_path):
+    mask, counted = (True, False, False, True), []
+    sampler = StandInSampler(tokens=lambda draw: (5, 6, 7, 8), mask=mask, environment=((1, 2),))
+
+    async def run():
+        stream = make_stream(tmp_path, k=0, sampler=sampler, count_tokens=counted.append)
+        stream.start(0)
+        groups = await stream.next_batch()
+        await stream.close()
+        return groups
+
+    groups = in_virtual_time(run())
+    assert counted == [3] * 12 and [g.positions for g in groups] == [(0, 1, 2, 3)] * 3
+    assert {c.environment_tokens for g in groups for c in g.completions} == {1}
 
 
 def test_only_engines_that_serve_are_idle(tmp_path):

@@ -40,6 +40,8 @@ const COLORS = {
   none: "",
 };
 
+const BRACKETS = { forced: ["⟦", "⟧"], environment: ["\n⟪", "⟫\n"] };  // by origin of tokens that were not sampled
+
 const state = { step: null, group: null, index: null, content: null, sort: "best first", color: "log-probability", query: "", hits: [], hit: -1, at: -1, spans: [], shown: 0, asked: 0, listed: 0 };
 
 function select(id, label, values, chosen, onchange) {
@@ -136,7 +138,7 @@ function showList() {
   const shown = inOrder();
   fill("list", shown.map((each) => el("button", { type: "button", "data-index": each.index, "aria-current": String(each.index === state.index), onclick: () => openCompletion(each.index) },
     el("span", { class: each.correct ? "right" : "wrong" }, `${each.correct ? "✓ right" : "✗ wrong"} ${each.reward >= 0 ? "+" : ""}${short(each.reward)}${each.reason ? ` (${each.reason})` : ""}`),
-    el("small", {}, [`#${each.index}`, `${each.tokens} tokens`, each.truncated && "truncated", each.interrupted && "interrupted", each.scored && "scored", `log-prob ${short(each.logprob, 3)}`].filter(Boolean).join(" · ")))));
+    el("small", {}, [`#${each.index}`, `${each.tokens} tokens`, each.turns > 1 && `${each.turns} turns`, each.truncated && "truncated", each.interrupted && "interrupted", each.scored && "scored", `log-prob ${short(each.logprob, 3)}`].filter(Boolean).join(" · ")))));
   state.listed = shown.length;
   showFound();
 }
@@ -150,7 +152,7 @@ function showFound() {
 function bucket(value, edges = BUCKETS) { return edges.filter((edge) => value >= edge).length; }
 
 function colorOf(token, span) {
-  if (state.color === "none" || span.forced) return "";
+  if (state.color === "none" || span.origin) return "";
   if (state.color === "log-probability") { const level = bucket(-state.content.logprobs[token]); return level ? `warm${level}` : ""; }
   if (SCORED[state.color]) {
     const value = state.content[VALUES[state.color]]?.[token] ?? 0, level = bucket(Math.abs(value), SCORED[state.color]);
@@ -164,7 +166,7 @@ function colorOf(token, span) {
 
 function spanOf(token) {
   let found = null;
-  for (const [first, version, forced] of state.content.spans) if (first <= token) found = { first, version, forced };
+  for (const [first, version, origin] of state.content.spans) if (first <= token) found = { first, version, origin };
   const trained = state.group.policy_version;
   return { ...found, staleness: trained === null ? 0 : trained - found.version };
 }
@@ -174,7 +176,7 @@ function showText() {
   Object.assign(state, { at: -1, spans: [], shown: 0, hits: [], hit: -1 });
   const each = state.group.completions[state.index];
   const advantage = each.advantage === null ? `no advantage: ${each.untrained}` : `advantage ${short(each.advantage, 3)}`;
-  byId("facts").textContent = [`completion ${each.index}`, `${each.sampled} sampled of ${each.tokens} tokens`, `versions ${each.versions.join(" to ")}`, advantage, `thinking cut at ${each.thinking_cut || "none"}`, `seed ${each.seed}`].join(", ");
+  byId("facts").textContent = [`completion ${each.index}`, `${each.sampled} sampled of ${each.tokens} tokens`, each.turns > 1 && `${each.turns} turns, ${each.environment_tokens} tokens of the environment`, `versions ${each.versions.join(" to ")}`, advantage, `thinking cut at ${each.thinking_cut || "none"}`, `seed ${each.seed}`].filter(Boolean).join(", ");
   showKey();
   byId("detail").textContent = "";
   byId("text").replaceChildren();
@@ -185,6 +187,7 @@ function showText() {
 function showKey() {
   const levels = { "log-probability": ["warm", ["p > 0.95", "> 0.74", "> 0.5", "> 0.22", "> 0.05", "less"]], staleness: ["violet", ["0", "1–2", "3–4", "5–6", "7–8", "more"]] }[state.color];
   const marks = [el("span", { class: "forced" }, "⟦forced⟧"), " not sampled, no loss; ", el("b", { class: "version" }, "‹v7›"), " policy version 7 takes over"];
+  if (state.content.spans.some(([, , origin]) => origin === "environment")) marks.push("; ", el("span", { class: "environment" }, "⟪environment⟫"), " written by the environment, no loss");
   const edges = SCORED[state.color];
   if (edges && !state.content.mismatch) fill("key", "the trainer did not score this completion: those with “scored” in the list, with telemetry.token_scores_every. ", marks);
   else if (edges) {
@@ -201,20 +204,21 @@ function showKey() {
 function showMore() {
   const { pieces } = state.content, text = byId("text"), end = Math.min(pieces.length, state.shown + CHUNK), parts = [];
   let spanAt = spanOf(state.shown || 0), before = state.shown ? spanOf(state.shown - 1) : null;
-  const begins = new Set(state.content.spans.map(([first]) => first));
+  const begins = new Set(state.content.spans.map(([first]) => first)), starts = state.content.parts;
   for (let token = state.shown; token < end; token += 1) {
     if (begins.has(token)) spanAt = spanOf(token);
     if (before === null || spanAt.first !== before.first) {
-      if (before && before.forced) parts.push(el("b", { class: "bracket" }, "⟧"));
+      if (before && before.origin) parts.push(el("b", { class: "bracket" }, BRACKETS[before.origin][1]));
+      if (starts.length > 1 && starts.includes(token)) parts.push(el("b", { class: "part" }, `part ${starts.indexOf(token) + 1} of ${starts.length}`));
       if (before === null || spanAt.version !== before.version) parts.push(el("b", { class: "version" }, `‹v${spanAt.version}›`));
-      if (spanAt.forced) parts.push(el("b", { class: "bracket" }, "⟦"));
+      if (spanAt.origin) parts.push(el("b", { class: "bracket" }, BRACKETS[spanAt.origin][0]));
       before = spanAt;
     }
-    const made = el("span", { class: `${spanAt.forced ? "forced " : ""}${colorOf(token, spanAt)}`.trim() || null, "data-token": token }, pieces[token]);
+    const made = el("span", { class: spanAt.origin || colorOf(token, spanAt) || null, "data-token": token }, pieces[token]);
     state.spans.push(made);
     parts.push(made);
   }
-  if (end === pieces.length && before && before.forced) parts.push(el("b", { class: "bracket" }, "⟧"));
+  if (end === pieces.length && before && before.origin) parts.push(el("b", { class: "bracket" }, BRACKETS[before.origin][1]));
   text.querySelector("button")?.remove();
   state.shown = end;
   text.append(...parts);
@@ -228,9 +232,9 @@ function tell(token) {
   state.at = token;
   state.spans[token].classList.add("at");
   const span = spanOf(token), p = state.content.logprobs[token], piece = state.content.pieces[token];
-  const said = span.forced ? "forced" : `log-prob ${short(p, 3)} (p ${short(Math.exp(p), 3)})`;
+  const said = span.origin || `log-prob ${short(p, 3)} (p ${short(Math.exp(p), 3)})`;
   const { mismatch, entropies } = state.content;
-  const trainer = mismatch && !span.forced ? `, mismatch ${short(mismatch[token], 3)}, entropy ${short(entropies[token], 3)}` : "";
+  const trainer = mismatch && !span.origin ? `, mismatch ${short(mismatch[token], 3)}, entropy ${short(entropies[token], 3)}` : "";
   byId("detail").textContent = `token ${token}: ${JSON.stringify(piece.slice(0, 80))}, id ${state.content.ids[token]}, ${said}${trainer}, version ${span.version}, staleness ${span.staleness}`;
 }
 
