@@ -137,6 +137,8 @@ class Part:
     """All its tokens."""
     sampled_tokens: int
     """Tokens under the loss mask."""
+    prompt_tokens: int | None = None
+    """Tokens of the group's prompt with which it begins; None: all."""
 
 
 @record

@@ -66,7 +66,7 @@ def samples_of(
         for completion, position, advantage, weight in members:
             for number, part in enumerate(completion.samples, position):
                 sample = SampleFacts(
-                    prompt_token_ids=group.prompt.token_ids,
+                    prompt_token_ids=group.prompt.token_ids[: part.prompt_tokens],
                     tokens=part.tokens,
                     advantage=advantage,
                     token_weight=weight,

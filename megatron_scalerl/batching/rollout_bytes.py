@@ -131,16 +131,21 @@ def joined(parts: Sequence[RolloutArrays]) -> RolloutArrays:
     )
 
 
-def facts_of_parts(parts: Sequence[RolloutArrays]) -> Completion:
-    """The facts about an episode that forked into these parts, whose versions are those of sampled tokens."""
+def facts_of_parts(parts: Sequence[RolloutArrays], prompt_tokens: Sequence[int | None] = ()) -> Completion:
+    """The facts about an episode, whose versions are those of sampled tokens.
+
+    parts: one, or the samples into which it forked. prompt_tokens: `types.Part` has them for each; default: all.
+    """
     whole = joined(parts)
     versions = whole.policy_versions[whole.loss_mask]
-    return replace(
-        facts_of(whole),
-        first_version=int(versions[0]),
-        last_version=int(versions[-1]),
-        parts=tuple(Part(tokens=len(p.token_ids), sampled_tokens=int(p.loss_mask.sum())) for p in parts),
-    )
+    facts = replace(facts_of(whole), first_version=int(versions[0]), last_version=int(versions[-1]))
+    if len(parts) == 1:
+        return facts
+    samples = [
+        Part(tokens=len(part.token_ids), sampled_tokens=int(part.loss_mask.sum()), prompt_tokens=size)
+        for part, size in zip(parts, prompt_tokens or [None] * len(parts))
+    ]
+    return replace(facts, parts=tuple(samples))
 
 
 def write(rollout: Rollout | RolloutArrays) -> bytes:

@@ -67,12 +67,13 @@ class Trace:
         self.failure = ""
         """The failure of the environment that is this episode's own, in one word."""
         self.prompt_tokens = len(prompt)
+        self.shared = [len(prompt)]
+        """Tokens of the prompt with which each part begins."""
         self._prompt = prompt
-        self._shared = len(prompt)
-        """Tokens of the prompt with which the current part begins."""
+        self._parts: list[RolloutArrays] = []
+        """The parts before the current one."""
         self._pieces: list[RolloutArrays] = []
         """The current part: turns, and what the environment wrote between them."""
-        self._ended: list[tuple[int, RolloutArrays]] = []
 
     @property
     def thinking(self) -> int:
@@ -94,21 +95,22 @@ class Trace:
             self._end_part()
             size = min(len(ids), len(self._prompt))
             differing = np.flatnonzero(ids[:size] != self._prompt[:size])
-            self._shared = int(min([size, *differing]))
-            self.context = self._prompt[: self._shared].tolist()
-            ids = ids[self._shared :]
-        self._pieces.append(_environment(ids, version))
-        self.context += ids.tolist()
+            shared = int(min([size, *differing]))
+            self.shared.append(shared)
+            self.context = ids[:shared].tolist()
+            ids = ids[shared:]
+        if len(ids):
+            self._pieces.append(_environment(ids, version))
+            self.context += ids.tolist()
 
-    def parts(self, draw: Draw) -> list[tuple[int, RolloutArrays]]:
-        """(tokens of the prompt that it begins with, what follows) of each sample; ends the episode."""
+    def parts(self, draw: Draw) -> list[RolloutArrays]:
+        """The samples of the episode, which ends."""
         self._end_part()
-        *before, (shared, last) = self._ended
-        parts = [*before, (shared, replace(last, truncated=self.truncated))]
-        return [(shared, replace(part, seed=draw.seed, thinking_cut=draw.thinking_cut)) for shared, part in parts]
+        parts = [replace(part, seed=draw.seed, thinking_cut=draw.thinking_cut) for part in self._parts]
+        return [*parts[:-1], replace(parts[-1], truncated=self.truncated)]
 
     def _end_part(self) -> None:
-        self._ended.append((self._shared, _joined(self._pieces)))
+        self._parts.append(_joined(self._pieces))
         self._pieces = []
 
 
@@ -297,7 +299,7 @@ class EpisodeSampler(Sampler):
 
     async def _scored(self, prompt: Prompt, trace: Trace, draw: Draw) -> ScoredCompletion:
         parts = trace.parts(draw)
-        completion = facts_of_parts(parts)
+        completion = facts_of_parts(parts, trace.shared)
         sampled = completion.sampled_tokens
         if trace.failure:
             score = self._verifier.paid(False, prompt, tokens=sampled)
@@ -310,9 +312,7 @@ class EpisodeSampler(Sampler):
             if len(trace.rewards) > 1:
                 value = float(sum(trace.rewards))
             score = self._verifier.paid(value, prompt, tokens=sampled)
-        return ScoredCompletion(
-            prompt=prompt, completion=completion, parts=tuple(write(part) for _, part in parts), score=score
-        )
+        return ScoredCompletion(prompt=prompt, completion=completion, parts=tuple(map(write, parts)), score=score)
 
 
 @contextlib.asynccontextmanager
