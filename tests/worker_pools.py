@@ -6,7 +6,7 @@ import termios
 
 from waiting import until
 
-from megatron_scalerl.processes.worker_pool import _Worker
+from megatron_scalerl.processes.worker_pool import Worker
 
 
 def shorten(monkeypatch, numbers, *, ready=lambda: True):
@@ -14,7 +14,7 @@ def shorten(monkeypatch, numbers, *, ready=lambda: True):
 
     So a test waits for the limit of a request that hangs, and a busy host does not take the others past theirs.
     """
-    exchange = _Worker._exchange
+    exchange = Worker._exchange
 
     async def shortened(worker, *request):
         if worker._number not in numbers:
@@ -23,7 +23,7 @@ def shorten(monkeypatch, numbers, *, ready=lambda: True):
         await until(ready)
         return await asyncio.wait_for(reply, 0.5)
 
-    monkeypatch.setattr(_Worker, "_exchange", shortened)
+    monkeypatch.setattr(Worker, "_exchange", shortened)
 
 
 def unread(file):

@@ -35,22 +35,22 @@ def serve(load: Callable[[bytes], Callable[[bytes, bytes], Answer] | str]) -> No
 
     load: makes the function that answers (head, body) from the setup, or returns one line that says why it cannot.
     """
-    with _connection() as connection:
-        number, setup, _ = _receive(connection)
+    with pool_socket() as connection:
+        number, setup, _ = receive(connection)
         answer = load(setup)
         if isinstance(answer, str):
-            _send(connection, number, Answer(head=answer, last=True))
+            send(connection, number, Answer(head=answer, last=True))
             return
         reply = Answer(head="")
-        _send(connection, number, reply)
+        send(connection, number, reply)
         while not reply.last:
-            number, head, body = _receive(connection)
+            number, head, body = receive(connection)
             reply = answer(head, body)
-            _send(connection, number, reply)
+            send(connection, number, reply)
 
 
 @contextmanager
-def _connection() -> Iterator[socket.socket]:
+def pool_socket() -> Iterator[socket.socket]:
     """The socket to the pool."""
     connection = socket.socket(fileno=int(os.environ.pop(SOCKET_VARIABLE)))
     connection.set_inheritable(False)
@@ -61,7 +61,7 @@ def _connection() -> Iterator[socket.socket]:
         connection.detach()
 
 
-def _receive(connection: socket.socket) -> tuple[int, bytes, bytes]:
+def receive(connection: socket.socket) -> tuple[int, bytes, bytes]:
     """(number, head, body) of the next request, after the pool was told that it is read."""
     number, _, *sizes = FRAME.unpack(_read(connection, FRAME.size))
     head, body = (_read(connection, size) for size in sizes)
@@ -70,7 +70,8 @@ def _receive(connection: socket.socket) -> tuple[int, bytes, bytes]:
     return number, head, body
 
 
-def _send(connection: socket.socket, number: int, answer: Answer) -> None:
+def send(connection: socket.socket, number: int, answer: Answer) -> None:
+    """Send the reply to a request."""
     head = msgspec.json.encode(answer.head)
     kind = REPLY
     if answer.last:

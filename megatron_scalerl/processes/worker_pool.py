@@ -146,7 +146,7 @@ class WorkerPool(Generic[Head]):
         """reply_type: type of the replies' heads. settles: whether a death ends its request without a repeat."""
         self._program = program
         self._output = _Output()
-        self._workers = [_Worker(f"{program.name}-{n}", program, self._output) for n in range(count)]
+        self._workers = [Worker(f"{program.name}-{n}", program, self._output) for n in range(count)]
         self._decode = msgspec.json.Decoder(reply_type).decode
         self._settles = settles
         self._counters = counters
@@ -215,7 +215,7 @@ class WorkerPool(Generic[Head]):
             # The request of a cancelled caller stays in the queue until its turn; its body may be large.
             request.body = b""
 
-    async def _work(self, worker: _Worker) -> None:
+    async def _work(self, worker: Worker) -> None:
         while True:
             while not worker.alive and not await self._replace(worker):
                 await asyncio.sleep(ROUND_PAUSE_S)
@@ -226,7 +226,7 @@ class WorkerPool(Generic[Head]):
                 else:
                     request.fail(WorkerDied(f"no {self._program.name} process that starts"))
 
-    async def _try(self, worker: _Worker, request: _Request[Head]) -> None:
+    async def _try(self, worker: Worker, request: _Request[Head]) -> None:
         """Resolve the request by a reply or after too many deaths; else leave it to be repeated."""
         try:
             reply = await worker.ask(request.head, request.body, self._program.timeout_s, self._decode)
@@ -242,7 +242,7 @@ class WorkerPool(Generic[Head]):
             if not request.reply.done():
                 request.reply.set_result(reply)
 
-    async def _replace(self, worker: _Worker) -> bool:
+    async def _replace(self, worker: Worker) -> bool:
         """Try to start a worker again, one round; False if all tries failed.
 
         Raises RuntimeError after too many failed rounds with no worker of the pool alive.
@@ -281,13 +281,13 @@ class WorkerPool(Generic[Head]):
             self.end(problem)
 
 
-class _Worker:
+class Worker:
     """A worker's process and the socket to it; `start` replaces a process that has ended."""
 
-    def __init__(self, name: str, program: Program, output: _Output):
+    def __init__(self, name: str, program: Program, output: _Output | None = None):
         self.name = name
         self._program = program
-        self._output = output
+        self._output = output or _Output()
         self._log = Path(os.devnull)
         if program.logs is not None:
             self._log = program.logs / f"{name}.log"
@@ -297,6 +297,8 @@ class _Worker:
         """Number of the last request."""
         self._read = False
         """Whether the worker has read the last request."""
+        self.greeting = b""
+        """Body of the reply to the setup."""
 
     @property
     def pid(self) -> int | None:
@@ -348,7 +350,7 @@ class _Worker:
                 output=self._output.writer,
             )
         decode = msgspec.json.Decoder(str).decode
-        reply, _ = await self.ask(self._program.setup, b"", self._program.start_timeout_s, decode)
+        reply, self.greeting = await self.ask(self._program.setup, b"", self._program.start_timeout_s, decode)
         return reply
 
     async def ask(self, head: bytes, body: bytes, timeout_s: float, decode: Callable[[bytes], T]) -> tuple[T, bytes]:
@@ -371,13 +373,20 @@ class _Worker:
         except (OSError, EOFError):
             # A process that closed its socket has exited, with its code fixed, or can no longer be trusted.
             code = await self.kill()
-            raise WorkerDied(_ended(code), read=self._read, code=code) from None
+            raise WorkerDied(end_of(code), read=self._read, code=code) from None
         except ValueError:
             await self.kill()
             raise WorkerDied("bytes in its socket that are no reply", read=self._read) from None
         if last:
             await self.kill()
         return decoded, reply_body
+
+    def detach(self) -> socket.socket:
+        """The socket, for a user who speaks to the process in another protocol after the setup and closes it."""
+        assert self._socket is not None, "started"
+        detached = self._socket
+        self._socket = None
+        return detached
 
     def _processor_s(self) -> float:
         """Processor time of the process and of its descendants so far (seconds)."""
@@ -441,7 +450,8 @@ class _Worker:
         return bytes(buffer)
 
 
-def _ended(code: int | None) -> str:
+def end_of(code: int | None) -> str:
+    """The end of a process with an exit code, as a noun phrase."""
     if code is None:
         return "a closed socket"
     if code < 0:

@@ -56,9 +56,9 @@ def address_space() -> int:
 
 def limit_process(limits: Limits) -> None:
     """Apply the limits for the lifetime of the worker: no core dumps, small files, few open files."""
-    _lower(resource.RLIMIT_CORE, 0)
-    _lower(resource.RLIMIT_FSIZE, limits.file_mb * MIB)
-    _lower(resource.RLIMIT_NOFILE, OPEN_FILES)
+    lower(resource.RLIMIT_CORE, 0)
+    lower(resource.RLIMIT_FSIZE, limits.file_mb * MIB)
+    lower(resource.RLIMIT_NOFILE, OPEN_FILES)
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def limited_check(limits: Limits) -> Iterator[None]:
     if sys.platform != "linux":
         memory = None
     if memory is not None:
-        _lower(resource.RLIMIT_AS, address_space() + memory * MIB, soft_only=True)
+        lower(resource.RLIMIT_AS, address_space() + memory * MIB, soft_only=True)
     # the default action: a handler in Python would wait for the end of a long call in C
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
@@ -81,7 +81,7 @@ def limited_check(limits: Limits) -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 
 
-def _lower(kind: int, value: int, *, soft_only: bool = False) -> None:
+def lower(kind: int, value: int, *, soft_only: bool = False) -> None:
     """Set a limit, never above the hard one, which the host may have set lower."""
     hard = resource.getrlimit(kind)[1]
     if hard != resource.RLIM_INFINITY:

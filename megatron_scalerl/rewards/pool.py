@@ -16,7 +16,8 @@ Outcomes of a check other than the verifier's return value:
   (the code verifier without a sandbox), a judge that cannot be reached or answers 408, 429 or 5xx
   (`worker.is_unavailable`), and a verifier of the user's that waited until the wall-clock limit. Where nearly all
   other tries succeed the answer is wrong, `unavailable`: it may have broken its judge to escape its score. After
-  MAX_UNAVAILABLE in a row, or if more than half of the last RECENT could not be made, the run ends (RuntimeError).
+  MAX_UNAVAILABLE in a row, or if more than half of the last RECENT could not be made, the run ends (RuntimeError;
+  `outages`).
 * Where no replacement starts, the current check is lost through no fault of the answer (CompletionLost). Other
   processes continue; where that persists with none alive, the run ends (RuntimeError).
 
@@ -41,7 +42,7 @@ import os
 import pickle
 import signal
 import sys
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,7 @@ from megatron_scalerl.processes.child_process import ProcessDied
 from megatron_scalerl.processes.worker_pool import Program, WorkerDied, WorkerPool
 from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.recipe.tasks import Task
+from megatron_scalerl.rewards import outages
 from megatron_scalerl.rewards.length_penalty import penalized
 from megatron_scalerl.rewards.limits import Limits
 from megatron_scalerl.rewards.worker import Outcome, Setup
@@ -63,16 +65,6 @@ CACHE_SIZE = 4096
 """Cached scores, evicted least recently used first."""
 MAX_DEFAULT_WORKERS = 8
 """Most verifier processes where the recipe does not set their number."""
-MAX_UNAVAILABLE = 64
-"""Checks in a row that could not be made, after which the pool ends."""
-RECENT = 256
-"""Latest checks; the pool ends where more than half of them could not be made."""
-ALONE = 0.1
-"""Share of the last RECENT tries up to which a failure is that of one answer alone."""
-TRIES = 3
-"""Tries of a check that could not be made."""
-PAUSES_S = (1.0, 5.0)
-"""Pauses between the tries (s)."""
 WAITING_SHARE = 0.1
 """A check that used a processor for less than this share of its wall-clock limit was waiting for something."""
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
@@ -121,7 +113,7 @@ class VerifierPool:
             name="verifier",
             module="megatron_scalerl.rewards.worker",
             setup=msgspec.json.encode(setup),
-            environment=_environment(rewards.environment),
+            environment=child_environment("rewards.environment", rewards.environment),
             subject=f"rewards.verifier {rewards.verifier!r}",
             timeout_s=rewards.timeout_s,
             start_timeout_s=start_timeout_s,
@@ -135,8 +127,7 @@ class VerifierPool:
         )
         self._outstanding: dict[bytes, _Check] = {}
         self._cache: OrderedDict[bytes, Score] = OrderedDict()
-        self._unavailable: deque[bool] = deque(maxlen=RECENT)
-        self._failed_tries: deque[bool] = deque(maxlen=RECENT)
+        self._outages = outages.Outages("checks")
         self._error_shown = False
 
     async def __aenter__(self) -> VerifierPool:
@@ -223,15 +214,15 @@ class VerifierPool:
 
     async def _check(self, key: bytes, request: bytes) -> Score:
         """Run a check and cache its score, unless that may differ next time. Raises CompletionLost."""
-        for pause_s in (*PAUSES_S[: TRIES - 1], None):
+        for pause_s in (*outages.PAUSES_S[: outages.TRIES - 1], None):
             score, keep, why = await self._try(request)
-            self._failed_tries.append(bool(why))
+            self._outages.tried(bool(why))
             if not why or pause_s is None:
                 break
             await asyncio.sleep(pause_s)
         self._count(why)
         if why:
-            if sum(self._failed_tries) > ALONE * len(self._failed_tries):
+            if not self._outages.alone():
                 raise CompletionLost(why, reason="verifier_lost")
             score = self._wrong("unavailable")
         if keep:
@@ -271,16 +262,11 @@ class VerifierPool:
 
     def _count(self, why: str) -> None:
         """Count a check that was made, or why it could not be; ends the pool if too many could not."""
-        self._unavailable.append(bool(why))
-        if not why:
-            return
-        self.counters["unavailable_checks"] += 1
-        in_a_row = list(self._unavailable)[-MAX_UNAVAILABLE:]
-        if len(in_a_row) == MAX_UNAVAILABLE and all(in_a_row):
-            self._workers.end(RuntimeError(f"{MAX_UNAVAILABLE} checks in a row could not be made, the last: {why}"))
-        elif len(self._unavailable) == RECENT and sum(self._unavailable) > RECENT // 2:
-            share = f"{sum(self._unavailable)} of the last {RECENT} checks could not be made"
-            self._workers.end(RuntimeError(f"{share}, the last: {why}"))
+        if why:
+            self.counters["unavailable_checks"] += 1
+        end = self._outages.ended(why)
+        if end is not None:
+            self._workers.end(end)
 
     def _score_of(self, outcome: Outcome) -> Score:
         if outcome.limit:
@@ -301,14 +287,14 @@ class VerifierPool:
         return Score(correct=False, reward=self._rewards.incorrect, reason=reason)
 
 
-def _environment(passed: Sequence[str]) -> dict[str, str]:
-    """The environment of a verifier, without the user's tokens, keys and agents unless `passed` names them.
+def child_environment(setting: str, passed: Sequence[str]) -> dict[str, str]:
+    """The environment of a process of the user's code, without tokens, keys and agents unless `passed` names them.
 
-    Raises ValueError if a variable of `passed` is not set.
+    setting: key of the recipe that has `passed`. Raises ValueError if a variable of `passed` is not set.
     """
     for name in passed:
         if name not in os.environ:
-            raise ValueError(f"rewards.environment: the environment variable {name!r} is not set")
+            raise ValueError(f"{setting}: the environment variable {name!r} is not set")
     path = os.pathsep.join(filter(None, (PACKAGE_ROOT, os.environ.get("PYTHONPATH"))))
     kept = {n: v for n, v in os.environ.items() if n in INHERITED or n.startswith("LC_") or n in passed}
     # unbuffered: output before a kill is not lost

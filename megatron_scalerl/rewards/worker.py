@@ -101,33 +101,40 @@ def check_verifier(spec: str) -> None:
 
 
 def _custom(spec: str) -> Verifier:
-    module_name, separator, name = spec.partition(":")
     head = f"rewards.verifier {spec!r}"
+    verifier = imported(head, spec, "'math', 'code' or 'module:function'")
+    if not callable(verifier):
+        raise ValueError(f"{head}: it is a {type(verifier).__name__}; it has to be a function")
+    check_signature(head, verifier, "answer_text", "reference", "extra")
+    return verifier
+
+
+def imported(head: str, spec: str, forms: str) -> Any:
+    """What `module:name` names. head: begin of errors. Raises ValueError, in one line, if it cannot be imported."""
+    module_name, separator, name = spec.partition(":")
     if not (module_name and separator and name):
-        raise ValueError(f"{head}: it has to be 'math', 'code' or 'module:function'")
+        raise ValueError(f"{head}: it has to be {forms}")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever the user's module raises on import
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(f"{head}: the module cannot be imported: {reason}") from None
     if not hasattr(module, name):
-        raise ValueError(f"{head}: {module_name} has no function {name}")
-    verifier: Any = getattr(module, name)
-    if not callable(verifier):
-        raise ValueError(f"{head}: {name} in {module_name} is a {type(verifier).__name__}; it has to be a function")
-    _check_signature(head, name, verifier)
-    return verifier
+        raise ValueError(f"{head}: {module_name} has no {name}")
+    return getattr(module, name)
 
 
-def _check_signature(head: str, name: str, verifier: Verifier) -> None:
+def check_signature(head: str, function: Callable[..., Any], *arguments: str) -> None:
+    """Raises ValueError, in one line that begins with `head`, if a function does not take so many arguments."""
     try:
-        signature = inspect.signature(verifier)
+        signature = inspect.signature(function)
     except ValueError:  # written in C without a signature
         return
     try:
-        signature.bind("", "", {})
+        signature.bind(*arguments)
     except TypeError:
-        raise ValueError(f"{head}: it has to take (answer_text, reference, extra); it is {name}{signature}") from None
+        name = getattr(function, "__name__", "it")
+        raise ValueError(f"{head}: it has to take ({', '.join(arguments)}); it is {name}{signature}") from None
 
 
 def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:

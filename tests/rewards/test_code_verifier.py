@@ -15,7 +15,7 @@ from worker_pools import shorten
 
 import megatron_scalerl.rewards.sandbox as sandbox
 from megatron_scalerl.recipe.sections import RewardsSection
-from megatron_scalerl.rewards import pool as pools
+from megatron_scalerl.rewards import outages
 from megatron_scalerl.rewards.code import extract_program, same_output, verify_code
 from megatron_scalerl.rewards.code_tests import parse_tests
 from megatron_scalerl.rewards.pool import VerifierPool
@@ -220,8 +220,8 @@ def test_a_program_that_waits_ends_at_the_wall_clock_limit_with_its_sandbox(monk
 
 def test_a_sandbox_that_cannot_be_made_loses_the_completion_and_later_the_run(monkeypatch, tmp_path):
     """A verifier that never has a sandbox."""
-    monkeypatch.setattr(pools, "MAX_UNAVAILABLE", 2)
-    monkeypatch.setattr(pools, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(outages, "MAX_UNAVAILABLE", 2)
+    monkeypatch.setattr(outages, "PAUSES_S", (0.0, 0.0))
     module = tmp_path / "unmade.py"
     module.write_text(
         "from megatron_scalerl.rewards.sandbox import SandboxError\n"

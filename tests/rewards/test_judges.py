@@ -14,7 +14,7 @@ import pytest
 import requests
 from verifier_pools import RIGHT, pool_of, prompt, wrong
 
-from megatron_scalerl.rewards import pool as pools
+from megatron_scalerl.rewards import outages
 from megatron_scalerl.rewards.worker import is_unavailable
 from megatron_scalerl.types import CompletionLost
 
@@ -100,7 +100,7 @@ def test_what_a_completion_can_cause_is_wrong(error):
 
 @pytest.fixture
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(pools, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(outages, "PAUSES_S", (0.0, 0.0))
 
 
 def run(answers, **rewards):
@@ -136,6 +136,6 @@ def test_a_judge_that_goes_down_pays_nobody_as_wrong(no_pauses):
 
 
 def test_the_run_ends_where_half_of_the_checks_cannot_be_made(no_pauses, monkeypatch):
-    monkeypatch.setattr(pools, "RECENT", 8)
+    monkeypatch.setattr(outages, "RECENT", 8)
     scores, _ = run([word for n in range(6) for word in (f"7 {n}", f"refused {n}", f"status 503 {n}")])
     assert isinstance(scores[-1], RuntimeError) and "of the last 8 checks could not be made" in str(scores[-1])

@@ -14,7 +14,7 @@ from waiting import until
 from worker_pools import shorten
 
 from megatron_scalerl.processes import worker_pool
-from megatron_scalerl.rewards import pool as pools
+from megatron_scalerl.rewards import outages
 from megatron_scalerl.types import CompletionLost
 
 
@@ -111,8 +111,8 @@ def test_a_process_that_hangs_before_a_check_is_replaced_and_no_answer_is_wrong(
 
 def test_a_surviving_child_in_another_session_delays_nothing(tmp_path, monkeypatch):
     shorten(monkeypatch, [2], ready=lambda: os.listdir(tmp_path))
-    monkeypatch.setattr(pools, "PAUSES_S", ())
-    monkeypatch.setattr(pools, "ALONE", 1.0)
+    monkeypatch.setattr(outages, "PAUSES_S", ())
+    monkeypatch.setattr(outages, "ALONE", 1.0)
 
     async def main():
         async with pool_of("faulty") as pool:

@@ -14,8 +14,8 @@ from waiting import passes, until
 from worker_pools import shorten, unread
 
 from megatron_scalerl.processes.worker import FRAME
-from megatron_scalerl.processes.worker_pool import _Worker
-from megatron_scalerl.rewards import pool as pools
+from megatron_scalerl.processes.worker_pool import Worker
+from megatron_scalerl.rewards import outages
 from megatron_scalerl.types import CompletionLost, Score
 
 PROMPT = prompt()
@@ -56,7 +56,7 @@ def test_a_hung_check_is_killed_with_its_child_processes(tmp_path, monkeypatch):
     os.mkfifo(fifo)
     read = subprocess.Popen(["cat", str(fifo)], stdout=subprocess.PIPE, text=True)
     shorten(monkeypatch, [2], ready=lambda: unread(read.stdout))
-    monkeypatch.setattr(pools, "PAUSES_S", ())
+    monkeypatch.setattr(outages, "PAUSES_S", ())
     [lost], _ = run_pool("faulty", [f"fifo {fifo}"])
     assert isinstance(lost, CompletionLost)
     pids, _ = read.communicate(timeout=60)
@@ -144,8 +144,8 @@ def test_verifier_processes_import_neither_torch_nor_transformers():
 BAD_SPECS = {
     "mathe": "it has to be 'math', 'code' or 'module:function'",
     "no.such_module:f": "the module cannot be imported: ModuleNotFoundError: No module named 'no'",
-    "users_verifiers:misspelt": "users_verifiers has no function misspelt",
-    "users_verifiers:not_a_function": "not_a_function in users_verifiers is a int; it has to be a function",
+    "users_verifiers:misspelt": "users_verifiers has no misspelt",
+    "users_verifiers:not_a_function": "it is a int; it has to be a function",
     "users_verifiers:two_arguments": "it has to take .answer_text, reference, extra.; it is two_arguments",
     "exits:f": "not ready within 60 s .its exit",
 }
@@ -184,7 +184,7 @@ def test_a_process_that_died_idle_is_replaced_and_no_completion_is_wrong():
 @pytest.mark.slow
 def test_a_late_event_loop_is_not_a_time_out(monkeypatch):
     """The loop stands still past the limit while the result is in the socket; the check was in time."""
-    exchange = _Worker._exchange
+    exchange = Worker._exchange
 
     def stand_still(socket):
         begin = time.monotonic()
@@ -195,7 +195,7 @@ def test_a_late_event_loop_is_not_a_time_out(monkeypatch):
         asyncio.get_running_loop().call_soon(stand_still, worker._socket)
         return await exchange(worker, *request)
 
-    monkeypatch.setattr(_Worker, "_exchange", late)
+    monkeypatch.setattr(Worker, "_exchange", late)
     assert run_pool("same", ["7"], timeout_s=1.0)[0] == [RIGHT]
 
 

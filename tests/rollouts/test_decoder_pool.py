@@ -16,7 +16,7 @@ from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of, read, r
 from megatron_scalerl.engine.answers import EngineError, completion
 from megatron_scalerl.engine.client import SamplingSpec
 from megatron_scalerl.engine.interruption import Plan
-from megatron_scalerl.processes.worker_pool import MAX_EARLY_LOSSES, _Worker
+from megatron_scalerl.processes.worker_pool import MAX_EARLY_LOSSES, Worker
 from megatron_scalerl.rollouts import decoder_pool
 from megatron_scalerl.rollouts.decoder_pool import SLOTS
 from megatron_scalerl.types import CompletionLost
@@ -123,7 +123,7 @@ def test_a_decoder_that_hangs_with_a_body_is_replaced_and_nothing_is_lost(tmp_pa
 
 def die_with(monkeypatch, *, times):
     """The first `times` processes that get a body of 3 tokens are killed."""
-    ask, left = _Worker.ask, [times]
+    ask, left = Worker.ask, [times]
 
     async def dying(self, head, body, *others):
         if b"[5, 6, 7]" in body and left[0]:
@@ -131,7 +131,7 @@ def die_with(monkeypatch, *, times):
             os.kill(self.pid, signal.SIGKILL)
         return await ask(self, head, body, *others)
 
-    monkeypatch.setattr(_Worker, "ask", dying)
+    monkeypatch.setattr(Worker, "ask", dying)
     return answer(token_ids=(5, 6, 7), logprobs=(-0.5,) * 3)
 
 

@@ -1,0 +1,432 @@
+"""Episodes of the user's environment in processes that can be killed: each call ends within its limits.
+
+    Episode.step() --> _Process --socket--> environments.worker, with many episodes
+
+Life of a process: it is started with the pool, or when the next episode needs it. One that exits, or sends something
+else than the replies to its calls, is killed with its children, as is one that has not answered GRACE_S after
+the time limit of a call. A coroutine is cancelled at the limit, and its process lives on.
+
+Life of a call: an episode without a process, at first or because its process ended while it waited, goes to the one
+with the fewest episodes: it is reset there and its earlier responses are replayed. What the environment returns has to
+equal what it returned before, else the episode has `changed`. Then the call is made. If one of these calls fails, the
+episode leaves its process and all of this is tried again, TRIES times in all, with pauses where the environment was
+`unavailable` or `hung`. A call that was outstanding when a process ended is tried alone from then on: in an extra
+process, one call at a time. The episode leaves it with its answer, so that it loses nothing by the next one. n calls
+that hang there take n * (TRIES - 1) * timeout_s.
+
+After its last try an episode fails. Its failure is its own (`repeated`) where nearly all other tries succeed
+(`rewards.outages`). Others are the tries of other rows, and the successful ones of its row; not counted are tries that
+ended with a process in which other calls were outstanding. With fewer than ENOUGH others on record, as in the
+first minute of a run, no failure is an episode's own, and its caller begins it anew; so an outage is paid to
+nobody. Nor does the run hang then: after MAX_UNAVAILABLE episodes in a row that failed, or if more than half of the
+last RECENT did, the pool ends, and every call raises RuntimeError.
+
+An environment is not trusted. Its process can fill its log, disturb the other episodes in it, and answer for them. It
+cannot reach episodes in other processes. The controller reads one reply of at most REPLY_BYTES at a time, of calls
+that it made; for replays it keeps a digest of each turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import os
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_scalerl.environments.response import Message, Response
+from megatron_scalerl.environments.worker import (
+    ERROR_CHARS,
+    LENGTH,
+    TURN_BYTES,
+    Declared,
+    Reply,
+    Request,
+    Setup,
+    encoded,
+)
+from megatron_scalerl.processes.child_process import LOG_END, ProcessDied, race, time_limit
+from megatron_scalerl.processes.worker_pool import Program, Worker, end_of
+from megatron_scalerl.recipe.sections import EnvironmentSection
+from megatron_scalerl.record import record
+from megatron_scalerl.rewards import outages
+from megatron_scalerl.rewards.pool import child_environment, default_workers
+
+GRACE_S = 5.0
+"""Time for a process to report that a coroutine was cancelled (s)."""
+START_TIMEOUT_S = 300.0
+ENOUGH = 20
+"""Tries of others on record before a failure can be an episode's own."""
+REPLY_BYTES = TURN_BYTES + 2**16
+PAUSED = ("unavailable", "hung")
+"""Failures that may pass with time."""
+
+
+class EnvironmentFailed(Exception):
+    """An episode cannot go on. `reason` in one word, `repeated`: whether it failed because of its own actions.
+
+    reason: raised; unavailable (what the environment asks); invalid or oversized (what it returned); hung; died (its
+    process); changed (a replay gave something else).
+    """
+
+    def __init__(self, problem: str, *, reason: str, ended: bool = False, alone: bool = True):
+        super().__init__(problem)
+        self.reason = reason
+        self.repeated = False
+        self.ended = ended
+        """Whether its process ended."""
+        self.alone = alone
+        """Whether nothing but its episode can be the cause."""
+
+
+@record
+class Turn:
+    """What an environment returned for a response."""
+
+    messages: tuple[Message, ...]
+    """Each with role (user or tool; from reset system, too) and content (str); other values are scalars."""
+    reward: bool | float | None
+    """Finite."""
+    done: bool
+
+
+class _Process:
+    """A process with its episodes; `ready` replaces one that has ended."""
+
+    def __init__(self, name: str, program: Program, counters: Counter[str]):
+        self.worker = Worker(name, program)
+        self.episodes: set[Episode] = set()
+        self._timeout_s = program.timeout_s
+        self._counters = counters
+        self._pending: dict[int, asyncio.Future[Reply | EnvironmentFailed]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._starting = asyncio.Lock()
+        self._started = False
+
+    async def ready(self) -> None:
+        """Start the process unless it runs. Raises EnvironmentFailed."""
+        async with self._starting:
+            if self._writer is None:
+                try:
+                    await self.start()
+                except (ValueError, OSError, ProcessDied) as problem:
+                    raise EnvironmentFailed(
+                        f"no environment process starts: {problem}", reason="unavailable", alone=False
+                    ) from None
+
+    async def start(self) -> None:
+        """Start the process. Raises as `Worker.start`."""
+        await self.worker.start()
+        reader, self._writer = await asyncio.open_unix_connection(sock=self.worker.detach())
+        self._reading = asyncio.create_task(self._read(reader, self._writer))
+        if self._started:
+            self._counters["restarts"] += 1
+        self._started = True
+
+    async def ask(self, request: Request) -> Reply:
+        """The reply to a request. Raises EnvironmentFailed; TypeError or RecursionError for what is no JSON.
+
+        The call of a cancelled caller goes on, so that it cannot hang unnoticed.
+        """
+        outcome = await asyncio.shield(asyncio.create_task(self._outcome(request.number, encoded(request))))
+        if isinstance(outcome, EnvironmentFailed):
+            raise outcome
+        return outcome
+
+    def send(self, request: bytes) -> None:
+        """Send a request unless the process has ended."""
+        if self._writer is not None:
+            self._writer.write(LENGTH.pack(len(request)) + request)
+
+    async def end_calls(self) -> None:
+        """End the process if calls are outstanding."""
+        if self._pending:
+            await self.end()
+
+    async def end(self, hung: int | None = None) -> None:
+        """Kill the process; its calls fail, its episodes leave it. hung: number of a call that exceeded its limit."""
+        pending = self._pending
+        self._pending = {}
+        for episode in self.episodes:
+            episode.process = None
+        self.episodes.clear()
+        if self._writer is not None:
+            self._writer.transport.abort()
+            self._writer = None
+        alone = len(pending) == 1
+        end = f"{self.worker.name}: {end_of(await self.worker.kill())}"
+        for number, reply in pending.items():
+            reason = "hung" if number == hung else "died"
+            reply.set_result(EnvironmentFailed(end, reason=reason, ended=True, alone=alone))
+        pending.clear()
+
+    async def close(self) -> None:
+        """Kill the process, after a start that goes on."""
+        async with self._starting:
+            await self.end()
+
+    async def _outcome(self, number: int, request: bytes) -> Reply | EnvironmentFailed:
+        reply = self._pending[number] = asyncio.get_running_loop().create_future()
+        self.send(request)
+        try:
+            async with time_limit(self._timeout_s + GRACE_S):
+                return await asyncio.shield(reply)
+        except TimeoutError:
+            if number in self._pending:
+                await self.end(hung=number)
+        return await reply
+
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Pass replies on until the process ends or sends something else."""
+        decode = msgspec.json.Decoder(Reply).decode
+        pending = self._pending
+        with contextlib.suppress(EOFError, OSError, ValueError, RecursionError, KeyError):
+            while True:
+                [size] = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                if size > REPLY_BYTES:
+                    break
+                reply = decode(await reader.readexactly(size))
+                pending.pop(reply.number).set_result(reply)
+        if self._writer is writer:
+            await self.end()
+
+
+class EnvironmentPool:
+    """Environment processes; `async with` starts and closes them. `tools`, `repeated_failure`: of the user's class.
+
+    `counters`: episodes (resets), steps, replays, restarts of processes, and failed episodes by reason.
+    """
+
+    def __init__(self, section: EnvironmentSection, *, logs: Path):
+        """logs: folder of the processes' logs, environment-N.log. Raises ValueError for a variable that is not set."""
+        self.counters: Counter[str] = Counter()
+        self.numbers = itertools.count()
+        """Of episodes in their processes, and of calls."""
+        self.outages = outages.Outages("episodes", enough=ENOUGH)
+        self.subject = f"environment.name {section.name!r}"
+        assert section.name is not None
+        setup = Setup(
+            name=section.name,
+            paths=tuple(os.fsencode(path) for path in sys.path),
+            memory_mb=section.memory_mb,
+            timeout_s=section.timeout_s,
+        )
+        program = Program(
+            name="environment",
+            module="megatron_scalerl.environments.worker",
+            setup=msgspec.json.encode(setup),
+            environment=child_environment("environment.variables", section.variables),
+            subject=self.subject,
+            timeout_s=section.timeout_s,
+            start_timeout_s=START_TIMEOUT_S,
+            logs=logs,
+        )
+        count = section.workers or default_workers()
+        self._processes = [_Process(f"environment-{n}", program, self.counters) for n in range(count)]
+        self.extra = _Process(f"environment-{count}", program, self.counters)
+        """For calls that may end their process."""
+        self.alone = asyncio.Lock()
+        """Held by the call that uses `extra`."""
+
+    async def __aenter__(self) -> EnvironmentPool:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Start all processes.
+
+        Raises, in one line, ValueError if the class cannot be used, and OSError if the system starts no process.
+        """
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Has the error with which the pool ended."""
+        try:
+            for problem in await asyncio.gather(*(p.start() for p in self._processes), return_exceptions=True):
+                if problem is not None:
+                    raise problem
+        except BaseException as problem:
+            await self.close()
+            if isinstance(problem, ProcessDied):
+                raise ValueError(str(problem).partition(LOG_END)[0]) from None
+            raise
+        declared = msgspec.json.decode(self._processes[0].worker.greeting, type=Declared)
+        self.tools = declared.tools
+        self.repeated_failure = declared.repeated_failure
+
+    async def close(self) -> None:
+        """Kill all processes and fail what is outstanding; may be called twice."""
+        self.end(RuntimeError("the environment pool is closed"))
+        await asyncio.gather(*(process.close() for process in (*self._processes, self.extra)))
+
+    def end(self, problem: RuntimeError | None) -> None:
+        """Raise a problem, if there is one, in every pending and later call."""
+        if problem is not None and not self.ended.done():
+            self.ended.set_exception(problem)
+            self.ended.exception()  # retrieved, where no call is pending
+
+    @property
+    def pids(self) -> list[int]:
+        """Ids of the processes that run."""
+        return [p.worker.pid for p in (*self._processes, self.extra) if p.worker.pid is not None]
+
+    @property
+    def emptiest(self) -> _Process:
+        """The process with the fewest episodes."""
+        return min(self._processes, key=lambda process: len(process.episodes))
+
+    def episode(self, row: Mapping[str, Any]) -> Episode:
+        """An episode of a row, for one caller and `async with`."""
+        return Episode(self, row)
+
+
+class Episode:
+    """An episode; it is closed in its process at the end of `async with`.
+
+    Its calls raise EnvironmentFailed, and RuntimeError once the pool has ended.
+    """
+
+    def __init__(self, pool: EnvironmentPool, row: Mapping[str, Any]):
+        self.process: _Process | None = None
+        """Where it lives; None before the first call, and after its process ended."""
+        self._pool = pool
+        self._row = dict(row)
+        self._key = hashlib.sha256(encoded(self._row)).digest()
+        self._number = 0
+        """In its process."""
+        self._past: list[tuple[Response | None, bytes]] = []
+        """Calls so far, beginning with reset, and digests of what they returned."""
+
+    async def __aenter__(self) -> Episode:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        self._leave()
+        if kind is None and self._past:
+            self._pool.outages.ended("")
+
+    async def reset(self) -> tuple[Message, ...]:
+        """Begin; the first messages. May be called again."""
+        self._leave()
+        self._past.clear()
+        self._pool.counters["episodes"] += 1
+        return (await self._call(None)).messages
+
+    async def step(self, response: Response) -> Turn:
+        """What the environment returns for a response of the policy."""
+        assert self._past, "reset"
+        self._pool.counters["steps"] += 1
+        return await self._call(response)
+
+    async def _call(self, response: Response | None) -> Turn:
+        ended = self._pool.ended
+        if ended.done():
+            ended.result()
+        async with race(self._tries(response), asyncio.shield(ended)) as [turn, _]:
+            if ended.done():
+                ended.result()
+        return turn.result()
+
+    async def _tries(self, response: Response | None) -> Turn:
+        """The turn of the first try that succeeds. Raises EnvironmentFailed after the last."""
+        suspect = False
+        for pause_s in (*outages.PAUSES_S[: outages.TRIES - 1], None):
+            try:
+                turn = await (self._try_alone(response) if suspect else self._try(response, self._pool.emptiest))
+            except EnvironmentFailed as failure:
+                suspect = suspect or failure.ended
+                if failure.alone:
+                    self._pool.outages.tried(True, self._key)
+                if pause_s is None or failure.reason == "changed":
+                    self._past.clear()
+                    raise self._last(failure)
+                if failure.reason in PAUSED:
+                    await asyncio.sleep(pause_s)
+            else:
+                self._pool.outages.tried(False)
+                return turn
+        raise AssertionError
+
+    def _last(self, failure: EnvironmentFailed) -> EnvironmentFailed:
+        """The failure of the last try, as the caller gets it."""
+        pool = self._pool
+        pool.counters[failure.reason] += 1
+        pool.end(pool.outages.ended(str(failure)))
+        failure.repeated = failure.alone and pool.outages.alone(self._key)
+        return failure
+
+    async def _try_alone(self, response: Response | None) -> Turn:
+        async with self._pool.alone:
+            await self._pool.extra.end_calls()  # of a caller that was cancelled
+            try:
+                return await self._try(response, self._pool.extra)
+            finally:
+                self._leave()
+
+    async def _try(self, response: Response | None, process: _Process) -> Turn:
+        """One try, in its process or else in `process`; leaves it if the try fails."""
+        try:
+            if self.process is None:
+                self.process = process
+                process.episodes.add(self)
+                self._number = next(self._pool.numbers)
+                await process.ready()
+                if self._past:
+                    self._pool.counters["replays"] += 1
+                for earlier, digest in self._past:
+                    if (await self._ask(earlier))[1] != digest:
+                        raise EnvironmentFailed(
+                            f"{self._pool.subject}: a replay returned something else", reason="changed", alone=False
+                        )
+            turn, digest = await self._ask(response)
+        except BaseException:
+            self._leave()
+            raise
+        self._past.append((response, digest))
+        return turn
+
+    async def _ask(self, response: Response | None) -> tuple[Turn, bytes]:
+        """(turn, digest of it) of one call in its process."""
+        head = self._pool.subject
+        number = next(self._pool.numbers)
+        request = Request(number=number, episode=self._number, response=response)
+        if response is None:
+            request = Request(number=number, episode=self._number, row=self._row)
+        if self.process is None:
+            raise EnvironmentFailed(f"{head}: its process has ended", reason="died", ended=True, alone=False)
+        try:
+            reply = await self.process.ask(request)
+            if reply.failure:
+                raise EnvironmentFailed(f"{head}: {reply.error[-ERROR_CHARS:]}", reason=reply.failure)
+            return _turn(bytes(reply.turn), first=response is None), hashlib.sha256(reply.turn).digest()
+        except (TypeError, ValueError, RecursionError) as problem:
+            raise EnvironmentFailed(f"{head}: {problem}", reason="invalid") from None
+
+    def _leave(self) -> None:
+        """Close the episode in its process."""
+        if self.process is not None:
+            self.process.episodes.discard(self)
+            self.process.send(encoded(Request(number=0, episode=self._number)))
+            self.process = None
+
+
+def _turn(data: bytes, *, first: bool) -> Turn:
+    """What a call returned. Raises ValueError, RecursionError if it cannot be used."""
+    turn = msgspec.json.decode(data, type=Turn)
+    roles = ("system", "user", "tool") if first else ("user", "tool")
+    for message in turn.messages:
+        if message.get("role") not in roles or not isinstance(message.get("content"), str):
+            raise ValueError(f"a message needs a role ({', '.join(roles)}) and a content that is a str")
+        if not all(isinstance(value, str | int | float | None) for value in message.values()):
+            raise ValueError("the values of a message have to be scalars")
+    if not turn.messages and not turn.done:
+        raise ValueError("it returned no message, and the episode is not done")
+    return turn

@@ -1,0 +1,255 @@
+"""An environment process: `python -m megatron_scalerl.environments.worker`, started and killed by the pool.
+
+It imports the user's class, reports what the class declares, and then serves many episodes at once. An episode has
+an object of the class; it never runs two calls at once. Frames:
+
+    setup      of `processes.worker`: Setup; the reply's body is Declared
+    request    LENGTH, Request as JSON: reset with a row, step with a response; with neither the episode is closed
+    reply      LENGTH, Reply as JSON; a close has none
+
+Methods that are coroutines run on the event loop and are cancelled after the time limit; others run in threads, which
+nothing can stop: the pool kills the process. What an environment prints goes to the log of the process, never into
+the protocol.
+"""
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import msgspec
+
+from megatron_scalerl.environments.response import Response
+from megatron_scalerl.processes.worker import Answer, pool_socket, receive, send
+from megatron_scalerl.record import record
+from megatron_scalerl.rewards.limits import MIB, lower
+from megatron_scalerl.rewards.worker import check_signature, imported, is_unavailable
+
+LENGTH = struct.Struct("!I")
+"""Bytes of the JSON that follows."""
+TURN_BYTES = 2**20
+"""Most bytes of what a call returns, as JSON in UTF-8."""
+ERROR_CHARS = 4000
+"""Last characters of a traceback that are sent."""
+THREADS = 4096
+"""Most calls at once of methods that are no coroutines."""
+Failure = Literal["", "raised", "unavailable", "invalid", "oversized", "hung"]
+
+
+@record
+class Setup:
+    """Settings of all episodes of a pool."""
+
+    name: str
+    """The recipe's `environment.name`."""
+    paths: tuple[bytes, ...]
+    """Where the pool's process imports modules from."""
+    memory_mb: int | None
+    timeout_s: float
+    """Time limit of a coroutine (s)."""
+
+
+@record
+class Declared:
+    """What the user's class declares."""
+
+    tools: list[dict[str, Any]]
+    """JSON schemas of functions, for the chat template."""
+    repeated_failure: Literal["wrong", "lost"]
+    """What an episode is whose failure repeats."""
+
+
+@record
+class Request:
+    """A call of an environment; without row and response the episode is closed."""
+
+    number: int
+    """Of the call, which the reply repeats."""
+    episode: int
+    row: dict[str, Any] | None = None
+    """Argument of reset."""
+    response: Response | None = None
+    """Argument of step."""
+
+
+@record
+class Reply:
+    """What a call returned, or why it returned nothing."""
+
+    number: int
+    turn: msgspec.Raw
+    """`pool.Turn` as JSON, without checks of its values."""
+    failure: Failure
+    """Empty if it returned what JSON holds."""
+    error: str
+    """The end of the traceback."""
+
+
+def encoded(value: Any, *, finite: bool = False) -> bytes:
+    """A value as JSON in UTF-8; half a pair of surrogates, which has no UTF-8, becomes a question mark.
+
+    finite: whether NaN and infinity raise ValueError.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=not finite, default=_plain)
+    return text.encode(errors="replace")
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "item"):  # a scalar of numpy
+        return value.item()
+    return msgspec.to_builtins(value)
+
+
+class Environments:
+    """The episodes of this process."""
+
+    def __init__(self, kind: type, timeout_s: float):
+        self._kind: Any = kind
+        self._timeout_s = timeout_s
+        self._episodes: dict[int, list[Any]] = {}
+        """Episode -> its object, once it is made."""
+
+    async def reply(self, request: Request) -> Reply:
+        """The reply to a call, whatever the user's code does."""
+        first = request.row is not None
+        call = functools.partial(self._run, self._episodes.setdefault(request.episode, []), request)
+        asynchronous = inspect.iscoroutinefunction(self._kind.reset if first else self._kind.step)
+        limit = asyncio.timeout(self._timeout_s if asynchronous else None)
+        turn = b"null"
+        error = ""
+        failure: Failure = "raised"
+        try:
+            async with limit:
+                result = await (call() if asynchronous else _in_thread(call))
+            failure = "invalid"
+            turn = encoded(_turn(result, first=first), finite=True)
+            failure = ""
+        except BaseException as problem:  # sys.exit, too: other episodes go on
+            error = traceback.format_exc()[-ERROR_CHARS:].encode(errors="replace").decode()
+            if limit.expired():
+                failure = "hung"
+            elif failure == "raised" and is_unavailable(problem):
+                failure = "unavailable"
+        if len(turn) > TURN_BYTES:
+            error = f"what it returned has {len(turn)} bytes, of {TURN_BYTES} allowed"
+            failure = "oversized"
+            turn = b"null"
+        return Reply(number=request.number, turn=msgspec.Raw(turn), failure=failure, error=error)
+
+    def close(self, episode: int) -> None:
+        """Forget an episode; a call that runs goes on to its end."""
+        self._episodes.pop(episode, None)
+
+    def _run(self, place: list[Any], request: Request) -> Any:
+        if request.row is None:
+            return place[0].step(request.response)
+        place.append(self._kind())
+        return place[0].reset(request.row)
+
+
+async def _in_thread(call: Callable[[], Any]) -> Any:
+    result, error = await asyncio.get_running_loop().run_in_executor(None, _outcome, call)
+    if error is not None:
+        raise error
+    return result
+
+
+def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """(result, error): a future cannot hold each error, such as StopIteration."""
+    try:
+        return call(), None
+    except BaseException as error:
+        return None, error
+
+
+def _turn(result: Any, *, first: bool) -> dict[str, Any]:
+    """What a call returned, with its messages as a list."""
+    if first:
+        result = (result, None, False)
+    messages, reward, done = result
+    if isinstance(messages, str):
+        messages = {"role": "user", "content": messages}
+    if isinstance(messages, Mapping):
+        messages = [messages]
+    return {"messages": [dict(message) for message in messages], "reward": reward, "done": done}
+
+
+def load(setup: Setup) -> tuple[type, Declared]:
+    """The user's class and what it declares. Raises ValueError, in one line, if it cannot be used."""
+    sys.path.extend(path for path in map(os.fsdecode, setup.paths) if path not in sys.path)
+    head = f"environment.name {setup.name!r}"
+    kind = imported(head, setup.name, "'module:Class'")
+    if not isinstance(kind, type):
+        raise ValueError(f"{head}: it is a {type(kind).__name__}; it has to be a class")
+    check_signature(head, kind)
+    for name, argument in (("reset", "row"), ("step", "response")):
+        method = getattr(kind, name, None)
+        if not callable(method):
+            raise ValueError(f"{head}: the class has no method {name}")
+        check_signature(f"{head}: {name}", method, "self", argument)
+    declared = {"tools": getattr(kind, "tools", ()), "repeated_failure": getattr(kind, "repeated_failure", "wrong")}
+    try:
+        return kind, msgspec.json.decode(encoded(declared, finite=True), type=Declared)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{head}: tools or repeated_failure cannot be used: {error}") from None
+
+
+async def _serve(connection: socket.socket, environments: Environments) -> None:
+    """Answer requests until the pool closes the socket."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS))
+    reader, writer = await asyncio.open_unix_connection(sock=connection)
+
+    async def answer(request: Request) -> None:
+        reply = msgspec.json.encode(await environments.reply(request))
+        writer.write(LENGTH.pack(len(reply)) + reply)
+
+    running = set()
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            [size] = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+            # not by msgspec, which refuses the NaN of a row
+            request = msgspec.convert(json.loads(await reader.readexactly(size)), Request)
+            if request.row is None and request.response is None:
+                environments.close(request.episode)
+                continue
+            task = asyncio.create_task(answer(request))
+            running.add(task)
+            task.add_done_callback(running.discard)
+
+
+def main() -> None:
+    """Serve episodes until the controller ends this process."""
+    # signals to the whole group are the controller's: it may still finish episodes to save
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with pool_socket() as connection:
+        # a child that is left must not keep the socket open
+        os.register_at_fork(after_in_child=connection.close)
+        request, setup_json, _ = receive(connection)
+        setup = msgspec.json.decode(setup_json, type=Setup)
+        lower(resource.RLIMIT_CORE, 0)
+        if setup.memory_mb is not None:
+            lower(resource.RLIMIT_AS, setup.memory_mb * MIB)
+        try:
+            kind, declared = load(setup)
+        except ValueError as problem:
+            line = str(problem).splitlines()[0].encode(errors="replace").decode()
+            send(connection, request, Answer(head=line, last=True))
+            return
+        send(connection, request, Answer(head="", body=msgspec.json.encode(declared)))
+        asyncio.run(_serve(connection, Environments(kind, setup.timeout_s)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""A user's module of environments, as the pool's processes import it. The text of a response selects what they do."""
+
+import asyncio
+import itertools
+import os
+import random
+import struct
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+from pathlib import Path
+
+import numpy
+
+from megatron_scalerl.environments import worker
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
+
+
+class Counting:
+    """Adds the numbers that it gets; done at 100 and more. Other words are faults."""
+
+    def reset(self, row):
+        self.total = row.get("start", 0)
+        self.row = row
+        if row.get("fault"):
+            fault(row["fault"], self)
+        return f"begin at {self.total}"
+
+    def step(self, response):
+        if not response.text.isdigit():
+            fault(response.text, self)
+            return f"after {response.text.partition(' ')[0]}", None, False
+        self.total += int(response.text)
+        return f"now {self.total}", float(self.total), self.total >= 100
+
+
+class CountingAsync(Counting):
+    tools = [TOOL]
+    repeated_failure = "lost"
+
+    async def reset(self, row):
+        await asyncio.sleep(0.001)
+        return super().reset(row)
+
+    async def step(self, response):
+        await asyncio.sleep(0.001)
+        if response.text == "sleep":
+            await asyncio.sleep(10**6)
+        return super().step(response)
+
+
+class Meeting(Counting):
+    """A step returns once as many steps are in progress as the row says: 50 episodes at once, or none returns."""
+
+    arrived = 0
+    condition = threading.Condition()
+
+    def step(self, response):
+        with Meeting.condition:
+            Meeting.arrived += 1
+            Meeting.condition.notify_all()
+            Meeting.condition.wait_for(lambda: Meeting.arrived >= self.row["parties"], 200)
+        return super().step(response)
+
+
+class Messages:
+    """Returns what Python makes of the response's text, or of the row's."""
+
+    def reset(self, row):
+        return eval(row["first"])
+
+    def step(self, response):
+        return eval(response.text)
+
+
+class Echo:
+    """Returns the row and the response as it got them."""
+
+    def reset(self, row):
+        self.row = row
+        return repr(sorted(row.items()))
+
+    def step(self, response):
+        return repr(response), None, False
+
+
+class Drawing(Counting):
+    """Returns something else in each replay."""
+
+    def reset(self, row):
+        super().reset(row)
+        return f"begin at {random.random()}"
+
+
+class Held(Counting):
+    """Writes its process to a file at the word hold, and goes on once another file is there."""
+
+    def step(self, response):
+        if response.text == "hold":
+            folder = Path(self.row["folder"])
+            (folder / f"{self.row['n']}.pid").write_text(str(os.getpid()))
+            while not (folder / "go").exists():
+                time.sleep(0.01)
+            return f"held at {self.total}", 0.5, False
+        return super().step(response)
+
+
+class NoStep:
+    def reset(self, row):
+        return "x"
+
+
+class NoRow(NoStep):
+    def reset(self):
+        return "x"
+
+    def step(self, response):
+        return "x", None, False
+
+
+class Configured(Counting):
+    def __init__(self, size):
+        self.size = size
+
+
+class BadTools(Counting):
+    tools = ["look"]
+
+
+class BadRepeated(Counting):
+    repeated_failure = "right"
+
+
+def a_function(row):
+    return "x"
+
+
+def fault(text, environment):
+    word, _, rest = text.partition(" ")
+    FAULTS[word](rest)
+
+
+def _raise(_):
+    raise RuntimeError("no such \udc80 action")
+
+
+def _refused(_):
+    raise ConnectionRefusedError("nobody listens")
+
+
+def _until(path):
+    """503 until the file has two lines, one for each try."""
+    with open(path, "a+") as file:
+        file.seek(0)
+        tries = len(file.readlines())
+        file.write("try\n")
+    if tries < 2:
+        raise urllib.error.HTTPError("http://judge", 503, "busy", {}, None)
+
+
+def _once(path):
+    """Ends the process the first time."""
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        return
+    os._exit(3)
+
+
+def _child(path):
+    """Leaves a child that has every descriptor of this process, and ends it."""
+    child = os.fork()
+    if not child:
+        time.sleep(10**6)
+    Path(path).write_text(str(child))
+    os._exit(4)
+
+
+def _forge(_, data=b""):
+    """Writes to the pool's socket, for which it looks in /proc."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and os.path.exists(f"/proc/self/fd/{name}"):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                try:
+                    os.write(int(name), data)
+                except OSError:
+                    continue
+    time.sleep(1)
+
+
+def framed(data):
+    return worker.LENGTH.pack(len(data)) + data
+
+
+FORGED = {
+    "garbage": framed(b"x" * 100),
+    "unknown": framed(b'{"number":123456789}') * 1000,
+    "huge": struct.pack("!I", 2**32 - 1) + b"x" * 1000,
+    "deep": framed(b'{"number":1,"turn":' + b"[" * 50_000 + b"]" * 50_000 + b"}"),
+    "reason": framed(b'{"number":1,"failure":"own"}'),
+}
+
+FAULTS = {
+    "raise": _raise,
+    "refused": _refused,
+    "until": _until,
+    "once": _once,
+    "exit": lambda _: os._exit(0),
+    "quit": lambda _: sys.exit("enough"),
+    "stop": lambda _: next(itertools.chain()),
+    "hang": lambda _: time.sleep(10**6),
+    "print": lambda _: [sys.stdout.write("x" * 2**20 + "\n") for _ in range(4)],
+    "shell": lambda _: subprocess.run(["sh", "-c", "echo from a child; echo to stderr >&2"], check=True),
+    "child": _child,
+    **{word: lambda _, data=data: _forge(_, data) for word, data in FORGED.items()},
+    "numpy": lambda _: numpy.float32(1),
+}
