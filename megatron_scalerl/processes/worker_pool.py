@@ -374,7 +374,7 @@ class Worker:
             # A process that closed its socket has exited, with its code fixed, or can no longer be trusted.
             code = await self.kill()
             raise WorkerDied(end_of(code), read=self._read, code=code) from None
-        except ValueError:
+        except (ValueError, RecursionError):
             await self.kill()
             raise WorkerDied("bytes in its socket that are no reply", read=self._read) from None
         if last:

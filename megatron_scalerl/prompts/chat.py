@@ -19,7 +19,7 @@ from megatron_scalerl.recipe.sections import AUTO, PromptsSection
 from megatron_scalerl.recipe.tasks import Task, tasks_of
 from megatron_scalerl.record import record
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 
 THINK_TAGS = (
     ("<think>", "</think>"),
@@ -175,14 +175,23 @@ def check_turn(tokenizer: Any, prompts: PromptsSection) -> None:
         )
 
 
-def apply_template(tokenizer: Any, prompts: PromptsSection, messages: Messages, *, generation: bool = True) -> str:
-    """Messages in the tokenizer's template. generation: with the opening of the assistant's turn.
+def apply_template(
+    tokenizer: Any,
+    prompts: PromptsSection,
+    messages: Messages,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    generation: bool = True,
+) -> str:
+    """Messages in the tokenizer's template.
 
-    Raises ValueError for a template that fails.
+    tools: JSON schemas of functions. generation: with the opening of the assistant's turn. Raises ValueError for a
+    template that fails.
     """
     try:
         text: str = tokenizer.apply_chat_template(
             messages,
+            tools=list(tools) or None,
             tokenize=False,
             add_generation_prompt=generation,
             strftime_now=prompts.template_date.strftime,

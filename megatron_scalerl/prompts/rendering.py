@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import Environment, TemplateError, nodes
 from jinja2.meta import find_undeclared_variables
 
-from megatron_scalerl.prompts.chat import QUESTION, apply_template, check_turn, tags_in
+from megatron_scalerl.prompts.chat import QUESTION, Messages, apply_template, check_turn, tags_in
 from megatron_scalerl.prompts.layouts import Question
 from megatron_scalerl.recipe.sections import PromptsSection
 
@@ -35,7 +35,7 @@ class PromptRenderer:
         self._tokenizer = tokenizer
         self._prompts = prompts
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        self._special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+        self.special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
         if prompts.chat_template:
             self._check_chat()
         elif prompts.system is not None or prompts.template_arguments:
@@ -44,7 +44,7 @@ class PromptRenderer:
 
     def check(self, question: Question, where: str, column: str) -> None:
         """Raises ValueError for several messages without a chat template, and for a text with a special token."""
-        if token := next((token for token in self._special if token in question.text), ""):
+        if token := next((token for token in self.special if token in question.text), ""):
             # the policy would read it as one
             raise ValueError(f"{where}: {column!r} contains the special token {token}")
         if len(question.messages) > 1 and not self._prompts.chat_template:
@@ -52,7 +52,10 @@ class PromptRenderer:
 
     def text(self, question: Question | str) -> str:
         """The rendered prompt, which ends with the think prefill."""
-        text = self._text(question)
+        return self.prefilled(self._text(question))
+
+    def prefilled(self, text: str) -> str:
+        """A prompt that ends with the think prefill."""
         # Some chat templates add the opening tag themselves, with or without a line break after it.
         if text.rstrip().endswith(self._prompts.think_start.rstrip()):
             return text
@@ -67,10 +70,14 @@ class PromptRenderer:
         if not self._prompts.chat_template:
             return content
         messages = [*before, {**last, "content": content}]
-        if self._prompts.system is not None:
-            others = [message for message in messages if message["role"] != "system"]
-            messages = [{"role": "system", "content": self._prompts.system}, *others]
-        return apply_template(self._tokenizer, self._prompts, messages)
+        return apply_template(self._tokenizer, self._prompts, self.with_system(messages))
+
+    def with_system(self, messages: Messages) -> Messages:
+        """The messages with the recipe's system message, if it has one, in place of theirs."""
+        if self._prompts.system is None:
+            return messages
+        others = [message for message in messages if message["role"] != "system"]
+        return [{"role": "system", "content": self._prompts.system}, *others]
 
     def _check_chat(self) -> None:
         if not self._tokenizer.chat_template:
@@ -112,10 +119,11 @@ class PromptRenderer:
             texts = [self.text(problem) for problem in problems[start : start + CHUNK]]
             # No special tokens: some tokenizers would append an end-of-sequence token.
             encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
-            rendered.extend(self._with_bos(ids) for ids in encoded)
+            rendered.extend(self.with_bos(ids) for ids in encoded)
         return rendered
 
-    def _with_bos(self, ids: Sequence[int]) -> tuple[int, ...]:
+    def with_bos(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """The tokens of a prompt with the first token that the recipe asks for."""
         bos = self._tokenizer.bos_token_id
         if not self._prompts.add_bos or bos is None or ids[:1] == [bos]:
             return tuple(ids)
