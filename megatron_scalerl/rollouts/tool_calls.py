@@ -41,10 +41,11 @@ def tool_parser(tokenizer: Any, tools: Sequence[Any], end_ids: Sequence[int]) ->
     parser = get_tool_parser(names[0], tokenizer)
 
     def calls(token_ids: Sequence[int]) -> tuple[ToolCall, ...]:
+        ids = [token for token in token_ids if token not in end_ids]
         try:
-            return tuple(map(_call, parser.extract([token for token in token_ids if token not in end_ids])[1]))
+            return tuple(map(_call, parser.extract(ids)[1]))
         except (ValueError, RecursionError):  # JSON beyond Python's limits, or that is no Unicode
-            return (ToolCall(raw=tokenizer.decode(token_ids), error="invalid_json"),)
+            return (ToolCall(raw=tokenizer.decode(ids), error="invalid_json"),)
 
     return calls
 
