@@ -1,17 +1,22 @@
 """A decoder process: `python -m megatron_scalerl.rollouts.decoder`, started and killed by `rollouts.decoder_pool`.
 
 It turns the responses of engines into completions: bytes for the store (`batching.rollout_bytes`), facts for the
-controller, text for the verifier. Its frames (`processes.worker`):
+controller, text and calls of tools for verifier and environment. It renders the messages of environments as tokens.
+Its frames (`processes.worker`):
 
     setup      Setup
-    request    Job, body of the response
+    request    Request of a Job, body of the response
     reply      Reply, bytes of the completion
+    request    Request of a Render, tokens of the past turns as u32
+    reply      Reply, tokens as u32
 
-It imports no torch, and no transformers where the policy's tokenizer is one of the package `tokenizers`.
+Without turns to render it imports no torch, and no transformers where the policy's tokenizer is one of the package
+`tokenizers`.
 """
 
 import signal
 from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -19,9 +24,13 @@ import numpy as np
 from megatron_scalerl.batching.rollout_bytes import facts_of, write
 from megatron_scalerl.engine.answers import EngineError, completion
 from megatron_scalerl.engine.interruption import Plan
+from megatron_scalerl.environments.response import Message, ToolCall
 from megatron_scalerl.processes.worker import Answer, serve
+from megatron_scalerl.prompts.turns import PastTurn, TurnRenderer
+from megatron_scalerl.recipe.sections import PromptsSection
 from megatron_scalerl.record import record
 from megatron_scalerl.rewards.math import extract_answer
+from megatron_scalerl.rollouts.tool_calls import ToolParser, tool_parser
 from megatron_scalerl.types import Completion, CompletionLost
 
 
@@ -36,22 +45,36 @@ class AnswerFormat:
     hidden_ids: frozenset[int]
     """Tokens that are not part of the text: special tokens and those that end a completion."""
 
+    def answer_start(self, token_ids: np.ndarray) -> int | None:
+        """Index of the first token after thinking in `token_ids` [T]; None if thinking did not end."""
+        return 0 if self.plan is None else self.plan.thinking_end(token_ids)
+
     def answer_text(self, token_ids: np.ndarray, decode: Callable[[Sequence[int]], str]) -> str | None:
         """The text after thinking, the whole text of a policy without tags; None if thinking did not end.
 
         token_ids: [T] the completion. decode: token ids to text, special tokens included.
         """
-        start = 0
+        start = self.answer_start(token_ids)
+        if start is None:
+            return None
         if self.plan is not None:
-            thinking_end = self.plan.thinking_end(token_ids)
-            if thinking_end is None:
-                return None
             # the tag's tokens may include neighboring text, so decode them too and cut the tag off as text
-            start = thinking_end - len(self.plan.think_end_ids)
+            start -= len(self.plan.think_end_ids)
         text = decode([token for token in token_ids[start:].tolist() if token not in self.hidden_ids])
         if self.plan is None:
             return text
         return extract_answer(text, self.think_end)
+
+
+@record
+class TurnSettings:
+    """What `prompts.turns.TurnRenderer` needs."""
+
+    prompts: str
+    """The recipe's section, settled, as JSON."""
+    end_ids: tuple[int, ...]
+    tools: tuple[dict[str, Any], ...]
+    thinking: Literal["keep", "strip"]
 
 
 @record
@@ -63,6 +86,8 @@ class Setup:
     """tokenizer.json of the policy; None if it has none: transformers then loads the tokenizer from `policy`."""
     policy: str
     """Hugging Face folder of the policy."""
+    turns: TurnSettings | None = None
+    """None for single turns."""
 
 
 @record
@@ -78,8 +103,26 @@ class Job:
 
 
 @record
+class Render:
+    """Messages to render as tokens; the tokens of the past turns follow."""
+
+    messages: tuple[tuple[Message, ...], ...]
+    """[turns + 1] the environment's messages before each turn."""
+    turns: tuple[tuple[int, int], ...]
+    """(tokens, answer_start) of each past turn."""
+
+
+@record
+class Request:
+    """One of the two."""
+
+    job: Job | None = None
+    render: Render | None = None
+
+
+@record
 class Reply:
-    """The result of a job; the bytes of the completion follow, if there is one."""
+    """The result of a request; the bytes of the completion or the tokens of the messages follow, if there are any."""
 
     completion: Completion | None = None
     text: str | None = None
@@ -89,20 +132,39 @@ class Reply:
     lost: str | None = None
     """Message of a CompletionLost."""
     lost_reason: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Calls of tools in the text."""
+    answer_start: int = 0
+    """Index of the first token after thinking; 0 without tags, or if thinking did not end."""
+    rewritten: bool = False
+    """The tokens are the whole context; else they are appended to it."""
+    refused: str | None = None
+    """Message of a ValueError for messages that cannot be rendered."""
 
 
 class Decoding:
-    """Answers jobs."""
+    """Answers requests."""
 
     def __init__(self, setup_json: bytes):
         setup = msgspec.json.decode(setup_json, type=Setup)
         self._format = setup.answer
         self._text = _text_decoder(setup)
-        self._job = msgspec.json.Decoder(Job)
+        self._request = msgspec.json.Decoder(Request)
+        self._turns = setup.turns
+        if setup.turns is not None:
+            from megatron_scalerl.prompts.tokenizer import load_tokenizer  # imports transformers
+
+            self._renderer, self._calls = turns_of(load_tokenizer(setup.policy), setup.turns)
 
     def __call__(self, head: bytes, body: bytes) -> Answer:
-        """The reply to a job and the bytes of the completion."""
-        job = self._job.decode(head)
+        """The reply to a request and its bytes."""
+        request = self._request.decode(head)
+        if request.render is not None:
+            return self._rendered(request.render, np.frombuffer(body, dtype="<u4"))
+        assert request.job is not None
+        return self._decoded(request.job, body)
+
+    def _decoded(self, job: Job, body: bytes) -> Answer:
         try:
             arrays = completion(body, plan=job.plan, seed=job.seed, where=job.where)
         except EngineError as error:
@@ -110,9 +172,34 @@ class Decoding:
         except CompletionLost as lost:
             return Answer(head=Reply(lost=str(lost), lost_reason=lost.reason))
         text = None
+        calls: tuple[ToolCall, ...] = ()
+        answer_start = self._format.answer_start(arrays.token_ids) or 0
         if not arrays.truncated:  # a truncated completion counts as wrong, whatever it says
             text = self._format.answer_text(arrays.token_ids, self._text)
-        return Answer(head=Reply(completion=facts_of(arrays), text=text), body=write(arrays))
+        if text is not None and self._turns:
+            calls = self._calls(arrays.token_ids[answer_start:].tolist())
+        reply = Reply(completion=facts_of(arrays), text=text, tool_calls=calls, answer_start=answer_start)
+        return Answer(head=reply, body=write(arrays))
+
+    def _rendered(self, render: Render, token_ids: np.ndarray) -> Answer:
+        parts = np.split(token_ids, np.cumsum([tokens for tokens, _ in render.turns], dtype=int))
+        past = [PastTurn(token_ids=part, answer_start=start) for part, (_, start) in zip(parts, render.turns)]
+        rewritten = False
+        try:
+            if past:
+                ids, rewritten = self._renderer.next(render.messages, past)
+            else:
+                ids = self._renderer.first(render.messages[0])
+        except ValueError as error:
+            return Answer(head=Reply(refused=str(error)))
+        return Answer(head=Reply(rewritten=rewritten), body=np.array(ids, dtype="<u4").tobytes())
+
+
+def turns_of(tokenizer: Any, turns: TurnSettings) -> tuple[TurnRenderer, ToolParser]:
+    """(renderer of the turns, parser of their calls of tools). Raises ValueError as both."""
+    prompts = PromptsSection.model_validate_json(turns.prompts)
+    renderer = TurnRenderer(tokenizer, prompts, end_ids=turns.end_ids, tools=turns.tools, thinking=turns.thinking)
+    return renderer, tool_parser(tokenizer, turns.tools, turns.end_ids)
 
 
 def _text_decoder(setup: Setup) -> Callable[[Sequence[int]], str]:

@@ -20,20 +20,25 @@ import asyncio
 import logging
 import os
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.interruption import Plan
+from megatron_scalerl.environments.response import Message, ToolCall
 from megatron_scalerl.processes.worker_pool import Program, WorkerDied, WorkerPool
+from megatron_scalerl.prompts.end_tokens import end_token_ids
+from megatron_scalerl.prompts.turns import PastTurn
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 from megatron_scalerl.rewards.pool import default_workers
-from megatron_scalerl.rollouts.decoder import Job, Reply, Setup
+from megatron_scalerl.rollouts.decoder import Job, Render, Reply, Request, Setup, TurnSettings, turns_of
 from megatron_scalerl.rollouts.plans import Plans
 from megatron_scalerl.types import Completion, CompletionLost
 
@@ -58,6 +63,10 @@ class Decoded:
     """`batching.rollout_bytes.write` of the completion."""
     text: str | None
     """Text after thinking; None if thinking did not end or the completion is truncated."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Calls of tools in the text."""
+    answer_start: int = 0
+    """Index of the first token after thinking; 0 without tags, or if thinking did not end."""
 
 
 class DecoderPool:
@@ -73,13 +82,26 @@ class DecoderPool:
         plans: Plans,
         *,
         logs: Path,
+        tools: Sequence[dict[str, Any]] = (),
         timeout_s: float = TIMEOUT_S,
     ):
-        """logs: folder of the processes' logs, `decoder-N.log`."""
+        """logs: folder of the processes' logs, `decoder-N.log`. tools: those of the recipe's environment.
+
+        Raises ValueError if the recipe has an environment and the tokenizer cannot have turns or these tools.
+        """
+        turns = None
+        if recipe.environment.name is not None:
+            turns = TurnSettings(
+                prompts=recipe.prompts.model_dump_json(),
+                end_ids=end_token_ids(recipe.policy.path, tokenizer),
+                tools=tuple(tools),
+                thinking=recipe.environment.thinking,
+            )
+            turns_of(tokenizer, turns)
         fast: Any = getattr(tokenizer, "backend_tokenizer", None)
         # with this text the processes need no transformers, whose import takes seconds
         text = fast.to_str() if hasattr(fast, "to_str") else None
-        setup = Setup(answer=plans.answer_format(), tokenizer=text, policy=recipe.policy.path)
+        setup = Setup(answer=plans.answer_format(), tokenizer=text, policy=recipe.policy.path, turns=turns)
         workers = recipe.rollouts.decoders or min(MAX_DEFAULT_WORKERS, default_workers())
         self.counters: Counter[str] = Counter()
         program = Program(
@@ -125,20 +147,48 @@ class DecoderPool:
         CompletionLost if a token has no log-probability (`no_logprobs`) or the body ended two processes
         (`decoder_lost`), RuntimeError if the pool ended.
         """
-        try:
-            head = msgspec.json.encode(Job(plan=plan, seed=seed, where=where))
-            reply, data = await self._workers.ask(head, body)
-        except WorkerDied as death:
-            raise self._lost(f"{where}: the answer of {len(body)} bytes cannot be decoded: {death}") from None
-        self._lost_in_a_row = 0
+        problem = f"{where}: the answer of {len(body)} bytes cannot be decoded"
+        reply, data = await self._ask(Request(job=Job(plan=plan, seed=seed, where=where)), body, problem)
         if reply.completion is not None:
             self.counters["decoded"] += 1
-            return Decoded(completion=reply.completion, data=data, text=reply.text), reply.completion.tokens
+            decoded = Decoded(
+                completion=reply.completion,
+                data=data,
+                text=reply.text,
+                tool_calls=reply.tool_calls,
+                answer_start=reply.answer_start,
+            )
+            return decoded, reply.completion.tokens
         if reply.engine_error is not None:
             self.counters["engine_errors"] += 1
             raise EngineError(reply.engine_error)
         self.counters["lost"] += 1
         raise CompletionLost(reply.lost or "", reason=reply.lost_reason)
+
+    async def render(
+        self, messages: Sequence[Sequence[Message]], turns: Sequence[PastTurn]
+    ) -> tuple[np.ndarray, bool]:
+        """(tokens, u32, whether they are the whole context; else they are appended to it).
+
+        messages: [turns + 1] those of the environment before each turn, the last ones new. Raises ValueError as
+        `prompts.turns.TurnRenderer`, CompletionLost and RuntimeError as `decode`.
+        """
+        facts = tuple((len(turn.token_ids), turn.answer_start) for turn in turns)
+        render = Render(messages=tuple(map(tuple, messages)), turns=facts)
+        body = b"".join(turn.token_ids.astype("<u4").tobytes() for turn in turns)
+        reply, data = await self._ask(Request(render=render), body, "the environment's messages cannot be rendered")
+        if reply.refused is not None:
+            raise ValueError(reply.refused)
+        return np.frombuffer(data, dtype="<u4"), reply.rewritten
+
+    async def _ask(self, request: Request, body: bytes, problem: str) -> tuple[Reply, bytes]:
+        """The reply. problem: what it means if a request ends its processes."""
+        try:
+            answer = await self._workers.ask(msgspec.json.encode(request), body)
+        except WorkerDied as death:
+            raise self._lost(f"{problem}: {death}") from None
+        self._lost_in_a_row = 0
+        return answer
 
     def _lost(self, problem: str) -> Exception:
         """The error for a body with which processes ended. Ends the pool if many in a row are lost."""

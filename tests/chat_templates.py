@@ -36,3 +36,17 @@ MISTRAL = (
 """Has no generation prompt: the assistant's turn follows the user's at once."""
 IGNORING = TURNS
 """Ignores the generation prompt."""
+QWEN3_TURNS = (
+    "{% set ns = namespace(query=-1) %}{% for m in messages %}"
+    "{% if m.role == 'user' and not m.content.startswith('<tool_response>') %}{% set ns.query = loop.index0 %}{% endif %}"
+    "{% endfor %}{% if tools %}<|im_start|>system\n<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}"
+    """\n</tools>\n<tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call><|im_end|>\n{% endif %}"""
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n{% set parts = m.content.split('</think>') %}"
+    "{% if parts | length > 1 and loop.index0 > ns.query %}"
+    "<think>\n{{ parts[0].split('<think>')[-1].strip('\n') }}\n</think>\n\n{% endif %}{{ parts[-1].lstrip('\n') }}<|im_end|>\n"
+    "{% elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n<tool_response>\n' + m.content }}\n</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}" + OPEN
+)
+"""Qwen3: thinking stays after the last question of the user, tools' messages do not count as one."""

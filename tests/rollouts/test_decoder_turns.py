@@ -1,0 +1,120 @@
+"""Decoder processes render messages and read calls of tools, whatever happens to the processes."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from chat_templates import CHATML, QWEN3_TURNS
+from decoder_pools import TOKENIZER
+from fakes.server import answer
+from recipe_files import SETTLED, small_recipe
+from turn_policies import TOOL, ids_of, past, save_policy
+from waiting import until
+
+from megatron_scalerl.batching.rollout_bytes import read
+from megatron_scalerl.environments.response import ToolCall
+from megatron_scalerl.rollouts.decoder_pool import DecoderPool
+from megatron_scalerl.rollouts.plans import Plans
+
+USER = ({"role": "user", "content": "1+1"},)
+OUTPUT = ({"role": "tool", "content": "2<|im_end|>"},)
+
+
+def pool_of(folder, template=QWEN3_TURNS, *, tools=(TOOL,), thinking="strip"):
+    """(the tokenizer, a pool for a policy with this template)."""
+    tokenizer = save_policy(folder, template)
+    recipe = small_recipe(
+        policy={"path": str(folder)},
+        prompts={"path": "q", **SETTLED, "chat_template": True},
+        rollouts={"decoders": 1},
+        interruption={"enabled": False},
+        environment={"name": "games:Game", "thinking": thinking},
+    )
+    return tokenizer, DecoderPool(recipe, tokenizer, Plans(recipe, tokenizer), logs=folder, tools=tools)
+
+
+async def decoded(pool, tokenizer, text, **fields):
+    ids = ids_of(tokenizer, text)
+    body = json.dumps(answer(token_ids=ids, logprobs=(-0.5,) * len(ids), **fields)).encode()
+    async with pool.slot():
+        return (await pool.decode(body, plan=None, seed=0, where="engine-0"))[0]
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.mark.slow
+async def test_an_episode_through_a_process_that_is_killed_in_between(tmp_path):
+    tokenizer, pool = pool_of(tmp_path)
+    async with pool:
+        first, whole = await pool.render([USER], [])
+        prompt = tokenizer.decode(first)
+        assert not whole and prompt.endswith("1+1<|im_end|>\n<|im_start|>assistant\n<think>") and "<tools>" in prompt
+        said = await decoded(pool, tokenizer, f"\nadd</think>\n\n{CALL}<|im_end|>")
+        assert said.tool_calls == (ToolCall(name="add", arguments={"a": 1}, raw=CALL[11:-12]),)
+        assert (said.text, said.answer_start) == (f"\n\n{CALL}", len("\nadd") + 1)
+        [pid] = pool.pids
+        os.kill(pid, signal.SIGSTOP)
+        turn = past(tokenizer, f"\n\n{CALL}<|im_end|>", thought="add")
+        assert read(said.data).token_ids.tolist()[-3:] == turn.token_ids.tolist()[-3:]
+        call = asyncio.create_task(pool.render([USER, OUTPUT], [turn]))
+        await until(lambda: pool._workers._outstanding and not pool._workers._queue.qsize())
+        os.kill(pid, signal.SIGKILL)
+        ids, whole = await call
+        assert not whole and pool.counters["restarts"] == 1
+        assert tokenizer.decode(ids) == (
+            "\n<|im_start|>user\n<tool_response>\n2<|im_end|>\n</tool_response><|im_end|>\n"
+            "<|im_start|>assistant\n<think>"
+        )
+        other = past(tokenizer, "\n\n2", thought="the sum is 2")
+        ids, whole = await pool.render([USER, OUTPUT, USER], [turn, other])
+        assert whole and ids.dtype == "uint32"
+        assert tokenizer.decode(ids).startswith(f"{prompt.removesuffix('<think>')}{CALL}<|im_end|>\n")
+        assert tokenizer.decode(ids).endswith(
+            "<|im_start|>assistant\n2<|im_end|>\n<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n<think>"
+        )
+
+
+@pytest.mark.slow
+async def test_a_text_that_does_not_count_has_no_calls(tmp_path):
+    tokenizer, pool = pool_of(tmp_path)
+    async with pool:
+        cut = await decoded(pool, tokenizer, f"\nadd</think>{CALL}", finish_reason="length")
+        assert (cut.text, cut.tool_calls, cut.answer_start) == (None, (), 5)
+        thinking = await decoded(pool, tokenizer, f"{CALL}<|im_end|>")
+        assert (thinking.text, thinking.tool_calls, thinking.answer_start) == (None, (), 0)
+
+
+@pytest.mark.slow
+async def test_messages_that_the_template_refuses_are_an_error_and_the_process_goes_on(tmp_path):
+    source = QWEN3_TURNS.replace("<tool_response>\\n'", "<tool_response>\\n' + (m.name | default('', true))")
+    refusing = source.replace(
+        "{% else %}<|im_start|>", "{% elif m.content == 'no' %}{{ raise_exception('no') }}{% else %}<|im_start|>"
+    )
+    tokenizer, pool = pool_of(tmp_path, refusing)
+    turn = past(tokenizer, "2<|im_end|>")
+    async with pool:
+        with pytest.raises(ValueError, match=r"^prompts\.chat_template: the tokenizer's template fails: no$"):
+            await pool.render([USER, ({"role": "user", "content": "no"},)], [turn])
+        assert len((await pool.render([USER, USER], [turn]))[0]) and not pool.counters["restarts"]
+
+
+def test_a_policy_that_cannot_have_the_tools_is_refused_before_a_process_starts(tmp_path):
+    with pytest.raises(ValueError, match="calls of tools are in none of the formats"):
+        pool_of(tmp_path, CHATML.replace("{% for", "{# <think> #}{% for"))
+
+
+def test_without_an_environment_a_process_imports_no_transformers(tmp_path):
+    program = (
+        "import sys\n"
+        "from megatron_scalerl.rollouts.decoder import Decoding\n"
+        "Decoding(sys.stdin.buffer.read())\n"
+        "assert not {'torch', 'transformers', 'renderers'} & set(sys.modules)\n"
+    )
+    recipe = small_recipe()
+    pool = DecoderPool(recipe, TOKENIZER, Plans(recipe, TOKENIZER), logs=tmp_path)
+    subprocess.run([sys.executable, "-c", program], input=pool._workers._program.setup, check=True)
