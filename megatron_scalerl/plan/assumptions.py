@@ -8,6 +8,7 @@ from megatron_scalerl.record import record
 
 _POSITIVE = (0.0, None, False)
 _AT_LEAST_0 = (0.0, None, True)
+_AT_LEAST_1 = (1.0, None, True)
 _SHARE = (0.0, 1.0, False)
 """(Minimum, maximum or None, whether the minimum itself is allowed)."""
 
@@ -61,14 +62,21 @@ class Assumptions:
     runtime_gib: float = _assumed(3.0, "GiB per rank", "CUDA context, NCCL and library buffers", _OURS)
     fragmentation: float = _assumed(0.08, "share", "allocator overhead on temporary memory", _OURS)
     expert_imbalance: float = _assumed(
-        1.5, "x mean", "tokens on the busiest expert-parallel rank", _OURS, (1.0, None, True)
+        1.5, "x mean", "tokens on the busiest expert-parallel rank", _OURS, _AT_LEAST_1
     )
     engine_overhead_gib: float = _assumed(4.0, "GiB per GPU", "engine's activations, CUDA graphs, fp32 head", _OURS)
+    turns: float = _assumed(3, "", "mean turns of an episode, with an environment", _OURS, _AT_LEAST_1)
+    reply_tokens: float = _assumed(128, "tokens", "mean tokens of the environment between two turns", _OURS)
+    reply_seconds: float = _assumed(0.5, "s", "mean wait for the environment between two turns", _OURS)
 
     def __post_init__(self) -> None:
         for f in described():
             if getattr(self, f.name) is not None:
                 check_number(f.name, getattr(self, f.name))
+
+
+OF_EPISODES = ("turns", "reply_tokens", "reply_seconds")
+"""The fields that count only with an environment."""
 
 
 @record

@@ -75,7 +75,7 @@ class Decoding:
     fixed_seconds: float
     per_completion_seconds: float
     prefill_seconds: float
-    """Seconds for the prefill of a prompt."""
+    """Seconds for the prefill of a prompt, and of what follows it in an episode of several turns."""
     running: int
     """Max concurrent completions; further completions are queued in the engine."""
 
@@ -137,7 +137,14 @@ def decoding(
     room = int(memory.kv_tokens / resident)
     most = memory.copies * int(recipe.engine.vllm.get("max_num_seqs", MAX_NUM_SEQS))
     running = max(1, min(room, most, recipe.rollouts.max_in_flight))
-    flops = 2.0 * (p.active - p.embedding) * assumed.prompt_tokens
+    missed = 0.0
+    if recipe.rollouts.deterministic:  # there is no prefix cache
+        missed = lengths.replies
+    elif recipe.rollouts.schedule == "pipeline":  # each weight update during an episode empties it
+        missed = min(lengths.replies, recipe.rollouts.max_staleness_steps)
+    # on average half of an episode is behind a turn
+    context = assumed.prompt_tokens + (lengths.mean + lengths.written) / 2
+    flops = 2.0 * (p.active - p.embedding) * (assumed.prompt_tokens + lengths.written + missed * context)
     prefill = flops / (memory.devices * gpu.bf16_flops * assumed.dense_utilization)
     if assumed.engine_tokens_per_second is not None:
         rate = assumed.engine_tokens_per_second * memory.devices

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_scalerl.models import FAMILIES
 from megatron_scalerl.plan.activations import recompute_of
-from megatron_scalerl.plan.assumptions import Assumptions, Origin, default_origins
+from megatron_scalerl.plan.assumptions import OF_EPISODES, Assumptions, Origin, default_origins
 from megatron_scalerl.plan.counting import Parameters, count, load_family
 from megatron_scalerl.plan.engine import Decoding, EngineMemory, decoding, engine_memory
 from megatron_scalerl.plan.hardware import GIB, Gpu, Kernels, Layers
@@ -33,7 +33,7 @@ class RunPlan:
     gpus: int
     assumed: Assumptions
     origins: Mapping[str, Origin]
-    """Origin of each assumption's value, by field."""
+    """Origin of the value of each assumption that counts, by field."""
     layers: Layers
     """Layers of the trainer."""
     config: str
@@ -138,6 +138,10 @@ def make_plan(
     origins: Mapping[str, Origin] | None = None,
 ) -> RunPlan:
     """The plan of the recipe's split if that takes `gpus` GPUs, else of the fastest split. Raises ValueError."""
+    origins = dict(origins or default_origins())
+    if recipe.environment.name is None:
+        for name in OF_EPISODES:
+            del origins[name]
     family, hf_config = load_family(config)
     parameters = count(family, hf_config)
     recipe_split = Split(trainer=recipe.trainer.world_size, engines=recipe.engine.count)
@@ -169,7 +173,7 @@ def make_plan(
         gpu=gpu,
         gpus=gpus,
         assumed=assumed,
-        origins=origins or default_origins(),
+        origins=origins,
         layers=layers,
         config=str(config / "config.json"),
         parameters=parameters,
@@ -297,7 +301,7 @@ def as_numbers(plan: RunPlan) -> dict[str, Any]:
         "cost": plan.recipe.cost.model_dump(),
         "best_splits": [asdict(s) for s in plan.best],
         "assumptions": {
-            name: {"value": value, "from": plan.origins[name].kind, "source": plan.origins[name].source}
-            for name, value in asdict(plan.assumed).items()
+            name: {"value": getattr(plan.assumed, name), "from": origin.kind, "source": origin.source}
+            for name, origin in plan.origins.items()
         },
     }

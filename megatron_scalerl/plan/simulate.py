@@ -1,8 +1,11 @@
 """Discrete-event simulation of a run's timing: the queue of its schedule, with the gate that runs use.
 
-Events: an engine's next completion ends, the trainer's step ends. Engines decode at the speed of `engine.Decoding`,
-receive whole groups as `rollouts.stream` dispatches them (least loaded engine with room for the group), and pause
-during weight updates; the trainer takes batches as `rollouts.gate` releases them.
+Events: an engine's next completion ends, or its wait does; the trainer's step ends. Engines decode at the speed of
+`engine.Decoding`, receive whole groups as `rollouts.stream` dispatches them (least loaded engine with room for the
+group), and pause during weight updates; the trainer takes batches as `rollouts.gate` releases them.
+
+An episode waits for all replies of its environment at once, after its last token: so it keeps its slot and its KV
+cache as long as if it waited between its turns.
 """
 
 import heapq
@@ -55,7 +58,7 @@ class Timing:
     trainer_waits: float
     """Share of the time that the trainer waits for a batch."""
     engines_idle: float
-    """Share of the time that engines have no completions because the gate admits none."""
+    """Share of the time that engines decode nothing: the gate admits no group, or all episodes wait."""
     running: float
     """Concurrent completions per engine, mean over time."""
     staleness_mean: float
@@ -74,16 +77,18 @@ class _Engine:
     """Tokens generated so far for a completion that has been running all the time."""
     running: list[tuple[float, int]] = field(default_factory=list)
     """Heap of (progress at the end, group)."""
+    away: deque[tuple[float, int]] = field(default_factory=deque)
+    """(end of the wait, group) of episodes that wait for their environments."""
     waiting: deque[tuple[int, int]] = field(default_factory=deque)
     """(length, group) of queued completions."""
     load: int = 0
-    """Running and queued completions."""
+    """Running, waiting and queued completions."""
     stamp: int = 0
     """Number of the engine's last event; earlier events in the run's heap are void."""
     idle: float = 0.0
-    """Seconds without a completion."""
+    """Seconds without a running completion."""
     busy: float = 0.0
-    """Completions x seconds."""
+    """Running completions x seconds."""
 
     def advance(self, now: float) -> None:
         """Decode up to `now`."""
@@ -105,7 +110,7 @@ class _Engine:
 
     def fill(self) -> None:
         """Start queued completions while there is room; their prefill blocks decode."""
-        while self.waiting and len(self.running) < self.decoding.running:
+        while self.waiting and len(self.running) + len(self.away) < self.decoding.running:
             length, group = self.waiting.popleft()
             heapq.heappush(self.running, (self.progress + length, group))
             # While the clock is ahead of the run's time, the engine does not decode.
@@ -117,6 +122,7 @@ class _Run:
         self.rollouts = s.rollouts
         self.publish_seconds = s.publish_seconds
         self.lengths = s.lengths.tokens
+        self.waiting = s.lengths.waiting
         self.rng = random.Random(0)
         self.gate = gate_of(s.rollouts)
         self.engines = [_Engine(s.decoding) for _ in range(s.engines)]
@@ -158,6 +164,8 @@ class _Run:
     def schedule(self, index: int) -> None:
         engine = self.engines[index]
         engine.stamp += 1
+        if engine.away:
+            heapq.heappush(self.events, (engine.away[0][0], index, engine.stamp))
         if engine.running:
             seconds = engine.decoding.step_seconds(len(engine.running))
             end = engine.clock + (engine.running[0][0] - engine.progress) * seconds
@@ -170,7 +178,7 @@ class _Run:
         self.now = max(self.now, end)
 
     def one_event(self) -> bool:
-        """Process the end of the next completion; True if it completes its group."""
+        """Process the end of the next completion, or of its wait; True if it completes its group."""
         time, index, stamp = heapq.heappop(self.events)
         engine = self.engines[index]
         if stamp != engine.stamp:  # the engine has another event by now
@@ -181,6 +189,9 @@ class _Run:
         # Completions of one length end together, up to the rounding of sums.
         while engine.running and engine.running[0][0] <= engine.progress + 1e-6:
             _, group = heapq.heappop(engine.running)
+            engine.away.append((time + self.waiting, group))
+        while engine.away and engine.away[0][0] <= time:
+            _, group = engine.away.popleft()
             engine.load -= 1
             self.left[group] -= 1
             if not self.left[group]:

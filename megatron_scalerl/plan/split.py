@@ -84,7 +84,8 @@ def generate_seconds(base: QueueSettings, split: Split) -> float:
     # The gate admits no more completions than may still be trained in time.
     outstanding = (r.staleness_bound + 1) * r.groups_per_batch * r.group_size
     running = min(base.decoding.running, r.max_in_flight, max(1, outstanding // split.engines))
-    return base.batch_tokens / (split.engines * base.decoding.tokens_per_second(running))
+    seconds = base.decoding.step_seconds(running) + base.lengths.waiting / base.lengths.mean
+    return base.batch_tokens / (split.engines * (running / seconds))
 
 
 def best_splits(candidates: list[tuple[Split, float]], base: QueueSettings) -> list[Simulated]:

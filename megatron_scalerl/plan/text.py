@@ -144,8 +144,14 @@ def _engine(plan: RunPlan) -> Section:
     d = plan.decoding
     rate = d.tokens_per_second(d.running)
     step = d.step_seconds(d.running)
+    n = plan.lengths
     used = f"weights {e.weights_bytes / GIB:.1f} + overhead {e.overhead_bytes / GIB:.1f}"
-    lag = max(plan.lengths.tokens) * step / plan.timing.step_seconds
+    episodes = []
+    if n.replies:
+        share = n.waiting / (n.waiting + n.mean * step)
+        replies = f"{n.written:,.0f} tokens of its environment and {n.waiting:.1f} s of waiting"
+        episodes = [("each episode", f"{replies}, {share:.0%} of its time at full load")]
+    lag = max(n.tokens) * step / plan.timing.step_seconds
     return _pairs(
         "engine",
         ("GiB per device", f"{used} + KV cache {e.kv_bytes / GIB:.1f} = {e.used_bytes / GIB:.1f}"),
@@ -163,6 +169,7 @@ def _engine(plan: RunPlan) -> Section:
             "longest completion",
             f"{lag:.1f} optimizer steps at full load; max staleness is {plan.recipe.rollouts.staleness_bound}",
         ),
+        *episodes,
     )
 
 
@@ -217,6 +224,8 @@ def _assumptions(plan: RunPlan) -> Section:
     for column in ("flag", "value", "what", "source"):
         table.add_column(column, overflow="fold", no_wrap=column in ("flag", "value"))
     for f in described():
+        if f.name not in plan.origins:
+            continue
         value = getattr(plan.assumed, f.name)
         shown = "computed"
         if value is not None:

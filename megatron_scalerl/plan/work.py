@@ -22,19 +22,29 @@ DRAWN = 20_000
 
 @dataclass(frozen=True)
 class Lengths:
-    """Completion lengths (tokens), drawn once; the simulation samples from them."""
+    """Completion lengths (tokens), drawn once; the simulation samples from them.
+
+    With an environment a completion is an episode, and the environment replies between two turns.
+    """
 
     tokens: tuple[int, ...]
+    """Sampled tokens of each completion."""
+    replies: float = 0.0
+    """Replies in an episode."""
+    written: float = 0.0
+    """Tokens of all replies in an episode."""
+    waiting: float = 0.0
+    """Seconds for which an episode waits for all its replies."""
 
     @property
     def mean(self) -> float:
-        """Mean length."""
+        """Mean length, without replies."""
         return fmean(self.tokens)
 
     @property
     def mean_resident(self) -> float:
-        """Mean current length of the completions running at one moment: E[L^2] / 2 E[L]."""
-        return fmean(n * n for n in self.tokens) / (2 * self.mean)
+        """Mean current length of the completions running at one moment: E[L^2] / 2 E[L]; replies come evenly."""
+        return fmean(n * (n + self.written) for n in self.tokens) / (2 * self.mean)
 
     def quantile(self, share: float) -> int:
         """The length that `share` of the completions do not exceed."""
@@ -42,22 +52,30 @@ class Lengths:
 
 
 def assumed_lengths(recipe: Recipe, assumed: Assumptions) -> Lengths:
-    """Log-normal thinking, interrupted as in the recipe, and a log-normal answer within its budget."""
+    """Log-normal thinking, interrupted as in the recipe, and a log-normal answer within its budget, in each turn."""
     rng = random.Random(0)
     section = recipe.interruption
+    environment = recipe.environment
+    turns = 1.0
+    if environment.name:
+        turns = min(assumed.turns, environment.max_turns)
+    replies = turns - 1
+    written = min(replies * assumed.reply_tokens, recipe.max_completion_tokens - 1)
     low, high = section.thinking_tokens
     median = math.log(assumed.thinking_median * high)
     answer_median = math.log(max(1.0, assumed.answer_median * section.answer_tokens))
     tokens = []
-    for _ in range(DRAWN):
-        thinking = rng.lognormvariate(median, assumed.thinking_sigma)
-        answer = min(rng.lognormvariate(answer_median, 0.5), section.answer_tokens)
-        if section.enabled:
-            length = min(thinking, rng.randint(low, high)) + answer
-        else:
-            length = min(thinking + answer, recipe.max_completion_tokens)
-        tokens.append(max(1, int(length)))
-    return Lengths(tuple(tokens))
+    for number in range(DRAWN):
+        sampled = 0
+        # whole numbers of turns with the mean `turns`
+        for _ in range(int((number + 1) * turns) - int(number * turns)):
+            thinking = rng.lognormvariate(median, assumed.thinking_sigma)
+            answer = min(rng.lognormvariate(answer_median, 0.5), section.answer_tokens)
+            if section.enabled:
+                thinking = min(thinking, rng.randint(low, high))
+            sampled += int(max(1.0, min(thinking + answer, environment.turn_tokens or math.inf)))
+        tokens.append(min(sampled, int(recipe.max_completion_tokens - written)))
+    return Lengths(tuple(tokens), replies, written, replies * assumed.reply_seconds)
 
 
 @record
@@ -67,7 +85,7 @@ class StepWork:
     completions: int
     generated_tokens: float
     trained_tokens: float
-    """Prompt and completion tokens in the trainer."""
+    """Tokens of prompts, completions and replies in the trainer."""
     model_flops: float
     """FLOPs of forward and backward without recomputation."""
     hardware_flops: float
@@ -108,8 +126,9 @@ def step_work(
     """The trainer's work in a step, and its time at the assumed utilization."""
     completions = recipe.rollouts.groups_per_batch * recipe.rollouts.group_size
     generated = completions * lengths.mean
-    trained = assumed.kept_share * (generated + completions * assumed.prompt_tokens)
-    flops = token_flops(recipe, family, layout, [n + assumed.prompt_tokens for n in lengths.tokens])
+    given = assumed.prompt_tokens + lengths.written
+    trained = assumed.kept_share * (generated + completions * given)
+    flops = token_flops(recipe, family, layout, [n + given for n in lengths.tokens])
     utilization = assumed.dense_utilization
     if p.experts:
         utilization = assumed.moe_utilization
