@@ -260,7 +260,7 @@ class _Loader:
             elif trial != "":
                 self._problems[identity] = trial
         checked = len(tried) - tried.count(None)
-        if checked < len(tried):
+        if checked < len(tried) and not self.task.episodes:
             self._layouts.append(
                 f"{path}: {checked} of {len(tried)} references were checked, the others are at their first use"
             )
