@@ -2,7 +2,7 @@
 
     python examples/calculator.py runs/tiny_1/sft.jsonl > runs/tiny_1/calculator_sft.jsonl
 
-writes warm-start examples in which a quarter of the problems are answered with it (examples/calculator.sh).
+writes warm-start examples in which half of the problems are answered with it (examples/calculator.sh).
 """
 
 import json
@@ -39,7 +39,7 @@ if __name__ == "__main__":
     draw = random.Random(1)
     for line in open(sys.argv[1]):
         question = json.loads(line)["prompt"]
-        if draw.random() > 0.25:
+        if draw.random() < 0.5:
             print(line, end="")
             continue
         call = question.replace(";", "")
