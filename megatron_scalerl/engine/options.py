@@ -256,8 +256,8 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, tls: CertificateFi
         "weight_transfer_config": {"backend": VLLM_BACKEND},
         "worker_extension_cls": f"{PLUGIN}.WorkerExtension",
         # for the turns of episodes; every request has the salt of its policy version, or a cached prefix would
-        # outlive the weights that computed it. What is cached depends on time.
-        "enable_prefix_caching": recipe.environment.name is not None and not recipe.rollouts.deterministic,
+        # outlive the weights that computed it
+        "enable_prefix_caching": recipe.environment.name is not None,
         "scheduling_policy": "priority",
         "enable_scale_out": True,
     }

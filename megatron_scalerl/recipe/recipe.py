@@ -205,6 +205,11 @@ def _check_environment(recipe: Recipe) -> None:
         if section != EnvironmentSection():
             raise ValueError("environment.name is missing; name the class, as module:Class")
         return
+    if recipe.rollouts.deterministic:
+        raise ValueError(
+            "rollouts.deterministic does not go with an environment: when its answers come decides which requests "
+            "share a batch; set it to false"
+        )
     if recipe.max_completion_tokens < recipe.max_turn_tokens:
         raise ValueError(
             f"environment.episode_tokens: {section.episode_tokens} are fewer than the {recipe.max_turn_tokens} of "

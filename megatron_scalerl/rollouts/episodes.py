@@ -17,7 +17,7 @@ cache has its context as long as the weights stay the same.
 
 What fails in the environment is no reward (`environments.pool`): the episode is lost, or begins anew if a fresh
 environment answers the same responses differently. A failure that is the episode's own is scored as the environment
-declares. After MAX_LOST_IN_A_ROW lost episodes the run ends.
+declares. A failure of a reset that is its row's own leaves the prompt out.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megatron_scalerl.batching.rollout_bytes import RolloutArrays, facts_of_parts, narrowest, read, write
+from megatron_scalerl.batching.rollout_bytes import RolloutArrays, facts_of_parts, joined, read, write
 from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.environments.pool import EnvironmentFailed, EnvironmentPool, Episode
 from megatron_scalerl.environments.response import Message, Response
@@ -45,10 +45,6 @@ from megatron_scalerl.types import CompletionLost, ExpertChoices, Prompt
 
 TRIES = 3
 """Tries of an episode whose environment answers the same responses differently."""
-MAX_LOST_IN_A_ROW = 256
-"""Episodes lost to their environment, with none between them that ended, after which the run ends."""
-ROW_FAILURES = ("raised", "invalid", "oversized")
-"""Failures of a reset that are the row's."""
 
 
 class Trace:
@@ -105,12 +101,15 @@ class Trace:
 
     def parts(self, draw: Draw) -> list[RolloutArrays]:
         """The samples of the episode, which ends."""
-        self._end_part()
+        if len(self._pieces[-1].environment):  # a limit came before the next turn
+            self._pieces.pop()
+        if self._pieces:
+            self._end_part()
         parts = [replace(part, seed=draw.seed, thinking_cut=draw.thinking_cut) for part in self._parts]
         return [*parts[:-1], replace(parts[-1], truncated=self.truncated)]
 
     def _end_part(self) -> None:
-        self._parts.append(_joined(self._pieces))
+        self._parts.append(replace(joined(self._pieces), expert_choices=_choices(self._pieces)))
         self._pieces = []
 
 
@@ -127,23 +126,6 @@ def _environment(ids: np.ndarray, version: int) -> RolloutArrays:
         thinking_cut=0,
         seed=0,
         environment=np.array([[0, size]], np.int64),
-    )
-
-
-def _joined(pieces: Sequence[RolloutArrays]) -> RolloutArrays:
-    """The pieces of a part, one after another."""
-    starts = np.cumsum([0, *(len(piece.token_ids) for piece in pieces)])
-    columns = ("token_ids", "rollout_logprobs", "policy_versions", "loss_mask")
-    whole = {name: np.concatenate([getattr(piece, name) for piece in pieces]) for name in columns}
-    whole["rollout_logprobs"] = narrowest(whole["rollout_logprobs"].astype("<f8"))
-    return RolloutArrays(
-        **whole,
-        interrupted=any(piece.interrupted for piece in pieces),
-        truncated=False,
-        thinking_cut=0,
-        seed=0,
-        environment=np.concatenate([piece.environment + start for piece, start in zip(pieces, starts)]),
-        expert_choices=_choices(pieces),
     )
 
 
@@ -172,7 +154,6 @@ class EpisodeSampler(Sampler):
         """Prompts of which no episode can begin, with the reason."""
         self._verified: set[str] = set()
         """Prompts with an episode that the verifier has scored."""
-        self._lost_in_a_row = 0
 
     async def problem_of(self, prompt: Prompt) -> str:
         """Why a prompt cannot be learned from, after its first episodes: none can begin, or none may be paid."""
@@ -187,56 +168,50 @@ class EpisodeSampler(Sampler):
         """An episode with its score; with `max_tokens` one turn without an environment, for the probe.
 
         Raises as `Sampler.complete`; CompletionLost (`environment_REASON`) where the environment has failed, and
-        RuntimeError where that goes on.
+        RuntimeError where that goes on (`environments.pool`).
         """
         if max_tokens is not None:
             return await super().complete(engine, prompt, draw, priority=priority, max_tokens=max_tokens)
-        for last in (*[False] * (TRIES - 1), True):
+        for _ in range(TRIES):
             try:
-                result = await self._episode(engine, prompt, draw, priority)
+                return await self._episode(engine, prompt, draw, priority)
             except EnvironmentFailed as failure:
-                if last or failure.reason != "changed":
-                    raise self._lost(failure) from None
-            else:
-                self._lost_in_a_row = 0
-                return result
-        raise AssertionError("unreachable")
-
-    def _lost(self, failure: EnvironmentFailed) -> Exception:
-        self._lost_in_a_row += 1
-        if self._lost_in_a_row < MAX_LOST_IN_A_ROW:
-            return CompletionLost(str(failure), reason=f"environment_{failure.reason}")
-        return RuntimeError(f"the environment has failed in {self._lost_in_a_row} episodes in a row: {failure}")
+                lost = CompletionLost(str(failure), reason=f"environment_{failure.reason}")
+                if failure.reason != "changed":
+                    break
+        raise lost
 
     async def _episode(self, engine: EngineClient, prompt: Prompt, draw: Draw, priority: int) -> ScoredCompletion:
         """One try of an episode. Raises EnvironmentFailed."""
         row = {**prompt.extra, "text": prompt.text, "answer": prompt.answer, "task": prompt.task}
         async with self._environments.episode(row) as environment:
-            messages = [await self._reset(environment, prompt)]
-            ids, _ = await self._rendered(messages, [])
-            if len(ids) > self._most_prompt_tokens:
-                self._problems[prompt.prompt_id] = (
-                    f"the environment's first messages have {len(ids)} tokens, and prompts.max_prompt_tokens is "
-                    f"{self._most_prompt_tokens}"
-                )
-                raise EnvironmentFailed(self._problems[prompt.prompt_id], reason="prompt")
+            first, ids = await self._first(environment, prompt)
             prompt = replace(prompt, token_ids=tuple(ids.tolist()))
             trace = Trace(ids)
             try:
                 async with asyncio.timeout(self._settings.episode_timeout_s):
-                    await self._turns(engine, environment, messages, trace, draw, priority)
+                    await self._turns(engine, environment, [first], trace, draw, priority)
             except TimeoutError:
                 if not trace.turns:
                     raise EnvironmentFailed("environment.episode_timeout_s: no turn ended", reason="time") from None
         return await self._scored(prompt, trace, draw)
 
-    async def _reset(self, environment: Episode, prompt: Prompt) -> Sequence[Message]:
+    async def _first(self, environment: Episode, prompt: Prompt) -> tuple[Sequence[Message], np.ndarray]:
+        """The first messages, and their ids [P]. Raises EnvironmentFailed."""
         try:
-            return await environment.reset()
+            messages = await environment.reset()
+            ids, _ = await self._rendered([messages], [])
+            if len(ids) > self._most_prompt_tokens:
+                raise EnvironmentFailed(
+                    f"the environment's first messages have {len(ids)} tokens, and prompts.max_prompt_tokens is "
+                    f"{self._most_prompt_tokens}",
+                    reason="prompt",
+                )
         except EnvironmentFailed as failure:
-            if failure.reason in ROW_FAILURES:
+            if failure.repeated or failure.reason in ("prompt", "template"):
                 self._problems[prompt.prompt_id] = str(failure)
             raise
+        return messages, ids
 
     async def _turns(
         self,
@@ -284,6 +259,7 @@ class EpisodeSampler(Sampler):
         try:
             return await self._decoders.render(messages, turns)
         except ValueError as problem:
+            self._environments.end(self._environments.outages.ended(str(problem)))
             raise EnvironmentFailed(str(problem), reason="template") from None
 
     def _spec(self, trace: Trace, draw: Draw, priority: int) -> SamplingSpec:
@@ -305,7 +281,8 @@ class EpisodeSampler(Sampler):
             score = self._verifier.paid(False, prompt, tokens=sampled)
             score = replace(score, reason=f"environment_{trace.failure}")
         elif trace.truncated or not trace.rewards:
-            self._verified.add(prompt.prompt_id)
+            if not trace.truncated:
+                self._verified.add(prompt.prompt_id)
             score = await self._verifier.score(trace.text, prompt, truncated=trace.truncated, tokens=sampled)
         else:
             value = trace.rewards[0]
