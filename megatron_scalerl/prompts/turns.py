@@ -47,8 +47,8 @@ class TurnRenderer:
     """Renders the messages of an environment between the turns of the policy.
 
     tokenizer: of Hugging Face. prompts: settled (`prompts.chat`). end_ids: tokens that end a completion. tools: JSON
-    schemas of functions. thinking: the recipe's `environment.thinking`. Raises ValueError as `PromptRenderer`, for a
-    template that cannot have several turns, and for tools that no template shows.
+    schemas of functions, for a chat template. thinking: the recipe's `environment.thinking`. Raises ValueError as
+    `PromptRenderer`, and for a template that cannot have several turns.
     """
 
     def __init__(
@@ -69,15 +69,13 @@ class TurnRenderer:
         self._strips = self._thinks and thinking == "strip"
         self._key = secrets.token_hex(16)
         self._mark = f"{self._key};"
-        source = tokenizer.get_chat_template(tools=tools) if prompts.chat_template else ""
+        source = tokenizer.get_chat_template(tools=tools or None) if prompts.chat_template else ""
         added = (token.content for token in tokenizer.added_tokens_decoder.values())
         # the tokens of roles are not special in some tokenizers
         words = self._prompt.special.union(word for word in added if word.strip() and word in source)
         self._words = re.compile(f"(?={'|'.join(map(re.escape, words))}).", re.DOTALL)
         if prompts.chat_template:
             self._measure(source)
-        elif tools:
-            raise ValueError("environment: tools need prompts.chat_template true, since the template shows them")
 
     def _measure(self, source: str) -> None:
         """Find how the template opens a turn, and try it with two turns."""
@@ -98,9 +96,11 @@ class TurnRenderer:
     def next(self, messages: Sequence[Messages], turns: Sequence[PastTurn]) -> tuple[list[int], bool]:
         """(tokens, whether they are the whole context; else they are appended to it).
 
-        messages: [turns + 1] lists, each before a turn, the last one new. turns: at least one. Raises ValueError for
-        a template that fails, or renders the new messages differently by what came before.
+        messages: [turns + 1] lists, each before a turn, the last one new. Raises ValueError for a template that
+        fails, or renders the new messages differently by what came before.
         """
+        if not turns:
+            return self.first(messages[0]), False
         if not self._prompts.chat_template:
             return self._encode(self._pieces(messages[-1:])[0]), False
         pieces = self._pieces(messages)

@@ -89,8 +89,8 @@ def test_thinking_leaves_the_context_where_the_template_drops_it():
 
 LATEST = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.revindex0 > 1 %}"
-    "{{ m.content.split('</think>')[-1].strip() }}{% else %}{{ m.content | replace('<think>', '<think>\n') }}{% endif %}"
-    "<|im_end|>\n{% endfor %}" + OPEN
+    "{{ m.content.split('</think>')[-1].strip() }}{% else %}"
+    "{{ m.content | replace('<think>', '<think>\n') }}{% endif %}<|im_end|>\n{% endfor %}" + OPEN
 )
 """Keeps the thinking of the latest turn, with another line end than the policy writes."""
 
@@ -180,7 +180,8 @@ FAMILIES = {
         MISTRAL, "</s>", NO_TAGS | {"bos": "<bos>"}, False, "<bos>[INST] a [/INST]", "[INST] b [/INST]"
     ),
     "R1 distill": (
-        R1_DISTILL, "<end>", {"bos": "<bos>"}, False, "<bos><User>a<Assistant><think>\n", "<User>b<Assistant><think>\n"
+        R1_DISTILL, "<end>", {"bos": "<bos>"}, False,
+        "<bos><User>a<Assistant><think>\n", "<User>b<Assistant><think>\n",
     ),
     "R1 distill, stripped": (
         R1_DISTILL, "<end>", {"bos": "<bos>", "thinking": "strip"}, True,
@@ -213,16 +214,14 @@ def test_without_a_template_messages_follow_each_other_and_no_token_comes_of_two
 
 
 REFUSED = {
-    "counts": (TURNS.replace("{{ m.content", "{{ loop.index }} {{ m.content") + OPEN, {}, "before turn 3 differently"),
+    "counts": (TURNS.replace("{{ m.con", "{{ loop.index }} {{ m.con") + OPEN, {}, "before turn 3 differently"),
     "other end": (TURNS.replace("<|im_end|>", "</s>") + OPEN, {}, r"an answer with '</s>.*none of .* \[259\]$"),
-    "drops answers": (CHATML.replace("{% for", "{% for m in messages if m.role == 'user' %}{% endfor %}{% for").replace(
-        "m.content", "m.content[:0]"), {}, "moves, repeats or drops turns"),
+    "drops answers": (CHATML.replace("m.content", "m.content[:1]"), {}, "moves, repeats or drops turns"),
     "repeats": (TURNS + TURNS + OPEN, {}, "moves, repeats or drops turns"),
     "gpt-oss": (GPT_OSS, {
         "think_start": "<|channel|>analysis<|message|>",
         "think_end": "<|end|><|start|>assistant<|channel|>final<|message|>",
     }, "none of the policy's end tokens|moves, repeats"),
-    "tools and no template": (None, {"tools": [TOOL]}, "tools need prompts.chat_template true"),
 }  # fmt: skip
 
 
