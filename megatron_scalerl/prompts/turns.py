@@ -6,9 +6,9 @@ The context of an episode: `first` renders the messages before the first turn. A
 to append: the end of the turn where the policy did not sample it, the new messages, the opening of the next turn.
 Where the recipe strips thinking and the template drops some that is in the context, `next` gives a whole new context.
 
-To find the texts between turns, a conversation is rendered with stand-ins for thoughts and answers of the policy. The
-same messages have to come out of a short conversation as well: else the template would have rendered the context
-differently, had it seen all of it.
+To find the texts between turns, a conversation is rendered with stand-ins for the policy's answers, and for its
+thoughts where they may be dropped. The same messages have to come out of a short conversation as well: else the
+template would have rendered the context differently, had it seen all of it.
 
 Messages come from an untrusted environment. A mark after the first character of a special token in them splits the
 text there when it is encoded, so that the policy reads its characters. Stand-ins and marks have a random key, which
@@ -65,8 +65,7 @@ class TurnRenderer:
         self._prompt = PromptRenderer(tokenizer, prompts)
         self._end_ids = frozenset(end_ids)
         self._tools = tools
-        self._thinks = bool(prompts.think_end.strip())
-        self._strips = self._thinks and thinking == "strip"
+        self._strips = thinking == "strip" and bool(prompts.think_end.strip())
         self._key = secrets.token_hex(16)
         self._mark = f"{self._key};"
         source = tokenizer.get_chat_template(tools=tools or None) if prompts.chat_template else ""
@@ -119,7 +118,8 @@ class TurnRenderer:
             ids = turn.token_ids.tolist()
             if name.startswith("a"):
                 # without thinking, or without anything if it did not end, and without white space after it
-                ids = list(dropwhile(self._is_blank, ids[turn.answer_start or len(ids) :]))
+                answer = ids[turn.answer_start or len(ids) :]
+                ids = list(dropwhile(lambda token: not self._tokenizer.decode([token]).strip(), answer))
             context += ids + self._after(text, ids)
         return context, True
 
@@ -135,7 +135,7 @@ class TurnRenderer:
         conversation = list(self._prompt.with_system(marked[0]))
         for number, new in enumerate(marked[1:]):
             content = f"{self._key}a{number};"
-            if self._thinks:
+            if self._strips:
                 thought = f"{self._prompts.think_start}{self._key}t{number};{self._prompts.think_end}"
                 content = f"{thought}\n\n{content}"
             conversation += [{"role": "assistant", "content": content}, *new]
@@ -166,9 +166,6 @@ class TurnRenderer:
                 f"none of the policy's end tokens {sorted(self._end_ids)}"
             )
         return after[1:] if ids[-1:] == after[:1] else after
-
-    def _is_blank(self, token: int) -> bool:
-        return not self._tokenizer.decode([token]).strip()
 
     def _encode(self, text: str) -> list[int]:
         """Tokens of a text, which is split at the marks."""

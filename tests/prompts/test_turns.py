@@ -108,6 +108,17 @@ def test_a_turn_that_keeps_its_thinking_is_there_as_it_was_sampled():
     )
 
 
+def test_a_template_that_opens_earlier_turns_otherwise_is_refused_where_it_matters():
+    source = CHATML.replace("{{ m.content", "{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content")
+    with pytest.raises(
+        ValueError, match=r"opens them otherwise than the prompt, which ends with .*assistant.n<think>"
+    ):
+        renderer(source, thinking="strip")
+    tokenizer, turns = renderer(source)
+    ids, _ = turns.next([user("a"), user("b")], [past(tokenizer, "7", thought="t")])
+    assert tokenizer.decode(ids) == "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n<think>"
+
+
 def test_thinking_that_did_not_end_leaves_nothing_of_its_turn():
     tokenizer, turns = renderer(QWEN3_TURNS, thinking="strip")
     unfinished = past(tokenizer, "\nhm, <|im_end|>")
@@ -176,6 +187,9 @@ FAMILIES = {
         "<|start_header_id|>user<|end_header_id|>\n\nb<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
     ),
     "Mistral": (MISTRAL, "</s>", NO_TAGS, False, "[INST] a [/INST]", "[INST] b [/INST]"),
+    "a space before the end": (
+        MISTRAL.replace("</s>", " </s>"), "</s>", NO_TAGS, False, "[INST] a [/INST]", "[INST] b [/INST]"
+    ),
     "Mistral, with a first token": (
         MISTRAL, "</s>", NO_TAGS | {"bos": "<bos>"}, False, "<bos>[INST] a [/INST]", "[INST] b [/INST]"
     ),
