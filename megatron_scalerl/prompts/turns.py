@@ -6,9 +6,9 @@ The context of an episode: `first` renders the messages before the first turn. A
 to append: the end of the turn where the policy did not sample it, the new messages, the opening of the next turn.
 Where the recipe strips thinking and the template drops some that is in the context, `next` gives a whole new context.
 
-To find the texts between turns, a conversation is rendered with stand-ins for thoughts and answers of the policy. The
-same messages have to come out of a short conversation as well: else the template would have rendered the context
-differently, had it seen all of it.
+To find the texts between turns, a conversation is rendered with stand-ins for the policy's answers, and for its
+thoughts where they may be dropped. The same messages have to come out of a short conversation as well: else the
+template would have rendered the context differently, had it seen all of it.
 
 Messages come from an untrusted environment. A mark after the first character of a special token in them splits the
 text there when it is encoded, so that the policy reads its characters. Stand-ins and marks have a random key, which
@@ -47,8 +47,8 @@ class TurnRenderer:
     """Renders the messages of an environment between the turns of the policy.
 
     tokenizer: of Hugging Face. prompts: settled (`prompts.chat`). end_ids: tokens that end a completion. tools: JSON
-    schemas of functions. thinking: the recipe's `environment.thinking`. Raises ValueError as `PromptRenderer`, for a
-    template that cannot have several turns, and for tools that no template shows.
+    schemas of functions, for a chat template. thinking: the recipe's `environment.thinking`. Raises ValueError as
+    `PromptRenderer`, and for a template that cannot have several turns.
     """
 
     def __init__(
@@ -65,19 +65,16 @@ class TurnRenderer:
         self._prompt = PromptRenderer(tokenizer, prompts)
         self._end_ids = frozenset(end_ids)
         self._tools = tools
-        self._thinks = bool(prompts.think_end.strip())
-        self._strips = self._thinks and thinking == "strip"
+        self._strips = thinking == "strip" and bool(prompts.think_end.strip())
         self._key = secrets.token_hex(16)
         self._mark = f"{self._key};"
-        source = tokenizer.get_chat_template(tools=tools) if prompts.chat_template else ""
+        source = tokenizer.get_chat_template(tools=tools or None) if prompts.chat_template else ""
         added = (token.content for token in tokenizer.added_tokens_decoder.values())
         # the tokens of roles are not special in some tokenizers
         words = self._prompt.special.union(word for word in added if word.strip() and word in source)
         self._words = re.compile(f"(?={'|'.join(map(re.escape, words))}).", re.DOTALL)
         if prompts.chat_template:
             self._measure(source)
-        elif tools:
-            raise ValueError("environment: tools need prompts.chat_template true, since the template shows them")
 
     def _measure(self, source: str) -> None:
         """Find how the template opens a turn, and try it with two turns."""
@@ -98,9 +95,11 @@ class TurnRenderer:
     def next(self, messages: Sequence[Messages], turns: Sequence[PastTurn]) -> tuple[list[int], bool]:
         """(tokens, whether they are the whole context; else they are appended to it).
 
-        messages: [turns + 1] lists, each before a turn, the last one new. turns: at least one. Raises ValueError for
-        a template that fails, or renders the new messages differently by what came before.
+        messages: [turns + 1] lists, each before a turn, the last one new. Raises ValueError for a template that
+        fails, or renders the new messages differently by what came before.
         """
+        if not turns:
+            return self.first(messages[0]), False
         if not self._prompts.chat_template:
             return self._encode(self._pieces(messages[-1:])[0]), False
         pieces = self._pieces(messages)
@@ -119,7 +118,8 @@ class TurnRenderer:
             ids = turn.token_ids.tolist()
             if name.startswith("a"):
                 # without thinking, or without anything if it did not end, and without white space after it
-                ids = list(dropwhile(self._is_blank, ids[turn.answer_start or len(ids) :]))
+                answer = ids[turn.answer_start or len(ids) :]
+                ids = list(dropwhile(lambda token: not self._tokenizer.decode([token]).strip(), answer))
             context += ids + self._after(text, ids)
         return context, True
 
@@ -135,7 +135,7 @@ class TurnRenderer:
         conversation = list(self._prompt.with_system(marked[0]))
         for number, new in enumerate(marked[1:]):
             content = f"{self._key}a{number};"
-            if self._thinks:
+            if self._strips:
                 thought = f"{self._prompts.think_start}{self._key}t{number};{self._prompts.think_end}"
                 content = f"{thought}\n\n{content}"
             conversation += [{"role": "assistant", "content": content}, *new]
@@ -166,9 +166,6 @@ class TurnRenderer:
                 f"none of the policy's end tokens {sorted(self._end_ids)}"
             )
         return after[1:] if ids[-1:] == after[:1] else after
-
-    def _is_blank(self, token: int) -> bool:
-        return not self._tokenizer.decode([token]).strip()
 
     def _encode(self, text: str) -> list[int]:
         """Tokens of a text, which is split at the marks."""

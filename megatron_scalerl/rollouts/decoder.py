@@ -184,22 +184,22 @@ class Decoding:
     def _rendered(self, render: Render, token_ids: np.ndarray) -> Answer:
         parts = np.split(token_ids, np.cumsum([tokens for tokens, _ in render.turns], dtype=int))
         past = [PastTurn(token_ids=part, answer_start=start) for part, (_, start) in zip(parts, render.turns)]
-        rewritten = False
         try:
-            if past:
-                ids, rewritten = self._renderer.next(render.messages, past)
-            else:
-                ids = self._renderer.first(render.messages[0])
+            ids, rewritten = self._renderer.next(render.messages, past)
         except ValueError as error:
             return Answer(head=Reply(refused=str(error)))
         return Answer(head=Reply(rewritten=rewritten), body=np.array(ids, dtype="<u4").tobytes())
 
 
 def turns_of(tokenizer: Any, turns: TurnSettings) -> tuple[TurnRenderer, ToolParser]:
-    """(renderer of the turns, parser of their calls of tools). Raises ValueError as both."""
+    """(renderer of the turns, parser of their calls of tools). Raises ValueError as both, and for tools that no
+    template shows."""
     prompts = PromptsSection.model_validate_json(turns.prompts)
+    if turns.tools and not prompts.chat_template:
+        raise ValueError("environment: tools need prompts.chat_template true, since the template shows them")
+    parser = tool_parser(tokenizer, turns.tools, turns.end_ids)
     renderer = TurnRenderer(tokenizer, prompts, end_ids=turns.end_ids, tools=turns.tools, thinking=turns.thinking)
-    return renderer, tool_parser(tokenizer, turns.tools, turns.end_ids)
+    return renderer, parser
 
 
 def _text_decoder(setup: Setup) -> Callable[[Sequence[int]], str]:

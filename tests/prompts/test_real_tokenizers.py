@@ -11,6 +11,7 @@ import subprocess
 import tarfile
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from recipe_files import ROOT, SETTLED
 
@@ -18,6 +19,7 @@ from megatron_scalerl.__main__ import main
 from megatron_scalerl.prompts.end_tokens import end_token_ids
 from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.prompts.tokenizer import load_tokenizer
+from megatron_scalerl.prompts.turns import PastTurn, TurnRenderer
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.recipe.sections import PAPER_PHRASE, PromptsSection
 from megatron_scalerl.rollouts.plans import forced_ids
@@ -153,6 +155,28 @@ def test_the_forced_phrase_and_the_ends_of_a_turn(policy):
     assert len(tag) == published.tag
     assert end_token_ids(folder, tokenizer) == published.ends
     assert not set(published.ends) & set(phrase)
+
+
+def test_turns_follow_each_other_and_a_message_ends_none(policy):
+    published, folder = policy
+    tokenizer = load_tokenizer(folder)
+    prompts = PromptsSection(**SETTLED | {"chat_template": True})
+    turns = TurnRenderer(tokenizer, prompts, end_ids=published.ends, thinking="keep")
+    said = PastTurn(
+        token_ids=np.array([*tokenizer.encode("2", add_special_tokens=False), published.ends[0]]), answer_start=0
+    )
+    asked = {"role": "user", "content": ASK}
+    ids, rewritten = turns.next([[asked], [asked]], [said])
+    conversation = [asked, {"role": "assistant", "content": "ANSWER"}, asked]
+    text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    end = tokenizer.decode(published.ends[:1])
+    assert not rewritten and tokenizer.decode(ids) == text.partition(f"ANSWER{end}")[2] + "<think>"
+    special = {token for token in tokenizer.added_tokens_decoder if tokenizer.decode([token]) in published.turn + end}
+    hostile = "".join(tokenizer.decode([token]) for token in [*special, *tokenizer.all_special_ids])
+    marked, _ = turns.next([[asked], [{"role": "user", "content": hostile + ASK}]], [said])
+    assert hostile in tokenizer.decode(marked)
+    special.update(tokenizer.all_special_ids)
+    assert [token for token in marked if token in special] == [token for token in ids if token in special]
 
 
 def test_the_command_shows_the_prompts(policy, tmp_path, capsys):

@@ -89,8 +89,8 @@ def test_thinking_leaves_the_context_where_the_template_drops_it():
 
 LATEST = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.revindex0 > 1 %}"
-    "{{ m.content.split('</think>')[-1].strip() }}{% else %}{{ m.content | replace('<think>', '<think>\n') }}{% endif %}"
-    "<|im_end|>\n{% endfor %}" + OPEN
+    "{{ m.content.split('</think>')[-1].strip() }}{% else %}"
+    "{{ m.content | replace('<think>', '<think>\n') }}{% endif %}<|im_end|>\n{% endfor %}" + OPEN
 )
 """Keeps the thinking of the latest turn, with another line end than the policy writes."""
 
@@ -106,6 +106,17 @@ def test_a_turn_that_keeps_its_thinking_is_there_as_it_was_sampled():
         "<|im_start|>assistant\n<think>\nthought 1\n</think>  \n\nanswer 1  <|im_end|>\n"
         "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n<think>"
     )
+
+
+def test_a_template_that_opens_earlier_turns_otherwise_is_refused_where_it_matters():
+    source = CHATML.replace("{{ m.content", "{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content")
+    with pytest.raises(
+        ValueError, match=r"opens them otherwise than the prompt, which ends with .*assistant.n<think>"
+    ):
+        renderer(source, thinking="strip")
+    tokenizer, turns = renderer(source)
+    ids, _ = turns.next([user("a"), user("b")], [past(tokenizer, "7", thought="t")])
+    assert tokenizer.decode(ids) == "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n<think>"
 
 
 def test_thinking_that_did_not_end_leaves_nothing_of_its_turn():
@@ -176,11 +187,15 @@ FAMILIES = {
         "<|start_header_id|>user<|end_header_id|>\n\nb<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
     ),
     "Mistral": (MISTRAL, "</s>", NO_TAGS, False, "[INST] a [/INST]", "[INST] b [/INST]"),
+    "a space before the end": (
+        MISTRAL.replace("</s>", " </s>"), "</s>", NO_TAGS, False, "[INST] a [/INST]", "[INST] b [/INST]"
+    ),
     "Mistral, with a first token": (
         MISTRAL, "</s>", NO_TAGS | {"bos": "<bos>"}, False, "<bos>[INST] a [/INST]", "[INST] b [/INST]"
     ),
     "R1 distill": (
-        R1_DISTILL, "<end>", {"bos": "<bos>"}, False, "<bos><User>a<Assistant><think>\n", "<User>b<Assistant><think>\n"
+        R1_DISTILL, "<end>", {"bos": "<bos>"}, False,
+        "<bos><User>a<Assistant><think>\n", "<User>b<Assistant><think>\n",
     ),
     "R1 distill, stripped": (
         R1_DISTILL, "<end>", {"bos": "<bos>", "thinking": "strip"}, True,
@@ -213,16 +228,14 @@ def test_without_a_template_messages_follow_each_other_and_no_token_comes_of_two
 
 
 REFUSED = {
-    "counts": (TURNS.replace("{{ m.content", "{{ loop.index }} {{ m.content") + OPEN, {}, "before turn 3 differently"),
+    "counts": (TURNS.replace("{{ m.con", "{{ loop.index }} {{ m.con") + OPEN, {}, "before turn 3 differently"),
     "other end": (TURNS.replace("<|im_end|>", "</s>") + OPEN, {}, r"an answer with '</s>.*none of .* \[259\]$"),
-    "drops answers": (CHATML.replace("{% for", "{% for m in messages if m.role == 'user' %}{% endfor %}{% for").replace(
-        "m.content", "m.content[:0]"), {}, "moves, repeats or drops turns"),
+    "drops answers": (CHATML.replace("m.content", "m.content[:1]"), {}, "moves, repeats or drops turns"),
     "repeats": (TURNS + TURNS + OPEN, {}, "moves, repeats or drops turns"),
     "gpt-oss": (GPT_OSS, {
         "think_start": "<|channel|>analysis<|message|>",
         "think_end": "<|end|><|start|>assistant<|channel|>final<|message|>",
     }, "none of the policy's end tokens|moves, repeats"),
-    "tools and no template": (None, {"tools": [TOOL]}, "tools need prompts.chat_template true"),
 }  # fmt: skip
 
 

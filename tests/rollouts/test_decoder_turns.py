@@ -24,17 +24,17 @@ USER = ({"role": "user", "content": "1+1"},)
 OUTPUT = ({"role": "tool", "content": "2<|im_end|>"},)
 
 
-def pool_of(folder, template=QWEN3_TURNS, *, tools=(TOOL,), thinking="strip"):
+def pool_of(folder, template=QWEN3_TURNS, *, chat=True):
     """(the tokenizer, a pool for a policy with this template)."""
     tokenizer = save_policy(folder, template)
     recipe = small_recipe(
         policy={"path": str(folder)},
-        prompts={"path": "q", **SETTLED, "chat_template": True},
+        prompts={"path": "q", **SETTLED, "chat_template": chat},
         rollouts={"decoders": 1},
         interruption={"enabled": False},
-        environment={"name": "games:Game", "thinking": thinking},
+        environment={"name": "games:Game", "thinking": "strip"},
     )
-    return tokenizer, DecoderPool(recipe, tokenizer, Plans(recipe, tokenizer), logs=folder, tools=tools)
+    return tokenizer, DecoderPool(recipe, tokenizer, Plans(recipe, tokenizer), logs=folder, tools=[TOOL])
 
 
 async def decoded(pool, tokenizer, text, **fields):
@@ -105,7 +105,9 @@ async def test_messages_that_the_template_refuses_are_an_error_and_the_process_g
 
 def test_a_policy_that_cannot_have_the_tools_is_refused_before_a_process_starts(tmp_path):
     with pytest.raises(ValueError, match="calls of tools are in none of the formats"):
-        pool_of(tmp_path, CHATML.replace("{% for", "{# <think> #}{% for"))
+        pool_of(tmp_path, CHATML)
+    with pytest.raises(ValueError, match=r"tools need prompts\.chat_template true"):
+        pool_of(tmp_path, chat=False)
 
 
 def test_without_an_environment_a_process_imports_no_transformers(tmp_path):

@@ -49,14 +49,16 @@ def test_a_call_that_cannot_be_read_says_why(text):
 
 
 def test_a_call_in_tags_has_its_texts_as_they_are():
-    text = "<tool_call>\n<function=add>\n<parameter=a>\nParis\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n"
-    [read] = calls(QWEN35, f"{text}</tool_call>")
+    fields = "<parameter=a>\nParis\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
+    [read] = calls(QWEN35, f"<tool_call>\n<function=add>\n{fields}</function>\n</tool_call>")
     assert (read.name, read.arguments, read.error) == ("add", {"a": "Paris", "b": 2}, "")
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML + "{# [TOOL_CALLS] ```json #}"])
 def test_a_template_with_another_format_is_refused(template):
-    with pytest.raises(ValueError, match=r"in none of the formats that can be read: qwen3\.5, glm, deepseek-v3, qwen3;"):
+    with pytest.raises(
+        ValueError, match=r"in none of the formats that can be read: qwen3\.5, glm, deepseek-v3, qwen3;"
+    ):
         calls(template, "")
 
 
