@@ -3,16 +3,18 @@
 import asyncio
 import contextlib
 
+import numpy as np
 import pytest
 from fakes.scripted_engine import StandInScriptedEngine
 from recipe_files import small_recipe
 
-from megatron_scalerl.batching.rollout_bytes import read, rollout_of
+from megatron_scalerl.batching.rollout_bytes import RolloutArrays, facts_of, facts_of_parts, read, rollout_of, write
 from megatron_scalerl.rewards.pool import VerifierPool
-from megatron_scalerl.rollouts.episodes import sampling
-from megatron_scalerl.rollouts.plans import Plans
+from megatron_scalerl.rollouts.decoder_pool import Decoded
+from megatron_scalerl.rollouts.episodes import Trace, sampling
+from megatron_scalerl.rollouts.plans import Draw, Plans
 from megatron_scalerl.tiny.tokenizer import build_tokenizer
-from megatron_scalerl.types import CompletionLost, Prompt, Score
+from megatron_scalerl.types import CompletionLost, Part, Prompt, Score
 
 TOKENIZER = build_tokenizer()
 QUESTION = "7;+2;-7="
@@ -39,12 +41,12 @@ def said(text, *, versions=((3, None),), **changes):
     return {"token_ids": token_ids, "logprobs": logprobs, "weight_versions": spans} | changes
 
 
-def completed(folder, environment, *script, row=None, wait=None, **sections):
+def completed(folder, kind, *script, row=None, wait=None, **sections):
     """(what the sampler returns or raises, the engine, the sampler) of one episode."""
     recipe = small_recipe(
         **{
             "policy": {"path": str(folder)},
-            "environment": {"name": f"episode_environments:{environment}", "workers": 1, "max_turns": 4},
+            "environment": {"name": f"episode_environments:{kind}", "workers": 1, "max_turns": 4},
             "interruption": {"enabled": True, "thinking_tokens": [2, 2], "answer_tokens": 20},
             "rewards": {"workers": 1},
         }
@@ -88,9 +90,7 @@ def test_an_episode_of_three_turns_equals_the_hand(tmp_path, monkeypatch):
     first = (1, 13, 20, 16, 8, 20, 17, 13, 19, 3)
     turns = ((4, 13, 16, 8, 17, 13, 19, 2), (13, 20, 5, 4, 13, 16, 8, 19, 2), (4, 8, 2))
     between = ((8, 3), (15, 3))
-    assert result.prompt == prompt(messages=["2", "9"]).__class__(
-        prompt_id="p", text=QUESTION, answer="2", token_ids=first, extra={"messages": ["2", "9"]}
-    )
+    assert result.prompt.token_ids == first
     rollout = rollout_of(read(result.parts[0]))
     assert rollout.token_ids == (*turns[0], *between[0], *turns[1], *between[1], *turns[2])
     assert rollout.loss_mask == (
@@ -116,3 +116,124 @@ def test_an_episode_of_three_turns_equals_the_hand(tmp_path, monkeypatch):
     # each turn has a seed and a cut of its own, and the room that is left of 22 tokens
     assert len({spec.seed for _, spec in engine.asked}) == 3
     assert [spec.max_tokens for _, spec in engine.asked] == [22, 12, 1]
+
+
+SUM = said("</think>8=<eos>")
+LAST = said("</think>2<eos>")
+
+
+@pytest.mark.slow
+def test_without_rewards_the_verifier_scores_the_last_response(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend("tests/rollouts")
+    result, engine, _ = completed(tmp_path, "Echo", SUM, LAST)
+    assert result.score == Score(correct=True, reward=1.0) and result.completion.turns == 2
+    assert engine.asked[1][0][-3:] == ids("8=<think>")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "others", "expected"),
+    [("Fails", 0, "environment_raised"), ("Lost", 0, CompletionLost), ("Fails", 20, CompletionLost)],
+)
+def test_a_failure_of_the_episode_alone_is_wrong_and_one_of_the_world_is_lost(
+    environment, others, expected, tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend("tests/rollouts")
+    monkeypatch.setattr("megatron_scalerl.environments.pool.ENOUGH", others)
+    result, _, problem = completed(tmp_path, environment, said("</think>7=<eos>"), SUM, row=prompt(how="raise"))
+    assert problem == ""
+    if expected is CompletionLost:
+        assert result.reason == "environment_raised" and "ZeroDivisionError" in str(result)
+    else:
+        assert result.score == Score(correct=False, reward=-1.0, reason=expected)
+        assert (result.completion.turns, result.completion.truncated) == (2, False)
+
+
+@pytest.mark.slow
+def test_a_row_whose_reset_fails_is_left_out_and_one_of_an_outage_is_not(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend("tests/rollouts")
+    result, engine, problem = completed(tmp_path, "Fails", row=prompt(how="reset"))
+    assert (result.reason, engine.asked, problem) == ("environment_raised", [], "")
+    monkeypatch.setattr("megatron_scalerl.environments.pool.ENOUGH", 0)
+    result, _, problem = completed(tmp_path, "Fails", row=prompt(how="reset"))
+    assert result.reason == "environment_raised" and "no such level" in problem
+    prompts = small_recipe().prompts.model_dump() | {"max_prompt_tokens": 9}
+    result, _, problem = completed(tmp_path, "Said", row=prompt(messages=[]), prompts=prompts)
+    assert result.reason == "environment_prompt" and "have 10 tokens" in problem and "is 9" in problem
+
+
+@pytest.mark.slow
+def test_what_a_limit_ends_is_truncated_and_ends_with_a_turn(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend("tests/rollouts")
+    section = {"name": "episode_environments:Echo", "workers": 1}
+    by_turns, _, _ = completed(tmp_path, "", *[SUM] * 2, environment=section | {"max_turns": 2})
+    # 4 sampled, 3 of the environment, 4 sampled: no room for a third turn in 14 tokens and those of one turn
+    lengths = {"interruption": {"enabled": True, "thinking_tokens": [2, 2], "answer_tokens": 12}}
+    by_tokens, _, _ = completed(tmp_path, "", *[SUM] * 3, environment=section, **lengths)
+    turns = []
+
+    async def second_hangs():
+        turns.append(1)
+        if len(turns) == 2:
+            await asyncio.Event().wait()
+
+    by_time, _, _ = completed(
+        tmp_path, "", *[SUM] * 2, environment=section | {"episode_timeout_s": 3.0}, wait=second_hangs
+    )
+    for result, tokens in ((by_turns, 11), (by_tokens, 11), (by_time, 4)):
+        assert result.completion.truncated and result.completion.tokens == tokens
+        assert result.score == Score(correct=False, reward=-1.0, reason="truncated")
+
+
+@pytest.mark.slow
+def test_an_environment_that_begins_differently_each_time_begins_the_episode_anew(tmp_path, monkeypatch):
+    """A step is refused, and the replay of the one before it gives something else."""
+    monkeypatch.syspath_prepend("tests/rollouts")
+    monkeypatch.setattr("megatron_scalerl.rewards.outages.PAUSES_S", (0.0, 0.0))
+    count = tmp_path / "count"
+    count.write_text("")
+    row = prompt(how="changes", file=str(count))
+    script = [said("</think>7=<eos>")] * 6
+    result, engine, _ = completed(tmp_path, "Fails", *script, row=row)
+    assert result.completion.turns == 4 and len(engine.asked) == 6
+    assert engine.asked[2][0] == engine.asked[0][0]
+
+
+def arrays(text, answer_start):
+    """A turn of the policy."""
+    token_ids = np.array(ids(text), "<u4")
+    size = len(token_ids)
+    turn = RolloutArrays(
+        token_ids=token_ids,
+        rollout_logprobs=np.full(size, -0.5, "<f4"),
+        policy_versions=np.full(size, 3),
+        loss_mask=np.ones(size, bool),
+        interrupted=False,
+        truncated=False,
+        thinking_cut=0,
+        seed=0,
+    )
+    return Decoded(completion=facts_of(turn), data=write(turn), text="", answer_start=answer_start)
+
+
+def test_an_episode_whose_history_is_rewritten_forks_by_exact_prefix():
+    """The thinking 7+2 leaves the context after the first turn; each sampled token is in one part."""
+    trace = Trace(np.array(ids("7;+2;-7=<think>"), "<u4"))
+    trace.add_turn(arrays("7+2=9</think>9<eos>", 6))
+    trace.add_messages(np.array(ids("7;+2;-7=9<eos>-7<think>"), "<u4"), rewritten=True)
+    trace.add_turn(arrays("</think>2<eos>", 1))
+    trace.add_messages(np.array(ids("5<think>"), "<u4"), rewritten=False)
+    trace.truncated = False
+    first, second = parts = trace.parts(Draw(seed=5, thinking_cut=4))
+    assert tuple(first.token_ids) == ids("7+2=9</think>9<eos>") and first.loss_mask.all()
+    # the prompt without its <think> is what both parts share; the message without an answer is left out
+    assert trace.shared == [9, 8]
+    assert tuple(second.token_ids) == ids("9<eos>-7<think></think>2<eos>")
+    assert second.loss_mask.tolist() == [False] * 5 + [True] * 3
+    assert second.environment.tolist() == [[0, 5]]
+    facts = facts_of_parts(parts, trace.shared)
+    assert facts.parts == (
+        Part(tokens=8, sampled_tokens=8, prompt_tokens=9),
+        Part(tokens=8, sampled_tokens=3, prompt_tokens=8),
+    )
+    assert (facts.turns, facts.sampled_tokens, facts.truncated) == (2, 11, False)
