@@ -7,23 +7,24 @@ else than the replies to its calls, is killed with its children, as is one that 
 the time limit of a call. A coroutine is cancelled at the limit, and its process lives on.
 
 Life of a call: an episode without a process, at first or because its process ended while it waited, goes to the one
-with the fewest episodes: it is reset there and its earlier responses are replayed. What the environment returns has to
-equal what it returned before, else the episode has `changed`. Then the call is made. If one of these calls fails, the
-episode leaves its process and all of this is tried again, TRIES times in all, with pauses where the environment was
-`unavailable` or `hung`. A call that was outstanding when a process ended is tried alone from then on: in an extra
-process, one call at a time. The episode leaves it with its answer, so that it loses nothing by the next one. n calls
-that hang there take n * (TRIES - 1) * timeout_s.
+with the fewest episodes. It is reset there, and its earlier responses are replayed: what the environment returns has
+to equal what it returned before, else the episode has `changed`. Then the call is made. If one of these calls fails,
+the episode leaves its process, and all of this is tried again, TRIES times in all, with pauses where the environment
+was `unavailable` or `hung`. A call that was outstanding when a process ended is tried alone from then on: in an extra
+process, one call at a time. The episode leaves the extra process with its answer, and loses nothing by the next
+suspect. n calls that hang there take n * (TRIES - 1) * timeout_s.
 
 After its last try an episode fails. Its failure is its own (`repeated`) where nearly all other tries succeed
-(`rewards.outages`). Others are the tries of other rows, and the successful ones of its row; not counted are tries that
-ended with a process in which other calls were outstanding. With fewer than ENOUGH others on record, as in the
-first minute of a run, no failure is an episode's own, and its caller begins it anew; so an outage is paid to
-nobody. Nor does the run hang then: after MAX_UNAVAILABLE episodes in a row that failed, or if more than half of the
-last RECENT did, the pool ends, and every call raises RuntimeError.
+(`rewards.outages`). Others are the tries of other rows, and the successful ones of its row; a try that ended with a
+process in which other calls were outstanding does not count. With fewer than ENOUGH others on record, as in the first
+minute of a run, no failure is an episode's own, and its caller begins it anew: an outage is paid to nobody. Nor does
+the run hang: after MAX_UNAVAILABLE episodes in a row that failed, or if more than half of the last RECENT did, the
+pool ends, and every call raises RuntimeError.
 
-An environment is not trusted. Its process can fill its log, disturb the other episodes in it, and answer for them. It
-cannot reach episodes in other processes. The controller reads one reply of at most REPLY_BYTES at a time, of calls
-that it made; for replays it keeps a digest of each turn.
+An environment is not trusted. It has the rights of its user, as there is no sandbox, and it can disturb the other
+episodes of its process, answer for them, and fill its log. By the protocol it reaches no other process: the controller
+takes replies of at most REPLY_BYTES, one at a time from each process, to calls that it made there; of a turn it keeps
+a digest, for replays.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from megatron_scalerl.environments.worker import (
     encoded,
 )
 from megatron_scalerl.processes.child_process import LOG_END, ProcessDied, race, time_limit
+from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.processes.worker_pool import Program, Worker, end_of
 from megatron_scalerl.recipe.sections import EnvironmentSection
 from megatron_scalerl.record import record
@@ -86,6 +88,9 @@ class EnvironmentFailed(Exception):
         """Whether nothing but its episode can be the cause."""
 
 
+Outcome = Reply | EnvironmentFailed
+
+
 @record
 class Turn:
     """What an environment returned for a response."""
@@ -97,15 +102,16 @@ class Turn:
     done: bool
 
 
-class _Process:
+class _Process(Worker):
     """A process with its episodes; `ready` replaces one that has ended."""
 
     def __init__(self, name: str, program: Program, counters: Counter[str]):
-        self.worker = Worker(name, program)
+        super().__init__(name, program)
         self.episodes: set[Episode] = set()
+        self.pending: dict[int, asyncio.Future[Outcome]] = {}
+        """Calls, by their numbers."""
         self._timeout_s = program.timeout_s
         self._counters = counters
-        self._pending: dict[int, asyncio.Future[Reply | EnvironmentFailed]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._starting = asyncio.Lock()
         self._started = False
@@ -113,29 +119,29 @@ class _Process:
     async def ready(self) -> None:
         """Start the process unless it runs. Raises EnvironmentFailed."""
         async with self._starting:
-            if self._writer is None:
-                try:
-                    await self.start()
-                except (ValueError, OSError, ProcessDied) as problem:
-                    raise EnvironmentFailed(
-                        f"no environment process starts: {problem}", reason="unavailable", alone=False
-                    ) from None
+            if self._writer is not None:
+                return
+            try:
+                await self.start()
+            except (ValueError, OSError, ProcessDied) as problem:
+                line = str(problem).partition(LOG_END)[0]
+                raise EnvironmentFailed(line, reason="unavailable", alone=False) from None
+            reader, self._writer = await asyncio.open_unix_connection(sock=self.detach())
+            self._reading = asyncio.create_task(self._read_replies(reader, self._writer))
+            if self._started:
+                self._counters["restarts"] += 1
+            self._started = True
 
-    async def start(self) -> None:
-        """Start the process. Raises as `Worker.start`."""
-        await self.worker.start()
-        reader, self._writer = await asyncio.open_unix_connection(sock=self.worker.detach())
-        self._reading = asyncio.create_task(self._read(reader, self._writer))
-        if self._started:
-            self._counters["restarts"] += 1
-        self._started = True
-
-    async def ask(self, request: Request) -> Reply:
+    async def call(self, request: Request) -> Reply:
         """The reply to a request. Raises EnvironmentFailed; TypeError or RecursionError for what is no JSON.
 
         The call of a cancelled caller goes on, so that it cannot hang unnoticed.
         """
-        outcome = await asyncio.shield(asyncio.create_task(self._outcome(request.number, encoded(request))))
+        data = encoded(request)
+        # both before this task can be suspended: the process may end then
+        reply = self.pending[request.number] = asyncio.get_running_loop().create_future()
+        self.send(data)
+        outcome = await asyncio.shield(asyncio.create_task(self._outcome(request.number, reply)))
         if isinstance(outcome, EnvironmentFailed):
             raise outcome
         return outcome
@@ -145,15 +151,10 @@ class _Process:
         if self._writer is not None:
             self._writer.write(LENGTH.pack(len(request)) + request)
 
-    async def end_calls(self) -> None:
-        """End the process if calls are outstanding."""
-        if self._pending:
-            await self.end()
-
     async def end(self, hung: int | None = None) -> None:
         """Kill the process; its calls fail, its episodes leave it. hung: number of a call that exceeded its limit."""
-        pending = self._pending
-        self._pending = {}
+        pending = self.pending
+        self.pending = {}
         for episode in self.episodes:
             episode.process = None
         self.episodes.clear()
@@ -161,10 +162,13 @@ class _Process:
             self._writer.transport.abort()
             self._writer = None
         alone = len(pending) == 1
-        end = f"{self.worker.name}: {end_of(await self.worker.kill())}"
+        end = f"{self.name}: {end_of(await self.kill())}"
         for number, reply in pending.items():
-            reason = "hung" if number == hung else "died"
-            reply.set_result(EnvironmentFailed(end, reason=reason, ended=True, alone=alone))
+            failure = EnvironmentFailed(end, reason="died", ended=True, alone=alone)
+            if number == hung:
+                late = f"{self.name}: no answer within {self._timeout_s:g} s"
+                failure = EnvironmentFailed(late, reason="hung", ended=True, alone=alone)
+            reply.set_result(failure)
         pending.clear()
 
     async def close(self) -> None:
@@ -172,21 +176,20 @@ class _Process:
         async with self._starting:
             await self.end()
 
-    async def _outcome(self, number: int, request: bytes) -> Reply | EnvironmentFailed:
-        reply = self._pending[number] = asyncio.get_running_loop().create_future()
-        self.send(request)
+    async def _outcome(self, number: int, reply: asyncio.Future[Outcome]) -> Outcome:
+        """What became of a call."""
         try:
             async with time_limit(self._timeout_s + GRACE_S):
                 return await asyncio.shield(reply)
         except TimeoutError:
-            if number in self._pending:
+            if number in self.pending:
                 await self.end(hung=number)
         return await reply
 
-    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _read_replies(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Pass replies on until the process ends or sends something else."""
         decode = msgspec.json.Decoder(Reply).decode
-        pending = self._pending
+        pending = self.pending
         with contextlib.suppress(EOFError, OSError, ValueError, RecursionError, KeyError):
             while True:
                 [size] = LENGTH.unpack(await reader.readexactly(LENGTH.size))
@@ -205,7 +208,7 @@ class EnvironmentPool:
     """
 
     def __init__(self, section: EnvironmentSection, *, logs: Path):
-        """logs: folder of the processes' logs, environment-N.log. Raises ValueError for a variable that is not set."""
+        """logs: folder of the logs, environment-N.log. Raises ValueError if one of `variables` is not set."""
         self.counters: Counter[str] = Counter()
         self.numbers = itertools.count()
         """Of episodes in their processes, and of calls."""
@@ -236,31 +239,23 @@ class EnvironmentPool:
         """Held by the call that uses `extra`."""
 
     async def __aenter__(self) -> EnvironmentPool:
-        await self.start()
+        """Start all processes. Raises ValueError, in one line, if the class cannot be used or no process starts."""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Has the error with which the pool ended."""
+        try:
+            await asyncio.gather(*(process.ready() for process in self._processes))
+        except BaseException as problem:
+            await self.close()
+            if isinstance(problem, EnvironmentFailed):
+                raise ValueError(str(problem)) from None
+            raise
+        declared = msgspec.json.decode(self._processes[0].greeting, type=Declared)
+        self.tools = declared.tools
+        self.repeated_failure = declared.repeated_failure
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
-
-    async def start(self) -> None:
-        """Start all processes.
-
-        Raises, in one line, ValueError if the class cannot be used, and OSError if the system starts no process.
-        """
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Has the error with which the pool ended."""
-        try:
-            for problem in await asyncio.gather(*(p.start() for p in self._processes), return_exceptions=True):
-                if problem is not None:
-                    raise problem
-        except BaseException as problem:
-            await self.close()
-            if isinstance(problem, ProcessDied):
-                raise ValueError(str(problem).partition(LOG_END)[0]) from None
-            raise
-        declared = msgspec.json.decode(self._processes[0].worker.greeting, type=Declared)
-        self.tools = declared.tools
-        self.repeated_failure = declared.repeated_failure
 
     async def close(self) -> None:
         """Kill all processes and fail what is outstanding; may be called twice."""
@@ -276,7 +271,7 @@ class EnvironmentPool:
     @property
     def pids(self) -> list[int]:
         """Ids of the processes that run."""
-        return [p.worker.pid for p in (*self._processes, self.extra) if p.worker.pid is not None]
+        return [process.pid for process in (*self._processes, self.extra) if process.pid is not None]
 
     @property
     def emptiest(self) -> _Process:
@@ -346,8 +341,8 @@ class Episode:
                 if failure.alone:
                     self._pool.outages.tried(True, self._key)
                 if pause_s is None or failure.reason == "changed":
-                    self._past.clear()
-                    raise self._last(failure)
+                    self._judge(failure)
+                    raise
                 if failure.reason in PAUSED:
                     await asyncio.sleep(pause_s)
             else:
@@ -355,19 +350,21 @@ class Episode:
                 return turn
         raise AssertionError
 
-    def _last(self, failure: EnvironmentFailed) -> EnvironmentFailed:
-        """The failure of the last try, as the caller gets it."""
+    def _judge(self, failure: EnvironmentFailed) -> None:
+        """Say whether the failure of the last try is the episode's own, and end the pool if too many failed."""
+        self._past.clear()
         pool = self._pool
         pool.counters[failure.reason] += 1
-        pool.end(pool.outages.ended(str(failure)))
         failure.repeated = failure.alone and pool.outages.alone(self._key)
-        return failure
+        pool.end(pool.outages.ended(str(failure).strip().splitlines()[-1]))
 
     async def _try_alone(self, response: Response | None) -> Turn:
         async with self._pool.alone:
-            await self._pool.extra.end_calls()  # of a caller that was cancelled
+            extra = self._pool.extra
             try:
-                return await self._try(response, self._pool.extra)
+                if extra.pending:  # of a caller that was cancelled
+                    await extra.end()
+                return await self._try(response, extra)
             finally:
                 self._leave()
 
@@ -382,31 +379,30 @@ class Episode:
                 if self._past:
                     self._pool.counters["replays"] += 1
                 for earlier, digest in self._past:
-                    if (await self._ask(earlier))[1] != digest:
+                    if (await self._make(earlier))[1] != digest:
                         raise EnvironmentFailed(
                             f"{self._pool.subject}: a replay returned something else", reason="changed", alone=False
                         )
-            turn, digest = await self._ask(response)
+            turn, digest = await self._make(response)
         except BaseException:
             self._leave()
             raise
         self._past.append((response, digest))
         return turn
 
-    async def _ask(self, response: Response | None) -> tuple[Turn, bytes]:
+    async def _make(self, response: Response | None) -> tuple[Turn, bytes]:
         """(turn, digest of it) of one call in its process."""
         head = self._pool.subject
-        number = next(self._pool.numbers)
-        request = Request(number=number, episode=self._number, response=response)
-        if response is None:
-            request = Request(number=number, episode=self._number, row=self._row)
+        first = response is None
         if self.process is None:
             raise EnvironmentFailed(f"{head}: its process has ended", reason="died", ended=True, alone=False)
         try:
-            reply = await self.process.ask(request)
+            row = self._row if first else None
+            number = next(self._pool.numbers)
+            reply = await self.process.call(Request(number=number, episode=self._number, row=row, response=response))
             if reply.failure:
-                raise EnvironmentFailed(f"{head}: {reply.error[-ERROR_CHARS:]}", reason=reply.failure)
-            return _turn(bytes(reply.turn), first=response is None), hashlib.sha256(reply.turn).digest()
+                raise EnvironmentFailed(f"{head}: {printable(reply.error[-ERROR_CHARS:])}", reason=reply.failure)
+            return _turn(bytes(reply.turn), first=first), hashlib.sha256(reply.turn).digest()
         except (TypeError, ValueError, RecursionError) as problem:
             raise EnvironmentFailed(f"{head}: {problem}", reason="invalid") from None
 

@@ -13,8 +13,6 @@ the protocol.
 """
 
 import asyncio
-import contextlib
-import functools
 import inspect
 import json
 import os
@@ -24,7 +22,7 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -111,66 +109,45 @@ def _plain(value: Any) -> Any:
     return msgspec.to_builtins(value)
 
 
-class Environments:
-    """The episodes of this process."""
+async def _reply(request: Request, kind: Any, place: list[Any], timeout_s: float) -> Reply:
+    """The reply to a call, whatever the user's code does.
 
-    def __init__(self, kind: type, timeout_s: float):
-        self._kind: Any = kind
-        self._timeout_s = timeout_s
-        self._episodes: dict[int, list[Any]] = {}
-        """Episode -> its object, once it is made."""
+    place: has the episode's object, once it is made.
+    """
 
-    async def reply(self, request: Request) -> Reply:
-        """The reply to a call, whatever the user's code does."""
-        first = request.row is not None
-        call = functools.partial(self._run, self._episodes.setdefault(request.episode, []), request)
-        asynchronous = inspect.iscoroutinefunction(self._kind.reset if first else self._kind.step)
-        limit = asyncio.timeout(self._timeout_s if asynchronous else None)
-        turn = b"null"
-        error = ""
-        failure: Failure = "raised"
-        try:
-            async with limit:
-                result = await (call() if asynchronous else _in_thread(call))
-            failure = "invalid"
-            turn = encoded(_turn(result, first=first), finite=True)
-            failure = ""
-        except BaseException as problem:  # sys.exit, too: other episodes go on
-            error = traceback.format_exc()[-ERROR_CHARS:].encode(errors="replace").decode()
-            if limit.expired():
-                failure = "hung"
-            elif failure == "raised" and is_unavailable(problem):
-                failure = "unavailable"
-        if len(turn) > TURN_BYTES:
-            error = f"what it returned has {len(turn)} bytes, of {TURN_BYTES} allowed"
-            failure = "oversized"
-            turn = b"null"
-        return Reply(number=request.number, turn=msgspec.Raw(turn), failure=failure, error=error)
-
-    def close(self, episode: int) -> None:
-        """Forget an episode; a call that runs goes on to its end."""
-        self._episodes.pop(episode, None)
-
-    def _run(self, place: list[Any], request: Request) -> Any:
+    def call() -> Any:
         if request.row is None:
             return place[0].step(request.response)
-        place.append(self._kind())
+        place.append(kind())
         return place[0].reset(request.row)
 
-
-async def _in_thread(call: Callable[[], Any]) -> Any:
-    result, error = await asyncio.get_running_loop().run_in_executor(None, _outcome, call)
-    if error is not None:
-        raise error
-    return result
-
-
-def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """(result, error): a future cannot hold each error, such as StopIteration."""
+    asynchronous = inspect.iscoroutinefunction(kind.step if request.row is None else kind.reset)
+    limit = asyncio.timeout(timeout_s if asynchronous else None)
+    turn = b"null"
+    error = ""
+    failure: Failure = "raised"
     try:
-        return call(), None
-    except BaseException as error:
-        return None, error
+        async with limit:
+            result = await (call() if asynchronous else asyncio.to_thread(next, _generated(call)))
+        failure = "invalid"
+        turn = encoded(_turn(result, first=request.row is not None), finite=True)
+        failure = ""
+    except BaseException as problem:  # sys.exit, too: other episodes go on
+        error = traceback.format_exc()[-ERROR_CHARS:].encode(errors="replace").decode()
+        if limit.expired():
+            failure = "hung"
+        elif failure == "raised" and is_unavailable(problem):
+            failure = "unavailable"
+    if len(turn) > TURN_BYTES:
+        error = f"what it returned has {len(turn)} bytes, of {TURN_BYTES} allowed"
+        failure = "oversized"
+        turn = b"null"
+    return Reply(number=request.number, turn=msgspec.Raw(turn), failure=failure, error=error)
+
+
+def _generated(call: Callable[[], Any]) -> Iterator[Any]:
+    """The result of a call. In a generator StopIteration, which no future can hold, becomes a RuntimeError."""
+    yield call()
 
 
 def _turn(result: Any, *, first: bool) -> dict[str, Any]:
@@ -205,27 +182,29 @@ def load(setup: Setup) -> tuple[type, Declared]:
         raise ValueError(f"{head}: tools or repeated_failure cannot be used: {error}") from None
 
 
-async def _serve(connection: socket.socket, environments: Environments) -> None:
+async def _serve(connection: socket.socket, kind: type, timeout_s: float) -> None:
     """Answer requests until the pool closes the socket."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS))
     reader, writer = await asyncio.open_unix_connection(sock=connection)
+    episodes: dict[int, list[Any]] = {}
 
-    async def answer(request: Request) -> None:
-        reply = msgspec.json.encode(await environments.reply(request))
+    async def answer(request: Request, place: list[Any]) -> None:
+        reply = msgspec.json.encode(await _reply(request, kind, place, timeout_s))
         writer.write(LENGTH.pack(len(reply)) + reply)
 
-    running = set()
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            [size] = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-            # not by msgspec, which refuses the NaN of a row
-            request = msgspec.convert(json.loads(await reader.readexactly(size)), Request)
-            if request.row is None and request.response is None:
-                environments.close(request.episode)
-                continue
-            task = asyncio.create_task(answer(request))
-            running.add(task)
-            task.add_done_callback(running.discard)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                [size] = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                # not by msgspec, which refuses the NaN of a row
+                request = msgspec.convert(json.loads(await reader.readexactly(size)), Request)
+                place = episodes.setdefault(request.episode, [])
+                if request.row is None and request.response is None:
+                    del episodes[request.episode]
+                else:
+                    tasks.create_task(answer(request, place))
+    except* (EOFError, OSError):
+        pass
 
 
 def main() -> None:
@@ -248,7 +227,7 @@ def main() -> None:
             send(connection, request, Answer(head=line, last=True))
             return
         send(connection, request, Answer(head="", body=msgspec.json.encode(declared)))
-        asyncio.run(_serve(connection, Environments(kind, setup.timeout_s)))
+        asyncio.run(_serve(connection, kind, setup.timeout_s))
 
 
 if __name__ == "__main__":

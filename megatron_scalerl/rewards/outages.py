@@ -34,7 +34,7 @@ class Outages:
         return len(others) >= self._enough and sum(others) <= ALONE * len(others)
 
     def ended(self, why: str) -> RuntimeError | None:
-        """Record a check or an episode: made, or why not after all tries. The error that ends the pool, if it does."""
+        """Record a check or an episode: made, or why not after all tries. The pool's end, if it ends."""
         self._ends.append(bool(why))
         in_a_row = list(self._ends)[-MAX_UNAVAILABLE:]
         if not why:

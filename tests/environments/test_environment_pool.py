@@ -8,6 +8,7 @@ import pytest
 from environment_pools import counted, played, pool_of, section
 from own_processes import own_processes
 from users_environments import TOOL
+from waiting import until
 
 from megatron_scalerl.environments.pool import EnvironmentFailed, EnvironmentPool
 from megatron_scalerl.environments.response import Response, ToolCall
@@ -109,7 +110,7 @@ async def test_a_class_that_cannot_be_used_is_refused_in_one_line(name, tmp_path
     (tmp_path / "exiting.py").write_text("import os; os._exit(3)")
     options = section("x").model_copy(update={"name": name, "workers": 2})
     with pytest.raises(ValueError, match=REFUSED[name]) as caught:
-        await EnvironmentPool(options, logs=tmp_path).start()
+        await EnvironmentPool(options, logs=tmp_path).__aenter__()
     assert f"environment.name {name!r}" in str(caught.value) and "\n" not in str(caught.value)
     assert own_processes(lambda process: "megatron_scalerl.environments.worker" in process.cmdline()) == []
 
@@ -120,7 +121,7 @@ async def test_a_variable_is_passed_only_by_name(tmp_path, monkeypatch):
     for variables, value in (((), "None"), (("ENVIRONMENT_KEY",), "secret")):
         async with pool_of("Messages", tmp_path, variables=variables) as pool:
             assert (await played(pool, {"first": "'x'"}, [text]))[1] == (value, None, False)
-    with pytest.raises(ValueError, match="environment.variables: the environment variable 'UNSET_KEY' is not set"):
+    with pytest.raises(ValueError, match="the environment variable 'UNSET_KEY' is not set"):
         EnvironmentPool(section("Counting", variables=("UNSET_KEY",)), logs=tmp_path)
 
 
@@ -135,7 +136,7 @@ async def test_nothing_is_left_after_the_close(tmp_path):
     async with pool_of("Counting", tmp_path, workers=2) as pool:
         await asyncio.gather(*(played(pool, {}, [f"once {tmp_path / 'died'}", "1"]) for _ in range(4)))
         waiting = asyncio.create_task(played(pool, {}, ["hang"]))
-        await asyncio.sleep(0)
+        await until(lambda: pool.counters["steps"] == 9)
         pids = pool.pids
         await pool.close()
         with pytest.raises(RuntimeError, match="the environment pool is closed"):

@@ -1,9 +1,11 @@
 """A user's module of environments, as the pool's processes import it. The text of a response selects what they do."""
 
 import asyncio
+import contextlib
 import itertools
 import os
 import random
+import stat
 import struct
 import subprocess
 import sys
@@ -11,8 +13,6 @@ import threading
 import time
 import urllib.error
 from pathlib import Path
-
-import numpy
 
 from megatron_scalerl.environments import worker
 
@@ -38,7 +38,7 @@ class Counting:
 
 
 class CountingAsync(Counting):
-    tools = [TOOL]
+    tools = (TOOL,)
     repeated_failure = "lost"
 
     async def reset(self, row):
@@ -127,7 +127,7 @@ class Configured(Counting):
 
 
 class BadTools(Counting):
-    tools = ["look"]
+    tools = ("look",)
 
 
 class BadRepeated(Counting):
@@ -179,28 +179,26 @@ def _child(path):
     os._exit(4)
 
 
-def _forge(_, data=b""):
-    """Writes to the pool's socket, for which it looks in /proc."""
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and os.path.exists(f"/proc/self/fd/{name}"):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                try:
-                    os.write(int(name), data)
-                except OSError:
-                    continue
-    time.sleep(1)
+def _forge(data):
+    """Writes to each socket of this process; one of them is the pool's."""
+    for descriptor in range(3, 100):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                os.write(descriptor, data)
+    time.sleep(10**6)
 
 
 def framed(data):
     return worker.LENGTH.pack(len(data)) + data
 
 
+REPLY = b'"turn":null,"failure":"","error":""}'
 FORGED = {
     "garbage": framed(b"x" * 100),
-    "unknown": framed(b'{"number":123456789}') * 1000,
+    "unknown": framed(b'{"number":123456789,' + REPLY) * 1000,
     "huge": struct.pack("!I", 2**32 - 1) + b"x" * 1000,
-    "deep": framed(b'{"number":1,"turn":' + b"[" * 50_000 + b"]" * 50_000 + b"}"),
-    "reason": framed(b'{"number":1,"failure":"own"}'),
+    "deep": framed(b'{"number":1,"turn":' + b"[" * 50_000 + b"]" * 50_000 + b',"failure":"","error":""}'),
+    "reason": framed(b'{"number":1,' + REPLY.replace(b'e":""', b'e":"own"')),
 }
 
 FAULTS = {
@@ -215,6 +213,5 @@ FAULTS = {
     "print": lambda _: [sys.stdout.write("x" * 2**20 + "\n") for _ in range(4)],
     "shell": lambda _: subprocess.run(["sh", "-c", "echo from a child; echo to stderr >&2"], check=True),
     "child": _child,
-    **{word: lambda _, data=data: _forge(_, data) for word, data in FORGED.items()},
-    "numpy": lambda _: numpy.float32(1),
+    **{word: lambda _, data=data: _forge(data) for word, data in FORGED.items()},
 }

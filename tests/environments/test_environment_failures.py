@@ -1,0 +1,296 @@
+"""Environments and processes that fail: whose failure it is, what is tried again, and who goes on."""
+
+import asyncio
+import os
+import re
+import signal
+
+import psutil
+import pytest
+from environment_pools import counted, played, pool_of
+from own_processes import own_processes
+from users_environments import FORGED
+from waiting import until
+
+from megatron_scalerl.environments import pool as pools
+from megatron_scalerl.environments.pool import EnvironmentFailed
+from megatron_scalerl.environments.response import Response
+from megatron_scalerl.rewards import outages
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(outages, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(pools, "GRACE_S", 0.5)
+
+
+async def others(pool, count=5):
+    """Episodes that succeed, 4 calls each: with them on record a failure can be an episode's own."""
+    rows = [{"start": 1000 + n} for n in range(count)]
+    turns = await asyncio.gather(*(played(pool, row, ["1", "2", "3"]) for row in rows))
+    assert turns == [counted(1000 + n, 1, 2, 3) for n in range(count)]
+
+
+def facts(failure):
+    assert isinstance(failure, EnvironmentFailed), failure
+    return failure.reason, failure.repeated
+
+
+async def test_twenty_episodes_that_wait_lose_nothing_by_a_killed_process(tmp_path):
+    async with pool_of("Counting", tmp_path) as pool:
+        waiting, go = [], asyncio.Event()
+
+        async def pause(turn):
+            waiting.append(turn)
+            if len(waiting) > 20:
+                await go.wait()
+
+        calls = [asyncio.create_task(played(pool, {"start": n}, ["1", "2", "3"], after=pause)) for n in range(20)]
+        await until(lambda: len(waiting) == 40)
+        os.kill(pool.pids[0], signal.SIGKILL)
+        await until(lambda: not pool.pids)
+        go.set()
+        assert await asyncio.gather(*calls) == [counted(n, 1, 2, 3) for n in range(20)]
+        # nobody is a suspect: no extra process, and each episode is replayed once
+        assert len(pool.pids) == 1
+        assert pool.counters == {"episodes": 20, "steps": 60, "replays": 20, "restarts": 1}
+
+
+async def test_twenty_episodes_that_step_lose_nothing_by_a_killed_process(tmp_path):
+    async with pool_of("Held", tmp_path) as pool:
+        rows = [{"start": n, "n": n, "folder": str(tmp_path)} for n in range(20)]
+        calls = [asyncio.create_task(played(pool, row, ["1", "hold", "3"])) for row in rows]
+        await until(lambda: len(list(tmp_path.glob("*.pid"))) == 20)
+        (tmp_path / "go").touch()
+        os.kill(pool.pids[0], signal.SIGKILL)
+        for n, turns in enumerate(await asyncio.gather(*calls)):
+            assert turns == [*counted(n, 1), (f"held at {n + 1}", 0.5, False), (f"now {n + 4}", n + 4.0, False)]
+        # each is replayed in the extra process, and again for the step after
+        assert len(pool.pids) == 2
+        assert pool.counters == {"episodes": 20, "steps": 60, "replays": 40, "restarts": 1}
+
+
+async def test_a_step_that_kills_its_process_is_repeated_for_its_episode_alone(tmp_path):
+    async with pool_of("Counting", tmp_path) as pool:
+        await others(pool)
+        rows = [{"start": n} for n in range(11)]
+        texts = [["1", "exit", "2"] if n == 5 else ["1", "2", "3", "4"] for n in range(11)]
+        turns = await asyncio.gather(*(played(pool, row, text) for row, text in zip(rows, texts, strict=True)))
+        assert facts(turns.pop(5)) == ("died", True)
+        assert turns == [counted(n, 1, 2, 3, 4) for n in range(11) if n != 5]
+        assert pool.counters["died"] == 1
+
+
+async def test_an_episode_that_waits_goes_on_beside_six_that_kill_their_process(tmp_path):
+    async with pool_of("Counting", tmp_path) as pool:
+        await others(pool, 30)
+        async with pool.episode({"start": 7}) as waiting:
+            await waiting.reset()
+            calls = [played(pool, {"start": n}, ["1", "exit" if n < 6 else "2"]) for n in range(10)]
+            *killers, a, b, c, d = await asyncio.gather(*calls)
+            assert [a, b, c, d] == [counted(n, 1, 2) for n in range(6, 10)]
+            assert {killer.reason for killer in killers} == {"died"}
+            turn = await waiting.step(Response(text="1"))
+            assert turn.messages[0]["content"] == "now 8"
+
+
+async def test_a_death_that_does_not_repeat_fails_nobody(tmp_path):
+    async with pool_of("Counting", tmp_path) as pool:
+        turns = await played(pool, {"start": 3}, ["1", f"once {tmp_path / 'died'}", "1"])
+        assert turns == ["begin at 3", ("now 4", 4.0, False), ("after once", None, False), ("now 5", 5.0, False)]
+        # a replay where the call was tried alone, one for the next call
+        assert pool.counters == {"episodes": 1, "steps": 3, "replays": 2, "restarts": 1}
+
+
+@pytest.mark.slow
+async def test_a_step_that_hangs_in_a_thread_costs_its_process(tmp_path):
+    async with pool_of("Counting", tmp_path, timeout_s=2.0) as pool:
+        await others(pool)
+        failure, *turns = await asyncio.gather(
+            played(pool, {}, ["1", "hang"]), *(played(pool, {"start": n}, ["1"] * 9) for n in range(4))
+        )
+        assert facts(failure) == ("hung", True)
+        assert turns == [counted(n, *[1] * 9) for n in range(4)]
+
+
+async def test_a_coroutine_that_hangs_is_cancelled_and_its_process_lives(tmp_path, monkeypatch):
+    monkeypatch.setattr(outages, "TRIES", 2)
+    monkeypatch.setattr(pools, "GRACE_S", 60.0)
+    async with pool_of("CountingAsync", tmp_path, timeout_s=0.5) as pool:
+        await others(pool)
+        pids = pool.pids
+        assert facts(await played(pool, {}, ["1", "sleep"])) == ("hung", True)
+        assert pool.pids == pids and pool.counters["restarts"] == 0
+
+
+@pytest.mark.slow
+async def test_a_coroutine_that_blocks_the_loop_costs_its_process_and_no_other_episode(tmp_path):
+    async with pool_of("CountingAsync", tmp_path, timeout_s=2.0) as pool:
+        await others(pool)
+        calls = [played(pool, {"start": n}, ["1", "hang" if n == 3 else "2", "3"]) for n in range(8)]
+        turns = await asyncio.gather(*calls)
+        assert facts(turns.pop(3)) == ("hung", True)
+        assert turns == [counted(n, 1, 2, 3) for n in range(8) if n != 3]
+
+
+async def test_the_call_of_a_cancelled_caller_cannot_hang_unnoticed(tmp_path):
+    async with pool_of("Counting", tmp_path, timeout_s=0.5) as pool:
+        [pid] = pool.pids
+        call = asyncio.create_task(played(pool, {}, ["hang"]))
+        async with pool.episode({"start": 4}) as waiting:
+            await waiting.reset()
+            await until(lambda: pool.counters["steps"] == 1)
+            call.cancel()
+            await until(lambda: pid not in pool.pids)
+            assert (await waiting.step(Response(text="1"))).reward == 5.0
+        assert call.cancelled()
+
+
+@pytest.mark.parametrize("name", ["Counting", "CountingAsync"])
+@pytest.mark.parametrize("word", ["raise", "quit", "stop", "no_such_fault"])
+async def test_an_exception_is_the_episodes_own(word, name, tmp_path):
+    async with pool_of(name, tmp_path) as pool:
+        await others(pool)
+        pids = pool.pids
+        failure = await played(pool, {}, ["1", word])
+        assert facts(failure) == ("raised", True)
+        assert "Traceback" in str(failure) and failure.turns == counted(0, 1)
+        assert pool.counters["raised"] == 1 and pool.counters["replays"] == 2
+        assert pool.pids == pids
+
+
+INVALID = {
+    "None": "cannot unpack",
+    "('x', None)": "not enough values to unpack",
+    "('x', float('nan'), False)": "not JSON compliant",
+    "('x', float('-inf'), False)": "not JSON compliant",
+    "('x', 10**400, False)": "reward",
+    "('x', '1', False)": "reward",
+    "('x', None, 0)": "done",
+    "({'role': 'assistant', 'content': 'x'}, None, False)": "needs a role .user, tool.",
+    "({'role': 'system', 'content': 'x'}, None, False)": "needs a role",
+    "({'role': 'user'}, None, False)": "needs a role",
+    "({'role': 'user', 'content': 7}, None, False)": "needs a role",
+    "({'role': 'user', 'content': 'x', 'more': [[]]}, None, False)": "scalars",
+    "({'role': 'user', 'content': object()}, None, False)": "object",
+    "([], None, False)": "no message",
+    "('x', type('L', (list,), {})([[]] * 9), False)": "reward",
+    "((lambda l: l.append(l) or (l, None, False))([]))": "dict",
+    "((lambda l: [l := [l] for _ in range(5000)] and ('x', l, False))(0))": "recursion|reward",
+}
+
+
+async def test_what_is_no_turn_is_invalid(tmp_path, monkeypatch):
+    monkeypatch.setattr(outages, "TRIES", 1)
+    async with pool_of("Messages", tmp_path) as pool:
+        for text, problem in INVALID.items():
+            failure = await played(pool, {"first": "'x'"}, [text])
+            assert facts(failure)[0] == "invalid", text
+            assert re.search(problem, str(failure)), (text, str(failure))
+        assert (await played(pool, {"first": "[]"}, [])).reason == "invalid"
+        assert (await played(pool, {"first": "'x' * 2**21"}, [])).reason == "oversized"
+        assert (await played(pool, {"first": "'x'"}, ["('x' * 2**21, None, False)"])).reason == "oversized"
+        assert pool.counters["restarts"] == 0
+
+
+async def test_an_outage_for_all_is_nobodys_own(tmp_path):
+    async with pool_of("Counting", tmp_path) as pool:
+        calls = [played(pool, {"start": n}, ["1", "refused"]) for n in range(30)]
+        assert [facts(failure) for failure in await asyncio.gather(*calls)] == [("unavailable", False)] * 30
+
+
+async def test_a_failure_alone_is_judged_once_others_are_on_record(tmp_path):
+    async with pool_of("Counting", tmp_path) as pool:
+        row = {"fault": "raise"}
+        judged = [facts(await played(pool, row, []))[1]]
+        for _ in range(3):
+            await others(pool, 2)
+            judged.append(facts(await played(pool, row, []))[1])
+    assert judged == [False, False, False, True], "20 others are the first that suffice"
+
+
+async def test_the_pool_ends_where_only_failures_are_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(outages, "MAX_UNAVAILABLE", 4)
+    async with pool_of("Counting", tmp_path) as pool, pool.episode({}) as waiting:
+        await waiting.reset()
+        for _ in range(3):
+            assert facts(await played(pool, {"fault": "refused"}, [])) == ("unavailable", False)
+        hanging = asyncio.create_task(played(pool, {}, ["hang"]))
+        await until(lambda: pool.counters["steps"])
+        with pytest.raises(RuntimeError, match="4 episodes in a row"):
+            await played(pool, {"fault": "refused"}, [])
+        for call in (hanging, waiting.step(Response(text="1")), played(pool, {}, [])):
+            with pytest.raises(
+                RuntimeError,
+                match="4 episodes in a row could not be made, the last: ConnectionRefusedError: nobody listens",
+            ):
+                await call
+
+
+async def test_the_pool_ends_where_more_than_half_of_the_episodes_fail(tmp_path, monkeypatch):
+    monkeypatch.setattr(outages, "RECENT", 8)
+    async with pool_of("Counting", tmp_path) as pool:
+        with pytest.raises(RuntimeError, match="5 of the last 8 episodes could not be made"):
+            for n in range(8):
+                await played(pool, {"fault": "raise"} if n % 3 else {"start": n}, [])
+            await played(pool, {}, [])
+
+
+async def test_a_judge_that_comes_back_within_the_tries_costs_nothing(tmp_path):
+    async with pool_of("Counting", tmp_path) as pool:
+        turns = await played(pool, {}, ["1", f"until {tmp_path / 'tries'}", "2"])
+        assert turns == [*counted(0, 1), ("after until", None, False), ("now 3", 3.0, False)]
+        assert pool.counters == {"episodes": 1, "steps": 3, "replays": 2}
+
+
+async def test_an_environment_that_replays_something_else_has_changed(tmp_path):
+    async with pool_of("Drawing", tmp_path) as pool:
+        for n in range(30):
+            await played(pool, {"start": n}, [])
+        failure = await played(pool, {}, ["1", f"once {tmp_path / 'died'}"])
+        assert facts(failure) == ("changed", False)
+        assert pool.counters["changed"] == 1
+
+
+@pytest.mark.parametrize("word", FORGED)
+async def test_damage_costs_the_process_and_nothing_else(word, tmp_path):
+    async with pool_of("Counting", tmp_path, timeout_s=60) as pool:
+        await others(pool)
+        async with pool.episode({"start": 1}) as waiting:
+            await waiting.reset()
+            assert facts(await played(pool, {}, ["1", word])) == ("died", True)
+            assert (await waiting.step(Response(text="1"))).reward == 2.0
+
+
+async def test_the_end_of_a_process_is_noticed_though_its_child_is_left(tmp_path):
+    async with pool_of("Counting", tmp_path, timeout_s=600) as pool:
+        failure = await played(pool, {}, [f"child {tmp_path / 'child'}"])
+        assert failure.reason == "died" and "code 4" in str(failure)
+        child = int((tmp_path / "child").read_text())
+        await until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+    assert own_processes(lambda process: "megatron_scalerl.environments.worker" in process.cmdline()) == []
+
+
+async def test_signals_of_the_terminal_are_the_controllers(tmp_path):
+    async with pool_of("Counting", tmp_path) as pool:
+        [pid] = pool.pids
+        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)
+        assert await played(pool, {}, ["1"]) == counted(0, 1)
+        assert pool.pids == [pid]
+
+
+async def test_a_class_that_is_gone_after_the_start_is_an_outage(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "fleeting_environment.py"
+    module.write_text("from users_environments import *\n")
+    async with pool_of("fleeting_environment:Counting", tmp_path) as pool:
+        await others(pool, 30)
+        module.write_text("import gone")
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: not pool.pids)
+        failure = await played(pool, {}, ["1"])
+        assert facts(failure) == ("unavailable", False) and "No module named 'gone'" in str(failure)
+        module.write_text("from users_environments import *\n")
+        assert await played(pool, {}, ["1"]) == counted(0, 1)
