@@ -1,6 +1,6 @@
 """An environment for the tiny arithmetic task: a calculator that the policy may ask before it answers.
 
-    python examples/calculator.py runs/tiny_1/sft.jsonl > runs/tiny_1/calculator_sft.jsonl
+    python examples/calculator.py < runs/tiny_1/sft.jsonl > runs/tiny_1/calculator_sft.jsonl
 
 writes warm-start examples in which half of the problems are answered with it (examples/calculator.sh).
 """
@@ -37,7 +37,7 @@ class Calculator:
 
 if __name__ == "__main__":
     draw = random.Random(1)
-    for line in open(sys.argv[1]):
+    for line in sys.stdin:
         question = json.loads(line)["prompt"]
         if draw.random() < 0.5:
             print(line, end="")

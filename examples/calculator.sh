@@ -14,7 +14,7 @@ set -- overlay=recipes/calculator.yaml "name=calculator_$seed" "seed=$seed" "pro
   "prompts.held_out_path=$tiny/held_out.jsonl" "sft.path=$tiny/calculator_sft.jsonl" "$@"
 
 $python -m megatron_scalerl.tiny "$tiny" --seed "$seed" --train-prompts 1000
-$python examples/calculator.py "$tiny/sft.jsonl" > "$tiny/calculator_sft.jsonl"
+$python examples/calculator.py < "$tiny/sft.jsonl" > "$tiny/calculator_sft.jsonl"
 [ -e "$policy/config.json" ] ||
   $python -m megatron_scalerl sft recipes/tiny_cpu.yaml "$@" "policy.path=$tiny/base_policy" --out "$policy"
 $python -m megatron_scalerl train recipes/tiny_cpu.yaml "$@" "policy.path=$policy"

@@ -138,9 +138,7 @@ def decoding(
     most = memory.copies * int(recipe.engine.vllm.get("max_num_seqs", MAX_NUM_SEQS))
     running = max(1, min(room, most, recipe.rollouts.max_in_flight))
     missed = 0.0
-    if recipe.rollouts.deterministic:  # there is no prefix cache
-        missed = lengths.replies
-    elif recipe.rollouts.schedule == "pipeline":  # each weight update during an episode empties it
+    if recipe.rollouts.schedule == "pipeline":  # each weight update during an episode empties it
         missed = min(lengths.replies, recipe.rollouts.max_staleness_steps)
     # on average half of an episode is behind a turn
     context = assumed.prompt_tokens + (lengths.mean + lengths.written) / 2

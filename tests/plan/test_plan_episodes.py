@@ -145,7 +145,6 @@ def test_the_limits_of_an_episode(override, turns, sampled, written):
         ("rollouts.max_staleness_steps=8", 256 + 100 + 2 * 498),
         ("rollouts.max_staleness_steps=1", 256 + 100 + 498),
         ("rollouts.max_staleness_steps=0", 256 + 100),
-        ("rollouts={max_staleness_steps: 0, deterministic: true}", 256 + 100 + 2 * 498),
         ("rollouts={schedule: ppo_off_policy, updates_per_phase: 4}", 256 + 100),
     ],
 )
