@@ -138,10 +138,6 @@ def make_plan(
     origins: Mapping[str, Origin] | None = None,
 ) -> RunPlan:
     """The plan of the recipe's split if that takes `gpus` GPUs, else of the fastest split. Raises ValueError."""
-    origins = dict(origins or default_origins())
-    if recipe.environment.name is None:
-        for name in OF_EPISODES:
-            del origins[name]
     family, hf_config = load_family(config)
     parameters = count(family, hf_config)
     recipe_split = Split(trainer=recipe.trainer.world_size, engines=recipe.engine.count)
@@ -173,7 +169,7 @@ def make_plan(
         gpu=gpu,
         gpus=gpus,
         assumed=assumed,
-        origins=origins,
+        origins=_counting(recipe, origins or default_origins()),
         layers=layers,
         config=str(config / "config.json"),
         parameters=parameters,
@@ -191,6 +187,11 @@ def make_plan(
         timing=timings.get(split) or simulate(queue_of(base, split, trainer.work.train_seconds)),
         best=tuple(best),
     )
+
+
+def _counting(recipe: Recipe, origins: Mapping[str, Origin]) -> dict[str, Origin]:
+    """The origins of assumptions that count: those of episodes only with an environment."""
+    return {name: o for name, o in origins.items() if recipe.environment.name or name not in OF_EPISODES}
 
 
 @record
