@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from calculator import Calculator
+from evaluation_files import read_result
 from whole_runs import ROOT, overrides, run
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
@@ -15,6 +15,10 @@ from megatron_scalerl.rollouts.group_files import listed_groups, spans
 from megatron_scalerl.rollouts.history import read_history
 from megatron_scalerl.rollouts.plans import TRAINING_PRIORITY, VALIDATION_PRIORITY
 from megatron_scalerl.rollouts.run_text import load_tokenizer, raw_text
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(ROOT / "examples"))
+    from calculator import Calculator
 
 pytestmark = pytest.mark.slow
 
@@ -44,8 +48,12 @@ def asking(tiny, folder):
     return folder / "policy"
 
 
+def read(listed):
+    return listed.read()
+
+
 def check_episodes(folder):
-    """Check that between the turns of each stored episode is what the calculator says to them; how often it was asked."""
+    """Check that the calculator says what stands between the turns of each stored episode; how often it is asked."""
     tokenizer = load_tokenizer(folder)
     answered = 0
     for listed in listed_groups(folder):
@@ -68,6 +76,23 @@ def check_episodes(folder):
     return answered
 
 
+def check_evaluation(tiny, folder, out):
+    """`evaluate` lets the policy ask the same calculator."""
+    rows = (tiny / "held_out.jsonl").read_text().splitlines()[:10]
+    (out / "ten.jsonl").write_text("\n".join(rows) + "\n")
+    options = ("--recipe", folder / "recipe.yaml", "--data", f"{out / 'ten.jsonl'}:prompt,answer", "--k", 4)
+    printed = run("-m", "megatron_scalerl", "evaluate", out / "policy", *options, "--out", out / "evaluation").stdout
+    assert "mean@4" in printed
+    _, completions = read_result(out / "evaluation")
+    assert len(completions) == 40 and not any(row.lost for row in completions)
+    asked = [row.text.split("<eos>") for row in completions if row.text.count("<eos>") > 1]
+    assert asked
+    for turn, after, *_ in asked:
+        calculator = Calculator()
+        calculator.reset({"text": "", "answer": ""})
+        assert after.startswith(f"{calculator.step(answer(turn))[0]}<think>")
+
+
 def answer(said):
     return Response(text=said.rpartition("</think>")[2].removesuffix("<eos>"))
 
@@ -82,11 +107,13 @@ def test_a_killed_run_of_episodes_is_resumed_shown_and_evaluated(tiny_dense, tmp
         f"policy.path={asking(tiny_dense, tmp_path)}",
         "engine.vllm.middleware=request_log.RequestLog",
         "environment.workers=1",
+        "rollouts.decoders=1",
+        "validation.prompts=10",
         "optimizer.lr=1e-4",
     ]
     folder = tmp_path / "asks"
     argv = [sys.executable, "-c", KILLED, "train", *settings]
-    killed = subprocess.run(argv, cwd=ROOT, capture_output=True, timeout=600, start_new_session=True)
+    killed = subprocess.run(argv, cwd=ROOT, capture_output=True, timeout=1800, start_new_session=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     assert [r["step"] for r in read_jsonl(folder / "metrics.jsonl") if "skipped" not in r] == [1, 2]
     assert "all 3 steps are made" in run("-m", "megatron_scalerl", "train", *settings).stdout
@@ -109,12 +136,7 @@ def test_a_killed_run_of_episodes_is_resumed_shown_and_evaluated(tiny_dense, tmp
         (3, 3),
     }
 
-    shown = run("-m", "megatron_scalerl", "show", folder).stdout
-    assert "turns " in shown or "</think>" in shown
-    print(shown)
-    options = ("--recipe", folder / "recipe.yaml", "--data", f"{tiny_dense / 'held_out.jsonl'}:prompt,answer")
-    run("-m", "megatron_scalerl", "export", folder, "--out", tmp_path / "hf")
-    printed = run(
-        "-m", "megatron_scalerl", "evaluate", tmp_path / "hf", *options, "--out", tmp_path / "out", "--k", 1
-    )
-    print(printed.stdout)
+    longest = max((g for g in map(read, listed_groups(folder))), key=lambda group: group["rollouts"][0]["turns"])
+    shown = run("-m", "megatron_scalerl", "show", folder, "--group", longest["group_id"]).stdout
+    assert longest["rollouts"][0]["turns"] > 1 and f"turns      {longest['rollouts'][0]['turns']}, " in shown
+    check_evaluation(tiny_dense, folder, tmp_path)
