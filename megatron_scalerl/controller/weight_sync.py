@@ -338,7 +338,7 @@ class WeightSync:
         resumed = time.perf_counter()
         for engine in engines:
             # requests that were sent meanwhile continue prefixes of the version before, as those in flight do
-            engine.version = version
+            engine.note_version(version)
         await phases.all("resume", engines, lambda engine: engine.resume())
         for engine in engines:
             self._engines.serve(engine, version)

@@ -7,6 +7,7 @@ ends every request. A response is limited in size and time (`engine.bodies`).
 
 import asyncio
 import contextlib
+import secrets
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -164,6 +165,7 @@ class EngineClient:
         """Tokens of the completions that this client has received."""
         self.version: int | None = None
         """Policy version with which the engine's weights are labeled; None before the first label."""
+        self._salt = ""
         self._aborted: str | None = None
         self._limits: set[asyncio.Timeout] = set()
         settings = settings or EngineSection()
@@ -255,10 +257,10 @@ class EngineClient:
         return prompt_logprobs(content, token_ids, self._where(_GENERATE))
 
     def _salted(self, body: dict[str, Any]) -> dict[str, Any]:
-        """A request that shares cached prefixes with requests of its policy version alone."""
+        """A request that shares cached prefixes with requests since the last label alone."""
         if self.version is None:
             return body
-        return body | {"cache_salt": str(self.version)}
+        return body | {"cache_salt": self._salt}
 
     async def progress(self) -> EngineProgress:
         """Token counts of the engine's cores, from the server alone. Raises EngineError."""
@@ -299,7 +301,13 @@ class EngineClient:
     async def set_version(self, version: int) -> None:
         """Label the weights that the engine holds with a policy version."""
         await self.post("/update_weight_version", {"new_version": str(version)})
+        self.note_version(version)
+
+    def note_version(self, version: int) -> None:
+        """Note the version that the engine's weights are labeled with."""
         self.version = version
+        # a trainer that starts again from a checkpoint comes to the same versions again
+        self._salt = f"{version}-{secrets.token_hex(8)}"
 
     async def get(self, path: str) -> bytes:
         """GET a path. Raises EngineError."""

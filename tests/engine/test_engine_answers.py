@@ -8,6 +8,7 @@ import json
 import msgspec
 import numpy as np
 import pytest
+from aiohttp import web
 from engine_recipes import recipe_for
 from fakes.server import StandInServer, answer
 
@@ -187,6 +188,29 @@ def test_many_lost_completions_in_a_row_end_the_run_and_a_good_one_resets_the_co
     seen, last = asked(ask, lost, lost, good, lost, lost, lost)
     assert seen == ["CompletionLost"] * 2 + ["good"] + ["CompletionLost"] * 2 + ["EngineError"]
     assert last.startswith("engine-4: 3 completions in a row had no usable log-probabilities (engine.max_lost_in")
+
+
+def test_a_request_shares_cached_prefixes_with_those_since_the_last_label_alone():
+    bodies = []
+
+    async def scenario(client):
+        await generate(client)
+        for version in (3, 4, 3):
+            await client.set_version(version)
+            await generate(client)
+            await client.score([1, 2])
+        client.note_version(5)
+        await generate(client)
+
+    async def respond(request):
+        bodies.append(await request.json())
+        return web.json_response({**answer(), "prompt_logprobs": [None, {"2": {"logprob": -1.0}}]})
+
+    asked(scenario, respond)
+    first, *salts = [body.get("cache_salt") for body in bodies if "new_version" not in body]
+    assert first is None, "the engine has no version yet"
+    assert [salt.partition("-")[0] for salt in salts] == ["3", "3", "4", "4", "3", "3", "5"]
+    assert salts[0::2] == [*salts[1::2], salts[-1]] and len(set(salts)) == 4
 
 
 def test_check_engine_distinguishes_user_errors_from_vllm_s(tmp_path):

@@ -55,6 +55,9 @@ class StandInEngine:
         return EngineProgress(cores=(core,), dead=False)
 
     async def set_version(self, version):
+        self.note_version(version)
+
+    def note_version(self, version):
         self.version = version
 
     async def post(self, path, body, query=None):

@@ -1,0 +1,142 @@
+"""A run of episodes with the calculator that is killed, resumed, shown, and evaluated."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from evaluation_files import read_result
+from whole_runs import ROOT, overrides, run
+
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.environments.response import Response
+from megatron_scalerl.rollouts.group_files import listed_groups, spans
+from megatron_scalerl.rollouts.history import read_history
+from megatron_scalerl.rollouts.plans import TRAINING_PRIORITY, VALIDATION_PRIORITY
+from megatron_scalerl.rollouts.run_text import load_tokenizer, raw_text
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(ROOT / "examples"))
+    from calculator import Calculator
+
+pytestmark = pytest.mark.slow
+
+RECIPE = ("recipes/tiny_cpu.yaml", "overlay=recipes/calculator.yaml")
+KILLED = """
+import os, signal, sys, threading
+from megatron_scalerl.__main__ import main
+from megatron_scalerl.controller.metrics import Metrics
+
+def and_kill(self, step, record):
+    write(self, step, record)
+    if step == 2:
+        threading.Timer(0.05, os.killpg, (0, signal.SIGKILL)).start()
+
+write, Metrics.step = Metrics.step, and_kill
+sys.exit(main(sys.argv[1:]))
+"""
+"""A controller whose process group gets SIGKILL soon after its second step."""
+
+
+def asking(tiny, folder):
+    """The policy after a warm start in which a quarter of the problems are answered with the calculator."""
+    examples = folder / "calculator_sft.jsonl"
+    examples.write_text(run("examples/calculator.py", tiny / "sft.jsonl").stdout)
+    settings = (f"policy.path={tiny / 'base_policy'}", f"sft.path={examples}", "sft.steps=80", "sft.threads=1")
+    run("-m", "megatron_scalerl", "sft", *RECIPE, "--out", folder / "policy", *settings)
+    return folder / "policy"
+
+
+def read(listed):
+    return listed.read()
+
+
+def check_episodes(folder):
+    """Check that the calculator says what stands between the turns of each stored episode; how often it is asked."""
+    tokenizer = load_tokenizer(folder)
+    answered = 0
+    for listed in listed_groups(folder):
+        group = listed.read()
+        for rollout, score in zip(group["rollouts"], group["scores"], strict=True):
+            calculator = Calculator()
+            calculator.reset(group["prompt"])
+            said = ""
+            for first, end, _, _, origin in spans(rollout):
+                text = raw_text(tokenizer, rollout["token_ids"][first:end])
+                if origin == "environment":
+                    result, _, _ = calculator.step(answer(said))
+                    assert text == f"{result}<think>"
+                    said = ""
+                    answered += 1
+                else:
+                    said += text
+            _, reward, done = calculator.step(answer(said))
+            assert rollout["truncated"] or (done and score["correct"] == reward)
+    return answered
+
+
+def check_evaluation(tiny, folder, out):
+    """`evaluate` lets the policy ask the same calculator."""
+    rows = (tiny / "held_out.jsonl").read_text().splitlines()[:10]
+    (out / "ten.jsonl").write_text("\n".join(rows) + "\n")
+    options = ("--recipe", folder / "recipe.yaml", "--data", f"{out / 'ten.jsonl'}:prompt,answer", "--k", 4)
+    printed = run("-m", "megatron_scalerl", "evaluate", out / "policy", *options, "--out", out / "evaluation").stdout
+    assert "mean@4" in printed
+    _, completions = read_result(out / "evaluation")
+    assert len(completions) == 40 and not any(row.lost for row in completions)
+    asked = [row.text.split("<eos>") for row in completions if row.text.count("<eos>") > 1]
+    assert asked
+    for turn, after, *_ in asked:
+        calculator = Calculator()
+        calculator.reset({"text": "", "answer": ""})
+        assert after.startswith(f"{calculator.step(answer(turn))[0]}<think>")
+
+
+def answer(said):
+    return Response(text=said.rpartition("</think>")[2].removesuffix("<eos>"))
+
+
+def test_a_killed_run_of_episodes_is_resumed_shown_and_evaluated(tiny_dense, tmp_path, monkeypatch):
+    requests = tmp_path / "requests.jsonl"
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "examples"), str(ROOT / "tests" / "e2e")]))
+    monkeypatch.setenv("REQUEST_LOG", str(requests))
+    settings = [
+        *RECIPE,
+        *overrides(tiny_dense, tmp_path, "asks", "checkpoint.every_steps=1"),
+        f"policy.path={asking(tiny_dense, tmp_path)}",
+        "engine.vllm.middleware=request_log.RequestLog",
+        "environment.workers=1",
+        "rollouts.decoders=1",
+        "validation.prompts=10",
+        "optimizer.lr=1e-4",
+    ]
+    folder = tmp_path / "asks"
+    argv = [sys.executable, "-c", KILLED, "train", *settings]
+    killed = subprocess.run(argv, cwd=ROOT, capture_output=True, timeout=1800, start_new_session=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    assert [r["step"] for r in read_jsonl(folder / "metrics.jsonl") if "skipped" not in r] == [1, 2]
+    assert "all 3 steps are made" in run("-m", "megatron_scalerl", "train", *settings).stdout
+    assert [r["step"] for r in read_jsonl(folder / "metrics.jsonl") if "skipped" not in r] == [1, 2, 3]
+    assert [v["step"] for v in read_jsonl(folder / "validation.jsonl")] == [0, 3]
+
+    finished = [row["group_id"] for row in read_jsonl(folder / "journal.jsonl") if row.get("event") == "finish"]
+    trained = [group for batch in read_history(folder).batches for group in batch.group_ids]
+    assert len(set(finished)) == len(finished) >= 12 and len(set(trained)) == len(trained) == 12
+    assert set(trained) <= set(finished)
+    assert check_episodes(folder) > 10
+
+    generations = read_jsonl(requests)
+    assert {priority for _, priority, _ in generations} == {TRAINING_PRIORITY, VALIDATION_PRIORITY}
+    # an update may come before the first token, and within the completion
+    salted = [(int(salt.partition("-")[0]), priority, versions[0]) for salt, priority, versions in generations]
+    assert all(version - 1 <= salt <= version for salt, _, version in salted)
+    assert {(salt, version) for salt, priority, version in salted if priority == VALIDATION_PRIORITY} >= {
+        (0, 0),
+        (3, 3),
+    }
+
+    longest = max((g for g in map(read, listed_groups(folder))), key=lambda group: group["rollouts"][0]["turns"])
+    shown = run("-m", "megatron_scalerl", "show", folder, "--group", longest["group_id"]).stdout
+    assert longest["rollouts"][0]["turns"] > 1 and f"turns      {longest['rollouts'][0]['turns']}, " in shown
+    check_evaluation(tiny_dense, folder, tmp_path)

@@ -1,0 +1,356 @@
+"""Episodes on a real engine with a prefix cache: real decoders, environments and verifier, and weight updates."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import server_insight
+import talking_policies
+import tiny_policies
+import torch
+from engine_recipes import SECRET, recipe_for
+from sender_process import SenderProcess
+from turn_policies import ids_of
+
+from megatron_scalerl.batching.rollout_bytes import read, rollout_of
+from megatron_scalerl.controller.weight_sync import WeightSync
+from megatron_scalerl.engine.client import EngineClient
+from megatron_scalerl.engine.membership import Membership
+from megatron_scalerl.launch.process import EngineProcess
+from megatron_scalerl.prompts.tokenizer import load_tokenizer
+from megatron_scalerl.rewards.pool import VerifierPool
+from megatron_scalerl.rollouts.episodes import EpisodeSampler, sampling
+from megatron_scalerl.rollouts.plans import TRAINING_PRIORITY, VALIDATION_PRIORITY, Plans
+from megatron_scalerl.rollouts.sampler import Sampler
+from megatron_scalerl.types import Prompt
+
+pytestmark = pytest.mark.slow
+
+BLOCK = 32
+"""Tokens of a block of the prefix cache."""
+TOLERANCE = 2e-5
+FAR = 1e-2
+"""Nats by which a log-prob differs at least, somewhere in a turn, whose context was computed with other weights."""
+USER = "Is that all? Think again."
+TOOL = {"role": "tool", "content": "42"}
+
+
+def talking(folder, **sections):
+    """A recipe with an environment for a talking policy."""
+    defaults = {
+        "prompts": {"chat_template": True},
+        "environment": {"name": "episode_worlds:Said", "workers": 1, "max_turns": 8, "episode_tokens": 1700},
+        "interruption": {"thinking_tokens": [60, 90], "answer_tokens": 150, "phrase": "Time. "},
+        "rollouts": {"decoders": 1},
+        "rewards": {"workers": 1},
+    }
+    vllm = {"block_size": BLOCK, "disable_log_stats": False, "middleware": "server_insight.Bodies"}
+    both = defaults | sections
+    return recipe_for(folder, vllm=vllm, **{name: defaults.get(name, {}) | both[name] for name in both})
+
+
+def question(*messages):
+    return Prompt(prompt_id="p", text="7+2-7", answer="2", token_ids=(), extra={"messages": list(messages)})
+
+
+class Talks:
+    """The engine, and what episodes ask of it. `before` and `within` run before and within a turn."""
+
+    def __init__(self, process, folders):
+        self.client = process.client
+        self.models = [tiny_policies.load(folder) for folder in folders]
+        self.tokenizer = load_tokenizer(folders[0])
+        self.turns = []
+        """(context, arrays of what the engine sampled and forced) of every turn of the last episode."""
+        self.before = {}
+        self.within = {}
+
+    async def episode(self, sampler, prompt, index=0, **options):
+        """(what the sampler returns, its parts as rollouts)."""
+        self.turns = []
+        options = {"priority": TRAINING_PRIORITY} | options
+        result = await sampler.complete(self, prompt, sampler.draw(7, 0, index), **options)
+        return result, [rollout_of(read(data)) for data in result.parts]
+
+    async def generate(self, context, *, sampling, decoder):
+        """As the engine's client."""
+        number = len(self.turns)
+        if number in self.before:
+            await self.before[number]()
+        turn = asyncio.create_task(self.client.generate(context, sampling=sampling, decoder=decoder))
+        if number in self.within:
+            await self.within[number]()
+        decoded = await turn
+        self.turns.append((list(context), read(decoded.data)))
+        return decoded
+
+    async def bodies(self):
+        """The bodies of the generations since the last call."""
+        return json.loads(await self.client.get(server_insight.BODIES))
+
+    async def hits(self):
+        """Tokens that the engine has taken from its prefix cache, in all."""
+        text = (await self.client.get("/metrics")).decode()
+        [count] = re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (.*)$", text, re.MULTILINE)
+        return float(count)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("talking")
+    return [talking_policies.make(root / str(seed), seed) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def talks(run, folders, tmp_path_factory):
+    """A server of the first policy, whose prefix cache is on as the recipe's environment says."""
+    log = tmp_path_factory.mktemp("talks") / "engine.log"
+    process = EngineProcess.local(talking(folders[0]), secret=SECRET, log_path=log)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+        run(process.start())
+    yield Talks(process, folders)
+    run(process.stop())
+
+
+@pytest.fixture(scope="module")
+def samplers(run, folders, talks, tmp_path_factory):
+    """samplers(thinking, **sections): a sampler of episodes; all with the same thinking share their processes."""
+    running = contextlib.AsyncExitStack()
+    verifier = run(running.enter_async_context(VerifierPool(talking(folders[0]).rewards)))
+    pools = {}
+
+    def sampler(thinking="keep", *, kind=EpisodeSampler, environment=(), **sections):
+        environment = {"thinking": thinking} | dict(environment)
+        recipe = talking(folders[0], environment=environment, **sections)
+        plans = Plans(recipe, talks.tokenizer)
+        if thinking not in pools:
+            logs = tmp_path_factory.mktemp(thinking)
+            make = run(
+                running.enter_async_context(sampling(recipe, talks.tokenizer, plans, verifier=verifier, logs=logs))
+            )
+            pools[thinking] = make.keywords
+        if kind is Sampler:
+            decoders = pools[thinking]["decoders"]
+            return Sampler(plans, decoders=decoders, verifier=verifier)
+        return EpisodeSampler(recipe, plans, **pools[thinking])
+
+    yield sampler
+    run(running.aclose())
+
+
+@torch.no_grad()
+def largest_error(model, prompt, rollout):
+    """Largest |engine - model's log-prob| of the sampled tokens, the model reading prompt and rollout as one text."""
+    ids = torch.tensor([[*prompt, *rollout.token_ids]])
+    rows = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    expected = rows.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+    return np.abs(expected - rollout.rollout_logprobs)[np.array(rollout.loss_mask)].max()
+
+
+def cached_tokens(turns):
+    """Tokens of the full blocks that a turn shares with the turn before and what was said in it."""
+    known = [len(context) + len(arrays.token_ids) - 1 for context, arrays in turns[:-1]]  # the last is in no cache
+    return sum(tokens // BLOCK * BLOCK for tokens in known)
+
+
+def salted(monkeypatch, salt):
+    """Let every request carry another salt than its version's."""
+    monkeypatch.setattr(EngineClient, "_salted", lambda self, body: body | {"cache_salt": salt()})
+
+
+def sampled(parts):
+    """[(token, log-prob)] of the sampled tokens of rollouts, or of arrays, one after another."""
+    return [
+        (int(token), float(logprob))
+        for part in parts
+        for token, logprob, mask in zip(part.token_ids, part.rollout_logprobs, part.loss_mask)
+        if mask
+    ]
+
+
+def test_an_episode_is_one_text_to_the_trainer_and_its_turns_hit_the_cache(talks, samplers, run, monkeypatch):
+    sampler = samplers()
+
+    async def scenario():
+        before = await talks.hits()
+        result, [rollout] = await talks.episode(sampler, question(USER, TOOL))
+        return result, rollout, await talks.hits() - before
+
+    result, rollout, hits = run(scenario())
+    prompt, turns = list(result.prompt.token_ids), talks.turns
+    assert len(turns) == 3 and not rollout.truncated
+    assert [context for context, _ in turns] == [
+        [*prompt, *rollout.token_ids[:start]] for start in (0, *(end for _, end in rollout.environment))
+    ]
+    assert sampled([rollout]) == sampled(arrays for _, arrays in turns) and len(sampled([rollout])) > 150
+    assert largest_error(talks.models[0], prompt, rollout) <= TOLERANCE
+    assert hits == cached_tokens(turns) > 300
+    # without one salt for all turns nothing is hit, and the trainer sees no difference
+    numbers = iter(range(100))
+    salted(monkeypatch, lambda: f"alone {next(numbers)}")
+    result, rollout, hits = run(scenario())
+    assert largest_error(talks.models[0], prompt, rollout) <= TOLERANCE
+    assert hits == 0 < cached_tokens(talks.turns)
+
+
+def test_each_part_of_a_forked_episode_is_a_text_to_the_trainer(talks, samplers, run):
+    """Two turns around a tool, a question at which the template drops their thinking, and two turns more."""
+    result, parts = run(talks.episode(samplers("strip"), question(TOOL, USER, TOOL)))
+    assert len(talks.turns) == 4 and len(parts) == len(result.completion.parts) == 2
+    assert sampled(parts) == sampled(arrays for _, arrays in talks.turns), "each is in one part, once"
+    for rollout, part in zip(parts, result.completion.parts):
+        assert part.sampled_tokens == sum(rollout.loss_mask) > 100
+        prompt = result.prompt.token_ids[: part.prompt_tokens]
+        assert largest_error(talks.models[0], prompt, rollout) <= TOLERANCE
+    # the second part begins with another text than the one that the policy has written
+    context = [*result.prompt.token_ids[: result.completion.parts[1].prompt_tokens], *parts[1].token_ids]
+    assert context[: len(talks.turns[2][0])] == talks.turns[2][0]
+    before = [*talks.turns[1][0], *talks.turns[1][1].token_ids.tolist()]
+    assert len(talks.turns[2][0]) < len(before) and talks.turns[2][0] != before[: len(talks.turns[2][0])]
+
+
+@torch.no_grad()
+def replayed(models, context, arrays):
+    """[T] log-probs of a turn by the models of these versions, on the schedule of its labels.
+
+    Its context is computed with the weights of its first token; those of a later version go on with what is there.
+    """
+    ids = torch.tensor([[*context, *arrays.token_ids.tolist()]])
+    versions = arrays.policy_versions.tolist()
+    keys, done, rows = None, 0, []
+    for version in sorted(set(versions)):
+        end = len(context) + versions.index(version) + versions.count(version) - 1
+        output = models[version](ids[:, done:end], past_key_values=keys, use_cache=True)
+        rows.append(output.logits[0, -versions.count(version) :].log_softmax(-1))
+        keys, done = output.past_key_values, end
+    return torch.cat(rows).gather(1, ids[0, len(context) :, None])[:, 0].numpy()
+
+
+def replay_errors(models, turns):
+    """Largest error of each turn against its replay."""
+    return [
+        abs(replayed(models, context, arrays) - arrays.rollout_logprobs)[arrays.loss_mask].max()
+        for context, arrays in turns
+    ]
+
+
+async def updated_episode(talks, sampler, sender, folders, first):
+    """(tokens of the second turn before the update within it, what the prefix cache gave) of an episode.
+
+    It begins with version `first`; the next one comes between its first two turns, the one after within the second.
+    """
+    client = talks.client
+    sync = WeightSync(sender, Membership.of([client]), talking(folders[0], rollouts={"kv_cache": "keep"}))
+    tokens = []
+
+    async def publish(number):
+        sender.folder = folders[number]
+        await sync.publish(first + number)
+
+    async def between():
+        await publish(1)
+        tokens.append((await client.progress()).tokens)
+
+    async def within():
+        while (await client.progress()).tokens < tokens[0] + 20:
+            await asyncio.sleep(0.01)
+        await client.pause(clear_cache=False)
+        progress = await client.progress()
+        assert progress.cores[0].decoding == 1, "the turn has ended"
+        tokens.append(progress.tokens)
+        await publish(2)
+
+    await publish(0)
+    before = await talks.hits()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(talks, "before", {1: between})
+        patch.setattr(talks, "within", {1: within})
+        result, [rollout] = await talks.episode(sampler, question(USER, TOOL))
+    return tokens[1] - tokens[0], await talks.hits() - before, result, rollout
+
+
+def test_weight_updates_between_two_turns_and_within_one(talks, samplers, folders, run, monkeypatch):
+    sampler = samplers(interruption={"thinking_tokens": [400, 420]})
+
+    async def scenario():
+        async with SenderProcess(folders[0]) as sender:
+            right = await updated_episode(talks, sampler, sender, folders, 10), talks.turns
+            salted(monkeypatch, lambda: "the same for ever")
+            wrong = await updated_episode(talks, sampler, sender, folders, 20), talks.turns
+            sync = WeightSync(sender, Membership.of([talks.client]), talking(folders[0]))
+            sender.folder = folders[0]
+            await sync.publish(30)
+        return right, wrong
+
+    ((switch, hits, _, rollout), turns), ((_, other_hits, *_), other_turns) = run(scenario())
+    sizes = [len(arrays.token_ids) for _, arrays in turns]
+    expected = [[10] * sizes[0], [11] * switch + [12] * (sizes[1] - switch), [12] * sizes[2]]
+    assert 0 < switch < sizes[1]
+    assert [arrays.policy_versions.tolist() for _, arrays in turns] == expected
+    labels = [version for turn in expected for version in turn]
+    spoken = [
+        not any(start <= at < end for start, end in rollout.environment) for at in range(len(rollout.token_ids))
+    ]
+    assert [version for version, said in zip(rollout.policy_versions, spoken) if said] == labels
+    assert max(replay_errors(dict(zip((10, 11, 12), talks.models)), turns)) <= TOLERANCE
+    assert hits == 0, "each turn begins with a version of its own"
+    # with one salt for all versions the turns after an update read what other weights have computed
+    errors = replay_errors(dict(zip((20, 21, 22), talks.models)), other_turns)
+    assert errors[0] <= TOLERANCE and min(errors[1:]) > FAR and other_hits > 0
+
+
+def test_every_request_has_the_salt_of_its_version(talks, samplers, run):
+    """Episodes, single turns of training and validation, the probe's completions, and scores.
+
+    A version that comes again, as after a trainer's restart, has another salt: its weights may differ.
+    """
+    episodes, single = samplers(), samplers(kind=Sampler)
+    prompt = question(TOOL)
+    short = Prompt(prompt_id="p", text="", answer="2", token_ids=tuple(ids_of(talks.tokenizer, "7+2-7=")))
+
+    async def scenario(version):
+        await talks.client.set_version(version)
+        before = await talks.hits()
+        await talks.episode(episodes, prompt)
+        cached = cached_tokens(talks.turns), await talks.hits() - before
+        await talks.episode(episodes, short, priority=VALIDATION_PRIORITY, max_tokens=16)
+        await talks.episode(single, short)
+        await talks.episode(single, short, priority=VALIDATION_PRIORITY)
+        await talks.client.score([1, 2, 3])
+        return await talks.bodies(), *cached
+
+    salts = []
+    run(talks.bodies())
+    for version in (41, 42, 41):
+        bodies, cached, hits = run(scenario(version))
+        assert [body["sampling_params"]["max_tokens"] for body in bodies][2::3] == [16, 1]
+        [salt] = {body["cache_salt"] for body in bodies}
+        assert len(bodies) == 6 and salt.startswith(f"{version}-") and hits == cached > 0
+        salts.append(salt)
+    assert len(set(salts)) == 3
+
+
+def test_thinking_of_all_turns_has_one_budget(talks, samplers, run):
+    budget = 100
+    sampler = samplers(environment={"thinking_tokens": budget})
+    phrase = ids_of(talks.tokenizer, "Time. </think>")
+    run(talks.bodies())
+    result, [rollout] = run(talks.episode(sampler, question(TOOL, USER, TOOL)))
+    cuts = [body["sampling_params"]["extra_args"]["msrl_interruption"]["cut"] for body in run(talks.bodies())]
+    print(cuts, [repr(talks.tokenizer.decode(a.token_ids)) for _, a in talks.turns])
+    assert 60 <= cuts[0] <= 90 and cuts[2:] == [1, 1]
+    assert cuts[1] == budget - cuts[0] - len(phrase)
+    for cut, (_, arrays) in zip(cuts, talks.turns, strict=True):
+        forced = slice(cut, cut + len(phrase))
+        assert arrays.token_ids[forced].tolist() == phrase
+        assert not arrays.rollout_logprobs[forced].any()
+        assert np.flatnonzero(~arrays.loss_mask).tolist() == list(range(forced.start, forced.stop))
+    assert rollout.interrupted and not rollout.truncated
+    assert sampled([rollout]) == sampled(arrays for _, arrays in talks.turns)
+    assert largest_error(talks.models[0], result.prompt.token_ids, rollout) <= TOLERANCE
