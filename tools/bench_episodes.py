@@ -35,8 +35,10 @@ if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
 
 with explained():
+    import psutil
     import torch
     from bench_rollouts import SHAPE
+    from process_figures import processor_s
     from random_inputs import random_model, recipe_of
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -145,8 +147,14 @@ def jobs(o, sampler, plans, tokenizer, *, seconds):
         yield prompt, draw
 
 
-async def measure_arm(client, sampler, work, in_flight):
+async def measure_arm(process, sampler, work, in_flight):
     """Figures of all jobs with at most `in_flight` at a time."""
+    client = process.client
+    engine = psutil.Process(process.server.pid)
+    pids = {"engine": [engine, *engine.children(recursive=True)], "controller": [psutil.Process()]}
+    known = {p.pid for group in pids.values() for p in group}
+    pids["others"] = [p for p in psutil.Process().children(recursive=True) if p.pid not in known]
+    pids = {name: [p.pid for p in group] for name, group in pids.items()}
     gate = asyncio.Semaphore(in_flight)
     ticks = {True: 0, False: 0}
 
@@ -161,6 +169,7 @@ async def measure_arm(client, sampler, work, in_flight):
             return (await sampler.complete(client, prompt, draw, priority=1)).completion
 
     watching = asyncio.create_task(watch())
+    used = {name: processor_s(group) for name, group in pids.items()}
     begin = time.perf_counter()
     completions = await asyncio.gather(*(one(*job) for job in work))
     seconds = time.perf_counter() - begin
@@ -170,6 +179,7 @@ async def measure_arm(client, sampler, work, in_flight):
         "rate": sampled / seconds,
         "sampled": sampled,
         "environment": sum(completion.environment_tokens for completion in completions),
+        "processor_us": {n: 1e6 * (processor_s(group) - used[n]) / sampled for n, group in pids.items()},
         "idle": ticks[True] / max(1, sum(ticks.values())),
     }
 
@@ -194,7 +204,7 @@ async def measure(folder, o):
             # another label: no round gets the cached prefixes of one before
             await process.client.set_version(process.client.version + 1)
             work = jobs(o, arm, plans, tokenizer, seconds=seconds)
-            return await measure_arm(process.client, samplers[arm], list(work), o.in_flight)
+            return await measure_arm(process, samplers[arm], list(work), o.in_flight)
 
         for number, arm in harness.turns(list(recipes), 1 + o.rounds):
             row = await figures_of(arm)
@@ -220,6 +230,10 @@ def main(o):
         "target": TARGET,
         "sampled_tokens": episodes["sampled"],
         "environment_tokens": episodes["environment"],
+        "processor_us_per_token": {
+            arm: harness.rounded(harness.medians(harness.columns([row["processor_us"] for row in rows])), 0)
+            for arm, rows in figures.items()
+        },
         "slow_tools": harness.rounded({"tokens_per_s": slow["rate"], "engine_idle": slow["idle"]}),
         "options": harness.asked(o),
         "machine": harness.machine(),
