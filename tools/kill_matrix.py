@@ -97,8 +97,11 @@ def cases(tries, real):
 class Try:
     """A run with a fault."""
 
-    def __init__(self, folder, tiny, *, real, steps=STEPS, disk=False):
-        """disk: the run's folder is on a separate disk, and the run is not started again by its supervisor."""
+    def __init__(self, folder, tiny, *, real, steps=STEPS, disk=False, environment=False):
+        """disk: the run's folder is on a separate disk, and the run is not started again by its supervisor.
+
+        environment: its completions are episodes of up to four turns.
+        """
         self.folder = folder
         self.disk = None
         self.restarts = 5
@@ -121,6 +124,8 @@ class Try:
             "engine.first_token_timeout_s=4", "engine.max_restarts=20", "weights.timeout_s=30",
             "trainer.step_timeout_s=20", "weights.connect_timeout_s=20",
         ]  # fmt: skip
+        if environment:
+            settings += ["environment.name=coin:Total", "environment.max_turns=4", "environment.episode_tokens=200"]
         # the supervisor starts `python -m megatron_scalerl train`; with stand-ins this program supervises instead
         if real:
             program = ["-m", "megatron_scalerl"]

@@ -1,10 +1,11 @@
 """Kill the processes of a few runs again and again at random moments, and check what the runs made of it.
 
-    python tools/kill_series.py --out runs/kills [--tries 20] [--kills 24] [--seed 1]
+    python tools/kill_series.py --out runs/kills [--tries 20] [--kills 24] [--seed 1] [--environment]
 
 The run of tools/kill_matrix.py with stand-in engines, but longer: SIGKILL of a random process at a random moment up
 to four seconds after the run went on from the last kill, --kills times in a run, until each kind of process has had
---tries kills. Every run must end with the weights, pass rates and batches of the run without faults, bit for bit; a
+--tries kills; with --environment the completions are episodes of several turns, and environment processes are killed,
+too. Every run must end with the weights, pass rates and batches of the run without faults, bit for bit; a
 wrong one counts against all of its kills. One JSON row per kill is appended to OUT/rows.jsonl, in the form of
 kill_matrix.py, whose --table reads them, once its run has ended; a second call continues with the next run.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 import harness
 from checkout import explained
 
-parser = harness.options(__doc__, out=Path("runs/kills"), tries=20, kills=24, seed=1)
+parser = harness.options(__doc__, out=Path("runs/kills"), tries=20, kills=24, seed=1, environment=False)
 
 if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
@@ -71,12 +72,13 @@ def series(tried, victims, source, number):
 def main(arguments):
     """Make runs until every kind of process has had its kills."""
     out = arguments.out.resolve()
+    victims = (*VICTIMS, "environment-0") if arguments.environment else VICTIMS
     tiny, commit = ready(out)
     rows_file = out / "rows.jsonl"
     steps = 4 * (STEPS_PER_KILL * arguments.kills // 4)
     reference = out / f"reference_{steps}"
     if not (reference / "r" / "end.json").exists():
-        unharmed = Try(reference, tiny, real=False, steps=steps)
+        unharmed = Try(reference, tiny, real=False, steps=steps, environment=arguments.environment)
         unharmed.start()
         assert unharmed.process is not None and unharmed.process.wait() == 0, f"see {reference / 'output'}"
     expected = outcome_of(reference / "r")
@@ -85,7 +87,7 @@ def main(arguments):
     while True:
         done = [row for row in read_jsonl(rows_file) if row["at"] == "series"]
         had = Counter(row["victim"] for row in done)
-        wanted = [victim for victim in VICTIMS for _ in range(arguments.tries - had[victim])]
+        wanted = [victim for victim in victims for _ in range(arguments.tries - had[victim])]
         if not wanted:
             return int(bad)
         number = max((int(row["case"].rpartition(":")[2]) // 1000 for row in done), default=-1) + 1
@@ -93,7 +95,7 @@ def main(arguments):
         source.shuffle(wanted)
         folder = out / f"series_{number}"
         subprocess.run(["rm", "-rf", str(folder)], check=True)  # of a series that was cut off
-        tried = Try(folder, tiny, real=False, steps=steps)
+        tried = Try(folder, tiny, real=False, steps=steps, environment=arguments.environment)
         rows = series(tried, wanted[: arguments.kills], source, number)
         assert tried.process is not None
         code = tried.process.wait()

@@ -1,5 +1,6 @@
-"""A verifier for policies that know nothing: half of all answers are right."""
+"""A verifier and an environment for policies that know nothing: half of all answers are right."""
 
+import asyncio
 import os
 import time
 import zlib
@@ -17,3 +18,17 @@ def toss_until_held(answer_text, reference, extra):
     while journal.is_file() and journal.read_text().count('"finish"') >= 10:
         time.sleep(0.1)
     return toss(answer_text, reference, extra)
+
+
+class Total:
+    """Adds up answers of one digit until they exceed 9. An even total is right; of an odd one `verifier` decides."""
+
+    async def reset(self, row):
+        self.total = 0
+        return row["text"]
+
+    async def step(self, response):
+        self.total += int(response.text)
+        await asyncio.sleep(0.1)
+        done = self.total > 9
+        return str(self.total), True if done and self.total % 2 == 0 else None, done

@@ -96,6 +96,15 @@ def test_decode(bench):
     assert found["engine_step_ms"] == found["step_ms"]["tiny"]["1"] > 0
 
 
+def test_episodes(bench):
+    """Episodes and single turns have the same number of sampled tokens."""
+    [found] = bench("episodes --rounds 1 --episodes 4 --in-flight 4 --turn-tokens 16 --tool-seconds 0.1")
+    assert found["ratio_of_each_round"] == [found["ratio"]]
+    assert found["ratio"] == ratio(found["tokens_per_s"]["episodes"], found["tokens_per_s"]["single"])
+    assert (found["sampled_tokens"], found["environment_tokens"]) == (202, 841)
+    assert 0 < found["slow_tools"]["engine_idle"] < 1
+
+
 def test_logits(bench):
     head, *lines, last = bench("logits --tokens=256 --hidden=32 --vocab=2048 --threads=1 --rounds=1 --peers none")
     ours = ["torch, 512 MiB", "torch, 96 MiB", "torch, loss in the chunk, 512 MiB"]
