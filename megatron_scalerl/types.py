@@ -255,6 +255,8 @@ class RolloutGroup:
     """Pass over the training prompts in which the prompt was drawn, from 0."""
     lost_completions: int = 0
     """Completions that were left out of the group (`CompletionLost`)."""
+    lost_reasons: Mapping[str, int] = field(default_factory=dict)
+    """Reason -> how many of them were lost by it; empty in groups that were written before reasons were kept."""
     stored: BlockRef | None = None
     """Position of the completions' tokens in the store; None until they are written."""
 
