@@ -61,6 +61,11 @@ class Prompt:
     task: str = ""
     """Name of its task in a mixture; empty without one."""
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """What an environment gets."""
+        return {**self.extra, "text": self.text, "answer": self.answer, "task": self.task}
+
 
 @record
 class Rollout:

@@ -17,7 +17,6 @@ import os
 import shutil
 import socket
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from operator import itemgetter
@@ -321,16 +320,16 @@ def batch_metrics(
     if any(c.turns > 1 for c in completions):
         metrics["turns_mean"] = sum(c.turns for c in completions) / count
         metrics["environment_tokens"] = float(sum(c.environment_tokens for c in completions))
-    lost: Counter[str] = Counter()
     for group in groups:
-        lost.update(group.lost_reasons)
+        for reason, count in group.lost_reasons.items():
+            key = f"lost/{reason}"
+            metrics[key] = metrics.get(key, 0.0) + count
     return metrics | {
         "train_completions": float(count),
         **_pass_rates_by_task(groups),
         "truncated_share": sum(c.truncated for c in completions) / count,
         "interrupted_share": sum(c.interrupted for c in completions) / count,
         "lost_completions": float(sum(g.lost_completions for g in groups)),
-        **{f"lost/{reason}": float(count) for reason, count in lost.items()},
         **_lost_shares(groups),
         "verifier_failed_share": sum(s.reason in ("timeout", "memory", "crash", "error") for s in scores) / count,
         "completion_tokens_mean": sum(c.generated_tokens for c in completions) / count,

@@ -82,13 +82,12 @@ class RunCollector(Collector):
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take over the record of a batch or of a validation. scalars: its finite numbers, as the other sinks get."""
+        self._last.update(scalars)
         if "validation/pass_rate" in scalars:
-            self._last.update(scalars)
             self._validated = step
             return
-        # a batch states the reasons of its own lost completions alone
-        earlier = {key: 0.0 for key in self._last if key.startswith("lost/")}
-        self._last |= {**earlier, **scalars}
+        # a batch names only the reasons by which it lost completions
+        self._last |= {key: 0.0 for key in self._last if "lost/" in key and key not in scalars}
         self._step = step
         for key, value in scalars.items():
             if key.endswith("_seconds") or key in SUMMED:

@@ -69,7 +69,7 @@ PAUSED = ("unavailable", "hung")
 """Failures that may pass with time."""
 
 
-class EnvironmentFailed(Exception):
+class EnvironmentFailed(RuntimeError):
     """An episode cannot go on. `reason` in one word, `repeated`: whether it failed because of its own actions.
 
     reason: raised; unavailable (what the environment asks); invalid or oversized (what it returned); hung; died (its
@@ -397,9 +397,8 @@ class Episode:
         """(turn, digest of it) of one call in its process."""
         head = self._pool.subject
         number = next(self._pool.numbers)
-        request = Request(number=number, episode=self._number, response=response)
-        if response is None:
-            request = Request(number=number, episode=self._number, row=self._row)
+        row = self._row if response is None else None
+        request = Request(number=number, episode=self._number, row=row, response=response)
         if self.process is None:
             raise EnvironmentFailed(f"{head}: its process has ended", reason="died", ended=True, alone=False)
         try:

@@ -386,9 +386,7 @@ class RolloutStream:
             results = {}  # lost completions are not kept alone: they would fix no deadline
         await self._reissue_group(admission, results, evicted=evicted)
 
-    async def _completions(
-        self, engine: EngineClient, admission: Admission, weight: float, priority: int
-    ) -> Results:
+    async def _completions(self, engine: EngineClient, admission: Admission, weight: float, priority: int) -> Results:
         """The kept and the new completions of a group; arguments as for `_group`.
 
         The indices that an eviction has left unfinished are missing.
@@ -415,9 +413,7 @@ class RolloutStream:
                 results[index] = result
         return results
 
-    async def _finish(
-        self, admission: Admission, kept: Sequence[ScoredCompletion], lost: Counter[str]
-    ) -> None:
+    async def _finish(self, admission: Admission, kept: Sequence[ScoredCompletion], lost: Counter[str]) -> None:
         """Write a group to the disk; it is ready then. kept: its completions. lost: reasons of the others."""
         prompt = kept[0].prompt
         if any(scored.prompt != prompt for scored in kept):
