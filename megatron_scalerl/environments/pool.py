@@ -397,8 +397,9 @@ class Episode:
         """(turn, digest of it) of one call in its process."""
         head = self._pool.subject
         number = next(self._pool.numbers)
-        row = self._row if response is None else None
-        request = Request(number=number, episode=self._number, row=row, response=response)
+        request = Request(number=number, episode=self._number, response=response)
+        if response is None:
+            request = Request(number=number, episode=self._number, row=self._row)
         if self.process is None:
             raise EnvironmentFailed(f"{head}: its process has ended", reason="died", ended=True, alone=False)
         try:

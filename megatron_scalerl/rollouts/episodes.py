@@ -210,7 +210,8 @@ class EpisodeSampler(Sampler):
 
     async def _episode(self, engine: EngineClient, prompt: Prompt, draw: Draw, priority: int) -> ScoredCompletion:
         """One try of an episode. Raises EnvironmentFailed."""
-        async with self._environments.episode(prompt.row) as environment:
+        row = prompt.row
+        async with self._environments.episode(row) as environment:
             messages = [await self._reset(environment, prompt)]
             ids, _ = await self._rendered(messages, [])
             if len(ids) > self._most_prompt_tokens:

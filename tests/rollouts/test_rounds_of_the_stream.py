@@ -185,12 +185,12 @@ def test_what_is_interrupted_is_generated_as_without_the_interruption(
 def test_a_last_phase_that_is_repeated_does_not_end_the_run(tmp_path, caplog):
     """10 prompts: a phase of two batches, then one of 4 groups, all finished when the attempt ends.
 
-    The next attempt draws no group, since the prompts are exhausted, and repeats the 4 before it trains on them.
+    The next attempt finds no further prompt when it begins the round of the 4, which it repeats before it trains.
     """
     whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
     whole.mkdir()
     interrupted.mkdir()
-    options = {"max_in_flight": 8, "updates": 2, "prompts": 10}
+    options = {"max_in_flight": 64, "updates": 2, "prompts": 10}
     expected, _, _ = asyncio.run(train(whole, range(4), **options))
     assert [[group for group, _, _ in batch] for batch in expected] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     asyncio.run(train(interrupted, range(2), finished=10, **options))
