@@ -61,6 +61,11 @@ class Prompt:
     task: str = ""
     """Name of its task in a mixture; empty without one."""
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """What an environment gets."""
+        return {**self.extra, "text": self.text, "answer": self.answer, "task": self.task}
+
 
 @record
 class Rollout:
@@ -255,6 +260,8 @@ class RolloutGroup:
     """Pass over the training prompts in which the prompt was drawn, from 0."""
     lost_completions: int = 0
     """Completions that were left out of the group (`CompletionLost`)."""
+    lost_reasons: Mapping[str, int] = field(default_factory=dict)
+    """Reason -> how many of them were lost by it; empty in groups that were written before reasons were kept."""
     stored: BlockRef | None = None
     """Position of the completions' tokens in the store; None until they are written."""
 

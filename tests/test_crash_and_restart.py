@@ -360,6 +360,7 @@ def test_lost_completions_leave_their_group_and_nothing_else(tmp_path):
     assert len(groups[1].completions) == 4 and groups[1].lost_completions == 0
     records = read_jsonl(tmp_path / "r" / "metrics.jsonl")
     assert [r["lost_completions"] for r in records] == [1, 0, 0, 0, 0, 0]
+    assert [r.get("lost/no_logprobs") for r in records] == [1.0, *[None] * 5]
     finish = next(e for e in read_jsonl(tmp_path / "r" / "journal.jsonl") if e["event"] == "finish")
     assert finish["group_id"] == 0 and finish["pass_rate"] == pytest.approx(1 / 3)
 

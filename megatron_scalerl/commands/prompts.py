@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -10,17 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_scalerl.commands.contamination import shortened
 from megatron_scalerl.commands.train import add_recipe, recipe_of
+from megatron_scalerl.processes.logs import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
 
     from megatron_scalerl.recipe import Recipe
     from megatron_scalerl.recipe.tasks import Task
     from megatron_scalerl.types import Prompt
 
-EPILOG = """example:
+EPILOG = """examples:
   megatron-scalerl prompts my_run.yaml
+  megatron-scalerl prompts my_run.yaml environment=calculator:Calculator --response 7+2= --response 9
 
 A bar separates two tokens; special tokens are bold, and tokens without a loss are in brackets. `train` makes the same
 checks."""
@@ -32,11 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.description = (
         "Show the prompts of a recipe as the policy gets them, the rows that are skipped, and how the verifier "
-        "scores a right and a wrong answer."
+        "scores a right and a wrong answer; with an environment an episode instead."
     )
     parser.epilog = EPILOG
     parser.add_argument(
         "--count", type=int, default=3, metavar="N", help="prompts to show of each task (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--response",
+        action="append",
+        metavar="TEXT",
+        help="answer of the policy, after thinking, in a turn of the episode; repeat it (default: the reference)",
     )
     add_recipe(parser)
 
@@ -49,7 +58,6 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     check_prompts(recipe)
     from megatron_scalerl.controller.preflight import checked_prompts  # imports transformers
     from megatron_scalerl.plan.settings import check_settings
-    from megatron_scalerl.processes.logs import printable
     from megatron_scalerl.prompts.end_tokens import end_token_ids
     from megatron_scalerl.recipe.tasks import tasks_of
     from megatron_scalerl.rollouts.plans import forced_ids
@@ -60,15 +68,18 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     prompts = checked_prompts(recipe, tokenizer)
     phrase_ids, _ = forced_ids(recipe, tokenizer)
     for line in [f"prompts: {settings.chat.why}", *prompts.report.lines()]:
-        console.print(printable(line), highlight=False)
+        console.print(printable(line))
+    ends = end_token_ids(recipe.policy.path, tokenizer)
     for task in tasks_of(recipe):
         prompts_of_task = [prompt for prompt in prompts.training if prompt.task == task.name]
-        _show_task(task, prompts_of_task, arguments.count, tokenizer, console)
+        if task.episodes:
+            asyncio.run(_show_episode(recipe, prompts_of_task[0], arguments.response, tokenizer, ends, console))
+        else:
+            _show_task(task, prompts_of_task, arguments.count, tokenizer, console)
     low, high = recipe.interruption.thinking_tokens
     if recipe.interruption.enabled:
-        _show(f"forced after {low} to {high} tokens of thinking", _tokens(tokenizer, phrase_ids), console)
-    ends = end_token_ids(recipe.policy.path, tokenizer)
-    _show("tokens that end a completion", _tokens(tokenizer, ends), console)
+        _show(f"forced after {low} to {high} tokens of thinking", tokenizer, phrase_ids, console)
+    _show("tokens that end a completion", tokenizer, ends, console)
     if recipe.sft.path is not None and Path(recipe.sft.path).exists():
         _show_warm_start(recipe, tokenizer, console)
     return 0
@@ -83,16 +94,12 @@ def _show_task(task: Task, prompts: Sequence[Prompt], count: int, tokenizer: Any
     console.print(
         f"{task.key}: {min(lengths)} to {max(lengths)} tokens, median {median(lengths):g}, at most "
         f"{task.prompts.max_prompt_tokens} allowed",
-        highlight=False,
     )
     verify = load_verifier(task.rewards.verifier, limits_of(task.rewards))
     for prompt in prompts[:count]:
-        _show(
-            f"prompt {prompt.prompt_id}, {len(prompt.token_ids)} tokens",
-            _tokens(tokenizer, prompt.token_ids),
-            console,
-        )
-        console.print(f"reference: {shortened(prompt.answer)}", highlight=False)
+        title = f"prompt {prompt.prompt_id}, {len(prompt.token_ids)} tokens"
+        _show(title, tokenizer, prompt.token_ids, console)
+        console.print(f"reference: {shortened(prompt.answer)}")
         reference = prompt.answer
         # a worked solution marks its answer itself: a second box would hold all of its text
         if not any(mark in reference for mark in ("\\boxed", "####")):
@@ -103,7 +110,44 @@ def _show_task(task: Task, prompts: Sequence[Prompt], count: int, tokenizer: Any
         for name, text in answers.items():
             score = verify(text, prompt.answer, dict(prompt.extra))
             verdict = {True: "right", False: "wrong"}.get(score, score)
-            console.print(f"  {name}, {shortened(text)}: {verdict}", highlight=False)
+            console.print(f"  {name}, {shortened(text)}: {verdict}")
+
+
+async def _show_episode(
+    recipe: Recipe,
+    prompt: Prompt,
+    responses: Sequence[str] | None,
+    tokenizer: Any,
+    ends: Sequence[int],
+    console: Console,
+) -> None:
+    """An episode with these responses. Raises EnvironmentFailed."""
+    import numpy as np
+
+    from megatron_scalerl.environments.pool import EnvironmentPool
+    from megatron_scalerl.environments.response import Response
+    from megatron_scalerl.prompts.turns import PastTurn, TurnRenderer
+    from megatron_scalerl.rollouts.tool_calls import tool_parser
+
+    section = recipe.environment.model_copy(update={"workers": 1})
+    turns: list[PastTurn] = []
+    with tempfile.TemporaryDirectory() as logs:
+        async with EnvironmentPool(section, logs=Path(logs)) as pool, pool.episode(prompt.row) as episode:
+            renderer = TurnRenderer(
+                tokenizer, recipe.prompts, end_ids=ends, tools=pool.tools, thinking=section.thinking
+            )
+            calls = tool_parser(tokenizer, pool.tools, ends)
+            messages = [await episode.reset()]
+            _show(f"prompt {prompt.prompt_id}", tokenizer, renderer.first(messages[0]), console)
+            for text in responses or [prompt.answer]:
+                tag, ids = tokenizer([recipe.prompts.think_end, text], add_special_tokens=False)["input_ids"]
+                turn = await episode.step(Response(text=text, tool_calls=calls(ids)))
+                console.print(f"\nresponse: {printable(text)}\n{turn}")
+                if turn.done:
+                    return
+                turns.append(PastTurn(token_ids=np.array(tag + ids), answer_start=len(tag)))
+                messages.append(turn.messages)
+                _show("the next turn begins with", tokenizer, renderer.next(messages, turns)[0], console)
 
 
 def _show_warm_start(recipe: Recipe, tokenizer: Any, console: Console) -> None:
@@ -112,27 +156,19 @@ def _show_warm_start(recipe: Recipe, tokenizer: Any, console: Console) -> None:
 
     examples = read_examples(recipe, tokenizer)
     for line in examples.lines():
-        console.print(line, highlight=False)
+        console.print(line)
     completions = [completion for _, completion in examples.samples]
-    shown = next((completion for completion in completions if not all(completion.loss_mask)), completions[0])
+    shown = min(completions, key=lambda completion: all(completion.loss_mask))
     masked = f"{shown.loss_mask.count(False)} of {len(shown.token_ids)} tokens without loss"
     title = f"warm start: {len(completions)} examples; a completion, {masked}"
-    _show(title, _tokens(tokenizer, shown.token_ids, shown.loss_mask), console)
+    _show(title, tokenizer, shown.token_ids, console, shown.loss_mask)
 
 
-def _show(title: str, text: Text, console: Console) -> None:
-    from rich.text import Text
-
-    console.print(Text(f"\n{title}", style="bold"))
-    console.print(text)
-
-
-def _tokens(tokenizer: Any, ids: Sequence[int], loss_mask: Sequence[bool] = ()) -> Text:
+def _show(title: str, tokenizer: Any, ids: Sequence[int], console: Console, loss_mask: Sequence[bool] = ()) -> None:
     """The tokens as text, separated by bars."""
     from rich.text import Text
 
-    from megatron_scalerl.processes.logs import printable
-
+    console.print(Text(f"\n{title}", style="bold"))
     special = set(tokenizer.all_special_ids)
     special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     shown = Text()
@@ -148,4 +184,4 @@ def _tokens(tokenizer: Any, ids: Sequence[int], loss_mask: Sequence[bool] = ()) 
         if number:
             shown.append("|", style="dim")
         shown.append(text, style=style)
-    return shown
+    console.print(shown)

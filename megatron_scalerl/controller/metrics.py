@@ -304,7 +304,8 @@ def batch_metrics(
 
     `staleness_*` are optimizer steps since the oldest first token of each group. `train_pass_rate` is before every
     filter; `train_within_variance` over `train_completions` is its binomial variance given the prompts. Batches with
-    episodes of several turns have `turns_mean` and `environment_tokens`, too.
+    episodes of several turns have `turns_mean` and `environment_tokens`, too; those that lost completions have
+    `lost/REASON`.
     """
     completions = [c for g in groups for c in g.completions]
     scores = [s for g in groups for s in g.scores]
@@ -319,6 +320,10 @@ def batch_metrics(
     if any(c.turns > 1 for c in completions):
         metrics["turns_mean"] = sum(c.turns for c in completions) / count
         metrics["environment_tokens"] = float(sum(c.environment_tokens for c in completions))
+    for group in groups:
+        for reason, count in group.lost_reasons.items():
+            key = f"lost/{reason}"
+            metrics[key] = metrics.get(key, 0.0) + count
     return metrics | {
         "train_completions": float(count),
         **_pass_rates_by_task(groups),

@@ -67,6 +67,11 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "prompts.preset",  # prompts.digest holds its effect, and that of the columns
         "prompts.prompt_column",
         "prompts.answer_column",
+        "environment.timeout_s",
+        "environment.episode_timeout_s",
+        "environment.workers",
+        "environment.memory_mb",
+        "environment.variables",
         "rewards.workers",
         "rollouts.decoders",
         "trainer.micro_batch_tokens",

@@ -86,6 +86,8 @@ class RunCollector(Collector):
         if "validation/pass_rate" in scalars:
             self._validated = step
             return
+        # a batch names only the reasons by which it lost completions
+        self._last |= {key: 0.0 for key in self._last if "lost/" in key and key not in scalars}
         self._step = step
         for key, value in scalars.items():
             if key.endswith("_seconds") or key in SUMMED:

@@ -71,7 +71,7 @@ PAUSED = ("unavailable", "hung")
 """Failures that may pass with time."""
 
 
-class EnvironmentFailed(Exception):
+class EnvironmentFailed(RuntimeError):
     """An episode cannot go on. `reason` in one word, `repeated`: whether it failed because of its own actions.
 
     reason: raised; unavailable (what the environment asks); invalid or oversized (what it returned); hung; died (its

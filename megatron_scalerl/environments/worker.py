@@ -162,19 +162,18 @@ def _turn(result: Any, *, first: bool) -> dict[str, Any]:
     return {"messages": [dict(message) for message in messages], "reward": reward, "done": done}
 
 
-def load(setup: Setup) -> tuple[type, Declared]:
+def load(name: str) -> tuple[type, Declared]:
     """The user's class and what it declares. Raises ValueError, in one line, if it cannot be used."""
-    sys.path.extend(path for path in map(os.fsdecode, setup.paths) if path not in sys.path)
-    head = f"environment.name {setup.name!r}"
-    kind = imported(head, setup.name, "'module:Class'")
+    head = f"environment.name {name!r}"
+    kind = imported(head, name, "'module:Class'")
     if not isinstance(kind, type):
         raise ValueError(f"{head}: it is a {type(kind).__name__}; it has to be a class")
     check_signature(head, kind)
-    for name, argument in (("reset", "row"), ("step", "response")):
-        method = getattr(kind, name, None)
+    for call, argument in (("reset", "row"), ("step", "response")):
+        method = getattr(kind, call, None)
         if not callable(method):
-            raise ValueError(f"{head}: the class has no method {name}")
-        check_signature(f"{head}: {name}", method, "self", argument)
+            raise ValueError(f"{head}: the class has no method {call}")
+        check_signature(f"{head}: {call}", method, "self", argument)
     declared = {"tools": getattr(kind, "tools", ()), "repeated_failure": getattr(kind, "repeated_failure", "wrong")}
     try:
         return kind, msgspec.json.decode(encoded(declared, finite=True), type=Declared)
@@ -220,8 +219,9 @@ def main() -> None:
         lower(resource.RLIMIT_CORE, 0)
         if setup.memory_mb is not None:
             lower(resource.RLIMIT_AS, setup.memory_mb * MIB)
+        sys.path.extend(path for path in map(os.fsdecode, setup.paths) if path not in sys.path)
         try:
-            kind, declared = load(setup)
+            kind, declared = load(setup.name)
         except ValueError as problem:
             line = str(problem).splitlines()[0].encode(errors="replace").decode()
             send(connection, request, Answer(head=line, last=True))

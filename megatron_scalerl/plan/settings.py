@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.engine.options import check_options
+from megatron_scalerl.environments.worker import load
 from megatron_scalerl.losses import make_loss
 from megatron_scalerl.models import FAMILIES, family, read_hf_config
 from megatron_scalerl.prompts.chat import chat_of_recipe
@@ -37,13 +38,20 @@ class Settings:
 
 
 def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned: bool = False) -> Settings:
-    """Check options of vLLM and Megatron, loss, verifiers, layout, think tags, templates and lengths.
+    """Check options of vLLM and Megatron, loss, verifiers, environment, layout, think tags, templates and lengths.
 
     config: folder of a config.json that stands for the policy's, without a tokenizer. planned: for a plan, which may
-    be of a family that cannot be trained, and for another Megatron-Core. Raises ValueError, in one line with the key.
+    be of a family that cannot be trained, for another Megatron-Core, and lack modules of the environment. Raises
+    ValueError, in one line with the key.
     """
     for task in tasks_of(recipe):
         check_verifier(task.rewards.verifier)
+    if recipe.environment.name is not None:
+        try:
+            load(recipe.environment.name)
+        except ValueError as problem:
+            if not (planned and isinstance(problem.__context__, ModuleNotFoundError)):
+                raise
     check_options(recipe.engine.vllm)
     make_loss(recipe.loss.name, recipe.loss.arguments)
     hf_config = read_hf_config(config or recipe.policy.path, planned=planned)

@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.hub import hint, local_recipe
 from megatron_scalerl.recipe.other_names import setting_of, unknown_key
+from megatron_scalerl.recipe.recipe import section_of
 from megatron_scalerl.recipe.sections import PromptsSection, TaskSection
 from megatron_scalerl.recipe.tasks import tasks_of
 
@@ -94,6 +95,7 @@ def _overridden(data: dict[str, Any], files: dict[Path, dict[str, Any]], overrid
     files = dict(files)
     data = deepcopy(data)
     for item in overrides:
+        data["environment"] = section_of(data.get("environment", {}))  # its keys may follow
         key, _, value = item.partition("=")
         if key == OVERLAY:
             over = files[Path(value)] = read_yaml(Path(value))
@@ -200,7 +202,10 @@ def parsed_override(item: str) -> tuple[str, Any]:
     key, separator, text = item.partition("=")
     if not separator or not key:
         raise RecipeError(f"override {item!r}: write it as key.path=value")
-    return key, _parsed(text, f"override {item[:100]!r}")
+    value = _parsed(text, f"override {item[:100]!r}")
+    if key == "environment" and isinstance(value, str):
+        key = "environment.name"
+    return key, value
 
 
 def _override(data: dict[str, Any], item: str) -> None:

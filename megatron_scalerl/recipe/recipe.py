@@ -53,7 +53,7 @@ def _checked_name(name: str) -> str:
     return name
 
 
-def _section_of(environment: object) -> object:
+def section_of(environment: object) -> object:
     """The section of an environment that is given by its name alone."""
     if isinstance(environment, str):
         return {"name": environment}
@@ -78,7 +78,7 @@ class Recipe(Section):
     curriculum: CurriculumSection = CurriculumSection()
     rollouts: RolloutsSection = RolloutsSection()
     interruption: InterruptionSection = InterruptionSection()
-    environment: Annotated[EnvironmentSection, BeforeValidator(_section_of)] = EnvironmentSection()
+    environment: Annotated[EnvironmentSection, BeforeValidator(section_of)] = EnvironmentSection()
     rewards: RewardsSection = RewardsSection()
     filters: FiltersSection = FiltersSection()
     advantages: AdvantagesSection = AdvantagesSection()

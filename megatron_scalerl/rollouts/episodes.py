@@ -184,7 +184,7 @@ class EpisodeSampler(Sampler):
 
     async def _episode(self, engine: EngineClient, prompt: Prompt, draw: Draw, priority: int) -> ScoredCompletion:
         """One try of an episode. Raises EnvironmentFailed."""
-        row = {**prompt.extra, "text": prompt.text, "answer": prompt.answer, "task": prompt.task}
+        row = prompt.row
         async with self._environments.episode(row) as environment:
             first, ids = await self._first(environment, prompt)
             prompt = replace(prompt, token_ids=tuple(ids.tolist()))

@@ -203,5 +203,6 @@ def _read_group(folder: Path, event: Finish) -> RolloutGroup:
         first_token_version=header.first_token_version,
         epoch=header.epoch,
         lost_completions=header.lost_completions,
+        lost_reasons=header.lost_reasons,
         stored=stored,
     )

@@ -106,6 +106,7 @@ class Journal:
             epoch=group.epoch,
             first_token_version=group.first_token_version,
             lost_completions=group.lost_completions,
+            lost_reasons=group.lost_reasons,
             scores=group.scores,
             completions=group.completions,
         )

@@ -29,7 +29,8 @@ import re
 import struct
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import field
 from itertools import accumulate
 from pathlib import Path
 
@@ -71,6 +72,7 @@ class GroupHeader:
     """[C]"""
     completions: tuple[Completion, ...]
     """[C]"""
+    lost_reasons: Mapping[str, int] = field(default_factory=dict)
 
 
 @record

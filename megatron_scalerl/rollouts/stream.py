@@ -47,6 +47,7 @@ ppo_off_policy has the same loops behind another gate (`gate.PhaseGate`).
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import field, replace
 from typing import Any
@@ -73,6 +74,10 @@ MOST_UNUSABLE = 1000
 """Draws in a row of prompts that cannot be learned from, after which the run ends."""
 
 
+Results = dict[int, ScoredCompletion | CompletionLost]
+"""Index in the group -> a completion, or why it is lost."""
+
+
 @record
 class Admission:
     """A group on its way to an engine: new, issued again after an eviction, or repeated after a restart."""
@@ -80,8 +85,8 @@ class Admission:
     group_id: int
     prompt: Prompt
     epoch: int
-    kept: dict[int, ScoredCompletion | None] = field(default_factory=dict)
-    """Completions that finished before their engine was evicted, by index; None for a lost completion."""
+    kept: Results = field(default_factory=dict)
+    """Completions that finished, or were lost, before their engine was evicted."""
     redraws: int = 0
     """How often all completions of the group were lost: each time, they get draws that it has not had."""
     recorded: RolloutGroup | None = None
@@ -90,7 +95,7 @@ class Admission:
     @property
     def counted(self) -> bool:
         """True if the gate counts the group: it is recorded, or a kept completion fixes its deadline."""
-        return self.recorded is not None or any(result is not None for result in self.kept.values())
+        return self.recorded is not None or any(isinstance(result, ScoredCompletion) for result in self.kept.values())
 
 
 class RolloutStream:
@@ -356,7 +361,7 @@ class RolloutStream:
         follow it.
         """
         results = await self._completions(engine, admission, weight, priority)
-        kept = [result for _, result in sorted(results.items()) if result is not None]
+        kept = [result for _, result in sorted(results.items()) if isinstance(result, ScoredCompletion)]
         evicted = len(results) < self._group_size
         if admission.recorded is not None:
             await self._repeated(admission.recorded, kept, evicted=evicted)
@@ -374,16 +379,15 @@ class RolloutStream:
                 self._changed.notify_all()
             return
         if kept and not evicted:
-            await self._finish(admission, kept, lost=len(results) - len(kept))
+            lost = Counter(result.reason for result in results.values() if isinstance(result, CompletionLost))
+            await self._finish(admission, kept, lost)
             return
         if not kept:
             results = {}  # lost completions are not kept alone: they would fix no deadline
         await self._reissue_group(admission, results, evicted=evicted)
 
-    async def _completions(
-        self, engine: EngineClient, admission: Admission, weight: float, priority: int
-    ) -> dict[int, ScoredCompletion | None]:
-        """The kept and the new completions of a group by index, None for a lost one; arguments as for `_group`.
+    async def _completions(self, engine: EngineClient, admission: Admission, weight: float, priority: int) -> Results:
+        """The kept and the new completions of a group; arguments as for `_group`.
 
         The indices that an eviction has left unfinished are missing.
         """
@@ -405,14 +409,12 @@ class RolloutStream:
         results = dict(admission.kept)
         for index, task in running.items():
             result = task.result()
-            if isinstance(result, CompletionLost):
-                results[index] = None
-            elif isinstance(result, ScoredCompletion):
+            if not isinstance(result, EngineError):
                 results[index] = result
         return results
 
-    async def _finish(self, admission: Admission, kept: Sequence[ScoredCompletion], *, lost: int) -> None:
-        """Write a group to the disk; it is ready then. kept: its completions. lost: how many others it had."""
+    async def _finish(self, admission: Admission, kept: Sequence[ScoredCompletion], lost: Counter[str]) -> None:
+        """Write a group to the disk; it is ready then. kept: its completions. lost: reasons of the others."""
         prompt = kept[0].prompt
         if any(scored.prompt != prompt for scored in kept):
             raise RuntimeError(
@@ -427,7 +429,8 @@ class RolloutStream:
             scores=tuple(scored.score for scored in kept),
             first_token_version=min(scored.completion.first_version for scored in kept),
             epoch=admission.epoch,
-            lost_completions=lost,
+            lost_completions=lost.total(),
+            lost_reasons=lost,
         )
         group = await self._journal.finish(group, [part for scored in kept for part in scored.parts])
         # nothing is awaited since the event was written: a replay of the journal observes in the order of its events
@@ -449,9 +452,7 @@ class RolloutStream:
         self._problems[prompt.prompt_id] = problem
         return problem
 
-    async def _reissue_group(
-        self, admission: Admission, kept: dict[int, ScoredCompletion | None], *, evicted: bool
-    ) -> None:
+    async def _reissue_group(self, admission: Admission, kept: Results, *, evicted: bool) -> None:
         """Generate the missing completions of a group again, under its id.
 
         After an eviction with the same draws; every eviction counts as a restart of an engine (engine.max_restarts).

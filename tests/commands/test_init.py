@@ -137,6 +137,16 @@ def test_the_layout_fits_the_gpus_by_the_planner(policy, gpus, gpu, layout, caps
     assert "fits: " in shown and "chosen by the planner" not in shown
 
 
+def test_an_environment_is_written_with_its_keys_and_checked(tiny, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(CONFIGS.parents[1] / "examples")
+    given = ("environment=calculator:Calculator", "environment.max_turns=3")
+    assert init(tiny / "base_policy", file_of(sums(10)), *given) == 0
+    assert (written().environment.name, written().environment.max_turns) == ("calculator:Calculator", 3)
+    assert init(tiny / "base_policy", "data.jsonl", "--out", "other.yaml", "environment=calculator:Abacus") == 2
+    assert "environment.name 'calculator:Abacus': calculator has no Abacus" in capsys.readouterr().err
+    assert not Path("other.yaml").exists()
+
+
 def test_a_template_is_taken_for_messages_and_thinking_is_closed_as_it_says():
     folder = policy_of("Qwen3-8B", "policy", template=THINKS)
     assert init(folder, file_of(messages(20)), "--gpus", 0) == 0

@@ -95,3 +95,48 @@ def test_messages_take_the_template_and_it_is_said(tiny, capsys, settings, takes
     assert tags == ("sft.path=null" not in settings)
     assert f"<bos>|7|;|+|2|={'|<think>' if tags else ''}" in lines
     assert any(line.startswith("forced after") for line in lines) == tags, "without tags nothing is interrupted"
+
+
+def test_an_episode_with_a_script_is_shown(tiny, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    episode = ("environment=calculator:Calculator", "--response")
+    code, shown = output(tiny, capsys, *episode, "7+2=", "--response", "\x1b[2J=", "--response", "9")
+    assert code == 0, shown.err
+    lines = shown.out.splitlines()
+    at = lines.index("<bos>|7|;|+|2|=|<think>")
+    assert lines[at - 1].startswith("prompt ") and lines[at + 1 : at + 15] == [
+        "",
+        "response: 7+2=",
+        "Turn(messages=({'role': 'user', 'content': '9'},), reward=None, done=False)",
+        "",
+        "the next turn begins with",
+        "9|<think>",
+        "",
+        "response: \\x1b[2J=",
+        "Turn(messages=({'role': 'user', 'content': '-'},), reward=None, done=False)",
+        "",
+        "the next turn begins with",
+        "-|<think>",
+        "",
+        "response: 9",
+    ]
+    assert lines[at + 15] == "Turn(messages=(), reward=True, done=True)"
+    assert "the reference itself" not in shown.out and "a wrong answer" not in shown.out
+    assert output(tiny, capsys, episode[0])[1].out.count("response: ") == 1
+    assert output(tiny, capsys, *episode, "8", "--response", "after it")[1].out.count("response: ") == 1
+    code, shown = output(tiny, capsys, episode[0], "prompts.chat_template=true")
+    assert code == 2 and "prompts.chat_template: the tokenizer's template" in shown.err
+
+
+def test_what_an_environment_returns_cannot_write_to_the_terminal(tiny, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tests" / "environments")
+    row = {"problem": "7;+2=", "solution": "(chr(27), 0.5, 0 > 1)", "first": "chr(27)"}
+    (tiny / "e.jsonl").write_text(json.dumps(row) + "\n")
+    episode = ("environment=users_environments:Messages", f"prompts.path={tiny / 'e.jsonl'}")
+    code, shown = output(tiny, capsys, *episode)
+    assert code == 0, shown.err
+    assert "\x1b" not in shown.out and "reward=0.5, done=False" in shown.out
+    code, shown = output(tiny, capsys, *episode, "--response", "1 / 0 # \x1b")
+    assert code == 1 and "\x1b" not in shown.err
+    assert "environment.name 'users_environments:Messages': Traceback" in shown.err
+    assert shown.err.endswith("ZeroDivisionError: division by zero\n\n")

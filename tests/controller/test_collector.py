@@ -110,6 +110,16 @@ def test_a_batch_without_a_step_and_a_step_without_an_update_count_as_such():
     assert value(shown, "generated_tokens_total") == 20 and value(shown, "weight_updates_total") == 0
 
 
+def test_a_reason_of_lost_completions_counts_for_its_own_batch():
+    shown = collector()
+    shown.write(1, {"lost/environment_hung": 2.0, "reward": 1.0})
+    shown.write(1, {"validation/pass_rate": 0.5})
+    assert value(shown, "last", key="lost/environment_hung") == 2.0
+    shown.write(2, {"lost/no_logprobs": 1.0})
+    numbers = [value(shown, "last", key=f"lost/{reason}") for reason in ("environment_hung", "no_logprobs")]
+    assert numbers == [0.0, 1.0] and value(shown, "last", key="reward") == 1.0
+
+
 def test_engines_are_counted_by_state_and_given_up_ones_apart():
     engines, shown = Membership.of([StandInEngine(), StandInEngine()]), collector()
     shown.members = lambda: engines.members

@@ -262,6 +262,15 @@ def test_lost_completions_are_compared_by_pass_rate_and_by_length():
     assert shares == {"": 3 / 8, "_hard": 0.5, "_easy": 0.25, "_short": 0.25, "_long": 0.5}
 
 
+def test_lost_completions_are_counted_by_reason():
+    one = replace(group([1, -1]), lost_completions=3, lost_reasons={"no_logprobs": 1, "environment_hung": 2})
+    other = replace(group([1, -1], group_id=1), lost_completions=1, lost_reasons={"environment_hung": 1})
+    found = batch_metrics([one, other], {}, 0)
+    reasons = {key: value for key, value in found.items() if key.startswith("lost/")}
+    assert reasons == {"lost/no_logprobs": 1.0, "lost/environment_hung": 3.0}
+    assert not any(key.startswith("lost/") for key in batch_metrics([group([1, -1])], {}, 0))
+
+
 def test_a_batch_with_episodes_has_their_turns_and_counts_what_the_policy_wrote():
     single = rollout(tokens=(9, 2))
     plain = group([1, -1])

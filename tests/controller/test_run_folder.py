@@ -33,6 +33,37 @@ def test_another_recipe_is_refused_by_its_key(tmp_path):
         RunFolder(recipe(tmp_path, loss={"name": "dapo"}))
 
 
+PLAYED = {"name": "calculator:Calculator"}
+
+
+def test_limits_and_processes_of_an_environment_may_change(tmp_path):
+    RunFolder(recipe(tmp_path, environment=PLAYED["name"])).close()
+    changes = {"timeout_s": 5, "episode_timeout_s": 9, "workers": 2, "memory_mb": 64, "variables": ["KEY"]}
+    file = tmp_path / "runs" / "r" / "recipe.yaml"
+    for settings in (changes, {}):
+        RunFolder(recipe(tmp_path, environment=PLAYED | settings)).close()
+        assert yaml.safe_load(file.read_text())["environment"].items() >= (PLAYED | settings).items()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("name", "other:Class"),
+        ("thinking", "strip"),
+        ("max_turns", 3),
+        ("turn_tokens", 9),
+        ("episode_tokens", 99_999),
+        ("thinking_tokens", 9),
+    ],
+)
+def test_what_an_episode_is_may_not_change(key, value, tmp_path):
+    RunFolder(recipe(tmp_path, environment=PLAYED)).close()
+    with pytest.raises(RecipeError, match=rf"environment.{key} is .* {value!r} here"):
+        RunFolder(recipe(tmp_path, environment=PLAYED | {key: value}))
+    with pytest.raises(RecipeError, match=r"environment.name is 'calculator:Calculator' .* None here"):
+        RunFolder(recipe(tmp_path))
+
+
 def layout(tmp_path, world, model=None, **parallel):
     megatron = {"parallel": {f"{kind}_parallel_size": size for kind, size in parallel.items()}, "model": model or {}}
     return recipe(tmp_path, trainer={"world_size": world}, megatron=megatron)

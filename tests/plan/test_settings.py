@@ -28,6 +28,9 @@ MISTAKES = [
     ("megatron.ddp.overlap=true", "megatron.ddp: overlap is not a field"),
     ("rewards.verifier=maths", "rewards.verifier 'maths'"),
     ("rewards.verifier=json:dump_s", "rewards.verifier 'json:dump_s'"),
+    ("environment=json", "environment.name 'json': it has to be 'module:Class'"),
+    ("environment=json:JSONDecoder", "environment.name 'json:JSONDecoder': the class has no method reset"),
+    ("environment=bdb:Bdb", "environment.name 'bdb:Bdb': reset: it has to take (self, row); it is reset(self)"),
     ("loss.name=cipso", "cipso"),
     ("prompts.think_end=</th\u00efnk>", "prompts.think_end"),
     ("prompts.system=Think.", "prompts.system has no effect without prompts.chat_template true"),
@@ -78,3 +81,15 @@ def test_an_interleaved_pipeline_is_planned_without_a_gpu(tiny):
     paths = [f"policy.path={tiny / 'base_policy'}", f"prompts.path={tiny / 'prompts.jsonl'}"]
     layout = [f"megatron.parallel={PIPELINE}", "trainer.world_size=3", "megatron.model.variable_seq_lengths=true"]
     check_settings(load_recipe(ROOT / "recipes" / "tiny_cpu.yaml", [*paths, *layout]))
+
+
+def test_only_a_plan_does_without_the_module_of_the_environment(tiny, tmp_path, capsys):
+    """`plan`: test_plan_episodes.py."""
+    files = {"policy.path": "base_policy", "prompts.path": "prompts.jsonl", "prompts.held_out_path": "held_out.jsonl"}
+    words = [str(ROOT / "recipes" / "tiny_cpu.yaml"), *(f"{key}={tiny / name}" for key, name in files.items())]
+    words += [f"output_dir={tmp_path / 'runs'}", "environment=nowhere.at_all:Game"]
+    for command in ("prompts", "train"):
+        assert main([command, *words]) == 2
+        said = "environment.name 'nowhere.at_all:Game': the module cannot be imported: ModuleNotFoundError: "
+        assert capsys.readouterr().err == f"megatron-scalerl: {said}No module named 'nowhere'\n"
+    assert not (tmp_path / "runs").exists()

@@ -244,3 +244,28 @@ def test_every_field_says_what_it_is():
 
     assert list(undocumented(Recipe)) == []
     assert {"loss.max_is_weight", "rewards.length_penalty.cache_tokens"} <= set(valid_keys())
+
+
+def test_an_environment_is_given_by_its_name_or_as_a_section(path, tmp_path):
+    def loaded(text, *overrides):
+        path.write_text(f"{MINIMAL}environment: {text}\n")
+        environment = load_recipe(path, overrides).environment
+        assert load_recipe(resolved(load_recipe(path, overrides))).environment == environment
+        return environment.name, environment.max_turns
+
+    def resolved(recipe):
+        (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+        return tmp_path / "recipe.yaml"
+
+    section, named = tmp_path / "section.yaml", tmp_path / "named.yaml"
+    section.write_text("environment: {max_turns: 5}\n")
+    named.write_text("environment: e:F\n")
+    assert loaded("a:B") == ("a:B", 16)
+    assert loaded("a:B", "environment.max_turns=4") == ("a:B", 4)
+    assert loaded("a:B", f"overlay={section}") == ("a:B", 5)
+    assert loaded("a:B", f"overlay={named}", "environment.max_turns=4") == ("e:F", 4)
+    assert loaded("{name: a:B, max_turns: 3}", "environment=c:D") == ("c:D", 3)
+    assert loaded("{}", "environment=c:D") == ("c:D", 16)
+    for override, said in (("environment=3", "environment is 3; it"), ("environment.a=1", "environment.a is not")):
+        with pytest.raises(RecipeError, match=said):
+            loaded("a:B", override)

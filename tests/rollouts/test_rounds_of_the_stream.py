@@ -19,7 +19,7 @@ from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.engine.rounds import Rounds
 from megatron_scalerl.evaluation.completing import EnginesAtVersion, complete_all
 from megatron_scalerl.prompts.curriculum import Curriculum
-from megatron_scalerl.rollouts.history import read_groups, read_history, replay_draws
+from megatron_scalerl.rollouts.history import BatchRecord, read_groups, read_history, replay_draws
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.stream import Admission, RolloutStream
 from megatron_scalerl.types import Prompt
@@ -97,23 +97,25 @@ def recipe_of(rollouts):
 PROMPTS = [Prompt(prompt_id=f"p{i:03d}", text=str(i), answer="0", token_ids=(1,)) for i in range(50)]
 
 
-async def train(folder, versions, *, max_in_flight, stop_after=None, updates=None):
+async def train(folder, versions, *, max_in_flight, stop_after=None, updates=None, prompts=None, finished=0):
     """Batches of one attempt, from its journal on; it stops in the middle of a round after so many completions.
 
-    updates: batches of a phase of ppo_off_policy; None: the pipeline.
+    updates: batches of a phase of ppo_off_policy; None: the pipeline. prompts: how many there are, for one epoch.
+    finished: groups that are on the disk when it ends.
     """
     engines = [RoundsEngine("engine-0", versions[0]), RoundsEngine("engine-1", versions[0])]
     members = Membership.of(engines, version=versions[0])
     sampler = RoundsSampler(stop_after)
     history = read_history(folder)
-    curriculum = Curriculum(PROMPTS, 7, None, None)
+    curriculum = Curriculum(PROMPTS[:prompts], 7, None, prompts and 1)
     replay_draws(curriculum, history)
+    journal = Journal(folder, history)
     stream = RolloutStream(
         recipe(max_in_flight, updates),
         curriculum=curriculum,
         engines=members,
         sampler=sampler,
-        journal=Journal(folder, history),
+        journal=journal,
         next_group_id=history.admitted,
         rounds=Rounds(members, timeout_s=600),
     )
@@ -135,11 +137,17 @@ async def train(folder, versions, *, max_in_flight, stop_after=None, updates=Non
                 await on_disk(folder, {group for group, draws in sampler.answered.items() if draws == SIZE})
                 batch.cancel()
                 break
+            if batch.result() is None:
+                break
+            number, ids = len(history.batches) + len(batches), tuple(g.group_id for g in batch.result())
+            record = BatchRecord(batch=number, step=number + 1, policy_version=version, group_ids=ids)
+            await journal.batch(record)
             batches.append([(g.group_id, g.prompt.prompt_id, g.completions) for g in batch.result()])
             if len(batches) % (updates or 1) == 0:
                 for engine in engines:
                     engine.version = version + 1
             await stream.trained(engines[0].version)
+        await on_disk(folder, set(range(finished)))
     finally:
         await stream.close()
     return batches, len(ready), engines
@@ -171,6 +179,24 @@ def test_what_is_interrupted_is_generated_as_without_the_interruption(
     assert found == expected[:batches] and ready < batches * GROUPS
     if stop_after == 11:
         assert ready, "something had finished, and is generated once more for the others"
+    assert "not deterministic" not in caplog.text
+
+
+def test_a_last_phase_that_is_repeated_does_not_end_the_run(tmp_path, caplog):
+    """10 prompts: a phase of two batches, then one of 4 groups, all finished when the attempt ends.
+
+    The next attempt finds no further prompt when it begins the round of the 4, which it repeats before it trains.
+    """
+    whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
+    whole.mkdir()
+    interrupted.mkdir()
+    options = {"max_in_flight": 64, "updates": 2, "prompts": 10}
+    expected, _, _ = asyncio.run(train(whole, range(4), **options))
+    assert [[group for group, _, _ in batch] for batch in expected] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    asyncio.run(train(interrupted, range(2), finished=10, **options))
+    found, ready, engines = asyncio.run(train(interrupted, [2, 3], **options))
+    assert found == expected[2:] and ready == 4
+    assert sum(len(batch) for engine in engines for batch in engine.batches) == 4 * SIZE
     assert "not deterministic" not in caplog.text
 
 

@@ -1,8 +1,10 @@
 """The rollout store: torn, damaged, full, and how many bytes a token takes."""
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from blocks import block
@@ -18,6 +20,7 @@ from megatron_scalerl.rollouts.store import (
     read_arrays,
     read_block,
     read_completions,
+    read_head,
     read_header,
     scan,
     segment_path,
@@ -276,3 +279,11 @@ def test_a_link_in_the_place_of_a_segment_is_not_followed(tmp_path):
     segment_path(tmp_path, 0).symlink_to(target)
     with pytest.raises(OSError, match=r"segment-00000.bin"):
         StoreWriter(tmp_path)
+
+
+def test_a_header_that_was_written_before_reasons_were_kept_can_be_read():
+    data, header, _ = block(0)
+    head = read_head(data)
+    old = json.loads(head.header)
+    assert old.pop("lost_reasons") == {}
+    assert stored_header(replace(head, header=json.dumps(old).encode())) == header

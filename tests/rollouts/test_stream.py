@@ -11,10 +11,11 @@ from fakes.run import in_virtual_time
 from fakes.sampler import StandInSampler
 from waiting import passes
 
+from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rollouts.history import Admit, read_history, replay_draws
+from megatron_scalerl.rollouts.history import Admit, read_groups, read_history, replay_draws
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.stream import RolloutStream
 from megatron_scalerl.types import CompletionLost, Prompt
@@ -224,6 +225,38 @@ def test_a_group_whose_draws_are_always_lost_gets_others(tmp_path):
 
     groups = {g.group_id: g for g in in_virtual_time(run())}
     assert len(groups[1].completions) == 4 and groups[1].lost_completions == 0
+
+
+def test_the_reasons_of_lost_completions_outlive_an_eviction_and_a_restart(tmp_path):
+    """The first is lost before the engine of its group is evicted, the second on the other engine."""
+    evicted = []
+
+    async def wait(engine, draw, priority):
+        if draw.group == 0 and draw.index == 0:
+            raise CompletionLost("no log-probabilities", reason="no_logprobs")
+        if draw.group == 0 and draw.index == 1:
+            if evicted:
+                raise CompletionLost("the environment hangs", reason="environment_hung")
+            await passes(5)
+            evicted.append(engine)
+            raise EngineError(f"{engine.name}: gone")
+
+    sampler = StandInSampler(wait)
+
+    async def run():
+        engines = [StandInEngine(), StandInEngine("engine-1")]
+        stream = make_stream(tmp_path, k=0, engines=engines, sampler=sampler)
+        stream.start(0)
+        groups = await stream.next_batch()
+        await stream.close()
+        return groups
+
+    group, *others = sorted(in_virtual_time(run()), key=lambda group: group.group_id)
+    assert group.lost_reasons == {"no_logprobs": 1, "environment_hung": 1}
+    assert (group.lost_completions, len(group.completions), len(evicted)) == (2, 2, 1)
+    assert Counter(draw.index for _, draw in sampler.asked if draw.group == 0) == {0: 1, 1: 2, 2: 1, 3: 1}
+    assert [other.lost_reasons for other in others] == [{}, {}]
+    assert read_groups(tmp_path, read_history(tmp_path), [0]) == {0: group}
 
 
 @pytest.mark.parametrize("rollouts", [{}, {"schedule": "ppo_off_policy", "updates_per_phase": 2}])
