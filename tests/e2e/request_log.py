@@ -5,7 +5,7 @@ import os
 
 
 class RequestLog:
-    """Appends [salt, priority, versions of the answer] to the file $REQUEST_LOG, one JSON line a generation."""
+    """Appends salt, priority and versions of the answer to the file $REQUEST_LOG, one JSON line a generation."""
 
     def __init__(self, app):
         self._app = app
@@ -33,5 +33,6 @@ class RequestLog:
             asked = json.loads(request)
             [choice] = json.loads(answer)["choices"]
             versions = [int(span["version"]) for span in choice["weight_versions"]]
+            row = {"salt": asked.get("cache_salt"), "priority": asked["priority"], "versions": versions}
             with open(os.environ["REQUEST_LOG"], "a") as file:
-                file.write(json.dumps([asked.get("cache_salt"), asked["priority"], versions]) + "\n")
+                file.write(json.dumps(row) + "\n")

@@ -94,7 +94,8 @@ def check_evaluation(tiny, folder, out):
 
 
 def answer(said):
-    return Response(text=said.rpartition("</think>")[2].removesuffix("<eos>"))
+    _, tag, text = said.rpartition("</think>")
+    return Response(text=text.removesuffix("<eos>") if tag else "")
 
 
 def test_a_killed_run_of_episodes_is_resumed_shown_and_evaluated(tiny_dense, tmp_path, monkeypatch):
@@ -124,17 +125,16 @@ def test_a_killed_run_of_episodes_is_resumed_shown_and_evaluated(tiny_dense, tmp
     trained = [group for batch in read_history(folder).batches for group in batch.group_ids]
     assert len(set(finished)) == len(finished) >= 12 and len(set(trained)) == len(trained) == 12
     assert set(trained) <= set(finished)
-    assert check_episodes(folder) > 10
+    assert check_episodes(folder) > 3
 
-    generations = read_jsonl(requests)
-    assert {priority for _, priority, _ in generations} == {TRAINING_PRIORITY, VALIDATION_PRIORITY}
-    # an update may come before the first token, and within the completion
-    salted = [(int(salt.partition("-")[0]), priority, versions[0]) for salt, priority, versions in generations]
-    assert all(version - 1 <= salt <= version for salt, _, version in salted)
-    assert {(salt, version) for salt, priority, version in salted if priority == VALIDATION_PRIORITY} >= {
-        (0, 0),
-        (3, 3),
-    }
+    # version of the salt, of the first token; an update may come between the request and this token
+    generations = [
+        (int(row["salt"].partition("-")[0]), row["versions"][0], row["priority"]) for row in read_jsonl(requests)
+    ]
+    assert all(version - 1 <= salt <= version for salt, version, _ in generations)
+    assert {version for _, version, priority in generations if priority == TRAINING_PRIORITY} >= {0, 1}
+    assert {version for _, version, priority in generations if priority == VALIDATION_PRIORITY} >= {0, 3}
+    assert all(salt == version for salt, version, priority in generations if priority == VALIDATION_PRIORITY)
 
     longest = max((g for g in map(read, listed_groups(folder))), key=lambda group: group["rollouts"][0]["turns"])
     shown = run("-m", "megatron_scalerl", "show", folder, "--group", longest["group_id"]).stdout

@@ -276,7 +276,7 @@ async def updated_episode(talks, sampler, sender, folders, first):
 
 
 def test_weight_updates_between_two_turns_and_within_one(talks, samplers, folders, run, monkeypatch):
-    sampler = samplers(interruption={"thinking_tokens": [400, 420]})
+    sampler = samplers(interruption={"thinking_tokens": [250, 270]})
 
     async def scenario():
         async with SenderProcess(folders[0]) as sender:
