@@ -10,7 +10,7 @@ export PYTHONPATH=examples
 python="${PYTHON:-.venv/bin/python}"
 tiny="runs/tiny_$seed"
 policy="$tiny/calculator_policy"
-set -- overlay=recipes/calculator.yaml "name=calculator_$seed" "seed=$seed" "prompts.path=$tiny/prompts.jsonl" \
+set -- overlay=examples/calculator.yaml "name=calculator_$seed" "seed=$seed" "prompts.path=$tiny/prompts.jsonl" \
   "prompts.held_out_path=$tiny/held_out.jsonl" "sft.path=$tiny/calculator_sft.jsonl" "$@"
 
 $python -m megatron_scalerl.tiny "$tiny" --seed "$seed" --train-prompts 1000

@@ -126,17 +126,20 @@ async def _show_episode(
 
     from megatron_scalerl.environments.pool import EnvironmentPool
     from megatron_scalerl.environments.response import Response
-    from megatron_scalerl.prompts.turns import PastTurn, TurnRenderer
-    from megatron_scalerl.rollouts.tool_calls import tool_parser
+    from megatron_scalerl.prompts.turns import PastTurn
+    from megatron_scalerl.rollouts.decoder import TurnSettings, turns_of
 
     section = recipe.environment.model_copy(update={"workers": 1})
     turns: list[PastTurn] = []
     with tempfile.TemporaryDirectory() as logs:
         async with EnvironmentPool(section, logs=Path(logs)) as pool, pool.episode(prompt.row) as episode:
-            renderer = TurnRenderer(
-                tokenizer, recipe.prompts, end_ids=ends, tools=pool.tools, thinking=section.thinking
+            settings = TurnSettings(
+                prompts=recipe.prompts.model_dump_json(),
+                end_ids=tuple(ends),
+                tools=tuple(pool.tools),
+                thinking=section.thinking,
             )
-            calls = tool_parser(tokenizer, pool.tools, ends)
+            renderer, calls = turns_of(tokenizer, settings)
             messages = [await episode.reset()]
             _show(f"prompt {prompt.prompt_id}", tokenizer, renderer.first(messages[0]), console)
             for text in responses or [prompt.answer]:

@@ -381,7 +381,9 @@ class Episode:
                 for earlier, digest in self._past:
                     if (await self._make(earlier))[1] != digest:
                         raise EnvironmentFailed(
-                            f"{self._pool.subject}: a replay returned something else", reason="changed", alone=False
+                            f"{self._pool.subject}: a fresh environment answered the same responses differently",
+                            reason="changed",
+                            alone=False,
                         )
             turn, digest = await self._make(response)
         except BaseException:
@@ -420,9 +422,9 @@ def _turn(data: bytes, *, first: bool) -> Turn:
     roles = ("system", "user", "tool") if first else ("user", "tool")
     for message in turn.messages:
         if message.get("role") not in roles or not isinstance(message.get("content"), str):
-            raise ValueError(f"a message needs a role ({', '.join(roles)}) and a content that is a str")
+            raise ValueError(f"a message needs a role ({', '.join(roles)}), and a content that is one text")
         if not all(isinstance(value, str | int | float | None) for value in message.values()):
-            raise ValueError("the values of a message have to be scalars")
+            raise ValueError("the values of a message have to be texts, numbers, true, false or null")
     if not turn.messages and not turn.done:
         raise ValueError("it returned no message, and the episode is not done")
     return turn

@@ -178,7 +178,9 @@ def load(name: str) -> tuple[type, Declared]:
     try:
         return kind, msgspec.json.decode(encoded(declared, finite=True), type=Declared)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{head}: tools or repeated_failure cannot be used: {error}") from None
+        raise ValueError(
+            f"{head}: tools has to be a list of JSON objects, and repeated_failure wrong or lost ({error})"
+        ) from None
 
 
 async def _serve(connection: socket.socket, kind: type, timeout_s: float) -> None:

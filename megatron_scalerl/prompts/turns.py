@@ -163,7 +163,8 @@ class TurnRenderer:
         if not self._end_ids.intersection(after[:1]):
             raise ValueError(
                 f"prompts.chat_template: the tokenizer's template continues an answer with {text[:20]!r}, which is "
-                f"none of the policy's end tokens {sorted(self._end_ids)}"
+                f"none of the policy's end tokens {sorted(self._end_ids)}; add it to eos_token_id in "
+                "generation_config.json"
             )
         return after[1:] if ids[-1:] == after[:1] else after
 

@@ -210,6 +210,17 @@ def _check_environment(recipe: Recipe) -> None:
             "rollouts.deterministic does not go with an environment: when its answers come decides which requests "
             "share a batch; set it to false"
         )
+    tasks = (recipe.prompts.tasks or {}).values()
+    templates = {recipe.prompts.prompt_template, *(task.prompt_template for task in tasks)}
+    if templates - {None, "{prompt}"}:
+        raise ValueError(
+            "prompts.prompt_template does not go with an environment, whose reset writes the first messages; write "
+            "it there"
+        )
+    if section.thinking_tokens is not None and recipe.interruption.enabled is False:
+        raise ValueError(
+            "environment.thinking_tokens needs interruption.enabled, which ends thinking; set it to true"
+        )
     if recipe.max_completion_tokens < recipe.max_turn_tokens:
         raise ValueError(
             f"environment.episode_tokens: {section.episode_tokens} are fewer than the {recipe.max_turn_tokens} of "

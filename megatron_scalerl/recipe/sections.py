@@ -281,7 +281,7 @@ class EnvironmentSection(Section):
     """Tokens of an episode after its first prompt, of policy and environment together. null: as many as a completion
     has without an environment, interruption.thinking_tokens[1] + answer_tokens."""
     thinking_tokens: PositiveInt | None = None
-    """Thinking of an episode in all turns (tokens); interruption.thinking_tokens holds for each. null: no limit."""
+    """Thinking of an episode (tokens); interruption.thinking_tokens holds for each turn. null: no limit."""
     timeout_s: PositiveFloat = 60.0
     """Wall-clock limit of one reset or step (s). Beyond it the environment has failed."""
     episode_timeout_s: PositiveFloat | None = None

@@ -149,7 +149,7 @@ class EpisodeSampler(Sampler):
         super().__init__(plans, **pools)
         self._environments = environments
         self._settings = recipe.environment
-        self._most_tokens = recipe.max_completion_tokens
+        self._most_tokens = plans.most_tokens
         self._most_prompt_tokens = recipe.prompts.max_prompt_tokens
         self._problems: dict[str, str] = {}
         """Prompts of which no episode can begin, with the reason."""
@@ -194,7 +194,10 @@ class EpisodeSampler(Sampler):
                     await self._turns(engine, environment, [first], trace, draw, priority)
             except TimeoutError:
                 if not trace.turns:
-                    raise EnvironmentFailed("environment.episode_timeout_s: no turn ended", reason="time") from None
+                    limit = f"{self._settings.episode_timeout_s:g} s"
+                    raise EnvironmentFailed(
+                        f"environment.episode_timeout_s: no turn ended within {limit}; raise it", reason="time"
+                    ) from None
         return await self._scored(prompt, trace, draw)
 
     async def _first(self, environment: Episode, prompt: Prompt) -> tuple[Sequence[Message], np.ndarray]:

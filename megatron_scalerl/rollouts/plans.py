@@ -61,11 +61,15 @@ def longest_sequence(recipe: Recipe, hf_config: Any, tokenizer: Any, *, capacity
         ("trainer.micro_batch_tokens", capacity, "raise it"),
     ):
         if limit and longest > limit:
+            parts = (
+                f"interruption.thinking_tokens {recipe.interruption.thinking_tokens[1]} + interruption.answer_tokens "
+                f"{recipe.interruption.answer_tokens}"
+            )
+            if recipe.environment.episode_tokens:
+                parts = f"environment.episode_tokens {recipe.environment.episode_tokens}"
             raise ValueError(
-                f"{key}: {limit} is too short for the longest sequence, {longest} tokens "
-                f"(prompts.max_prompt_tokens {recipe.prompts.max_prompt_tokens} + interruption.thinking_tokens "
-                f"{recipe.interruption.thinking_tokens[1]} + interruption.answer_tokens "
-                f"{recipe.interruption.answer_tokens} + forced phrase and end); lower these, or {remedy}"
+                f"{key}: {limit} is too short for the longest sequence, {longest} tokens (prompts.max_prompt_tokens "
+                f"{recipe.prompts.max_prompt_tokens} + {parts} + forced phrase and end); lower these, or {remedy}"
             )
     return longest
 
@@ -81,6 +85,11 @@ class Plans:
         self._think_end_first, self._think_end_last = tag_variants(tokenizer, self._think_end_ids)
         self._seeds = training_seeds(recipe)
         self._special_ids = frozenset(tokenizer.all_special_ids)
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens of a completion, or of an episode after its prompt."""
+        return self._recipe.max_completion_tokens
 
     def draw(self, seed: int, group_id: int, index: int) -> Draw:
         """The random choices for completion `index` of a group, a function of these three numbers."""

@@ -22,7 +22,7 @@ with pytest.MonkeyPatch.context() as patch:
 
 pytestmark = pytest.mark.slow
 
-RECIPE = ("recipes/tiny_cpu.yaml", "overlay=recipes/calculator.yaml")
+RECIPE = ("recipes/tiny_cpu.yaml", "overlay=examples/calculator.yaml")
 KILLED = """
 import os, signal, sys, threading
 from megatron_scalerl.__main__ import main
