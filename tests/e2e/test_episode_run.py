@@ -94,8 +94,8 @@ def check_evaluation(tiny, folder, out):
 
 
 def answer(said):
-    _, tag, text = said.rpartition("</think>")
-    return Response(text=text.removesuffix("<eos>") if tag else "")
+    """The response of a turn: without its end, and empty if thinking has not ended."""
+    return Response(text=said.partition("</think>")[2].removesuffix("<eos>"))
 
 
 def test_a_killed_run_of_episodes_is_resumed_shown_and_evaluated(tiny_dense, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
 import re
@@ -67,12 +68,15 @@ class Talks:
         self.tokenizer = load_tokenizer(folders[0])
         self.turns = []
         """(context, arrays of what the engine sampled and forced) of every turn of the last episode."""
+        self.sent = []
+        """The version whose salt each of these turns has."""
         self.before = {}
         self.within = {}
 
     async def episode(self, sampler, prompt, index=0, **options):
         """(what the sampler returns, its parts as rollouts)."""
         self.turns = []
+        self.sent = []
         options = {"priority": TRAINING_PRIORITY} | options
         result = await sampler.complete(self, prompt, sampler.draw(7, 0, index), **options)
         return result, [rollout_of(read(data)) for data in result.parts]
@@ -82,6 +86,7 @@ class Talks:
         number = len(self.turns)
         if number in self.before:
             await self.before[number]()
+        self.sent.append(self.client.version)
         turn = asyncio.create_task(self.client.generate(context, sampling=sampling, decoder=decoder))
         if number in self.within:
             await self.within[number]()
@@ -216,28 +221,25 @@ def test_each_part_of_a_forked_episode_is_a_text_to_the_trainer(talks, samplers,
 
 
 @torch.no_grad()
-def replayed(models, context, arrays):
-    """[T] log-probs of a turn by the models of these versions, on the schedule of its labels.
+def replay_error(models, context, arrays, *, kept=(0, 0)):
+    """Largest error of a turn against the models of its versions, on the schedule of its labels.
 
-    Its context is computed with the weights of its first token; those of a later version go on with what is there.
+    Its context is computed with the weights of its first token, or its first tokens with others: kept, (version,
+    tokens). What weights of one version have computed, those of the next one go on with.
     """
     ids = torch.tensor([[*context, *arrays.token_ids.tolist()]])
     versions = arrays.policy_versions.tolist()
-    keys, done, rows = None, 0, []
-    for version in sorted(set(versions)):
-        end = len(context) + versions.index(version) + versions.count(version) - 1
-        output = models[version](ids[:, done:end], past_key_values=keys, use_cache=True)
-        rows.append(output.logits[0, -versions.count(version) :].log_softmax(-1))
-        keys, done = output.past_key_values, end
-    return torch.cat(rows).gather(1, ids[0, len(context) :, None])[:, 0].numpy()
-
-
-def replay_errors(models, turns):
-    """Largest error of each turn against its replay."""
-    return [
-        abs(replayed(models, context, arrays) - arrays.rollout_logprobs)[arrays.loss_mask].max()
-        for context, arrays in turns
+    ends = [
+        (label, len(context) + versions.index(label) + versions.count(label) - 1) for label in sorted({*versions})
     ]
+    keys, done, rows = None, 0, []
+    for version, end in [kept, *ends]:
+        if end > done:
+            output = models[version](ids[:, done:end], past_key_values=keys, use_cache=True)
+            rows.append(output.logits[0])
+            keys, done = output.past_key_values, end
+    replayed = torch.cat(rows)[len(context) - 1 :].log_softmax(-1).gather(1, ids[0, len(context) :, None])[:, 0]
+    return np.abs(replayed.numpy() - arrays.rollout_logprobs)[arrays.loss_mask].max()
 
 
 async def updated_episode(talks, sampler, sender, folders, first):
@@ -298,11 +300,56 @@ def test_weight_updates_between_two_turns_and_within_one(talks, samplers, folder
         not any(start <= at < end for start, end in rollout.environment) for at in range(len(rollout.token_ids))
     ]
     assert [version for version, said in zip(rollout.policy_versions, spoken) if said] == labels
-    assert max(replay_errors(dict(zip((10, 11, 12), talks.models)), turns)) <= TOLERANCE
+    models = dict(zip((10, 11, 12), talks.models))
+    assert max(replay_error(models, *turn) for turn in turns) <= TOLERANCE
     assert hits == 0, "each turn begins with a version of its own"
     # with one salt for all versions the turns after an update read what other weights have computed
-    errors = replay_errors(dict(zip((20, 21, 22), talks.models)), other_turns)
+    models = dict(zip((20, 21, 22), talks.models))
+    errors = [replay_error(models, *turn) for turn in other_turns]
     assert errors[0] <= TOLERANCE and min(errors[1:]) > FAR and other_hits > 0
+
+
+def test_many_episodes_at_once_and_updates_at_any_moment(talks, samplers, folders, run):
+    """In one batch; a turn that is sent while the engine is paused may go on with a context of the version before."""
+    sampler = samplers()
+    first = 51
+    speakers = [copy.copy(talks) for _ in range(8)]
+
+    async def scenario():
+        async with SenderProcess(folders[0]) as sender:
+            sync = WeightSync(sender, Membership.of([talks.client]), talking(folders[0]))
+            await sync.publish(first)
+            before = await talks.hits()
+            prompt = question(USER, TOOL, USER)
+            episodes = asyncio.gather(*(one.episode(sampler, prompt, index) for index, one in enumerate(speakers)))
+            version = first
+            while not episodes.done():
+                tokens = (await talks.client.progress()).tokens
+                while (await talks.client.progress()).tokens < tokens + 400 and not episodes.done():
+                    await asyncio.sleep(0.01)
+                version += 1
+                sender.folder = folders[(version - first) % 3]
+                await sync.publish(version)
+            sender.folder = folders[0]
+            await sync.publish(version + 1)
+            return version, await talks.hits() - before
+
+    last, hits = run(scenario())
+    models = {version: talks.models[(version - first) % 3] for version in range(first, last + 1)}
+    errors, within = [], 0
+    for speaker in speakers:
+        known = (0, 0)
+        for (context, arrays), salt in zip(speaker.turns, speaker.sent, strict=True):
+            labels = set(arrays.policy_versions.tolist())
+            error = replay_error(models, context, arrays)
+            if error > FAR and salt < min(labels):
+                assert known[0] == salt
+                error = replay_error(models, context, arrays, kept=known)
+            known = salt, (len(context) + len(arrays.token_ids) - 1) // BLOCK * BLOCK
+            errors.append(error)
+            within += len(labels) > 1
+    assert len(errors) == 32 and max(errors) <= 5e-5
+    assert within >= 2 and last - first >= 4 and hits > 0
 
 
 def test_every_request_has_the_salt_of_its_version(talks, samplers, run):
@@ -327,7 +374,7 @@ def test_every_request_has_the_salt_of_its_version(talks, samplers, run):
 
     salts = []
     run(talks.bodies())
-    for version in (41, 42, 41):
+    for version in (91, 92, 91):
         bodies, cached, hits = run(scenario(version))
         assert [body["sampling_params"]["max_tokens"] for body in bodies][2::3] == [16, 1]
         [salt] = {body["cache_salt"] for body in bodies}
