@@ -97,12 +97,14 @@ def test_decode(bench):
 
 
 def test_episodes(bench):
-    """Episodes and single turns have the same number of sampled tokens."""
-    [found] = bench("episodes --rounds 1 --episodes 4 --in-flight 4 --turn-tokens 16 --tool-seconds 0.1")
+    """Both arms sample as many tokens. A single episode at a time leaves the engine idle while its tool works."""
+    [found] = bench("episodes --rounds 1 --episodes 4 --in-flight 1 --turn-tokens 16 --tool-seconds 0.2")
+    episodes, single, slow = (found[name] for name in ("episodes", "single", "slow_tools"))
     assert found["ratio_of_each_round"] == [found["ratio"]]
-    assert found["ratio"] == ratio(found["tokens_per_s"]["episodes"], found["tokens_per_s"]["single"])
-    assert (found["sampled_tokens"], found["environment_tokens"]) == (202, 841)
-    assert 0 < found["slow_tools"]["engine_idle"] < 1
+    assert found["ratio"] == ratio(episodes["tokens_per_s"], single["tokens_per_s"])
+    assert episodes["sampled_tokens"] == single["sampled_tokens"] == slow["sampled_tokens"] == 202
+    assert (episodes["environment_tokens"], single["environment_tokens"]) == (656, 0)
+    assert 0 < slow["engine_idle"] < 1 and episodes["engine_us_per_token"] > 0
 
 
 def test_logits(bench):
