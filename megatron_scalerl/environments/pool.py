@@ -45,7 +45,6 @@ import msgspec
 from megatron_scalerl.environments.response import Message, Response
 from megatron_scalerl.environments.worker import (
     ERROR_CHARS,
-    LENGTH,
     TURN_BYTES,
     Declared,
     Reply,
@@ -67,6 +66,7 @@ START_TIMEOUT_S = 300.0
 ENOUGH = 20
 """Tries of others on record before a failure can be an episode's own."""
 REPLY_BYTES = TURN_BYTES + 2**16
+"""Most bytes of a line that a process sends."""
 PAUSED = ("unavailable", "hung")
 """Failures that may pass with time."""
 
@@ -126,7 +126,7 @@ class _Process(Worker):
             except (ValueError, OSError, ProcessDied) as problem:
                 line = str(problem).partition(LOG_END)[0]
                 raise EnvironmentFailed(line, reason="unavailable", alone=False) from None
-            reader, self._writer = await asyncio.open_unix_connection(sock=self.detach())
+            reader, self._writer = await asyncio.open_unix_connection(sock=self.detach(), limit=REPLY_BYTES)
             self._reading = asyncio.create_task(self._read_replies(reader, self._writer))
             if self._started:
                 self._counters["restarts"] += 1
@@ -149,7 +149,7 @@ class _Process(Worker):
     def send(self, request: bytes) -> None:
         """Send a request unless the process has ended."""
         if self._writer is not None:
-            self._writer.write(LENGTH.pack(len(request)) + request)
+            self._writer.write(request + b"\n")
 
     async def end(self, hung: int | None = None) -> None:
         """Kill the process; its calls fail, its episodes leave it. hung: number of a call that exceeded its limit."""
@@ -190,12 +190,9 @@ class _Process(Worker):
         """Pass replies on until the process ends or sends something else."""
         decode = msgspec.json.Decoder(Reply).decode
         pending = self.pending
-        with contextlib.suppress(EOFError, OSError, ValueError, RecursionError, KeyError):
+        with contextlib.suppress(OSError, ValueError, RecursionError, KeyError):
             while True:
-                [size] = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                if size > REPLY_BYTES:
-                    break
-                reply = decode(await reader.readexactly(size))
+                reply = decode(await reader.readline())
                 pending.pop(reply.number).set_result(reply)
         if self._writer is writer:
             await self.end()
