@@ -36,7 +36,6 @@ import itertools
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ import msgspec
 from megatron_scalerl.environments.response import Message, Response
 from megatron_scalerl.environments.worker import (
     ERROR_CHARS,
-    LENGTH,
     TURN_BYTES,
     Declared,
     Reply,
@@ -67,6 +65,7 @@ START_TIMEOUT_S = 300.0
 ENOUGH = 20
 """Tries of others on record before a failure can be an episode's own."""
 REPLY_BYTES = TURN_BYTES + 2**16
+"""Most bytes of a line that a process sends."""
 PAUSED = ("unavailable", "hung")
 """Failures that may pass with time."""
 
@@ -110,7 +109,6 @@ class _Process(Worker):
         self.episodes: set[Episode] = set()
         self.pending: dict[int, asyncio.Future[Outcome]] = {}
         """Calls, by their numbers."""
-        self._timeout_s = program.timeout_s
         self._counters = counters
         self._writer: asyncio.StreamWriter | None = None
         self._starting = asyncio.Lock()
@@ -126,7 +124,7 @@ class _Process(Worker):
             except (ValueError, OSError, ProcessDied) as problem:
                 line = str(problem).partition(LOG_END)[0]
                 raise EnvironmentFailed(line, reason="unavailable", alone=False) from None
-            reader, self._writer = await asyncio.open_unix_connection(sock=self.detach())
+            reader, self._writer = await asyncio.open_unix_connection(sock=self.detach(), limit=REPLY_BYTES)
             self._reading = asyncio.create_task(self._read_replies(reader, self._writer))
             if self._started:
                 self._counters["restarts"] += 1
@@ -149,7 +147,7 @@ class _Process(Worker):
     def send(self, request: bytes) -> None:
         """Send a request unless the process has ended."""
         if self._writer is not None:
-            self._writer.write(LENGTH.pack(len(request)) + request)
+            self._writer.write(request + b"\n")
 
     async def end(self, hung: int | None = None) -> None:
         """Kill the process; its calls fail, its episodes leave it. hung: number of a call that exceeded its limit."""
@@ -162,13 +160,12 @@ class _Process(Worker):
             self._writer.transport.abort()
             self._writer = None
         alone = len(pending) == 1
-        end = f"{self.name}: {end_of(await self.kill())}"
+        end = end_of(await self.kill())
+        if hung is not None:
+            end = f"no answer within {self._program.timeout_s:g} s"
         for number, reply in pending.items():
-            failure = EnvironmentFailed(end, reason="died", ended=True, alone=alone)
-            if number == hung:
-                late = f"{self.name}: no answer within {self._timeout_s:g} s"
-                failure = EnvironmentFailed(late, reason="hung", ended=True, alone=alone)
-            reply.set_result(failure)
+            reason = "hung" if number == hung else "died"
+            reply.set_result(EnvironmentFailed(f"{self.name}: {end}", reason=reason, ended=True, alone=alone))
         pending.clear()
 
     async def close(self) -> None:
@@ -179,7 +176,7 @@ class _Process(Worker):
     async def _outcome(self, number: int, reply: asyncio.Future[Outcome]) -> Outcome:
         """What became of a call."""
         try:
-            async with time_limit(self._timeout_s + GRACE_S):
+            async with time_limit(self._program.timeout_s + GRACE_S):
                 return await asyncio.shield(reply)
         except TimeoutError:
             if number in self.pending:
@@ -190,12 +187,9 @@ class _Process(Worker):
         """Pass replies on until the process ends or sends something else."""
         decode = msgspec.json.Decoder(Reply).decode
         pending = self.pending
-        with contextlib.suppress(EOFError, OSError, ValueError, RecursionError, KeyError):
+        with contextlib.suppress(OSError, ValueError, RecursionError, KeyError):
             while True:
-                [size] = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                if size > REPLY_BYTES:
-                    break
-                reply = decode(await reader.readexactly(size))
+                reply = decode(await reader.readline())
                 pending.pop(reply.number).set_result(reply)
         if self._writer is writer:
             await self.end()
@@ -278,7 +272,7 @@ class EnvironmentPool:
         """The process with the fewest episodes."""
         return min(self._processes, key=lambda process: len(process.episodes))
 
-    def episode(self, row: Mapping[str, Any]) -> Episode:
+    def episode(self, row: dict[str, Any]) -> Episode:
         """An episode of a row, for one caller and `async with`."""
         return Episode(self, row)
 
@@ -289,12 +283,12 @@ class Episode:
     Its calls raise EnvironmentFailed, and RuntimeError once the pool has ended.
     """
 
-    def __init__(self, pool: EnvironmentPool, row: Mapping[str, Any]):
+    def __init__(self, pool: EnvironmentPool, row: dict[str, Any]):
         self.process: _Process | None = None
         """Where it lives; None before the first call, and after its process ended."""
         self._pool = pool
-        self._row = dict(row)
-        self._key = hashlib.sha256(encoded(self._row)).digest()
+        self._row = row
+        self._key = hashlib.sha256(encoded(row)).digest()
         self._number = 0
         """In its process."""
         self._past: list[tuple[Response | None, bytes]] = []
@@ -309,15 +303,12 @@ class Episode:
             self._pool.outages.ended("")
 
     async def reset(self) -> tuple[Message, ...]:
-        """Begin; the first messages. May be called again."""
-        self._leave()
-        self._past.clear()
+        """Begin; the first messages. Is called once."""
         self._pool.counters["episodes"] += 1
         return (await self._call(None)).messages
 
     async def step(self, response: Response) -> Turn:
         """What the environment returns for a response of the policy."""
-        assert self._past, "reset"
         self._pool.counters["steps"] += 1
         return await self._call(response)
 
@@ -325,38 +316,36 @@ class Episode:
         ended = self._pool.ended
         if ended.done():
             ended.result()
-        async with race(self._tries(response), asyncio.shield(ended)) as [turn, _]:
-            if ended.done():
-                ended.result()
-        return turn.result()
+        async with race(asyncio.shield(ended), self._tries(response)) as tasks:
+            turn: Turn = next(task.result() for task in tasks if task.done())
+        return turn
 
     async def _tries(self, response: Response | None) -> Turn:
-        """The turn of the first try that succeeds. Raises EnvironmentFailed after the last."""
+        """The turn of the first try that succeeds. Raises EnvironmentFailed after the last.
+
+        That failure may be the episode's own, and the pool ends if too many episodes failed.
+        """
+        pool = self._pool
         suspect = False
         for pause_s in (*outages.PAUSES_S[: outages.TRIES - 1], None):
             try:
-                turn = await (self._try_alone(response) if suspect else self._try(response, self._pool.emptiest))
+                turn = await (self._try_alone(response) if suspect else self._try(response, pool.emptiest))
             except EnvironmentFailed as failure:
                 suspect = suspect or failure.ended
                 if failure.alone:
-                    self._pool.outages.tried(True, self._key)
+                    pool.outages.tried(True, self._key)
                 if pause_s is None or failure.reason == "changed":
-                    self._judge(failure)
+                    self._past.clear()
+                    pool.counters[failure.reason] += 1
+                    failure.repeated = failure.alone and pool.outages.alone(self._key)
+                    pool.end(pool.outages.ended(str(failure).strip().splitlines()[-1]))
                     raise
                 if failure.reason in PAUSED:
                     await asyncio.sleep(pause_s)
             else:
-                self._pool.outages.tried(False)
+                pool.outages.tried(False)
                 return turn
         raise AssertionError
-
-    def _judge(self, failure: EnvironmentFailed) -> None:
-        """Say whether the failure of the last try is the episode's own, and end the pool if too many failed."""
-        self._past.clear()
-        pool = self._pool
-        pool.counters[failure.reason] += 1
-        failure.repeated = failure.alone and pool.outages.alone(self._key)
-        pool.end(pool.outages.ended(str(failure).strip().splitlines()[-1]))
 
     async def _try_alone(self, response: Response | None) -> Turn:
         async with self._pool.alone:

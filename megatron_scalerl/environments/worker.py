@@ -1,11 +1,11 @@
 """An environment process: `python -m megatron_scalerl.environments.worker`, started and killed by the pool.
 
 It imports the user's class, reports what the class declares, and then serves many episodes at once. An episode has
-an object of the class; it never runs two calls at once. Frames:
+an object of the class; it never runs two calls at once. After the setup each side sends lines of JSON:
 
     setup      of `processes.worker`: Setup; the reply's body is Declared
-    request    LENGTH, Request as JSON: reset with a row, step with a response; with neither the episode is closed
-    reply      LENGTH, Reply as JSON; a close has none
+    request    Request: reset with a row, step with a response; with neither the episode is closed
+    reply      Reply; a close has none
 
 Methods that are coroutines run on the event loop and are cancelled after the time limit; others run in threads, which
 nothing can stop: the pool kills the process. What an environment prints goes to the log of the process, never into
@@ -19,7 +19,6 @@ import os
 import resource
 import signal
 import socket
-import struct
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -34,12 +33,12 @@ from megatron_scalerl.record import record
 from megatron_scalerl.rewards.limits import MIB, lower
 from megatron_scalerl.rewards.worker import check_signature, imported, is_unavailable
 
-LENGTH = struct.Struct("!I")
-"""Bytes of the JSON that follows."""
 TURN_BYTES = 2**20
 """Most bytes of what a call returns, as JSON in UTF-8."""
 ERROR_CHARS = 4000
 """Last characters of a traceback that are sent."""
+REQUEST_BYTES = 2**32
+"""Most bytes of a request, which has a row of the run."""
 THREADS = 4096
 """Most calls at once of methods that are no coroutines."""
 Failure = Literal["", "raised", "unavailable", "invalid", "oversized", "hung"]
@@ -186,26 +185,22 @@ def load(name: str) -> tuple[type, Declared]:
 async def _serve(connection: socket.socket, kind: type, timeout_s: float) -> None:
     """Answer requests until the pool closes the socket."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS))
-    reader, writer = await asyncio.open_unix_connection(sock=connection)
+    reader, writer = await asyncio.open_unix_connection(sock=connection, limit=REQUEST_BYTES)
     episodes: dict[int, list[Any]] = {}
 
     async def answer(request: Request, place: list[Any]) -> None:
         reply = msgspec.json.encode(await _reply(request, kind, place, timeout_s))
-        writer.write(LENGTH.pack(len(reply)) + reply)
+        writer.write(reply + b"\n")
 
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                [size] = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                # not by msgspec, which refuses the NaN of a row
-                request = msgspec.convert(json.loads(await reader.readexactly(size)), Request)
-                place = episodes.setdefault(request.episode, [])
-                if request.row is None and request.response is None:
-                    del episodes[request.episode]
-                else:
-                    tasks.create_task(answer(request, place))
-    except* (EOFError, OSError):
-        pass
+    async with asyncio.TaskGroup() as tasks:
+        async for line in reader:
+            # not by msgspec, which refuses the NaN of a row
+            request = msgspec.convert(json.loads(line), Request)
+            place = episodes.setdefault(request.episode, [])
+            if request.row is None and request.response is None:
+                del episodes[request.episode]
+            else:
+                tasks.create_task(answer(request, place))
 
 
 def main() -> None:

@@ -6,15 +6,12 @@ import itertools
 import os
 import random
 import stat
-import struct
 import subprocess
 import sys
 import threading
 import time
 import urllib.error
 from pathlib import Path
-
-from megatron_scalerl.environments import worker
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
 
@@ -180,23 +177,25 @@ def _child(path):
 
 
 def _forge(data):
-    """Writes to each socket of this process; one of them is the pool's."""
-    for descriptor in range(3, 100):
-        with contextlib.suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                os.write(descriptor, data)
+    """Writes to each socket of this process, more than a buffer holds; one of them is the pool's."""
+    for _ in range(40):
+        for descriptor in range(3, 100):
+            with contextlib.suppress(OSError):
+                if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    os.write(descriptor, data)
+        time.sleep(0.01)
     time.sleep(10**6)
 
 
 def framed(data):
-    return worker.LENGTH.pack(len(data)) + data
+    return data + b"\n"
 
 
 REPLY = b'"turn":null,"failure":"","error":""}'
 FORGED = {
     "garbage": framed(b"x" * 100),
     "unknown": framed(b'{"number":123456789,' + REPLY) * 1000,
-    "huge": struct.pack("!I", 2**32 - 1) + b"x" * 1000,
+    "huge": b"x" * 2**22,
     "deep": framed(b'{"number":1,"turn":' + b"[" * 50_000 + b"]" * 50_000 + b',"failure":"","error":""}'),
     "reason": framed(b'{"number":1,' + REPLY.replace(b'e":""', b'e":"own"')),
 }
