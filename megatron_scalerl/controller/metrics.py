@@ -321,9 +321,9 @@ def batch_metrics(
         metrics["turns_mean"] = sum(c.turns for c in completions) / count
         metrics["environment_tokens"] = float(sum(c.environment_tokens for c in completions))
     for group in groups:
-        for reason, count in group.lost_reasons.items():
+        for reason, lost in group.lost_reasons.items():
             key = f"lost/{reason}"
-            metrics[key] = metrics.get(key, 0.0) + count
+            metrics[key] = metrics.get(key, 0.0) + lost
     return metrics | {
         "train_completions": float(count),
         **_pass_rates_by_task(groups),
@@ -332,6 +332,7 @@ def batch_metrics(
         "lost_completions": float(sum(g.lost_completions for g in groups)),
         **_lost_shares(groups),
         "verifier_failed_share": sum(s.reason in ("timeout", "memory", "crash", "error") for s in scores) / count,
+        "environment_failed_share": sum(s.reason.startswith("environment_") for s in scores) / count,
         "completion_tokens_mean": sum(c.generated_tokens for c in completions) / count,
         "staleness_mean": sum(staleness) / len(staleness),
         "staleness_max": float(max(staleness)),

@@ -36,11 +36,11 @@ class TokenScores:
         """
         if not self._every or step % self._every:
             return
-        chosen = [(group, position) for group in _with_contrast(groups) for position in _ends(group)]
+        chosen = [(group, *sample) for group in _with_contrast(groups) for sample in _ends(group)]
         if not chosen:
             return
-        tokens = await asyncio.to_thread(lambda: [self._tokens(group, position) for group, position in chosen])
-        prompts = [list(group.prompt.token_ids) for group, _ in chosen]
+        tokens = await asyncio.to_thread(lambda: [self._tokens(group, position) for group, position, _ in chosen])
+        prompts = [list(group.prompt.token_ids[:size]) for group, _, size in chosen]
         scored = await self._fleet.trainer.token_scores([prompt + ids for prompt, ids in zip(prompts, tokens)])
         rows = [
             CompletionScores(
@@ -50,7 +50,7 @@ class TokenScores:
                 logprobs=_rounded(logprobs[len(prompt) - 1 :]),
                 entropies=_rounded(entropies[len(prompt) - 1 :]),
             )
-            for (group, position), prompt, logprobs, entropies in zip(chosen, prompts, *scored)
+            for (group, position, _), prompt, logprobs, entropies in zip(chosen, prompts, *scored)
         ]
         await asyncio.to_thread(write_scores, self._run_dir, step, rows)
 
@@ -67,11 +67,12 @@ def _with_contrast(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
     return sorted(chosen, key=lambda group: group.group_id)[:_GROUPS]
 
 
-def _ends(group: RolloutGroup) -> list[int]:
-    """Positions of the samples of the completion with the highest and of that with the lowest reward."""
+def _ends(group: RolloutGroup) -> list[tuple[int, int | None]]:
+    """(position, `types.Part.prompt_tokens`) of each sample of the completions with the highest and lowest reward."""
     rewards = [score.reward for score in group.scores]
     ends = [rewards.index(max(rewards)), rewards.index(min(rewards))]
-    return [group.positions[end] + part for end in ends for part in range(len(group.completions[end].samples))]
+    samples = [(group.positions[end], group.completions[end].samples) for end in ends]
+    return [(first + i, part.prompt_tokens) for first, parts in samples for i, part in enumerate(parts)]
 
 
 def _rounded(values: Sequence[float]) -> list[float]:

@@ -36,6 +36,7 @@ import itertools
 import os
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,15 @@ from megatron_scalerl.recipe.sections import EnvironmentSection
 from megatron_scalerl.record import record
 from megatron_scalerl.rewards import outages
 from megatron_scalerl.rewards.pool import child_environment, default_workers
+from megatron_scalerl.rewards.worker import MOST_REWARD
 
 GRACE_S = 5.0
 """Time for a process to report that a coroutine was cancelled (s)."""
 START_TIMEOUT_S = 300.0
 ENOUGH = 20
 """Tries of others on record before a failure can be an episode's own."""
+MOST_FAILURES = 20
+"""Calls of a process in a row that failed, after which it is replaced: an episode may have spoiled it."""
 REPLY_BYTES = TURN_BYTES + 2**16
 """Most bytes of a line that a process sends."""
 PAUSED = ("unavailable", "hung")
@@ -113,6 +117,8 @@ class _Process(Worker):
         self._writer: asyncio.StreamWriter | None = None
         self._starting = asyncio.Lock()
         self._started = False
+        self._failures = 0
+        """Calls in a row that failed."""
 
     async def ready(self) -> None:
         """Start the process unless it runs. Raises EnvironmentFailed."""
@@ -142,6 +148,9 @@ class _Process(Worker):
         outcome = await asyncio.shield(asyncio.create_task(self._outcome(request.number, reply)))
         if isinstance(outcome, EnvironmentFailed):
             raise outcome
+        self._failures = self._failures + 1 if outcome.failure else 0
+        if self._failures == MOST_FAILURES:
+            await self.end()
         return outcome
 
     def send(self, request: bytes) -> None:
@@ -267,10 +276,9 @@ class EnvironmentPool:
         """Ids of the processes that run."""
         return [process.pid for process in (*self._processes, self.extra) if process.pid is not None]
 
-    @property
-    def emptiest(self) -> _Process:
-        """The process with the fewest episodes."""
-        return min(self._processes, key=lambda process: len(process.episodes))
+    def emptiest(self, tried: Sequence[_Process]) -> _Process:
+        """The process with the fewest episodes, if possible not one of `tried`: it may be the process that fails."""
+        return min(self._processes, key=lambda process: (process in tried, len(process.episodes)))
 
     def episode(self, row: dict[str, Any]) -> Episode:
         """An episode of a row, for one caller and `async with`."""
@@ -327,9 +335,14 @@ class Episode:
         """
         pool = self._pool
         suspect = False
+        tried: list[_Process] = []
         for pause_s in (*outages.PAUSES_S[: outages.TRIES - 1], None):
             try:
-                turn = await (self._try_alone(response) if suspect else self._try(response, pool.emptiest))
+                if suspect:
+                    turn = await self._try_alone(response)
+                else:
+                    tried.append(self.process or pool.emptiest(tried))
+                    turn = await self._try(response, tried[-1])
             except EnvironmentFailed as failure:
                 suspect = suspect or failure.ended
                 if failure.alone:
@@ -338,7 +351,7 @@ class Episode:
                     self._past.clear()
                     pool.counters[failure.reason] += 1
                     failure.repeated = failure.alone and pool.outages.alone(self._key)
-                    pool.end(pool.outages.ended(str(failure).strip().splitlines()[-1]))
+                    pool.end(pool.outages.ended(str(failure).strip().splitlines()[-1], self._key))
                     raise
                 if failure.reason in PAUSED:
                     await asyncio.sleep(pause_s)
@@ -414,6 +427,8 @@ def _turn(data: bytes, *, first: bool) -> Turn:
             raise ValueError(f"a message needs a role ({', '.join(roles)}), and a content that is one text")
         if not all(isinstance(value, str | int | float | None) for value in message.values()):
             raise ValueError("the values of a message have to be texts, numbers, true, false or null")
+    if not abs(turn.reward or 0.0) <= MOST_REWARD:
+        raise ValueError(f"the reward is {turn.reward}; it has to be at most {MOST_REWARD:g}")
     if not turn.messages and not turn.done:
         raise ValueError("it returned no message, and the episode is not done")
     return turn

@@ -15,7 +15,6 @@ text there when it is encoded, so that the policy reads its characters. Stand-in
 is in no other text.
 """
 
-import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -81,9 +80,7 @@ class TurnRenderer:
         shown = apply_template(self._tokenizer, self._prompts, [QUESTION])
         bare = apply_template(self._tokenizer, self._prompts, [QUESTION], generation=False)
         self._opening = self._prompt.prefilled(shown).removeprefix(bare).lstrip()
-        tag, _ = tags_in(source) or NO_TAGS
-        before = rf"{re.escape(self._opening.rstrip())}\s*({re.escape(tag)})?\s*"
-        self._whole = re.compile(rf"{before}{self._key}t(\d+);.*?{self._key}a\2;", re.DOTALL)
+        self._tag, _ = tags_in(source) or NO_TAGS
         turn = PastTurn(token_ids=np.array([min(self._end_ids)]), answer_start=0)
         new = [OUTPUT if self._tools else QUESTION]
         self.next([[QUESTION], new, new], [turn, turn])
@@ -131,7 +128,9 @@ class TurnRenderer:
         if not self._prompts.chat_template:
             text = "".join(str(message["content"]) for message in messages[0])
             return [self._prompt.prefilled(self._marked(text))]
-        marked = json.loads(self._marked(json.dumps(messages, ensure_ascii=False)))
+        marked = [
+            [{name: self._marked(value) for name, value in message.items()} for message in new] for new in messages
+        ]
         conversation = list(self._prompt.with_system(marked[0]))
         for number, new in enumerate(marked[1:]):
             content = f"{self._key}a{number};"
@@ -140,8 +139,21 @@ class TurnRenderer:
                 content = f"{thought}\n\n{content}"
             conversation += [{"role": "assistant", "content": content}, *new]
         text = apply_template(self._tokenizer, self._prompts, conversation, tools=self._tools)
-        text = self._whole.sub(lambda match: f"{self._opening}{self._key}w{match[2]};", self._prompt.prefilled(text))
-        pieces = re.split(rf"{self._key}([atw]\d+);", text)
+        first, *rest = re.split(rf"{self._key}([at]\d+);", self._prompt.prefilled(text))
+        pieces = [first]
+        while rest:
+            name, text, *rest = rest
+            if name.startswith("t") and rest:
+                # the whole turn, up to the answer's mark; the opening may have lost its line end, or gained the tag
+                opening = self._opening.rstrip()
+                before = pieces[-1].rstrip()
+                if not before.endswith(opening):
+                    before = before.removesuffix(self._tag.rstrip()).rstrip()
+                if rest[0] == f"a{name[1:]}" and before.endswith(opening):
+                    pieces[-1] = before.removesuffix(opening) + self._opening
+                    name = f"w{name[1:]}"
+                    _, text, *rest = rest
+            pieces += [name, text]
         if [name.lstrip("aw") for name in pieces[1::2]] != [str(number) for number in range(len(messages) - 1)]:
             raise ValueError(
                 "prompts.chat_template: the tokenizer's template moves, repeats or drops turns of the assistant, or "
@@ -149,9 +161,11 @@ class TurnRenderer:
             )
         return pieces
 
-    def _marked(self, text: str) -> str:
-        """A text with a mark in each special token."""
-        return self._words.sub(rf"\g<0>{self._mark}", text)
+    def _marked(self, value: Any) -> Any:
+        """A text with a mark in each special token; another value as it is."""
+        if not isinstance(value, str):
+            return value
+        return self._words.sub(rf"\g<0>{self._mark}", value)
 
     def _begun(self, text: str) -> list[int]:
         """The tokens with which a context begins."""

@@ -1,6 +1,7 @@
 """Tells a failure of one answer alone from an outage of what its verifier or its environment asks."""
 
 from collections import deque
+from collections.abc import Iterable
 
 MAX_UNAVAILABLE = 64
 """Checks or episodes in a row that could not be made, after which the pool ends."""
@@ -12,6 +13,10 @@ TRIES = 3
 """Tries of what could not be made."""
 PAUSES_S = (1.0, 5.0)
 """Pauses between the tries (s)."""
+MOST_TRIES = 3
+"""Failed tries of one row that count: a bad row is no outage."""
+MOST_ENDS = 8
+"""Failed episodes of one row that count."""
 
 
 class Outages:
@@ -22,26 +27,38 @@ class Outages:
         self._noun = noun
         self._enough = enough
         self._tries: deque[tuple[bytes, bool]] = deque(maxlen=RECENT)
-        self._ends: deque[bool] = deque(maxlen=RECENT)
+        self._ends: deque[tuple[bytes, bool]] = deque(maxlen=RECENT)
 
     def tried(self, failed: bool, key: bytes = b"") -> None:
-        """Record a try. key: of what was tried."""
-        self._tries.append((key, failed))
+        """Record a try. key: of what was tried; of one key, at most MOST_TRIES failures count."""
+        if not (failed and _failures(self._tries, key) >= MOST_TRIES):
+            self._tries.append((key, failed))
 
     def alone(self, key: bytes | None = None) -> bool:
         """Whether nearly all tries succeed, the failed ones of `key` left out."""
         others = [failed for other, failed in self._tries if not failed or other != key]
         return len(others) >= self._enough and sum(others) <= ALONE * len(others)
 
-    def ended(self, why: str) -> RuntimeError | None:
-        """Record a check or an episode: made, or why not after all tries. The pool's end, if it ends."""
-        self._ends.append(bool(why))
-        in_a_row = list(self._ends)[-MAX_UNAVAILABLE:]
+    def ended(self, why: str, key: bytes = b"") -> RuntimeError | None:
+        """Record a check or an episode: made, or why not after all tries. The pool's end, if it ends.
+
+        key: of what was tried; of one key, at most MOST_ENDS failures count.
+        """
+        if why and _failures(self._ends, key) >= MOST_ENDS:
+            return None
+        self._ends.append((key, bool(why)))
+        ends = [failed for _, failed in self._ends]
+        in_a_row = ends[-MAX_UNAVAILABLE:]
         if not why:
             return None
         if len(in_a_row) == MAX_UNAVAILABLE and all(in_a_row):
             return RuntimeError(f"{MAX_UNAVAILABLE} {self._noun} in a row could not be made, the last: {why}")
-        if len(self._ends) == RECENT and sum(self._ends) > RECENT // 2:
-            share = f"{sum(self._ends)} of the last {RECENT} {self._noun}"
+        if len(ends) == RECENT and sum(ends) > RECENT // 2:
+            share = f"{sum(ends)} of the last {RECENT} {self._noun}"
             return RuntimeError(f"{share} could not be made, the last: {why}")
         return None
+
+
+def _failures(record: Iterable[tuple[bytes, bool]], key: bytes) -> int:
+    """Failures of a key on record; none of the empty key, which names nothing."""
+    return sum(failed and other == key != b"" for other, failed in record)

@@ -35,6 +35,8 @@ from megatron_scalerl.rewards.limits import (
 
 RETIRE_GROWTH = 2.0
 """A worker that grew by this many times `memory_mb` since it loaded its verifier is replaced: checks may leak."""
+MOST_REWARD = 1e6
+"""Largest absolute value of a reward: the squares of larger ones overflow in a batch's spread."""
 CONNECTION_ERRORS = frozenset(
     [
         "ClientConnectionError",
@@ -150,8 +152,8 @@ def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
             value = value.item()
         if not isinstance(value, bool):
             value = float(value)
-            if value - value != 0.0:
-                raise ValueError(f"a verifier has to return a bool or a finite float; it returned {value}")
+            if not abs(value) <= MOST_REWARD:
+                raise ValueError(f"a verifier returns a bool or a float up to {MOST_REWARD:g}; it returned {value}")
     except MemoryError:
         return Outcome(limit="memory")
     except TimeLimitExceeded:

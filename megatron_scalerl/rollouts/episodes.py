@@ -17,12 +17,12 @@ cache has its context as long as the weights stay the same.
 
 What fails in the environment is no reward (`environments.pool`): the episode is lost, or begins anew if a fresh
 environment answers the same responses differently. A failure that is the episode's own is scored as the environment
-declares. A failure of a reset that is its row's own leaves the prompt out.
+declares. A prompt whose episodes fail by themselves, OWN_FAILURES in a row, is left out.
 """
 
 import asyncio
 import contextlib
-import math
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -46,6 +46,10 @@ from megatron_scalerl.types import CompletionLost, ExpertChoices, Prompt
 
 TRIES = 3
 """Tries of an episode whose environment answers the same responses differently."""
+OWN_REASONS = ("prompt", "template", "time", "changed")
+"""Failures that are no outage."""
+OWN_FAILURES = 16
+"""Episodes of a prompt in a row that failed by themselves, after which it is left out."""
 
 
 class Trace:
@@ -75,7 +79,8 @@ class Trace:
     @property
     def thinking(self) -> int:
         """Tokens of thinking in all turns."""
-        return sum(turn.answer_start for turn in self.turns)
+        # all of a turn in which thinking did not end
+        return sum(turn.answer_start or len(turn.token_ids) for turn in self.turns)
 
     def add_turn(self, decoded: Decoded) -> None:
         """Append a turn of the policy."""
@@ -93,6 +98,8 @@ class Trace:
             size = min(len(ids), len(self._prompt))
             differing = np.flatnonzero(ids[:size] != self._prompt[:size])
             shared = int(min([size, *differing]))
+            if not shared:
+                raise EnvironmentFailed("the chat template changes the first token of the prompt", reason="template")
             self.shared.append(shared)
             self.context = ids[:shared].tolist()
             ids = ids[shared:]
@@ -152,12 +159,14 @@ class EpisodeSampler(Sampler):
         self._most_tokens = plans.most_tokens
         self._most_prompt_tokens = recipe.prompts.max_prompt_tokens
         self._problems: dict[str, str] = {}
-        """Prompts of which no episode can begin, with the reason."""
+        """Prompts of which no episode ends, with the reason."""
+        self._failures: Counter[str] = Counter()
+        """Episodes of each prompt in a row that failed by themselves."""
         self._verified: set[str] = set()
         """Prompts with an episode that the verifier has scored."""
 
     async def problem_of(self, prompt: Prompt) -> str:
-        """Why a prompt cannot be learned from, after its first episodes: none can begin, or none may be paid."""
+        """Why a prompt cannot be learned from, after its first episodes: all fail, or none may be paid."""
         problem = self._problems.get(prompt.prompt_id, "")
         if problem or prompt.prompt_id not in self._verified:
             return problem
@@ -175,18 +184,26 @@ class EpisodeSampler(Sampler):
             return await super().complete(engine, prompt, draw, priority=priority, max_tokens=max_tokens)
         for _ in range(TRIES):
             try:
-                return await self._episode(engine, prompt, draw, priority)
+                result = await self._episode(engine, prompt, draw, priority)
             except EnvironmentFailed as failure:
                 lost = CompletionLost(str(failure), reason=f"environment_{failure.reason}")
+                own = failure.repeated or failure.reason in OWN_REASONS
                 if failure.reason != "changed":
                     break
+            else:
+                del self._failures[prompt.prompt_id]
+                return result
+        if own:
+            self._failures[prompt.prompt_id] += 1
+        if self._failures[prompt.prompt_id] >= OWN_FAILURES:
+            self._problems[prompt.prompt_id] = str(lost)
         raise lost
 
     async def _episode(self, engine: EngineClient, prompt: Prompt, draw: Draw, priority: int) -> ScoredCompletion:
         """One try of an episode. Raises EnvironmentFailed."""
         row = prompt.row
         async with self._environments.episode(row) as environment:
-            first, ids = await self._first(environment, prompt)
+            first, ids = await self._first(environment)
             prompt = replace(prompt, token_ids=tuple(ids.tolist()))
             trace = Trace(ids)
             try:
@@ -200,21 +217,16 @@ class EpisodeSampler(Sampler):
                     ) from None
         return await self._scored(prompt, trace, draw)
 
-    async def _first(self, environment: Episode, prompt: Prompt) -> tuple[Sequence[Message], np.ndarray]:
+    async def _first(self, environment: Episode) -> tuple[Sequence[Message], np.ndarray]:
         """The first messages, and their ids [P]. Raises EnvironmentFailed."""
-        try:
-            messages = await environment.reset()
-            ids, _ = await self._rendered([messages], [])
-            if len(ids) > self._most_prompt_tokens:
-                raise EnvironmentFailed(
-                    f"the environment's first messages have {len(ids)} tokens, and prompts.max_prompt_tokens is "
-                    f"{self._most_prompt_tokens}",
-                    reason="prompt",
-                )
-        except EnvironmentFailed as failure:
-            if failure.repeated or failure.reason in ("prompt", "template"):
-                self._problems[prompt.prompt_id] = str(failure)
-            raise
+        messages = await environment.reset()
+        ids, _ = await self._rendered([messages], [])
+        if not 1 <= len(ids) <= self._most_prompt_tokens:
+            raise EnvironmentFailed(
+                f"the environment's first messages have {len(ids)} tokens; they need at least 1, and at most "
+                f"prompts.max_prompt_tokens, {self._most_prompt_tokens}",
+                reason="prompt",
+            )
         return messages, ids
 
     async def _turns(
@@ -243,8 +255,6 @@ class EpisodeSampler(Sampler):
                 return
             if turn.reward is not None:
                 trace.rewards.append(turn.reward)
-            if not math.isfinite(sum(trace.rewards)):
-                raise EnvironmentFailed(f"the sum of the rewards {trace.rewards[-2:]} is infinite", reason="invalid")
             trace.truncated = not turn.done
             if turn.done or not left:
                 return
@@ -283,6 +293,7 @@ class EpisodeSampler(Sampler):
         parts = trace.parts(draw)
         completion = facts_of_parts(parts, trace.shared)
         sampled = completion.sampled_tokens
+        total = float(sum(trace.rewards))
         if trace.failure:
             score = self._verifier.paid(False, prompt, tokens=sampled)
             score = replace(score, reason=f"environment_{trace.failure}")
@@ -291,10 +302,12 @@ class EpisodeSampler(Sampler):
                 self._verified.add(prompt.prompt_id)
             score = await self._verifier.score(trace.text, prompt, truncated=trace.truncated, tokens=sampled)
         else:
-            value = trace.rewards[0]
-            if len(trace.rewards) > 1:
-                value = float(sum(trace.rewards))
+            value = trace.rewards[-1]
+            if not all(isinstance(reward, bool) for reward in trace.rewards):
+                value = total
             score = self._verifier.paid(value, prompt, tokens=sampled)
+        if trace.failure or trace.truncated:  # costs so far are not saved by breaking off
+            score = replace(score, reward=min(score.reward, total))
         return ScoredCompletion(prompt=prompt, completion=completion, parts=tuple(map(write, parts)), score=score)
 
 

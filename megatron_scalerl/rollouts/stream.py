@@ -366,7 +366,7 @@ class RolloutStream:
         if admission.recorded is not None:
             await self._repeated(admission.recorded, kept, evicted=evicted)
             return
-        problem = await self._problem_of(admission.prompt)
+        problem = await self._problem_of(admission.prompt, again=not kept and not evicted)
         if problem:
             logger.warning(
                 "group %d is left out: prompt %s cannot be learned from: %s",
@@ -415,12 +415,16 @@ class RolloutStream:
 
     async def _finish(self, admission: Admission, kept: Sequence[ScoredCompletion], lost: Counter[str]) -> None:
         """Write a group to the disk; it is ready then. kept: its completions. lost: reasons of the others."""
-        prompt = kept[0].prompt
-        if any(scored.prompt != prompt for scored in kept):
+        [(tokens, number)] = Counter(scored.prompt.token_ids for scored in kept).most_common(1)
+        if 2 * number <= len(kept) > 1:
             raise RuntimeError(
-                f"prompt {prompt.prompt_id}: reset gave different messages for one row, and the episodes of a group "
-                "are compared with each other; let the messages depend on the row alone"
+                f"prompt {admission.prompt.prompt_id}: reset gave different messages for one row, and the episodes "
+                "of a group are compared with each other; let the messages depend on the row alone"
             )
+        if number < len(kept):
+            lost += Counter({"prompt_changed": len(kept) - number})
+            kept = [scored for scored in kept if scored.prompt.token_ids == tokens]
+        prompt = kept[0].prompt
         group = RolloutGroup(
             group_id=admission.group_id,
             prompt=prompt,
@@ -440,15 +444,18 @@ class RolloutStream:
             self._ready[group.group_id] = group
             self._changed.notify_all()
 
-    async def _problem_of(self, prompt: Prompt) -> str:
-        """Why a prompt cannot be learned from, empty if it can; a prompt that was never tried is tried now."""
-        problem = self._problems.get(prompt.prompt_id, "")
-        if problem is not None:
-            return problem
+    async def _problem_of(self, prompt: Prompt, *, again: bool) -> str:
+        """Why a prompt cannot be learned from, empty if it can; a prompt that was never tried is tried now.
+
+        again: it is tried once more, as a whole group was lost.
+        """
+        known = self._problems.get(prompt.prompt_id, "")
+        if known or (known == "" and not again):
+            return known
         try:
             problem = await self._sampler.problem_of(prompt)
         except CompletionLost as lost:  # by the verifier: the prompt is tried again when it is drawn again
-            return str(lost)
+            return "" if again else str(lost)
         self._problems[prompt.prompt_id] = problem
         return problem
 

@@ -10,7 +10,6 @@ from megatron_scalerl.environments.response import ToolCall
 FORMATS = {
     "<function=": ("qwen3.5", "<tool_call>"),
     "<arg_key>": ("glm", "<tool_call>"),
-    "```json": ("deepseek-v3", "<｜tool▁calls▁begin｜>"),
     '"arguments":': ("qwen3", "<tool_call>"),
 }
 """Text in a chat template -> (name of the parser, token with which calls begin)."""

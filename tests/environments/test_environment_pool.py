@@ -98,8 +98,8 @@ REFUSED = {
     "users_environments:NoStep": "the class has no method step",
     "users_environments:NoRow": "reset: it has to take .self, row.; it is reset.self.",
     "users_environments:Configured": "it has to take ..; it is Configured.size.",
-    "users_environments:BadTools": "tools or repeated_failure cannot be used",
-    "users_environments:BadRepeated": "tools or repeated_failure cannot be used",
+    "users_environments:BadTools": "tools has to be a list of JSON objects",
+    "users_environments:BadRepeated": "tools has to be a list of JSON objects",
     "exiting:Class": "its process was not ready within 300 s .its exit with code 3.$",
 }
 

@@ -227,9 +227,25 @@ def test_without_a_template_messages_follow_each_other_and_no_token_comes_of_two
     assert tokenizer.decode(ids) == "<|im_end|><think>" and len(ids) == 11
 
 
+def test_white_space_of_an_environment_is_rendered_at_once():
+    """A pattern that tries each place of a run of blanks would take minutes here."""
+    tokenizer, turns = renderer(TURNS + OPEN, **NO_TAGS)
+    table = user("a" + " " * 200_000 + "b")
+    ids, rewritten = turns.next([user("x"), table], [past(tokenizer, "7<|im_end|>")])
+    assert not rewritten and len(ids) > 1000
+
+
+def test_the_quote_of_json_in_a_special_token_does_not_hide_it():
+    tokenizer, turns = renderer(TURNS + OPEN, **NO_TAGS)
+    tokenizer.add_special_tokens({"additional_special_tokens": ['<|"|>']})
+    [quote] = tokenizer.encode('<|"|>', add_special_tokens=False)
+    _, turns = renderer(TURNS + OPEN, tokenizer=tokenizer, **NO_TAGS)
+    assert quote not in turns.first(user('<|"|>'))
+
+
 REFUSED = {
     "counts": (TURNS.replace("{{ m.con", "{{ loop.index }} {{ m.con") + OPEN, {}, "before turn 3 differently"),
-    "other end": (TURNS.replace("<|im_end|>", "</s>") + OPEN, {}, r"an answer with '</s>.*none of .* \[259\]$"),
+    "other end": (TURNS.replace("<|im_end|>", "</s>") + OPEN, {}, r"an answer with '</s>.*none of .* \[259\]; add it"),
     "drops answers": (CHATML.replace("m.content", "m.content[:1]"), {}, "moves, repeats or drops turns"),
     "repeats": (TURNS + TURNS + OPEN, {}, "moves, repeats or drops turns"),
     "gpt-oss": (GPT_OSS, {
