@@ -236,10 +236,11 @@ def test_white_space_of_an_environment_is_rendered_at_once():
 
 
 def test_the_quote_of_json_in_a_special_token_does_not_hide_it():
-    tokenizer, turns = renderer(TURNS + OPEN, **NO_TAGS)
+    tokenizer = turns_tokenizer(TURNS + OPEN, end="<|im_end|>", bos=None)
     tokenizer.add_special_tokens({"additional_special_tokens": ['<|"|>']})
     [quote] = tokenizer.encode('<|"|>', add_special_tokens=False)
-    _, turns = renderer(TURNS + OPEN, tokenizer=tokenizer, **NO_TAGS)
+    prompts = PromptsSection(**SETTLED | {"chat_template": True} | NO_TAGS)
+    turns = TurnRenderer(tokenizer, prompts, end_ids=[tokenizer.eos_token_id], thinking="keep")
     assert quote not in turns.first(user('<|"|>'))
 
 
