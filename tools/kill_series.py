@@ -5,9 +5,9 @@
 The run of tools/kill_matrix.py with stand-in engines, but longer: SIGKILL of a random process at a random moment up
 to four seconds after the run went on from the last kill, --kills times in a run, until each kind of process has had
 --tries kills; with --environment the completions are episodes of several turns, and environment processes are killed,
-too. Every run must end with the weights, pass rates and batches of the run without faults, bit for bit; a
-wrong one counts against all of its kills. One JSON row per kill is appended to OUT/rows.jsonl, in the form of
-kill_matrix.py, whose --table reads them, once its run has ended; a second call continues with the next run.
+too, in an OUT of its own. Every run must end with the weights, pass rates and batches of the run without faults, bit
+for bit; a wrong one counts against all of its kills. One JSON row per kill is appended to OUT/rows.jsonl, in the form
+of kill_matrix.py, whose --table reads them, once its run has ended; a second call continues with the next run.
 """
 
 import json
