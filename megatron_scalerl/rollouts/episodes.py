@@ -62,70 +62,63 @@ class Trace:
         self.truncated = True
         """Whether a limit ended the episode: so it is until the environment ends it."""
         self.failure = ""
-        """The failure of the environment that is this episode's own, in one word."""
-        self.prompt_tokens = len(prompt)
+        """The failure of the environment that is this episode's own, in one word; it is wrong then."""
         self.shared = [len(prompt)]
         """Tokens of the prompt with which each part begins."""
         self._prompt = prompt
-        self._parts: list[RolloutArrays] = []
-        """The parts before the current one."""
-        self._pieces: list[RolloutArrays] = []
-        """The current part: turns, and what the environment wrote between them."""
-
-    @property
-    def thinking(self) -> int:
-        """Tokens of thinking in all turns."""
-        return sum(turn.answer_start for turn in self.turns)
+        self._parts: list[list[RolloutArrays]] = [[]]
+        """The parts, each in pieces: turns, and what the environment wrote between them."""
 
     def add_turn(self, decoded: Decoded) -> None:
         """Append a turn of the policy."""
         arrays = read(decoded.data)
         self.turns.append(PastTurn(token_ids=arrays.token_ids, answer_start=decoded.answer_start))
         self.text = decoded.text
-        self._pieces.append(arrays)
+        self._parts[-1].append(arrays)
         self.context += arrays.token_ids.tolist()
 
     def add_messages(self, ids: np.ndarray, *, rewritten: bool) -> None:
         """Append ids of the environment's messages [N]; or begin a part, of which they are the whole context."""
-        version = int(self._pieces[-1].policy_versions[-1])
+        turn = self._parts[-1][-1]
         if rewritten:
-            self._end_part()
+            self._parts.append([])
             size = min(len(ids), len(self._prompt))
-            differing = np.flatnonzero(ids[:size] != self._prompt[:size])
-            shared = int(min([size, *differing]))
+            shared = int(np.cumprod(ids[:size] == self._prompt[:size]).sum())
             self.shared.append(shared)
             self.context = ids[:shared].tolist()
             ids = ids[shared:]
         if len(ids):
-            self._pieces.append(_environment(ids, version))
+            self._parts[-1].append(_environment(ids, turn))
             self.context += ids.tolist()
 
     def parts(self, draw: Draw) -> list[RolloutArrays]:
         """The samples of the episode, which ends."""
-        if len(self._pieces[-1].environment):  # a limit came before the next turn
-            self._pieces.pop()
-        if self._pieces:
-            self._end_part()
-        parts = [replace(part, seed=draw.seed, thinking_cut=draw.thinking_cut) for part in self._parts]
-        return [*parts[:-1], replace(parts[-1], truncated=self.truncated)]
+        if len(self._parts[-1][-1].environment):  # a limit came before the next turn
+            self._parts[-1].pop()
+        return [
+            replace(
+                joined(pieces),
+                seed=draw.seed,
+                thinking_cut=draw.thinking_cut,
+                truncated=self.truncated,
+                expert_choices=_choices(pieces),
+            )
+            for pieces in self._parts
+            if pieces
+        ]
 
-    def _end_part(self) -> None:
-        self._parts.append(replace(joined(self._pieces), expert_choices=_choices(self._pieces)))
-        self._pieces = []
 
-
-def _environment(ids: np.ndarray, version: int) -> RolloutArrays:
-    """Ids [N] that the environment wrote."""
+def _environment(ids: np.ndarray, turn: RolloutArrays) -> RolloutArrays:
+    """Ids [N] that the environment wrote after a turn."""
     size = len(ids)
-    return RolloutArrays(
-        token_ids=ids.astype("<u4"),
+    return replace(
+        turn,
+        token_ids=ids,
         rollout_logprobs=np.zeros(size, "<f4"),
-        policy_versions=np.full(size, version, np.int64),
+        policy_versions=np.repeat(turn.policy_versions[-1:], size),
         loss_mask=np.zeros(size, bool),
         interrupted=False,
-        truncated=False,
-        thinking_cut=0,
-        seed=0,
+        expert_choices=None,
         environment=np.array([[0, size]], np.int64),
     )
 
@@ -237,6 +230,7 @@ class EpisodeSampler(Sampler):
                     raise
                 trace.truncated = False
                 trace.failure = failure.reason
+                trace.rewards = [False]
                 return
             if turn.reward is not None:
                 trace.rewards.append(turn.reward)
@@ -247,13 +241,9 @@ class EpisodeSampler(Sampler):
                 return
             messages.append(turn.messages)
             ids, rewritten = await self._rendered(messages, trace.turns)
-            if rewritten:
-                context = len(ids)
-            else:
-                context = len(trace.context) + len(ids)
-            if context >= trace.prompt_tokens + self._most_tokens:
-                return
             trace.add_messages(ids, rewritten=rewritten)
+            if self._room(trace) <= 0:
+                return
 
     async def _rendered(
         self, messages: Sequence[Sequence[Message]], turns: Sequence[PastTurn]
@@ -270,20 +260,21 @@ class EpisodeSampler(Sampler):
         settings = self._settings
         draw = self._plans.turn(draw, len(trace.turns))
         if settings.thinking_tokens is not None:
-            left = max(1, settings.thinking_tokens - trace.thinking)
+            left = max(1, settings.thinking_tokens - sum(turn.answer_start for turn in trace.turns))
             draw = replace(draw, thinking_cut=min(draw.thinking_cut, left))
         spec = self._plans.spec(draw, priority)
-        room = trace.prompt_tokens + self._most_tokens - len(trace.context)
+        room = self._room(trace)
         return replace(spec, max_tokens=min(spec.max_tokens, room, settings.turn_tokens or room))
+
+    def _room(self, trace: Trace) -> int:
+        """Tokens that are left of the episode."""
+        return trace.shared[0] + self._most_tokens - len(trace.context)
 
     async def _scored(self, prompt: Prompt, trace: Trace, draw: Draw) -> ScoredCompletion:
         parts = trace.parts(draw)
         completion = facts_of_parts(parts, trace.shared)
         sampled = completion.sampled_tokens
-        if trace.failure:
-            score = self._verifier.paid(False, prompt, tokens=sampled)
-            score = replace(score, reason=f"environment_{trace.failure}")
-        elif trace.truncated or not trace.rewards:
+        if trace.truncated or not trace.rewards:
             if not trace.truncated:
                 self._verified.add(prompt.prompt_id)
             score = await self._verifier.score(trace.text, prompt, truncated=trace.truncated, tokens=sampled)
@@ -292,6 +283,8 @@ class EpisodeSampler(Sampler):
             if len(trace.rewards) > 1:
                 value = float(sum(trace.rewards))
             score = self._verifier.paid(value, prompt, tokens=sampled)
+        if trace.failure:
+            score = replace(score, reason=f"environment_{trace.failure}")
         return ScoredCompletion(prompt=prompt, completion=completion, parts=tuple(map(write, parts)), score=score)
 
 
@@ -309,11 +302,11 @@ async def sampling(
     plans: of which all others differ in budgets alone. Raises as `DecoderPool` and `EnvironmentPool`.
     """
     async with contextlib.AsyncExitStack() as running:
-        if recipe.environment.name is None:
-            decoders = await running.enter_async_context(DecoderPool(recipe, tokenizer, plans, logs=logs))
-            yield partial(Sampler, decoders=decoders, verifier=verifier)
-            return
-        environments = await running.enter_async_context(EnvironmentPool(recipe.environment, logs=logs))
-        tools = environments.tools
+        tools: Sequence[dict[str, Any]] = ()
+        sampler: Callable[..., Sampler] = Sampler
+        if recipe.environment.name is not None:
+            environments = await running.enter_async_context(EnvironmentPool(recipe.environment, logs=logs))
+            tools = environments.tools
+            sampler = partial(EpisodeSampler, recipe, environments=environments)
         decoders = await running.enter_async_context(DecoderPool(recipe, tokenizer, plans, logs=logs, tools=tools))
-        yield partial(EpisodeSampler, recipe, environments=environments, decoders=decoders, verifier=verifier)
+        yield partial(sampler, decoders=decoders, verifier=verifier)
