@@ -72,10 +72,11 @@ class Trace:
     def add_turn(self, decoded: Decoded) -> None:
         """Append a turn of the policy."""
         arrays = read(decoded.data)
-        self.turns.append(PastTurn(token_ids=arrays.token_ids, answer_start=decoded.answer_start))
+        ids = arrays.token_ids.tolist()
+        self.turns.append(PastTurn(token_ids=tuple(ids), answer_start=decoded.answer_start))
         self.text = decoded.text
         self._parts[-1].append(arrays)
-        self.context += arrays.token_ids.tolist()
+        self.context += ids
 
     def add_messages(self, ids: np.ndarray, *, rewritten: bool) -> None:
         """Append ids of the environment's messages [N]; or begin a part, of which they are the whole context."""
