@@ -11,6 +11,7 @@ Then the same episodes with tools that take --tool-seconds: the share of time in
 
 import asyncio
 import contextlib
+import itertools
 import random
 import statistics
 import tempfile
@@ -195,6 +196,7 @@ async def measure(folder, o):
         running.push_async_callback(process.stop)
         await process.start()
         verifier = await running.enter_async_context(VerifierPool(recipes["single"].rewards))
+        labels = itertools.count(1)
         samplers = {}
         for arm, found in recipes.items():
             pools = sampling(found, tokenizer, plans[arm], verifier=verifier, logs=folder)
@@ -202,7 +204,7 @@ async def measure(folder, o):
 
         async def figures_of(arm, seconds=0.0):
             # another label: no round gets the cached prefixes of one before
-            await process.client.set_version(process.client.version + 1)
+            await process.client.set_version(next(labels))
             work = jobs(o, arm, plans, tokenizer, seconds=seconds)
             return await measure_arm(process, samplers[arm], list(work), o.in_flight)
 
