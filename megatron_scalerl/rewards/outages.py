@@ -36,12 +36,11 @@ class Outages:
     def ended(self, why: str) -> RuntimeError | None:
         """Record a check or an episode: made, or why not after all tries. The pool's end, if it ends."""
         self._ends.append(bool(why))
-        in_a_row = list(self._ends)[-MAX_UNAVAILABLE:]
-        if not why:
+        ends = list(self._ends)
+        if why and ends[-MAX_UNAVAILABLE:] == [True] * MAX_UNAVAILABLE:
+            many = f"{MAX_UNAVAILABLE} {self._noun} in a row"
+        elif why and len(ends) == RECENT and sum(ends) > RECENT // 2:
+            many = f"{sum(ends)} of the last {RECENT} {self._noun}"
+        else:
             return None
-        if len(in_a_row) == MAX_UNAVAILABLE and all(in_a_row):
-            return RuntimeError(f"{MAX_UNAVAILABLE} {self._noun} in a row could not be made, the last: {why}")
-        if len(self._ends) == RECENT and sum(self._ends) > RECENT // 2:
-            share = f"{sum(self._ends)} of the last {RECENT} {self._noun}"
-            return RuntimeError(f"{share} could not be made, the last: {why}")
-        return None
+        return RuntimeError(f"{many} could not be made, the last: {why}")
