@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -50,4 +49,4 @@ def past(tokenizer, answer, *, thought=None):
     """A turn of these tokens; with a thought, the policy closes it."""
     thinking = [] if thought is None else ids_of(tokenizer, f"\n{thought}\n</think>")
     ids = [*thinking, *ids_of(tokenizer, answer)]
-    return PastTurn(token_ids=np.array(ids, dtype=np.uint32), answer_start=len(thinking))
+    return PastTurn(token_ids=tuple(ids), answer_start=len(thinking))

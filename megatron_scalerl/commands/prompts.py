@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     for task in tasks_of(recipe):
         prompts_of_task = [prompt for prompt in prompts.training if prompt.task == task.name]
         if task.episodes:
-            asyncio.run(_show_episode(recipe, prompts_of_task[0], arguments.response, tokenizer, ends, console))
+            asyncio.run(_show_episode(recipe, prompts_of_task[0], arguments.response, tokenizer, console))
         else:
             _show_task(task, prompts_of_task, arguments.count, tokenizer, console)
     low, high = recipe.interruption.thinking_tokens
@@ -118,28 +118,19 @@ async def _show_episode(
     prompt: Prompt,
     responses: Sequence[str] | None,
     tokenizer: Any,
-    ends: Sequence[int],
     console: Console,
 ) -> None:
     """An episode with these responses. Raises EnvironmentFailed."""
-    import numpy as np
-
     from megatron_scalerl.environments.pool import EnvironmentPool
     from megatron_scalerl.environments.response import Response
     from megatron_scalerl.prompts.turns import PastTurn
-    from megatron_scalerl.rollouts.decoder import TurnSettings, turns_of
+    from megatron_scalerl.rollouts.decoder_pool import turn_settings, turns_of
 
     section = recipe.environment.model_copy(update={"workers": 1})
     turns: list[PastTurn] = []
     with tempfile.TemporaryDirectory() as logs:
         async with EnvironmentPool(section, logs=Path(logs)) as pool, pool.episode(prompt.row) as episode:
-            settings = TurnSettings(
-                prompts=recipe.prompts.model_dump_json(),
-                end_ids=tuple(ends),
-                tools=tuple(pool.tools),
-                thinking=section.thinking,
-            )
-            renderer, calls = turns_of(tokenizer, settings)
+            renderer, calls = turns_of(tokenizer, turn_settings(recipe, tokenizer, pool.tools))
             messages = [await episode.reset()]
             _show(f"prompt {prompt.prompt_id}", tokenizer, renderer.first(messages[0]), console)
             for text in responses or [prompt.answer]:
@@ -148,7 +139,7 @@ async def _show_episode(
                 console.print(f"\nresponse: {printable(text)}\n{turn}")
                 if turn.done:
                     return
-                turns.append(PastTurn(token_ids=np.array(tag + ids), answer_start=len(tag)))
+                turns.append(PastTurn(token_ids=(*tag, *ids), answer_start=len(tag)))
                 messages.append(turn.messages)
                 _show("the next turn begins with", tokenizer, renderer.next(messages, turns)[0], console)
 

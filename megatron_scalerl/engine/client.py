@@ -163,9 +163,7 @@ class EngineClient:
         """Tokens that the engine has generated, as of its last progress report."""
         self.received_tokens = 0
         """Tokens of the completions that this client has received."""
-        self.version: int | None = None
-        """Policy version with which the engine's weights are labeled; None before the first label."""
-        self._salt = ""
+        self._salt: dict[str, str] = {}
         self._aborted: str | None = None
         self._limits: set[asyncio.Timeout] = set()
         settings = settings or EngineSection()
@@ -258,9 +256,7 @@ class EngineClient:
 
     def _salted(self, body: dict[str, Any]) -> dict[str, Any]:
         """A request that shares cached prefixes with requests since the last label alone."""
-        if self.version is None:
-            return body
-        return body | {"cache_salt": self._salt}
+        return body | self._salt
 
     async def progress(self) -> EngineProgress:
         """Token counts of the engine's cores, from the server alone. Raises EngineError."""
@@ -305,9 +301,8 @@ class EngineClient:
 
     def note_version(self, version: int) -> None:
         """Note the version that the engine's weights are labeled with."""
-        self.version = version
         # a trainer that starts again from a checkpoint comes to the same versions again
-        self._salt = f"{version}-{secrets.token_hex(8)}"
+        self._salt = {"cache_salt": f"{version}-{secrets.token_hex(8)}"}
 
     async def get(self, path: str) -> bytes:
         """GET a path. Raises EngineError."""

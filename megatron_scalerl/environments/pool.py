@@ -218,12 +218,8 @@ class EnvironmentPool:
         self.outages = outages.Outages("episodes", enough=ENOUGH)
         self.subject = f"environment.name {section.name!r}"
         assert section.name is not None
-        setup = Setup(
-            name=section.name,
-            paths=tuple(os.fsencode(path) for path in sys.path),
-            memory_mb=section.memory_mb,
-            timeout_s=section.timeout_s,
-        )
+        paths = tuple(os.fsencode(path) for path in sys.path)
+        setup: Setup = (section.name, paths, section.memory_mb, section.timeout_s)
         program = Program(
             name="environment",
             module="megatron_scalerl.environments.worker",
@@ -252,9 +248,7 @@ class EnvironmentPool:
             if isinstance(problem, EnvironmentFailed):
                 raise ValueError(str(problem)) from None
             raise
-        declared = msgspec.json.decode(self._processes[0].greeting, type=Declared)
-        self.tools = declared.tools
-        self.repeated_failure = declared.repeated_failure
+        self.tools, self.repeated_failure = msgspec.json.decode(self._processes[0].greeting, type=Declared)
         return self
 
     async def __aexit__(self, *exception: object) -> None:

@@ -44,27 +44,12 @@ THREADS = 4096
 Failure = Literal["", "raised", "unavailable", "invalid", "oversized", "hung"]
 
 
-@record
-class Setup:
-    """Settings of all episodes of a pool."""
-
-    name: str
-    """The recipe's `environment.name`."""
-    paths: tuple[bytes, ...]
-    """Where the pool's process imports modules from."""
-    memory_mb: int | None
-    timeout_s: float
-    """Time limit of a coroutine (s)."""
-
-
-@record
-class Declared:
-    """What the user's class declares."""
-
-    tools: list[dict[str, Any]]
-    """JSON schemas of functions, for the chat template."""
-    repeated_failure: Literal["wrong", "lost"]
-    """What an episode is whose failure repeats."""
+Setup = tuple[str, tuple[bytes, ...], int | None, float]
+"""(environment.name, where the pool imports modules from, environment.memory_mb, time limit of a coroutine (s))
+of all episodes of a pool."""
+Declared = tuple[list[dict[str, Any]], Literal["wrong", "lost"]]
+"""(tools, repeated_failure) of the user's class: JSON schemas of functions, and what an episode is whose failure
+repeats."""
 
 
 @record
@@ -173,7 +158,7 @@ def load(name: str) -> tuple[type, Declared]:
         if not callable(method):
             raise ValueError(f"{head}: the class has no method {call}")
         check_signature(f"{head}: {call}", method, "self", argument)
-    declared = {"tools": getattr(kind, "tools", ()), "repeated_failure": getattr(kind, "repeated_failure", "wrong")}
+    declared = (getattr(kind, "tools", ()), getattr(kind, "repeated_failure", "wrong"))
     try:
         return kind, msgspec.json.decode(encoded(declared, finite=True), type=Declared)
     except (TypeError, ValueError) as error:
@@ -212,19 +197,19 @@ def main() -> None:
         # a child that is left must not keep the socket open
         os.register_at_fork(after_in_child=connection.close)
         request, setup_json, _ = receive(connection)
-        setup = msgspec.json.decode(setup_json, type=Setup)
+        name, paths, memory_mb, timeout_s = msgspec.json.decode(setup_json, type=Setup)
         lower(resource.RLIMIT_CORE, 0)
-        if setup.memory_mb is not None:
-            lower(resource.RLIMIT_AS, setup.memory_mb * MIB)
-        sys.path.extend(path for path in map(os.fsdecode, setup.paths) if path not in sys.path)
+        if memory_mb is not None:
+            lower(resource.RLIMIT_AS, memory_mb * MIB)
+        sys.path.extend(path for path in map(os.fsdecode, paths) if path not in sys.path)
         try:
-            kind, declared = load(setup.name)
+            kind, declared = load(name)
         except ValueError as problem:
             line = str(problem).splitlines()[0].encode(errors="replace").decode()
             send(connection, request, Answer(head=line, last=True))
             return
         send(connection, request, Answer(head="", body=msgspec.json.encode(declared)))
-        asyncio.run(_serve(connection, kind, setup.timeout_s))
+        asyncio.run(_serve(connection, kind, timeout_s))
 
 
 if __name__ == "__main__":

@@ -21,8 +21,6 @@ from collections.abc import Mapping, Sequence
 from itertools import chain, dropwhile
 from typing import Any, Literal
 
-import numpy as np
-
 from megatron_scalerl.prompts.chat import NO_TAGS, QUESTION, Messages, apply_template, tags_in
 from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.recipe.sections import PromptsSection
@@ -36,7 +34,7 @@ OUTPUT = {"role": "tool", "content": "2", "name": "f", "tool_call_id": "12345678
 class PastTurn:
     """A turn of the policy. Produced by `rollouts.episodes`."""
 
-    token_ids: np.ndarray
+    token_ids: tuple[int, ...]
     """[T] sampled and forced tokens."""
     answer_start: int
     """Index of the first token after thinking; 0 if thinking did not end, or the policy thinks in no tags."""
@@ -81,7 +79,7 @@ class TurnRenderer:
         bare = apply_template(self._tokenizer, self._prompts, [QUESTION], generation=False)
         self._opening = self._prompt.prefilled(shown).removeprefix(bare).lstrip()
         self._tag, _ = tags_in(source) or NO_TAGS
-        turn = PastTurn(token_ids=np.array([min(self._end_ids)]), answer_start=0)
+        turn = PastTurn(token_ids=(min(self._end_ids),), answer_start=0)
         new = [OUTPUT if self._tools else QUESTION]
         self.next([[QUESTION], new, new], [turn, turn])
 
@@ -109,10 +107,10 @@ class TurnRenderer:
             )
         # the context has what the template showed before the last turn, and that turn
         if not self._strips or {*self._pieces(messages[:-1])[1::2], f"w{len(turns) - 1}"} <= set(shown):
-            return self._after(pieces[-1], turns[-1].token_ids.tolist()), False
+            return self._after(pieces[-1], list(turns[-1].token_ids)), False
         context = self._begun(pieces[0])
         for turn, name, text in zip(turns, shown, pieces[2::2]):
-            ids = turn.token_ids.tolist()
+            ids = list(turn.token_ids)
             if name.startswith("a"):
                 # without thinking, or without anything if it did not end, and without white space after it
                 answer = ids[turn.answer_start or len(ids) :]

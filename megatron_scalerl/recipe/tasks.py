@@ -29,14 +29,21 @@ class Task:
 def tasks_of(recipe: Recipe) -> tuple[Task, ...]:
     """The tasks of a recipe, at least one, by name."""
     sections = recipe.prompts.tasks
-    episodes = recipe.environment.name is not None
     rewards = recipe.rewards.model_copy(update={"length_penalty": recipe.length_penalty})
     if not sections:
-        return (Task(name="", weight=1.0, prompts=recipe.prompts, rewards=rewards, episodes=episodes),)
-    return tuple(_task(recipe, rewards, name, sections[name], episodes=episodes) for name in sorted(sections))
+        return (
+            Task(
+                name="",
+                weight=1.0,
+                prompts=recipe.prompts,
+                rewards=rewards,
+                episodes=recipe.environment.name is not None,
+            ),
+        )
+    return tuple(_task(recipe, rewards, name, sections[name]) for name in sorted(sections))
 
 
-def _task(recipe: Recipe, shared: RewardsSection, name: str, section: TaskSection, *, episodes: bool) -> Task:
+def _task(recipe: Recipe, shared: RewardsSection, name: str, section: TaskSection) -> Task:
     settings = section.model_dump(exclude_none=True)
     prompts = {key: value for key, value in settings.items() if key in PromptsSection.model_fields}
     rewards = {key: value for key, value in settings.items() if key in RewardsSection.model_fields}
@@ -45,5 +52,5 @@ def _task(recipe: Recipe, shared: RewardsSection, name: str, section: TaskSectio
         weight=section.weight,
         prompts=recipe.prompts.model_copy(update={"tasks": None, **prompts}),
         rewards=shared.model_copy(update=rewards),
-        episodes=episodes,
+        episodes=recipe.environment.name is not None,
     )

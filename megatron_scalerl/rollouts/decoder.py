@@ -5,9 +5,9 @@ controller, text and calls of tools for verifier and environment. It renders the
 Its frames (`processes.worker`):
 
     setup      Setup
-    request    Request of a Job, body of the response
+    request    Request to decode, body of the response
     reply      Reply, bytes of the completion
-    request    Request of a Render, tokens of the past turns as u32
+    request    Request to render messages
     reply      Reply, tokens as u32
 
 Without turns to render it imports no torch, and no transformers where the policy's tokenizer is one of the package
@@ -91,55 +91,47 @@ class Setup:
 
 
 @record
-class Job:
-    """A response to decode; its body follows."""
-
-    plan: Plan | None
-    """The request's interruption plan."""
-    seed: int
-    """The number drawn for the completion."""
-    where: str
-    """Engine and path, for errors."""
-
-
-@record
-class Render:
-    """Messages to render as tokens; the tokens of the past turns follow."""
-
-    messages: tuple[tuple[Message, ...], ...]
-    """[turns + 1] the environment's messages before each turn."""
-    turns: tuple[tuple[int, int], ...]
-    """(tokens, answer_start) of each past turn."""
-
-
-@record
 class Request:
-    """One of the two."""
+    """A response to decode, whose body follows; or messages to render as tokens, if there are any."""
 
-    job: Job | None = None
-    render: Render | None = None
+    plan: Plan | None = None
+    """The response's interruption plan."""
+    seed: int = 0
+    """The number drawn for the completion."""
+    where: str = ""
+    """Engine and path, for errors."""
+    messages: tuple[tuple[Message, ...], ...] = ()
+    """[turns + 1] the environment's messages before each turn."""
+    turns: tuple[PastTurn, ...] = ()
+
+
+@record
+class Decoded:
+    """A completion. Produced by `rollouts.decoder_pool`."""
+
+    completion: Completion
+    data: bytes = b""
+    """`batching.rollout_bytes.write` of the completion; empty in a Reply."""
+    text: str | None
+    """Text after thinking; None if thinking did not end or the completion is truncated."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Calls of tools in the text."""
+    answer_start: int = 0
+    """Index of the first token after thinking; 0 without tags, or if thinking did not end."""
 
 
 @record
 class Reply:
     """The result of a request; the bytes of the completion or the tokens of the messages follow, if there are any."""
 
-    completion: Completion | None = None
-    text: str | None = None
-    """Text after thinking; None if thinking did not end or the completion is truncated."""
-    engine_error: str | None = None
-    """Message of an EngineError."""
-    lost: str | None = None
+    decoded: Decoded | None = None
+    error: str = ""
+    """Message of an EngineError, or of a ValueError for messages that cannot be rendered."""
+    lost: str = ""
     """Message of a CompletionLost."""
     lost_reason: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-    """Calls of tools in the text."""
-    answer_start: int = 0
-    """Index of the first token after thinking; 0 without tags, or if thinking did not end."""
     rewritten: bool = False
     """The tokens are the whole context; else they are appended to it."""
-    refused: str | None = None
-    """Message of a ValueError for messages that cannot be rendered."""
 
 
 class Decoding:
@@ -159,16 +151,12 @@ class Decoding:
     def __call__(self, head: bytes, body: bytes) -> Answer:
         """The reply to a request and its bytes."""
         request = self._request.decode(head)
-        if request.render is not None:
-            return self._rendered(request.render, np.frombuffer(body, dtype="<u4"))
-        assert request.job is not None
-        return self._decoded(request.job, body)
-
-    def _decoded(self, job: Job, body: bytes) -> Answer:
+        if request.messages:
+            return self._rendered(request)
         try:
-            arrays = completion(body, plan=job.plan, seed=job.seed, where=job.where)
+            arrays = completion(body, plan=request.plan, seed=request.seed, where=request.where)
         except EngineError as error:
-            return Answer(head=Reply(engine_error=str(error)))
+            return Answer(head=Reply(error=str(error)))
         except CompletionLost as lost:
             return Answer(head=Reply(lost=str(lost), lost_reason=lost.reason))
         text = None
@@ -178,16 +166,14 @@ class Decoding:
             text = self._format.answer_text(arrays.token_ids, self._text)
         if text is not None and self._turns:
             calls = self._calls(arrays.token_ids[answer_start:].tolist())
-        reply = Reply(completion=facts_of(arrays), text=text, tool_calls=calls, answer_start=answer_start)
-        return Answer(head=reply, body=write(arrays))
+        decoded = Decoded(completion=facts_of(arrays), text=text, tool_calls=calls, answer_start=answer_start)
+        return Answer(head=Reply(decoded=decoded), body=write(arrays))
 
-    def _rendered(self, render: Render, token_ids: np.ndarray) -> Answer:
-        parts = np.split(token_ids, np.cumsum([tokens for tokens, _ in render.turns], dtype=int))
-        past = [PastTurn(token_ids=part, answer_start=start) for part, (_, start) in zip(parts, render.turns)]
+    def _rendered(self, request: Request) -> Answer:
         try:
-            ids, rewritten = self._renderer.next(render.messages, past)
+            ids, rewritten = self._renderer.next(request.messages, request.turns)
         except ValueError as error:
-            return Answer(head=Reply(refused=str(error)))
+            return Answer(head=Reply(error=str(error)))
         return Answer(head=Reply(rewritten=rewritten), body=np.array(ids, dtype="<u4").tobytes())
 
 

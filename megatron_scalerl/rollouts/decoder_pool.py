@@ -22,6 +22,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,15 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.interruption import Plan
-from megatron_scalerl.environments.response import Message, ToolCall
+from megatron_scalerl.environments.response import Message
 from megatron_scalerl.processes.worker_pool import Program, WorkerDied, WorkerPool
 from megatron_scalerl.prompts.end_tokens import end_token_ids
 from megatron_scalerl.prompts.turns import PastTurn
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.record import record
 from megatron_scalerl.rewards.pool import default_workers
-from megatron_scalerl.rollouts.decoder import Job, Render, Reply, Request, Setup, TurnSettings, turns_of
+from megatron_scalerl.rollouts.decoder import Decoded, Reply, Request, Setup, TurnSettings, turns_of
 from megatron_scalerl.rollouts.plans import Plans
-from megatron_scalerl.types import Completion, CompletionLost
+from megatron_scalerl.types import CompletionLost
 
 logger = logging.getLogger(__name__)
 
@@ -52,21 +52,6 @@ MAX_LOST_IN_A_ROW = 16
 START_TIMEOUT_S = 300.0
 MAX_DEFAULT_WORKERS = 4
 """Most decoder processes where the recipe does not set their number: one decodes over a million tokens a second."""
-
-
-@record
-class Decoded:
-    """A completion as its decoder process returned it."""
-
-    completion: Completion
-    data: bytes
-    """`batching.rollout_bytes.write` of the completion."""
-    text: str | None
-    """Text after thinking; None if thinking did not end or the completion is truncated."""
-    tool_calls: tuple[ToolCall, ...] = ()
-    """Calls of tools in the text."""
-    answer_start: int = 0
-    """Index of the first token after thinking; 0 without tags, or if thinking did not end."""
 
 
 class DecoderPool:
@@ -91,12 +76,7 @@ class DecoderPool:
         """
         turns = None
         if recipe.environment.name is not None:
-            turns = TurnSettings(
-                prompts=recipe.prompts.model_dump_json(),
-                end_ids=end_token_ids(recipe.policy.path, tokenizer),
-                tools=tuple(tools),
-                thinking=recipe.environment.thinking,
-            )
+            turns = turn_settings(recipe, tokenizer, tools)
             turns_of(tokenizer, turns)
         fast: Any = getattr(tokenizer, "backend_tokenizer", None)
         # with this text the processes need no transformers, whose import takes seconds
@@ -148,22 +128,15 @@ class DecoderPool:
         (`decoder_lost`), RuntimeError if the pool ended.
         """
         problem = f"{where}: the answer of {len(body)} bytes cannot be decoded"
-        reply, data = await self._ask(Request(job=Job(plan=plan, seed=seed, where=where)), body, problem)
-        if reply.completion is not None:
+        reply, data = await self._ask(Request(plan=plan, seed=seed, where=where), body, problem)
+        if reply.decoded is not None:
             self.counters["decoded"] += 1
-            decoded = Decoded(
-                completion=reply.completion,
-                data=data,
-                text=reply.text,
-                tool_calls=reply.tool_calls,
-                answer_start=reply.answer_start,
-            )
-            return decoded, reply.completion.tokens
-        if reply.engine_error is not None:
+            return replace(reply.decoded, data=data), reply.decoded.completion.tokens
+        if reply.error:
             self.counters["engine_errors"] += 1
-            raise EngineError(reply.engine_error)
+            raise EngineError(reply.error)
         self.counters["lost"] += 1
-        raise CompletionLost(reply.lost or "", reason=reply.lost_reason)
+        raise CompletionLost(reply.lost, reason=reply.lost_reason)
 
     async def render(
         self, messages: Sequence[Sequence[Message]], turns: Sequence[PastTurn]
@@ -173,12 +146,10 @@ class DecoderPool:
         messages: [turns + 1] those of the environment before each turn, the last ones new. Raises ValueError as
         `prompts.turns.TurnRenderer`, CompletionLost and RuntimeError as `decode`.
         """
-        facts = tuple((len(turn.token_ids), turn.answer_start) for turn in turns)
-        render = Render(messages=tuple(map(tuple, messages)), turns=facts)
-        body = b"".join(turn.token_ids.astype("<u4").tobytes() for turn in turns)
-        reply, data = await self._ask(Request(render=render), body, "the environment's messages cannot be rendered")
-        if reply.refused is not None:
-            raise ValueError(reply.refused)
+        request = Request(messages=tuple(map(tuple, messages)), turns=tuple(turns))
+        reply, data = await self._ask(request, b"", "the environment's messages cannot be rendered")
+        if reply.error:
+            raise ValueError(reply.error)
         return np.frombuffer(data, dtype="<u4"), reply.rewritten
 
     async def _ask(self, request: Request, body: bytes, problem: str) -> tuple[Reply, bytes]:
@@ -199,6 +170,18 @@ class DecoderPool:
         end = RuntimeError(f"{problem}, {self._lost_in_a_row} times in a row")
         self._workers.end(end)
         return end
+
+
+def turn_settings(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]]
+) -> TurnSettings:
+    """The settings of the turns of a recipe with an environment, which has these tools."""
+    return TurnSettings(
+        prompts=recipe.prompts.model_dump_json(),
+        end_ids=end_token_ids(recipe.policy.path, tokenizer),
+        tools=tuple(tools),
+        thinking=recipe.environment.thinking,
+    )
 
 
 def _warn(death: WorkerDied) -> bool:

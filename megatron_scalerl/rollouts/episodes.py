@@ -66,73 +66,71 @@ class Trace:
         self.truncated = True
         """Whether a limit ended the episode: so it is until the environment ends it."""
         self.failure = ""
-        """The failure of the environment that is this episode's own, in one word."""
-        self.prompt_tokens = len(prompt)
+        """The failure of the environment that is this episode's own, in one word; it is wrong then."""
         self.shared = [len(prompt)]
         """Tokens of the prompt with which each part begins."""
         self._prompt = prompt
-        self._parts: list[RolloutArrays] = []
-        """The parts before the current one."""
-        self._pieces: list[RolloutArrays] = []
-        """The current part: turns, and what the environment wrote between them."""
+        self._parts: list[list[RolloutArrays]] = [[]]
+        """The parts, each in pieces: turns, and what the environment wrote between them."""
 
     @property
     def thinking(self) -> int:
-        """Tokens of thinking in all turns."""
-        # all of a turn in which thinking did not end
+        """Tokens of thinking in all turns; all of a turn in which it did not end."""
         return sum(turn.answer_start or len(turn.token_ids) for turn in self.turns)
 
     def add_turn(self, decoded: Decoded) -> None:
         """Append a turn of the policy."""
         arrays = read(decoded.data)
-        self.turns.append(PastTurn(token_ids=arrays.token_ids, answer_start=decoded.answer_start))
+        ids = arrays.token_ids.tolist()
+        self.turns.append(PastTurn(token_ids=tuple(ids), answer_start=decoded.answer_start))
         self.text = decoded.text
-        self._pieces.append(arrays)
-        self.context += arrays.token_ids.tolist()
+        self._parts[-1].append(arrays)
+        self.context += ids
 
     def add_messages(self, ids: np.ndarray, *, rewritten: bool) -> None:
         """Append ids of the environment's messages [N]; or begin a part, of which they are the whole context."""
-        version = int(self._pieces[-1].policy_versions[-1])
+        turn = self._parts[-1][-1]
         if rewritten:
-            self._end_part()
+            self._parts.append([])
             size = min(len(ids), len(self._prompt))
-            differing = np.flatnonzero(ids[:size] != self._prompt[:size])
-            shared = int(min([size, *differing]))
+            shared = int(np.cumprod(ids[:size] == self._prompt[:size]).sum())
             if not shared:
                 raise EnvironmentFailed("the chat template changes the first token of the prompt", reason="template")
             self.shared.append(shared)
             self.context = ids[:shared].tolist()
             ids = ids[shared:]
         if len(ids):
-            self._pieces.append(_environment(ids, version))
+            self._parts[-1].append(_environment(ids, turn))
             self.context += ids.tolist()
 
     def parts(self, draw: Draw) -> list[RolloutArrays]:
         """The samples of the episode, which ends."""
-        if len(self._pieces[-1].environment):  # a limit came before the next turn
-            self._pieces.pop()
-        if self._pieces:
-            self._end_part()
-        parts = [replace(part, seed=draw.seed, thinking_cut=draw.thinking_cut) for part in self._parts]
-        return [*parts[:-1], replace(parts[-1], truncated=self.truncated)]
+        if len(self._parts[-1][-1].environment):  # a limit came before the next turn
+            self._parts[-1].pop()
+        return [
+            replace(
+                joined(pieces),
+                seed=draw.seed,
+                thinking_cut=draw.thinking_cut,
+                truncated=self.truncated,
+                expert_choices=_choices(pieces),
+            )
+            for pieces in self._parts
+            if pieces
+        ]
 
-    def _end_part(self) -> None:
-        self._parts.append(replace(joined(self._pieces), expert_choices=_choices(self._pieces)))
-        self._pieces = []
 
-
-def _environment(ids: np.ndarray, version: int) -> RolloutArrays:
-    """Ids [N] that the environment wrote."""
+def _environment(ids: np.ndarray, turn: RolloutArrays) -> RolloutArrays:
+    """Ids [N] that the environment wrote after a turn."""
     size = len(ids)
-    return RolloutArrays(
-        token_ids=ids.astype("<u4"),
+    return replace(
+        turn,
+        token_ids=ids,
         rollout_logprobs=np.zeros(size, "<f4"),
-        policy_versions=np.full(size, version, np.int64),
+        policy_versions=np.repeat(turn.policy_versions[-1:], size),
         loss_mask=np.zeros(size, bool),
         interrupted=False,
-        truncated=False,
-        thinking_cut=0,
-        seed=0,
+        expert_choices=None,
         environment=np.array([[0, size]], np.int64),
     )
 
@@ -260,13 +258,9 @@ class EpisodeSampler(Sampler):
                 return
             messages.append(turn.messages)
             ids, rewritten = await self._rendered(messages, trace.turns)
-            if rewritten:
-                context = len(ids)
-            else:
-                context = len(trace.context) + len(ids)
-            if context >= trace.prompt_tokens + self._most_tokens:
-                return
             trace.add_messages(ids, rewritten=rewritten)
+            if self._room(trace) <= 0:
+                return
 
     async def _rendered(
         self, messages: Sequence[Sequence[Message]], turns: Sequence[PastTurn]
@@ -286,8 +280,12 @@ class EpisodeSampler(Sampler):
             left = max(1, settings.thinking_tokens - trace.thinking)
             draw = replace(draw, thinking_cut=min(draw.thinking_cut, left))
         spec = self._plans.spec(draw, priority)
-        room = trace.prompt_tokens + self._most_tokens - len(trace.context)
+        room = self._room(trace)
         return replace(spec, max_tokens=min(spec.max_tokens, room, settings.turn_tokens or room))
+
+    def _room(self, trace: Trace) -> int:
+        """Tokens that are left of the episode."""
+        return trace.shared[0] + self._most_tokens - len(trace.context)
 
     async def _scored(self, prompt: Prompt, trace: Trace, draw: Draw) -> ScoredCompletion:
         parts = trace.parts(draw)
@@ -325,11 +323,11 @@ async def sampling(
     plans: of which all others differ in budgets alone. Raises as `DecoderPool` and `EnvironmentPool`.
     """
     async with contextlib.AsyncExitStack() as running:
-        if recipe.environment.name is None:
-            decoders = await running.enter_async_context(DecoderPool(recipe, tokenizer, plans, logs=logs))
-            yield partial(Sampler, decoders=decoders, verifier=verifier)
-            return
-        environments = await running.enter_async_context(EnvironmentPool(recipe.environment, logs=logs))
-        tools = environments.tools
+        tools: Sequence[dict[str, Any]] = ()
+        sampler: Callable[..., Sampler] = Sampler
+        if recipe.environment.name is not None:
+            environments = await running.enter_async_context(EnvironmentPool(recipe.environment, logs=logs))
+            tools = environments.tools
+            sampler = partial(EpisodeSampler, recipe, environments=environments)
         decoders = await running.enter_async_context(DecoderPool(recipe, tokenizer, plans, logs=logs, tools=tools))
-        yield partial(EpisodeSampler, recipe, environments=environments, decoders=decoders, verifier=verifier)
+        yield partial(sampler, decoders=decoders, verifier=verifier)

@@ -51,12 +51,15 @@ def stored_group(path: Path, stored: BlockRef) -> dict[str, Any]:
     header = group.header
     rollouts = []
     for position, completion in zip(positions_of(header.completions), header.completions):
-        positions = range(position, position + len(completion.samples))
-        parts = [samples[i] for i in positions]
-        starts = accumulate((len(part.token_ids) for part in parts), initial=0)
-        facts = {"turns": completion.turns, "environment_tokens": completion.environment_tokens}
-        # position of each part in the block -> its first token
-        rollouts.append(asdict(rollout_of(joined(parts))) | facts | {"parts": dict(zip(positions, starts))})
+        parts = samples[position : position + len(completion.samples)]
+        starts = accumulate((len(part.token_ids) for part in parts[:-1]), initial=0)
+        facts = {
+            "turns": completion.turns,
+            "environment_tokens": completion.environment_tokens,
+            # position of each part in the block -> its first token
+            "parts": dict(enumerate(starts, position)),
+        }
+        rollouts.append(asdict(rollout_of(joined(parts))) | facts)
     return {
         "group_id": group.group_id,
         "epoch": header.epoch,

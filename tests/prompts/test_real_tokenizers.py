@@ -11,7 +11,6 @@ import subprocess
 import tarfile
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 from recipe_files import ROOT, SETTLED
 
@@ -162,9 +161,7 @@ def test_turns_follow_each_other_and_a_message_ends_none(policy):
     tokenizer = load_tokenizer(folder)
     prompts = PromptsSection(**SETTLED | {"chat_template": True})
     turns = TurnRenderer(tokenizer, prompts, end_ids=published.ends, thinking="keep")
-    said = PastTurn(
-        token_ids=np.array([*tokenizer.encode("2", add_special_tokens=False), published.ends[0]]), answer_start=0
-    )
+    said = PastTurn(token_ids=(*tokenizer.encode("2", add_special_tokens=False), published.ends[0]), answer_start=0)
     asked = {"role": "user", "content": ASK}
     ids, rewritten = turns.next([[asked], [asked]], [said])
     conversation = [asked, {"role": "assistant", "content": "ANSWER"}, asked]

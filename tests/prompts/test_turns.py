@@ -2,7 +2,6 @@
 
 import re
 
-import numpy as np
 import pytest
 from chat_templates import CHATML, GPT_OSS, LLAMA3, MISTRAL, OPEN, QWEN3_TURNS, R1_DISTILL, TURNS
 from recipe_files import SETTLED
@@ -36,7 +35,7 @@ def contexts(turns, messages, said):
     shown = [(context, False)]
     for n in range(1, len(messages)):
         ids, rewritten = turns.next(messages[: n + 1], said[:n])
-        context = ids if rewritten else [*context, *said[n - 1].token_ids.tolist(), *ids]
+        context = ids if rewritten else [*context, *said[n - 1].token_ids, *ids]
         shown.append((context, rewritten))
     return shown
 
@@ -57,7 +56,7 @@ def test_a_context_is_what_was_sampled_and_what_the_template_puts_between():
 def test_ids_are_appended_as_they_were_sampled_even_if_their_text_has_other_tokens():
     tokenizer, turns = renderer(CHATML, **NO_TAGS)
     line = tokenizer.convert_tokens_to_ids("Ċ")
-    said = PastTurn(token_ids=np.array([line, line, tokenizer.eos_token_id]), answer_start=0)
+    said = PastTurn(token_ids=(line, line, tokenizer.eos_token_id), answer_start=0)
     context, _ = contexts(turns, [user("a"), user("b")], [said])[-1]
     assert context == [
         *ids_of(tokenizer, "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"),
@@ -246,7 +245,7 @@ def test_the_quote_of_json_in_a_special_token_does_not_hide_it():
 
 REFUSED = {
     "counts": (TURNS.replace("{{ m.con", "{{ loop.index }} {{ m.con") + OPEN, {}, "before turn 3 differently"),
-    "other end": (TURNS.replace("<|im_end|>", "</s>") + OPEN, {}, r"an answer with '</s>.*none of .* \[259\]; add it"),
+    "other end": (TURNS.replace("<|im_end|>", "</s>") + OPEN, {}, r"none of .* \[259\]; add it"),
     "drops answers": (CHATML.replace("m.content", "m.content[:1]"), {}, "moves, repeats or drops turns"),
     "repeats": (TURNS + TURNS + OPEN, {}, "moves, repeats or drops turns"),
     "gpt-oss": (GPT_OSS, {
