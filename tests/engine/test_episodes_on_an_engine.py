@@ -86,7 +86,7 @@ class Talks:
         number = len(self.turns)
         if number in self.before:
             await self.before[number]()
-        self.sent.append(int(self.client._salt.partition("-")[0]))
+        self.sent.append(int(self.client._salt["cache_salt"].partition("-")[0]))
         turn = asyncio.create_task(self.client.generate(context, sampling=sampling, decoder=decoder))
         if number in self.within:
             await self.within[number]()
