@@ -4,6 +4,7 @@ import asyncio
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from fakes.engine import StandInEngine
@@ -257,6 +258,61 @@ def test_the_reasons_of_lost_completions_outlive_an_eviction_and_a_restart(tmp_p
     assert Counter(draw.index for _, draw in sampler.asked if draw.group == 0) == {0: 1, 1: 2, 2: 1, 3: 1}
     assert [other.lost_reasons for other in others] == [{}, {}]
     assert read_groups(tmp_path, read_history(tmp_path), [0]) == {0: group}
+
+
+class ChangingSampler(StandInSampler):
+    """The prompts of some draws have other tokens, as where a reset says something else."""
+
+    def __init__(self, changed):
+        super().__init__()
+        self.changed = changed
+
+    async def complete(self, engine, prompt, draw, **options):
+        result = await super().complete(engine, prompt, draw, **options)
+        if draw.index not in self.changed:
+            return result
+        return replace(result, prompt=replace(prompt, token_ids=(1, 2 + draw.index)))
+
+
+def test_an_episode_that_began_with_other_messages_is_lost(tmp_path):
+    async def run():
+        stream = make_stream(tmp_path, k=0, sampler=ChangingSampler({2}))
+        stream.start(0)
+        groups = await stream.next_batch()
+        await stream.close()
+        return groups
+
+    for group in in_virtual_time(run()):
+        assert group.prompt.token_ids == (1,) and len(group.completions) == 3
+        assert (group.lost_completions, group.lost_reasons) == (1, {"prompt_changed": 1})
+
+
+def test_messages_that_differ_in_half_of_a_group_end_the_run(tmp_path):
+    async def run():
+        stream = make_stream(tmp_path, k=0, sampler=ChangingSampler({2, 3}))
+        stream.start(0)
+        try:
+            await stream.next_batch()
+        finally:
+            await stream.close()
+
+    with pytest.raises(RuntimeError, match="let the messages depend on the row alone"):
+        in_virtual_time(run())
+
+
+def test_a_prompt_whose_problem_appears_later_is_left_out(tmp_path):
+    """Its problem was asked for once, when all was well; then a whole group is lost."""
+    sampler = sampler_of(lost=lambda draw: draw.group == 0)
+
+    async def run():
+        stream = make_stream(tmp_path, k=0, sampler=sampler, problems={f"p{i:03d}": "" for i in range(500)})
+        sampler.unusable.add(Curriculum(prompts(500), 7, None, None).draw()[0].prompt_id)
+        stream.start(0)
+        groups = await stream.next_batch()
+        await stream.close()
+        return groups
+
+    assert [group.group_id for group in in_virtual_time(run())] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("rollouts", [{}, {"schedule": "ppo_off_policy", "updates_per_phase": 2}])
