@@ -179,7 +179,7 @@ def _child(path):
 def _forge(data):
     """Writes to each socket of this process, more than a buffer holds; one of them is the pool's."""
     for _ in range(40):
-        for descriptor in range(3, 100):
+        for descriptor in range(3, 1000):
             with contextlib.suppress(OSError):
                 if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                     os.write(descriptor, data)
