@@ -40,9 +40,10 @@ sys.exit(main(sys.argv[1:]))
 
 
 def asking(tiny, folder):
-    """The policy after a warm start in which a quarter of the problems are answered with the calculator."""
+    """The policy after a warm start in which half of the problems are answered with the calculator."""
     examples = folder / "calculator_sft.jsonl"
-    examples.write_text(run("examples/calculator.py", tiny / "sft.jsonl").stdout)
+    with (tiny / "sft.jsonl").open() as rows, examples.open("w") as file:
+        subprocess.run([sys.executable, "examples/calculator.py"], cwd=ROOT, stdin=rows, stdout=file, check=True)
     settings = (f"policy.path={tiny / 'base_policy'}", f"sft.path={examples}", "sft.steps=80", "sft.threads=1")
     run("-m", "megatron_scalerl", "sft", *RECIPE, "--out", folder / "policy", *settings)
     return folder / "policy"

@@ -34,6 +34,9 @@ class ReceiverProcess:
     async def __aexit__(self, *_):
         await self.process.stop()
 
+    def note_version(self, version):
+        """It answers no generations."""
+
     async def post(self, path, body, query=None):
         await self.ask(path, body=body)
         return b""
