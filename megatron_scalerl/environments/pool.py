@@ -78,7 +78,7 @@ class EnvironmentFailed(RuntimeError):
     """An episode cannot go on. `reason` in one word, `repeated`: whether it failed because of its own actions.
 
     reason: raised; unavailable (what the environment asks); invalid or oversized (what it returned); hung; died (its
-    process); changed (a replay gave something else).
+    process); changed (a replay gave something else); prompt, template, time (`rollouts.episodes`).
     """
 
     def __init__(self, problem: str, *, reason: str, ended: bool = False, alone: bool = True):
@@ -101,7 +101,7 @@ class Turn:
     messages: tuple[Message, ...]
     """Each with role (user or tool; from reset system, too) and content (str); other values are scalars."""
     reward: bool | float | None
-    """Finite."""
+    """At most MOST_REWARD, absolutely."""
     done: bool
 
 

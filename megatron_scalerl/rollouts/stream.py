@@ -455,7 +455,7 @@ class RolloutStream:
         try:
             problem = await self._sampler.problem_of(prompt)
         except CompletionLost as lost:  # by the verifier: the prompt is tried again when it is drawn again
-            return "" if again else str(lost)
+            return str(lost) if known is None else ""
         self._problems[prompt.prompt_id] = problem
         return problem
 
