@@ -4,10 +4,11 @@
 
 Life of a process: it is started with the pool, or when the next episode needs it. One that exits, or sends something
 else than the replies to its calls, is killed with its children, as is one that has not answered GRACE_S after
-the time limit of a call. A coroutine is cancelled at the limit, and its process lives on.
+the time limit of a call, and one in which MOST_FAILURES calls in a row failed. A coroutine is cancelled at the limit,
+and its process lives on.
 
 Life of a call: an episode without a process, at first or because its process ended while it waited, goes to the one
-with the fewest episodes. It is reset there, and its earlier responses are replayed: what the environment returns has
+with the fewest episodes, of those that did not fail last. It is reset there, and its earlier responses are replayed: what the environment returns has
 to equal what it returned before, else the episode has `changed`. Then the call is made. If one of these calls fails,
 the episode leaves its process, and all of this is tried again, TRIES times in all, with pauses where the environment
 was `unavailable` or `hung`. A call that was outstanding when a process ended is tried alone from then on: in an extra
@@ -66,7 +67,7 @@ GRACE_S = 5.0
 START_TIMEOUT_S = 300.0
 ENOUGH = 20
 """Tries of others on record before a failure can be an episode's own."""
-MOST_FAILURES = 20
+MOST_FAILURES = 5
 """Calls of a process in a row that failed, after which it is replaced: an episode may have spoiled it."""
 REPLY_BYTES = TURN_BYTES + 2**16
 """Most bytes of a line that a process sends."""
@@ -117,7 +118,7 @@ class _Process(Worker):
         self._writer: asyncio.StreamWriter | None = None
         self._starting = asyncio.Lock()
         self._started = False
-        self._failures = 0
+        self.failures = 0
         """Calls in a row that failed."""
 
     async def ready(self) -> None:
@@ -148,9 +149,10 @@ class _Process(Worker):
         outcome = await asyncio.shield(asyncio.create_task(self._outcome(request.number, reply)))
         if isinstance(outcome, EnvironmentFailed):
             raise outcome
-        self._failures = self._failures + 1 if outcome.failure else 0
-        if self._failures == MOST_FAILURES:
+        self.failures = self.failures + 1 if outcome.failure else 0
+        if self.failures == MOST_FAILURES:
             await self.end()
+            self.failures = 0
         return outcome
 
     def send(self, request: bytes) -> None:
@@ -271,8 +273,8 @@ class EnvironmentPool:
         return [process.pid for process in (*self._processes, self.extra) if process.pid is not None]
 
     def emptiest(self, tried: Sequence[_Process]) -> _Process:
-        """The process with the fewest episodes, if possible not one of `tried`: it may be the process that fails."""
-        return min(self._processes, key=lambda process: (process in tried, len(process.episodes)))
+        """The process with the fewest episodes of those that did not fail last, if possible none of `tried`."""
+        return min(self._processes, key=lambda process: (process in tried, process.failures, len(process.episodes)))
 
     def episode(self, row: dict[str, Any]) -> Episode:
         """An episode of a row, for one caller and `async with`."""

@@ -10,8 +10,8 @@ The life of an episode:
     render     its new messages become ids (`prompts.turns`), which are appended; where the template rewrites what was
                said before, the episode forks: a new part begins with the rewritten context, all of it masked
     end        the environment says so, or a limit ends it: it is truncated then
-    score      the environment's last verdict, or the sum of its numbers; without either, the verifier's verdict on the
-               last response
+    score      the environment's last verdict, or the sum of its numbers; without either, the verifier's verdict on
+               the last response
 
 Each token that the policy sampled is in one part, once. An episode stays on the engine of its group, whose prefix
 cache has its context as long as the weights stay the same.

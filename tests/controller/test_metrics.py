@@ -268,6 +268,8 @@ def test_lost_completions_are_counted_by_reason():
     found = batch_metrics([one, other], {}, 0)
     reasons = {key: value for key, value in found.items() if key.startswith("lost/")}
     assert reasons == {"lost/no_logprobs": 1.0, "lost/environment_hung": 3.0}
+    # the completions that are left are what all means are over
+    assert found["train_completions"] == 4.0 and found["completion_tokens_mean"] == 3.0
     assert not any(key.startswith("lost/") for key in batch_metrics([group([1, -1])], {}, 0))
 
 

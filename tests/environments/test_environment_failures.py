@@ -185,6 +185,7 @@ INVALID = {
     "('x', float('nan'), False)": "not JSON compliant",
     "('x', float('-inf'), False)": "not JSON compliant",
     "('x', 10**400, False)": "reward",
+    "('x', 2e6, False)": "the reward is 2000000",
     "('x', '1', False)": "reward",
     "('x', None, 0)": "done",
     "({'role': 'assistant', 'content': 'x'}, None, False)": "needs a role .user, tool.",
@@ -198,6 +199,21 @@ INVALID = {
     "((lambda l: l.append(l) or (l, None, False))([]))": "dict",
     "((lambda l: [l := [l] for _ in range(5000)] and ('x', l, False))(0))": "recursion|reward",
 }
+
+
+async def test_processes_that_an_episode_has_spoiled_are_left_to_the_last(tmp_path):
+    """All that happens in them afterwards fails; the three tries of the one that spoils take three of four."""
+    async with pool_of("Spoiling", tmp_path, workers=4) as pool:
+        assert (await played(pool, {}, ["spoil"])).reason == "raised"
+        assert await asyncio.gather(*(played(pool, {}, ["1"]) for _ in range(30))) == [counted(0, 1)] * 30
+        assert pool.counters["restarts"] == 0
+
+
+async def test_a_process_in_which_all_fails_is_replaced(tmp_path):
+    async with pool_of("Spoiling", tmp_path, workers=1) as pool:
+        assert (await played(pool, {}, ["spoil"])).reason == "raised"
+        assert await played(pool, {}, ["1"]) == counted(0, 1)
+        assert pool.counters["restarts"] == 1
 
 
 async def test_what_is_no_turn_is_invalid(tmp_path, monkeypatch):

@@ -34,6 +34,24 @@ class Counting:
         return f"now {self.total}", float(self.total), self.total >= 100
 
 
+SPOILED = []
+
+
+class Spoiling(Counting):
+    """One episode changes what all in its process have, the first time that it is asked to."""
+
+    def reset(self, row):
+        if SPOILED:
+            raise OSError("Too many open files")
+        return super().reset(row)
+
+    def step(self, response):
+        if response.text == "spoil":
+            SPOILED.append(True)
+            raise OSError("Too many open files")
+        return super().step(response)
+
+
 class CountingAsync(Counting):
     tools = (TOOL,)
     repeated_failure = "lost"

@@ -18,6 +18,20 @@ class Said:
         return self.left.pop(0), None, False
 
 
+class Pays:
+    """Pays the row's rewards one after another, and fails at an 8."""
+
+    def reset(self, row):
+        self.left = list(row["rewards"])
+        return row["text"]
+
+    def step(self, response):
+        if "8" in response.text:
+            raise ZeroDivisionError
+        reward = self.left.pop(0)
+        return "1", reward, not self.left
+
+
 class Echo:
     """Repeats each response until it has no sum; the verifier scores the last one."""
 

@@ -9,6 +9,7 @@ from fakes.scripted_engine import StandInScriptedEngine
 from recipe_files import small_recipe
 
 from megatron_scalerl.batching.rollout_bytes import RolloutArrays, facts_of, facts_of_parts, read, rollout_of, write
+from megatron_scalerl.environments.pool import EnvironmentFailed
 from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.rollouts.decoder_pool import Decoded
 from megatron_scalerl.rollouts.episodes import Trace, sampling
@@ -198,6 +199,42 @@ def test_an_environment_that_begins_differently_each_time_begins_the_episode_ane
     result, engine, _ = completed(tmp_path, "Fails", *script, row=row)
     assert result.completion.turns == 4 and len(engine.asked) == 6
     assert engine.asked[2][0] == engine.asked[0][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rewards", "last", "score"),
+    [
+        ((False, False), "7", Score(correct=False, reward=-1.0)),
+        ((False, True), "7", Score(correct=True, reward=1.0)),
+        ((0.5, True), "7", Score(correct=True, reward=1.5)),
+        # what it has cost so far is not saved by breaking the environment, or by running out of turns
+        ((-4.0, 3.0), "8", Score(correct=False, reward=-4.0, reason="environment_raised")),
+        ((4.0, 3.0), "8", Score(correct=False, reward=-1.0, reason="environment_raised")),
+        ((-4.0, 0.0, 0.0), "7", Score(correct=False, reward=-4.0, reason="truncated")),
+    ],
+)
+def test_what_several_rewards_are_together(rewards, last, score, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend("tests/rollouts")
+    monkeypatch.setattr("megatron_scalerl.environments.pool.ENOUGH", 0)
+    section = {"name": "episode_environments:Pays", "workers": 1, "max_turns": 2}
+    script = [said(f"</think>{digit}<eos>") for digit in ("7", last)]
+    result, _, _ = completed(tmp_path, "", *script, row=prompt(rewards=rewards), environment=section)
+    assert result.score == score
+
+
+def test_thinking_that_does_not_end_counts_as_a_whole():
+    trace = Trace(np.array(ids("7=<think>"), "<u4"))
+    trace.add_turn(arrays("7+2=9</think>9<eos>", 6))
+    trace.add_turn(arrays("7+2<eos>", 0))
+    assert trace.thinking == 6 + 4
+
+
+def test_a_template_that_changes_the_first_token_is_refused():
+    trace = Trace(np.array(ids("7=<think>"), "<u4"))
+    trace.add_turn(arrays("</think>9<eos>", 1))
+    with pytest.raises(EnvironmentFailed, match="first token"):
+        trace.add_messages(np.array(ids("8=9<eos>"), "<u4"), rewritten=True)
 
 
 def arrays(text, answer_start):
