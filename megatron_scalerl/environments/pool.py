@@ -9,11 +9,12 @@ and its process lives on.
 
 Life of a call: an episode without a process, at first or because its process ended while it waited, goes to the one
 with the fewest episodes, of those whose last call did not fail. It is reset there, and its earlier responses are
-replayed: what the environment returns has to equal what it returned before, else the episode has `changed`. Then the
-call is made. If one of these calls fails, the episode leaves its process, and all of this is tried again, TRIES times
-in all, with pauses where the environment was `unavailable` or `hung`. A call that was outstanding when a process ended
-is tried alone from then on: in an extra process, one call at a time. The episode leaves the extra process with its
-answer, and loses nothing by the next suspect. n calls that hang there take n * (TRIES - 1) * timeout_s.
+replayed: what the environment returns has to equal what it returned before, else the episode has `changed`. Then
+the call is made. If one of these calls fails, the episode leaves its process, and all of this is tried again, TRIES
+times in all, with pauses where the environment was `unavailable` or `hung`. A call that was outstanding when a
+process ended is tried alone from then on: in an extra process, one call at a time. The episode leaves the extra
+process with its answer, and loses nothing by the next suspect. n calls that hang there take n * (TRIES - 1) *
+timeout_s.
 
 After its last try an episode fails. Its failure is its own (`repeated`) where nearly all other tries succeed
 (`rewards.outages`). Others are the tries of other rows, and the successful ones of its row; a try that ended with a
