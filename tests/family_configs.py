@@ -1,6 +1,7 @@
 """Tiny configs of every family, and the shapes of Megatron's shards as the weight map implies them."""
 
 from transformers import (
+    DeepseekV3Config,
     Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -34,7 +35,27 @@ LLAMA4 = dict(
     moe_layers=[1, 3],
 )
 QWEN3_MOE = dict(**LLAMA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20)
+DEEPSEEK = LLAMA | dict(
+    num_key_value_heads=4,
+    q_lora_rank=10,
+    kv_lora_rank=14,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=20,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    scoring_func="sigmoid",
+    topk_method="noaux_tc",
+    num_nextn_predict_layers=0,
+)
+DEEPSEEK.pop("head_dim")
 CONFIGS = {
+    "deepseek_v3": lambda: DeepseekV3Config(**DEEPSEEK),
+    "deepseek_v3 moonlight": lambda: DeepseekV3Config(**DEEPSEEK | {"q_lora_rank": None, "n_shared_experts": 2}),
     "llama": lambda: LlamaConfig(**LLAMA),
     "llama tied": lambda: LlamaConfig(**LLAMA, tie_word_embeddings=True),
     "llama biased": lambda: LlamaConfig(**LLAMA, attention_bias=True),

@@ -16,6 +16,15 @@ FOR_ENGINES = dict(head_dim=32, vocab_size=64)
 """Settings that vLLM on CPUs can serve, with the vocabulary of the tiny tokenizer."""
 QWEN2_FOR_ENGINES = dict(num_attention_heads=2, num_key_value_heads=1, vocab_size=64)
 """vLLM's Qwen2 has heads of hidden size / heads: 32, too."""
+LATENT_FOR_ENGINES = dict(
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=32,
+    v_head_dim=32,
+    moe_intermediate_size=64,
+    vocab_size=64,
+)
+"""vLLM decodes latent attention on CPUs with 512 + 64 numbers alone, and its experts come in blocks of 32."""
 LLAMA4_FOR_ENGINES = dict(**FOR_ENGINES, attention_chunk_size=128, floor_scale=64)
 """Chunks of vLLM's block size on CPUs."""
 
@@ -114,9 +123,26 @@ def _llama4_multimodal(**settings):
     )
 
 
+def _deepseek(**settings):
+    """Keys of 16 + 8, values of 12; two of eight experts, after a dense layer."""
+    from transformers import DeepseekV3Config
+
+    latent = dict(q_lora_rank=20, kv_lora_rank=28, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
+    experts = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, n_shared_experts=1)
+    router = dict(n_group=1, topk_group=1, first_k_dense_replace=1, routed_scaling_factor=2.5)
+    keys = dict(topk_method="noaux_tc", scoring_func="sigmoid", num_nextn_predict_layers=0)
+    given = {**_SHARED, **latent, **experts, **router, **keys, "num_key_value_heads": 4, **settings}
+    return DeepseekV3Config(**given)
+
+
 _ONE_HEAD = dict(num_key_value_heads=1, rope_parameters=YARN_ROPE)
 
+_SCALES = dict(mscale=1.0, mscale_all_dim=0.5)
+"""YaRN's two scales, which differ, so that cosine and sine have a factor as well as the softmax."""
 KINDS = {
+    "kimi": partial(_deepseek, n_routed_experts=12, num_experts_per_tok=4, rope_parameters=YARN_ROPE | _SCALES),
+    "deepseek": partial(_deepseek, n_group=4, topk_group=2, num_experts_per_tok=4, rope_parameters=YARN_ROPE),
+    "moonlight": partial(_deepseek, q_lora_rank=None, n_shared_experts=2),
     "llama": _llama,
     "llama_tied": partial(_llama, tie_word_embeddings=True, rope_parameters=_LLAMA3_ROPE),
     "llama_biased": partial(_llama, attention_bias=True, rope_parameters=YARN_ROPE),
@@ -191,11 +217,17 @@ def save(
         else:
             init(model)
     model = model.to(dtype).eval()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # published checkpoints have it in fp32
+            buffer.data = buffer.data.float()
     model.save_pretrained(path, save_original_format=original)
     return model
 
 
 def _large_weights(model, *, std, layers_std):
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # changes which experts are chosen
+            buffer.normal_(0.0, 0.1)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             parameter.normal_(0.0, layers_std if ".layers." in name else std)

@@ -66,7 +66,7 @@ _30B = llama_settings(vocab=151_936, hidden=2048, inner=6144, layers=48, heads=3
 _30B |= dict(moe_intermediate_size=768, num_experts=128)
 DENSE = LlamaConfig(**_8B)
 SCOUT = Llama4TextConfig(**_SCOUT)
-KIMI = read_hf_config(Path(__file__).parents[1] / "recipes" / "configs" / "Kimi-K2-Instruct", planned=True)
+KIMI = read_hf_config(Path(__file__).parents[1] / "recipes" / "configs" / "Kimi-K2-Instruct")
 MODELS = {
     "8B, dense": Model(config=DENSE, tp=2, engine_tp=1, gpus=(16, 64, 256, 1024, 4096)),
     "17B x 16 (Scout), 108B": Model(config=SCOUT, tp=4, ep=8, engine_tp=8, gpus=(64, 256, 1024, 4096)),
@@ -84,7 +84,7 @@ LAYOUTS = ((4, 2, 1, 2, 1), (8, 2, 2, 2, 2), (16, 4, 2, 4, 4), (32, 4, 2, 8, 8),
 
 def planned(model, ranks, bucket_mib, most_senders=MOST_SENDERS):
     """Figures of an update for a number of trainer ranks."""
-    found = family(model.config, planned=True)
+    found = family(model.config)
     layers = len(found.layers)
     stages = tuple(tuple(l for l in range(layers) if l * model.pp // layers == stage) for stage in range(model.pp))
     layout = Layout(

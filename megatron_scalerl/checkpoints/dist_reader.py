@@ -28,8 +28,8 @@ from megatron_scalerl.record import record
 if TYPE_CHECKING:
     from megatron_scalerl.models.family import Family, Rule
 
-_LINEAR = re.compile(r"\.(linear_qkv|linear_proj|linear_fc1|linear_fc2)\.weight$")
-_TE_MODULES = re.compile(r"(\.q_layernorm|\.k_layernorm|\.pre_mlp_layernorm|final_layernorm)\.weight$")
+_LINEAR = re.compile(r"\.(linear_qkv|linear_proj|linear_fc[12]|linear_(q|kv)(_down|_up)?_proj)\.weight$")
+_TE_MODULES = re.compile(r"(\.(q|k|kv|input|pre_mlp)_layernorm|final_layernorm)\.weight$")
 """Modules that have an extra state with Transformer Engine's layers only (read in its source, not run)."""
 
 
@@ -60,8 +60,9 @@ def extra_states(family: Family) -> Iterator[str]:
         address = addresses(rule, family)[0]
         if _LINEAR.search(address.key) or _TE_MODULES.search(address.key):
             yield _object_key(address.key.removesuffix("weight"), address)
-        if address.key.endswith(".linear_qkv.weight"):
-            yield _object_key(address.key.removesuffix("linear_qkv.weight") + "core_attention.", address)
+        attention, _, layer = address.key.removesuffix(".weight").rpartition(".")
+        if layer in ("linear_qkv", "linear_kv_up_proj"):
+            yield _object_key(f"{attention}.core_attention.", address)
 
 
 def _object_key(module: str, address: Address) -> str:
@@ -75,6 +76,8 @@ def _key(rule: Rule, family: Family) -> str:
     for plain, fused in FUSED_NORMS.items():
         # Transformer Engine has no fused norm before experts and keeps it under its plain name.
         unfused = plain.startswith(".pre_mlp") and family.layers[rule.layer].moe
+        # In latent attention two linear layers come after the norm.
+        unfused |= plain.startswith(".input") and family.transformer.get("multi_latent_attention", False)
         if rule.megatron.endswith(plain) and not unfused:
             return rule.megatron.removesuffix(plain) + fused
     return rule.megatron

@@ -56,7 +56,8 @@ def _write_the_rest(work: Path, view: View) -> None:
     """Config, tokenizer, generation config, and the index if the folder has one."""
     copy_side_files(view.side, work)
     add_generation_keys(work, view.generation)
-    kinds = {tensor.dtype for name, tensor in view.tensors.items() if name not in view.layout.passthrough}
+    outside = {*view.layout.passthrough, *view.frozen}
+    kinds = {tensor.dtype for name, tensor in view.tensors.items() if name not in outside}
     if len(kinds) == 1:
         set_config_dtype(work, TORCH_NAMES[kinds.pop()])
     if view.layout.index_metadata is not None:

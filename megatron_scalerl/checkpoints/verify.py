@@ -44,7 +44,7 @@ def compare(first: View, second: View, options: Options) -> int:
 def _pair(first: View, second: View, name: str, dtype: str | None) -> tuple[Assembly, Assembly]:
     ours = first.tensors[name]
     theirs = second.tensors[name]
-    outside = name in first.layout.passthrough or name in second.layout.passthrough
+    outside = name in {*first.layout.passthrough, *second.layout.passthrough, *first.frozen, *second.frozen}
     if dtype is not None and not outside and {ours.dtype, theirs.dtype} <= TORCH_NAMES.keys():
         ours = replace(ours, dtype=dtype)
         theirs = replace(theirs, dtype=dtype)

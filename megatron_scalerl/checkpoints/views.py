@@ -118,6 +118,8 @@ class View:
     """Folder with the config, the tokenizer and so on."""
     generation: Mapping[str, Any] = field(default_factory=dict)
     """Keys that generation_config.json must have."""
+    frozen: frozenset[str] = frozenset()
+    """Tensors that keep their type (`Family.frozen`)."""
 
 
 def open_view(path: Path) -> View:
@@ -172,6 +174,7 @@ def megatron_view(path: Path, *, like: Path | None = None, dtype: str | None = N
         layout=layout,
         side=side,
         generation=family.generation_config,
+        frozen=family.frozen,
     )
 
 

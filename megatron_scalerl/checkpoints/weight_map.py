@@ -123,9 +123,13 @@ def tensor_assemblies(
             dtypes.setdefault(piece.hf_name, set()).add(parameter.dtype)
             shapes[piece.hf_name] = tuple(rule.hf_shapes[piece.hf_name])
     assemblies = {}
+    frozen = family.frozen
     for name, shape in shapes.items():
         source = only_dtype(dtypes[name], f"{path}: {name}")
-        assemblies[name] = _assembly(name, dtype or source, source, shape, parts[name])
+        target = dtype or source
+        if name in frozen:
+            target = source
+        assemblies[name] = _assembly(name, target, source, shape, parts[name])
     return assemblies
 
 

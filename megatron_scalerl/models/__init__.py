@@ -11,6 +11,8 @@ from megatron_scalerl.models.family import Family
 from megatron_scalerl.models.unsupported import parts_of
 
 FAMILIES: dict[str, Callable[..., Family]] = {
+    "deepseek_v3": deepseek.family,
+    "kimi_k2": deepseek.family,
     "llama": llama.family,
     "llama4": llama4.family,
     "llama4_text": llama4.family,
@@ -22,46 +24,34 @@ FAMILIES: dict[str, Callable[..., Family]] = {
 }
 """`model_type` of config.json -> function that builds the family."""
 
-PLANNED: dict[str, Callable[..., Family]] = {"deepseek_v3": deepseek.family, "kimi_k2": deepseek.family}
-"""`model_type` -> function that builds the family, of families that can be planned and not trained."""
-
 MOST_PARTS = 10_000
 """Most layers, heads or experts that a config may have: for each an object is made."""
 
-__all__ = ["FAMILIES", "PLANNED", "Family", "family", "read_hf_config"]
+__all__ = ["FAMILIES", "Family", "family", "read_hf_config"]
 
 
-def family(hf_config: Any, names: Collection[str] = (), *, planned: bool = False) -> Family:
+def family(hf_config: Any, names: Collection[str] = ()) -> Family:
     """The Family of a Hugging Face config; `names` are the checkpoint's tensors, for formats with two layouts.
 
-    planned: families that can only be planned, too. Raises ValueError for an unknown model_type, and for a config
-    that its family refuses.
+    Raises ValueError for an unknown model_type, and for a config that its family refuses.
     """
     kind = hf_config.model_type
-    builders = _builders(planned)
-    if kind not in builders:
-        raise ValueError(_unsupported("config.json", hf_config.to_dict() | {"model_type": kind}, builders))
+    if kind not in FAMILIES:
+        raise ValueError(_unsupported("config.json", hf_config.to_dict() | {"model_type": kind}))
     try:
         if kind == "qwen3_moe":  # the one family of which both layouts are in use
             fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
             return qwen3_moe.family(hf_config, fused=fused)
-        return builders[kind](hf_config)
+        return FAMILIES[kind](hf_config)
     except ValueError as error:
         raise ValueError(os.path.join(hf_config.name_or_path, str(error))) from None
 
 
-def _builders(planned: bool) -> dict[str, Callable[..., Family]]:
-    if planned:
-        return FAMILIES | PLANNED
-    return FAMILIES
-
-
-def read_hf_config(hf_path: str | Path, *, planned: bool = False) -> Any:
+def read_hf_config(hf_path: str | Path) -> Any:
     """The Hugging Face config of a folder.
 
-    planned: also of families that can only be planned. Raises ValueError for a folder without config.json, and for a
-    config.json that is not readable, has an unknown model_type or values of wrong types, or is of a model without a
-    language model's head.
+    Raises ValueError for a folder without config.json, and for a config.json that is not readable, has an unknown
+    model_type or values of wrong types, or is of a model without a language model's head.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, DeepseekV3Config
@@ -76,9 +66,8 @@ def read_hf_config(hf_path: str | Path, *, planned: bool = False) -> Any:
     if not isinstance(config, dict):
         raise ValueError(f"{path}: a config is a JSON object, and this file has a {type(config).__name__}")
     kind = config.get("model_type")
-    builders = _builders(planned)
-    if kind not in builders:
-        raise ValueError(_unsupported(str(path), config, builders))
+    if kind not in FAMILIES:
+        raise ValueError(_unsupported(str(path), config))
     heads: tuple[str, ...] = ("ForCausalLM",)
     # a multimodal model has its text model's settings there, and its head this other name
     if "text_config" in config:
@@ -107,15 +96,13 @@ def read_hf_config(hf_path: str | Path, *, planned: bool = False) -> Any:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
 
 
-def _unsupported(where: str, config: Mapping[str, Any], builders: Collection[str]) -> str:
+def _unsupported(where: str, config: Mapping[str, Any]) -> str:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = config.get("model_type")
-    supported_keys = {key for family in FAMILIES for key in CONFIG_MAPPING[family]().to_dict()}
+    supported_keys = {key for name in FAMILIES if name in CONFIG_MAPPING for key in CONFIG_MAPPING[name]().to_dict()}
     parts = parts_of(config, supported_keys)
-    if kind in PLANNED:
-        parts += "; `megatron-scalerl plan` counts it"
     return (
-        f"{where}: model_type {kind!r} is not supported: it has {parts}; supported are {', '.join(builders)}; "
+        f"{where}: model_type {kind!r} is not supported: it has {parts}; supported are {', '.join(FAMILIES)}; "
         "adding a family: docs/families.md"
     )

@@ -49,7 +49,8 @@ def build_family(
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method", "unknown method")
         raise ValueError(
-            f"config.json: the weights are quantized ({method}); take the policy's bf16 release, or convert it"
+            f"config.json: the weights are quantized ({method}); take the policy's bf16 release, or convert it "
+            "(docs/families.md)"
         )
     for key, allowed in READ_BY_ENGINES.items():
         require(config, key, *allowed)

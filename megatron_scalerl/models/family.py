@@ -62,6 +62,8 @@ class Rule:
     """False if every tensor-parallel rank has the whole parameter."""
     exported: bool = True
     """False for the head's copy of tied embeddings."""
+    frozen: bool = False
+    """True for the bias of a router: a buffer in fp32 that no optimizer steps; engines and exports have it too."""
 
 
 @record
@@ -95,15 +97,21 @@ class Family:
     """Rules in the order of the layers: embedding, layers, final norm, head."""
     attention_chunk_size: int | None = None
     passthrough: tuple[str, ...] = ()
-    """Prefixes of tensors outside the policy (a vision tower) that an export copies from the source folder."""
+    """Prefixes of tensors outside the policy (a vision tower, layers of multi-token prediction) that an export copies
+    from the source folder."""
     query_scale: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None)
     """[N] positions -> [N] factor on the queries of layers without RoPE."""
     output_bias: bool = False
     """True if the attention's output projection has a bias; `add_qkv_bias` of `transformer` is that of the others."""
     untrained: int = 0
-    """Parameters of the checkpoint outside the policy besides `passthrough`: layers of multi-token prediction."""
+    """Parameters of the checkpoint's layers of multi-token prediction, which are outside the policy."""
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     """Keys of generation_config.json with which an engine computes the same as the trainer."""
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Hugging Face's names of tensors that keep their type: those of `Rule.frozen`."""
+        return frozenset(name for rule in self.rules if rule.frozen for name in rule.hf_shapes)
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:

@@ -20,13 +20,13 @@ class Location:
     expert: int | None = None
 
 
-def replicated(megatron: str, hf: str, shape: tuple[int, ...], at: Location) -> Rule:
-    """The rule of a parameter that all tensor-parallel ranks hold whole: norms and routers."""
+def replicated(megatron: str, hf: str, shape: tuple[int, ...], at: Location, *, frozen: bool = False) -> Rule:
+    """The rule of a parameter that all tensor-parallel ranks hold whole: norms and routers. frozen: as in `Rule`."""
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         return (Piece(hf_name=hf, hf_index=_all(shape), axis=0, start=0, stop=shape[0]),)
 
-    return _rule(megatron, {hf: shape}, pieces, at, sharded=False)
+    return _rule(megatron, {hf: shape}, pieces, at, sharded=False, frozen=frozen)
 
 
 def vocabulary(megatron: str, hf: str, vocab: int, hidden: int, at: Location, *, exported: bool = True) -> Rule:
@@ -169,9 +169,7 @@ def _rule(
     shapes: dict[str, tuple[int, ...]],
     pieces: Pieces,
     at: Location,
-    *,
-    sharded: bool = True,
-    exported: bool = True,
+    **flags: bool,
 ) -> Rule:
     return Rule(
         megatron=megatron,
@@ -180,6 +178,5 @@ def _rule(
         place=at.place,
         layer=at.layer,
         expert=at.expert,
-        sharded=sharded,
-        exported=exported,
+        **flags,
     )

@@ -108,12 +108,13 @@ def shape_of(family: Family, style: LayerStyle) -> Shape:
     if "kv_lora_rank" in t:
         # Multi-head latent attention: projections down to narrow widths, then up to all heads. The rotary part of the
         # keys is not projected up.
-        q_rank = t["q_lora_rank"]
+        q_rank = t["q_lora_rank"] or 0
         kv_rank = t["kv_lora_rank"]
         rope = t["qk_pos_emb_head_dim"]
         value = out = heads * t["v_head_dim"]
         latent = q_rank + kv_rank + rope
-        projections = hidden * (latent + out) + q_rank * query + kv_rank * (query - heads * rope + value)
+        projections = hidden * (latent + out) + (q_rank or hidden) * query
+        projections += kv_rank * (query - heads * rope + value)
     ffn = t["ffn_hidden_size"]
     experts: dict[str, Any] = {}
     if style.moe:

@@ -51,20 +51,20 @@ class RankParameters:
 
 def load_family(config_path: str | Path) -> tuple[Family, Any]:
     """Family and Hugging Face config of a folder with a config.json. Raises ValueError if it is unsupported."""
-    config = read_hf_config(config_path, planned=True)
-    return family_of(config, planned=True), config
+    config = read_hf_config(config_path)
+    return family_of(config), config
 
 
 def count(family: Family, config: Any = None) -> Parameters:
     """Parameters of the whole policy; counting a vision tower requires `config`."""
-    rules = [r for r in family.rules if r.exported]
+    rules = [r for r in family.rules if r.exported and not r.frozen]
     total = sum(elements(r) for r in rules)
     experts = sum(elements(r) for r in rules if r.expert is not None)
     first = sum(elements(r) for r in rules if r.place == "first")
     number = family.transformer.get("num_moe_experts") or 1
     used = family.transformer.get("moe_router_topk", 1)
     passthrough = family.untrained
-    if config is not None and family.passthrough:
+    if config is not None and family.passthrough and not passthrough:
         passthrough = _passthrough(config.to_json_string(), family.passthrough)
     return Parameters(
         total=total,
@@ -93,7 +93,7 @@ def of_stage(family: Family, layout: Layout, stage: int) -> RankParameters:
         if rule.place in ("first", "last"):
             has_rule = stage == {"first": 0, "last": last}[rule.place]
         # A single stage shares tied embeddings; with several stages, the last stage holds a copy.
-        if not has_rule or not (rule.exported or layout.pp > 1):
+        if not has_rule or rule.frozen or not (rule.exported or layout.pp > 1):
             continue
         if rule.expert is None:
             dense.append(elements(rule, layout.tp))

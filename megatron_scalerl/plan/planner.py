@@ -5,7 +5,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.models import FAMILIES
 from megatron_scalerl.plan.activations import recompute_of
 from megatron_scalerl.plan.assumptions import OF_EPISODES, Assumptions, Origin, default_origins
 from megatron_scalerl.plan.counting import Parameters, count, load_family
@@ -39,8 +38,6 @@ class RunPlan:
     config: str
     """File from which the architecture was read."""
     parameters: Parameters
-    trained: bool
-    """False for a family that can only be planned."""
     split: Split
     split_is_recipes: bool
     layout: Layout
@@ -173,7 +170,6 @@ def make_plan(
         layers=layers,
         config=str(config / "config.json"),
         parameters=parameters,
-        trained=family.name in FAMILIES,
         split=split,
         split_is_recipes=split_is_recipes,
         layout=trainer.layout,
@@ -263,7 +259,6 @@ def as_numbers(plan: RunPlan) -> dict[str, Any]:
         "config": plan.config,
         "fits": not plan.problems(),
         "problems": plan.problems(),
-        "trained": plan.trained,
         "parameters": asdict(parameters) | {"with_passthrough": parameters.total + parameters.passthrough},
         "split": asdict(plan.split) | {"devices_per_engine": plan.engine.devices, "of_recipe": plan.split_is_recipes},
         "layout": asdict(plan.layout)

@@ -7,7 +7,7 @@ from typing import Any
 from megatron_scalerl.engine.options import check_options
 from megatron_scalerl.environments.worker import load
 from megatron_scalerl.losses import make_loss
-from megatron_scalerl.models import FAMILIES, family, read_hf_config
+from megatron_scalerl.models import family, read_hf_config
 from megatron_scalerl.prompts.chat import chat_of_recipe
 from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.prompts.tokenizer import policy_tokenizer
@@ -41,8 +41,7 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
     """Check options of vLLM and Megatron, loss, verifiers, environment, layout, think tags, templates and lengths.
 
     config: folder of a config.json that stands for the policy's, without a tokenizer. planned: for a plan, which may
-    be of a family that cannot be trained, for another Megatron-Core, and lack modules of the environment. Raises
-    ValueError, in one line with the key.
+    be for another Megatron-Core, and lack modules of the environment. Raises ValueError, in one line with the key.
     """
     for task in tasks_of(recipe):
         check_verifier(task.rewards.verifier)
@@ -54,10 +53,10 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
                 raise
     check_options(recipe.engine.vllm)
     make_loss(recipe.loss.name, recipe.loss.arguments)
-    hf_config = read_hf_config(config or recipe.policy.path, planned=planned)
-    policy = family(hf_config, planned=planned)
+    hf_config = read_hf_config(config or recipe.policy.path)
+    policy = family(hf_config)
     given = recipe.megatron
-    if policy.name in FAMILIES and (given.model or given.parallel or given.ddp or given.optimizer):
+    if given.model or given.parallel or given.ddp or given.optimizer:
         from megatron_scalerl.trainer.options import check_megatron  # slow: only if there is something to check
 
         check_megatron(policy, recipe, faults=not planned)

@@ -75,8 +75,6 @@ def verdict(plan: RunPlan) -> str:
     """The plan in one line: whether it fits, headroom, bottleneck, cost."""
     cost = f"{plan.gpu_hours_per_1000_steps:,.0f} GPU-hours per 1,000 steps{_money(plan)}"
     parts = [fits(plan), _other_split(plan), bottleneck(plan), cost]
-    if not plan.trained:
-        parts.append("planned only, train refuses it")
     return "; ".join(filter(None, parts))
 
 

@@ -85,7 +85,7 @@ class PolicyModel(GPTModel):
         self.parallel = parallel
         if options.config.apply_rope_fusion:
             _fused_rope_as(options.config.rotary_interleaved)
-        self.rotary_pos_emb.inv_freq = family.inv_freq.to(parallel.device)
+        self.inv_freq = family.inv_freq.to(parallel.device)
         routing.install(self.decoder)
 
     def forward(
@@ -174,10 +174,14 @@ class PolicyModel(GPTModel):
         if self.pre_process:
             tokens = plan.share.of_row(tokens)[None]
             embedded = self.embedding(input_ids=tokens, position_ids=row.position_ids[None])
+        angles: Tensor | None = self._rotary_angles(row)
+        if self.config.multi_latent_attention:  # Megatron's makes a table of its own; ours asks the row
+            row.angles = angles
+            angles = None
         return self.decoder(
             hidden_states=embedded,
             attention_mask=None,
-            rotary_pos_emb=self._rotary_angles(row),
+            rotary_pos_emb=angles,
             packed_seq_params=row,
         )
 
@@ -193,7 +197,7 @@ class PolicyModel(GPTModel):
 
     def _rotary_angles(self, row: PackedRow) -> Tensor:
         """[n, 1, 1, d] angles per token; for Transformer Engine [longest, 1, 1, d], indexed by position."""
-        frequencies = self.rotary_pos_emb.inv_freq
+        frequencies = self.inv_freq
         if row.qkv_format == "thd":
             positions = torch.arange(row.longest, device=frequencies.device)
         else:
@@ -237,15 +241,17 @@ def build_policy(
         PolicyModel(options, family, recipe=recipe, parallel=parallel, vp_stage=stage).to(parallel.device)
         for stage in stages
     ]
-    if load_weights and recipe.policy.megatron_path:
-        load_megatron(models, recipe.policy.megatron_path)
-    elif load_weights:
-        load_hf(models, family, hf_path, parallel)
     config = options.config
     ddp = ddp_config(recipe)
     wrapped: list[torch.nn.Module] = list(models)
     if config.bf16:
         wrapped = [Float16Module(config, model) for model in models]
+    for model in models:  # before weights are loaded: the wrapper has made biases of routers bf16
+        routing.freeze_biases(model.decoder)
+    if load_weights and recipe.policy.megatron_path:
+        load_megatron(models, recipe.policy.megatron_path)
+    elif load_weights:
+        load_hf(models, family, hf_path, parallel)
     chunks: list[torch.nn.Module] = [
         # Buckets help the first chunk only: reductions of later chunks overlap with compute anyway.
         DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0)

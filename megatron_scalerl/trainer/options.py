@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from megatron_scalerl.distributed.device import HAVE_GPU, HAVE_TE
 from megatron_scalerl.distributed.parallel import Parallel
@@ -75,7 +75,7 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
 
 def option_defaults() -> dict[str, Any]:
     """Every option that megatron.model may name -> Megatron-Core's default."""
-    options = {field.name: field.default for field in fields(TransformerConfig)}
+    options = {field.name: field.default for field in fields(MLATransformerConfig)}
     parameters = inspect.signature(GPTModel.__init__).parameters
     return options | {name: parameters[name].default for name in parameters if name in FREE | MODEL | UNUSED}
 
@@ -118,8 +118,11 @@ def _refuse(settings: Mapping[str, Any]) -> None:
 
 
 def _transformer_config(settings: Mapping[str, Any]) -> TransformerConfig:
+    kind = TransformerConfig
+    if settings.get("multi_latent_attention"):
+        kind = MLATransformerConfig
     try:
-        return TransformerConfig(**settings)
+        return kind(**settings)
     except (ValueError, AssertionError, NotImplementedError, TypeError) as error:
         raise ValueError(f"megatron.model: Megatron-Core refuses it: {' '.join(str(error).split())}") from error
 
@@ -147,12 +150,17 @@ def check_megatron(family: Family, recipe: Recipe, *, faults: bool = True) -> No
 
 
 def _check_experts(config: TransformerConfig) -> None:
-    """Raises ValueError for layouts of experts that Megatron-Core 0.16 trains wrongly (Megatron-LM issue 5916)."""
+    """Raises ValueError for layouts of experts that Megatron-Core 0.16 trains wrongly (Megatron-LM issue 5916).
+
+    Also for latent attention with it.
+    """
     if not config.num_moe_experts or not megatron.core.__version__.startswith("0.16."):
         return
     tp = config.tensor_model_parallel_size
     core = f"Megatron-Core {megatron.core.__version__}"
     remedy = "; an environment of Python 3.12 has Megatron-Core 0.19, which is right"
+    if config.multi_latent_attention:
+        raise ValueError(f"policy.path: multi-head latent attention was not compared with {core}{remedy}")
     if config.expert_tensor_parallel_size != tp:
         raise ValueError(
             f"megatron.parallel.expert_tensor_parallel_size: {core} computes wrong gradients of experts "

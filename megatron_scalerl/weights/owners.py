@@ -74,7 +74,7 @@ def send_plan(
 ) -> SendPlan:
     """The plan of a trainer whose global ranks stand at `places`.
 
-    stage_of_layer: layer -> pipeline stage. needs: [shards]. dtype: of all parameters. Raises ValueError if the
+    stage_of_layer: layer -> pipeline stage. needs: [shards]. dtype: as in `manifest`. Raises ValueError if the
     weight map and the layout do not make up every needed element exactly once.
     """
     parameters = manifest(family, dtype)
@@ -105,9 +105,13 @@ def send_plan(
 
 
 def manifest(family: Family, dtype: str) -> Manifest:
-    """The tensors of a policy of this family, layer by layer."""
-    shapes = {name: shape for rule in family.rules if rule.exported for name, shape in rule.hf_shapes.items()}
-    return tuple(ParamMeta(name=name, dtype=dtype, shape=tuple(shape)) for name, shape in shapes.items())
+    """The tensors of a policy of this family, layer by layer. dtype: of all but frozen ones, which are in fp32."""
+    entries = {}
+    for rule in family.rules:
+        if rule.exported:
+            kind = "float32" if rule.frozen else dtype
+            entries |= {n: ParamMeta(name=n, dtype=kind, shape=tuple(s)) for n, s in rule.hf_shapes.items()}
+    return tuple(entries.values())
 
 
 def _candidates(

@@ -49,12 +49,7 @@ def check_held(chunks: Sequence[Any], family: Family, parallel: Parallel) -> Non
     Raises ValueError for a parameter or a persistent buffer without a place in it: an export would lose it.
     """
     rules = {rule.megatron for rule in family.rules}
-    names = set(canonical_parameters(chunks, parallel))
-    for chunk in chunks:
-        model = unwrap(chunk)
-        kept = {name for name in model.state_dict() if "_extra_state" not in name}
-        names |= kept - {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if lost := sorted(names - rules):
+    if lost := sorted(set(canonical_parameters(chunks, parallel)) - rules):
         raise ValueError(
             f"megatron.model: the Hugging Face format of {family.name} has no place for {lost[0]}; an export would "
             "lose it"
@@ -158,14 +153,18 @@ def _check_same(digests: Sequence[int], parallel: Parallel) -> None:
         raise RuntimeError("weights: the ranks of the trainer have made different plans")
 
 
-def canonical_parameters(chunks: Sequence[Any], parallel: Parallel) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters by the weight map's names: global layer and expert numbers, names of plain layers."""
+def canonical_parameters(chunks: Sequence[Any], parallel: Parallel) -> dict[str, torch.Tensor]:
+    """This rank's parameters and kept buffers by the weight map's names.
+
+    These have global layer and expert numbers, and the names of plain layers.
+    """
     parameters = {}
     for chunk in chunks:
         model = unwrap(chunk)
         experts = (model.config.num_moe_experts or 0) // parallel.ep_size
-        for name, parameter in model.named_parameters():
-            parameters[_canonical(name, model, first_expert=parallel.ep_rank * experts)] = parameter
+        for name, parameter in model.state_dict(keep_vars=True).items():
+            if "_extra_state" not in name:
+                parameters[_canonical(name, model, first_expert=parallel.ep_rank * experts)] = parameter
     return parameters
 
 

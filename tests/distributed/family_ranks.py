@@ -66,6 +66,11 @@ def _rope_everywhere(family):
 
 
 WITHOUT = {
+    "kimi: YaRN's scales": _option(mscale=1.0, mscale_all_dim=0.0),
+    "kimi: router's bias": _option(moe_router_enable_expert_bias=False),
+    "deepseek: groups of experts": _option(moe_router_num_groups=None, moe_router_group_topk=None),
+    "moonlight: scaled experts": _option(moe_router_topk_scaling_factor=None),
+    "moonlight: shared experts": _option(moe_shared_expert_intermediate_size=None),
     "llama4: chunked attention": _layers(chunked=False),
     "llama4: no chunks in layers without RoPE": _layers(chunked=True),
     "llama4: attention temperature": lambda family: replace(family, query_scale=None),

@@ -31,7 +31,8 @@ def _layouts(kind):
     """Layouts of two ranks; one key-value head cannot be sharded, dense layers have no experts."""
     found = {"pp2": PP2}
     found |= {} if kind == "qwen3_tied" else {"tp2": TP2}
-    return found | ({"ep2": EP2} if "moe" in kind or "llama4" in kind else {"dp2": {}})
+    experts = kind.startswith(("qwen3_moe", "llama4", "kimi", "deepseek", "moonlight"))
+    return found | ({"ep2": EP2} if experts else {"dp2": {}})
 
 
 BY_TWO = {f"{kind} {name}": layout for kind in KINDS for name, layout in _layouts(kind).items()}

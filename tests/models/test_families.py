@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from family_configs import CONFIGS, LLAMA, LLAMA4, QWEN3_MOE, family_of, shard_shape
+from family_configs import CONFIGS, DEEPSEEK, LLAMA, LLAMA4, QWEN3_MOE, family_of, shard_shape
 from transformers import (
+    DeepseekV3Config,
     Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -17,6 +18,8 @@ from megatron_scalerl.checkpoints.hf_folder import family_of_folder
 from megatron_scalerl.models import family, read_hf_config
 from megatron_scalerl.models.family import check_layout, padded_vocab_size
 from megatron_scalerl.models.llama4 import attention_temperature
+
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -60,7 +63,7 @@ def test_query_key_value_rows_are_grouped():
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_names_are_those_of_hugging_face(kind):
-    """Names and shapes of transformers' own module; Qwen3's experts in its checkpoints' layout as well."""
+    """Names and shapes of transformers' own module; some families' experts in their checkpoints' layout."""
     from transformers import AutoModelForCausalLM
 
     config = CONFIGS[kind]()
@@ -68,7 +71,8 @@ def test_names_are_those_of_hugging_face(kind):
         model = AutoModelForCausalLM.from_config(config)
     expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
     found = {name: shape for rule in family_of(kind).rules for name, shape in rule.hf_shapes.items()}
-    if kind == "qwen3_moe":
+    expected |= {n: tuple(b.shape) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
+    if kind == "qwen3_moe" or kind.startswith("deepseek"):
         fused = {name: expected.pop(name) for name in list(expected) if ".experts." in name}
         assert list(fused.values()) == [(4, 40, 24), (4, 24, 20)]
         for expert in range(4):
@@ -195,6 +199,20 @@ def test_the_vocabulary_is_padded_to_the_ranks(rank, rows):
             lambda: Llama4TextConfig(**LLAMA4, rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0)),
             r"rope_type: 'yarn' is not supported for Llama 4",
         ),
+        *(
+            (lambda keys=keys: DeepseekV3Config(**DEEPSEEK | keys), line)
+            for keys, line in (
+                ({"rope_interleave": False}, "rope_interleave: False is not supported"),
+                ({"norm_topk_prob": False}, "norm_topk_prob: False is not supported"),
+                ({"scoring_func": "softmax"}, "scoring_func: .*'sigmoid'"),
+                ({"topk_method": None}, "topk_method: .*'noaux_tc'"),
+                ({"num_experts_per_tok": 1}, "num_experts_per_tok: 1 is too few"),
+                ({"n_group": 4, "topk_group": 2}, "num_experts_per_tok: 2 experts from 2 groups"),
+                ({"quantization_config": {"quant_method": "fp8"}}, r"are quantized \(fp8\)"),
+                ({"rope_parameters": YARN | {"mscale": 1.0}}, "rope_scaling: mscale and mscale_all_dim"),
+                ({"rope_parameters": YARN | {"attention_factor": 1.0}}, "attention_factor"),
+            )
+        ),
     ],
 )
 def test_what_the_map_does_not_cover_is_refused(config, line):
@@ -210,7 +228,7 @@ def test_other_unknown_keys_change_nothing():
 
 
 KNOWN = (
-    "supported are llama, llama4, llama4_text, mistral, olmo2, qwen2, qwen3, qwen3_moe; "
+    "supported are deepseek_v3, kimi_k2, llama, llama4, llama4_text, mistral, olmo2, qwen2, qwen3, qwen3_moe; "
     "adding a family: docs/families.md"
 )
 
@@ -267,3 +285,11 @@ def test_parallel_sizes_divide_what_they_cut(kind, sizes, line):
     rule = next(rule for rule in family_of(kind).rules if rule.megatron.endswith("linear_qkv.weight"))
     with pytest.raises(ValueError, match=r"num_key_value_heads: 2 is not a multiple of the parallel size 4"):
         rule.pieces(0, 4)
+
+
+def test_layers_of_multi_token_prediction_are_outside_the_policy():
+    """As many as the config says, after the others; the router's bias is no parameter of one."""
+    found = family(DeepseekV3Config(**DEEPSEEK | {"num_nextn_predict_layers": 2}))
+    assert found.passthrough == ("model.layers.2.", "model.layers.3.") and found.untrained % 2 == 0
+    assert family(DeepseekV3Config(**DEEPSEEK)).passthrough == ()
+    assert found.frozen == {"model.layers.1.mlp.gate.e_score_correction_bias"}

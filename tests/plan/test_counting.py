@@ -43,6 +43,7 @@ def test_scout_total_active_and_vision():
     [
         ("DeepSeek-V3", 671_026_404_352, 37_552_282_624, 684_489_830_400),
         ("Kimi-K2-Instruct", 1_026_408_209_408, 32_861_477_888, 1_026_408_209_408),
+        ("Moonlight-16B-A3B-Instruct", 15_960_108_544, 2_914_774_528, 15_960_108_544),
     ],
 )
 def test_latent_attention_is_counted_as_transformers_builds_it(name, total, active, with_mtp):
@@ -57,7 +58,7 @@ def test_latent_attention_is_counted_as_transformers_builds_it(name, total, acti
         model = DeepseekV3ForCausalLM(DeepseekV3Config.from_dict(config.to_dict()))
     theirs = {tensor: tuple(parameter.shape) for tensor, parameter in model.named_parameters()}
     assert sum(prod(shape) for shape in theirs.values()) == total
-    shapes = {tensor: shape for rule in family.rules for tensor, shape in rule.hf_shapes.items()}
+    shapes = {n: shape for rule in family.rules if not rule.frozen for n, shape in rule.hf_shapes.items()}
     ours = {tensor: shape for tensor, shape in shapes.items() if ".mlp.experts." not in tensor}
     assert ours == {tensor: shape for tensor, shape in theirs.items() if ".mlp.experts." not in tensor}
     assert p.experts == sum(prod(shape) for tensor, shape in theirs.items() if ".mlp.experts." in tensor)
@@ -80,7 +81,8 @@ def test_a_policy_of_1_t_is_planned_on_1024_gpus():
     """The weights of one rank, the cache of a token and the bytes of an update, by hand."""
     folder = CONFIGS / "Kimi-K2-Instruct"
     plan = make_plan(recipe_of(SCOUT, *OF_1T), folder, 1024, GPUS["h100-80g"], Assumptions())
-    assert plan.split_is_recipes and not plan.trained and compare_with_build(plan, folder).startswith("not built")
+    assert plan.split_is_recipes
+    assert compare_with_build(plan, folder) == "equal on the first rank of 512 of each pipeline stage"
     # of 8 layers: 6 of 384 experts each; an eighth of the rest, but narrow projections, norms and router whole
     rank, hidden = plan.trainer[1].parameters, 7168
     assert rank.expert == 8 * 6 * 3 * hidden * 2048
@@ -90,7 +92,8 @@ def test_a_policy_of_1_t_is_planned_on_1024_gpus():
     assert plan.engine.kv_bytes_per_token == 61 * 576 * 2 * 32
     assert any("an engine runs on one node, which has 8 GPUs, and cannot have 32" in p for p in plan.problems())
     update = plan.update
-    assert update.bytes == 2 * 1_026_408_209_408 and update.senders == 512
+    biases = 4 * 60 * 384  # of routers, in fp32
+    assert update.bytes == 2 * 1_026_408_209_408 + biases and update.senders == 512
     assert update.bytes / 512 <= update.most_sent <= 1.3 * update.bytes / 512
     assert update.bytes / 32 <= update.most_received <= 1.05 * update.bytes / 32
     numbers = as_numbers(plan)["weight_update"]

@@ -102,7 +102,7 @@ class Copies(TorchDispatchMode):
 def on_meta(trainer, monkeypatch):
     """The trainer with its policy on the meta device; only its schedule can run then."""
     model = unwrap(trainer.chunks[0]).to(META)
-    model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq.to(META)
+    model.inv_freq = model.inv_freq.to(META)
     trainer.parallel = model.parallel = replace(trainer.parallel, device=META)
     monkeypatch.setattr(trainer._config, "finalize_model_grads_func", None)
     # There is no pinned memory without a GPU.

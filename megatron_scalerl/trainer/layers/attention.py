@@ -106,14 +106,19 @@ class SdpaCoreAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedRow | None = None,
     ) -> Tensor:
-        """[s, b, heads, d] queries, [s, b, groups, d] keys and values to [s, b, heads * d]."""
+        """[s, b, heads, d] queries, [s, b, groups, d] keys and values to [s, b, heads * d].
+
+        Values may have another d than keys; latent attention leaves out the b of a packed row.
+        """
         assert attention_bias is None
-        s, b, heads, d = query.shape
+        if query.dim() == 3:
+            query, key, value = (x[:, None] for x in (query, key, value))
+        s, b = query.shape[:2]
         split = packed_seq_params is not None and packed_seq_params.context is not None
         assert split == (self.context_size > 1), "context parallelism splits packed rows only"
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            return self._attend(q, k, v).permute(2, 0, 1, 3).reshape(s, b, heads * d)
+            return self._attend(q, k, v).permute(2, 0, 1, 3).reshape(s, b, -1)
         # For Megatron the row is one sequence, with rotary angles for every token (`PackedRow`).
         assert b == 1
         if self.query_scale is not None:
@@ -121,12 +126,12 @@ class SdpaCoreAttention(torch.nn.Module):
             query = query * scale.to(query.dtype)[:, None, None, None]
         q, k, v = (x[:, 0] for x in (query, key, value))
         if packed_seq_params.context is not None:
-            return self._shared(q, k, v, packed_seq_params.context).reshape(s, 1, heads * d)
+            return self._shared(q, k, v, packed_seq_params.context).reshape(s, 1, -1)
         layout = packed_seq_params.layout
         if self.chunked:
             layout = packed_seq_params.chunked
         assert layout is not None, "this row has the layout of Transformer Engine"
-        return self._packed(q, k, v, layout).reshape(s, 1, heads * d)
+        return self._packed(q, k, v, layout).reshape(s, 1, -1)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
         """[N, heads, d] of a whole row, bucket by bucket."""
@@ -137,7 +142,7 @@ class SdpaCoreAttention(torch.nn.Module):
                 x.index_select(0, bucket.gather).view(*shape, *x.shape[1:]).transpose(1, 2)
                 for x in (query, key, value)
             )
-            out = self._attend(q, k, v).transpose(1, 2).reshape(-1, *query.shape[1:])
+            out = self._attend(q, k, v).transpose(1, 2).reshape(-1, query.shape[1], value.shape[-1])
             # Sequences of equal length have no padding: no copy.
             if bucket.valid.numel() < out.shape[0]:
                 out = out.index_select(0, bucket.valid)

@@ -71,6 +71,8 @@ class PackedRow(PackedSeqParams):
     """Keys and queries of this rank under context parallelism; None with Transformer Engine or a layout."""
     in_chunks: PackedRow | None = None
     """The row with sequences split into chunks, for chunked layers with Transformer Engine; None if none is split."""
+    angles: torch.Tensor | None = None
+    """Rotary angles of latent attention, as other attention gets them from Megatron (`PolicyModel`)."""
     expert_choices: torch.Tensor | None = None
     """[N', L, K] experts of this rank's tokens, see `layers.routing`."""
 

@@ -75,6 +75,15 @@ def install(decoder: Any) -> None:
             layer.register_forward_pre_hook(replay.before_layer, with_kwargs=True)
 
 
+def freeze_biases(decoder: Any) -> None:
+    """Keeps the biases of a decoder's routers in fp32, and as they are."""
+    for layer in decoder.layers:
+        router = getattr(layer.mlp, "router", None)
+        if router is not None:
+            router.frozen_expert_bias = True
+            router._maintain_float32_expert_bias()
+
+
 def check_replay(config: TransformerConfig, *, pipeline_size: int) -> None:
     """Raises ValueError for options under which a router would not see its row's choices."""
     if config.num_moe_experts is None:

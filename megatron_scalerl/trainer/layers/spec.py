@@ -101,9 +101,12 @@ def _layer_spec(
     input_norm = norm
     mlp_norm = norm
     # Transformer Engine fuses a norm into the linear layer after it. Experts come after a router: theirs is separate.
+    if config.multi_latent_attention:  # two linear layers come after its norm
+        names = {name: fused for name, fused in names.items() if name != "input_layernorm."}
     if provider.fuse_layernorm_and_linear():
         names = {}
-        input_norm = IdentityOp
+        if not config.multi_latent_attention:
+            input_norm = IdentityOp
         if not style.moe:
             mlp_norm = IdentityOp
     mlp = get_mlp_module_spec_for_backend(
@@ -126,6 +129,8 @@ def _attention_spec(
 ) -> ModuleSpec:
     """The attention of a layer: linear layers, norms of queries and keys, the core with chunks and query scale."""
     core = provider.core_attention()
+    if config.multi_latent_attention:
+        return _latent_attention_spec(config, provider, core)
     # Llama 4 scales queries in the layers that do not rotate them.
     scale = family.query_scale
     if style.rope:
@@ -155,3 +160,31 @@ def _attention_spec(
     )
     # SelfAttention passes the mask type to the core attention's constructor (transformer/attention.py:321 of 0.16.1).
     return ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
+
+
+def _latent_attention_spec(config: TransformerConfig, provider: Any, core: Any) -> ModuleSpec:
+    """Multi-head latent attention: down, norm and up for queries, and for keys with values."""
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+
+    from megatron_scalerl.trainer.layers.latent import LatentAttention
+
+    column = provider.column_parallel_linear()
+    down = column
+    if HAVE_TE:
+        down = provider.linear()
+    norm = provider.layer_norm(rms_norm=True, for_qk=True)
+    q_norm = norm
+    if not config.q_lora_rank:
+        q_norm = IdentityOp
+    submodules = MLASelfAttentionSubmodules(
+        linear_q_proj=column,
+        linear_q_down_proj=down,
+        linear_q_up_proj=column,
+        linear_kv_down_proj=down,
+        linear_kv_up_proj=column,
+        core_attention=core,
+        linear_proj=provider.row_parallel_linear(),
+        q_layernorm=q_norm,
+        kv_layernorm=norm,
+    )
+    return ModuleSpec(module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)

@@ -1,0 +1,80 @@
+"""Multi-head latent attention on packed rows: Megatron's, with the row's own angles and whole narrow projections.
+
+The life of a row in a layer: `PolicyModel` puts the rotary angles of its tokens into the row; Megatron's attention
+projects down and up, and asks for a table of angles; `RowAngles` answers with the row's; the core attention of
+`layers.attention` takes values that are narrower than the keys.
+
+Without Transformer Engine Megatron shards the narrow projections, and then gathers their results. The backward pass
+of that gather gives each rank its part of the gradient and does not sum over ranks, though each rank has only its own
+heads' gradient of the keys' rotated part (tensor_parallel/mappings.py, _GatherFromModelParallelRegion of 0.19.2).
+Here every rank has these projections whole, as with Transformer Engine.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from torch import Tensor
+
+from megatron_scalerl.distributed.device import HAVE_TE
+from megatron_scalerl.trainer.layers.packing import PackedRow
+
+
+class RowAngles(torch.nn.Module):
+    """Gives Megatron's latent attention the angles of the row, in place of a table that counts its tokens from 0."""
+
+    def __init__(self, factor: float):
+        """factor: on cosine and sine (YaRN's)."""
+        super().__init__()
+        self.factor = factor
+
+    def get_rotary_seq_len(self, *arguments: Any) -> Tensor:
+        """The angles of the row, the last argument; Megatron passes them to `forward` as a length."""
+        row: PackedRow = arguments[-1]
+        assert row.angles is not None
+        if row.qkv_format == "sbhd":  # Megatron drops the dimension of one row
+            return row.angles[:, 0]
+        return row.angles
+
+    def forward(self, angles: Tensor, packed_seq: bool = False) -> tuple[Tensor, float]:
+        """(angles of the tokens, factor)"""
+        return angles, self.factor
+
+
+class WholeLinear(torch.nn.Linear):
+    """A projection that every tensor-parallel rank holds whole, for its own tokens under sequence parallelism."""
+
+    def __init__(self, inner: int, out: int, config: TransformerConfig):
+        super().__init__(inner, out, bias=False, dtype=config.params_dtype)
+        weight: Any = self.weight
+        assert config.init_method is not None
+        config.init_method(weight)
+        weight.sequence_parallel = config.sequence_parallel  # Megatron then sums its gradient over the ranks
+
+    def forward(self, x: Tensor) -> Any:
+        """(projection, no bias), as Megatron's linear layers return it."""
+        return super().forward(x), None
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's latent attention with `RowAngles` and, without Transformer Engine, `WholeLinear`."""
+
+    def __init__(self, config: Any, *args: Any, **keywords: Any):
+        # Megatron's table of YaRN takes a GPU under context parallelism, and is replaced in any case.
+        config.rope_type = "rope"
+        super().__init__(config, *args, **keywords)
+        config.rope_type = "yarn"  # its attention then takes a factor with the angles
+        factor = _yarn_get_concentration_factor(config.rotary_scaling_factor, config.mscale, config.mscale_all_dim)
+        self.rotary_pos_emb = RowAngles(factor)
+        if HAVE_TE:
+            return
+        hidden = config.hidden_size
+        if config.q_lora_rank:
+            self.linear_q_down_proj = WholeLinear(hidden, config.q_lora_rank, config)
+        self.linear_kv_down_proj = WholeLinear(hidden, config.kv_lora_rank + config.qk_pos_emb_head_dim, config)
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """The layers of the spec. Megatron would put a norm before queries without a narrow projection."""
+        return vars(submodules)
