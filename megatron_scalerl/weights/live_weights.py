@@ -5,7 +5,8 @@ Life of the live weights of a worker:
     create     once for a manifest: `LiveWeights` records the loader's copies (`weights.live_map`), turns each into a
                `LiveView`, and checks that the views hold every value of the model once
     write      each update's rectangles and changes go into the views, without the loader and without a whole tensor
-    finish     on CPUs, layers that were written to are packed again for their kernels
+    finish     layers that were written to are prepared again for their kernels: on CPUs packed, latent attention's
+               keys and values absorbed
     digest     the views are read, where the model reads them
 
 A view tells which dimension of the parameter runs along which dimension of the tensor, and over which of its indices.
@@ -134,6 +135,10 @@ class LiveWeights:
         fills, and one that is filled twice.
         """
         parameters = {n: p for n, p in model.named_parameters() if not n.startswith(VISION)}
+        latent = [layer for layer in model.modules() if hasattr(layer, "W_UV")]
+        # what vLLM makes of kv_b_proj, in memory of its own or in views of it
+        absorbed = {id(p) for layer in latent for p in layer.parameters(recurse=False)}
+        parameters = {n: p for n, p in parameters.items() if id(p) not in absorbed}
         _check_plain(model, parameters)
         packed = _packed_experts(model)
         sums = _sums(parameters)
@@ -163,6 +168,7 @@ class LiveWeights:
         linear = [layer for layer in model.modules() if hasattr(layer, "cpu_linear") and layer.weight.dim() == 2]
         # By address: a tied head has the embedding's weights, and named_parameters does not name it.
         self._packed = [(names.get(layer.weight.data_ptr()), layer) for layer in linear]
+        self._latent = [(names[layer.kv_b_proj.weight.data_ptr()], layer) for layer in latent]
         self._views = [by_tensor[meta.name] for meta in manifest]
         self._written: set[int] = set()
         """Numbers of the tensors that the update has written."""
@@ -178,13 +184,20 @@ class LiveWeights:
             view.write(payload.ranges, payload.values)
 
     def finish(self) -> None:
-        """On CPUs, pack the weights of linear layers that were written to again: oneDNN computes with copies."""
+        """Prepare layers that were written to again.
+
+        On CPUs oneDNN computes with packed copies of linear layers' weights; latent attention decodes with two
+        parts of kv_b_proj, which vLLM's MLAAttention copies to their old addresses.
+        """
         from vllm.model_executor.layers import utils
 
         written = {view.parameter for number in self._written for view in self._views[number]}
         for name, layer in self._packed:
             if name is None or name in written:
                 utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        for name, layer in self._latent:
+            if name in written:
+                layer.process_weights_after_loading(layer.W_UV.dtype)
         self._written = set()
 
     def digest(self) -> int:

@@ -1,6 +1,7 @@
 """Parts of tensors written into live parameters: any rectangle, in any order, as the loader would have put it."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,3 +161,37 @@ def test_a_copy_across_dimensions_is_refused():
     )
     with pytest.raises(NotImplementedError, match="weights: q: dimension 0 of flat"):
         live_views(scatters, manifest, parameters)
+
+
+class Latent(torch.nn.Module):
+    """Two parts of a projection, as vLLM's latent attention has them: in views of it, or in memory of their own."""
+
+    def __init__(self, views):
+        super().__init__()
+        self.kv_b_proj = torch.nn.Linear(3, 4, bias=False).requires_grad_(False)
+        self.attention = torch.nn.Module()
+        self.attention.kv_b_proj = self.kv_b_proj
+        self.attention.process_weights_after_loading = self.absorb
+        for name, part in zip(("W_UK_T", "W_UV"), self.kv_b_proj.weight.data.split(2)):
+            part = part if views else part.clone()
+            self.attention.register_parameter(name, torch.nn.Parameter(part, requires_grad=False))
+
+    def absorb(self, dtype):
+        assert dtype is torch.float32
+        for name, part in zip(("W_UK_T", "W_UV"), self.kv_b_proj.weight.split(2)):
+            getattr(self.attention, name).copy_(part)
+
+    def load_weights(self, given):
+        for _, weight in given:
+            self.kv_b_proj.weight.data.copy_(weight)
+
+
+@pytest.mark.parametrize("views", [True, False])
+def test_the_absorbed_parts_of_latent_attention_follow_their_projection(views):
+    model = Latent(views)
+    found = LiveWeights(model, manifest_of([("kv_b", "float32", (4, 3))]))
+    weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    found.write(SimpleNamespace(tensor=0, ranges=((0, 4), (0, 3)), values=weight))
+    found.finish()
+    assert torch.equal(torch.cat([model.attention.W_UK_T, model.attention.W_UV]), weight)
+    assert found.digest() == total([value_digest(weight, 0, (0, 1), (range(4), range(3)))])
