@@ -55,6 +55,17 @@ GPUS: dict[str, Gpu] = {
         source="NVIDIA H200 data sheet; memory as nvidia-smi shows it; 400 Gb/s card a GPU as in DGX H200",
         device_names=("NVIDIA H200",),
     ),
+    "b300": Gpu(
+        name="NVIDIA B300 SXM 288 GB",
+        memory_bytes=288_000_000_000,
+        memory_bytes_per_second=8.0e12,
+        bf16_flops=2.25e15,
+        nvlink_bytes_per_second=900e9,
+        nic_bytes_per_second=100e9,
+        per_node=8,
+        source="NVIDIA HGX B300 data sheet over 8 GPUs; 800 Gb/s card a GPU",
+        device_names=("NVIDIA B300 SXM6 AC",),
+    ),
     "gb200": Gpu(
         name="NVIDIA GB200 (one GPU of NVL72)",
         memory_bytes=186_000_000_000,

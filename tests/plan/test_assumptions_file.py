@@ -96,7 +96,7 @@ GOOD = f"gpu: {H100}\nassumptions:\n  packing:\n    value: 0.8\n"
         ("gpu: [", "line 1: not valid YAML"),
         (
             GOOD.replace(H100, "NVIDIA H100 PCIe"),
-            "gpu: the planner does not know 'NVIDIA H100 PCIe'; it knows gb200, h100-80g, h200",
+            "gpu: the planner does not know 'NVIDIA H100 PCIe'; it knows b300, gb200, h100-80g, h200",
         ),
         (
             GOOD.replace("packing", "paking"),

@@ -37,6 +37,15 @@ def test_recipes_fit_their_gpus_with_room_to_spare(name, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "gpus", "gpu"), [("kimi_k2", 1024, "b300"), ("moonlight_16b_a3b", 8, "h200")])
+def test_recipes_of_latent_attention_fit_and_are_built(name, gpus, gpu, capsys):
+    argv = [recipe(f"{name}_{gpus}gpus"), "--gpus", str(gpus), "--gpu", gpu, "--check", "--json", "-"]
+    assert main(argv) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"] and plan["split"]["of_recipe"] and plan["meta_build"].startswith("equal on the first rank")
+
+
+@pytest.mark.slow
 def test_phases_cost_more_than_the_pipeline_and_are_as_old_as_they_may_be(capsys):
     found = []
     for schedule in ("pipeline", "ppo_off_policy"):
