@@ -23,8 +23,10 @@ LATENT_FOR_ENGINES = dict(
     v_head_dim=32,
     moe_intermediate_size=64,
     vocab_size=64,
+    std=0.15,
 )
-"""vLLM decodes latent attention on CPUs with 512 + 64 numbers alone, and its experts come in blocks of 32."""
+"""vLLM decodes latent attention on CPUs with 512 + 64 numbers alone, and its experts come in blocks of 32. Larger
+weights would round sums over 512 numbers by 1e-4."""
 LLAMA4_FOR_ENGINES = dict(**FOR_ENGINES, attention_chunk_size=128, floor_scale=64)
 """Chunks of vLLM's block size on CPUs."""
 

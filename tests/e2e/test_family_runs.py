@@ -16,7 +16,13 @@ from megatron_scalerl.checkpoints.jsonl import read_jsonl
 pytestmark = pytest.mark.slow
 
 EP2 = ("trainer.world_size=2", "megatron.parallel.expert_model_parallel_size=2")
+LATENT = ("engine.vllm.attention_backend=CPU_MLA",)
+UNSCALED = ('engine.vllm.compilation_config={"custom_ops": ["-rotary_embedding"]}',)
+"""vLLM 0.32's kernel on CPUs turns the rotary part of such queries wrongly where RoPE has no scaling."""
 FAMILIES = {
+    "kimi": (random_policies.LATENT_FOR_ENGINES, 40, (*EP2, *LATENT)),
+    "deepseek": (random_policies.LATENT_FOR_ENGINES, 40, (*EP2, *LATENT)),
+    "moonlight": (random_policies.LATENT_FOR_ENGINES, 40, (*EP2, *LATENT, *UNSCALED)),
     "llama_biased": (random_policies.FOR_ENGINES, 40, ()),
     "mistral": (random_policies.FOR_ENGINES, 40, ()),
     "olmo2": (random_policies.QWEN2_FOR_ENGINES, 40, ()),
@@ -88,12 +94,13 @@ def test_two_steps_with_a_real_engine(kind, tmp_path, monkeypatch):
     assert records[0]["mismatch_max"] <= 1e-4
     # and the probe from those that the engine got after every step
     assert all(record["probe_mismatch_max"] <= 1e-4 and record["grad_norm"] > 0 for record in records)
-    if FAMILIES[kind][2] != EP2:
+    if not set(EP2) <= set(FAMILIES[kind][2]):
         return
     run("-m", "megatron_scalerl", "export", tmp_path / "run", "--out", tmp_path / "hf")
     before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "policy", tmp_path / "hf"))
     assert before.keys() == after.keys()
-    assert not any(equal(before[name], after[name]) for name in before)
+    for name in before:
+        assert equal(before[name], after[name]) == name.endswith("e_score_correction_bias"), name
 
 
 @pytest.mark.full
