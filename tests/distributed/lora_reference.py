@@ -1,0 +1,87 @@
+"""The step of transformers with PEFT's adapters in float64, for the layouts of the trainer to be compared with."""
+
+import random_policies
+import torch
+
+RANK, ALPHA = 4, 8.0
+SETTINGS = dict(rank=RANK, alpha=ALPHA)
+"""policy.lora; every projection is a target."""
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+STD = 0.12
+"""Of the policies' matrices: with the 0.3 of other tests the rounding of fp32 itself is near 1e-5."""
+
+
+class SeparateExperts(torch.nn.Module):
+    """A layer's experts as modules of linear layers, as PEFT needs them; transformers has all in one tensor."""
+
+    def __init__(self, fused):
+        super().__init__()
+        for number, (gate_up, down) in enumerate(zip(fused.gate_up_proj, fused.down_proj)):
+            expert = torch.nn.Module()
+            for name, weight in zip(("gate_proj", "up_proj", "down_proj"), (*gate_up.chunk(2), down)):
+                linear = torch.nn.Linear(*weight.shape[::-1], bias=False, dtype=weight.dtype)
+                linear.weight.data.copy_(weight)
+                setattr(expert, name, linear)
+            self.add_module(str(number), expert)
+
+    def forward(self, hidden, chosen, weights):
+        """[n, hidden] results of the chosen [n, k] experts, weighted by [n, k]."""
+        total = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.children()):
+            tokens, place = (chosen == number).nonzero(as_tuple=True)
+            x = hidden[tokens]
+            y = expert.down_proj(torch.nn.functional.silu(expert.gate_proj(x)) * expert.up_proj(x))
+            total = total.index_add(0, tokens, y * weights[tokens, place, None])
+        return total
+
+
+def policy(kind, path):
+    """A tiny policy's folder at `path`, and its model in float64 with adapters of random A and B."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = dict(num_hidden_layers=2)
+    if "moe" in kind:
+        settings["mlp_only_layers"] = [0]
+    model = random_policies.make(kind, path, std=STD, **settings).double()
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.experts = SeparateExperts(layer.mlp.experts)
+            # For a type with fused experts PEFT 0.21 would put one adapter beside gate and up together.
+            model.config.model_type = "separate experts"
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=PROJECTIONS)
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            # Values that fp32 has exactly.
+            drawn = torch.randn(parameter.shape, generator=generator) * 0.1
+            parameter.data.copy_(drawn)
+    return adapted
+
+
+def save_adapter(adapted, path):
+    """The adapters as a PEFT folder, in fp32."""
+    adapted.float().save_pretrained(path)
+    adapted.double()
+
+
+def named(adapted, of=lambda parameter: parameter.detach()):
+    """Name in a PEFT folder -> the factor, or what `of` makes of it."""
+    factors = {name.replace(".default", ""): p for name, p in adapted.named_parameters() if "lora_" in name}
+    return {name: of(p).clone() for name, p in factors.items()}
+
+
+def forward_backward(adapted, rows):
+    """The summed loss of rows and the log-probabilities of their targets; the factors then have gradients."""
+    adapted.zero_grad()
+    logprobs = []
+    total = 0.0
+    for row in rows:
+        starts = row["cu_seqlens"].tolist()
+        parts = [adapted(input_ids=row["tokens"][:, a:b]).logits[0] for a, b in zip(starts, starts[1:])]
+        chosen = torch.cat(parts).log_softmax(-1).gather(1, row["targets"][:, None])[:, 0]
+        loss = -(chosen * row["weights"].double()).sum()
+        loss.backward()
+        logprobs.append(chosen.detach())
+        total += float(loss.detach())
+    return total, torch.cat(logprobs)
