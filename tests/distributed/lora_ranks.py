@@ -232,7 +232,7 @@ def _went_on(trainer, source, checkpoint):
 
     before = gathered(source)
     report = _step(trainer, 3)
-    stored = {key: tensor.clone() for key, tensor in load_plain_tensors(checkpoint).items()}
+    stored = {key: t.clone() for key, t in load_plain_tensors(checkpoint).items() if isinstance(t, torch.Tensor)}
     return {
         "before": before,
         "after": gathered(source),

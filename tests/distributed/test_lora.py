@@ -66,7 +66,7 @@ FOUR = {
     "qwen2 cp4": ("qwen2", CP4),
     "qwen3_moe tp2 ep2 sp": ("qwen3_moe", {**TP2, **EP2, **SP}),
     "qwen3_moe tp2 ep2 etp1 sp": ("qwen3_moe", {**TP2, **EP2, **ETP1, **SP}),
-    "qwen3_moe ep2 etp2": ("qwen3_moe", {**EP2, **ETP2}),
+    "qwen3_moe cp2 ep2": ("qwen3_moe", {**CP2, **EP2}),
     "qwen3_moe pp2 ep2": ("qwen3_moe", {**PP2, **EP2}),
     "llama4 tp2 ep2 sp": ("llama4", {**TP2, **EP2, **SP}),
 }

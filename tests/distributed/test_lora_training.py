@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(FLOOR, reason="adapters need Megatron-Core 0.19"),
 ]
-ETP2 = {"expert_tensor_parallel_size": 2}
+ETP1, ETP2 = ({"expert_tensor_parallel_size": size} for size in (1, 2))
 LAYOUTS = {
     "qwen2 dp2": ("qwen2", {}),
     "qwen2 tp2 sp": ("qwen2", {**TP2, **SP}),
@@ -34,7 +34,8 @@ MERGED = {
 RESUMES = {
     "qwen2 tp2 sp to cp2": ("qwen2", {**TP2, **SP}, CP2),
     "qwen2 dp2 to pp2": ("qwen2", {}, PP2),
-    "qwen3_moe etp2 to tp2 sp": ("qwen3_moe", ETP2, {**TP2, **SP}),
+    "qwen3_moe etp2 to tp2 etp1 sp": ("qwen3_moe", ETP2, {**TP2, **ETP1, **SP}),
+    "qwen3_moe tp2 ep2 etp1 sp to ep2": ("qwen3_moe", {**TP2, **EP2, **ETP1, **SP}, EP2),
 }
 
 

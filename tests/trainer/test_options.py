@@ -235,10 +235,10 @@ def test_layers_without_adapters_and_old_megatron_are_refused_with_adapters(monk
     for key in ("moe_grouped_gemm", "moe_shared_expert_overlap"):
         with pytest.raises(ValueError, match=f"megatron.model.{key}: .*policy.lora"):
             model_options(mixture(), recipe(dict(model={key: True}), lora={}), alone())
-    monkeypatch.setattr(options, "HAVE_TE", True)
+    grouped = {**options._device_settings(), "moe_grouped_gemm": True}
+    monkeypatch.setattr(options, "_device_settings", lambda: grouped)
     assert model_options(mixture(), recipe(), alone()).config.moe_grouped_gemm
     assert not model_options(mixture(), recipe(lora={}), alone()).config.moe_grouped_gemm
-    monkeypatch.setattr(options, "HAVE_TE", False)
     for version in ("0.16.1", "0.19.2"):
         monkeypatch.setattr(options.megatron.core, "__version__", version)
         if version == "0.19.2":
