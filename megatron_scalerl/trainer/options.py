@@ -125,8 +125,8 @@ def _check_lora(settings: Mapping[str, Any], stages: Stages) -> None:
     """Raises ValueError for layers that have no exact adapters, and for a pipeline stage without layers."""
     if not all(stages):
         raise ValueError(
-            "megatron.model.pipeline_model_parallel_layout: a stage without layers has no adapters (policy.lora), and "
-            "Megatron-Core cannot save its optimizer; give each stage a layer"
+            "megatron.model.pipeline_model_parallel_layout: a stage without layers has no adapters (policy.lora), "
+            "and Megatron-Core cannot save its optimizer; give each stage a layer"
         )
     for key in ("moe_grouped_gemm", "moe_shared_expert_overlap"):
         if settings.get(key):
