@@ -123,6 +123,8 @@ def _refuse(settings: Mapping[str, Any]) -> None:
 
 def _check_lora(settings: Mapping[str, Any], stages: Stages) -> None:
     """Raises ValueError for layers that have no exact adapters, and for a pipeline stage without layers."""
+    if settings.get("multi_latent_attention"):
+        raise ValueError("policy.lora: multi-head latent attention has no adapters; leave it out")
     if not all(stages):
         raise ValueError(
             "megatron.model.pipeline_model_parallel_layout: a stage without layers has no adapters (policy.lora), "
