@@ -10,6 +10,7 @@ import random_policies
 import torch
 from parity_layouts import CP2, EP2, PP2, SP, TP2
 from runner import run_ranks
+from sampling import sampled
 
 from megatron_scalerl.distributed.cpu_compat import FLOOR
 
@@ -94,7 +95,7 @@ def test_a_step_in_bf16_changes_factors_alone_and_counts_them(peft):
         assert 0.2 < share < 1.0 and metric == pytest.approx(share, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", RESUMES)
+@pytest.mark.parametrize("name", sampled("resumes of adapters", RESUMES, 2))
 def test_new_adapters_and_a_checkpoint_are_the_same_bits_under_another_layout(name, peft, tmp_path):
     kind, layout, other = RESUMES[name]
     path = peft[kind][0]
