@@ -4,8 +4,9 @@ A recipe file is YAML and states differences from the defaults; `key.path=value`
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
@@ -19,6 +20,7 @@ from megatron_scalerl.recipe.process_sections import (
     WeightsSection,
 )
 from megatron_scalerl.recipe.sections import (
+    ADAPTERS_LR,
     AUTO,
     MICRO_BATCH_MULTIPLE,
     AdvantagesSection,
@@ -96,6 +98,15 @@ class Recipe(Section):
     cost: CostSection = CostSection()
     sft: SftSection = SftSection()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _adapters_learn_faster(cls, data: Any) -> Any:
+        policy = data.get("policy")
+        optimizer = data.get("optimizer", {})
+        if isinstance(policy, Mapping) and policy.get("lora") is not None and isinstance(optimizer, Mapping):
+            return {**data, "optimizer": {"lr": ADAPTERS_LR, **optimizer}}
+        return data
+
     @property
     def max_completion_tokens(self) -> int:
         """Longest possible completion, or episode after its prompt, without forced tokens (tokens)."""
@@ -163,6 +174,11 @@ class Recipe(Section):
             raise ValueError(
                 f"rollouts.max_in_flight: {r.max_in_flight} does not hold one group; use at least "
                 f"group_size {r.group_size}"
+            )
+        if self.policy.adapter is not None and self.policy.lora is None:
+            raise ValueError(
+                f"policy.adapter: {self.policy.adapter} is set, but policy.lora is not; set policy.lora to the rank, "
+                "alpha and targets of its adapter_config.json"
             )
         check_tags(self)
         _check_tasks(self)

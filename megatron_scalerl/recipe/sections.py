@@ -5,7 +5,7 @@ one, the docstring of the field says so. The sections about the processes of a r
 """
 
 from datetime import date
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -75,6 +75,27 @@ AUTO: Final = "auto"
 """Value of a setting that follows from tokenizer and prompts, which `prompts.chat.with_chat` fills in."""
 
 
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""A linear layer of attention or MLP, by its name in Hugging Face's format."""
+PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
+
+
+class LoraSection(Section):
+    """Adapters (LoRA): the policy's weights are frozen, and a product of two small matrices is trained beside each.
+
+    A linear layer computes W x + alpha / rank B A x. Defaults without a source here are those of Schulman et al.,
+    "LoRA Without Regret" (2025).
+    """
+
+    rank: PositiveInt = 32
+    """Rows of each A and columns of each B. Not specified by the source, whose RL runs learn as fast with rank 1."""
+    alpha: PositiveFloat = 32.0
+    """The product is multiplied by alpha / rank."""
+    targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = PROJECTIONS
+    """Linear layers with an adapter, those of experts and shared experts included. Embedding, head and routers have
+    none."""
+
+
 class PolicySection(Section):
     """The policy that is trained."""
 
@@ -91,6 +112,11 @@ class PolicySection(Section):
     logits: Literal["fp32", "model"] = "fp32"
     """Precision of the logit projection in trainer and engines (section 3.2 of the paper: fp32). `model`: that of
     policy.dtype, for the ablation."""
+    lora: LoraSection | None = None
+    """Train adapters instead of the weights; {}: with their defaults. Requires Python 3.12, whose environment has
+    Megatron-Core 0.19. null: train the weights."""
+    adapter: str | None = None
+    """PEFT folder with the adapters to start from, with the rank, alpha and targets of `lora`. null: new ones."""
 
 
 class PromptsSection(Section):
@@ -389,11 +415,16 @@ class LossSection(Section):
         return self.options | named
 
 
+ADAPTERS_LR = 5e-6
+"""The default of optimizer.lr with policy.lora."""
+
+
 class OptimizerSection(Section):
     """AdamW as in section 2 of the paper."""
 
     lr: NonNegativeFloat = 5e-7
-    """Constant learning rate after the warm-up (the paper: 5e-7)."""
+    """Constant learning rate after the warm-up (the paper: 5e-7). With policy.lora the default is 5e-6, ten times as
+    much (Schulman et al., "LoRA Without Regret", 2025)."""
     warmup_steps: NonNegativeInt = 100
     """Linear warm-up (optimizer steps; the paper: 100). 0: none."""
     betas: tuple[Share, Share] = (0.9, 0.95)

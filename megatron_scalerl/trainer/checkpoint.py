@@ -1,9 +1,9 @@
 """Saving and resuming the trainer through Megatron's distributed checkpoints (torch_dist).
 
-A checkpoint holds the policy, the optimizer in its fully reshardable form, the RNG states of every rank, the step,
-and the controller's own state as JSON. It can be loaded under another tensor, pipeline, context or data parallel
-size; the RNG then keeps the seed of a new run, since the states are those of other ranks. `checkpoints.commit` says
-which folders are complete.
+A checkpoint holds the policy, or its adapters alone if it has any, the optimizer in its fully reshardable form, the
+RNG states of every rank, the step, and the controller's own state as JSON. It can be loaded under another tensor,
+pipeline, context or data parallel size; the RNG then keeps the seed of a new run, since the states are those of other
+ranks. `checkpoints.commit` says which folders are complete.
 
 The life of a checkpoint: all ranks make its state, in which Megatron knows each shard's place; rank 0 empties the
 folder; each rank writes its files; rank 0 writes the index, the controller's state, and the commit file last. `save`
@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_scalerl.checkpoints import safe_megatron
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.commit import discard, read_commit, write_commit
-from megatron_scalerl.distributed.parallel import Parallel
-from megatron_scalerl.trainer.model import keyed, sharded_models
+from megatron_scalerl.distributed.parallel import Parallel, unwrap
+from megatron_scalerl.trainer.model import load_chunks, sharded_models
 from megatron_scalerl.trainer.optimizer_state import gathered_with_few_copies, live_storages
 from megatron_scalerl.trainer.shard_writer import ASYNC, ShardWriting, writing_in_process
 from megatron_scalerl.trainer.step import Trainer
@@ -152,8 +152,7 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
     # What engines have differs from the loaded weights in elements that nobody has recorded.
     trainer.changes.written.lose()
     state = safe_megatron.load(_sharded_state(trainer, loading=True, generators=same_layout), path, common=True)
-    for key, model in keyed(_inside_ddp(trainer.chunks)).items():
-        model.load_state_dict(state[key])
+    load_chunks(_inside_ddp(trainer.chunks), state)
     trainer.optimizer.load_state_dict(state["optimizer"])
     if same_layout:
         _set_generators(state["generators"])
@@ -164,7 +163,8 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
 
 def _sharded_state(trainer: Trainer, *, loading: bool, generators: bool) -> dict[str, Any]:
     """The state that Megatron saves, or the template that it loads into."""
-    state = sharded_models(_inside_ddp(trainer.chunks))
+    adapters = unwrap(trainer.chunks[0]).adapters is not None
+    state = sharded_models(_inside_ddp(trainer.chunks), adapters=adapters)
     groups = trainer.parallel.groups
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",

@@ -1,7 +1,7 @@
 """The policy: a GPTModel on packed rows whose last stage returns token log-probabilities and entropies."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,17 @@ from megatron_scalerl.checkpoints import safe_megatron
 from megatron_scalerl.checkpoints.commit import COMMIT, read_commit
 from megatron_scalerl.checkpoints.hf_folder import family_of_folder
 from megatron_scalerl.distributed.device import HAVE_TE, gpu_memory
-from megatron_scalerl.distributed.parallel import Parallel, virtual_pipeline_size
+from megatron_scalerl.distributed.parallel import Parallel, unwrap, virtual_pipeline_size
 from megatron_scalerl.logits import token_logprobs, token_loss
 from megatron_scalerl.logits.choice import LARGE_GPU, workspace_mb
 from megatron_scalerl.logits.chunk_loss import ChunkLoss
 from megatron_scalerl.logits.projection import Entropy
+from megatron_scalerl.models.adapters import adapter_family, is_adapter
 from megatron_scalerl.models.family import Family, padded_vocab_size
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.layers import routing
 from megatron_scalerl.trainer.layers.context import share_of
+from megatron_scalerl.trainer.layers.lora import fill_adapters
 from megatron_scalerl.trainer.layers.packing import PackedRow, Plan, packed_row
 from megatron_scalerl.trainer.layers.spec import block_submodules
 from megatron_scalerl.trainer.options import ModelOptions, ddp_config, model_options
@@ -54,6 +56,7 @@ class PolicyModel(GPTModel):
                 pp_rank=parallel.pp_rank,
                 vp_stage=vp_stage,
                 tp_group=parallel.groups.tp,
+                lora=recipe.policy.lora,
             ),
             vocab_size=padded_vocab_size(family.vocab_size, parallel.tp_size),
             pre_process=parallel.is_first_stage and vp_stage in (None, 0),
@@ -64,6 +67,12 @@ class PolicyModel(GPTModel):
             **options.gpt,
         )
         self.family = family
+        self.adapters: Family | None = None
+        """The family of the adapters, which are then all that is trained."""
+        if lora := recipe.policy.lora:
+            self.adapters = adapter_family(family, rank=lora.rank, targets=lora.targets)
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_(is_adapter(name))
         self.logits = recipe.policy.logits
         self.projection: dict[str, Any] = dict(
             group=parallel.groups.tp,
@@ -174,6 +183,9 @@ class PolicyModel(GPTModel):
         if self.pre_process:
             tokens = plan.share.of_row(tokens)[None]
             embedded = self.embedding(input_ids=tokens, position_ids=row.position_ids[None])
+            # Without a gradient of its input, Megatron's recomputation would cut the first layers' adapters off.
+            if self.adapters is not None:
+                embedded.requires_grad_()
         angles: Tensor | None = self._rotary_angles(row)
         if self.config.multi_latent_attention:  # Megatron's makes a table of its own; ours asks the row
             row.angles = angles
@@ -252,12 +264,14 @@ def build_policy(
         load_megatron(models, recipe.policy.megatron_path)
     elif load_weights:
         load_hf(models, family, hf_path, parallel)
+    if models[0].adapters is not None:
+        fill_adapters(models, models[0].adapters, recipe, parallel)
     chunks: list[torch.nn.Module] = [
         # Buckets help the first chunk only: reductions of later chunks overlap with compute anyway.
         DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0)
         for index, module in enumerate(wrapped)
     ]
-    if HAVE_TE and recipe.megatron.model.get("gradient_accumulation_fusion", True):
+    if HAVE_TE and recipe.policy.lora is None and recipe.megatron.model.get("gradient_accumulation_fusion", True):
         accumulate_in_linears(chunks)
     _sync_functions(config, ddp, chunks)
     return chunks
@@ -320,14 +334,22 @@ def load_megatron(models: Sequence[Any], path: str | Path) -> None:
     path = Path(path)
     if (path / COMMIT).is_file() or not path.is_dir():
         read_commit(path)
-    state = safe_megatron.load(sharded_models(models), path, common=False)
+    load_chunks(models, safe_megatron.load(sharded_models(models), path, common=False))
+
+
+def load_chunks(models: Sequence[Any], state: Mapping[str, Any]) -> None:
+    """Load a state with `sharded_models` as its template; with adapters it is a part of the models' state."""
     for key, model in keyed(models).items():
-        model.load_state_dict(state[key])
+        model.load_state_dict(state[key], strict=unwrap(model).adapters is None)
 
 
-def sharded_models(models: Sequence[Any]) -> dict[str, Any]:
-    """Sharded state of model chunks by Megatron's keys."""
-    return {key: model.sharded_state_dict() for key, model in keyed(models).items()}
+def sharded_models(models: Sequence[Any], *, adapters: bool = False) -> dict[str, Any]:
+    """Sharded state of model chunks by Megatron's keys: of their adapters, or of all but these."""
+    state = {}
+    for key, model in keyed(models).items():
+        items = model.sharded_state_dict().items()
+        state[key] = {name: part for name, part in items if is_adapter(name) == adapters}
+    return state
 
 
 def keyed(models: Sequence[Any]) -> dict[str, Any]:

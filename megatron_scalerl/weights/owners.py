@@ -142,14 +142,15 @@ def _holders_of(
 ) -> Iterator[tuple[tuple[int, int], list[int]]]:
     """((tensor-parallel shard, number of shards) of a parameter, the ranks that hold this shard)."""
     if rule.expert is not None:
-        for shard in range(sizes.etp):
-            yield (shard, sizes.etp), holders[(stage, rule.expert // experts_per_rank, shard)]
-    elif rule.sharded:
-        for shard in range(sizes.tp):
-            yield (shard, sizes.tp), holders[(stage, shard)]
+        expert_rank = rule.expert // experts_per_rank
+        by_shard = [holders[(stage, expert_rank, shard)] for shard in range(sizes.etp)]
+    else:
+        by_shard = [holders[(stage, shard)] for shard in range(sizes.tp)]
+    if rule.sharded:
+        for shard, ranks in enumerate(by_shard):
+            yield (shard, len(by_shard)), ranks
     else:  # every tensor-parallel rank has the whole parameter; the first copies of all these ranks come first
-        by_copy = zip(*(holders[(stage, shard)] for shard in range(sizes.tp)))
-        yield (0, sizes.tp), list(chain.from_iterable(by_copy))
+        yield (0, len(by_shard)), list(chain.from_iterable(zip(*by_shard)))
 
 
 def _further_copies(candidates: Sequence[_Candidates], first_copies: set[int], most: int) -> set[int]:

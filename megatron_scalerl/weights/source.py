@@ -11,7 +11,7 @@ The family's weight map (models/family.py) is used in one direction to load a ch
 the weights; there is no second table.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megatron_scalerl.checkpoints.hf_folder import EXPERT, FUSED_NORMS, GROUPED_EXPERT, LAYER, HfReader, open_folder
 from megatron_scalerl.distributed.parallel import Parallel, unwrap
+from megatron_scalerl.models.adapters import is_adapter
 from megatron_scalerl.models.family import Family, Rule
 from megatron_scalerl.weights.owners import Place, SendPlan, manifest, send_plan
 from megatron_scalerl.weights.plan import Needs, WeightPlan, all_of, within
@@ -31,16 +32,20 @@ def load_hf(chunks: Sequence[Any], family: Family, hf_path: str | Path, parallel
     Parameters are converted to the model's dtype; padded rows of the vocabulary become 0. Raises ValueError for a
     missing file or tensor and for a shape that differs from the map.
     """
-    parameters = canonical_parameters(chunks, parallel)
     check_held(chunks, family, parallel)
-    reader = HfReader(open_folder(hf_path))
+    fill(chunks, family, HfReader(open_folder(hf_path)).read, parallel)
+
+
+def fill(chunks: Sequence[Any], family: Family, read: Callable[..., torch.Tensor], parallel: Parallel) -> None:
+    """Fill this rank's shards of the weight map's tensors, whose parts are `read(name, index, shape)`."""
+    parameters = canonical_parameters(chunks, parallel)
     for rule in family.rules:
         parameter = parameters.pop(rule.megatron, None)
         if parameter is None:
             continue
         data = parameter.data.zero_()
         for piece in rule.pieces(*_shard_of(rule, parallel)):
-            piece.of_shard(data).copy_(reader.read(piece.hf_name, piece.hf_index, rule.hf_shapes[piece.hf_name]))
+            piece.of_shard(data).copy_(read(piece.hf_name, piece.hf_index, rule.hf_shapes[piece.hf_name]))
 
 
 def check_held(chunks: Sequence[Any], family: Family, parallel: Parallel) -> None:
@@ -49,7 +54,8 @@ def check_held(chunks: Sequence[Any], family: Family, parallel: Parallel) -> Non
     Raises ValueError for a parameter or a persistent buffer without a place in it: an export would lose it.
     """
     rules = {rule.megatron for rule in family.rules}
-    if lost := sorted(set(canonical_parameters(chunks, parallel)) - rules):
+    names = set(canonical_parameters(chunks, parallel)) - rules
+    if lost := sorted(name for name in names if not is_adapter(name)):
         raise ValueError(
             f"megatron.model: the Hugging Face format of {family.name} has no place for {lost[0]}; an export would "
             "lose it"
@@ -63,10 +69,15 @@ class MegatronWeightSource:
     everything.
     """
 
-    def __init__(self, chunks: Sequence[Any], parallel: Parallel, *, most_senders: int = 1):
-        """most_senders: limit of the ranks that send; one copy of the model sends in any case."""
+    def __init__(
+        self, chunks: Sequence[Any], parallel: Parallel, *, most_senders: int = 1, family: Family | None = None
+    ):
+        """most_senders: limit of the ranks that send; one copy of the model sends in any case.
+
+        family: whose weight map names the tensors, that of the policy's adapters for them alone; None: the policy's.
+        """
         self.parallel = parallel
-        self.family: Family = unwrap(chunks[0]).family
+        self.family: Family = family or unwrap(chunks[0]).family
         self._chunks = chunks
         self._parameters = canonical_parameters(chunks, parallel)
         config = unwrap(chunks[0]).config

@@ -25,7 +25,9 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_scalerl.distributed.device import HAVE_TE
 from megatron_scalerl.models.family import Family, LayerStyle
+from megatron_scalerl.recipe.sections import LoraSection
 from megatron_scalerl.trainer.layers.attention import SdpaCoreAttention, with_bias, with_chunks
+from megatron_scalerl.trainer.layers.lora import with_lora
 from megatron_scalerl.trainer.layers.norm import AllHeadsRMSNorm, HeadRMSNorm, SequenceParallelRMSNorm, with_norm
 
 _MOE_NAMES = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
@@ -69,9 +71,15 @@ def _post_norm(provider: Any) -> Any:
 
 
 def block_submodules(
-    config: TransformerConfig, family: Family, *, pp_rank: int, vp_stage: int | None, tp_group: Any
+    config: TransformerConfig,
+    family: Family,
+    *,
+    pp_rank: int,
+    vp_stage: int | None,
+    tp_group: Any,
+    lora: LoraSection | None = None,
 ) -> TransformerBlockSubmodules:
-    """Specs of the layers of one model chunk, each in its family's style.
+    """Specs of the layers of one model chunk, each in its family's style; with `lora` they have adapters.
 
     Raises ValueError if Megatron's number of layers differs from the family's.
     """
@@ -80,6 +88,8 @@ def block_submodules(
             f"megatron.model.num_layers: it is {config.num_layers}, but config.json has {len(family.layers)} layers"
         )
     provider = spec_provider()
+    if lora is not None:
+        provider = with_lora(provider, lora)
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
     specs = [_layer_spec(config, family, style, provider, tp_group) for style in family.layers[first : first + count]]

@@ -1,0 +1,68 @@
+"""The weight map of adapters: the factors A and B of each linear layer, by Megatron's and by PEFT's names.
+
+A linear layer of Megatron consists of one to three projections of Hugging Face's format, and each projection has
+factors of its own, as in a PEFT folder. Factors are sharded like the weight that they adapt: B along the output of a
+layer that tensor-parallel ranks split by outputs, A along the input of one that they split by inputs. The other
+factor is whole on every rank. A rank's rows of a B are consecutive, also where queries, keys and values are
+interleaved in the weight.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from megatron_scalerl.models import rules
+from megatron_scalerl.models.family import Family, Rule
+from megatron_scalerl.models.rules import Location
+
+PROJECTIONS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""Megatron's linear layer -> the projections of its output, in their order."""
+
+
+def is_adapter(name: str) -> bool:
+    """True for the name of an adapter's parameter, which belongs to no weight map of a family."""
+    return ".lora." in name
+
+
+def adapter_family(family: Family, *, rank: int, targets: Collection[str]) -> Family:
+    """The family with the rules of its adapters in place of those of its weights; `targets` are projections."""
+    factors = [factor for rule in family.rules for factor in _factors(rule, rank, targets)]
+    return replace(family, rules=tuple(factors))
+
+
+def _factors(rule: Rule, rank: int, targets: Collection[str]) -> Iterator[Rule]:
+    linear, _, kind = rule.megatron.rpartition(".")
+    projections = PROJECTIONS.get(linear.rpartition(".")[2], ())
+    if kind != "weight" or not projections:
+        return
+    pieces = rule.pieces(0, 1)
+    shape = [part.stop - part.start for part in pieces[0].hf_index if isinstance(part, slice)]
+    if pieces[0].transposed:
+        shape.reverse()
+    at = Location(layer=rule.layer, expert=rule.expert)
+    for number, projection in enumerate(projections):
+        if projection not in targets:
+            continue
+        hf = f"base_model.model.{_module(rule)}.{projection}"
+        a = (f"{linear}.lora.{projection}_A", f"{hf}.lora_A.weight")
+        b = (f"{linear}.lora.{projection}_B", f"{hf}.lora_B.weight")
+        if pieces[0].axis == 1:
+            yield rules.row(*a, rank, pieces[0].stop, at, what=linear)
+            yield rules.replicated(*b, (shape[0], rank), at)
+            continue
+        # Pieces go through the projections in turn: once for each group of queries, keys and values.
+        rows = sum(piece.stop - piece.start for piece in pieces[number :: len(projections)])
+        yield rules.replicated(*a, (rank, shape[1]), at)
+        yield rules.column(*b, rows, rank, at, what=linear)
+
+
+def _module(rule: Rule) -> str:
+    """Hugging Face's module of a rule's projections; experts in one tensor have the names of separate ones."""
+    name = next(iter(rule.hf_shapes))
+    if name.endswith(".weight"):
+        return name.removesuffix(".weight").rpartition(".")[0]
+    return f"{name.rpartition('.')[0]}.{rule.expert}"

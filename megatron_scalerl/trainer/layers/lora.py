@@ -1,0 +1,287 @@
+"""Adapters (LoRA) beside Megatron's parallel linear layers, exact on every layout.
+
+The life of an adapter: `with_lora` makes the layers' classes have adapters; `fill_adapters` gives every rank its
+shards of the same factors; a layer adds scale B (A x) to its result; gradients are reduced as those of other layers.
+
+One factor of a pair is sharded like the weight, the other one is whole on every tensor-parallel rank
+(`models.adapters`). Ranks exchange A x alone, which has as many numbers per token as the adapter has ranks. The
+gradient of a whole factor is
+
+    complete on each rank           without sequence parallelism
+    a sum over the ranks' tokens    with it: Megatron sums it with those of the norms (attribute `sequence_parallel`)
+    a sum over the ranks' columns   in experts, whose layers exchange nothing: each rank gets all tokens, and Megatron
+                                    sums inputs' gradients and outputs outside. Here the backward pass sums it
+
+PyTorch computes the factors' gradients and DDP adds them to its buffers, so that no fused accumulation passes by the
+sums.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.utils import get_tensor_model_parallel_group_if_none
+from torch import Tensor
+
+from megatron_scalerl.checkpoints.hf_folder import HfReader, open_folder
+from megatron_scalerl.distributed.parallel import Parallel
+from megatron_scalerl.models.adapters import PROJECTIONS
+from megatron_scalerl.models.family import Family, Index
+from megatron_scalerl.processes.logs import listed
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.sections import LoraSection
+from megatron_scalerl.weights.source import fill
+
+_BY_ROWS = ("linear_proj", "linear_fc2")
+"""Layers that tensor-parallel ranks divide by inputs; the others are divided by outputs."""
+_EXCHANGES: dict[tuple[bool, bool], Callable[..., Tensor]] = {
+    (False, False): copy_to_tensor_model_parallel_region,
+    (False, True): gather_from_sequence_parallel_region,
+    (True, False): reduce_from_tensor_model_parallel_region,
+    (True, True): reduce_scatter_to_sequence_parallel_region,
+}
+"""(divided by inputs, sequence parallelism) -> what ranks do with A x. Its backward pass does the reverse."""
+
+
+class Adapters(torch.nn.Module):
+    """The adapters of one linear layer.
+
+    name: Megatron's name of the layer. inputs, outputs: of all tensor-parallel ranks in `group`. weight: the layer's.
+    A module of its own: Megatron's hooks that wait for gathered parameters run when it is called.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inputs: int,
+        outputs: int,
+        *,
+        config: TransformerConfig,
+        lora: LoraSection,
+        group: Any,
+        is_expert: bool,
+        weight: Tensor,
+    ):
+        super().__init__()
+        self.group = group
+        self.rank = lora.rank
+        self.scale = lora.alpha / lora.rank
+        by_rows = name in _BY_ROWS
+        sequence_parallel = config.sequence_parallel and not is_expert
+        self.sums_gradients = is_expert and group.size() > 1
+        self.exchange: Callable[..., Tensor] | None = None
+        if group.size() > 1 and not is_expert:
+            self.exchange = _EXCHANGES[by_rows, sequence_parallel]
+        projections = PROJECTIONS[name]
+        sizes = [outputs // len(projections)] * len(projections)
+        self.groups = 1
+        if name == "linear_qkv":
+            heads = (config.num_attention_heads, config.num_query_groups, config.num_query_groups)
+            sizes = [count * config.kv_channels for count in heads]
+            self.groups = config.num_query_groups // group.size()
+        if by_rows:
+            inputs //= group.size()
+        else:
+            sizes = [size // group.size() for size in sizes]
+        self.widths = [size // self.groups for size in sizes]
+        """Consecutive outputs of each projection, which repeat `groups` times."""
+        self.targets = {projection: projection in lora.targets for projection in projections}
+        """The layer's projections, and whether they have an adapter."""
+        self.sharded: dict[str, int] = {}
+        """Sharded factor -> the axis that ranks divide."""
+        for projection, size in zip(projections, sizes):
+            if not self.targets[projection]:
+                continue
+            self.sharded[f"{projection}_{'A' if by_rows else 'B'}"] = int(by_rows)
+            for factor, shape in (("A", (self.rank, inputs)), ("B", (size, self.rank))):
+                self._register(f"{projection}_{factor}", shape, weight, sequence_parallel)
+
+    def _register(self, name: str, shape: tuple[int, int], weight: Tensor, sequence_parallel: bool) -> None:
+        parameter: Any = torch.nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
+        # False for experts whose data-parallel ranks are others than those of the dense layers.
+        parameter.allreduce = getattr(weight, "allreduce", True)
+        if name in self.sharded:
+            set_tensor_model_parallel_attributes(parameter, True, self.sharded[name], 1)
+        else:
+            parameter.sequence_parallel = sequence_parallel
+        self.register_parameter(name, parameter)
+
+    def forward(self, x: Tensor, result: Tensor) -> Tensor:
+        """`result` of the layer for x, with what the adapters add to it."""
+        if not self.sharded:
+            return result
+        low = F.linear(x, torch.cat(self._factors("A"))) * self.scale
+        if self.exchange is not None:
+            low = self.exchange(low, group=self.group)
+        added = [F.linear(part, b) for part, b in zip(low.split(self.rank, dim=-1), self._factors("B"))]
+        return self._plus(result, added)
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """The layer's weight with its adapters, computed in fp32; ranks exchange nothing."""
+        pairs = zip(self._factors("A"), self._factors("B"))
+        added = [self.scale * (a.float().t() @ b.float().t()) for a, b in pairs]
+        return self._plus(weight.float().t(), added).t().to(weight.dtype)
+
+    def _factors(self, factor: str) -> list[Tensor]:
+        """A or B of each target."""
+        factors = []
+        for name in [f"{projection}_{factor}" for projection, target in self.targets.items() if target]:
+            parameter = getattr(self, name)
+            if self.sums_gradients and name not in self.sharded:
+                parameter = copy_to_tensor_model_parallel_region(parameter, group=self.group)
+            factors.append(parameter)
+        return factors
+
+    def _plus(self, result: Tensor, added: Sequence[Tensor]) -> Tensor:
+        """[..., outputs] with the targets' outputs added in the layer's order of outputs."""
+        more = iter(added)
+        parts = []
+        for part, target in zip(
+            result.unflatten(-1, (self.groups, -1)).split(self.widths, -1), self.targets.values()
+        ):
+            if target:
+                part = part + next(more).unflatten(-1, (self.groups, -1))
+            parts.append(part)
+        return torch.cat(parts, dim=-1).flatten(-2)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """The factors with their places in a checkpoint."""
+        assert metadata is not None
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            self.sharded,
+            sharded_offsets,
+            tp_group=self.group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+def with_adapters(linear: type, lora: LoraSection) -> type:
+    """The parallel linear layer `linear` with adapters."""
+
+    class WithAdapters(linear):  # type: ignore[misc]
+        def __init__(
+            self,
+            input_size: int,
+            output_size: int,
+            *,
+            config: TransformerConfig,
+            tp_comm_buffer_name: str,
+            tp_group: Any = None,
+            is_expert: bool = False,
+            **keywords: Any,
+        ):
+            group = get_tensor_model_parallel_group_if_none(tp_group, is_expert=is_expert)
+            same = dict(config=config, is_expert=is_expert)
+            super().__init__(
+                input_size, output_size, tp_comm_buffer_name=tp_comm_buffer_name, tp_group=group, **same, **keywords
+            )
+            # Megatron names its layers to no one but the buffers of Transformer Engine: qkv, proj, fc1, fc2.
+            name = f"linear_{tp_comm_buffer_name}"
+            self.lora = Adapters(name, input_size, output_size, lora=lora, group=group, weight=self.weight, **same)
+
+        def forward(self, x: Tensor, *others: Any) -> Any:
+            result, bias = super().forward(x, *others)
+            return self.lora(x, result), bias
+
+        def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+            state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+            # The layer takes all but its own weights for whole ones.
+            return state | self.lora.sharded_state_dict(f"{prefix}lora.", sharded_offsets, metadata)
+
+    return WithAdapters
+
+
+def with_lora(provider: Any, lora: LoraSection) -> Any:
+    """The provider of layers whose linear layers have adapters."""
+
+    class WithLora(type(provider)):  # type: ignore[misc]
+        def fuse_layernorm_and_linear(self) -> bool:
+            return False  # adapters read what the norm returns
+
+        def column_parallel_linear(self) -> type:
+            return with_adapters(super().column_parallel_linear(), lora)
+
+        def row_parallel_linear(self) -> type:
+            return with_adapters(super().row_parallel_linear(), lora)
+
+        def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
+            submodules = MLPSubmodules(
+                linear_fc1=self.column_parallel_linear(),
+                linear_fc2=self.row_parallel_linear(),
+                activation_func=self.activation_func(),
+            )
+            return partial(SequentialMLP, submodules=submodules)
+
+    return WithLora()
+
+
+def fill_adapters(chunks: Sequence[Any], adapters: Family, recipe: Recipe, parallel: Parallel) -> None:
+    """Fill this rank's shards: from policy.adapter, else A by the run's seed and B with zeros.
+
+    Raises ValueError for a folder of other adapters than those of policy.lora.
+    """
+    read: Callable[..., Tensor] = partial(_drawn, recipe.seed)
+    if recipe.policy.adapter is not None:
+        assert recipe.policy.lora is not None
+        read = _checked_folder(Path(recipe.policy.adapter), adapters, recipe.policy.lora).read
+    fill(chunks, adapters, read, parallel)
+
+
+def _drawn(seed: int, name: str, index: tuple[Index, ...], shape: tuple[int, ...]) -> Tensor:
+    """A part of a new factor, of which every rank draws the whole: PEFT's distribution, the same on every layout."""
+    if name.endswith(".lora_B.weight"):
+        return torch.zeros(shape)[index]
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    # kaiming_uniform_ with a = sqrt(5), as in peft/tuners/lora/layer.py.
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)[index]
+
+
+def _checked_folder(path: Path, adapters: Family, lora: LoraSection) -> HfReader:
+    """The reader of a PEFT folder that holds the adapters of the recipe and no others."""
+    file = path / "adapter_config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"policy.adapter: {file} is no configuration of a PEFT folder: {error}") from None
+    expected = {
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": False,
+        "alpha_pattern": {},
+    }
+    for key, value in expected.items():
+        # Older folders have null, or nothing, for an empty value.
+        given = config.get(key) or type(value)()
+        if given != value:
+            raise ValueError(
+                f"policy.adapter: {file}: {key} is {given!r}, policy.lora means {value!r}; set policy.lora as there"
+            )
+    reader = HfReader(open_folder(path))
+    names = {name for rule in adapters.rules for name in rule.hf_shapes}
+    if differing := sorted(names.symmetric_difference(reader.folder.tensors)):
+        raise ValueError(f"policy.adapter: {path}: policy.lora.targets and the folder differ by {listed(differing)}")
+    return reader
