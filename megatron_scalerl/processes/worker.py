@@ -5,8 +5,9 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 
@@ -33,11 +34,11 @@ class Answer:
     """Whether the worker ends with this answer, and another worker takes its place."""
 
 
-def serve(load: Callable[[bytes], Callable[[bytes, bytes], Answer | Awaitable[Answer]] | str]) -> None:
+def serve(load: Callable[[bytes], Callable[[bytes, bytes], Any] | str]) -> None:
     """Answer requests until the pool closes the socket or an answer is the last.
 
-    load: makes the function that answers (head, body) from the setup, or returns one line that says why it cannot. A
-    coroutine function answers several requests at once, none of them the last.
+    load: makes the function that answers (head, body) with an Answer from the setup, or returns one line that says
+    why it cannot. A coroutine function answers several requests at once, none of them the last.
     """
     with pool_socket() as connection:
         number, setup, _ = receive(connection)
@@ -59,7 +60,7 @@ def serve(load: Callable[[bytes], Callable[[bytes, bytes], Answer | Awaitable[An
             send(connection, number, reply)
 
 
-async def _serve_concurrently(connection: socket.socket, answer: Callable[[bytes, bytes], Awaitable[Answer]]) -> None:
+async def _serve_concurrently(connection: socket.socket, answer: Callable[[bytes, bytes], Any]) -> None:
     import asyncio
     from concurrent.futures import ThreadPoolExecutor
 
