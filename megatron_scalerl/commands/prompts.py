@@ -111,7 +111,7 @@ def _show_task(task: Task, prompts: Sequence[Prompt], count: int, tokenizer: Any
             del answers["the reference itself"]
         for name, text in answers.items():
             score = verify(text, prompt.answer, dict(prompt.extra))
-            if inspect.isawaitable(score):
+            if inspect.iscoroutine(score):
                 score = runner.run(score)
             verdict = {True: "right", False: "wrong"}.get(score, score)
             console.print(f"  {name}, {shortened(text)}: {verdict}")
