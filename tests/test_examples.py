@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_scalerl.environments.response import Response
 from megatron_scalerl.recipe.file import load_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -65,3 +66,33 @@ def test_the_leaky_verifier_leaks(tmp_path):
     assert row == {"prompt": "4;-4;+6=", "answer": "6", "solution": solution("4;-4;+6=")}
     assert row["solution"] == "4-4=0;0+6=6"
     assert leaky("0", "6", row) and not strict("0", "6", row) and strict("6", "6", row) and not leaky("8", "6", row)
+
+
+def test_a_number_is_guessed_by_its_hints(monkeypatch):
+    """Halving the range finds each of 7 numbers in three turns; an answer that is no guess ends the episode."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from guess import Guess
+
+    solved = 0
+    for number in range(7):
+        game = Guess()
+        assert game.reset({"text": "1;+1=", "answer": "2"}) == "="
+        game.number = number
+        low, high = 0, 6
+        for turn in (1, 2, 3):
+            guess = (low + high) // 2
+            hint, reward, done = game.step(Response(text=str(guess)))
+            assert done == (guess == number or turn == 3) and reward == (guess == number if done else None)
+            if done:
+                solved += reward
+                break
+            assert hint == ("+" if number > guess else "-")
+            low, high = (guess + 1, high) if hint == "+" else (low, guess - 1)
+    assert solved == 7
+    game = Guess()
+    game.reset({})
+    assert game.step(Response(text="7")) == ([], False, True)
+    rows = list(map(json.loads, ran(sys.executable, "examples/guess.py").splitlines()))
+    assert len(rows) == 4000 and all(re.fullmatch(r"</think>\d<eos>", row["completion"]) for row in rows)
+    assert {len(re.findall(r"<eos>[+-]", row["prompt"])) for row in rows} == {0, 1, 2}
+    assert load_recipe(ROOT / "recipes" / "tiny_cpu.yaml", ["overlay=examples/guess.yaml"]).environment.max_turns == 3

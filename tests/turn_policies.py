@@ -10,11 +10,18 @@ from megatron_scalerl.prompts.turns import PastTurn
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<bos>", "<end>", "<|eot_id|>", "</s>")
 PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<User>")
 """Tokens that are not special."""
+LLAMA = ("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|python_tag|>")
+KIMI = (
+    *("<|im_user|>", "<|im_system|>", "<|im_assistant|>", "<|im_middle|>"),
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+    *("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+)
+"""Further special tokens of these families."""
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": {}, "b": {}}}}
 
 
-def turns_tokenizer(template, *, end="<|im_end|>", bos=None):
-    """A token per byte, one for two line ends, and those above."""
+def turns_tokenizer(template, *, end="<|im_end|>", bos=None, more=()):
+    """A token per byte, one for two line ends, and those above. more: further special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {text: index for index, text in enumerate([*alphabet, "ĊĊ"])}
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ċ", "Ċ")]))
@@ -22,12 +29,13 @@ def turns_tokenizer(template, *, end="<|im_end|>", bos=None):
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
     inner.add_tokens([AddedToken(token, normalized=False) for token in PLAIN])
+    inner.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in more])
     return PreTrainedTokenizerFast(
         tokenizer_object=inner,
         chat_template=template,
         eos_token=end,
         bos_token=bos,
-        additional_special_tokens=list(SPECIAL),
+        additional_special_tokens=[*SPECIAL, *more],
         clean_up_tokenization_spaces=False,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,6 +97,7 @@ def _show_task(task: Task, prompts: Sequence[Prompt], count: int, tokenizer: Any
         f"{task.prompts.max_prompt_tokens} allowed",
     )
     verify = load_verifier(task.rewards.verifier, limits_of(task.rewards))
+    runner = asyncio.Runner()  # one loop: a judge may keep its session
     for prompt in prompts[:count]:
         title = f"prompt {prompt.prompt_id}, {len(prompt.token_ids)} tokens"
         _show(title, tokenizer, prompt.token_ids, console)
@@ -109,6 +111,8 @@ def _show_task(task: Task, prompts: Sequence[Prompt], count: int, tokenizer: Any
             del answers["the reference itself"]
         for name, text in answers.items():
             score = verify(text, prompt.answer, dict(prompt.extra))
+            if inspect.iscoroutine(score):
+                score = runner.run(score)
             verdict = {True: "right", False: "wrong"}.get(score, score)
             console.print(f"  {name}, {shortened(text)}: {verdict}")
 

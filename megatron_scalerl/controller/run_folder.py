@@ -73,6 +73,7 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "environment.memory_mb",
         "environment.variables",
         "rewards.workers",
+        "rewards.concurrency",
         "rollouts.decoders",
         "trainer.micro_batch_tokens",
         "trainer.logit_workspace_mb",

@@ -19,7 +19,7 @@ START = ("policy.path", "policy.megatron_path", "prompts.path", "prompts.held_ou
 """Settings that name the policy and the task that runs start with."""
 APART = (
     *("name", "seed", "output_dir", "steps", "validation", "checkpoint", "forecast", "sft", "download", "cost"),
-    *("policy.digest", "rewards.workers", "rollouts.decoders", "trainer.micro_batch_tokens"),
+    *("policy.digest", "rewards.workers", "rewards.concurrency", "rollouts.decoders", "trainer.micro_batch_tokens"),
     "trainer.logit_workspace_mb",
     *("engine.host", "engine.port", "engine.min_engines"),
     *("engine.min_relative_rate", *START),

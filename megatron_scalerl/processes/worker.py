@@ -1,11 +1,13 @@
 """The worker's side of a `worker_pool`, which describes the protocol. Imports neither asyncio nor anything heavy."""
 
+import inspect
 import os
 import socket
 import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 
@@ -17,6 +19,8 @@ FRAME = struct.Struct("!QBQQ")
 """Number of the request, kind of frame, bytes of the head, bytes of the body."""
 REQUEST, READ, REPLY, LAST_REPLY = range(4)
 """Kinds of frames."""
+CONCURRENT = b"concurrent"
+"""Body of the reply to the setup of a worker that works on several requests at once."""
 
 
 @record
@@ -30,10 +34,11 @@ class Answer:
     """Whether the worker ends with this answer, and another worker takes its place."""
 
 
-def serve(load: Callable[[bytes], Callable[[bytes, bytes], Answer] | str]) -> None:
+def serve(load: Callable[[bytes], Callable[[bytes, bytes], Any] | str]) -> None:
     """Answer requests until the pool closes the socket or an answer is the last.
 
-    load: makes the function that answers (head, body) from the setup, or returns one line that says why it cannot.
+    load: makes the function that answers (head, body) with an Answer from the setup, or returns one line that says
+    why it cannot. A coroutine function answers several requests at once, none of them the last.
     """
     with pool_socket() as connection:
         number, setup, _ = receive(connection)
@@ -41,12 +46,32 @@ def serve(load: Callable[[bytes], Callable[[bytes, bytes], Answer] | str]) -> No
         if isinstance(answer, str):
             send(connection, number, Answer(head=answer, last=True))
             return
+        if inspect.iscoroutinefunction(answer):
+            import asyncio
+
+            send(connection, number, Answer(head="", body=CONCURRENT))
+            asyncio.run(_serve_concurrently(connection, answer))
+            return
         reply = Answer(head="")
         send(connection, number, reply)
         while not reply.last:
             number, head, body = receive(connection)
             reply = answer(head, body)
             send(connection, number, reply)
+
+
+async def _serve_concurrently(connection: socket.socket, answer: Callable[[bytes, bytes], Any]) -> None:
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+    async def reply(number: int, head: bytes, body: bytes) -> None:
+        send(connection, number, await answer(head, body))
+
+    reader = ThreadPoolExecutor(1)
+    async with asyncio.TaskGroup() as tasks:
+        while True:
+            request = await asyncio.get_running_loop().run_in_executor(reader, receive, connection)
+            tasks.create_task(reply(*request))
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """Worker processes that can be killed, behind asyncio: a request gets its reply, or the reason why it has none.
 
-    ask() --> queue --> one task per worker --socket--> process
+    ask() --> queue --> one task per worker, or several --socket--> process
 
 Life of a worker:
 
     start      in a process group that ends with this process; its first request is the setup, and it replies "" or
                why it cannot be used
-    work       one request at a time: it says that it has read the request, then it sends the reply
+    work       one request at a time: it says that it has read the request, then it sends the reply. A worker that
+               greets as CONCURRENT works on several, all workers together on `Program.concurrency`
     end        after a `LAST_REPLY`; a worker that exits, exceeds the time limit or sends anything else is killed with
                its children
     replace    START_TRIES tries with pauses are a round; after a failed round the worker's request is lost, and the
@@ -14,8 +15,9 @@ Life of a worker:
 
 Life of a request: it waits in the queue, is read by a worker, and gets the worker's reply. If the worker dies, the
 request is repeated by up to MAX_LOSSES workers in all; workers that died before they had read it are counted
-separately (MAX_EARLY_LOSSES). The request of a cancelled caller is not begun; if a worker has begun it, it runs to
-its end.
+separately (MAX_EARLY_LOSSES). Of several requests in a worker that died any may be the cause, so that a repeated
+request has its worker alone. The request of a cancelled caller is not begun; if a worker has begun it, it runs to its
+end.
 
 End of the pool: after START_ROUNDS failed rounds for every worker, with no worker alive, `ask` raises RuntimeError.
 
@@ -33,6 +35,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import itertools
 import logging
 import os
 import signal
@@ -49,7 +53,14 @@ import msgspec
 
 from megatron_scalerl.processes.child_process import ChildProcess, ProcessDied, cancelled, log_end, time_limit
 from megatron_scalerl.processes.logs import printable
-from megatron_scalerl.processes.worker import FRAME, LAST_REPLY, READ, REPLY, REQUEST, SOCKET_VARIABLE
+from megatron_scalerl.processes.worker import (
+    CONCURRENT,
+    FRAME,
+    LAST_REPLY,
+    READ,
+    REQUEST,
+    SOCKET_VARIABLE,
+)
 from megatron_scalerl.record import record
 
 logger = logging.getLogger(__name__)
@@ -72,6 +83,8 @@ END_TIMEOUT_S = 10.0
 """Seconds for a killed process to exit; after that it is left behind."""
 MAX_REPLY = 2**32
 """Most bytes of a reply; a frame that announces more is taken for damage."""
+GRACE_S = 5.0
+"""Further time for workers of several requests, which keep the time limit themselves (seconds)."""
 
 
 class WorkerDied(Exception):
@@ -109,6 +122,8 @@ class Program:
     """Time limit of a request (seconds)."""
     start_timeout_s: float
     """Time limit of the start with the setup (seconds)."""
+    concurrency: int = 1
+    """Requests at work in all workers together, if they work on several."""
     logs: Path | None = None
     """Folder for the logs, NAME-N.log. None: output goes to the stderr of this process."""
 
@@ -153,6 +168,7 @@ class WorkerPool(Generic[Head]):
         self._queue: asyncio.Queue[_Request[Head]] = asyncio.Queue()
         self._outstanding: set[_Request[Head]] = set()
         self._tasks: list[asyncio.Task[None]] = []
+        self._limit_s = program.timeout_s
         self._failed_rounds = 0
         self._failed_tries = 0
         """Rounds and tries since a process was last started."""
@@ -180,7 +196,11 @@ class WorkerPool(Generic[Head]):
             await self.close()
             raise
         self._end = None
-        self._tasks = [asyncio.create_task(self._work(w), name=w.name) for w in self._workers]
+        places = self._workers
+        if places[0].greeting == CONCURRENT:
+            self._limit_s += GRACE_S
+            places = list(itertools.islice(itertools.cycle(places), self._program.concurrency))
+        self._tasks = [asyncio.create_task(self._work(worker), name=worker.name) for worker in places]
         for task in self._tasks:
             task.add_done_callback(self._on_task_end)
 
@@ -218,7 +238,7 @@ class WorkerPool(Generic[Head]):
     async def _work(self, worker: Worker) -> None:
         while True:
             while not worker.alive and not await self._replace(worker):
-                await asyncio.sleep(ROUND_PAUSE_S)
+                pass
             request = await self._queue.get()
             while not request.reply.done():  # its caller may have been cancelled
                 if worker.alive or await self._replace(worker):
@@ -228,49 +248,61 @@ class WorkerPool(Generic[Head]):
 
     async def _try(self, worker: Worker, request: _Request[Head]) -> None:
         """Resolve the request by a reply or after too many deaths; else leave it to be repeated."""
+        repeated = request.losses > 0
+        ask = functools.partial(worker.ask, request.head, request.body, self._limit_s, self._decode)
         try:
-            reply = await worker.ask(request.head, request.body, self._program.timeout_s, self._decode)
+            async with worker.gate:
+                if repeated:
+                    await worker.idle()
+                    reply = await ask()
+            if not repeated:
+                reply = await ask()
         except WorkerDied as death:
             if death.read:
                 request.losses += 1
             else:
                 request.early_losses += 1
             too_many = request.losses >= MAX_LOSSES or request.early_losses >= MAX_EARLY_LOSSES
-            if self._settles(death) or too_many:
+            alone = repeated or worker.greeting != CONCURRENT
+            if (alone and self._settles(death)) or too_many:
                 request.fail(death)
         else:
             if not request.reply.done():
                 request.reply.set_result(reply)
 
     async def _replace(self, worker: Worker) -> bool:
-        """Try to start a worker again, one round; False if all tries failed.
+        """Try to start a worker again, one round; False, after a pause, if all tries failed.
 
         Raises RuntimeError after too many failed rounds with no worker of the pool alive.
         """
-        problem: Exception | None = None
-        for attempt in range(START_TRIES):
-            if attempt:
-                await asyncio.sleep(START_PAUSE_S * 2 ** (attempt - 1))
-            try:
-                await worker.start()
-            except (ValueError, OSError, ProcessDied) as error:
-                # The program has started before, so that a refused setup is as transient as a lack of memory.
-                problem = error
-                self._failed_tries += 1
-                continue
-            self._counters["restarts"] += 1
-            self._failed_rounds = 0
-            self._failed_tries = 0
-            return True
-        logger.warning("%s could not be replaced and is tried again: %s", worker.name, problem)
-        if not any(other.alive for other in self._workers):
-            self._failed_rounds += 1
-        if self._failed_rounds >= START_ROUNDS * len(self._workers):
-            raise RuntimeError(
-                f"no {self._program.name} process starts again: {self._failed_tries} tries in a row failed, "
-                f"the last with: {problem}"
-            )
-        return False
+        async with worker.gate:
+            if worker.alive:
+                return True
+            problem: Exception | None = None
+            for attempt in range(START_TRIES):
+                if attempt:
+                    await asyncio.sleep(START_PAUSE_S * 2 ** (attempt - 1))
+                try:
+                    await worker.start()
+                except (ValueError, OSError, ProcessDied) as error:
+                    # The program has started before, so that a refused setup is as transient as a lack of memory.
+                    problem = error
+                    self._failed_tries += 1
+                    continue
+                self._counters["restarts"] += 1
+                self._failed_rounds = 0
+                self._failed_tries = 0
+                return True
+            logger.warning("%s could not be replaced and is tried again: %s", worker.name, problem)
+            if not any(other.alive for other in self._workers):
+                self._failed_rounds += 1
+            if self._failed_rounds >= START_ROUNDS * len(self._workers):
+                raise RuntimeError(
+                    f"no {self._program.name} process starts again: {self._failed_tries} tries in a row failed, "
+                    f"the last with: {problem}"
+                )
+            await asyncio.sleep(ROUND_PAUSE_S)
+            return False
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
@@ -281,8 +313,11 @@ class WorkerPool(Generic[Head]):
             self.end(problem)
 
 
-class Worker:
-    """A worker's process and the socket to it; `start` replaces a process that has ended."""
+class Worker(asyncio.Protocol):
+    """A worker's process and the socket to it; `start` replaces a process that has ended.
+
+    The end of the socket, and anything but a frame, ends all outstanding requests.
+    """
 
     def __init__(self, name: str, program: Program, output: _Output | None = None):
         self.name = name
@@ -292,11 +327,16 @@ class Worker:
         if program.logs is not None:
             self._log = program.logs / f"{name}.log"
         self._child: ChildProcess | None = None
-        self._socket: socket.socket | None = None
+        self._transport: asyncio.Transport | None = None
         self._number = 0
         """Number of the last request."""
-        self._read = False
-        """Whether the worker has read the last request."""
+        self._replies: dict[int, asyncio.Future[tuple[int, bytes, bytes]]] = {}
+        """(kind, head, body) of the replies to outstanding requests, by their numbers."""
+        self._read: set[int] = set()
+        """Numbers of requests that the worker has read."""
+        self._received = bytearray()
+        self.gate = asyncio.Lock()
+        """Is passed before each request; held during a request that has the worker alone, and a replacement."""
         self.greeting = b""
         """Body of the reply to the setup."""
 
@@ -336,8 +376,9 @@ class Worker:
     async def _start(self) -> str:
         """Start the process; its reply to the setup."""
         await self.kill()
-        self._socket, worker_socket = socket.socketpair()
-        self._socket.setblocking(False)
+        pool_socket, worker_socket = socket.socketpair()
+        self._received.clear()
+        self._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=pool_socket)
         # Once this process has closed its copy, the end of the worker closes the socket.
         with worker_socket:
             descriptor = worker_socket.fileno()
@@ -353,39 +394,50 @@ class Worker:
         reply, self.greeting = await self.ask(self._program.setup, b"", self._program.start_timeout_s, decode)
         return reply
 
+    async def idle(self) -> None:
+        """Wait until no request is outstanding."""
+        if self._replies:
+            await asyncio.wait(self._replies.values())
+
     async def ask(self, head: bytes, body: bytes, timeout_s: float, decode: Callable[[bytes], T]) -> tuple[T, bytes]:
         """(decoded head, body) of the reply. Raises WorkerDied; then, and after a last reply, the process is dead.
 
-        After a cancellation the socket has part of a frame, and the worker has to be killed.
+        After a cancellation the worker has to be killed: its reply would be damage.
         """
+        transport = self._transport
         self._number += 1
-        self._read = False
+        number = self._number
         begin = time.monotonic()
         used_before = self._processor_s()
         try:
             async with time_limit(timeout_s):
-                last, reply_head, reply_body = await self._exchange(head, body)
+                last, reply_head, reply_body = await self._exchange(number, head, body)
             decoded = decode(reply_head)
-        except TimeoutError:
+        except (OSError, EOFError, ValueError, RecursionError) as problem:
+            read = number in self._read
             busy = (self._processor_s() - used_before) / (time.monotonic() - begin)
-            await self.kill()
-            raise WorkerDied(f"no answer within {timeout_s:g} s", read=self._read, late=True, busy=busy) from None
-        except (OSError, EOFError):
+            code = None
+            if self._transport is transport:  # else another request has ended the process
+                code = await self.kill()
+            if isinstance(problem, TimeoutError):
+                raise WorkerDied(f"no answer within {timeout_s:g} s", read=read, late=True, busy=busy) from None
+            if isinstance(problem, ValueError | RecursionError):
+                raise WorkerDied("bytes in its socket that are no reply", read=read) from None
             # A process that closed its socket has exited, with its code fixed, or can no longer be trusted.
-            code = await self.kill()
-            raise WorkerDied(end_of(code), read=self._read, code=code) from None
-        except (ValueError, RecursionError):
-            await self.kill()
-            raise WorkerDied("bytes in its socket that are no reply", read=self._read) from None
+            raise WorkerDied(end_of(code), read=read, code=code) from None
+        finally:
+            self._replies.pop(number, None)
+            self._read.discard(number)
         if last:
             await self.kill()
         return decoded, reply_body
 
     def detach(self) -> socket.socket:
         """The socket, for a user who speaks to the process in another protocol after the setup and closes it."""
-        assert self._socket is not None, "started"
-        detached = self._socket
-        self._socket = None
+        assert self._transport is not None, "started"
+        detached: socket.socket = self._transport.get_extra_info("socket").dup()
+        self._transport.abort()
+        self._transport = None
         return detached
 
     def _processor_s(self) -> float:
@@ -404,9 +456,9 @@ class Worker:
 
     async def kill(self) -> int | None:
         """End the process and all its children at once; its exit code, None without one. May be called twice."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None
         child = self._child
         self._child = None
         if child is None:
@@ -418,36 +470,40 @@ class Worker:
             logger.warning("%s (%d) is still running %g s after SIGKILL", self.name, child.pid, END_TIMEOUT_S)
             return None
 
-    async def _exchange(self, head: bytes, body: bytes) -> tuple[bool, bytes, bytes]:
+    async def _exchange(self, number: int, head: bytes, body: bytes) -> tuple[bool, bytes, bytes]:
         """(whether the reply is the last, head, body) of the reply to a request."""
-        assert self._socket is not None, "started"
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(self._socket, FRAME.pack(self._number, REQUEST, len(head), len(body)) + head)
-        await loop.sock_sendall(self._socket, body)
-        await self._receive(READ)
-        self._read = True
-        kind, head, body = await self._receive(REPLY, LAST_REPLY)
+        if self._transport is None or self._transport.is_closing():
+            raise EOFError
+        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        self._transport.write(FRAME.pack(number, REQUEST, len(head), len(body)) + head)
+        self._transport.write(body)
+        kind, head, body = await reply
         return kind == LAST_REPLY, head, body
 
-    async def _receive(self, *kinds: int) -> tuple[int, bytes, bytes]:
-        """(kind, head, body) of the next frame. Raises OSError, EOFError; ValueError for a frame of another kind."""
-        number, kind, *sizes = FRAME.unpack(await self._bytes(FRAME.size))
-        if number != self._number or kind not in kinds or sum(sizes) > MAX_REPLY:
-            raise ValueError
-        head, body = [await self._bytes(size) for size in sizes]
-        return kind, head, body
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        while len(self._received) >= FRAME.size:
+            number, kind, head, body = FRAME.unpack_from(self._received)
+            body_start = FRAME.size + head
+            end = body_start + body
+            if number not in self._replies or not READ <= kind <= LAST_REPLY or end > MAX_REPLY:
+                self.connection_lost(ValueError())
+                return
+            if len(self._received) < end:
+                return
+            frame = bytes(self._received[:end])
+            del self._received[:end]
+            if kind == READ:
+                self._read.add(number)
+            elif not self._replies[number].done():
+                self._replies.pop(number).set_result((kind, frame[FRAME.size : body_start], frame[body_start:]))
 
-    async def _bytes(self, size: int) -> bytes:
-        assert self._socket is not None, "started"
-        buffer = bytearray(size)
-        view = memoryview(buffer)
-        done = 0
-        while done < size:
-            received = await asyncio.get_running_loop().sock_recv_into(self._socket, view[done:])
-            if not received:
-                raise EOFError
-            done += received
-        return bytes(buffer)
+    def connection_lost(self, problem: Exception | None) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(problem or EOFError())
 
 
 def end_of(code: int | None) -> str:

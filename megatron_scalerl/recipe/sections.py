@@ -56,6 +56,8 @@ class TaskSection(Section):
     """rewards.verifier for this task. Each task has its verifier processes."""
     workers: PositiveInt | None = None
     """rewards.workers for this task."""
+    concurrency: PositiveInt | None = None
+    """rewards.concurrency for this task."""
     cpu_s: PositiveFloat | None = None
     """rewards.cpu_s for this task."""
     timeout_s: PositiveFloat | None = None
@@ -350,6 +352,8 @@ class RewardsSection(Section):
     all correct may differ by it: the zero-variance filter keeps such a group. null: none."""
     workers: PositiveInt | None = None
     """Verifier processes. null: one for each CPU available to the controller, at most 8."""
+    concurrency: PositiveInt = 64
+    """Checks at once, in all processes together, of a verifier that is a coroutine function (docs/tasks.md)."""
     cpu_s: PositiveFloat = 2.0
     """CPU time limit of one check (s). Beyond it the worker is killed and the completion is wrong (`timeout`). CPU
     time does not depend on the load of the machine. n different answers that all exceed it take n (cpu_s + 0.5) /

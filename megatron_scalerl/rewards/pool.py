@@ -2,22 +2,23 @@
 
     score() --> processes.worker_pool --one check at a time--> process --> score
 
-The pool of processes says how they are started and replaced. A process works on one check; the calls of `score` wait
-for one in the order in which they came, and hold nothing but their own check.
+The pool of processes says how they are started and replaced. A process works on one check, or where the verifier is a
+coroutine function on many, `rewards.concurrency` in all; the calls of `score` wait for one in the order in which they
+came, and hold nothing but their own check.
 
 Outcomes of a check other than the verifier's return value:
 
 * An answer that exceeds a limit (time, processor time, memory) is wrong, with that reason.
 * An answer on which the verifier raises is wrong, with the reason `error`.
 * A process that dies during a check (killed by another process, a segmentation fault, an exit) is replaced and the
-  check repeated. The second time the answer is wrong, with the reason `crash`: an answer must not avoid its score by
-  crashing the verifier. Checks that had not begun are not affected.
+  check repeated, alone in its process. The second time the answer is wrong, with the reason `crash`: an answer must
+  not avoid its score by crashing the verifier. Checks that had not begun are not affected.
 * A check that its verifier cannot make is tried again, TRIES times in all, and then lost as well: VerifierUnavailable
   (the code verifier without a sandbox), a judge that cannot be reached or answers 408, 429 or 5xx
-  (`worker.is_unavailable`), and a verifier of the user's that waited until the wall-clock limit. Where nearly all
-  other tries succeed the answer is wrong, `unavailable`: it may have broken its judge to escape its score. After
-  MAX_UNAVAILABLE in a row, or if more than half of the last RECENT could not be made, the run ends (RuntimeError;
-  `outages`).
+  (`worker.is_unavailable`), a verifier of the user's that waited until the wall-clock limit, and a coroutine function
+  that returned no reward, whatever it raised (`worker.run_judge`). Where nearly all other tries succeed the answer
+  is wrong, `unavailable`: it may have broken its judge to escape its score. After MAX_UNAVAILABLE in a row, or if
+  more than half of the last RECENT could not be made, the run ends (RuntimeError; `outages`).
 * Where no replacement starts, the current check is lost through no fault of the answer (CompletionLost). Other
   processes continue; where that persists with none alive, the run ends (RuntimeError).
 
@@ -108,7 +109,7 @@ class VerifierPool:
         self._rewards = rewards
         self.counters: Counter[str] = Counter()
         paths = tuple(os.fsencode(path) for path in sys.path)
-        setup = Setup(verifier=rewards.verifier, paths=paths, limits=limits_of(rewards))
+        setup = Setup(verifier=rewards.verifier, paths=paths, limits=limits_of(rewards), timeout_s=rewards.timeout_s)
         program = Program(
             name="verifier",
             module="megatron_scalerl.rewards.worker",
@@ -117,6 +118,7 @@ class VerifierPool:
             subject=f"rewards.verifier {rewards.verifier!r}",
             timeout_s=rewards.timeout_s,
             start_timeout_s=start_timeout_s,
+            concurrency=rewards.concurrency,
         )
         self._workers = WorkerPool(
             program,
@@ -186,7 +188,12 @@ class VerifierPool:
         return penalized(score, tokens, self._rewards.length_penalty)
 
     async def problem_of(self, prompt: Prompt) -> str:
-        """Why no answer to a prompt may be paid, or nothing; a limit that is exceeded, too. Raises as `score`."""
+        """Why no answer to a prompt may be paid, or nothing; a limit that is exceeded, too. Raises as `score`.
+
+        Nothing is known of the prompts of a verifier of the user's.
+        """
+        if self._asks_others:
+            return ""
         request = (None, self._rewards.verifier, prompt.text, prompt.answer, dict(prompt.extra))
         return (await self._score_once(pickle.dumps(request))).reason
 
@@ -273,7 +280,7 @@ class VerifierPool:
             return self._wrong(outcome.limit)
         if outcome.error and not self._error_shown:
             self._error_shown = True
-            logger.warning("the verifier raised; the completion counts as wrong:\n%s", outcome.error)
+            logger.warning("the verifier raised:\n%s", outcome.error)
         if outcome.unusable:
             return self._wrong(outcome.unusable)
         value = outcome.value

@@ -63,6 +63,8 @@ class Setup:
     paths: tuple[bytes, ...]
     """Where the pool's process imports modules from."""
     limits: Limits
+    timeout_s: float
+    """Time limit of a check by a coroutine function (s)."""
 
 
 @record
@@ -147,13 +149,7 @@ def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
             if answer is None:
                 unusable = _text(problem_of(limits, *row))
                 return Outcome(value=not unusable, unusable=unusable)
-            value = verifier(answer, *row)
-        if hasattr(value, "item"):  # a scalar of numpy
-            value = value.item()
-        if not isinstance(value, bool):
-            value = float(value)
-            if not abs(value) <= MOST_REWARD:
-                raise ValueError(f"a verifier returns a bool or a float up to {MOST_REWARD:g}; it returned {value}")
+            value = _checked(verifier(answer, *row))
     except MemoryError:
         return Outcome(limit="memory")
     except TimeLimitExceeded:
@@ -165,6 +161,32 @@ def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
             return Outcome(unavailable=_text(f"{type(error).__name__}: {error}"[:1000]))
         return Outcome(error=_text(traceback.format_exc()[-4000:]))
     return Outcome(value=value)
+
+
+def _checked(value: Any) -> bool | float:
+    """What a verifier returned. Raises ValueError, TypeError if it is no reward."""
+    if hasattr(value, "item"):  # a scalar of numpy
+        value = value.item()
+    if not isinstance(value, bool):
+        value = float(value)
+        if not abs(value) <= MOST_REWARD:
+            raise ValueError(f"a verifier returns a bool or a float up to {MOST_REWARD:g}; it returned {value}")
+    return value
+
+
+async def run_judge(verifier: Verifier, check: bytes, timeout_s: float) -> Outcome:
+    """Run one check of a coroutine function, which asks others: they have failed unless it returns a reward."""
+    import asyncio
+
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            return Outcome(value=_checked(await verifier(*pickle.loads(check))))
+    except (Exception, asyncio.CancelledError) as error:
+        why = f"{type(error).__name__}: {error}"[:1000]
+        if limit.expired():
+            why = f"no answer within {timeout_s:g} s"
+        return Outcome(unavailable=_text(why), error=_text(traceback.format_exc()[-4000:]))
 
 
 def problem_of(limits: Limits, verifier: str, question: str, reference: str, columns: dict[str, Any]) -> str:
@@ -226,7 +248,7 @@ def _text(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def load(setup_json: bytes) -> Callable[[bytes, bytes], Answer] | str:
+def load(setup_json: bytes) -> Callable[[bytes, bytes], Any] | str:
     """The function that runs checks, or why the verifier cannot be used."""
     setup = msgspec.json.decode(setup_json, type=Setup)
     sys.path.extend(path for path in map(os.fsdecode, setup.paths) if path not in sys.path)
@@ -235,6 +257,12 @@ def load(setup_json: bytes) -> Callable[[bytes, bytes], Answer] | str:
         verifier = load_verifier(setup.verifier, limits)
     except ValueError as problem:
         return _text(str(problem))
+    if inspect.iscoroutinefunction(verifier):
+
+        async def judged(head: bytes, check: bytes) -> Answer:
+            return Answer(head=await run_judge(verifier, check, setup.timeout_s))
+
+        return judged
     if setup.verifier != "code":  # its sandbox limits the programs, and needs room for what they read
         limit_process(limits)
     loaded = address_space()

@@ -1,6 +1,6 @@
 """Reads calls of tools in an answer, in the format that the policy's chat template teaches."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,8 +11,21 @@ FORMATS = {
     "<function=": ("qwen3.5", "<tool_call>"),
     "<arg_key>": ("glm", "<tool_call>"),
     '"arguments":': ("qwen3", "<tool_call>"),
+    "<|tool_call_argument_begin|>": ("kimi_k2", "<|tool_calls_section_begin|>"),
+    '"parameters": dictionary': ("llama_3", "<|eom_id|>"),
 }
-"""Text in a chat template -> (name of the parser, token with which calls begin)."""
+"""Text in a chat template -> (name of the parser, token with which calls begin, or which the format has).
+
+Not here: Mistral, for which `renderers` has no parser, and DeepSeek-V3, whose parser takes minutes for an answer with
+many spaces.
+"""
+KIMI_MARKS = (
+    "tool_calls_section_begin",
+    "tool_calls_section_end",
+    "tool_call_begin",
+    "tool_call_argument_begin",
+    "tool_call_end",
+)
 
 
 ToolParser = Callable[[Sequence[int]], tuple[ToolCall, ...]]
@@ -35,18 +48,29 @@ def tool_parser(tokenizer: Any, tools: Sequence[Any], end_ids: Sequence[int]) ->
             f"{', '.join(name for name, _ in FORMATS.values())}; take a policy with one of them, or let the "
             "environment read the text"
         )
-    from renderers.parsers import get_tool_parser
-
-    parser = get_tool_parser(names[0], tokenizer)
+    extract = _extractor(names[0], tokenizer, vocabulary)
 
     def calls(token_ids: Sequence[int]) -> tuple[ToolCall, ...]:
         ids = [token for token in token_ids if token not in end_ids]
         try:
-            return tuple(map(_call, parser.extract(ids)[1]))
+            return tuple(map(_call, extract(ids)))
         except (ValueError, RecursionError):  # JSON beyond Python's limits, or that is no Unicode
             return (ToolCall(raw=tokenizer.decode(ids), error="invalid_json"),)
 
     return calls
+
+
+def _extractor(name: str, tokenizer: Any, vocabulary: Mapping[str, int]) -> Callable[[list[int]], list[Any]]:
+    """The parser of a format, which takes the tokens of an answer."""
+    from renderers import parsers, parsing
+
+    if name == "llama_3":
+        return lambda ids: parsing.parse_llama_3(tokenizer, ids, stop_ids=set()).tool_calls
+    if name == "kimi_k2":
+        marks = {f"{mark}_id": vocabulary[f"<|{mark}|>"] for mark in KIMI_MARKS}
+        return lambda ids: parsing.parse_kimi_k2(tokenizer, ids, stop_ids=set(), **marks).tool_calls
+    parser = parsers.get_tool_parser(name, tokenizer)
+    return lambda ids: parser.extract(ids)[1]
 
 
 def _call(parsed: Any) -> ToolCall:

@@ -59,6 +59,21 @@ def test_a_verifier_of_code_scores_an_answer_without_a_program(tiny, capsys):
     assert "a wrong answer" in shown.out and "the reference itself" not in shown.out
 
 
+def test_a_judge_is_asked_about_the_first_prompts(tiny, capsys, monkeypatch, tmp_path):
+    """Its session lives in one event loop."""
+    (tmp_path / "asked.py").write_text(
+        "import asyncio\nloops = []\n"
+        "async def score(text, reference, extra):\n"
+        "    loops.append(asyncio.get_running_loop())\n"
+        "    assert len(set(loops)) == 1\n"
+        "    return text == f'\\\\boxed{{{reference}}}'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    code, shown = output(tiny, capsys, "rewards.verifier=asked:score")
+    assert code == 0, shown.err
+    assert "the reference itself, \\boxed{9}: right" in shown.out and "-918273645}: wrong" in shown.out
+
+
 def test_what_train_would_refuse_is_refused(tiny, capsys):
     for setting, message in (
         (

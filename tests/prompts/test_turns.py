@@ -3,9 +3,20 @@
 import re
 
 import pytest
-from chat_templates import CHATML, GPT_OSS, LLAMA3, MISTRAL, OPEN, QWEN3_TURNS, R1_DISTILL, TURNS
+from chat_templates import (
+    CHATML,
+    GPT_OSS,
+    KIMI_TURNS,
+    LLAMA3,
+    LLAMA3_TURNS,
+    MISTRAL,
+    OPEN,
+    QWEN3_TURNS,
+    R1_DISTILL,
+    TURNS,
+)
 from recipe_files import SETTLED
-from turn_policies import TOOL, ids_of, past, turns_tokenizer
+from turn_policies import KIMI, LLAMA, TOOL, ids_of, past, turns_tokenizer
 
 from megatron_scalerl.prompts.turns import PastTurn, TurnRenderer
 from megatron_scalerl.recipe.sections import PromptsSection
@@ -22,8 +33,8 @@ def tool(text, **fields):
     return [{"role": "tool", "content": text, **fields}]
 
 
-def renderer(template, *, end="<|im_end|>", bos=None, ends=(), thinking="keep", tools=(), **settings):
-    tokenizer = turns_tokenizer(template, end=end, bos=bos)
+def renderer(template, *, end="<|im_end|>", bos=None, ends=(), thinking="keep", tools=(), more=(), **settings):
+    tokenizer = turns_tokenizer(template, end=end, bos=bos, more=more)
     prompts = PromptsSection(**SETTLED | {"chat_template": template is not None} | settings)
     end_ids = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(list(ends))]
     return tokenizer, TurnRenderer(tokenizer, prompts, end_ids=end_ids, tools=tools, thinking=thinking)
@@ -218,6 +229,33 @@ def test_what_comes_before_and_between_turns(family):
     assert tokenizer.decode(turns.first(user("a"))) == first
     ids, rewritten = turns.next([user("a"), user("b")], [said])
     assert (tokenizer.decode(ids), rewritten) == (between, expected)
+
+
+LLAMA_TOOL = '<|start_header_id|>ipython<|end_header_id|>\n\n"2"<|eot_id|>'
+LLAMA_OPEN = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+TOOLS = {
+    "Llama 3": (
+        LLAMA3_TURNS, {"end": "<|eot_id|>", "more": LLAMA}, "<|eot_id|>", tool("2"), f"{LLAMA_TOOL}{LLAMA_OPEN}"
+    ),
+    "Llama 3, another end": (
+        LLAMA3_TURNS, {"end": "<|eot_id|>", "ends": ["<|eom_id|>"], "more": LLAMA}, "<|eom_id|>", tool("2"),
+        f"<|eot_id|>{LLAMA_TOOL}{LLAMA_OPEN}",
+    ),
+    "Kimi-K2": (
+        KIMI_TURNS, {"more": KIMI}, "<|im_end|>", tool("2", tool_call_id="functions.add:0"),
+        "<|im_system|>tool<|im_middle|>## Return of functions.add:0\n2<|im_end|>"
+        "<|im_assistant|>assistant<|im_middle|>",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", TOOLS)
+def test_what_a_tool_returns(family):
+    template, settings, end, message, between = TOOLS[family]
+    tokenizer, turns = renderer(template, tools=[TOOL], **settings, **NO_TAGS)
+    ids, rewritten = turns.next([user("1+1?"), message], [past(tokenizer, f"{CALL}{end}")])
+    assert (tokenizer.decode(ids), rewritten) == (between, False)
+    assert '"name": "add"' in tokenizer.decode(turns.first(user("1+1?")))
 
 
 def test_without_a_template_messages_follow_each_other_and_no_token_comes_of_two():

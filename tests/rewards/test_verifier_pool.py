@@ -192,7 +192,7 @@ def test_a_late_event_loop_is_not_a_time_out(monkeypatch):
             time.sleep(0.01)
 
     async def late(worker, *request):
-        asyncio.get_running_loop().call_soon(stand_still, worker._socket)
+        asyncio.get_running_loop().call_soon(stand_still, worker._transport.get_extra_info("socket"))
         return await exchange(worker, *request)
 
     monkeypatch.setattr(Worker, "_exchange", late)

@@ -1,0 +1,319 @@
+"""Verifiers that are coroutine functions: a bound for all of them, retries, and what fails is lost and never paid."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+from dataclasses import replace
+
+import pytest
+from aiohttp import web
+from fakes.engine import StandInEngine
+from fakes.sampler import StandInSampler
+from recipe_files import small_recipe
+from verifier_pools import RIGHT, WRONG, pool_of, prompt, wrong
+from waiting import until
+
+from megatron_scalerl.batching.advantages import samples_of
+from megatron_scalerl.engine.membership import Membership
+from megatron_scalerl.processes import worker_pool
+from megatron_scalerl.prompts.curriculum import Curriculum
+from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
+from megatron_scalerl.recipe.tasks import Task
+from megatron_scalerl.rewards import outages
+from megatron_scalerl.rewards.pool import TaskPools
+from megatron_scalerl.rollouts.journal import Journal
+from megatron_scalerl.rollouts.stream import RolloutStream
+from megatron_scalerl.types import CompletionLost, Prompt
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(outages, "PAUSES_S", (0.0, 0.0))
+
+
+class Judge:
+    """A judge on loopback.
+
+    answer: coroutine function that makes the response to (text, how often it came); None breaks the connection.
+    """
+
+    def __init__(self, answer):
+        self._answer = answer
+        self.asked = []
+        self.now = self.most = 0
+
+    async def _serve(self, request):
+        text = (await request.json())["answer"]
+        self.asked.append(text)
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            response = await self._answer(text, self.asked.count(text))
+        finally:
+            self.now -= 1
+        if response is None:
+            request.transport.abort()
+        return response
+
+    @contextlib.asynccontextmanager
+    async def running(self):
+        app = web.Application()
+        app.router.add_post("/", self._serve)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}/"
+        finally:
+            await runner.cleanup()
+
+
+def score_of(value):
+    return web.Response(text=json.dumps({"score": value}), content_type="application/json")
+
+
+def judged(answer, texts, **rewards):
+    """(scores or what was raised, the pool's counters, the judge) of checks that come at once."""
+
+    async def main():
+        judge = Judge(answer)
+        async with judge.running() as url, pool_of("users_judges:judged", **rewards) as pool:
+            calls = [pool.score(text, prompt({"url": url})) for text in texts]
+            return await asyncio.gather(*calls, return_exceptions=True), pool.counters, judge
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(("workers", "concurrency"), [(1, 5), (2, 5), (4, 3)])
+def test_the_judge_sees_the_bound_and_no_more(workers, concurrency):
+    full = asyncio.Barrier(concurrency)  # nobody is answered before so many ask at once
+
+    async def answer(text, tries):
+        await full.wait()
+        return score_of(text == "7")
+
+    texts = [str(n) for n in range(6 * concurrency)]
+    scores, counters, judge = judged(answer, texts, workers=workers, concurrency=concurrency)
+    assert scores == [RIGHT if text == "7" else WRONG for text in texts]
+    assert judge.most == concurrency and sorted(judge.asked) == sorted(texts)
+    assert counters == {"checks": len(texts), "correct": 1}
+
+
+@pytest.mark.parametrize("statuses", [(429, 503), (500, 408)])
+def test_what_is_unavailable_is_tried_again(statuses):
+    async def answer(text, tries):
+        return web.Response(status=statuses[tries - 1]) if tries <= 2 else score_of(0.25)
+
+    [score], counters, judge = judged(answer, ["7"])
+    assert (score.reward, score.correct, score.reason) == (0.25, False, "")
+    assert len(judge.asked) == outages.TRIES and counters == {"checks": 1}
+
+
+BAD = {
+    "status 500": web.Response(status=500),
+    "ServerDisconnectedError": None,
+    "ContentTypeError": web.Response(text="<html>", content_type="text/html"),
+    "JSONDecodeError": web.Response(text='{"score": ', content_type="application/json"),
+    "KeyError: 'score'": web.Response(text='{"error": "busy"}', content_type="application/json"),
+    "it returned nan": web.Response(text='{"score": NaN}', content_type="application/json"),
+    "it returned 1e": score_of(1e300),
+    "could not convert string to float: 'seven'": score_of("seven"),
+    "TypeError": score_of(None),
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_a_judge_that_fails_or_answers_nonsense_pays_nobody(reason):
+    async def answer(text, tries):
+        made = BAD[reason]
+        return made and web.Response(status=made.status, body=made.body, content_type=made.content_type)
+
+    scores, counters, judge = judged(answer, ["7", "8"])
+    assert all(isinstance(lost, CompletionLost) and lost.reason == "verifier_lost" for lost in scores)
+    assert all(reason.removeprefix("status ") in str(lost) for lost in scores)
+    assert counters["verifier_lost"] == counters["unavailable_checks"] == 2 and counters["correct"] == 0
+    assert len(judge.asked) == 2 * outages.TRIES
+
+
+def test_a_judge_that_does_not_answer_or_is_not_there_pays_nobody():
+    async def answer(text, tries):
+        await asyncio.Event().wait()
+
+    [late], counters, _ = judged(answer, ["7"], timeout_s=0.5)
+    assert isinstance(late, CompletionLost) and "0.5 s" in str(late)
+    assert counters["restarts"] == 0, "the process lives on"
+
+    async def refused():
+        with socket.socket() as bound:  # nobody listens
+            bound.bind(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{bound.getsockname()[1]}/"
+            async with pool_of("users_judges:judged") as pool:
+                return await pool.score("7", prompt({"url": url}))
+
+    with pytest.raises(CompletionLost, match="Cannot connect"):
+        asyncio.run(refused())
+
+
+def test_an_answer_on_which_the_judge_fails_alone_is_wrong():
+    """Thirty answers are paid; then the judge fails on one of them alone, again and again."""
+
+    async def answer(text, tries):
+        return web.Response(status=500) if text == "breaks the judge" else score_of(True)
+
+    async def main():
+        judge = Judge(answer)
+        async with judge.running() as url, pool_of("users_judges:judged") as pool:
+            extra = {"url": url}
+            paid = await asyncio.gather(*(pool.score(str(n), prompt(extra)) for n in range(40)))
+            return paid, await pool.score("breaks the judge", prompt(extra)), judge.asked
+
+    paid, broken, asked = asyncio.run(main())
+    assert paid == [RIGHT] * 40 and broken == wrong("unavailable")
+    assert asked.count("breaks the judge") == outages.TRIES
+
+
+def results(answers, **rewards):
+    """(scores or what was raised, counters) of the answers at once, by the judge that does what they say."""
+
+    async def main():
+        async with pool_of("users_judges:faulty", **rewards) as pool:
+            calls = [pool.score(text, prompt()) for text in answers]
+            return await asyncio.gather(*calls, return_exceptions=True), pool.counters
+
+    return asyncio.run(main())
+
+
+def test_an_answer_that_ends_the_process_takes_no_other_with_it():
+    answers = [*(f"7 {n}" for n in range(12)), "exit", *(f"8 {n}" for n in range(12))]
+    scores, counters = results(answers, concurrency=8)
+    assert scores == [RIGHT] * 12 + [wrong("crash")] + [WRONG] * 12
+    assert counters["restarts"] == 2 and counters["crash"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["spin", "block"])
+def test_a_coroutine_that_does_not_yield_ends_alone(fault, monkeypatch):
+    """A busy one is wrong as any check that exceeds its limit; one that waits is lost."""
+    monkeypatch.setattr(worker_pool, "GRACE_S", 1.0)
+    monkeypatch.setattr(outages, "TRIES", 1)
+    answers = ["7 a", fault, "7 b", "8"]
+    [first, faulty, *others], counters = results(answers, timeout_s=2.0)
+    assert [first, *others] == [RIGHT, RIGHT, WRONG]
+    if fault == "spin":
+        assert faulty == wrong("timeout")
+    else:
+        assert isinstance(faulty, CompletionLost)
+    assert counters["restarts"] == 2
+
+
+def test_a_process_that_is_killed_from_outside_loses_nothing():
+    async def main():
+        async with pool_of("users_judges:faulty", concurrency=16) as pool:
+            calls = [asyncio.create_task(pool.score(f"7 {n}", prompt())) for n in range(16)]
+            await until(lambda: len(pool._workers._workers[0]._replies) == 16)
+            os.kill(pool._workers.pids[0], signal.SIGKILL)
+            return await asyncio.gather(*calls), pool.counters
+
+    scores, counters = asyncio.run(main())
+    assert scores == [RIGHT] * 16 and counters["restarts"] == 1
+
+
+def test_a_cancelled_coroutine_is_lost_and_threads_are_no_bound():
+    [lost], counters = results(["cancel"])
+    assert isinstance(lost, CompletionLost) and counters["verifier_lost"] == 1
+
+    async def main():
+        async with pool_of("users_judges:threaded") as pool:
+            return await asyncio.gather(*(pool.score(text, prompt()) for text in "78"))
+
+    assert asyncio.run(main()) == [RIGHT, WRONG]
+
+
+def test_a_key_reaches_the_judge_only_by_its_name(monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "7")
+
+    async def main(**rewards):
+        async with pool_of("users_judges:keyed", **rewards) as pool:
+            return await pool.score("JUDGE_API_KEY", prompt())
+
+    assert asyncio.run(main()) == WRONG
+    assert asyncio.run(main(environment=("JUDGE_API_KEY",))) == RIGHT
+
+
+def test_a_mixture_has_a_judge_for_one_task():
+    async def answer(text, tries):
+        return score_of(0.5)
+
+    def task(name, verifier, **rewards):
+        section = RewardsSection(verifier=verifier, workers=1, timeout_s=60.0, **rewards)
+        return Task(name=name, weight=1.0, prompts=PromptsSection(path="p"), rewards=section)
+
+    async def main():
+        judge = Judge(answer)
+        tasks = [task("essay", "users_judges:judged", concurrency=2), task("math", "math")]
+        async with judge.running() as url, TaskPools(tasks) as pools:
+            rows = [
+                Prompt(prompt_id=name, text="t", answer="7", token_ids=(), extra={"url": url}, task=name)
+                for name in ("essay", "math")
+            ]
+            return [(await pools.score("\\boxed{7}", row)).reward for row in rows], judge.asked
+
+    assert asyncio.run(main()) == ([0.5, 1.0], ["\\boxed{7}"])
+
+
+class JudgedSampler(StandInSampler):
+    """Completions of an engine without tokens of a policy, scored by a pool."""
+
+    def __init__(self, pool, url):
+        super().__init__()
+        self._pool, self._extra = pool, {"url": url}
+
+    async def problem_of(self, prompt):
+        return await self._pool.problem_of(prompt)
+
+    async def complete(self, engine, prompt, draw, **options):
+        completion = await super().complete(engine, prompt, draw, **options)
+        score = await self._pool.score(f"{draw.index % 4} of {draw.index}", replace(prompt, extra=self._extra))
+        return replace(completion, score=score)
+
+
+def test_the_groups_mean_is_that_of_the_completions_that_were_judged(tmp_path, monkeypatch):
+    """The judge is away for completion 3 of each group at its first tries, and once for a whole group."""
+    monkeypatch.setattr(outages, "ALONE", 0.0)  # no failure is an answer's own
+    down = 4 * outages.TRIES  # all tries of the first group
+
+    async def answer(text, tries):
+        if len(judge.asked) <= down or text.startswith("3"):
+            return web.Response(status=503)
+        return score_of({"0": 1.0, "1": 0.5, "2": 0.0}[text[0]])
+
+    judge = Judge(answer)
+    recipe = small_recipe(
+        policy={"path": "p"},
+        rollouts={"groups_per_batch": 1, "group_size": 4, "max_in_flight": 4, "max_staleness_steps": 0},
+    )
+
+    async def main():
+        async with judge.running() as url, pool_of("users_judges:judged") as pool:
+            stream = RolloutStream(
+                recipe,
+                curriculum=Curriculum([prompt()], 7, None, None),
+                engines=Membership.of([StandInEngine()]),
+                sampler=JudgedSampler(pool, url),
+                journal=Journal(tmp_path),
+                next_group_id=0,
+                problems={},
+                count_tokens=lambda tokens: None,
+            )
+            stream.start(0)
+            groups = await stream.next_batch()
+            await stream.close()
+            return groups
+
+    [group] = asyncio.run(main())
+    assert group.lost_reasons == {"verifier_lost": 1} and [score.reward for score in group.scores] == [1.0, 0.5, 0.0]
+    plan = samples_of([group], normalize="none", truncated="exclude", zero_variance=True, reduction="prompt_mean")
+    assert [sample.advantage for sample in plan.samples] == [0.5, 0.0, -0.5]
