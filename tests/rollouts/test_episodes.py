@@ -9,11 +9,11 @@ from fakes.scripted_engine import StandInScriptedEngine
 from recipe_files import small_recipe
 
 from megatron_scalerl.batching.rollout_bytes import RolloutArrays, facts_of, facts_of_parts, read, rollout_of, write
-from megatron_scalerl.environments.pool import EnvironmentFailed
 from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.rollouts.decoder_pool import Decoded
-from megatron_scalerl.rollouts.episodes import Trace, sampling
+from megatron_scalerl.rollouts.episodes import sampling
 from megatron_scalerl.rollouts.plans import Draw, Plans
+from megatron_scalerl.rollouts.trace import Trace
 from megatron_scalerl.tiny.tokenizer import build_tokenizer
 from megatron_scalerl.types import CompletionLost, Part, Prompt, Score
 
@@ -224,17 +224,17 @@ def test_what_several_rewards_are_together(rewards, last, score, tmp_path, monke
 
 
 def test_thinking_that_does_not_end_counts_as_a_whole():
-    trace = Trace(np.array(ids("7=<think>"), "<u4"))
-    trace.add_turn(arrays("7+2=9</think>9<eos>", 6))
-    trace.add_turn(arrays("7+2<eos>", 0))
+    trace = Trace(ids("7=<think>"))
+    add(trace, "7=<think>", "7+2=9</think>9<eos>", 6)
+    add(trace, "7=<think>7+2=9</think>9<eos>8", "7+2<eos>", 0)
     assert trace.thinking == 6 + 4
 
 
-def test_a_template_that_changes_the_first_token_is_refused():
-    trace = Trace(np.array(ids("7=<think>"), "<u4"))
-    trace.add_turn(arrays("</think>9<eos>", 1))
-    with pytest.raises(EnvironmentFailed, match="first token"):
-        trace.add_messages(np.array(ids("8=9<eos>"), "<u4"), rewritten=True)
+def add(trace, context, text, answer_start):
+    """A turn of the policy after a context."""
+    context = list(ids(context))
+    with trace.turn(context) as part:
+        trace.add(part, context, arrays(text, answer_start))
 
 
 def arrays(text, answer_start):
@@ -256,22 +256,20 @@ def arrays(text, answer_start):
 
 def test_an_episode_whose_history_is_rewritten_forks_by_exact_prefix():
     """The thinking 7+2 leaves the context after the first turn; each sampled token is in one part."""
-    trace = Trace(np.array(ids("7;+2;-7=<think>"), "<u4"))
-    trace.add_turn(arrays("7+2=9</think>9<eos>", 6))
-    trace.add_messages(np.array(ids("7;+2;-7=9<eos>-7<think>"), "<u4"), rewritten=True)
-    trace.add_turn(arrays("</think>2<eos>", 1))
-    trace.add_messages(np.array(ids("5<think>"), "<u4"), rewritten=False)
+    trace = Trace(ids("7;+2;-7=<think>"))
+    add(trace, "7;+2;-7=<think>", "7+2=9</think>9<eos>", 6)
+    add(trace, "7;+2;-7=9<eos>-7<think>", "</think>2<eos>", 1)
     trace.truncated = False
     first, second = parts = trace.parts(Draw(seed=5, thinking_cut=4))
     assert tuple(first.token_ids) == ids("7+2=9</think>9<eos>") and first.loss_mask.all()
-    # the prompt without its <think> is what both parts share; the message without an answer is left out
-    assert trace.shared == [9, 8]
+    # the prompt without its <think> is what both parts share
+    assert trace.shared == [None, 8]
     assert tuple(second.token_ids) == ids("9<eos>-7<think></think>2<eos>")
     assert second.loss_mask.tolist() == [False] * 5 + [True] * 3
     assert second.environment.tolist() == [[0, 5]]
     facts = facts_of_parts(parts, trace.shared)
     assert facts.parts == (
-        Part(tokens=8, sampled_tokens=8, prompt_tokens=9),
+        Part(tokens=8, sampled_tokens=8, prompt_tokens=None),
         Part(tokens=8, sampled_tokens=3, prompt_tokens=8),
     )
     assert (facts.turns, facts.sampled_tokens, facts.truncated) == (2, 11, False)
