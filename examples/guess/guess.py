@@ -2,8 +2,13 @@
 
 The prompt `2;8=` gives the range. A wrong guess is answered with `+` (the number is higher) or `-` (it is lower).
 Halving the range each time finds every number; guessing at random finds about half of them.
+
+    .venv-environments/bin/python examples/guess/guess.py > runs/tiny_guess/guess_sft.jsonl
+
+writes warm-start examples that guess at random (examples/guess.sh).
 """
 
+import json
 import random
 
 import httpx
@@ -95,6 +100,10 @@ class TinyRenderer(DefaultRenderer):
     def _encode(self, text):
         return self._tokenizer.encode(text, add_special_tokens=False)
 
+    def parse_response(self, token_ids, *, tools=None, prompt_ids=None):
+        """The message in a turn, which has begun with <think>."""
+        return super().parse_response(token_ids, prompt_ids=self._encode("<think>"))
+
     def bridge_to_next_turn(self, previous_prompt_ids, previous_completion_ids, new_messages, *, tools=None):
         """The ids so far, as they were sampled, and those of the new messages."""
         ids = [*previous_prompt_ids, *previous_completion_ids]
@@ -107,3 +116,14 @@ class TinyRenderer(DefaultRenderer):
         owners.append(-1)
         roles = [message["role"] for message in new_messages]
         return RenderedTokens(token_ids=ids, message_indices=owners, message_roles=roles)
+
+
+if __name__ == "__main__":
+    draw = random.Random(1)
+    for _ in range(4000):
+        low = draw.randint(0, 5)
+        high = draw.randint(low + 4, 9)
+        context = f"{low};{high}="
+        for _ in range(draw.randrange(MOST_GUESSES)):
+            context += f"<think></think>{draw.randint(low, high)}<eos>{draw.choice('+-')}"
+        print(json.dumps({"prompt": context, "completion": f"</think>{draw.randint(low, high)}<eos>"}))

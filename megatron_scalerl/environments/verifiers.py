@@ -73,7 +73,7 @@ class Server:
 
         The server goes on with the run of a cancelled caller until its next request, whose key is not known any more.
         """
-        number = secrets.token_bytes(16)
+        number = secrets.token_hex().encode()
         reply: asyncio.Future[Table] = asyncio.get_running_loop().create_future()
         self._runs[number] = (reply, {})
         try:
@@ -88,6 +88,8 @@ class Server:
     async def _live(self) -> None:
         async with race(self._process.wait(), self._read()):
             self._socket.close(linger=0)
+            if self._process.returncode is None:  # it sent something else
+                self._process.kill()
 
     async def _read(self) -> None:
         while True:
@@ -111,9 +113,12 @@ def reward(reply: Table) -> float:
     head = reply["head"] or {"ok": False, "errors": [{"type": "the environment server", "message": reply["error"]}]}
     if not head["ok"]:
         raise LibraryFailed([error for part in (*traces, head) for error in part["errors"]][-1])
-    if len(traces) != 1:  # agents without a reward of their own, such as users, would be trained with the others'
-        raise LibraryFailed({"type": "agents", "message": f"{len(traces)} play in an episode; it has to be one"})
-    return sum(part["score"] * part["weight"] for part in traces[0]["rewards"].values())
+    rewards = [reward for trace in traces for reward in trace["rewards"].values()]
+    # a second agent, such as a user, would be trained with the reward of the first
+    if len(traces) != 1 or not rewards or None in rewards:
+        problem = f"{len(traces)} agents with rewards {rewards}; an episode needs one, with a score for each reward"
+        raise LibraryFailed({"type": "the taskset", "message": problem})
+    return sum(reward["score"] * reward["weight"] for reward in rewards)
 
 
 class Verifiers:

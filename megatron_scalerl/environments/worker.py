@@ -160,10 +160,23 @@ def _turn(result: Any, name: str) -> dict[str, Any]:
     return {"messages": [dict(message) for message in messages], "reward": reward, "done": done}
 
 
+def _kind(head: str, name: str) -> Any:
+    """What a name means: a class of a module, or an environment of a library. Raises ValueError."""
+    library, _, environment = name.partition(":")
+    if library != "verifiers":
+        return imported(head, name, "'module:Class'")
+    from megatron_scalerl.environments.verifiers import agent_class  # slow to import
+
+    try:
+        return agent_class(environment)
+    except (ModuleNotFoundError, ValueError) as problem:
+        raise ValueError(f"{head}: {problem}") from None
+
+
 def load(name: str) -> tuple[type, Declared]:
     """The user's class and what it declares. Raises ValueError, in one line, if it cannot be used."""
     head = f"environment.name {name!r}"
-    kind = imported(head, name, "'module:Class'")
+    kind = _kind(head, name)
     if not isinstance(kind, type):
         raise ValueError(f"{head}: it is a {type(kind).__name__}; it has to be a class")
     check_signature(head, kind)

@@ -128,6 +128,10 @@ class _Sampling(msgspec.Struct):
     max_tokens: _Budget | None = None
 
 
+class _Salted(msgspec.Struct):
+    cache_salt: str = ""
+
+
 class _Generate(msgspec.Struct):
     token_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
     sampling_params: _Sampling
@@ -399,9 +403,10 @@ class AgentServer:
             del self._sessions[key]
             await session.close()
 
-    def _of(self, request: web.Request) -> Session:
-        """The session of a request."""
+    def _of(self, request: web.Request, salt: str = "") -> Session:
+        """The session of a request, by its authorization or else its cache_salt."""
         session = self._sessions.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
+        session = session or self._sessions.get(salt)
         if session is None:
             raise web.HTTPUnauthorized(text="the key is of no episode in progress")
         return session
@@ -411,5 +416,6 @@ class AgentServer:
         return _json({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
     async def _post(self, request: web.Request) -> web.Response:
-        session = self._of(request)
-        return await session.answer(request.path, await request.read())
+        data = await request.read()
+        session = self._of(request, msgspec.json.decode(data, type=_Salted).cache_salt)
+        return await session.answer(request.path, data)
