@@ -42,8 +42,8 @@ def said(text, *, versions=((3, None),), **changes):
     return {"token_ids": token_ids, "logprobs": logprobs, "weight_versions": spans} | changes
 
 
-def completed(folder, kind, *script, row=None, wait=None, **sections):
-    """(what the sampler returns or raises, the engine, the sampler) of one episode."""
+def completed(folder, kind, *script, row=None, wait=None, tokenizer=TOKENIZER, **sections):
+    """(what the sampler returns or raises, the engine, why the prompt is left out) of one episode."""
     recipe = small_recipe(
         **{
             "policy": {"path": str(folder)},
@@ -54,14 +54,15 @@ def completed(folder, kind, *script, row=None, wait=None, **sections):
         | sections
     )
     engine = StandInScriptedEngine(*script, wait=wait)
-    TOKENIZER.save_pretrained(folder)
-    (folder / "config.json").write_text("{}")
+    if tokenizer is TOKENIZER:
+        tokenizer.save_pretrained(folder)
+        (folder / "config.json").write_text("{}")
 
     async def main():
-        plans = Plans(recipe, TOKENIZER)
+        plans = Plans(recipe, tokenizer)
         async with contextlib.AsyncExitStack() as running:
             verifier = await running.enter_async_context(VerifierPool(recipe.rewards))
-            pools = sampling(recipe, TOKENIZER, plans, verifier=verifier, logs=folder)
+            pools = sampling(recipe, tokenizer, plans, verifier=verifier, logs=folder)
             sampler = (await running.enter_async_context(pools))(plans)
             draw = sampler.draw(1, 0, 0)
             try:
