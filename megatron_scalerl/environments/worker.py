@@ -206,6 +206,7 @@ async def _serve(connection: socket.socket, kind: type, timeout_s: float) -> Non
                 episodes.pop(request.episode, None)
                 call = calls.pop(request.episode, None)
                 if call is not None and stoppable:
+                    await asyncio.sleep(0)  # a call that has not begun would not reply
                     call.cancel()
             else:
                 calls[request.episode] = tasks.create_task(answer(request, place))

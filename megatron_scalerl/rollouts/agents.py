@@ -68,8 +68,6 @@ class LimitReached(Exception):
     """A limit ended the episode."""
 
 
-ENDS = (LimitReached, CompletionLost, RuntimeError)
-"""Errors of `Ask` and of decoders, which end the episode."""
 Ask = Callable[..., Awaitable[tuple[Part, PastTurn, Decoded]]]
 """Samples a turn after a context [N], as `EpisodeSampler._ask`."""
 
@@ -231,12 +229,12 @@ class Session:
             if path == CHAT:
                 return await self._chat(request, ask)
             return await self._generate(request.token_ids, ask)
-        except Exception as problem:
-            # whatever an agent sends, the run goes on: JSON too deep is a RecursionError, and so a RuntimeError
-            if isinstance(problem, RecursionError) or not isinstance(problem, ENDS):
-                return 400, "text/plain", str(problem).encode(errors="replace")
+        # JSON that is too deep is a RecursionError, and that a RuntimeError
+        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as problem:
+            return 400, "text/plain", str(problem).encode(errors="replace")
+        except (LimitReached, CompletionLost, RuntimeError) as end:
             if not self.over.done():
-                self.over.set_exception(problem)
+                self.over.set_exception(end)
             return 410, "text/plain", GONE.encode()
 
     async def _generate(self, context: list[int], ask: Ask) -> Reply:

@@ -66,14 +66,15 @@ async def test_what_a_run_returns_is_the_reward(name, tmp_path):
             assert session.tries == 3
 
 
-async def test_a_coroutine_that_hangs_is_cancelled_and_its_process_lives(tmp_path):
+async def test_a_coroutine_that_hangs_is_cancelled_and_its_process_lives(tmp_path, monkeypatch):
+    monkeypatch.setattr(pools, "GRACE_S", 60.0)
     async with pool_of("RunsAsync", tmp_path, timeout_s=0.5) as pool:
         pids = pool.pids
         session = Session()
         call = asyncio.create_task(ran(pool, "hang", session))
         await until(lambda: session.tries)
-        await asyncio.sleep(2)
-        assert not call.done(), "no limit while its requests are in flight"
+        ended, _ = await asyncio.wait([call], timeout=1.5)
+        assert not ended, "no limit while its requests are in flight"
         session.quiet.set()
         assert (await call).reason == "hung"
         assert pool.pids == pids and pool.counters == {"episodes": 1, "hung": 1}
@@ -87,7 +88,7 @@ async def test_a_thread_that_hangs_costs_its_process_and_other_runs_are_made_aga
         await until(lambda: hanging.tries and other.tries)
         hanging.quiet.set()
         failure, reward = await asyncio.gather(*calls)
-        assert failure.reason == "hung" and reward is True and other.tries == 2
+        assert failure.reason == "hung" and reward is True and other.tries >= 2
 
 
 async def test_a_run_that_ends_its_process_is_tried_alone_at_last_only(tmp_path):
@@ -100,13 +101,13 @@ async def test_a_run_that_ends_its_process_is_tried_alone_at_last_only(tmp_path)
         assert pool.extra.pid is None or pool.counters["restarts"] == 2
 
 
-async def test_the_run_of_a_cancelled_caller_is_cancelled(tmp_path):
+async def test_the_run_of_a_cancelled_caller_is_cancelled(tmp_path, monkeypatch):
+    monkeypatch.setattr(pools, "GRACE_S", 60.0)
     async with pool_of("RunsAsync", tmp_path) as pool:
         pids = pool.pids
         session = Session()
-        call = asyncio.create_task(ran(pool, "hang", session))
-        await until(lambda: session.tries)
-        await asyncio.sleep(0.2)
+        call = asyncio.create_task(ran(pool, f"hang {tmp_path / 'began'}", session))
+        await until((tmp_path / "began").exists)
         call.cancel()
         await until(lambda: not pool._processes[0].pending)
         assert pool.pids == pids

@@ -136,7 +136,10 @@ class Runs:
 
 class RunsAsync:
     async def run(self, row, agent):
-        if row["text"] == "hang":
+        word, _, path = row["text"].partition(" ")
+        if word == "hang":
+            if path:
+                Path(path).touch()
             await asyncio.sleep(10**6)
         return eval(row["text"])
 

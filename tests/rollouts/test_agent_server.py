@@ -7,7 +7,7 @@ import json
 import aiohttp
 import numpy as np
 import pytest
-from test_episodes import arrays
+from scripted_episodes import arrays
 from waiting import until
 
 from megatron_scalerl.prompts.turns import PastTurn
@@ -128,8 +128,8 @@ async def test_an_agent_is_silent_while_no_request_is_in_flight():
         silent = asyncio.create_task(session.silent())
         call = asyncio.create_task(status(client, agent))
         await until(lambda: policy.asked)
-        await asyncio.sleep(2 * SETTINGS.timeout_s)
-        assert not silent.done()
+        ended, _ = await asyncio.wait([silent], timeout=2 * SETTINGS.timeout_s)
+        assert not ended
         policy.go.set()
         assert await call == 200
         await asyncio.wait_for(silent, 30)

@@ -6,8 +6,9 @@ import json
 
 import pytest
 from chat_templates import QWEN3_TURNS
-from test_episodes import QUESTION, THREE, completed, ids, prompt, said
+from scripted_episodes import QUESTION, THREE, completed, ids, prompt, said
 from turn_policies import ids_of, save_policy
+from waiting import passes
 
 from megatron_scalerl.batching.rollout_bytes import read, rollout_of
 from megatron_scalerl.types import CompletionLost, Score
@@ -99,7 +100,7 @@ def test_an_agent_that_forks_in_every_way_has_each_sampled_token_in_the_loss_onc
         asked.append(1)
         if len(asked) == 5:
             both.set()
-            await asyncio.sleep(0.1)  # the first of both is answered first
+            await passes()  # the first of both is answered first
         if len(asked) >= 4:
             await both.wait()
 
