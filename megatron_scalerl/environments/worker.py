@@ -102,14 +102,12 @@ async def _reply(request: Request, kind: Any, place: list[Any], timeout_s: float
     place: has the episode's object, once it is made.
     """
 
+    arguments = [value for value in (request.response, request.row, request.agent) if value is not None]
     name = "reset"
-    arguments: list[Any] = [request.row]
-    if request.agent is not None:
-        name = "run"
-        arguments.append(request.agent)
-    elif request.row is None:
+    if request.response is not None:
         name = "step"
-        arguments = [request.response]
+    elif request.agent is not None:
+        name = "run"
 
     def call() -> Any:
         if request.row is not None:
@@ -221,6 +219,7 @@ async def _serve(connection: socket.socket, kind: type, timeout_s: float) -> Non
                 episodes.pop(request.episode, None)
                 call = calls.pop(request.episode, None)
                 if call is not None and stoppable:
+                    await asyncio.sleep(0)  # a call that has not begun would not reply
                     call.cancel()
             else:
                 calls[request.episode] = tasks.create_task(answer(request, place))

@@ -41,11 +41,12 @@ from megatron_scalerl.processes.child_process import race
 from megatron_scalerl.prompts.turns import PastTurn
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rewards.pool import TaskPools, VerifierPool
-from megatron_scalerl.rollouts.agents import AgentServer, Ask, Asked, LimitReached
+from megatron_scalerl.rollouts.agents import AgentServer, Ask, LimitReached
+from megatron_scalerl.rollouts.decoder import Decoded
 from megatron_scalerl.rollouts.decoder_pool import DecoderPool
 from megatron_scalerl.rollouts.plans import Draw, Plans
 from megatron_scalerl.rollouts.sampler import Sampler, ScoredCompletion
-from megatron_scalerl.rollouts.trace import Trace
+from megatron_scalerl.rollouts.trace import Part, Trace
 from megatron_scalerl.types import CompletionLost, Prompt
 
 TRIES = 3
@@ -60,18 +61,10 @@ class EpisodeSampler(Sampler):
     """Runs the episodes of prompts on engines, and scores them."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        vocabulary: int,
-        plans: Plans,
-        *,
-        environments: EnvironmentPool,
-        agents: AgentServer,
-        **pools: Any,
+        self, recipe: Recipe, plans: Plans, *, environments: EnvironmentPool, agents: AgentServer, **pools: Any
     ):
-        """vocabulary: ids of the tokenizer. pools: decoders and verifier, as for `Sampler`."""
+        """pools: decoders and verifier, as for `Sampler`."""
         super().__init__(plans, **pools)
-        self._vocabulary = vocabulary
         self._environments = environments
         self._agents = agents
         self._settings = recipe.environment
@@ -171,9 +164,8 @@ class EpisodeSampler(Sampler):
         """Alternate between policy and environment until one of them ends the episode."""
         context = trace.prompt
         for left in reversed(range(self._settings.max_turns)):
-            asked = await ask(context, number=len(trace.turns))
-            response = Response(text=asked.decoded.text or "", tool_calls=asked.decoded.tool_calls)
-            turn = await environment.step(response)
+            part, _, decoded = await ask(context, number=len(trace.turns))
+            turn = await environment.step(Response(text=decoded.text or "", tool_calls=decoded.tool_calls))
             if turn.reward is not None:
                 trace.rewards.append(turn.reward)
             trace.truncated = not turn.done
@@ -181,20 +173,21 @@ class EpisodeSampler(Sampler):
                 return
             messages.append(turn.messages)
             ids, rewritten = await self._rendered(messages, trace.turns)
-            context = [] if rewritten else list(asked.part.context)
-            context += ids.tolist()
+            context = ids.tolist()
+            if not rewritten:
+                context = part.context + context
 
     async def _run(self, environment: Episode, trace: Trace, ask: Ask) -> None:
         """Let an agent ask the policy until it returns."""
-        settings = self._settings
-        options = {"turns": settings.max_turns, "silent_s": settings.timeout_s, "vocabulary": self._vocabulary}
         async with (
-            self._agents.session(ask=ask, decoders=self._decoders, **options) as session,
+            self._agents.session(self._settings, self._plans.vocabulary, ask, self._decoders) as session,
             race(environment.run(session), asyncio.shield(session.over)) as (run, _),
         ):
             if session.over.done():
                 session.over.result()
             reward = run.result()
+            if session.unasked:
+                raise self._fail(f"{self._environments.subject}: a fresh run asked less", "changed")
         trace.truncated = False
         if reward is not None:
             trace.rewards.append(reward)
@@ -219,8 +212,11 @@ class EpisodeSampler(Sampler):
         number: int,
         most: int | None = None,
         tools: str | None = None,
-    ) -> Asked:
-        """As `Ask`."""
+    ) -> tuple[Part, PastTurn, Decoded]:
+        """(the part, the turn in it) after a context [N].
+
+        number: of the request, from 0. most: tokens. tools: as JSON; None: the environment's. Raises LimitReached.
+        """
         room = len(trace.prompt) + self._most_tokens - len(context)
         if room <= 0:
             raise LimitReached(f"a context of {len(context)} tokens leaves no room (environment.episode_tokens)")
@@ -237,7 +233,7 @@ class EpisodeSampler(Sampler):
             turn = trace.add(part, context, decoded)
         if decoded.completion.truncated:
             raise LimitReached("a turn is truncated")
-        return Asked(part=part, turn=turn, decoded=decoded)
+        return part, turn, decoded
 
     def _spec(self, trace: Trace, draw: Draw, priority: int) -> SamplingSpec:
         """The request for the next turn, without the limits of its tokens."""
@@ -288,8 +284,9 @@ async def sampling(
         if recipe.environment.name is not None:
             environments = await running.enter_async_context(EnvironmentPool(recipe.environment, logs=logs))
             tools = environments.tools
-            agents = await running.enter_async_context(AgentServer())
-            vocabulary = 1 + max(tokenizer.get_vocab().values())
-            sampler = partial(EpisodeSampler, recipe, vocabulary, environments=environments, agents=agents)
+            agents = AgentServer()
+            if environments.agent:
+                await running.enter_async_context(agents)
+            sampler = partial(EpisodeSampler, recipe, environments=environments, agents=agents)
         decoders = await running.enter_async_context(DecoderPool(recipe, tokenizer, plans, logs=logs, tools=tools))
         yield partial(sampler, decoders=decoders, verifier=verifier)

@@ -8,7 +8,9 @@ in which it was sampled.
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from operator import eq
 
 import numpy as np
 
@@ -19,26 +21,26 @@ from megatron_scalerl.rollouts.plans import Draw
 from megatron_scalerl.types import ExpertChoices
 
 
+@dataclass(eq=False)
 class Part:
     """A context and the turns in it."""
 
-    def __init__(self, context: list[int]):
-        self.context = context
-        """The tokens of the group's prompt with which it begins, then what it has written."""
-        self.shared = len(context)
-        """Tokens of the group's prompt."""
-        self.pieces: list[RolloutArrays] = []
-        """Turns, and what the environment wrote before them."""
-        self.busy = False
-        """Whether a turn is being sampled."""
+    context: list[int]
+    """The tokens of the group's prompt with which it begins, then what it has written."""
+    shared: int
+    """Tokens of the group's prompt."""
+    pieces: list[RolloutArrays] = field(default_factory=list)
+    """Turns, and what the environment wrote before them."""
+    busy: bool = False
+    """Whether a turn is being sampled."""
 
 
 class Trace:
     """The parts of an episode."""
 
-    def __init__(self, prompt: Sequence[int] | np.ndarray):
+    def __init__(self, prompt: Sequence[int]):
         """prompt: [P] ids of the group's prompt, with whose first token each context has to begin."""
-        self.prompt = np.asarray(prompt).tolist()
+        self.prompt = list(prompt)
         self.turns: list[PastTurn] = []
         self.rewards: list[bool | float] = []
         self.text: str | None = None
@@ -59,11 +61,9 @@ class Trace:
         """Tokens of the prompt with which each part begins; None: all."""
         return [None if part.shared == len(self.prompt) else part.shared for part in self._parts]
 
-    def begins(self, context: Sequence[int]) -> int:
+    def begins(self, context: list[int]) -> int:
         """Tokens of the prompt with which a context [N] begins."""
-        size = min(len(context), len(self.prompt))
-        equal = np.array(context[:size]) == np.array(self.prompt[:size])
-        return int(np.cumprod(equal).sum())
+        return len(list(takewhile(bool, map(eq, context, self.prompt))))
 
     @contextlib.contextmanager
     def turn(self, context: list[int]) -> Iterator[Part]:
@@ -71,7 +71,8 @@ class Trace:
         idle = [part for part in self._parts if not part.busy and context[: len(part.context)] == part.context]
         part = max(idle, key=lambda part: len(part.context), default=None)
         if part is None:
-            part = Part(context[: self.begins(context)])
+            shared = self.begins(context)
+            part = Part(context[:shared], shared)
         part.busy = True
         try:
             yield part
