@@ -269,7 +269,8 @@ class EnvironmentSection(Section):
     """
 
     name: str | None = None
-    """`module:Class` with reset(row) and step(response), or with run(row, agent). null: single turns."""
+    """`module:Class` with reset(row) and step(response), or with run(row, agent); `verifiers:NAME`, an environment of
+    that library (docs/environments.md). null: single turns."""
     thinking: Literal["keep", "strip"] = "keep"
     """Thinking of earlier turns. keep: it stays in the context, whatever the chat template does. strip: it leaves the
     context where the chat template drops it, and the episode forks into several samples there."""

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_agents import row_of
-from test_episodes import completed, ids, said
+from scripted_episodes import completed, ids, said
 
 from megatron_scalerl.batching.rollout_bytes import read, rollout_of
 from megatron_scalerl.environments.verifiers import FOLDER
 from megatron_scalerl.environments.worker import load
-from megatron_scalerl.types import CompletionLost, Score
+from megatron_scalerl.types import CompletionLost, Prompt, Score
 
 LIBRARY = Path(sys.prefix).parent / FOLDER
 pytestmark = [
@@ -46,7 +45,8 @@ def played(folder, client, *script, wait=None, **changes):
     """As `completed`: a game with 7, in the range 2..8."""
     task = {"prompt": "2;8=", "number": 7, "file": str(folder / "trace.json"), **changes}
     section = {"name": settings(folder, client), "workers": 1, "max_turns": 4, "timeout_s": 300}
-    row = row_of(task_data=task)
+    tokens = (1, *ids("2;8=<think>"))
+    row = Prompt(prompt_id="p", text="2;8=", answer="its key", token_ids=tokens, extra={"task_data": task})
     return completed(folder, "", *script, row=row, wait=wait, environment=section)
 
 
@@ -57,8 +57,7 @@ def check(result, engine):
     context = (1, *ids("2;8=<think>"), *turns[0], *ids("+<think>"), *turns[1], *ids("-<think>"))
     assert len(engine.asked) == 3 and engine.asked[-1][0] == context
     tokens = (*context, *turns[2])
-    (part,) = result.completion.parts
-    assert rollout.token_ids == tokens[part.prompt_tokens :]
+    assert result.prompt.token_ids + rollout.token_ids == tokens
     assert sum(rollout.loss_mask) == 3 + 4 + 3
     assert result.score == Score(correct=False, reward=0.5)
     return tokens
@@ -70,7 +69,7 @@ def test_a_trace_of_the_library_equals_the_record_token_by_token(tmp_path):
     ((token_ids, mask, logprobs),) = json.loads((tmp_path / "trace.json").read_text())
     assert tuple(token_ids) == tokens
     rollout = rollout_of(read(result.parts[0]))
-    shared = len(tokens) - len(rollout.token_ids)  # with the group's prompt, of another row here
+    shared = len(result.prompt.token_ids)
     assert not any(mask[:shared])
     assert tuple(mask[shared:]) == rollout.loss_mask and tuple(logprobs[shared:]) == rollout.rollout_logprobs
 
