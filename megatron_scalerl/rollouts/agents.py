@@ -57,7 +57,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
-    "tool_choice": ("auto", "none"),
+    "tool_choice": ("auto",),
     "content_parts": ([],),
     "features": (),
 }
@@ -115,7 +115,6 @@ class _Body(msgspec.Struct):
     token_ids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
     messages: list[_Message] = []
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     stream: bool | None = None
@@ -222,7 +221,9 @@ class Session:
                 raise LimitReached("environment.max_turns")
             body = msgspec.json.decode(data, type=dict[str, Any])
             body |= msgspec.convert(body.get("sampling_params", {}), dict[str, Any])
-            _check(body)
+            refused = [name for name, values in ALLOWED.items() if body.get(name) not in (None, *values)]
+            if refused:
+                raise ValueError(f"{', '.join(refused)}: leave it out, as the run decides how its policy is sampled")
             request = msgspec.convert(body, _Body)
             most = min(filter(None, (request.max_tokens, request.max_completion_tokens)), default=None)
             ask = partial(self._ask, number=number, most=most)
@@ -272,10 +273,7 @@ class Session:
             context = []
         context += ids.tolist()
         part, turn, decoded = await ask(context, tools=tools)
-        calls = decoded.tool_calls
-        if request.tool_choice == "none":
-            calls = ()
-        message = _message(decoded.text or "", calls, f"call_{len(self._said)}")
+        message = _message(decoded.text or "", decoded.tool_calls, f"call_{len(self._said)}")
         size = len(context) + len(turn.token_ids)
         said = Said(
             tools=tools,
@@ -302,14 +300,6 @@ GONE = "the episode has ended"
 
 def _json(value: dict[str, Any]) -> Reply:
     return 200, "application/json", msgspec.json.encode(value)
-
-
-def _check(body: dict[str, Any]) -> None:
-    """Raise ValueError for a setting that would not be what it says."""
-    for name, values in ALLOWED.items():
-        if body.get(name) not in (None, *values):
-            allowed = ", ".join(map(str, (*values, "null")))
-            raise ValueError(f"{name}: here it can be {allowed}; the run decides how its policy is sampled")
 
 
 def _plain(message: _Message) -> Message:
