@@ -308,6 +308,7 @@ def _plain(message: _Message) -> Message:
     if not isinstance(text, str):
         text = "".join(part.text for part in text)
     plain: Message = {"role": message.role, "content": text}
+    names: dict[str, Any] = {"name": message.name, "tool_call_id": message.tool_call_id}
     if message.role == "developer":
         plain["role"] = "system"
     if message.role == "assistant":
@@ -315,8 +316,6 @@ def _plain(message: _Message) -> Message:
         plain["content"] = text.strip()
         calls = [{"type": "function", "function": _function(call.function)} for call in message.tool_calls or ()]
         names = {"tool_calls": calls}
-    else:
-        names = {"name": message.name, "tool_call_id": message.tool_call_id}
     return plain | {name: value for name, value in names.items() if value}
 
 
