@@ -7,7 +7,7 @@
 #                                         NOT RUN YET by the authors on a GPU machine
 #   tools/install.sh newest               as cpu, from no lock: the newest release of every package (tests/run.sh --newest)
 #   tools/install.sh environments         beside it: what environments of the library verifiers need, by hash
-#                                         (docs/environments.md), 0.5 GB in .venv-environments
+#                                         (docs/environments.md), 0.6 GB in .venv-environments
 #
 # MSRL_PYTHON       Python 3.11 or 3.12 (default: python3.11, else python3.12); for environments 3.12
 # MSRL_VENV         the folder to make (default: .venv)

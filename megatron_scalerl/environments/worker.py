@@ -178,7 +178,7 @@ def load(name: str) -> tuple[type, Declared]:
     if not isinstance(kind, type):
         raise ValueError(f"{head}: it is a {type(kind).__name__}; it has to be a class")
     check_signature(head, kind)
-    methods = {"reset": ("row",), "step": ("response",)}
+    methods: dict[str, tuple[str, ...]] = {"reset": ("row",), "step": ("response",)}
     agent = hasattr(kind, "run")
     if agent:
         methods = {"run": ("row", "agent")}

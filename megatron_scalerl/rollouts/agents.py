@@ -57,7 +57,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
-    "tool_choice": ("auto", "none"),
+    "tool_choice": ("auto",),
     "content_parts": ([],),
     "features": (),
 }
@@ -119,7 +119,6 @@ class _Body(msgspec.Struct):
     token_ids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
     messages: list[_Message] = []
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     stream: bool | None = None
@@ -226,7 +225,9 @@ class Session:
                 raise LimitReached("environment.max_turns")
             body = msgspec.json.decode(data, type=dict[str, Any])
             body |= msgspec.convert(body.get("sampling_params", {}), dict[str, Any])
-            _check(body)
+            refused = [name for name, values in ALLOWED.items() if body.get(name) not in (None, *values)]
+            if refused:
+                raise ValueError(f"{', '.join(refused)}: leave it out, as the run decides how its policy is sampled")
             request = msgspec.convert(body, _Body)
             most = min(filter(None, (request.max_tokens, request.max_completion_tokens)), default=None)
             ask = partial(self._ask, number=number, most=most)
@@ -276,10 +277,7 @@ class Session:
             context = []
         context += ids.tolist()
         part, turn, decoded = await ask(context, tools=tools)
-        calls = decoded.tool_calls
-        if request.tool_choice == "none":
-            calls = ()
-        message = _message(decoded.text or "", calls, f"call_{len(self._said)}")
+        message = _message(decoded.text or "", decoded.tool_calls, f"call_{len(self._said)}")
         size = len(context) + len(turn.token_ids)
         said = Said(
             tools=tools,
@@ -308,20 +306,13 @@ def _json(value: dict[str, Any]) -> Reply:
     return 200, "application/json", msgspec.json.encode(value)
 
 
-def _check(body: dict[str, Any]) -> None:
-    """Raise ValueError for a setting that would not be what it says."""
-    for name, values in ALLOWED.items():
-        if body.get(name) not in (None, *values):
-            allowed = ", ".join(map(str, (*values, "null")))
-            raise ValueError(f"{name}: here it can be {allowed}; the run decides how its policy is sampled")
-
-
 def _plain(message: _Message) -> Message:
     """A message for the chat template, equal to another one if both say the same."""
     text = message.content or ""
     if not isinstance(text, str):
         text = "".join(part.text for part in text)
     plain: Message = {"role": message.role, "content": text}
+    names: dict[str, Any] = {"name": message.name, "tool_call_id": message.tool_call_id}
     if message.role == "developer":
         plain["role"] = "system"
     if message.role == "assistant":
@@ -329,8 +320,6 @@ def _plain(message: _Message) -> Message:
         plain["content"] = text.strip()
         calls = [{"type": "function", "function": _function(call.function)} for call in message.tool_calls or ()]
         names = {"tool_calls": calls}
-    else:
-        names = {"name": message.name, "tool_call_id": message.tool_call_id}
     return plain | {name: value for name, value in names.items() if value}
 
 

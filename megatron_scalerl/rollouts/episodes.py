@@ -13,8 +13,10 @@ The life of an episode:
     score      the environment's last verdict, or the sum of its numbers; without either, the verifier's verdict on
                the last response
 
-Each token that the policy sampled is in one part, once. An episode stays on the engine of its group, whose prefix
-cache has its context as long as the weights stay the same.
+An agent, a class with `run`, asks for its turns itself (`rollouts.agents`), and returns the verdict.
+
+Each token that the policy sampled is in one part (`rollouts.trace`), once. An episode stays on the engine of its
+group, whose prefix cache has its context as long as the weights stay the same.
 
 What fails in the environment is no reward (`environments.pool`): the episode is lost, or begins anew if a fresh
 environment answers the same responses differently. A failure that is the episode's own is scored as the environment
