@@ -179,7 +179,8 @@ class Completion:
     environment_tokens: int = 0
     """Tokens that the environment wrote, and those of the history that parts begin with."""
     parts: tuple[Part, ...] = ()
-    """The samples of an episode that forked, in order; empty: one sample, the completion itself."""
+    """The samples of an episode that forked, or that begins with a part of the prompt, in order; empty: one sample,
+    the completion itself."""
 
     @property
     def samples(self) -> tuple[Part, ...]:

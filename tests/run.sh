@@ -59,7 +59,10 @@ fi
 second= venv=.venv
 [ "$tier" = fast ] || second=$(tools/find_python.sh 3.12) || echo "run.sh: no Python 3.12 with venv: the slow tests run under 3.11"
 if [ -n "$second" ]; then # beside the first installation and the fast tests: it mostly waits
-  MSRL_PYTHON="$second" MSRL_VENV=.venv-3.12 tools/install.sh cpu >.venv-3.12.log 2>&1 &
+  {
+    MSRL_PYTHON="$second" MSRL_VENV=.venv-3.12 tools/install.sh cpu &&
+      { MSRL_PYTHON="$second" MSRL_VENV=.venv-environments tools/install.sh environments || true; } # else a skip
+  } >.venv-3.12.log 2>&1 &
   installing=$! venv=.venv-3.12
 fi
 tools/install.sh cpu

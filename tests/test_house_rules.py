@@ -34,6 +34,8 @@ OWN_STATE = {
     "plan/work.py",
     "plan/simulate.py",
     "rewards/pool.py",
+    "rollouts/agents.py",
+    "rollouts/trace.py",
     "processes/worker_pool.py",
     "trainer/layers/packing.py",
     "trainer/step_metrics.py",

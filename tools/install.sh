@@ -6,8 +6,10 @@
 #                                         Transformer Engine compiled; --without-gpu: on a login node or in an image build.
 #                                         NOT RUN YET by the authors on a GPU machine
 #   tools/install.sh newest               as cpu, from no lock: the newest release of every package (tests/run.sh --newest)
+#   tools/install.sh environments         beside it: what environments of the library verifiers need, by hash
+#                                         (docs/environments.md), 0.6 GB in .venv-environments
 #
-# MSRL_PYTHON       Python 3.11 or 3.12 (default: python3.11, else python3.12)
+# MSRL_PYTHON       Python 3.11 or 3.12 (default: python3.11, else python3.12); for environments 3.12
 # MSRL_VENV         the folder to make (default: .venv)
 # MSRL_TORCH_INDEX  a package index that holds the CPU build of torch
 # CUDA_HOME, MAX_JOBS  the toolkit to compile Transformer Engine with, and how many compilers run at a time
@@ -18,14 +20,16 @@ cd "$(dirname "$0")/.."
 
 kind="${1:-}"
 with_gpu=yes
+packages="megatron_scalerl, torch"
 versions=(3.11 3.12)
 venv=.venv
 case "$kind" in
   cpu) need_gib=6 ;;
   gpu) need_gib=20 ;;
   newest) need_gib=12 versions=(3.12) venv=.venv-newest ;;
-  -h | --help) sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 0 ;;
-  *) die "expected 'cpu', 'gpu' or 'newest', found '${kind:-nothing}'; --help says what each makes" ;;
+  environments) need_gib=1 versions=(3.12) venv=.venv-environments packages=verifiers ;;
+  -h | --help) sed -n '2,19s/^# \{0,1\}//p' "$0"; exit 0 ;;
+  *) die "expected 'cpu', 'gpu', 'newest' or 'environments', found '${kind:-nothing}'; --help says what each makes" ;;
 esac
 case "${*:2}" in
   "") ;;
@@ -43,7 +47,7 @@ check_python "$python" "${versions[@]}"
 
 stamp="$venv/.installed-$kind-$([ "$kind" != newest ] || date +%F)$(cat tools/install.sh tools/install_checks.sh tools/locks/*.txt setup.cfg pyproject.toml |
   sha256sum | cut -c1-16)"
-if [ -e "$stamp" ] && "$venv/bin/python" -c 'import megatron_scalerl, torch' 2>/dev/null; then
+if [ -e "$stamp" ] && "$venv/bin/python" -c "import $packages" 2>/dev/null; then
   echo "install.sh: $venv is up to date ($kind)"
   exit 0
 fi
@@ -171,8 +175,14 @@ install_gpu() {
   "$venv/bin/python" -c 'import apex.normalization' 2>/dev/null && echo "install.sh: found NVIDIA apex" || true
 }
 
+install_environments() {
+  local lock=tools/locks/environments.txt
+  echo "install.sh: $(grep -c '==' $lock) packages of $lock, by hash"
+  by_hash $lock || fail "a package of $lock could not be installed"
+}
+
 "install_$kind"
 touch "$stamp"
-echo "install.sh: done ($kind), $("$venv/bin/python" -c 'import torch; print("torch", torch.__version__)' 2>/dev/null)"
+echo "install.sh: done ($kind), $("$venv/bin/python" - ${packages##* } <<<'import sys; from importlib.metadata import version as v; print(sys.argv[1], v(sys.argv[1]))')"
 exit 0
 }

@@ -137,14 +137,16 @@ def facts_of_parts(parts: Sequence[RolloutArrays], prompt_tokens: Sequence[int |
     """
     whole = joined(parts)
     versions = whole.policy_versions[whole.loss_mask]
-    facts = replace(facts_of(whole), first_version=int(versions[0]), last_version=int(versions[-1]))
-    if len(parts) == 1:
+    # parts may have been sampled side by side
+    facts = replace(facts_of(whole), first_version=int(versions.min()), last_version=int(versions.max()))
+    if len(parts) == 1 and not any(prompt_tokens):
         return facts
     samples = [
         Part(tokens=len(part.token_ids), sampled_tokens=int(part.loss_mask.sum()), prompt_tokens=size)
         for part, size in zip(parts, prompt_tokens or [None] * len(parts))
     ]
-    return replace(facts, parts=tuple(samples))
+    turns = sum(facts_of(part).turns for part in parts)
+    return replace(facts, turns=turns, parts=tuple(samples))
 
 
 def write(rollout: Rollout | RolloutArrays) -> bytes:

@@ -134,7 +134,12 @@ async def _show_episode(
     turns: list[PastTurn] = []
     with tempfile.TemporaryDirectory() as logs:
         async with EnvironmentPool(section, logs=Path(logs)) as pool, pool.episode(prompt.row) as episode:
-            renderer, calls = turns_of(tokenizer, turn_settings(recipe, tokenizer, pool.tools))
+            if pool.agent:
+                console.print(
+                    "no episode is shown: the agent of environment.name would need a policy that answers it"
+                )
+                return
+            renderer, calls = turns_of(tokenizer, turn_settings(recipe, tokenizer), pool.tools)
             messages = [await episode.reset()]
             _show(f"prompt {prompt.prompt_id}", tokenizer, renderer.first(messages[0]), console)
             for text in responses or [prompt.answer]:

@@ -16,6 +16,10 @@ process ended is tried alone from then on: in an extra process, one call at a ti
 process with its answer, and loses nothing by the next suspect. n calls that hang there take n * (TRIES - 1) *
 timeout_s.
 
+A class with `run` has one call, which may take as long as its agent asks the policy (`Session`). It has no earlier
+responses to replay: it begins anew, and its session answers what it asked before. It is tried alone after two ends of
+its process, as a run takes minutes.
+
 After its last try an episode fails. Its failure is its own (`repeated`) where nearly all other tries succeed
 (`rewards.outages`). Others are the tries of other rows, and the successful ones of its row; a try that ended with a
 process in which other calls were outstanding does not count. With fewer than ENOUGH others on record, as in the first
@@ -39,12 +43,13 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from megatron_scalerl.environments.response import Message, Response
+from megatron_scalerl.environments.response import Agent, Message, Response
 from megatron_scalerl.environments.worker import (
     ERROR_CHARS,
     TURN_BYTES,
@@ -80,7 +85,7 @@ class EnvironmentFailed(RuntimeError):
     """An episode cannot go on. `reason` in one word, `repeated`: whether it failed because of its own actions.
 
     reason: raised; unavailable (what the environment asks); invalid or oversized (what it returned); hung; died (its
-    process); changed (a replay gave something else); prompt, template, time (`rollouts.episodes`).
+    process); changed (a replay gave something else); prompt, template, time, silent (`rollouts.episodes`).
     """
 
     def __init__(self, problem: str, *, reason: str, ended: bool = False, alone: bool = True):
@@ -105,6 +110,23 @@ class Turn:
     reward: bool | float | None
     """At most MOST_REWARD, absolutely."""
     done: bool
+
+
+class Session(Protocol):
+    """What an agent talks to while its `run` is in progress. `rollouts.agents` has it."""
+
+    changed: bool
+    """Whether the try in progress asked something else than the one before it."""
+
+    def begin(self) -> Agent:
+        """The argument of a try: what was asked in earlier ones is answered as it was."""
+
+    async def silent(self) -> None:
+        """Return once the agent has asked nothing for environment.timeout_s."""
+
+
+Argument = Response | Session | None
+"""Of a call: of step; of run; None: of reset, or of run, the row."""
 
 
 class _Process(Worker):
@@ -138,7 +160,7 @@ class _Process(Worker):
                 self._counters["restarts"] += 1
             self._started = True
 
-    async def call(self, request: Request) -> Reply:
+    async def call(self, request: Request, session: Session | None = None) -> Reply:
         """The reply to a request. Raises EnvironmentFailed; TypeError or RecursionError for what is no JSON.
 
         The call of a cancelled caller goes on, so that it cannot hang unnoticed.
@@ -147,7 +169,7 @@ class _Process(Worker):
         # both before this task can be suspended: the process may end then
         reply = self.pending[request.number] = asyncio.get_running_loop().create_future()
         self.send(data)
-        outcome = await asyncio.shield(asyncio.create_task(self._outcome(request.number, reply)))
+        outcome = await asyncio.shield(asyncio.create_task(self._outcome(request, reply, session)))
         if isinstance(outcome, EnvironmentFailed):
             raise outcome
         self.failures = self.failures + 1 if outcome.failure else 0
@@ -185,14 +207,19 @@ class _Process(Worker):
         async with self._starting:
             await self.end()
 
-    async def _outcome(self, number: int, reply: asyncio.Future[Outcome]) -> Outcome:
+    async def _outcome(self, request: Request, reply: asyncio.Future[Outcome], session: Session | None) -> Outcome:
         """What became of a call."""
+        limit_s = self._program.timeout_s + GRACE_S
+        if session is not None:
+            limit_s = GRACE_S
+            async with race(asyncio.shield(reply), session.silent()):
+                self.send(encoded(Request(number=0, episode=request.episode)))
         try:
-            async with time_limit(self._program.timeout_s + GRACE_S):
+            async with time_limit(limit_s):
                 return await asyncio.shield(reply)
         except TimeoutError:
-            if number in self.pending:
-                await self.end(hung=number)
+            if request.number in self.pending:
+                await self.end(hung=request.number)
         return await reply
 
     async def _read_replies(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -208,9 +235,10 @@ class _Process(Worker):
 
 
 class EnvironmentPool:
-    """Environment processes; `async with` starts and closes them. `tools`, `repeated_failure`: of the user's class.
+    """Environment processes; `async with` starts and closes them.
 
-    `counters`: episodes (resets), steps, replays, restarts of processes, and failed episodes by reason.
+    `tools`, `repeated_failure`, `agent`: of the user's class. `counters`: episodes (resets and
+    runs), steps, replays, restarts of processes, and failed episodes by reason.
     """
 
     def __init__(self, section: EnvironmentSection, *, logs: Path):
@@ -251,7 +279,8 @@ class EnvironmentPool:
             if isinstance(problem, EnvironmentFailed):
                 raise ValueError(str(problem)) from None
             raise
-        self.tools, self.repeated_failure = msgspec.json.decode(self._processes[0].greeting, type=Declared)
+        declared = msgspec.json.decode(self._processes[0].greeting, type=Declared)
+        self.tools, self.repeated_failure, self.agent = declared
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -296,7 +325,8 @@ class Episode:
         self._key = hashlib.sha256(encoded(row)).digest()
         self._number = 0
         """In its process."""
-        self._past: list[tuple[Response | None, bytes]] = []
+        self._failed = False
+        self._past: list[tuple[Argument, bytes]] = []
         """Calls so far, beginning with reset, and digests of what they returned."""
 
     async def __aenter__(self) -> Episode:
@@ -304,7 +334,7 @@ class Episode:
 
     async def __aexit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self._leave()
-        if kind is None and self._past:
+        if kind is None and not self._failed:
             self._pool.outages.ended("")
 
     async def reset(self) -> tuple[Message, ...]:
@@ -317,35 +347,41 @@ class Episode:
         self._pool.counters["steps"] += 1
         return await self._call(response)
 
-    async def _call(self, response: Response | None) -> Turn:
+    async def run(self, session: Session) -> bool | float | None:
+        """The reward that the agent returns. Is called once."""
+        self._pool.counters["episodes"] += 1
+        return (await self._call(session)).reward
+
+    async def _call(self, argument: Argument) -> Turn:
         ended = self._pool.ended
         if ended.done():
             ended.result()
-        async with race(asyncio.shield(ended), self._tries(response)) as tasks:
+        async with race(asyncio.shield(ended), self._tries(argument)) as tasks:
             turn: Turn = next(task.result() for task in tasks if task.done())
         return turn
 
-    async def _tries(self, response: Response | None) -> Turn:
+    async def _tries(self, argument: Argument) -> Turn:
         """The turn of the first try that succeeds. Raises EnvironmentFailed after the last.
 
         That failure may be the episode's own, and the pool ends if too many episodes failed.
         """
         pool = self._pool
-        suspect = False
+        lives = 2 if pool.agent else 1
         tried: list[_Process] = []
         for pause_s in (*outages.PAUSES_S[: outages.TRIES - 1], None):
             try:
-                if suspect:
-                    turn = await self._try_alone(response)
+                if not lives:
+                    turn = await self._try_alone(argument)
                 else:
                     tried.append(self.process or pool.emptiest(tried))
-                    turn = await self._try(response, tried[-1])
+                    turn = await self._try(argument, tried[-1])
             except EnvironmentFailed as failure:
-                suspect = suspect or failure.ended
+                if failure.ended and lives:
+                    lives -= 1
                 if failure.alone:
                     pool.outages.tried(True, self._key)
                 if pause_s is None or failure.reason == "changed":
-                    self._past.clear()
+                    self._failed = True
                     pool.counters[failure.reason] += 1
                     failure.repeated = failure.alone and pool.outages.alone(self._key)
                     pool.end(pool.outages.ended(str(failure).strip().splitlines()[-1], self._key))
@@ -357,17 +393,17 @@ class Episode:
                 return turn
         raise AssertionError
 
-    async def _try_alone(self, response: Response | None) -> Turn:
+    async def _try_alone(self, argument: Argument) -> Turn:
         async with self._pool.alone:
             extra = self._pool.extra
             try:
                 if extra.pending:  # of a caller that was cancelled
                     await extra.end()
-                return await self._try(response, extra)
+                return await self._try(argument, extra)
             finally:
                 self._leave()
 
-    async def _try(self, response: Response | None, process: _Process) -> Turn:
+    async def _try(self, argument: Argument, process: _Process) -> Turn:
         """One try, in its process or else in `process`; leaves it if the try fails."""
         try:
             if self.process is None:
@@ -384,23 +420,30 @@ class Episode:
                             reason="changed",
                             alone=False,
                         )
-            turn, digest = await self._make(response)
+            turn, digest = await self._make(argument)
         except BaseException:
             self._leave()
             raise
-        self._past.append((response, digest))
+        self._past.append((argument, digest))
         return turn
 
-    async def _make(self, response: Response | None) -> tuple[Turn, bytes]:
+    async def _make(self, argument: Argument) -> tuple[Turn, bytes]:
         """(turn, digest of it) of one call in its process."""
         head = self._pool.subject
-        first = response is None
+        first = argument is None
         if self.process is None:
             raise EnvironmentFailed(f"{head}: its process has ended", reason="died", ended=True, alone=False)
         try:
-            row = self._row if first else None
-            number = next(self._pool.numbers)
-            reply = await self.process.call(Request(number=number, episode=self._number, row=row, response=response))
+            request = Request(number=next(self._pool.numbers), episode=self._number, row=self._row)
+            session = None
+            if isinstance(argument, Response):
+                request = replace(request, row=None, response=argument)
+            elif argument is not None:
+                session = argument
+                request = replace(request, agent=session.begin())
+            reply = await self.process.call(request, session)
+            if session is not None and session.changed:
+                raise EnvironmentFailed(f"{head}: a fresh run asked something else", reason="changed", alone=False)
             if reply.failure:
                 raise EnvironmentFailed(f"{head}: {printable(reply.error[-ERROR_CHARS:])}", reason=reply.failure)
             return _turn(bytes(reply.turn), first=first), hashlib.sha256(reply.turn).digest()

@@ -1,4 +1,4 @@
-"""What an environment gets for a turn of the policy."""
+"""What an environment gets: for a turn of the policy, or to ask the policy itself."""
 
 from typing import Any
 
@@ -30,3 +30,15 @@ class Response:
     """The text after thinking, without special tokens; empty if thinking did not end."""
     tool_calls: tuple[ToolCall, ...] = ()
     """Its calls of tools, in their order; they are in `text`, too."""
+
+
+@record
+class Agent:
+    """How a class with `run` asks the policy in one episode. Produced by `rollouts.agents`."""
+
+    base_url: str
+    """Of the chat completions, http://127.0.0.1:PORT/v1."""
+    api_key: str
+    """Key of this episode alone, which ends with it."""
+    model: str
+    """Name for requests, the same in every run."""

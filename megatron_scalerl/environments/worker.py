@@ -4,12 +4,13 @@ It imports the user's class, reports what the class declares, and then serves ma
 an object of the class; it never runs two calls at once. After the setup each side sends lines of JSON:
 
     setup      of `processes.worker`: Setup; the reply's body is Declared
-    request    Request: reset with a row, step with a response; with neither the episode is closed
+    request    Request: reset with a row, step with a response, run with a row and an agent; without any the episode
+               is closed
     reply      Reply; a close has none
 
-Methods that are coroutines run on the event loop and are cancelled after the time limit; others run in threads, which
-nothing can stop: the pool kills the process. What an environment prints goes to the log of the process, never into
-the protocol.
+Methods that are coroutines run on the event loop and are cancelled after the time limit, `run` when its episode is
+closed; others run in threads, which nothing can stop: the pool kills the process. What an environment prints goes to
+the log of the process, never into the protocol.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from megatron_scalerl.environments.response import Response
+from megatron_scalerl.environments.response import Agent, Response
 from megatron_scalerl.processes.worker import Answer, pool_socket, receive, send
 from megatron_scalerl.record import record
 from megatron_scalerl.rewards.limits import MIB, lower
@@ -47,9 +48,9 @@ Failure = Literal["", "raised", "unavailable", "invalid", "oversized", "hung"]
 Setup = tuple[str, tuple[bytes, ...], int | None, float]
 """(environment.name, where the pool imports modules from, environment.memory_mb, time limit of a coroutine (s))
 of all episodes of a pool."""
-Declared = tuple[list[dict[str, Any]], Literal["wrong", "lost"]]
-"""(tools, repeated_failure) of the user's class: JSON schemas of functions, and what an episode is whose failure
-repeats."""
+Declared = tuple[list[dict[str, Any]], Literal["wrong", "lost"], bool]
+"""(tools, repeated_failure, whether it has `run`) of the user's class: JSON schemas of functions, and what an episode
+is whose failure repeats."""
 
 
 @record
@@ -60,9 +61,11 @@ class Request:
     """Of the call, which the reply repeats."""
     episode: int
     row: dict[str, Any] | None = None
-    """Argument of reset."""
+    """Argument of reset or run."""
     response: Response | None = None
     """Argument of step."""
+    agent: Agent | None = None
+    """Argument of run."""
 
 
 @record
@@ -99,14 +102,21 @@ async def _reply(request: Request, kind: Any, place: list[Any], timeout_s: float
     place: has the episode's object, once it is made.
     """
 
-    def call() -> Any:
-        if request.row is None:
-            return place[0].step(request.response)
-        place.append(kind())
-        return place[0].reset(request.row)
+    arguments = [value for value in (request.response, request.row, request.agent) if value is not None]
+    name = "reset"
+    if request.response is not None:
+        name = "step"
+    elif request.agent is not None:
+        name = "run"
 
-    asynchronous = inspect.iscoroutinefunction(kind.step if request.row is None else kind.reset)
-    limit = asyncio.timeout(timeout_s if asynchronous else None)
+    def call() -> Any:
+        if request.row is not None:
+            place.append(kind())
+        return getattr(place[0], name)(*arguments)
+
+    asynchronous = inspect.iscoroutinefunction(getattr(kind, name))
+    # how long a run may take depends on the policy: the pool limits it
+    limit = asyncio.timeout(timeout_s if asynchronous and name != "run" else None)
     turn = b"null"
     error = ""
     failure: Failure = "raised"
@@ -114,11 +124,11 @@ async def _reply(request: Request, kind: Any, place: list[Any], timeout_s: float
         async with limit:
             result = await (call() if asynchronous else asyncio.to_thread(next, _generated(call)))
         failure = "invalid"
-        turn = encoded(_turn(result, first=request.row is not None), finite=True)
+        turn = encoded(_turn(result, name), finite=True)
         failure = ""
     except BaseException as problem:  # sys.exit, too: other episodes go on
         error = traceback.format_exc()[-ERROR_CHARS:].encode(errors="replace").decode()
-        if limit.expired():
+        if limit.expired() or asyncio.current_task().cancelling():  # type: ignore[union-attr]
             failure = "hung"
         elif failure == "raised" and is_unavailable(problem):
             failure = "unavailable"
@@ -134,10 +144,12 @@ def _generated(call: Callable[[], Any]) -> Iterator[Any]:
     yield call()
 
 
-def _turn(result: Any, *, first: bool) -> dict[str, Any]:
-    """What a call returned, with its messages as a list."""
-    if first:
+def _turn(result: Any, name: str) -> dict[str, Any]:
+    """What a method returned, with its messages as a list."""
+    if name == "reset":
         result = (result, None, False)
+    elif name == "run":
+        result = ([], result, True)
     messages, reward, done = result
     if isinstance(messages, str):
         messages = {"role": "user", "content": messages}
@@ -146,19 +158,36 @@ def _turn(result: Any, *, first: bool) -> dict[str, Any]:
     return {"messages": [dict(message) for message in messages], "reward": reward, "done": done}
 
 
+def _kind(head: str, name: str) -> Any:
+    """What a name means: a class of a module, or an environment of a library. Raises ValueError."""
+    library, _, environment = name.partition(":")
+    if library != "verifiers":
+        return imported(head, name, "'module:Class'")
+    from megatron_scalerl.environments.verifiers import agent_class  # slow to import
+
+    try:
+        return agent_class(environment)
+    except (ModuleNotFoundError, ValueError) as problem:
+        raise ValueError(f"{head}: {problem}") from None
+
+
 def load(name: str) -> tuple[type, Declared]:
     """The user's class and what it declares. Raises ValueError, in one line, if it cannot be used."""
     head = f"environment.name {name!r}"
-    kind = imported(head, name, "'module:Class'")
+    kind = _kind(head, name)
     if not isinstance(kind, type):
         raise ValueError(f"{head}: it is a {type(kind).__name__}; it has to be a class")
     check_signature(head, kind)
-    for call, argument in (("reset", "row"), ("step", "response")):
+    methods: dict[str, tuple[str, ...]] = {"reset": ("row",), "step": ("response",)}
+    agent = hasattr(kind, "run")
+    if agent:
+        methods = {"run": ("row", "agent")}
+    for call, arguments in methods.items():
         method = getattr(kind, call, None)
         if not callable(method):
             raise ValueError(f"{head}: the class has no method {call}")
-        check_signature(f"{head}: {call}", method, "self", argument)
-    declared = (getattr(kind, "tools", ()), getattr(kind, "repeated_failure", "wrong"))
+        check_signature(f"{head}: {call}", method, "self", *arguments)
+    declared = (getattr(kind, "tools", ()), getattr(kind, "repeated_failure", "wrong"), agent)
     try:
         return kind, msgspec.json.decode(encoded(declared, finite=True), type=Declared)
     except (TypeError, ValueError) as error:
@@ -171,7 +200,10 @@ async def _serve(connection: socket.socket, kind: type, timeout_s: float) -> Non
     """Answer requests until the pool closes the socket."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS))
     reader, writer = await asyncio.open_unix_connection(sock=connection, limit=REQUEST_BYTES)
+    stoppable = inspect.iscoroutinefunction(getattr(kind, "run", None))
     episodes: dict[int, list[Any]] = {}
+    calls: dict[int, asyncio.Task[None]] = {}
+    """The last call of each episode."""
 
     async def answer(request: Request, place: list[Any]) -> None:
         reply = msgspec.json.encode(await _reply(request, kind, place, timeout_s))
@@ -183,9 +215,14 @@ async def _serve(connection: socket.socket, kind: type, timeout_s: float) -> Non
             request = msgspec.convert(json.loads(line), Request)
             place = episodes.setdefault(request.episode, [])
             if request.row is None and request.response is None:
-                del episodes[request.episode]
+                # a second close, or one before the first call, finds nothing
+                episodes.pop(request.episode, None)
+                call = calls.pop(request.episode, None)
+                if call is not None and stoppable:
+                    await asyncio.sleep(0)  # a call that has not begun would not reply
+                    call.cancel()
             else:
-                tasks.create_task(answer(request, place))
+                calls[request.episode] = tasks.create_task(answer(request, place))
 
 
 def main() -> None:

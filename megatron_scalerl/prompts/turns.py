@@ -61,7 +61,6 @@ class TurnRenderer:
         self._prompts = prompts
         self._prompt = PromptRenderer(tokenizer, prompts)
         self._end_ids = frozenset(end_ids)
-        self._tools = tools
         self._strips = thinking == "strip" and bool(prompts.think_end.strip())
         self._key = secrets.token_hex(16)
         self._mark = f"{self._key};"
@@ -70,6 +69,7 @@ class TurnRenderer:
         # the tokens of roles are not special in some tokenizers
         words = self._prompt.special.union(word for word in added if word.strip() and word in source)
         self._words = re.compile(f"(?={'|'.join(map(re.escape, words))}).", re.DOTALL)
+        self._tools = self._marked(tools)
         if prompts.chat_template:
             self._measure(source)
 
@@ -126,9 +126,7 @@ class TurnRenderer:
         if not self._prompts.chat_template:
             text = "".join(str(message["content"]) for message in messages[0])
             return [self._prompt.prefilled(self._marked(text))]
-        marked = [
-            [{name: self._marked(value) for name, value in message.items()} for message in new] for new in messages
-        ]
+        marked = [self._marked(new) for new in messages]
         conversation = list(self._prompt.with_system(marked[0]))
         for number, new in enumerate(marked[1:]):
             content = f"{self._key}a{number};"
@@ -160,10 +158,14 @@ class TurnRenderer:
         return pieces
 
     def _marked(self, value: Any) -> Any:
-        """A text with a mark in each special token; another value as it is."""
-        if not isinstance(value, str):
-            return value
-        return self._words.sub(rf"\g<0>{self._mark}", value)
+        """A value with a mark in each special token of its texts."""
+        if isinstance(value, str):
+            return self._words.sub(rf"\g<0>{self._mark}", value)
+        if isinstance(value, Mapping):
+            return {self._marked(name): self._marked(item) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._marked(item) for item in value]
+        return value
 
     def _begun(self, text: str) -> list[int]:
         """The tokens with which a context begins."""

@@ -297,21 +297,24 @@ class EnvironmentSection(Section):
     """
 
     name: str | None = None
-    """`module:Class` with reset(row) and step(response). null: single turns."""
+    """`module:Class` with reset(row) and step(response), or with run(row, agent); `verifiers:NAME`, an environment of
+    that library (docs/environments.md). null: single turns."""
     thinking: Literal["keep", "strip"] = "keep"
     """Thinking of earlier turns. keep: it stays in the context, whatever the chat template does. strip: it leaves the
     context where the chat template drops it, and the episode forks into several samples there."""
     max_turns: PositiveInt = 16
-    """Turns of the policy, after which an episode is truncated."""
+    """Turns of the policy, or requests of an agent, after which an episode is truncated."""
     turn_tokens: PositiveInt | None = None
     """Tokens of one turn of the policy. null: what is left of the episode."""
     episode_tokens: PositiveInt | None = None
-    """Tokens of an episode after its first prompt, of policy and environment together. null: as many as a completion
-    has without an environment, interruption.thinking_tokens[1] + answer_tokens."""
+    """Tokens of an episode after its first prompt, of policy and environment together; of each conversation of an
+    agent beyond as many as the row's prompt has. null: as many as a completion has without an environment,
+    interruption.thinking_tokens[1] + answer_tokens."""
     thinking_tokens: PositiveInt | None = None
     """Thinking of an episode (tokens); interruption.thinking_tokens holds for each turn. null: no limit."""
     timeout_s: PositiveFloat = 60.0
-    """Wall-clock limit of one reset or step (s). Beyond it the environment has failed."""
+    """Wall-clock limit of one reset or step, or of an agent's time without a request (s). Beyond it the environment
+    has failed."""
     episode_timeout_s: PositiveFloat | None = None
     """Wall-clock limit of an episode (s), after which it is truncated, generation included: it favors short episodes.
     null: none."""

@@ -16,6 +16,7 @@ Without turns to render it imports no torch, and no transformers where the polic
 
 import signal
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import msgspec
@@ -32,6 +33,9 @@ from megatron_scalerl.record import record
 from megatron_scalerl.rewards.math import extract_answer
 from megatron_scalerl.rollouts.tool_calls import ToolParser, tool_parser
 from megatron_scalerl.types import Completion, CompletionLost
+
+TOOL_SETS = 64
+"""Sets of tools for which a process keeps a renderer."""
 
 
 @record
@@ -73,7 +77,6 @@ class TurnSettings:
     prompts: str
     """The recipe's section, settled, as JSON."""
     end_ids: tuple[int, ...]
-    tools: tuple[dict[str, Any], ...]
     thinking: Literal["keep", "strip"]
 
 
@@ -103,6 +106,8 @@ class Request:
     messages: tuple[tuple[Message, ...], ...] = ()
     """[turns + 1] the environment's messages before each turn."""
     turns: tuple[PastTurn, ...] = ()
+    tools: str = "[]"
+    """Those that the template shows and whose calls are read, as JSON."""
 
 
 @record
@@ -146,7 +151,9 @@ class Decoding:
         if setup.turns is not None:
             from megatron_scalerl.prompts.tokenizer import load_tokenizer  # imports transformers
 
-            self._renderer, self._calls = turns_of(load_tokenizer(setup.policy), setup.turns)
+            of_tools = partial(turns_of, load_tokenizer(setup.policy), setup.turns)
+            # agents choose their tools
+            self._talk = lru_cache(TOOL_SETS)(lambda tools: of_tools(msgspec.json.decode(tools)))
 
     def __call__(self, head: bytes, body: bytes) -> Answer:
         """The reply to a request and its bytes."""
@@ -165,26 +172,28 @@ class Decoding:
         if not arrays.truncated:  # a truncated completion counts as wrong, whatever it says
             text = self._format.answer_text(arrays.token_ids, self._text)
         if text is not None and self._turns:
-            calls = self._calls(arrays.token_ids[answer_start:].tolist())
+            _, read = self._talk(request.tools)
+            calls = read(arrays.token_ids[answer_start:].tolist())
         decoded = Decoded(completion=facts_of(arrays), text=text, tool_calls=calls, answer_start=answer_start)
         return Answer(head=Reply(decoded=decoded), body=write(arrays))
 
     def _rendered(self, request: Request) -> Answer:
         try:
-            ids, rewritten = self._renderer.next(request.messages, request.turns)
+            renderer, _ = self._talk(request.tools)
+            ids, rewritten = renderer.next(request.messages, request.turns)
         except ValueError as error:
             return Answer(head=Reply(error=str(error)))
         return Answer(head=Reply(rewritten=rewritten), body=np.array(ids, dtype="<u4").tobytes())
 
 
-def turns_of(tokenizer: Any, turns: TurnSettings) -> tuple[TurnRenderer, ToolParser]:
+def turns_of(tokenizer: Any, turns: TurnSettings, tools: Sequence[dict[str, Any]]) -> tuple[TurnRenderer, ToolParser]:
     """(renderer of the turns, parser of their calls of tools). Raises ValueError as both, and for tools that no
     template shows."""
     prompts = PromptsSection.model_validate_json(turns.prompts)
-    if turns.tools and not prompts.chat_template:
+    if tools and not prompts.chat_template:
         raise ValueError("environment: tools need prompts.chat_template true, since the template shows them")
-    parser = tool_parser(tokenizer, turns.tools, turns.end_ids)
-    renderer = TurnRenderer(tokenizer, prompts, end_ids=turns.end_ids, tools=turns.tools, thinking=turns.thinking)
+    parser = tool_parser(tokenizer, tools, turns.end_ids)
+    renderer = TurnRenderer(tokenizer, prompts, end_ids=turns.end_ids, tools=tools, thinking=turns.thinking)
     return renderer, parser
 
 

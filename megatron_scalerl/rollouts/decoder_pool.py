@@ -23,7 +23,9 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -31,6 +33,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_scalerl.engine.answers import EngineError
+from megatron_scalerl.engine.client import Decoder
 from megatron_scalerl.engine.interruption import Plan
 from megatron_scalerl.environments.response import Message
 from megatron_scalerl.processes.worker_pool import Program, WorkerDied, WorkerPool
@@ -70,14 +73,15 @@ class DecoderPool:
         tools: Sequence[dict[str, Any]] = (),
         timeout_s: float = TIMEOUT_S,
     ):
-        """logs: folder of the processes' logs, `decoder-N.log`. tools: those of the recipe's environment.
+        """logs: folder of the processes' logs, `decoder-N.log`. tools: those of requests that have none of their own.
 
         Raises ValueError if the recipe has an environment and the tokenizer cannot have turns or these tools.
         """
         turns = None
+        self._tools = msgspec.json.encode(tools).decode()
         if recipe.environment.name is not None:
-            turns = turn_settings(recipe, tokenizer, tools)
-            turns_of(tokenizer, turns)
+            turns = turn_settings(recipe, tokenizer)
+            turns_of(tokenizer, turns, tools)
         fast: Any = getattr(tokenizer, "backend_tokenizer", None)
         # with this text the processes need no transformers, whose import takes seconds
         text = fast.to_str() if hasattr(fast, "to_str") else None
@@ -120,15 +124,22 @@ class DecoderPool:
         """A slot, to be held from before a body is read until it is decoded."""
         return self._slots
 
-    async def decode(self, body: bytes, *, plan: Plan | None, seed: int, where: str) -> tuple[Decoded, int]:
+    def with_tools(self, tools: str | None) -> Decoder[Decoded]:
+        """The interface for `EngineClient.generate`. tools: as JSON; None: the pool's."""
+        return SimpleNamespace(slot=self.slot, decode=partial(self.decode, tools=tools))  # type: ignore[return-value]
+
+    async def decode(
+        self, body: bytes, *, plan: Plan | None, seed: int, where: str, tools: str | None = None
+    ) -> tuple[Decoded, int]:
         """(the completion in the response to a generation request, its tokens); the caller holds a slot.
 
-        plan, seed: of the request. where: engine and path. Raises EngineError for a malformed response,
-        CompletionLost if a token has no log-probability (`no_logprobs`) or the body ended two processes
-        (`decoder_lost`), RuntimeError if the pool ended.
+        plan, seed: of the request. where: engine and path. tools: as JSON; None: the pool's. Raises EngineError for a
+        malformed response, CompletionLost if a token has no log-probability (`no_logprobs`) or the body ended two
+        processes (`decoder_lost`), RuntimeError if the pool ended.
         """
         problem = f"{where}: the answer of {len(body)} bytes cannot be decoded"
-        reply, data = await self._ask(Request(plan=plan, seed=seed, where=where), body, problem)
+        request = Request(plan=plan, seed=seed, where=where, tools=tools or self._tools)
+        reply, data = await self._ask(request, body, problem)
         if reply.decoded is not None:
             self.counters["decoded"] += 1
             return replace(reply.decoded, data=data), reply.decoded.completion.tokens
@@ -139,14 +150,14 @@ class DecoderPool:
         raise CompletionLost(reply.lost, reason=reply.lost_reason)
 
     async def render(
-        self, messages: Sequence[Sequence[Message]], turns: Sequence[PastTurn]
+        self, messages: Sequence[Sequence[Message]], turns: Sequence[PastTurn], *, tools: str | None = None
     ) -> tuple[np.ndarray, bool]:
         """(tokens, u32, whether they are the whole context; else they are appended to it).
 
-        messages: [turns + 1] those of the environment before each turn, the last ones new. Raises ValueError as
-        `prompts.turns.TurnRenderer`, CompletionLost and RuntimeError as `decode`.
+        messages: [turns + 1] those of the environment before each turn, the last ones new. tools: as for `decode`.
+        Raises ValueError as `prompts.turns.TurnRenderer`, CompletionLost and RuntimeError as `decode`.
         """
-        request = Request(messages=tuple(map(tuple, messages)), turns=tuple(turns))
+        request = Request(messages=tuple(map(tuple, messages)), turns=tuple(turns), tools=tools or self._tools)
         reply, data = await self._ask(request, b"", "the environment's messages cannot be rendered")
         if reply.error:
             raise ValueError(reply.error)
@@ -172,14 +183,11 @@ class DecoderPool:
         return end
 
 
-def turn_settings(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]]
-) -> TurnSettings:
-    """The settings of the turns of a recipe with an environment, which has these tools."""
+def turn_settings(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TurnSettings:
+    """The settings of the turns of a recipe with an environment."""
     return TurnSettings(
         prompts=recipe.prompts.model_dump_json(),
         end_ids=end_token_ids(recipe.policy.path, tokenizer),
-        tools=tuple(tools),
         thinking=recipe.environment.thinking,
     )
 

@@ -13,8 +13,10 @@ The life of an episode:
     score      the environment's last verdict, or the sum of its numbers; without either, the verifier's verdict on
                the last response
 
-Each token that the policy sampled is in one part, once. An episode stays on the engine of its group, whose prefix
-cache has its context as long as the weights stay the same.
+An agent, a class with `run`, asks for its turns itself (`rollouts.agents`), and returns the verdict.
+
+Each token that the policy sampled is in one part (`rollouts.trace`), once. An episode stays on the engine of its
+group, whose prefix cache has its context as long as the weights stay the same.
 
 What fails in the environment is no reward (`environments.pool`): the episode is lost, or begins anew if a fresh
 environment answers the same responses differently. A failure that is the episode's own is scored as the environment
@@ -33,127 +35,40 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megatron_scalerl.batching.rollout_bytes import RolloutArrays, facts_of_parts, joined, read, write
+from megatron_scalerl.batching.rollout_bytes import facts_of_parts, write
 from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.environments.pool import EnvironmentFailed, EnvironmentPool, Episode
 from megatron_scalerl.environments.response import Message, Response
+from megatron_scalerl.processes.child_process import race
 from megatron_scalerl.prompts.turns import PastTurn
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rewards.pool import TaskPools, VerifierPool
-from megatron_scalerl.rollouts.decoder_pool import Decoded, DecoderPool
+from megatron_scalerl.rollouts.agents import AgentServer, Ask, LimitReached
+from megatron_scalerl.rollouts.decoder import Decoded
+from megatron_scalerl.rollouts.decoder_pool import DecoderPool
 from megatron_scalerl.rollouts.plans import Draw, Plans
 from megatron_scalerl.rollouts.sampler import Sampler, ScoredCompletion
-from megatron_scalerl.types import CompletionLost, ExpertChoices, Prompt
+from megatron_scalerl.rollouts.trace import Part, Trace
+from megatron_scalerl.types import CompletionLost, Prompt
 
 TRIES = 3
 """Tries of an episode whose environment answers the same responses differently."""
-OWN_REASONS = ("prompt", "template", "time", "changed")
+OWN_REASONS = ("prompt", "template", "time", "changed", "silent")
 """Failures that are no outage."""
 OWN_FAILURES = 16
 """Episodes of a prompt in a row that failed by themselves, after which it is left out."""
 
 
-class Trace:
-    """What policy and environment have written so far."""
-
-    def __init__(self, prompt: np.ndarray):
-        """prompt: [P] ids of the first messages."""
-        self.context: list[int] = prompt.tolist()
-        """All ids that the next turn continues."""
-        self.turns: list[PastTurn] = []
-        self.rewards: list[bool | float] = []
-        self.text: str | None = None
-        """The answer in the last turn."""
-        self.truncated = True
-        """Whether a limit ended the episode: so it is until the environment ends it."""
-        self.failure = ""
-        """The failure of the environment that is this episode's own, in one word; it is wrong then."""
-        self.shared = [len(prompt)]
-        """Tokens of the prompt with which each part begins."""
-        self._prompt = prompt
-        self._parts: list[list[RolloutArrays]] = [[]]
-        """The parts, each in pieces: turns, and what the environment wrote between them."""
-
-    @property
-    def thinking(self) -> int:
-        """Tokens of thinking in all turns; all of a turn in which it did not end."""
-        return sum(turn.answer_start or len(turn.token_ids) for turn in self.turns)
-
-    def add_turn(self, decoded: Decoded) -> None:
-        """Append a turn of the policy."""
-        arrays = read(decoded.data)
-        ids = arrays.token_ids.tolist()
-        self.turns.append(PastTurn(token_ids=tuple(ids), answer_start=decoded.answer_start))
-        self.text = decoded.text
-        self._parts[-1].append(arrays)
-        self.context += ids
-
-    def add_messages(self, ids: np.ndarray, *, rewritten: bool) -> None:
-        """Append ids of the environment's messages [N]; or begin a part, of which they are the whole context."""
-        turn = self._parts[-1][-1]
-        if rewritten:
-            self._parts.append([])
-            size = min(len(ids), len(self._prompt))
-            shared = int(np.cumprod(ids[:size] == self._prompt[:size]).sum())
-            if not shared:
-                raise EnvironmentFailed("the chat template changes the first token of the prompt", reason="template")
-            self.shared.append(shared)
-            self.context = ids[:shared].tolist()
-            ids = ids[shared:]
-        if len(ids):
-            self._parts[-1].append(_environment(ids, turn))
-            self.context += ids.tolist()
-
-    def parts(self, draw: Draw) -> list[RolloutArrays]:
-        """The samples of the episode, which ends."""
-        if len(self._parts[-1][-1].environment):  # a limit came before the next turn
-            self._parts[-1].pop()
-        return [
-            replace(
-                joined(pieces),
-                seed=draw.seed,
-                thinking_cut=draw.thinking_cut,
-                truncated=self.truncated,
-                expert_choices=_choices(pieces),
-            )
-            for pieces in self._parts
-            if pieces
-        ]
-
-
-def _environment(ids: np.ndarray, turn: RolloutArrays) -> RolloutArrays:
-    """Ids [N] that the environment wrote after a turn."""
-    size = len(ids)
-    return replace(
-        turn,
-        token_ids=ids,
-        rollout_logprobs=np.zeros(size, "<f4"),
-        policy_versions=np.repeat(turn.policy_versions[-1:], size),
-        loss_mask=np.zeros(size, bool),
-        interrupted=False,
-        expert_choices=None,
-        environment=np.array([[0, size]], np.int64),
-    )
-
-
-def _choices(pieces: Sequence[RolloutArrays]) -> ExpertChoices | None:
-    """The experts of all tokens: each request reports those of its whole context, and the first report counts."""
-    reports = [piece.expert_choices for piece in pieces if piece.expert_choices is not None]
-    if not reports:
-        return None
-    data = b""
-    for report in reports:
-        data += report.data[len(data) :]
-    return replace(reports[0], data=data)
-
-
 class EpisodeSampler(Sampler):
     """Runs the episodes of prompts on engines, and scores them."""
 
-    def __init__(self, recipe: Recipe, plans: Plans, *, environments: EnvironmentPool, **pools: Any):
+    def __init__(
+        self, recipe: Recipe, plans: Plans, *, environments: EnvironmentPool, agents: AgentServer, **pools: Any
+    ):
         """pools: decoders and verifier, as for `Sampler`."""
         super().__init__(plans, **pools)
         self._environments = environments
+        self._agents = agents
         self._settings = recipe.environment
         self._most_tokens = plans.most_tokens
         self._most_prompt_tokens = recipe.prompts.max_prompt_tokens
@@ -200,21 +115,40 @@ class EpisodeSampler(Sampler):
 
     async def _episode(self, engine: EngineClient, prompt: Prompt, draw: Draw, priority: int) -> ScoredCompletion:
         """One try of an episode. Raises EnvironmentFailed."""
-        row = prompt.row
-        async with self._environments.episode(row) as environment:
-            first, ids = await self._first(environment)
-            prompt = replace(prompt, token_ids=tuple(ids.tolist()))
-            trace = Trace(ids)
+        async with self._environments.episode(prompt.row) as environment:
+            messages: Sequence[Message] = ()
+            if not self._environments.agent:
+                messages, ids = await self._first(environment)
+                prompt = replace(prompt, token_ids=tuple(ids.tolist()))
+            trace = Trace(prompt.token_ids)
+            ask = partial(self._ask, engine, trace, draw, priority)
+            reason = "silent"
+            end = "run has asked nothing"
             try:
                 async with asyncio.timeout(self._settings.episode_timeout_s):
-                    await self._turns(engine, environment, [first], trace, draw, priority)
+                    if self._environments.agent:
+                        await self._run(environment, trace, ask)
+                    else:
+                        await self._turns(environment, [messages], trace, ask)
+            except LimitReached as limit:
+                end = str(limit)
+            except EnvironmentFailed as failure:
+                paid = failure.repeated and trace.turns and self._environments.repeated_failure == "wrong"
+                if not paid:
+                    raise
+                trace.truncated = False
+                trace.failure = failure.reason
             except TimeoutError:
-                if not trace.turns:
-                    limit = f"{self._settings.episode_timeout_s:g} s"
-                    raise EnvironmentFailed(
-                        f"environment.episode_timeout_s: no turn ended within {limit}; raise it", reason="time"
-                    ) from None
+                reason = "time"
+                end = f"no turn ended within {self._settings.episode_timeout_s:g} s (environment.episode_timeout_s)"
+            if not trace.turns:
+                raise self._fail(f"{self._environments.subject}: {end}", reason)
         return await self._scored(prompt, trace, draw)
+
+    def _fail(self, problem: str, reason: str) -> EnvironmentFailed:
+        """The error of an episode whose calls did not fail."""
+        self._environments.end(self._environments.outages.ended(problem))
+        return EnvironmentFailed(problem, reason=reason)
 
     async def _first(self, environment: Episode) -> tuple[Sequence[Message], np.ndarray]:
         """The first messages, and their ids [P]. Raises EnvironmentFailed."""
@@ -228,30 +162,12 @@ class EpisodeSampler(Sampler):
             )
         return messages, ids
 
-    async def _turns(
-        self,
-        engine: EngineClient,
-        environment: Episode,
-        messages: list[Sequence[Message]],
-        trace: Trace,
-        draw: Draw,
-        priority: int,
-    ) -> None:
-        """Alternate between policy and environment until one of them, or a limit, ends the episode."""
+    async def _turns(self, environment: Episode, messages: list[Sequence[Message]], trace: Trace, ask: Ask) -> None:
+        """Alternate between policy and environment until one of them ends the episode."""
+        context = trace.prompt
         for left in reversed(range(self._settings.max_turns)):
-            spec = self._spec(trace, draw, priority)
-            decoded = await engine.generate(trace.context, sampling=spec, decoder=self._decoders)
-            trace.add_turn(decoded)
-            if decoded.completion.truncated:
-                return
-            try:
-                turn = await environment.step(Response(text=decoded.text or "", tool_calls=decoded.tool_calls))
-            except EnvironmentFailed as failure:
-                if not failure.repeated or self._environments.repeated_failure == "lost":
-                    raise
-                trace.truncated = False
-                trace.failure = failure.reason
-                return
+            part, _, decoded = await ask(context, number=len(trace.turns))
+            turn = await environment.step(Response(text=decoded.text or "", tool_calls=decoded.tool_calls))
             if turn.reward is not None:
                 trace.rewards.append(turn.reward)
             trace.truncated = not turn.done
@@ -259,9 +175,24 @@ class EpisodeSampler(Sampler):
                 return
             messages.append(turn.messages)
             ids, rewritten = await self._rendered(messages, trace.turns)
-            trace.add_messages(ids, rewritten=rewritten)
-            if self._room(trace) <= 0:
-                return
+            context = ids.tolist()
+            if not rewritten:
+                context = part.context + context
+
+    async def _run(self, environment: Episode, trace: Trace, ask: Ask) -> None:
+        """Let an agent ask the policy until it returns."""
+        async with (
+            self._agents.session(self._settings, self._plans.vocabulary, ask, self._decoders) as session,
+            race(environment.run(session), asyncio.shield(session.over)) as (run, _),
+        ):
+            if session.over.done():
+                session.over.result()
+            reward = run.result()
+            if session.unasked:
+                raise self._fail(f"{self._environments.subject}: a fresh run asked less", "changed")
+        trace.truncated = False
+        if reward is not None:
+            trace.rewards.append(reward)
 
     async def _rendered(
         self, messages: Sequence[Sequence[Message]], turns: Sequence[PastTurn]
@@ -270,23 +201,49 @@ class EpisodeSampler(Sampler):
         try:
             return await self._decoders.render(messages, turns)
         except ValueError as problem:
-            self._environments.end(self._environments.outages.ended(str(problem)))
-            raise EnvironmentFailed(str(problem), reason="template") from None
+            raise self._fail(str(problem), "template") from None
+
+    async def _ask(
+        self,
+        engine: EngineClient,
+        trace: Trace,
+        draw: Draw,
+        priority: int,
+        context: list[int],
+        *,
+        number: int,
+        most: int | None = None,
+        tools: str | None = None,
+    ) -> tuple[Part, PastTurn, Decoded]:
+        """(the part, the turn in it) after a context [N].
+
+        number: of the request, from 0. most: tokens. tools: as JSON; None: the environment's. Raises LimitReached.
+        """
+        room = len(trace.prompt) + self._most_tokens - len(context)
+        if room <= 0:
+            raise LimitReached(f"a context of {len(context)} tokens leaves no room (environment.episode_tokens)")
+        if not trace.begins(context):
+            raise self._fail(
+                "prompts.chat_template: the first token of a conversation is not that of the episode's prompt",
+                "template",
+            )
+        spec = self._spec(trace, self._plans.turn(draw, number), priority)
+        budgets = (spec.max_tokens, room, self._settings.turn_tokens, most)
+        spec = replace(spec, max_tokens=min(filter(None, budgets)))
+        with trace.turn(context) as part:
+            decoded = await engine.generate(context, sampling=spec, decoder=self._decoders.with_tools(tools))
+            turn = trace.add(part, context, decoded)
+        if decoded.completion.truncated:
+            raise LimitReached("a turn is truncated")
+        return part, turn, decoded
 
     def _spec(self, trace: Trace, draw: Draw, priority: int) -> SamplingSpec:
-        """The request for the next turn."""
+        """The request for the next turn, without the limits of its tokens."""
         settings = self._settings
-        draw = self._plans.turn(draw, len(trace.turns))
         if settings.thinking_tokens is not None:
             left = max(1, settings.thinking_tokens - trace.thinking)
             draw = replace(draw, thinking_cut=min(draw.thinking_cut, left))
-        spec = self._plans.spec(draw, priority)
-        room = self._room(trace)
-        return replace(spec, max_tokens=min(spec.max_tokens, room, settings.turn_tokens or room))
-
-    def _room(self, trace: Trace) -> int:
-        """Tokens that are left of the episode."""
-        return trace.shared[0] + self._most_tokens - len(trace.context)
+        return self._plans.spec(draw, priority)
 
     async def _scored(self, prompt: Prompt, trace: Trace, draw: Draw) -> ScoredCompletion:
         parts = trace.parts(draw)
@@ -329,6 +286,9 @@ async def sampling(
         if recipe.environment.name is not None:
             environments = await running.enter_async_context(EnvironmentPool(recipe.environment, logs=logs))
             tools = environments.tools
-            sampler = partial(EpisodeSampler, recipe, environments=environments)
+            agents = AgentServer()
+            if environments.agent:
+                await running.enter_async_context(agents)
+            sampler = partial(EpisodeSampler, recipe, environments=environments, agents=agents)
         decoders = await running.enter_async_context(DecoderPool(recipe, tokenizer, plans, logs=logs, tools=tools))
         yield partial(sampler, decoders=decoders, verifier=verifier)

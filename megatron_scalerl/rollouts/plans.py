@@ -85,6 +85,7 @@ class Plans:
         self._think_end_first, self._think_end_last = tag_variants(tokenizer, self._think_end_ids)
         self._seeds = training_seeds(recipe)
         self._special_ids = frozenset(tokenizer.all_special_ids)
+        self.vocabulary = 1 + max(tokenizer.get_vocab().values())
 
     @property
     def most_tokens(self) -> int:

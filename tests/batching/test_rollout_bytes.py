@@ -173,6 +173,21 @@ def test_versions_of_a_forked_episode_are_those_of_sampled_tokens():
     assert (facts.first_version, facts.last_version) == (3, 4)
 
 
+def test_parts_that_were_sampled_side_by_side():
+    """The first part ended first, and began last; both are one turn each without anything between."""
+    first = rollout(tokens=(1, 2), mask=(True, True), versions=(4, 5))
+    last = rollout(tokens=(3,), mask=(True,), versions=(3,))
+    facts = facts_of_parts([arrays_of(first), arrays_of(last)], [None, 2])
+    assert (facts.first_version, facts.last_version, facts.turns) == (3, 5, 2)
+    assert [part.prompt_tokens for part in facts.parts] == [None, 2]
+
+
+def test_an_episode_that_begins_with_a_part_of_the_prompt_is_a_part():
+    one = arrays_of(rollout(tokens=(1, 2), mask=(False, True), versions=(4, 4), environment=((0, 1),)))
+    assert facts_of_parts([one], [None]).parts == ()
+    assert facts_of_parts([one], [3]).parts == (Part(tokens=2, sampled_tokens=1, prompt_tokens=3),)
+
+
 def test_parts_are_joined_with_their_ranges():
     whole = rollout_of(joined([arrays_of(part) for part in FORKED]))
     assert whole.token_ids == sum((part.token_ids for part in FORKED), ())

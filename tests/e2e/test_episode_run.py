@@ -39,8 +39,11 @@ sys.exit(main(sys.argv[1:]))
 """A controller whose process group gets SIGKILL soon after its second step."""
 
 
-def asking(tiny, folder):
+@pytest.fixture(scope="module")
+def asking(tiny_dense, tmp_path_factory):
     """The policy after a warm start in which half of the problems are answered with the calculator."""
+    tiny = tiny_dense
+    folder = tmp_path_factory.mktemp("asking")
     examples = folder / "calculator_sft.jsonl"
     with (tiny / "sft.jsonl").open() as rows, examples.open("w") as file:
         subprocess.run([sys.executable, "examples/calculator.py"], cwd=ROOT, stdin=rows, stdout=file, check=True)
@@ -77,12 +80,12 @@ def check_episodes(folder):
     return answered
 
 
-def check_evaluation(tiny, folder, out):
+def check_evaluation(tiny, policy, folder, out):
     """`evaluate` lets the policy ask the same calculator."""
     rows = (tiny / "held_out.jsonl").read_text().splitlines()[:10]
     (out / "ten.jsonl").write_text("\n".join(rows) + "\n")
     options = ("--recipe", folder / "recipe.yaml", "--data", f"{out / 'ten.jsonl'}:prompt,answer", "--k", 4)
-    printed = run("-m", "megatron_scalerl", "evaluate", out / "policy", *options, "--out", out / "evaluation").stdout
+    printed = run("-m", "megatron_scalerl", "evaluate", policy, *options, "--out", out / "evaluation").stdout
     assert "mean@4" in printed
     _, completions = read_result(out / "evaluation")
     assert len(completions) == 40 and not any(row.lost for row in completions)
@@ -99,14 +102,33 @@ def answer(said):
     return Response(text=said.partition("</think>")[2].removesuffix("<eos>"))
 
 
-def test_a_killed_run_of_episodes_is_resumed_shown_and_evaluated(tiny_dense, tmp_path, monkeypatch):
+def test_a_run_of_agents_has_the_episodes_that_the_calculator_has(tiny_dense, asking, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples"))
+    settings = [
+        *RECIPE,
+        "overlay=examples/agent.yaml",
+        *overrides(tiny_dense, tmp_path, "agent", "steps=2", "validation.every_steps=0"),
+        f"policy.path={asking}",
+        "environment.workers=1",
+        "rollouts.decoders=1",
+    ]
+    assert "all 2 steps are made" in run("-m", "megatron_scalerl", "train", *settings).stdout
+    folder = tmp_path / "agent"
+    assert check_episodes(folder) > 3
+    groups = [listed.read() for listed in listed_groups(folder)]
+    assert {len(rollout["parts"]) for group in groups for rollout in group["rollouts"]} == {1}
+    metrics = [row for row in read_jsonl(folder / "metrics.jsonl") if "skipped" not in row]
+    assert [row["step"] for row in metrics] == [1, 2] and max(row.get("turns_mean", 1) for row in metrics) > 1
+
+
+def test_a_killed_run_of_episodes_is_resumed_shown_and_evaluated(tiny_dense, asking, tmp_path, monkeypatch):
     requests = tmp_path / "requests.jsonl"
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "examples"), str(ROOT / "tests" / "e2e")]))
     monkeypatch.setenv("REQUEST_LOG", str(requests))
     settings = [
         *RECIPE,
         *overrides(tiny_dense, tmp_path, "asks", "checkpoint.every_steps=1"),
-        f"policy.path={asking(tiny_dense, tmp_path)}",
+        f"policy.path={asking}",
         "engine.vllm.middleware=request_log.RequestLog",
         "environment.workers=1",
         "rollouts.decoders=1",
@@ -140,4 +162,4 @@ def test_a_killed_run_of_episodes_is_resumed_shown_and_evaluated(tiny_dense, tmp
     longest = max((g for g in map(read, listed_groups(folder))), key=lambda group: group["rollouts"][0]["turns"])
     shown = run("-m", "megatron_scalerl", "show", folder, "--group", longest["group_id"]).stdout
     assert longest["rollouts"][0]["turns"] > 1 and f"turns      {longest['rollouts'][0]['turns']}, " in shown
-    check_evaluation(tiny_dense, folder, tmp_path)
+    check_evaluation(tiny_dense, asking, folder, tmp_path)

@@ -96,6 +96,7 @@ REFUSED = {
     "users_environments:Missing": "users_environments has no Missing",
     "users_environments:a_function": "it is a function; it has to be a class",
     "users_environments:NoStep": "the class has no method step",
+    "users_environments:NoAgent": "run: it has to take .self, row, agent.; it is run.self, row.",
     "users_environments:NoRow": "reset: it has to take .self, row.; it is reset.self.",
     "users_environments:Configured": "it has to take ..; it is Configured.size.",
     "users_environments:BadTools": "tools has to be a list of JSON objects",

@@ -123,6 +123,32 @@ class Held(Counting):
         return super().step(response)
 
 
+class Runs:
+    """An agent that returns what Python makes of the row's text, or hangs."""
+
+    def run(self, row, agent):
+        if row["text"] == "hang":
+            time.sleep(10**6)
+        if row["text"] == "exit":
+            os._exit(3)
+        return eval(row["text"])
+
+
+class RunsAsync:
+    async def run(self, row, agent):
+        word, _, path = row["text"].partition(" ")
+        if word == "hang":
+            if path:
+                Path(path).touch()
+            await asyncio.sleep(10**6)
+        return eval(row["text"])
+
+
+class NoAgent:
+    def run(self, row):
+        return True
+
+
 class NoStep:
     def reset(self, row):
         return "x"

@@ -1,86 +1,15 @@
 """Episodes token by token: real decoders and environments, a verifier in processes, and an engine with a script."""
 
 import asyncio
-import contextlib
 
-import numpy as np
 import pytest
-from fakes.scripted_engine import StandInScriptedEngine
 from recipe_files import small_recipe
+from scripted_episodes import THREE, arrays, completed, ids, prompt, said
 
-from megatron_scalerl.batching.rollout_bytes import RolloutArrays, facts_of, facts_of_parts, read, rollout_of, write
-from megatron_scalerl.environments.pool import EnvironmentFailed
-from megatron_scalerl.rewards.pool import VerifierPool
-from megatron_scalerl.rollouts.decoder_pool import Decoded
-from megatron_scalerl.rollouts.episodes import Trace, sampling
-from megatron_scalerl.rollouts.plans import Draw, Plans
-from megatron_scalerl.tiny.tokenizer import build_tokenizer
-from megatron_scalerl.types import CompletionLost, Part, Prompt, Score
-
-TOKENIZER = build_tokenizer()
-QUESTION = "7;+2;-7="
-
-
-def ids(text):
-    return tuple(TOKENIZER.encode(text, add_special_tokens=False))
-
-
-def prompt(**extra):
-    return Prompt(prompt_id="p", text=QUESTION, answer="2", token_ids=(1,), extra=extra)
-
-
-def said(text, *, versions=((3, None),), **changes):
-    """A turn of the script. versions: (version, tokens) spans; None: the rest."""
-    token_ids = ids(text)
-    spans = []
-    start = 0
-    for version, tokens in versions:
-        end = len(token_ids) if tokens is None else start + tokens
-        spans.append({"version": str(version), "start": start, "end": end})
-        start = end
-    logprobs = [-0.125 * (1 + i % 4) for i in range(len(token_ids))]
-    return {"token_ids": token_ids, "logprobs": logprobs, "weight_versions": spans} | changes
-
-
-def completed(folder, kind, *script, row=None, wait=None, **sections):
-    """(what the sampler returns or raises, the engine, the sampler) of one episode."""
-    recipe = small_recipe(
-        **{
-            "policy": {"path": str(folder)},
-            "environment": {"name": f"episode_environments:{kind}", "workers": 1, "max_turns": 4},
-            "interruption": {"enabled": True, "thinking_tokens": [2, 2], "answer_tokens": 20},
-            "rewards": {"workers": 1},
-        }
-        | sections
-    )
-    engine = StandInScriptedEngine(*script, wait=wait)
-    TOKENIZER.save_pretrained(folder)
-    (folder / "config.json").write_text("{}")
-
-    async def main():
-        plans = Plans(recipe, TOKENIZER)
-        async with contextlib.AsyncExitStack() as running:
-            verifier = await running.enter_async_context(VerifierPool(recipe.rewards))
-            pools = sampling(recipe, TOKENIZER, plans, verifier=verifier, logs=folder)
-            sampler = (await running.enter_async_context(pools))(plans)
-            draw = sampler.draw(1, 0, 0)
-            try:
-                result = await sampler.complete(engine, row or prompt(), draw, priority=1)
-            except CompletionLost as lost:
-                result = lost
-            return result, engine, await sampler.problem_of(row or prompt())
-
-    return asyncio.run(main())
-
-
-THREE = (
-    said("</think>7+2-7=<eos>"),
-    said(
-        "7;Okay, time is up. Let me stop thinking and formulate a final answer now. </think>7+2=<eos>",
-        versions=((3, 4), (4, None)),
-    ),
-    said("</think>2<eos>", versions=((4, None),)),
-)
+from megatron_scalerl.batching.rollout_bytes import facts_of_parts, read, rollout_of
+from megatron_scalerl.rollouts.plans import Draw
+from megatron_scalerl.rollouts.trace import Trace
+from megatron_scalerl.types import CompletionLost, Part, Score
 
 
 @pytest.mark.slow
@@ -224,54 +153,35 @@ def test_what_several_rewards_are_together(rewards, last, score, tmp_path, monke
 
 
 def test_thinking_that_does_not_end_counts_as_a_whole():
-    trace = Trace(np.array(ids("7=<think>"), "<u4"))
-    trace.add_turn(arrays("7+2=9</think>9<eos>", 6))
-    trace.add_turn(arrays("7+2<eos>", 0))
+    trace = Trace(ids("7=<think>"))
+    add(trace, "7=<think>", "7+2=9</think>9<eos>", 6)
+    add(trace, "7=<think>7+2=9</think>9<eos>8", "7+2<eos>", 0)
     assert trace.thinking == 6 + 4
 
 
-def test_a_template_that_changes_the_first_token_is_refused():
-    trace = Trace(np.array(ids("7=<think>"), "<u4"))
-    trace.add_turn(arrays("</think>9<eos>", 1))
-    with pytest.raises(EnvironmentFailed, match="first token"):
-        trace.add_messages(np.array(ids("8=9<eos>"), "<u4"), rewritten=True)
-
-
-def arrays(text, answer_start):
-    """A turn of the policy."""
-    token_ids = np.array(ids(text), "<u4")
-    size = len(token_ids)
-    turn = RolloutArrays(
-        token_ids=token_ids,
-        rollout_logprobs=np.full(size, -0.5, "<f4"),
-        policy_versions=np.full(size, 3),
-        loss_mask=np.ones(size, bool),
-        interrupted=False,
-        truncated=False,
-        thinking_cut=0,
-        seed=0,
-    )
-    return Decoded(completion=facts_of(turn), data=write(turn), text="", answer_start=answer_start)
+def add(trace, context, text, answer_start):
+    """A turn of the policy after a context."""
+    context = list(ids(context))
+    with trace.turn(context) as part:
+        trace.add(part, context, arrays(text, answer_start))
 
 
 def test_an_episode_whose_history_is_rewritten_forks_by_exact_prefix():
     """The thinking 7+2 leaves the context after the first turn; each sampled token is in one part."""
-    trace = Trace(np.array(ids("7;+2;-7=<think>"), "<u4"))
-    trace.add_turn(arrays("7+2=9</think>9<eos>", 6))
-    trace.add_messages(np.array(ids("7;+2;-7=9<eos>-7<think>"), "<u4"), rewritten=True)
-    trace.add_turn(arrays("</think>2<eos>", 1))
-    trace.add_messages(np.array(ids("5<think>"), "<u4"), rewritten=False)
+    trace = Trace(ids("7;+2;-7=<think>"))
+    add(trace, "7;+2;-7=<think>", "7+2=9</think>9<eos>", 6)
+    add(trace, "7;+2;-7=9<eos>-7<think>", "</think>2<eos>", 1)
     trace.truncated = False
     first, second = parts = trace.parts(Draw(seed=5, thinking_cut=4))
     assert tuple(first.token_ids) == ids("7+2=9</think>9<eos>") and first.loss_mask.all()
-    # the prompt without its <think> is what both parts share; the message without an answer is left out
-    assert trace.shared == [9, 8]
+    # the prompt without its <think> is what both parts share
+    assert trace.shared == [None, 8]
     assert tuple(second.token_ids) == ids("9<eos>-7<think></think>2<eos>")
     assert second.loss_mask.tolist() == [False] * 5 + [True] * 3
     assert second.environment.tolist() == [[0, 5]]
     facts = facts_of_parts(parts, trace.shared)
     assert facts.parts == (
-        Part(tokens=8, sampled_tokens=8, prompt_tokens=9),
+        Part(tokens=8, sampled_tokens=8, prompt_tokens=None),
         Part(tokens=8, sampled_tokens=3, prompt_tokens=8),
     )
     assert (facts.turns, facts.sampled_tokens, facts.truncated) == (2, 11, False)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Resolves the locks with hashes from scratch: gpu-py311.txt and gpu-py312.txt. Downloads metadata only, a few MB.
+# Resolves the locks with hashes from scratch: gpu-py311.txt, gpu-py312.txt and environments.txt. Downloads metadata only,
+# a few MB.
 #
 #   tools/locks/resolve.sh [--check]
 #
@@ -34,13 +35,16 @@ extras = found["options.extras_require"]
 print(found["options"]["install_requires"], extras["run"], extras["dev"], sep="\n")
 PYTHON
 
-resolve() { # INPUT PYTHON OUTPUT PACKAGE...; what the inputs decide is no constraint from cpu.txt
-  local input="$1" version="$2" output="$3" free
+resolve() { # INPUT PYTHON OUTPUT [PACKAGE...]: with this package, whose inputs but PACKAGE are constrained by cpu.txt
+  local input="$1" version="$2" output="$3" free ours=()
   shift 3
-  free=$(printf '|%s' "$@")
-  grep -vE "^(${free:1})==" cpu.txt >"$work/constraints.txt"
-  UV_PYTHON_DOWNLOADS=never "$work/venv/bin/uv" --config-file metadata.toml pip compile "$input" "$work/package.in" \
-    --constraints "$work/constraints.txt" --python-platform x86_64-manylinux_2_31 --python-version "$version" \
+  if [ $# != 0 ]; then
+    free=$(printf '|%s' "$@")
+    grep -vE "^(${free:1})==" cpu.txt >"$work/constraints.txt"
+    ours=("$work/package.in" --constraints "$work/constraints.txt")
+  fi
+  UV_PYTHON_DOWNLOADS=never "$work/venv/bin/uv" --config-file metadata.toml pip compile "$input" "${ours[@]}" \
+    --python-platform x86_64-manylinux_2_31 --python-version "$version" \
     --only-binary :all: --no-binary transformer-engine-torch --exclude-newer "$newest" --format pylock.toml --quiet \
     --output-file "$work/pylock.toml" || { echo "resolve.sh: $input has no solution for Python $version" >&2; exit 1; }
   "$python" - "$work/pylock.toml" >"$work/requirements" <<'PYTHON'
@@ -63,7 +67,8 @@ PYTHON
 
 resolve gpu.in 3.11 gpu-py311.txt triton apache-tvm-ffi megatron-core
 resolve gpu.in 3.12 gpu-py312.txt triton apache-tvm-ffi megatron-core
-for lock in gpu-py311.txt gpu-py312.txt; do
+resolve environments.in 3.12 environments.txt
+for lock in gpu-py311.txt gpu-py312.txt environments.txt; do
   count=$(grep -c '==' "$work/$lock")
   if cmp -s "$work/$lock" "$lock"; then
     echo "resolve.sh: $lock is up to date, $count packages"

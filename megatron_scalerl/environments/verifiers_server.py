@@ -1,0 +1,68 @@
+"""The half of `environments.verifiers` that runs in the library's own virtual environment, as a program.
+
+    verifiers_server.py check NAME            exits with a line on stderr if the environment cannot be used
+    verifiers_server.py rows NAME             prints a row for each task, as JSON lines
+    verifiers_server.py serve NAME ADDRESS    serves the environment
+
+It imports nothing of this package, which is not installed there.
+"""
+
+import asyncio
+import json
+import signal
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+
+def tables(name: str) -> dict[str, Any]:
+    """The library's tables env and client: of a TOML file, or of a taskset with this id."""
+    if name.endswith(".toml"):
+        return tomllib.loads(Path(name).read_text(encoding="utf8"))
+    return {"env": {"taskset": {"id": name}}}
+
+
+def check(name: str) -> Any:
+    """The library's EnvConfig. Programs of harnesses run in processes of this host, unless the file says where.
+
+    Exits with a line on stderr if the table cannot be used, or if a program would execute what the policy writes.
+    """
+    from verifiers.v1.runtimes import SubprocessConfig
+    from verifiers.v1.utils.loaders import harness_class, resolve_env_config
+
+    try:
+        config = resolve_env_config(tables(name)["env"])
+    except ValueError as problem:  # of several lines
+        sys.exit(" ".join(str(problem).split()))
+    for agent, harness in config.agent_harnesses().items():
+        settings = getattr(config, agent)
+        if "runtime" not in settings.model_fields_set:
+            if harness_class(harness.id).EXECUTES_CODE:
+                sys.exit(
+                    f"the harness {harness.id!r} executes what the policy writes; set env.{agent}.runtime in a file, "
+                    'or a harness without tools, {id = "null"}'
+                )
+            settings.runtime = SubprocessConfig()
+    return config
+
+
+def rows(name: str) -> None:
+    """Print the tasks as rows of a prompts file: the task's key stands for the answer, which the taskset knows."""
+    from verifiers.v1.utils.loaders import load_taskset
+
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for `| head`
+    for task in load_taskset(check(name).taskset):
+        row = {"prompt": task.data.prompt_text or task.key, "answer": task.key}
+        print(json.dumps({**row, "task_data": task.data.model_dump(mode="json")}))
+
+
+def serve(name: str, address: str) -> None:
+    """Serve runs of the environment until the process is killed."""
+    from verifiers.v1.serve import EnvServer
+
+    asyncio.run(EnvServer(check(name), address).run())
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

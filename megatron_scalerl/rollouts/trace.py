@@ -1,0 +1,134 @@
+"""What policy and environment have written in an episode, in parts of which each becomes a sample.
+
+A context continues a part if all that the part has so far is its exact prefix, and no other turn is being sampled
+there. Any other context begins a part, all of it masked: an edited or summarized history, a second answer to one
+context, a conversation of a sub-agent. So each token that the policy sampled is in one part, once, after the context
+in which it was sampled.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from operator import eq
+
+import numpy as np
+
+from megatron_scalerl.batching.rollout_bytes import RolloutArrays, joined, read
+from megatron_scalerl.prompts.turns import PastTurn
+from megatron_scalerl.rollouts.decoder import Decoded
+from megatron_scalerl.rollouts.plans import Draw
+from megatron_scalerl.types import ExpertChoices
+
+
+@dataclass(eq=False)
+class Part:
+    """A context and the turns in it."""
+
+    context: list[int]
+    """The tokens of the group's prompt with which it begins, then what it has written."""
+    shared: int
+    """Tokens of the group's prompt."""
+    pieces: list[RolloutArrays] = field(default_factory=list)
+    """Turns, and what the environment wrote before them."""
+    busy: bool = False
+    """Whether a turn is being sampled."""
+
+
+class Trace:
+    """The parts of an episode."""
+
+    def __init__(self, prompt: Sequence[int]):
+        """prompt: [P] ids of the group's prompt, with whose first token each context has to begin."""
+        self.prompt = list(prompt)
+        self.turns: list[PastTurn] = []
+        self.rewards: list[bool | float] = []
+        self.text: str | None = None
+        """The answer in the last turn."""
+        self.truncated = True
+        """Whether a limit ended the episode: so it is until the environment ends it."""
+        self.failure = ""
+        """The failure of the environment that is this episode's own, in one word; it is wrong then."""
+        self._parts: list[Part] = []
+
+    @property
+    def thinking(self) -> int:
+        """Tokens of thinking in all turns; all of a turn in which it did not end."""
+        return sum(turn.answer_start or len(turn.token_ids) for turn in self.turns)
+
+    @property
+    def shared(self) -> list[int | None]:
+        """Tokens of the prompt with which each part begins; None: all."""
+        return [None if part.shared == len(self.prompt) else part.shared for part in self._parts]
+
+    def begins(self, context: list[int]) -> int:
+        """Tokens of the prompt with which a context [N] begins."""
+        return len(list(takewhile(bool, map(eq, context, self.prompt))))
+
+    @contextlib.contextmanager
+    def turn(self, context: list[int]) -> Iterator[Part]:
+        """A block in which the policy continues a context [N]; the part to which `add` appends the turn."""
+        idle = [part for part in self._parts if not part.busy and context[: len(part.context)] == part.context]
+        part = max(idle, key=lambda part: len(part.context), default=None)
+        if part is None:
+            shared = self.begins(context)
+            part = Part(context[:shared], shared)
+        part.busy = True
+        try:
+            yield part
+        finally:
+            part.busy = False
+
+    def add(self, part: Part, context: list[int], decoded: Decoded) -> PastTurn:
+        """Append the turn after a context, and what is new in the context; the turn."""
+        arrays = read(decoded.data)
+        new = context[len(part.context) :]
+        if new:
+            part.pieces.append(_environment(new, arrays))
+        part.pieces.append(arrays)
+        turn = PastTurn(token_ids=tuple(arrays.token_ids.tolist()), answer_start=decoded.answer_start)
+        part.context = [*context, *turn.token_ids]
+        if part not in self._parts:
+            self._parts.append(part)
+        self.turns.append(turn)
+        self.text = decoded.text
+        return turn
+
+    def parts(self, draw: Draw) -> list[RolloutArrays]:
+        """The samples of the episode, which ends."""
+        return [
+            replace(
+                joined(part.pieces),
+                seed=draw.seed,
+                thinking_cut=draw.thinking_cut,
+                truncated=self.truncated,
+                expert_choices=_choices(part.pieces),
+            )
+            for part in self._parts
+        ]
+
+
+def _environment(new: list[int], turn: RolloutArrays) -> RolloutArrays:
+    """Ids [N] that the environment wrote before a turn."""
+    size = len(new)
+    return replace(
+        turn,
+        token_ids=np.array(new, "<u4"),
+        rollout_logprobs=np.zeros(size, "<f4"),
+        policy_versions=np.repeat(turn.policy_versions[:1], size),
+        loss_mask=np.zeros(size, bool),
+        interrupted=False,
+        expert_choices=None,
+        environment=np.array([[0, size]], np.int64),
+    )
+
+
+def _choices(pieces: Sequence[RolloutArrays]) -> ExpertChoices | None:
+    """The experts of all tokens: each request reports those of its whole context, and the first report counts."""
+    reports = [piece.expert_choices for piece in pieces if piece.expert_choices is not None]
+    if not reports:
+        return None
+    data = b""
+    for report in reports:
+        data += report.data[len(data) :]
+    return replace(reports[0], data=data)

@@ -1,0 +1,99 @@
+"""Episodes of the tests: real decoders, environments and verifier, and an engine with a script."""
+
+import asyncio
+import contextlib
+
+import numpy as np
+from fakes.scripted_engine import StandInScriptedEngine
+from recipe_files import small_recipe
+
+from megatron_scalerl.batching.rollout_bytes import RolloutArrays, facts_of, write
+from megatron_scalerl.rewards.pool import VerifierPool
+from megatron_scalerl.rollouts.decoder_pool import Decoded
+from megatron_scalerl.rollouts.episodes import sampling
+from megatron_scalerl.rollouts.plans import Plans
+from megatron_scalerl.tiny.tokenizer import build_tokenizer
+from megatron_scalerl.types import CompletionLost, Prompt
+
+TOKENIZER = build_tokenizer()
+QUESTION = "7;+2;-7="
+
+
+def ids(text):
+    return tuple(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+def prompt(**extra):
+    return Prompt(prompt_id="p", text=QUESTION, answer="2", token_ids=(1,), extra=extra)
+
+
+def said(text, *, versions=((3, None),), **changes):
+    """A turn of the script. versions: (version, tokens) spans; None: the rest."""
+    token_ids = ids(text)
+    spans = []
+    start = 0
+    for version, tokens in versions:
+        end = len(token_ids) if tokens is None else start + tokens
+        spans.append({"version": str(version), "start": start, "end": end})
+        start = end
+    logprobs = [-0.125 * (1 + i % 4) for i in range(len(token_ids))]
+    return {"token_ids": token_ids, "logprobs": logprobs, "weight_versions": spans} | changes
+
+
+def completed(folder, kind, *script, row=None, wait=None, tokenizer=TOKENIZER, **sections):
+    """(what the sampler returns or raises, the engine, why the prompt is left out) of one episode."""
+    recipe = small_recipe(
+        **{
+            "policy": {"path": str(folder)},
+            "environment": {"name": f"episode_environments:{kind}", "workers": 1, "max_turns": 4},
+            "interruption": {"enabled": True, "thinking_tokens": [2, 2], "answer_tokens": 20},
+            "rewards": {"workers": 1},
+        }
+        | sections
+    )
+    engine = StandInScriptedEngine(*script, wait=wait)
+    if tokenizer is TOKENIZER:
+        tokenizer.save_pretrained(folder)
+        (folder / "config.json").write_text("{}")
+
+    async def main():
+        plans = Plans(recipe, tokenizer)
+        async with contextlib.AsyncExitStack() as running:
+            verifier = await running.enter_async_context(VerifierPool(recipe.rewards))
+            pools = sampling(recipe, tokenizer, plans, verifier=verifier, logs=folder)
+            sampler = (await running.enter_async_context(pools))(plans)
+            draw = sampler.draw(1, 0, 0)
+            try:
+                result = await sampler.complete(engine, row or prompt(), draw, priority=1)
+            except CompletionLost as lost:
+                result = lost
+            return result, engine, await sampler.problem_of(row or prompt())
+
+    return asyncio.run(main())
+
+
+THREE = (
+    said("</think>7+2-7=<eos>"),
+    said(
+        "7;Okay, time is up. Let me stop thinking and formulate a final answer now. </think>7+2=<eos>",
+        versions=((3, 4), (4, None)),
+    ),
+    said("</think>2<eos>", versions=((4, None),)),
+)
+
+
+def arrays(text, answer_start):
+    """A turn of the policy."""
+    token_ids = np.array(ids(text), "<u4")
+    size = len(token_ids)
+    turn = RolloutArrays(
+        token_ids=token_ids,
+        rollout_logprobs=np.full(size, -0.5, "<f4"),
+        policy_versions=np.full(size, 3),
+        loss_mask=np.ones(size, bool),
+        interrupted=False,
+        truncated=False,
+        thinking_cut=0,
+        seed=0,
+    )
+    return Decoded(completion=facts_of(turn), data=write(turn), text="", answer_start=answer_start)

@@ -1,0 +1,118 @@
+"""Environments of verifiers: a real environment server, decoders and processes, and an engine with a script."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from scripted_episodes import completed, ids, said
+
+from megatron_scalerl.batching.rollout_bytes import read, rollout_of
+from megatron_scalerl.environments.verifiers import FOLDER
+from megatron_scalerl.environments.worker import load
+from megatron_scalerl.types import CompletionLost, Prompt, Score
+
+LIBRARY = Path(sys.prefix).parent / FOLDER
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not LIBRARY.exists(), reason="needs verifiers: tools/install.sh environments"),
+]
+GUESSES = [said("</think>5<eos>"), said("5</think>8<eos>"), said("</think>7<eos>")]
+
+
+@pytest.fixture(autouse=True)
+def modules(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "examples/taskset:tests/rollouts")
+
+
+def settings(folder, client):
+    """environment.name of the game with faults."""
+    (folder / "game.toml").write_text(f'[env.taskset]\nid = "guess_faults"\n[client]\n{client}\n')
+    return f"verifiers:{folder / 'game.toml'}"
+
+
+def ids_client(folder):
+    """The client that sends ids."""
+    return (
+        'type = "train"\nrenderer = {name = "custom", import_path = "guess.TinyRenderer"}\n'
+        f'renderer_model_name = "{folder}"'
+    )
+
+
+def played(folder, client, *script, wait=None, **changes):
+    """As `completed`: a game with 7, in the range 2..8."""
+    task = {"prompt": "2;8=", "number": 7, "file": str(folder / "trace.json"), **changes}
+    section = {"name": settings(folder, client), "workers": 1, "max_turns": 4, "timeout_s": 300}
+    tokens = (1, *ids("2;8=<think>"))
+    row = Prompt(prompt_id="p", text="2;8=", answer="its key", token_ids=tokens, extra={"task_data": task})
+    return completed(folder, "", *script, row=row, wait=wait, environment=section)
+
+
+def check(result, engine):
+    """Check an episode of three turns; the tokens of its context and of its last turn."""
+    rollout = rollout_of(read(result.parts[0]))
+    turns = [ids("</think>5<eos>"), ids("5</think>8<eos>"), ids("</think>7<eos>")]
+    context = (1, *ids("2;8=<think>"), *turns[0], *ids("+<think>"), *turns[1], *ids("-<think>"))
+    assert len(engine.asked) == 3 and engine.asked[-1][0] == context
+    tokens = (*context, *turns[2])
+    assert result.prompt.token_ids + rollout.token_ids == tokens
+    assert sum(rollout.loss_mask) == 3 + 4 + 3
+    assert result.score == Score(correct=False, reward=0.5)
+    return tokens
+
+
+def test_a_trace_of_the_library_equals_the_record_token_by_token(tmp_path):
+    result, engine, _ = played(tmp_path, ids_client(tmp_path), *GUESSES)
+    tokens = check(result, engine)
+    ((token_ids, mask, logprobs),) = json.loads((tmp_path / "trace.json").read_text())
+    assert tuple(token_ids) == tokens
+    rollout = rollout_of(read(result.parts[0]))
+    shared = len(result.prompt.token_ids)
+    assert not any(mask[:shared])
+    assert tuple(mask[shared:]) == rollout.loss_mask and tuple(logprobs[shared:]) == rollout.rollout_logprobs
+
+
+def test_a_taskset_that_raises_loses_the_episode(tmp_path):
+    lost, engine, _ = played(tmp_path, 'type = "eval"', *GUESSES, fails=True)
+    assert isinstance(lost, CompletionLost) and lost.reason == "environment_raised"
+    assert "ZeroDivisionError: no score" in str(lost)
+    assert len(engine.asked) == 3  # the next tries were answered from the record
+
+
+def test_a_killed_environment_server_loses_nothing_and_pays_nothing(tmp_path):
+    """SIGKILL while the second turn is sampled: what the policy said before, and says then, is used once.
+
+    With messages the record is that of `test_a_trace_of_the_library_equals_the_record_token_by_token`, with ids.
+    """
+    turns = []
+    killed = []
+
+    async def kill():
+        turns.append("a turn")
+        if len(turns) == 2:
+            (server,) = (child for child in psutil.Process().children(recursive=True) if "serve" in child.cmdline())
+            server.kill()
+            killed.append(server.pid)
+
+    result, engine, _ = played(tmp_path, 'type = "eval"', *GUESSES, wait=kill)
+    check(result, engine)
+    assert len(killed) == 1
+
+
+def test_names_that_cannot_be_used_are_refused_in_a_line(tmp_path):
+    tables = {"nosuch": "taskset.id = 'nosuch'", "setting": "taskset = {id = 'guess', setting = 1}"}
+    tables[r"agent\.runtime"] = "taskset.id = 'guess'\nagent.harness.id = 'bash'"  # which executes
+    for words, table in tables.items():
+        (tmp_path / "wrong.toml").write_text(f"[env]\n{table}\n")
+        with pytest.raises(ValueError, match=words) as problem:
+            load(f"verifiers:{tmp_path / 'wrong.toml'}")
+        assert "\n" not in str(problem.value) and "environment.name" in str(problem.value)
+
+
+def test_rows_are_those_of_the_taskset():
+    command = [sys.executable, "-m", "megatron_scalerl.environments.verifiers", "guess"]
+    rows = [json.loads(line) for line in subprocess.run(command, capture_output=True, check=True).stdout.splitlines()]
+    games = {(row["prompt"], row["task_data"]["number"]) for row in rows}
+    assert len(games) == len({row["answer"] for row in rows}) == len(rows) == 140 and ("2;8=", 7) in games
