@@ -272,6 +272,22 @@ def test_white_space_of_an_environment_is_rendered_at_once():
     assert not rewritten and len(ids) > 1000
 
 
+def test_tools_and_the_calls_of_others_have_no_token_of_the_template():
+    """Agents bring their tools, and messages of an assistant that is not the policy."""
+    template = QWEN3_TURNS.replace("{{ parts[-1]", "{{ (m.tool_calls or '') | string }}{{ parts[-1]")
+    end = "<|im_end|>"
+    counts = []
+    for word in ("x", end):
+        function = {"name": "add", "description": word, "parameters": {word: [word]}}
+        tokenizer, turns = renderer(template, tools=[{"type": "function", "function": function}])
+        calls = [{"type": "function", "function": {"name": "add", "arguments": {word: [word]}}}]
+        messages = [*user(word), {"role": "assistant", "content": word, "tool_calls": calls}, *user(word)]
+        ids = turns.first(messages)
+        assert tokenizer.decode(ids).count(word) >= 8
+        counts.append(ids.count(tokenizer.convert_tokens_to_ids(end)))
+    assert counts[0] == counts[1] == 4
+
+
 def test_the_quote_of_json_in_a_special_token_does_not_hide_it():
     tokenizer = turns_tokenizer(TURNS + OPEN, end="<|im_end|>", bos=None)
     tokenizer.add_special_tokens({"additional_special_tokens": ['<|"|>']})
