@@ -106,7 +106,7 @@ def send_plan(
 
 def manifest(family: Family, dtype: str) -> Manifest:
     """The tensors of a policy of this family, layer by layer. dtype: of all but frozen ones, which are in fp32."""
-    entries = {}
+    entries: dict[str, ParamMeta] = {}
     for rule in family.rules:
         if rule.exported:
             kind = "float32" if rule.frozen else dtype
