@@ -137,15 +137,17 @@ def _holders_of(
     rule: Rule, stage: int, holders: Mapping[tuple[int, ...], list[int]], sizes: Place, experts_per_rank: int
 ) -> Iterator[tuple[tuple[int, int], list[int]]]:
     """((tensor-parallel shard, number of shards) of a parameter, the ranks that hold this shard)."""
+    group: tuple[int, ...] = (stage,)
+    size = sizes.tp
     if rule.expert is not None:
-        for shard in range(sizes.etp):
-            yield (shard, sizes.etp), holders[(stage, rule.expert // experts_per_rank, shard)]
-    elif rule.sharded:
-        for shard in range(sizes.tp):
-            yield (shard, sizes.tp), holders[(stage, shard)]
+        group = (stage, rule.expert // experts_per_rank)
+        size = sizes.etp
+    by_shard = [holders[(*group, shard)] for shard in range(size)]
+    if rule.sharded:
+        for shard, ranks in enumerate(by_shard):
+            yield (shard, size), ranks
     else:  # every tensor-parallel rank has the whole parameter; the first copies of all these ranks come first
-        by_copy = zip(*(holders[(stage, shard)] for shard in range(sizes.tp)))
-        yield (0, sizes.tp), list(chain.from_iterable(by_copy))
+        yield (0, size), list(chain.from_iterable(zip(*by_shard)))
 
 
 def _further_copies(candidates: Sequence[_Candidates], first_copies: set[int], most: int) -> set[int]:

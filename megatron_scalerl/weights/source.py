@@ -135,7 +135,7 @@ class MegatronWeightSource:
         name = self._sends.holdings[part].megatron
         parameter = self._parameters[name]
         if id(parameter) not in self._adapted:
-            return self.read(part)
+            return self._part(part, parameter.data)
         # A parameter's parts follow each other.
         if self._last is None or self._last[0] != name:
             self._last = (name, self._adapted[id(parameter)](parameter.data))
