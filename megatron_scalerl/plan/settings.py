@@ -56,6 +56,11 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
     make_loss(recipe.loss.name, recipe.loss.arguments)
     hf_config = read_hf_config(config or recipe.policy.path, planned=planned)
     policy = family(hf_config, planned=planned)
+    if recipe.adapters_alone and policy.transformer.get("num_moe_experts"):
+        raise ValueError(
+            "weights.adapters: engines compute no adapters of experts; set it to merged, which sends the experts' "
+            "weights with their adapters"
+        )
     given = recipe.megatron
     if policy.name in FAMILIES and (given.model or given.parallel or given.ddp or given.optimizer):
         from megatron_scalerl.trainer.options import check_megatron  # slow: only if there is something to check

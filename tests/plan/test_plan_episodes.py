@@ -70,7 +70,7 @@ def printed(plan):
     return text.getvalue()
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted(BEFORE))
 def test_without_an_environment_every_figure_stays(name):
     plan = plan_of(name, assumed=Assumptions(turns=9, reply_tokens=4000, reply_seconds=60))
     timing = plan.timing
