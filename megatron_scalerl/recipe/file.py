@@ -317,7 +317,7 @@ def node_copy(path: str) -> str:
 
 
 def check_policy(recipe: Recipe) -> None:
-    """Raises ValueError where policy.path is not a Hugging Face folder or policy.megatron_path is not a folder."""
+    """Raises ValueError where a folder of the policy is missing, or holds something else."""
     section = recipe.policy
     if not Path(section.path, "config.json").is_file():
         raise ValueError(
@@ -329,6 +329,8 @@ def check_policy(recipe: Recipe) -> None:
             f"policy.megatron_path: the folder {section.megatron_path} does not exist; `megatron-scalerl convert "
             "to-megatron` makes one (docs/checkpoints.md)"
         )
+    if section.adapter is not None and not Path(section.adapter, "adapter_config.json").is_file():
+        raise ValueError(f"policy.adapter: {section.adapter} is not a PEFT folder: it has no adapter_config.json")
 
 
 def check_prompts(recipe: Recipe) -> None:

@@ -123,7 +123,7 @@ def _refuse(settings: Mapping[str, Any]) -> None:
 
 def _check_lora(settings: Mapping[str, Any]) -> None:
     """Raises ValueError for layers that have no exact adapters."""
-    for key in ("moe_grouped_gemm", "moe_shared_expert_overlap", "use_transformer_engine_op_fuser"):
+    for key in ("moe_grouped_gemm", "moe_shared_expert_overlap"):
         if settings.get(key):
             raise ValueError(f"megatron.model.{key}: its layers have no adapters (policy.lora); set it to false")
 
@@ -150,8 +150,8 @@ def check_megatron(family: Family, recipe: Recipe, *, faults: bool = True) -> No
         _check_experts(config)
     if faults and recipe.policy.lora is not None and megatron.core.__version__.startswith("0.16."):
         raise ValueError(
-            f"policy.lora: Megatron-Core {megatron.core.__version__} has not been tried with adapters; an environment "
-            "of Python 3.12 has Megatron-Core 0.19"
+            f"policy.lora: adapters were not tried with Megatron-Core {megatron.core.__version__}; an environment of "
+            "Python 3.12 has Megatron-Core 0.19"
         )
     if HAVE_TE and recipe.policy.dtype == "float32":
         raise ValueError(

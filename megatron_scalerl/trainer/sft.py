@@ -122,8 +122,8 @@ def _export(weights: Path, out: Path, *, like: Path) -> None:
 def _of_warm_start(recipe: Recipe) -> Recipe:
     """The recipe with the warm start's optimizer, threads, temperature and world size.
 
-    One process, or as many as torchrun starts. The temperature is 1 whatever that of the rollouts is: the examples
-    were not sampled from this policy at that temperature.
+    One process, or as many as torchrun starts. It trains all weights, also of a recipe with adapters. The temperature
+    is 1 whatever that of the rollouts is: the examples were not sampled from this policy at that temperature.
     """
     section = recipe.sft
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -137,7 +137,8 @@ def _of_warm_start(recipe: Recipe) -> Recipe:
     )
     trainer = recipe.trainer.model_copy(update={"world_size": world_size, "threads": section.threads})
     rollouts = recipe.rollouts.model_copy(update={"temperature": 1.0})
-    update = {"optimizer": optimizer, "trainer": trainer, "rollouts": rollouts}
+    policy = recipe.policy.model_copy(update={"lora": None, "adapter": None})
+    update = {"optimizer": optimizer, "trainer": trainer, "rollouts": rollouts, "policy": policy}
     if world_size == 1:  # one process has the whole policy, however the RL run shards it
         model = {key: value for key, value in recipe.megatron.model.items() if key not in MODEL_KEYS}
         update["megatron"] = recipe.megatron.model_copy(update={"parallel": {}, "model": model})

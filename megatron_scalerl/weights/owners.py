@@ -137,17 +137,16 @@ def _holders_of(
     rule: Rule, stage: int, holders: Mapping[tuple[int, ...], list[int]], sizes: Place, experts_per_rank: int
 ) -> Iterator[tuple[tuple[int, int], list[int]]]:
     """((tensor-parallel shard, number of shards) of a parameter, the ranks that hold this shard)."""
-    group: tuple[int, ...] = (stage,)
-    size = sizes.tp
     if rule.expert is not None:
-        group = (stage, rule.expert // experts_per_rank)
-        size = sizes.etp
-    by_shard = [holders[(*group, shard)] for shard in range(size)]
+        expert_rank = rule.expert // experts_per_rank
+        by_shard = [holders[(stage, expert_rank, shard)] for shard in range(sizes.etp)]
+    else:
+        by_shard = [holders[(stage, shard)] for shard in range(sizes.tp)]
     if rule.sharded:
         for shard, ranks in enumerate(by_shard):
-            yield (shard, size), ranks
+            yield (shard, len(by_shard)), ranks
     else:  # every tensor-parallel rank has the whole parameter; the first copies of all these ranks come first
-        yield (0, size), list(chain.from_iterable(zip(*by_shard)))
+        yield (0, len(by_shard)), list(chain.from_iterable(zip(*by_shard)))
 
 
 def _further_copies(candidates: Sequence[_Candidates], first_copies: set[int], most: int) -> set[int]:

@@ -1,34 +1,41 @@
-"""What one rank of the adapters' tests does: build, forward and backward, optimizer steps, checkpoints."""
+"""What one rank of the adapters' tests does: build, forward and backward, optimizer steps; and known faults."""
 
+import hashlib
 import os
 
 import random_policies
 import torch
 from gathered_weights import gathered
-from lora_reference import SETTINGS
+from lora_reference import SETTINGS, STEPS
 from parity_ranks import _forward_backward, recipe
+from trainer_ranks import _step, release
 
 
-def settings_of(path, layout, **more):
+def settings_of(path, layout, **optimizer):
     """The recipe of a layout with adapters; `lora` and `adapter` in the layout are keys of the policy."""
     layout = dict(layout)
     policy = dict(lora=layout.pop("lora", SETTINGS), adapter=layout.pop("adapter", None))
-    settings = recipe(path, int(os.environ["WORLD_SIZE"]), layout).model_dump()
+    plain = recipe(path, int(os.environ["WORLD_SIZE"]), layout)
+    settings = plain.model_dump()
     settings["policy"] |= policy
-    settings["optimizer"] |= more
-    return type(recipe(path, int(os.environ["WORLD_SIZE"]), layout)).model_validate(settings)
+    settings["optimizer"] |= optimizer
+    return type(plain).model_validate(settings)
 
 
 def many(jobs):
-    """Runs (name, policy path, adapter path, layout) one after the other in this rank; this rank's answers by name."""
+    """Runs (name, policy path, adapter path, layout) one after the other in this rank; its answers by name."""
     return {name: measure(path, {"adapter": adapter, **layout}) for name, path, adapter, layout in jobs}
 
 
 def measure(path, layout):
-    """Loss, log-probabilities of this rank's rows, gradients of the factors, gradient norm and what is trained."""
+    """Loss, log-probabilities of this rank's rows, gradients, gradient norm, and the factors before and after a step.
+
+    `fault` in the layout is the name of one of the faults below.
+    """
     import torch.distributed as dist
 
     from megatron_scalerl.distributed.parallel import shutdown_parallel, unwrap
+    from megatron_scalerl.trainer.layers.lora import Adapters
     from megatron_scalerl.trainer.model import build_policy
     from megatron_scalerl.trainer.optimizer import build_optimizer
     from megatron_scalerl.trainer.ranks import init_parallel
@@ -36,19 +43,27 @@ def measure(path, layout):
 
     layout = dict(layout)
     rows = random_policies.rows(layout.pop("rows", random_policies.ROWS))
+    fault = layout.pop("fault", None)
+    right = Adapters._register, Adapters._factors
+    if fault in ("experts_over_all_data_parallel_ranks", "fused_accumulation"):
+        globals()[fault](Adapters)
     settings = settings_of(path, layout)
     parallel = init_parallel(settings)
     chunks = build_policy(path, settings, parallel)
+    adapters = unwrap(chunks[0]).adapters
+    if fault in ("unsummed_tokens", "experts_like_dense_layers", "unsummed_columns", "no_gradient_of_the_embeddings"):
+        globals()[fault](unwrap(chunks[0]))
     optimizer = build_optimizer(chunks, settings)
-    source = MegatronWeightSource(chunks, parallel, family=unwrap(chunks[0]).adapters)
+    source = MegatronWeightSource(chunks, parallel, family=adapters)
     found = {"factors": gathered(source)}
     found["loss"], found["logprobs"] = _forward_backward(chunks, parallel, rows)
     trained = [(name, p) for chunk in chunks for name, p in chunk.named_parameters() if p.requires_grad]
     found["trained"] = [name for name, _ in trained]
-    if not chunks[0].ddp_config.use_distributed_optimizer:
-        found["grads"] = _gradients(source, trained)
+    found["gradients"] = _gradients(source, trained)
     _, norm, _ = optimizer.step()
     found["grad_norm"] = float(norm)
+    found["replicas"] = _digests(source, chunks, parallel)
+    Adapters._register, Adapters._factors = right
     dist.barrier()
     shutdown_parallel(keep_world=True)
     return found
@@ -63,3 +78,164 @@ def _gradients(source, trained):
     for parameter, data in kept:
         parameter.data.copy_(data)
     return gradients
+
+
+def _digests(source, chunks, parallel):
+    """(factor, number of its shard) -> digest of this rank's bytes: ranks with the same key hold the same values."""
+    from megatron_scalerl.weights.source import canonical_parameters
+
+    parameters = canonical_parameters(chunks, parallel)
+    found = {}
+    for rule in source.family.rules:
+        parameter = parameters.get(rule.megatron)
+        if parameter is not None:
+            shard = parallel.etp_rank if rule.expert is not None else parallel.tp_rank
+            values = parameter.detach().numpy().tobytes()
+            found[rule.megatron, shard if rule.sharded else 0] = hashlib.sha256(values).hexdigest()
+    return found
+
+
+def _adapters(model):
+    return [module.lora for module in model.modules() if hasattr(module, "lora")]
+
+
+def unsummed_tokens(model):
+    """Under sequence parallelism the gradient of a whole factor stays that of the rank's tokens."""
+    for adapters in _adapters(model):
+        for parameter in adapters.parameters():
+            parameter.sequence_parallel = False
+
+
+def experts_like_dense_layers(model):
+    """Ranks sum A x of experts, whose results are summed afterwards: counted once for each rank."""
+    from megatron_scalerl.trainer.layers.lora import _EXCHANGES
+
+    for adapters in _adapters(model):
+        if adapters.sums_gradients:
+            adapters.sums_gradients = False
+            adapters.exchange = _EXCHANGES["down_proj" in adapters.targets, False]
+
+
+def unsummed_columns(model):
+    """The gradient of a whole factor of experts comes from the rank's columns alone."""
+    for adapters in _adapters(model):
+        adapters.sums_gradients = False
+
+
+def no_gradient_of_the_embeddings(model):
+    """Recomputation of the first layer has no input with a gradient."""
+    model.adapters = None
+
+
+def experts_over_all_data_parallel_ranks(adapters):
+    """Gradients of different experts are summed."""
+    register = adapters._register
+
+    def all_alike(self, name, *rest):
+        register(self, name, *rest)
+        getattr(self, name).allreduce = True
+
+    adapters._register = all_alike
+
+
+def fused_accumulation(adapters):
+    """Gradients are added to main_grad by the matrix product, past the sum over the ranks."""
+    factors = adapters._factors
+
+    def fused(self, factor):
+        names = [f"{projection}_{factor}" for projection, target in self.targets.items() if target]
+        return [_Fused.apply(f, getattr(self, name)) for f, name in zip(factors(self, factor), names, strict=True)]
+
+    adapters._factors = fused
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, factor, parameter):
+        ctx.parameter = parameter
+        return factor.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.parameter.main_grad += grad
+        return None, None
+
+
+def _built(path, layout, **optimizer):
+    """(trainer, source of its adapters); the layout as in `measure`."""
+    from megatron_scalerl.distributed.parallel import unwrap
+    from megatron_scalerl.trainer.ranks import init_parallel
+    from megatron_scalerl.trainer.step import make_trainer
+    from megatron_scalerl.weights.source import MegatronWeightSource
+
+    settings = settings_of(path, layout, **optimizer)
+    trainer = make_trainer(settings, init_parallel(settings))
+    return trainer, MegatronWeightSource(trainer.chunks, trainer.parallel, family=unwrap(trainer.chunks[0]).adapters)
+
+
+def steps(jobs):
+    """For each (name, policy path, adapter path, layout): factors and digests after three steps on the fixed rows."""
+    found = {}
+    for name, path, adapter, layout in jobs:
+        trainer, source = _built(path, {"adapter": adapter, **layout}, **STEPS)
+        for _ in range(3):
+            trainer.optimizer.zero_grad()
+            _forward_backward(trainer.chunks, trainer.parallel, random_policies.rows())
+            trainer.optimizer.step()
+        source.begin()
+        digests = _digests(source, trainer.chunks, trainer.parallel)
+        found[name] = {"factors": gathered(source), "replicas": digests}
+        release()
+    return found
+
+
+def merged(jobs):
+    """For each (name, policy path, adapter path, layout): the policy's weights with the adapters merged into them."""
+    from megatron_scalerl.weights.source import MegatronWeightSource
+
+    found = {}
+    for name, path, adapter, layout in jobs:
+        trainer, _ = _built(path, {"adapter": adapter, **layout})
+        for module in trainer.chunks[0].modules():
+            if hasattr(module, "lora"):
+                module.weight.data.copy_(module.lora.merged(module.weight.detach()))
+        found[name] = gathered(MegatronWeightSource(trainer.chunks, trainer.parallel))
+        release()
+    return found
+
+
+def saved(path, layout, checkpoint):
+    """Two steps of new adapters, a checkpoint, a step more: the factors at each point, and what is saved."""
+    from megatron_scalerl.trainer.checkpoint import save
+
+    trainer, source = _built(path, layout, **STEPS)
+    start = gathered(source)
+    for step in (1, 2):
+        _step(trainer, step)
+    save(checkpoint, trainer, {})
+    return {"start": start, **_went_on(trainer, source, checkpoint)}
+
+
+def resumed(path, layout, checkpoint, again):
+    """New adapters, then the checkpoint's, written once more to `again`, and the same last step."""
+    from megatron_scalerl.trainer.checkpoint import load, save
+
+    trainer, source = _built(path, layout, **STEPS)
+    start = gathered(source)
+    load(checkpoint, trainer)
+    save(again, trainer, {})
+    return {"start": start, **_went_on(trainer, source, again)}
+
+
+def _went_on(trainer, source, checkpoint):
+    from megatron.core.dist_checkpointing import load_plain_tensors
+
+    before = gathered(source)
+    report = _step(trainer, 3)
+    stored = {key: t.clone() for key, t in load_plain_tensors(checkpoint).items() if isinstance(t, torch.Tensor)}
+    return {
+        "before": before,
+        "after": gathered(source),
+        "report": (report.loss, report.grad_norm),
+        "stored": stored,
+    }

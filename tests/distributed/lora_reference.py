@@ -6,9 +6,26 @@ import torch
 RANK, ALPHA = 4, 8.0
 SETTINGS = dict(rank=RANK, alpha=ALPHA)
 """policy.lora; every projection is a target."""
+STEPS = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1, clip_grad=5.0, warmup_steps=0)
+"""The optimizer of steps that are compared: with a large epsilon AdamW's first step is smooth in the gradient."""
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 STD = 0.12
 """Of the policies' matrices: with the 0.3 of other tests the rounding of fp32 itself is near 1e-5."""
+
+EXPERT_LAYERS = {"qwen3_moe": dict(mlp_only_layers=[0]), "llama4": dict(moe_layers=[1], no_rope_layers=[1, 0])}
+"""Kind -> settings of two layers, the second of which has experts."""
+
+
+class Expert(torch.nn.Module):
+    def __init__(self, gate, up, down):
+        super().__init__()
+        for name, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+            linear = torch.nn.Linear(*weight.shape[::-1], bias=False, dtype=weight.dtype)
+            linear.weight.data.copy_(weight)
+            setattr(self, name, linear)
+
+    def forward(self, x):
+        return self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class SeparateExperts(torch.nn.Module):
@@ -16,22 +33,21 @@ class SeparateExperts(torch.nn.Module):
 
     def __init__(self, fused):
         super().__init__()
-        for number, (gate_up, down) in enumerate(zip(fused.gate_up_proj, fused.down_proj)):
-            expert = torch.nn.Module()
-            for name, weight in zip(("gate_proj", "up_proj", "down_proj"), (*gate_up.chunk(2), down)):
-                linear = torch.nn.Linear(*weight.shape[::-1], bias=False, dtype=weight.dtype)
-                linear.weight.data.copy_(weight)
-                setattr(expert, name, linear)
-            self.add_module(str(number), expert)
+        # Llama 4 has [experts, in, out], others [experts, out, in].
+        transposed = fused.gate_up_proj.shape[1] == fused.down_proj.shape[2]
+        for number, weights in enumerate(zip(fused.gate_up_proj, fused.down_proj)):
+            gate_up, down = (weight.t() if transposed else weight for weight in weights)
+            self.add_module(str(number), Expert(*gate_up.chunk(2), down))
 
-    def forward(self, hidden, chosen, weights):
-        """[n, hidden] results of the chosen [n, k] experts, weighted by [n, k]."""
+    def forward(self, hidden, chosen=None, weights=None):
+        """[n, hidden] results of the chosen [n, k] experts, weighted by [n, k]; of Llama 4 inputs of each expert."""
+        experts = list(self.children())
+        if chosen is None:
+            return torch.cat([expert(x) for expert, x in zip(experts, hidden.chunk(len(experts)))])
         total = torch.zeros_like(hidden)
-        for number, expert in enumerate(self.children()):
+        for number, expert in enumerate(experts):
             tokens, place = (chosen == number).nonzero(as_tuple=True)
-            x = hidden[tokens]
-            y = expert.down_proj(torch.nn.functional.silu(expert.gate_proj(x)) * expert.up_proj(x))
-            total = total.index_add(0, tokens, y * weights[tokens, place, None])
+            total = total.index_add(0, tokens, expert(hidden[tokens]) * weights[tokens, place, None])
         return total
 
 
@@ -39,13 +55,12 @@ def policy(kind, path):
     """A tiny policy's folder at `path`, and its model in float64 with adapters of random A and B."""
     from peft import LoraConfig, get_peft_model
 
-    settings = dict(num_hidden_layers=2)
-    if "moe" in kind:
-        settings["mlp_only_layers"] = [0]
+    settings = {"num_hidden_layers": 2, **EXPERT_LAYERS.get(kind, {})}
     model = random_policies.make(kind, path, std=STD, **settings).double()
     for layer in model.model.layers:
-        if hasattr(layer.mlp, "experts"):
-            layer.mlp.experts = SeparateExperts(layer.mlp.experts)
+        mlp = getattr(layer, "mlp", None) or layer.feed_forward
+        if hasattr(mlp, "experts"):
+            mlp.experts = SeparateExperts(mlp.experts)
             # For a type with fused experts PEFT 0.21 would put one adapter beside gate and up together.
             model.config.model_type = "separate experts"
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=PROJECTIONS)
@@ -85,3 +100,17 @@ def forward_backward(adapted, rows):
         logprobs.append(chosen.detach())
         total += float(loss.detach())
     return total, torch.cat(logprobs)
+
+
+def stepped(adapted, rows, *, count=3):
+    """The factors after `count` steps of PyTorch's AdamW on `rows`."""
+    options = dict(STEPS)
+    most = options.pop("clip_grad")
+    options.pop("warmup_steps")
+    factors = [p for name, p in adapted.named_parameters() if "lora_" in name]
+    optimizer = torch.optim.AdamW(factors, **options)
+    for _ in range(count):
+        forward_backward(adapted, rows)
+        torch.nn.utils.clip_grad_norm_(factors, most)
+        optimizer.step()
+    return named(adapted)

@@ -15,15 +15,20 @@ from transformers import (
 
 from megatron_scalerl.checkpoints.hf_folder import family_of_folder
 from megatron_scalerl.models import family, read_hf_config
+from megatron_scalerl.models.adapters import adapter_family
 from megatron_scalerl.models.family import check_layout, padded_vocab_size
 from megatron_scalerl.models.llama4 import attention_temperature
+from megatron_scalerl.recipe.sections import PROJECTIONS
 
 
+@pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_shards_put_together_are_the_checkpoint(kind, size):
+def test_shards_put_together_are_the_checkpoint(kind, size, adapters):
     """Every element of every tensor lies in exactly one piece, and comes back where it was."""
     found = family_of(kind)
+    if adapters:
+        found = adapter_family(found, rank=3, targets=PROJECTIONS)
     generator = torch.Generator().manual_seed(1)
     shapes = {name: shape for rule in found.rules for name, shape in rule.hf_shapes.items()}
     source = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -41,6 +46,29 @@ def test_shards_put_together_are_the_checkpoint(kind, size):
     for name in source:
         assert torch.equal(back[name], source[name]), name
         assert torch.equal(visits[name], torch.ones_like(visits[name])), name
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_linear_layer_but_head_and_router_has_an_adapter(kind):
+    """By PEFT's names and shapes; experts have those of separate linear layers, also where they are one tensor."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIGS[kind]())
+    layers = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    layers = {name: shape for name, shape in layers.items() if not name.endswith(("lm_head", "router"))}
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            sizes = dict(gate_proj=(20, 24), up_proj=(20, 24), down_proj=(24, 20))
+            layers |= {f"{name}.{e}.{p}": s for e in range(len(module.down_proj)) for p, s in sizes.items()}
+    expected = {}
+    for name, (out, inputs) in layers.items():
+        expected[f"base_model.model.{name}.lora_A.weight"] = (3, inputs)
+        expected[f"base_model.model.{name}.lora_B.weight"] = (out, 3)
+    adapters = adapter_family(family_of(kind), rank=3, targets=PROJECTIONS)
+    assert {name: shape for rule in adapters.rules for name, shape in rule.hf_shapes.items()} == expected
+    some = adapter_family(family_of(kind), rank=3, targets=["v_proj"])
+    assert {name.split(".")[-3] for rule in some.rules for name in rule.hf_shapes} == {"v_proj"}
 
 
 def test_query_key_value_rows_are_grouped():

@@ -43,6 +43,18 @@ def test_defaults_are_the_papers(path):
     assert (recipe.validation.every_steps, recipe.validation.generations) == (100, 16)
 
 
+def test_adapters_have_a_learning_rate_of_their_own(path):
+    assert load_recipe(path, ["policy.lora={}"]).optimizer.lr == 5e-6
+    assert load_recipe(path, ["policy.lora.rank=8", "optimizer.eps=1e-8"]).optimizer.lr == 5e-6
+    assert load_recipe(path, ["policy.lora={}", "optimizer.lr=1e-5"]).optimizer.lr == 1e-5
+    assert load_recipe(path, ["policy.lora=null"]).optimizer.lr == 5e-7
+
+
+def test_an_adapter_needs_its_settings(path):
+    with pytest.raises(RecipeError, match=r"policy\.adapter: folder is set, but policy\.lora is not"):
+        load_recipe(path, ["policy.adapter=folder"])
+
+
 @pytest.mark.parametrize("text", ["5e-7", "5.0e-7", "0.0000005"])
 def test_every_spelling_of_a_number_is_one(path, text):
     path.write_text(MINIMAL + f"optimizer: {{lr: {text}}}\n")

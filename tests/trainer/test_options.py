@@ -24,11 +24,12 @@ def recipe(
     dtype="float32",
     world_size=1,
     optimizer=None,
+    lora=None,
 ):
     return Recipe(
         name="options",
         steps=1,
-        policy=dict(path="none", dtype=dtype),
+        policy=dict(path="none", dtype=dtype, lora=lora),
         prompts=dict(path="none"),
         trainer=dict(world_size=world_size),
         optimizer=optimizer or {},
@@ -228,6 +229,23 @@ def test_fp8_is_refused_since_its_checkpoints_hold_pickles():
 def test_what_would_train_or_count_wrong_in_silence_is_refused(settings, said):
     with pytest.raises(ValueError, match=said):
         model_options(llama(), recipe(dict(model=settings)), alone())
+
+
+def test_layers_without_adapters_and_old_megatron_are_refused_with_adapters(monkeypatch):
+    for key in ("moe_grouped_gemm", "moe_shared_expert_overlap"):
+        with pytest.raises(ValueError, match=f"megatron.model.{key}: .*policy.lora"):
+            model_options(mixture(), recipe(dict(model={key: True}), lora={}), alone())
+    grouped = {**options._device_settings(), "moe_grouped_gemm": True}
+    monkeypatch.setattr(options, "_device_settings", lambda: grouped)
+    assert model_options(mixture(), recipe(), alone()).config.moe_grouped_gemm
+    assert not model_options(mixture(), recipe(lora={}), alone()).config.moe_grouped_gemm
+    for version in ("0.16.1", "0.19.2"):
+        monkeypatch.setattr(options.megatron.core, "__version__", version)
+        if version == "0.19.2":
+            options.check_megatron(llama(), recipe(lora={}))
+            continue
+        with pytest.raises(ValueError, match=f"policy.lora: .* {version}"):
+            options.check_megatron(llama(), recipe(lora={}))
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,7 @@ def _checked_folder(path: Path, adapters: Family, lora: LoraSection) -> HfReader
         given = config.get(key) or type(value)()
         if given != value:
             raise ValueError(
-                f"policy.adapter: {file}: {key} is {given!r}, and {value!r} with policy.lora; set policy.lora as there"
+                f"policy.adapter: {file}: {key} is {given!r}, policy.lora means {value!r}; set policy.lora as there"
             )
     reader = HfReader(open_folder(path))
     names = {name for rule in adapters.rules for name in rule.hf_shapes}
