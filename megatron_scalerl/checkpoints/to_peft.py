@@ -20,22 +20,34 @@ from megatron_scalerl.checkpoints.views import View, layout_of, megatron_view, s
 from megatron_scalerl.checkpoints.weight_map import folder_assembly, parameter_shape, tensor_assemblies
 from megatron_scalerl.models.adapters import PROJECTIONS, adapter_family
 from megatron_scalerl.models.family import Family, Piece
-from megatron_scalerl.recipe.sections import LoraSection, PolicySection
+from megatron_scalerl.record import record
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
 
-def to_peft(checkpoint: Path, out: Path, policy: PolicySection, lora: LoraSection) -> None:
+@record
+class Adapted:
+    """What a run trains adapters of: fields of policy and policy.lora in its recipe."""
+
+    path: str
+    megatron_path: str | None
+    dtype: str
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+
+def to_peft(checkpoint: Path, out: Path, policy: Adapted) -> None:
     """Write the adapters as a PEFT folder. Raises ValueError like `to_hf.to_hf`."""
-    _, tensors, chunks = _adapters(checkpoint, family_of_folder(policy.path), lora)
+    _, tensors, chunks = _adapters(checkpoint, family_of_folder(policy.path), policy)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": policy.path,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "target_modules": lora.targets,
+        "r": policy.rank,
+        "lora_alpha": policy.alpha,
+        "target_modules": policy.targets,
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
@@ -47,10 +59,10 @@ def to_peft(checkpoint: Path, out: Path, policy: PolicySection, lora: LoraSectio
         write_durably(work / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
 
 
-def to_merged(checkpoint: Path, out: Path, policy: PolicySection, lora: LoraSection) -> None:
+def to_merged(checkpoint: Path, out: Path, policy: Adapted) -> None:
     """Write the policy with W + alpha / rank B A in place of W. Raises ValueError like `to_hf.to_hf`."""
     family = family_of_folder(policy.path)
-    adapters, tensors, chunks = _adapters(checkpoint, family, lora)
+    adapters, tensors, chunks = _adapters(checkpoint, family, policy)
     factors = {}
     for rule in adapters.rules:
         [name] = rule.hf_shapes
@@ -58,7 +70,7 @@ def to_merged(checkpoint: Path, out: Path, policy: PolicySection, lora: LoraSect
     pieces: dict[str, list[tuple[Piece, np.ndarray, np.ndarray]]] = {}
     for piece, projection, rows in _projections(family):
         if f"{projection}_A" in factors:
-            b = factors[f"{projection}_B"][rows] * np.float32(lora.alpha / lora.rank)
+            b = factors[f"{projection}_B"][rows] * np.float32(policy.alpha / policy.rank)
             pieces.setdefault(piece.hf_name, []).append((piece, b, factors[f"{projection}_A"]))
     view = _base(policy, family)
 
@@ -78,16 +90,16 @@ def to_merged(checkpoint: Path, out: Path, policy: PolicySection, lora: LoraSect
     write_view(replace(view, sources=bits, tensors={**view.tensors, **replaced}), out, Options())
 
 
-def _adapters(checkpoint: Path, family: Family, lora: LoraSection) -> tuple[Family, dict[str, Assembly], Sources]:
+def _adapters(checkpoint: Path, family: Family, policy: Adapted) -> tuple[Family, dict[str, Assembly], Sources]:
     """(weight map of the adapters, their tensors by PEFT's names, the chunks that these are made of)"""
-    adapters = adapter_family(family, rank=lora.rank, targets=lora.targets)
+    adapters = adapter_family(family, rank=policy.rank, targets=policy.targets)
     shapes = {rule.megatron: parameter_shape(rule) for rule in adapters.rules}
     stored = stored_parameters(checkpoint, adapters, shapes)
     tensors = tensor_assemblies(adapters, stored, None, str(checkpoint))
     return adapters, tensors, sources(None, DistReader(checkpoint, stored))
 
 
-def _base(policy: PolicySection, family: Family) -> View:
+def _base(policy: Adapted, family: Family) -> View:
     """The weights beside which the adapters were trained, in policy.dtype."""
     path = Path(policy.path)
     dtype = HF_NAMES[policy.dtype]

@@ -25,15 +25,16 @@ def export(run_dir: Path, out: Path, *, merged: bool = False) -> int:
         )
     # import torch: only once there is something to export
     from megatron_scalerl.checkpoints.to_hf import to_hf
-    from megatron_scalerl.checkpoints.to_peft import to_merged, to_peft
+    from megatron_scalerl.checkpoints.to_peft import Adapted, to_merged, to_peft
 
     step: int = commit.read_commit(newest)["step"]
     policy = load_run_recipe(run_dir).policy
     if policy.lora is None:
         to_hf(newest, out, like=Path(policy.path))
     else:
+        fields = policy.model_dump(include={"path", "megatron_path", "dtype"}) | policy.lora.model_dump()
         write = to_merged if merged else to_peft
-        write(newest, out, policy, policy.lora)
+        write(newest, out, Adapted(**fields))
     return step
 
 

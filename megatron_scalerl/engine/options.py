@@ -28,6 +28,7 @@ from megatron_scalerl.engine.numerics import attention_temperature, logprobs_mod
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import node_copy
 from megatron_scalerl.recipe.other_names import check_keys
+from megatron_scalerl.recipe.sections import LoraSection
 from megatron_scalerl.weights.plan import VLLM_BACKEND
 
 PLUGIN = "megatron_scalerl.engine.vllm_plugin"
@@ -273,21 +274,8 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, tls: CertificateFi
         "scheduling_policy": "priority",
         "enable_scale_out": True,
     }
-    lora = recipe.policy.lora
-    if lora is not None and recipe.adapters_alone:
-        rank = next((rank for rank in _LORA_RANKS if rank >= lora.rank), None)
-        if rank is None:
-            raise ValueError(
-                f"policy.lora.rank: {lora.rank} is above {_LORA_RANKS[-1]}, the highest that vLLM serves; lower it, "
-                "or set weights.adapters to merged"
-            )
-        options |= {
-            "enable_lora": True,
-            "max_lora_rank": rank,
-            "lora_target_modules": list(lora.targets),
-            # not a path: the plugin loads zeros, which the first update replaces
-            "lora_modules": [f"{ADAPTER}=policy.lora"],
-        }
+    if recipe.policy.lora is not None and recipe.adapters_alone:
+        options |= _adapter_options(recipe.policy.lora)
     if tls is not None:
         options |= {"ssl_certfile": str(tls.certificate), "ssl_keyfile": str(tls.key)}
     if recipe.rollouts.routing_replay:
@@ -300,6 +288,23 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, tls: CertificateFi
     if recipe.rollouts.deterministic:
         options |= _deterministic_options(recipe.engine.vllm)
     return [text for name, value in options.items() for text in _argument(name, value)]
+
+
+def _adapter_options(lora: LoraSection) -> dict[str, Any]:
+    """One slot for adapters of at least this rank, and an adapter in it."""
+    rank = next((rank for rank in _LORA_RANKS if rank >= lora.rank), None)
+    if rank is None:
+        raise ValueError(
+            f"policy.lora.rank: {lora.rank} is above {_LORA_RANKS[-1]}, the highest that vLLM serves; lower it, or "
+            "set weights.adapters to merged"
+        )
+    return {
+        "enable_lora": True,
+        "max_lora_rank": rank,
+        "lora_target_modules": list(lora.targets),
+        # not a path: the plugin loads zeros, which the first update replaces
+        "lora_modules": [f"{ADAPTER}=policy.lora"],
+    }
 
 
 def _routing_options() -> dict[str, Any]:

@@ -8,9 +8,9 @@ from parity_layouts import EP2, PP2, SP, TP2
 from runner import run_ranks
 from safetensors.torch import load_file
 
-from megatron_scalerl.checkpoints.to_peft import to_merged, to_peft
+from megatron_scalerl.checkpoints.to_peft import Adapted, to_merged, to_peft
 from megatron_scalerl.distributed.cpu_compat import FLOOR
-from megatron_scalerl.recipe.sections import LoraSection, PolicySection
+from megatron_scalerl.recipe.sections import LoraSection
 
 pytest.importorskip("peft", reason="peft is not installed")
 
@@ -61,9 +61,9 @@ def test_what_peft_and_transformers_and_engines_get_is_the_trainers(case, tmp_pa
     more = {"mlp_only_layers": []} if kind == "qwen3_moe" else {}
     random_policies.make(kind, path, std=lora_reference.STD, num_hidden_layers=2, **more)
     expected = run_ranks(ranks, "lora_export_ranks:save", str(path), layout, str(checkpoint))[0]
-    policy = PolicySection(path=str(path), dtype="float32")
-    to_peft(checkpoint, adapter, policy, LORA)
-    to_merged(checkpoint, merged, policy, LORA)
+    policy = Adapted(path=str(path), megatron_path=None, dtype="float32", **LORA.model_dump())
+    to_peft(checkpoint, adapter, policy)
+    to_merged(checkpoint, merged, policy)
     started, alone, whole = run_ranks(2, "lora_export_ranks:start", str(path), {**other, "adapter": str(adapter)})[0]
     if expected is None:
         expected = started
