@@ -21,7 +21,7 @@ from megatron_scalerl.distributed.parallel import Parallel
 from megatron_scalerl.models.family import Family
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.other_names import check_keys
-from megatron_scalerl.recipe.parallel_layout import check_sharding, sizes_of
+from megatron_scalerl.recipe.parallel_layout import Stages, check_sharding, sizes_of, stages_of
 from megatron_scalerl.record import record
 from megatron_scalerl.trainer.layers.routing import check_replay
 from megatron_scalerl.trainer.ranks import parallel_keywords
@@ -68,7 +68,7 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
         settings["gradient_accumulation_fusion"] = False
     _refuse(settings)
     if recipe.policy.lora is not None:
-        _check_lora(settings)
+        _check_lora(settings, stages_of(given, len(family.layers), sizes_of(recipe.megatron.parallel)))
     if parallel.cp_size > 1 and parallel.pp_size > 1 and not settings["variable_seq_lengths"]:
         raise ValueError(
             "megatron.model.variable_seq_lengths: it has to be true in a pipeline with context parallelism, where "
@@ -121,8 +121,15 @@ def _refuse(settings: Mapping[str, Any]) -> None:
         )
 
 
-def _check_lora(settings: Mapping[str, Any]) -> None:
-    """Raises ValueError for layers that have no exact adapters."""
+def _check_lora(settings: Mapping[str, Any], stages: Stages) -> None:
+    """Raises ValueError for layers that have no exact adapters, and for a pipeline stage without layers."""
+    if settings.get("multi_latent_attention"):
+        raise ValueError("policy.lora: multi-head latent attention has no adapters; leave it out")
+    if not all(stages):
+        raise ValueError(
+            "megatron.model.pipeline_model_parallel_layout: a stage without layers has no adapters (policy.lora), "
+            "and Megatron-Core cannot save its optimizer; give each stage a layer"
+        )
     for key in ("moe_grouped_gemm", "moe_shared_expert_overlap"):
         if settings.get(key):
             raise ValueError(f"megatron.model.{key}: its layers have no adapters (policy.lora); set it to false")

@@ -239,3 +239,18 @@ def _went_on(trainer, source, checkpoint):
         "report": (report.loss, report.grad_norm),
         "stored": stored,
     }
+
+
+def changed(path, layout):
+    """Elements of the bf16 factors that a step changed, all elements, the metric, whether all else is as before, and
+    elements of the gradient buffers."""
+    trainer, _ = _built(path, {"dtype": "bfloat16", **layout}, lr=1e-4, warmup_steps=0)
+    everything = list(trainer.chunks[0].named_parameters())
+    before = [(name, p, p.detach().clone()) for name, p in everything]
+    metric = _step(trainer, 1).metrics["weights_changed"]
+    factors = [(p, old) for name, p, old in before if ".lora." in name]
+    frozen = all(torch.equal(p, old) for name, p, old in before if ".lora." not in name)
+    held = sum(buffer.grad_data.numel() for buffer in trainer.chunks[0].buffers)
+    release()
+    counts = [sum(int((p != old).sum()) for p, old in factors), sum(p.numel() for p, _ in factors)]
+    return [*counts, metric, frozen, held]

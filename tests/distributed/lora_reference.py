@@ -51,7 +51,7 @@ class SeparateExperts(torch.nn.Module):
         return total
 
 
-def policy(kind, path):
+def policy(kind, path, targets=PROJECTIONS):
     """A tiny policy's folder at `path`, and its model in float64 with adapters of random A and B."""
     from peft import LoraConfig, get_peft_model
 
@@ -63,7 +63,7 @@ def policy(kind, path):
             mlp.experts = SeparateExperts(mlp.experts)
             # For a type with fused experts PEFT 0.21 would put one adapter beside gate and up together.
             model.config.model_type = "separate experts"
-    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=PROJECTIONS)
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(targets))
     adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     generator = torch.Generator().manual_seed(7)
     for name, parameter in adapted.named_parameters():

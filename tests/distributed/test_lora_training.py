@@ -1,7 +1,7 @@
 """Adapters through optimizer steps and checkpoints: AdamW's steps on PEFT, start values, a resume elsewhere.
 
 Why this matters: optimizer and checkpoint hold adapters alone, and data-parallel ranks a part of them each.
-Not exercised: bf16 with fp32 main weights of its own, more than two ranks, NCCL.
+Not exercised: more than two ranks, NCCL.
 """
 
 import lora_reference
@@ -83,6 +83,15 @@ def test_merged_weights_are_those_of_peft(peft):
         expected = peft[kind][2]().merge_and_unload().state_dict()
         for key, weight in ranks[0][name].items():
             assert (weight - expected[key]).abs().max() < 1e-6, key
+
+
+def test_a_step_in_bf16_changes_factors_alone_and_counts_them(peft):
+    """Frozen weights have no gradient buffers; half of the new factors are B, whose zeros all change."""
+    ranks = run_ranks(2, "lora_ranks:changed", peft["qwen2"][0], {**TP2, **SP})
+    share = sum(rank[0] for rank in ranks) / sum(rank[1] for rank in ranks)
+    for _, elements, metric, frozen, held in ranks:
+        assert frozen and elements <= held < 1.1 * elements + 1000
+        assert 0.2 < share < 1.0 and metric == pytest.approx(share, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", RESUMES)
