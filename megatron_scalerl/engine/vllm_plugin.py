@@ -82,8 +82,8 @@ def _keep_adapter() -> None:
     def zeros(manager: Any, request: Any) -> Any:
         return manager._adapter_manager.create_dummy_lora(request.adapter_id, 1, manager.embedding_modules)
 
-    WorkerLoRAManager._load_adapter = zeros
-    LoRAModelRunnerMixin.reset_lora_state = lambda runner: None
+    WorkerLoRAManager._load_adapter = zeros  # type: ignore[method-assign,assignment]
+    LoRAModelRunnerMixin.reset_lora_state = lambda runner: None  # type: ignore[method-assign,assignment]
 
 
 class SecretMiddleware:
