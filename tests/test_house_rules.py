@@ -25,6 +25,7 @@ VLLM = {
     "engine/vllm_progress.py",
     "engine/server.py",
     "weights/live_weights.py",
+    "weights/adapter_slot.py",
     "weights/weight_receiver.py",
 }
 

@@ -31,8 +31,8 @@ _TILE_COLUMNS = 512
 _GAP = 32
 """Elements that lengthen a row of the buffer, so that its length is not a power of two."""
 
-Origin = Literal["hugging_face", "megatron"]
-"""A tensor of a Hugging Face folder, or a chunk of Megatron's checkpoint."""
+Origin = Literal["hugging_face", "megatron", "merged"]
+"""A tensor of a Hugging Face folder, a chunk of Megatron's checkpoint, or a weight with its adapter (`to_peft`)."""
 Index = tuple[int | slice, ...]
 Sources = Callable[[Origin, str], np.ndarray]
 """The bits of a whole tensor or chunk by its name, mapped from its file if possible."""

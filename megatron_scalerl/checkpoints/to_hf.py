@@ -25,7 +25,11 @@ def to_hf(megatron_path: Path, out: Path, options: Options | None = None, *, lik
     checksums that differ from the recorded ones, a full disk, an existing `out`, and weights that are not finite.
     """
     options = options or Options()
-    view = megatron_view(megatron_path, like=like, dtype=options.dtype)
+    return write_view(megatron_view(megatron_path, like=like, dtype=options.dtype), out, options)
+
+
+def write_view(view: View, out: Path, options: Options) -> Summary:
+    """Write a view as a Hugging Face folder. Raises ValueError like `to_hf`."""
     layout = view.layout
     nbytes = sum(view.tensors[name].nbytes for shard in layout.shards for name in shard.tensors)
     checksums: dict[str, str] = {}

@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 PROGRESS_PATH = "/msrl/progress"
 """Path on which our middleware (`engine.vllm_plugin`) reports the cores' token counts."""
+ADAPTER = "adapter"
+"""Name of the policy's adapter in engines that are sent adapters alone."""
 REFUSED = "refused: "
 """How a worker's answer begins if the trainer's tensors are not those of its model."""
 MISSING_LOGPROB = -9999.0

@@ -18,6 +18,7 @@ import msgspec
 
 from megatron_scalerl.batching.rollout_bytes import rollout_of
 from megatron_scalerl.engine.answers import (
+    ADAPTER,
     NO_LOGPROBS,
     PROGRESS_PATH,
     EngineError,
@@ -140,10 +141,12 @@ class EngineClient:
         name: str = "engine-0",
         settings: EngineSection | None = None,
         tls: ssl.SSLContext | None = None,
+        adapter: bool = False,
     ):
         """url: http://host:port, or https://host:port with `tls`, the context that trusts the server's certificate.
 
-        name: used in error messages. settings: None for the defaults.
+        name: used in error messages. settings: None for the defaults. adapter: requests are for the policy's adapter,
+        whose updates the engine gets, on the weights of its folder.
         """
         self.url = url.rstrip("/")
         self._tls = tls
@@ -163,6 +166,7 @@ class EngineClient:
         """Tokens that the engine has generated, as of its last progress report."""
         self.received_tokens = 0
         """Tokens of the completions that this client has received."""
+        self._model = {"model": ADAPTER} if adapter else {}
         self._salt: dict[str, str] = {}
         self._aborted: str | None = None
         self._limits: set[asyncio.Timeout] = set()
@@ -256,7 +260,7 @@ class EngineClient:
 
     def _salted(self, body: dict[str, Any]) -> dict[str, Any]:
         """A request that shares cached prefixes with requests since the last label alone."""
-        return body | self._salt
+        return body | self._model | self._salt
 
     async def progress(self) -> EngineProgress:
         """Token counts of the engine's cores, from the server alone. Raises EngineError."""

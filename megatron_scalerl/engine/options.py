@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.distributed.rendezvous import LOOPBACK, listen_only_at
+from megatron_scalerl.engine.answers import ADAPTER
 from megatron_scalerl.engine.certificate import CertificateFiles
 from megatron_scalerl.engine.numerics import attention_temperature, logprobs_mode
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import node_copy
 from megatron_scalerl.recipe.other_names import check_keys
+from megatron_scalerl.recipe.sections import LoraSection
 from megatron_scalerl.weights.plan import VLLM_BACKEND
 
 PLUGIN = "megatron_scalerl.engine.vllm_plugin"
@@ -48,6 +50,14 @@ OURS = {
     "api_server_count": None,
     "uds": None,
     "enable_scale_out": None,
+    "enable_lora": "policy.lora",
+    "lora_modules": "policy.lora",
+    "max_loras": "policy.lora",
+    "max_cpu_loras": "policy.lora",
+    "max_lora_rank": "policy.lora.rank",
+    "lora_target_modules": "policy.lora.targets",
+    "lora_dtype": "policy.dtype",
+    "fully_sharded_loras": None,
     "trust_remote_code": None,
     "generation_config": None,
     "tokenizer": "policy.path",
@@ -116,6 +126,9 @@ arithmetic of the same sampling)."""
 
 _GENERATION_CONFIG_KEYS = {"attn_temperature_tuning"}
 """Keys of override_generation_config that change the model (Llama 4's attention) and not the sampling."""
+
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's max_lora_rank (vllm/config/lora.py)."""
 
 _PROCESSOR_PLUGINS = "vllm.logits_processors"
 """Entry points that vLLM loads into every engine unconditionally."""
@@ -261,6 +274,8 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, tls: CertificateFi
         "scheduling_policy": "priority",
         "enable_scale_out": True,
     }
+    if recipe.policy.lora is not None and recipe.adapters_alone:
+        options |= _adapter_options(recipe.policy.lora)
     if tls is not None:
         options |= {"ssl_certfile": str(tls.certificate), "ssl_keyfile": str(tls.key)}
     if recipe.rollouts.routing_replay:
@@ -273,6 +288,23 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, tls: CertificateFi
     if recipe.rollouts.deterministic:
         options |= _deterministic_options(recipe.engine.vllm)
     return [text for name, value in options.items() for text in _argument(name, value)]
+
+
+def _adapter_options(lora: LoraSection) -> dict[str, Any]:
+    """One slot for adapters of at least this rank, and an adapter in it."""
+    rank = next((rank for rank in _LORA_RANKS if rank >= lora.rank), None)
+    if rank is None:
+        raise ValueError(
+            f"policy.lora.rank: {lora.rank} is above {_LORA_RANKS[-1]}, the highest that vLLM serves; lower it, or "
+            "set weights.adapters to merged"
+        )
+    return {
+        "enable_lora": True,
+        "max_lora_rank": rank,
+        "lora_target_modules": list(lora.targets),
+        # not a path: the plugin loads zeros, which the first update replaces
+        "lora_modules": [f"{ADAPTER}=policy.lora"],
+    }
 
 
 def _routing_options() -> dict[str, Any]:
@@ -355,6 +387,7 @@ def engine_environment(
         "MSRL_READY_FD": str(ready_fd),
         "MSRL_LISTEN_FD": str(listen_fd),
         "MSRL_DIE_WITH_PARENT": "1",
+        "MSRL_ADAPTER": str(int(recipe.adapters_alone)),
     }
     env.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     # for top-p and top-k, which no request uses, vLLM would compile FlashInfer's kernel at its first start

@@ -47,6 +47,8 @@ def register() -> None:
         torch.cpu._init_amx()
     if os.environ.get("MSRL_KEEP_WEIGHTS") == "1":
         _keep_linear_weights()
+    if os.environ.get("MSRL_ADAPTER") == "1":
+        _keep_adapter()
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None and os.environ.get("MSRL_DIE_WITH_PARENT") == "1":
         # the server itself is tied to the controller and forked processes to their parent (`processes.parent_death`);
@@ -66,6 +68,22 @@ def _keep_linear_weights() -> None:
     pack = utils.dispatch_cpu_unquantized_gemm
     if pack.__module__ == utils.__name__:
         utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: pack(layer, remove_weight=False)
+
+
+def _keep_adapter() -> None:
+    """Begin with an adapter of zeros, and keep it where updates write it (`weights.adapter_slot`). Idempotent.
+
+    vLLM 0.32.0 loads an adapter from its path alone, and removes it after every update of weights
+    (gpu_worker.py, finish_weight_update): with the next batch it would load it again.
+    """
+    from vllm.lora.worker_manager import WorkerLoRAManager
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+    def zeros(manager: Any, request: Any) -> Any:
+        return manager._adapter_manager.create_dummy_lora(request.adapter_id, 1, manager.embedding_modules)
+
+    WorkerLoRAManager._load_adapter = zeros  # type: ignore[method-assign,assignment]
+    LoRAModelRunnerMixin.reset_lora_state = lambda runner: None  # type: ignore[method-assign,assignment]
 
 
 class SecretMiddleware:

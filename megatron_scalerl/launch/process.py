@@ -29,7 +29,14 @@ class EngineProcess:
         self._recipe = recipe
         self.server = server
         self.name = server.name
-        self.client = EngineClient(url="", secret=secret, name=self.name, settings=recipe.engine, tls=server.tls)
+        self.client = EngineClient(
+            url="",
+            secret=secret,
+            name=self.name,
+            settings=recipe.engine,
+            tls=server.tls,
+            adapter=recipe.adapters_alone,
+        )
 
     @classmethod
     def local(

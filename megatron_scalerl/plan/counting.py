@@ -12,8 +12,10 @@ from typing import Any
 
 from megatron_scalerl.models import family as family_of
 from megatron_scalerl.models import read_hf_config
+from megatron_scalerl.models.adapters import adapter_family
 from megatron_scalerl.models.family import Family, Rule
 from megatron_scalerl.plan.sharding import Layout
+from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 
 
@@ -71,9 +73,17 @@ def count(family: Family, config: Any = None) -> Parameters:
         active=total - experts + experts * used // number,
         experts=experts,
         embedding=first,
-        head=next(elements(r) for r in family.rules if r.megatron == "output_layer.weight"),
+        head=sum(elements(r) for r in family.rules if r.megatron == "output_layer.weight"),
         passthrough=passthrough,
     )
+
+
+def trained_family(recipe: Recipe, family: Family) -> Family:
+    """The weight map of the parameters that have gradients: those of adapters with policy.lora."""
+    lora = recipe.policy.lora
+    if lora is None:
+        return family
+    return adapter_family(family, rank=lora.rank, targets=lora.targets)
 
 
 def elements(rule: Rule, size: int = 1) -> int:

@@ -6,7 +6,7 @@ bandwidth that the devices reach. With n running completions it takes fixed + pe
 
 from megatron_scalerl.models.family import Family
 from megatron_scalerl.plan.assumptions import Assumptions
-from megatron_scalerl.plan.counting import Parameters
+from megatron_scalerl.plan.counting import Parameters, count, trained_family
 from megatron_scalerl.plan.hardware import GIB, Gpu
 from megatron_scalerl.plan.memory import WIDTH
 from megatron_scalerl.plan.update import EngineShape
@@ -114,6 +114,8 @@ def engine_memory(
         width = 1
     limit = gpu.memory_bytes * float(options.get("gpu_memory_utilization", MEMORY_UTILIZATION))
     weights = (shape.data * (p.total - p.experts) + p.experts) * WIDTH[recipe.policy.dtype] / devices
+    if recipe.adapters_alone:  # at most: tensor parallelism shards one of A and B
+        weights += count(trained_family(recipe, family)).total * WIDTH[recipe.policy.dtype]
     overhead = assumed.engine_overhead_gib * GIB
     cache = options.get("kv_cache_memory_bytes") or limit - weights - overhead
     return EngineMemory(

@@ -77,6 +77,17 @@ GPUS: dict[str, Gpu] = {
         source="NVIDIA GB200 NVL72 data sheet over 72 GPUs; 400 Gb/s card a GPU",
         device_names=("NVIDIA GB200",),
     ),
+    "rtx4090-24g": Gpu(
+        name="NVIDIA GeForce RTX 4090 24 GB",
+        memory_bytes=24_564 * MIB,
+        memory_bytes_per_second=1.008e12,
+        bf16_flops=165.2e12,
+        nvlink_bytes_per_second=32e9,
+        nic_bytes_per_second=12.5e9,
+        per_node=8,
+        source="NVIDIA Ada whitepaper; memory as nvidia-smi shows it; PCIe 4.0 x16; a card of 100 Gb/s is assumed",
+        device_names=("NVIDIA GeForce RTX 4090",),
+    ),
 }
 """GPU models by the name that `--gpu` takes."""
 

@@ -1,11 +1,14 @@
 """Peak memory of one trainer rank: static memory, activations, workspaces.
 
 Bytes per parameter with Megatron's distributed optimizer over d ranks, fp32 gradients: bf16 weights 2 + 4 + 12/d,
-fp32 weights 4 + 4 + 8/d (they are their own main weights). The peak is in the backward pass, when all saved
-activations are allocated and in addition either the logits or the recomputation and gradients of one layer. The
-optimizer steps in place, including PyTorch's AdamW, which is fused on GPUs. Without Transformer Engine and apex,
-clipping copies one gradient after another to fp32: with few activations the copy of the largest one is the peak.
+fp32 weights 4 + 4 + 8/d (they are their own main weights); weights that adapters freeze 2 or 4. The peak is in the
+backward pass, when all saved activations are allocated and in addition either the logits or the recomputation and
+gradients of one layer. The optimizer steps in place, including PyTorch's AdamW, which is fused on GPUs. Without
+Transformer Engine and apex, clipping copies one gradient after another to fp32: with few activations the copy of the
+largest one is the peak.
 """
+
+from dataclasses import replace
 
 from megatron_scalerl.logits.choice import workspace_mb
 from megatron_scalerl.logits.torch_backend import LARGEST, LARGEST_CHUNK, TILE
@@ -14,7 +17,7 @@ from megatron_scalerl.models.family import Family, padded_vocab_size
 from megatron_scalerl.plan import activations
 from megatron_scalerl.plan.activations import Recompute, norm_bytes
 from megatron_scalerl.plan.assumptions import Assumptions
-from megatron_scalerl.plan.counting import RankParameters, of_stage
+from megatron_scalerl.plan.counting import RankParameters, of_stage, trained_family
 from megatron_scalerl.plan.hardware import GIB, MIB, PLAIN_ON_GPU, Kernels
 from megatron_scalerl.plan.sharding import Layout
 from megatron_scalerl.recipe import Recipe
@@ -110,12 +113,16 @@ def _stage_memory(
     group_bytes: float,
 ) -> RankMemory:
     p = of_stage(family, layout, stage)
+    trained = p
+    if recipe.policy.lora is not None:
+        trained = of_stage(trained_family(recipe, family), layout, stage)
+        p = replace(p, dense=p.dense + trained.dense, expert=p.expert + trained.expert)
     width = WIDTH[recipe.policy.dtype]
     gradient = width
     if recipe.megatron.ddp.get("grad_reduce_in_fp32", True):
         gradient = 4
     # Parameters whose optimizer state this rank holds.
-    sharded = p.dense / layout.dense_shards + p.expert / layout.expert_shards
+    sharded = trained.dense / layout.dense_shards + trained.expert / layout.expert_shards
     saved, layer_work = _activations(recipe, family, layout, assumed, kernels, micro_batches, stage)
     stays = 0.0
     logits = 0.0
@@ -138,7 +145,7 @@ def _stage_memory(
         rest = Term(name="CUDA, NCCL, fragmentation", bytes=assumed.runtime_gib * GIB + loss)
     terms = [
         Term(name="weights", bytes=width * p.total),
-        Term(name="gradients", bytes=gradient * p.total),
+        Term(name="gradients", bytes=gradient * trained.total),
         Term(name="main weights (fp32)", bytes=main_weights),
         Term(name="Adam moments", bytes=8 * sharded),
         Term(name="saved activations", bytes=saved, moving=True),
@@ -149,7 +156,7 @@ def _stage_memory(
     ]
     # Temporary memory is freed before gradients are clipped: only a copy that is larger than it raises the peak.
     if kernels == PLAIN_ON_GPU:
-        terms.append(Term(name="gradient clipping copy", bytes=max(0.0, 4 * p.largest - moving)))
+        terms.append(Term(name="gradient clipping copy", bytes=max(0.0, 4 * trained.largest - moving)))
     return RankMemory(stage=stage, parameters=p, terms=tuple(terms))
 
 
@@ -237,7 +244,7 @@ def logit_bytes(
     rows = padded_vocab_size(family.vocab_size, layout.tp) // layout.tp
     narrow = recipe.policy.dtype == "bfloat16"
     stays = 4 * tokens * hidden  # gradients of the head's input
-    if in_chunk(recipe):
+    if in_chunk(recipe) and recipe.policy.lora is None:
         stays += 4 * rows * hidden  # and of its weights
     kept = WIDTH[recipe.policy.dtype] * tokens * hidden  # the tokens with loss, selected
     stated = recipe.trainer.logit_workspace_mb

@@ -55,8 +55,13 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
     make_loss(recipe.loss.name, recipe.loss.arguments)
     hf_config = read_hf_config(config or recipe.policy.path)
     policy = family(hf_config)
+    if recipe.adapters_alone and policy.transformer.get("num_moe_experts"):
+        raise ValueError(
+            "weights.adapters: engines compute no adapters of experts; set it to merged, which sends the experts' "
+            "weights with their adapters"
+        )
     given = recipe.megatron
-    if given.model or given.parallel or given.ddp or given.optimizer:
+    if recipe.policy.lora or given.model or given.parallel or given.ddp or given.optimizer:
         from megatron_scalerl.trainer.options import check_megatron  # slow: only if there is something to check
 
         check_megatron(policy, recipe, faults=not planned)

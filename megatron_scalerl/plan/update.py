@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_scalerl.models.family import Family, Rule
+from megatron_scalerl.plan.counting import trained_family
 from megatron_scalerl.plan.sharding import Layout
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
@@ -80,6 +81,8 @@ class UpdateWork:
 
 def update_work(recipe: Recipe, family: Family, layout: Layout) -> UpdateWork:
     """The work of a weight update of this recipe, with the trainer in this layout."""
+    if recipe.adapters_alone:
+        family = trained_family(recipe, family)
     return moved(
         family,
         recipe.policy.dtype,
@@ -164,8 +167,9 @@ def worker_needs(family: Family, engine: EngineShape) -> list[Needs]:
 
 def _split_axis(name: str, dimensions: int, *, whole_experts: bool) -> int:
     """The dimension along which tensor parallelism splits a Hugging Face tensor; all experts in one have three."""
-    # Output projections are split along their inputs, all others along their outputs; fused experts are transposed.
-    output = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj"))
+    # Output projections and their adapters' A are split along their inputs, all others along their outputs; fused
+    # experts are transposed.
+    output = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj", "lora_A.weight"))
     if dimensions == 3 and whole_experts:
         return 0
     if output and dimensions > 1:

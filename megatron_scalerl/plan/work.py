@@ -9,7 +9,7 @@ from statistics import fmean
 from megatron_scalerl.models.family import Family
 from megatron_scalerl.plan.activations import recompute_of, shape_of
 from megatron_scalerl.plan.assumptions import Assumptions
-from megatron_scalerl.plan.counting import Parameters
+from megatron_scalerl.plan.counting import Parameters, count, trained_family
 from megatron_scalerl.plan.hardware import Gpu
 from megatron_scalerl.plan.memory import in_chunk
 from megatron_scalerl.plan.sharding import Layout
@@ -107,17 +107,20 @@ class TokenFlops:
     """Recomputation of the layers."""
     head: float
     """Forward pass of the logit projection; the embedding has no FLOPs."""
+    frozen: float
+    """FLOPs of gradients that frozen weights do not need, less those of their adapters."""
 
     @property
     def model(self) -> float:
         """Forward and backward without recomputation."""
-        return 3 * (self.body + self.head)
+        return 3 * (self.body + self.head) - self.frozen
 
     def hardware(self, recipe: Recipe) -> float:
         """Forward and backward with recomputation of layers and, outside a chunk's loss, of logits."""
-        # A backward pass takes two forward passes; outside of a chunk's loss, logits are computed again for it.
-        head_passes = 3 if in_chunk(recipe) else 4
-        return 3 * self.body + self.again + head_passes * self.head
+        if in_chunk(recipe):
+            return self.model + self.again
+        # Outside of a chunk's loss, logits are computed again for the backward pass.
+        return self.model + self.again + self.head
 
 
 def step_work(
@@ -160,7 +163,7 @@ def token_flops(recipe: Recipe, family: Family, layout: Layout, sizes: Sequence[
     chunked = whole
     if chunk:
         chunked = fmean(n * min(n, chunk) for n in sizes) / fmean(sizes)
-    body = again = 0.0
+    body = again = matrices = 0.0
     for place, style in zip(layout.places, family.layers):
         shape = shape_of(family, style)
         projections = 2 * shape.projections
@@ -169,6 +172,7 @@ def token_flops(recipe: Recipe, family: Family, layout: Layout, sizes: Sequence[
         # SwiGLU has three matrices, at 2 FLOPs per weight; the router scores all experts.
         mlp = 6 * shape.hidden * (shape.ffn + shape.top_k * shape.expert_ffn) + 2 * shape.hidden * shape.experts
         body += projections + core + mlp
+        matrices += projections + mlp
         if recompute.granularity == "full" and (recompute.method == "uniform" or place < recompute.layers):
             again += projections + core + mlp
         if "core_attn" in recompute.modules:
@@ -178,4 +182,8 @@ def token_flops(recipe: Recipe, family: Family, layout: Layout, sizes: Sequence[
             again += mlp
         elif style.moe and "shared_experts" in recompute.modules:
             again += 6 * shape.hidden * shape.ffn
-    return TokenFlops(body=body, again=again, head=2.0 * family.transformer["hidden_size"] * family.vocab_size)
+    head = 2.0 * family.transformer["hidden_size"] * family.vocab_size
+    frozen = 0.0
+    if recipe.policy.lora is not None:
+        frozen = matrices + head - 6 * count(trained_family(recipe, family)).active
+    return TokenFlops(body=body, again=again, head=head, frozen=frozen)

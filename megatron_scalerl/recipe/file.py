@@ -82,8 +82,9 @@ def load_recipe_for(
     for key in ("policy", "prompts"):
         if not isinstance(data.get(key, {}), dict):
             raise RecipeError(f"{path}: {key} is {_shown(data[key])}; it has to be {_SECTION}")
-    # a run's megatron_path holds the weights that it began with, not those of `policy`
-    data["policy"] = data.get("policy", {}) | {"path": str(policy), "megatron_path": None}
+    # a run's megatron_path holds the weights that it began with, not those of `policy`, which has its adapters merged
+    begun = {"megatron_path": None, "lora": None, "adapter": None}
+    data["policy"] = data.get("policy", {}) | begun | {"path": str(policy)}
     if "tasks" not in data.get("prompts", {}):
         data["prompts"] = {"path": prompts} | data.get("prompts", {})
     return _overridden(data, files, overrides)

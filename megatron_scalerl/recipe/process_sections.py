@@ -142,6 +142,10 @@ class WeightsSection(Section):
     deltas: Annotated[Literal["off", "absolute"], BeforeValidator(_off)] = "off"
     """absolute: send only the elements that changed since the last version, where it is one in 8 or less, each in 3.1
     bytes. Optimizers with fp32 main weights record them; else senders keep a copy of what they sent, and compare."""
+    adapters: Literal["alone", "merged"] = "alone"
+    """Updates with policy.lora. alone: A and B, which engines compute beside the weights of policy.path. merged: the
+    weights W + alpha / rank B A, rounded to policy.dtype, with which engines decode as fast as without adapters.
+    Mixtures of experts require merged: vLLM's CPU kernels have no adapters of experts."""
     probe_every: NonNegativeInt = 10
     """Compare trainer and engine log-probs on a fixed probe after the weight update of every n-th step, or the first
     one from then on (ppo_off_policy), and on an engine that was started again. 0: only at a start."""

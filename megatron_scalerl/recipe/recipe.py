@@ -108,6 +108,11 @@ class Recipe(Section):
         return data
 
     @property
+    def adapters_alone(self) -> bool:
+        """Whether engines get adapters alone and not whole weights."""
+        return self.policy.lora is not None and self.weights.adapters == "alone"
+
+    @property
     def max_completion_tokens(self) -> int:
         """Longest possible completion, or episode after its prompt, without forced tokens (tokens)."""
         return self.environment.episode_tokens or self.max_turn_tokens

@@ -95,9 +95,11 @@ class Worker:
 
     def __init__(self, recipe: Recipe, rendezvous: Rendezvous, run_dir: Path):
         # Imported here: a rank that is refused should not wait for torch and Megatron to load.
+        from megatron_scalerl.distributed.parallel import unwrap
         from megatron_scalerl.trainer.batch_frames import BatchFrames
         from megatron_scalerl.trainer.ranks import init_parallel
         from megatron_scalerl.trainer.step import make_trainer
+        from megatron_scalerl.weights.owners import manifest
         from megatron_scalerl.weights.sending import WeightSending
         from megatron_scalerl.weights.source import MegatronWeightSource
 
@@ -105,8 +107,13 @@ class Worker:
         self.run_dir = run_dir
         self.parallel = init_parallel(recipe, rendezvous)
         self.trainer = make_trainer(recipe, self.parallel)
+        model = unwrap(self.trainer.chunks[0])
+        self.policy = manifest(model.family, recipe.policy.dtype)
         self.source = MegatronWeightSource(
-            self.trainer.chunks, self.parallel, most_senders=recipe.weights.max_senders
+            self.trainer.chunks,
+            self.parallel,
+            most_senders=recipe.weights.max_senders,
+            family=model.adapters if recipe.adapters_alone else None,
         )
         self.sending = WeightSending(
             self.source, bucket_mib=recipe.weights.bucket_mib, written=self.trainer.changes.written
@@ -115,12 +122,11 @@ class Worker:
 
     def info(self) -> messages.TrainerInfo:
         """Facts for the controller, requested once."""
-        parameters = self.source.manifest
         return messages.TrainerInfo(
             world_size=self.parallel.world_size,
             dp_size=self.parallel.dp_size,
-            parameters=sum(math.prod(meta.shape) for meta in parameters),
-            vocab_size=next(meta.shape[0] for meta in parameters if meta.name.endswith("embed_tokens.weight")),
+            parameters=sum(math.prod(meta.shape) for meta in self.policy),
+            vocab_size=next(meta.shape[0] for meta in self.policy if meta.name.endswith("embed_tokens.weight")),
             device=str(self.parallel.device),
             backend={"cpu": "gloo"}.get(self.parallel.device.type, "nccl"),
             dtype=self.recipe.policy.dtype,

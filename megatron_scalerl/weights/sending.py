@@ -77,7 +77,9 @@ class WeightSending:
             assert self._sender is not None, "connect first"
             numbers = [number for number, bucket in enumerate(order) if bucket.sender == self._source.sender]
             try:
-                bucket_digests[numbers] = _signed(self._sender.send(plan, self._source.read, version, self._written))
+                bucket_digests[numbers] = _signed(
+                    self._sender.send(plan, self._source.as_sent, version, self._written)
+                )
                 bucket_bytes[numbers] = _signed(self._sender.sizes)
                 shard_digests[list(self._sender.values)] = _signed(self._sender.values.values())
             except RuntimeError as error:

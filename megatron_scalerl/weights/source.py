@@ -5,13 +5,14 @@ Life of a source:
     create      all ranks share their places in the layout; the first plan is for workers that need everything
     plan_for    when engines connect, all ranks plan updates for the shards' needs, and compare the plans' digests
     begin       before each update, all ranks wait for parameters that Megatron still gathers
-    read        a sender reads each of its parts, a view of a parameter
+    as_sent     a sender reads each of its parts: a view of a parameter, or adapters merged into it
 
 The family's weight map (models/family.py) is used in one direction to load a checkpoint and in the other to send
 the weights; there is no second table.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,9 @@ class MegatronWeightSource:
         self.family: Family = family or unwrap(chunks[0]).family
         self._chunks = chunks
         self._parameters = canonical_parameters(chunks, parallel)
+        self._adapted = _adapted(chunks)
+        self._last: tuple[str, torch.Tensor] | None = None
+        """Name and result of the last function of `_adapted` that was called in this update."""
         config = unwrap(chunks[0]).config
         self._dtype = str(config.params_dtype).removeprefix("torch.")
         self.manifest = manifest(self.family, self._dtype)
@@ -116,8 +120,26 @@ class MegatronWeightSource:
 
     def read(self, part: int) -> torch.Tensor:
         """The values of one of this rank's parts, of the shape of its rectangle: a view of the parameter."""
+        return self._part(part, self._parameters[self._sends.holdings[part].megatron].data)
+
+    @torch.no_grad()
+    def as_sent(self, part: int) -> torch.Tensor:
+        """The values of one of this rank's parts that engines get.
+
+        Those of `read`, but for weights with adapters, which are merged, and for B, which is multiplied by the scale.
+        """
+        name = self._sends.holdings[part].megatron
+        parameter = self._parameters[name]
+        if id(parameter) not in self._adapted:
+            return self._part(part, parameter.data)
+        # A parameter's parts follow each other.
+        if self._last is None or self._last[0] != name:
+            self._last = (name, self._adapted[id(parameter)](parameter.data))
+        return self._part(part, self._last[1])
+
+    def _part(self, part: int, shard: torch.Tensor) -> torch.Tensor:
         holding = self._sends.holdings[part]
-        values = holding.piece.of_shard(self._parameters[holding.megatron].data)
+        values = holding.piece.of_shard(shard)
         for axis, index in enumerate(holding.piece.hf_index):
             if isinstance(index, int):  # one expert of a fused tensor
                 values = values.unsqueeze(axis)
@@ -132,10 +154,26 @@ class MegatronWeightSource:
 
         Collective: Megatron gathers them now where it has not begun to.
         """
+        self._last = None
         for chunk in self._chunks:
             ddp = getattr(chunk, "ddp_config", None)
             if ddp is not None and ddp.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
+
+
+def _adapted(chunks: Sequence[Any]) -> dict[int, Callable[[torch.Tensor], torch.Tensor]]:
+    """id of a parameter -> what is sent in its place, of weights with adapters and of the adapters' B."""
+    functions: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
+    for chunk in chunks:
+        for linear in unwrap(chunk).modules():
+            if not hasattr(linear, "lora"):
+                continue
+            functions[id(linear.weight)] = linear.lora.merged
+            # vLLM's layers add B A x.
+            for name, parameter in linear.lora.named_parameters():
+                if name.endswith("_B"):
+                    functions[id(parameter)] = partial(torch.mul, torch.tensor(linear.lora.scale))
+    return functions
 
 
 def _places(parallel: Parallel) -> list[Place]:

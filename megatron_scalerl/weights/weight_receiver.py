@@ -33,6 +33,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
 from megatron_scalerl.models.llama4 import VISION
+from megatron_scalerl.weights.adapter_slot import SERVED, AdapterSlot
 from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.live_weights import LiveWeights
 from megatron_scalerl.weights.plan import (
@@ -302,6 +303,9 @@ def live_digest(model: Any) -> str:
     _, live = getattr(model, "_msrl_live", ((), None))
     if live is None:
         return ""
+    manager = getattr(model, "lora_manager", None)
+    if manager is not None and manager.lora_index_to_id != SERVED:
+        return "of an adapter that is not served"
     return f"{live.digest():016x}"
 
 
@@ -312,9 +316,12 @@ def _live(model: Any, manifest: Manifest) -> LiveWeights | None:
     """
     recorded_manifest, live = getattr(model, "_msrl_live", ((), None))
     if recorded_manifest != manifest:
+        manager = getattr(model, "lora_manager", None)
         try:
-            live = LiveWeights(model, manifest)
+            live = LiveWeights(model if manager is None else AdapterSlot(manager, manifest), manifest)
         except NotImplementedError as error:
+            if manager is not None:  # vLLM's loader takes no adapters
+                raise ValueError(str(error)) from error
             logger.warning("updates go through vLLM's loader: %s", error)
             live = None
         model._msrl_live = (manifest, live)

@@ -46,6 +46,18 @@ def test_recipes_of_latent_attention_fit_and_are_built(name, gpus, gpu, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "gpu"), [("qwen2_5_math_1_5b_lora_24gb", "rtx4090-24g"), ("qwen3_8b_lora_1gpu", "h100-80g")]
+)
+def test_recipes_with_adapters_fit_one_gpu_with_room_to_spare(name, gpu, capsys):
+    assert main([recipe(name), "--gpus", "1", "--gpu", gpu, "--check", "--json", "-"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"] and plan["split"]["of_recipe"]
+    assert plan["trainer_headroom_bytes"] > 0.15 * plan["gpu"]["memory_bytes"]
+    assert plan["engine_memory"]["full_sequences"] >= 8
+
+
+@pytest.mark.slow
 def test_phases_cost_more_than_the_pipeline_and_are_as_old_as_they_may_be(capsys):
     found = []
     for schedule in ("pipeline", "ppo_off_policy"):

@@ -1,0 +1,78 @@
+"""vLLM's slot of the policy's adapter, as a model whose live parameters updates are written into.
+
+Life of the slot:
+
+    start      the engine begins with one slot, and in it an adapter of zeros that every request names
+               (`engine.vllm_plugin`)
+    record     `weights.live_weights` calls `load_weights`, which calls vLLM's own `set_lora` of each layer: it cuts
+               A and B for the worker's tensor-parallel rank and copies them into the slot
+    update     A and B are written where vLLM has put them, between two steps; B comes multiplied by alpha / rank
+
+A slot has room for a rank that may be larger than the adapter's. The rest of it stays 0.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from vllm.lora.utils import parse_fine_tuned_lora_name
+
+from megatron_scalerl.weights.plan import Manifest
+
+_INDEX = 0
+"""The adapter's place among vLLM's slots, of which there is one."""
+SERVED = [1]
+"""[slots] number of the adapter in each: vLLM counts the adapters of its command line."""
+
+
+class AdapterSlot(torch.nn.Module):
+    """A and B of a worker's LoRA layers that a manifest fills. Its parameters are those of the slot alone."""
+
+    def __init__(self, manager: Any, manifest: Manifest):
+        """manager: vLLM's LoRAModelManager. manifest: tensors under PEFT's names. The slot is emptied."""
+        super().__init__()
+        self._manager = manager
+        self._mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        if self._mapper is not None:
+            self._mapper = self._mapper.get_rename_mapper()
+        self._ranks = {}
+        for meta in manifest:
+            projection, is_a = self._parsed(meta.name)
+            if is_a:
+                self._ranks[projection] = meta.shape[0]
+        for layer in manager.modules.values():
+            layer.reset_lora(_INDEX)
+
+    def _parsed(self, name: str) -> tuple[str, bool]:
+        """(vLLM's name of the projection, whether this is its A)"""
+        projection, is_a = parse_fine_tuned_lora_name(name, self._mapper)
+        return projection, is_a
+
+    def _parts(self) -> Iterator[tuple[Any, list[str]]]:
+        """Layers, and the projections that each is packed from."""
+        for name, layer in self._manager.modules.items():
+            yield layer, self._manager.packed_modules.get(name, [name])
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
+        """The slot's A and B of each projection with an adapter."""
+        for layer, projections in self._parts():
+            for projection, a, b in zip(projections, layer.lora_a_stacked, layer.lora_b_stacked):
+                rank = self._ranks.get(projection, 0)
+                if rank:
+                    yield f"{projection}.lora_A", a[_INDEX, 0, :rank]
+                    yield f"{projection}.lora_B", b[_INDEX, 0, :, :rank]
+
+    def get_submodule(self, target: str) -> torch.nn.Module:
+        """This module: no parameter of it has padding."""
+        return self
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Put an adapter into the slot as vLLM does."""
+        factors = {self._parsed(name): tensor for name, tensor in tensors}
+        for layer, projections in self._parts():
+            a = [factors.get((projection, True)) for projection in projections]
+            b = [factors.get((projection, False)) for projection in projections]
+            if len(projections) > 1:
+                layer.set_lora(_INDEX, a, b)
+            elif a[0] is not None:
+                layer.set_lora(_INDEX, a[0], b[0])
