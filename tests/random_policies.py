@@ -218,10 +218,10 @@ def save(
             _large_weights(model, std=std, layers_std=std if layers_std is None else layers_std)
         else:
             init(model)
+    biases = {name: b.data for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")}
     model = model.to(dtype).eval()
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):  # published checkpoints have it in fp32
-            buffer.data = buffer.data.float()
+    for name, bias in biases.items():  # published checkpoints have them in fp32
+        model.get_buffer(name).data = bias
     model.save_pretrained(path, save_original_format=original)
     return model
 

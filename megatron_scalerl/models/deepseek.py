@@ -25,6 +25,12 @@ def family(config: Any) -> Family:
     require(config, "rope_interleave", True)
     require(config, "moe_layer_freq", 1)
     require(config, "norm_topk_prob", True)
+    require(config, "head_dim", config.qk_rope_head_dim)  # the part of a head that RoPE rotates
+    require(config, "tie_word_embeddings", False)  # vLLM's class has a head of its own
+    require(config, "index_topk", None)  # makes it DeepSeek-V3.2 in vLLM
+    for key in ("num_experts_per_tok", "n_group", "topk_group", "n_shared_experts"):
+        if not getattr(config, key):
+            raise ValueError(f"config.json: {key}: it has to be at least 1")
     for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if getattr(config, key, None) != value:  # vLLM takes a config without the key for another router
             raise ValueError(f"config.json: {key}: it has to be {value!r}")
@@ -50,22 +56,32 @@ def family(config: Any) -> Family:
             **_latent_attention(config),
             **_router(config),
         ),
-        passthrough=tuple(f"model.layers.{layer}." for layer in range(layers, layers + mtp_layers)),
+        passthrough=(
+            *(f"model.layers.{layer}." for layer in range(layers, layers + mtp_layers)),
+            *(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(layers)),
+        ),
         untrained=mtp_layers * _mtp_parameters(config),
     )
 
 
 def _latent_attention(config: Any) -> dict[str, Any]:
-    """Fields of MLATransformerConfig."""
+    """Fields of MLATransformerConfig. Raises ValueError for scalings that vLLM computes in another way."""
     rope = getattr(config, "rope_parameters", None) or {}
     top = rope.get("mscale")
     bottom = rope.get("mscale_all_dim")
-    # of only one of them, and of attention_factor, transformers and vLLM make different scales
-    if bool(top) != bool(bottom) or rope.get("attention_factor") is not None:
+    kind = rope.get("rope_type", "default")
+    factor = 1.0
+    if kind == "yarn":
+        factor = rope.get("factor") or 0.0
+    if kind not in ("default", "yarn") or not factor:  # vLLM takes every other type for YaRN
+        raise ValueError(f"config.json: rope_scaling: {kind!r} has to be 'default', or 'yarn' with a factor")
+    if bool(top) != bool(bottom) or 0 in (top, bottom) or rope.get("attention_factor") is not None:
         raise ValueError(
-            "config.json: rope_scaling: mscale and mscale_all_dim have to be both there or both missing, and "
-            "attention_factor missing; engines would scale attention in another way"
+            "config.json: rope_scaling: mscale and mscale_all_dim have to be both there and not 0, or both missing, "
+            "and attention_factor missing; engines would scale attention in another way"
         )
+    if not rope.get("truncate", True):
+        raise ValueError("config.json: rope_scaling: truncate has to be true, as in engines")
     return dict(
         multi_latent_attention=True,
         q_lora_rank=config.q_lora_rank,
@@ -73,7 +89,7 @@ def _latent_attention(config: Any) -> dict[str, Any]:
         qk_head_dim=config.qk_nope_head_dim,
         qk_pos_emb_head_dim=config.qk_rope_head_dim,
         v_head_dim=config.v_head_dim,
-        rotary_scaling_factor=float(rope.get("factor") or 1.0),
+        rotary_scaling_factor=float(factor),
         mscale=top or 1.0,
         mscale_all_dim=bottom or 0.0,
     )
@@ -83,7 +99,7 @@ def _router(config: Any) -> dict[str, Any]:
     """Fields of TransformerConfig for experts. Raises ValueError for groups that Megatron-Core scores otherwise."""
     topk = config.num_experts_per_tok
     groups: dict[str, int] = {}
-    if config.n_group and config.n_group > config.topk_group:
+    if config.n_group > config.topk_group:
         if topk // config.topk_group != 2:
             raise ValueError(
                 f"config.json: num_experts_per_tok: {topk} experts from {config.topk_group} groups (topk_group) are "

@@ -66,7 +66,7 @@ def count(family: Family, config: Any = None) -> Parameters:
     number = family.transformer.get("num_moe_experts") or 1
     used = family.transformer.get("moe_router_topk", 1)
     passthrough = family.untrained
-    if config is not None and family.passthrough and not passthrough:
+    if hasattr(config, "text_config"):
         passthrough = _passthrough(config.to_json_string(), family.passthrough)
     return Parameters(
         total=total,

@@ -61,7 +61,8 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
             "weights with their adapters"
         )
     given = recipe.megatron
-    if recipe.policy.lora or given.model or given.parallel or given.ddp or given.optimizer:
+    latent = policy.transformer.get("multi_latent_attention")
+    if latent or recipe.policy.lora or given.model or given.parallel or given.ddp or given.optimizer:
         from megatron_scalerl.trainer.options import check_megatron  # slow: only if there is something to check
 
         check_megatron(policy, recipe, faults=not planned)

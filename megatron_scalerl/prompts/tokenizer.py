@@ -19,19 +19,26 @@ def load_tokenizer(path: str | Path) -> Any:
 
     A class named in tokenizer_config.json may build another pipeline: transformers 5 drops every space of a
     byte-level tokenizer.json with `tokenizer_class: LlamaTokenizerFast`. Where the two encode a text differently,
-    tokenizer.json decides. Raises ValueError where there is no tokenizer.
+    tokenizer.json decides. Raises ValueError where there is no tokenizer, or one that only a release's code reads.
     """
+    file = Path(path) / "tokenizer.json"
+    if not file.is_file() and Path(path, "tiktoken.model").is_file():
+        raise ValueError(
+            f"policy.path: {path} has tiktoken.model, which only the release's code reads, and no code of a policy "
+            "is run; make a tokenizer.json of it (docs/families.md)"
+        )
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(f"policy.path: {path} has no tokenizer that can be read ({error})") from None
+        cause = " ".join(str(error).split())
+        raise ValueError(f"policy.path: {path} has no tokenizer that can be read ({cause})") from None
     files = list(tokenizer.vocab_files_names.values())
     if files and not any(Path(path, name).is_file() for name in files):  # transformers then makes an empty one
         raise ValueError(
             f"policy.path: there is no tokenizer in {path}: it has none of {', '.join(files)}; copy the tokenizer's "
             "files of the policy that it was made from"
         )
-    if not (file := Path(path) / "tokenizer.json").is_file():
+    if not file.is_file():
         return tokenizer
     from tokenizers import Tokenizer
 

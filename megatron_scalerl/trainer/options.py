@@ -1,7 +1,7 @@
 """Megatron's configuration objects from recipe, model family and parallel layout."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
         settings |= _moe_settings()
     if recipe.policy.lora is not None:
         settings["moe_grouped_gemm"] = False
-    _check_options(given, {**defaults, **family.gpt, **settings})
+    _check_options(given, {**defaults, **family.gpt, **settings}, MODEL | family.transformer.keys())
     settings |= {key: value for key, value in given.items() if key in FREE}
     # Layers of Transformer Engine get it later, see `model.accumulate_in_linears`.
     if HAVE_TE:
@@ -84,27 +84,35 @@ def option_defaults() -> dict[str, Any]:
     return options | {name: parameters[name].default for name in parameters if name in FREE | MODEL | UNUSED}
 
 
-def _check_options(given: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Raises ValueError for an option that is not free and differs from what the policy and our layers have."""
+def _check_options(given: Mapping[str, Any], present: Mapping[str, Any], model: Set[str]) -> None:
+    """Raises ValueError for an option that is not free and differs from what the policy and our layers have.
+
+    model: options that say which model it is.
+    """
     for key, value in given.items():
         if key in ELSEWHERE:
             where = "megatron.parallel"
             if key in ("bf16", "params_dtype", "pipeline_dtype"):
                 where = "policy.dtype"
             raise ValueError(f"megatron.model.{key}: {where} sets it; leave it out here")
-        if key in REFUSED and value and value != present[key]:
-            raise ValueError(f"megatron.model.{key} is not supported: {REFUSED[key]}")
-        if key in MODEL and value != present[key]:
+        if key in model and value != present[key]:
             raise ValueError(
                 f"megatron.model.{key}: {value!r} would train another model than the policy's config.json describes "
                 f"and engines serve; leave it out (the policy has {present[key]!r})"
             )
+        if key in REFUSED and value and value != present[key]:
+            raise ValueError(f"megatron.model.{key} is not supported: {REFUSED[key]}")
         if key not in FREE and key not in REFUSED and value != present[key]:
             raise ValueError(f"megatron.model.{key}: only {present[key]!r} is supported; leave it out")
 
 
 def _refuse(settings: Mapping[str, Any]) -> None:
-    """Raises ValueError for auxiliary losses that Megatron-Core would compute or weigh wrongly."""
+    """Raises ValueError for auxiliary losses that Megatron-Core would compute or weigh wrongly.
+
+    Also for a recomputation that was not compared with the layers of `layers.latent`.
+    """
+    if "mla_up_proj" in (settings.get("recompute_modules") or ()):
+        raise ValueError("megatron.model.recompute_modules: mla_up_proj is not supported; take it out of the list")
     kinds = settings.get("moe_router_load_balancing_type", "none")
     if isinstance(kinds, str):
         kinds = [kinds]

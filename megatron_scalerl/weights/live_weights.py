@@ -196,7 +196,8 @@ class LiveWeights:
             if name is None or name in written:
                 utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
         for name, layer in self._latent:
-            if name in written:
+            # with copies for a context-parallel group, whose workers gather them together
+            if name in written or layer.W_UK_T_dcp_qrep is not None:
                 layer.process_weights_after_loading(layer.W_UV.dtype)
         self._written = set()
 

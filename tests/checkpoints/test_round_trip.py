@@ -21,7 +21,7 @@ from megatron_scalerl.checkpoints.to_hf import to_hf
 from megatron_scalerl.checkpoints.to_megatron import to_megatron
 from megatron_scalerl.checkpoints.verify import verify
 from megatron_scalerl.checkpoints.views import sources
-from megatron_scalerl.checkpoints.weight_map import parameter_assembly
+from megatron_scalerl.checkpoints.weight_map import check_weights, parameter_assembly
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +87,29 @@ def test_every_byte_comes_back(kind, dtype, policies, tmp_path, monkeypatch):
         if path.name != "generation_config.json":  # Llama 4's gets keys that vLLM needs
             assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes(), path.name
     assert {p.name for p in (tmp_path / "back").iterdir()} - {p.name for p in source.iterdir()} == {"conversion.json"}
+
+
+@pytest.mark.parametrize("bias", [torch.float32, torch.bfloat16])
+def test_what_a_release_with_latent_attention_has_beside_the_policy_comes_back(bias, policies, tmp_path):
+    """Rotary frequencies, a layer of multi-token prediction, and a router's bias in either type."""
+    source = tmp_path / "source"
+    source.mkdir()
+    folder = policies("moonlight", torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.rand(4) for n in range(4)}
+    tensors |= {"model.layers.4.eh_proj.weight": torch.rand(64, 128), "model.layers.4.enorm.weight": torch.rand(64)}
+    names = [name for name in tensors if name.endswith("e_score_correction_bias")]
+    assert len(names) == 3 and all(not torch.equal(tensors[n], tensors[n].bfloat16().float()) for n in names)
+    tensors |= {name: tensors[name].to(bias) for name in names}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    check_weights(source)
+    to_megatron(source, tmp_path / "megatron", Options(dtype="F32", verify=True))
+    to_hf(tmp_path / "megatron", tmp_path / "back", Options(dtype="BF16", verify=True))
+    after = load_file(tmp_path / "back" / "model.safetensors")
+    assert after.keys() == tensors.keys()
+    assert all(after[n].dtype == t.dtype and torch.equal(after[n], t) for n, t in tensors.items())
 
 
 @pytest.mark.parametrize("kind", ["llama_biased", "qwen3_moe", "llama4"])

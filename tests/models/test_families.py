@@ -239,6 +239,15 @@ def test_the_vocabulary_is_padded_to_the_ranks(rank, rows):
                 ({"quantization_config": {"quant_method": "fp8"}}, r"are quantized \(fp8\)"),
                 ({"rope_parameters": YARN | {"mscale": 1.0}}, "rope_scaling: mscale and mscale_all_dim"),
                 ({"rope_parameters": YARN | {"attention_factor": 1.0}}, "attention_factor"),
+                ({"rope_parameters": YARN | {"mscale": 0, "mscale_all_dim": 0}}, "mscale and mscale_all_dim"),
+                ({"rope_parameters": YARN | {"truncate": False}}, "rope_scaling: truncate"),
+                ({"rope_parameters": YARN | {"rope_type": "linear"}}, "rope_scaling: 'linear'"),
+                ({"rope_parameters": YARN | {"factor": None}}, "rope_scaling: 'yarn' .* factor"),
+                ({"head_dim": 2}, "head_dim: 2 is not supported, only 4"),
+                ({"tie_word_embeddings": True}, "tie_word_embeddings: True is not supported"),
+                ({"index_topk": 64}, "index_topk: 64 is not supported"),
+                ({"num_experts_per_tok": None}, "num_experts_per_tok: it has to be at least 1"),
+                ({"n_group": 4, "topk_group": None}, "topk_group: it has to be at least 1"),
             )
         ),
     ],
@@ -318,6 +327,7 @@ def test_parallel_sizes_divide_what_they_cut(kind, sizes, line):
 def test_layers_of_multi_token_prediction_are_outside_the_policy():
     """As many as the config says, after the others; the router's bias is no parameter of one."""
     found = family(DeepseekV3Config(**DEEPSEEK | {"num_nextn_predict_layers": 2}))
-    assert found.passthrough == ("model.layers.2.", "model.layers.3.") and found.untrained % 2 == 0
-    assert family(DeepseekV3Config(**DEEPSEEK)).passthrough == ()
+    assert found.passthrough[:2] == ("model.layers.2.", "model.layers.3.") and found.untrained % 2 == 0
+    tables = tuple(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(2))
+    assert family(DeepseekV3Config(**DEEPSEEK)).passthrough == found.passthrough[2:] == tables
     assert found.frozen == {"model.layers.1.mlp.gate.e_score_correction_bias"}

@@ -86,6 +86,38 @@ def test_an_interleaved_pipeline_is_planned_without_a_gpu(tiny):
     check_settings(load_recipe(ROOT / "recipes" / "tiny_cpu.yaml", [*paths, *layout]))
 
 
+MOONLIGHT = ROOT / "recipes" / "configs" / "Moonlight-16B-A3B-Instruct"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("policy.lora={}", r"policy\.lora: .*latent attention"),
+        ("megatron.model.apply_rope_fusion=true", r"megatron\.model\.apply_rope_fusion: True "),
+        ("megatron.model.moe_router_enable_expert_bias=false", r"moe_router_enable_expert_bias: False "),
+        ("megatron.model.recompute_modules=[mla_up_proj]", r"megatron\.model\.recompute_modules: mla_up_proj"),
+    ],
+)
+def test_what_latent_attention_has_not_is_refused(override, said):
+    merged = ["weights.adapters=merged", override]
+    recipe = load_recipe(ROOT / "recipes" / "moonlight_16b_a3b_8gpus.yaml", merged)
+    with pytest.raises(ValueError, match=said):
+        check_settings(recipe, MOONLIGHT, planned=True)
+
+
+def test_latent_attention_is_refused_with_old_megatron_without_a_megatron_section(monkeypatch):
+    from megatron_scalerl.trainer import options
+
+    empty = ["megatron.parallel={}", "megatron.model={}"]
+    recipe = load_recipe(ROOT / "recipes" / "moonlight_16b_a3b_8gpus.yaml", empty)
+    monkeypatch.setattr(options.megatron.core, "__version__", "0.19.2")
+    check_settings(recipe, MOONLIGHT)
+    monkeypatch.setattr(options.megatron.core, "__version__", "0.16.1")
+    check_settings(recipe, MOONLIGHT, planned=True)
+    with pytest.raises(ValueError, match=r"policy\.path: .*latent attention .* 0\.16\.1"):
+        check_settings(recipe, MOONLIGHT)
+
+
 def test_only_a_plan_does_without_the_module_of_the_environment(tiny, tmp_path, capsys):
     """`plan`: test_plan_episodes.py."""
     files = {"policy.path": "base_policy", "prompts.path": "prompts.jsonl", "prompts.held_out_path": "held_out.jsonl"}

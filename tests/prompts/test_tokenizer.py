@@ -60,3 +60,20 @@ def test_a_folder_without_a_tokenizer_is_one_line(tmp_path, model_type, message)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     with pytest.raises(ValueError, match=rf"^policy.path: .*{message}"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "kimi_k2"])
+def test_a_tokenizer_that_only_the_releases_code_reads_is_one_line(folder, model_type):
+    """As Moonlight and Kimi-K2 have it; a tokenizer.json beside it is read."""
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (folder / "tiktoken.model").write_text("IQ== 0")
+    code = {"AutoTokenizer": ["tokenization_moonshot.TikTokenTokenizer", None]}
+    settings = {"tokenizer_class": "TikTokenTokenizer", "auto_map": code}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer_json = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"^policy\.path: .* has tiktoken\.model.*tokenizer\.json.*$"):
+        load_tokenizer(folder)
+    (folder / "tokenizer.json").write_text(tokenizer_json)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    assert load_tokenizer(folder).decode(load_tokenizer(folder)(TEXT)["input_ids"]) == TEXT

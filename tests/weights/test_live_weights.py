@@ -166,18 +166,21 @@ def test_a_copy_across_dimensions_is_refused():
 class Latent(torch.nn.Module):
     """Two parts of a projection, as vLLM's latent attention has them: in views of it, or in memory of their own."""
 
-    def __init__(self, views):
+    def __init__(self, views, gathered=None):
         super().__init__()
+        self.calls = 0
         self.kv_b_proj = torch.nn.Linear(3, 4, bias=False).requires_grad_(False)
         self.attention = torch.nn.Module()
         self.attention.kv_b_proj = self.kv_b_proj
         self.attention.process_weights_after_loading = self.absorb
+        self.attention.W_UK_T_dcp_qrep = gathered
         for name, part in zip(("W_UK_T", "W_UV"), self.kv_b_proj.weight.data.split(2)):
             part = part if views else part.clone()
             self.attention.register_parameter(name, torch.nn.Parameter(part, requires_grad=False))
 
     def absorb(self, dtype):
         assert dtype is torch.float32
+        self.calls += 1
         for name, part in zip(("W_UK_T", "W_UV"), self.kv_b_proj.weight.split(2)):
             getattr(self.attention, name).copy_(part)
 
@@ -195,3 +198,11 @@ def test_the_absorbed_parts_of_latent_attention_follow_their_projection(views):
     found.finish()
     assert torch.equal(torch.cat([model.attention.W_UK_T, model.attention.W_UV]), weight)
     assert found.digest() == total([value_digest(weight, 0, (0, 1), (range(4), range(3)))])
+
+
+def test_parts_that_a_group_gathers_are_made_again_on_every_worker():
+    """Also on one whose delta changes nothing: the others wait for it."""
+    for gathered, calls in ((None, 0), (torch.zeros(1), 1)):
+        model = Latent(True, gathered)
+        LiveWeights(model, manifest_of([("kv_b", "float32", (4, 3))])).finish()
+        assert model.calls == calls
