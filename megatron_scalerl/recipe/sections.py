@@ -90,7 +90,8 @@ class LoraSection(Section):
     """
 
     rank: Annotated[PositiveInt, Field(le=512)] = 32
-    """Rows of each A and columns of each B, at most vLLM's 512. Not specified by the source, whose RL runs learn as fast with rank 1."""
+    """Rows of each A and columns of each B, at most vLLM's 512. Not specified by the source, whose RL runs learn as
+    fast with rank 1."""
     alpha: PositiveFloat = 32.0
     """The product is multiplied by alpha / rank."""
     targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = PROJECTIONS

@@ -143,8 +143,8 @@ def _check_lora(settings: Mapping[str, Any], targets: Collection[str], stages: S
         )
     if settings.get("num_moe_experts") and not _ATTENTION.intersection(targets):
         raise ValueError(
-            f"policy.lora.targets: {', '.join(targets)} may be of experts alone, whose optimizer Megatron-Core cannot "
-            f"save; add one of {', '.join(sorted(_ATTENTION))}"
+            f"policy.lora.targets: {', '.join(targets)} may be of experts alone, whose optimizer Megatron-Core "
+            f"cannot save; add one of {', '.join(sorted(_ATTENTION))}"
         )
     for key in _WITHOUT_ADAPTERS:
         if settings.get(key):

@@ -286,8 +286,8 @@ def _checked_folder(path: Path, adapters: Family, lora: LoraSection) -> HfReader
     start = config.get("init_lora_weights")
     if start not in _BESIDE_THE_BASE:
         raise ValueError(
-            f"policy.adapter: {file}: init_lora_weights is {start!r}, with which PEFT changes the base's weights, too; "
-            "merge the adapter into its base with PEFT and train from that"
+            f"policy.adapter: {file}: init_lora_weights is {start!r}, with which PEFT changes the base; merge the "
+            "adapter into its base with PEFT and train from that"
         )
     reader = HfReader(open_folder(path))
     names = {name for rule in adapters.rules for name in rule.hf_shapes}
