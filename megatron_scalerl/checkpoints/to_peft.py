@@ -16,7 +16,7 @@ from megatron_scalerl.checkpoints.dist_reader import DistReader, stored_paramete
 from megatron_scalerl.checkpoints.hf_folder import Shard, family_of_folder, open_folder
 from megatron_scalerl.checkpoints.hf_writer import write_shard
 from megatron_scalerl.checkpoints.to_hf import write_view
-from megatron_scalerl.checkpoints.views import View, layout_of, megatron_view, sources
+from megatron_scalerl.checkpoints.views import View, layout_of, sources
 from megatron_scalerl.checkpoints.weight_map import folder_assembly, parameter_shape, tensor_assemblies
 from megatron_scalerl.models.adapters import PROJECTIONS, adapter_family
 from megatron_scalerl.models.family import Family, Piece
@@ -31,7 +31,6 @@ class Adapted:
     """What a run trains adapters of: fields of policy and policy.lora in its recipe."""
 
     path: str
-    megatron_path: str | None
     dtype: str
     rank: int
     alpha: float
@@ -103,8 +102,6 @@ def _base(policy: Adapted, family: Family) -> View:
     """The weights beside which the adapters were trained, in policy.dtype."""
     path = Path(policy.path)
     dtype = HF_NAMES[policy.dtype]
-    if policy.megatron_path is not None:
-        return megatron_view(Path(policy.megatron_path), like=path, dtype=dtype)
     folder = open_folder(path)
     layout = layout_of(folder, family)
     tensors = {name: folder_assembly(folder, name, dtype) for name in folder.tensors}

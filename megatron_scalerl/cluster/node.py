@@ -238,9 +238,10 @@ def _checkpoint_bytes(recipe: Recipe, recipe_file: str | None) -> int | str:
         folder = config_folder(recipe.policy.path, recipe_file or "recipe.yaml")
 
         # imported behind the first refusal: these modules take seconds
-        from megatron_scalerl.plan.counting import count, load_family
+        from megatron_scalerl.plan.counting import count, load_family, trained_family
 
-        parameters = count(*load_family(folder)[:1]).total
+        family, *_ = load_family(folder)
+        parameters = count(trained_family(recipe, family)).total
     except (ValueError, OSError) as error:
         return str(error)
     return (recipe.checkpoint.keep + 1) * parameters * STATE_BYTES[recipe.policy.dtype]

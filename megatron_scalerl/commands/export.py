@@ -32,7 +32,7 @@ def export(run_dir: Path, out: Path, *, merged: bool = False) -> int:
     if policy.lora is None:
         to_hf(newest, out, like=Path(policy.path))
     else:
-        fields = policy.model_dump(include={"path", "megatron_path", "dtype"}) | policy.lora.model_dump()
+        fields = policy.model_dump(include={"path", "dtype"}) | policy.lora.model_dump()
         write = to_merged if merged else to_peft
         write(newest, out, Adapted(**fields))
     return step

@@ -47,14 +47,18 @@ class Inputs(Settings):
         trainer = recipe.trainer.model_copy(update={"micro_batch_tokens": self.micro_batch_tokens})
         engine = recipe.engine.model_copy(update={"vllm": options})
         prompts = recipe.prompts.model_copy(update={"digest": self.prompts.digest()})
-        policy = recipe.policy.model_copy(update={"digest": policy_digest(recipe.policy.path)})
+        digest = policy_digest(recipe.policy.path)
+        if recipe.policy.adapter is not None:
+            digest += policy_digest(recipe.policy.adapter, end=1 << 40)
+        policy = recipe.policy.model_copy(update={"digest": digest})
         changed = {"engine": engine, "trainer": trainer, "policy": policy, "prompts": prompts}
         return recipe.model_copy(update=changed)
 
 
-def policy_digest(folder: str) -> str:
+def policy_digest(folder: str, *, end: int = _END) -> str:
     """16 hexadecimal digits for a policy's folder, in milliseconds: of weights only names, sizes and ends are read.
 
+    end: bytes at the end of a file of weights that are read.
     Other files than configuration, tokenizer, template and weights do not count.
     """
     whole = hashlib.sha256()
@@ -64,7 +68,7 @@ def policy_digest(folder: str) -> str:
         with path.open("rb") as file:
             # further training changes values but no size, so the digest reads the end of the weights, too
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _END) if path.suffix == ".safetensors" else 0)
+            file.seek(max(0, size - end) if path.suffix == ".safetensors" else 0)
             whole.update(f"{path.name} {size} {hashlib.sha256(file.read()).hexdigest()}\n".encode())
     return whole.hexdigest()[:16]
 

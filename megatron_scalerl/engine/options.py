@@ -292,15 +292,9 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, tls: CertificateFi
 
 def _adapter_options(lora: LoraSection) -> dict[str, Any]:
     """One slot for adapters of at least this rank, and an adapter in it."""
-    rank = next((rank for rank in _LORA_RANKS if rank >= lora.rank), None)
-    if rank is None:
-        raise ValueError(
-            f"policy.lora.rank: {lora.rank} is above {_LORA_RANKS[-1]}, the highest that vLLM serves; lower it, or "
-            "set weights.adapters to merged"
-        )
     return {
         "enable_lora": True,
-        "max_lora_rank": rank,
+        "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= lora.rank),
         "lora_target_modules": list(lora.targets),
         # not a path: the plugin loads zeros, which the first update replaces
         "lora_modules": [f"{ADAPTER}=policy.lora"],

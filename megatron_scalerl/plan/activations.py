@@ -256,10 +256,13 @@ def kept(bytes_: LayerBytes, recompute: Recompute, *, moe: bool, width: int, hid
     return total
 
 
-def backward_bytes(shape: Shape, layout: Layout, *, width: int, imbalance: float) -> float:
+def backward_bytes(shape: Shape, layout: Layout, *, width: int, imbalance: float, adapters: bool) -> float:
     """Bytes per token of gradients alive at once in a layer's backward pass: MLP, residual, gathered input."""
-    dense = 4 * shape.ffn / layout.tp
-    expert = _routed(shape, layout, imbalance) * (4 * shape.expert_ffn + 2 * shape.hidden)
+    widths = 4
+    if adapters:  # three more copies of the gate's and the inner outputs are alive while theirs are added
+        widths = 10
+    dense = widths * shape.ffn / layout.tp
+    expert = _routed(shape, layout, imbalance) * (widths * shape.expert_ffn + 2 * shape.hidden)
     gathered = 0
     if layout.sequence_parallel:
         gathered = 2 * shape.hidden  # the backward pass gathers the input, and its gradient is scattered after it

@@ -198,7 +198,13 @@ def _activations(
                 recomputed *= setting.layers
                 if index % setting.layers:
                     per_token = 0.0
-        gradients = activations.backward_bytes(shape, layout, width=width, imbalance=assumed.expert_imbalance)
+        gradients = activations.backward_bytes(
+            shape,
+            layout,
+            width=width,
+            imbalance=assumed.expert_imbalance,
+            adapters=recipe.policy.lora is not None,
+        )
         saved.append(per_token)
         work.append(recomputed + gradients)
     in_flight = layout.layers_in_flight(stage, micro_batches) / max(1, len(layers))

@@ -101,7 +101,11 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _adapters_learn_faster(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
         policy = data.get("policy")
+        if isinstance(policy, PolicySection):
+            policy = vars(policy)
         optimizer = data.get("optimizer", {})
         if isinstance(policy, Mapping) and policy.get("lora") is not None and isinstance(optimizer, Mapping):
             return {**data, "optimizer": {"lr": ADAPTERS_LR, **optimizer}}
@@ -184,6 +188,11 @@ class Recipe(Section):
             raise ValueError(
                 f"policy.adapter: {self.policy.adapter} is set, but policy.lora is not; set policy.lora to the rank, "
                 "alpha and targets of its adapter_config.json"
+            )
+        if self.policy.megatron_path is not None and self.policy.lora is not None:
+            raise ValueError(
+                "policy.megatron_path does not go with policy.lora, whose W engines and exports read from "
+                "policy.path; `megatron-scalerl convert to-hf` makes a folder for policy.path"
             )
         check_tags(self)
         _check_tasks(self)

@@ -89,8 +89,9 @@ class LoraSection(Section):
     "LoRA Without Regret" (2025).
     """
 
-    rank: PositiveInt = 32
-    """Rows of each A and columns of each B. Not specified by the source, whose RL runs learn as fast with rank 1."""
+    rank: Annotated[PositiveInt, Field(le=512)] = 32
+    """Rows of each A and columns of each B, at most vLLM's 512. Not specified by the source, whose RL runs learn as
+    fast with rank 1."""
     alpha: PositiveFloat = 32.0
     """The product is multiplied by alpha / rank."""
     targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = PROJECTIONS
@@ -105,8 +106,8 @@ class PolicySection(Section):
     """Hugging Face folder of the policy to start from (config, safetensors, tokenizer), or its name on the hub,
     org/name or org/name@revision (docs/prompts.md)."""
     digest: str | None = None
-    """Digest of the folder's configuration, tokenizer and template, and of names, sizes and ends of its weights.
-    null: filled in when a run starts. A resume with another policy is refused."""
+    """Digest of the folder's configuration, tokenizer and template, and of names, sizes and ends of its weights,
+    with that of the whole `adapter`. null: filled in when a run starts. A resume with another policy is refused."""
     megatron_path: str | None = None
     """Converted checkpoint (docs/checkpoints.md) whose weights the trainer starts from. null: those of path."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

@@ -1,7 +1,7 @@
 """Megatron's configuration objects from recipe, model family and parallel layout."""
 
 import inspect
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from megatron_scalerl.distributed.device import HAVE_GPU, HAVE_TE
 from megatron_scalerl.distributed.parallel import Parallel
+from megatron_scalerl.models.adapters import PROJECTIONS
 from megatron_scalerl.models.family import Family
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.other_names import check_keys
@@ -32,6 +33,12 @@ TABLE = yaml.safe_load(Path(__file__).with_name("megatron_options.yaml").read_te
 """Lists of options of megatron.model: free, model, unused, elsewhere; and refused -> why."""
 FREE, MODEL, UNUSED, ELSEWHERE = (frozenset(TABLE[name].split()) for name in ("free", "model", "unused", "elsewhere"))
 REFUSED: Mapping[str, str] = TABLE["refused"]
+_ATTENTION = frozenset(PROJECTIONS["linear_qkv"] + PROJECTIONS["linear_proj"])
+_WITHOUT_ADAPTERS = (
+    *("moe_grouped_gemm", "moe_shared_expert_overlap", "use_transformer_engine_op_fuser"),
+    *("use_grouped_gemm_for_shared_expert", "use_grouped_gemm_for_dense_mlp"),
+)
+"""Options whose layers multiply with the weight itself, past its adapters."""
 
 
 @record
@@ -68,7 +75,11 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
         settings["gradient_accumulation_fusion"] = False
     _refuse(settings)
     if recipe.policy.lora is not None:
-        _check_lora(settings, stages_of(given, len(family.layers), sizes_of(recipe.megatron.parallel)))
+        _check_lora(
+            settings,
+            recipe.policy.lora.targets,
+            stages_of(given, len(family.layers), sizes_of(recipe.megatron.parallel)),
+        )
     if parallel.cp_size > 1 and parallel.pp_size > 1 and not settings["variable_seq_lengths"]:
         raise ValueError(
             "megatron.model.variable_seq_lengths: it has to be true in a pipeline with context parallelism, where "
@@ -129,7 +140,7 @@ def _refuse(settings: Mapping[str, Any]) -> None:
         )
 
 
-def _check_lora(settings: Mapping[str, Any], stages: Stages) -> None:
+def _check_lora(settings: Mapping[str, Any], targets: Collection[str], stages: Stages) -> None:
     """Raises ValueError for layers that have no exact adapters, and for a pipeline stage without layers."""
     if settings.get("multi_latent_attention"):
         raise ValueError("policy.lora: multi-head latent attention has no adapters; leave it out")
@@ -138,7 +149,12 @@ def _check_lora(settings: Mapping[str, Any], stages: Stages) -> None:
             "megatron.model.pipeline_model_parallel_layout: a stage without layers has no adapters (policy.lora), "
             "and Megatron-Core cannot save its optimizer; give each stage a layer"
         )
-    for key in ("moe_grouped_gemm", "moe_shared_expert_overlap"):
+    if settings.get("num_moe_experts") and not _ATTENTION.intersection(targets):
+        raise ValueError(
+            f"policy.lora.targets: {', '.join(targets)} may be of experts alone, whose optimizer Megatron-Core "
+            f"cannot save; add one of {', '.join(sorted(_ATTENTION))}"
+        )
+    for key in _WITHOUT_ADAPTERS:
         if settings.get(key):
             raise ValueError(f"megatron.model.{key}: its layers have no adapters (policy.lora); set it to false")
 

@@ -53,6 +53,10 @@ def test_a_run_needs_its_checkpoints_and_one_more(tmp_path):
     for dtype, keep, size in (("bfloat16", 2, 14), ("float32", 1, 12)):
         wanted = load_recipe(recipe, [f"policy.dtype={dtype}", f"checkpoint.keep={keep}"])
         assert node._checkpoint_bytes(wanted, recipe) == (keep + 1) * parameters * size
+    wanted = load_recipe(recipe, ["policy.lora.rank=1"])
+    # A and B of 32 layers: inputs and outputs of q, k, v, o, gate, up and down
+    adapters = 32 * (4 * 4096 + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+    assert node._checkpoint_bytes(wanted, recipe) == (wanted.checkpoint.keep + 1) * adapters * 14
     unknown = load_recipe(recipe, [f"policy.path={tmp_path}"])
     assert "no config.json in" in node._checkpoint_bytes(unknown, recipe)
 

@@ -72,6 +72,27 @@ def test_a_run_with_the_workspace_that_was_the_default_goes_on(tiny, tmp_path):
     check_recipe(check_inputs(recipe(tiny, *more)).resolved(recipe(tiny, *more)))
 
 
+def test_a_run_is_not_resumed_with_other_adapters(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.core.__version__", "0.19.2")
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(bytes(100_000))
+    monkeypatch.chdir(tmp_path)
+
+    def resolved(adapter):
+        given = recipe(tiny, f"output_dir={tmp_path / 'runs'}", "policy.lora={}", f"policy.adapter={adapter}")
+        return check_inputs(given).resolved(given)
+
+    begun = resolved(folder)
+    RunFolder(begun).close()
+    check_recipe(resolved("adapter"))
+    weights.write_bytes(b"1" + bytes(99_999))
+    with pytest.raises(ValueError, match=rf"policy.digest is '{begun.policy.digest}'"):
+        check_recipe(resolved(folder))
+
+
 def test_a_run_records_its_policy_and_is_not_resumed_with_another(tiny, tmp_path):
     folder = shutil.copytree(tiny, tmp_path / "tiny")
     more = (f"output_dir={tmp_path / 'runs'}",)

@@ -10,7 +10,8 @@ from policy_rows import full_logits
 
 
 def save(path, layout, folder):
-    """Write a checkpoint of random adapters to `folder`; the logits of the first row, None in a pipeline."""
+    """Write a checkpoint of random adapters to `folder`; their values by name, and the logits of the
+    first row, None in a pipeline."""
     from megatron_scalerl.distributed.parallel import unwrap
     from megatron_scalerl.trainer import checkpoint
     from megatron_scalerl.trainer.model import sharded_models
@@ -24,7 +25,7 @@ def save(path, layout, folder):
     fill(trainer.chunks, family, lambda name, index, shape: drawn[name][index], parallel)
     chunks = [chunk.module for chunk in trainer.chunks]
     checkpoint._save(Path(folder), sharded_models(chunks, adapters=True), parallel, {}, None)
-    return _logits(trainer)
+    return drawn, _logits(trainer)
 
 
 def start(path, layout):

@@ -60,8 +60,8 @@ def test_what_peft_and_transformers_and_engines_get_is_the_trainers(case, tmp_pa
     path, checkpoint, adapter, merged = (tmp_path / name for name in ("base", "checkpoint", "adapter", "merged"))
     more = {"mlp_only_layers": []} if kind == "qwen3_moe" else {}
     random_policies.make(kind, path, std=lora_reference.STD, num_hidden_layers=2, **more)
-    expected = run_ranks(ranks, "lora_export_ranks:save", str(path), layout, str(checkpoint))[0]
-    policy = Adapted(path=str(path), megatron_path=None, dtype="float32", **LORA.model_dump())
+    drawn, expected = run_ranks(ranks, "lora_export_ranks:save", str(path), layout, str(checkpoint))[0]
+    policy = Adapted(path=str(path), dtype="float32", **LORA.model_dump())
     to_peft(checkpoint, adapter, policy)
     to_merged(checkpoint, merged, policy)
     started, alone, whole = run_ranks(2, "lora_export_ranks:start", str(path), {**other, "adapter": str(adapter)})[0]
@@ -71,6 +71,9 @@ def test_what_peft_and_transformers_and_engines_get_is_the_trainers(case, tmp_pa
         assert distance(started, expected) <= TOLERANCE
 
     factors = load_file(adapter / "adapter_model.safetensors")
+    assert factors.keys() == drawn.keys()
+    for name, factor in factors.items():
+        assert torch.equal(factor, drawn[name]), name
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     assert distance(logits(base), expected) > 0.1
     if kind != "llama4":  # peft has no form of its experts that are stored transposed

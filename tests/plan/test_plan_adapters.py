@@ -38,6 +38,10 @@ def test_frozen_weights_have_neither_gradients_nor_moments():
     assert memory["gradients"] == 4 * adapters
     assert memory["main weights (fp32)"] == 4 * adapters and memory["Adam moments"] == 8 * adapters
     assert terms(whole)["gradients"] == 4 * weights and terms(whole)["Adam moments"] == 8 * weights
+    # a layer's outputs and three more copies of them: of gate and up those of the widest layer
+    tokens = load_recipe(ROOT / "recipes" / "qwen2_5_math_1_5b_lora_24gb.yaml").micro_batch_tokens
+    more = memory["layer workspace"] - terms(whole)["layer workspace"]
+    assert more == 3 * 2 * INNER * tokens * 2
     # without a gradient of the head
     head = 4 * found.parameters.head
     assert terms(whole)["logit input gradients"] - memory["logit input gradients"] == head
@@ -76,3 +80,14 @@ def test_experts_are_updated_merged():
         ROOT / "recipes" / "qwen3_30b_a3b_16gpus.yaml", ["policy.lora={}", "weights.adapters=merged"]
     )
     check_settings(merged, folder, planned=True)
+
+
+def test_the_settings_of_a_recipe_without_a_megatron_section_are_checked(monkeypatch):
+    recipe = load_recipe(ROOT / "recipes" / "tiny_cpu.yaml", ["policy.lora={}"])
+    folder = CONFIGS / "Qwen2.5-Math-1.5B"
+    monkeypatch.setattr("megatron.core.__version__", "0.19.2")
+    check_settings(recipe, folder)
+    monkeypatch.setattr("megatron.core.__version__", "0.16.1")
+    with pytest.raises(ValueError, match=r"policy\.lora: .*0\.16\.1"):
+        check_settings(recipe, folder)
+    check_settings(recipe, folder, planned=True)

@@ -3,6 +3,7 @@
 from typing import get_args
 
 import pytest
+from pydantic import ValidationError
 from recipe_files import OVERLAYS, ROOT
 
 from megatron_scalerl.losses import cispo
@@ -48,6 +49,20 @@ def test_adapters_have_a_learning_rate_of_their_own(path):
     assert load_recipe(path, ["policy.lora.rank=8", "optimizer.eps=1e-8"]).optimizer.lr == 5e-6
     assert load_recipe(path, ["policy.lora={}", "optimizer.lr=1e-5"]).optimizer.lr == 1e-5
     assert load_recipe(path, ["policy.lora=null"]).optimizer.lr == 5e-7
+    adapted = load_recipe(path, ["policy.lora={}"])
+    assert Recipe(name="t", steps=1, policy=adapted.policy, prompts=adapted.prompts).optimizer.lr == 5e-6
+    for wrong in (None, [], "policy"):
+        with pytest.raises(ValidationError):
+            Recipe.model_validate(wrong)
+
+
+def test_adapters_of_another_base_or_above_the_rank_that_vllm_serves_are_refused(path):
+    assert load_recipe(path, ["policy.lora.rank=512"]).policy.lora.rank == 512
+    with pytest.raises(RecipeError, match=r"policy\.lora\.rank is 600.* 512"):
+        load_recipe(path, ["policy.lora.rank=600"])
+    load_recipe(path, ["policy.megatron_path=folder"])
+    with pytest.raises(RecipeError, match=r"policy\.megatron_path .*policy\.lora"):
+        load_recipe(path, ["policy.megatron_path=folder", "policy.lora={}"])
 
 
 def test_an_adapter_needs_its_settings(path):

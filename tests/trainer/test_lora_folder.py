@@ -39,6 +39,15 @@ def test_another_scale_is_refused_by_its_key(tmp_path, key, value):
         _checked_folder(*folder(tmp_path, **{key: value}))
 
 
+@pytest.mark.parametrize("start", [True, False, "gaussian", "pissa", "pissa_niter_4", "olora", "loftq", "lora_ga"])
+def test_adapters_that_replace_a_part_of_the_base_are_refused(tmp_path, start):
+    if start in (True, False, "gaussian"):
+        _checked_folder(*folder(tmp_path, init_lora_weights=start))
+        return
+    with pytest.raises(ValueError, match=f"init_lora_weights is '{start}'"):
+        _checked_folder(*folder(tmp_path, init_lora_weights=start))
+
+
 @pytest.mark.parametrize("change", [dict(drop=[Q_PROJ]), dict(add=["base_model.model.lm_head.lora_A.weight"])])
 def test_other_layers_are_refused_by_their_names(tmp_path, change):
     [[name]] = change.values()

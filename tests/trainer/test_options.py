@@ -231,10 +231,29 @@ def test_what_would_train_or_count_wrong_in_silence_is_refused(settings, said):
         model_options(llama(), recipe(dict(model=settings)), alone())
 
 
+NEW_OPTIONS = dict.fromkeys(
+    (
+        "use_transformer_engine_op_fuser",
+        "use_grouped_gemm_for_shared_expert",
+        "use_grouped_gemm_for_dense_mlp",
+    ),
+    False,
+)
+
+
 def test_layers_without_adapters_and_old_megatron_are_refused_with_adapters(monkeypatch):
-    for key in ("moe_grouped_gemm", "moe_shared_expert_overlap"):
+    # what Megatron-Core 0.16 does not have
+    defaults = NEW_OPTIONS | options.option_defaults()
+    monkeypatch.setattr(options, "option_defaults", lambda: defaults)
+    for key in ("moe_grouped_gemm", "moe_shared_expert_overlap", *NEW_OPTIONS):
         with pytest.raises(ValueError, match=f"megatron.model.{key}: .*policy.lora"):
             model_options(mixture(), recipe(dict(model={key: True}), lora={}), alone())
+    monkeypatch.undo()
+    experts = dict(targets=["gate_proj", "down_proj"])
+    model_options(llama(), recipe(lora=experts), alone())
+    with pytest.raises(ValueError, match=r"policy\.lora\.targets: gate_proj, down_proj .*q_proj"):
+        model_options(mixture(), recipe(lora=experts), alone())
+    model_options(mixture(), recipe(lora=dict(targets=["o_proj", "down_proj"])), alone())
     latent = replace(llama(), transformer={**llama().transformer, "multi_latent_attention": True})
     with pytest.raises(ValueError, match=r"policy\.lora: .*latent"):
         model_options(latent, recipe(lora={}), alone())

@@ -59,6 +59,9 @@ _EXCHANGES: dict[tuple[bool, bool], Callable[..., Tensor]] = {
 }
 """(divided by inputs, sequence parallelism) -> what ranks do with A x. Its backward pass does the reverse."""
 
+_BESIDE_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Values of PEFT's init_lora_weights that leave the base's weights (peft/tuners/lora/layer.py, update_layer)."""
+
 
 class Adapters(torch.nn.Module):
     """The adapters of one linear layer.
@@ -280,6 +283,12 @@ def _checked_folder(path: Path, adapters: Family, lora: LoraSection) -> HfReader
             raise ValueError(
                 f"policy.adapter: {file}: {key} is {given!r}, policy.lora means {value!r}; set policy.lora as there"
             )
+    start = config.get("init_lora_weights")
+    if start not in _BESIDE_THE_BASE:
+        raise ValueError(
+            f"policy.adapter: {file}: init_lora_weights is {start!r}, with which PEFT changes the base; merge the "
+            "adapter into its base with PEFT and train from that"
+        )
     reader = HfReader(open_folder(path))
     names = {name for rule in adapters.rules for name in rule.hf_shapes}
     if differing := sorted(names.symmetric_difference(reader.folder.tensors)):
