@@ -172,7 +172,8 @@ class _Process(Worker):
         outcome = await asyncio.shield(asyncio.create_task(self._outcome(request, reply, session)))
         if isinstance(outcome, EnvironmentFailed):
             raise outcome
-        self.failures = self.failures + 1 if outcome.failure else 0
+        if outcome.failure != "unavailable":  # an outage of what it asks does not spoil a process
+            self.failures = self.failures + 1 if outcome.failure else 0
         if self.failures == MOST_FAILURES:
             await self.end()
             self.failures = 0

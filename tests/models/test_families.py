@@ -51,7 +51,7 @@ def test_shards_put_together_are_the_checkpoint(kind, size, adapters):
         assert torch.equal(visits[name], torch.ones_like(visits[name])), name
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if "deepseek" not in kind])  # refused with adapters
 def test_every_linear_layer_but_head_and_router_has_an_adapter(kind):
     """By PEFT's names and shapes; experts have those of separate linear layers, also where they are one tensor."""
     from transformers import AutoModelForCausalLM
