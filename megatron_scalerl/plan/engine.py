@@ -6,7 +6,7 @@ bandwidth that the devices reach. With n running completions it takes fixed + pe
 
 from megatron_scalerl.models.family import Family
 from megatron_scalerl.plan.assumptions import Assumptions
-from megatron_scalerl.plan.counting import Parameters, count, trained_family
+from megatron_scalerl.plan.counting import Parameters, count, elements, trained_family
 from megatron_scalerl.plan.hardware import GIB, Gpu
 from megatron_scalerl.plan.memory import WIDTH
 from megatron_scalerl.plan.update import EngineShape
@@ -113,7 +113,9 @@ def engine_memory(
     if "fp8" in str(options.get("kv_cache_dtype", "auto")):
         width = 1
     limit = gpu.memory_bytes * float(options.get("gpu_memory_utilization", MEMORY_UTILIZATION))
-    weights = (shape.data * (p.total - p.experts) + p.experts) * WIDTH[recipe.policy.dtype] / devices
+    whole = sum(elements(rule) for rule in family.rules if not rule.sharded and not rule.frozen)
+    dense = p.total - p.experts + (shape.tensor - 1) * whole  # each device has norms, routers, narrow projections
+    weights = (shape.data * dense + p.experts) * WIDTH[recipe.policy.dtype] / devices
     if recipe.adapters_alone:  # at most: tensor parallelism shards one of A and B
         weights += count(trained_family(recipe, family)).total * WIDTH[recipe.policy.dtype]
     overhead = assumed.engine_overhead_gib * GIB

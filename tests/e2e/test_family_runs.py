@@ -22,7 +22,7 @@ UNSCALED = ('engine.vllm.compilation_config={"custom_ops": ["-rotary_embedding"]
 FAMILIES = {
     "kimi": (random_policies.LATENT_FOR_ENGINES, 40, (*EP2, *LATENT)),
     "deepseek": (random_policies.LATENT_FOR_ENGINES, 40, (*EP2, *LATENT)),
-    "moonlight": (random_policies.LATENT_FOR_ENGINES, 40, (*EP2, *LATENT, *UNSCALED)),
+    "moonlight": (random_policies.LATENT_FOR_ENGINES | {"rms_norm_eps": 1e-3}, 40, (*EP2, *LATENT, *UNSCALED)),
     "llama_biased": (random_policies.FOR_ENGINES, 40, ()),
     "mistral": (random_policies.FOR_ENGINES, 40, ()),
     "olmo2": (random_policies.QWEN2_FOR_ENGINES, 40, ()),

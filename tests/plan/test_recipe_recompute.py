@@ -190,7 +190,10 @@ def test_an_optimizer_instance_holds_the_whole_state():
 
 
 def test_copies_in_one_engine_share_the_experts_alone():
-    """Tensor parallel 4 x data parallel 2 on eight devices: each copy has its own attention, embedding and head."""
+    """Tensor parallel 4 x data parallel 2 on eight devices: each copy has its own attention, embedding and head.
+
+    Each device has norms and routers.
+    """
     found = []
     for tensor, data in ((8, 1), (4, 2)):
         over = [f"engine.vllm.tensor_parallel_size={tensor}", f"engine.vllm.data_parallel_size={data}"]
@@ -199,6 +202,7 @@ def test_copies_in_one_engine_share_the_experts_alone():
         p = count(family)
         memory = engine_memory(recipe, family, p, H100, Assumptions())
         speed = decoding(recipe, p, memory, H100, Lengths((4096,)), Assumptions())
-        assert memory.weights_bytes == 2 * (data * (p.total - p.experts) + p.experts) / 8
+        whole = data * (tensor - 1) * (48 * (2 * 5120 + 16 * 5120) + 5120)  # norms and routers
+        assert memory.weights_bytes == 2 * (data * (p.total - p.experts) + p.experts + whole) / 8
         found.append((memory.missing_bytes, speed.fixed_seconds, speed.running))
     assert found[1][1] > found[0][1]
