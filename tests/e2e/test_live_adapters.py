@@ -22,8 +22,23 @@ from megatron_scalerl.recipe.file import load_recipe
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(FLOOR, reason="adapters need Megatron-Core 0.19")]
 
 
-TOLERANCE = 5e-5
-"""Nats, of all tokens of texts, whose prompts have tokens far less likely than sampled ones."""
+ROUNDINGS = 4
+"""How often the error of float32 on the same texts two results may be apart.
+
+Each of two programs has an error of about that size, so that they are 2 apart if both are worst at the same token;
+other kernels sum in another order, for which there is a factor of 2 more. It depends on the texts, which go on after
+their end of sequence: 1e-5 to 2e-5 nats here. No fixed number holds for all of them.
+"""
+
+
+def flat(rows):
+    return np.array(list(itertools.chain(*rows)))
+
+
+def rounding(folder, texts):
+    """Largest error (nats) of transformers in float32, of all tokens of the texts, against float64."""
+    exact = flat(tiny_logprobs.of(folder, texts, "float64"))
+    return np.abs(flat(tiny_logprobs.of(folder, texts)) - exact).max()
 
 
 @contextlib.asynccontextmanager
@@ -41,12 +56,13 @@ async def fleet_of(recipe, inputs):
 
 
 async def trained(recipe, inputs):
-    """Differences before and after a step, texts, the engine's log-probs of their tokens, and the update."""
+    """Differences and texts before a step and after it, the engine's log-probs of their tokens, and the update."""
     prompts = list(inputs.prompts.held_out[:4])
     async with fleet_of(recipe, inputs) as (fleet, sync, folder):
         [engine] = fleet.engines.alive
         rollouts = await generate(engine, [*prompts, *prompts], seed=5)
         fresh = await differences(fleet, [*prompts, *prompts], rollouts)
+        first = [[*prompt.token_ids, *rollout.token_ids] for prompt, rollout in zip([*prompts, *prompts], rollouts)]
         rollouts = [replace(rollout, truncated=False) for rollout in rollouts]
         await one_step(fleet, recipe, [*prompts, *prompts], rollouts)
         update = await sync.publish(1)
@@ -55,7 +71,7 @@ async def trained(recipe, inputs):
         texts = [[*prompt.token_ids, *rollout.token_ids] for prompt, rollout in zip(prompts, after)]
         scores = [await engine.score(text) for text in texts]
         await fleet.trainer.save(str(folder.checkpoint(1)), {})
-        return fresh, updated, texts, scores, update
+        return fresh, first, updated, texts, scores, update
 
 
 async def scored(recipe, inputs, texts):
@@ -74,17 +90,20 @@ def test_adapters_alone_and_merged_and_exported_are_the_same_policy(tiny_dense, 
         inputs = check_inputs(recipe)
         return inputs.resolved(recipe), inputs
 
-    fresh, updated, texts, scores, update = asyncio.run(trained(*inputs_of()))
-    assert fresh.max() <= 1e-5 and updated.max() <= 1e-5
+    fresh, first, updated, texts, scores, update = asyncio.run(trained(*inputs_of()))
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"
     assert export(tmp_path / "alone", adapter) == export(tmp_path / "alone", merged, merged=True) == 1
 
     again = inputs_of("name=again", "weights.adapters=merged", f"policy.adapter={adapter}")
-    found, whole = asyncio.run(scored(*again, texts))
-    flat, expected = (np.array(list(itertools.chain(*values))) for values in (found, scores))
-    assert np.abs(flat - expected).max() <= TOLERANCE
+    of_merged, whole = asyncio.run(scored(*again, texts))
     assert update.bytes < whole.bytes / 2
 
-    of_folder = np.array(list(itertools.chain(*tiny_logprobs.of(merged, texts))))
-    of_base = np.array(list(itertools.chain(*tiny_logprobs.of(tiny_dense / "policy", texts))))
-    assert np.abs(of_folder - expected).max() <= TOLERANCE < 1e-2 < np.abs(of_base - expected).max()
+    base = tiny_dense / "policy"
+    before = ROUNDINGS * rounding(base, first)
+    after = ROUNDINGS * rounding(merged, texts)
+    expected = flat(scores)
+    apart = [np.abs(flat(found) - expected).max() for found in (of_merged, tiny_logprobs.of(merged, texts))]
+    print(f"trainer and engine {fresh.max():.1e} of {before:.1e}, then {updated.max():.1e}, {apart} of {after:.1e}")
+    assert fresh.max() <= before < 1e-3
+    assert max(updated.max(), *apart) <= after < 1e-3
+    assert np.abs(flat(tiny_logprobs.of(base, texts)) - expected).max() > 1e-2

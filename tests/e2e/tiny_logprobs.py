@@ -1,12 +1,12 @@
 """Log-probs of a Hugging Face folder, by transformers."""
 
 
-def of(folder, texts):
+def of(folder, texts, dtype="float32"):
     """[texts][tokens - 1] log-probs of each token after the first, given those before."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     with torch.no_grad():
         rows = [(torch.tensor(text), model(torch.tensor([text])).logits[0].log_softmax(-1)) for text in texts]
     return [logprobs[:-1].gather(1, text[1:, None])[:, 0].tolist() for text, logprobs in rows]
