@@ -356,3 +356,16 @@ async def test_the_last_of_equal_answers_is_continued():
         [(messages, turns)] = rendered
         assert [[message["content"] for message in new] for new in messages] == [["1"], ["2"]]
         assert [turn.token_ids for turn in turns] == [(6, 4, 2)]
+
+
+async def test_a_request_with_its_key_in_the_body_is_answered_from_the_record():
+    policy = Policy(go=True)
+    async with serving(policy) as (_, client, session):
+        for _ in range(2):
+            agent = session.begin()
+            async with client.post(
+                f"{agent.base_url}/chat/completions", json=ASK | {"cache_salt": agent.api_key}
+            ) as response:
+                assert response.status == 200
+            session.end()
+        assert len(policy.asked) == 1 and not session.unasked
