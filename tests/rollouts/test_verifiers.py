@@ -92,7 +92,9 @@ def test_a_killed_environment_server_loses_nothing_and_pays_nothing(tmp_path):
     async def kill():
         turns.append("a turn")
         if len(turns) == 2:
-            (server,) = (child for child in psutil.Process().children(recursive=True) if "serve" in child.cmdline())
+            children = psutil.Process().children(recursive=True)
+            living = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+            (server,) = (child for child in living if "serve" in child.cmdline())
             server.kill()
             killed.append(server.pid)
 
