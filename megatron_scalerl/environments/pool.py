@@ -18,7 +18,7 @@ timeout_s.
 
 A class with `run` has one call, which may take as long as its agent asks the policy (`Session`). It has no earlier
 responses to replay: it begins anew, and its session answers what it asked before. It is tried alone after two ends of
-its process, as a run takes minutes.
+its process, as a run takes minutes, and there are as many extra processes as others.
 
 After its last try an episode fails. Its failure is its own (`repeated`) where nearly all other tries succeed
 (`rewards.outages`). Others are the tries of other rows, and the successful ones of its row; a try that ended with a
@@ -115,11 +115,11 @@ class Turn:
 class Session(Protocol):
     """What an agent talks to while its `run` is in progress. `rollouts.agents` has it."""
 
-    changed: bool
-    """Whether the try in progress asked something else than the one before it."""
-
     def begin(self) -> Agent:
         """The argument of a try: what was asked in earlier ones is answered as it was."""
+
+    def end(self) -> None:
+        """The end of a try, after which what is left of it asks nothing."""
 
     async def silent(self) -> None:
         """Return once the agent has asked nothing for environment.timeout_s."""
@@ -264,10 +264,10 @@ class EnvironmentPool:
         )
         count = section.workers or default_workers()
         self._processes = [_Process(f"environment-{n}", program, self.counters) for n in range(count)]
-        self.extra = _Process(f"environment-{count}", program, self.counters)
-        """For calls that may end their process."""
-        self.alone = asyncio.Lock()
-        """Held by the call that uses `extra`."""
+        self.extra = [_Process(f"environment-{count + n}", program, self.counters) for n in range(count)]
+        """For calls that may end their process; for steps the first alone."""
+        self.alone: asyncio.Queue[_Process] = asyncio.Queue()
+        """Those of `extra` that no call uses. Filled at the start."""
 
     async def __aenter__(self) -> EnvironmentPool:
         """Start all processes. Raises ValueError, in one line, if the class cannot be used or no process starts."""
@@ -282,6 +282,8 @@ class EnvironmentPool:
             raise
         declared = msgspec.json.decode(self._processes[0].greeting, type=Declared)
         self.tools, self.repeated_failure, self.agent = declared
+        for process in self.extra[: None if self.agent else 1]:
+            self.alone.put_nowait(process)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -290,7 +292,7 @@ class EnvironmentPool:
     async def close(self) -> None:
         """Kill all processes and fail what is outstanding; may be called twice."""
         self.end(RuntimeError("the environment pool is closed"))
-        await asyncio.gather(*(process.close() for process in (*self._processes, self.extra)))
+        await asyncio.gather(*(process.close() for process in (*self._processes, *self.extra)))
 
     def end(self, problem: RuntimeError | None) -> None:
         """Raise a problem, if there is one, in every pending and later call."""
@@ -301,7 +303,7 @@ class EnvironmentPool:
     @property
     def pids(self) -> list[int]:
         """Ids of the processes that run."""
-        return [process.pid for process in (*self._processes, self.extra) if process.pid is not None]
+        return [process.pid for process in (*self._processes, *self.extra) if process.pid is not None]
 
     def emptiest(self, tried: Sequence[_Process]) -> _Process:
         """The process with the fewest episodes of those that did not fail last, if possible none of `tried`."""
@@ -333,10 +335,14 @@ class Episode:
     async def __aenter__(self) -> Episode:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+    async def __aexit__(self, kind: object, problem: BaseException | None, traceback: object) -> None:
         self._leave()
-        if kind is None and not self._failed:
+        if self._failed:
+            return
+        if problem is None:
             self._pool.outages.ended("")
+        if isinstance(problem, EnvironmentFailed) and problem.reason not in ("prompt", "time"):
+            self._pool.end(self._pool.outages.ended(str(problem), self._key))
 
     async def reset(self) -> tuple[Message, ...]:
         """Begin; the first messages. Is called once."""
@@ -395,14 +401,14 @@ class Episode:
         raise AssertionError
 
     async def _try_alone(self, argument: Argument) -> Turn:
-        async with self._pool.alone:
-            extra = self._pool.extra
-            try:
-                if extra.pending:  # of a caller that was cancelled
-                    await extra.end()
-                return await self._try(argument, extra)
-            finally:
-                self._leave()
+        extra = await self._pool.alone.get()
+        try:
+            if extra.pending:  # of a caller that was cancelled
+                await extra.end()
+            return await self._try(argument, extra)
+        finally:
+            self._leave()
+            self._pool.alone.put_nowait(extra)
 
     async def _try(self, argument: Argument, process: _Process) -> Turn:
         """One try, in its process or else in `process`; leaves it if the try fails."""
@@ -442,9 +448,11 @@ class Episode:
             elif argument is not None:
                 session = argument
                 request = replace(request, agent=session.begin())
-            reply = await self.process.call(request, session)
-            if session is not None and session.changed:
-                raise EnvironmentFailed(f"{head}: a fresh run asked something else", reason="changed", alone=False)
+            try:
+                reply = await self.process.call(request, session)
+            finally:
+                if session is not None:
+                    session.end()
             if reply.failure:
                 raise EnvironmentFailed(f"{head}: {printable(reply.error[-ERROR_CHARS:])}", reason=reply.failure)
             return _turn(bytes(reply.turn), first=first), hashlib.sha256(reply.turn).digest()

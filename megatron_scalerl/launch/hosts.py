@@ -284,7 +284,10 @@ def files_needed(recipe: Recipe, joined: int = 0) -> int:
     completions = PER_COMPLETION * engines * recipe.rollouts.max_in_flight
     workers = (recipe.rewards.workers or default_workers()) + (recipe.rollouts.decoders or default_workers())
     processes = engines + recipe.trainer.world_size + workers
-    return completions + PER_PROCESS * processes + MARGIN
+    needed = completions + PER_PROCESS * processes + MARGIN
+    if recipe.environment.name is not None:
+        needed *= 2  # half of them for agents (`rollouts.agents.AgentServer`)
+    return needed
 
 
 def allow_open_files(recipe: Recipe) -> None:

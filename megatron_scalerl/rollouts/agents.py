@@ -4,18 +4,21 @@
 
 The life of a session:
 
-    open       its key is known to the server from now on, and to nobody but its agent
+    begin      a try of `run` gets a key, which is known to the server and to nobody but its agent
     request    what arrives as ids is the context; messages are rendered after the longest conversation that they
                continue, whose ids are kept. `rollouts.trace` says which part the context continues
     answer     ids, or a message with calls of tools
-    close      requests in progress are cancelled; later ones are unknown
+    end        the try's key is unknown from now on, and its requests in progress are cancelled
+    close      what is being sampled is cancelled
 
 Each request is on record with its answer. Where `run` is tried again after a failure, requests that equal recorded
-ones get their answers, each once, so that nothing is sampled twice. `over` has the error with which the episode ends:
-a limit, or the engine's.
+ones get their answers, each once, so that nothing is sampled twice; others are new, and whether anything on record
+was left `unasked` is judged when the run has ended, as parallel branches ask in any order. `over` has the error with
+which the episode ends: a limit, or the engine's.
 
-An agent is not trusted: bodies have at most BODY_BYTES, an episode has environment.max_turns requests, ids are those
-of the vocabulary, and no setting of a request changes how the policy is sampled.
+An agent is not trusted: connections are bounded, as are the time and the bytes of a body, an episode has
+environment.max_turns requests, of which one is rendered at a time, ids are those of the vocabulary, and no setting of
+a request changes how the policy is sampled.
 """
 
 from __future__ import annotations
@@ -23,10 +26,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import resource
 import secrets
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -48,20 +52,40 @@ MODEL = "policy"
 GENERATE = "/inference/v1/generate"
 CHAT = "/v1/chat/completions"
 BODY_BYTES = 2**22
-"""Most bytes of a request: half a million tokens."""
+"""Most bytes of a request."""
+BODY_S = 60.0
+"""Time for a request to arrive, and for a connection without one (s)."""
+TOKEN_BYTES = 16
+"""Bytes of a body for each token that a context may have, beside OTHER_BYTES: an id takes 8 at most, words take 5.
+
+A decoder takes 16 us for a byte of special tokens.
+"""
+OTHER_BYTES = 2**16
+"""Bytes of a body beside its context."""
 CALL = "<tool_call>"
 """Text with which calls begin in all formats of `rollouts.tool_calls`."""
+IGNORED = """
+    model user metadata store service_tier safety_identifier prompt_cache_key stream_options priority cache_salt
+    sampling_params temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty
+"""
+"""Settings that change nothing: the run decides how its policy is sampled."""
+OF_IDS = "stop_token_ids logprobs skip_special_tokens return_token_ids routed_experts_prompt_start"
+"""Settings of clients that send ids, who get ids with log-probs in any case."""
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "stop": ([],),
     "logit_bias": ({},),
+    "logprobs": (False,),
+    "parallel_tool_calls": (True,),
     "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "tool_choice": ("auto",),
     "content_parts": ([],),
-    "features": (),
 }
-"""Settings that a request may have with these values alone, or null."""
+"""Settings that a request may have with these values alone. Of others it may have none, unless they are null."""
+
+
+REFUSED = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
+"""Errors of a request that is refused; JSON that is too deep is a RecursionError, and that a RuntimeError."""
 
 
 class LimitReached(Exception):
@@ -76,15 +100,25 @@ Ask = Callable[..., Awaitable[tuple[Part, PastTurn, Decoded]]]
 class Said:
     """A conversation after a turn of the policy."""
 
-    tools: str
-    """As JSON."""
-    flat: list[Message]
-    """All messages, the policy's too."""
-    messages: tuple[list[Message], ...]
+    messages: tuple[list[Message], ...] = ()
     """[turns] those before each turn."""
-    turns: tuple[PastTurn, ...]
-    context: tuple[Part, int]
-    """The part, and its tokens up to here."""
+    turns: tuple[PastTurn, ...] = ()
+    part: Part = Part(array("I"), 0)
+    tokens: int = 0
+    """Of the part, up to here."""
+
+
+@record
+class _Asked:
+    """A request that can be sampled."""
+
+    context: list[int]
+    tools: str = "[]"
+    """As JSON."""
+    said: Said = Said()
+    """The conversation, with the new messages."""
+    digest: Any = None
+    """Of tools and messages, to be updated."""
 
 
 class _Text(msgspec.Struct):
@@ -128,34 +162,49 @@ Reply = tuple[int, str, bytes]
 """(status, type, body) of an answer, which may be sent several times."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Entry:
     """A request on record."""
 
     digest: bytes
     answer: asyncio.Task[Reply]
-    delivered: bool = False
-    """Whether the try in progress has got the answer, or waits for it."""
+    reader: Any = None
+    """The handler of the try in progress that has got the answer, or waits for it."""
 
 
 class Session:
     """One episode of an agent; `environments.pool.Session` says what its pool needs."""
 
-    def __init__(self, agent: Agent, settings: EnvironmentSection, vocabulary: int, ask: Ask, decoders: DecoderPool):
-        """vocabulary: ids of the tokenizer."""
-        self.changed = False
+    def __init__(
+        self,
+        sessions: dict[str, Session],
+        url: str,
+        settings: EnvironmentSection,
+        ask: Ask,
+        decoders: DecoderPool,
+        *,
+        vocabulary: int,
+        tokens: int,
+    ):
+        """sessions: all, by their keys. vocabulary: ids of the policy. tokens: of a context, at most."""
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Has the error that ended the episode."""
-        self._agent = agent
+        self._agent = Agent(base_url=url, api_key="", model=MODEL)
         self._ask = ask
         self._decoders = decoders
+        self._most_bytes = tokens * TOKEN_BYTES + OTHER_BYTES
+        self._rendering = asyncio.Lock()
+        self._sessions = sessions
         self._settings = settings
         self._vocabulary = vocabulary
+        self._requests = 0
         self._record: list[_Entry] = []
-        self.unasked = False
-        """Whether an earlier try has asked what this one has not."""
-        self._said: list[Said] = []
-        self._in_flight = 0
+        self.unasked: set[_Entry] = set()
+        """What earlier tries have asked, and this one has not."""
+        self._said: dict[bytes, Said] = {}
+        """By the digest of their tools and messages, the policy's too."""
+        self._handlers: set[asyncio.Task[Any]] = set()
+        """Of the requests in flight."""
         self._asked = asyncio.Event()
         """Set while a request is in flight."""
         self._quiet = asyncio.Event()
@@ -164,11 +213,18 @@ class Session:
 
     def begin(self) -> Agent:
         """Begin a try of the run."""
-        self.changed = False
-        self.unasked = bool(self._record)
+        self.unasked = set(self._record)
         for entry in self._record:
-            entry.delivered = False
+            entry.reader = None
+        self._agent = replace(self._agent, api_key=secrets.token_urlsafe(32))
+        self._sessions[self._agent.api_key] = self
         return self._agent
+
+    def end(self) -> None:
+        """End the try: what is left of it asks nothing any more."""
+        self._sessions.pop(self._agent.api_key, None)
+        for handler in self._handlers:
+            handler.cancel()
 
     async def silent(self) -> None:
         """Return once no request was in flight for the limit."""
@@ -181,40 +237,48 @@ class Session:
                 return
 
     async def close(self) -> None:
-        """Cancel the requests in progress."""
-        await cancelled(self.over, *(entry.answer for entry in self._record))
+        """End the last try and all requests in progress."""
+        self.end()
+        await cancelled(self.over, *self._handlers, *(entry.answer for entry in self._record))
 
     async def answer(self, path: str, data: bytes) -> web.Response:
         """The answer to a request, on record or new."""
-        self._in_flight += 1
+        handler: Any = asyncio.current_task()
+        self._handlers.add(handler)
         self._quiet.clear()
         self._asked.set()
         try:
             entry = self._entry(path, data)
-            entry.delivered = True
-            if all(entry.delivered for entry in self._record):
-                self.unasked = False
+            entry.reader = handler
+            self.unasked.discard(entry)
             try:
                 status, kind, body = await asyncio.shield(entry.answer)
-            except asyncio.CancelledError:  # the agent has hung up, and may ask again
-                entry.delivered = False
+            except asyncio.CancelledError:  # the agent has hung up, and may ask again, or has done so
+                if entry.reader is handler:
+                    entry.reader = None
+                    wanted = {other.digest for other in self._record if other.reader}
+                    if entry.digest in wanted and not entry.answer.done():
+                        self._record.remove(entry)
+                        await cancelled(entry.answer)
                 raise
             return web.Response(status=status, content_type=kind, body=body)
         finally:
-            self._in_flight -= 1
-            if not self._in_flight:
+            self._handlers.remove(handler)
+            if not self._handlers:
                 self._asked.clear()
                 self._quiet.set()
 
     def _entry(self, path: str, data: bytes) -> _Entry:
+        # the key may be in the body, and each try has another one
+        data = data.replace(self._agent.api_key.encode(), b"")
         digest = hashlib.sha256(path.encode() + data).digest()
         for entry in self._record:
-            if entry.digest == digest and not entry.delivered:
+            if entry.digest == digest and not entry.reader:
                 return entry
-        self.changed |= self.unasked
-        if self.changed or self.over.done():
+        if self.over.done():
             raise web.HTTPGone(text=GONE)
-        entry = _Entry(digest, asyncio.create_task(self._new(path, data, len(self._record))))
+        entry = _Entry(digest, asyncio.create_task(self._new(path, data, self._requests)))
+        self._requests += 1
         self._record.append(entry)
         return entry
 
@@ -223,71 +287,63 @@ class Session:
         try:
             if number >= self._settings.max_turns:
                 raise LimitReached("environment.max_turns")
-            body = msgspec.json.decode(data, type=dict[str, Any])
-            body |= msgspec.convert(body.get("sampling_params", {}), dict[str, Any])
-            refused = [name for name, values in ALLOWED.items() if body.get(name) not in (None, *values)]
-            if refused:
-                raise ValueError(f"{', '.join(refused)}: leave it out, as the run decides how its policy is sampled")
-            request = msgspec.convert(body, _Body)
+            if len(data) > self._most_bytes:
+                raise LimitReached(f"a request of {len(data)} bytes leaves no room (environment.episode_tokens)")
+            try:
+                request = _read(path, data)
+                asked = await (self._messages(request) if path == CHAT else self._ids(request))
+            except REFUSED as problem:
+                return 400, "text/plain", str(problem).encode(errors="replace")
             most = min(filter(None, (request.max_tokens, request.max_completion_tokens)), default=None)
-            ask = partial(self._ask, number=number, most=most)
+            part, turn, decoded = await self._ask(asked.context, number=number, most=most, tools=asked.tools)
             if path == CHAT:
-                return await self._chat(request, ask)
-            return await self._generate(request.token_ids, ask)
-        # JSON that is too deep is a RecursionError, and that a RuntimeError
-        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as problem:
-            return 400, "text/plain", str(problem).encode(errors="replace")
-        except (LimitReached, CompletionLost, RuntimeError) as end:
+                return self._message(request, asked, part, turn, decoded)
+            values = zip(turn.token_ids, read(decoded.data).rollout_logprobs.tolist())
+            scored = [{"token": f"token_id:{token}", "logprob": value, "top_logprobs": []} for token, value in values]
+            choice = {"token_ids": turn.token_ids, "logprobs": {"content": scored}}
+            return _json({"choices": [FINISHED | choice]})
+        except (LimitReached, CompletionLost, RuntimeError, *REFUSED) as end:  # a defect of ours ends the run
             if not self.over.done():
                 self.over.set_exception(end)
             return 410, "text/plain", GONE.encode()
 
-    async def _generate(self, context: list[int], ask: Ask) -> Reply:
+    async def _ids(self, request: _Body) -> _Asked:
         """Ids after ids, in the form of vLLM."""
-        largest = max(context, default=self._vocabulary)
+        largest = max(request.token_ids, default=self._vocabulary)
         if largest >= self._vocabulary:
             raise ValueError(f"token_ids: they have to be ids below {self._vocabulary}, at least one")
-        _, turn, decoded = await ask(context, tools="[]")
-        values = zip(turn.token_ids, read(decoded.data).rollout_logprobs.tolist())
-        scored = [{"token": f"token_id:{token}", "logprob": value, "top_logprobs": []} for token, value in values]
-        choice = {"token_ids": turn.token_ids, "logprobs": {"content": scored}}
-        return _json({"choices": [FINISHED | choice]})
+        return _Asked(context=request.token_ids)
 
-    async def _chat(self, request: _Body, ask: Ask) -> Reply:
-        """A message after messages."""
-        new = list(map(_plain, request.messages))
-        if not new or new[-1]["role"] == "assistant":
+    async def _messages(self, request: _Body) -> _Asked:
+        """A message after messages, of which the longest conversation is known that has been answered."""
+        messages = list(map(_plain, request.messages))
+        if not messages or messages[-1]["role"] == "assistant":
             raise ValueError("messages: the last one has to be of user, tool or system")
         tools = msgspec.json.encode(request.tools or []).decode()
-        flat: list[Message] = []
-        before: tuple[list[Message], ...] = ()
-        turns: tuple[PastTurn, ...] = ()
-        context: list[int] = []
-        for said in self._said:
-            size = len(said.flat)
-            if said.tools == tools and size > len(flat) and new[:size] == said.flat:
-                flat = said.flat
-                before = said.messages
-                turns = said.turns
-                part, size = said.context
-                context = part.context[:size]
-        new = new[len(flat) :]
-        ids, whole = await self._decoders.render([*before, new], turns, tools=tools)
-        if whole:
-            context = []
-        context += ids.tolist()
-        part, turn, decoded = await ask(context, tools=tools)
+        digest = hashlib.sha256(tools.encode())
+        before = Said()
+        known = 0
+        for size, message in enumerate(messages, 1):
+            digest.update(msgspec.json.encode(message, order="sorted"))
+            if digest.digest() in self._said:
+                before = self._said[digest.digest()]
+                known = size
+        said = replace(before, messages=(*before.messages, messages[known:]))
+        async with self._rendering:
+            ids, whole = await self._decoders.render(said.messages, said.turns, tools=tools)
+        context = ids.tolist()
+        if not whole:
+            context = [*said.part.context[: said.tokens], *context]
+        return _Asked(context=context, tools=tools, said=said, digest=digest)
+
+    def _message(self, request: _Body, asked: _Asked, part: Part, turn: PastTurn, decoded: Decoded) -> Reply:
+        """The answer to messages."""
         message = _message(decoded.text or "", decoded.tool_calls, f"call_{len(self._said)}")
-        size = len(context) + len(turn.token_ids)
-        said = Said(
-            tools=tools,
-            flat=[*flat, *new, _plain(msgspec.convert(message, _Message))],
-            messages=(*before, new),
-            turns=(*turns, turn),
-            context=(part, size),
-        )
-        self._said.append(said)
-        usage = {"prompt_tokens": len(context), "completion_tokens": len(turn.token_ids), "total_tokens": size}
+        size = len(asked.context) + len(turn.token_ids)
+        asked.digest.update(msgspec.json.encode(_plain(msgspec.convert(message, _Message)), order="sorted"))
+        turns = (*asked.said.turns, turn)
+        self._said[asked.digest.digest()] = replace(asked.said, turns=turns, part=part, tokens=size)
+        usage = {"prompt_tokens": len(asked.context), "completion_tokens": len(turn.token_ids), "total_tokens": size}
         choice = dict(FINISHED)
         if "tool_calls" in message:
             choice["finish_reason"] = "tool_calls"
@@ -300,6 +356,19 @@ class Session:
 
 FINISHED = {"index": 0, "finish_reason": "stop"}
 GONE = "the episode has ended"
+
+
+def _read(path: str, data: bytes) -> _Body:
+    """A request. Raises ValueError, RecursionError for what is none, and for settings that are not honored."""
+    body = msgspec.json.decode(data, type=dict[str, Any])
+    body |= msgspec.convert(body.get("sampling_params", {}), dict[str, Any])
+    taken = [*_Body.__struct_fields__, *IGNORED.split()]
+    if path == GENERATE:
+        taken += OF_IDS.split()
+    refused = [name for name in body.keys() - set(taken) if body[name] not in (None, *ALLOWED.get(name, ()))]
+    if refused:
+        raise ValueError(f"{', '.join(refused)}: leave it out, as the run decides how its policy is sampled")
+    return msgspec.convert(body, _Body)
 
 
 def _json(value: dict[str, Any]) -> Reply:
@@ -326,7 +395,7 @@ def _plain(message: _Message) -> Message:
 def _function(function: _Function) -> dict[str, Any]:
     """A call as chat templates read it: arguments are no text if they are JSON."""
     arguments: Any = function.arguments
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         arguments = msgspec.json.decode(arguments)
     return {"name": function.name, "arguments": arguments}
 
@@ -350,12 +419,23 @@ def _message(text: str, calls: Sequence[ToolCall], prefix: str) -> dict[str, Any
     return message
 
 
+class _Refused(asyncio.Protocol):
+    """A connection beyond the bound."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Close it."""
+        transport.close()
+
+
 class AgentServer:
-    """The server of all sessions; `async with` starts and closes it."""
+    """The server of all sessions; `async with` starts and closes it.
+
+    Connections: at most half of the files that this process may open (`launch.hosts.files_needed`), whoever has them.
+    """
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
-        """By their keys."""
+        """By the keys of their tries."""
 
     async def __aenter__(self) -> AgentServer:
         application = web.Application(client_max_size=BODY_BYTES)
@@ -363,25 +443,32 @@ class AgentServer:
         for path in (GENERATE, CHAT):
             application.router.add_post(path, self._post)
         # a handler ends when its agent hangs up
-        self._runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
+        self._runner = web.AppRunner(
+            application, access_log=None, handler_cancellation=True, keepalive_timeout=BODY_S, shutdown_timeout=1.0
+        )
         await self._runner.setup()
-        await web.TCPSite(self._runner, HOST, 0).start()
+        self._server = await asyncio.get_running_loop().create_server(self._protocol, HOST, 0)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
+        self._server.close()
         await self._runner.cleanup()
 
+    def _protocol(self) -> asyncio.BaseProtocol:
+        server: Any = self._runner.server
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 0 < files // 2 <= len(server.connections):  # without a limit it is negative
+            return _Refused()
+        return server()  # type: ignore[no-any-return]
+
     @contextlib.asynccontextmanager
-    async def session(self, *arguments: Any) -> AsyncIterator[Session]:
-        """A session in a block; the arguments of `Session` after its agent."""
-        key = secrets.token_urlsafe(32)
-        port = self._runner.addresses[0][1]
-        agent = Agent(base_url=f"http://{HOST}:{port}/v1", api_key=key, model=MODEL)
-        session = self._sessions[key] = Session(agent, *arguments)
+    async def session(self, *arguments: Any, **limits: Any) -> AsyncIterator[Session]:
+        """A session in a block; the arguments of `Session` after its address."""
+        port = self._server.sockets[0].getsockname()[1]
+        session = Session(self._sessions, f"http://{HOST}:{port}/v1", *arguments, **limits)
         try:
             yield session
         finally:
-            del self._sessions[key]
             await session.close()
 
     def _of(self, request: web.Request, data: bytes = b"") -> Session:
@@ -400,6 +487,10 @@ class AgentServer:
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
     async def _post(self, request: web.Request) -> web.Response:
-        data = await request.read()
+        try:
+            async with time_limit(BODY_S):
+                data = await request.read()
+        except TimeoutError:
+            raise web.HTTPRequestTimeout from None
         session = self._of(request, data)
         return await session.answer(request.path, data)

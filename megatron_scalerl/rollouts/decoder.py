@@ -34,7 +34,7 @@ from megatron_scalerl.rewards.math import extract_answer
 from megatron_scalerl.rollouts.tool_calls import ToolParser, tool_parser
 from megatron_scalerl.types import Completion, CompletionLost
 
-TOOL_SETS = 64
+TOOL_SETS = 16
 """Sets of tools for which a process keeps a renderer."""
 
 
@@ -157,9 +157,12 @@ class Decoding:
 
     def __call__(self, head: bytes, body: bytes) -> Answer:
         """The reply to a request and its bytes."""
-        request = self._request.decode(head)
-        if request.messages:
-            return self._rendered(request)
+        try:
+            request = self._request.decode(head)
+            if request.messages:
+                return self._rendered(request)
+        except (ValueError, RecursionError) as error:
+            return Answer(head=Reply(error=str(error)))
         try:
             arrays = completion(body, plan=request.plan, seed=request.seed, where=request.where)
         except EngineError as error:
@@ -178,11 +181,9 @@ class Decoding:
         return Answer(head=Reply(decoded=decoded), body=write(arrays))
 
     def _rendered(self, request: Request) -> Answer:
-        try:
-            renderer, _ = self._talk(request.tools)
-            ids, rewritten = renderer.next(request.messages, request.turns)
-        except ValueError as error:
-            return Answer(head=Reply(error=str(error)))
+        """Raises ValueError, and RecursionError for nested messages and tools."""
+        renderer, _ = self._talk(request.tools)
+        ids, rewritten = renderer.next(request.messages, request.turns)
         return Answer(head=Reply(rewritten=rewritten), body=np.array(ids, dtype="<u4").tobytes())
 
 

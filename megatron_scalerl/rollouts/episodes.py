@@ -142,13 +142,8 @@ class EpisodeSampler(Sampler):
                 reason = "time"
                 end = f"no turn ended within {self._settings.episode_timeout_s:g} s (environment.episode_timeout_s)"
             if not trace.turns:
-                raise self._fail(f"{self._environments.subject}: {end}", reason)
+                raise EnvironmentFailed(f"{self._environments.subject}: {end}", reason=reason)
         return await self._scored(prompt, trace, draw)
-
-    def _fail(self, problem: str, reason: str) -> EnvironmentFailed:
-        """The error of an episode whose calls did not fail."""
-        self._environments.end(self._environments.outages.ended(problem))
-        return EnvironmentFailed(problem, reason=reason)
 
     async def _first(self, environment: Episode) -> tuple[Sequence[Message], np.ndarray]:
         """The first messages, and their ids [P]. Raises EnvironmentFailed."""
@@ -177,19 +172,25 @@ class EpisodeSampler(Sampler):
             ids, rewritten = await self._rendered(messages, trace.turns)
             context = ids.tolist()
             if not rewritten:
-                context = part.context + context
+                context = [*part.context, *context]
 
     async def _run(self, environment: Episode, trace: Trace, ask: Ask) -> None:
         """Let an agent ask the policy until it returns."""
+        tokens = len(trace.prompt) + self._most_tokens
+        limits = {"vocabulary": self._plans.vocabulary, "tokens": tokens}
         async with (
-            self._agents.session(self._settings, self._plans.vocabulary, ask, self._decoders) as session,
+            self._agents.session(self._settings, ask, self._decoders, **limits) as session,
             race(environment.run(session), asyncio.shield(session.over)) as (run, _),
         ):
-            if session.over.done():
-                session.over.result()
-            reward = run.result()
+            outcome = session.over if session.over.done() else run
+            problem = outcome.exception()
             if session.unasked:
-                raise self._fail(f"{self._environments.subject}: a fresh run asked less", "changed")
+                if isinstance(problem, LimitReached | None):
+                    subject = self._environments.subject
+                    raise EnvironmentFailed(f"{subject}: a fresh run did not ask the same", reason="changed")
+                if isinstance(problem, EnvironmentFailed):  # what was sampled is not of one run
+                    problem.repeated = False
+            reward = outcome.result()
         trace.truncated = False
         if reward is not None:
             trace.rewards.append(reward)
@@ -201,7 +202,7 @@ class EpisodeSampler(Sampler):
         try:
             return await self._decoders.render(messages, turns)
         except ValueError as problem:
-            raise self._fail(str(problem), "template") from None
+            raise EnvironmentFailed(str(problem), reason="template") from None
 
     async def _ask(
         self,
@@ -223,9 +224,9 @@ class EpisodeSampler(Sampler):
         if room <= 0:
             raise LimitReached(f"a context of {len(context)} tokens leaves no room (environment.episode_tokens)")
         if not trace.begins(context):
-            raise self._fail(
+            raise EnvironmentFailed(
                 "prompts.chat_template: the first token of a conversation is not that of the episode's prompt",
-                "template",
+                reason="template",
             )
         spec = self._spec(trace, self._plans.turn(draw, number), priority)
         budgets = (spec.max_tokens, room, self._settings.turn_tokens, most)
@@ -247,7 +248,7 @@ class EpisodeSampler(Sampler):
 
     async def _scored(self, prompt: Prompt, trace: Trace, draw: Draw) -> ScoredCompletion:
         parts = trace.parts(draw)
-        completion = facts_of_parts(parts, trace.shared)
+        completion = replace(facts_of_parts(parts, trace.shared), turns=len(trace.turns))
         sampled = completion.sampled_tokens
         total = float(sum(trace.rewards))
         if trace.failure:

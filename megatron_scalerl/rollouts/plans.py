@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_scalerl.engine.client import SamplingSpec
 from megatron_scalerl.engine.interruption import Plan, draw_cut, plan_ids, tag_variants
 from megatron_scalerl.engine.options import training_seeds
-from megatron_scalerl.prompts.end_tokens import end_token_ids
+from megatron_scalerl.prompts.end_tokens import end_token_ids, text_config
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 from megatron_scalerl.rollouts.decoder import AnswerFormat
@@ -85,7 +85,9 @@ class Plans:
         self._think_end_first, self._think_end_last = tag_variants(tokenizer, self._think_end_ids)
         self._seeds = training_seeds(recipe)
         self._special_ids = frozenset(tokenizer.all_special_ids)
-        self.vocabulary = 1 + max(tokenizer.get_vocab().values())
+        words = 1 + max(tokenizer.get_vocab().values())
+        self.vocabulary = text_config(recipe.policy.path).get("vocab_size", words)
+        """Ids that an engine may sample: rows of the embedding, which may be more than the tokenizer has."""
 
     @property
     def most_tokens(self) -> int:

@@ -80,6 +80,9 @@ def _call(parsed: Any) -> ToolCall:
     # formats other than JSON have texts as they are, which the parser notes
     if readable and error in ("ok", "invalid_json"):
         call = ToolCall(name=parsed.name, arguments=parsed.arguments, raw=parsed.raw)
-        msgspec.json.encode(call)  # raises ValueError for half of a surrogate pair
+        nested: Any = call
+        for _ in range(32):  # deeper than in a Reply
+            nested = [nested]
+        msgspec.json.encode(nested)  # raises ValueError for half of a surrogate pair, RecursionError
         return call
     return ToolCall(raw=parsed.raw, error="malformed_structure" if error == "ok" else error)

@@ -6,7 +6,10 @@ context, a conversation of a sub-agent. So each token that the policy sampled is
 in which it was sampled.
 """
 
+from __future__ import annotations
+
 import contextlib
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -25,8 +28,8 @@ from megatron_scalerl.types import ExpertChoices
 class Part:
     """A context and the turns in it."""
 
-    context: list[int]
-    """The tokens of the group's prompt with which it begins, then what it has written."""
+    context: array[int]
+    """The tokens of the group's prompt with which it begins, then what it has written, as `I`: compared at once."""
     shared: int
     """Tokens of the group's prompt."""
     pieces: list[RolloutArrays] = field(default_factory=list)
@@ -68,11 +71,12 @@ class Trace:
     @contextlib.contextmanager
     def turn(self, context: list[int]) -> Iterator[Part]:
         """A block in which the policy continues a context [N]; the part to which `add` appends the turn."""
-        idle = [part for part in self._parts if not part.busy and context[: len(part.context)] == part.context]
+        ids = array("I", context)
+        idle = [part for part in self._parts if not part.busy and ids[: len(part.context)] == part.context]
         part = max(idle, key=lambda part: len(part.context), default=None)
         if part is None:
             shared = self.begins(context)
-            part = Part(context[:shared], shared)
+            part = Part(ids[:shared], shared)
         part.busy = True
         try:
             yield part
@@ -87,7 +91,7 @@ class Trace:
             part.pieces.append(_environment(new, arrays))
         part.pieces.append(arrays)
         turn = PastTurn(token_ids=tuple(arrays.token_ids.tolist()), answer_start=decoded.answer_start)
-        part.context = [*context, *turn.token_ids]
+        part.context = array("I", [*context, *turn.token_ids])
         if part not in self._parts:
             self._parts.append(part)
         self.turns.append(turn)

@@ -16,13 +16,16 @@ class Session:
     """Asks nothing; `quiet` ends the wait for a request."""
 
     def __init__(self):
-        self.changed = False
         self.tries = 0
+        self.ends = 0
         self.quiet = asyncio.Event()
 
     def begin(self):
         self.tries += 1
         return Agent(base_url="http://127.0.0.1:1/v1", api_key="k", model="policy")
+
+    def end(self):
+        self.ends += 1
 
     async def silent(self):
         await self.quiet.wait()
@@ -63,7 +66,7 @@ async def test_what_a_run_returns_is_the_reward(name, tmp_path):
         ):
             session = Session()
             assert (await ran(pool, text, session)).reason == reason
-            assert session.tries == 3
+            assert session.tries == session.ends == 3
 
 
 async def test_a_coroutine_that_hangs_is_cancelled_and_its_process_lives(tmp_path, monkeypatch):
@@ -98,7 +101,8 @@ async def test_a_run_that_ends_its_process_is_tried_alone_at_last_only(tmp_path)
         session = Session()
         failure = await ran(pool, "exit", session)
         assert (failure.reason, failure.repeated, session.tries) == ("died", True, 3)
-        assert pool.extra.pid is None or pool.counters["restarts"] == 2
+        assert [process.pid for process in pool._processes] == [None, None]
+        assert [process._started for process in pool.extra] == [True, False]
 
 
 async def test_the_run_of_a_cancelled_caller_is_cancelled(tmp_path, monkeypatch):
@@ -113,8 +117,22 @@ async def test_the_run_of_a_cancelled_caller_is_cancelled(tmp_path, monkeypatch)
         assert pool.pids == pids
 
 
-async def test_a_run_that_asked_something_else_has_changed(tmp_path):
+async def test_runs_whose_process_ended_twice_do_not_wait_for_each_other(tmp_path):
+    async with pool_of("Runs", tmp_path, workers=2) as pool:
+        calls = [asyncio.create_task(ran(pool, "time.sleep(2) or True")) for _ in range(4)]
+        for _ in range(2):
+            await until(lambda: sum(len(process.pending) for process in pool._processes) == 4)
+            for process in pool._processes:
+                await process.end()
+        await until(lambda: all(process.pending for process in pool.extra))
+        assert await asyncio.gather(*calls) == [True] * 4
+
+
+async def test_a_failure_outside_of_the_calls_counts_against_its_row(tmp_path):
     async with pool_of("Runs", tmp_path) as pool:
-        session = Session()
-        session.changed = True
-        assert (await ran(pool, "1 / 0", session)).reason == "changed" and session.tries == 1
+        for reason in ("silent", "changed", "template", "time", "prompt"):
+            with pytest.raises(EnvironmentFailed):
+                async with pool.episode({"text": "True"}) as episode:
+                    await episode.run(Session())
+                    raise EnvironmentFailed("no", reason=reason)
+        assert list(pool.outages._ends) == [(episode._key, True)] * 3

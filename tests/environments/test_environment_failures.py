@@ -153,15 +153,15 @@ async def test_no_suspect_shares_its_process_with_the_call_of_a_cancelled_one(tm
         await until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
         os.kill(pool.pids[0], signal.SIGKILL)
         files = [tmp_path / f"{n}.pid" for n in range(2)]
-        await until(lambda: str(pool.extra.pid) in [file.read_text() for file in files])
-        alone = pool.extra.pid
+        await until(lambda: str(pool.extra[0].pid) in [file.read_text() for file in files])
+        alone = pool.extra[0].pid
         calls = [first, second]
         if files[1].read_text() == str(alone):
             calls.reverse()
             files.reverse()
         calls[0].cancel()
-        await until(lambda: files[1].read_text() == str(pool.extra.pid))
-        assert pool.extra.pid != alone
+        await until(lambda: files[1].read_text() == str(pool.extra[0].pid))
+        assert pool.extra[0].pid != alone
         (tmp_path / "go").touch()
         assert (await calls[1])[1][1:] == (0.5, False)
 

@@ -150,7 +150,11 @@ class Hostile:
         """Requests that are refused, with what their refusals say."""
         ask = [user("7+2=")]
         image = [{"type": "image_url", "image_url": {"url": "data:"}}]
-        deep = b'{"messages": ' + b"[" * 100_000
+        deep = b'{"messages": ' + b"[" * 50_000
+        tools = b'{"messages": [{"role": "user", "content": "7+2="}], "tools": [%b1%b]}' % (
+            b'{"a":' * 1200,
+            b"}" * 1200,
+        )
         cases = [
             ("/v1/chat/completions", {"messages": ask, "n": 5}),
             ("/v1/chat/completions", {"messages": ask, "stop": ["x"]}),
@@ -161,6 +165,7 @@ class Hostile:
             ("/inference/v1/generate", {"token_ids": [1, -1], "sampling_params": {}}),
             ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"n": 2}}),
             ("/v1/chat/completions", deep),
+            ("/v1/chat/completions", tools),
             ("/v1/chat/completions", b" " * 10**8),
         ]
         (self.folder / "refused.json").write_text(json.dumps([self.status(*case) for case in cases]))
@@ -171,8 +176,8 @@ class Hostile:
             post(self.agent, path, body)
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()[:200]
-        except (urllib.error.URLError, OSError) as error:  # the server may close before the whole body is sent
-            return 413, type(error).__name__
+        except urllib.error.URLError as error:
+            return 0, str(error)
         return 200, ""
 
     def million(self):

@@ -157,9 +157,9 @@ def test_what_was_asked_before_a_failure_is_answered_from_the_record(how, tmp_pa
 def test_a_run_that_asks_something_else_after_a_failure_begins_anew(then, tmp_path):
     (tmp_path / "count").write_text("")
     row = row_of(file=str(tmp_path / "count"), how="raise", then=then)
-    result, engine, _ = run(tmp_path, "Again", *[said("</think>7<eos>")] * 3, row=row)
+    result, engine, _ = run(tmp_path, "Again", *[said("</think>7<eos>")] * 5, row=row)
     assert result.score == Score(correct=True, reward=1.0) and result.completion.turns == 2
-    assert len(engine.asked) == 3 and (tmp_path / "count").read_text() == "xxx"
+    assert len(engine.asked) == {"other": 5, "less": 3}[then] and (tmp_path / "count").read_text() == "xxx"
 
 
 def hostile(folder, how, script, **options):
@@ -173,9 +173,9 @@ def test_what_is_refused_says_why_and_the_episode_goes_on(tmp_path):
     result, engine, _ = hostile(tmp_path, "refused", [TURN] * 2, max_turns=16)
     assert result.completion.turns == 2 and len(engine.asked) == 2
     answers = json.loads((tmp_path / "refused.json").read_text())
-    assert [status for status, _ in answers] == [400] * 9 + [413]
-    words = ("n:", "stop:", "image_url", "messages:", "prompts.chat_template", "token_ids:", "token_ids", "n:")
-    for word, (_, text) in zip(words, answers):
+    assert [status for status, _ in answers] == [400] * 10 + [413]
+    words = ["n:", "stop:", "image_url", "messages:", "prompts.chat_template", "token_ids:", "token_ids", "n:"]
+    for word, (_, text) in zip([*words, "", "", "Maximum request body size"], answers, strict=True):
         assert word in text, (word, text)
 
 
@@ -208,7 +208,7 @@ def test_an_agent_that_fails_is_lost_and_nothing_is_sampled_again(how, reason, t
     monkeypatch.setattr("megatron_scalerl.environments.pool.GRACE_S", 0.5)
     result, engine, _ = hostile(tmp_path, how, [TURN] * 2, timeout_s=2.0)
     assert result.reason == f"environment_{reason}"
-    assert len(engine.asked) == 2 if how == "nan" else 1
+    assert len(engine.asked) == (2 if how == "nan" else 1)
 
 
 def test_a_failure_of_the_agent_alone_is_wrong(tmp_path, monkeypatch):

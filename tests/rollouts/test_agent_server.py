@@ -8,10 +8,11 @@ import aiohttp
 import numpy as np
 import pytest
 from scripted_episodes import arrays
-from waiting import until
+from waiting import passes, until
 
 from megatron_scalerl.prompts.turns import PastTurn
 from megatron_scalerl.recipe.sections import EnvironmentSection
+from megatron_scalerl.rollouts import agents
 from megatron_scalerl.rollouts.agents import BODY_BYTES, AgentServer, LimitReached
 from megatron_scalerl.rollouts.trace import Part
 
@@ -28,6 +29,7 @@ class Policy:
             self.go.set()
         self.asked = []
         self.error = error
+        self.said = ()
 
     async def render(self, messages, turns, *, tools):
         return np.array([7]), True
@@ -37,7 +39,11 @@ class Policy:
         await self.go.wait()
         if self.error is not None:
             raise self.error
-        return Part(context, 0), PastTurn(token_ids=(4, 2), answer_start=0), arrays("9<eos>", 0)
+        return Part(context, 0), PastTurn(token_ids=(*self.said, 4, 2), answer_start=0), arrays("9<eos>", 0)
+
+
+def session_of(server, policy, tokens=20):
+    return server.session(SETTINGS, policy.ask, policy, vocabulary=20, tokens=tokens)
 
 
 @contextlib.asynccontextmanager
@@ -46,7 +52,7 @@ async def serving(policy):
     async with (
         AgentServer() as server,
         aiohttp.ClientSession() as client,
-        server.session(SETTINGS, 20, policy.ask, policy) as session,
+        session_of(server, policy) as session,
     ):
         yield server, client, session
 
@@ -64,7 +70,7 @@ async def test_a_key_is_of_its_episode_alone_and_ends_with_it():
     policy = Policy(go=True)
     async with serving(policy) as (server, client, session):
         agent = session.begin()
-        async with server.session(SETTINGS, 20, policy.ask, policy) as other:
+        async with session_of(server, policy) as other:
             last = other.begin()
             assert last.api_key != agent.api_key and await status(client, last) == 200
         assert await status(client, last) == 401
@@ -90,11 +96,14 @@ async def test_a_body_without_end_is_refused_before_it_is_read_whole():
 
 async def test_requests_in_progress_end_with_the_session():
     policy = Policy()
-    async with serving(policy) as (_, client, session):
-        call = asyncio.create_task(status(client, session.begin()))
-        await until(lambda: policy.asked)
-    with pytest.raises(aiohttp.ClientError):
-        await call
+    async with AgentServer() as server, aiohttp.ClientSession() as client:
+        async with session_of(server, policy) as session:
+            call = asyncio.create_task(status(client, session.begin()))
+            await until(lambda: policy.asked)
+            [entry] = session._record
+        assert entry.answer.cancelled() and not session._handlers
+        with pytest.raises(aiohttp.ClientError):
+            await call
 
 
 async def test_an_agent_that_hangs_up_and_asks_again_gets_the_same_answer():
@@ -104,7 +113,7 @@ async def test_an_agent_that_hangs_up_and_asks_again_gets_the_same_answer():
         call = asyncio.create_task(status(client, agent))
         await until(lambda: policy.asked)
         call.cancel()
-        await until(lambda: not session._in_flight)
+        await until(lambda: not session._handlers)
         again = [asyncio.create_task(status(client, agent)) for _ in range(2)]
         await until(lambda: len(policy.asked) == 2)
         policy.go.set()
@@ -145,3 +154,218 @@ async def test_the_answer_to_a_streaming_client_is_one_chunk():
         assert response.content_type == "text/event-stream" and end == "data: [DONE]"
         [choice] = json.loads(chunk.removeprefix("data: "))["choices"]
         assert choice["delta"]["role"] == "assistant" and choice["finish_reason"] == "stop"
+
+
+def asking(text, **settings):
+    return {"json": {"messages": [{"role": "user", "content": text}], **settings}}
+
+
+async def test_parallel_branches_may_ask_in_another_order_when_they_are_tried_again():
+    policy = Policy(go=True)
+    async with serving(policy) as (_, client, session):
+        agent = session.begin()
+        for text in ("a", "b", "b2"):
+            assert await status(client, agent, **asking(text)) == 200
+        session.end()
+        agent = session.begin()
+        for text in ("a", "b", "a2"):
+            assert await status(client, agent, **asking(text)) == 200
+        assert session.unasked
+        assert await status(client, agent, **asking("b2")) == 200
+        assert not session.unasked and len(policy.asked) == 4
+
+
+async def test_what_is_left_of_a_try_asks_nothing_in_the_next_one():
+    policy = Policy()
+    async with serving(policy) as (_, client, session):
+        agent = session.begin()
+        call = asyncio.create_task(status(client, agent))
+        await until(lambda: policy.asked)
+        session.end()
+        with pytest.raises(aiohttp.ClientError):
+            await call
+        assert await status(client, agent) == 401
+        policy.go.set()
+        last = session.begin()
+        assert await status(client, agent) == 401
+        assert await status(client, last) == 200
+        assert len(policy.asked) == 1 and not session.unasked
+
+
+async def test_a_request_that_is_repeated_before_its_hang_up_is_seen_is_sampled_once():
+    policy = Policy()
+    async with serving(policy) as (_, client, session):
+        agent = session.begin()
+        first = asyncio.create_task(status(client, agent))
+        await until(lambda: policy.asked)
+        again = asyncio.create_task(status(client, agent))
+        await until(lambda: len(policy.asked) == 2)
+        first.cancel()
+        await until(lambda: len(session._handlers) == 1)
+        policy.go.set()
+        assert await again == 200
+        assert len(session._record) == 1 and not session.over.done()
+        # an equal request is a second sample
+        assert await status(client, agent) == 200 and len(policy.asked) == 3
+
+
+async def test_a_defect_of_ours_ends_the_episode_with_its_error():
+    policy = Policy(KeyError("ours"), go=True)
+    async with serving(policy) as (_, client, session):
+        assert await status(client, session.begin()) == 410
+        assert isinstance(session.over.exception(), KeyError)
+
+
+async def answer(client, agent, path="/v1/chat/completions", **body):
+    """(status, text) of an answer."""
+    headers = {"Authorization": f"Bearer {agent.api_key}"}
+    async with client.post(agent.base_url.removesuffix("/v1") + path, json=body, headers=headers) as response:
+        return response.status, await response.text()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("chat_template_kwargs", {"enable_thinking": False}),
+        ("continue_final_message", True),
+        ("add_generation_prompt", False),
+        ("functions", [{}]),
+        ("parallel_tool_calls", False),
+        ("logprobs", True),
+        ("stop_token_ids", [5]),
+        ("min_tokens", 5),
+        ("reasoning_effort", "low"),
+        ("n", 2),
+        ("structured_outputs", {}),
+    ],
+)
+async def test_settings_that_are_not_honored_are_refused_by_name(name, value):
+    policy = Policy(go=True)
+    async with serving(policy) as (_, client, session):
+        agent = session.begin()
+        code, text = await answer(client, agent, **ASK, **{name: value})
+        assert code == 400 and text.startswith(f"{name}:")
+        assert await status(client, agent, json=ASK | {name: None, "temperature": 0.1, "seed": 1}) == 200
+        assert len(policy.asked) == 1
+
+
+async def test_settings_that_clients_of_ids_send_are_taken():
+    """Those of renderers.client 0.2, which the train client of verifiers calls."""
+    policy = Policy(go=True)
+    async with serving(policy) as (_, client, session):
+        sampling = {"stop_token_ids": [2], "logprobs": 1, "skip_special_tokens": False, "temperature": 1.0}
+        body = {"model": "policy", "token_ids": [1, 5], "sampling_params": sampling | {"max_tokens": 7}}
+        code, text = await answer(
+            client, session.begin(), "/inference/v1/generate", **body, cache_salt="k", priority=0
+        )
+        assert code == 200 and json.loads(text)["choices"][0]["token_ids"] == [4, 2]
+        [(context, options)] = policy.asked
+        assert context == [1, 5] and options["most"] == 7
+
+
+async def test_a_request_beyond_what_the_context_may_hold_is_not_rendered():
+    policy = Policy(go=True)
+    async with serving(policy) as (_, client, session):
+        agent = session.begin()
+        assert await status(client, agent, **asking("<|im_end|>" * 5000)) == 200
+        assert await status(client, agent, **asking("x", tools=[{"a": "<|im_end|>" * 7000}])) == 410
+        assert len(policy.asked) == 1 and isinstance(session.over.exception(), LimitReached)
+
+
+async def test_one_request_of_a_session_is_rendered_at_a_time():
+    policy = Policy(go=True)
+    rendering = []
+    most = []
+
+    async def render(messages, turns, *, tools):
+        rendering.append(1)
+        most.append(len(rendering))
+        await passes()
+        rendering.pop()
+        return np.array([7]), True
+
+    policy.render = render
+    async with serving(policy) as (_, client, session):
+        agent = session.begin()
+        assert await asyncio.gather(*(status(client, agent, **asking(text)) for text in "abc")) == [200] * 3
+    assert most == [1, 1, 1]
+
+
+async def test_a_body_that_does_not_arrive_is_given_up(monkeypatch):
+    monkeypatch.setattr(agents, "BODY_S", 0.3)
+    policy = Policy(go=True)
+    async with serving(policy) as (_, _, session):
+        agent = session.begin()
+        port = int(agent.base_url.split(":")[2].removesuffix("/v1"))
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {agent.api_key}\r\n"
+        writer.write(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        assert b" 408 " in await asyncio.wait_for(reader.readline(), 30)
+        writer.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head.encode())
+        assert await asyncio.wait_for(reader.read(), 30) == b""
+        writer.close()
+
+
+async def test_a_slow_body_does_not_hold_the_end_of_the_run():
+    async with serving(Policy()) as (server, _, session):
+        agent = session.begin()
+        port = int(agent.base_url.split(":")[2].removesuffix("/v1"))
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {agent.api_key}\r\n"
+        writer.write(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        await until(lambda: server._runner.server.requests_count)
+        await asyncio.wait_for(server._runner.cleanup(), 30)
+        writer.close()
+
+
+async def test_connections_take_at_most_half_of_the_files_of_the_process(monkeypatch):
+    monkeypatch.setattr(agents.resource, "getrlimit", lambda _: (20, 20))
+    async with serving(Policy(go=True)) as (server, client, session):
+        agent = session.begin()
+        assert await status(client, agent) == 200
+        port = int(agent.base_url.split(":")[2].removesuffix("/v1"))
+        pairs = [await asyncio.open_connection("127.0.0.1", port) for _ in range(30)]
+        await until(lambda: len(server._runner.server.connections) >= 10)
+        reader, _ = pairs[-1]
+        assert await asyncio.wait_for(reader.read(), 30) == b""
+        assert len(server._runner.server.connections) == 10
+        assert await status(client, agent) == 200
+        for _, writer in pairs:
+            writer.close()
+
+
+async def test_the_last_of_equal_answers_is_continued():
+    policy = Policy(go=True)
+    async with serving(policy) as (_, client, session):
+        session._settings = SETTINGS.model_copy(update={"max_turns": 10})
+        agent = session.begin()
+        for thought in ((5,), (6,)):
+            policy.said = thought
+            assert await status(client, agent) == 200
+        talk = [*ASK["messages"], {"role": "assistant", "content": ""}, {"role": "user", "content": "2"}]
+        rendered = []
+
+        async def render(messages, turns, *, tools):
+            rendered.append((list(map(list, messages)), turns))
+            return np.array([7]), False
+
+        policy.render = render
+        assert await status(client, agent, json={"messages": talk}) == 200
+        [(messages, turns)] = rendered
+        assert [[message["content"] for message in new] for new in messages] == [["1"], ["2"]]
+        assert [turn.token_ids for turn in turns] == [(6, 4, 2)]
+
+
+async def test_a_request_with_its_key_in_the_body_is_answered_from_the_record():
+    policy = Policy(go=True)
+    async with serving(policy) as (_, client, session):
+        for _ in range(2):
+            agent = session.begin()
+            async with client.post(
+                f"{agent.base_url}/chat/completions", json=ASK | {"cache_salt": agent.api_key}
+            ) as response:
+                assert response.status == 200
+            session.end()
+        assert len(policy.asked) == 1 and not session.unasked

@@ -17,6 +17,7 @@ from waiting import until
 
 from megatron_scalerl.batching.rollout_bytes import read
 from megatron_scalerl.environments.response import ToolCall
+from megatron_scalerl.prompts.turns import PastTurn
 from megatron_scalerl.rollouts.decoder_pool import DecoderPool
 from megatron_scalerl.rollouts.plans import Plans
 
@@ -101,6 +102,53 @@ async def test_messages_that_the_template_refuses_are_an_error_and_the_process_g
         with pytest.raises(ValueError, match=r"^prompts\.chat_template: the tokenizer's template fails: no$"):
             await pool.render([USER, ({"role": "user", "content": "no"},)], [turn])
         assert len((await pool.render([USER, USER], [turn]))[0]) and not pool.counters["restarts"]
+
+
+@pytest.mark.slow
+async def test_what_is_nested_too_deeply_is_an_error_and_the_process_goes_on(tmp_path):
+    """Arguments that the policy wrote, in an answer of an agent, and tools."""
+    tokenizer, pool = pool_of(tmp_path)
+    turn = past(tokenizer, "2<|im_end|>")
+    errors = 0
+    async with pool:
+        for depth in (480, 940, 1100, 1300, 1480, 1490, 1500):
+            nested = '{"a":' * depth + "1" + "}" * depth
+            arguments = {}
+            for _ in range(depth):
+                arguments = {"a": arguments}
+            function = {"name": "add", "arguments": arguments}
+            message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+            for ask in (
+                pool.render([USER, (message, *USER)], [turn]),
+                pool.render([USER], [], tools=f"[{nested}]"),
+            ):
+                try:
+                    await ask
+                except (ValueError, RecursionError):
+                    errors += 1
+            text = f'<tool_call>{{"name": "add", "arguments": {nested}}}</tool_call>'
+            await decoded(pool, tokenizer, f"</think>{text}<|im_end|>")
+        assert len(await pool.render([USER], [])) == 2 and errors and not pool.counters["restarts"]
+
+
+@pytest.mark.slow
+async def test_ids_that_the_tokenizer_does_not_have_are_decoded_and_rendered(tmp_path):
+    """An engine samples any row of the embedding, which is padded in many policies."""
+    tokenizer, pool = pool_of(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 5000}}))
+    recipe = small_recipe(policy={"path": str(tmp_path)}, interruption={"enabled": False})
+    assert Plans(recipe, tokenizer).vocabulary == 5000 > len(tokenizer)
+    (tmp_path / "config.json").write_text("{}")
+    assert Plans(recipe, tokenizer).vocabulary == len(tokenizer)
+    ids = [*ids_of(tokenizer, "add</think>"), 4999, *ids_of(tokenizer, "2"), tokenizer.eos_token_id]
+    body = json.dumps(answer(token_ids=ids, logprobs=(-0.5,) * len(ids))).encode()
+    async with pool:
+        async with pool.slot():
+            said, _ = await pool.decode(body, plan=None, seed=0, where="engine-0")
+        assert said.text == "2" and read(said.data).token_ids.tolist() == ids
+        turn = PastTurn(token_ids=tuple(ids), answer_start=said.answer_start)
+        assert len((await pool.render([USER, USER], [turn]))[0])
+        assert not pool.counters["restarts"]
 
 
 def test_a_policy_that_cannot_have_the_tools_is_refused_before_a_process_starts(tmp_path):
