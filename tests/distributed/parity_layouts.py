@@ -17,6 +17,7 @@ CP2, CP4 = ({"context_parallel_size": size} for size in (2, 4))
 RECOMPUTED = dict(model=dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1))
 FIRST_LAYER = dict(model=dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1))
 EXPERTS = dict(model=dict(recompute_granularity="selective", recompute_modules=["moe"]))
+MLP = dict(model=dict(recompute_granularity="selective", recompute_modules=["mlp"]))
 """What the recipes of full size set."""
 
 

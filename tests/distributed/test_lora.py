@@ -12,7 +12,7 @@ import pytest
 import random_policies
 import torch
 from chosen import chosen
-from parity_layouts import CP2, CP4, EP2, EXPERTS, FIRST_LAYER, PLAIN, PP2, RECOMPUTED, SP, TP2
+from parity_layouts import CP2, CP4, EP2, EXPERTS, FIRST_LAYER, MLP, PLAIN, PP2, RECOMPUTED, SP, TP2
 from runner import run_ranks
 from sampling import sampled
 
@@ -35,6 +35,7 @@ ONE = {
     "qwen2 unpacked": ("qwen2", dict(rows=tuple((n,) for row in random_policies.ROWS for n in row))),
     "qwen2 recomputed": ("qwen2", RECOMPUTED),
     "qwen2 first layer recomputed": ("qwen2", FIRST_LAYER),
+    "qwen2 mlp recomputed": ("qwen2", MLP),
     "qwen3_moe recomputed": ("qwen3_moe", RECOMPUTED),
     "qwen3_moe experts recomputed": ("qwen3_moe", EXPERTS),
 }
