@@ -31,7 +31,9 @@ def terms(planned):
 
 def test_frozen_weights_have_neither_gradients_nor_moments():
     adapters = 32 * PER_RANK
-    found, whole = plan(), plan("policy.lora=null")
+    # whose largest workspace is a layer's, with and without adapters
+    full = "megatron.model={recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
+    found, whole = plan(full), plan(full, "policy.lora=null")
     weights = found.parameters.total
     memory = terms(found)
     assert memory["weights"] == 2 * (weights + adapters)
