@@ -1,6 +1,6 @@
 """A custom verifier: the answer must be a JSON list of the reference's numbers, in any order.
 
-Set it in a recipe and start the run in the folder of this file:
+Set it in a recipe, and start the run with PYTHONPATH=examples:
 
     rewards:
       verifier: add_a_verifier:same_numbers
