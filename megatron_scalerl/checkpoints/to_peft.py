@@ -18,7 +18,7 @@ from megatron_scalerl.checkpoints.hf_writer import write_shard
 from megatron_scalerl.checkpoints.to_hf import write_view
 from megatron_scalerl.checkpoints.views import View, layout_of, sources
 from megatron_scalerl.checkpoints.weight_map import folder_assembly, parameter_shape, tensor_assemblies
-from megatron_scalerl.models.adapters import PROJECTIONS, adapter_family
+from megatron_scalerl.models.adapters import adapter_family, projections_of
 from megatron_scalerl.models.family import Family, Piece
 from megatron_scalerl.record import record
 
@@ -119,12 +119,10 @@ def _base(policy: Adapted, family: Family) -> View:
 def _projections(family: Family) -> Iterator[tuple[Piece, str, slice]]:
     """(piece of a weight, Megatron's name of its adapter without _A and _B, the piece's rows of B)"""
     for rule in family.rules:
-        linear, _, kind = rule.megatron.rpartition(".")
-        projections = PROJECTIONS.get(linear.rpartition(".")[2], ())
-        if kind != "weight" or not projections:
+        linear, projections = projections_of(rule)
+        if not projections:
             continue
         ends = Counter[str]()
-        # Pieces go through the projections in turn: once for each group of queries, keys and values.
         for number, piece in enumerate(rule.pieces(0, 1)):
             projection = projections[number % len(projections)]
             rows = slice(None)

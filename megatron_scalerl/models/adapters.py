@@ -34,10 +34,20 @@ def adapter_family(family: Family, *, rank: int, targets: Collection[str]) -> Fa
     return replace(family, rules=tuple(factors))
 
 
+def projections_of(rule: Rule) -> tuple[str, tuple[str, ...]]:
+    """(Megatron's name of the rule's layer, the projections of its weight, through which pieces go in turn).
+
+    Parameters without adapters have no projections. Queries, keys and values are interleaved: each group has a piece.
+    """
+    layer, _, kind = rule.megatron.rpartition(".")
+    if kind != "weight":
+        return layer, ()
+    return layer, PROJECTIONS.get(layer.rpartition(".")[2], ())
+
+
 def _factors(rule: Rule, rank: int, targets: Collection[str]) -> Iterator[Rule]:
-    linear, _, kind = rule.megatron.rpartition(".")
-    projections = PROJECTIONS.get(linear.rpartition(".")[2], ())
-    if kind != "weight" or not projections:
+    linear, projections = projections_of(rule)
+    if not projections:
         return
     pieces = rule.pieces(0, 1)
     shape = [part.stop - part.start for part in pieces[0].hf_index if isinstance(part, slice)]
@@ -54,7 +64,6 @@ def _factors(rule: Rule, rank: int, targets: Collection[str]) -> Iterator[Rule]:
             yield rules.row(*a, rank, pieces[0].stop, at, what=linear)
             yield rules.replicated(*b, (shape[0], rank), at)
             continue
-        # Pieces go through the projections in turn: once for each group of queries, keys and values.
         rows = sum(piece.stop - piece.start for piece in pieces[number :: len(projections)])
         yield rules.replicated(*a, (rank, shape[1]), at)
         yield rules.column(*b, rows, rank, at, what=linear)
