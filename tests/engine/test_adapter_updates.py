@@ -134,8 +134,11 @@ def test_fifty_updates_in_flight_with_a_shared_prefix(engine, adapters, base, ru
             sync = WeightSync(sender, Membership.of([client]), recipe)
             await sync.publish(0)
             for version in range(1, VERSIONS + 1):
+                await client.generate(PREFIX + [28], sampling=sample(2))
+                cached = await hits(client)
                 running.append(asyncio.create_task(client.generate(PREFIX + [29], sampling=sample(60, version))))
-                await client.generate(PREFIX + [28], sampling=sample(2))  # the other one has begun
+                while await hits(client) == cached:  # until it has begun, with the first one's prefix
+                    await asyncio.sleep(0.002)
                 sender.folder = adapters.folder(version)
                 update = await sync.publish(version)
                 before = await hits(client)

@@ -143,7 +143,7 @@ def test_every_path_needs_the_secret(served):
 @pytest.mark.parametrize("clear_cache", [False, True])
 def test_a_pause_stops_tokens_and_loses_none(clear_cache, served, reference, record_property):
     """The engine's core answers fifty requests meanwhile, between which it would decode."""
-    tokens, client = 400, served.client
+    tokens, client = 2000, served.client
 
     async def scenario():
         start = (await client.progress()).tokens

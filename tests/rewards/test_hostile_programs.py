@@ -250,8 +250,8 @@ def test_the_tests_cannot_be_read_by_the_program():
     """It sees arguments. A program that looks for the expected value everywhere it can finds none."""
     cheat = "import gc, sys\ndef add(a, b):\n"
     cheat += "    seen = str(gc.get_objects()) + str(sys._getframe(1).f_locals) + str(sys.argv)\n"
-    cheat += "    return str(int('834960') + 1) in seen"
-    assert verdict(cheat, "assert add(1, 2) == (834961 > 0)") is False
+    cheat += "    return str(int('83496117402958310') + 1) in seen"
+    assert verdict(cheat, "assert add(1, 2) == (83496117402958311 > 0)") is False
 
 
 def test_a_daemon_does_not_outlive_its_program():
