@@ -141,6 +141,11 @@ def check_signature(head: str, function: Callable[..., Any], *arguments: str) ->
         raise ValueError(f"{head}: it has to take ({', '.join(arguments)}); it is {name}{signature}") from None
 
 
+def is_judge(verifier: Verifier) -> bool:
+    """Whether a verifier is a coroutine function, or an object whose `__call__` is one."""
+    return inspect.iscoroutinefunction(verifier) or inspect.iscoroutinefunction(type(verifier).__call__)
+
+
 def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
     """Run one check, a pickle, within its limits: of an answer, or for None of the prompt itself."""
     try:
@@ -149,7 +154,7 @@ def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
             if answer is None:
                 unusable = _text(problem_of(limits, *row))
                 return Outcome(value=not unusable, unusable=unusable)
-            value = _checked(verifier(answer, *row))
+            value = reward_of(verifier(answer, *row))
     except MemoryError:
         return Outcome(limit="memory")
     except TimeLimitExceeded:
@@ -163,8 +168,10 @@ def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
     return Outcome(value=value)
 
 
-def _checked(value: Any) -> bool | float:
-    """What a verifier returned. Raises ValueError, TypeError if it is no reward."""
+def reward_of(value: Any) -> bool | float:
+    """What a verifier returned. Raises ValueError, TypeError, and VerifierUnavailable for a coroutine."""
+    if inspect.isawaitable(value):
+        raise VerifierUnavailable(f"the verifier returned a {type(value).__name__}; make it an `async def` itself")
     if hasattr(value, "item"):  # a scalar of numpy
         value = value.item()
     if not isinstance(value, bool):
@@ -181,7 +188,7 @@ async def run_judge(verifier: Verifier, check: bytes, timeout_s: float) -> Outco
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
-            return Outcome(value=_checked(await verifier(*pickle.loads(check))))
+            return Outcome(value=reward_of(await verifier(*pickle.loads(check))))
     except (Exception, asyncio.CancelledError) as error:
         why = f"{type(error).__name__}: {error}"[:1000]
         if limit.expired():
@@ -257,7 +264,7 @@ def load(setup_json: bytes) -> Callable[[bytes, bytes], Any] | str:
         verifier = load_verifier(setup.verifier, limits)
     except ValueError as problem:
         return _text(str(problem))
-    if inspect.iscoroutinefunction(verifier):
+    if is_judge(verifier):
 
         async def judged(head: bytes, check: bytes) -> Answer:
             return Answer(head=await run_judge(verifier, check, setup.timeout_s))

@@ -232,6 +232,23 @@ def test_a_cancelled_coroutine_is_lost_and_threads_are_no_bound():
     assert asyncio.run(main()) == [RIGHT, WRONG]
 
 
+def test_an_object_with_an_async_call_is_a_judge():
+    async def main():
+        async with pool_of("users_judges:judge", concurrency=2) as pool:
+            return await asyncio.gather(*(pool.score(text, prompt()) for text in "78"))
+
+    assert asyncio.run(main()) == [RIGHT, WRONG]
+
+
+def test_a_coroutine_behind_a_plain_function_is_lost_and_never_wrong():
+    async def main():
+        async with pool_of("users_judges:decorated") as pool:
+            return await pool.score("7", prompt())
+
+    with pytest.raises(CompletionLost, match="returned a coroutine"):
+        asyncio.run(main())
+
+
 def test_a_key_reaches_the_judge_only_by_its_name(monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "7")
 

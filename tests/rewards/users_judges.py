@@ -43,3 +43,22 @@ async def keyed(answer_text, reference, extra):
 async def threaded(answer_text, reference, extra):
     """As a client that is no coroutine."""
     return await asyncio.to_thread(lambda: answer_text == reference)
+
+
+class Judge:
+    """Two answers are compared once both are asked about."""
+
+    def __init__(self):
+        self._both = asyncio.Barrier(2)
+
+    async def __call__(self, answer_text, reference, extra):
+        await self._both.wait()
+        return answer_text == reference
+
+
+judge = Judge()
+
+
+def decorated(answer_text, reference, extra):
+    """A coroutine, as a decorator that is no `async def` makes it."""
+    return faulty(answer_text, reference, extra)
