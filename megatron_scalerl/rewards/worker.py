@@ -11,6 +11,7 @@ import errno
 import functools
 import importlib
 import inspect
+import numbers
 import os
 import pickle
 import socket
@@ -169,15 +170,17 @@ def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
 
 
 def reward_of(value: Any) -> bool | float:
-    """What a verifier returned. Raises ValueError, TypeError, and VerifierUnavailable for a coroutine."""
+    """What a verifier returned. Raises ValueError if it is no reward, VerifierUnavailable for a coroutine."""
     if inspect.isawaitable(value):
         raise VerifierUnavailable(f"the verifier returned a {type(value).__name__}; make it an `async def` itself")
     if hasattr(value, "item"):  # a scalar of numpy
         value = value.item()
     if not isinstance(value, bool):
-        value = float(value)
+        if not isinstance(value, numbers.Number):
+            raise ValueError(f"a verifier returns a bool or a number; it returned {repr(value)[:100]}")
+        value = float(value)  # type: ignore[arg-type]
         if not abs(value) <= MOST_REWARD:
-            raise ValueError(f"a verifier returns a bool or a float up to {MOST_REWARD:g}; it returned {value}")
+            raise ValueError(f"a verifier returns a bool or a number up to {MOST_REWARD:g}; it returned {value}")
     return value
 
 

@@ -120,8 +120,9 @@ BAD = {
     "KeyError: 'score'": web.Response(text='{"error": "busy"}', content_type="application/json"),
     "it returned nan": web.Response(text='{"score": NaN}', content_type="application/json"),
     "it returned 1e": score_of(1e300),
-    "could not convert string to float: 'seven'": score_of("seven"),
-    "TypeError": score_of(None),
+    "it returned 'seven'": score_of("seven"),
+    "it returned '1'": score_of("1"),
+    "it returned None": score_of(None),
 }
 
 

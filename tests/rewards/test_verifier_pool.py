@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from decimal import Decimal
 
 import pytest
 from verifier_pools import RIGHT, WRONG, pool_of, prompt, run_pool, wrong
@@ -114,7 +115,9 @@ def test_a_float_is_the_reward_itself_and_nonsense_is_an_error():
     async def main():
         async with pool_of("graded", correct=2.0) as pool:
             floats = [await pool.score("x", prompt({"value": value})) for value in (2.0, 0.25, True, 3)]
-            nonsense = [await pool.score(text, prompt({})) for text in ("none", "nan", "text")]
+            floats.append(await pool.score("x", prompt({"value": Decimal(4)})))
+            texts = ("none", "nan", "text", "number", "bytes", "array")
+            nonsense = [await pool.score(text, prompt({})) for text in texts]
             return floats, nonsense
 
     floats, nonsense = asyncio.run(main())
@@ -123,8 +126,9 @@ def test_a_float_is_the_reward_itself_and_nonsense_is_an_error():
         Score(correct=False, reward=0.25),
         Score(correct=True, reward=2.0),
         Score(correct=True, reward=3.0),
+        Score(correct=True, reward=4.0),
     ]
-    assert nonsense == [wrong("error")] * 3
+    assert nonsense == [wrong("error")] * 6
 
 
 def test_numpy_results_prints_and_reads_are_harmless():

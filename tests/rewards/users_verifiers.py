@@ -150,7 +150,14 @@ def forging(answer_text, reference, extra):
 
 
 def graded(answer_text, reference, extra):
-    return {"none": None, "nan": float("nan"), "text": "right"}.get(answer_text, extra.get("value"))
+    return {
+        "none": None,
+        "nan": float("nan"),
+        "text": "right",
+        "number": "2",
+        "bytes": b"3",
+        "array": numpy.str_("1"),
+    }.get(answer_text, extra.get("value"))
 
 
 def numpy_bool(answer_text, reference, extra):
