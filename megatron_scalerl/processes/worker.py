@@ -4,7 +4,7 @@ import inspect
 import os
 import socket
 import struct
-import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -65,7 +65,11 @@ async def _serve_concurrently(connection: socket.socket, answer: Callable[[bytes
     from concurrent.futures import ThreadPoolExecutor
 
     async def reply(number: int, head: bytes, body: bytes) -> None:
-        send(connection, number, await answer(head, body))
+        try:
+            send(connection, number, await answer(head, body))
+        except BaseException:  # sys.exit, too: as an exception it would cancel the others and wait for threads
+            traceback.print_exc()
+            os._exit(1)
 
     reader = ThreadPoolExecutor(1)
     async with asyncio.TaskGroup() as tasks:
@@ -113,6 +117,6 @@ def _read(connection: socket.socket, size: int) -> bytes:
     while done < size:
         received = connection.recv_into(view[done:])
         if not received:
-            sys.exit()
+            os._exit(0)  # from any thread
         done += received
     return bytes(buffer)

@@ -193,7 +193,7 @@ async def run_judge(verifier: Verifier, check: bytes, timeout_s: float) -> Outco
         async with limit:
             return Outcome(value=reward_of(await verifier(*pickle.loads(check))))
     except (Exception, asyncio.CancelledError) as error:
-        why = f"{type(error).__name__}: {error}"[:1000]
+        why = traceback.format_exception_only(error)[-1].strip()[:1000]  # whatever its __str__ does
         if limit.expired():
             why = f"no answer within {timeout_s:g} s"
         return Outcome(unavailable=_text(why), error=_text(traceback.format_exc()[-4000:]))

@@ -187,11 +187,18 @@ def results(answers, **rewards):
     return asyncio.run(main())
 
 
-def test_an_answer_that_ends_the_process_takes_no_other_with_it():
-    answers = [*(f"7 {n}" for n in range(12)), "exit", *(f"8 {n}" for n in range(12))]
+@pytest.mark.parametrize("fault", ["exit", "leave"])
+def test_an_answer_that_ends_the_process_takes_no_other_with_it(fault):
+    answers = [*(f"7 {n}" for n in range(12)), fault, *(f"8 {n}" for n in range(12))]
     scores, counters = results(answers, concurrency=8)
     assert scores == [RIGHT] * 12 + [wrong("crash")] + [WRONG] * 12
     assert counters["restarts"] == 2 and counters["crash"] == 1
+
+
+def test_an_exception_without_a_text_takes_no_other_with_it():
+    [lost, *others], counters = results(["unprintable", "7 a", "8 b"])
+    assert isinstance(lost, CompletionLost) and "Unprintable" in str(lost)
+    assert others == [RIGHT, WRONG] and counters["restarts"] == 0
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 import time
 
 import aiohttp
@@ -17,12 +18,21 @@ async def judged(answer_text, reference, extra):
         return (await answer.json())["score"]
 
 
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
 async def faulty(answer_text, reference, extra):
     """Does what the first word of the answer says; otherwise waits a little and compares."""
     word, _, _ = answer_text.partition(" ")
     await asyncio.sleep(0.05)
     if word == "exit":
         os._exit(3)
+    if word == "leave":
+        sys.exit("usage")
+    if word == "unprintable":
+        raise Unprintable
     if word == "block":
         time.sleep(10**6)
     if word == "spin":
