@@ -16,9 +16,10 @@ Outcomes of a check other than the verifier's return value:
 * A check that its verifier cannot make is tried again, TRIES times in all, and then lost as well: VerifierUnavailable
   (the code verifier without a sandbox), a judge that cannot be reached or answers 408, 429 or 5xx
   (`worker.is_unavailable`), a verifier of the user's that waited until the wall-clock limit, and a coroutine function
-  that returned no reward, whatever it raised (`worker.run_judge`). Where nearly all other tries succeed the answer
-  is wrong, `unavailable`: it may have broken its judge to escape its score. After MAX_UNAVAILABLE in a row, or if
-  more than half of the last RECENT could not be made, the run ends (RuntimeError; `outages`).
+  that returned no reward, whatever it raised (`worker.run_judge`). Where nearly all of the last RECENT checks succeed
+  at their first try, and others did between the tries of this one, the answer is wrong, `unavailable`: it may have
+  broken its judge to escape its score. After MAX_UNAVAILABLE in a row, or if more than half of the last RECENT could
+  not be made, the run ends (RuntimeError; `outages`).
 * Where no replacement starts, the current check is lost through no fault of the answer (CompletionLost). Other
   processes continue; where that persists with none alive, the run ends (RuntimeError).
 
@@ -221,15 +222,17 @@ class VerifierPool:
 
     async def _check(self, key: bytes, request: bytes) -> Score:
         """Run a check and cache its score, unless that may differ next time. Raises CompletionLost."""
-        for pause_s in (*outages.PAUSES_S[: outages.TRIES - 1], None):
-            score, keep, why = await self._try(request)
-            self._outages.tried(bool(why))
-            if not why or pause_s is None:
+        made = self._outages.made
+        score, keep, why = await self._try(request)
+        self._outages.tried(bool(why))
+        for pause_s in outages.PAUSES_S[: outages.TRIES - 1]:
+            if not why:
                 break
             await asyncio.sleep(pause_s)
+            score, keep, why = await self._try(request)
         self._count(why)
         if why:
-            if not self._outages.alone():
+            if self._outages.made == made or not self._outages.alone():
                 raise CompletionLost(why, reason="verifier_lost")
             score = self._wrong("unavailable")
         if keep:

@@ -158,22 +158,34 @@ def test_a_judge_that_does_not_answer_or_is_not_there_pays_nobody():
         asyncio.run(refused())
 
 
-def test_an_answer_on_which_the_judge_fails_alone_is_wrong():
-    """Thirty answers are paid; then the judge fails on one of them alone, again and again."""
+@pytest.mark.parametrize("breaking", [1, 16, 30])
+def test_answers_that_break_the_judge_are_wrong_up_to_a_tenth_of_all(breaking):
+    """The judge fails on some answers, again and again; between their tries 200 others are paid."""
+    paid = asyncio.Event()
 
     async def answer(text, tries):
-        return web.Response(status=500) if text == "breaks the judge" else score_of(True)
+        if not text.startswith("breaks"):
+            return score_of(True)
+        if tries == 2:
+            await paid.wait()
+        return web.Response(status=500)
 
     async def main():
         judge = Judge(answer)
         async with judge.running() as url, pool_of("users_judges:judged") as pool:
-            extra = {"url": url}
-            paid = await asyncio.gather(*(pool.score(str(n), prompt(extra)) for n in range(40)))
-            return paid, await pool.score("breaks the judge", prompt(extra)), judge.asked
+            texts = [f"breaks {n}" for n in range(breaking)]
+            checks = [asyncio.create_task(pool.score(text, prompt({"url": url}))) for text in texts]
+            await until(lambda: len(judge.asked) == 2 * breaking)
+            others = await asyncio.gather(*(pool.score(str(n), prompt({"url": url})) for n in range(200)))
+            paid.set()
+            return others, await asyncio.gather(*checks, return_exceptions=True), judge.asked
 
-    paid, broken, asked = asyncio.run(main())
-    assert paid == [RIGHT] * 40 and broken == wrong("unavailable")
-    assert asked.count("breaks the judge") == outages.TRIES
+    others, broken, asked = asyncio.run(main())
+    assert others == [RIGHT] * 200 and len(asked) == 200 + outages.TRIES * breaking
+    if breaking <= 20:
+        assert broken == [wrong("unavailable")] * breaking
+    else:
+        assert {type(lost) for lost in broken} == {CompletionLost}
 
 
 def results(answers, **rewards):

@@ -12,7 +12,7 @@ import aiohttp
 import httpx
 import pytest
 import requests
-from verifier_pools import RIGHT, pool_of, prompt, wrong
+from verifier_pools import RIGHT, pool_of, prompt, run_pool, wrong
 
 from megatron_scalerl.rewards import outages
 from megatron_scalerl.rewards.worker import is_unavailable
@@ -125,8 +125,8 @@ def test_a_judge_that_comes_back_pays(no_pauses, tmp_path):
 
 
 def test_a_judge_that_fails_on_one_answer_alone_makes_it_wrong(no_pauses):
-    scores, _ = run([*(f"7 {n}" for n in range(40)), "status 500"])
-    assert scores == [RIGHT] * 40 + [wrong("unavailable")]
+    scores, _ = run_pool("judged", ["status 500", *(f"7 {n}" for n in range(40))])
+    assert scores == [wrong("unavailable")] + [RIGHT] * 40
 
 
 def test_a_judge_that_goes_down_pays_nobody_as_wrong(no_pauses):
