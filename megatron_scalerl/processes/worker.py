@@ -19,6 +19,8 @@ FRAME = struct.Struct("!QBQQ")
 """Number of the request, kind of frame, bytes of the head, bytes of the body."""
 REQUEST, READ, REPLY, LAST_REPLY = range(4)
 """Kinds of frames."""
+THREADS = 1024
+"""Most calls at once in threads of a worker of several requests."""
 CONCURRENT = b"concurrent"
 """Body of the reply to the setup of a worker that works on several requests at once."""
 
@@ -31,14 +33,15 @@ class Answer:
     """Is sent as JSON."""
     body: bytes = b""
     last: bool = False
-    """Whether the worker ends with this answer, and another worker takes its place."""
+    """Whether another worker takes the place of this one, which ends once it has answered what it was sent."""
 
 
 def serve(load: Callable[[bytes], Callable[[bytes, bytes], Any] | str]) -> None:
     """Answer requests until the pool closes the socket or an answer is the last.
 
     load: makes the function that answers (head, body) with an Answer from the setup, or returns one line that says
-    why it cannot. A coroutine function answers several requests at once, none of them the last.
+    why it cannot. A coroutine function answers several requests at once, and goes on after a last answer until the
+    pool closes the socket.
     """
     with pool_socket() as connection:
         number, setup, _ = receive(connection)
@@ -63,6 +66,9 @@ def serve(load: Callable[[bytes], Callable[[bytes, bytes], Any] | str]) -> None:
 async def _serve_concurrently(connection: socket.socket, answer: Callable[[bytes, bytes], Any]) -> None:
     import asyncio
     from concurrent.futures import ThreadPoolExecutor
+
+    # of its own: the default one has a handful of threads
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS))
 
     async def reply(number: int, head: bytes, body: bytes) -> None:
         try:

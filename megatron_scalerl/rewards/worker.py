@@ -16,6 +16,7 @@ import os
 import pickle
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,6 +37,8 @@ from megatron_scalerl.rewards.limits import (
 
 RETIRE_GROWTH = 2.0
 """A worker that grew by this many times `memory_mb` since it loaded its verifier is replaced: checks may leak."""
+MOST_FAILURES = 16
+"""Checks of a coroutine function in a row that failed, after which its process is replaced: one may spoil it."""
 MOST_REWARD = 1e6
 """Largest absolute value of a reward: the squares of larger ones overflow in a batch's spread."""
 CONNECTION_ERRORS = frozenset(
@@ -189,13 +192,15 @@ async def run_judge(verifier: Verifier, check: bytes, timeout_s: float) -> Outco
     import asyncio
 
     limit = asyncio.timeout(timeout_s)
+    begin = time.process_time()
     try:
         async with limit:
             return Outcome(value=reward_of(await verifier(*pickle.loads(check))))
     except (Exception, asyncio.CancelledError) as error:
         why = traceback.format_exception_only(error)[-1].strip()[:1000]  # whatever its __str__ does
         if limit.expired():
-            why = f"no answer within {timeout_s:g} s"
+            computed = time.process_time() - begin
+            why = f"no answer within {timeout_s:g} s, in which its process computed for {computed:.1f} s"
         return Outcome(unavailable=_text(why), error=_text(traceback.format_exc()[-4000:]))
 
 
@@ -268,9 +273,15 @@ def load(setup_json: bytes) -> Callable[[bytes, bytes], Any] | str:
     except ValueError as problem:
         return _text(str(problem))
     if is_judge(verifier):
+        failures = 0
 
         async def judged(head: bytes, check: bytes) -> Answer:
-            return Answer(head=await run_judge(verifier, check, setup.timeout_s))
+            nonlocal failures
+            outcome = await run_judge(verifier, check, setup.timeout_s)
+            failures += 1
+            if not outcome.unavailable:
+                failures = 0
+            return Answer(head=outcome, last=failures >= MOST_FAILURES)
 
         return judged
     if setup.verifier != "code":  # its sandbox limits the programs, and needs room for what they read

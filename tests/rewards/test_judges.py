@@ -107,21 +107,20 @@ def run(answers, **rewards):
     async def main():
         async with pool_of("judged", **rewards) as pool:
             scores = [(await asyncio.gather(pool.score(a, prompt()), return_exceptions=True))[0] for a in answers]
-            return scores, pool.counters
+            return scores
 
     return asyncio.run(main())
 
 
 @pytest.mark.parametrize("fault", ["refused", "status 503", "unavailable", "hang"])
 def test_a_judge_that_is_down_loses_the_completion(fault, no_pauses):
-    [lost], counters = run([fault], timeout_s=1.0)
+    [lost] = run([fault], timeout_s=1.0)
     assert isinstance(lost, CompletionLost) and lost.reason == "verifier_lost"
-    assert counters["unavailable_checks"] == 1 and counters["verifier_lost"] == 1
 
 
 def test_a_judge_that_comes_back_pays(no_pauses, tmp_path):
-    [score], counters = run([f"twice {tmp_path / 'tries'}"])
-    assert score == RIGHT and counters["unavailable_checks"] == 0
+    [score] = run([f"twice {tmp_path / 'tries'}"])
+    assert score == RIGHT
 
 
 def test_a_judge_that_fails_on_one_answer_alone_makes_it_wrong(no_pauses):
@@ -130,12 +129,12 @@ def test_a_judge_that_fails_on_one_answer_alone_makes_it_wrong(no_pauses):
 
 
 def test_a_judge_that_goes_down_pays_nobody_as_wrong(no_pauses):
-    scores, _ = run([*(f"7 {n}" for n in range(20)), *(f"refused {n}" for n in range(6))])
+    scores = run([*(f"7 {n}" for n in range(20)), *(f"refused {n}" for n in range(6))])
     assert scores[:20] == [RIGHT] * 20
     assert all(isinstance(lost, CompletionLost) for lost in scores[20:])
 
 
 def test_the_run_ends_where_half_of_the_checks_cannot_be_made(no_pauses, monkeypatch):
     monkeypatch.setattr(outages, "RECENT", 8)
-    scores, _ = run([word for n in range(6) for word in (f"7 {n}", f"refused {n}", f"status 503 {n}")])
+    scores = run([word for n in range(6) for word in (f"7 {n}", f"refused {n}", f"status 503 {n}")])
     assert isinstance(scores[-1], RuntimeError) and "of the last 8 checks could not be made" in str(scores[-1])

@@ -30,23 +30,23 @@ def importable(tmp_path, monkeypatch):
 
 def test_every_answer_gets_its_own_score():
     answers = [str(index) for index in range(300)]
-    scores, counters = run_pool("same", answers, workers=2)
+    scores, restarts = run_pool("same", answers, workers=2)
     assert scores == [RIGHT if answer == "7" else WRONG for answer in answers]
-    assert counters == {"checks": 300, "correct": 1}
+    assert restarts == 0
 
 
 @pytest.mark.slow
 def test_a_hung_check_is_wrong_and_later_checks_run(monkeypatch):
     shorten(monkeypatch, [2, 5])
-    scores, counters = run_pool("faulty", ["spin 1", "7", "spin 2", "8", "9"])
+    scores, restarts = run_pool("faulty", ["spin 1", "7", "spin 2", "8", "9"])
     assert scores == [wrong("timeout"), RIGHT, wrong("timeout"), WRONG, WRONG]
-    assert counters == {"checks": 5, "correct": 1, "timeout": 2, "restarts": 2}
+    assert restarts == 2
 
 
 def test_a_verifier_that_raises_is_wrong_keeps_its_process_and_is_logged_once(caplog):
-    scores, counters = run_pool("faulty", ["raise 1", "7", "raise 2"])
+    scores, restarts = run_pool("faulty", ["raise 1", "7", "raise 2"])
     assert scores == [wrong("error"), RIGHT, wrong("error")]
-    assert counters == {"checks": 3, "correct": 1, "error": 2}
+    assert restarts == 0
     assert [record.getMessage().splitlines()[-1] for record in caplog.records] == ["RuntimeError: no such answer"]
 
 
@@ -103,12 +103,11 @@ def test_no_answer_and_truncated_are_wrong_without_a_check():
             scores = [await pool.score(text, PROMPT) for text in (None, "", " \n")]
             scores.append(await pool.score("7", PROMPT, truncated=True))
             scores.append(await pool.score("7", PROMPT))
-            return scores, pool.counters
+            return scores
 
-    scores, counters = asyncio.run(main())
+    scores = asyncio.run(main())
     assert scores[:4] == [wrong("no_answer")] * 3 + [wrong("truncated")]
     assert scores[4].reward == 1.0, "the verifier's first call"
-    assert (counters["no_answer"], counters["truncated"]) == (3, 1)
 
 
 def test_a_float_is_the_reward_itself_and_nonsense_is_an_error():
@@ -178,11 +177,11 @@ def test_a_process_that_died_idle_is_replaced_and_no_completion_is_wrong():
             [worker] = pool._workers._workers
             os.kill(worker.pid, signal.SIGKILL)
             await until(lambda: not worker.alive)
-            return await pool.score("8", PROMPT), pool.counters
+            return await pool.score("8", PROMPT), pool.restarts
 
-    score, counters = asyncio.run(main())
+    score, restarts = asyncio.run(main())
     assert score == WRONG
-    assert counters == {"checks": 2, "correct": 1, "restarts": 1}
+    assert restarts == 1
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+import threading
 import time
 
 import aiohttp
@@ -50,9 +51,35 @@ async def keyed(answer_text, reference, extra):
     return os.environ.get(answer_text) == reference
 
 
+forty = threading.Barrier(40)
+
+
 async def threaded(answer_text, reference, extra):
-    """As a client that is no coroutine."""
-    return await asyncio.to_thread(lambda: answer_text == reference)
+    """As a client that is no coroutine; none returns before forty are called."""
+    await asyncio.to_thread(forty.wait)
+    return True
+
+
+spoiled = False
+
+
+async def spoiling(answer_text, reference, extra):
+    """After the answer "spoil" no other is judged in this process."""
+    global spoiled
+    if answer_text == "slow":
+        await asyncio.sleep(1)
+        return True
+    if spoiled:
+        raise RuntimeError("spoiled")
+    spoiled = answer_text == "spoil"
+    return answer_text == reference
+
+
+async def held(answer_text, reference, extra):
+    """The answer "held N" is judged once the file is there."""
+    while answer_text.startswith("held") and not os.path.exists(extra["file"]):
+        await asyncio.sleep(0.01)
+    return True
 
 
 class Judge:
