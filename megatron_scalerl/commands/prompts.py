@@ -109,7 +109,7 @@ def _show_task(task: Task, prompts: Sequence[Prompt], count: int, tokenizer: Any
         if task.rewards.verifier == "code":  # its reference is unit tests, not a program
             del answers["the reference itself"]
         for name, text in answers.items():
-            score = verify(text, prompt.answer, dict(prompt.extra))
+            score = verify(text, prompt.answer, {**prompt.extra, "prompt": prompt.text})
             if is_judge(verify):
                 score = runner.run(score)
             score = reward_of(score)

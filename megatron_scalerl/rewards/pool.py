@@ -164,8 +164,8 @@ class VerifierPool:
         elif text_after_thinking is None or not text_after_thinking.strip():
             score = self._wrong("no_answer")
         else:
-            check = (text_after_thinking, prompt.answer, dict(prompt.extra))
-            score = await self._score_once(pickle.dumps(check))
+            columns = {**prompt.extra, "prompt": prompt.text}
+            score = await self._score_once(pickle.dumps((text_after_thinking, prompt.answer, columns)))
         return penalized(score, tokens, self._rewards.length_penalty)
 
     def paid(self, value: bool | float, prompt: Prompt, *, tokens: int) -> Score:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from decimal import Decimal
 
 import pytest
@@ -128,6 +129,14 @@ def test_a_float_is_the_reward_itself_and_nonsense_is_an_error():
         Score(correct=True, reward=4.0),
     ]
     assert nonsense == [wrong("error")] * 6
+
+
+def test_the_question_is_a_column_and_identifies_a_check():
+    async def main():
+        async with pool_of("asked") as pool:
+            return [await pool.score("t", replace(prompt({"prompt": "u"}), text=text)) for text in "tut"]
+
+    assert asyncio.run(main()) == [RIGHT, WRONG, RIGHT]
 
 
 def test_numpy_results_prints_and_reads_are_harmless():

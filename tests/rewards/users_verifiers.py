@@ -160,6 +160,10 @@ def graded(answer_text, reference, extra):
     }.get(answer_text, extra.get("value"))
 
 
+def asked(answer_text, reference, extra):
+    return extra["prompt"] == answer_text
+
+
 def numpy_bool(answer_text, reference, extra):
     return numpy.bool_(answer_text == reference)
 
