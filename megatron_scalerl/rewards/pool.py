@@ -84,7 +84,7 @@ INHERITED = (
     "CONDA_PREFIX",
     "PYTHONHOME",
 )
-"""Environment variables that a verifier inherits, besides LC_* and `rewards.environment`."""
+"""Environment variables that a verifier inherits, besides LC_* and `rewards.variables`."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -104,7 +104,7 @@ class VerifierPool:
     """
 
     def __init__(self, rewards: RewardsSection, *, start_timeout_s: float = 300.0):
-        """Raises ValueError if a variable of `rewards.environment` is not set."""
+        """Raises ValueError if a variable of `rewards.variables` is not set."""
         self._rewards = rewards
         paths = tuple(os.fsencode(path) for path in sys.path)
         setup = Setup(verifier=rewards.verifier, paths=paths, limits=limits_of(rewards), timeout_s=rewards.timeout_s)
@@ -112,7 +112,7 @@ class VerifierPool:
             name="verifier",
             module="megatron_scalerl.rewards.worker",
             setup=msgspec.json.encode(setup),
-            environment=child_environment("rewards.environment", rewards.environment),
+            environment=child_environment("rewards.variables", rewards.variables),
             subject=f"rewards.verifier {rewards.verifier!r}",
             timeout_s=rewards.timeout_s,
             start_timeout_s=start_timeout_s,

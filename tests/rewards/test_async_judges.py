@@ -350,7 +350,7 @@ def test_a_key_reaches_the_judge_only_by_its_name(monkeypatch):
             return await pool.score("JUDGE_API_KEY", prompt())
 
     assert asyncio.run(main()) == WRONG
-    assert asyncio.run(main(environment=("JUDGE_API_KEY",))) == RIGHT
+    assert asyncio.run(main(variables=("JUDGE_API_KEY",))) == RIGHT
 
 
 def test_a_mixture_has_a_judge_for_one_task():

@@ -124,10 +124,10 @@ def test_no_secret_of_the_environment_reaches_a_verifier_unless_it_is_named(pass
         scores = [await ask(pool, name, value="C.UTF-8") for name in names]
         return {name for name, score in zip(names, scores, strict=True) if score.correct}
 
-    assert run(main, "sees", environment=passed) == {*passed, "LC_TIME"}
+    assert run(main, "sees", variables=passed) == {*passed, "LC_TIME"}
 
 
 def test_a_variable_that_is_not_set_is_refused_at_the_start(monkeypatch):
     monkeypatch.delenv("JUDGE_URL", raising=False)
-    with pytest.raises(ValueError, match=r"rewards\.environment: the environment variable 'JUDGE_URL' is not set"):
-        asyncio.run(pool_of("same", environment=["JUDGE_URL"]).start())
+    with pytest.raises(ValueError, match=r"rewards\.variables: the environment variable 'JUDGE_URL' is not set"):
+        asyncio.run(pool_of("same", variables=["JUDGE_URL"]).start())
