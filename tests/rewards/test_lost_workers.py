@@ -111,20 +111,20 @@ def test_a_process_that_hangs_before_a_check_is_replaced_and_no_answer_is_wrong(
 def test_a_surviving_child_in_another_session_delays_nothing(tmp_path, monkeypatch):
     shorten(monkeypatch, [2], ready=lambda: os.listdir(tmp_path))
     monkeypatch.setattr(outages, "PAUSES_S", ())
-    monkeypatch.setattr(outages, "ALONE", 1.0)
 
     async def main():
         async with pool_of("faulty") as pool:
             answers = [f"escape {tmp_path}", "7", *(["8" * 100_000] * 3)]  # more than a pipe holds
             calls = [pool.score(answer, prompt()) for answer in answers]
             try:
-                return await asyncio.wait_for(asyncio.gather(*calls), 120)
+                return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 120)
             finally:
                 [child] = os.listdir(tmp_path)
                 os.kill(int(child), signal.SIGKILL)  # it outlives the process that left it
 
-    scores = asyncio.run(main())
-    assert scores == [wrong("unavailable"), RIGHT, WRONG, WRONG, WRONG]
+    lost, *scores = asyncio.run(main())
+    assert isinstance(lost, CompletionLost)
+    assert scores == [RIGHT, WRONG, WRONG, WRONG]
 
 
 def test_the_reply_to_another_check_is_not_a_result():
