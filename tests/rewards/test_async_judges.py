@@ -24,6 +24,7 @@ from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
 from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.rewards import outages
+from megatron_scalerl.rewards import pool as verifier_pool
 from megatron_scalerl.rewards.pool import TaskPools
 from megatron_scalerl.rewards.worker import MOST_FAILURES
 from megatron_scalerl.rollouts.journal import Journal
@@ -160,20 +161,18 @@ def test_a_judge_that_does_not_answer_or_is_not_there_pays_nobody(monkeypatch):
         asyncio.run(refused())
 
 
+def set_pauses(monkeypatch, *pauses_s, wait):
+    """The pauses between tries; `wait(pause_s)` is awaited in place of each above 10 s."""
+    sleep = asyncio.sleep
+    monkeypatch.setattr(outages, "PAUSES_S", pauses_s)
+    monkeypatch.setattr(asyncio, "sleep", lambda pause_s: (wait if pause_s > 10 else sleep)(pause_s))
+
+
 @pytest.mark.parametrize("breaking", [1, 16, 30])
 def test_answers_that_break_the_judge_are_wrong_up_to_a_tenth_of_all(breaking, monkeypatch):
     """The judge fails on some answers, again and again; between their tries 200 others are paid."""
     paid = asyncio.Event()
-    sleep = asyncio.sleep
-
-    async def pause(delay):
-        if delay > 10:
-            await paid.wait()
-        else:
-            await sleep(delay)
-
-    monkeypatch.setattr(outages, "PAUSES_S", (100.0, 0.0))
-    monkeypatch.setattr(asyncio, "sleep", pause)
+    set_pauses(monkeypatch, 100.0, 0.0, wait=lambda pause_s: paid.wait())
 
     async def answer(text, tries):
         return web.Response(status=500) if text.startswith("breaks") else score_of(True)
@@ -226,6 +225,7 @@ def test_an_exception_without_a_text_takes_no_other_with_it(monkeypatch):
 def test_a_coroutine_that_does_not_yield_ends_alone(fault, monkeypatch):
     """A busy one is wrong as any check that exceeds its limit; one that waits is lost, after three tries."""
     monkeypatch.setattr(worker_pool, "GRACE_S", 1.0)
+    monkeypatch.setattr(verifier_pool, "WAITING_SHARE", 0.01)  # a busy machine gives it little more
     started = starts(monkeypatch)
     answers = ["7 a", fault, "7 b", "8"]
     [first, faulty, *others] = results(answers, timeout_s=2.0)
@@ -312,19 +312,15 @@ def test_a_process_in_which_all_checks_fail_is_replaced_after_the_others():
 
 
 def test_checks_that_held_each_other_up_are_not_tried_again_together(monkeypatch):
-    monkeypatch.setattr(outages, "PAUSES_S", (100.0, 500.0))
     pauses = []
-    sleep = asyncio.sleep
 
-    async def short(delay):
-        if delay > 10:
-            pauses.append(delay)
-        await sleep(0)
+    async def wait(pause_s):
+        pauses.append(pause_s)
 
     async def answer(text, tries):
         return web.Response(status=503)
 
-    monkeypatch.setattr(asyncio, "sleep", short)
+    set_pauses(monkeypatch, 100.0, 500.0, wait=wait)
     judged(answer, [str(n) for n in range(16)])
     first, second = sorted(pauses)[:16], sorted(pauses)[16:]
     assert len(set(pauses)) == 32
