@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import termios
+from functools import partial
 
 from waiting import until
 
@@ -24,6 +25,34 @@ def shorten(monkeypatch, numbers, *, ready=lambda: True):
         return await asyncio.wait_for(reply, 0.5)
 
     monkeypatch.setattr(Worker, "_exchange", shortened)
+
+
+def count_restarts(pool):
+    """The pool of verifiers or decoders; its `restarts` is the number of processes that were replaced from now on."""
+    workers = pool._workers._workers
+    pool.restarts = -len(workers)
+
+    async def counted(start):
+        refusal = await start()
+        pool.restarts += 1
+        return refusal
+
+    for worker in workers:
+        worker._start = partial(counted, worker._start)
+    return pool
+
+
+def starts(monkeypatch):
+    """Names of the workers, one for each start from now on."""
+    names = []
+    start = Worker._start
+
+    async def named(worker):
+        names.append(worker.name)
+        return await start(worker)
+
+    monkeypatch.setattr(Worker, "_start", named)
+    return names
 
 
 def unread(file):

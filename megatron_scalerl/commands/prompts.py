@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import inspect
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,7 +88,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 def _show_task(task: Task, prompts: Sequence[Prompt], count: int, tokenizer: Any, console: Console) -> None:
     """The lengths of a task's prompts, and the first `count` with their scores."""
     from megatron_scalerl.rewards.pool import limits_of
-    from megatron_scalerl.rewards.worker import load_verifier
+    from megatron_scalerl.rewards.worker import is_judge, load_verifier, reward_of
 
     lengths = [len(prompt.token_ids) for prompt in prompts]
     console.print(
@@ -110,10 +109,12 @@ def _show_task(task: Task, prompts: Sequence[Prompt], count: int, tokenizer: Any
         if task.rewards.verifier == "code":  # its reference is unit tests, not a program
             del answers["the reference itself"]
         for name, text in answers.items():
-            score = verify(text, prompt.answer, dict(prompt.extra))
-            if inspect.iscoroutine(score):
+            score = verify(text, prompt.answer, {**prompt.extra, "prompt": prompt.text})
+            if is_judge(verify):
                 score = runner.run(score)
-            verdict = {True: "right", False: "wrong"}.get(score, score)
+            verdicts: dict[bool | float, str] = {True: "right", False: "wrong"}
+            reward = reward_of(score)
+            verdict = verdicts.get(reward, str(reward))
             console.print(f"  {name}, {shortened(text)}: {verdict}")
 
 

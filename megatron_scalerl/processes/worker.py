@@ -4,7 +4,7 @@ import inspect
 import os
 import socket
 import struct
-import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +19,8 @@ FRAME = struct.Struct("!QBQQ")
 """Number of the request, kind of frame, bytes of the head, bytes of the body."""
 REQUEST, READ, REPLY, LAST_REPLY = range(4)
 """Kinds of frames."""
+THREADS = 1024
+"""Most calls at once in threads of a worker of several requests."""
 CONCURRENT = b"concurrent"
 """Body of the reply to the setup of a worker that works on several requests at once."""
 
@@ -31,14 +33,15 @@ class Answer:
     """Is sent as JSON."""
     body: bytes = b""
     last: bool = False
-    """Whether the worker ends with this answer, and another worker takes its place."""
+    """Whether another worker takes the place of this one, which ends once it has answered what it was sent."""
 
 
 def serve(load: Callable[[bytes], Callable[[bytes, bytes], Any] | str]) -> None:
     """Answer requests until the pool closes the socket or an answer is the last.
 
     load: makes the function that answers (head, body) with an Answer from the setup, or returns one line that says
-    why it cannot. A coroutine function answers several requests at once, none of them the last.
+    why it cannot. A coroutine function answers several requests at once, and goes on after a last answer until the
+    pool closes the socket.
     """
     with pool_socket() as connection:
         number, setup, _ = receive(connection)
@@ -64,8 +67,15 @@ async def _serve_concurrently(connection: socket.socket, answer: Callable[[bytes
     import asyncio
     from concurrent.futures import ThreadPoolExecutor
 
+    # of its own: the default one has a handful of threads
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS))
+
     async def reply(number: int, head: bytes, body: bytes) -> None:
-        send(connection, number, await answer(head, body))
+        try:
+            send(connection, number, await answer(head, body))
+        except BaseException:  # sys.exit, too: as an exception it would cancel the others and wait for threads
+            traceback.print_exc()
+            os._exit(1)
 
     reader = ThreadPoolExecutor(1)
     async with asyncio.TaskGroup() as tasks:
@@ -113,6 +123,6 @@ def _read(connection: socket.socket, size: int) -> bytes:
     while done < size:
         received = connection.recv_into(view[done:])
         if not received:
-            sys.exit()
+            os._exit(0)  # from any thread
         done += received
     return bytes(buffer)

@@ -7,17 +7,18 @@ Life of a worker:
     start      in a process group that ends with this process; its first request is the setup, and it replies "" or
                why it cannot be used
     work       one request at a time: it says that it has read the request, then it sends the reply. A worker that
-               greets as CONCURRENT works on several, all workers together on `Program.concurrency`
+               greets as CONCURRENT works on several, all workers together on `Program.concurrency`; it replies
+               to all that it has before it ends
     end        after a `LAST_REPLY`; a worker that exits, exceeds the time limit or sends anything else is killed with
                its children
     replace    START_TRIES tries with pauses are a round; after a failed round the worker's request is lost, and the
                worker takes no other request and goes on trying
 
 Life of a request: it waits in the queue, is read by a worker, and gets the worker's reply. If the worker dies, the
-request is repeated by up to MAX_LOSSES workers in all; workers that died before they had read it are counted
-separately (MAX_EARLY_LOSSES). Of several requests in a worker that died any may be the cause, so that a repeated
-request has its worker alone. The request of a cancelled caller is not begun; if a worker has begun it, it runs to its
-end.
+request is repeated by up to MAX_LOSSES workers in all; workers that died before they had read any are counted
+separately (MAX_EARLY_LOSSES). Of several requests in a worker that died any may be the cause: these are repeated in
+further workers, as many again, which are started for the first of them and work on one at a time, so that the others
+go on. The request of a cancelled caller is not begun; if a worker has begun it, it runs to its end.
 
 End of the pool: after START_ROUNDS failed rounds for every worker, with no worker alive, `ask` raises RuntimeError.
 
@@ -43,7 +44,6 @@ import signal
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +70,7 @@ Head = TypeVar("Head")
 MAX_LOSSES = 2
 """Workers that may end with one request."""
 MAX_EARLY_LOSSES = 3
-"""Workers that may end before they have read one request."""
+"""Workers that may end before they have read a request."""
 START_TRIES = 4
 """Tries of a round to replace a process."""
 START_PAUSE_S = 0.5
@@ -91,13 +91,22 @@ class WorkerDied(Exception):
     """A worker ended with a request. The message is a noun phrase for what came in place of a reply."""
 
     def __init__(
-        self, cause: str, *, read: bool = False, late: bool = False, code: int | None = None, busy: float = 0.0
+        self,
+        cause: str,
+        *,
+        read: bool = False,
+        others: bool = False,
+        late: bool = False,
+        code: int | None = None,
+        busy: float = 0.0,
     ):
         super().__init__(cause)
         self.busy = busy
         """Share of the time limit in which a late worker used a processor."""
         self.read = read
         """Whether the worker had read the request."""
+        self.others = others
+        """Whether the worker had read any request that it had not replied to."""
         self.late = late
         """Whether the worker exceeded the time limit."""
         self.code = code
@@ -147,7 +156,7 @@ class _Request(Generic[Head]):
 
 
 class WorkerPool(Generic[Head]):
-    """Workers that all run one program. `counters`: restarts."""
+    """Workers that all run one program."""
 
     def __init__(
         self,
@@ -155,17 +164,20 @@ class WorkerPool(Generic[Head]):
         count: int,
         reply_type: type[Head],
         *,
-        counters: Counter[str],
         settles: Callable[[WorkerDied], bool],
     ):
         """reply_type: type of the replies' heads. settles: whether a death ends its request without a repeat."""
         self._program = program
         self._output = _Output()
-        self._workers = [Worker(f"{program.name}-{n}", program, self._output) for n in range(count)]
+        workers = [Worker(f"{program.name}-{n}", program, self._output) for n in range(2 * count)]
+        self._workers = workers[:count]
+        self._extra = workers[count:]
+        """For requests that were outstanding in a worker of several that died."""
         self._decode = msgspec.json.Decoder(reply_type).decode
         self._settles = settles
-        self._counters = counters
         self._queue: asyncio.Queue[_Request[Head]] = asyncio.Queue()
+        self._suspects = self._queue
+        """Where requests wait for a worker of their own."""
         self._outstanding: set[_Request[Head]] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._limit_s = program.timeout_s
@@ -199,7 +211,8 @@ class WorkerPool(Generic[Head]):
         places = self._workers
         if places[0].greeting == CONCURRENT:
             self._limit_s += GRACE_S
-            places = list(itertools.islice(itertools.cycle(places), self._program.concurrency))
+            places = list(itertools.islice(itertools.cycle(places), self._program.concurrency)) + self._extra
+            self._suspects = asyncio.Queue()
         self._tasks = [asyncio.create_task(self._work(worker), name=worker.name) for worker in places]
         for task in self._tasks:
             task.add_done_callback(self._on_task_end)
@@ -208,7 +221,7 @@ class WorkerPool(Generic[Head]):
         """Kill all processes and fail all outstanding requests; may be called twice."""
         self.end(RuntimeError(f"the {self._program.name} pool is closed"))
         await cancelled(*self._tasks)
-        await asyncio.gather(*(worker.kill() for worker in self._workers))
+        await asyncio.gather(*(worker.kill() for worker in (*self._workers, *self._extra)))
         self._output.close()
 
     def end(self, problem: Exception) -> None:
@@ -217,8 +230,8 @@ class WorkerPool(Generic[Head]):
         for request in self._outstanding:
             request.fail(problem)
 
-    async def ask(self, head: bytes, body: bytes = b"") -> tuple[Head, bytes]:
-        """(head, body) of the reply to a request.
+    async def ask(self, head: bytes, body: bytes = b"", *, alone: bool = False) -> tuple[Head, bytes]:
+        """(head, body) of the reply to a request. alone: whether its worker works on no other meanwhile.
 
         Raises WorkerDied of the last worker that died with the request, with `read` false if no worker had read it.
         Raises the reason of the end if the pool has ended.
@@ -227,7 +240,8 @@ class WorkerPool(Generic[Head]):
             raise self._end
         request = _Request[Head](head=head, body=body, reply=asyncio.get_running_loop().create_future())
         self._outstanding.add(request)
-        self._queue.put_nowait(request)
+        queue = self._suspects if alone else self._queue
+        queue.put_nowait(request)
         try:
             return await request.reply
         finally:
@@ -236,42 +250,39 @@ class WorkerPool(Generic[Head]):
             request.body = b""
 
     async def _work(self, worker: Worker) -> None:
+        several = worker in self._workers and self._suspects is not self._queue
+        queue = self._queue if several else self._suspects
         while True:
-            while not worker.alive and not await self._replace(worker):
-                pass
-            request = await self._queue.get()
+            request = await queue.get()
             while not request.reply.done():  # its caller may have been cancelled
-                if worker.alive or await self._replace(worker):
-                    await self._try(worker, request)
-                else:
+                if not await self._ready(worker):
                     request.fail(WorkerDied(f"no {self._program.name} process that starts"))
+                    continue
+                await self._try(worker, request, several)
+                if several and request.losses:
+                    self._suspects.put_nowait(request)
+                    break
+            while not await self._ready(worker):
+                pass
 
-    async def _try(self, worker: Worker, request: _Request[Head]) -> None:
+    async def _try(self, worker: Worker, request: _Request[Head], several: bool) -> None:
         """Resolve the request by a reply or after too many deaths; else leave it to be repeated."""
-        repeated = request.losses > 0
-        ask = functools.partial(worker.ask, request.head, request.body, self._limit_s, self._decode)
         try:
-            async with worker.gate:
-                if repeated:
-                    await worker.idle()
-                    reply = await ask()
-            if not repeated:
-                reply = await ask()
+            reply = await worker.ask(request.head, request.body, self._limit_s, self._decode)
         except WorkerDied as death:
             if death.read:
                 request.losses += 1
-            else:
+            elif not death.others:
                 request.early_losses += 1
             too_many = request.losses >= MAX_LOSSES or request.early_losses >= MAX_EARLY_LOSSES
-            alone = repeated or worker.greeting != CONCURRENT
-            if (alone and self._settles(death)) or too_many:
+            if too_many or (not several and self._settles(death)):
                 request.fail(death)
         else:
             if not request.reply.done():
                 request.reply.set_result(reply)
 
-    async def _replace(self, worker: Worker) -> bool:
-        """Try to start a worker again, one round; False, after a pause, if all tries failed.
+    async def _ready(self, worker: Worker) -> bool:
+        """Start a worker, one round, unless it runs; False, after a pause, if all tries failed.
 
         Raises RuntimeError after too many failed rounds with no worker of the pool alive.
         """
@@ -289,7 +300,6 @@ class WorkerPool(Generic[Head]):
                     problem = error
                     self._failed_tries += 1
                     continue
-                self._counters["restarts"] += 1
                 self._failed_rounds = 0
                 self._failed_tries = 0
                 return True
@@ -333,10 +343,12 @@ class Worker(asyncio.Protocol):
         self._replies: dict[int, asyncio.Future[tuple[int, bytes, bytes]]] = {}
         """(kind, head, body) of the replies to outstanding requests, by their numbers."""
         self._read: set[int] = set()
-        """Numbers of requests that the worker has read."""
+        """Numbers of requests that the process has read and not replied to; each process has its own set."""
         self._received = bytearray()
+        self._ending = False
+        """Whether a reply was the last."""
         self.gate = asyncio.Lock()
-        """Is passed before each request; held during a request that has the worker alone, and a replacement."""
+        """Is passed before each request and held during a replacement."""
         self.greeting = b""
         """Body of the reply to the setup."""
 
@@ -349,8 +361,8 @@ class Worker(asyncio.Protocol):
 
     @property
     def alive(self) -> bool:
-        """False before `start`, after `kill`, and once the exit of the process was noticed."""
-        return self._child is not None and self._child.running
+        """False before `start`, after `kill` and a last reply, and once the exit of the process was noticed."""
+        return self._child is not None and self._child.running and not self._ending
 
     async def start(self) -> None:
         """Start the process and wait until it is ready; if a signal ends it meanwhile, start it once more.
@@ -374,10 +386,14 @@ class Worker(asyncio.Protocol):
             raise ValueError(refusal)
 
     async def _start(self) -> str:
-        """Start the process; its reply to the setup."""
+        """Start the process, after the replies to what it still works on; its reply to the setup."""
+        if self._ending and self._replies:
+            await asyncio.wait(self._replies.values())
         await self.kill()
         pool_socket, worker_socket = socket.socketpair()
         self._received.clear()
+        self._read = set()
+        self._ending = False
         self._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=pool_socket)
         # Once this process has closed its copy, the end of the worker closes the socket.
         with worker_socket:
@@ -394,17 +410,13 @@ class Worker(asyncio.Protocol):
         reply, self.greeting = await self.ask(self._program.setup, b"", self._program.start_timeout_s, decode)
         return reply
 
-    async def idle(self) -> None:
-        """Wait until no request is outstanding."""
-        if self._replies:
-            await asyncio.wait(self._replies.values())
-
     async def ask(self, head: bytes, body: bytes, timeout_s: float, decode: Callable[[bytes], T]) -> tuple[T, bytes]:
-        """(decoded head, body) of the reply. Raises WorkerDied; then, and after a last reply, the process is dead.
+        """(decoded head, body) of the reply. Raises WorkerDied; then the process is dead.
 
         After a cancellation the worker has to be killed: its reply would be damage.
         """
         transport = self._transport
+        unanswered = self._read
         self._number += 1
         number = self._number
         begin = time.monotonic()
@@ -414,22 +426,20 @@ class Worker(asyncio.Protocol):
                 last, reply_head, reply_body = await self._exchange(number, head, body)
             decoded = decode(reply_head)
         except (OSError, EOFError, ValueError, RecursionError) as problem:
-            read = number in self._read
+            died = functools.partial(WorkerDied, read=number in unanswered, others=bool(unanswered))
             busy = (self._processor_s() - used_before) / (time.monotonic() - begin)
             code = None
             if self._transport is transport:  # else another request has ended the process
                 code = await self.kill()
             if isinstance(problem, TimeoutError):
-                raise WorkerDied(f"no answer within {timeout_s:g} s", read=read, late=True, busy=busy) from None
+                raise died(f"no answer within {timeout_s:g} s", late=True, busy=busy) from None
             if isinstance(problem, ValueError | RecursionError):
-                raise WorkerDied("bytes in its socket that are no reply", read=read) from None
+                raise died("bytes in its socket that are no reply") from None
             # A process that closed its socket has exited, with its code fixed, or can no longer be trusted.
-            raise WorkerDied(end_of(code), read=read, code=code) from None
+            raise died(end_of(code), code=code) from None
         finally:
             self._replies.pop(number, None)
-            self._read.discard(number)
-        if last:
-            await self.kill()
+        self._ending |= last
         return decoded, reply_body
 
     def detach(self) -> socket.socket:
@@ -496,6 +506,7 @@ class Worker(asyncio.Protocol):
             if kind == READ:
                 self._read.add(number)
             elif not self._replies[number].done():
+                self._read.discard(number)
                 self._replies.pop(number).set_result((kind, frame[FRAME.size : body_start], frame[body_start:]))
 
     def connection_lost(self, problem: Exception | None) -> None:

@@ -324,7 +324,7 @@ class EnvironmentSection(Section):
     memory_mb: PositiveInt | None = None
     """Address space of each process (MiB). null: no limit."""
     variables: tuple[str, ...] = ()
-    """Names of environment variables to pass to the processes, as rewards.environment."""
+    """Names of environment variables to pass to the processes, as rewards.variables."""
 
 
 class LengthPenaltySection(Section):
@@ -372,7 +372,7 @@ class RewardsSection(Section):
     file_mb: NonNegativeInt = 0
     """Maximum size of a file that a verifier writes (MiB). 0: it cannot write files. code: of the program, which has
     a folder of four times this size."""
-    environment: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
     """Names of environment variables to pass to a custom verifier. Variables for paths, home, locale and library
     search alone are passed by default, so that tokens and keys stay with the controller."""
     truncated: Literal["exclude", "wrong"] = "exclude"

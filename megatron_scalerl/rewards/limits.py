@@ -25,7 +25,7 @@ OPEN_FILES = 256
 MIB = 2**20
 
 
-class VerifierUnavailable(Exception):
+class VerifierUnavailable(RuntimeError):
     """A check could not be made, through no fault of the answer: it has no score."""
 
 

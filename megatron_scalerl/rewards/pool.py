@@ -11,14 +11,16 @@ Outcomes of a check other than the verifier's return value:
 * An answer that exceeds a limit (time, processor time, memory) is wrong, with that reason.
 * An answer on which the verifier raises is wrong, with the reason `error`.
 * A process that dies during a check (killed by another process, a segmentation fault, an exit) is replaced and the
-  check repeated, alone in its process. The second time the answer is wrong, with the reason `crash`: an answer must
-  not avoid its score by crashing the verifier. Checks that had not begun are not affected.
+  check repeated, alone in a process, as are further tries of a check that exceeded the wall-clock limit there. The
+  second time the answer is wrong, with the reason `crash`: an answer must not avoid its score by crashing the
+  verifier. Checks that had not begun are not affected.
 * A check that its verifier cannot make is tried again, TRIES times in all, and then lost as well: VerifierUnavailable
   (the code verifier without a sandbox), a judge that cannot be reached or answers 408, 429 or 5xx
   (`worker.is_unavailable`), a verifier of the user's that waited until the wall-clock limit, and a coroutine function
-  that returned no reward, whatever it raised (`worker.run_judge`). Where nearly all other tries succeed the answer
-  is wrong, `unavailable`: it may have broken its judge to escape its score. After MAX_UNAVAILABLE in a row, or if
-  more than half of the last RECENT could not be made, the run ends (RuntimeError; `outages`).
+  that returned no reward, whatever it raised (`worker.run_judge`). Where nearly all of the last RECENT checks succeed
+  at their first try, and others did between the tries of this one, the answer is wrong, `unavailable`: it may have
+  broken its judge to escape its score. After MAX_UNAVAILABLE in a row, or if more than half of the last RECENT could
+  not be made, the run ends (RuntimeError; `outages`).
 * Where no replacement starts, the current check is lost through no fault of the answer (CompletionLost). Other
   processes continue; where that persists with none alive, the run ends (RuntimeError).
 
@@ -41,9 +43,10 @@ import hashlib
 import logging
 import os
 import pickle
+import random
 import signal
 import sys
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +84,7 @@ INHERITED = (
     "CONDA_PREFIX",
     "PYTHONHOME",
 )
-"""Environment variables that a verifier inherits, besides LC_* and `rewards.environment`."""
+"""Environment variables that a verifier inherits, besides LC_* and `rewards.variables`."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -98,23 +101,18 @@ class VerifierPool:
     The verifier is "math", "code" or "module:function" with the signature
     `(answer_text: str, reference: str, extra: dict) -> bool | float`. A bool becomes the reward `correct` or
     `incorrect`; a float is the reward itself and counts as correct if it is at least `correct`.
-
-    `counters` counts completions: checks; correct; reasons of wrong ones (no_answer, truncated, timeout, memory,
-    crash, error, unavailable); verifier_lost (CompletionLost); unavailable_checks; repeated (scored by an identical
-    check). And processes: restarts.
     """
 
     def __init__(self, rewards: RewardsSection, *, start_timeout_s: float = 300.0):
-        """Raises ValueError if a variable of `rewards.environment` is not set."""
+        """Raises ValueError if a variable of `rewards.variables` is not set."""
         self._rewards = rewards
-        self.counters: Counter[str] = Counter()
         paths = tuple(os.fsencode(path) for path in sys.path)
         setup = Setup(verifier=rewards.verifier, paths=paths, limits=limits_of(rewards), timeout_s=rewards.timeout_s)
         program = Program(
             name="verifier",
             module="megatron_scalerl.rewards.worker",
             setup=msgspec.json.encode(setup),
-            environment=child_environment("rewards.environment", rewards.environment),
+            environment=child_environment("rewards.variables", rewards.variables),
             subject=f"rewards.verifier {rewards.verifier!r}",
             timeout_s=rewards.timeout_s,
             start_timeout_s=start_timeout_s,
@@ -124,7 +122,6 @@ class VerifierPool:
             program,
             rewards.workers or default_workers(),
             Outcome,
-            counters=self.counters,
             settles=lambda death: self._exceeded(death) != "",
         )
         self._outstanding: dict[bytes, _Check] = {}
@@ -162,30 +159,18 @@ class VerifierPool:
         Raises CompletionLost (`verifier_lost`) if no process could be started for it or its check could not be made,
         and RuntimeError if that persisted or the pool is closed.
         """
-        self.counters["checks"] += 1
         if truncated:
             score = self._wrong("truncated")
         elif text_after_thinking is None or not text_after_thinking.strip():
             score = self._wrong("no_answer")
         else:
-            try:
-                score = await self._score_once(pickle.dumps((text_after_thinking, prompt.answer, dict(prompt.extra))))
-            except CompletionLost as lost:
-                self.counters[lost.reason] += 1
-                raise
-        return self._counted(score, tokens)
+            columns = {**prompt.extra, "prompt": prompt.text}
+            score = await self._score_once(pickle.dumps((text_after_thinking, prompt.answer, columns)))
+        return penalized(score, tokens, self._rewards.length_penalty)
 
     def paid(self, value: bool | float, prompt: Prompt, *, tokens: int) -> Score:
         """The score of an episode that its environment has judged; value as of a verifier, tokens as for `score`."""
-        self.counters["checks"] += 1
-        return self._counted(self._score_of(Outcome(value=value)), tokens)
-
-    def _counted(self, score: Score, tokens: int) -> Score:
-        if score.correct:
-            self.counters["correct"] += 1
-        elif score.reason:
-            self.counters[score.reason] += 1
-        return penalized(score, tokens, self._rewards.length_penalty)
+        return penalized(self._score_of(Outcome(value=value)), tokens, self._rewards.length_penalty)
 
     async def problem_of(self, prompt: Prompt) -> str:
         """Why no answer to a prompt may be paid, or nothing; a limit that is exceeded, too. Raises as `score`.
@@ -201,12 +186,9 @@ class VerifierPool:
         """The score of a request: cached, of an outstanding identical check, or of a new check."""
         key = hashlib.sha256(request).digest()
         if key in self._cache:
-            self.counters["repeated"] += 1
             self._cache.move_to_end(key)
             return self._cache[key]
-        if key in self._outstanding:
-            self.counters["repeated"] += 1
-        else:
+        if key not in self._outstanding:
             self._outstanding[key] = _Check(score=asyncio.create_task(self._check(key, request)))
         check = self._outstanding[key]
         check.callers += 1
@@ -221,38 +203,46 @@ class VerifierPool:
 
     async def _check(self, key: bytes, request: bytes) -> Score:
         """Run a check and cache its score, unless that may differ next time. Raises CompletionLost."""
-        for pause_s in (*outages.PAUSES_S[: outages.TRIES - 1], None):
-            score, keep, why = await self._try(request)
-            self._outages.tried(bool(why))
-            if not why or pause_s is None:
+        made = self._outages.made
+        outcome = await self._try(request)
+        self._outages.tried(bool(outcome.unavailable))
+        for pause_s in outages.PAUSES_S[: outages.TRIES - 1]:
+            if not outcome.unavailable:
                 break
-            await asyncio.sleep(pause_s)
-        self._count(why)
-        if why:
-            if not self._outages.alone():
-                raise CompletionLost(why, reason="verifier_lost")
+            # at random: checks that held each other up do not come together again
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
+            outcome = await self._try(request, alone=outcome.limit != "")
+        self._count(outcome.unavailable)
+        score = self._score_of(outcome)
+        if outcome.unavailable:
+            if self._outages.made == made or not self._outages.alone():
+                raise CompletionLost(outcome.unavailable, reason="verifier_lost")
             score = self._wrong("unavailable")
-        if keep:
+        if not outcome.error and not outcome.unavailable:
             self._cache[key] = score
             if len(self._cache) > CACHE_SIZE:
                 self._cache.popitem(last=False)
         return score
 
-    async def _try(self, request: bytes) -> tuple[Score, bool, str]:
-        """(score, whether it would be the same again, why the check could not be made). Raises CompletionLost."""
+    async def _try(self, request: bytes, *, alone: bool = False) -> Outcome:
+        """The outcome of a try; of one that ended its process a `limit`, with an `error` if it may differ next time.
+
+        alone: as of `WorkerPool.ask`. Raises CompletionLost.
+        """
         try:
-            outcome, _ = await self._workers.ask(b"", request)
+            outcome, _ = await self._workers.ask(b"", request, alone=alone)
         except WorkerDied as death:
             if not death.read:
-                raise CompletionLost(
-                    f"no verifier process took a completion: {death}", reason="verifier_lost"
-                ) from None
-            reason = self._exceeded(death)
+                why = f"no verifier process took a completion: {death}"
+                self._count(why)
+                raise CompletionLost(why, reason="verifier_lost") from None
+            limit = self._exceeded(death) or "crash"
+            error = str(death) if death.late or limit == "crash" else ""
             why = ""
             if death.late and death.busy < WAITING_SHARE and self._asks_others:
                 why = f"{self._rewards.verifier}: {death}, while it waited"
-            return self._wrong(reason or "crash"), reason != "" and not death.late, why
-        return self._score_of(outcome), not outcome.error and not outcome.unavailable, outcome.unavailable
+            return Outcome(limit=limit, error=error, unavailable=why)
+        return outcome
 
     @property
     def _asks_others(self) -> bool:
@@ -269,8 +259,6 @@ class VerifierPool:
 
     def _count(self, why: str) -> None:
         """Count a check that was made, or why it could not be; ends the pool if too many could not."""
-        if why:
-            self.counters["unavailable_checks"] += 1
         end = self._outages.ended(why)
         if end is not None:
             self._workers.end(end)

@@ -11,10 +11,12 @@ import errno
 import functools
 import importlib
 import inspect
+import numbers
 import os
 import pickle
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,6 +37,8 @@ from megatron_scalerl.rewards.limits import (
 
 RETIRE_GROWTH = 2.0
 """A worker that grew by this many times `memory_mb` since it loaded its verifier is replaced: checks may leak."""
+MOST_FAILURES = 16
+"""Checks of a coroutine function in a row that failed, after which its process is replaced: one may spoil it."""
 MOST_REWARD = 1e6
 """Largest absolute value of a reward: the squares of larger ones overflow in a batch's spread."""
 CONNECTION_ERRORS = frozenset(
@@ -141,6 +145,11 @@ def check_signature(head: str, function: Callable[..., Any], *arguments: str) ->
         raise ValueError(f"{head}: it has to take ({', '.join(arguments)}); it is {name}{signature}") from None
 
 
+def is_judge(verifier: Verifier) -> bool:
+    """Whether a verifier is a coroutine function, or an object whose `__call__` is one."""
+    return inspect.iscoroutinefunction(verifier) or inspect.iscoroutinefunction(type(verifier).__call__)
+
+
 def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
     """Run one check, a pickle, within its limits: of an answer, or for None of the prompt itself."""
     try:
@@ -149,7 +158,7 @@ def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
             if answer is None:
                 unusable = _text(problem_of(limits, *row))
                 return Outcome(value=not unusable, unusable=unusable)
-            value = _checked(verifier(answer, *row))
+            value = reward_of(verifier(answer, *row))
     except MemoryError:
         return Outcome(limit="memory")
     except TimeLimitExceeded:
@@ -163,14 +172,18 @@ def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
     return Outcome(value=value)
 
 
-def _checked(value: Any) -> bool | float:
-    """What a verifier returned. Raises ValueError, TypeError if it is no reward."""
+def reward_of(value: Any) -> bool | float:
+    """What a verifier returned. Raises ValueError if it is no reward, VerifierUnavailable for a coroutine."""
+    if inspect.isawaitable(value):
+        raise VerifierUnavailable(f"the verifier returned a {type(value).__name__}; make it an `async def` itself")
     if hasattr(value, "item"):  # a scalar of numpy
         value = value.item()
     if not isinstance(value, bool):
-        value = float(value)
+        if not isinstance(value, numbers.Number):
+            raise ValueError(f"a verifier returns a bool or a number; it returned {repr(value)[:100]}")
+        value = float(value)  # type: ignore[arg-type]
         if not abs(value) <= MOST_REWARD:
-            raise ValueError(f"a verifier returns a bool or a float up to {MOST_REWARD:g}; it returned {value}")
+            raise ValueError(f"a verifier returns a bool or a number up to {MOST_REWARD:g}; it returned {value}")
     return value
 
 
@@ -179,13 +192,15 @@ async def run_judge(verifier: Verifier, check: bytes, timeout_s: float) -> Outco
     import asyncio
 
     limit = asyncio.timeout(timeout_s)
+    begin = time.process_time()
     try:
         async with limit:
-            return Outcome(value=_checked(await verifier(*pickle.loads(check))))
+            return Outcome(value=reward_of(await verifier(*pickle.loads(check))))
     except (Exception, asyncio.CancelledError) as error:
-        why = f"{type(error).__name__}: {error}"[:1000]
+        why = traceback.format_exception_only(error)[-1].strip()[:1000]  # whatever its __str__ does
         if limit.expired():
-            why = f"no answer within {timeout_s:g} s"
+            computed = time.process_time() - begin
+            why = f"no answer within {timeout_s:g} s, in which its process computed for {computed:.1f} s"
         return Outcome(unavailable=_text(why), error=_text(traceback.format_exc()[-4000:]))
 
 
@@ -257,10 +272,16 @@ def load(setup_json: bytes) -> Callable[[bytes, bytes], Any] | str:
         verifier = load_verifier(setup.verifier, limits)
     except ValueError as problem:
         return _text(str(problem))
-    if inspect.iscoroutinefunction(verifier):
+    if is_judge(verifier):
+        failures = 0
 
         async def judged(head: bytes, check: bytes) -> Answer:
-            return Answer(head=await run_judge(verifier, check, setup.timeout_s))
+            nonlocal failures
+            outcome = await run_judge(verifier, check, setup.timeout_s)
+            failures += 1
+            if not outcome.unavailable:
+                failures = 0
+            return Answer(head=outcome, last=failures >= MOST_FAILURES)
 
         return judged
     if setup.verifier != "code":  # its sandbox limits the programs, and needs room for what they read

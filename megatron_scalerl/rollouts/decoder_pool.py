@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -58,10 +57,7 @@ MAX_DEFAULT_WORKERS = 4
 
 
 class DecoderPool:
-    """Decoder processes behind the interface that `EngineClient.generate` takes; `async with` starts and closes it.
-
-    `counters`: decoded, engine_errors, lost (by the response), decoder_lost, restarts (processes replaced).
-    """
+    """Decoder processes behind the interface of `EngineClient.generate`; `async with` starts and closes them."""
 
     def __init__(
         self,
@@ -87,7 +83,6 @@ class DecoderPool:
         text = fast.to_str() if hasattr(fast, "to_str") else None
         setup = Setup(answer=plans.answer_format(), tokenizer=text, policy=recipe.policy.path, turns=turns)
         workers = recipe.rollouts.decoders or min(MAX_DEFAULT_WORKERS, default_workers())
-        self.counters: Counter[str] = Counter()
         program = Program(
             name="decoder",
             module="megatron_scalerl.rollouts.decoder",
@@ -99,7 +94,7 @@ class DecoderPool:
             start_timeout_s=START_TIMEOUT_S,
             logs=logs,
         )
-        self._workers = WorkerPool(program, workers, Reply, counters=self.counters, settles=_warn)
+        self._workers = WorkerPool(program, workers, Reply, settles=_warn)
         self._slots = asyncio.Semaphore(SLOTS * workers)
         self._lost_in_a_row = 0
 
@@ -141,12 +136,9 @@ class DecoderPool:
         request = Request(plan=plan, seed=seed, where=where, tools=tools or self._tools)
         reply, data = await self._ask(request, body, problem)
         if reply.decoded is not None:
-            self.counters["decoded"] += 1
             return replace(reply.decoded, data=data), reply.decoded.completion.tokens
         if reply.error:
-            self.counters["engine_errors"] += 1
             raise EngineError(reply.error)
-        self.counters["lost"] += 1
         raise CompletionLost(reply.lost, reason=reply.lost_reason)
 
     async def render(
@@ -174,7 +166,6 @@ class DecoderPool:
 
     def _lost(self, problem: str) -> Exception:
         """The error for a body with which processes ended. Ends the pool if many in a row are lost."""
-        self.counters["decoder_lost"] += 1
         self._lost_in_a_row += 1
         if self._lost_in_a_row < MAX_LOST_IN_A_ROW:
             return CompletionLost(problem, reason="decoder_lost")

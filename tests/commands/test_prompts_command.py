@@ -74,6 +74,23 @@ def test_a_judge_is_asked_about_the_first_prompts(tiny, capsys, monkeypatch, tmp
     assert "the reference itself, \\boxed{9}: right" in shown.out and "-918273645}: wrong" in shown.out
 
 
+@pytest.mark.parametrize(
+    ("name", "message"), [("plain", "returned a coroutine"), ("text", "returned '1'"), ("judge", "")]
+)
+def test_a_judge_is_shown_as_a_run_would_judge(tiny, capsys, monkeypatch, tmp_path, name, message):
+    (tmp_path / "kinds.py").write_text(
+        "class Judge:\n"
+        "    async def __call__(self, text, reference, extra):\n        return True\n"
+        "judge = Judge()\n"
+        "def plain(text, reference, extra):\n    return judge(text, reference, extra)\n"
+        "async def text(text, reference, extra):\n    return '1'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    code, shown = output(tiny, capsys, f"rewards.verifier=kinds:{name}")
+    assert (code != 0) == bool(message)
+    assert message in shown.err
+
+
 def test_what_train_would_refuse_is_refused(tiny, capsys):
     for setting, message in (
         (

@@ -25,7 +25,7 @@ def settings(tiny, out, name, schedule):
         *schedule,
         "rollouts.max_in_flight=16",  # a batch is two rounds
         "rewards.verifier=tests.e2e.coin:toss_until_held",
-        "rewards.environment=[HELD_AT]",
+        "rewards.variables=[HELD_AT]",
         "rewards.timeout_s=600",
         "steps=4",
         "validation.every_steps=2",

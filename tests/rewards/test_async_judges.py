@@ -15,6 +15,7 @@ from fakes.sampler import StandInSampler
 from recipe_files import small_recipe
 from verifier_pools import RIGHT, WRONG, pool_of, prompt, wrong
 from waiting import until
+from worker_pools import starts
 
 from megatron_scalerl.batching.advantages import samples_of
 from megatron_scalerl.engine.membership import Membership
@@ -23,7 +24,9 @@ from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
 from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.rewards import outages
+from megatron_scalerl.rewards import pool as verifier_pool
 from megatron_scalerl.rewards.pool import TaskPools
+from megatron_scalerl.rewards.worker import MOST_FAILURES
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.stream import RolloutStream
 from megatron_scalerl.types import CompletionLost, Prompt
@@ -76,13 +79,13 @@ def score_of(value):
 
 
 def judged(answer, texts, **rewards):
-    """(scores or what was raised, the pool's counters, the judge) of checks that come at once."""
+    """(scores or what was raised, the judge) of checks that come at once."""
 
     async def main():
         judge = Judge(answer)
         async with judge.running() as url, pool_of("users_judges:judged", **rewards) as pool:
             calls = [pool.score(text, prompt({"url": url})) for text in texts]
-            return await asyncio.gather(*calls, return_exceptions=True), pool.counters, judge
+            return await asyncio.gather(*calls, return_exceptions=True), judge
 
     return asyncio.run(main())
 
@@ -96,10 +99,9 @@ def test_the_judge_sees_the_bound_and_no_more(workers, concurrency):
         return score_of(text == "7")
 
     texts = [str(n) for n in range(6 * concurrency)]
-    scores, counters, judge = judged(answer, texts, workers=workers, concurrency=concurrency)
+    scores, judge = judged(answer, texts, workers=workers, concurrency=concurrency)
     assert scores == [RIGHT if text == "7" else WRONG for text in texts]
     assert judge.most == concurrency and sorted(judge.asked) == sorted(texts)
-    assert counters == {"checks": len(texts), "correct": 1}
 
 
 @pytest.mark.parametrize("statuses", [(429, 503), (500, 408)])
@@ -107,9 +109,9 @@ def test_what_is_unavailable_is_tried_again(statuses):
     async def answer(text, tries):
         return web.Response(status=statuses[tries - 1]) if tries <= 2 else score_of(0.25)
 
-    [score], counters, judge = judged(answer, ["7"])
+    [score], judge = judged(answer, ["7"])
     assert (score.reward, score.correct, score.reason) == (0.25, False, "")
-    assert len(judge.asked) == outages.TRIES and counters == {"checks": 1}
+    assert len(judge.asked) == outages.TRIES
 
 
 BAD = {
@@ -120,8 +122,9 @@ BAD = {
     "KeyError: 'score'": web.Response(text='{"error": "busy"}', content_type="application/json"),
     "it returned nan": web.Response(text='{"score": NaN}', content_type="application/json"),
     "it returned 1e": score_of(1e300),
-    "could not convert string to float: 'seven'": score_of("seven"),
-    "TypeError": score_of(None),
+    "it returned 'seven'": score_of("seven"),
+    "it returned '1'": score_of("1"),
+    "it returned None": score_of(None),
 }
 
 
@@ -131,20 +134,21 @@ def test_a_judge_that_fails_or_answers_nonsense_pays_nobody(reason):
         made = BAD[reason]
         return made and web.Response(status=made.status, body=made.body, content_type=made.content_type)
 
-    scores, counters, judge = judged(answer, ["7", "8"])
+    scores, judge = judged(answer, ["7", "8"])
     assert all(isinstance(lost, CompletionLost) and lost.reason == "verifier_lost" for lost in scores)
     assert all(reason.removeprefix("status ") in str(lost) for lost in scores)
-    assert counters["verifier_lost"] == counters["unavailable_checks"] == 2 and counters["correct"] == 0
     assert len(judge.asked) == 2 * outages.TRIES
 
 
-def test_a_judge_that_does_not_answer_or_is_not_there_pays_nobody():
+def test_a_judge_that_does_not_answer_or_is_not_there_pays_nobody(monkeypatch):
+    started = starts(monkeypatch)
+
     async def answer(text, tries):
         await asyncio.Event().wait()
 
-    [late], counters, _ = judged(answer, ["7"], timeout_s=0.5)
-    assert isinstance(late, CompletionLost) and "0.5 s" in str(late)
-    assert counters["restarts"] == 0, "the process lives on"
+    [late], _ = judged(answer, ["7"], timeout_s=0.5)
+    assert isinstance(late, CompletionLost) and "0.5 s" in str(late) and "computed for 0." in str(late)
+    assert len(started) == 1, "the process lives on"
 
     async def refused():
         with socket.socket() as bound:  # nobody listens
@@ -157,79 +161,187 @@ def test_a_judge_that_does_not_answer_or_is_not_there_pays_nobody():
         asyncio.run(refused())
 
 
-def test_an_answer_on_which_the_judge_fails_alone_is_wrong():
-    """Thirty answers are paid; then the judge fails on one of them alone, again and again."""
+def set_pauses(monkeypatch, *pauses_s, wait):
+    """The pauses between tries; `wait(pause_s)` is awaited in place of each above 10 s."""
+    sleep = asyncio.sleep
+    monkeypatch.setattr(outages, "PAUSES_S", pauses_s)
+    monkeypatch.setattr(asyncio, "sleep", lambda pause_s: (wait if pause_s > 10 else sleep)(pause_s))
+
+
+@pytest.mark.parametrize("breaking", [1, 16, 30])
+def test_answers_that_break_the_judge_are_wrong_up_to_a_tenth_of_all(breaking, monkeypatch):
+    """The judge fails on some answers, again and again; between their tries 200 others are paid."""
+    paid = asyncio.Event()
+    set_pauses(monkeypatch, 100.0, 0.0, wait=lambda pause_s: paid.wait())
 
     async def answer(text, tries):
-        return web.Response(status=500) if text == "breaks the judge" else score_of(True)
+        return web.Response(status=500) if text.startswith("breaks") else score_of(True)
 
     async def main():
         judge = Judge(answer)
         async with judge.running() as url, pool_of("users_judges:judged") as pool:
-            extra = {"url": url}
-            paid = await asyncio.gather(*(pool.score(str(n), prompt(extra)) for n in range(40)))
-            return paid, await pool.score("breaks the judge", prompt(extra)), judge.asked
+            texts = [f"breaks {n}" for n in range(breaking)]
+            checks = [asyncio.create_task(pool.score(text, prompt({"url": url}))) for text in texts]
+            await until(lambda: len(judge.asked) == breaking)
+            others = await asyncio.gather(*(pool.score(str(n), prompt({"url": url})) for n in range(200)))
+            paid.set()
+            return others, await asyncio.gather(*checks, return_exceptions=True), judge.asked
 
-    paid, broken, asked = asyncio.run(main())
-    assert paid == [RIGHT] * 40 and broken == wrong("unavailable")
-    assert asked.count("breaks the judge") == outages.TRIES
+    others, broken, asked = asyncio.run(main())
+    assert others == [RIGHT] * 200 and len(asked) == 200 + outages.TRIES * breaking
+    if breaking <= 20:
+        assert broken == [wrong("unavailable")] * breaking
+    else:
+        assert {type(lost) for lost in broken} == {CompletionLost}
 
 
 def results(answers, **rewards):
-    """(scores or what was raised, counters) of the answers at once, by the judge that does what they say."""
+    """Scores or what was raised for the answers at once, by the judge that does what they say."""
 
     async def main():
         async with pool_of("users_judges:faulty", **rewards) as pool:
             calls = [pool.score(text, prompt()) for text in answers]
-            return await asyncio.gather(*calls, return_exceptions=True), pool.counters
+            return await asyncio.gather(*calls, return_exceptions=True)
 
     return asyncio.run(main())
 
 
-def test_an_answer_that_ends_the_process_takes_no_other_with_it():
-    answers = [*(f"7 {n}" for n in range(12)), "exit", *(f"8 {n}" for n in range(12))]
-    scores, counters = results(answers, concurrency=8)
+@pytest.mark.parametrize("fault", ["exit", "leave"])
+def test_an_answer_that_ends_the_process_takes_no_other_with_it(fault):
+    answers = [*(f"7 {n}" for n in range(12)), fault, *(f"8 {n}" for n in range(12))]
+    scores = results(answers, concurrency=8)
     assert scores == [RIGHT] * 12 + [wrong("crash")] + [WRONG] * 12
-    assert counters["restarts"] == 2 and counters["crash"] == 1
+
+
+def test_an_exception_without_a_text_takes_no_other_with_it(monkeypatch):
+    started = starts(monkeypatch)
+    [lost, *others] = results(["unprintable", "7 a", "8 b"])
+    assert isinstance(lost, CompletionLost) and "Unprintable" in str(lost)
+    assert others == [RIGHT, WRONG] and started == ["verifier-0"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["spin", "block"])
 def test_a_coroutine_that_does_not_yield_ends_alone(fault, monkeypatch):
-    """A busy one is wrong as any check that exceeds its limit; one that waits is lost."""
+    """A busy one is wrong as any check that exceeds its limit; one that waits is lost, after three tries."""
     monkeypatch.setattr(worker_pool, "GRACE_S", 1.0)
-    monkeypatch.setattr(outages, "TRIES", 1)
+    monkeypatch.setattr(verifier_pool, "WAITING_SHARE", 0.01)  # a busy machine gives it little more
+    started = starts(monkeypatch)
     answers = ["7 a", fault, "7 b", "8"]
-    [first, faulty, *others], counters = results(answers, timeout_s=2.0)
+    [first, faulty, *others] = results(answers, timeout_s=2.0)
     assert [first, *others] == [RIGHT, RIGHT, WRONG]
+    alone = 1
     if fault == "spin":
         assert faulty == wrong("timeout")
     else:
         assert isinstance(faulty, CompletionLost)
-    assert counters["restarts"] == 2
+        alone = outages.TRIES
+    # the shared process has died once; the other one, which tries it alone, is started again after each try
+    assert started.count("verifier-0") == 2 and alone <= started.count("verifier-1") <= alone + 1
 
 
-def test_a_process_that_is_killed_from_outside_loses_nothing():
+def test_a_process_that_is_killed_from_outside_loses_nothing_and_holds_nothing_up(tmp_path):
+    """The checks of the killed process are repeated, one by one, and meanwhile new ones are made."""
+    extra = {"file": str(tmp_path / "file")}
+
     async def main():
-        async with pool_of("users_judges:faulty", concurrency=16) as pool:
-            calls = [asyncio.create_task(pool.score(f"7 {n}", prompt())) for n in range(16)]
-            await until(lambda: len(pool._workers._workers[0]._replies) == 16)
-            os.kill(pool._workers.pids[0], signal.SIGKILL)
-            return await asyncio.gather(*calls), pool.counters
+        async with pool_of("users_judges:held", concurrency=16) as pool:
+            [worker] = pool._workers._workers
+            calls = [asyncio.create_task(pool.score(f"held {n}", prompt(extra))) for n in range(16)]
+            await until(lambda: len(worker._read) == 16)
+            os.kill(worker.pid, signal.SIGKILL)
+            await until(lambda: pool._workers._extra[0]._read)
+            new = await asyncio.gather(*(pool.score(str(n), prompt(extra)) for n in range(4)))
+            assert not any(call.done() for call in calls)
+            (tmp_path / "file").touch()
+            return new + await asyncio.gather(*calls)
 
-    scores, counters = asyncio.run(main())
-    assert scores == [RIGHT] * 16 and counters["restarts"] == 1
+    assert asyncio.run(main()) == [RIGHT] * 20
 
 
-def test_a_cancelled_coroutine_is_lost_and_threads_are_no_bound():
-    [lost], counters = results(["cancel"])
-    assert isinstance(lost, CompletionLost) and counters["verifier_lost"] == 1
+def test_a_check_is_not_lost_by_the_death_of_others(tmp_path, monkeypatch):
+    """A stopped process reads nothing more; it is killed while it has another check."""
+    monkeypatch.setattr(worker_pool, "MAX_EARLY_LOSSES", 1)
+    extra = {"file": str(tmp_path / "file")}
 
+    async def main():
+        async with pool_of("users_judges:held", concurrency=2) as pool:
+            [worker] = pool._workers._workers
+            held = asyncio.create_task(pool.score("held", prompt(extra)))
+            await until(lambda: worker._read)
+            os.kill(worker.pid, signal.SIGSTOP)
+            late = asyncio.create_task(pool.score("late", prompt(extra)))
+            await until(lambda: len(worker._replies) == 2)
+            os.kill(worker.pid, signal.SIGKILL)
+            assert await late == RIGHT
+            (tmp_path / "file").touch()
+            return await held
+
+    assert asyncio.run(main()) == RIGHT
+
+
+def test_a_cancelled_coroutine_is_lost():
+    [lost] = results(["cancel"])
+    assert isinstance(lost, CompletionLost)
+
+
+def test_a_process_has_a_thread_for_each_check():
     async def main():
         async with pool_of("users_judges:threaded") as pool:
+            return await asyncio.gather(*(pool.score(str(n), prompt()) for n in range(40)))
+
+    assert asyncio.run(main()) == [RIGHT] * 40
+
+
+def test_a_process_in_which_all_checks_fail_is_replaced_after_the_others():
+    async def main():
+        async with pool_of("users_judges:spoiling") as pool:
+            [worker] = pool._workers._workers
+            pid = worker.pid
+            slow = asyncio.create_task(pool.score("slow", prompt()))
+            scores = [await pool.score("spoil", prompt())]
+            while worker.pid == pid:
+                scores += await asyncio.gather(pool.score("7", prompt()), return_exceptions=True)
+            return await slow, scores, await pool.score("7", prompt())
+
+    slow, [spoiling, *lost], after = asyncio.run(main())
+    assert slow == RIGHT, "what the process still works on is not lost"
+    assert spoiling == WRONG and after == RIGHT
+    assert len(lost) >= MOST_FAILURES // outages.TRIES
+    assert {type(completion) for completion in lost[:-2]} == {CompletionLost}
+
+
+def test_checks_that_held_each_other_up_are_not_tried_again_together(monkeypatch):
+    pauses = []
+
+    async def wait(pause_s):
+        pauses.append(pause_s)
+
+    async def answer(text, tries):
+        return web.Response(status=503)
+
+    set_pauses(monkeypatch, 100.0, 500.0, wait=wait)
+    judged(answer, [str(n) for n in range(16)])
+    first, second = sorted(pauses)[:16], sorted(pauses)[16:]
+    assert len(set(pauses)) == 32
+    assert first[0] >= 50 and first[-1] - first[0] > 20 and second[-1] - second[0] > 100
+
+
+def test_an_object_with_an_async_call_is_a_judge():
+    async def main():
+        async with pool_of("users_judges:judge", concurrency=2) as pool:
             return await asyncio.gather(*(pool.score(text, prompt()) for text in "78"))
 
     assert asyncio.run(main()) == [RIGHT, WRONG]
+
+
+def test_a_coroutine_behind_a_plain_function_is_lost_and_never_wrong():
+    async def main():
+        async with pool_of("users_judges:decorated") as pool:
+            return await pool.score("7", prompt())
+
+    with pytest.raises(CompletionLost, match="returned a coroutine"):
+        asyncio.run(main())
 
 
 def test_a_key_reaches_the_judge_only_by_its_name(monkeypatch):
@@ -240,12 +352,15 @@ def test_a_key_reaches_the_judge_only_by_its_name(monkeypatch):
             return await pool.score("JUDGE_API_KEY", prompt())
 
     assert asyncio.run(main()) == WRONG
-    assert asyncio.run(main(environment=("JUDGE_API_KEY",))) == RIGHT
+    assert asyncio.run(main(variables=("JUDGE_API_KEY",))) == RIGHT
 
 
 def test_a_mixture_has_a_judge_for_one_task():
     async def answer(text, tries):
+        await others.wait()
         return score_of(0.5)
+
+    others = asyncio.Event()
 
     def task(name, verifier, **rewards):
         section = RewardsSection(verifier=verifier, workers=1, timeout_s=60.0, **rewards)
@@ -255,13 +370,17 @@ def test_a_mixture_has_a_judge_for_one_task():
         judge = Judge(answer)
         tasks = [task("essay", "users_judges:judged", concurrency=2), task("math", "math")]
         async with judge.running() as url, TaskPools(tasks) as pools:
-            rows = [
+            essay, math = (
                 Prompt(prompt_id=name, text="t", answer="7", token_ids=(), extra={"url": url}, task=name)
                 for name in ("essay", "math")
-            ]
-            return [(await pools.score("\\boxed{7}", row)).reward for row in rows], judge.asked
+            )
+            essays = [asyncio.create_task(pools.score(str(n), essay)) for n in range(4)]
+            await until(lambda: judge.now == 2)
+            solved = await pools.score("\\boxed{7}", math)  # while the judge holds the others
+            others.set()
+            return solved, [score.reward for score in await asyncio.gather(*essays)], judge.most
 
-    assert asyncio.run(main()) == ([0.5, 1.0], ["\\boxed{7}"])
+    assert asyncio.run(main()) == (RIGHT, [0.5] * 4, 2)
 
 
 class JudgedSampler(StandInSampler):

@@ -28,37 +28,37 @@ def run(main, function, **rewards):
 def test_processor_time_is_limited_and_the_score_cached():
     async def main(pool):
         scores = [await ask(pool, text) for text in ("spin 1", "7", "spin 1")]
-        return scores, pool.counters
+        return scores, pool.restarts
 
-    scores, counters = run(main, "faulty", cpu_s=0.3)
+    scores, restarts = run(main, "faulty", cpu_s=0.3)
     assert scores == [wrong("timeout"), RIGHT, wrong("timeout")]
-    assert counters == {"checks": 3, "correct": 1, "timeout": 2, "repeated": 1, "restarts": 1}
+    assert restarts == 1
 
 
 def test_every_check_has_its_own_processor_time():
     async def main(pool):
-        return [await ask(pool, str(n), cpu_s=0.3) for n in range(6, 9)], pool.counters
+        return [await ask(pool, str(n), cpu_s=0.3) for n in range(6, 9)], pool.restarts
 
-    scores, counters = run(main, "hungry", cpu_s=0.6)
+    scores, restarts = run(main, "hungry", cpu_s=0.6)
     assert scores == [WRONG, RIGHT, WRONG]
-    assert "restarts" not in counters
+    assert restarts == 0
 
 
 @pytest.mark.parametrize("use", [{"mb": 3000}, {"pieces_mb": 3000}])
 def test_an_answer_that_needs_too_much_memory_is_wrong_and_its_process_survives(use):
     async def main(pool):
-        return [await ask(pool, "7", **use), await ask(pool, "7", mb=50)], pool.counters
+        return [await ask(pool, "7", **use), await ask(pool, "7", mb=50)], pool.restarts
 
-    scores, counters = run(main, "hungry", memory_mb=256)
+    scores, restarts = run(main, "hungry", memory_mb=256)
     assert scores == [wrong("memory"), RIGHT]
-    assert counters == {"checks": 2, "correct": 1, "memory": 1}
+    assert restarts == 0
 
 
 def test_a_library_that_aborts_is_out_of_memory_unless_memory_has_no_limit():
     assert run_pool("faulty", ["abort", "7"])[0] == [wrong("memory"), RIGHT]
-    scores, counters = run_pool("faulty", ["abort", "7"], memory_mb=None)
+    scores, restarts = run_pool("faulty", ["abort", "7"], memory_mb=None)
     assert scores == [wrong("crash"), RIGHT]
-    assert counters["restarts"] == 2
+    assert restarts == 2
 
 
 def test_without_a_limit_a_check_may_use_more():
@@ -73,11 +73,11 @@ def test_checks_that_leak_do_not_take_memory_from_later_ones():
     """Each keeps 60 of the 100 MiB that it may use; the process is replaced before it grows further."""
 
     async def main(pool):
-        return [await ask(pool, str(n), kept_mb=60) for n in range(9)], pool.counters
+        return [await ask(pool, str(n), kept_mb=60) for n in range(9)], pool.restarts
 
-    scores, counters = run(main, "hungry", memory_mb=100)
+    scores, restarts = run(main, "hungry", memory_mb=100)
     assert scores == [RIGHT if n == 7 else WRONG for n in range(9)]
-    assert counters["restarts"] == 2, "after 4 checks with 240 MiB, above 2 x 100"
+    assert restarts == 2, "after 4 checks with 240 MiB, above 2 x 100"
 
 
 def test_workers_write_no_cores_no_files_and_open_few():
@@ -124,10 +124,10 @@ def test_no_secret_of_the_environment_reaches_a_verifier_unless_it_is_named(pass
         scores = [await ask(pool, name, value="C.UTF-8") for name in names]
         return {name for name, score in zip(names, scores, strict=True) if score.correct}
 
-    assert run(main, "sees", environment=passed) == {*passed, "LC_TIME"}
+    assert run(main, "sees", variables=passed) == {*passed, "LC_TIME"}
 
 
 def test_a_variable_that_is_not_set_is_refused_at_the_start(monkeypatch):
     monkeypatch.delenv("JUDGE_URL", raising=False)
-    with pytest.raises(ValueError, match=r"rewards\.environment: the environment variable 'JUDGE_URL' is not set"):
-        asyncio.run(pool_of("same", environment=["JUDGE_URL"]).start())
+    with pytest.raises(ValueError, match=r"rewards\.variables: the environment variable 'JUDGE_URL' is not set"):
+        asyncio.run(pool_of("same", variables=["JUDGE_URL"]).start())

@@ -42,9 +42,9 @@ def no_pauses(monkeypatch):
 
 @pytest.mark.parametrize("fault", ["exit", "segfault", "kill", "quit"])
 def test_an_answer_that_crashes_two_processes_is_wrong_and_no_other_is(fault):
-    scores, counters = run_pool("faulty", ["7", fault, "8", "9"])
+    scores, restarts = run_pool("faulty", ["7", fault, "8", "9"])
     assert scores == [RIGHT, wrong("crash"), WRONG, WRONG]
-    assert counters == {"checks": 4, "correct": 1, "crash": 1, "restarts": 2}
+    assert restarts == 2
 
 
 @pytest.mark.parametrize("kills", [1, 2])
@@ -65,11 +65,11 @@ def test_a_process_killed_from_outside_uses_one_of_two_tries(kills, tmp_path):
         async with pool_of("held") as pool:
             calls = [pool.score(text, prompt(extra)) for text in ("8", "held", "7", "9")]
             *scores, _ = await asyncio.gather(*calls, asyncio.to_thread(kill))
-            return scores, pool.counters
+            return scores, pool.restarts
 
-    scores, counters = asyncio.run(main())
+    scores, restarts = asyncio.run(main())
     assert scores == [WRONG, RIGHT if kills == 1 else wrong("crash"), RIGHT, WRONG]
-    assert (counters["crash"], counters["restarts"]) == (kills - 1, kills)
+    assert restarts == kills
 
 
 @pytest.mark.parametrize("seed", sampled("deaths", range(3), 1))
@@ -82,18 +82,17 @@ def test_under_any_schedule_of_deaths_each_check_counts_its_own(seed, tmp_path):
         async with pool_of("mortal", workers=2) as pool:
             extra = {"folder": str(tmp_path)}
             calls = [pool.score(text, prompt({**extra, "deaths": deaths})) for text, deaths in answers]
-            return await asyncio.gather(*calls), pool.counters
+            return await asyncio.gather(*calls), pool.restarts
 
-    scores, counters = asyncio.run(main())
+    scores, restarts = asyncio.run(main())
     alone = [RIGHT if text[0] == "7" else WRONG for text, _ in answers]
     assert scores == [
         wrong("crash") if deaths == 2 else score for score, (_, deaths) in zip(alone, answers, strict=True)
     ]
     runs = sorted(f"{text} {run}" for text, deaths in answers for run in range(1, min(deaths + 1, 2) + 1))
     assert sorted(os.listdir(tmp_path)) == runs
-    assert counters["crash"] == sum(deaths == 2 for _, deaths in answers)
     # the last process that each worker lost may not have been replaced yet
-    assert 0 <= sum(deaths for _, deaths in answers) - counters["restarts"] <= 2
+    assert 0 <= sum(deaths for _, deaths in answers) - restarts <= 2
 
 
 def test_a_process_that_hangs_before_a_check_is_replaced_and_no_answer_is_wrong(monkeypatch):
@@ -102,44 +101,42 @@ def test_a_process_that_hangs_before_a_check_is_replaced_and_no_answer_is_wrong(
     async def main():
         async with pool_of("same") as pool:
             os.kill(pool._workers.pids[0], signal.SIGSTOP)
-            return await pool.score("7", prompt()), pool.counters
+            return await pool.score("7", prompt()), pool.restarts
 
-    score, counters = asyncio.run(main())
+    score, restarts = asyncio.run(main())
     assert score == RIGHT
-    assert counters == {"checks": 1, "correct": 1, "restarts": 1}
+    assert restarts == 1
 
 
 def test_a_surviving_child_in_another_session_delays_nothing(tmp_path, monkeypatch):
     shorten(monkeypatch, [2], ready=lambda: os.listdir(tmp_path))
     monkeypatch.setattr(outages, "PAUSES_S", ())
-    monkeypatch.setattr(outages, "ALONE", 1.0)
 
     async def main():
         async with pool_of("faulty") as pool:
             answers = [f"escape {tmp_path}", "7", *(["8" * 100_000] * 3)]  # more than a pipe holds
             calls = [pool.score(answer, prompt()) for answer in answers]
             try:
-                return await asyncio.wait_for(asyncio.gather(*calls), 120)
+                return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 120)
             finally:
                 [child] = os.listdir(tmp_path)
                 os.kill(int(child), signal.SIGKILL)  # it outlives the process that left it
 
-    scores = asyncio.run(main())
-    assert scores == [wrong("unavailable"), RIGHT, WRONG, WRONG, WRONG]
+    lost, *scores = asyncio.run(main())
+    assert isinstance(lost, CompletionLost)
+    assert scores == [RIGHT, WRONG, WRONG, WRONG]
 
 
 def test_the_reply_to_another_check_is_not_a_result():
-    scores, counters = run_pool("forging", ["7"])
-    assert scores == [wrong("crash")]
-    assert counters["crash"] == 1
+    assert run_pool("forging", ["7"])[0] == [wrong("crash")]
 
 
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
 def test_a_start_that_fails_for_a_while_costs_nothing(error, monkeypatch, tmp_path):
     StandInSpawn(monkeypatch, None, error, error, error)
-    scores, counters = run_pool("mortal", ["7 of 1"], extra={"folder": str(tmp_path), "deaths": 1})
+    scores, restarts = run_pool("mortal", ["7 of 1"], extra={"folder": str(tmp_path), "deaths": 1})
     assert scores == [RIGHT]
-    assert counters == {"checks": 1, "correct": 1, "restarts": 1}
+    assert restarts == 1
 
 
 def test_a_process_that_cannot_be_replaced_loses_the_current_check_and_no_other(monkeypatch):
@@ -151,14 +148,14 @@ def test_a_process_that_cannot_be_replaced_loses_the_current_check_and_no_other(
             results = await asyncio.gather(*calls, return_exceptions=True)
             most = worker_pool.START_TRIES * worker_pool.START_ROUNDS * 2
             await until(lambda: pool._workers._failed_tries >= most + worker_pool.START_TRIES)
-            return results, await pool.score("late", prompt()), pool.counters
+            return results, await pool.score("late", prompt()), pool.restarts
 
-    (first, *others), late, counters = asyncio.run(main())
+    (first, *others), late, restarts = asyncio.run(main())
     assert isinstance(first, CompletionLost)
     assert first.reason == "verifier_lost"
     assert others == [RIGHT if n == 7 else WRONG for n in range(40)]
     assert late == WRONG, "the other process lives: the pool does not end"
-    assert counters == {"checks": 42, "correct": 1, "verifier_lost": 1}
+    assert restarts == 0
 
 
 def test_a_pool_that_can_no_longer_start_a_process_ends_the_run_in_one_line(monkeypatch):
@@ -170,15 +167,14 @@ def test_a_pool_that_can_no_longer_start_a_process_ends_the_run_in_one_line(monk
             results = await asyncio.gather(*calls, return_exceptions=True)
             with pytest.raises(RuntimeError, match=r"\d+ tries in a row failed"):
                 await pool.score("late", prompt())
-            return results, pool.counters
+            return results
 
-    results, counters = asyncio.run(main())
+    results = asyncio.run(main())
     assert [getattr(result, "reason", None) for result in results[:2]] == ["verifier_lost"] * 2
     ends = [result for result in results if type(result) is RuntimeError]
     scored = [result for result in results[2:] if result in (RIGHT, WRONG)]
     assert len(ends) >= 1
     assert len(ends) + len(scored) == 30
-    assert counters["verifier_lost"] == 2
     assert "No such file or directory: '/no/such/python'" in str(ends[0])
     assert "\n" not in str(ends[0])
 

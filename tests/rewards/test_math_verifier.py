@@ -80,8 +80,7 @@ def score_all(answers, reference, **rewards):
 
     async def main():
         async with VerifierPool(RewardsSection(timeout_s=600, **rewards)) as pool:
-            scores = await asyncio.gather(*(pool.score(answer, prompt) for answer in answers))
-            return scores, pool.counters
+            return await asyncio.gather(*(pool.score(answer, prompt) for answer in answers))
 
     return asyncio.run(main())
 
@@ -90,18 +89,16 @@ HEAVY = ["\\frac{9^{9^9}}{8^{9^9}}", "9^{9^9}", "99999999!"]
 
 
 def test_the_pool_runs_it_by_name_and_kills_a_check_that_does_not_end():
-    scores, counters = score_all(
+    scores = score_all(
         [*(f"\\boxed{{{heavy}}}" for heavy in HEAVY), "0.5", "2"], "\\frac{1}{2}", workers=2, cpu_s=0.5
     )
     assert all(score == Score(correct=False, reward=-1.0, reason=score.reason) for score in scores[:3])
     assert {score.reason for score in scores[:3]} <= {"timeout", "memory"}
     assert scores[3:] == [Score(correct=True, reward=1.0), Score(correct=False, reward=-1.0)]
-    assert counters["timeout"] + counters["memory"] == 3
 
 
 def test_degenerate_repetition_is_checked_within_the_limits():
     """Quadratic work on 20,000 repetitions takes minutes."""
     answers = [repeated * 20_000 for repeated in ("\\boxed{", "\\boxed ", "\\boxed{1}", "\\{\\boxed{", "$ ", "}{")]
-    scores, counters = score_all(answers, "7", workers=1, cpu_s=10)
+    scores = score_all(answers, "7", workers=1, cpu_s=10)
     assert scores == [Score(correct=False, reward=-1.0)] * len(answers)
-    assert counters == {"checks": len(answers)}

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import sys
+import threading
 import time
 
 import aiohttp
@@ -17,12 +19,21 @@ async def judged(answer_text, reference, extra):
         return (await answer.json())["score"]
 
 
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
 async def faulty(answer_text, reference, extra):
     """Does what the first word of the answer says; otherwise waits a little and compares."""
     word, _, _ = answer_text.partition(" ")
     await asyncio.sleep(0.05)
     if word == "exit":
         os._exit(3)
+    if word == "leave":
+        sys.exit("usage")
+    if word == "unprintable":
+        raise Unprintable
     if word == "block":
         time.sleep(10**6)
     if word == "spin":
@@ -40,6 +51,51 @@ async def keyed(answer_text, reference, extra):
     return os.environ.get(answer_text) == reference
 
 
+forty = threading.Barrier(40)
+
+
 async def threaded(answer_text, reference, extra):
-    """As a client that is no coroutine."""
-    return await asyncio.to_thread(lambda: answer_text == reference)
+    """As a client that is no coroutine; none returns before forty are called."""
+    await asyncio.to_thread(forty.wait)
+    return True
+
+
+spoiled = False
+
+
+async def spoiling(answer_text, reference, extra):
+    """After the answer "spoil" no other is judged in this process."""
+    global spoiled
+    if answer_text == "slow":
+        await asyncio.sleep(1)
+        return True
+    if spoiled:
+        raise RuntimeError("spoiled")
+    spoiled = answer_text == "spoil"
+    return answer_text == reference
+
+
+async def held(answer_text, reference, extra):
+    """The answer "held N" is judged once the file is there."""
+    while answer_text.startswith("held") and not os.path.exists(extra["file"]):
+        await asyncio.sleep(0.01)
+    return True
+
+
+class Judge:
+    """Two answers are compared once both are asked about."""
+
+    def __init__(self):
+        self._both = asyncio.Barrier(2)
+
+    async def __call__(self, answer_text, reference, extra):
+        await self._both.wait()
+        return answer_text == reference
+
+
+judge = Judge()
+
+
+def decorated(answer_text, reference, extra):
+    """A coroutine, as a decorator that is no `async def` makes it."""
+    return faulty(answer_text, reference, extra)

@@ -150,7 +150,18 @@ def forging(answer_text, reference, extra):
 
 
 def graded(answer_text, reference, extra):
-    return {"none": None, "nan": float("nan"), "text": "right"}.get(answer_text, extra.get("value"))
+    return {
+        "none": None,
+        "nan": float("nan"),
+        "text": "right",
+        "number": "2",
+        "bytes": b"3",
+        "array": numpy.str_("1"),
+    }.get(answer_text, extra.get("value"))
+
+
+def asked(answer_text, reference, extra):
+    return extra["prompt"] == answer_text
 
 
 def numpy_bool(answer_text, reference, extra):

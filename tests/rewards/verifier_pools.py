@@ -2,6 +2,8 @@
 
 import asyncio
 
+from worker_pools import count_restarts
+
 from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.types import Prompt, Score
@@ -23,15 +25,15 @@ def pool_of(function, *, start_timeout_s=60.0, **rewards):
     """A pool of one worker with ample limits by default."""
     verifier = function if ":" in function or function == "mathe" else f"users_verifiers:{function}"
     section = {"workers": 1, "timeout_s": 60.0, "cpu_s": 60.0, **rewards}
-    return VerifierPool(RewardsSection(verifier=verifier, **section), start_timeout_s=start_timeout_s)
+    return count_restarts(VerifierPool(RewardsSection(verifier=verifier, **section), start_timeout_s=start_timeout_s))
 
 
 def run_pool(function, answers, *, extra=None, **rewards):
-    """(scores or exceptions of concurrent checks of the answers, the pool's counters)."""
+    """(scores or exceptions of concurrent checks of the answers, processes that were replaced)."""
 
     async def main():
         async with pool_of(function, **rewards) as pool:
             calls = [pool.score(answer, prompt(extra)) for answer in answers]
-            return await asyncio.gather(*calls, return_exceptions=True), pool.counters
+            return await asyncio.gather(*calls, return_exceptions=True), pool.restarts
 
     return asyncio.run(main())

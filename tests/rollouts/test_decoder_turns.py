@@ -14,6 +14,7 @@ from fakes.server import answer
 from recipe_files import SETTLED, small_recipe
 from turn_policies import TOOL, ids_of, past, save_policy
 from waiting import until
+from worker_pools import count_restarts
 
 from megatron_scalerl.batching.rollout_bytes import read
 from megatron_scalerl.environments.response import ToolCall
@@ -35,7 +36,8 @@ def pool_of(folder, template=QWEN3_TURNS, *, chat=True):
         interruption={"enabled": False},
         environment={"name": "games:Game", "thinking": "strip"},
     )
-    return tokenizer, DecoderPool(recipe, tokenizer, Plans(recipe, tokenizer), logs=folder, tools=[TOOL])
+    pool = DecoderPool(recipe, tokenizer, Plans(recipe, tokenizer), logs=folder, tools=[TOOL])
+    return tokenizer, count_restarts(pool)
 
 
 async def decoded(pool, tokenizer, text, **fields):
@@ -66,7 +68,7 @@ async def test_an_episode_through_a_process_that_is_killed_in_between(tmp_path):
         await until(lambda: pool._workers._outstanding and not pool._workers._queue.qsize())
         os.kill(pid, signal.SIGKILL)
         ids, whole = await call
-        assert not whole and pool.counters["restarts"] == 1
+        assert not whole and pool.restarts == 1
         assert tokenizer.decode(ids) == (
             "\n<|im_start|>user\n<tool_response>\n2<|im_end|>\n</tool_response><|im_end|>\n"
             "<|im_start|>assistant\n<think>"
@@ -101,7 +103,7 @@ async def test_messages_that_the_template_refuses_are_an_error_and_the_process_g
     async with pool:
         with pytest.raises(ValueError, match=r"^prompts\.chat_template: the tokenizer's template fails: no$"):
             await pool.render([USER, ({"role": "user", "content": "no"},)], [turn])
-        assert len((await pool.render([USER, USER], [turn]))[0]) and not pool.counters["restarts"]
+        assert len((await pool.render([USER, USER], [turn]))[0]) and not pool.restarts
 
 
 @pytest.mark.slow
@@ -128,7 +130,7 @@ async def test_what_is_nested_too_deeply_is_an_error_and_the_process_goes_on(tmp
                     errors += 1
             text = f'<tool_call>{{"name": "add", "arguments": {nested}}}</tool_call>'
             await decoded(pool, tokenizer, f"</think>{text}<|im_end|>")
-        assert len(await pool.render([USER], [])) == 2 and errors and not pool.counters["restarts"]
+        assert len(await pool.render([USER], [])) == 2 and errors and not pool.restarts
 
 
 @pytest.mark.slow
@@ -148,7 +150,7 @@ async def test_ids_that_the_tokenizer_does_not_have_are_decoded_and_rendered(tmp
         assert said.text == "2" and read(said.data).token_ids.tolist() == ids
         turn = PastTurn(token_ids=tuple(ids), answer_start=said.answer_start)
         assert len((await pool.render([USER, USER], [turn]))[0])
-        assert not pool.counters["restarts"]
+        assert not pool.restarts
 
 
 def test_a_policy_that_cannot_have_the_tools_is_refused_before_a_process_starts(tmp_path):

@@ -185,7 +185,7 @@ def test_a_run_that_is_saved_and_queued_again_equals_one_that_is_not(tmp_path, t
 
     The run that is saved is held up after two steps until it has ended.
     """
-    rewards = {"verifier": "tests.slurm.held:verify", "timeout_s": 600.0, "environment": ["HELD_RUN"]}
+    rewards = {"verifier": "tests.slurm.held:verify", "timeout_s": 600.0, "variables": ["HELD_RUN"]}
     runs, jobs = {}, {}
     for name, held in (("whole", "none"), ("saved", "saved")):
         recipe, variables = tmp_path / f"{name}.yaml", {"PYTHONPATH": str(ROOT), "HELD_RUN": str(tmp_path / held)}
