@@ -84,7 +84,7 @@ def test_workers_write_no_cores_no_files_and_open_few():
     limits = {"RLIMIT_CORE": (0, 0), "RLIMIT_FSIZE": (0, 0), "RLIMIT_NOFILE": (OPEN_FILES, OPEN_FILES)}
 
     async def main(pool):
-        return await ask(pool, "x", **limits)
+        return await ask(pool, "x", limits=limits)
 
     assert run(main, "limits") == RIGHT
 

@@ -119,8 +119,8 @@ def hungry(answer_text, reference, extra):
 
 
 def limits(answer_text, reference, extra):
-    """True if the limits of this process are those of `extra`."""
-    return all(resource.getrlimit(getattr(resource, name)) == tuple(value) for name, value in extra.items())
+    """True if the limits of this process are `extra["limits"]`."""
+    return all(resource.getrlimit(getattr(resource, name)) == tuple(value) for name, value in extra["limits"].items())
 
 
 def writes(answer_text, reference, extra):
