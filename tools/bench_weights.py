@@ -1,9 +1,9 @@
 """Seconds of a weight update from a Megatron policy into a vLLM model, over bare gloo of the same bytes.
 
-    python tools/bench_weights.py [--rounds 15] [--layers 8] [--hidden 1024]
+    python tools/bench_weights.py [--rounds 15] [--layers 8] [--hidden 1024]     # Python 3.12, for the adapters
 
-Two processes, one thread each: a trainer rank with a Llama of Megatron-Core, and a vLLM worker, whose receiver is
-called directly, without the HTTP of an engine. The arms take turns in one run:
+A trainer rank with a Llama of Megatron-Core, and a vLLM worker, whose receiver is called directly, without the HTTP
+of an engine; one thread each. The arms take turns in one run:
 
     gloo                  one broadcast of as many bytes as an update has, nothing else: the bound
     pack and wire         an update that is packed, sent and received, and written nowhere; no digests
@@ -21,6 +21,8 @@ called directly, without the HTTP of an engine. The arms take turns in one run:
     update by the loader  ... whole tensors through vLLM's layerwise reload, with the digest of buckets
     vLLM's reload alone   tensor by tensor over bare gloo, through vLLM's layerwise reload; the trainer's are put
                           together before
+    adapters              an update with digests of the adapters of such a policy, in another vLLM worker; recipe key
+                          policy.lora, with all projections
 
 --compared: the optimizer records nothing, and `changes` compares with a copy of what was sent, as for a policy
 without fp32 main weights.
@@ -48,6 +50,7 @@ ARMS = (
     "pack and wire",
     "update, no digests",
     "update",
+    "adapters",
     "packed copies",
     "update by the loader",
     "vLLM's reload alone",
@@ -66,8 +69,10 @@ parser = harness.benchmark(
     hidden=1024,
     vocab=32_000,
     bucket_mib=(64, "as in a recipe (default: %(default)s)"),
+    rank=(32, "of the adapters (default: %(default)s)"),
     compared=(False, "changes are compared with a copy, not recorded"),
     receive=(str, argparse.SUPPRESS),
+    lora=(False, argparse.SUPPRESS),
 )
 
 if __name__ == "__main__":
@@ -90,6 +95,8 @@ class Trainer:
     """The sending process: one rank with a Megatron policy."""
 
     def __init__(self, folder, options):
+        from megatron_scalerl.distributed.parallel import unwrap
+        from megatron_scalerl.recipe.sections import LoraSection
         from megatron_scalerl.trainer.optimizer import parts_of
         from megatron_scalerl.trainer.ranks import init_parallel
         from megatron_scalerl.trainer.step import make_trainer
@@ -100,6 +107,9 @@ class Trainer:
         parallel = init_parallel(recipe)
         trainer = make_trainer(recipe, parallel)
         self.source = MegatronWeightSource(trainer.chunks, parallel)
+        policy = recipe.policy.model_copy(update={"lora": LoraSection(rank=options.rank)})
+        adapted = make_trainer(recipe.model_copy(update={"policy": policy}), parallel).chunks
+        self.adapters = MegatronWeightSource(adapted, parallel, family=unwrap(adapted[0]).adapters)
         self.changes = trainer.changes
         self.parts = parts_of(trainer.optimizer)
         self.written = ChangeRecord() if options.compared else trainer.changes.written
@@ -108,6 +118,10 @@ class Trainer:
         self.senders = {}
         self.buffer = torch.zeros(self.size, dtype=torch.uint8)
         self.tensors = self.assembled()
+
+    def source_of(self, group):
+        """What updates over these groups send."""
+        return self.adapters if group == "adapters" else self.source
 
     def assembled(self):
         """The tensors of the checkpoint as a whole."""
@@ -155,7 +169,8 @@ class Trainer:
                 self.bare.broadcast(tensor)
         elif arm != "packed copies":
             sender = self.senders[group_of(arm)]
-            sender.send(self.source.plan, self.source.read, version, self.written if arm == "changes" else None)
+            source = self.source_of(group_of(arm))
+            sender.send(source.plan, source.as_sent, version, self.written if arm == "changes" else None)
             if arm == "changes":
                 self.written.forget()
             return f"{sender.values.get(0, 0):016x}"
@@ -180,8 +195,8 @@ ENVIRONMENT = {
 class Child:
     """The receiving process, as the sending one sees it."""
 
-    def __init__(self, folder):
-        command = [sys.executable, __file__, *sys.argv[1:], "--receive", str(folder)]
+    def __init__(self, folder, *words):
+        command = [sys.executable, __file__, *sys.argv[1:], "--receive", str(folder), *words]
         environment = os.environ | ENVIRONMENT
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
@@ -205,10 +220,11 @@ class Child:
 
 
 def measure(options, folder, rendezvous):
-    """(bytes of an update, bytes of a changed element, arm -> seconds of each round)."""
-    child = Child(folder)
+    """(bytes of an update, of an update of adapters and of a changed element, arm -> seconds of each round)."""
+    whole, adapted = children = (Child(folder), Child(folder, "--lora"))
     trainer = Trainer(folder, options)
-    child.answer()
+    for child in children:
+        child.answer()
     connection = Connection(
         backend="gloo",
         rendezvous=rendezvous,
@@ -219,8 +235,10 @@ def measure(options, folder, rendezvous):
         connect_timeout_s=300,
     )
     changes = replace(connection, group="changes", deltas="absolute")
-    for each in (connection, changes, replace(connection, group="shm", backend="shm")):
-        child.ask("connect", msgspec.to_builtins(each), plans.to_json(trainer.source.plan))
+    shm = replace(connection, group="shm", backend="shm")
+    for each in (connection, changes, shm, replace(connection, group="adapters")):
+        child = adapted if each.group == "adapters" else whole
+        child.ask("connect", msgspec.to_builtins(each), plans.to_json(trainer.source_of(each.group).plan))
         trainer.connect(each)
         child.answer()
     seconds = {arm: [] for arm in ARMS}
@@ -228,6 +246,7 @@ def measure(options, folder, rendezvous):
         for arm in ARMS:  # in this order: some need what one before them left
             if arm == "changes":
                 changed = trainer.step(version)
+            child = adapted if arm == "adapters" else whole
             begin = time.perf_counter()
             child.ask("update", arm, version, trainer.size)
             sent = trainer.update(arm, version)
@@ -238,9 +257,11 @@ def measure(options, folder, rendezvous):
                     child.ask("seconds_paused")
                     seconds.setdefault(PAUSED, []).append(child.answer())
             assert held in ("", sent), f"{arm}: sent {sent}, holds {held}"
-    child.end()
+    for child in children:
+        child.end()
     seconds |= {arm: of[1:] for arm, of in trainer.seconds.items()}
-    return trainer.size, trainer.senders["changes"].bytes / changed, seconds
+    of_adapters = sum(trainer.senders["adapters"].sizes)
+    return trainer.size, of_adapters, trainer.senders["changes"].bytes / changed, seconds
 
 
 def main(options):
@@ -251,12 +272,13 @@ def main(options):
     shape |= dict(heads=hidden // 64, groups=max(hidden // 256, 1), head_dim=64, max_position_embeddings=256)
     with tempfile.TemporaryDirectory() as root, private_folder() as rendezvous:
         random_llama(root, **shape)
-        size, of_change, seconds = measure(options, Path(root), rendezvous)
+        size, of_adapters, of_change, seconds = measure(options, Path(root), rendezvous)
     median = harness.medians(seconds)
     packed = median["packed copies"]
     line = {
         "bench": "weights",
         "mib": round(size / 2**20, 1),
+        "mib_of_adapters": round(of_adapters / 2**20, 3),
         "dtype": "bfloat16",
         "rounds": options.rounds,
         "seconds": harness.rounded(median),
@@ -266,6 +288,7 @@ def main(options):
         "paused_of_update": round(median[PAUSED] / median["update"], 3),
         "gb_s": round(size / 1e9 / median["update"], 3),
         "bytes_of_a_change": round(of_change, 3),
+        "update_over_adapters": round(median["update"] / median["adapters"], 3),
         "update_over_changes": round(median["update"] / median["changes"], 3),
         "without_packed_copies": round((median["update"] - packed) / (median["changes"] - packed), 3),
         "machine": harness.machine(),
@@ -275,6 +298,6 @@ def main(options):
 
 if __name__ == "__main__":
     if OPTIONS.receive:
-        receive(OPTIONS.receive)
+        receive(OPTIONS)
     else:
         end_with(partial(main, OPTIONS))

@@ -12,14 +12,14 @@ from megatron_scalerl.weights import plan as plans
 from megatron_scalerl.weights.plan import VLLM_BACKEND, Connection
 from megatron_scalerl.weights.transport import frames, gloo, sender
 
-VERIFIED = ("update", "changes", "staged", "update, shm")
+VERIFIED = ("update", "adapters", "changes", "staged", "update, shm")
 WITHOUT_DIGESTS = ("pack and wire", "update, no digests", "pack and wire, shm")
 
 
 def group_of(arm):
     """Name of the connection of an arm."""
-    if arm == "changes":
-        return "changes"
+    if arm in ("changes", "adapters"):
+        return arm
     if arm.endswith("shm"):
         return "shm"
     return "whole"
@@ -39,15 +39,18 @@ def no_digests(arm):
 class Worker:
     """The receiving process: a vLLM model and its receiver."""
 
-    def __init__(self, folder):
+    def __init__(self, options):
+        """options: those of the bench; lora: the model has a slot for adapters."""
         from vllm import LLM
+        from vllm.lora.request import LoRARequest
 
         from megatron_scalerl.engine import vllm_plugin
 
         vllm_plugin._keep_linear_weights()
         vllm_plugin.register()
+        slot = dict(enable_lora=True, max_lora_rank=options.rank) if options.lora else {}
         llm = LLM(
-            model=folder,
+            model=options.receive,
             skip_tokenizer_init=True,
             enforce_eager=True,
             dtype="bfloat16",
@@ -55,14 +58,18 @@ class Worker:
             max_num_seqs=2,
             kv_cache_memory_bytes=1 << 25,
             weight_transfer_config={"backend": VLLM_BACKEND},
+            **slot,
         )
         engine = llm.llm_engine
+        if options.lora:
+            vllm_plugin._keep_adapter()
+            engine.add_lora(LoRARequest("adapter", 1, "none"))
         worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
         self.model = worker.model_runner.get_model()
         self.receiver = worker.weight_transfer_engine
 
     def connect(self, connection, plan):
-        """Join both groups; bytes of the model's parameters."""
+        """Join both groups."""
         from megatron_scalerl.weights.weight_receiver import needs_of
 
         joined = msgspec.convert(connection, Connection)
@@ -71,14 +78,12 @@ class Worker:
         groups = self.receiver._groups
         self.receiver._groups = {}
         setattr(self, joined.group, groups)
-        if joined.group != "whole":
-            return 0
-        self.bare = gloo.Group(joined, 1, sender=9)
+        if joined.group == "whole":
+            self.bare = gloo.Group(joined, 1, sender=9)
         self.plan = plans.from_json(plan)
         needs_of(self.model, plans.manifest_to_json(self.plan.parameters))  # records the live parameters
         self.live = self.model._msrl_live
         assert self.live[1] is not None, "the live parameters are not known"
-        return sum(p.numel() * p.element_size() for p in self.model.parameters())
 
     def update(self, arm, version, size):
         """Take part in one update; the digest of what the model holds, where that is part of the arm."""
@@ -138,12 +143,12 @@ class Worker:
             yield meta.name, tensor
 
 
-def receive(folder):
+def receive(options):
     """Answer commands from the input, a JSON line each."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints
     torch.set_num_threads(1)
-    worker = Worker(folder)
+    worker = Worker(options)
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         command, *arguments = json.loads(line)
