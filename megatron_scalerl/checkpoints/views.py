@@ -130,10 +130,17 @@ def open_view(path: Path) -> View:
 
 
 def folder_view(folder: HfFolder) -> View:
-    """The view of a Hugging Face folder."""
+    """The view of a Hugging Face folder. Raises ValueError for an unknown architecture."""
     tensors = {name: folder_assembly(folder, name) for name in folder.tensors}
+    family = family_of(policy_config(folder.path), tensors)
+    passthrough = tuple(name for name in tensors if name.startswith(family.passthrough))
     return View(
-        path=folder.path, sources=sources(folder), tensors=tensors, layout=_layout(folder, {}, ()), side=folder.path
+        path=folder.path,
+        sources=sources(folder),
+        tensors=tensors,
+        layout=_layout(folder, {}, passthrough),
+        side=folder.path,
+        frozen=family.frozen,
     )
 
 

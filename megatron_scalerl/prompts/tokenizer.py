@@ -1,11 +1,13 @@
 """The tokenizer of a policy's folder, checked against its tokenizer.json and its model."""
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
+from megatron_scalerl.models import read_hf_config
 from megatron_scalerl.prompts.rendering import check_vocabulary
 from megatron_scalerl.recipe import Recipe
 
@@ -27,8 +29,11 @@ def load_tokenizer(path: str | Path) -> Any:
             f"policy.path: {path} has tiktoken.model, which only the release's code reads, and no code of a policy "
             "is run; make a tokenizer.json of it (docs/families.md)"
         )
+    config = None
+    with suppress(ValueError):  # a tokenizer is read beside other models, too
+        config = read_hf_config(path)  # transformers alone does not read Kimi-K2's
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=False)
     except (OSError, ValueError) as error:
         cause = " ".join(str(error).split())
         raise ValueError(f"policy.path: {path} has no tokenizer that can be read ({cause})") from None

@@ -1,6 +1,7 @@
 """Hugging Face -> Megatron -> Hugging Face gives the same bytes, files and index, for every family."""
 
 import json
+import re
 from itertools import product
 
 import numpy as np
@@ -110,6 +111,26 @@ def test_what_a_release_with_latent_attention_has_beside_the_policy_comes_back(b
     after = load_file(tmp_path / "back" / "model.safetensors")
     assert after.keys() == tensors.keys()
     assert all(after[n].dtype == t.dtype and torch.equal(after[n], t) for n, t in tensors.items())
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.gate.e_score_correction_bias", "model.layers.4.enorm.weight"])
+def test_folders_with_another_router_bias_or_prediction_layer_differ_in_any_type(name, policies, tmp_path):
+    """Both stay in fp32 in a bf16 folder; a difference below bf16's is one. All else is compared in --dtype."""
+    folder = policies("moonlight", torch.bfloat16)
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    tensors = load_file(folder / "model.safetensors") | {"model.layers.4.enorm.weight": torch.rand(64)}
+    near = tensors[name].clone()
+    near[0] = torch.nextafter(near[0], torch.tensor(9.0))
+    assert not torch.equal(near, tensors[name]) and torch.equal(near.bfloat16(), tensors[name].bfloat16())
+    wide = {other: tensor.float() for other, tensor in tensors.items()}
+    for place, content in {"first": tensors, "wide": wide, "second": tensors | {name: near}}.items():
+        (tmp_path / place).mkdir()
+        save_file(content, tmp_path / place / "model.safetensors", metadata={"format": "pt"})
+        (tmp_path / place / "config.json").write_text(json.dumps(config))
+    verify(tmp_path / "first", tmp_path / "wide", Options(dtype="BF16"))
+    for dtype in (None, "BF16"):
+        with pytest.raises(ValueError, match=rf"second: .*{re.escape(name)}$"):
+            verify(tmp_path / "first", tmp_path / "second", Options(dtype=dtype))
 
 
 @pytest.mark.parametrize("kind", ["llama_biased", "qwen3_moe", "llama4"])
