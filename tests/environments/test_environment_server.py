@@ -48,7 +48,7 @@ def servers():
     return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
 
 
-def pids(folder):
+def written(folder):
     path = folder / "pids"
     return path.exists() and [int(pid) for pid in path.read_text().split()]
 
@@ -81,7 +81,7 @@ async def test_cancelled_callers_start_one_server_and_the_next_one_hears_of_its_
             await asyncio.wait([call])
             assert call.cancelled()
         call = run_of(kind)
-        [pid] = await until(lambda: pids(tmp_path))
+        [pid] = await until(lambda: written(tmp_path))
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(ConnectionError, match=r"environment\.name 'verifiers:game'.*ProcessDied"):
             await call
@@ -116,7 +116,7 @@ async def test_garbage_ends_the_server_and_its_runs_say_why(frame, cause, agents
             with pytest.raises(ConnectionError, match=cause):
                 await call
         assert await run_of(kind, *scored(1.0)) == 0.5
-        old, new = pids(tmp_path)
+        old, new = written(tmp_path)
         await until(lambda: old not in [process.pid for process in servers()])
         assert new in [process.pid for process in servers()]
 
