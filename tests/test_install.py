@@ -290,7 +290,8 @@ def run_with_stand_ins(checkout, second, main, *argv):
     """tests/run.sh with stand-ins for both environments. None: no Python 3.12; "": it could not be installed."""
     (checkout / "tests").mkdir(exist_ok=True)
     shutil.copy(ROOT / "tests" / "run.sh", checkout / "tests")
-    script(checkout / "tools" / "install.sh", "exit 0\n" if second != "" else '[ -z "${MSRL_VENV:-}" ]\n')
+    installed = "exit 0\n" if second != "" else '[ -z "${MSRL_VENV:-}" ]\n'
+    script(checkout / "tools" / "install.sh", f'[ "$1" != environments ] || {{ echo no lock; exit 1; }}\n{installed}')
     script(checkout / "tools" / "find_python.sh", "exit 1\n" if second is None else "echo stand-in\n")
     for tool in ("ruff", "mypy", "mkdocs"):
         script(checkout / ".venv" / "bin" / tool, "exit 0\n")
@@ -304,3 +305,12 @@ def run_with_stand_ins(checkout, second, main, *argv):
 def test_the_test_command_fails_where_either_tier_fails(checkout, main, second, code):
     done = run_with_stand_ins(checkout, second, f"exit {main}\n")
     assert done.returncode == code, done.stderr
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_test_command_says_that_verifiers_are_left_out(checkout, installed):
+    if installed:
+        (checkout / ".venv-environments/lib/python3.12/site-packages/verifiers-0.4.0.dist-info").mkdir(parents=True)
+    done = run_with_stand_ins(checkout, 0, "exit 0\n")
+    assert done.returncode == 0, done.stderr
+    assert ("test_verifiers.py is skipped" in done.stdout and "\nno lock\n" in done.stdout) is not installed

@@ -1,8 +1,9 @@
-"""Sampled tokens per second of episodes of three turns, over those of single turns with as many sampled tokens.
+"""Sampled tokens per second of episodes of three turns, over those of single turns with as many sampled tokens; and
+of the same episodes with an agent that knows a base URL, over those of reset and step.
 
     python tools/bench_episodes.py [--rounds 5] [--episodes 32] [--in-flight 32] [--turn-tokens 256]
 
-Both are sampled as in training, take turns, and share a vLLM server with a prefix cache and a 10M-parameter policy in
+All are sampled as in training, take turns, and share a vLLM server with a prefix cache and a 10M-parameter policy in
 float32. A turn has half to one and a half times --turn-tokens: its closing tag is forced, and there alone this policy
 ends a turn. A tool then answers with 1 to --tool-tokens tokens at once.
 
@@ -29,6 +30,7 @@ if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
 
 with explained():
+    import aiohttp
     import psutil
     import torch
     from bench_rollouts import SHAPE
@@ -43,7 +45,7 @@ with explained():
     from megatron_scalerl.rollouts.plans import Draw, Plans
     from megatron_scalerl.types import Prompt
 
-ARMS = ("episodes", "single")
+ARMS = ("episodes", "single", "agent")
 TURNS = 3
 END = 256
 CLOSE = 257
@@ -71,6 +73,23 @@ class Tool:
             return [], True, True
         await asyncio.sleep(self.row["seconds"])
         return "a" * self.source.randint(1, self.row["tokens"]), None, False
+
+
+class Agent:
+    """Asks the policy over the route, and answers with the tool."""
+
+    async def run(self, row, agent):
+        tool = Tool()
+        messages = [{"role": "user", "content": await tool.reset(row)}]
+        headers = {"Authorization": f"Bearer {agent.api_key}"}
+        done = False
+        async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(None)) as client:
+            while not done:
+                async with client.post(f"{agent.base_url}/chat/completions", json={"messages": messages}) as response:
+                    [choice] = (await response.json())["choices"]
+                result, reward, done = await tool.step(None)
+                messages += [choice["message"], {"role": "user", "content": result}]
+        return reward
 
 
 def write_policy(folder):
@@ -101,7 +120,8 @@ def recipe(folder, o, arm):
     """Of one arm."""
     thinking = [o.turn_tokens // 2, o.turn_tokens * 3 // 2]
     longest = TURNS * (thinking[1] + o.tool_tokens + AROUND)
-    blocks = {"environment": {"name": "bench_episodes:Tool", "max_turns": TURNS, "episode_tokens": longest}}
+    name = "bench_episodes:Agent" if arm == "agent" else "bench_episodes:Tool"
+    blocks = {"environment": {"name": name, "max_turns": TURNS, "episode_tokens": longest}}
     if arm == "single":
         thinking = [1, longest]
         blocks = {}
@@ -122,7 +142,9 @@ def jobs(o, arm, plans, tokenizer, seconds):
     extra = {"tokens": o.tool_tokens, "seconds": seconds}
     for number in range(o.episodes):
         text = f"{number:030}"
-        prompt = Prompt(prompt_id=text, text=text, answer="", token_ids=tuple(tokenizer.encode(text)), extra=extra)
+        messages = [{"role": "user", "content": text}]
+        shown = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = Prompt(prompt_id=text, text=text, answer="", token_ids=tuple(tokenizer.encode(shown)), extra=extra)
         draw = plans.draw(0, number, 0)
         if arm == "single":
             cut = sum(plans.turn(draw, turn).thinking_cut for turn in range(TURNS)) + TURNS - 1
@@ -196,11 +218,14 @@ def main(o):
     """Measure and print."""
     with tempfile.TemporaryDirectory() as folder:
         figures, slow = asyncio.run(measure(Path(folder), o))
-    ratios = harness.paired(*(figures[arm]["tokens_per_s"] for arm in ARMS))
+    ratios = harness.paired(*(figures[arm]["tokens_per_s"] for arm in ("episodes", "single")))
+    over_route = harness.paired(*(figures[arm]["tokens_per_s"] for arm in ("agent", "episodes")))
     line = {
         "bench": "episodes",
         "ratio": round(statistics.median(ratios), 3),
         "ratio_of_each_round": [round(ratio, 3) for ratio in ratios],
+        "agent_ratio": round(statistics.median(over_route), 3),
+        "agent_ratio_of_each_round": [round(ratio, 3) for ratio in over_route],
         "target": 0.95,
         **{arm: harness.rounded(harness.medians(figures[arm])) for arm in ARMS},
         "slow_tools": harness.rounded(slow),

@@ -97,10 +97,10 @@ def cases(tries, real):
 class Try:
     """A run with a fault."""
 
-    def __init__(self, folder, tiny, *, real, steps=STEPS, disk=False, environment=False):
+    def __init__(self, folder, tiny, *, real, steps=STEPS, disk=False, settings=()):
         """disk: the run's folder is on a separate disk, and the run is not started again by its supervisor.
 
-        environment: its completions are episodes of up to four turns.
+        settings: more of them.
         """
         self.folder = folder
         self.disk = None
@@ -113,7 +113,7 @@ class Try:
         self.run = output_dir / "r"
         self.faults = folder / "faults"
         self.faults.mkdir(parents=True, exist_ok=True)
-        settings = [
+        own = [
             "name=r", f"output_dir={output_dir}", f"steps={steps}", f"policy.path={tiny / 'base_policy'}",
             f"prompts.path={tiny / 'prompts.jsonl'}", f"prompts.held_out_path={tiny / 'held_out.jsonl'}",
             "rollouts.groups_per_batch=4", "rollouts.group_size=4", "rollouts.max_in_flight=16",
@@ -124,17 +124,15 @@ class Try:
             "engine.first_token_timeout_s=4", "engine.max_restarts=20", "weights.timeout_s=30",
             "trainer.step_timeout_s=20", "weights.connect_timeout_s=20",
         ]  # fmt: skip
-        if environment:
-            settings += ["environment.name=coin:Total", "environment.max_turns=4", "environment.episode_tokens=200"]
         # the supervisor starts `python -m megatron_scalerl train`; with stand-ins this program supervises instead
         if real:
             program = ["-m", "megatron_scalerl"]
-            settings += ["rollouts.deterministic=true", "rewards.verifier=coin:toss"]
+            own += ["rollouts.deterministic=true", "rewards.verifier=coin:toss"]
         else:
             program = [str(ROOT / "tests/fakes/run_with_stand_ins.py")]
-            settings.append("interruption.enabled=false")
-        self.command = [sys.executable, *program, "train", "recipes/tiny_cpu.yaml", *settings]
-        path = f"{ROOT}:{ROOT / 'tests/e2e'}"
+            own.append("interruption.enabled=false")
+        self.command = [sys.executable, *program, "train", "recipes/tiny_cpu.yaml", *own, *settings]
+        path = f"{ROOT}:{ROOT / 'tests/e2e'}:{ROOT / 'examples/taskset'}"
         self.env = os.environ | {"STAND_IN_FAULTS": str(self.faults), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         self.begin = time.monotonic()
         self.first_step = None
@@ -172,6 +170,8 @@ class Try:
                     if victim == "controller" and "train" in line and process.ppid() == self.process.pid:
                         return process
                     if victim == "verifier" and "megatron_scalerl.rewards.worker" in line:
+                        return process
+                    if victim == "environment-server" and line[3:4] == ["serve"]:
                         return process
                     if process.environ().get(NAME_VARIABLE) == victim and os.getpgid(process.pid) == process.pid:
                         return process

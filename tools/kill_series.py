@@ -1,16 +1,19 @@
 """Kill the processes of a few runs again and again at random moments, and check what the runs made of it.
 
-    python tools/kill_series.py --out runs/kills [--tries 20] [--kills 24] [--seed 1] [--environment]
+    python tools/kill_series.py --out runs/kills [--tries 20] [--kills 24] [--seed 1]
+                                [--environment class] [--victims environment-0,engine-1]
 
 The run of tools/kill_matrix.py with stand-in engines, but longer: SIGKILL of a random process at a random moment up
-to four seconds after the run went on from the last kill, --kills times in a run, until each kind of process has had
---tries kills; with --environment the completions are episodes of several turns, and environment processes are killed,
-too, in an OUT of its own. Every run must end with the weights, pass rates and batches of the run without faults, bit
-for bit; a wrong one counts against all of its kills. One JSON row per kill is appended to OUT/rows.jsonl, in the form
-of kill_matrix.py, whose --table reads them, once its run has ended; a second call continues with the next run.
+to four seconds after the run went on from the last kill, --kills times in a run, until each kind of process, or each
+of --victims, has had --tries kills. With --environment, in an OUT of its own, the completions are episodes of several
+turns, with a class or with a taskset of verifiers (tools/install.sh environments), whose processes are killed, too.
+Every run must end with the weights, pass rates and batches of the run without faults, bit for bit; a wrong one counts
+against all of its kills. One JSON row per kill is appended to OUT/rows.jsonl, in the form of kill_matrix.py, whose
+--table reads them, once its run has ended; a second call continues with the next run.
 """
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -21,19 +24,23 @@ from pathlib import Path
 import harness
 from checkout import explained
 
-parser = harness.options(__doc__, out=Path("runs/kills"), tries=20, kills=24, seed=1, environment=False)
+parser = harness.options(
+    __doc__, out=Path("runs/kills"), tries=20, kills=24, seed=1, environment=["none", "class", "taskset"], victims=""
+)
 
 if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
 
 with explained():
-    from kill_matrix import VICTIMS, Case, Try, faults_of, outcome_of, ready
+    from kill_matrix import ROOT, VICTIMS, Case, Try, faults_of, outcome_of, ready
 
     from megatron_scalerl.checkpoints.jsonl import read_jsonl
 
+ENVIRONMENTS = {"none": (), "class": ("environment-0",), "taskset": ("environment-0", "environment-server")}
+"""Their processes."""
 STEPS_PER_KILL = 4
 PAUSE_S = 4.0
-RECOVERY_S = 300.0
+RECOVERY_S = 900.0
 
 
 def wait_for_step(tried, step, limit_s):
@@ -44,6 +51,23 @@ def wait_for_step(tried, step, limit_s):
             return True
         time.sleep(0.02)
     return False
+
+
+def settings_of(environment, tiny):
+    """Settings of a run with the environment."""
+    if environment == "none":
+        return []
+    common = ["environment.max_turns=4", "environment.episode_tokens=200"]
+    if environment == "class":
+        return [*common, "environment.name=coin:Total"]
+    games = tiny / "games.jsonl"
+    with open(games, "w", encoding="utf8") as file:
+        command = [sys.executable, "-m", "megatron_scalerl.environments.verifiers", "guess"]
+        paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples/taskset'}"}
+        subprocess.run(command, stdout=file, env=os.environ | paths, check=True)
+    rows = [f"prompts.path={games}", "prompts.held_out_path=null", "prompts.held_out=4"]
+    # a busy machine takes a minute to import the library
+    return [*common, *rows, "environment.name=verifiers:guess", "environment.workers=1", "environment.timeout_s=300"]
 
 
 def series(tried, victims, source, number):
@@ -72,13 +96,16 @@ def series(tried, victims, source, number):
 def main(arguments):
     """Make runs until every kind of process has had its kills."""
     out = arguments.out.resolve()
-    victims = (*VICTIMS, "environment-0") if arguments.environment else VICTIMS
+    victims = (*VICTIMS, *ENVIRONMENTS[arguments.environment])
+    if arguments.victims:
+        victims = arguments.victims.split(",")
     tiny, commit = ready(out)
+    settings = settings_of(arguments.environment, tiny)
     rows_file = out / "rows.jsonl"
     steps = 4 * (STEPS_PER_KILL * arguments.kills // 4)
     reference = out / f"reference_{steps}"
     if not (reference / "r" / "end.json").exists():
-        unharmed = Try(reference, tiny, real=False, steps=steps, environment=arguments.environment)
+        unharmed = Try(reference, tiny, real=False, steps=steps, settings=settings)
         unharmed.start()
         assert unharmed.process is not None and unharmed.process.wait() == 0, f"see {reference / 'output'}"
     expected = outcome_of(reference / "r")
@@ -95,7 +122,7 @@ def main(arguments):
         source.shuffle(wanted)
         folder = out / f"series_{number}"
         subprocess.run(["rm", "-rf", str(folder)], check=True)  # of a series that was cut off
-        tried = Try(folder, tiny, real=False, steps=steps, environment=arguments.environment)
+        tried = Try(folder, tiny, real=False, steps=steps, settings=settings)
         rows = series(tried, wanted[: arguments.kills], source, number)
         assert tried.process is not None
         code = tried.process.wait()

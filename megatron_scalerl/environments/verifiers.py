@@ -1,11 +1,12 @@
 """`environment: verifiers:NAME`: the environments of the library verifiers 0.4, which bring their own loop.
 
 The library lives in a virtual environment of its own, `FOLDER` beside that of this package (`tools/install.sh
-environments`). Each environment process starts its environment server there (`verifiers_server.py`), a child that
-dies with it, and sends it the runs of its episodes over ZeroMQ:
+environments`). Each environment process starts its environment server there (`verifiers_server.py`), which ends with
+it, as do the programs of harnesses, and sends it the runs of its episodes over ZeroMQ:
 
     run  --[number, "run", request]-->  server  --HTTP, with the episode's key-->  the route for tokens or messages
          <--[number, "delta", part of a trace]--  ...  <--[number, "reply", end]--
+         --[number, "cancel", the run's number]-->  if its caller was cancelled
 
 Of the traces, rewards and errors count; what is trained is the record that the route keeps. The server has one HTTP
 client for all episodes, as it keeps a client for each configuration that it has seen: so the key of an episode
@@ -30,11 +31,13 @@ import zmq.asyncio
 
 from megatron_scalerl.environments import verifiers_server
 from megatron_scalerl.environments.response import Agent
-from megatron_scalerl.processes.child_process import race
-from megatron_scalerl.processes.parent_death import tied_command
+from megatron_scalerl.processes.child_process import ProcessDied, race
+from megatron_scalerl.processes.subreaper import END, subreaper_command
 from megatron_scalerl.rewards.pool import PACKAGE_ROOT
 
 FOLDER = ".venv-environments"
+START_S = 300.0
+"""Time for the first answer of a server (s)."""
 Table = dict[str, Any]
 
 
@@ -47,57 +50,65 @@ class LibraryFailed(RuntimeError):
 
 
 class Server:
-    """An environment server; `ended` is done once it answers no more."""
+    """An environment server, which takes runs while it starts; `ended`: its task, which raises why it ended."""
 
-    def __init__(self, process: asyncio.subprocess.Process, address: str):
-        self._process = process
+    def __init__(self, name: str):
+        self._name = name
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        self._socket.connect(address)
-        self._runs: dict[bytes, tuple[asyncio.Future[Table], Table]] = {}
+        self._socket.linger = 0
+        self._socket.sndhwm = 0  # no request waits for a server that starts
+        self._runs: dict[str, tuple[asyncio.Future[Table], Table]] = {}
         """Reply and traces of each request."""
         self.ended = asyncio.create_task(self._live())
 
-    @classmethod
-    async def start(cls, name: str) -> Server:
-        """Start a server. Raises ConnectionError if it dies meanwhile."""
-        with tempfile.TemporaryDirectory() as folder:  # of this user alone; the connected socket needs no name
-            address = f"ipc://{folder}/server"
-            server = cls(
-                await asyncio.create_subprocess_exec(*tied_command(command("serve", name, address))), address
-            )
-            await server.run("health", {})
-        return server
-
-    async def run(self, method: str, request: Table) -> Table:
-        """The reply to a request, with its traces. Raises ConnectionError if the server dies.
-
-        The server goes on with the run of a cancelled caller until its next request, whose key is not known any more.
-        """
-        number = secrets.token_hex().encode()
+    async def ask(self, method: str, request: Table) -> Table:
+        """The reply to a request, with its traces. Raises ConnectionError if the server ends."""
+        number = secrets.token_hex()
         reply: asyncio.Future[Table] = asyncio.get_running_loop().create_future()
         self._runs[number] = (reply, {})
         try:
-            await self._socket.send_multipart([number, method.encode(), msgspec.msgpack.encode(request)])
+            await self._send(number, method, request)
             await asyncio.wait((reply, self.ended), return_when=asyncio.FIRST_COMPLETED)
         finally:
             del self._runs[number]
+            if not (reply.done() or self.ended.done()):  # the caller was cancelled
+                await self._send("", "cancel", {"request_id": number})
         if not reply.done():
-            raise ConnectionError("the environment server has died; its output is in this process's log")
+            raise ConnectionError(
+                f"environment.name 'verifiers:{self._name}': the environment server has ended "
+                f"({self.ended.exception()!r}); its output is in the log of its environment process"
+            )
         return reply.result()
 
+    async def _send(self, number: str, method: str, request: Table) -> None:
+        await self._socket.send_multipart([number.encode(), method.encode(), msgspec.msgpack.encode(request)])
+
     async def _live(self) -> None:
-        async with race(self._process.wait(), self._read()):
-            self._socket.close(linger=0)
-            if self._process.returncode is None:  # it sent something else
-                self._process.kill()
+        folder = tempfile.mkdtemp(dir="/tmp")  # of this user alone; a socket's path has at most 107 characters
+        address = f"ipc://{folder}/server"
+        server = command("serve", self._name, address)
+        with self._socket:
+            self._socket.connect(address)
+            process = await asyncio.create_subprocess_exec(*subreaper_command(folder, server), start_new_session=True)
+            try:
+                async with race(self._read(), process.wait()) as (reading, _):
+                    if reading.done():
+                        reading.result()
+                    raise ProcessDied("its process exited")
+            finally:
+                if process.returncode is None:
+                    process.send_signal(END)
 
     async def _read(self) -> None:
+        await self._send("", "health", {})
+        if not await self._socket.poll(START_S * 1000):
+            raise TimeoutError(f"no answer within {START_S:g} s of its start")
         while True:
             number, kind, data = await self._socket.recv_multipart()
-            if number not in self._runs:  # its caller was cancelled
+            if number.decode() not in self._runs:  # its caller was cancelled
                 continue
             part = msgspec.msgpack.decode(data)
-            reply, traces = self._runs[number]
+            reply, traces = self._runs[number.decode()]
             if kind == b"delta":
                 trace = traces.setdefault(part["trace"], {"errors": []})
                 trace |= part.get("set", {})
@@ -110,10 +121,11 @@ class Server:
 def reward(reply: Table) -> float:
     """The reward of a run. Raises LibraryFailed."""
     traces = reply["traces"]
-    head = reply["head"] or {"ok": False, "errors": [{"type": "the environment server", "message": reply["error"]}]}
+    unknown = {"type": "the environment server", "message": reply["error"]}
+    head = reply.get("head") or {"ok": False, "errors": []}
     if not head["ok"]:
-        raise LibraryFailed([error for part in (*traces, head) for error in part["errors"]][-1])
-    rewards = [reward for trace in traces for reward in trace["rewards"].values()]
+        raise LibraryFailed([unknown, *(error for part in (*traces, head) for error in part["errors"])][-1])
+    rewards = [reward for trace in traces for reward in (trace.get("rewards") or {}).values()]
     # a second agent, such as a user, would be trained with the reward of the first
     if len(traces) != 1 or not rewards or None in rewards:
         problem = f"{len(traces)} agents with rewards {rewards}; an episode needs one, with a score for each reward"
@@ -127,23 +139,29 @@ class Verifiers:
     repeated_failure = "lost"
     name: str
     client: Table
-    lock: asyncio.Lock
-    """Held while the server starts."""
     server: Server | None = None
 
     async def run(self, row: Table, agent: Agent) -> float:
-        """Play the row's task. Raises LibraryFailed, and ConnectionError if the server dies."""
-        kind = type(self)
-        async with kind.lock:
-            if kind.server is None or kind.server.ended.done():
-                kind.server = await Server.start(self.name)
+        """Play the row's task. Raises LibraryFailed, and ConnectionError if the server ends."""
         request = {
             "task_data": row["task_data"],
             "client": {**self.client, "base_url": agent.base_url},
             "model": agent.model,
             "sampling": {"cache_salt": agent.api_key},
         }
-        return reward(await kind.server.run("run", request))
+        return reward(await self.ask("run", request))
+
+    @classmethod
+    async def ask(cls, method: str, request: Table) -> Table:
+        """The reply of the server, which is started where none runs."""
+        if cls.server is None or cls.server.ended.done():
+            cls.server = Server(cls.name)
+        return await cls.server.ask(method, request)
+
+    @classmethod
+    async def start_server(cls) -> None:
+        """Return once the server answers. Raises ConnectionError."""
+        await cls.ask("health", {})
 
 
 def agent_class(name: str) -> type[Verifiers]:
@@ -153,9 +171,9 @@ def agent_class(name: str) -> type[Verifiers]:
     """
     done = subprocess.run(command("check", name), stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise ValueError(done.stderr.splitlines()[-1])
+        raise ValueError([f"exit code {done.returncode}", *done.stderr.splitlines()][-1])
     client = verifiers_server.tables(name).get("client", {"type": "eval"})
-    return type("Verifiers", (Verifiers,), {"name": name, "client": client, "lock": asyncio.Lock()})
+    return type("Verifiers", (Verifiers,), {"name": name, "client": client})
 
 
 def command(*arguments: str) -> list[str]:

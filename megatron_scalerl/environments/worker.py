@@ -239,14 +239,17 @@ def main() -> None:
         if memory_mb is not None:
             lower(resource.RLIMIT_AS, memory_mb * MIB)
         sys.path.extend(path for path in map(os.fsdecode, paths) if path not in sys.path)
-        try:
-            kind, declared = load(name)
-        except ValueError as problem:
-            line = str(problem).splitlines()[0].encode(errors="replace").decode()
-            send(connection, request, Answer(head=line, last=True))
-            return
-        send(connection, request, Answer(head="", body=msgspec.json.encode(declared)))
-        asyncio.run(_serve(connection, kind, timeout_s))
+        with asyncio.Runner() as runner:
+            try:
+                kind, declared = load(name)
+                if name.startswith("verifiers:"):
+                    runner.run(kind.start_server())  # type: ignore[attr-defined]
+            except (ValueError, ConnectionError) as problem:
+                line = str(problem).splitlines()[0].encode(errors="replace").decode()
+                send(connection, request, Answer(head=line, last=True))
+                return
+            send(connection, request, Answer(head="", body=msgspec.json.encode(declared)))
+            runner.run(_serve(connection, kind, timeout_s))
 
 
 if __name__ == "__main__":

@@ -19,20 +19,26 @@ _PR_SET_PDEATHSIG = 1
 _forking_pid = 0
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent exits. Exits at once if the parent is gone already.
+def die_with_parent(parent_pid: int, sig: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent exits, or now if the parent is gone already.
 
     parent_pid: the parent's own os.getpid(). Does nothing on systems other than Linux. Raises OSError.
     """
-    if sys.platform != "linux":
-        return
-    # Python has no function for prctl.
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
-    if os.getppid() != parent_pid:  # the parent exited before the signal was set
-        os._exit(1)
+    set_process(_PR_SET_PDEATHSIG, sig)
+    if os.getppid() != parent_pid and sys.platform == "linux":  # the parent exited before the signal was set
+        signal.raise_signal(sig)
+
+
+def set_process(option: int, value: int) -> None:
+    """Set an option of this process by prctl, for which Python has no function. Does nothing on other systems.
+
+    Raises OSError.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(option, value) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"prctl({option}): {os.strerror(code)}")
 
 
 def tie_forked_children() -> None:

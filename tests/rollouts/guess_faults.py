@@ -1,5 +1,6 @@
 """The game of examples/taskset with a fault that a row asks for; imported in the library's virtual environment."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -17,6 +18,8 @@ class FaultsData(guess.GuessData):
     file: str = ""
     """Where the tokens of the trace are written."""
     fails: bool = False
+    hangs: bool = False
+    """Whether its score takes for ever; the file has its state."""
 
 
 class FaultsTask(vf.Task[FaultsData]):
@@ -25,6 +28,12 @@ class FaultsTask(vf.Task[FaultsData]):
     @vf.reward(weight=0.5)
     async def found(self, trace: vf.Trace) -> float:
         """Half a point for the number."""
+        if self.data.hangs:
+            Path(self.data.file).write_text("scored")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                Path(self.data.file).write_text("cancelled")
         branches = [[branch.token_ids, branch.sampled_mask, branch.logprobs] for branch in trace.branches]
         Path(self.data.file).write_text(json.dumps(branches))
         if self.data.fails:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from pathlib import Path
 
 import numpy as np
 from fakes.scripted_engine import StandInScriptedEngine
@@ -40,9 +41,9 @@ def said(text, *, versions=((3, None),), **changes):
     return {"token_ids": token_ids, "logprobs": logprobs, "weight_versions": spans} | changes
 
 
-def completed(folder, kind, *script, row=None, wait=None, tokenizer=TOKENIZER, **sections):
-    """(what the sampler returns or raises, the engine, why the prompt is left out) of one episode."""
-    recipe = small_recipe(
+def episodes_recipe(folder, kind, **sections):
+    """The recipe of `completed`."""
+    return small_recipe(
         **{
             "policy": {"path": str(folder)},
             "environment": {"name": f"episode_environments:{kind}", "workers": 1, "max_turns": 4},
@@ -51,22 +52,38 @@ def completed(folder, kind, *script, row=None, wait=None, tokenizer=TOKENIZER, *
         }
         | sections
     )
-    engine = StandInScriptedEngine(*script, wait=wait)
+
+
+@contextlib.asynccontextmanager
+async def sampler_of(recipe, tokenizer=TOKENIZER):
+    """A sampler with its processes."""
+    folder = Path(recipe.policy.path)
     if tokenizer is TOKENIZER:
         tokenizer.save_pretrained(folder)
         (folder / "config.json").write_text("{}")
+    plans = Plans(recipe, tokenizer)
+    async with (
+        VerifierPool(recipe.rewards) as verifier,
+        sampling(recipe, tokenizer, plans, verifier=verifier, logs=folder) as samplers,
+    ):
+        yield samplers(plans)
+
+
+async def outcome(sampler, engine, row, sample=0):
+    """What the sampler returns or raises."""
+    try:
+        return await sampler.complete(engine, row, sampler.draw(1, 0, sample), priority=1)
+    except CompletionLost as lost:
+        return lost
+
+
+def completed(folder, kind, *script, row=None, wait=None, tokenizer=TOKENIZER, **sections):
+    """(what the sampler returns or raises, the engine, why the prompt is left out) of one episode."""
+    engine = StandInScriptedEngine(*script, wait=wait)
 
     async def main():
-        plans = Plans(recipe, tokenizer)
-        async with contextlib.AsyncExitStack() as running:
-            verifier = await running.enter_async_context(VerifierPool(recipe.rewards))
-            pools = sampling(recipe, tokenizer, plans, verifier=verifier, logs=folder)
-            sampler = (await running.enter_async_context(pools))(plans)
-            draw = sampler.draw(1, 0, 0)
-            try:
-                result = await sampler.complete(engine, row or prompt(), draw, priority=1)
-            except CompletionLost as lost:
-                result = lost
+        async with sampler_of(episodes_recipe(folder, kind, **sections), tokenizer) as sampler:
+            result = await outcome(sampler, engine, row or prompt())
             return result, engine, await sampler.problem_of(row or prompt())
 
     return asyncio.run(main())

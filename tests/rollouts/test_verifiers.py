@@ -1,5 +1,6 @@
 """Environments of verifiers: a real environment server, decoders and processes, and an engine with a script."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -7,17 +8,24 @@ from pathlib import Path
 
 import psutil
 import pytest
-from scripted_episodes import completed, ids, said
+from fakes.scripted_engine import StandInScriptedEngine
+from scripted_episodes import completed, episodes_recipe, ids, outcome, said, sampler_of
+from waiting import until
 
 from megatron_scalerl.batching.rollout_bytes import read, rollout_of
+from megatron_scalerl.environments.pool import EnvironmentPool
 from megatron_scalerl.environments.verifiers import FOLDER
 from megatron_scalerl.environments.worker import load
+from megatron_scalerl.recipe.sections import EnvironmentSection
 from megatron_scalerl.types import CompletionLost, Prompt, Score
 
 LIBRARY = Path(sys.prefix).parent / FOLDER
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not LIBRARY.exists(), reason="needs verifiers: tools/install.sh environments"),
+    pytest.mark.skipif(
+        not list(LIBRARY.glob("lib/python*/site-packages/verifiers-*")),
+        reason="needs verifiers: tools/install.sh environments",
+    ),
 ]
 GUESSES = [said("</think>5<eos>"), said("5</think>8<eos>"), said("</think>7<eos>")]
 
@@ -41,13 +49,20 @@ def ids_client(folder):
     )
 
 
-def played(folder, client, *script, wait=None, **changes):
-    """As `completed`: a game with 7, in the range 2..8."""
+def game(folder, **changes):
+    """A game with 7, in the range 2..8."""
     task = {"prompt": "2;8=", "number": 7, "file": str(folder / "trace.json"), **changes}
-    section = {"name": settings(folder, client), "workers": 1, "max_turns": 4, "timeout_s": 300}
     tokens = (1, *ids("2;8=<think>"))
-    row = Prompt(prompt_id="p", text="2;8=", answer="its key", token_ids=tokens, extra={"task_data": task})
-    return completed(folder, "", *script, row=row, wait=wait, environment=section)
+    return Prompt(prompt_id="p", text="2;8=", answer="its key", token_ids=tokens, extra={"task_data": task})
+
+
+def section(folder, client):
+    return {"name": settings(folder, client), "workers": 1, "max_turns": 4, "timeout_s": 300}
+
+
+def played(folder, client, *script, wait=None, **changes):
+    """As `completed`: the game."""
+    return completed(folder, "", *script, row=game(folder, **changes), wait=wait, environment=section(folder, client))
 
 
 def check(result, engine):
@@ -94,13 +109,40 @@ def test_a_killed_environment_server_loses_nothing_and_pays_nothing(tmp_path):
         if len(turns) == 2:
             children = psutil.Process().children(recursive=True)
             running = (child for child in children if child.status() != psutil.STATUS_ZOMBIE)
-            (server,) = (child for child in running if "serve" in child.cmdline())
+            (server,) = (child for child in running if child.cmdline()[3:4] == ["serve"])
             server.kill()
             killed.append(server.pid)
 
     result, engine, _ = played(tmp_path, 'type = "eval"', *GUESSES, wait=kill)
     check(result, engine)
     assert len(killed) == 1
+
+
+def test_two_games_at_once_have_their_own_turns_and_a_cancelled_one_ends_in_the_server(tmp_path):
+    """A turn of one is sampled with that of the other. The second has a score that takes for ever."""
+    recipe = episodes_recipe(tmp_path, "", environment=section(tmp_path, 'type = "eval"'))
+    end = tmp_path / "end"
+    rows = game(tmp_path), game(tmp_path, hangs=True, number=8, file=str(end))
+    scripts = GUESSES, [GUESSES[0], said("5</think>7<eos>"), said("</think>8<eos>")]
+
+    async def main():
+        together = asyncio.Barrier(2)
+        engines = [StandInScriptedEngine(*script, wait=together.wait) for script in scripts]
+        async with sampler_of(recipe) as sampler:
+            first, second = (
+                asyncio.create_task(outcome(sampler, *both, n))
+                for n, both in enumerate(zip(engines, rows, strict=True))
+            )
+            result = await first
+            assert await until(lambda: end.exists() and end.read_text()) == "scored"
+            second.cancel()
+            await asyncio.wait([second])
+            await until(lambda: end.read_text() == "cancelled")
+        return result, engines
+
+    result, engines = asyncio.run(main())
+    check(result, engines[0])
+    assert len(engines[1].asked) == 3
 
 
 def test_names_that_cannot_be_used_are_refused_in_a_line(tmp_path):
@@ -111,6 +153,26 @@ def test_names_that_cannot_be_used_are_refused_in_a_line(tmp_path):
         with pytest.raises(ValueError, match=words) as problem:
             load(f"verifiers:{tmp_path / 'wrong.toml'}")
         assert "\n" not in str(problem.value) and "environment.name" in str(problem.value)
+
+
+def test_a_server_that_does_not_start_ends_the_run_in_a_line(tmp_path, monkeypatch):
+    """The library's check takes a taskset without tasks, and its server does not."""
+    (tmp_path / "unfit.py").write_text(
+        "import verifiers.v1 as vf\n"
+        "from guess import GuessEnv, GuessHarness, GuessTask\n"
+        "__all__ = ['UnfitTaskset', 'GuessEnv', 'GuessHarness']\n"
+        "class UnfitTaskset(vf.Taskset[GuessTask]): pass\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"examples/taskset:{tmp_path}")
+
+    async def start():
+        async with EnvironmentPool(EnvironmentSection(name="verifiers:unfit", workers=1), logs=tmp_path):
+            pass
+
+    with pytest.raises(ValueError, match=r"^environment\.name 'verifiers:unfit': .*ProcessDied") as problem:
+        asyncio.run(start())
+    assert "\n" not in str(problem.value)
+    assert "abstract method 'load'" in (tmp_path / "environment-0.log").read_text()
 
 
 def test_rows_are_those_of_the_taskset():
