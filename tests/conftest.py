@@ -19,7 +19,7 @@ from sampling import SEED
 
 from megatron_scalerl.tiny.build import TinyArguments, build
 
-LONG = ("e2e", "engine")
+LONG = ("e2e", "engine", "slurm", "tools")
 """Folders whose files take minutes: pytest's workers take them first, so that none ends long after the others."""
 ON_GPU: set[str] = set()
 """Tests marked `gpu` that can run here; a report's keywords have the names of folders too."""

@@ -8,8 +8,6 @@ decided before they start; tests/e2e/test_train.py has the whole runs, tests/slu
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -205,12 +203,6 @@ def test_readers_change_nothing(run_folder, name, tmp_path, capsys):
     assert {key: left[key] for key in before} == before and left.keys() - before.keys() <= {"forecast.png"}
 
 
-def finished(place, words):
-    argv = [sys.executable, "-m", "megatron_scalerl", *words]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(argv, cwd=place, env=env, capture_output=True, text=True, timeout=500)
-
-
 @pytest.mark.slow
 def test_what_writes_a_policy_refuses_its_own_result(place, capsys):
     commands = {
@@ -219,8 +211,7 @@ def test_what_writes_a_policy_refuses_its_own_result(place, capsys):
         "hf": ["convert", "to-hf", "megatron", "{}", "--like", "warm"],
     }
     for out, words in commands.items():
-        done = finished(place, [word.format(out) for word in words])
-        assert done.returncode == 0, done.stderr
+        assert main([word.format(out) for word in words]) == 0, capsys.readouterr().err
         before = contents(place / out)
         for spelled in (out, f"./{out}", f"{out}/", str(place / out)):
             assert main([word.format(spelled) for word in words]) == 2

@@ -25,21 +25,3 @@ def full_logits(jobs):
         found[name] = (policy_rows.full_logits(chunks[0], row), pair)
         shutdown_parallel(keep_world=True)
     return found
-
-
-def save(jobs):
-    """For (output folder, policy path, layout): loads, adds 1/8 to every weight, saves OUT.megatron."""
-    from megatron_scalerl.distributed.parallel import shutdown_parallel
-    from megatron_scalerl.trainer.checkpoint import save_policy
-    from megatron_scalerl.trainer.model import build_policy
-    from megatron_scalerl.trainer.ranks import init_parallel
-
-    for out, path, layout in jobs:
-        settings = recipe(path, int(os.environ["WORLD_SIZE"]), layout)
-        parallel = init_parallel(settings)
-        chunks = build_policy(path, settings, parallel)
-        with torch.no_grad():
-            for parameter in chunks[0].parameters():
-                parameter.add_(0.125)
-        save_policy(f"{out}.megatron", chunks, parallel)
-        shutdown_parallel(keep_world=True)

@@ -1,7 +1,7 @@
 """Runs a function in several processes that form one world, and brings back what each returned.
 
-The ranks are forked from a server that has imported torch and Megatron-Core, which takes seconds. It has run nothing
-and holds none of our modules: in all else a rank is a fresh process.
+The ranks are forked from a server that has imported torch, Megatron-Core and transformers' configurations, which
+takes seconds. It has run nothing and holds none of our modules: in all else a rank is a fresh process.
 """
 
 import faulthandler
@@ -22,6 +22,7 @@ IMPORTED_ONCE = [
     "megatron.core.distributed",
     "megatron.core.models.gpt",
     "megatron.core.optimizer",
+    "transformers.models.auto.configuration_auto",
 ]
 """Modules that every rank shares with the server."""
 

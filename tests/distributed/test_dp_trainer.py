@@ -162,7 +162,7 @@ def layout_changes(request, policies, tmp_path_factory):
 
 
 @pytest.mark.parametrize("way", ["to 1", "to 2"])
-@pytest.mark.parametrize(CASE, sampled("layout change", CHANGES, 2))
+@pytest.mark.parametrize(CASE, sampled("layout change", CHANGES, 1))
 def test_a_checkpoint_goes_on_under_another_layout(layout_changes, kind, name, optimizer, way):
     same_rest(*layout_changes[kind, name, optimizer, way])
 

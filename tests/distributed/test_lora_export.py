@@ -7,6 +7,7 @@ import torch
 from parity_layouts import EP2, PP2, SP, TP2
 from runner import run_ranks
 from safetensors.torch import load_file
+from sampling import sampled
 
 from megatron_scalerl.checkpoints.to_peft import Adapted, to_merged, to_peft
 from megatron_scalerl.distributed.cpu_compat import FLOOR
@@ -51,7 +52,7 @@ def differs(weight, other):
     return not torch.equal(weight, other)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled("exported adapters", CASES, 2))
 def test_what_peft_and_transformers_and_engines_get_is_the_trainers(case, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

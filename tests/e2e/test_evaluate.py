@@ -53,21 +53,6 @@ def test_budgets_of_a_folder(tiny_dense, problems, tmp_path):
 
 
 @pytest.mark.full
-def test_an_evaluation_that_was_interrupted_goes_on(tiny_dense, problems, tmp_path):
-    out, options = tmp_path / "out", ("--budgets", "4,48")
-    evaluate(tiny_dense, problems, out, *options)
-    rows = read_result(out)[1]
-    lines = (out / "completions.jsonl").read_bytes().splitlines(keepends=True)
-    (out / "completions.jsonl").write_bytes(b"".join(lines[:60]) + lines[60][:9])
-    (out / "summary.json").unlink()
-    again = evaluate(tiny_dense, problems, out, *options).stdout
-    assert "59 of 80 completions are there" in again
-    repeated = {row.key: row for row in read_result(out)[1]}
-    same = [row.text == repeated[row.key].text for row in rows]
-    assert len(repeated) == 80 and sum(same) >= 76, "the same seeds; batches may round differently"
-
-
-@pytest.mark.full
 def test_an_evaluation_beside_a_training_is_of_its_steps_weights(tiny_dense, problems, tmp_path):
     shutil.copy(problems / "tiny.jsonl", tmp_path / "tiny.jsonl")
     more = (

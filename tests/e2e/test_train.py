@@ -1,12 +1,11 @@
 """Whole runs: real trainer ranks, a real engine, live weight updates, three steps each."""
 
 import shutil
-import signal
 
 import pytest
 from safetensors.torch import load_file
 from torch import equal
-from whole_runs import overrides, run, start
+from whole_runs import overrides, run
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.plan.counting import load_family
@@ -118,64 +117,6 @@ def test_a_restart_replays_the_journal_to_the_same_bits(tiny_dense, tmp_path):
     assert all(read_scores(whole, step) == read_scores(again, step) for step in (1, 2, 3))
     journals = [(f / "journal.jsonl").read_text() for f in (whole, again)]
     assert journals[1].startswith(journals[0]), "nothing was drawn, generated or composed a second time"
-
-
-KILLED = """
-import os, signal, sys, threading
-from megatron_scalerl.__main__ import main
-from megatron_scalerl.controller.metrics import Metrics
-
-def and_kill(self, step, record):
-    write(self, step, record)
-    if step == 5:
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
-
-write, Metrics.step = Metrics.step, and_kill
-sys.exit(main(sys.argv[1:]))
-"""
-"""A controller that gets SIGKILL soon after its fifth step, however busy the machine is."""
-
-
-@pytest.mark.full
-def test_a_killed_run_goes_on_and_a_finished_one_starts_nothing(tiny_dense, tmp_path):
-    """SIGKILL in the middle of training, in real time: one record a step, and an axis without jumps."""
-    settings = overrides(
-        tiny_dense,
-        tmp_path,
-        "killed",
-        "steps=8",
-        "checkpoint.every_steps=3",
-        "checkpoint.async_save=true",
-        "validation.every_steps=2",
-        "weights.probe_every=0",
-        "optimizer.lr=1e-5",
-    )
-    folder = tmp_path / "killed"
-    controller = start("-c", KILLED, "train", "recipes/tiny_cpu.yaml", *settings)
-    try:
-        assert controller.wait(300) == -signal.SIGKILL
-    finally:
-        controller.kill()
-        controller.wait()
-    before = {r["step"]: r["device_hours"] for r in read_jsonl(folder / "metrics.jsonl") if "skipped" not in r}
-    done = train(*settings)
-    assert "all 8 steps are made" in done.stdout
-    records = read_jsonl(folder / "metrics.jsonl")
-    assert [r["batches"] for r in records] == list(range(1, len(records) + 1))
-    records = [r for r in records if "skipped" not in r]
-    assert [r["step"] for r in records] == list(range(1, 9))
-    axis = [r["device_hours"] for r in records]
-    assert axis == sorted(axis)
-    # a step that was charged before the crash stays where it was
-    assert all(axis[step - 1] == pytest.approx(hours, abs=1e-8) for step, hours in before.items())
-    assert [r["step"] for r in read_jsonl(folder / "validation.jsonl")] == [0, 2, 4, 6, 8]
-    assert {r["role"] for r in read_jsonl(folder / "ledger.jsonl") if "role" in r} >= {"lost", "startup"}
-
-    began = {p.name: p.stat().st_mtime_ns for p in (folder / "logs").iterdir()}
-    again = train(*settings)
-    assert "nothing is left to do" in again.stdout
-    assert {p.name: p.stat().st_mtime_ns for p in (folder / "logs").iterdir()} == began, "no process was started"
-    assert len(read_jsonl(folder / "attempts.jsonl")) == 2
 
 
 @pytest.mark.full

@@ -5,8 +5,6 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_scalerl.engine.interruption import (
     Forcing,
@@ -235,44 +233,18 @@ def test_phrase_and_tag_must_survive_the_tokenizer():
         plan_ids(_Letters(), "ab", "")
 
 
-token = st.sampled_from([A, B, 5, 6, EOS])
-
-
-@pytest.mark.slow
-@settings(max_examples=300, deadline=None)
-@given(
-    wishes=st.lists(token, min_size=80, max_size=80),
-    cut=st.integers(1, 12),
-    end=st.lists(st.sampled_from([A, B]), min_size=1, max_size=3),
-    variants=st.tuples(*[st.frozensets(st.sampled_from([5, 6]))] * 2),
-    phrase=st.lists(st.sampled_from([A, B, 5, 6]), max_size=5),
-    budget=st.integers(1, 6),
-    more=st.none() | st.integers(0, 9),
-    limit=st.integers(1, 40),
-)
-def test_engine_and_controller_agree(wishes, cut, end, variants, phrase, budget, more, limit):
-    rules = plan(
-        cut=cut,
-        think_end_ids=tuple(end),
-        phrase_ids=tuple(phrase + end),
-        think_end_first=variants[0],
-        think_end_last=variants[1],
-        answer_budget=budget,
-        whole_budget=None if more is None else cut + budget + more,
-    )
-    agree(rules, wishes, limit)
-
-
 def test_engine_and_controller_agree_on_ten_thousand_completions():
     rng = random.Random(7)
     seen = Counter()
     for case in range(10_000):
         cut, budget = rng.randint(1, 12), rng.randint(1, 6)
-        end = tuple(rng.choices([A, B], k=rng.randint(1, 2)))
+        end = tuple(rng.choices([A, B], k=rng.randint(1, 3)))
         rules = plan(
             cut=cut,
             think_end_ids=end,
-            phrase_ids=(*rng.choices([5, 6], k=rng.randint(0, 4)), *end),
+            phrase_ids=(*rng.choices([A, B, 5, 6], k=rng.randint(0, 5)), *end),
+            think_end_first=frozenset(rng.sample([5, 6], rng.choice([0, 0, 1, 2]))),
+            think_end_last=frozenset(rng.sample([5, 6], rng.choice([0, 0, 1, 2]))),
             answer_budget=budget,
             whole_budget=(None, cut + budget, cut + budget + rng.randint(1, 9))[case % 3],
         )

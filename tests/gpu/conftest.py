@@ -1,4 +1,4 @@
-"""Where a check runs: at toy size on the CPU, in every session; at full size on the GPU with `-m gpu`."""
+"""Where a check runs: at toy size on the CPU, some with `--all` alone; at full size on the GPU with `-m gpu`."""
 
 import functools
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from gpu_cases import KINDS, ONE_BF16, TWO_BF16, bf16_distances, fp32_distances, judge
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full  # test_family_parity.py has the same on a CPU
 
 
 @pytest.fixture(scope="module")

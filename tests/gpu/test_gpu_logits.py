@@ -23,7 +23,7 @@ HIDDEN = {BF16: 4e-3, FP32: 1e-5}
 ALLOCATOR_BYTES = 4 * 2**20
 """PyTorch's allocator does not split a free block if less than 1 MiB would remain; up to four are in use."""
 BACKENDS = [
-    pytest.param(("cpu", "torch"), marks=pytest.mark.slow),  # tests/logits has the same cases
+    pytest.param(("cpu", "torch"), marks=pytest.mark.full),  # tests/logits has the same cases
     *(pytest.param(("gpu", name), marks=pytest.mark.gpu) for name in ("torch", "cuda")),
 ]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gpu_cases import FP32, MIXTURES, TWO_BF16, bf16_distances, fp32_distances, judge, typical
 
-pytestmark = [pytest.mark.slow, pytest.mark.gpus(2)]
+pytestmark = [pytest.mark.full, pytest.mark.gpus(2)]  # test_parity.py has the same on a CPU
 
 LAYOUTS = ("TP2", "EP2", "PP2", "CP2", "DP2")
 LAUNCH_S = 120.0

@@ -83,7 +83,7 @@ def test_published_configs_of_other_families_name_their_parts(kind, tmp_path):
         assert "sliding" not in said, "they are switched off"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_type_that_transformers_knows_names_something(tmp_path):
     """By the defaults of its config class; a dozen differ from the supported families in their modules alone."""
     bare, kinds = [], 0

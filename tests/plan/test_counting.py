@@ -150,15 +150,6 @@ def test_uneven_pipeline_stages():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "gpus"), [(DENSE, 80), (SCOUT, 256), ("scalerl_llama3_8b_32k", 80)])
-def test_megatrons_own_modules_have_the_same_number(name, gpus):
-    recipe = recipe_of(name)
-    config = CONFIGS / Path(recipe.policy.path).name
-    plan = make_plan(recipe, config, gpus, GPUS["h100-80g"], Assumptions())
-    assert compare_with_build(plan, config).startswith("equal on the first rank")
-
-
-@pytest.mark.slow
 def test_a_fork_that_crashes_is_followed_by_a_fresh_process(monkeypatch):
     """Only the fork has what is replaced here."""
     monkeypatch.setattr(meta_build, "stage_parameters", lambda *_: os._exit(7))

@@ -5,6 +5,7 @@ A policy with experts fits, besides, where the router sends every token to one r
 """
 
 import re
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
@@ -56,8 +57,15 @@ def settings_of(layers):
     yield block(1, "uniform")
 
 
+@cache
+def family_of(path):
+    """The family and its parameters, which no layout changes."""
+    family, hf_config = load_family(CONFIGS / Path(path).name)
+    return family, count(family, hf_config)
+
+
 def flops(recipe, tokens=8192):
-    family, _ = load_family(CONFIGS / Path(recipe.policy.path).name)
+    family, _ = family_of(recipe.policy.path)
     layout = layout_of(recipe, family, recipe.trainer.world_size)
     return token_flops(recipe, family, layout, [tokens]).hardware(recipe)
 
@@ -70,12 +78,12 @@ def gpu_of(path):
 
 def fits(recipe, gpu):
     """With the margin, and with any routing; a colocated engine takes its part of the GPU."""
-    family, hf_config = load_family(CONFIGS / Path(recipe.policy.path).name)
+    family, parameters = family_of(recipe.policy.path)
     layout = layout_of(recipe, family, recipe.trainer.world_size)
 
     def peak(imbalance):
         assumed = Assumptions(expert_imbalance=imbalance)
-        engine = engine_memory(recipe, family, count(family, hf_config), gpu, assumed).total
+        engine = engine_memory(recipe, family, parameters, gpu, assumed).total
         beside = engine if recipe.engine.colocate else 0
         return beside + max(stage.total for stage in trainer_memory(recipe, family, layout, assumed, kernels=FUSED))
 
@@ -98,23 +106,18 @@ def test_every_recipe_fits_by_the_command_that_it_names(command, monkeypatch, ca
     assert ": fits: " in capsys.readouterr().out
 
 
-LARGE = "qwen3_30b_a3b_16gpus"
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(p, id=p.stem, marks=pytest.mark.full if p.stem == LARGE else ()) for p in shipped()],
-)
+@pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
 def test_no_recipe_recomputes_what_fits_without(path):
     recipe = load_recipe(path, [])
     if recompute_of(recipe).granularity == "none":
         return
-    family, _ = load_family(CONFIGS / Path(recipe.policy.path).name)
+    family, _ = family_of(recipe.policy.path)
     stages = layout_of(recipe, family, recipe.trainer.world_size).stages
     cheaper = (with_recompute(recipe, settings) for settings in settings_of(max(map(len, stages))))
     gpu = gpu_of(path)
-    found = [str(recompute_of(o)) for o in cheaper if flops(o) < 0.999 * flops(recipe) and fits(o, gpu)]
+    limit = 0.999 * flops(recipe)
+    found = [str(recompute_of(o)) for o in cheaper if flops(o) < limit and fits(o, gpu)]
     assert fits(recipe, gpu)
     assert not found, f"{path.name} recomputes {recompute_of(recipe)}; enough is any of {found}"
 
@@ -134,7 +137,7 @@ def test_block_is_for_each_model_chunk_of_each_stage(parallel, recomputed):
 def test_memory_counts_the_same_layers_as_the_work():
     """Two chunks of 8 layers in each stage: 4 of each are recomputed, not the first 4 of the stage."""
     base = load_recipe(LLAMA, VPP2)
-    family, _ = load_family(CONFIGS / "Llama-3.1-8B")
+    family, _ = family_of("Llama-3.1-8B")
     layout = layout_of(base, family, 16)
     assert layout.stages[0] == (*range(8), *range(16, 24)) and layout.places == (*range(8),) * 4
 
@@ -148,7 +151,7 @@ def test_memory_counts_the_same_layers_as_the_work():
 
 def test_uniform_groups_fill_a_model_chunk():
     """Megatron-Core would read past the last layer at the first step."""
-    family, _ = load_family(CONFIGS / "Llama-3.1-8B")
+    family, _ = family_of("Llama-3.1-8B")
     for parallel, layers, each in ((VPP2, 8, 16), (PP2, 16, 32), ([], 32, 3)):
         recipe = with_recompute(load_recipe(LLAMA, parallel), block(each, "uniform"))
         said = f"recompute_num_layers: {each} does not divide the {layers} layers of a "
@@ -166,7 +169,7 @@ def test_norms_that_are_fused_are_not_recomputed():
         (LLAMA, Kernels(layers="plain", device="gpu"), 2),
     ):
         recipe = with_recompute(load_recipe(path, []), selective)
-        family, _ = load_family(CONFIGS / Path(recipe.policy.path).name)
+        family, _ = family_of(recipe.policy.path)
         layout = layout_of(recipe, family, recipe.trainer.world_size)
         shape = shape_of(family, family.layers[0])
         whole = layer_bytes(shape, layout, width=2, kernels=kernels, imbalance=1.0)
@@ -181,7 +184,7 @@ def test_shared_experts_that_are_recomputed_cost_their_flops():
 
 
 def test_an_optimizer_instance_holds_the_whole_state():
-    family, _ = load_family(CONFIGS / "Llama-4-Scout-17B-16E")
+    family, _ = family_of("Llama-4-Scout-17B-16E")
     one, three = (
         layout_of(load_recipe(SCOUT, [f"megatron.parallel.num_distributed_optimizer_instances={n}"]), family, 96)
         for n in (1, 3)
@@ -198,8 +201,7 @@ def test_copies_in_one_engine_share_the_experts_alone():
     for tensor, data in ((8, 1), (4, 2)):
         over = [f"engine.vllm.tensor_parallel_size={tensor}", f"engine.vllm.data_parallel_size={data}"]
         recipe = load_recipe(SCOUT, over)
-        family, _ = load_family(CONFIGS / "Llama-4-Scout-17B-16E")
-        p = count(family)
+        family, p = family_of("Llama-4-Scout-17B-16E")
         memory = engine_memory(recipe, family, p, H100, Assumptions())
         speed = decoding(recipe, p, memory, H100, Lengths((4096,)), Assumptions())
         whole = data * (tensor - 1) * (48 * (2 * 5120 + 16 * 5120) + 5120)  # norms and routers

@@ -1,16 +1,22 @@
-"""Episodes of the tests: real decoders, environments and verifier, and an engine with a script."""
+"""Episodes of the tests: real decoders, environments and verifier, and an engine with a script.
+
+A decoder process of episodes imports transformers, which takes seconds: episodes with the same settings share one, on
+an event loop that goes on between them.
+"""
 
 import asyncio
 import contextlib
+import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from fakes.scripted_engine import StandInScriptedEngine
 from recipe_files import small_recipe
 
 from megatron_scalerl.batching.rollout_bytes import RolloutArrays, facts_of, write
 from megatron_scalerl.rewards.pool import VerifierPool
-from megatron_scalerl.rollouts.decoder_pool import Decoded
+from megatron_scalerl.rollouts.decoder_pool import Decoded, DecoderPool
 from megatron_scalerl.rollouts.episodes import sampling
 from megatron_scalerl.rollouts.plans import Plans
 from megatron_scalerl.tiny.tokenizer import build_tokenizer
@@ -18,6 +24,31 @@ from megatron_scalerl.types import CompletionLost, Prompt
 
 TOKENIZER = build_tokenizer()
 QUESTION = "7;+2;-7="
+LOOP = asyncio.Runner()
+FOLDER = tempfile.TemporaryDirectory()
+POOLS = {}
+"""Setup of a decoder -> processes that were started with it."""
+
+
+class SharedDecoders(DecoderPool):
+    """Decoders that are started once, and go on until `close`."""
+
+    async def __aenter__(self):
+        setup = self._workers._program.setup
+        if setup not in POOLS:
+            await self._workers.start()
+            POOLS[setup] = self._workers
+        self._workers = POOLS[setup]
+        return self
+
+    async def __aexit__(self, *exception):
+        """They outlive the episode."""
+
+
+def close():
+    """End the decoders, as `conftest` does after each file."""
+    while POOLS:
+        LOOP.run(POOLS.popitem()[1].close())
 
 
 def ids(text):
@@ -46,6 +77,7 @@ def episodes_recipe(folder, kind, **sections):
     return small_recipe(
         **{
             "policy": {"path": str(folder)},
+            "rollouts": {"decoders": 1},
             "environment": {"name": f"episode_environments:{kind}", "workers": 1, "max_turns": 4},
             "interruption": {"enabled": True, "thinking_tokens": [2, 2], "answer_tokens": 20},
             "rewards": {"workers": 1},
@@ -54,13 +86,17 @@ def episodes_recipe(folder, kind, **sections):
     )
 
 
+def save_tokenizer(folder):
+    TOKENIZER.save_pretrained(folder)
+    (Path(folder) / "config.json").write_text("{}")
+
+
 @contextlib.asynccontextmanager
 async def sampler_of(recipe, tokenizer=TOKENIZER):
     """A sampler with its processes."""
     folder = Path(recipe.policy.path)
     if tokenizer is TOKENIZER:
-        tokenizer.save_pretrained(folder)
-        (folder / "config.json").write_text("{}")
+        save_tokenizer(folder)
     plans = Plans(recipe, tokenizer)
     async with (
         VerifierPool(recipe.rewards) as verifier,
@@ -80,13 +116,19 @@ async def outcome(sampler, engine, row, sample=0):
 def completed(folder, kind, *script, row=None, wait=None, tokenizer=TOKENIZER, **sections):
     """(what the sampler returns or raises, the engine, why the prompt is left out) of one episode."""
     engine = StandInScriptedEngine(*script, wait=wait)
+    policy = folder
+    if tokenizer is TOKENIZER:
+        save_tokenizer(folder)
+        policy = FOLDER.name
 
     async def main():
-        async with sampler_of(episodes_recipe(folder, kind, **sections), tokenizer) as sampler:
+        async with sampler_of(episodes_recipe(policy, kind, **sections), tokenizer) as sampler:
             result = await outcome(sampler, engine, row or prompt())
             return result, engine, await sampler.problem_of(row or prompt())
 
-    return asyncio.run(main())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_scalerl.rollouts.episodes.DecoderPool", SharedDecoders)
+        return LOOP.run(main())
 
 
 THREE = (

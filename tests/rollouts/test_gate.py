@@ -219,22 +219,6 @@ def test_a_batch_is_taken_ahead_only_if_the_others_can_wait_for_the_version_afte
     assert gate.batch(2) is None, "5 is due at version 2"
 
 
-def test_waiting_only_for_the_deadline_itself_would_break_the_bound():
-    """Three slow groups share one deadline; a quick younger one may not jump the queue twice."""
-    gate = StalenessGate(groups_per_batch=1, max_staleness_steps=2)
-    for group in (0, 1, 2):
-        gate.start(group, 0)
-    gate.finish(0, 0)
-    assert gate.batch(0) == (0,)
-    gate.take((0,))
-    gate.trained()
-    gate.start(3, 1)
-    gate.finish(3, 1)
-    assert gate.batch(1) is None, "groups 1 and 2 both have deadline 2: one of them must train now"
-    gate.finish(1, 0)
-    assert gate.batch(1) == (1,)
-
-
 def phase_gate(groups_per_batch, updates, groups=0, version=0):
     """A gate whose groups 0 .. groups - 1 have started, and finished last first."""
     gate = PhaseGate(groups_per_batch=groups_per_batch, updates_per_phase=updates)
@@ -243,18 +227,6 @@ def phase_gate(groups_per_batch, updates, groups=0, version=0):
     for group in reversed(range(groups)):
         gate.finish(group, version)
     return gate
-
-
-def test_a_phase_is_trained_on_in_the_order_of_admission_and_then_the_next_one_starts():
-    gate = phase_gate(2, 3, groups=6, version=4)
-    for step, expected in enumerate([(0, 1), (2, 3), (4, 5)]):
-        assert not gate.may_start()
-        assert gate.batch(4 + step) == expected
-        gate.take(expected)
-        gate.trained()
-    assert gate.may_start() and gate.outstanding == 0
-    gate.start(6, 7)
-    assert gate.batch(7) is None
 
 
 def test_within_a_phase_a_batch_is_taken_ahead_and_across_its_end_none_is():
@@ -319,30 +291,6 @@ def test_a_last_phase_waits_for_an_abandoned_group_too():
     gate.start(0, 0)
     gate.finish(0, 0)
     assert gate.batch(0) == (0,)
-
-
-def test_k_zero_is_synchronous():
-    gate = StalenessGate(groups_per_batch=2, max_staleness_steps=0)
-    gate.start(0, 0)
-    gate.start(1, 0)
-    assert not gate.may_start()
-    gate.finish(1, 0)
-    assert gate.batch(0) is None
-    gate.finish(0, 0)
-    assert gate.batch(0) == (0, 1)
-    gate.take((0, 1))
-    assert not gate.may_start(), "the old version is still served"
-    gate.trained()
-    assert gate.may_start()
-
-
-def test_admission_stops_at_k_plus_one_batches():
-    gate = StalenessGate(groups_per_batch=3, max_staleness_steps=2)
-    for group in range(9):
-        gate.start(group, 0)
-    assert not gate.may_start()
-    with pytest.raises(AssertionError):
-        gate.start(9, 0)
 
 
 def test_earliest_deadline_first():

@@ -221,6 +221,10 @@ def test_a_hung_controller_is_ended_and_its_job_goes_on(tmp_path, tiny, on_login
     assert wait_for_end(slurm.last_state, job, 600) == "COMPLETED", (run / "slurm" / f"{job}.out").read_text()
     assert (run / "hung").exists() and "last heartbeat" not in status(run, capsys)
     [log] = (run / "slurm").glob("*/controller.log")
-    assert "in hang_once\n" in log.read_text() and "the run was killed by SIGKILL: restart 1" in log.read_text()
+    text = log.read_text()
+    assert "the event loop stood still for 10 s: its process is killed; its stacks:" in text
+    assert "in hang_once\n" in text and "the run was killed by SIGKILL: restart 1 of at most 3" in text
     assert [row["incarnation"] for row in rows(run / "attempts.jsonl")] == [f"{job}.0", f"{job}.0-1"]
-    assert steps(run) == 6
+    made = rows(run / "metrics.jsonl")
+    assert [row["step"] for row in made] == list(range(1, 7))
+    assert all(0 <= row["loop_lag_seconds"] < 10 for row in made)
