@@ -42,8 +42,8 @@ UNEVEN_ERROR = 0.1
 """The same where recipes scatter by very different amounts; simulated (tests/fit/test_between_runs.py)."""
 UNKNOWN_VARIANCE = 1e6
 """Variance of a number that some draws of the posterior never reach."""
-LARGEST_LOG = 700.0
-"""Largest logarithm whose exponential is finite."""
+LARGEST_LOG = 100.0
+"""Largest logarithm of an end of an interval; UNKNOWN_VARIANCE is beyond."""
 SENTENCES = {
     "once": "One run alone, so not decided: {}. At least two seeds, better 3, are needed.",
     "ceiling": "Moves the ceiling: {}.",
@@ -260,7 +260,7 @@ class Quantity:
                 means[n] = estimate(self.formula(fits[0].posterior.parameters), value=values[0])
             elif fits:
                 mean = table.mean(n)
-                ends = {"lo": self.back(mean.lo), "hi": self.back(min(mean.hi, LARGEST_LOG))}
+                ends = {"lo": self.back(_known(mean.lo)), "hi": self.back(_known(mean.hi))}
                 means[n] = Estimate(value=self.back(mean.value), **ends)
         return means
 
@@ -284,6 +284,11 @@ MIDPOINT = Quantity(formula=lambda parameters: parameters["midpoint"])
 def compute_to(pass_rate: float) -> Quantity:
     """Compute at which a run's curve reaches the pass rate; inf where it never does."""
     return Quantity(formula=lambda parameters: compute_to_reach(pass_rate, **parameters))
+
+
+def _known(end: float) -> float:
+    """An end of an interval of a logarithm; infinite where the variance is unknown."""
+    return end if abs(end) < LARGEST_LOG else math.copysign(math.inf, end)
 
 
 @record
@@ -574,5 +579,5 @@ def _efficiency(difference: Difference | None, target: str) -> str:
 
 
 def _ratio(difference: Difference) -> str:
-    lo, hi = (math.exp(min(end, LARGEST_LOG)) for end in (difference.lo, difference.hi))
+    lo, hi = (math.exp(_known(end)) for end in (difference.lo, difference.hi))
     return f"{math.exp(difference.value):.2f} [{lo:.2f}, {hi:.2f}] times the compute"

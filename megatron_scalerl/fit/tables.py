@@ -204,7 +204,10 @@ def outlook_table(outlooks: Sequence[Outlook], came: float | None) -> Table:
 
 
 def estimated_compute(estimate: Estimate) -> str:
-    """A compute with its interval; "never" where it is infinite, "start" where R_0 is as high."""
+    """A compute with its interval; "never" where it is infinite, "start" where R_0 is as high.
+
+    "[start, never]": not known, as some draws never reach it.
+    """
     return _estimated(estimate, lambda compute: "start" if compute == 0 else short_number(compute))
 
 

@@ -13,7 +13,7 @@ from megatron_scalerl.fit.arms import arms_of, differences, shared_start
 from megatron_scalerl.fit.compare import compare_runs, conclusions, left_out, summary
 from megatron_scalerl.fit.forecast import fit_curve
 from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
-from megatron_scalerl.fit.tables import comparison_json
+from megatron_scalerl.fit.tables import comparison_json, estimated_compute
 
 CISPO, DAPO = "loss: {name: cispo}", "loss: {name: dapo}"
 main = command("fit")
@@ -127,6 +127,11 @@ def test_the_efficiency_is_found_where_the_ceiling_is_kept(tmp_path):
     assert "It is less efficient" in summary(comparison, dapo)
     assert all(f.asymptote == comparison.fixed_asymptote for arm in comparison.arms for f in arm.refits)
     assert any("Changes the efficiency: dapo" in line for line in conclusions(comparison))
+
+
+def test_a_compute_that_some_draws_never_reach_has_no_ends(tmp_path):
+    comparison = compare_runs(read(two_recipes(tmp_path, asymptote=0.66)), fitted, pass_rate=0.65)
+    assert estimated_compute(comparison.arm("dapo").to_reach) == "0.204 [start, never]"
 
 
 def test_what_cannot_be_told_apart_is_said(tmp_path):
