@@ -112,9 +112,8 @@ def _show_task(task: Task, prompts: Sequence[Prompt], count: int, tokenizer: Any
             score = verify(text, prompt.answer, {**prompt.extra, "prompt": prompt.text})
             if is_judge(verify):
                 score = runner.run(score)
-            verdicts: dict[bool | float, str] = {True: "right", False: "wrong"}
             reward = reward_of(score)
-            verdict = verdicts.get(reward, str(reward))
+            verdict = ("wrong", "right")[reward] if isinstance(reward, bool) else str(reward)
             console.print(f"  {name}, {shortened(text)}: {verdict}")
 
 

@@ -36,7 +36,7 @@ from megatron_scalerl.processes.subreaper import END, subreaper_command
 from megatron_scalerl.rewards.pool import PACKAGE_ROOT
 
 FOLDER = ".venv-environments"
-START_S = 300.0
+START_S = 240.0
 """Time for the first answer of a server (s)."""
 Table = dict[str, Any]
 

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
+from own_processes import own_processes
 from waiting import passes, until
 
 from megatron_scalerl.environments import verifiers
@@ -43,9 +43,8 @@ def agents(tmp_path, monkeypatch):
 
 
 def servers():
-    """The processes that this one has started, and that run."""
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    """Servers and the processes between them and this one."""
+    return own_processes(lambda process: any("environment_server.py" in word for word in process.cmdline()))
 
 
 def written(folder):
