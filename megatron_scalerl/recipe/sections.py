@@ -357,8 +357,8 @@ class RewardsSection(Section):
     workers: PositiveInt | None = None
     """Verifier processes. null: one for each CPU available to the controller, at most 8."""
     concurrency: PositiveInt = 64
-    """Checks at once, in all processes together, of a verifier that is a coroutine function; repeats after a death of a
-    process come on top (docs/tasks.md)."""
+    """Checks at once, in all processes together, of a verifier that is a coroutine function (docs/tasks.md). Repeats
+    after the death of a process come on top."""
     cpu_s: PositiveFloat = 2.0
     """CPU time limit of one check (s). Beyond it the worker is killed and the completion is wrong (`timeout`). CPU
     time does not depend on the load of the machine. n different answers that all exceed it take n (cpu_s + 0.5) /

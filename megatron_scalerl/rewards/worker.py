@@ -175,7 +175,7 @@ def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
 def reward_of(value: Any) -> bool | float:
     """What a verifier returned. Raises ValueError if it is no reward, VerifierUnavailable for a coroutine."""
     if inspect.isawaitable(value):
-        raise VerifierUnavailable("rewards.verifier returned a coroutine: make it an `async def`, also where a decorator wraps it")
+        raise VerifierUnavailable("rewards.verifier returned a coroutine: make it and its decorators `async def`")
     if hasattr(value, "item"):  # a scalar of numpy
         value = value.item()
     if not isinstance(value, bool):
