@@ -67,7 +67,8 @@ class Server:
         reply: asyncio.Future[Table] = asyncio.get_running_loop().create_future()
         self._runs[number] = (reply, {})
         try:
-            await self._send(number, method, request)
+            sending = asyncio.create_task(self._send(number, method, request))  # waits for the socket's connection
+            await asyncio.wait((sending, self.ended), return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait((reply, self.ended), return_when=asyncio.FIRST_COMPLETED)
         finally:
             del self._runs[number]
@@ -84,10 +85,10 @@ class Server:
         await self._socket.send_multipart([number.encode(), method.encode(), msgspec.msgpack.encode(request)])
 
     async def _live(self) -> None:
-        folder = tempfile.mkdtemp(dir="/tmp")  # of this user alone; a socket's path has at most 107 characters
-        address = f"ipc://{folder}/server"
-        server = command("serve", self._name, address)
         with self._socket:
+            folder = tempfile.mkdtemp(dir="/tmp")  # of this user alone; a socket's path has at most 107 characters
+            address = f"ipc://{folder}/server"
+            server = command("serve", self._name, address)
             self._socket.connect(address)
             process = await asyncio.create_subprocess_exec(*subreaper_command(folder, server), start_new_session=True)
             try:

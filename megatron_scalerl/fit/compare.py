@@ -288,7 +288,7 @@ def compute_to(pass_rate: float) -> Quantity:
 
 def _known(end: float) -> float:
     """An end of an interval of a logarithm; infinite where the variance is unknown."""
-    return end if abs(end) < LARGEST_LOG else math.copysign(math.inf, end)
+    return math.copysign(math.inf, end) if abs(end) > LARGEST_LOG else end
 
 
 @record

@@ -254,16 +254,32 @@ class WorkerPool(Generic[Head]):
         queue = self._queue if several else self._suspects
         while True:
             request = await queue.get()
-            while not request.reply.done():  # its caller may have been cancelled
-                if not await self._ready(worker):
-                    request.fail(WorkerDied(f"no {self._program.name} process that starts"))
-                    continue
-                await self._try(worker, request, several)
-                if several and request.losses:
-                    self._suspects.put_nowait(request)
-                    break
-            while not await self._ready(worker):
+            if several and not worker.alive:  # it is being replaced, which takes as long as what it still works on
+                queue.put_nowait(request)
+            else:
+                await self._serve(worker, request, queue)
+            while worker in self._workers and not await self._ready(worker):
                 pass
+
+    async def _serve(self, worker: Worker, request: _Request[Head], queue: asyncio.Queue[_Request[Head]]) -> None:
+        """See a request to its end, or to `_suspects`."""
+        several = queue is not self._suspects
+        while not request.reply.done():  # its caller may have been cancelled
+            if not await self._ready(worker):
+                self._refuse(request, queue)
+                continue
+            await self._try(worker, request, several)
+            if several and request.losses:
+                self._suspects.put_nowait(request)
+                break
+
+    def _refuse(self, request: _Request[Head], queue: asyncio.Queue[_Request[Head]]) -> None:
+        """Fail a request whose worker does not start, and all suspects where they have no worker."""
+        waiting = [request]
+        if queue is not self._queue and not any(worker.alive for worker in self._extra):
+            waiting += [queue.get_nowait() for _ in range(queue.qsize())]
+        for refused in waiting:
+            refused.fail(WorkerDied(f"no {self._program.name} process that starts"))
 
     async def _try(self, worker: Worker, request: _Request[Head], several: bool) -> None:
         """Resolve the request by a reply or after too many deaths; else leave it to be repeated."""
@@ -424,6 +440,7 @@ class Worker(asyncio.Protocol):
         try:
             async with time_limit(timeout_s):
                 last, reply_head, reply_body = await self._exchange(number, head, body)
+            unanswered.add(number)  # until it can be read
             decoded = decode(reply_head)
         except (OSError, EOFError, ValueError, RecursionError) as problem:
             died = functools.partial(WorkerDied, read=number in unanswered, others=bool(unanswered))
@@ -439,6 +456,7 @@ class Worker(asyncio.Protocol):
             raise died(end_of(code), code=code) from None
         finally:
             self._replies.pop(number, None)
+            unanswered.discard(number)
         self._ending |= last
         return decoded, reply_body
 

@@ -203,9 +203,9 @@ class VerifierPool:
 
     async def _check(self, key: bytes, request: bytes) -> Score:
         """Run a check and cache its score, unless that may differ next time. Raises CompletionLost."""
-        made = self._outages.made
         outcome = await self._try(request)
         self._outages.tried(bool(outcome.unavailable))
+        made = self._outages.made  # after it: those that came back while it waited say nothing
         for pause_s in outages.PAUSES_S[: outages.TRIES - 1]:
             if not outcome.unavailable:
                 break

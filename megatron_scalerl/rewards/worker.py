@@ -11,7 +11,6 @@ import errno
 import functools
 import importlib
 import inspect
-import numbers
 import os
 import pickle
 import socket
@@ -179,9 +178,9 @@ def reward_of(value: Any) -> bool | float:
     if hasattr(value, "item"):  # a scalar of numpy
         value = value.item()
     if not isinstance(value, bool):
-        if not isinstance(value, numbers.Number):
+        if not hasattr(value, "__float__"):  # a text, too
             raise ValueError(f"a verifier returns a bool or a number; it returned {repr(value)[:100]}")
-        value = float(value)  # type: ignore[arg-type]
+        value = float(value)
         if not abs(value) <= MOST_REWARD:
             raise ValueError(f"a verifier returns a bool or a number up to {MOST_REWARD:g}; it returned {value}")
     return value
@@ -197,7 +196,7 @@ async def run_judge(verifier: Verifier, check: bytes, timeout_s: float) -> Outco
         async with limit:
             return Outcome(value=reward_of(await verifier(*pickle.loads(check))))
     except (Exception, asyncio.CancelledError) as error:
-        why = traceback.format_exception_only(error)[-1].strip()[:1000]  # whatever its __str__ does
+        why = traceback.format_exception_only(error)[0].strip()[:1000]  # whatever its __str__ does
         if limit.expired():
             computed = time.process_time() - begin
             why = f"no answer within {timeout_s:g} s, in which its process computed for {computed:.1f} s"

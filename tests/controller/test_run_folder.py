@@ -11,7 +11,7 @@ from recipe_files import small_recipe
 
 from megatron_scalerl.checkpoints import commit
 from megatron_scalerl.controller.run_folder import RunFolder, RunInUse, finished, resume_point
-from megatron_scalerl.recipe.file import RecipeError
+from megatron_scalerl.recipe.file import RecipeError, load_run_recipe
 
 
 def recipe(tmp_path, **changes):
@@ -120,6 +120,17 @@ def test_a_run_goes_on_whose_recipe_has_keys_that_have_left(tmp_path):
     written["telemetry"] |= {"trace_steps": []}
     file.write_text(yaml.safe_dump(written))
     RunFolder(recipe(tmp_path)).close()
+
+
+def test_a_run_goes_on_whose_recipe_has_a_key_under_its_old_name(tmp_path):
+    changed = recipe(tmp_path, rewards={"variables": ["KEY"]})
+    RunFolder(changed).close()
+    file = Path(changed.run_dir) / "recipe.yaml"
+    written = yaml.safe_load(file.read_text())
+    written["rewards"]["environment"] = written["rewards"].pop("variables")
+    file.write_text(yaml.safe_dump(written))
+    RunFolder(changed).close()
+    assert load_run_recipe(changed.run_dir) == changed
 
 
 def test_a_folder_in_use_is_refused(tmp_path):

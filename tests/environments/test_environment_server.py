@@ -104,6 +104,16 @@ async def test_a_folder_with_a_long_name_for_temporary_files_takes_a_server(agen
         assert await run_of(kind, *scored(0.5)) == 0.25
 
 
+async def test_a_server_that_has_no_folder_says_why(agents, monkeypatch):
+    def refuses(**_):
+        raise OSError("no space")
+
+    async with agents() as kind:
+        monkeypatch.setattr(tempfile, "mkdtemp", refuses)
+        with pytest.raises(ConnectionError, match="no space"):
+            await kind.start_server()
+
+
 @pytest.mark.parametrize(
     ("frame", "cause"),
     [((b"reply", {"traces": [{"id": "unknown"}]}), "KeyError"), ((b"reply", b"\xc1"), "DecodeError")],

@@ -259,6 +259,29 @@ def test_a_process_that_is_killed_from_outside_loses_nothing_and_holds_nothing_u
     assert asyncio.run(main()) == [RIGHT] * 20
 
 
+def test_checks_are_lost_where_the_process_that_would_repeat_them_does_not_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_pool, "START_PAUSE_S", 0.01)
+    monkeypatch.setattr(worker_pool, "ROUND_PAUSE_S", 0.01)
+    extra = {"file": str(tmp_path / "file")}
+
+    async def refuses():
+        raise OSError("no memory")
+
+    async def main():
+        async with pool_of("users_judges:held", concurrency=4) as pool:
+            [worker], [further] = pool._workers._workers, pool._workers._extra
+            monkeypatch.setattr(further, "start", refuses)
+            calls = [asyncio.create_task(pool.score(f"held {n}", prompt(extra))) for n in range(3)]
+            await until(lambda: len(worker._read) == 3)
+            os.kill(worker.pid, signal.SIGKILL)
+            async with asyncio.timeout(100):
+                lost = await asyncio.gather(*calls, return_exceptions=True)
+            return lost, await pool.score("7", prompt(extra))
+
+    lost, after = asyncio.run(main())
+    assert [type(completion) for completion in lost] == [CompletionLost] * 3 and after == RIGHT
+
+
 def test_a_check_is_not_lost_by_the_death_of_others(tmp_path, monkeypatch):
     """A stopped process reads nothing more; it is killed while it has another check."""
     monkeypatch.setattr(worker_pool, "MAX_EARLY_LOSSES", 1)
@@ -291,6 +314,29 @@ def test_a_process_has_a_thread_for_each_check():
             return await asyncio.gather(*(pool.score(str(n), prompt()) for n in range(40)))
 
     assert asyncio.run(main()) == [RIGHT] * 40
+
+
+def test_an_outage_pays_no_check_as_wrong_that_was_in_flight():
+    """Others came back after it had begun, and none after it had failed."""
+    down = asyncio.Event()
+
+    async def answer(text, tries):
+        if text == "held":
+            await down.wait()
+        return web.Response(status=503) if down.is_set() else score_of(True)
+
+    async def main():
+        judge = Judge(answer)
+        async with judge.running() as url, pool_of("users_judges:judged") as pool:
+            await asyncio.gather(*(pool.score(str(n), prompt({"url": url})) for n in range(40)))
+            held = asyncio.create_task(pool.score("held", prompt({"url": url})))
+            await until(lambda: "held" in judge.asked)
+            assert await pool.score("later", prompt({"url": url})) == RIGHT
+            down.set()
+            return await asyncio.gather(held, return_exceptions=True)
+
+    [lost] = asyncio.run(main())
+    assert isinstance(lost, CompletionLost)
 
 
 def test_a_process_in_which_all_checks_fail_is_replaced_after_the_others():
