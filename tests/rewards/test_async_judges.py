@@ -13,7 +13,7 @@ from aiohttp import web
 from fakes.engine import StandInEngine
 from fakes.sampler import StandInSampler
 from recipe_files import small_recipe
-from verifier_pools import RIGHT, WRONG, pool_of, prompt, wrong
+from verifier_pools import RIGHT, WRONG, pool_of, prompt, run_pool, wrong
 from waiting import until
 from worker_pools import starts
 
@@ -198,12 +198,7 @@ def test_answers_that_break_the_judge_are_wrong_up_to_a_tenth_of_all(breaking, m
 def results(answers, **rewards):
     """Scores or what was raised for the answers at once, by the judge that does what they say."""
 
-    async def main():
-        async with pool_of("users_judges:faulty", **rewards) as pool:
-            calls = [pool.score(text, prompt()) for text in answers]
-            return await asyncio.gather(*calls, return_exceptions=True)
-
-    return asyncio.run(main())
+    return run_pool("users_judges:faulty", answers, **rewards)[0]
 
 
 @pytest.mark.parametrize("fault", ["exit", "leave"])
@@ -309,11 +304,7 @@ def test_a_cancelled_coroutine_is_lost():
 
 
 def test_a_process_has_a_thread_for_each_check():
-    async def main():
-        async with pool_of("users_judges:threaded") as pool:
-            return await asyncio.gather(*(pool.score(str(n), prompt()) for n in range(40)))
-
-    assert asyncio.run(main()) == [RIGHT] * 40
+    assert run_pool("users_judges:threaded", map(str, range(40)))[0] == [RIGHT] * 40
 
 
 def test_an_outage_pays_no_check_as_wrong_that_was_in_flight():
@@ -374,31 +365,20 @@ def test_checks_that_held_each_other_up_are_not_tried_again_together(monkeypatch
 
 
 def test_an_object_with_an_async_call_is_a_judge():
-    async def main():
-        async with pool_of("users_judges:judge", concurrency=2) as pool:
-            return await asyncio.gather(*(pool.score(text, prompt()) for text in "78"))
-
-    assert asyncio.run(main()) == [RIGHT, WRONG]
+    assert run_pool("users_judges:judge", "78", concurrency=2)[0] == [RIGHT, WRONG]
 
 
 def test_a_coroutine_behind_a_plain_function_is_lost_and_never_wrong():
-    async def main():
-        async with pool_of("users_judges:decorated") as pool:
-            return await pool.score("7", prompt())
-
-    with pytest.raises(CompletionLost, match="returned a coroutine"):
-        asyncio.run(main())
+    [lost], _ = run_pool("users_judges:decorated", "7")
+    assert isinstance(lost, CompletionLost) and "returned a coroutine" in str(lost)
 
 
 def test_a_key_reaches_the_judge_only_by_its_name(monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "7")
 
-    async def main(**rewards):
-        async with pool_of("users_judges:keyed", **rewards) as pool:
-            return await pool.score("JUDGE_API_KEY", prompt())
-
-    assert asyncio.run(main()) == WRONG
-    assert asyncio.run(main(variables=("JUDGE_API_KEY",))) == RIGHT
+    names = ["JUDGE_API_KEY"]
+    assert run_pool("users_judges:keyed", names)[0] == [WRONG]
+    assert run_pool("users_judges:keyed", names, variables=tuple(names))[0] == [RIGHT]
 
 
 def test_a_mixture_has_a_judge_for_one_task():
