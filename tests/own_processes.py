@@ -1,15 +1,15 @@
 """The processes below this one. A test looks at no others: this machine may run the same test for somebody else."""
 
-import ctypes
 import os
 
 import psutil
 
+from megatron_scalerl.processes.parent_death import set_process
+
 
 def adopt_orphans():
     """An orphan's parent becomes this process, so that none hides behind a parent that has ended."""
-    if ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0):  # PR_SET_CHILD_SUBREAPER
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    set_process(36, 1)  # PR_SET_CHILD_SUBREAPER
 
 
 def own_processes(chosen):

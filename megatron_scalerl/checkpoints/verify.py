@@ -28,7 +28,8 @@ def compare(first: View, second: View, options: Options) -> int:
         missing = [name for name in view.tensors if name not in other.tensors]
         if missing:
             raise ValueError(f"{other.path}: it lacks tensors of {view.path}: {listed(missing)}")
-    pairs = [_pair(first, second, name, options.dtype) for name in first.tensors]
+    outside = {*first.layout.passthrough, *second.layout.passthrough, *first.frozen, *second.frozen}
+    pairs = [_pair(first, second, name, None if name in outside else options.dtype) for name in first.tensors]
     total = sum(ours.nbytes for ours, _ in pairs)
     different = []
     with progress(options, "comparing", total) as advance:
@@ -44,8 +45,7 @@ def compare(first: View, second: View, options: Options) -> int:
 def _pair(first: View, second: View, name: str, dtype: str | None) -> tuple[Assembly, Assembly]:
     ours = first.tensors[name]
     theirs = second.tensors[name]
-    outside = name in {*first.layout.passthrough, *second.layout.passthrough, *first.frozen, *second.frozen}
-    if dtype is not None and not outside and {ours.dtype, theirs.dtype} <= TORCH_NAMES.keys():
+    if dtype is not None and {ours.dtype, theirs.dtype} <= TORCH_NAMES.keys():
         ours = replace(ours, dtype=dtype)
         theirs = replace(theirs, dtype=dtype)
     if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):

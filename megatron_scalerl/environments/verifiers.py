@@ -75,9 +75,10 @@ class Server:
             if not (reply.done() or self.ended.done()):  # the caller was cancelled
                 await self._send("", "cancel", {"request_id": number})
         if not reply.done():
+            why = self.ended.exception()
             raise ConnectionError(
                 f"environment.name 'verifiers:{self._name}': the environment server has ended "
-                f"({self.ended.exception()!r}); its output is in the log of its environment process"
+                f"({type(why).__name__}: {why}); its output is in the log of its environment process"
             )
         return reply.result()
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from megatron_scalerl.processes.parent_death import die_with_parent, set_process, tied_command
 
 END = signal.SIGHUP
-"""Ends the program and its descendants; no signal that a cluster or a terminal sends to it."""
+"""Ends the program and its descendants. The session has no terminal that would send it."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 

@@ -12,7 +12,8 @@ Life of a worker:
     end        after a `LAST_REPLY`; a worker that exits, exceeds the time limit or sends anything else is killed with
                its children
     replace    START_TRIES tries with pauses are a round; after a failed round the worker's request is lost, and the
-               worker takes no other request and goes on trying
+               worker takes no other request and goes on trying. A further worker takes the next one;
+               where none runs, all that wait for one are lost
 
 Life of a request: it waits in the queue, is read by a worker, and gets the worker's reply. If the worker dies, the
 request is repeated by up to MAX_LOSSES workers in all; workers that died before they had read any are counted

@@ -277,9 +277,7 @@ def load(setup_json: bytes) -> Callable[[bytes, bytes], Any] | str:
         async def judged(head: bytes, check: bytes) -> Answer:
             nonlocal failures
             outcome = await run_judge(verifier, check, setup.timeout_s)
-            failures += 1
-            if not outcome.unavailable:
-                failures = 0
+            failures = failures + 1 if outcome.unavailable else 0
             return Answer(head=outcome, last=failures >= MOST_FAILURES)
 
         return judged

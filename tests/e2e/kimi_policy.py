@@ -31,7 +31,7 @@ CODE = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
 """What the release names as its classes; no code of a policy is run."""
 
 
-def make_kimi(folder, *, prompts=40, std=0.05):
+def make_kimi(folder):
     """Policy in `folder`/policy, and prompts beside it, some of them held out."""
     tokenizer = byte_level()
     policy = folder / "policy"
@@ -40,11 +40,10 @@ def make_kimi(folder, *, prompts=40, std=0.05):
     rope = release["rope_scaling"] | {"original_max_position_embeddings": 16}  # times 32: the 512 of SMALLER
     content = release | SMALLER | {"vocab_size": len(tokenizer), "rope_scaling": rope, "auto_map": CODE}
     config = DeepseekV3Config.from_dict(content | {"model_type": "deepseek_v3"})  # transformers' name
-    random_policies.save(config, policy, std=std)
+    random_policies.save(config, policy, std=0.15)
     (policy / "config.json").write_text(json.dumps(content, indent=2))  # transformers wrote its own
     tokenizer.save_pretrained(policy)
     words = [f"{a} {b} {c}" for a in string.ascii_lowercase for b in string.digits for c in string.ascii_uppercase]
-    for name, rows in (("prompts", words[:: len(words) // prompts]), ("held_out", words[1::800])):
+    for name, rows in (("prompts", words[::169]), ("held_out", words[1::800])):
         lines = [json.dumps({"prompt": f"Say {row}. Größe, 数学", "answer": row[0]}) for row in rows]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    return policy

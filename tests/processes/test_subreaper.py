@@ -16,8 +16,8 @@ code = "import os, subprocess, sys; print(subprocess.Popen(['sleep', '600'], sta
 with open(sys.argv[1], "a") as file:
     print(os.getpid(), file=file, flush=True)
     subprocess.run([sys.executable, "-c", code], start_new_session=True, stdout=file)
-    subprocess.Popen(["sleep", "600"], start_new_session=True)
-    print(os.getppid(), file=file, flush=True)
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    print(child.pid, os.getppid(), sep="\\n", file=file, flush=True)
     time.sleep(600)
 """
 """Starts a program in a session and an orphan in another one; its process id, theirs and its parent's are written."""
@@ -35,7 +35,7 @@ def test_nothing_outlives_a_program(how, tmp_path):
     program = [sys.executable, "-c", PROGRAM, str(tmp_path / "pids")]
     argv = [sys.executable, "-c", PARENT, str(folder), *program]
     parent = subprocess.Popen(argv, env=environment(), start_new_session=True)
-    pids = pids_in(tmp_path / "pids", 3)
+    pids = pids_in(tmp_path / "pids", 4)
     if how == "parent":
         os.killpg(parent.pid, signal.SIGKILL)
     elif how == "program":

@@ -66,9 +66,8 @@ spoiled = False
 async def spoiling(answer_text, reference, extra):
     """After the answer "spoil" no other is judged in this process."""
     global spoiled
-    if answer_text == "slow":
-        await asyncio.sleep(1)
-        return True
+    if answer_text.startswith("held"):
+        return await held(answer_text, reference, extra)
     if spoiled:
         raise RuntimeError("spoiled")
     spoiled = answer_text == "spoil"

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 from fakes.scripted_engine import StandInScriptedEngine
+from own_processes import own_processes
 from scripted_episodes import completed, episodes_recipe, ids, outcome, said, sampler_of
 from waiting import until
 
@@ -107,9 +107,7 @@ def test_a_killed_environment_server_loses_nothing_and_pays_nothing(tmp_path):
     async def kill():
         turns.append("a turn")
         if len(turns) == 2:
-            children = psutil.Process().children(recursive=True)
-            running = (child for child in children if child.status() != psutil.STATUS_ZOMBIE)
-            (server,) = (child for child in running if child.cmdline()[3:4] == ["serve"])
+            [server] = own_processes(lambda process: process.cmdline()[3:4] == ["serve"])
             server.kill()
             killed.append(server.pid)
 
