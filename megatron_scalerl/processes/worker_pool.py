@@ -443,6 +443,7 @@ class Worker(asyncio.Protocol):
                 last, reply_head, reply_body = await self._exchange(number, head, body)
             unanswered.add(number)  # until it can be read
             decoded = decode(reply_head)
+            unanswered.discard(number)
         except (OSError, EOFError, ValueError, RecursionError) as problem:
             died = functools.partial(WorkerDied, read=number in unanswered, others=bool(unanswered))
             busy = (self._processor_s() - used_before) / (time.monotonic() - begin)
@@ -457,7 +458,6 @@ class Worker(asyncio.Protocol):
             raise died(end_of(code), code=code) from None
         finally:
             self._replies.pop(number, None)
-            unanswered.discard(number)
         self._ending |= last
         return decoded, reply_body
 

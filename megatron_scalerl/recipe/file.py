@@ -180,8 +180,9 @@ def read_yaml(path: Path, kind: str = "a recipe file") -> dict[str, Any]:
         what = "is empty" if data is None else f"holds a {type(data).__name__}"
         raise RecipeError(f"{path}: the file {what}; it has to have keys with their values")
     rewards = data.get("rewards")
-    if isinstance(rewards, dict) and "environment" in rewards:  # its name in 0.2, which runs have in their recipes
-        rewards.setdefault("variables", rewards.pop("environment"))
+    # its name in 0.2, which runs have in their recipes
+    if isinstance(rewards, dict) and "environment" in rewards and "variables" not in rewards:
+        rewards["variables"] = rewards.pop("environment")
     return data
 
 

@@ -28,15 +28,11 @@ class Outages:
         self._enough = enough
         self._tries: deque[tuple[bytes, bool]] = deque(maxlen=RECENT)
         self._ends: deque[tuple[bytes, bool]] = deque(maxlen=RECENT)
-        self.made = 0
-        """Tries that did not fail."""
 
     def tried(self, failed: bool, key: bytes = b"") -> None:
         """Record a try. key: of what was tried; of one key, at most MOST_TRIES failures count."""
         if not (failed and _failures(self._tries, key) >= MOST_TRIES):
             self._tries.append((key, failed))
-        if not failed:
-            self.made += 1
 
     def alone(self, key: bytes | None = None) -> bool:
         """Whether nearly all tries succeed, the failed ones of `key` left out."""

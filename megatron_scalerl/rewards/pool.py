@@ -18,9 +18,9 @@ Outcomes of a check other than the verifier's return value:
   (the code verifier without a sandbox), a judge that cannot be reached or answers 408, 429 or 5xx
   (`worker.is_unavailable`), a verifier of the user's that waited until the wall-clock limit, and a coroutine function
   that returned no reward, whatever it raised (`worker.run_judge`). Where nearly all of the last RECENT checks succeed
-  at their first try, and others did between the tries of this one, the answer is wrong, `unavailable`: it may have
-  broken its judge to escape its score. After MAX_UNAVAILABLE in a row, or if more than half of the last RECENT could
-  not be made, the run ends (RuntimeError; `outages`).
+  at their first try, one of them begun after this one's first try had failed, the answer is wrong, `unavailable`: it
+  may have broken its judge to escape its score. After MAX_UNAVAILABLE in a row, or if more than half of the last
+  RECENT could not be made, the run ends (RuntimeError; `outages`).
 * Where no replacement starts, the current check is lost through no fault of the answer (CompletionLost). Other
   processes continue; where that persists with none alive, the run ends (RuntimeError).
 
@@ -124,6 +124,10 @@ class VerifierPool:
             Outcome,
             settles=lambda death: self._exceeded(death) != "",
         )
+        self._begun = 0
+        """Checks that have begun; each is numbered by it."""
+        self._made = 0
+        """Number of the latest check whose first try did not fail."""
         self._outstanding: dict[bytes, _Check] = {}
         self._cache: OrderedDict[bytes, Score] = OrderedDict()
         self._outages = outages.Outages("checks")
@@ -203,9 +207,13 @@ class VerifierPool:
 
     async def _check(self, key: bytes, request: bytes) -> Score:
         """Run a check and cache its score, unless that may differ next time. Raises CompletionLost."""
+        self._begun += 1
+        number = self._begun
         outcome = await self._try(request)
         self._outages.tried(bool(outcome.unavailable))
-        made = self._outages.made  # after it: those that came back while it waited say nothing
+        if not outcome.unavailable:
+            self._made = max(self._made, number)
+        before = self._begun  # those that had begun when this one failed say nothing of what its judge does now
         for pause_s in outages.PAUSES_S[: outages.TRIES - 1]:
             if not outcome.unavailable:
                 break
@@ -215,7 +223,7 @@ class VerifierPool:
         self._count(outcome.unavailable)
         score = self._score_of(outcome)
         if outcome.unavailable:
-            if self._outages.made == made or not self._outages.alone():
+            if self._made <= before or not self._outages.alone():
                 raise CompletionLost(outcome.unavailable, reason="verifier_lost")
             score = self._wrong("unavailable")
         if not outcome.error and not outcome.unavailable:
@@ -234,7 +242,6 @@ class VerifierPool:
         except WorkerDied as death:
             if not death.read:
                 why = f"no verifier process took a completion: {death}"
-                self._count(why)
                 raise CompletionLost(why, reason="verifier_lost") from None
             limit = self._exceeded(death) or "crash"
             error = str(death) if death.late or limit == "crash" else ""

@@ -196,7 +196,8 @@ async def run_judge(verifier: Verifier, check: bytes, timeout_s: float) -> Outco
         async with limit:
             return Outcome(value=reward_of(await verifier(*pickle.loads(check))))
     except (Exception, asyncio.CancelledError) as error:
-        why = traceback.format_exception_only(error)[0].strip()[:1000]  # whatever its __str__ does
+        lines = traceback.format_exception_only(error)  # whatever its __str__ does
+        why = next(line for line in lines if not line.startswith(" ")).strip()[:1000]
         if limit.expired():
             computed = time.process_time() - begin
             why = f"no answer within {timeout_s:g} s, in which its process computed for {computed:.1f} s"

@@ -243,13 +243,14 @@ def replay_error(models, context, arrays, *, kept=(0, 0)):
 
 
 async def updated_episode(talks, sampler, sender, folders, first):
-    """(tokens of the second turn before the update within it, what the prefix cache gave) of an episode.
+    """(tokens of the second turn before the update within it, prefix cache hits, {version: model}, rollout).
 
-    It begins with version `first`; the next one comes between its first two turns, the one after within the second.
+    The episode begins with version `first`; the next one comes between its first two turns, then one within the
+    second. Where that turn has ended before, another episode follows.
     """
     client = talks.client
     sync = WeightSync(sender, Membership.of([client]), talking(folders[0], rollouts={"kv_cache": "keep"}))
-    tokens = []
+    progress = []
 
     async def publish(number):
         sender.folder = folders[number]
@@ -257,15 +258,13 @@ async def updated_episode(talks, sampler, sender, folders, first):
 
     async def between():
         await publish(1)
-        tokens.append((await client.progress()).tokens)
+        progress.append(await client.progress())
 
     async def within():
-        while (await client.progress()).tokens < tokens[0] + 20:
+        while (await client.progress()).tokens < progress[0].tokens + 20:
             await asyncio.sleep(0.01)
         await client.pause(clear_cache=False)
-        progress = await client.progress()
-        assert progress.cores[0].decoding == 1, "the turn has ended"
-        tokens.append(progress.tokens)
+        progress.append(await client.progress())
         await publish(2)
 
     await publish(0)
@@ -273,8 +272,12 @@ async def updated_episode(talks, sampler, sender, folders, first):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(talks, "before", {1: between})
         patch.setattr(talks, "within", {1: within})
-        result, [rollout] = await talks.episode(sampler, question(USER, TOOL))
-    return tokens[1] - tokens[0], await talks.hits() - before, result, rollout
+        _, [rollout] = await talks.episode(sampler, question(USER, TOOL))
+    begin, update = progress
+    if not update.cores[0].decoding:
+        return await updated_episode(talks, sampler, sender, folders, first + 3)
+    models = dict(enumerate(talks.models, first))
+    return update.tokens - begin.tokens, await talks.hits() - before, models, rollout
 
 
 def test_weight_updates_between_two_turns_and_within_one(talks, samplers, folders, run, monkeypatch):
@@ -284,15 +287,16 @@ def test_weight_updates_between_two_turns_and_within_one(talks, samplers, folder
         async with SenderProcess(folders[0]) as sender:
             right = await updated_episode(talks, sampler, sender, folders, 10), talks.turns
             salted(monkeypatch, lambda: "the same for ever")
-            wrong = await updated_episode(talks, sampler, sender, folders, 20), talks.turns
+            wrong = await updated_episode(talks, sampler, sender, folders, 100), talks.turns
             sync = WeightSync(sender, Membership.of([talks.client]), talking(folders[0]))
             sender.folder = folders[0]
-            await sync.publish(30)
+            await sync.publish(200)
         return right, wrong
 
-    ((switch, hits, _, rollout), turns), ((_, other_hits, *_), other_turns) = run(scenario())
+    ((switch, hits, models, rollout), turns), ((_, other_hits, others, _), other_turns) = run(scenario())
+    first, second, third = models
     sizes = [len(arrays.token_ids) for _, arrays in turns]
-    expected = [[10] * sizes[0], [11] * switch + [12] * (sizes[1] - switch), [12] * sizes[2]]
+    expected = [[first] * sizes[0], [second] * switch + [third] * (sizes[1] - switch), [third] * sizes[2]]
     assert 0 < switch < sizes[1]
     assert [arrays.policy_versions.tolist() for _, arrays in turns] == expected
     labels = [version for turn in expected for version in turn]
@@ -300,12 +304,10 @@ def test_weight_updates_between_two_turns_and_within_one(talks, samplers, folder
         not any(start <= at < end for start, end in rollout.environment) for at in range(len(rollout.token_ids))
     ]
     assert [version for version, said in zip(rollout.policy_versions, spoken) if said] == labels
-    models = dict(zip((10, 11, 12), talks.models))
     assert max(replay_error(models, *turn) for turn in turns) <= TOLERANCE
     assert hits == 0, "each turn begins with a version of its own"
     # with one salt for all versions the turns after an update read what other weights have computed
-    models = dict(zip((20, 21, 22), talks.models))
-    errors = [replay_error(models, *turn) for turn in other_turns]
+    errors = [replay_error(others, *turn) for turn in other_turns]
     assert errors[0] <= TOLERANCE and min(errors[1:]) > FAR and other_hits > 0
 
 
