@@ -1,12 +1,13 @@
 """Kill the processes of a few runs again and again at random moments, and check what the runs made of it.
 
     python tools/kill_series.py --out runs/kills [--tries 20] [--kills 24] [--seed 1]
-                                [--environment class] [--victims environment-0,engine-1]
+                                [--environment coin:Total] [--victims environment-0,engine-1]
 
 The run of tools/kill_matrix.py with stand-in engines, but longer: SIGKILL of a random process at a random moment up
 to four seconds after the run went on from the last kill, --kills times in a run, until each kind of process, or each
 of --victims, has had --tries kills. With --environment, in an OUT of its own, the completions are episodes of several
-turns, with a class or with a taskset of verifiers (tools/install.sh environments), whose processes are killed, too.
+turns, and the environment's processes are killed, too: coin:Total and coin:Agent are in tests/e2e, and
+verifiers:guess wants tools/install.sh environments.
 Every run must end with the weights, pass rates and batches of the run without faults, bit for bit; a wrong one counts
 against all of its kills. One JSON row per kill is appended to OUT/rows.jsonl, in the form of kill_matrix.py, whose
 --table reads them, once its run has ended; a second call continues with the next run.
@@ -24,9 +25,7 @@ from pathlib import Path
 import harness
 from checkout import explained
 
-parser = harness.options(
-    __doc__, out=Path("runs/kills"), tries=20, kills=24, seed=1, environment=["none", "class", "taskset"], victims=""
-)
+parser = harness.options(__doc__, out=Path("runs/kills"), tries=20, kills=24, seed=1, environment="", victims="")
 
 if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
@@ -36,8 +35,6 @@ with explained():
 
     from megatron_scalerl.checkpoints.jsonl import read_jsonl
 
-ENVIRONMENTS = {"none": (), "class": ("environment-0",), "taskset": ("environment-0", "environment-server")}
-"""Their processes."""
 STEPS_PER_KILL = 4
 PAUSE_S = 4.0
 RECOVERY_S = 900.0
@@ -55,19 +52,19 @@ def wait_for_step(tried, step, limit_s):
 
 def settings_of(environment, tiny):
     """Settings of a run with the environment."""
-    if environment == "none":
+    if not environment:
         return []
-    common = ["environment.max_turns=4", "environment.episode_tokens=200"]
-    if environment == "class":
-        return [*common, "environment.name=coin:Total"]
+    common = [f"environment.name={environment}", "environment.max_turns=4", "environment.episode_tokens=200"]
+    if not environment.startswith("verifiers:"):
+        return common
     games = tiny / "games.jsonl"
     with open(games, "w", encoding="utf8") as file:
-        command = [sys.executable, "-m", "megatron_scalerl.environments.verifiers", "guess"]
+        command = [sys.executable, "-m", "megatron_scalerl.environments.verifiers", environment.partition(":")[2]]
         paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples/taskset'}"}
         subprocess.run(command, stdout=file, env=os.environ | paths, check=True)
     rows = [f"prompts.path={games}", "prompts.held_out_path=null", "prompts.held_out=4"]
     # a busy machine takes a minute to import the library
-    return [*common, *rows, "environment.name=verifiers:guess", "environment.workers=1", "environment.timeout_s=300"]
+    return [*common, *rows, "environment.workers=1", "environment.timeout_s=300"]
 
 
 def series(tried, victims, source, number):
@@ -96,7 +93,11 @@ def series(tried, victims, source, number):
 def main(arguments):
     """Make runs until every kind of process has had its kills."""
     out = arguments.out.resolve()
-    victims = (*VICTIMS, *ENVIRONMENTS[arguments.environment])
+    victims = [*VICTIMS]
+    if arguments.environment:
+        victims.append("environment-0")
+    if arguments.environment.startswith("verifiers:"):
+        victims.append("environment-server")
     if arguments.victims:
         victims = arguments.victims.split(",")
     tiny, commit = ready(out)

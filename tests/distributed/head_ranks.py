@@ -5,7 +5,7 @@ import os
 import random_policies
 import torch
 import trainer_ranks
-from parity_ranks import recipe
+from parity_ranks import backward, recipe
 from policy_rows import arguments
 from random_policy import make_recipe
 
@@ -35,12 +35,7 @@ def gradients(jobs):
 
 def _backward(chunks, parallel, in_chunk):
     """Both fixed rows (one per data-parallel rank) through Megatron's schedule, with a plain weighted sum as loss."""
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.utils import get_model_config
-
     mine = random_policies.rows()[parallel.dp_rank :: parallel.dp_size]
-    get_model_config(chunks[0]).finalize_model_grads_func = finalize_model_grads
 
     def forward(iterator, model):
         row = next(iterator)
@@ -56,17 +51,7 @@ def _backward(chunks, parallel, in_chunk):
 
         return output, loss
 
-    for chunk in chunks:
-        chunk.zero_grad_buffer()
-    get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=iter(mine),
-        model=chunks,
-        num_microbatches=len(mine),
-        seq_length=max(row["tokens"].shape[1] for row in mine),
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    backward(chunks, forward, mine)
 
 
 def steps(jobs):

@@ -79,15 +79,31 @@ def _export_grads(source, chunks):
     return grads
 
 
-def _forward_backward(chunks, parallel, rows):
-    """Summed loss over all rows, and log-probabilities of this rank's rows on the last stage."""
-    import torch.distributed as dist
+def backward(chunks, forward, rows):
+    """Gradients of the rows, a micro-batch each, through Megatron's schedule."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_model_config
 
-    mine = rows[parallel.dp_rank :: parallel.dp_size]
     get_model_config(chunks[0]).finalize_model_grads_func = finalize_model_grads
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=[iter(rows) for _ in chunks] if len(chunks) > 1 else iter(rows),
+        model=chunks,
+        num_microbatches=len(rows),
+        seq_length=max(row["tokens"].shape[1] for row in rows),
+        micro_batch_size=1,
+        forward_only=False,
+    )
+
+
+def _forward_backward(chunks, parallel, rows):
+    """Summed loss over all rows, and log-probabilities of this rank's rows on the last stage."""
+    import torch.distributed as dist
+
+    mine = rows[parallel.dp_rank :: parallel.dp_size]
     logprobs = []
     total = torch.zeros(1)
 
@@ -103,17 +119,7 @@ def _forward_backward(chunks, parallel, rows):
 
         return output, loss
 
-    for chunk in chunks:
-        chunk.zero_grad_buffer()
-    get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=[iter(mine) for _ in chunks] if len(chunks) > 1 else iter(mine),
-        model=chunks,
-        num_microbatches=len(mine),
-        seq_length=max(row["tokens"].shape[1] for row in mine),
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    backward(chunks, forward, mine)
     if not parallel.is_last_stage or parallel.tp_rank or parallel.cp_rank:
         total.zero_()
     dist.all_reduce(total)

@@ -17,9 +17,6 @@ def many(jobs):
 def measure(path, layout, rows):
     """Log-probabilities of the targets and gradients of their sum, with the rows' experts where they bring some."""
     import torch.distributed as dist
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.utils import get_model_config
 
     from megatron_scalerl.distributed.parallel import shutdown_parallel
     from megatron_scalerl.trainer.model import build_policy
@@ -30,7 +27,6 @@ def measure(path, layout, rows):
     parallel = init_parallel(settings)
     chunks = build_policy(path, settings, parallel)
     source = MegatronWeightSource(chunks, parallel)
-    get_model_config(chunks[0]).finalize_model_grads_func = finalize_model_grads
     mine = rows[parallel.dp_rank :: parallel.dp_size]
     logprobs = []
 
@@ -45,17 +41,7 @@ def measure(path, layout, rows):
 
         return output, loss
 
-    for chunk in chunks:
-        chunk.zero_grad_buffer()
-    get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=iter(mine),
-        model=chunks,
-        num_microbatches=len(mine),
-        seq_length=mine[0]["tokens"].shape[1],
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    parity_ranks.backward(chunks, forward, mine)
     grads = parity_ranks._export_grads(source, chunks)
     dist.barrier()
     shutdown_parallel(keep_world=True)

@@ -5,6 +5,9 @@ import os
 import time
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
+
+import aiohttp
 
 
 def toss(answer_text, reference, extra):
@@ -32,3 +35,20 @@ class Total:
         await asyncio.sleep(0.1)
         done = self.total > 9
         return str(self.total), True if done and self.total % 2 == 0 else None, done
+
+
+class Agent:
+    """`Total` over the policy's route."""
+
+    async def run(self, row, agent):
+        total = Total()
+        messages = [{"role": "user", "content": await total.reset(row)}]
+        headers = {"Authorization": f"Bearer {agent.api_key}"}
+        async with aiohttp.ClientSession(headers=headers, raise_for_status=True) as client:
+            while True:
+                async with client.post(f"{agent.base_url}/chat/completions", json={"messages": messages}) as response:
+                    [choice] = (await response.json())["choices"]
+                message, reward, done = await total.step(SimpleNamespace(text=choice["message"]["content"]))
+                if done:
+                    return reward
+                messages += [choice["message"], {"role": "user", "content": message}]

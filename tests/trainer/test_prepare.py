@@ -67,12 +67,19 @@ def test_a_peer_of_the_rank_that_holds_the_batch_is_sent_the_step_only():
     conversation(scenario)
 
 
-def test_the_next_batch_is_read_while_a_step_runs_once_the_ranks_hold_the_batch_before():
+def reading():
+    """(numbers of the batches that were read, what reads them)."""
     asked = []
 
     async def read(numbers):
         asked.append(tuple(numbers))
         return [write(SAMPLES[number].rollout) for number in numbers]
+
+    return asked, read
+
+
+def test_the_next_batch_is_read_while_a_step_runs_once_the_ranks_hold_the_batch_before():
+    asked, read = reading()
 
     async def scenario(trainer, start):
         with StandInRank(trainer) as first, StandInRank(trainer) as second:
@@ -97,11 +104,8 @@ def test_the_next_batch_is_read_while_a_step_runs_once_the_ranks_hold_the_batch_
 
 def test_no_rank_is_sent_the_next_batch_before_the_step(monkeypatch):
     """A rank holds one batch: sent a second one, it fails. Here the step cannot be sent to the second rank yet."""
-    asked, free = [], asyncio.Event()
-
-    async def read(numbers):
-        asked.append(tuple(numbers))
-        return [write(SAMPLES[number].rollout) for number in numbers]
+    asked, read = reading()
+    free = asyncio.Event()
 
     async def scenario(trainer, start):
         with StandInRank(trainer) as first, StandInRank(trainer) as second:
