@@ -5,9 +5,9 @@
 
 The run of tools/kill_matrix.py with stand-in engines, but longer: SIGKILL of a random process at a random moment up
 to four seconds after the run went on from the last kill, --kills times in a run, until each kind of process, or each
-of --victims, has had --tries kills. With --environment, in an OUT of its own, the completions are episodes of several
-turns, and the environment's processes are killed, too: coin:Total and coin:Agent are in tests/e2e, and
-verifiers:guess wants tools/install.sh environments.
+of --victims, has had --tries kills. With --environment, in a folder of OUT, completions are episodes of several turns
+and the environment's processes are killed, too: coin:Total and coin:Agent are in tests/e2e, and verifiers:guess wants
+tools/install.sh environments.
 Every run must end with the weights, pass rates and batches of the run without faults, bit for bit; a wrong one counts
 against all of its kills. One JSON row per kill is appended to OUT/rows.jsonl, in the form of kill_matrix.py, whose
 --table reads them, once its run has ended; a second call continues with the next run.
@@ -92,7 +92,7 @@ def series(tried, victims, source, number):
 
 def main(arguments):
     """Make runs until every kind of process has had its kills."""
-    out = arguments.out.resolve()
+    out = arguments.out.resolve() / arguments.environment.replace(":", "_")
     victims = [*VICTIMS]
     if arguments.environment:
         victims.append("environment-0")

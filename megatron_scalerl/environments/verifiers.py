@@ -23,7 +23,6 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ class Server:
         reply: asyncio.Future[Table] = asyncio.get_running_loop().create_future()
         self._runs[number] = (reply, {})
         try:
-            sending = asyncio.ensure_future(self._send(number, method, request))  # waits for the socket's connection
+            sending = self._send(number, method, request)  # waits for the socket's connection
             await asyncio.wait((sending, self.ended), return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait((reply, self.ended), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -83,7 +82,7 @@ class Server:
             )
         return reply.result()
 
-    def _send(self, number: str, method: str, request: Table) -> Awaitable[Any]:
+    def _send(self, number: str, method: str, request: Table) -> Any:
         return self._socket.send_multipart([number.encode(), method.encode(), msgspec.msgpack.encode(request)])
 
     async def _live(self) -> None:

@@ -145,6 +145,8 @@ class _Request(Generic[Head]):
     head: bytes
     body: bytes
     reply: asyncio.Future[tuple[Head, bytes]]
+    begun: Callable[[], None]
+    """Is called by each worker that takes it."""
     losses: int = 0
     """Workers that ended after they had read it."""
     early_losses: int = 0
@@ -231,20 +233,24 @@ class WorkerPool(Generic[Head]):
         for request in self._outstanding:
             request.fail(problem)
 
-    async def ask(self, head: bytes, body: bytes = b"", *, alone: bool = False) -> tuple[Head, bytes]:
-        """(head, body) of the reply to a request. alone: whether its worker works on no other meanwhile.
+    async def ask(
+        self, head: bytes, body: bytes = b"", *, alone: bool = False, begun: Callable[[], None] = lambda: None
+    ) -> tuple[Head, bytes]:
+        """(head, body) of the reply to a request.
 
+        alone: whether its worker works on no other meanwhile. begun: is called when a worker takes the request.
         Raises WorkerDied of the last worker that died with the request, with `read` false if no worker had read it.
         Raises the reason of the end if the pool has ended.
         """
         if self._end is not None:
             raise self._end
-        request = _Request[Head](head=head, body=body, reply=asyncio.get_running_loop().create_future())
+        reply = asyncio.get_running_loop().create_future()
+        request = _Request[Head](head=head, body=body, reply=reply, begun=begun)
         self._outstanding.add(request)
         queue = self._suspects if alone else self._queue
         queue.put_nowait(request)
         try:
-            return await request.reply
+            return await reply
         finally:
             self._outstanding.discard(request)
             # The request of a cancelled caller stays in the queue until its turn; its body may be large.
@@ -284,6 +290,7 @@ class WorkerPool(Generic[Head]):
 
     async def _try(self, worker: Worker, request: _Request[Head], several: bool) -> None:
         """Resolve the request by a reply or after too many deaths; else leave it to be repeated."""
+        request.begun()
         try:
             reply = await worker.ask(request.head, request.body, self._limit_s, self._decode)
         except WorkerDied as death:

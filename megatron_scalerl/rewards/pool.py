@@ -18,7 +18,7 @@ Outcomes of a check other than the verifier's return value:
   (the code verifier without a sandbox), a judge that cannot be reached or answers 408, 429 or 5xx
   (`worker.is_unavailable`), a verifier of the user's that waited until the wall-clock limit, and a coroutine function
   that returned no reward, whatever it raised (`worker.run_judge`). Where nearly all of the last RECENT checks succeed
-  at their first try, one of them begun after this one's first try had failed, the answer is wrong, `unavailable`: it
+  at their first try, one that began after this one's first failure among them, the answer is wrong, `unavailable`: it
   may have broken its judge to escape its score. After MAX_UNAVAILABLE in a row, or if more than half of the last
   RECENT could not be made, the run ends (RuntimeError; `outages`).
 * Where no replacement starts, the current check is lost through no fault of the answer (CompletionLost). Other
@@ -46,8 +46,9 @@ import pickle
 import random
 import signal
 import sys
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,10 +125,14 @@ class VerifierPool:
             Outcome,
             settles=lambda death: self._exceeded(death) != "",
         )
-        self._begun = 0
-        """Checks that have begun; each is numbered by it."""
-        self._made = 0
-        """Number of the latest check whose first try did not fail."""
+        self._first_tries = 0
+        """First tries of checks under way."""
+        self._first_try_ended = asyncio.Event()
+        """Is set, and replaced, when the next one of them ends."""
+        self._made_s = 0.0
+        """Begin of the latest first try that gave a reward (`time.monotonic`)."""
+        self._failed_s = 0.0
+        """Begin of the latest first try that could not be made."""
         self._outstanding: dict[bytes, _Check] = {}
         self._cache: OrderedDict[bytes, Score] = OrderedDict()
         self._outages = outages.Outages("checks")
@@ -207,13 +212,8 @@ class VerifierPool:
 
     async def _check(self, key: bytes, request: bytes) -> Score:
         """Run a check and cache its score, unless that may differ next time. Raises CompletionLost."""
-        self._begun += 1
-        number = self._begun
-        outcome = await self._try(request)
-        self._outages.tried(bool(outcome.unavailable))
-        if not outcome.unavailable:
-            self._made = max(self._made, number)
-        before = self._begun  # those that had begun when this one failed say nothing of what its judge does now
+        outcome = await self._first_try(request)
+        ended_s = time.monotonic()
         for pause_s in outages.PAUSES_S[: outages.TRIES - 1]:
             if not outcome.unavailable:
                 break
@@ -223,7 +223,7 @@ class VerifierPool:
         self._count(outcome.unavailable)
         score = self._score_of(outcome)
         if outcome.unavailable:
-            if self._made <= before or not self._outages.alone():
+            if not (self._outages.alone() and await self._others_succeed(ended_s)):
                 raise CompletionLost(outcome.unavailable, reason="verifier_lost")
             score = self._wrong("unavailable")
         if not outcome.error and not outcome.unavailable:
@@ -232,16 +232,43 @@ class VerifierPool:
                 self._cache.popitem(last=False)
         return score
 
-    async def _try(self, request: bytes, *, alone: bool = False) -> Outcome:
+    async def _first_try(self, request: bytes) -> Outcome:
+        """The outcome of a check's first try, on the record of what succeeds. Raises CompletionLost."""
+        begins = [0.0]
+        self._first_tries += 1
+        try:
+            outcome = await self._try(request, begun=lambda: begins.append(time.monotonic()))
+            self._outages.tried(bool(outcome.unavailable))
+            if outcome.value is not None:
+                self._made_s = max(self._made_s, begins[-1])
+            if outcome.unavailable:
+                self._failed_s = max(self._failed_s, begins[-1])
+        finally:
+            self._first_tries -= 1
+            self._first_try_ended.set()
+            self._first_try_ended = asyncio.Event()
+        return outcome
+
+    async def _others_succeed(self, since_s: float) -> bool:
+        """Whether a check that began after `since_s` was made; those under way are awaited, `timeout_s` at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._rewards.timeout_s):
+                while self._first_tries and max(self._made_s, self._failed_s) <= since_s:
+                    await self._first_try_ended.wait()
+        return self._made_s > since_s
+
+    async def _try(self, request: bytes, *, alone: bool = False, begun: Callable[[], None] = lambda: None) -> Outcome:
         """The outcome of a try; of one that ended its process a `limit`, with an `error` if it may differ next time.
 
-        alone: as of `WorkerPool.ask`. Raises CompletionLost.
+        alone, begun: as of `WorkerPool.ask`. Raises CompletionLost.
         """
         try:
-            outcome, _ = await self._workers.ask(b"", request, alone=alone)
+            outcome, _ = await self._workers.ask(b"", request, alone=alone, begun=begun)
         except WorkerDied as death:
             if not death.read:
                 why = f"no verifier process took a completion: {death}"
+                if death.late or death.code is not None:  # else it is refused for the death of others
+                    self._count(why)
                 raise CompletionLost(why, reason="verifier_lost") from None
             limit = self._exceeded(death) or "crash"
             error = str(death) if death.late or limit == "crash" else ""

@@ -1,4 +1,4 @@
-"""A verifier and an environment for policies that know nothing: half of all answers are right."""
+"""Verifiers, an environment and an agent for policies that know nothing: half of all answers are right."""
 
 import asyncio
 import os

@@ -242,7 +242,7 @@ def replay_error(models, context, arrays, *, kept=(0, 0)):
     return np.abs(replayed.numpy() - arrays.rollout_logprobs)[arrays.loss_mask].max()
 
 
-async def updated_episode(talks, sampler, sender, folders, first):
+async def updated_episode(talks, sampler, sender, folders, first, tries=3):
     """(tokens of the second turn before the update within it, prefix cache hits, {version: model}, rollout).
 
     The episode begins with version `first`; the next one comes between its first two turns, then one within the
@@ -275,7 +275,8 @@ async def updated_episode(talks, sampler, sender, folders, first):
         _, [rollout] = await talks.episode(sampler, question(USER, TOOL))
     begin, update = progress
     if not update.cores[0].decoding:
-        return await updated_episode(talks, sampler, sender, folders, first + 3)
+        assert tries > 1, "the turn has ended"
+        return await updated_episode(talks, sampler, sender, folders, first + 3, tries - 1)
     models = dict(enumerate(talks.models, first))
     return update.tokens - begin.tokens, await talks.hits() - before, models, rollout
 

@@ -73,6 +73,7 @@ def resident():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 
 def work():
+    together.wait()  # each in a heap of its own
     kept.append(numpy.ones(1000))
     blocks = [numpy.ones(1 << 20) for _ in range(5)]  # 8 MiB each, at the end of the heap
 
@@ -81,8 +82,9 @@ if sys.argv[1] == "map":
 for _ in range(3):
     numpy.ones(30 << 17)  # 30 MiB: freed, it raises glibc's thresholds
 kept = []
+together = threading.Barrier(4)
 before = resident()
-for _ in range(4):  # each in a heap of its own
+for _ in range(4):
     threads = [threading.Thread(target=work) for _ in range(4)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]

@@ -195,6 +195,28 @@ def test_answers_that_break_the_judge_are_wrong_up_to_a_tenth_of_all(breaking, m
         assert {type(lost) for lost in broken} == {CompletionLost}
 
 
+def test_a_slow_check_that_began_after_a_failure_decides_whether_it_was_the_answers(monkeypatch):
+    set_pauses(monkeypatch, 100.0, 0.0, wait=lambda pause_s: until(lambda: "slow" in judge.asked))
+
+    async def answer(text, tries):
+        if text == "breaks":
+            return web.Response(status=500)
+        if text == "slow":
+            await until(lambda: len(pool._outages._ends) == 41)  # the failed check is counted, and not yet decided
+        return score_of(True)
+
+    judge, pool = Judge(answer), pool_of("users_judges:judged")
+
+    async def main():
+        async with judge.running() as url, pool:
+            await asyncio.gather(*(pool.score(str(n), prompt({"url": url})) for n in range(40)))
+            breaks = asyncio.create_task(pool.score("breaks", prompt({"url": url})))
+            await until(lambda: len(pool._outages._tries) == 41)
+            return await asyncio.gather(breaks, pool.score("slow", prompt({"url": url})))
+
+    assert asyncio.run(main()) == [wrong("unavailable"), RIGHT]
+
+
 def results(answers, **rewards):
     """Scores or what was raised for the answers at once, by the judge that does what they say."""
     return run_pool("users_judges:faulty", answers, **rewards)[0]
@@ -302,12 +324,13 @@ def test_a_process_has_a_thread_for_each_check():
 
 
 def test_an_outage_pays_no_check_as_wrong_that_was_in_flight():
-    """Others came back after it had begun, and none after it had failed."""
+    """Others come back after it has begun, and none that began after it had failed."""
     down = asyncio.Event()
+    calls = []
 
     async def answer(text, tries):
         if text == "held":
-            await down.wait()
+            await (down.wait() if tries < 3 else until(calls[1].done))
         if text == "old":  # the judge ends what it has when it is stopped
             await until(lambda: judge.asked.count("held") >= 2)
             return score_of(True)
@@ -318,7 +341,7 @@ def test_an_outage_pays_no_check_as_wrong_that_was_in_flight():
     async def main():
         async with judge.running() as url, pool_of("users_judges:judged") as pool:
             await asyncio.gather(*(pool.score(str(n), prompt({"url": url})) for n in range(40)))
-            calls = [asyncio.create_task(pool.score(text, prompt({"url": url}))) for text in ("held", "old")]
+            calls.extend(asyncio.create_task(pool.score(text, prompt({"url": url}))) for text in ("held", "old"))
             await until(lambda: {"held", "old"} <= set(judge.asked))
             assert await pool.score("later", prompt({"url": url})) == RIGHT
             down.set()

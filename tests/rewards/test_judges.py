@@ -12,7 +12,7 @@ import aiohttp
 import httpx
 import pytest
 import requests
-from verifier_pools import RIGHT, pool_of, prompt
+from verifier_pools import RIGHT, pool_of, prompt, run_pool, wrong
 
 from megatron_scalerl.rewards import outages
 from megatron_scalerl.rewards.worker import is_unavailable
@@ -117,6 +117,11 @@ def test_a_judge_that_is_down_loses_the_completion(fault, no_pauses):
 
 def test_a_judge_that_comes_back_pays(no_pauses, tmp_path):
     assert run([f"twice {tmp_path / 'tries'}"]) == [RIGHT]
+
+
+def test_a_judge_that_fails_on_one_answer_alone_makes_it_wrong(no_pauses):
+    scores, _ = run_pool("judged", ["status 500", *(f"7 {n}" for n in range(40))])
+    assert scores == [wrong("unavailable")] + [RIGHT] * 40
 
 
 def test_a_judge_that_goes_down_pays_nobody_as_wrong(no_pauses):
