@@ -448,12 +448,13 @@ def test_the_next_job_of_a_chain_ends_as_the_run_did(tmp_path, gave_up, code):
 def test_a_controller_that_hangs_at_the_time_limit_is_queued_again(tmp_path, beat_s_ago, hangs):
     """It does not answer; the ledger's last heartbeat says whether it hangs, or still saves."""
     ledger, asked = tmp_path / "ledger.jsonl", tmp_path / "asked"
-    wait_for = "for _ in {1..100}; do [ -e %s ] || read -t 0.05 <> <(:); done"
+    wait_for = "for _ in {1..%d}; do [ -e %s ] || read -t 0.05 <> <(:); done"
     program = f"trap 'touch {asked}' USR1; touch -d '-{beat_s_ago} seconds' {ledger}; kill -USR1 $PPID; "
-    program += f"{wait_for % asked}; {wait_for % (tmp_path / 'requeued')}; exit 1"
+    requeued = tmp_path / "requeued"
+    program += f"{wait_for % (2000, asked)}; {wait_for % (2000 if hangs else 100, requeued)}; exit 1"
     done = alone(tmp_path, program)
     assert done.returncode == 1 and ("the controller hangs; queued again" in done.stdout) is hangs, done.stdout
-    assert (tmp_path / "requeued").exists() is hangs
+    assert requeued.exists() is hangs
 
 
 def test_a_program_that_is_missing_has_the_shells_exit_code(tmp_path):
