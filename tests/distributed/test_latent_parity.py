@@ -40,6 +40,7 @@ TWO_RANKS = {
 }
 FOUR_RANKS = {
     "kimi tp2 ep2": ("kimi", {**PLAIN, **TP2, **SP, **EP2}),
+    "kimi tp2 pp2 3+1": ("kimi", {**PLAIN, **TP2, **PP2, **uneven("last", **SP["model"])}),
     "deepseek tp2 ep2 etp1": ("deepseek", {**PLAIN, **TP2, **SP, **EP2, "expert_tensor_parallel_size": 1}),
 }
 

@@ -231,9 +231,10 @@ def test_an_answer_that_ends_the_process_takes_no_other_with_it(fault):
 
 def test_an_exception_without_a_text_takes_no_other_with_it(monkeypatch):
     started = starts(monkeypatch)
-    unprintable, cancelled, *others = results(["unprintable", "cancel", "7 a", "8 b"])
-    assert "Unprintable" in str(unprintable) and "CancelledError" in str(cancelled)
-    assert others == [RIGHT, WRONG] and started == ["verifier-0"]
+    faults = {"unprintable": "Unprintable", "cancel": "CancelledError", "uncompilable": "SyntaxError"}
+    *lost, seven, eight = results([*faults, "7 a", "8 b"])
+    assert all(reason in str(completion) for reason, completion in zip(faults.values(), lost))
+    assert (seven, eight) == (RIGHT, WRONG) and started == ["verifier-0"]
 
 
 @pytest.mark.slow

@@ -115,10 +115,6 @@ def test_a_judge_that_is_down_loses_the_completion(fault, no_pauses):
     assert isinstance(lost, CompletionLost) and lost.reason == "verifier_lost"
 
 
-def test_a_judge_that_comes_back_pays(no_pauses, tmp_path):
-    assert run([f"twice {tmp_path / 'tries'}"]) == [RIGHT]
-
-
 def test_a_judge_that_fails_on_one_answer_alone_makes_it_wrong(no_pauses):
     scores, _ = run_pool("judged", ["status 500", *(f"7 {n}" for n in range(40))])
     assert scores == [wrong("unavailable")] + [RIGHT] * 40

@@ -34,6 +34,8 @@ async def faulty(answer_text, reference, extra):
         sys.exit("usage")
     if word == "unprintable":
         raise Unprintable
+    if word == "uncompilable":
+        compile("(", "module.py", "exec")
     if word == "block":
         time.sleep(10**6)
     if word == "spin":

@@ -207,10 +207,4 @@ def judged(answer_text, reference, extra):
         raise VerifierUnavailable("the judge is down")
     if word == "hang":
         time.sleep(10**6)
-    if word == "twice":
-        asked = sum(os.path.exists(f"{rest}.{n}") for n in range(2))
-        if asked < 2:
-            os.mkdir(f"{rest}.{asked}")
-            raise TimeoutError("no answer of the judge")
-        return True
     return word == reference
