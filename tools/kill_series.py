@@ -9,8 +9,8 @@ of --victims, has had --tries kills. With --environment, in a folder of OUT, com
 and the environment's processes are killed, too: coin:Total and coin:Agent are in tests/e2e, and verifiers:guess wants
 tools/install.sh environments.
 Every run must end with the weights, pass rates and batches of the run without faults, bit for bit; a wrong one counts
-against all of its kills. One JSON row per kill is appended to OUT/rows.jsonl, in the form of kill_matrix.py, whose
---table reads them, once its run has ended; a second call continues with the next run.
+against all of its kills. One JSON row per kill is appended to the folder's rows.jsonl, in the form of
+kill_matrix.py, whose --table reads them, once its run has ended; a second call continues with the next run.
 """
 
 import json

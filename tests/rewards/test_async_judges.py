@@ -293,6 +293,7 @@ def test_checks_are_lost_where_the_process_that_would_repeat_them_does_not_start
             os.kill(worker.pid, signal.SIGKILL)
             async with asyncio.timeout(100):
                 lost = await asyncio.gather(*calls, return_exceptions=True)
+            assert not pool._outages._ends, "their judge has not failed"
             return lost, await pool.score("7", prompt(extra))
 
     lost, after = asyncio.run(main())

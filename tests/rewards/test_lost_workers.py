@@ -108,6 +108,22 @@ def test_a_process_that_hangs_before_a_check_is_replaced_and_no_answer_is_wrong(
     assert restarts == 1
 
 
+def test_processes_that_hang_before_each_check_end_the_run(monkeypatch):
+    shorten(monkeypatch, [2])
+    monkeypatch.setattr(worker_pool, "MAX_EARLY_LOSSES", 1)
+    monkeypatch.setattr(outages, "MAX_UNAVAILABLE", 1)
+
+    async def main():
+        async with pool_of("same") as pool:
+            os.kill(pool._workers.pids[0], signal.SIGSTOP)
+            with pytest.raises(CompletionLost, match="no verifier process took"):
+                await pool.score("7", prompt())
+            with pytest.raises(RuntimeError, match="1 checks in a row could not be made"):
+                await pool.score("8", prompt())
+
+    asyncio.run(main())
+
+
 def test_a_surviving_child_in_another_session_delays_nothing(tmp_path, monkeypatch):
     shorten(monkeypatch, [2], ready=lambda: os.listdir(tmp_path))
     monkeypatch.setattr(outages, "PAUSES_S", ())
