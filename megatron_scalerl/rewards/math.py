@@ -11,11 +11,23 @@ import logging
 import multiprocessing
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from megatron_scalerl.rewards.math_compare import NOTHING, is_text, parsed, read, same, written
+from megatron_scalerl.rewards.math_answer import (
+    is_numeral,
+    is_open,
+    last_members,
+    leaves_number,
+    open_box,
+    plain,
+    repeats,
+    stated_number,
+    statement,
+    without_delimiters,
+)
+from megatron_scalerl.rewards.math_compare import NOTHING, Reading, is_text, parsed, read, same, written
 from megatron_scalerl.rewards.math_text import latex, split_unit, whole_answer
 
 TAIL = 10_000
@@ -56,6 +68,9 @@ _FUNCTION = re.compile(
     r"sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|log|exp|sqrt|abs|min|max|mod|pmod|gcd|lcm|inf|infty"
     r"|infinity|det|deg|and|percent"
 )
+_LIST = re.compile(r"[,;]|\\[{}]|\\cup|\\pm|\\in(?![a-z])|\\begin|\b(?:and|or)\b|\\text")
+"""Signs of several values: an expression that has one is no chain, and is paid by several formulas of a sentence."""
+_FORMULA = re.compile(r"\$[^$]+\$|\\\([^$]{1,500}?\\\)")
 _FEW = 200
 """References that one process parses."""
 _PARSE_S = 5
@@ -72,13 +87,20 @@ def extract_answer(text: str, think_end: str) -> str | None:
 
 
 def last_box(text: str) -> str | None:
-    """The content of the last \\boxed or \\fbox of a text, or None if there is none.
+    """The content of the last \\boxed or \\fbox of a text, or None if there is none (`_found_box`)."""
+    return _found_box(text)[1]
+
+
+def _found_box(text: str) -> tuple[int, str | None, int]:
+    """(begin of the last box, its content, the position behind it); the content is None without a box.
 
     A nested box is part of the outer one, and an unclosed one does not count. A box without braces contains the rest
     of its formula if it begins it, else the next word. A percent sign after the formula with the box is kept.
     """
     closing = _closing_braces(text)
     content = None
+    begin = 0
+    behind = 0
     end = 0
     while (box := _BOX.search(text, end)) is not None:
         opening = end = box.end()
@@ -86,17 +108,18 @@ def last_box(text: str) -> str | None:
             if opening in closing:
                 end = closing[opening]
                 content = text[opening + 1 : end]
+                begin = box.start()
                 behind = end + 1
             continue
         begins_formula = text[max(0, box.start() - 2) : box.start()].endswith(_FORMULA_START)
         unbraced = (begins_formula and _TO_FORMULA_END.match(text, opening)) or _WORD.match(text, opening)
         if unbraced:
             content = unbraced.group().rstrip(".,;:")
+            begin = box.start()
             behind = unbraced.end()
-    if content is None:
-        return None
-    percent = _PERCENT.match(text, behind)
-    return f"{content}\\%" if percent else content
+    if content is not None and _PERCENT.match(text, behind):
+        content = f"{content}\\%"
+    return begin, content, behind
 
 
 def _closing_braces(text: str) -> dict[int, int]:
@@ -115,9 +138,13 @@ def verify_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool
     """True if the answer equals the reference.
 
     The answer is the last \\boxed{}: "\\boxed{3}, no, \\boxed{5}" is 5, and a set of solutions must be in one box.
-    Without a box it is the last <answer>34</answer> or "#### 34", else the last expression or formula that
-    math-verify finds in the last TAIL characters ("The answer is 34."). The reference may be a bare number or
-    expression, LaTeX with or without dollars, contain a \\boxed{}, or end in "#### 34".
+    Without a box it is the last <answer>34</answer> or "#### 34", else what the last statement in the last TAIL
+    characters says ("The answer is 34."; `math_answer.statement`). The reference may be a bare number or expression,
+    LaTeX with or without dollars, contain a \\boxed{}, or end in "#### 34".
+
+    Where the reference is a number, a numeral is paid alone, one that nothing beside it leaves open or contradicts.
+    Any other reference is paid by an expression that equals it. An expression that stands in the question
+    (`extra["prompt"]`) and is not the reference's own form is no answer. docs/tasks.md has a table of forms.
 
     A reference that is a word or the letter of a choice is paid by the same word or letter as the whole box, or
     behind "The answer is". How numbers, units and sets are compared: math_compare.py and docs/tasks.md.
@@ -125,23 +152,71 @@ def verify_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool
     math-verify's own time limits are off, since they use signals: the pool kills a check that takes too long, as
     one of 9^(9^9) does.
     """
-    del extra
     stated = _stated(reference)
-    box = last_box(answer_text)
+    begin, box, behind = _found_box(answer_text)
     answer = box
     if box is None and (marks := _MARKED.findall(answer_text)):
         answer = next(filter(None, marks[-1]), "")[-TAIL:]
     end = answer_text[-TAIL:]
+    if box is not None and open_box(answer_text[:begin], answer_text[behind:], box):
+        return False
     if name := _name(stated):
         statements = _STATEMENT.findall(end) or [end]
         return _says(answer or statements[-1], name)
-    reading = NOTHING
-    if answer and (answer == box or not _has_words(split_unit(answer)[0])):
-        reading = read(answer)
-    # without a box, what math-verify reads as mathematics somewhere in the text counts
-    if box is None and is_text(reading):
-        reading = NOTHING._replace(whole=parsed(latex(answer or end)))
-    return same(read(stated), reading)
+    if is_numeral(split_unit(whole_answer(stated))[0]):
+        candidates = _numerals(answer if box is not None else answer or end, stated, box is not None)
+    else:
+        candidates = _expressions(answer or end, stated, whole=bool(answer))
+    question = str(extra.get("prompt", ""))
+    expected = read(stated)
+    return any(
+        same(expected, reading) for text, reading in candidates if not repeats(whole_answer(text), stated, question)
+    )
+
+
+def _numerals(text: str, reference: str, whole: bool) -> Iterator[tuple[str, Reading]]:
+    """The numerals that a text gives for its answer, with their readings. whole: the text is an answer alone."""
+    own_form = plain(text) == plain(reference)
+    numerals = [member for member in _members(text) if own_form or is_numeral(split_unit(member)[0])]
+    if not numerals and not whole:
+        expression, words = stated_number(text, exact="." not in reference)
+        for said in (expression + words, expression):
+            if not numerals and (said != expression or leaves_number(words)):
+                numerals = [member for member in _members(said) if is_numeral(split_unit(member)[0])]
+    for member in numerals:
+        yield member, read(member)
+
+
+def _members(text: str) -> tuple[str, ...]:
+    inner = last_box(text)
+    return last_members(whole_answer(without_delimiters(text if inner is None else inner)))
+
+
+def _expressions(text: str, reference: str, whole: bool) -> Iterator[tuple[str, Reading]]:
+    """What a text gives for an answer that is no number. whole: the text is an answer, unless it has words."""
+    listed = _LIST.search(reference)
+    if whole and not _has_words(split_unit(text)[0]):
+        members = (text,)
+        if "=" not in reference and not _LIST.search(text):
+            members = last_members(text)
+        readings = [(member, read(member)) for member in members]
+        if not all(is_text(reading) for _, reading in readings):
+            yield from readings
+            return
+        if whole and not members:
+            return
+    sentence = statement(text)
+    formulas = list(_FORMULA.finditer(sentence))
+    if formulas and not listed:
+        last = formulas[-1]
+        if is_open(sentence[: last.start()], sentence[last.end() :]):
+            return
+        sentence = last.group()
+        if "=" not in reference:
+            for member in last_members(without_delimiters(sentence)):
+                yield member, read(member)
+            return
+    yield sentence, NOTHING._replace(whole=parsed(latex(sentence)))
 
 
 def _stated(reference: str) -> str:

@@ -19,9 +19,10 @@ _LONGEST = 200
 """Characters of a text in which a unit is searched."""
 _COMBINATIONS = r"(?:\\mathrm\{C\}|C)"
 _GAP = r"(?:\s|~|\\[,;:! ])*"
-_MULTIPLES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_MULTIPLES = {"dozen": "{12}", "hundred": "10^{2}", "thousand": "10^{3}", "million": "10^{6}"}
+_MULTIPLES |= {"billion": "10^{9}", "trillion": "10^{12}"}
 _COMMANDS_OF_SIGNS = (
-    *("- ", "- ", r"\times ", "/ ", r"\cdot ", r"\cdot ", r"^\circ ", r"\infty ", r"\le ", r"\ge ", r"\ne "),
+    *("- ", "- ", r"\times ", r"\div ", r"\cdot ", r"\cdot ", r"^\circ ", r"\infty ", r"\le ", r"\ge ", r"\ne "),
     *(r"\in ", r"\cup ", r"\cap ", r"\emptyset ", r"\pm ", "/ "),
 )
 _SIGNS = str.maketrans(dict(zip("−–×÷·⋅°∞≤≥≠∈∪∩∅±⁄", _COMMANDS_OF_SIGNS)))

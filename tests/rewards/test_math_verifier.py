@@ -46,7 +46,7 @@ BOXES = [
     ("5", "\\boxed{5}, since $7 = 5 + 2$. Checked for 7 cases.", True),
     ("7", "\\boxed{5}. The final answer is $7$. I hope it is correct.", False),
     ("5", "$x = 3$, so $$\\boxed{5}$$ cm", True),
-    ("\\frac{1}{2}", "\\boxed{3} or \\boxed{\\frac{1}{\\sqrt{4}}}", True),
+    ("\\frac{1}{2}", "\\boxed{3}, no, \\boxed{\\frac{1}{{2}}}", True),
     ("5", "\\boxed{3} \\boxed 5", True),
     ("5", "\\(\\boxed5\\).", True),
     ("5!", "$\\boxed 5!$", True),
@@ -90,7 +90,7 @@ HEAVY = ["\\frac{9^{9^9}}{8^{9^9}}", "9^{9^9}", "99999999!"]
 
 def test_the_pool_runs_it_by_name_and_kills_a_check_that_does_not_end():
     scores = score_all(
-        [*(f"\\boxed{{{heavy}}}" for heavy in HEAVY), "0.5", "2"], "\\frac{1}{2}", workers=2, cpu_s=0.5
+        [*(f"\\boxed{{{heavy}}}" for heavy in HEAVY), "$\\frac{\\pi}{2}$", "2"], "0.5\\pi", workers=2, cpu_s=0.5
     )
     assert all(score == Score(correct=False, reward=-1.0, reason=score.reason) for score in scores[:3])
     assert {score.reason for score in scores[:3]} <= {"timeout", "memory"}

@@ -1,0 +1,230 @@
+r"""Which part of a text is its answer, and whether that part is finished: nothing is left to compute or to choose.
+
+math-verify evaluates what it reads (9 + 5 is 14) and takes any expression of a text. A policy that is trained on such
+verdicts learns to repeat the question ("94 - 58 is an arithmetic operation."). Here a numeral is paid, or nothing is.
+
+>>> [is_numeral(text) for text in ("14", r"\frac{6}{4}", "1.4 x 10^1", "9 + 5", r"\frac{28}{2}", "4^5")]
+[True, True, True, False, False, False]
+>>> [stated_number(text) for text in ("So 9 + 5 = 14 apples.", "It is 14. Wait, it is 15.", "13 or 14", "14?")]
+[('9 + 5 = 14', ' apples'), ('15', ''), ('', ''), ('', '')]
+>>> last_members("x = 28/2 = 14"), last_members("13 = 14"), last_members(r"\frac{1}{3} \approx 0.33")
+(('14',), (), ('0.33', '\\frac{1}{3}'))
+"""
+
+import re
+from fractions import Fraction
+from itertools import pairwise
+
+_SPACE = re.compile(r"(?:\s|~|\\[,;:! ]|\\(?:left|right)(?![a-z]))+")
+_DIGITS = r"\d+(?:,\d{3})*"
+_PAIR = rf"\\[dt]?frac(?:\{{(-?{_DIGITS})\}}|(\d))(?:\{{(-?{_DIGITS})\}}|(\d))|({_DIGITS})/({_DIGITS})"
+_NUMERAL = re.compile(
+    rf"(?P<sign>[+-]?)(?:(?P<whole>{_DIGITS})?(?:{_PAIR})|(?P<decimal>{_DIGITS}(?:\.\d*)?|\.\d+))?"
+    r"(?P<power>(?:(?:\\cdot|\\times|[*x])?10\^(?:\{?(-?\d{1,4})\}?))|\\cdot\{12\})?(?P<percent>\\?%)?"
+)
+"""Without spaces: an integer, decimal, fraction or mixed number, times a power of ten (or dozens), in percent."""
+_LINK = re.compile(r"(?<![<>!:\\])(=)(?!=)|(\\approx(?![a-z])|\\simeq(?![a-z])|≈)")
+_BRACKET = re.compile(r"\\?[\[({]|\\?[\])}]")
+_MATH_SIGN = r"[-−–+*/^=×÷·⋅√π½⅓⅔¼¾⅛%€£¥₹°≈|!()\[\]{}]|\\[%$]|\\[a-zA-Z]+|\\[,;:! ]"
+_WRITTEN = r"(?:\d+(?:,\d{3}(?!\d))*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
+_EXPRESSION = re.compile(
+    rf"(?:{_MATH_SIGN}|{_WRITTEN}|[a-zA-Z](?=\s*=))(?:\s*(?:{_MATH_SIGN}|{_WRITTEN}|x(?=\s*\d)))*"
+)
+"""A stretch of numbers, signs and commands of LaTeX."""
+_SENTENCE_END = re.compile(r"(?<=[.!?])(?=[\s*$]|$)(?<!\d\.(?=\s\d))|\n+")
+_DISPLAYED = re.compile(r"\$\$([^$]{0,500})\$\$|\\\[((?:[^\\]|\\(?!\])){0,500})\\\]")
+_MARKUP = re.compile(r"\*\*|__|`|</?[a-z]{1,20}>|^\s*(?:[#>*-]+\s+)?(?:\d{1,3}[.)]\s+(?=\S))?", re.MULTILINE)
+_STATES = re.compile(
+    r"(?i)\b(?:answer|result|solution|total|value|sum|difference|product|option|choice|it|that)\b[^.]*?"
+    r"(?:\b(?:is|are|equals|be|was)\b|[:=])|^\s*\W*(?:so|thus|hence|therefore|no|wait|actually)\b"
+)
+"""A sentence that says which value the answer is."""
+_OPEN = re.compile(
+    r"(?i)\b(?:or|either|neither|nor|not|never|cannot|maybe|perhaps|possibly|probably|might|may|could|guess|unsure"
+    r"|unlikely|between|wrong|incorrect|than|except|but|wait|no)\b|n't\b|n’t\b|\?"
+)
+"""Words beside a number that leave it open, take it back or offer another one."""
+_BOUND = re.compile(r"(?:[<>≤≥≠±]|\\(?:[lg]eq?|neq?|pm)(?![a-z]))\s*$")
+_ABOUT = re.compile(r"(?i)\b(?:about|around|approximately|roughly|nearly|almost|circa)\b|~|-?ish\b")
+_TAKEN_BACK = re.compile(
+    r"(?i)\b(?:wait|wrong|incorrect|mistaken?|(?:not|n't|n’t) (?:sure|right|correct|certain)|unsure|maybe|perhaps"
+    r"|alternatively|instead|rather|hold on|never ?mind|scratch)\b|^\W*(?:no|or|actually|hmm|not|but)\b"
+)
+"""Words of a later sentence that take a statement back."""
+_CHANGES_VALUE = re.compile(
+    r"(?i)\s*(?:squared|cubed|times|plus|minus|to|halves|half|thirds|quarters|hundredths?|tenths?|factorial|divided"
+    r"|multiplied|negative|alpha|beta|gamma|theta|and|mod(?:ulo)?)\b|[a-zA-Z_!^(]"
+)
+_SPOKEN_SIGNS = {
+    r"(?i)\b(?:minus|negative)\s+(?=[\d$\\.])": "-",
+    r"(?i)(?<=\d)\s+(?:plus|added to)\s+(?=[\d$\\.])": " + ",
+    r"(?i)(?<=\d)\s+(?:times|multiplied by)\s+(?=[\d$\\.])": " * ",
+    r"(?i)(?<=\d)\s+(?:divided by|over)\s+(?=[\d$\\.])": " / ",
+    r"(?i)(?:\bsquare )?\broot of\s+(?=[\d$\\.])|\bsqrt\s*(?=[\d(])": "√",
+    r"(?<=[\d%])\s+\((?=[^()]*[-+*/=a-zA-Z])(?!(?i:or|not|maybe|perhaps)\b)[^()]*\)": "",
+}
+"""Signs that are written as words, and a remark in brackets behind a number, which says how it was found."""
+_LISTED = re.compile(r"\s*(?:[,;&/]|,?\s*\b(?:and|or|to|through)\b)+\s*")
+_CLAUSE = re.compile(r"[,;:](?!\d)")
+_CLAUSE_END = re.compile(r"[,;:(]")
+_FILLING = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])(?![a-z])|[\s$~{}]|(?<=\\)[dt](?=frac)")
+_BEFORE_BOX = re.compile(r"(?i)\b(?:or|not|maybe|perhaps|possibly|either)\b(?:\s+(?:is|it|equal|to))*[\s$*:(\\]*$")
+_BEHIND_BOX = re.compile(r"(?i)[\s$*)\]}\\,;]*\(?\s*\b(?:or|and not|not|but|maybe|perhaps|possibly)\b.*", re.DOTALL)
+_CORRECTED = re.compile(r"(?i)(?:^|[.!?\n]\s*)\W{0,3}(?:wait|no|actually|correction)\b[^\n]{0,200}")
+_SPLIT_DELIMITERS = re.compile(r"(?<!\\)\$+|\\[()\[\]]")
+
+
+def is_numeral(text: str) -> bool:
+    """Whether a text is a number that is written out.
+
+    A fraction may have any terms, but one that is a whole number (28/2) is a quotient that is left to compute.
+    """
+    return _value(text) is not None
+
+
+def _value(text: str) -> Fraction | None:
+    """The value of a numeral without its percent sign; None for another text."""
+    text = _SPACE.sub("", text).strip(".")
+    while len(text) > 1 and text[0] in "({" and text[-1] in ")}" and _depths(text)[-2] == 1:
+        text = text[1:-1]
+    signed = re.fullmatch(r"([+-])[({](.*)[)}]", text)
+    if signed:
+        text = signed[1] + signed[2]
+    match = _NUMERAL.fullmatch(text)
+    if match is None or len(text) > 400 or not any(map(str.isdigit, text)):
+        return None
+    numbers = [int(group.replace(",", "")) for group in match.groups()[2:8] if group]
+    value = Fraction(1)
+    if numbers:
+        numerator, denominator = numbers
+        repeating = denominator > 1 and re.fullmatch("9+0*", str(denominator))
+        if denominator == 0 or (numerator % denominator == 0 and denominator != 1 and not repeating):
+            return None
+        value = int((match["whole"] or "0").replace(",", "")) + Fraction(numerator, denominator)
+    elif match["decimal"]:
+        value = Fraction(match["decimal"].replace(",", "").rstrip(".") or "0")
+    if match["power"]:
+        exponent = match.group(11)
+        value *= 12 if exponent is None else Fraction(10) ** int(exponent)
+    return -value if match["sign"] == "-" else value
+
+
+def _depths(text: str) -> list[int]:
+    """How many brackets are open behind each character."""
+    depths = []
+    depth = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        depths.append(depth)
+    return depths
+
+
+def last_members(text: str) -> tuple[str, ...]:
+    """The last member of a chain a = b = c, and the exact one before it if it is an approximation; empty if the chain
+    contradicts itself: its members that are numbers have to agree, and approximations to half of their last place."""
+    depths = _depths(text)
+    members = [""]
+    approximate = []
+    end = 0
+    for link in _LINK.finditer(text):
+        if depths[link.start()]:
+            continue
+        members[-1] = text[end : link.start()].strip()
+        members.append("")
+        approximate.append(link[2] is not None)
+        end = link.end()
+    members[-1] = text[end:].strip()
+    values = [(_value(member), member) for member in members]
+    known = [(value, member) for value, member in values if value is not None]
+    for (value, member), (other, other_member) in pairwise(known):
+        places = max((len(m.partition(".")[2].rstrip("\\% ")) for m in (member, other_member)), default=0)
+        allowed = Fraction(1, 2 * 10**places) if any(approximate) else 0
+        if abs(value - other) > allowed:
+            return ()
+    if approximate and approximate[-1] and members[-2]:
+        return members[-1], members[-2]
+    return (members[-1],)
+
+
+def without_delimiters(text: str) -> str:
+    r"""A text without the dollars and brackets that delimit its formulas: -$34$ is -34."""
+    return _SPLIT_DELIMITERS.sub("", text)
+
+
+def statement(text: str) -> str:
+    """The sentence of a text that states its answer, empty if there is none or if a later sentence takes it back.
+
+    The last sentence that says what the answer is, else the last one with a number or a formula.
+    """
+    text = _DISPLAYED.sub(lambda formula: " $" + (formula[1] or formula[2] or "").replace("\n", " ") + "$ ", text)
+    sentences = [part for part in _SENTENCE_END.split(_MARKUP.sub("", text)) if part and part.strip()]
+    stating = -1
+    numbered = -1
+    for number, sentence in enumerate(sentences):
+        if not any(map(str.isdigit, sentence)) and "$" not in sentence and "\\" not in sentence:
+            continue
+        numbered = number
+        if _STATES.search(sentence) or is_numeral(without_delimiters(sentence)):
+            stating = number
+    chosen = stating if stating >= 0 else numbered
+    if chosen < 0 or any(_TAKEN_BACK.search(sentence) for sentence in sentences[chosen + 1 :]):
+        return ""
+    return sentences[chosen].strip()
+
+
+def is_open(before: str, behind: str) -> bool:
+    """Whether the words of a sentence around its answer leave the answer open, take it back, or offer another one."""
+    return bool(_OPEN.search(_CLAUSE.split(before)[-1]) or _BOUND.search(before) or _OPEN.search(behind))
+
+
+def stated_number(text: str, exact: bool = True) -> tuple[str, str]:
+    """The number that a text without a box states, and the words behind it, which may be its unit; empty without one.
+
+    The number is the last expression of the `statement`. exact: "about" and "approximately" leave it open.
+    """
+    sentence = without_delimiters(statement(text)).rstrip(" .!")
+    for pattern, sign in _SPOKEN_SIGNS.items():
+        sentence = re.sub(pattern, sign, sentence)
+    runs = [run for run in _EXPRESSION.finditer(sentence) if any(map(str.isdigit, run.group()))]
+    if not runs:
+        return "", ""
+    last = runs[-1]
+    before = sentence[: last.start()]
+    behind = sentence[last.end() :]
+    listed = len(runs) > 1 and _LISTED.fullmatch(sentence[runs[-2].end() : last.start()])
+    rounded = exact and _ABOUT.search(_CLAUSE.split(before)[-1] + behind)
+    of_a_word = before[-1:].isalpha() or behind.startswith("_")  # x14, log14, a_14
+    if listed or rounded or of_a_word or is_open(before, behind):
+        return "", ""
+    return last.group().strip(), _CLAUSE_END.split(behind)[0]
+
+
+def leaves_number(words: str) -> bool:
+    """Whether words behind a number leave it as it is: "apples" and "is the answer" do, "squared" does not."""
+    return not _CHANGES_VALUE.match(words)
+
+
+def plain(text: str) -> str:
+    """A text without spaces, dollars, braces and commands of size, for the comparison of two forms."""
+    return _FILLING.sub("", text)
+
+
+def repeats(answer: str, reference: str, question: str) -> bool:
+    """Whether an answer is an expression of the question that is not the reference's own form."""
+    plain_answer = plain(answer)
+    plain_question = plain(question)
+    if plain_answer == plain(reference) or not re.search(r"[-+*/^(]|\\[a-z]", plain_answer[1:]):
+        return False
+    return bool(re.search(rf"(?<![\w.]){re.escape(plain_answer)}(?![\w]|\.\d)", plain_question))
+
+
+def open_box(before: str, behind: str, value: str) -> bool:
+    """Whether the text around a box offers another number than its value, or leaves the value open."""
+    if _BEFORE_BOX.search(before[-40:]):
+        return True
+    sentence = _SENTENCE_END.split(behind[:400])[0]
+    offered = _BEHIND_BOX.match(without_delimiters(sentence))
+    corrected = _CORRECTED.search(behind[:2000])
+    words = offered[0] if offered else corrected[0] if corrected else ""
+    others = [number for number in re.findall(r"-?\d+(?:\.\d+)?", words) if _value(number) != _value(value)]
+    return bool(others) or bool(offered and re.search(r"(?i)maybe|perhaps|possibly|\bor\b[^\d]*$", words))
