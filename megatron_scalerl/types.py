@@ -223,6 +223,9 @@ class Score:
     reason: str = ""
     """One word if the verdict is not a plain comparison: timeout, memory, crash, error, no_answer,
     truncated, unavailable."""
+    confirmed: bool | None = None
+    """Whether the second judge (recipe: validation.audit) confirms a correct answer; None where it was not asked, or
+    gave no verdict."""
 
 
 @record
@@ -441,6 +444,11 @@ class PassRate:
     """`controller.metrics.within_variance`; None with one generation."""
     tasks: Mapping[str, TaskPassRate] = field(default_factory=dict)
     """Task of a mixture -> its part, in RUN/validation.jsonl the columns pass_rate/TASK and prompts/TASK."""
+    confirmed_share: float | None = None
+    """Share of the correct completions that the second judge confirms (`Score.confirmed`); None without any."""
+    confirmed_least: float | None = None
+    """The share below which a validation is warned of: 0.95 where most references are numbers, else that of the first
+    validation less 0.05."""
 
 
 __all__ = ["Bool", "Float", "Int32", "Int64"]

@@ -19,6 +19,7 @@ EPILOG = """examples:
   megatron-scalerl show runs/my_run --step 12              of the first group that was trained in step 12
   megatron-scalerl show runs/my_run --group 40 --index 3   the fourth completion of group 40
   megatron-scalerl show runs/my_run --interrupted          the newest with interrupted thinking
+  megatron-scalerl show runs/my_run --unconfirmed          the newest that is paid and not confirmed
 
 In the text, ⟦forced⟧ tokens were not sampled and carry no loss; ‹v7› marks where policy version 7 takes over. An
 episode's environment wrote what is in ⟪ ⟫."""
@@ -35,30 +36,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--index", type=int, metavar="I", help="number of the completion in the group, from 0 (default: the first)"
     )
-    parser.add_argument("--interrupted", action="store_true", help="only completions with interrupted thinking")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--interrupted", action="store_true", help="only completions with interrupted thinking")
+    only.add_argument(
+        "--unconfirmed", action="store_true", help="only completions that are paid and that validation.audit denies"
+    )
     parser.add_argument("--step", type=int, metavar="N", help="optimizer step that trained the group")
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Print a completion. Raises ValueError if no completion of the run matches."""
-    group = find_group(arguments.run_dir, arguments.group, arguments.step, interrupted=arguments.interrupted)
-    index = choose(group["rollouts"], arguments.index, interrupted=arguments.interrupted)
+    only = ""
+    if arguments.interrupted or arguments.unconfirmed:
+        only = "interrupted" if arguments.interrupted else "unconfirmed"
+    group = find_group(arguments.run_dir, arguments.group, arguments.step, only=only)
+    index = choose(group, arguments.index, only=only)
     show(console, group, index, load_tokenizer(arguments.run_dir))
     return 0
 
 
-def choose(rollouts: Sequence[dict[str, Any]], index: int | None, *, interrupted: bool) -> int:
-    """The requested completion; without an index the first, or the first interrupted one."""
+def choose(group: dict[str, Any], index: int | None, *, only: str = "") -> int:
+    """The requested completion; without an index the first, or the first that is as `only` says."""
+    rollouts = group["rollouts"]
     if index is None:
-        return next(i for i, r in enumerate(rollouts) if r["interrupted"] or not interrupted)
+        kinds = {
+            "": [True] * len(rollouts),
+            "interrupted": [rollout["interrupted"] for rollout in rollouts],
+            "unconfirmed": [score.get("confirmed") is False for score in group["scores"]],
+        }
+        return kinds[only].index(True)
     if not 0 <= index < len(rollouts):
         raise ValueError(f"--index: the group has no completion {index}; take one from 0 to {len(rollouts) - 1}")
     return index
 
 
-def find_group(run_dir: Path, group_id: int | None, step: int | None, *, interrupted: bool = False) -> dict[str, Any]:
+def find_group(run_dir: Path, group_id: int | None, step: int | None, *, only: str = "") -> dict[str, Any]:
     """The requested group, with `step` filled in from the journal; the newest if neither id nor step is given.
 
+    only: "interrupted" or "unconfirmed", groups with such a completion (`ListedGroup`).
     Raises ValueError if the run has no such finished group.
     """
     trained_in = {group: record.step for record in read_history(run_dir).batches for group in record.group_ids}
@@ -70,7 +85,7 @@ def find_group(run_dir: Path, group_id: int | None, step: int | None, *, interru
             continue
         if step is not None and trained_in.get(listed.group_id) != step:
             continue
-        if interrupted and not listed.interrupted:
+        if only and not getattr(listed, only):
             continue
         if (
             chosen is None
@@ -79,7 +94,7 @@ def find_group(run_dir: Path, group_id: int | None, step: int | None, *, interru
         ):
             chosen = listed
     if chosen is None:
-        options = {"--group": group_id, "--step": step, "--interrupted": interrupted or None}
+        options = {"--group": group_id, "--step": step, f"--{only}": only or None}
         given = " ".join(option for option, value in options.items() if value is not None)
         if not given:
             raise ValueError(f"{run_dir}: the run has no finished group yet")
@@ -104,6 +119,8 @@ def show(console: Console, group: dict[str, Any], index: int, tokenizer: Any) ->
         described += f", in the batch of step {group['step']}"
     right = sum(score["correct"] for score in scores)
     verdict = score["reason"] or {True: "right", False: "wrong"}[score["correct"]]
+    if score.get("confirmed") is False:
+        verdict = "paid, and not confirmed by the second judge"
     lines = {
         "group": f"{described}, pass rate {right}/{len(scores)}",
         "completion": f"{index} of {len(rollouts)}, {len(rollout['token_ids'])} tokens, seed {rollout['seed']}",

@@ -42,11 +42,16 @@ from megatron_scalerl.fit.outlook import outlook
 from megatron_scalerl.prompts.dataset import first_of_each_task
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
+from megatron_scalerl.rewards.math import is_number
 from megatron_scalerl.rollouts.sampler import Sampler, ScoredCompletion
 from megatron_scalerl.types import Completion, CompletionLost, PassRate, Prompt, TaskPassRate
 
 logger = logging.getLogger(__name__)
 
+CONFIRMED_NUMBERS = 0.95
+"""A validation is warned of below this share of confirmed answers, where most references are numbers."""
+CONFIRMED_FALL = 0.05
+"""And elsewhere below the share of the first validation less this."""
 FOLDER = "evaluations"
 RECORD = "evaluation.jsonl"
 _STEP = re.compile("step-([0-9]+)")
@@ -156,8 +161,32 @@ class HeldOut:
             lost_completions=len(requests) - len(completions),
             within_variance=within_variance(outcomes),
             tasks=_by_task(self._prompts, by_prompt),
+            **self._audited([scored for row in rows for scored in row if scored is not None]),
         )
         return pass_rate, outcomes
+
+    def _audited(self, completions: Sequence[ScoredCompletion]) -> dict[str, float | None]:
+        """`confirmed_share` and `confirmed_least` of a validation; two of its texts are shown where it is low."""
+        verdicts = [scored.score.confirmed for scored in completions if scored.score.confirmed is not None]
+        if not verdicts:
+            return {}
+        share = sum(verdicts) / len(verdicts)
+        numbers = sum(is_number(prompt.answer) for prompt in self._prompts)
+        least = CONFIRMED_NUMBERS
+        if 2 * numbers <= len(self._prompts):
+            earlier = [row["confirmed_share"] for row in self._metrics.validations() if row.get("confirmed_share")]
+            least = (earlier or [share])[0] - CONFIRMED_FALL
+        if share < least:
+            texts = [scored for scored in completions if scored.unconfirmed_text][:2]
+            shown = "\n".join(f"  reference {s.prompt.answer!r}: {s.unconfirmed_text[-300:]!r}" for s in texts)
+            logger.warning(
+                "the second judge confirms %.1f %% of the answers that are paid, below %.1f %%: read some with show "
+                "--unconfirmed, and mend the verifier before you believe this pass rate:\n%s",
+                100 * share,
+                100 * least,
+                shown,
+            )
+        return {"confirmed_share": share, "confirmed_least": least}
 
     def lose(self, step: int, why: str) -> None:
         """Log that a validation is lost, because no engine holds its version any more."""

@@ -302,8 +302,9 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Scalars of the batch that `policy_version` trains on; `stats` are the counts of the filters.
 
-    `staleness_*` are optimizer steps since the oldest first token of each group. `train_pass_rate` is before every
-    filter; `train_within_variance` over `train_completions` is its binomial variance given the prompts. Batches with
+    `confirmed_share` is of the correct completions that the second judge saw. `staleness_*` are optimizer steps since
+    the oldest first token of each group. `train_pass_rate` is before every filter; `train_within_variance` over
+    `train_completions` is its binomial variance given the prompts. Batches with
     episodes of several turns have `turns_mean` and `environment_tokens`, too; those that lost completions have
     `lost/REASON`.
     """
@@ -317,6 +318,9 @@ def batch_metrics(
     within = within_variance([[score.correct for score in group.scores] for group in groups])
     if within is not None:
         metrics["train_within_variance"] = within
+    audited = [score.confirmed for score in scores if score.confirmed is not None]
+    if audited:
+        metrics["confirmed_share"] = sum(audited) / len(audited)
     if any(c.turns > 1 for c in completions):
         metrics["turns_mean"] = sum(c.turns for c in completions) / count
         metrics["environment_tokens"] = float(sum(c.environment_tokens for c in completions))

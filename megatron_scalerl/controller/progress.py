@@ -72,11 +72,14 @@ class Progress:
         entropy = ""
         if result.entropy is not None:
             entropy = f", entropy {result.entropy:.3f}"
+        confirmed = ""
+        if result.confirmed_share is not None:
+            confirmed = f", confirmed {result.confirmed_share:.3f}"
         self._console.print(
             f"{result.step:5d}  held-out pass rate {result.pass_rate:.3f}"
             f"{''.join(f', {task} {part.pass_rate:.3f}' for task, part in result.tasks.items())}"
             f" ({result.prompts} prompts x {result.generations}, {result.mean_completion_tokens:.1f} tokens,"
             f" interrupted {result.interrupted_share:.3f}, truncated {result.truncated_share:.3f}"
-            f"{entropy})",
+            f"{entropy}{confirmed})",
             style="green",
         )

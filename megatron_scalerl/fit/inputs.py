@@ -152,7 +152,19 @@ def _read_run_folder(path: Path, options: ColumnOptions) -> Curve:
 
         recipe = flattened(read_run_recipe(path))
         curve = replace(curve, recipe=recipe, seed=recipe.get("seed"))
-    return replace(curve, source=path)
+    warning = unconfirmed(table.rows[-1][1]) if table.rows else ""
+    return replace(curve, source=path, notes=(*curve.notes, *filter(None, [warning])))
+
+
+def unconfirmed(row: Mapping[str, Any]) -> str:
+    """Why the curve up to a row of validation.jsonl is no curve of right answers; empty if nothing says so."""
+    share = row.get("confirmed_share")
+    if share is None or share >= (row.get("confirmed_least") or 0.0):
+        return ""
+    return (
+        f"the second judge confirms {share:.0%} of the paid answers of step {row['step']}, and a curve of "
+        "unconfirmed rewards forecasts nothing"
+    )
 
 
 def flattened(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from megatron_scalerl.fit.backtest import MIN_POINTS
 from megatron_scalerl.fit.decide import Verdict, decide
 from megatron_scalerl.fit.forecast import fit_curve
-from megatron_scalerl.fit.inputs import curve_of_rows
+from megatron_scalerl.fit.inputs import curve_of_rows, unconfirmed
 from megatron_scalerl.fit.result import FitResult, Prediction
 from megatron_scalerl.record import record
 
@@ -61,10 +61,13 @@ class Outlook:
     """Upper end of the 90 % interval."""
     verdict: Verdict
     """Whether the rest of the run is worth its compute."""
+    unconfirmed: str = ""
+    """`unconfirmed` of the last validation."""
 
     def line(self) -> str:
         """In one line: `at step 7400: 0.612 [0.584, 0.641]; go on`."""
-        return f"at step {self.end_step}: {self.pass_rate:.3f} [{self.lo:.3f}, {self.hi:.3f}]; {self.verdict}"
+        line = f"at step {self.end_step}: {self.pass_rate:.3f} [{self.lo:.3f}, {self.hi:.3f}]; {self.verdict}"
+        return f"{line}; {self.unconfirmed}" if self.unconfirmed else line
 
 
 @record
@@ -124,6 +127,7 @@ def run_fit(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> RunFit | None
             lo=measured.lo,
             hi=measured.hi,
             verdict=decide(result, budget=end - last["compute"]).verdict,
+            unconfirmed=unconfirmed(last),
         )
     return RunFit(
         result=result,

@@ -17,7 +17,7 @@ from rich.console import Console
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.fit.forecast import fit_curve
 from megatron_scalerl.fit.formatting import money, unit_name
-from megatron_scalerl.fit.inputs import curve_of_rows
+from megatron_scalerl.fit.inputs import curve_of_rows, unconfirmed
 from megatron_scalerl.fit.outlook import Outlook, outlooks
 from megatron_scalerl.fit.plot import plot_forecast
 from megatron_scalerl.fit.result import ForecastEvaluation
@@ -132,6 +132,9 @@ def evaluate(start: dict[str, Any], fitted: Rows, unseen: Rows, *, method: str, 
 def gain_lines(run_dir: Path, last: dict[str, Any]) -> list[str]:
     """The gain, and that of each task of a mixture. last: the last row of validation.jsonl. Raises as `gain`."""
     lines = [gain_text(gain(run_dir))]
+    if last.get("confirmed_share") is not None:
+        line = f"the second judge confirms {last['confirmed_share']:.1%} of the paid answers of step {last['step']}"
+        lines.append(unconfirmed(last) or line)
     for task, task_gain in gains_by_task(run_dir, last).items():
         lines.append(f"{task}: {gain_text(task_gain)}")
     return lines

@@ -465,6 +465,10 @@ class ValidationSection(Section):
     with one engine, with deterministic, with ppo_off_policy, and at the start and the end of a run."""
     seed: NonNegativeInt = 20251013
     """Seed of sampling and of interruption points."""
+    audit: str | None = AUTO
+    """A second judge of the answers that the verifier accepts, in validations and in training: the share that it
+    confirms is recorded, and a low one is warned of. It changes no reward. auto: for `math` one that computes nothing
+    (docs/tasks.md), none for other verifiers. `module:function`: as rewards.verifier. null: none."""
     fresh_seeds: bool = True
     """Draw both anew at every validation, so that their noise is independent. False: the same ones for completion j
     of prompt i in all of them, so that two close ones differ by the policy alone, and err in the same direction."""

@@ -1,8 +1,11 @@
 """The tasks of a recipe, each with its prompts and rewards resolved. A recipe with `prompts.path` has one."""
 
 from megatron_scalerl.recipe.recipe import Recipe
-from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection, TaskSection
+from megatron_scalerl.recipe.sections import AUTO, PromptsSection, RewardsSection, TaskSection
 from megatron_scalerl.record import record
+
+AUDITS = {"math": "megatron_scalerl.rewards.audit:confirm_math"}
+"""Verifier -> its second judge with validation.audit: auto, as `rewards.verifier` names a function."""
 
 
 @record
@@ -17,6 +20,8 @@ class Task:
     """The recipe's section with this task's settings; `path` is set."""
     rewards: RewardsSection
     """The recipe's section with this task's settings, and with the limits of the length penalty."""
+    audit: str | None = None
+    """The second judge, `module:function` (validation.audit); None: none."""
     episodes: bool = False
     """Whether an environment answers the policy."""
 
@@ -37,6 +42,7 @@ def tasks_of(recipe: Recipe) -> tuple[Task, ...]:
                 weight=1.0,
                 prompts=recipe.prompts,
                 rewards=rewards,
+                audit=_audit_of(recipe, rewards),
                 episodes=recipe.environment.name is not None,
             ),
         )
@@ -47,10 +53,17 @@ def _task(recipe: Recipe, shared: RewardsSection, name: str, section: TaskSectio
     settings = section.model_dump(exclude_none=True)
     prompts = {key: value for key, value in settings.items() if key in PromptsSection.model_fields}
     rewards = {key: value for key, value in settings.items() if key in RewardsSection.model_fields}
+    own_rewards = shared.model_copy(update=rewards)
     return Task(
         name=name,
         weight=section.weight,
         prompts=recipe.prompts.model_copy(update={"tasks": None, **prompts}),
-        rewards=shared.model_copy(update=rewards),
+        rewards=own_rewards,
+        audit=_audit_of(recipe, own_rewards),
         episodes=recipe.environment.name is not None,
     )
+
+
+def _audit_of(recipe: Recipe, rewards: RewardsSection) -> str | None:
+    audit = recipe.validation.audit
+    return AUDITS.get(rewards.verifier) if audit == AUTO else audit

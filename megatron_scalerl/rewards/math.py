@@ -122,6 +122,17 @@ def _found_box(text: str) -> tuple[int, str | None, int]:
     return begin, content, behind
 
 
+def last_mark(text: str) -> str | None:
+    """The text of the last <answer>34</answer> or "#### 34", at most its last TAIL characters; None without one."""
+    marks = _MARKED.findall(text)
+    return next(filter(None, marks[-1]), "")[-TAIL:] if marks else None
+
+
+def is_number(reference: str) -> bool:
+    """Whether a reference is a number that is written out, which a numeral pays alone."""
+    return is_numeral(split_unit(whole_answer(stated_reference(reference)))[0])
+
+
 def _closing_braces(text: str) -> dict[int, int]:
     """Position of each opening brace that is closed -> position of its closing brace."""
     closing: dict[int, int] = {}
@@ -152,18 +163,18 @@ def verify_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool
     math-verify's own time limits are off, since they use signals: the pool kills a check that takes too long, as
     one of 9^(9^9) does.
     """
-    stated = _stated(reference)
+    stated = stated_reference(reference)
     begin, box, behind = _found_box(answer_text)
     answer = box
-    if box is None and (marks := _MARKED.findall(answer_text)):
-        answer = next(filter(None, marks[-1]), "")[-TAIL:]
+    if box is None:
+        answer = last_mark(answer_text)
     end = answer_text[-TAIL:]
     if box is not None and open_box(answer_text[:begin], answer_text[behind:], box):
         return False
     if name := _name(stated):
         statements = _STATEMENT.findall(end) or [end]
         return _says(answer or statements[-1], name)
-    if is_numeral(split_unit(whole_answer(stated))[0]):
+    if is_number(stated):
         candidates = _numerals(answer if box is not None else answer or end, stated, box is not None)
     else:
         candidates = _expressions(answer or end, stated, whole=bool(answer))
@@ -219,7 +230,7 @@ def _expressions(text: str, reference: str, whole: bool) -> Iterator[tuple[str, 
     yield sentence, NOTHING._replace(whole=parsed(latex(sentence)))
 
 
-def _stated(reference: str) -> str:
+def stated_reference(reference: str) -> str:
     """A reference, or the answer in a worked solution: its last box, or the text after ####."""
     _, mark, after = reference.rpartition("####")
     text = after.strip()
@@ -278,7 +289,7 @@ def check_references(references: Sequence[str]) -> list[str]:
 def _problem_of(reference: str) -> str:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     shown = repr(reference[:60])
-    reference = _stated(reference)
+    reference = stated_reference(reference)
     if len(reference) > _LONGEST:
         return f"{shown} has {len(reference)} characters; at most {_LONGEST} are compared"
     if _NO_ANSWER.fullmatch(reference.strip()) or _CHOICE.fullmatch(_STYLE.sub(" ", reference).strip()):

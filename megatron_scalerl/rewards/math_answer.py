@@ -79,10 +79,10 @@ def is_numeral(text: str) -> bool:
 
     A fraction may have any terms, but one that is a whole number (28/2) is a quotient that is left to compute.
     """
-    return _value(text) is not None
+    return numeral_value(text) is not None
 
 
-def _value(text: str) -> Fraction | None:
+def numeral_value(text: str) -> Fraction | None:
     """The value of a numeral without its percent sign; None for another text."""
     text = _SPACE.sub("", text).strip(".")
     while len(text) > 1 and text[0] in "({" and text[-1] in ")}" and _depths(text)[-2] == 1:
@@ -134,7 +134,7 @@ def last_members(text: str) -> tuple[str, ...]:
         approximate.append(link[2] is not None)
         end = link.end()
     members[-1] = text[end:].strip()
-    values = [(_value(member), member) for member in members]
+    values = [(numeral_value(member), member) for member in members]
     known = [(value, member) for value, member in values if value is not None]
     for (value, member), (other, other_member) in pairwise(known):
         places = max((len(m.partition(".")[2].rstrip("\\% ")) for m in (member, other_member)), default=0)
@@ -226,5 +226,7 @@ def open_box(before: str, behind: str, value: str) -> bool:
     offered = _BEHIND_BOX.match(without_delimiters(sentence))
     corrected = _CORRECTED.search(behind[:2000])
     words = offered[0] if offered else corrected[0] if corrected else ""
-    others = [number for number in re.findall(r"-?\d+(?:\.\d+)?", words) if _value(number) != _value(value)]
+    others = [
+        number for number in re.findall(r"-?\d+(?:\.\d+)?", words) if numeral_value(number) != numeral_value(value)
+    ]
     return bool(others) or bool(offered and re.search(r"(?i)maybe|perhaps|possibly|\bor\b[^\d]*$", words))

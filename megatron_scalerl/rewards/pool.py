@@ -49,7 +49,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -57,7 +57,7 @@ import msgspec
 from megatron_scalerl.processes.child_process import ProcessDied
 from megatron_scalerl.processes.worker_pool import Program, WorkerDied, WorkerPool
 from megatron_scalerl.recipe.sections import RewardsSection
-from megatron_scalerl.recipe.tasks import Task
+from megatron_scalerl.recipe.tasks import AUDITS, Task
 from megatron_scalerl.rewards import outages
 from megatron_scalerl.rewards.length_penalty import penalized
 from megatron_scalerl.rewards.limits import Limits
@@ -341,17 +341,29 @@ def default_workers() -> int:
     return min(MAX_DEFAULT_WORKERS, cpus)
 
 
+def _audit_pool(task: Task) -> VerifierPool:
+    """The pool of a task's second judge, which is asked as a verifier is; that of `math` needs one process."""
+    settings: dict[str, object] = {"verifier": task.audit, "length_penalty": None, "truncated": "exclude"}
+    if task.audit in AUDITS.values():
+        settings["workers"] = 1
+    return VerifierPool(task.rewards.model_copy(update=settings))
+
+
 class TaskPools:
-    """Scores each completion in the pool of its prompt's task; `async with` starts and closes the pools."""
+    """Scores each completion in the pool of its prompt's task; `async with` starts and closes the pools.
+
+    A correct answer is shown to the task's second judge too, which changes no reward (`Score.confirmed`).
+    """
 
     def __init__(self, tasks: Sequence[Task]):
         self._pools = {task.name: VerifierPool(task.rewards) for task in tasks}
+        self._audits = {task.name: _audit_pool(task) for task in tasks if task.audit}
         self._running = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> TaskPools:
         """Raises as `VerifierPool.start`; pools that were started are closed then."""
         async with contextlib.AsyncExitStack() as started:
-            for pool in self._pools.values():
+            for pool in (*self._pools.values(), *self._audits.values()):
                 await started.enter_async_context(pool)
             self._running = started.pop_all()
         return self
@@ -363,7 +375,15 @@ class TaskPools:
         self, text_after_thinking: str | None, prompt: Prompt, *, truncated: bool = False, tokens: int = 0
     ) -> Score:
         """The score of a completion; raises as `VerifierPool.score`."""
-        return await self._pools[prompt.task].score(text_after_thinking, prompt, truncated=truncated, tokens=tokens)
+        score = await self._pools[prompt.task].score(text_after_thinking, prompt, truncated=truncated, tokens=tokens)
+        if not score.correct or prompt.task not in self._audits:
+            return score
+        try:
+            verdict = await self._audits[prompt.task].score(text_after_thinking, prompt)
+        except CompletionLost as lost:
+            logger.warning("validation.audit: no verdict on an answer: %s", lost)
+            return score
+        return replace(score, confirmed=verdict.correct)
 
     def paid(self, value: bool | float, prompt: Prompt, *, tokens: int) -> Score:
         """The score of an episode that its environment has judged (`VerifierPool.paid`)."""

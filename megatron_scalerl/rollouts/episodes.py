@@ -47,7 +47,7 @@ from megatron_scalerl.rollouts.agents import AgentServer, Ask, LimitReached
 from megatron_scalerl.rollouts.decoder import Decoded
 from megatron_scalerl.rollouts.decoder_pool import DecoderPool
 from megatron_scalerl.rollouts.plans import Draw, Plans
-from megatron_scalerl.rollouts.sampler import Sampler, ScoredCompletion
+from megatron_scalerl.rollouts.sampler import Sampler, ScoredCompletion, unconfirmed_text
 from megatron_scalerl.rollouts.trace import Part, Trace
 from megatron_scalerl.types import CompletionLost, Prompt
 
@@ -265,7 +265,13 @@ class EpisodeSampler(Sampler):
             score = self._verifier.paid(value, prompt, tokens=sampled)
         if trace.failure or trace.truncated:  # costs so far are not saved by breaking off
             score = replace(score, reward=min(score.reward, total))
-        return ScoredCompletion(prompt=prompt, completion=completion, parts=tuple(map(write, parts)), score=score)
+        return ScoredCompletion(
+            prompt=prompt,
+            completion=completion,
+            parts=tuple(map(write, parts)),
+            score=score,
+            unconfirmed_text=unconfirmed_text(score, trace.text),
+        )
 
 
 @contextlib.asynccontextmanager

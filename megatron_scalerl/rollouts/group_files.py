@@ -20,6 +20,8 @@ class ListedGroup:
     group_id: int
     interrupted: bool
     """True if the thinking of one of its completions was interrupted."""
+    unconfirmed: bool
+    """True if one of its correct completions is not confirmed by the second judge."""
     read: Callable[[], dict[str, Any]]
     """The group as `types.RolloutGroup` has it: group_id, epoch, prompt, scores, and rollouts with token ids,
     versions and loss mask, an episode's parts one after another. Raises ValueError for a damaged file."""
@@ -35,9 +37,11 @@ def listed_groups(run_dir: str | Path) -> Iterator[ListedGroup]:
         path = segment_path(folder, number)
         try:
             for stored, head in scan(path):
+                header = stored_header(head)
                 yield ListedGroup(
                     group_id=head.group_id,
-                    interrupted=any(c.interrupted for c in stored_header(head).completions),
+                    interrupted=any(c.interrupted for c in header.completions),
+                    unconfirmed=any(score.confirmed is False for score in header.scores),
                     read=partial(stored_group, path, stored),
                 )
         except ValueError:

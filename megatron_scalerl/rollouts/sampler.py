@@ -23,6 +23,8 @@ class ScoredCompletion:
     parts: tuple[bytes, ...]
     """The tokens of each sample, as `batching.rollout_bytes.write` writes them: one, or those of a forked episode."""
     score: Score
+    unconfirmed_text: str = ""
+    """The answer, where it is correct and the second judge does not confirm it."""
 
 
 class Sampler:
@@ -58,4 +60,15 @@ class Sampler:
         score = await self._verifier.score(
             decoded.text, prompt, truncated=completion.truncated, tokens=completion.sampled_tokens
         )
-        return ScoredCompletion(prompt=prompt, completion=completion, parts=(decoded.data,), score=score)
+        return ScoredCompletion(
+            prompt=prompt,
+            completion=completion,
+            parts=(decoded.data,),
+            score=score,
+            unconfirmed_text=unconfirmed_text(score, decoded.text),
+        )
+
+
+def unconfirmed_text(score: Score, text: str | None) -> str:
+    """`ScoredCompletion.unconfirmed_text` of an answer."""
+    return text or "" if score.confirmed is False else ""

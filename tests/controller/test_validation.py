@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -25,11 +26,11 @@ def sampler_of(**options):
         if draw[1:] == (2, 1):
             raise CompletionLost("no log-probabilities", reason="no_logprobs")
 
-    options = {"tokens": lambda _: (5,)} | options
-    return StandInSampler(wait, correct=lambda draw: random.Random(str(draw)).random() < 0.5, **options)
+    options = {"tokens": lambda _: (5,), "correct": lambda draw: random.Random(str(draw)).random() < 0.5} | options
+    return StandInSampler(wait, **options)
 
 
-def validate(*steps, sampled=None, **validation):
+def validate(*steps, sampled=None, prompts=PROMPTS, metrics=None, **validation):
     """[(pass rate, outcomes, draws)] of the validations of `steps`."""
 
     async def run():
@@ -38,7 +39,7 @@ def validate(*steps, sampled=None, **validation):
         found = []
         for step in steps:
             engines, sampler = Membership.of([StandInEngine(version=step)], version=step), sampler_of(**sampled or {})
-            held_out = HeldOut(recipe, PROMPTS, sampler, metrics=None, progress=None)
+            held_out = HeldOut(recipe, prompts, sampler, metrics=metrics, progress=None)
             axis = {"compute": 0.0, "compute_total": 0.0, "unit": "device_hours"}
             complete = partial(complete_all, pinned=EnginesAtVersion(members=engines, version=step), at_once=16)
             result, outcomes = await held_out.validate(PinnedVersion(step=step, digest="", axis=axis), complete)
@@ -88,3 +89,37 @@ def test_the_variance_within_prompts_leaves_out_what_lies_between_them():
     assert within_variance([[True, False, False], [True, True, True]]) == pytest.approx((2 / 6 + 0) / 2)
     assert within_variance([[True, None], [True, False]]) == 0.5
     assert within_variance([[True], [False]]) is None
+
+
+def audited(share, **options):
+    """The result of a validation in which the second judge confirms a share of the answers."""
+    sampled = {"correct": lambda _: True, "confirmed": lambda draw: draw.group < share * len(PROMPTS)}
+    [(result, _, _)] = validate(0, sampled=sampled, **options)
+    return result
+
+
+def warnings(caplog):
+    return [message for message in caplog.messages if "second judge" in message]
+
+
+def test_a_validation_says_which_share_of_the_paid_is_confirmed_and_shows_two_that_are_not(caplog):
+    result = audited(0.5)
+    assert (result.confirmed_share, result.confirmed_least) == (6 / 11, 0.95)
+    [warning] = warnings(caplog)
+    assert "confirms 54.5 % of the answers that are paid, below 95.0 %" in warning
+    assert warning.count("reference '1': 'text ") == 2 and "'text 2.0'" in warning
+    caplog.clear()
+    assert audited(1.0).confirmed_share == 1.0 and not warnings(caplog)
+    assert validate(0)[0][0].confirmed_share is None, "without a second judge nothing is said"
+
+
+class Earlier:
+    def validations(self):
+        return [{"step": 0, "confirmed_share": None}, {"step": 1, "confirmed_share": 0.6}]
+
+
+@pytest.mark.parametrize(("share", "warned"), [(0.75, False), (0.5, True)])
+def test_where_references_are_expressions_the_share_may_not_fall(share, warned, caplog):
+    expressions = [replace(prompt, answer="2\\sqrt{3}") for prompt in PROMPTS]
+    result = audited(share, prompts=expressions, metrics=Earlier())
+    assert result.confirmed_least == pytest.approx(0.55) and bool(warnings(caplog)) is warned

@@ -1,5 +1,6 @@
 """The sampler of completions, without tokens of a policy."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from rollout_groups import scored
@@ -27,7 +28,7 @@ class StandInSampler:
     """Completions whose tokens, score and duration a test says; they have the engine's versions of begin and end.
 
     wait(engine, draw, priority): until a completion has ended, or raises what it fails with. correct, tokens,
-    logprobs: of a draw. mask, environment: of every completion.
+    logprobs: of a draw; confirmed: what a second judge says of a correct one. mask, environment: of every completion.
     """
 
     def __init__(
@@ -40,9 +41,11 @@ class StandInSampler:
         mask=None,
         reason="",
         environment=(),
+        confirmed=lambda draw: None,
     ):
         self._wait, self._correct, self._tokens, self._logprobs, self._mask = wait, correct, tokens, logprobs, mask
         self._reason, self._environment = reason, environment
+        self._confirmed = confirmed
         self.asked = []
         """(engine, draw) of every completion."""
         self.limits = set()
@@ -77,4 +80,7 @@ class StandInSampler:
             environment=self._environment,
         )
         score = Score(correct=correct, reward=1.0 if correct else -1.0, reason=self._reason)
-        return scored(rollout, score, prompt)
+        if correct:
+            score = replace(score, confirmed=self._confirmed(draw))
+        text = f"text {draw.group}.{draw.index}" if score.confirmed is False else ""
+        return replace(scored(rollout, score, prompt), unconfirmed_text=text)

@@ -59,3 +59,12 @@ def test_each_of_many_validations_counts():
 )
 def test_what_is_too_little(given, options):
     assert outlook(given, **options) is None
+
+
+@pytest.mark.slow
+def test_a_forecast_of_unconfirmed_rewards_says_so():
+    audited = [row | {"confirmed_share": 0.4, "confirmed_least": 0.95} for row in rows()[:9]]
+    line = outlook(audited, steps=100).line()
+    assert "; the second judge confirms 40% of the paid answers of step 40, and a curve of unconfirmed" in line
+    confirmed = [row | {"confirmed_share": 0.96} for row in audited]
+    assert "second judge" not in outlook(confirmed, steps=100).line()

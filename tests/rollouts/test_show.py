@@ -1,5 +1,7 @@
 """The viewer prints one completion with forced tokens and policy versions marked, with and without colour."""
 
+from dataclasses import replace
+
 import pytest
 from command_line import command
 from journals import write_journal
@@ -24,6 +26,18 @@ def group(group_id):
     prompt = Prompt(prompt_id="p", text="7;+2=", answer="9", token_ids=(1, 13, 20, 16, 8, 19, 3))
     scores = (Score(correct=True, reward=1.0), Score(correct=False, reward=-1.0))
     return group_of((natural, forced), scores, prompt=prompt, group_id=group_id), (natural, forced)
+
+
+def test_what_is_paid_and_not_confirmed_is_shown(tmp_path, capsys):
+    listed, rollouts = group(0)
+    denied = replace(listed, scores=(listed.scores[1], Score(correct=True, reward=1.0, confirmed=False)))
+    write_journal(tmp_path, groups=[(denied, rollouts), group(1)], batches=[])
+    save_tokenizer(tmp_path / "policy")
+    (tmp_path / "recipe.yaml").write_text(f"policy:\n  path: {tmp_path / 'policy'}\n")
+    assert main([str(tmp_path), "--unconfirmed"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("group      0,") and out[1].startswith("completion 1 of 2")
+    assert out[2] == "reward     +1 (paid, and not confirmed by the second judge), reference 9"
 
 
 def batches():
