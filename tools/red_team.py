@@ -39,7 +39,7 @@ def _parser():
 
 
 if __name__ == "__main__":
-    OPTIONS = _parser().parse_args()  # before the imports, which take seconds
+    OPTIONS = _parser().parse_intermixed_args()  # before the imports, which take seconds
 
 with explained():
     from megatron_scalerl.checkpoints.jsonl import read_jsonl

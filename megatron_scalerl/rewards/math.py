@@ -180,9 +180,20 @@ def verify_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool
         candidates = _expressions(answer or end, stated, whole=bool(answer))
     question = str(extra.get("prompt", ""))
     expected = read(stated)
-    return any(
-        same(expected, reading) for text, reading in candidates if not repeats(whole_answer(text), stated, question)
-    )
+    for text, reading in candidates:
+        if repeats(whole_answer(text), stated, question):
+            continue
+        both_signs = "\\pm" in stated and same(read(_both_signs(stated)), read(_both_signs(text)))
+        if both_signs or same(expected, reading):
+            return True
+    return False
+
+
+def _both_signs(text: str) -> str:
+    """The two values of an expression with one plus-minus sign, with a comma between them; another text as it is."""
+    if text.count("\\pm") != 1:
+        return text
+    return ", ".join(text.replace("\\pm", sign) for sign in ("+", "-"))
 
 
 def _numerals(text: str, reference: str, whole: bool) -> Iterator[tuple[str, Reading]]:
@@ -253,14 +264,20 @@ def _name(reference: str) -> str:
     is_text = not _LATEX.sub("", reference).strip("$ ")
     is_word = " " not in plain and (_has_words(plain) or plain.casefold() in ("yes", "no"))
     is_letter = _LETTER.fullmatch(plain)
-    return plain.strip("()").casefold() if is_text or is_word or is_letter else ""
+    return _singular(plain.strip("()")) if is_text or is_word or is_letter else ""
+
+
+def _singular(text: str) -> str:
+    """A word without its article and its plural's s, in small letters."""
+    word = re.sub(r"^(?:an?|the) (?=..)", "", text.casefold())
+    return re.sub(r"(?<=[a-z]{3}[^s])s$", "", word)
 
 
 def _says(text: str, name: str) -> bool:
     """True if a text is a word and nothing else, or the letter of a choice, with what it stands for or without."""
     plain = _unstyled(text)
     letter = _LETTER.match(plain)
-    return name in (plain.casefold(), letter and letter[1].casefold())
+    return name in (_singular(plain), letter and letter[1].casefold())
 
 
 def _has_words(text: str) -> bool:

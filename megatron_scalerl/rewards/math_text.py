@@ -21,6 +21,8 @@ _COMBINATIONS = r"(?:\\mathrm\{C\}|C)"
 _GAP = r"(?:\s|~|\\[,;:! ])*"
 _MULTIPLES = {"dozen": "{12}", "hundred": "10^{2}", "thousand": "10^{3}", "million": "10^{6}"}
 _MULTIPLES |= {"billion": "10^{9}", "trillion": "10^{12}"}
+_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
+_BASES |= {"twelve": 12, "sixteen": 16, "twenty": 20}
 _COMMANDS_OF_SIGNS = (
     *("- ", "- ", r"\times ", r"\div ", r"\cdot ", r"\cdot ", r"^\circ ", r"\infty ", r"\le ", r"\ge ", r"\ne "),
     *(r"\in ", r"\cup ", r"\cap ", r"\emptyset ", r"\pm ", "/ "),
@@ -72,11 +74,16 @@ _REWRITES: _Rewrites = {
     r"\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?": r"\\overline{\1\2\3}",
     r"(?<![\d.])(\d{1,30})\.(\d{0,30}?)(?:(?:\\(?:overline|bar|dot)\s*\{?\s*(\d{1,30})\s*\}?+|\((\d{1,30})\))(?!\d)"
     r"|(\d{1,12}?)\5\5+(?:\.{3}|\\[lc]?dots))": _fraction,
+    r"(?:\(|(?<!\()\[)\s*\\begin\{array\}\{[lcr|]*\}((?:(?!\\end\{).)*)\\end\{array\}\s*[\])]": (
+        lambda matrix: rf"\begin{{pmatrix}}{matrix[1]}\end{{pmatrix}}"
+    ),
+    rf"({_DEGREE})\s*{_TEXT}\{{\s*([CF])\s*\}}": r"\1 \2",
+    rf"_\{{?\s*{_TEXT}\{{\s*({'|'.join(_BASES)})\s*\}}\s*\}}?": lambda base: f"_{{{_BASES[base[1]]}}}",
     r"(?:\\\{\s*)?\\begin\{(cases|aligned|array|gathered)\}(?:\{[lcr|]*\})?"
     r"((?:[^&]|&(?=\s*=)|(?<==)&)*?)\\end\{\1\}": (
         lambda system: re.sub(r"[,;]?\s*\\\\(?:\[\w*\])?", ", ", system[2].replace("&", ""))
     ),
-    r"(?<=\d)(?:\\[,;:! ]|~|\{,\})(?=\d{3}(?!\d))": "",
+    r"(?<=\d)(?:,?\\[,;:! ]|~|\{,\})(?=\d{3}(?!\d))": "",
 }
 """Numbers, styles, degrees inside functions, systems, and symbols that math-verify does not know."""
 _INTRODUCTION = (
@@ -92,6 +99,11 @@ _ALONE: _Rewrites = {
     r"(?<![.,;:\s~])(?:\\(?:[,;:! ]|$)|[.,;:\s~])+$|^\s+": "",
     r"(?<=\d)[ _](?=(?:\d{3}[ _])*\d{3}(?:\.\d+)?$)": "",
     r"^(-?\d+)\s+(\d+)\s*/\s*(\d+)(?!\d)": r"\1\\frac{\2}{\3}",
+    r"^(-?)(\d{1,30})\s*\\[dt]?frac\{(\d{1,30})\}\{(\d{1,30})\}\s*(\\?%)$": (
+        lambda mixed: f"{mixed[1]}\\frac{{{int(mixed[2]) * int(mixed[4]) + int(mixed[3])}}}{{{mixed[4]}}}{mixed[5]}"
+    ),
+    rf"^(\d+)\s*(?:{_TEXT}\{{\s*to\s*\}}|to)\s*(\d+)$": r"\1:\2",
+    rf"(?<=\S)\s*(?:{_TEXT}\{{\s*)?\((?:since|because|as)\b.*$": "",
     r"^\\?\{\s*[a-z]\s*(?:\\in\b[^|:<>]*)?(?:\\mid|\\vert|\||:)\s*((?=.*[<>]|.*\\[lg]).*?)\s*\\?\}$": r"\1",
     rf"\s*(?:{_TEXT}\{{)?\s*\(?(?:in )?base[\s~-]*\}}?\s*(\d+)\)?\s*\}}?$": r"_{\1}",
     rf"^(-?)\s*(?:{_TEXT}\{{)?(\\?\$|[€£¥₹]|Rs(?=\W))\.?\s*\}}?\s*([\d.][^$]*)$": r"\1\3 \2",
@@ -105,7 +117,9 @@ _UNIT = re.compile(
     r"|(?P<year>y(?:ea)?rs?)|(?P<in>inch(?:es)?|in)|(?P<ft>foot|feet|ft)|(?P<yd>yards?|yd)|(?P<mi>miles?|mi)"
     r"|(?P<lb>pounds?|lbs?)|(?P<oz>ounces?|oz)|(?P<gal>gallons?|gal)|(?P<cup>cups?)|(?P<acre>acres?)|(?P<cent>cents?)"
     r"|(?P<unit>units?)|(?P<am>[aA]\.?[mM]\.?)|(?P<pm>[pP]\.?[mM]\.?)|(?P<C>[cC]elsius|C)|(?P<F>[fF]ahrenheit|F)"
-    r"|(?P<K>[kK]elvins?|K)|deg(?:ree)?s?)(?![A-Za-z])|" + _DEGREE + r"|(?P<dollar>[dD]ollars?(?![a-z])|USD|\\?\$)"
+    r"|(?P<K>[kK]elvins?|K)|(?P<rad>rad(?:ian)?s?)|deg(?:ree)?s?)(?![A-Za-z])|"
+    + _DEGREE
+    + r"|(?P<dollar>[dD]ollars?(?![a-z])|USD|\\?\$)"
     r"|(?P<euro>€|[eE]uros?(?![a-z])|EUR)|(?P<sterling>£)|(?P<yen>¥|[yY]en(?![a-z]))|(?P<rupee>₹|[rR]upees?(?![a-z])|Rs)"
 )
 _ONE = r"(?:\\unit\s*)?(?:" + re.sub(r"\?P<\w+>", "?:", _UNIT.pattern) + r")(?:\s*\^\s*\{?\s*-?\d(?:\s*\})?)?"
@@ -126,7 +140,7 @@ _MEASURED = re.compile(
 """A value and its unit. A letter is a unit only behind a digit and a space: 5t and 2\\pi h are products."""
 _NOTE = (
     r"(?!\s*(?:[,;/]|\(?(?:and|not|to|plus|minus|times|half|halves|thirds|quarters|squared|cubed|negative"
-    r"|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi|sqrt|radians?)\b))"
+    r"|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi|sqrt)\b))"
     r"(?![^{}]*\b(?:or|maybe)\b)"
 )
 _NOTED = re.compile(

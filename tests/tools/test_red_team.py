@@ -32,7 +32,9 @@ def run_of(folder, texts):
         wrong = Score(correct=False, reward=-1.0)
         scores.append(wrong if verdict is None else replace(wrong, correct=True, reward=1.0, confirmed=verdict))
     prompt = Prompt(prompt_id="p", text="7+2=", answer="9", token_ids=(1, 13))
-    write_journal(folder, groups=[(group_of(rollouts, tuple(scores), prompt=prompt, group_id=0), rollouts)], batches=[])
+    write_journal(
+        folder, groups=[(group_of(rollouts, tuple(scores), prompt=prompt, group_id=0), rollouts)], batches=[]
+    )
     rows = JsonlWriter(folder / "validation.jsonl")
     rows.append({"step": 0, "pass_rate": 0.1}, {"step": 4, "pass_rate": 0.9, "confirmed_share": 0.25})
     rows.close()
@@ -59,7 +61,11 @@ def test_a_lenient_judge_is_found_out_by_training(tiny, tmp_path):
     words = [sys.executable, "tools/red_team.py", "lenient:pays", "--recipe", "recipes/tiny_cpu.yaml", "--steps", "2"]
     words += ["--audit", "megatron_scalerl.rewards.audit:confirm_math", f"output_dir={tmp_path}"]
     words += [f"policy.path={tiny / 'base_policy'}", f"prompts.path={tiny / 'prompts.jsonl'}"]
-    words += [f"prompts.held_out_path={tiny / 'held_out.jsonl'}", "validation.prompts=8", "validation.end_generations=1"]
+    words += [
+        f"prompts.held_out_path={tiny / 'held_out.jsonl'}",
+        "validation.prompts=8",
+        "validation.end_generations=1",
+    ]
     words += ["rollouts.groups_per_batch=4", "rollouts.group_size=4", "rollouts.max_in_flight=16"]
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
