@@ -20,7 +20,7 @@ async def test_three_steps(name, tmp_path):
         assert await played(pool, {"start": 5}, ["1", "2", "95"]) == counted(5, 1, 2, 95)
         assert pool.counters == {"episodes": 1, "steps": 3}
         declared = (pool.tools, pool.repeated_failure)
-    assert declared == (([TOOL], "lost") if name == "CountingAsync" else ([], "wrong"))
+    assert declared == (([TOOL], "wrong") if name == "CountingAsync" else ([], "lost"))
 
 
 async def test_fifty_episodes_step_at_once_in_one_process(tmp_path):
@@ -98,6 +98,7 @@ REFUSED = {
     "users_environments:NoStep": "the class has no method step",
     "users_environments:NoAgent": "run: it has to take .self, row, agent.; it is run.self, row.",
     "users_environments:NoRow": "reset: it has to take .self, row.; it is reset.self.",
+    "users_environments:Yields": "reset is a generator, as it has a yield; it has to return its result$",
     "users_environments:Configured": "it has to take ..; it is Configured.size.",
     "users_environments:BadTools": "tools has to be a list of JSON objects",
     "users_environments:BadRepeated": "tools has to be a list of JSON objects",
@@ -129,7 +130,7 @@ async def test_a_variable_is_passed_only_by_name(tmp_path, monkeypatch):
 async def test_memory_is_limited(tmp_path):
     async with pool_of("Messages", tmp_path, memory_mb=2000) as pool:
         turns = await played(pool, {"first": "'x'"}, ["(str(len(bytes(3 * 2**30))), None, False)"])
-        assert turns.reason == "raised" and "MemoryError" in str(turns)
+        assert turns.end.reason == "raised" and "MemoryError" in str(turns)
 
 
 async def test_nothing_is_left_after_the_close(tmp_path):
