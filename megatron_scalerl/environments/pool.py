@@ -42,6 +42,7 @@ import itertools
 import logging
 import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -69,7 +70,7 @@ from megatron_scalerl.record import record
 from megatron_scalerl.rewards import outages
 from megatron_scalerl.rewards.pool import WAITING_SHARE, child_environment, default_workers
 from megatron_scalerl.rewards.worker import MOST_REWARD
-from megatron_scalerl.types import ENDS, EpisodeEnd
+from megatron_scalerl.types import ENDS, EpisodeEnd, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -539,6 +540,28 @@ class Episode:
             self.process.episodes.discard(self)
             self.process.send(encoded(Request(number=0, episode=self._number)))
             self.process = None
+
+
+async def try_out(section: EnvironmentSection, prompt: Prompt) -> None:
+    """Play the begin of an episode, with the reference and an empty text. Raises ValueError for what is no turn.
+
+    An agent is not tried, as it needs a policy.
+    """
+    if str(section.name).startswith("verifiers:"):
+        return
+    section = section.model_copy(update={"workers": 1})
+    with tempfile.TemporaryDirectory() as logs:
+        async with EnvironmentPool(section, logs=Path(logs)) as pool:
+            [process] = pool._processes
+            for text in () if pool.agent else (prompt.answer, ""):
+                async with pool.episode(prompt.row) as episode:
+                    try:
+                        await episode._try(None, process)
+                        await episode._try(Response(text=text), process)
+                    except EnvironmentFailed as failure:
+                        if failure.end.reason == "invalid":
+                            line = str(failure).strip().splitlines()[-1].removeprefix(f"{pool.subject}: ")
+                            raise ValueError(f"{pool.subject}: what it returns is no turn: {line}") from None
 
 
 def _turn(data: bytes, *, first: bool) -> Turn:

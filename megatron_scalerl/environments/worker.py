@@ -154,6 +154,8 @@ def _turn(result: Any, name: str) -> dict[str, Any]:
         result = (result, None, False)
     elif name == "run":
         result = ([], result, True)
+    if isinstance(result, tuple) and len(result) == 5:
+        raise ValueError(f"{name} returned five values, as Gymnasium's does; it has to return messages, reward, done")
     messages, reward, done = result
     if isinstance(messages, str):
         messages = {"role": "user", "content": messages}

@@ -81,27 +81,6 @@ async def test_a_step_that_kills_its_process_is_repeated_for_its_episode_alone(t
         assert pool.counters["died"] == 1
 
 
-async def test_an_episode_that_waits_goes_on_beside_six_that_kill_their_process(tmp_path):
-    async with pool_of("Counting", tmp_path) as pool:
-        await others(pool, 30)
-        async with pool.episode({"start": 7}) as waiting:
-            await waiting.reset()
-            calls = [played(pool, {"start": n}, ["1", "exit" if n < 6 else "2"]) for n in range(10)]
-            *killers, a, b, c, d = await asyncio.gather(*calls)
-            assert [a, b, c, d] == [counted(n, 1, 2) for n in range(6, 10)]
-            assert {killer.end.reason for killer in killers} == {"died"}
-            turn = await waiting.step(Response(text="1"))
-            assert turn.messages[0]["content"] == "now 8"
-
-
-async def test_a_death_that_does_not_repeat_fails_nobody(tmp_path):
-    async with pool_of("Counting", tmp_path) as pool:
-        turns = await played(pool, {"start": 3}, ["1", f"once {tmp_path / 'died'}", "1"])
-        assert turns == ["begin at 3", ("now 4", 4.0, False), ("after once", None, False), ("now 5", 5.0, False)]
-        # a replay where the call was tried alone, one for the next call
-        assert pool.counters == {"episodes": 1, "steps": 3, "replays": 2, "restarts": 1}
-
-
 @pytest.mark.slow
 async def test_a_step_that_hangs_in_a_thread_costs_its_process(tmp_path):
     async with pool_of("Counting", tmp_path, timeout_s=2.0) as pool:
@@ -213,11 +192,19 @@ async def test_processes_that_an_episode_has_spoiled_are_left_to_the_last(tmp_pa
         assert pool.counters["restarts"] == 0
 
 
-async def test_a_process_in_which_all_fails_is_replaced(tmp_path):
+async def test_a_process_in_which_all_fails_that_succeeds_elsewhere_is_replaced_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(pools, "MOST_FAILURES", 3)
     async with pool_of("Spoiling", tmp_path, workers=1) as pool:
         assert (await played(pool, {}, ["spoil"])).end.reason == "raised"
-        assert await played(pool, {}, ["1"]) == counted(0, 1)
-        assert pool.counters["restarts"] == 1
+        [process] = pool._processes
+        pending = process.pending[-1] = asyncio.get_running_loop().create_future()
+        assert await asyncio.gather(*(played(pool, {"start": n}, ["1"]) for n in range(3))) == [
+            counted(n, 1) for n in range(3)
+        ]
+        line = "environment-0: replaced after 3 failures in a row, the last: OSError: Too many open files"
+        assert str(await pending) == line
+        # the extra one, which the first episode has spoiled, and this one
+        assert await played(pool, {}, ["1"]) == counted(0, 1) and pool.counters["restarts"] == 2
 
 
 async def test_what_is_no_turn_is_invalid(tmp_path, monkeypatch):
@@ -231,12 +218,6 @@ async def test_what_is_no_turn_is_invalid(tmp_path, monkeypatch):
         assert (await played(pool, {"first": "'x' * 2**21"}, [])).end.reason == "oversized"
         assert (await played(pool, {"first": "'x'"}, ["('x' * 2**21, None, False)"])).end.reason == "oversized"
         assert pool.counters["restarts"] == 0
-
-
-async def test_an_outage_for_all_is_nobodys_own(tmp_path):
-    async with pool_of("Counting", tmp_path) as pool:
-        calls = [played(pool, {"start": n}, ["1", "refused"]) for n in range(30)]
-        assert [facts(failure) for failure in await asyncio.gather(*calls)] == [("unavailable", False)] * 30
 
 
 async def test_the_pool_ends_where_only_failures_are_left(tmp_path, monkeypatch):

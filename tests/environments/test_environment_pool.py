@@ -10,8 +10,11 @@ from own_processes import own_processes
 from users_environments import TOOL
 from waiting import until
 
-from megatron_scalerl.environments.pool import EnvironmentFailed, EnvironmentPool
+from megatron_scalerl.environments.pool import EnvironmentFailed, EnvironmentPool, try_out
 from megatron_scalerl.environments.response import Response, ToolCall
+from megatron_scalerl.types import Prompt
+
+PROMPT = Prompt(prompt_id="p", text="True", answer="7", token_ids=(1,), extra={"first": "'x'"})
 
 
 @pytest.mark.parametrize("name", ["Counting", "CountingAsync"])
@@ -125,6 +128,21 @@ async def test_a_variable_is_passed_only_by_name(tmp_path, monkeypatch):
             assert (await played(pool, {"first": "'x'"}, [text]))[1] == (value, None, False)
     with pytest.raises(ValueError, match="the environment variable 'UNSET_KEY' is not set"):
         EnvironmentPool(section("Counting", variables=("UNSET_KEY",)), logs=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("Gymnasium", "step returned five values, as Gymnasium's does"), ("DoneNumber", "Expected `bool`, got `int`")],
+)
+async def test_a_class_that_returns_no_turn_is_refused_before_the_run(name, problem):
+    with pytest.raises(ValueError, match="what it returns is no turn: .*" + problem) as refused:
+        await try_out(section(name), PROMPT)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["Counting", "Messages", "Runs"])
+async def test_a_class_that_returns_turns_or_raises_is_not_refused(name):
+    await try_out(section(name), PROMPT)
 
 
 async def test_memory_is_limited(tmp_path):

@@ -149,6 +149,16 @@ class Yields(Counting):
         yield "x"
 
 
+class Gymnasium(Counting):
+    def step(self, response):
+        return "x", 0.0, False, False, {}
+
+
+class DoneNumber(Counting):
+    def step(self, response):
+        return "x", 0.0, 1
+
+
 class NoAgent:
     def run(self, row):
         return True
