@@ -226,6 +226,41 @@ class Score:
     confirmed: bool | None = None
     """Whether the second judge (recipe: validation.audit) confirms a correct answer; None where it was not asked, or
     gave no verdict."""
+    problem: str = field(default="", compare=False)
+    """End of the traceback with which the environment of an episode failed that is paid as wrong."""
+
+
+@record
+class EpisodeEnd:
+    """How an episode ended: who ended it, and whether it is paid. `ENDS` has the ends by their reasons.
+
+    Produced by `environments.pool`, for a limit by `rollouts.episodes`.
+
+    Example:
+        >>> (ENDS["raised"].by, ENDS["raised"].paid, ENDS["truncated"].by)
+        ('class', False, 'limit')
+    """
+
+    by: Literal["environment", "limit", "class", "world", "row"]
+    """environment: it said that the episode is done. limit: of the recipe. class: its code failed, as actions of the
+    policy may make it. world: what the class waits for, and its processes. row: no episode of it can begin."""
+    reason: str
+    """One word; a lost episode is counted as environment_REASON."""
+    paid: bool = False
+    """Whether the episode is in its group, with a verdict, as truncated or as wrong; else it is lost."""
+
+
+ENDS: Mapping[str, EpisodeEnd] = {
+    end.reason: end
+    for end in (
+        EpisodeEnd(by="environment", reason="done", paid=True),
+        EpisodeEnd(by="limit", reason="truncated", paid=True),
+        *(EpisodeEnd(by="class", reason=reason) for reason in ("raised", "invalid", "oversized", "silent")),
+        *(EpisodeEnd(by="world", reason=reason) for reason in ("unavailable", "hung", "died", "changed", "time")),
+        *(EpisodeEnd(by="row", reason=reason) for reason in ("prompt", "template")),
+    )
+}
+"""All ends by their reasons, as docs/environments.md has them; a call that hung while it computed is by the class."""
 
 
 @record

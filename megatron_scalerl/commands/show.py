@@ -130,6 +130,8 @@ def show(console: Console, group: dict[str, Any], index: int, tokenizer: Any) ->
     }
     if rollout["turns"] > 1:
         lines["turns"] = f"{rollout['turns']}, {rollout['environment_tokens']} tokens of the environment"
+    if score["problem"]:
+        lines["failure"] = printable(score["problem"])
     for name, value in lines.items():
         console.print(Text.assemble((f"{name:<11}", "bold"), value))
     console.print(Text.assemble(("prompt     ", "bold"), (decode(tokenizer, prompt["token_ids"]), "dim")))

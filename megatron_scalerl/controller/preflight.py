@@ -3,6 +3,7 @@
 Every check fails with a one-line error and leaves no files behind.
 """
 
+import asyncio
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatron_scalerl.checkpoints.weight_map import check_weights
+from megatron_scalerl.environments.pool import try_out
 from megatron_scalerl.evaluation.inputs import EvaluationInputs, evaluation_inputs
 from megatron_scalerl.launch.local_server import bind_server
 from megatron_scalerl.plan.settings import Settings, check_settings
@@ -85,6 +87,8 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
         _check_host(recipe)
     check_weights(recipe.policy.path)
     prompts = checked_prompts(settings.recipe, settings.tokenizer)
+    if on_this_host and recipe.environment.name is not None:
+        asyncio.run(try_out(recipe.environment, prompts.training[0]))
     evaluation = evaluation_inputs(settings.recipe, settings.tokenizer, prompts.training)
     return Inputs(**vars(settings), prompts=prompts, evaluation=evaluation)
 

@@ -4,8 +4,9 @@
 
 Life of a process: it is started with the pool, or when the next episode needs it. One that exits, or sends something
 else than the replies to its calls, is killed with its children, as is one that has not answered GRACE_S after
-the time limit of a call, and one in which MOST_FAILURES calls in a row failed. A coroutine is cancelled at the limit,
-and its process lives on.
+the time limit of a call, and one in which MOST_FAILURES calls in a row failed that succeeded in another process: an
+episode has spoiled it. An outage, which fails everywhere, ends none. A coroutine is cancelled at the limit, and its
+process lives on.
 
 Life of a call: an episode without a process, at first or because its process ended while it waited, goes to the one
 with the fewest episodes, of those whose last call did not fail. It is reset there, and its earlier responses are
@@ -20,12 +21,11 @@ A class with `run` has one call, which may take as long as its agent asks the po
 responses to replay: it begins anew, and its session answers what it asked before. It is tried alone after two ends of
 its process, as a run takes minutes, and there are as many extra processes as others.
 
-After its last try an episode fails. Its failure is its own (`repeated`) where nearly all other tries succeed
-(`rewards.outages`). Others are the tries of other rows, and the successful ones of its row; a try that ended with a
-process in which other calls were outstanding does not count. With fewer than ENOUGH others on record, as in the first
-minute of a run, no failure is an episode's own, and its caller begins it anew: an outage is paid to nobody. Nor does
-the run hang: after MAX_UNAVAILABLE episodes in a row that failed, or if more than half of the last RECENT did, the
-pool ends, and every call raises RuntimeError.
+After its last try an episode fails, and is lost: no share of failures tells an outage from a policy that breaks its
+tool. The exception is a class that says `repeated_failure = "wrong"`. There the last try is made alone in a fresh
+process, and a failure of the class (`types.ENDS`) that repeats the one before is paid as wrong, while fewer than half
+of the latest episodes of other rows have failed. Where more than half of the latest episodes are lost, the pool ends,
+and every call raises RuntimeError (`environments.episode_record`).
 
 An environment is not trusted. It has the rights of its user, as there is no sandbox, and it can disturb the other
 episodes of its process, answer for them, and fill its log. The protocol leads to no other process: the controller
@@ -39,8 +39,10 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
+import logging
 import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -49,6 +51,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from megatron_scalerl.environments.episode_record import EpisodeRecord
 from megatron_scalerl.environments.response import Agent, Message, Response
 from megatron_scalerl.environments.worker import (
     ERROR_CHARS,
@@ -65,37 +68,35 @@ from megatron_scalerl.processes.worker_pool import Program, Worker, end_of
 from megatron_scalerl.recipe.sections import EnvironmentSection
 from megatron_scalerl.record import record
 from megatron_scalerl.rewards import outages
-from megatron_scalerl.rewards.pool import child_environment, default_workers
+from megatron_scalerl.rewards.pool import WAITING_SHARE, child_environment, default_workers
 from megatron_scalerl.rewards.worker import MOST_REWARD
+from megatron_scalerl.types import ENDS, EpisodeEnd, Prompt
+
+logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
 """Time for a process to report that a coroutine was cancelled (s)."""
 START_TIMEOUT_S = 300.0
-ENOUGH = 20
-"""Tries of others on record before a failure can be an episode's own."""
 MOST_FAILURES = 5
-"""Calls of a process in a row that failed, after which it is replaced: an episode may have spoiled it."""
+"""Calls of a process in a row that failed there and succeeded elsewhere, after which it is replaced."""
 REPLY_BYTES = TURN_BYTES + 2**16
 """Most bytes of a line that a process sends."""
 PAUSED = ("unavailable", "hung")
 """Failures that may pass with time."""
+SHOWN_CHARS = 500
+"""Characters of a row, and of what the policy did, in a warning."""
 
 
 class EnvironmentFailed(RuntimeError):
-    """An episode cannot go on. `reason` in one word, `repeated`: whether it failed because of its own actions.
+    """An episode cannot go on; `end` says who ended it, and whether it is paid.
 
-    reason: raised; unavailable (what the environment asks); invalid or oversized (what it returned); hung; died (its
-    process); changed (a replay gave something else); prompt, template, time, silent (`rollouts.episodes`).
+    The policy's own failure is `paid`, as wrong, by a class that says so.
     """
 
-    def __init__(self, problem: str, *, reason: str, ended: bool = False, alone: bool = True):
+    def __init__(self, problem: str, *, reason: str):
+        """reason: of an end in `ENDS` that is not paid."""
         super().__init__(problem)
-        self.reason = reason
-        self.repeated = False
-        self.ended = ended
-        """Whether its process ended."""
-        self.alone = alone
-        """Whether nothing but its episode can be the cause."""
+        self.end: EpisodeEnd = ENDS[reason]
 
 
 Outcome = Reply | EnvironmentFailed
@@ -124,6 +125,9 @@ class Session(Protocol):
     async def silent(self) -> None:
         """Return once the agent has asked nothing for environment.timeout_s."""
 
+    def responses(self) -> Sequence[str]:
+        """The answers that the last try got, none if it did not ask all that earlier ones had asked."""
+
 
 Argument = Response | Session | None
 """Of a call: of step; of run; None: of reset, or of run, the row."""
@@ -143,6 +147,10 @@ class _Process(Worker):
         self._started = False
         self.failures = 0
         """Calls in a row that failed."""
+        self.spoiled = 0
+        """Those of them that then succeeded in another process, each after the one before had."""
+        self._spoiled_s = 0.0
+        """When the last one of those succeeded there (time of the loop)."""
 
     async def ready(self) -> None:
         """Start the process unless it runs. Raises EnvironmentFailed."""
@@ -153,7 +161,7 @@ class _Process(Worker):
                 await self.start()
             except (ValueError, OSError, ProcessDied) as problem:
                 line = str(problem).partition(LOG_END)[0]
-                raise EnvironmentFailed(line, reason="unavailable", alone=False) from None
+                raise EnvironmentFailed(line, reason="unavailable") from None
             reader, self._writer = await asyncio.open_unix_connection(sock=self.detach(), limit=REPLY_BYTES)
             self._reading = asyncio.create_task(self._read_replies(reader, self._writer))
             if self._started:
@@ -172,11 +180,11 @@ class _Process(Worker):
         outcome = await asyncio.shield(asyncio.create_task(self._outcome(request, reply, session)))
         if isinstance(outcome, EnvironmentFailed):
             raise outcome
-        if outcome.failure != "unavailable":  # an outage of what it asks does not spoil a process
-            self.failures = self.failures + 1 if outcome.failure else 0
-        if self.failures == MOST_FAILURES:
-            await self.end()
+        if not outcome.failure:
             self.failures = 0
+            self.spoiled = 0
+        elif outcome.failure != "unavailable":  # an outage of what it asks does not spoil a process
+            self.failures += 1
         return outcome
 
     def send(self, request: bytes) -> None:
@@ -184,23 +192,45 @@ class _Process(Worker):
         if self._writer is not None:
             self._writer.write(request + b"\n")
 
-    async def end(self, hung: int | None = None) -> None:
-        """Kill the process; its calls fail, its episodes leave it. hung: number of a call that exceeded its limit."""
+    async def succeeded_elsewhere(self, failure: EnvironmentFailed, begun_s: float) -> None:
+        """Note that a call which failed here has succeeded in another process; replace this one after several.
+
+        begun_s: of the call that failed. Calls that failed together count once: an outage may have ended.
+        """
+        if begun_s < self._spoiled_s:
+            return
+        self._spoiled_s = asyncio.get_running_loop().time()
+        self.spoiled += 1
+        if self.spoiled == MOST_FAILURES:
+            last = str(failure).strip().splitlines()[-1]
+            await self.end(why=f"replaced after {MOST_FAILURES} failures in a row, the last: {last}")
+
+    async def end(self, hung: int | None = None, *, computing: bool = False, why: str = "") -> None:
+        """Kill the process; its calls fail, its episodes leave it.
+
+        hung: number of a call that exceeded its limit, `computing` or not. why: the cause, if it is the pool's.
+        """
         pending = self.pending
         self.pending = {}
+        self.failures = 0
+        self.spoiled = 0
         for episode in self.episodes:
             episode.process = None
         self.episodes.clear()
         if self._writer is not None:
             self._writer.transport.abort()
             self._writer = None
-        alone = len(pending) == 1
-        end = end_of(await self.kill())
+        code = await self.kill()
+        end = why or end_of(code)
         if hung is not None:
             end = f"no answer within {self._program.timeout_s:g} s"
         for number, reply in pending.items():
-            reason = "hung" if number == hung else "died"
-            reply.set_result(EnvironmentFailed(f"{self.name}: {end}", reason=reason, ended=True, alone=alone))
+            failure = EnvironmentFailed(f"{self.name}: {end}", reason="died")
+            if number == hung:
+                failure = EnvironmentFailed(f"{self.name}: {end}", reason="hung")
+                if computing:
+                    failure.end = replace(failure.end, by="class")
+            reply.set_result(failure)
         pending.clear()
 
     async def close(self) -> None:
@@ -210,17 +240,23 @@ class _Process(Worker):
 
     async def _outcome(self, request: Request, reply: asyncio.Future[Outcome], session: Session | None) -> Outcome:
         """What became of a call."""
-        limit_s = self._program.timeout_s + GRACE_S
+        limit_s = self._program.timeout_s
         if session is not None:
-            limit_s = GRACE_S
+            limit_s = 0.0
             async with race(asyncio.shield(reply), session.silent()):
                 self.send(encoded(Request(number=0, episode=request.episode)))
-        try:
+        with contextlib.suppress(TimeoutError):
             async with time_limit(limit_s):
                 return await asyncio.shield(reply)
+        used_s = self._processor_s()
+        try:
+            async with time_limit(GRACE_S):
+                return await asyncio.shield(reply)
         except TimeoutError:
+            used_s = self._processor_s() - used_s
             if request.number in self.pending:
-                await self.end(hung=request.number)
+                computing = len(self.episodes) == 1 and used_s >= WAITING_SHARE * GRACE_S
+                await self.end(hung=request.number, computing=computing)
         return await reply
 
     async def _read_replies(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -247,8 +283,10 @@ class EnvironmentPool:
         self.counters: Counter[str] = Counter()
         self.numbers = itertools.count()
         """Of episodes in their processes, and of calls."""
-        self.outages = outages.Outages("episodes", enough=ENOUGH)
         self.subject = f"environment.name {section.name!r}"
+        self.record = EpisodeRecord(self.subject)
+        self.shown: set[str] = set()
+        """Reasons of failures of which one was warned of that is paid."""
         assert section.name is not None
         paths = tuple(os.fsencode(path) for path in sys.path)
         setup: Setup = (section.name, paths, section.memory_mb, section.timeout_s)
@@ -265,7 +303,7 @@ class EnvironmentPool:
         count = section.workers or default_workers()
         self._processes = [_Process(f"environment-{n}", program, self.counters) for n in range(count)]
         self.extra = [_Process(f"environment-{count + n}", program, self.counters) for n in range(count)]
-        """For calls that may end their process; for steps the first alone."""
+        """For calls that are made alone; for steps the first, unless their failures may be wrong."""
         self.alone: asyncio.Queue[_Process] = asyncio.Queue()
         """Those of `extra` that no call uses. Filled at the start."""
 
@@ -282,7 +320,10 @@ class EnvironmentPool:
             raise
         declared = msgspec.json.decode(self._processes[0].greeting, type=Declared)
         self.tools, self.repeated_failure, self.agent = declared
-        for process in self.extra[: None if self.agent else 1]:
+        extra = self.extra
+        if not self.agent and self.repeated_failure == "lost":
+            extra = extra[:1]
+        for process in extra:
             self.alone.put_nowait(process)
         return self
 
@@ -326,9 +367,12 @@ class Episode:
         self._pool = pool
         self._row = row
         self._key = hashlib.sha256(encoded(row)).digest()
+        self._fate = pool.record.begun(self._key)
         self._number = 0
         """In its process."""
         self._failed = False
+        self._process_died = False
+        """Whether its process ended during the last try."""
         self._past: list[tuple[Argument, bytes]] = []
         """Calls so far, beginning with reset, and digests of what they returned."""
 
@@ -339,10 +383,10 @@ class Episode:
         self._leave()
         if self._failed:
             return
-        if problem is None:
-            self._pool.outages.ended("")
-        if isinstance(problem, EnvironmentFailed) and problem.reason not in ("prompt", "time"):
-            self._pool.end(self._pool.outages.ended(str(problem), self._key))
+        if isinstance(problem, EnvironmentFailed):
+            self._ended(problem)
+        elif problem is None:
+            self._pool.record.ended(self._fate)
 
     async def reset(self) -> tuple[Message, ...]:
         """Begin; the first messages. Is called once."""
@@ -368,42 +412,52 @@ class Episode:
         return turn
 
     async def _tries(self, argument: Argument) -> Turn:
-        """The turn of the first try that succeeds. Raises EnvironmentFailed after the last.
-
-        That failure may be the episode's own, and the pool ends if too many episodes failed.
-        """
+        """The turn of the first try that succeeds. Raises EnvironmentFailed after the last; the pool may end then."""
         pool = self._pool
         lives = 2 if pool.agent else 1
+        failed: dict[_Process, tuple[EnvironmentFailed, float]] = {}
+        """Where tries of the class have failed, with their begin."""
         tried: list[_Process] = []
+        before = ""
         for pause_s in (*outages.PAUSES_S[: outages.TRIES - 1], None):
+            process = self.process or pool.emptiest(tried)
+            # what may pass with time is not worth a process of its own
+            repeats = pause_s is None and before not in ("", *PAUSED)
+            alone = not lives or (repeats and (pool.repeated_failure == "wrong" or process in tried))
+            tried.append(process)
+            begun_s = asyncio.get_running_loop().time()
             try:
-                if not lives:
+                if alone:
                     turn = await self._try_alone(argument)
                 else:
-                    tried.append(self.process or pool.emptiest(tried))
-                    turn = await self._try(argument, tried[-1])
+                    turn = await self._try(argument, process)
             except EnvironmentFailed as failure:
-                if failure.ended and lives:
+                pool.record.tried(self._fate, failed=True)
+                if self._process_died and lives:
                     lives -= 1
-                if failure.alone:
-                    pool.outages.tried(True, self._key)
-                if pause_s is None or failure.reason == "changed":
+                if pause_s is None or failure.end.reason == "changed":
+                    repeated = alone and failure.end.by == "class" and failure.end.reason == before
                     self._failed = True
-                    pool.counters[failure.reason] += 1
-                    failure.repeated = failure.alone and pool.outages.alone(self._key)
-                    pool.end(pool.outages.ended(str(failure).strip().splitlines()[-1], self._key))
+                    pool.counters[failure.end.reason] += 1
+                    self._ended(failure, argument, repeated=repeated)
                     raise
-                if failure.reason in PAUSED:
+                before = failure.end.reason
+                if not alone and failure.end.by == "class":
+                    failed[process] = (failure, begun_s)
+                if before in PAUSED:
                     await asyncio.sleep(pause_s)
             else:
-                pool.outages.tried(False)
+                pool.record.tried(self._fate, failed=False)
+                for other, (earlier, earlier_s) in failed.items():
+                    if other is not self.process:
+                        await other.succeeded_elsewhere(earlier, earlier_s)
                 return turn
         raise AssertionError
 
     async def _try_alone(self, argument: Argument) -> Turn:
         extra = await self._pool.alone.get()
         try:
-            if extra.pending:  # of a caller that was cancelled
+            if extra.pending or extra.failures:  # of a caller that was cancelled; of one that may have spoiled it
                 await extra.end()
             return await self._try(argument, extra)
         finally:
@@ -425,10 +479,10 @@ class Episode:
                         raise EnvironmentFailed(
                             f"{self._pool.subject}: a fresh environment answered the same responses differently",
                             reason="changed",
-                            alone=False,
                         )
             turn, digest = await self._make(argument)
         except BaseException:
+            self._process_died = self.process is None
             self._leave()
             raise
         self._past.append((argument, digest))
@@ -439,7 +493,7 @@ class Episode:
         head = self._pool.subject
         first = argument is None
         if self.process is None:
-            raise EnvironmentFailed(f"{head}: its process has ended", reason="died", ended=True, alone=False)
+            raise EnvironmentFailed(f"{head}: its process has ended", reason="died")
         try:
             request = Request(number=next(self._pool.numbers), episode=self._number, row=self._row)
             session = None
@@ -459,12 +513,55 @@ class Episode:
         except (TypeError, ValueError, RecursionError) as problem:
             raise EnvironmentFailed(f"{head}: {problem}", reason="invalid") from None
 
+    def _ended(self, failure: EnvironmentFailed, argument: Argument = None, *, repeated: bool = False) -> None:
+        """Record a failure, in a call with this argument. repeated: whether it is the same as in the try before."""
+        pool = self._pool
+        arguments = [*(earlier for earlier, _ in self._past), argument]
+        said: Sequence[Any] = [response for response in arguments if isinstance(response, Response)]
+        if not isinstance(argument, Response | None):
+            said = argument.responses()
+        row = encoded(self._row).decode()[:SHOWN_CHARS]
+        fate = self._fate
+        fate.actions = printable(f"of the row {row}, after the responses {encoded(said).decode()[-SHOWN_CHARS:]}")
+        wrong = repeated and pool.repeated_failure == "wrong" and pool.record.others_succeed(self._key)
+        if wrong and said:
+            failure.end = replace(failure.end, paid=True)
+            if failure.end.reason not in pool.shown:
+                pool.shown.add(failure.end.reason)
+                text = "%s: an episode %s, is paid as wrong, as it failed again and again:\n%s"
+                logger.warning(text, pool.subject, fate.actions, failure)
+        if not failure.end.paid:
+            fate.problem = str(failure)
+        pool.end(pool.record.ended(fate))
+
     def _leave(self) -> None:
         """Close the episode in its process."""
         if self.process is not None:
             self.process.episodes.discard(self)
             self.process.send(encoded(Request(number=0, episode=self._number)))
             self.process = None
+
+
+async def try_out(section: EnvironmentSection, prompt: Prompt) -> None:
+    """Play the begin of an episode, with the reference and an empty text. Raises ValueError for what is no turn.
+
+    An agent is not tried, as it needs a policy.
+    """
+    if str(section.name).startswith("verifiers:"):
+        return
+    section = section.model_copy(update={"workers": 1})
+    with tempfile.TemporaryDirectory() as logs:
+        async with EnvironmentPool(section, logs=Path(logs)) as pool:
+            [process] = pool._processes
+            for text in () if pool.agent else (prompt.answer, ""):
+                async with pool.episode(prompt.row) as episode:
+                    try:
+                        await episode._try(None, process)
+                        await episode._try(Response(text=text), process)
+                    except EnvironmentFailed as failure:
+                        if failure.end.reason == "invalid":
+                            line = str(failure).strip().splitlines()[-1].removeprefix(f"{pool.subject}: ")
+                            raise ValueError(f"{pool.subject}: what it returns is no turn: {line}") from None
 
 
 def _turn(data: bytes, *, first: bool) -> Turn:

@@ -138,7 +138,6 @@ def reward(reply: Table) -> float:
 class Verifiers:
     """The agent of an environment. All episodes of a process share its server, which is replaced if it dies."""
 
-    repeated_failure = "lost"
     name: str
     client: Table
     server: Server | None = None

@@ -14,6 +14,7 @@ the log of the process, never into the protocol.
 """
 
 import asyncio
+import contextlib
 import inspect
 import json
 import os
@@ -132,6 +133,9 @@ async def _reply(request: Request, kind: Any, place: list[Any], timeout_s: float
             failure = "hung"
         elif failure == "raised" and is_unavailable(problem):
             failure = "unavailable"
+    if error:
+        with contextlib.suppress(OSError, ValueError):  # the class may have closed its output
+            os.write(2, f"{name} failed ({failure}):\n{error}".encode())
     if len(turn) > TURN_BYTES:
         error = f"what it returned has {len(turn)} bytes, of {TURN_BYTES} allowed"
         failure = "oversized"
@@ -150,6 +154,8 @@ def _turn(result: Any, name: str) -> dict[str, Any]:
         result = (result, None, False)
     elif name == "run":
         result = ([], result, True)
+    if isinstance(result, tuple) and len(result) == 5:
+        raise ValueError(f"{name} returned five values, as Gymnasium's does; it has to return messages, reward, done")
     messages, reward, done = result
     if isinstance(messages, str):
         messages = {"role": "user", "content": messages}
@@ -186,8 +192,10 @@ def load(name: str) -> tuple[type, Declared]:
         method = getattr(kind, call, None)
         if not callable(method):
             raise ValueError(f"{head}: the class has no method {call}")
+        if inspect.isasyncgenfunction(method) or inspect.isgeneratorfunction(method):
+            raise ValueError(f"{head}: {call} is a generator, as it has a yield; it has to return its result")
         check_signature(f"{head}: {call}", method, "self", *arguments)
-    declared = (getattr(kind, "tools", ()), getattr(kind, "repeated_failure", "wrong"), agent)
+    declared = (getattr(kind, "tools", ()), getattr(kind, "repeated_failure", "lost"), agent)
     try:
         return kind, msgspec.json.decode(encoded(declared, finite=True), type=Declared)
     except (TypeError, ValueError) as error:

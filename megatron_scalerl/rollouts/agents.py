@@ -201,6 +201,8 @@ class Session:
         self._record: list[_Entry] = []
         self.unasked: set[_Entry] = set()
         """What earlier tries have asked, and this one has not."""
+        self._texts: list[str] = []
+        """Answers of the policy."""
         self._said: dict[bytes, Said] = {}
         """By the digest of their tools and messages, the policy's too."""
         self._handlers: set[asyncio.Task[Any]] = set()
@@ -235,6 +237,12 @@ class Session:
                     await self._asked.wait()
             except TimeoutError:
                 return
+
+    def responses(self) -> Sequence[str]:
+        """The policy's answers; none where what was sampled is not of one run."""
+        if self.unasked:
+            return []
+        return self._texts
 
     async def close(self) -> None:
         """End the last try and all requests in progress."""
@@ -296,6 +304,7 @@ class Session:
                 return 400, "text/plain", str(problem).encode(errors="replace")
             most = min(filter(None, (request.max_tokens, request.max_completion_tokens)), default=None)
             part, turn, decoded = await self._ask(asked.context, number=number, most=most, tools=asked.tools)
+            self._texts.append(decoded.text or "")
             if path == CHAT:
                 return self._message(request, asked, part, turn, decoded)
             values = zip(turn.token_ids, read(decoded.data).rollout_logprobs.tolist())

@@ -19,8 +19,8 @@ Each token that the policy sampled is in one part (`rollouts.trace`), once. An e
 group, whose prefix cache has its context as long as the weights stay the same.
 
 What fails in the environment is no reward (`environments.pool`): the episode is lost, or begins anew if a fresh
-environment answers the same responses differently. A failure that is the episode's own is scored as the environment
-declares. A prompt whose episodes fail by themselves, OWN_FAILURES in a row, is left out.
+environment answers the same responses differently. How an episode ends, and whether it is paid, is an `EpisodeEnd`. A
+prompt of which no episode can begin, OWN_FAILURES in a row, is left out.
 """
 
 import asyncio
@@ -49,14 +49,14 @@ from megatron_scalerl.rollouts.decoder_pool import DecoderPool
 from megatron_scalerl.rollouts.plans import Draw, Plans
 from megatron_scalerl.rollouts.sampler import Sampler, ScoredCompletion, unconfirmed_text
 from megatron_scalerl.rollouts.trace import Part, Trace
-from megatron_scalerl.types import CompletionLost, Prompt
+from megatron_scalerl.types import ENDS, CompletionLost, Prompt
 
 TRIES = 3
 """Tries of an episode whose environment answers the same responses differently."""
-OWN_REASONS = ("prompt", "template", "time", "changed", "silent")
-"""Failures that are no outage."""
+PROBLEM_CHARS = 500
+"""Last characters of a failure that are stored with the score."""
 OWN_FAILURES = 16
-"""Episodes of a prompt in a row that failed by themselves, after which it is left out."""
+"""Episodes of a prompt in a row that were ended by its row, after which it is left out: no outage ends them so."""
 
 
 class EpisodeSampler(Sampler):
@@ -75,7 +75,7 @@ class EpisodeSampler(Sampler):
         self._problems: dict[str, str] = {}
         """Prompts of which no episode ends, with the reason."""
         self._failures: Counter[str] = Counter()
-        """Episodes of each prompt in a row that failed by themselves."""
+        """Episodes of each prompt in a row that were ended by its row."""
         self._verified: set[str] = set()
         """Prompts with an episode that the verifier has scored."""
 
@@ -100,14 +100,14 @@ class EpisodeSampler(Sampler):
             try:
                 result = await self._episode(engine, prompt, draw, priority)
             except EnvironmentFailed as failure:
-                lost = CompletionLost(str(failure), reason=f"environment_{failure.reason}")
-                own = failure.repeated or failure.reason in OWN_REASONS
-                if failure.reason != "changed":
+                end = failure.end
+                lost = CompletionLost(str(failure), reason=f"environment_{end.reason}")
+                if end.reason != "changed":
                     break
             else:
                 del self._failures[prompt.prompt_id]
                 return result
-        if own:
+        if end.by == "row":
             self._failures[prompt.prompt_id] += 1
         if self._failures[prompt.prompt_id] >= OWN_FAILURES:
             self._problems[prompt.prompt_id] = str(lost)
@@ -122,8 +122,9 @@ class EpisodeSampler(Sampler):
                 prompt = replace(prompt, token_ids=tuple(ids.tolist()))
             trace = Trace(prompt.token_ids)
             ask = partial(self._ask, engine, trace, draw, priority)
+            problem = ""
             reason = "silent"
-            end = "run has asked nothing"
+            why = "run has asked nothing"
             try:
                 async with asyncio.timeout(self._settings.episode_timeout_s):
                     if self._environments.agent:
@@ -131,19 +132,20 @@ class EpisodeSampler(Sampler):
                     else:
                         await self._turns(environment, [messages], trace, ask)
             except LimitReached as limit:
-                end = str(limit)
+                reason = "prompt"
+                why = str(limit)
             except EnvironmentFailed as failure:
-                paid = failure.repeated and trace.turns and self._environments.repeated_failure == "wrong"
-                if not paid:
+                if not failure.end.paid:
                     raise
-                trace.truncated = False
-                trace.failure = failure.reason
+                trace.end = failure.end
+                problem = str(failure)
             except TimeoutError:
                 reason = "time"
-                end = f"no turn ended within {self._settings.episode_timeout_s:g} s (environment.episode_timeout_s)"
+                why = f"no turn ended within {self._settings.episode_timeout_s:g} s (environment.episode_timeout_s)"
             if not trace.turns:
-                raise EnvironmentFailed(f"{self._environments.subject}: {end}", reason=reason)
-        return await self._scored(prompt, trace, draw)
+                raise EnvironmentFailed(f"{self._environments.subject}: {why}", reason=reason)
+        scored = await self._scored(prompt, trace, draw)
+        return replace(scored, score=replace(scored.score, problem=problem[-PROBLEM_CHARS:]))
 
     async def _first(self, environment: Episode) -> tuple[Sequence[Message], np.ndarray]:
         """The first messages, and their ids [P]. Raises EnvironmentFailed."""
@@ -165,7 +167,8 @@ class EpisodeSampler(Sampler):
             turn = await environment.step(Response(text=decoded.text or "", tool_calls=decoded.tool_calls))
             if turn.reward is not None:
                 trace.rewards.append(turn.reward)
-            trace.truncated = not turn.done
+            if turn.done:
+                trace.end = ENDS["done"]
             if turn.done or not left:
                 return
             messages.append(turn.messages)
@@ -184,14 +187,11 @@ class EpisodeSampler(Sampler):
         ):
             outcome = session.over if session.over.done() else run
             problem = outcome.exception()
-            if session.unasked:
-                if isinstance(problem, LimitReached | None):
-                    subject = self._environments.subject
-                    raise EnvironmentFailed(f"{subject}: a fresh run did not ask the same", reason="changed")
-                if isinstance(problem, EnvironmentFailed):  # what was sampled is not of one run
-                    problem.repeated = False
+            if session.unasked and isinstance(problem, LimitReached | None):
+                subject = self._environments.subject
+                raise EnvironmentFailed(f"{subject}: a fresh run did not ask the same", reason="changed")
             reward = outcome.result()
-        trace.truncated = False
+        trace.end = ENDS["done"]
         if reward is not None:
             trace.rewards.append(reward)
 
@@ -251,19 +251,20 @@ class EpisodeSampler(Sampler):
         completion = replace(facts_of_parts(parts, trace.shared), turns=len(trace.turns))
         sampled = completion.sampled_tokens
         total = float(sum(trace.rewards))
-        if trace.failure:
+        truncated = trace.end.by == "limit"
+        if trace.end.by == "class":
             score = self._verifier.paid(False, prompt, tokens=sampled)
-            score = replace(score, reason=f"environment_{trace.failure}")
-        elif trace.truncated or not trace.rewards:
-            if not trace.truncated:
+            score = replace(score, reason=f"environment_{trace.end.reason}")
+        elif truncated or not trace.rewards:
+            if not truncated:
                 self._verified.add(prompt.prompt_id)
-            score = await self._verifier.score(trace.text, prompt, truncated=trace.truncated, tokens=sampled)
+            score = await self._verifier.score(trace.text, prompt, truncated=truncated, tokens=sampled)
         else:
             value = trace.rewards[-1]
             if not all(isinstance(reward, bool) for reward in trace.rewards):
                 value = total
             score = self._verifier.paid(value, prompt, tokens=sampled)
-        if trace.failure or trace.truncated:  # costs so far are not saved by breaking off
+        if trace.end.by != "environment":  # costs so far are not saved by breaking off
             score = replace(score, reward=min(score.reward, total))
         return ScoredCompletion(
             prompt=prompt,

@@ -70,6 +70,8 @@ from megatron_scalerl.types import CompletionLost, Prompt, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
+PAUSE_S = 10.0
+"""Pause after the second time that all completions of a group were lost, which doubles (s)."""
 MOST_UNUSABLE = 1000
 """Draws in a row of prompts that cannot be learned from, after which the run ends."""
 
@@ -140,6 +142,8 @@ class RolloutStream:
             expected_tokens=float(recipe.max_completion_tokens),
         )
         self._reissue: list[Admission] = []
+        self._put_off = 0
+        """Groups on their way to `_reissue`."""
         self._repeating = 0
         """Recorded groups that are still to be generated once more, for the others of their round."""
         self._ready: dict[int, RolloutGroup] = {}
@@ -192,7 +196,8 @@ class RolloutStream:
                 if batch is not None:
                     return batch
                 # nothing can become ready any more; groups that do not fill a batch are left
-                if self.exhausted and not (self._gate.in_flight or self._reissue or self._repeating):
+                left = self._gate.in_flight or self._reissue or self._put_off or self._repeating
+                if self.exhausted and not left:
                     return None
                 await self._changed.wait()
 
@@ -463,16 +468,27 @@ class RolloutStream:
         """Generate the missing completions of a group again, under its id.
 
         After an eviction with the same draws; every eviction counts as a restart of an engine (engine.max_restarts).
-        A group whose completions are all lost gets other draws, since the same might be lost again for ever.
+        A group whose completions are all lost gets other draws, since the same might be lost again for ever; from
+        the second time on after a pause: its prompt may be at fault, or an outage that passes.
         """
         redraws = admission.redraws
+        pause_s = 0.0
         if not evicted:
+            pause_s = PAUSE_S * (2.0 ** max(redraws - 1, 0) - 1)
             redraws += 1
         again = replace(admission, kept=kept, redraws=redraws)
+        if pause_s:
+            async with self._changed:
+                self._gate.drop(admission.group_id)  # another may start in its place
+                self._put_off += 1
+                self._changed.notify_all()
+            await asyncio.sleep(pause_s)
         async with self._changed:
             if evicted:
                 self.reissued_groups += 1
-            if not again.counted:
+            if pause_s:
+                self._put_off -= 1
+            elif not again.counted:
                 self._gate.abandon(admission.group_id)
             self._reissue.append(again)
             if self._admission is not None and self._admission.done():  # it ended when the curriculum was exhausted

@@ -21,7 +21,7 @@ from megatron_scalerl.batching.rollout_bytes import RolloutArrays, joined, read
 from megatron_scalerl.prompts.turns import PastTurn
 from megatron_scalerl.rollouts.decoder import Decoded
 from megatron_scalerl.rollouts.plans import Draw
-from megatron_scalerl.types import ExpertChoices
+from megatron_scalerl.types import ENDS, EpisodeEnd, ExpertChoices
 
 
 @dataclass(eq=False)
@@ -48,10 +48,8 @@ class Trace:
         self.rewards: list[bool | float] = []
         self.text: str | None = None
         """The answer in the last turn."""
-        self.truncated = True
-        """Whether a limit ended the episode: so it is until the environment ends it."""
-        self.failure = ""
-        """The failure of the environment that is this episode's own, in one word; it is wrong then."""
+        self.end: EpisodeEnd = ENDS["truncated"]
+        """How the episode ended: by a limit, until the environment ends it."""
         self._parts: list[Part] = []
 
     @property
@@ -105,7 +103,7 @@ class Trace:
                 joined(part.pieces),
                 seed=draw.seed,
                 thinking_cut=draw.thinking_cut,
-                truncated=self.truncated,
+                truncated=self.end.by == "limit",
                 expert_choices=_choices(part.pieces),
             )
             for part in self._parts

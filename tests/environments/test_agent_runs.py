@@ -10,6 +10,7 @@ from megatron_scalerl.environments import pool as pools
 from megatron_scalerl.environments.pool import EnvironmentFailed
 from megatron_scalerl.environments.response import Agent
 from megatron_scalerl.rewards import outages
+from megatron_scalerl.types import ENDS
 
 
 class Session:
@@ -29,6 +30,9 @@ class Session:
 
     async def silent(self):
         await self.quiet.wait()
+
+    def responses(self):
+        return []
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +69,7 @@ async def test_what_a_run_returns_is_the_reward(name, tmp_path):
             ("1 / 0", "raised"),
         ):
             session = Session()
-            assert (await ran(pool, text, session)).reason == reason
+            assert (await ran(pool, text, session)).end.reason == reason
             assert session.tries == session.ends == 3
 
 
@@ -79,7 +83,7 @@ async def test_a_coroutine_that_hangs_is_cancelled_and_its_process_lives(tmp_pat
         ended, _ = await asyncio.wait([call], timeout=1.5)
         assert not ended, "no limit while its requests are in flight"
         session.quiet.set()
-        assert (await call).reason == "hung"
+        assert (await call).end.reason == "hung"
         assert pool.pids == pids and pool.counters == {"episodes": 1, "hung": 1}
 
 
@@ -91,7 +95,7 @@ async def test_a_thread_that_hangs_costs_its_process_and_other_runs_are_made_aga
         await until(lambda: hanging.tries and other.tries)
         hanging.quiet.set()
         failure, reward = await asyncio.gather(*calls)
-        assert failure.reason == "hung" and reward is True and other.tries >= 2
+        assert failure.end.reason == "hung" and reward is True and other.tries >= 2
 
 
 async def test_a_run_that_ends_its_process_is_tried_alone_at_last_only(tmp_path):
@@ -100,7 +104,7 @@ async def test_a_run_that_ends_its_process_is_tried_alone_at_last_only(tmp_path)
             assert await ran(pool, str(n)) == n
         session = Session()
         failure = await ran(pool, "exit", session)
-        assert (failure.reason, failure.repeated, session.tries) == ("died", True, 3)
+        assert (failure.end, session.tries) == (ENDS["died"], 3)
         assert [process.pid for process in pool._processes] == [None, None]
         assert [process._started for process in pool.extra] == [True, False]
 
@@ -128,11 +132,11 @@ async def test_runs_whose_process_ended_twice_do_not_wait_for_each_other(tmp_pat
         assert await asyncio.gather(*calls) == [True] * 4
 
 
-async def test_a_failure_outside_of_the_calls_counts_against_its_row(tmp_path):
+async def test_a_failure_outside_of_the_calls_is_lost_as_well(tmp_path):
     async with pool_of("Runs", tmp_path) as pool:
         for reason in ("silent", "changed", "template", "time", "prompt"):
             with pytest.raises(EnvironmentFailed):
                 async with pool.episode({"text": "True"}) as episode:
                     await episode.run(Session())
                     raise EnvironmentFailed("no", reason=reason)
-        assert list(pool.outages._ends) == [(episode._key, True)] * 3
+        assert [(fate.row, fate.problem) for fate in pool.record._latest] == [(episode._key, "no")] * 5

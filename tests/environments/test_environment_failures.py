@@ -25,7 +25,7 @@ def no_pauses(monkeypatch):
 
 
 async def others(pool, count=5):
-    """Episodes that succeed, 4 calls each: with them on record a failure can be an episode's own."""
+    """Episodes that succeed: beside them a failure that repeats is wrong, if the class says so."""
     rows = [{"start": 1000 + n} for n in range(count)]
     turns = await asyncio.gather(*(played(pool, row, ["1", "2", "3"]) for row in rows))
     assert turns == [counted(1000 + n, 1, 2, 3) for n in range(count)]
@@ -33,7 +33,7 @@ async def others(pool, count=5):
 
 def facts(failure):
     assert isinstance(failure, EnvironmentFailed), failure
-    return failure.reason, failure.repeated
+    return failure.end.reason, failure.end.paid
 
 
 async def test_twenty_episodes_that_wait_lose_nothing_by_a_killed_process(tmp_path):
@@ -76,30 +76,9 @@ async def test_a_step_that_kills_its_process_is_repeated_for_its_episode_alone(t
         rows = [{"start": n} for n in range(11)]
         texts = [["1", "exit", "2"] if n == 5 else ["1", "2", "3", "4"] for n in range(11)]
         turns = await asyncio.gather(*(played(pool, row, text) for row, text in zip(rows, texts, strict=True)))
-        assert facts(turns.pop(5)) == ("died", True)
+        assert facts(turns.pop(5)) == ("died", False)
         assert turns == [counted(n, 1, 2, 3, 4) for n in range(11) if n != 5]
         assert pool.counters["died"] == 1
-
-
-async def test_an_episode_that_waits_goes_on_beside_six_that_kill_their_process(tmp_path):
-    async with pool_of("Counting", tmp_path) as pool:
-        await others(pool, 30)
-        async with pool.episode({"start": 7}) as waiting:
-            await waiting.reset()
-            calls = [played(pool, {"start": n}, ["1", "exit" if n < 6 else "2"]) for n in range(10)]
-            *killers, a, b, c, d = await asyncio.gather(*calls)
-            assert [a, b, c, d] == [counted(n, 1, 2) for n in range(6, 10)]
-            assert {killer.reason for killer in killers} == {"died"}
-            turn = await waiting.step(Response(text="1"))
-            assert turn.messages[0]["content"] == "now 8"
-
-
-async def test_a_death_that_does_not_repeat_fails_nobody(tmp_path):
-    async with pool_of("Counting", tmp_path) as pool:
-        turns = await played(pool, {"start": 3}, ["1", f"once {tmp_path / 'died'}", "1"])
-        assert turns == ["begin at 3", ("now 4", 4.0, False), ("after once", None, False), ("now 5", 5.0, False)]
-        # a replay where the call was tried alone, one for the next call
-        assert pool.counters == {"episodes": 1, "steps": 3, "replays": 2, "restarts": 1}
 
 
 @pytest.mark.slow
@@ -109,7 +88,7 @@ async def test_a_step_that_hangs_in_a_thread_costs_its_process(tmp_path):
         failure, *turns = await asyncio.gather(
             played(pool, {}, ["1", "hang"]), *(played(pool, {"start": n}, ["1"] * 9) for n in range(4))
         )
-        assert facts(failure) == ("hung", True)
+        assert facts(failure) == ("hung", False)
         assert turns == [counted(n, *[1] * 9) for n in range(4)]
 
 
@@ -119,7 +98,7 @@ async def test_a_coroutine_that_hangs_is_cancelled_and_its_process_lives(tmp_pat
     async with pool_of("CountingAsync", tmp_path, timeout_s=0.5) as pool:
         await others(pool)
         pids = pool.pids
-        assert facts(await played(pool, {}, ["1", "sleep"])) == ("hung", True)
+        assert facts(await played(pool, {}, ["1", "sleep"])) == ("hung", False)
         assert pool.pids == pids and pool.counters["restarts"] == 0
 
 
@@ -129,7 +108,7 @@ async def test_a_coroutine_that_blocks_the_loop_costs_its_process_and_no_other_e
         await others(pool)
         calls = [played(pool, {"start": n}, ["1", "hang" if n == 3 else "2", "3"]) for n in range(8)]
         turns = await asyncio.gather(*calls)
-        assert facts(turns.pop(3)) == ("hung", True)
+        assert facts(turns.pop(3)) == ("hung", False)
         assert turns == [counted(n, 1, 2, 3) for n in range(8) if n != 3]
 
 
@@ -168,15 +147,19 @@ async def test_no_suspect_shares_its_process_with_the_call_of_a_cancelled_one(tm
 
 @pytest.mark.parametrize("name", ["Counting", "CountingAsync"])
 @pytest.mark.parametrize("word", ["raise", "quit", "stop", "no_such_fault"])
-async def test_an_exception_is_the_episodes_own(word, name, tmp_path):
+async def test_an_exception_is_lost_or_wrong_as_the_class_says(word, name, tmp_path):
     async with pool_of(name, tmp_path) as pool:
         await others(pool)
         pids = pool.pids
         failure = await played(pool, {}, ["1", word])
-        assert facts(failure) == ("raised", True)
+        assert facts(failure) == ("raised", name == "CountingAsync")
         assert "Traceback" in str(failure) and failure.turns == counted(0, 1)
         assert pool.counters["raised"] == 1 and pool.counters["replays"] == 2
-        assert pool.pids == pids
+        # the last try was alone in a process of its own
+        assert pool.pids[:1] == pids and len(pool.pids) == 2
+    for number, failures in ((0, 2), (1, 1)):
+        log = (tmp_path / "logs" / f"environment-{number}.log").read_text()
+        assert log.count("step failed (raised):") == failures
 
 
 INVALID = {
@@ -204,16 +187,24 @@ INVALID = {
 async def test_processes_that_an_episode_has_spoiled_are_left_to_the_last(tmp_path):
     """All that happens in them afterwards fails; the three tries of the one that spoils take three of four."""
     async with pool_of("Spoiling", tmp_path, workers=4) as pool:
-        assert (await played(pool, {}, ["spoil"])).reason == "raised"
+        assert (await played(pool, {}, ["spoil"])).end.reason == "raised"
         assert await asyncio.gather(*(played(pool, {}, ["1"]) for _ in range(30))) == [counted(0, 1)] * 30
         assert pool.counters["restarts"] == 0
 
 
-async def test_a_process_in_which_all_fails_is_replaced(tmp_path):
+async def test_a_process_in_which_all_fails_that_succeeds_elsewhere_is_replaced_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(pools, "MOST_FAILURES", 3)
     async with pool_of("Spoiling", tmp_path, workers=1) as pool:
-        assert (await played(pool, {}, ["spoil"])).reason == "raised"
-        assert await played(pool, {}, ["1"]) == counted(0, 1)
-        assert pool.counters["restarts"] == 1
+        assert (await played(pool, {}, ["spoil"])).end.reason == "raised"
+        [process] = pool._processes
+        pending = process.pending[-1] = asyncio.get_running_loop().create_future()
+        assert await asyncio.gather(*(played(pool, {"start": n}, ["1"]) for n in range(3))) == [
+            counted(n, 1) for n in range(3)
+        ]
+        line = "environment-0: replaced after 3 failures in a row, the last: OSError: Too many open files"
+        assert str(await pending) == line
+        # the extra one, which the first episode has spoiled, and this one
+        assert await played(pool, {}, ["1"]) == counted(0, 1) and pool.counters["restarts"] == 2
 
 
 async def test_what_is_no_turn_is_invalid(tmp_path, monkeypatch):
@@ -223,26 +214,10 @@ async def test_what_is_no_turn_is_invalid(tmp_path, monkeypatch):
             failure = await played(pool, {"first": "'x'"}, [text])
             assert facts(failure)[0] == "invalid", text
             assert re.search(problem, str(failure)), (text, str(failure))
-        assert (await played(pool, {"first": "[]"}, [])).reason == "invalid"
-        assert (await played(pool, {"first": "'x' * 2**21"}, [])).reason == "oversized"
-        assert (await played(pool, {"first": "'x'"}, ["('x' * 2**21, None, False)"])).reason == "oversized"
+        assert (await played(pool, {"first": "[]"}, [])).end.reason == "invalid"
+        assert (await played(pool, {"first": "'x' * 2**21"}, [])).end.reason == "oversized"
+        assert (await played(pool, {"first": "'x'"}, ["('x' * 2**21, None, False)"])).end.reason == "oversized"
         assert pool.counters["restarts"] == 0
-
-
-async def test_an_outage_for_all_is_nobodys_own(tmp_path):
-    async with pool_of("Counting", tmp_path) as pool:
-        calls = [played(pool, {"start": n}, ["1", "refused"]) for n in range(30)]
-        assert [facts(failure) for failure in await asyncio.gather(*calls)] == [("unavailable", False)] * 30
-
-
-async def test_a_failure_alone_is_judged_once_others_are_on_record(tmp_path):
-    async with pool_of("Counting", tmp_path) as pool:
-        row = {"fault": "raise"}
-        judged = [facts(await played(pool, row, []))[1]]
-        for _ in range(3):
-            await others(pool, 2)
-            judged.append(facts(await played(pool, row, []))[1])
-    assert judged == [False, False, False, True], "20 others are the first that suffice"
 
 
 async def test_the_pool_ends_where_only_failures_are_left(tmp_path, monkeypatch):
@@ -294,14 +269,14 @@ async def test_damage_costs_the_process_and_nothing_else(word, tmp_path):
         await others(pool)
         async with pool.episode({"start": 1}) as waiting:
             await waiting.reset()
-            assert facts(await played(pool, {}, ["1", word])) == ("died", True)
+            assert facts(await played(pool, {}, ["1", word])) == ("died", False)
             assert (await waiting.step(Response(text="1"))).reward == 2.0
 
 
 async def test_the_end_of_a_process_is_noticed_though_its_child_is_left(tmp_path):
     async with pool_of("Counting", tmp_path, timeout_s=600) as pool:
         failure = await played(pool, {}, [f"child {tmp_path / 'child'}"])
-        assert failure.reason == "died" and "code 4" in str(failure)
+        assert failure.end.reason == "died" and "code 4" in str(failure)
         child = int((tmp_path / "child").read_text())
         await until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
     assert own_processes(lambda process: "megatron_scalerl.environments.worker" in process.cmdline()) == []

@@ -10,8 +10,11 @@ from own_processes import own_processes
 from users_environments import TOOL
 from waiting import until
 
-from megatron_scalerl.environments.pool import EnvironmentFailed, EnvironmentPool
+from megatron_scalerl.environments.pool import EnvironmentFailed, EnvironmentPool, try_out
 from megatron_scalerl.environments.response import Response, ToolCall
+from megatron_scalerl.types import Prompt
+
+PROMPT = Prompt(prompt_id="p", text="True", answer="7", token_ids=(1,), extra={"first": "'x'"})
 
 
 @pytest.mark.parametrize("name", ["Counting", "CountingAsync"])
@@ -20,7 +23,7 @@ async def test_three_steps(name, tmp_path):
         assert await played(pool, {"start": 5}, ["1", "2", "95"]) == counted(5, 1, 2, 95)
         assert pool.counters == {"episodes": 1, "steps": 3}
         declared = (pool.tools, pool.repeated_failure)
-    assert declared == (([TOOL], "lost") if name == "CountingAsync" else ([], "wrong"))
+    assert declared == (([TOOL], "wrong") if name == "CountingAsync" else ([], "lost"))
 
 
 async def test_fifty_episodes_step_at_once_in_one_process(tmp_path):
@@ -98,6 +101,7 @@ REFUSED = {
     "users_environments:NoStep": "the class has no method step",
     "users_environments:NoAgent": "run: it has to take .self, row, agent.; it is run.self, row.",
     "users_environments:NoRow": "reset: it has to take .self, row.; it is reset.self.",
+    "users_environments:Yields": "reset is a generator, as it has a yield; it has to return its result$",
     "users_environments:Configured": "it has to take ..; it is Configured.size.",
     "users_environments:BadTools": "tools has to be a list of JSON objects",
     "users_environments:BadRepeated": "tools has to be a list of JSON objects",
@@ -126,10 +130,25 @@ async def test_a_variable_is_passed_only_by_name(tmp_path, monkeypatch):
         EnvironmentPool(section("Counting", variables=("UNSET_KEY",)), logs=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("Gymnasium", "step returned five values, as Gymnasium's does"), ("DoneNumber", "Expected `bool`, got `int`")],
+)
+async def test_a_class_that_returns_no_turn_is_refused_before_the_run(name, problem):
+    with pytest.raises(ValueError, match="what it returns is no turn: .*" + problem) as refused:
+        await try_out(section(name), PROMPT)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["Counting", "Messages", "Runs"])
+async def test_a_class_that_returns_turns_or_raises_is_not_refused(name):
+    await try_out(section(name), PROMPT)
+
+
 async def test_memory_is_limited(tmp_path):
     async with pool_of("Messages", tmp_path, memory_mb=2000) as pool:
         turns = await played(pool, {"first": "'x'"}, ["(str(len(bytes(3 * 2**30))), None, False)"])
-        assert turns.reason == "raised" and "MemoryError" in str(turns)
+        assert turns.end.reason == "raised" and "MemoryError" in str(turns)
 
 
 async def test_nothing_is_left_after_the_close(tmp_path):

@@ -54,7 +54,7 @@ class Spoiling(Counting):
 
 class CountingAsync(Counting):
     tools = (TOOL,)
-    repeated_failure = "lost"
+    repeated_failure = "wrong"
 
     async def reset(self, row):
         await asyncio.sleep(0.001)
@@ -142,6 +142,21 @@ class RunsAsync:
                 Path(path).touch()
             await asyncio.sleep(10**6)
         return eval(row["text"])
+
+
+class Yields(Counting):
+    async def reset(self, row):
+        yield "x"
+
+
+class Gymnasium(Counting):
+    def step(self, response):
+        return "x", 0.0, False, False, {}
+
+
+class DoneNumber(Counting):
+    def step(self, response):
+        return "x", 0.0, 1
 
 
 class NoAgent:

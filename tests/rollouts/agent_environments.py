@@ -198,3 +198,9 @@ class Hostile:
 class HangsAsync:
     async def run(self, row, agent):
         await asyncio.sleep(10**6)
+
+
+class Strict(Hostile):
+    """A failure of it that repeats is the policy's."""
+
+    repeated_failure = "wrong"

@@ -21,6 +21,8 @@ class Said:
 class Pays:
     """Pays the row's rewards one after another, and fails at an 8."""
 
+    repeated_failure = "wrong"
+
     def reset(self, row):
         self.left = list(row["rewards"])
         return row["text"]
@@ -65,7 +67,7 @@ class Fails:
         return "1", None, False
 
 
-class Lost(Fails):
-    """The same; no failure of it is the policy's."""
+class Strict(Fails):
+    """The same; a failure that repeats is the policy's."""
 
-    repeated_failure = "lost"
+    repeated_failure = "wrong"

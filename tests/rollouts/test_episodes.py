@@ -7,9 +7,10 @@ from recipe_files import small_recipe
 from scripted_episodes import THREE, arrays, completed, ids, prompt, said
 
 from megatron_scalerl.batching.rollout_bytes import facts_of_parts, read, rollout_of
+from megatron_scalerl.environments.episode_record import EpisodeRecord
 from megatron_scalerl.rollouts.plans import Draw
 from megatron_scalerl.rollouts.trace import Trace
-from megatron_scalerl.types import CompletionLost, Part, Score
+from megatron_scalerl.types import ENDS, CompletionLost, Part, Score
 
 
 @pytest.mark.slow
@@ -63,31 +64,32 @@ def test_without_rewards_the_verifier_scores_the_last_response(tmp_path, monkeyp
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "others", "expected"),
-    [("Fails", 0, "environment_raised"), ("Lost", 0, CompletionLost), ("Fails", 20, CompletionLost)],
+    [("Strict", True, "environment_raised"), ("Fails", True, CompletionLost), ("Strict", False, CompletionLost)],
 )
-def test_a_failure_of_the_episode_alone_is_wrong_and_one_of_the_world_is_lost(
+def test_a_failure_is_lost_but_where_the_class_says_wrong_and_others_succeed(
     environment, others, expected, tmp_path, monkeypatch
 ):
     monkeypatch.syspath_prepend("tests/rollouts")
-    monkeypatch.setattr("megatron_scalerl.environments.pool.ENOUGH", others)
+    if others:
+        monkeypatch.setattr(EpisodeRecord, "others_succeed", lambda record, row: True)
     result, _, problem = completed(tmp_path, environment, said("</think>7=<eos>"), SUM, row=prompt(how="raise"))
     assert problem == ""
     if expected is CompletionLost:
         assert result.reason == "environment_raised" and "ZeroDivisionError" in str(result)
     else:
         assert result.score == Score(correct=False, reward=-1.0, reason=expected)
+        assert result.score.problem.endswith("ZeroDivisionError\n")
         assert (result.completion.turns, result.completion.truncated) == (2, False)
 
 
 @pytest.mark.slow
-def test_a_row_whose_reset_fails_is_left_out_and_one_of_an_outage_is_not(tmp_path, monkeypatch):
+def test_a_row_that_is_too_long_is_left_out_and_one_whose_environment_fails_is_not(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend("tests/rollouts")
-    result, engine, problem = completed(tmp_path, "Fails", row=prompt(how="reset"))
-    assert (result.reason, engine.asked, problem) == ("environment_raised", [], "")
-    monkeypatch.setattr("megatron_scalerl.environments.pool.ENOUGH", 0)
     monkeypatch.setattr("megatron_scalerl.rollouts.episodes.OWN_FAILURES", 1)
-    result, _, problem = completed(tmp_path, "Fails", row=prompt(how="reset"))
-    assert result.reason == "environment_raised" and "no such level" in problem
+    monkeypatch.setattr(EpisodeRecord, "others_succeed", lambda record, row: True)
+    for kind in ("Fails", "Strict"):
+        result, engine, problem = completed(tmp_path, kind, row=prompt(how="reset"))
+        assert (result.reason, engine.asked, problem) == ("environment_raised", [], "")
     prompts = small_recipe().prompts.model_dump() | {"max_prompt_tokens": 9}
     result, _, problem = completed(tmp_path, "Said", row=prompt(messages=[]), prompts=prompts)
     assert result.reason == "environment_prompt" and "have 10 tokens" in problem and problem.endswith("9")
@@ -145,7 +147,7 @@ def test_an_environment_that_begins_differently_each_time_begins_the_episode_ane
 )
 def test_what_several_rewards_are_together(rewards, last, score, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend("tests/rollouts")
-    monkeypatch.setattr("megatron_scalerl.environments.pool.ENOUGH", 0)
+    monkeypatch.setattr(EpisodeRecord, "others_succeed", lambda record, row: True)
     section = {"name": "episode_environments:Pays", "workers": 1, "max_turns": 2}
     script = [said(f"</think>{digit}<eos>") for digit in ("7", last)]
     result, _, _ = completed(tmp_path, "", *script, row=prompt(rewards=rewards), environment=section)
@@ -171,7 +173,7 @@ def test_an_episode_whose_history_is_rewritten_forks_by_exact_prefix():
     trace = Trace(ids("7;+2;-7=<think>"))
     add(trace, "7;+2;-7=<think>", "7+2=9</think>9<eos>", 6)
     add(trace, "7;+2;-7=9<eos>-7<think>", "</think>2<eos>", 1)
-    trace.truncated = False
+    trace.end = ENDS["done"]
     first, second = parts = trace.parts(Draw(seed=5, thinking_cut=4))
     assert tuple(first.token_ids) == ids("7+2=9</think>9<eos>") and first.loss_mask.all()
     # the prompt without its <think> is what both parts share

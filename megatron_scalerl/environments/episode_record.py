@@ -1,0 +1,107 @@
+"""The record of the latest episodes: a lost share is said above WARNED_SHARE, and ends the run above a half."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+
+from megatron_scalerl.rewards import outages
+
+logger = logging.getLogger(__name__)
+
+WARNED_SHARE = 0.05
+"""Share of the latest RECENT episodes above which those that are lost are warned of."""
+LOST_OF_A_ROW = 8
+"""Lost episodes of a row: the run does not end by fewer than eight rows that always fail, beside rows that do not."""
+
+
+@dataclass(eq=False)
+class Fate:
+    """An episode as the record knows it."""
+
+    row: bytes
+    """Digest of its row."""
+    failing: bool = False
+    """Whether its last try has failed."""
+    noted: bool = False
+    """Whether it has ended, or a try of it has failed."""
+    problem: str = ""
+    """Why it is lost, if it is."""
+    actions: str = ""
+    """The row, and what the policy did."""
+
+
+class EpisodeRecord:
+    """How the latest episodes of a pool have ended."""
+
+    def __init__(self, subject: str):
+        """subject: begin of warnings, the key of the recipe."""
+        self._subject = subject
+        self._latest: deque[Fate] = deque(maxlen=outages.RECENT)
+        """Those that have ended."""
+        self._noted: deque[Fate] = deque(maxlen=outages.RECENT)
+        """Those that have ended or failed once: in the order of their ends, failures would be late, as they are tried
+        again."""
+        self._rows: set[bytes] = set()
+        """Digests of all rows of which an episode was begun."""
+        self._warned = 0
+        """Lost episodes at the last warning."""
+
+    def begun(self, row: bytes) -> Fate:
+        """A new episode of a row."""
+        self._rows.add(row)
+        return Fate(row)
+
+    def tried(self, fate: Fate, *, failed: bool) -> None:
+        """Record a try of a call."""
+        fate.failing = failed
+        if failed and not fate.noted:
+            fate.noted = True
+            self._noted.append(fate)
+
+    def others_succeed(self, row: bytes) -> bool:
+        """Whether fewer than half of the latest episodes of other rows have failed."""
+        failures = [fate.failing for fate in self._noted if fate.row != row]
+        return 2 * sum(failures) < len(failures)
+
+    def ended(self, fate: Fate) -> RuntimeError | None:
+        """Record the end of an episode; the end of the run, if too many are lost."""
+        self._latest.append(fate)
+        if not fate.noted:
+            fate.noted = True
+            self._noted.append(fate)
+        if not fate.problem:
+            return None
+        lost = [fate for fate in self._latest if fate.problem]
+        self._warn(lost)
+        why = f"could not be made, the last: {fate.problem.strip().splitlines()[-1]}"
+        lost_rows = len({fate.row for fate in lost})
+        most = outages.MAX_UNAVAILABLE
+        in_a_row = list(self._latest)[-most:]
+        of_many_rows = lost_rows >= min(most // LOST_OF_A_ROW, len(self._rows))
+        if of_many_rows and len(in_a_row) == most and all(fate.problem for fate in in_a_row):
+            return RuntimeError(f"{most} episodes in a row {why}")
+        recent = outages.RECENT
+        of_many_rows = lost_rows >= min(recent // 4 // LOST_OF_A_ROW, len({fate.row for fate in self._latest}))
+        if of_many_rows and len(lost) > recent // 2:
+            return RuntimeError(f"{len(lost)} of the last {recent} episodes {why}")
+        return None
+
+    def _warn(self, lost: list[Fate]) -> None:
+        """Warn of lost episodes, and again where they are twice as many."""
+        limit = WARNED_SHARE * outages.RECENT
+        if len(lost) <= limit / 2:
+            self._warned = 0
+        if len(lost) > limit and len(lost) >= 2 * self._warned:
+            self._warned = len(lost)
+            logger.warning(
+                "%s: %d of the latest %d episodes are lost. The first of them, %s, failed so:\n%s\n"
+                "If an action of the policy is malformed, return an observation that says so; if a failure that "
+                'repeats with the same actions is to be wrong, say repeated_failure = "wrong" in the class.',
+                self._subject,
+                len(lost),
+                len(self._latest),
+                lost[0].actions,
+                lost[0].problem.strip(),
+            )

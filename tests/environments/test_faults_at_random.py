@@ -1,0 +1,140 @@
+"""Random faults over two processes and 30 episodes in virtual time: what is paid, lost, tried again, and where."""
+
+import asyncio
+import json
+import random
+from dataclasses import dataclass
+
+import pytest
+from fakes.environment_process import stand_in_pool
+from fakes.run import in_virtual_time
+from sampling import sampled
+
+from megatron_scalerl.environments.pool import EnvironmentFailed
+from megatron_scalerl.environments.response import Response
+
+EPISODES, STEPS = 30, 4
+OWN = ("raised", "invalid", "oversized", "hung")
+"""What an episode does at one step, again and again."""
+FAULTS = (*OWN, "kills", "changes", "dies once", "fails once", "", "", "", "", "", "")
+
+
+@dataclass
+class Player:
+    """An episode, as the processes see it."""
+
+    fault: str
+    at: int
+    """The step of the fault; 0 is reset."""
+    tries: int = 0
+    """Of the step with the fault."""
+    suspect: bool = False
+    """Whether its process ended while it made a call which has not succeeded since."""
+    failures: int = 0
+    """Tries of this step that failed, by whatever cause."""
+    outages: int = 0
+    """Those of all steps that an outage failed."""
+    changed: bool = False
+    step: int = 0
+
+
+class World:
+    """Its outages fail every call of a moment, so as the world fails it for a class that pays its own failures."""
+
+    def __init__(self, seed, wrong):
+        kinds = ("unavailable",) if wrong else ("raised", "unavailable", "invalid")
+        draw = random.Random(seed)
+        self.players = [Player(fault=draw.choice(FAULTS), at=draw.randrange(STEPS + 1)) for _ in range(EPISODES)]
+        self.outages = [(start, start + draw.uniform(0.1, 8.0), draw.choice(kinds))
+                        for start in (draw.uniform(0.0, 30.0) for _ in range(draw.randrange(3)))]  # fmt: skip
+        self.deaths = 0
+        self.draw = draw
+
+    async def script(self, process, request):
+        if request.row is not None:
+            process.objects[request.episode] = [request.row["player"], 0]
+        place = process.objects[request.episode]
+        player = self.players[place[0]]
+        step, place[1] = place[1], place[1] + 1
+        alone = len(process.pending) == 1 and not process.name.endswith(("-0", "-1"))
+        assert alone or not player.suspect, "a call that was there when its process ended is tried alone"
+        assert not player.changed, "what has changed is not tried again"
+        await asyncio.sleep(self.draw.uniform(0.05, 0.5))
+        now = asyncio.get_running_loop().time()
+        for start, end, failure in self.outages:
+            if start <= now < end:
+                player.outages += 1
+                player.failures += 1
+                return failure, b"null"
+        if step == player.at and player.fault:
+            player.tries += 1
+            if player.fault == "kills" or (player.fault == "dies once" and player.tries == 1):
+                self.deaths += 1
+                for number, _ in (place for key, place in process.objects.items() if key in self.busy(process)):
+                    self.players[number].suspect = True
+                    self.players[number].failures += 1
+                await process.crash()
+            if player.fault in OWN or (player.fault == "fails once" and player.tries == 1):
+                player.failures += 1
+            if player.fault == "fails once" and player.tries == 1:
+                return "raised", b"null"
+            if player.fault in OWN:
+                return player.fault, b"null"
+        text = f"{place[0]} {step}"
+        if player.fault == "changes" and player.failures and step < player.at:
+            text = f"{now}"
+            player.changed = True
+        player.suspect = player.suspect and step < player.step
+        messages = [{"role": "user", "content": text}]
+        return "", json.dumps({"messages": messages, "reward": None, "done": False}).encode()
+
+    def busy(self, process):
+        """Episodes with a call in a process."""
+        return [episode for episode, run in process._runs.items() if not run.done()]
+
+
+async def played(pool, world, number):
+    player = world.players[number]
+    async with pool.episode({"player": number, "row": number // 3}) as episode:
+        await episode.reset()
+        for player.step in range(1, STEPS + 1):
+            player.failures = 0
+            await asyncio.sleep(world.draw.uniform(0.0, 5.0))
+            await episode.step(Response(text="x"))
+
+
+async def all_played(seed, folder):
+    wrong = seed % 2 == 1
+    world = World(seed, wrong)
+    ends = []
+
+    async def script(process, request):
+        return await world.script(process, request)
+
+    said = ("lost", "wrong")[wrong]
+    async with stand_in_pool(script, folder, repeated_failure=said, workers=2) as pool:
+        for result in await asyncio.gather(
+            *(played(pool, world, n) for n in range(EPISODES)), return_exceptions=True
+        ):
+            assert result is None or isinstance(result, EnvironmentFailed), result
+            ends.append(result and result.end)
+        restarts = pool.counters["restarts"]
+    await asyncio.sleep(1.0)
+    for player, end in zip(world.players, ends, strict=True):
+        own = player.fault in OWN
+        if end is None:
+            assert not own and player.fault != "kills", "what fails again and again does not end well"
+        elif end.paid:
+            assert wrong and own and player.fault != "hung" and player.at > 0, "paid is what the policy did"
+            assert end.by == "class" and end.reason == player.fault
+        else:
+            assert player.changed or player.failures >= 3, (player, end)
+            assert own or player.fault in ("kills", "changes") or player.outages, (player, end)
+    if not world.deaths and not wrong:
+        assert not restarts, "an outage ends no process"
+    return sum(end is not None and end.paid for end in ends), sum(end is not None for end in ends)
+
+
+@pytest.mark.parametrize("seed", sampled("faults of environments", range(400), 12))
+def test_what_the_world_does_is_not_paid_and_what_nobody_did_is_not_lost(seed, tmp_path):
+    in_virtual_time(all_played(seed, tmp_path))
