@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from megatron_scalerl.models.adapters import CONFIG, refuse_adapter
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.hub import hint, local_recipe
-from megatron_scalerl.recipe.other_names import setting_of, unknown_key
+from megatron_scalerl.recipe.other_names import innermost, setting_of, unknown_key
 from megatron_scalerl.recipe.recipe import section_of
 from megatron_scalerl.recipe.sections import PromptsSection, TaskSection
 from megatron_scalerl.recipe.tasks import tasks_of
@@ -252,6 +252,7 @@ def _line(key: str, first: ErrorDetails, same: Sequence[ErrorDetails]) -> str:
     last = key.rpartition(".")[2]
     if kind == "extra_forbidden":
         valid = _keys_for(key)
+        key = innermost(key, value, valid)
         return unknown_key(key, valid, expected="a recipe key", setting=setting_of(key), listed=LISTED)
     if kind == "missing":
         return f"{key} is missing; it has no default"
