@@ -94,7 +94,8 @@ def test_the_command_makes_the_checks_of_a_run_before_it_trains(tiny, tmp_path, 
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").touch()
     policy = f"policy.path={tiny}/base_policy sft.path={tiny}/sft.jsonl prompts.path={tiny}/prompts.jsonl"
-    words = f"{ROOT}/recipes/tiny_cpu.yaml --out {tmp_path}/out {policy} {override.replace('{adapter}', f'{tmp_path}/adapter')}"
+    override = override.replace("{adapter}", f"{tmp_path}/adapter")
+    words = f"{ROOT}/recipes/tiny_cpu.yaml --out {tmp_path}/out {policy} {override}"
     assert command("sft")(words.split()) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
