@@ -23,6 +23,10 @@ done
 began=$SECONDS
 say() { printf '\n[%4d s] %s\n' $((SECONDS - began)) "$*"; }
 
+if [ -n "${gpu:-}" ] && ! nvidia-smi -L > /dev/null 2>&1; then
+  echo "quickstart.sh: nvidia-smi finds no GPU here; leave out --gpu, and the quickstart runs on CPUs" >&2
+  exit 2
+fi
 say "installing"
 if [ -n "${gpu:-}" ]; then tools/install.sh gpu; else tools/install.sh cpu; fi
 python=.venv/bin/python

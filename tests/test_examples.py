@@ -37,6 +37,18 @@ def test_the_quickstart_on_one_gpu_has_settings_of_a_recipe():
     assert subprocess.run(["bash", "-n", "examples/quickstart.sh"], cwd=ROOT, check=False).returncode == 0
 
 
+@pytest.mark.parametrize("answer", ["exit 9", "exit 127"])
+def test_the_quickstart_on_a_gpu_says_where_there_is_none_before_it_installs(tmp_path, answer):
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text(f"#!/bin/sh\necho 'No devices were found'\n{answer}\n")
+    driver.chmod(0o755)
+    variables = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", "examples/quickstart.sh", "--gpu"]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "nvidia-smi finds no GPU" in done.stderr and "leave out --gpu" in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PIECES)
 def test_a_piece_prints_what_the_course_shows(name):

@@ -28,6 +28,10 @@ if end == "taken over":
     (Path(run) / "slurm").mkdir()
     (Path(run) / "slurm" / "attempt").write_text("7.1")
     sys.exit(1)
+if end == "kept":
+    (Path(run) / "rollouts").mkdir()
+    (Path(run) / "rollouts" / "journal.jsonl.kept").touch()
+    sys.exit(1)
 if end.startswith("end"):
     gave_up = "true" if end == "end, gave up" else "false"
     (Path(run) / "end.json").write_text('{"reason": "", "gave_up": %s}' % gave_up)
@@ -60,6 +64,9 @@ def no_delay(monkeypatch):
         (["75"], 2, 75, 1),
         (["SIGUSR1"], 2, 75, 1),
         (["SIGKILL", "2", "0"], 2, 0, 3),
+        (["SIGKILL", "2", "2", "0"], 4, 2, 3),
+        (["1", "2", "1", "2", "0"], 4, 0, 5),
+        (["1", "kept", "0"], 2, 1, 2),
         (["1", "SIGKILL", "0"], 2, 0, 3),
         (["1", "1", "1", "0"], 2, 1, 3),
         (["1", "SIGKILL", "0"], 1, 1, 2),
@@ -69,10 +76,12 @@ def no_delay(monkeypatch):
         (["end, gave up"] * 2, 2, 1, 1),
     ],
 )
-def test_a_failed_run_is_started_again_while_it_makes_progress(tmp_path, ends, restarts, code, starts):
+def test_a_failed_run_is_started_again_while_it_makes_progress(tmp_path, ends, restarts, code, starts, caplog):
     command = [sys.executable, "-c", STAND_IN_CONTROLLER, str(tmp_path), *ends]
     assert supervise(command, tmp_path, restarts=restarts) == code
     assert len((tmp_path / "starts").read_text()) == starts
+    if "kept" in ends:
+        assert f"{tmp_path}/rollouts/journal.jsonl.kept, which has to be renamed to journal.jsonl" in caplog.text
 
 
 PROGRAM = """

@@ -86,7 +86,7 @@ check_cuda() { # yes|no, whether this machine's driver counts
   [ "${release%%.*}" = 13 ] || die "expected nvcc of CUDA 13, found ${release:-an unknown release} at $cuda_home; set CUDA_HOME"
   [ "$1" = yes ] || return 0
   cuda=$(driver_cuda)
-  [ "$cuda" != 0 ] || die "expected an NVIDIA driver (libcuda.so.1), found none; on a machine without a GPU add --without-gpu"
+  [ "$cuda" != 0 ] || die "expected an NVIDIA driver (libcuda.so.1), found none; tools/install.sh cpu is for a machine without a GPU, tools/install.sh gpu --without-gpu for the GPUs of another"
   [ "$cuda" -ge 13000 ] ||
     die "expected a driver of CUDA 13.0 or newer (branch 580), found one of CUDA $((cuda / 1000)).$((cuda % 1000 / 10))"
 }

@@ -18,11 +18,10 @@ from megatron_scalerl.checkpoints.hf_writer import write_shard
 from megatron_scalerl.checkpoints.to_hf import write_view
 from megatron_scalerl.checkpoints.views import View, layout_of, sources
 from megatron_scalerl.checkpoints.weight_map import folder_assembly, parameter_shape, tensor_assemblies
-from megatron_scalerl.models.adapters import adapter_family, projections_of
+from megatron_scalerl.models.adapters import CONFIG, adapter_family, projections_of
 from megatron_scalerl.models.family import Family, Piece
 from megatron_scalerl.record import record
 
-CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
 

@@ -23,6 +23,7 @@ from megatron_scalerl.checkpoints.safe_index import FORMAT_FILE
 from megatron_scalerl.checkpoints.weight_map import folder_assembly, other_tensors, parameter_shape, tensor_assemblies
 from megatron_scalerl.models import family as family_of
 from megatron_scalerl.models import read_hf_config
+from megatron_scalerl.models.adapters import refuse_adapter
 from megatron_scalerl.models.family import Family
 from megatron_scalerl.record import record
 
@@ -187,6 +188,7 @@ def megatron_view(path: Path, *, like: Path | None = None, dtype: str | None = N
 
 def policy_config(path: Path) -> Any:
     """The config of a Hugging Face folder. Raises ValueError for an unknown architecture, listing the known ones."""
+    refuse_adapter(path)
     if not (path / "config.json").is_file():
         raise ValueError(f"{path}: this is not a Hugging Face folder: it has no config.json")
     return read_hf_config(path)

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from megatron_scalerl.checkpoints.assembly import HF_NAMES
 from megatron_scalerl.checkpoints.conversion import Options, Summary
+from megatron_scalerl.models.adapters import refuse_adapter
 from megatron_scalerl.processes.logs import size
 from megatron_scalerl.recipe.hub import hint, local_path
 
@@ -87,6 +88,7 @@ def _options(arguments: argparse.Namespace, console: Console) -> Options:
 
 def _to_megatron(arguments: argparse.Namespace, console: Console) -> Summary:
     source = Path(local_path(str(arguments.source), "model"))
+    refuse_adapter(source)
     if not (source / "config.json").is_file():  # before the import, which takes seconds
         advice = hint(str(source), "model")
         raise ValueError(f"{source}: this is not a Hugging Face folder: it has no config.json{advice}")

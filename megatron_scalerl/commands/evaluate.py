@@ -114,7 +114,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
             def finished() -> None:
                 bar.advance(task)
 
-            run_until_signal(generate(evaluated, result, k=k, seed=arguments.seed, ready=ready, finished=finished))
+            run_until_signal(
+                generate(evaluated, result, k=k, seed=arguments.seed, ready=ready, finished=finished),
+                again=lambda: f"goes on with the completions in {arguments.out}",
+            )
         _report(arguments, evaluated, result, contaminations, header, console)
     return 0
 

@@ -23,7 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Train and write the policy; returns 0. Raises ValueError for user errors."""
     recipe = recipe_of(arguments)
+    if recipe.policy.adapter is not None:
+        raise ValueError(
+            "policy.adapter: a warm start trains the weights of policy.path without it; merge the adapter into them "
+            "with PEFT, or leave it out with policy.adapter=null"
+        )
+    from megatron_scalerl.plan.settings import check_settings  # imports torch
     from megatron_scalerl.trainer.sft import run_sft
 
+    check_settings(recipe)
     run_sft(recipe, arguments.out)
     return 0

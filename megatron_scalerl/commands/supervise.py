@@ -1,11 +1,12 @@
 """`megatron-scalerl train --supervise`: runs the controller as a child process and starts it again when it fails.
 
 The child is `megatron-scalerl train` without the option. It is not started again when it is done (exit code 0) or has
-given up, of which RUN/end.json tells, after a user error at its first start (2) or where another controller had the
-run then (76), once a later attempt of its job has begun (`processes.signals`), where Slurm has taken a host of the
-trainer out of the job (77), when SIGINT or SIGTERM stopped it (130, 143), and after SIGUSR1 (75: it was to save and
-exit), also before it had handlers for them. A child that was killed or failed resumes from its newest checkpoint. The
-child ends when this process does, however that exits (`processes.parent_death`).
+given up, of which RUN/end.json tells, after a user error at its first start (2) or twice in a row, where another
+controller had the run at the first start (76), once a later attempt of its job has begun (`processes.signals`), where
+Slurm has taken a host of the trainer out of the job (77), when SIGINT or SIGTERM stopped it (130, 143), and after
+SIGUSR1 (75: it was to save and exit), also before it had handlers for them. Nor is it where a file of the run was
+replaced, whose content is in FILE.kept (`checkpoints.atomic_io`). A child that was killed or failed resumes from its
+newest checkpoint. The child ends when this process does, however that exits (`processes.parent_death`).
 """
 
 import contextlib
@@ -55,7 +56,8 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
     """
     stopped_by = []
     early = []
-    variables: dict[str, str] = {}
+    codes: list[int] = []
+    variables = dict(os.environ)
     child: subprocess.Popen[bytes] | None = None
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -65,7 +67,6 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
         else:
             early.append(number)
 
-    tied = tied_command(list(command))
     with _handling(on_signal):
         failures = 0
         newest = latest(run_dir / "checkpoints")
@@ -74,22 +75,21 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
             charged = _size(run_dir / "ledger.jsonl")
             ended = read_jsonl(run_dir / "end.json")
             # In a new session: a terminal's SIGINT reaches the child once, from this process.
-            child = subprocess.Popen(tied, start_new_session=True, env=os.environ | variables)
+            child = subprocess.Popen(tied_command([*command]), start_new_session=True, env=variables)
             while early:  # received while the child was being started
                 child.send_signal(early.pop(0))
             code = _exit_code(child.wait())
             child = None
             # The child has charged its devices up to now, so the next one charges from now on.
             if _size(run_dir / "ledger.jsonl") != charged:
-                variables = uncharged_from_now()
+                variables |= uncharged_from_now()
             not_started = code in _NOT_STARTED and failures == 0
             if SAVE_SIGNAL in stopped_by and code not in _ENDED and not not_started:
                 logger.warning("the run ended with code %d after it was asked to save and exit", code)
                 return SAVED_CODE
             ends = read_jsonl(run_dir / "end.json")
             gave_up = ends != ended and any(row.get("gave_up") for row in ends)
-            how = _ending(code)
-            code = 1 if code < 0 else code
+            how, code = _ending(code)
             if code in _FINAL or stopped_by or gave_up or not_started:
                 return code
             failures += 1
@@ -97,8 +97,9 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
             if reached != newest:
                 newest = reached
                 failures = 1
-            if failures > restarts:
-                logger.error("the run %s, %d times without a new checkpoint: it is not started again", how, failures)
+            codes.append(code)
+            if vain := _in_vain(run_dir, codes, failures, restarts):
+                logger.error("the run %s, %s: it is not started again", how, vain)
                 return code
             delay = min(FIRST_DELAY_S * 2 ** (failures - 1), LONGEST_DELAY_S)
             logger.warning("the run %s: restart %d of at most %d in %g s", how, failures, restarts, delay)
@@ -121,11 +122,22 @@ def _handling(on_signal: Callable[[int, FrameType | None], None]) -> Iterator[No
             signal.signal(number, handler)
 
 
-def _ending(code: int) -> str:
-    """How the run ended with an exit code; negative for a run that a signal killed."""
+def _in_vain(run_dir: Path, codes: Sequence[int], failures: int, restarts: int) -> str:
+    """Why a further start cannot help after these exit codes, or is one too many; empty for neither."""
+    for kept in run_dir.rglob("*.kept"):
+        return f"and has left {kept}, which has to be renamed to {kept.stem}"
+    if codes[-2:] == [2, 2]:
+        return "for a mistake in its settings, twice in a row"
+    if failures > restarts:
+        return f"{failures} times without a new checkpoint"
+    return ""
+
+
+def _ending(code: int) -> tuple[str, int]:
+    """(how the run ended, the exit code for it); `code` is negative for a run that a signal killed."""
     if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"failed with exit code {code}"
+        return f"was killed by {signal.Signals(-code).name}", 1
+    return f"failed with exit code {code}", code
 
 
 def _size(file: Path) -> int:

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_scalerl.checkpoints.commit import latest
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.loop import Controller
@@ -148,7 +149,18 @@ def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
         return f"{reason}; nothing is left to do"
     allow_open_files(recipe)
     saving = SaveAndExit()
-    return run_until_signal(_train(recipe, inputs, console, saving, hosts, placement, takeover), saving)
+    work = _train(recipe, inputs, console, saving, hosts, placement, takeover)
+    return run_until_signal(work, saving, partial(_again, recipe.run_dir))
+
+
+def _again(run_dir: Path) -> str:
+    """What the command of a stopped run does when it is started again."""
+    newest = latest(run_dir / "checkpoints")
+    if newest is None:
+        return (
+            "begins anew, since the run has no checkpoint yet (checkpoint.every_steps; SIGUSR1 saves one and exits)"
+        )
+    return f"resumes from {newest.name}"
 
 
 async def _train(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.models import deepseek, llama, llama4, mistral, olmo2, qwen2, qwen3, qwen3_moe
+from megatron_scalerl.models.adapters import refuse_adapter
 from megatron_scalerl.models.family import Family
 from megatron_scalerl.models.unsupported import parts_of
 
@@ -50,12 +51,13 @@ def family(hf_config: Any, names: Collection[str] = ()) -> Family:
 def read_hf_config(hf_path: str | Path) -> Any:
     """The Hugging Face config of a folder.
 
-    Raises ValueError for a folder without config.json, and for a config.json that is not readable, has an unknown
-    model_type or values of wrong types, or is of a model without a language model's head.
+    Raises ValueError for a folder without config.json, for an adapter, and for a config.json that is not readable,
+    has an unknown model_type or values of wrong types, or is of a model without a language model's head.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, DeepseekV3Config
 
+    refuse_adapter(hf_path)
     path = Path(hf_path) / "config.json"
     if not path.is_file():
         raise ValueError(f"policy.path: {hf_path} is not a Hugging Face folder: it has no config.json")

@@ -7,8 +7,11 @@ factor is whole on every rank. A rank's rows of a B are consecutive, also where 
 interleaved in the weight.
 """
 
+import json
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from megatron_scalerl.models import rules
 from megatron_scalerl.models.family import Family, Rule
@@ -21,6 +24,33 @@ PROJECTIONS = {
     "linear_fc2": ("down_proj",),
 }
 """Megatron's linear layer -> the projections of its output, in their order."""
+CONFIG = "adapter_config.json"
+"""The file by which a folder is known as PEFT's."""
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The configuration of a PEFT folder. Raises ValueError for a file that is missing or holds no JSON object."""
+    file = Path(folder, CONFIG)
+    try:
+        config = json.loads(file.read_text(encoding="utf8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: this is no configuration of a PEFT folder: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file}: this is no configuration of a PEFT folder: it is not a JSON object")
+    return config
+
+
+def refuse_adapter(folder: str | Path) -> None:
+    """Raises ValueError for a PEFT folder in the place of a policy: what it is, and what to do."""
+    if not Path(folder, CONFIG).is_file():
+        return
+    config = read_config(folder)
+    base = str(config.get("base_model_name_or_path") or "the folder of its base")[:200]
+    raise ValueError(
+        f"{folder}: this folder is an adapter (it has {CONFIG}), not a whole policy; merge it into {base} with PEFT, "
+        f"or to train on from it set policy.path={base}, policy.adapter={folder} and "
+        f"'policy.lora={{rank: {config.get('r')}, alpha: {config.get('lora_alpha')}}}'"
+    )
 
 
 def is_adapter(name: str) -> bool:

@@ -6,13 +6,16 @@ is exact. Megatron parameters have the names of Megatron's plain layers, with gl
 `checkpoints.hf_folder` has Transformer Engine's other names.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import field
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_scalerl.record import record
+
+if TYPE_CHECKING:
+    import torch
 
 Index = int | slice
 QkNorm = Literal["none", "weightless", "weighted", "all_heads"]

@@ -6,10 +6,10 @@ without RoPE and without that norm, interleaved rotary pairs, chunked attention,
 tensors.
 """
 
-from functools import partial
-from typing import Any
+from __future__ import annotations
 
-import torch
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from megatron_scalerl.models import rules
 from megatron_scalerl.models.blocks import (
@@ -23,6 +23,9 @@ from megatron_scalerl.models.blocks import (
 from megatron_scalerl.models.family import Family, LayerStyle, QkNorm, Rule, require
 from megatron_scalerl.models.rope import rotary
 from megatron_scalerl.models.rules import Location
+
+if TYPE_CHECKING:
+    import torch
 
 VISION = ("vision_model.", "multi_modal_projector.")
 """Prefixes of the multimodal model's tensors outside the policy: never trained, never sent."""
@@ -102,6 +105,8 @@ def _transformer(text: Any, styles: tuple[LayerStyle, ...]) -> dict[str, Any]:
 
 def attention_temperature(positions: torch.Tensor, *, floor_scale: float, attn_scale: float) -> torch.Tensor:
     """[N] factor on the queries of layers without RoPE (arXiv 2501.19399): 1 below `floor_scale` tokens."""
+    import torch
+
     return torch.log1p(torch.floor((positions.float() + 1.0) / floor_scale)) * attn_scale + 1.0
 
 

@@ -1,12 +1,15 @@
 """Rotary frequencies from a Hugging Face config of transformers 4 or 5, with the supported scalings."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megatron_scalerl.record import record
+
+if TYPE_CHECKING:
+    import torch
 
 KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -33,6 +36,8 @@ def rotary(config: Any, head_dim: int) -> Rotary:
     Types are `default`, `linear`, `llama3` (Llama 3.1's scaling) and `yarn` (arXiv 2309.00071). Raises ValueError
     for others, and for a scaling without one of its keys.
     """
+    import torch
+
     parameters = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
     # transformers 4 keeps theta outside of rope_scaling.
     theta = float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
@@ -70,6 +75,8 @@ def _llama3(frequencies: torch.Tensor, parameters: Mapping[str, Any]) -> torch.T
 
     Llama 4 Scout has no ramp: both of its bounds are 1.
     """
+    import torch
+
     factor, low, high = (_need(parameters, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     original = _need(parameters, "original_max_position_embeddings")
     wavelength = 2 * math.pi / frequencies
@@ -84,6 +91,8 @@ def _llama3(frequencies: torch.Tensor, parameters: Mapping[str, Any]) -> torch.T
 
 def _yarn(parameters: Mapping[str, Any], *, theta: float, head_dim: int, context: int | None) -> Rotary:
     """YaRN: low frequencies interpolated, high ones kept, a ramp over the dimensions between."""
+    import torch
+
     original = _need(parameters, "original_max_position_embeddings")
     factor = parameters.get("factor")
     if factor is None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from megatron_scalerl.models.adapters import refuse_adapter
 from megatron_scalerl.plan.assumptions import (
     Assumptions,
     Origin,
@@ -157,12 +158,13 @@ def _inputs(options: argparse.Namespace) -> tuple[str, Layers, Assumptions, dict
 def config_folder(policy: str, recipe: str | Path, given: str | Path | None = None) -> Path:
     """The folder with the config.json: `given`, the policy's folder, or configs/<its name> next to the recipe.
 
-    Raises ValueError if there is none.
+    Raises ValueError if there is none, or an adapter in its place.
     """
     tried = [Path(policy), Path(recipe).parent / "configs" / Path(policy).name]
     if given:
         tried = [Path(given)]
     for folder in tried:
+        refuse_adapter(folder)
         if (folder / "config.json").is_file():
             return folder
     raise ValueError(

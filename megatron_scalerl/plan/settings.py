@@ -8,6 +8,7 @@ from megatron_scalerl.engine.options import check_options
 from megatron_scalerl.environments.worker import load
 from megatron_scalerl.losses import make_loss
 from megatron_scalerl.models import family, read_hf_config
+from megatron_scalerl.plan.counting import trained_family
 from megatron_scalerl.prompts.chat import chat_of_recipe
 from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.prompts.tokenizer import policy_tokenizer
@@ -16,6 +17,7 @@ from megatron_scalerl.recipe.file import read_run_recipe
 from megatron_scalerl.recipe.tasks import tasks_of
 from megatron_scalerl.rewards.worker import check_verifier
 from megatron_scalerl.rollouts.plans import longest_sequence
+from megatron_scalerl.trainer.adapter_folder import adapter_reader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,8 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
         from megatron_scalerl.trainer.options import check_megatron  # slow: only if there is something to check
 
         check_megatron(policy, recipe, faults=not planned)
+    if recipe.policy.adapter is not None:
+        adapter_reader(recipe.policy, trained_family(recipe, policy))
     tokenizer = chat = None
     if config is None:
         tokenizer = policy_tokenizer(recipe, hf_config)

@@ -47,12 +47,15 @@ HELD_SINCE = "MSRL_HELD_SINCE"
 
 
 class Stopped(Exception):
-    """A signal stopped the run. `exit_code`: 130 for SIGINT, 143 for SIGTERM, SAVED_CODE for SAVE_SIGNAL."""
+    """A signal stopped the run. `exit_code`: 130 for SIGINT, 143 for SIGTERM, SAVED_CODE for SAVE_SIGNAL.
 
-    def __init__(self, number: int, also: BaseException | None = None):
+    again: what the same command does when it is started again.
+    """
+
+    def __init__(self, number: int, again: str, also: BaseException | None = None):
         name = signal.Signals(number).name
         detail = "" if also is None else f" (while stopping, {type(also).__name__}: {also})"
-        super().__init__(f"stopped by {name}; the same command resumes from the last checkpoint{detail}")
+        super().__init__(f"stopped by {name}; the same command {again}{detail}")
         self.exit_code = exit_code_of(number)
 
 
@@ -158,11 +161,16 @@ def _ignore_to_the_end() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def run_until_signal(coroutine: Coroutine[Any, Any, T], saving: SaveAndExit | None = None) -> T:
+def run_until_signal(
+    coroutine: Coroutine[Any, Any, T],
+    saving: SaveAndExit | None = None,
+    again: Callable[[], str] = lambda: "starts again",
+) -> T:
     """Run `coroutine` on a new event loop and return its result; call it in the main thread.
 
     The first SIGINT or SIGTERM cancels the coroutine; Stopped is raised once it has returned. The module describes
-    later signals. saving: gets the requests of SAVE_SIGNAL; without it, SAVE_SIGNAL keeps its action.
+    later signals. saving: gets the requests of SAVE_SIGNAL; without it, SAVE_SIGNAL keeps its action. again: what
+    the same command does then, as words for `Stopped`.
     """
     received: list[int] = []
     numbers = list(SIGNALS)
@@ -213,11 +221,11 @@ def run_until_signal(coroutine: Coroutine[Any, Any, T], saving: SaveAndExit | No
         # Without a signal, somebody else has cancelled the coroutine.
         if (number := stopped_by()) is None:
             raise
-        raise Stopped(number) from None
+        raise Stopped(number, again()) from None
     except Exception as error:
         if not received:
             raise
-        raise Stopped(received[0], error) from error
+        raise Stopped(received[0], again(), error) from error
 
 
 class Takeover:

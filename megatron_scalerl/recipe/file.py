@@ -17,9 +17,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from megatron_scalerl.models.adapters import CONFIG, refuse_adapter
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.hub import hint, local_recipe
-from megatron_scalerl.recipe.other_names import setting_of, unknown_key
+from megatron_scalerl.recipe.other_names import innermost, setting_of, unknown_key
 from megatron_scalerl.recipe.recipe import section_of
 from megatron_scalerl.recipe.sections import PromptsSection, TaskSection
 from megatron_scalerl.recipe.tasks import tasks_of
@@ -251,6 +252,7 @@ def _line(key: str, first: ErrorDetails, same: Sequence[ErrorDetails]) -> str:
     last = key.rpartition(".")[2]
     if kind == "extra_forbidden":
         valid = _keys_for(key)
+        key = innermost(key, value, valid)
         return unknown_key(key, valid, expected="a recipe key", setting=setting_of(key), listed=LISTED)
     if kind == "missing":
         return f"{key} is missing; it has no default"
@@ -323,6 +325,7 @@ def node_copy(path: str) -> str:
 def check_policy(recipe: Recipe) -> None:
     """Raises ValueError where a folder of the policy is missing, or holds something else."""
     section = recipe.policy
+    refuse_adapter(section.path)
     if not Path(section.path, "config.json").is_file():
         raise ValueError(
             f"policy.path: {section.path} is not a Hugging Face folder: it has no config.json"
@@ -333,8 +336,8 @@ def check_policy(recipe: Recipe) -> None:
             f"policy.megatron_path: the folder {section.megatron_path} does not exist; `megatron-scalerl convert "
             "to-megatron` makes one (docs/checkpoints.md)"
         )
-    if section.adapter is not None and not Path(section.adapter, "adapter_config.json").is_file():
-        raise ValueError(f"policy.adapter: {section.adapter} is not a PEFT folder: it has no adapter_config.json")
+    if section.adapter is not None and not Path(section.adapter, CONFIG).is_file():
+        raise ValueError(f"policy.adapter: {section.adapter} is not a PEFT folder: it has no {CONFIG}")
 
 
 def check_prompts(recipe: Recipe) -> None:

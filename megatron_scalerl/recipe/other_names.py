@@ -3,7 +3,7 @@
 Error messages for unknown keys, which name the key that was meant, or the keys that there are.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 
 _NAMES = {
@@ -21,11 +21,13 @@ _NAMES = {
     ("megatron.parallel.context_parallel_size",): "cp cp_size context_parallel context_parallel_size",
     ("trainer.world_size", "engine.vllm.data_parallel_size"): "dp dp_size data_parallel data_parallel_size",
     ("megatron.parallel.expert_tensor_parallel_size",): "etp etp_size expert_tensor_parallel_size",
+    ("trainer.world_size",): "n_gpus_per_node",
+    ("trainer.micro_batch_tokens",): "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu",
     ("rollouts.max_staleness_steps",): "k max_off_policy_steps max_staleness staleness",
     (
         "rollouts.groups_per_batch",
         "sft.batch_size",
-    ): "batch_size train_batch_size rollout_batch_size num_prompts_per_step",
+    ): "batch_size train_batch_size rollout_batch_size num_prompts_per_step ppo_mini_batch_size",
     ("rollouts.group_size", "validation.generations", "evaluation.generations"): (
         "n num_generations n_samples_per_prompt num_generations_per_prompt n_samples"
     ),
@@ -35,10 +37,22 @@ _NAMES = {
     ("prompts.max_prompt_tokens",): "max_prompt_length",
     ("steps", "sft.steps"): "max_steps num_steps total_steps total_training_steps",
     ("curriculum.max_epochs",): "epochs num_epochs num_train_epochs total_epochs",
-    ("policy.path",): "model model_path model_name_or_path pretrain",
+    ("policy.path",): "model model.path model_path model_name_or_path pretrain",
+    ("policy.lora.rank",): "r lora_rank",
+    ("policy.lora.alpha",): "lora_alpha",
+    ("policy.lora.targets",): "target_modules lora_target lora_target_modules",
+    ("policy.adapter",): "adapter_name_or_path adapter_path lora_adapter_path lora_path",
     ("checkpoint.every_steps",): "save_freq save_interval save_steps",
     ("validation.every_steps",): "test_freq eval_interval eval_steps",
-    ("loss.name",): "loss_type",
+    ("name",): "experiment_name",
+    ("output_dir",): "default_local_dir",
+    ("prompts.path",): "train_files",
+    ("prompts.held_out_path",): "val_files",
+    ("prompts.prompt_column",): "prompt_key",
+    ("rewards.verifier",): "custom_reward_function.path custom_reward_function.name",
+    ("advantages.normalize",): "adv_estimator",
+    ("loss.name",): "loss_type loss_mode",
+    ("loss.reduction",): "loss_agg_mode",
     ("loss.clip_low",): "clip_ratio_low eps_clip",
     ("loss.clip_high",): "clip_ratio_high eps_clip_high",
     ("engine.count",): "num_engines",
@@ -48,6 +62,8 @@ _NAMES = {
 }
 OTHER_NAMES = {name: settings for settings, names in _NAMES.items() for name in names.split()}
 """Another name -> the settings that have this meaning in a recipe, the most common first."""
+_SECTIONS = {"rollout": ("rollouts.", "engine."), "val_kwargs": ("validation.",)}
+"""Sections of verl -> the sections here that have their settings."""
 _NEAR_SIBLING = 0.8
 """Least likeness of a name of the same section to be suggested."""
 _NEAR_OTHER = 0.9
@@ -61,14 +77,37 @@ _MOST_NEAREST = 3
 
 
 def setting_of(key: str) -> str | None:
-    """The setting that other frameworks call by the last part of `key`; None for a name not in `OTHER_NAMES`.
+    """The setting that other frameworks call by the last part of `key`, or two; None for a name not in `OTHER_NAMES`.
 
-    Where several settings have this name, the setting in the section of `key`.
+    Where several settings have this name, the setting in the innermost section of `key` that has one.
     """
-    last = key.rpartition(".")[2]
-    settings = OTHER_NAMES.get(last.lower().replace("-", "_"), ())
-    section = key.partition(".")[0] + "."
-    return max(settings, key=lambda setting: setting.startswith(section), default=None)
+    *sections, last = key.lower().replace("-", "_").split(".")
+    settings = OTHER_NAMES.get(".".join([*sections[-1:], last]), OTHER_NAMES.get(last, ()))
+    for section in reversed(sections):
+        for setting in settings:
+            if setting.startswith(_SECTIONS.get(section, (f"{section}.",))):
+                return setting
+    return next(iter(settings), None)
+
+
+def innermost(key: str, value: object, valid: Iterable[str]) -> str:
+    """The unknown `key`, or a key in it: of a section that is like none of the `valid` ones, what is set there.
+
+    A key that has another name here comes before others.
+    """
+    section, _, last = key.rpartition(".")
+    if _nearest(last, [name for name in valid if name.rpartition(".")[0] == section], _NEAR_SIBLING):
+        return key
+    keys = list(_innermost(key, value))
+    return next(filter(setting_of, keys), keys[0])
+
+
+def _innermost(key: str, value: object) -> Iterator[str]:
+    if not isinstance(value, Mapping) or not value:
+        yield key
+        return
+    for name, inner in value.items():
+        yield from _innermost(f"{key}.{name}", inner)
 
 
 def check_keys(

@@ -58,7 +58,7 @@ class MegatronSection(Section):
     """Megatron-Core's options by their original names."""
 
     model: dict[str, Any] = Field(default_factory=dict)
-    """Fields of TransformerConfig for speed, memory and auxiliary losses. Fields that define the model come from the
+    """Fields of TransformerConfig for speed and memory. Fields that define the model come from the
     policy's config.json, as in the engines, and are refused here with another value."""
     parallel: dict[str, Any] = Field(default_factory=dict)
     """Arguments of initialize_model_parallel: tensor_model_parallel_size, expert_model_parallel_size ..."""

@@ -174,10 +174,15 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _agree(self) -> "Recipe":
         r = self.rollouts
-        if r.group_size == 1 and self.advantages.normalize != "none":
+        if r.group_size == 1:
             raise ValueError(
-                "rollouts.group_size: 1 is too small: a group of one has no advantage with advantages.normalize "
-                f"{self.advantages.normalize!r}; use at least 2"
+                "rollouts.group_size: 1 is too small: an advantage is a reward less its group's mean, which is 0 in "
+                "a group of one; use at least 2"
+            )
+        if self.rewards.correct <= self.rewards.incorrect:
+            raise ValueError(
+                f"rewards.correct: {self.rewards.correct:g} is not above rewards.incorrect "
+                f"{self.rewards.incorrect:g}, so that right answers would not be learned; raise it"
             )
         if r.max_in_flight < r.group_size:
             raise ValueError(

@@ -68,12 +68,16 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
         settings |= _moe_settings()
     if recipe.policy.lora is not None:
         settings["moe_grouped_gemm"] = False
-    _check_options(given, {**defaults, **family.gpt, **settings}, MODEL | family.transformer.keys())
+    _check_options(
+        given, {**defaults, **family.gpt, **_moe_settings(), **settings}, MODEL | family.transformer.keys()
+    )
     settings |= {key: value for key, value in given.items() if key in FREE}
     # Layers of Transformer Engine get it later, see `model.accumulate_in_linears`.
     if HAVE_TE:
         settings["gradient_accumulation_fusion"] = False
-    _refuse(settings)
+    # It was not compared with the layers of `layers.latent`.
+    if "mla_up_proj" in (settings.get("recompute_modules") or ()):
+        raise ValueError("megatron.model.recompute_modules: mla_up_proj is not supported; take it out of the list")
     if recipe.policy.lora is not None:
         _check_lora(
             settings,
@@ -112,32 +116,9 @@ def _check_options(given: Mapping[str, Any], present: Mapping[str, Any], model: 
                 f"and engines serve; leave it out (the policy has {present[key]!r})"
             )
         if key in REFUSED and value and value != present[key]:
-            raise ValueError(f"megatron.model.{key} is not supported: {REFUSED[key]}")
+            raise ValueError(f"megatron.model.{key} is not supported: {REFUSED[key]}; leave it out")
         if key not in FREE and key not in REFUSED and value != present[key]:
             raise ValueError(f"megatron.model.{key}: only {present[key]!r} is supported; leave it out")
-
-
-def _refuse(settings: Mapping[str, Any]) -> None:
-    """Raises ValueError for auxiliary losses that Megatron-Core would compute or weigh wrongly.
-
-    Also for a recomputation that was not compared with the layers of `layers.latent`.
-    """
-    if "mla_up_proj" in (settings.get("recompute_modules") or ()):
-        raise ValueError("megatron.model.recompute_modules: mla_up_proj is not supported; take it out of the list")
-    kinds = settings.get("moe_router_load_balancing_type", "none")
-    if isinstance(kinds, str):
-        kinds = [kinds]
-    for kind in kinds:
-        if kind not in ("none", "aux_loss"):
-            raise ValueError(
-                f"megatron.model.moe_router_load_balancing_type: {kind} is not supported: Megatron-Core would "
-                "take a packed row for one sequence; use aux_loss or none"
-            )
-    if settings.get("calculate_per_token_loss") and ([*kinds] != ["none"] or settings.get("moe_z_loss_coeff")):
-        raise ValueError(
-            "megatron.model.calculate_per_token_loss is not supported with an auxiliary loss, which Megatron-Core "
-            "would multiply by the number of tokens of the batch"
-        )
 
 
 def _check_lora(settings: Mapping[str, Any], targets: Collection[str], stages: Stages) -> None:
@@ -324,7 +305,7 @@ def _device_settings() -> dict[str, Any]:
 
 
 def _moe_settings() -> dict[str, Any]:
-    """No auxiliary loss, frozen expert bias (the paper does not say; both can be set)."""
+    """No auxiliary loss, frozen expert bias (the paper does not say)."""
     return dict(
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,

@@ -6,12 +6,15 @@ import socket
 from pathlib import Path
 
 import pytest
+from adapter_folders import save_adapter
 from rich.console import Console
 
+from megatron_scalerl.checkpoints.hf_folder import family_of_folder
 from megatron_scalerl.controller.preflight import check_answers, check_inputs
 from megatron_scalerl.controller.run_folder import RunFolder, check_recipe
 from megatron_scalerl.controller.train import train
 from megatron_scalerl.recipe.file import load_recipe
+from megatron_scalerl.recipe.sections import LoraSection
 from megatron_scalerl.recipe.tasks import tasks_of
 
 ROOT = Path(__file__).parents[2]
@@ -75,10 +78,8 @@ def test_a_run_with_the_workspace_that_was_the_default_goes_on(tiny, tmp_path):
 def test_a_run_is_not_resumed_with_other_adapters(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("megatron.core.__version__", "0.19.2")
     folder = tmp_path / "adapter"
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text("{}")
+    save_adapter(folder, family_of_folder(tiny / "base_policy"), LoraSection())
     weights = folder / "adapter_model.safetensors"
-    weights.write_bytes(bytes(100_000))
     monkeypatch.chdir(tmp_path)
 
     def resolved(adapter):
@@ -88,7 +89,9 @@ def test_a_run_is_not_resumed_with_other_adapters(tiny, tmp_path, monkeypatch):
     begun = resolved(folder)
     RunFolder(begun).close()
     check_recipe(resolved("adapter"))
-    weights.write_bytes(b"1" + bytes(99_999))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 0x80  # the sign of the last number
+    weights.write_bytes(content)
     with pytest.raises(ValueError, match=rf"policy.digest is '{begun.policy.digest}'"):
         check_recipe(resolved(folder))
 

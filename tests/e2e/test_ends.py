@@ -11,10 +11,12 @@ import pytest
 from launch.stand_ins import gone
 from whole_runs import ROOT, overrides
 
+from megatron_scalerl.checkpoints.commit import latest
 from megatron_scalerl.controller.metrics import read_jsonl
 from megatron_scalerl.rollouts.history import read_history
 
 pytestmark = pytest.mark.slow
+ANEW = "begins anew, since the run has no checkpoint yet (checkpoint.every_steps; SIGUSR1 saves one and exits)"
 
 
 class Run:
@@ -88,7 +90,7 @@ def test_a_signal_while_everything_starts(tiny_dense, tmp_path):
         run.process.send_signal(signal.SIGINT)
         code, line = run.end()
     assert code == 130
-    assert line == "megatron-scalerl: stopped by SIGINT; the same command resumes from the last checkpoint"
+    assert line == "megatron-scalerl: stopped by SIGINT; the same command " + ANEW
     assert gone(run.groups)
 
 
@@ -111,7 +113,8 @@ def test_a_stopped_run_goes_on_and_a_hung_engine_ends_it(tiny_dense, tmp_path):
         run.process.send_signal(signal.SIGTERM)
         code, line = run.end()
     assert code == 143
-    assert line == "megatron-scalerl: stopped by SIGTERM; the same command resumes from the last checkpoint"
+    newest = latest(run.folder / "checkpoints").name
+    assert line == f"megatron-scalerl: stopped by SIGTERM; the same command resumes from {newest}"
     assert gone(run.groups)
     with Run(tiny_dense, tmp_path, *more) as again:
         before = again.steps()

@@ -137,7 +137,7 @@ def test_a_signal_stops_the_controller_gracefully(controller, tmp_path, number):
     out, err = process.communicate(timeout=240)
     assert process.returncode == 128 + number
     assert out == "stopping\nstopped gracefully\n"
-    assert err.strip() == f"stopped by {number.name}; the same command resumes from the last checkpoint"
+    assert err.strip() == f"stopped by {number.name}; the same command starts again"
     assert gone(groups)
 
 

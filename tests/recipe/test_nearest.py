@@ -12,6 +12,7 @@ from megatron_scalerl.recipe.other_names import OTHER_NAMES, check_keys, setting
 MINIMAL = "name: t\nsteps: 3\npolicy: {path: x}\nprompts: {path: y}\n"
 LISTED = "; all keys are listed in megatron_scalerl/recipe/sections.py and process_sections.py"
 TP = "megatron.parallel.tensor_model_parallel_size"
+PP = "megatron.parallel.pipeline_model_parallel_size"
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,67 @@ def test_a_recipe_says_what_is_meant(tmp_path, key, said):
     with pytest.raises(RecipeError) as error:
         load_recipe(path, [f"{key}=1"])
     assert str(error.value) == f"{path}: {key} is not a recipe key{said}"
+
+
+@pytest.mark.parametrize(
+    ("override", "own"),
+    [
+        ("data.max_response_length=1024", "interruption.thinking_tokens and interruption.answer_tokens"),
+        ("+data.max_response_length=1024", "interruption.thinking_tokens and interruption.answer_tokens"),
+        ("data.max_prompt_length=512", "prompts.max_prompt_tokens"),
+        ("data.train_batch_size=256", "rollouts.groups_per_batch"),
+        ("data.train_files=a.parquet", "prompts.path"),
+        ("data.val_files=[a.parquet]", "prompts.held_out_path"),
+        ("data.prompt_key=question", "prompts.prompt_column"),
+        ("algorithm.adv_estimator=grpo", "advantages.normalize"),
+        ("actor_rollout_ref.model.path=Qwen/Qwen3-8B", "policy.path"),
+        ("actor_rollout_ref.model.lora_rank=32", "policy.lora.rank"),
+        ("actor_rollout_ref.model.lora_alpha=32", "policy.lora.alpha"),
+        ("actor_rollout_ref.rollout.n=8", "rollouts.group_size"),
+        ("actor_rollout_ref.rollout.val_kwargs.n=16", "validation.generations"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "engine.vllm.tensor_parallel_size"),
+        ("actor_rollout_ref.rollout.gpu_memory_utilization=0.8", "engine.vllm.gpu_memory_utilization"),
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", TP),
+        ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2", PP),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "optimizer.lr"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=64", "rollouts.groups_per_batch"),
+        ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384", "trainer.micro_batch_tokens"),
+        ("actor_rollout_ref.actor.clip_ratio_high=0.28", "loss.clip_high"),
+        ("actor_rollout_ref.actor.loss_agg_mode=token-mean", "loss.reduction"),
+        ("actor_rollout_ref.actor.grad_clip=1", "optimizer.clip_grad"),
+        ("custom_reward_function.path=r.py", "rewards.verifier"),
+        ("trainer.n_gpus_per_node=8", "trainer.world_size"),
+        ("trainer.experiment_name=x", "name"),
+        ("trainer.total_epochs=3", "curriculum.max_epochs"),
+        ("trainer.save_freq=20", "checkpoint.every_steps"),
+        ("trainer.test_freq=5", "validation.every_steps"),
+    ],
+)
+def test_an_override_of_verl_names_the_key_here(tmp_path, override, own):
+    path = tmp_path / "r.yaml"
+    path.write_text(MINIMAL)
+    with pytest.raises(RecipeError) as error:
+        load_recipe(path, [override])
+    key = override.partition("=")[0]
+    assert str(error.value) == f"{path}: {key} is not a recipe key; it is set by {own}"
+
+
+def test_a_file_of_verl_names_a_key_here_and_a_section_with_a_typing_error_is_named_itself(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text(MINIMAL + "actor_rollout_ref: {hybrid_engine: true, rollout: {name: vllm, n: 8}}\n")
+    with pytest.raises(
+        RecipeError, match=r"actor_rollout_ref\.rollout\.n is not .*; it is set by rollouts\.group_size$"
+    ):
+        load_recipe(path)
+    for given, said in (
+        ("optimzer={lr: 1}", "optimzer is not a recipe key; the nearest is optimizer$"),
+        ("megatron.paralel={tp: 2}", r"megatron.paralel is not a recipe key; the nearest is megatron\.parallel$"),
+        ("colors={red: 1}", "colors.red is not a recipe key"),
+        ("colors={}", "colors is not a recipe key"),
+    ):
+        path.write_text(MINIMAL)
+        with pytest.raises(RecipeError, match=said):
+            load_recipe(path, [given])
 
 
 def test_every_other_name_is_of_a_setting_and_of_none_itself_there():

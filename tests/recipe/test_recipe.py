@@ -95,9 +95,12 @@ def test_off_needs_no_quotation_marks(path, text):
         ),
         (
             "rollouts.group_size=1",
-            "rollouts.group_size: 1 is too small: .* advantages.normalize 'batch'; use at least 2",
+            "rollouts.group_size: 1 is too small: .* 0 in a group of one; use at least 2",
         ),
+        ("rewards.correct=-1", "rewards.correct: -1 is not above rewards.incorrect -1, .*; raise it"),
+        ("rewards={correct: 0, incorrect: 1}", "rewards.correct: 0 is not above rewards.incorrect 1, .*; raise it"),
         ("rollouts.max_in_flight=8", "rollouts.max_in_flight: 8 does not hold one group; use at least group_size 16"),
+        ("rewards.correct=nan", "rewards.correct"),
         ("rollouts.temperature=0", "rollouts.temperature is 0; it has to be at least 0.01"),
         (
             "rewards.length_penalty={max_tokens: 9, cache_tokens: 10}",

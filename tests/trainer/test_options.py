@@ -210,6 +210,9 @@ def test_fp8_is_refused_since_its_checkpoints_hold_pickles():
         model_options(family(LlamaConfig()), recipe({"model": {"fp8": "hybrid"}}), alone())
 
 
+AUXILIARY = "is not supported: Megatron-Core .* auxiliary loss, .* packing of rows"
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -219,16 +222,25 @@ def test_fp8_is_refused_since_its_checkpoints_hold_pickles():
         ),
         ({"mtp_num_layers": 1}, "mtp_num_layers is not supported: .* export would lose it"),
         ({"tp_comm_overlap": True}, "tp_comm_overlap is not supported"),
-        ({"moe_router_load_balancing_type": "seq_aux_loss"}, "seq_aux_loss is not supported: .* packed row"),
-        ({"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}, "global_aux_loss is not supported"),
-        ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn is not supported"),
-        ({"moe_router_load_balancing_type": "aux_loss", "calculate_per_token_loss": True}, "with an auxiliary loss"),
-        ({"moe_z_loss_coeff": 1e-3, "calculate_per_token_loss": True}, "with an auxiliary loss"),
+        ({"moe_router_load_balancing_type": "aux_loss"}, AUXILIARY),
+        ({"moe_router_load_balancing_type": "seq_aux_loss"}, AUXILIARY),
+        ({"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}, AUXILIARY),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, AUXILIARY),
+        ({"moe_aux_loss_coeff": 1e-2}, AUXILIARY),
+        ({"moe_aux_loss_coeff": [1e-2]}, AUXILIARY),
+        ({"moe_z_loss_coeff": 1e-3}, AUXILIARY),
     ],
 )
 def test_what_would_train_or_count_wrong_in_silence_is_refused(settings, said):
     with pytest.raises(ValueError, match=said):
-        model_options(llama(), recipe(dict(model=settings)), alone())
+        model_options(mixture(), recipe(dict(model=settings)), alone())
+
+
+@pytest.mark.parametrize("policy", [llama, mixture])
+def test_an_auxiliary_loss_that_is_off_is_no_mistake(policy):
+    off = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0, "moe_z_loss_coeff": None}
+    config = model_options(policy(), recipe(dict(model=off)), alone()).config
+    assert not config.moe_aux_loss_coeff and not config.moe_z_loss_coeff
 
 
 NEW_OPTIONS = dict.fromkeys(

@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from recipe_files import SETTLED
+from command_line import command
+from recipe_files import ROOT, SETTLED
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_scalerl.checkpoints.to_hf import to_hf
@@ -75,6 +76,29 @@ def test_forced_tokens_are_masked_and_nothing_else(tiny):
         assert rollout.interrupted is cut
         interrupted += cut
     assert interrupted > 0
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("loss.name=no_loss", "loss.name"),
+        ("rewards.verifier=no.module:f", "rewards.verifier"),
+        ("engine.vllm.no_option=1", "engine.vllm: no_option"),
+        ("megatron.model.moe_z_loss_coeff=0.1", "moe_z_loss_coeff is not supported"),
+        ("megatron.parallel.no_option=1", "megatron.parallel: no_option"),
+        ("interruption.thinking_tokens=[90000,90000]", "too short for the longest sequence"),
+        ("policy.lora={} policy.adapter={adapter}", "policy.adapter: a warm start trains the weights"),
+    ],
+)
+def test_the_command_makes_the_checks_of_a_run_before_it_trains(tiny, tmp_path, capsys, override, said):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").touch()
+    policy = f"policy.path={tiny}/base_policy sft.path={tiny}/sft.jsonl prompts.path={tiny}/prompts.jsonl"
+    override = override.replace("{adapter}", f"{tmp_path}/adapter")
+    words = f"{ROOT}/recipes/tiny_cpu.yaml --out {tmp_path}/out {policy} {override}"
+    assert command("sft")(words.split()) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_loss_is_the_cross_entropy_and_training_lowers_it(tiny, tmp_path):

@@ -17,11 +17,9 @@ sums.
 """
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,13 +38,12 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from torch import Tensor
 
-from megatron_scalerl.checkpoints.hf_folder import HfReader, open_folder
 from megatron_scalerl.distributed.parallel import Parallel
 from megatron_scalerl.models.adapters import PROJECTIONS
 from megatron_scalerl.models.family import Family, Index
-from megatron_scalerl.processes.logs import listed
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.sections import LoraSection
+from megatron_scalerl.trainer.adapter_folder import adapter_reader
 from megatron_scalerl.weights.source import fill
 
 _BY_ROWS = ("linear_proj", "linear_fc2")
@@ -58,9 +55,6 @@ _EXCHANGES: dict[tuple[bool, bool], Callable[..., Tensor]] = {
     (True, True): reduce_scatter_to_sequence_parallel_region,
 }
 """(divided by inputs, sequence parallelism) -> what ranks do with A x. Its backward pass does the reverse."""
-
-_BESIDE_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Values of PEFT's init_lora_weights that leave the base's weights (peft/tuners/lora/layer.py, update_layer)."""
 
 
 class Adapters(torch.nn.Module):
@@ -246,8 +240,7 @@ def fill_adapters(chunks: Sequence[Any], adapters: Family, recipe: Recipe, paral
     """
     read: Callable[..., Tensor] = partial(_drawn, recipe.seed)
     if recipe.policy.adapter is not None:
-        assert recipe.policy.lora is not None
-        read = _checked_folder(Path(recipe.policy.adapter), adapters, recipe.policy.lora).read
+        read = adapter_reader(recipe.policy, adapters).read
     fill(chunks, adapters, read, parallel)
 
 
@@ -260,37 +253,3 @@ def _drawn(seed: int, name: str, index: tuple[Index, ...], shape: tuple[int, ...
     # kaiming_uniform_ with a = sqrt(5), as in peft/tuners/lora/layer.py.
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)[index]
-
-
-def _checked_folder(path: Path, adapters: Family, lora: LoraSection) -> HfReader:
-    """The reader of a PEFT folder that holds the adapters of the recipe and no others."""
-    file = path / "adapter_config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"policy.adapter: {file} is no configuration of a PEFT folder: {error}") from None
-    expected = {
-        "peft_type": "LORA",
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "use_rslora": False,
-        "alpha_pattern": {},
-    }
-    for key, value in expected.items():
-        # Older folders have null, or nothing, for an empty value.
-        given = config.get(key) or type(value)()
-        if given != value:
-            raise ValueError(
-                f"policy.adapter: {file}: {key} is {given!r}, policy.lora means {value!r}; set policy.lora as there"
-            )
-    start = config.get("init_lora_weights")
-    if start not in _BESIDE_THE_BASE:
-        raise ValueError(
-            f"policy.adapter: {file}: init_lora_weights is {start!r}, with which PEFT changes the base; merge the "
-            "adapter into its base with PEFT and train from that"
-        )
-    reader = HfReader(open_folder(path))
-    names = {name for rule in adapters.rules for name in rule.hf_shapes}
-    if differing := sorted(names.symmetric_difference(reader.folder.tensors)):
-        raise ValueError(f"policy.adapter: {path}: policy.lora.targets and the folder differ by {listed(differing)}")
-    return reader

@@ -1,0 +1,126 @@
+"""A PEFT folder to start from: it has to hold the adapters of the recipe, and no others.
+
+A key of adapter_config.json is compared with policy.lora, or changes nothing of what loaded factors compute, or has
+to be off: with any other key the adapter is another function than W x + alpha / rank B A x.
+"""
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_scalerl.checkpoints.assembly import TORCH_NAMES, has_nonfinite
+from megatron_scalerl.checkpoints.hf_folder import HfReader, open_folder
+from megatron_scalerl.models.adapters import CONFIG, read_config
+from megatron_scalerl.models.family import Family
+from megatron_scalerl.processes.logs import listed
+from megatron_scalerl.recipe.sections import PolicySection
+
+logger = logging.getLogger(__name__)
+
+_ALLOWED: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": (None, "CAUSAL_LM"),
+    "bias": (None, "none"),
+    # peft/tuners/lora/layer.py, update_layer: every other value changes the base's weights.
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
+}
+"""Key -> its values with which an adapter is B A beside its base alone. Other keys have to be off."""
+_WITHOUT_EFFECT = (
+    *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
+    *("fan_in_fan_out", "inference_mode", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_config"),
+    *("megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "unsloth_fixed"),
+    "velora_config",
+)
+"""Keys of PEFT 0.21 and of Unsloth without effect on loaded factors: they are of first values, gradients, Megatron's
+own layers, or of another key that has to be off. PEFT itself turns fan_in_fan_out off beside linear layers."""
+_COMPARED = ("r", "lora_alpha", "target_modules", "exclude_modules")
+
+
+def adapter_reader(policy: PolicySection, adapters: Family) -> HfReader:
+    """The reader of policy.adapter, which has the factors of `adapters`, no others, and all of them finite.
+
+    Warns of an adapter of another base. Raises ValueError for a folder of another rank or alpha than policy.lora's,
+    of other layers or shapes, or that PEFT would compute in another way.
+    """
+    assert policy.adapter is not None
+    assert policy.lora is not None
+    path = Path(policy.adapter)
+    config = read_config(path)
+    _check_config(
+        f"policy.adapter: {path / CONFIG}", config, {"r": policy.lora.rank, "lora_alpha": policy.lora.alpha}
+    )
+    reader = HfReader(open_folder(path))
+    shapes = {name: shape for rule in adapters.rules for name, shape in rule.hf_shapes.items()}
+    if differing := sorted(shapes.keys() ^ reader.folder.tensors.keys()):
+        raise ValueError(f"policy.adapter: {path}: policy.lora.targets and the folder differ by {listed(differing)}")
+    for name, shape in shapes.items():
+        _check_tensor(reader, name, shape, config)
+    base = config.get("base_model_name_or_path")
+    if base and _model_name(str(base)) != _model_name(policy.path):
+        logger.warning(
+            "policy.adapter: %s was trained beside %s, and policy.path is %s: beside another base an adapter is "
+            "another policy",
+            path,
+            base,
+            policy.path,
+        )
+    return reader
+
+
+def _check_config(where: str, config: Mapping[str, Any], expected: Mapping[str, float]) -> None:
+    """Raises ValueError for a configuration of another product than policy.lora's, or of more than a product."""
+    for key, value in expected.items():
+        if config.get(key) != value:
+            raise ValueError(
+                f"{where}: {key} is {config.get(key)!r}, and policy.lora means {value!r}; set policy.lora.rank and "
+                "policy.lora.alpha to r and lora_alpha there"
+            )
+    for key in {**_ALLOWED, **config}:
+        given = config.get(key)
+        # 0 equals False, and may be the number of a layer or a token
+        usual = given is False or given in (None, "", [], {})
+        if key in _ALLOWED:
+            usual = given in _ALLOWED[key]
+        if not usual and key not in _WITHOUT_EFFECT + _COMPARED:
+            raise ValueError(
+                f"{where}: {key} is {str(given)[:60]}, with which an adapter is more than alpha / rank B A beside "
+                "its base; merge it into the base with PEFT, where PEFT can, and train from that"
+            )
+
+
+def _check_tensor(reader: HfReader, name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> None:
+    """Raises ValueError for a factor that PEFT would not load here, or that cannot be computed with."""
+    tensor = reader.folder.tensors[name]
+    where = f"policy.adapter: {reader.folder.path / tensor.file}: {name}"
+    if tensor.shape != shape:
+        raise ValueError(
+            f"{where}: its shape is {list(tensor.shape)}, and beside policy.path it is {list(shape)}; take the "
+            f"adapter's own base, {config.get('base_model_name_or_path')}"
+        )
+    if tensor.dtype not in TORCH_NAMES:
+        raise ValueError(f"{where}: its type is {tensor.dtype}; save the adapter in one of {', '.join(TORCH_NAMES)}")
+    if has_nonfinite(reader.bits(name), tensor.dtype):
+        raise ValueError(f"{where}: the factor has NaN or Inf; take another checkpoint of the adapter")
+    module = name.removeprefix("base_model.model.").partition(".lora_")[0]
+    targets = config.get("target_modules")
+    # a text is a regular expression, and an expression from elsewhere is not run
+    targeted = not isinstance(targets, list) or _names(targets, module)
+    excluded = config.get("exclude_modules")
+    if not targeted or isinstance(excluded, str) or _names(excluded or (), module):
+        raise ValueError(
+            f"{where}: target_modules and exclude_modules of {CONFIG} leave {module} out, where PEFT would load no "
+            "factor; make the tensors and both lists agree"
+        )
+
+
+def _names(names: Iterable[str], module: str) -> bool:
+    """Whether one of the names is the module's or its end, as in peft/tuners/tuners_utils.py."""
+    return any(f".{module}".endswith(f".{name}") for name in names)
+
+
+def _model_name(path: str) -> str:
+    """The last part of a path or of a name on the hub, also of a folder in the hub's cache."""
+    cached = re.search(r"models--(?:[^/]*?--)?([^/]+)/snapshots/", path)
+    return (cached[1] if cached else Path(path).name).casefold()
