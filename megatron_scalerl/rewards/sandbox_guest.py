@@ -26,7 +26,7 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # every run of a program pays for what is imported here
     import ast
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from typing import Any, BinaryIO
 
 SOURCE = 3
@@ -116,7 +116,7 @@ def decode(value: Any, handle: Callable[[int], Any]) -> Any:
     if tag == "c":
         return complex(*content)
     if tag == "i":
-        return _items(handle(content))
+        return iter(decode(content, handle))
     if tag == "T":
         name, fields, values = decode(content, handle)
         return __import__("collections").namedtuple(name, fields)(*values)
@@ -136,12 +136,6 @@ def fill(container: Any, items: Any) -> None:
     """Add items to a list, a dict, a set, or a type like them."""
     add = getattr(container, "extend", None) or container.update
     add(items)
-
-
-def _items(following: Callable[[], list[Any]]) -> Iterator[Any]:
-    """The items of an iterator in the other process. following: a list of the next item, empty at the end."""
-    while item := following():
-        yield item[0]
 
 
 def send(file: BinaryIO, message: Any) -> None:
@@ -219,7 +213,6 @@ class Solution:
     def __init__(self, source: str):
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
-        self._runner: Any = None
         names = run_program(source, "solution")
         self._requests = os.fdopen(REQUESTS, "rb")
         self._replies = os.fdopen(REPLIES, "wb")
@@ -281,29 +274,19 @@ class Solution:
             return {"value": encode(value, self._handle), "exception": _kinds(value)}
         return {"value": encode(value, self._handle)}
 
-    def _awaited(self, value: Any) -> Any:
-        """The result of awaiting a value, in one event loop for all of the program."""
-        if self._runner is None:
-            import asyncio
-
-            self._runner = asyncio.Runner()
-        return self._runner.run(_awaitable(value))
-
     def _do(self, what: str, target: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:
         if what == "call":
             result = target(*arguments, **keywords)
             self._awaits = hasattr(result, "__await__")
             if self._awaits:
-                return self._awaited(result)
+                return _awaited(result)
             return result
         if what == "iter":
             return iter(target)
         if what == "__next__":
             return next(([item] for item in target), [])
         if what == "aiter":
-            return aiter(target)
-        if what == "__anext__":
-            return self._awaited(_following(target))
+            return iter(_awaited(_items(target)))
         if what[0] == ".":
             return getattr(target, what[1:])
         return _SPECIAL[what](target, *arguments)
@@ -342,11 +325,14 @@ async def _awaitable(value: Any) -> Any:
     return value
 
 
-async def _following(items: Any) -> list[Any]:
-    """A list of the next item, empty at the end."""
-    async for item in items:
-        return [item]
-    return []
+async def _items(asynchronous: Any) -> list[Any]:
+    return [item async for item in asynchronous]
+
+
+def _awaited(value: Any) -> Any:
+    import asyncio
+
+    return asyncio.run(_awaitable(value))
 
 
 def main() -> None:

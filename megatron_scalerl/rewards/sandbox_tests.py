@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # every run pays for what is imported here
         REQUESTS,
         TYPES,
         _awaitable,
+        _awaited,
         decode,
         encode,
         fill,
@@ -65,15 +66,9 @@ class Remote:
         return self._tests.ask("aiter", self._number)
 
     async def __anext__(self) -> Any:
-        for item in self._tests.ask("__anext__", self._number):
+        for item in self._tests.ask("__next__", self._number):
             return item
         raise StopAsyncIteration
-
-    async def __aenter__(self) -> Any:
-        return await self._tests.ask(".__aenter__", self._number)()
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self._tests.ask(".__aexit__", self._number)(None, None, None)
 
     def __hash__(self) -> int:
         return 0  # equal objects have equal ones, and fields may change
@@ -250,8 +245,7 @@ class Tests:
         if any(value is kind for kind in TYPES):
             return {"n": value.__name__}
         if hasattr(type(value), "__next__"):
-            self._functions.append(lambda: next(([item] for item in value), []))
-            return {"i": -len(self._functions)}
+            return {"i": encode(list(value), self._number)}
         if not callable(value):
             _begun()  # nobody is paid for what is refused here
             raise TypeError(f"a program gets plain data, functions and its own objects, no {type(value).__name__}")
@@ -374,9 +368,7 @@ def _run_test(name: str, value: Any) -> None:
 def _call(function: Any, *arguments: Any, **keywords: Any) -> None:
     result = function(*arguments, **keywords)
     if hasattr(result, "__await__"):
-        import asyncio
-
-        asyncio.run(_awaitable(result))
+        _awaited(result)
 
 
 _CASES = "_cases_"

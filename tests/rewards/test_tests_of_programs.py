@@ -130,7 +130,6 @@ KEPT = {
     "{'p': [Counter(a=2)]}": "x['p'][0]['z'] == 0",
     "iter([1, 2])": "next(x) == 1 and list(x) == [2] and iter(x) is x",
     "(n for n in (1, 2))": "list(x) == [1, 2] and list(x) == []",
-    "itertools.count(3)": "[next(x), next(x)] == [3, 4]",
     "map(str, [1, 2])": "list(x) == ['1', '2']",
     "datetime(2026, 1, 2, tzinfo=timezone.utc)": "x.utcoffset().seconds == 0 and x.year == 2026",
 }
@@ -200,24 +199,19 @@ ASYNC = {
     "async for": (
         "[x async for x in f(3)] == [0, 1, 2]",
         "async def f(n):\n    for i in range(n):\n        yield i\n",
-        "i",
+        "yield i",
     ),
-    "endless": (
-        "await (it := f(0)).__anext__() == 0 and await it.__anext__() == 1",
-        "async def f(n):\n    while True:\n        yield n\n        n = n + 1\n",
-        "n + 1",
+    "objects": (
+        "[x.n async for x in f(2)] == [0, 1]",
+        "class C:\n    def __init__(self, n):\n        self.n = n\n"
+        "async def f(n):\n    for i in range(n):\n        yield C(i)\n",
+        "C(i)",
     ),
-    "async with": (
-        "await g() == 3",
-        "class f:\n    async def __aenter__(self):\n        return 3\n"
-        "    async def __aexit__(self, *exception):\n        pass\n",
-        "3",
-    ),
-    "one loop": (
-        "await f() is None and await f() == 3",
-        "import asyncio\nwaiting = []\nasync def f():\n    if waiting:\n        return await waiting[0]\n"
-        "    waiting.append(asyncio.create_task(asyncio.sleep(0, 3)))\n",
-        "0, 3",
+    "its own class": (
+        "[x async for x in f()] == [3]",
+        "class f:\n    done = False\n    def __aiter__(self):\n        return self\n    async def __anext__(self):\n"
+        "        if self.done:\n            raise StopAsyncIteration\n        self.done = True\n        return 3\n",
+        "return 3",
     ),
 }
 
@@ -225,9 +219,9 @@ ASYNC = {
 @pytest.mark.parametrize("form", ASYNC)
 def test_asynchronous_objects_of_a_program_are_used(form):
     asserted, right, part = ASYNC[form]
-    tests = f"async def g():\n    async with f() as x:\n        return x\nasync def test_it():\n    assert {asserted}"
+    tests = f"async def test_it():\n    assert {asserted}"
     assert verdict(right, tests) is True
-    assert verdict(right[::-1].replace(part[::-1], "'4, 0'", 1)[::-1], tests) is False
+    assert verdict(right.replace(part, "None"), tests) is False
 
 
 STARTED = {
