@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any
 
-from megatron_scalerl.prompts.layouts import Layout, OtherTask, Question, other_task, read_layout
+from megatron_scalerl.prompts.layouts import Layout, OtherTask, Question, leaves, other_task, read_layout
 from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.prompts.sources import Row, listing
 from megatron_scalerl.recipe.sections import PromptsSection
@@ -248,6 +248,8 @@ class _Loader:
                 self._duplicates += 1
                 continue
             unique[prompt.prompt_id] = (row.where, question, prompt)
+        if not self.task.episodes:
+            self._notice(path, [prompt for _, _, prompt in unique.values()])
         answers = [(prompt.text, prompt.answer, prompt.extra) for _, _, prompt in unique.values()]
         # after all rows are read: the tests of code problems are tried together, on all CPUs
         problems, tried = self._check_answers(self.task, answers)
@@ -280,6 +282,22 @@ class _Loader:
             )
         return kept
 
+    def _notice(self, path: str, prompts: Sequence[Prompt]) -> None:
+        """Report what may be a mistake in the rows of a file."""
+        columns = {
+            name
+            for prompt in prompts
+            for name, value in prompt.extra.items()
+            if any(str(leaf) not in prompt.text for leaf in leaves(value))
+        }
+        if columns:
+            self._layouts.append(f"{path}: the policy does not see {', '.join(sorted(columns))}")
+        questions = Counter(prompt.text for prompt in prompts)
+        if several := len(prompts) - list(questions.values()).count(1):
+            self._layouts.append(f"{path}: {several} rows have the question of another row, and another reference")
+        if len(prompts) > len({prompt.answer for prompt in prompts}) == 1:
+            self._layouts.append(f"{path}: all references are {prompts[0].answer[:60]!r}")
+
     def _read(self, layout: Layout, row: Row) -> tuple[Question, Prompt]:
         """The question of a row, and its prompt without tokens. Raises ValueError for a row that cannot be used."""
         verifier = self.task.rewards.verifier
@@ -288,6 +306,7 @@ class _Loader:
         question = layout.question_of(row)
         answer = layout.reference_of(row, verifier)
         extra = layout.others(row)
+        layout.check_seen(row, question, self.task.episodes)
         self._renderer.check(question, row.where, layout.question[0])
         prompt = Prompt(
             prompt_id=prompt_id(question.text, answer, self.task.name),

@@ -30,10 +30,26 @@ UNPACKED = 1 << 28
 """Most bytes of unit tests that a row packs."""
 UNLISTED = 3
 """Rank of a layout whose reference is in a column that the recipe names and the layout does not have."""
-CONTEXT = ("context", "passage", "Body", "body")
+CONTEXT = ("context", "passage", "article", "Body", "body")
 """Columns of texts that a question is about."""
-CHOICES = ("choices", "options")
+CHOICES = ("choices", "options", "endings")
 """Columns of a multiple-choice question's answers."""
+_CHOICE = re.compile(r"[A-J]|(?i:(?:option|choice|ending|answer|op)[ _]?[a-j]|(?:option|choice|ending)[ _]?\d)")
+"""The column of one of its answers."""
+_PLACE = re.compile(
+    r"(?i)<\|?(?:image|img|video|audio|speech)(?:[ _-]?(?:\d+|pad))?\|?>|<img\b[^>]*\bsrc|!\[[^\]\n]*\]\([^)\n]+\)"
+    r"|\\includegraphics"
+)
+"""A place in a text where something else than text is shown."""
+REFUSED = {
+    r"(?:.*_)?(?:image|img|picture|figure|diagram|video|audio|speech)s?(?:_?(?:\d+|path|url|file|name|bytes)s?)*": (
+        "the policy reads text alone"
+    ),
+    "tools|functions|documents|tool_calls|function_call": "they need an environment",
+    "generated_checker|checker|interactor|interaction_format": "outputs have to equal the expected ones",
+}
+"""Columns without which a question cannot be answered, or its answers not be judged, and why they are not used. An
+environment uses all but the first."""
 ROLES = {"human": "user", "gpt": "assistant"}
 """Roles in ShareGPT's form of messages."""
 
@@ -64,6 +80,8 @@ class Layout:
     """Columns of the reference answer or the unit tests."""
     verifier: str = ""
     """The verifier that can use the references; empty: any."""
+    first: int = 0
+    """The number of the first choice, where references are numbers of choices."""
     rank: int = 0
     """The layouts with the lowest rank are meant, among the layouts that fit a file."""
 
@@ -91,13 +109,23 @@ class Layout:
         for part in others:
             parts.append("\n".join(map(str, part)) if isinstance(part, list) else part)
         text = "\n\n".join(as_text(row, self.question[0], part) for part in parts)
-        about = [_parsed(row.values.get(name)) for name in (*CONTEXT, *CHOICES)]
-        choices = _choices(row)
-        # some sets write the choices into the question as well
-        if not all(re.search(rf"{letter}\W{{1,6}}{re.escape(value)}", text) for letter, value in choices.items()):
-            text = "\n".join((f"{text}\n", *(f"{letter}. {value}" for letter, value in choices.items())))
-        before = [part for part in about if isinstance(part, str) and part.strip() and part not in text]
-        return Question(text="\n\n".join((*before, text)))
+        return Question(text=_with_references(row, text))
+
+    def check_seen(self, row: Row, question: Question, episodes: bool) -> None:
+        """Raise ValueError for a row with `REFUSED` columns, or whose question is not text alone.
+
+        episodes: an environment gets the row.
+        """
+        first = _parsed(values_of(row, self.question)[0])
+        parts = [row.values, _parsed(_at(row.values, self.question[0].rpartition(".")[0])[0])]
+        parts += first if _is_conversation(first) else []
+        for part in filter(lambda part: isinstance(part, dict), parts):
+            for pattern, why in islice(REFUSED.items(), 1 if episodes else None):
+                for name, value in part.items():
+                    if re.fullmatch(pattern, name, re.IGNORECASE) and leaves(value):
+                        raise ValueError(f"{row.where}: {name!r} cannot be used: {why}")
+        if place := _PLACE.search(question.text):
+            raise ValueError(f"{row.where}: the question shows {place[0]!r}, and the policy reads text alone")
 
     def has_messages(self, row: Row) -> bool:
         """Whether the row's question is a list of messages."""
@@ -109,9 +137,9 @@ class Layout:
         language, _ = _at(row.values, self.reference[0].rpartition(".")[0] + ".language")
         if verifier == "code" and language and "python" not in str(language).lower():
             raise OtherTask(f"{row.where}: the tests are for {language}; they have to be for Python")
-        letters = list(_choices(row))
-        if type(parts[0]) is int and parts[0] in range(len(letters)):
-            return letters[parts[0]]  # MMLU counts choices from 0
+        choices = _choices(row)
+        if choices and verifier != "code":
+            return _letter(row, self.reference[-1], choices, parts[0], self.first)
         texts = [_as_reference(row, self.reference[-1], part, verifier) for part in parts]
         lists = [_parsed(text) for text in texts]
         if len(texts) > 1 and all(isinstance(part, list) for part in lists):
@@ -127,8 +155,15 @@ class Layout:
         return other_columns(row, {*names, *(name.partition(".")[0] for name in names)})
 
 
-QUESTIONS = ("prompt", "problem", "question", "input", "query", "instruction ?input", "context_messages", "message")
-ANSWERS = ("answer", "label", "ground_truth", "final_answer", "expected_answer", "answerKey", "correct")
+QUESTIONS = (
+    *("prompt", "problem", "question", "input", "query", "instruction ?input", "context_messages", "message"),
+    "problem_text",
+)
+ANSWERS = (
+    *("answer", "label", "ground_truth", "final_answer", "expected_answer", "answerKey", "correct", "answer_number"),
+    "gold",
+)
+_GYM = "responses_create_params.input"
 PUBLISHED = (
     ("verl", "prompt", "reward_model.ground_truth", ""),
     ("orz", "0.value", "1.ground_truth.value", ""),
@@ -145,6 +180,15 @@ PUBLISHED = (
     ("open_r1_code", "problem_statement", "verification_info.test_cases", "code"),
     ("codecontests", "description", "public_tests ?generated_tests private_tests", "code"),
     ("kodcode", "question ?test_info.0.function_declaration", "test", "code"),
+    ("skyrl", "prompt", "reward_spec.ground_truth", ""),
+    ("areal", "prompt", "solutions", "math"),
+    ("areal_code", "prompt", "input_output", "code"),
+    ("nemo_gym", _GYM, "expected_answer", ""),
+    ("nemo_gym_metadata", _GYM, "verifier_metadata.expected_answer", ""),
+    ("nemo_gym_code", _GYM, "verifier_metadata.unit_tests", "code"),
+    ("intellect3_code", "question", "info.tests", "code"),
+    ("codeforces", "description ?input_format ?output_format ?note", "official_tests", "code"),
+    ("leetcode", "query", "test", "code"),
 )
 """Layouts of published sets: name, question, reference, verifier."""
 PAIRS = tuple(
@@ -190,6 +234,8 @@ def read_layout(path: str, prompts: PromptsSection, verifier: str) -> tuple[Layo
     layout = layouts[0]
     if readable and len(layouts) > 1:
         layout = _detected(path, readable, layouts, verifier)
+    if any(_at(row.values, layout.reference[0])[0] == len(_choices(row)) > 0 for row in readable):
+        layout = replace(layout, first=1)
     if readable and not _serves(layout, verifier):
         raise ValueError(
             f"{path}: {layout.line()}: these rows are for the verifier {layout.verifier}, but "
@@ -313,6 +359,11 @@ def _parsed(value: Any) -> Any:
 def _choices(row: Row) -> dict[str, str]:
     """Letter -> text of each choice of a row, if it has any."""
     choices = _parsed(next(filter(None, map(row.values.get, CHOICES)), None))
+    columns = [row.values[name] for name in sorted(filter(_CHOICE.fullmatch, row.values))]
+    if choices is None and len(columns) > 1 and all(isinstance(value, str | None) for value in columns):
+        choices = columns
+    if _is_conversation(choices):  # NeMo Gym
+        choices = dict(chain.from_iterable(choice.items() for choice in choices))
     if isinstance(choices, list):
         choices = dict(zip(string.ascii_uppercase, choices))
     if not isinstance(choices, dict):
@@ -323,6 +374,46 @@ def _choices(row: Row) -> dict[str, str]:
     if all(text.lstrip("(")[:2] in (f"{letter})", f"{letter}.") for letter, text in texts.items()):  # AQuA
         texts = {letter: text.lstrip("(")[2:].strip() for letter, text in texts.items()}
     return texts if all(re.fullmatch(r"\w", letter) for letter in texts) else {}
+
+
+def _letter(row: Row, column: str, choices: Mapping[str, str], value: Any, first: int) -> str:
+    """The letter of the right choice, of which the reference is the letter, the text, both, or the number."""
+    parsed = _parsed(value)
+    if isinstance(parsed, list) and len(parsed) == 1:
+        value = parsed[0]
+    named = _plain(value)
+    letters = {x for x, text in choices.items() if named in (_plain(x), _plain(text), _plain(f"{x} {text}"))}
+    if type(value) is int:
+        letters |= {letter for number, letter in enumerate(choices, start=first) if number == value}
+    if len(letters) == 1:
+        return letters.pop()
+    count = "several" if letters else "none"
+    raise ValueError(f"{row.where}: {column!r} is {str(value)[:60]!r}, which names {count} of the choices")
+
+
+def _plain(value: Any) -> str:
+    """A text without case, spaces and the signs around a letter or a formula."""
+    return " ".join(re.split(r"[\s().:,$]+", str(value).casefold())).strip()
+
+
+def leaves(value: Any) -> list[Any]:
+    """The texts and numbers in a value, but for empty ones."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [leaf for part in value for leaf in leaves(part)]
+    return [] if not value or value != value or value in ("[]", "{}", "null") else [value]
+
+
+def _with_references(row: Row, text: str) -> str:
+    """A question with what it refers to: contexts before it and choices behind it."""
+    about = [_parsed(row.values.get(name)) for name in (*CONTEXT, *CHOICES)]
+    choices = _choices(row)
+    # some sets write the choices into the question as well
+    if not all(re.search(rf"{letter}\W{{1,6}}{re.escape(value)}", text) for letter, value in choices.items()):
+        text = "\n".join((f"{text}\n", *(f"{letter}. {value}" for letter, value in choices.items())))
+    before = [part for part in about if isinstance(part, str) and part.strip() and part not in text]
+    return "\n\n".join((*before, text))
 
 
 def _is_conversation(value: Any) -> bool:
@@ -346,6 +437,7 @@ def _conversation(row: Row, column: str, parts: Sequence[Mapping[str, Any]]) -> 
         raise ValueError(
             f"{row.where}: the last message in {column!r} has to be a text of the user; it is {messages[-1]}"[:200]
         )
+    messages[-1]["content"] = _with_references(row, messages[-1]["content"])
     text = messages[0]["content"]
     if len(messages) > 1:
         text = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
@@ -366,6 +458,8 @@ def _as_reference(row: Row, column: str, value: Any, verifier: str) -> str:
     if isinstance(value, list):
         raise ValueError(f"{row.where}: {column!r} has {len(value)} reference answers; it has to have one")
     text = as_text(row, column, value)
+    if verifier == "math" and (tagged := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)):
+        text = as_text(row, column, tagged[-1].strip())
     return _unpacked(text) if verifier == "code" else text
 
 

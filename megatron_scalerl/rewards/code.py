@@ -19,7 +19,7 @@ and os.urandom are not.
 import ast
 import re
 from collections.abc import Iterator
-from decimal import Decimal, InvalidOperation, Overflow
+from decimal import Decimal
 from typing import Any
 
 from megatron_scalerl.rewards.code_tests import CodeTests, parse_tests
@@ -33,10 +33,14 @@ NUMBER_LENGTH = 64
 PYTHON = ("python", "python3", "py", "py3", "python2")
 """Languages of a fenced block, in lower case."""
 _STATEMENTS = (ast.Call, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+PLACES = 6
+"""Expected numbers with so many decimal places, or with an exponent, are compared as APPS and TACO compare."""
 RELATIVE = Decimal("1e-5")
-"""Relative tolerance of a printed number that is not whole: that of numpy.allclose, as APPS and TACO compare."""
+"""Relative tolerance of such a number: that of numpy.allclose."""
 ABSOLUTE = Decimal("1e-8")
 """Absolute tolerance of such a number."""
+_NUMBER = re.compile(r"-?(?=\.?[0-9])(?:0|[1-9][0-9]*)?(?:\.([0-9]*))?([eE][+-]?[0-9]{1,3})?")
+"""A number with its decimal places and its exponent. A word with leading zeros is a text: 007 is not 7."""
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})(.*)", re.DOTALL)
 
 
@@ -118,13 +122,14 @@ def passes(program: str, tests: CodeTests, limits: Limits, deadline: float | Non
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """True if both have the same words on the same lines; whole numbers are compared by value, others nearly.
+    """True if both have the same words on the same lines.
 
-    White space at the ends of lines and empty lines at the end do not count.
+    White space at the ends of lines and empty lines at the end do not count. Whole numbers are compared by value. A
+    number with fewer than PLACES decimal places may differ by half of its last place.
 
     Example:
-        >>> same_output("1.0 yes\\n\\n", "1 yes")
-        True
+        >>> same_output("1.0 yes\\n\\n", "1 yes"), same_output("3.14159", "3.14"), same_output("7", "007")
+        (True, True, False)
     """
     lines = printed.rstrip().split("\n")
     expected_lines = expected.rstrip().split("\n")
@@ -142,12 +147,14 @@ def _same_line(printed: str, expected: str) -> bool:
 def _same_word(printed: str, expected: str) -> bool:
     if printed == expected:
         return True
-    if max(len(printed), len(expected)) > NUMBER_LENGTH:
+    number = _NUMBER.fullmatch(printed)
+    value = _NUMBER.fullmatch(expected)
+    if not number or not value or max(len(printed), len(expected)) > NUMBER_LENGTH:
         return False
-    try:
-        number = Decimal(printed)
-        value = Decimal(expected)
-        near = abs(number - value) <= ABSOLUTE + RELATIVE * abs(value)
-    except (InvalidOperation, Overflow):
-        return False
-    return number == value or (near and not expected.lstrip("+-").isdigit())
+    places, exponent = value.groups(default="")
+    error = abs(Decimal(printed) - Decimal(expected))
+    if exponent or len(places) >= PLACES:
+        return error <= ABSOLUTE + RELATIVE * abs(Decimal(expected))
+    if places:
+        return 2 * error <= Decimal(10) ** -len(places)
+    return error == 0 and not number[2]

@@ -31,7 +31,8 @@ import json
 def _plain(value):
     if isinstance(value, dict):
         return {{key if isinstance(key, str) else json.dumps(key): _plain(item) for key, item in value.items()}}
-    return [_plain(item) for item in value] if type(value).__name__ in ("list", "tuple", "deque") else value
+    is_list = isinstance(value, (list, tuple)) or type(value).__name__ == "deque"
+    return [_plain(item) for item in value] if is_list else value
 
 try:
     _function = Solution().{name}

@@ -44,12 +44,13 @@ SITE_MODULES = (
 _HEAD = 8
 """Bytes of a message's length."""
 _VALUES = {
+    "collections": ("Counter", "OrderedDict", "defaultdict", "deque"),
     "fractions": ("Fraction",),
     "decimal": ("Decimal",),
-    "datetime": ("date", "datetime", "time", "timedelta"),
-    "builtins": ("range",),
+    "datetime": ("date", "datetime", "time", "timedelta", "timezone"),
+    "builtins": ("range", "bytearray"),
 }
-"""Types of the standard library whose values cross as copies, by the arguments that make them."""
+"""Types of the standard library whose values cross as copies, by the arguments that make them and their items."""
 TYPES = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, object)
 """Types that tests may hand to a program as they are."""
 _NUMBER = "_number_of_tests_"
@@ -77,23 +78,25 @@ def encode(value: Any, other: Callable[[Any], Any]) -> Any:
     for plain in (str, int, float):
         if isinstance(value, plain):
             return plain(value)
+    module = type(value).__module__
+    name = type(value).__name__
+    if name in _VALUES.get(module, ()):
+        _, arguments, *rest = value.__reduce__()
+        items = next(filter(None, rest[1:]), ())
+        return {"v": [module, name, encode(list(arguments), other), encode(list(items), other)]}
     if isinstance(value, list):
         return [encode(item, other) for item in value]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {"T": [name, encode(list(value._fields), other), encode(list(value), other)]}
     for tag, kind in (("t", tuple), ("f", frozenset), ("s", set)):
         if isinstance(value, kind):
             return {tag: [encode(item, other) for item in value]}
     if isinstance(value, dict):
         return {"d": [[encode(key, other), encode(item, other)] for key, item in value.items()]}
-    if isinstance(value, (bytes, bytearray)):
-        return {"b": bytes(value).decode("latin-1")}
+    if isinstance(value, bytes):
+        return {"b": value.decode("latin-1")}
     if isinstance(value, complex):
         return {"c": [value.real, value.imag]}
-    module = type(value).__module__
-    name = type(value).__name__
-    if (module, name) == ("collections", "deque"):
-        return {"q": [encode(list(value), other), value.maxlen]}
-    if name in _VALUES.get(module, ()):
-        return {"v": [module, name, encode(list(value.__reduce__()[1]), other)]}
     return other(value)
 
 
@@ -112,17 +115,27 @@ def decode(value: Any, handle: Callable[[int], Any]) -> Any:
         return content.encode("latin-1")
     if tag == "c":
         return complex(*content)
-    if tag == "q":
-        import collections
-
-        return collections.deque(decode(content[0], handle), content[1])
+    if tag == "i":
+        return iter(decode(content, handle))
+    if tag == "T":
+        name, fields, values = decode(content, handle)
+        return __import__("collections").namedtuple(name, fields)(*values)
     if tag == "v":
-        module, name, arguments = content
+        module, name, arguments, items = decode(content, handle)
         assert name in _VALUES[module]
-        return getattr(__import__(module), name)(*decode(arguments, handle))
+        made = getattr(__import__(module), name)(*arguments)
+        if items:
+            fill(made, items)
+        return made
     if tag == "d":
         return {decode(key, handle): decode(item, handle) for key, item in content}
     return {"t": tuple, "f": frozenset, "s": set}[tag](decode(item, handle) for item in content)
+
+
+def fill(container: Any, items: Any) -> None:
+    """Add items to a list, a dict, a set, or a type like them."""
+    add = getattr(container, "extend", None) or container.update
+    add(items)
 
 
 def send(file: BinaryIO, message: Any) -> None:
@@ -176,6 +189,7 @@ def run_as(name: str, source: str, given: dict[str, Any], tree: ast.Module | Non
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     module = type(sys)(name)
     sys.modules[name] = module
+    module.__file__ = sys.argv[0]
     module.__dict__.update(given)
     flags = __future__.annotations.compiler_flag
     try:
@@ -213,11 +227,12 @@ class Solution:
                 return decode(request["returned"], self._object)
             if "raised" in request:
                 raise _exception_of_tests(request)
-            arguments: tuple[Any, ...] = ()
+            arguments: list[Any] = []
+            keywords: dict[str, Any] = {}
             self._awaits = False
             reply: dict[str, Any]
             try:
-                arguments = tuple(decode(item, self._object) for item in request["args"])
+                arguments = decode(request["args"], self._object)
                 keywords = {k: decode(v, self._object) for k, v in request["keywords"].items()}
                 result = self._do(request["do"], self._objects[request["handle"]], arguments, keywords)
                 reply = {"result": encode(result, self._handle)}
@@ -225,7 +240,7 @@ class Solution:
                 state = {name: encode(value, self._handle) for name, value in vars(error).items()}
                 reply = {"error": _kinds(type(error)), "message": str(error), "state": state}
                 reply["number"] = getattr(error, _NUMBER, None)
-            reply["args"] = [encode(item, self._handle) for item in arguments]
+            reply["args"] = encode([*arguments, *keywords.values()], self._handle)
             send(self._replies, reply | {"awaits": self._awaits, "printed": self._new_output()})
         os._exit(0)
 
@@ -259,7 +274,7 @@ class Solution:
             return {"value": encode(value, self._handle), "exception": _kinds(value)}
         return {"value": encode(value, self._handle)}
 
-    def _do(self, what: str, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def _do(self, what: str, target: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:
         if what == "call":
             result = target(*arguments, **keywords)
             self._awaits = hasattr(result, "__await__")
@@ -270,6 +285,8 @@ class Solution:
             return iter(target)
         if what == "__next__":
             return next(([item] for item in target), [])
+        if what == "aiter":
+            return iter(_awaited(_items(target)))
         if what[0] == ".":
             return getattr(target, what[1:])
         return _SPECIAL[what](target, *arguments)
@@ -308,6 +325,10 @@ async def _awaitable(value: Any) -> Any:
     return value
 
 
+async def _items(asynchronous: Any) -> list[Any]:
+    return [item async for item in asynchronous]
+
+
 def _awaited(value: Any) -> Any:
     import asyncio
 
@@ -316,21 +337,23 @@ def _awaited(value: Any) -> Any:
 
 def main() -> None:
     """Play the role of the first argument."""
+    _, role, *given = sys.argv
+    sys.argv = [f"{role}.py"]  # as programs and unittest.main expect it
     sys.set_int_max_str_digits(0)
     sys.setrecursionlimit(50_000)  # as LiveCodeBench does
     _thread.stack_size(8 << 20)  # else as large as the main thread's
     with open(SOURCE, encoding="utf8") as file:
         source = file.read()
-    if sys.argv[1] == "program":
+    if role == "program":
         run_program(source, "__main__")
-    elif sys.argv[1] == "solution":
+    elif role == "solution":
         Solution(source).serve()
     else:
         import signal
 
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program may send one
-        exec(compile(sys.argv[3], "<tests>", "exec", dont_inherit=True), globals())
-        Tests().run(source, sys.argv[2])  # type: ignore[name-defined] # noqa: F821
+        exec(compile(given[1], "<tests>", "exec", dont_inherit=True), globals())
+        Tests().run(source, given[0])  # type: ignore[name-defined] # noqa: F821
         os.write(VERDICT, PASSED)
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # every run pays for what is imported here
         _awaited,
         decode,
         encode,
+        fill,
         receive,
         run_as,
         send,
@@ -60,6 +61,14 @@ class Remote:
         for item in self._tests.ask("__next__", self._number):
             return item
         raise StopIteration
+
+    def __aiter__(self) -> Any:
+        return self._tests.ask("aiter", self._number)
+
+    async def __anext__(self) -> Any:
+        for item in self._tests.ask("__next__", self._number):
+            return item
+        raise StopAsyncIteration
 
     def __hash__(self) -> int:
         return 0  # equal objects have equal ones, and fields may change
@@ -109,7 +118,6 @@ class Tests:
         module = type(sys)("solution")
         module.__dict__.update(names)
         sys.modules["solution"] = module
-        sys.argv = ["tests"]  # unittest.main reads it
         sys.modules["pytest"] = _pytest()
         if "unittest" in source:
             import unittest
@@ -129,7 +137,7 @@ class Tests:
         assert VERDICTS and all(verdict for [verdict] in VERDICTS), "an assertion failed, or none was evaluated"
 
     def ask(self, what: str, number: int, args: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None) -> Any:
-        """The result of a call in the program's process; lists, dicts and sets among `args` change as it says."""
+        """The result of a call in the program's process; arguments that can change do so as it says."""
         with self._lock:  # of threads of the tests
             return self._ask(what, number, args, keywords)
 
@@ -148,8 +156,8 @@ class Tests:
         while "call" in reply:
             send(self._requests, self._called_back(reply))
             reply = self._answer()
-        for mine, theirs in zip(args, reply["args"]):
-            _replace(mine, decode(theirs, self._remote))
+        for mine, theirs in zip([*args, *(keywords or {}).values()], decode(reply["args"], self._remote)):
+            _replace(mine, theirs)
         if sys.stdout:
             sys.stdout.write(reply["printed"])
         if reply["awaits"]:
@@ -236,6 +244,8 @@ class Tests:
             return {"h": value._number}
         if any(value is kind for kind in TYPES):
             return {"n": value.__name__}
+        if hasattr(type(value), "__next__"):
+            return {"i": encode(list(value), self._number)}
         if not callable(value):
             _begun()  # nobody is paid for what is refused here
             raise TypeError(f"a program gets plain data, functions and its own objects, no {type(value).__name__}")
@@ -452,10 +462,6 @@ def _exception(name: str, message: str) -> Exception:
 
 def _replace(mine: Any, theirs: Any) -> None:
     """Change an argument in place, as the call did in the other process."""
-    if type(mine) is not type(theirs):
-        return
-    if isinstance(mine, list):
-        mine[:] = theirs
-    elif isinstance(mine, (dict, set)):
+    if type(mine) is type(theirs) and hasattr(type(mine), "clear"):
         mine.clear()
-        mine.update(theirs)
+        fill(mine, theirs)

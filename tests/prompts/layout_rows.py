@@ -11,7 +11,15 @@ import datasets
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
+from recipe_files import SETTLED
 
+from megatron_scalerl.controller.preflight import check_answers
+from megatron_scalerl.prompts.dataset import load_prompts
+from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
+from megatron_scalerl.recipe.tasks import Task
+from megatron_scalerl.rewards.limits import Limits
+
+LIMITS = Limits(cpu_s=10, memory_mb=1024, file_mb=0)
 ASK = "What is 1/2 + 1/4?"
 USER = [{"role": "user", "content": ASK}]
 SYSTEM = [{"role": "system", "content": "Be brief."}, *USER]
@@ -374,3 +382,10 @@ def write(folder, file, rows):
     else:
         path.write_text(text)
     return str(path)
+
+
+def load(tokenizer, path, verifier="math", **settings):
+    """The prompts of a file."""
+    prompts = PromptsSection(path=path, **SETTLED | {"held_out": 0, "chat_template": True} | settings)
+    task = Task(name="", weight=1.0, prompts=prompts, rewards=RewardsSection(verifier=verifier))
+    return load_prompts(tokenizer, [task], check_answers)

@@ -10,43 +10,10 @@ from decimal import Decimal
 import pyarrow
 import pyarrow.parquet
 import pytest
-from layout_rows import ADD, ASK, CODE, MATH, SYSTEM, USER, write
-from recipe_files import SETTLED
+from layout_rows import ADD, ASK, CODE, LIMITS, MATH, SYSTEM, USER, load, write
 from sampling import sampled
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from megatron_scalerl.controller.preflight import check_answers
-from megatron_scalerl.prompts.dataset import load_prompts
-from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
-from megatron_scalerl.recipe.tasks import Task
-from megatron_scalerl.rewards.limits import Limits
 from megatron_scalerl.rewards.worker import load_verifier
-
-LIMITS = Limits(cpu_s=10, memory_mb=1024, file_mb=0)
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    """A token a byte, with a chat template that shows roles."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=TEMPLATE)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    """What was found out about tests is kept in another folder than the user's."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp()))
-
-
-def load(tokenizer, path, verifier="math", **settings):
-    prompts = PromptsSection(path=path, **SETTLED | {"held_out": 0, "chat_template": True} | settings)
-    task = Task(name="", weight=1.0, prompts=prompts, rewards=RewardsSection(verifier=verifier))
-    return load_prompts(tokenizer, [task], check_answers)
 
 
 @pytest.mark.parametrize("name", sampled("published layouts", [*MATH, *CODE], 12))
@@ -88,7 +55,7 @@ REFERRED = (
     ({"question": PRIME, "options": "['4', '7']", "answer": "B"}, SHOWN, "B"),
     ({"question": PRIME, "options": "a) 4 b) 7", "answer": "b"}, f"a) 4 b) 7\n\n{PRIME}", "b"),
     ({"question": f"{PRIME} (A) 4 (B) 7", "options": ["4", "7"], "answer": "B"}, f"{PRIME} (A) 4 (B) 7", "B"),
-    ({"question": PRIME, "choices": ["4", "7"], "answer": 7}, SHOWN, "7"),
+    ({"question": PRIME, "choices": ["4", "7"], "answer": 7}, SHOWN, "B"),
     ({"question": PRIME, "choices": [{"text": "4"}], "answer": 7}, PRIME, "7"),
     ({"question": PRIME, "choices": {"*": "4", "label": 1, "text": [2]}, "answer": 7}, PRIME, "7"),
     ({"question": PRIME, "options": ["A)4", "B)7"], "correct": "B", "rationale": "7."}, SHOWN, "B"),

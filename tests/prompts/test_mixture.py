@@ -98,7 +98,7 @@ def test_prompts_of_several_files_know_their_task(tmp_path):
     assert len(ids) == 3, "the same row in two tasks is two prompts"
     assert prompt_id("7;+2=", "9") not in ids
     assert prompt_id("7;+2=", "9") == prompt_id("7;+2=", "9", "") == "a145e8825636e8d8", "ids of existing runs"
-    assert [line for line in found.report.lines() if "layout" not in line] == [
+    assert [line for line in found.report.lines() if ".jsonl" not in line] == [
         "prompts.tasks.code: 1 rows, 1 to train on, 0 held out",
         "prompts.tasks.math: 3 rows, 2 to train on, 0 held out",
         "prompts.tasks.math: 1 duplicates skipped",

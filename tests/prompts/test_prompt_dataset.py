@@ -97,6 +97,7 @@ def test_every_format_gives_the_same_prompts(name, tokenizer, tmp_path):
     assert prompts.training[0].token_ids == (1, 13, 20, 16, 8, 19, 3)
     assert prompts.report.lines() == [
         f"prompts: {tmp_path / name}: layout prompt/answer: question in prompt, reference in answer",
+        f"prompts: {tmp_path / name}: the policy does not see level",
         "prompts: 2 rows, 2 to train on, 0 held out",
     ]
 
@@ -162,7 +163,7 @@ def test_duplicates_and_long_prompts_are_skipped_and_counted(tokenizer, tmp_path
     assert [prompt.text for prompt in prompts.training] == ["7;+2=", "3;*3;-2="]
     assert prompts.report.duplicates == 1
     assert prompts.report.too_long == (f"{path}: line 4: 13 tokens, at most 10 allowed",)
-    assert prompts.report.lines()[2:] == [
+    assert prompts.report.lines()[3:] == [
         "prompts: 1 duplicates skipped",
         "prompts: 1 too long and skipped:",
         f"  {path}: line 4: 13 tokens, at most 10 allowed",
@@ -241,7 +242,7 @@ def test_an_invalid_file_is_one_line_with_its_location(case, tokenizer, tmp_path
         (tmp_path / name).write_bytes(content.encode("latin-1") + f"\n{GOOD}\n{json.dumps(ROWS[1])}".encode())
         report = load_prompts(tokenizer, section(tmp_path / name)).report
         assert report.training == 2 and re.search(message, report.unusable[0])
-        assert report.lines()[2].startswith(
+        assert report.lines()[3].startswith(
             f"prompts: {len(report.unusable)} of {report.rows} rows cannot be learned"
         )
 

@@ -163,7 +163,7 @@ def test_the_program_is_the_last_closed_block(text, program):
         ("5 \n6\n\n", "5\n6", True),
         ("a  b", "a b", True),
         ("1.50", "1.5", True),
-        ("1e2", "100", True),
+        ("1e2", "100", False),
         ("0.30000000000000004", "0.3", True),
         ("5", "5\n6", False),
         ("5\n\n6", "5\n6", False),

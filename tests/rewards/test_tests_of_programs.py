@@ -116,6 +116,132 @@ FORMS = {
 }
 
 
+KEPT = {
+    # what the tests hand over -> what a program has to say of it
+    "Counter('aab')": "type(x).__name__ == 'Counter' and x['z'] == 0 and x.most_common(1) == [('a', 2)]",
+    "OrderedDict([('b', 1), ('a', 2)])": "type(x).__name__ == 'OrderedDict' and x.popitem(last=False) == ('b', 1)",
+    "defaultdict(list, {'a': [1]})": "x['a'] == [1] and x['z'] == [] and 'z' in x",
+    "defaultdict(lambda: 7)": "x['z'] == 7",
+    "defaultdict(None, a=1)": "x.default_factory is None and x['a'] == 1",
+    "deque([1, 2], maxlen=2)": "x.append(3) is None and list(x) == [2, 3]",
+    "bytearray(b'ab')": "type(x).__name__ == 'bytearray' and x.pop() == 98",
+    "bytearray()": "x == b'' and x.append(1) is None",
+    "Point(1, y=2)": "x.x == 1 and x.y == 2 and x == (1, 2)",
+    "{'p': [Counter(a=2)]}": "x['p'][0]['z'] == 0",
+    "iter([1, 2])": "next(x) == 1 and list(x) == [2] and iter(x) is x",
+    "(n for n in (1, 2))": "list(x) == [1, 2] and list(x) == []",
+    "map(str, [1, 2])": "list(x) == ['1', '2']",
+    "datetime(2026, 1, 2, tzinfo=timezone.utc)": "x.utcoffset().seconds == 0 and x.year == 2026",
+}
+IMPORTS = """
+import itertools
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from datetime import datetime, timezone
+Point = namedtuple('Point', 'x y')
+"""
+
+
+@pytest.mark.parametrize("value", KEPT)
+@pytest.mark.parametrize("keyword", ["", "x="])
+def test_what_tests_hand_to_a_program_keeps_its_type(value, keyword):
+    tests = f"{IMPORTS}assert f({keyword}{value}) is True"
+    assert verdict(f"def f(x):\n    return {KEPT[value]}\n", tests) is True
+    assert verdict("def f(x):\n    return x is None\n", tests) is False
+
+
+CHANGED = {
+    "[3, 1]": ("x.sort()", "[1, 3]"),
+    "{'a': 1}": ("x.pop('a')", "{}"),
+    "{1}": ("x.add(2)", "{1, 2}"),
+    "deque([1])": ("x.appendleft(0)", "deque([0, 1])"),
+    "bytearray(b'ab')": ("x.reverse()", "bytearray(b'ba')"),
+    "Counter(a=2)": ("x.subtract('aaa')", "Counter(a=-1)"),
+    "OrderedDict(a=1, b=2)": ("x.move_to_end('a')", "OrderedDict(b=2, a=1)"),
+    "defaultdict(list)": ("x['a'].append(1)", "{'a': [1]}"),
+}
+
+
+@pytest.mark.parametrize("value", CHANGED)
+@pytest.mark.parametrize("keyword", ["", "x="])
+def test_what_a_program_changes_in_place_is_changed_for_the_tests(value, keyword):
+    change, after = CHANGED[value]
+    tests = f"{IMPORTS}value = {value}\nf({keyword}value)\nassert value == {after} and type(value) is type({value})"
+    assert verdict(f"def f(x):\n    {change}\n", tests) is True
+    assert verdict("def f(x):\n    pass\n", tests) is False
+
+
+RETURNED = {
+    "Counter('ab')": "f() == Counter(a=1, b=1) == {'a': 1, 'b': 1} and f()['z'] == 0",
+    "OrderedDict(a=1, b=2)": "f() == OrderedDict(a=1, b=2) and f() != OrderedDict(b=2, a=1)",
+    "defaultdict(list)": "f()['z'] == []",
+    "Point(1, 2)": "f().x == 1 and f() == (1, 2) and f()._replace(x=3) == (3, 2)",
+    "bytearray(b'a')": "f() == bytearray(b'a') and f().decode() == 'a'",
+}
+
+
+@pytest.mark.parametrize("value", RETURNED)
+def test_what_a_program_returns_keeps_its_type(value):
+    assert verdict(f"{IMPORTS}def f():\n    return {value}\n", f"{IMPORTS}assert {RETURNED[value]}") is True
+    calls = '{"fn_name": "f", "inputs": [[]], "outputs": [[1, 2]]}'
+    assert verdict(f"{IMPORTS}def f():\n    return Point(1, 2)\n", calls) is True
+
+
+def test_a_type_that_a_program_forges_is_no_way_into_the_tests():
+    forged = "class Point(tuple):\n    _fields = ('x', '__class__', 'def')\ndef f():\n    return Point((1, 2, 3))\n"
+    assert verdict(forged, "assert f() == (1, 2, 3)") is False
+    counter = "class Counter(dict):\n    def __reduce__(self):\n        return (exec, ('x = 1',))\n"
+    named = f"{counter}Counter.__module__ = 'collections'\ndef f():\n    return Counter()\n"
+    assert verdict(named, "assert f() == {}") is False
+    assert verdict(named, "from collections import Counter\nassert f() == Counter('x = 1')") is True, "plain data"
+
+
+ASYNC = {
+    "async for": (
+        "[x async for x in f(3)] == [0, 1, 2]",
+        "async def f(n):\n    for i in range(n):\n        yield i\n",
+        "yield i",
+    ),
+    "objects": (
+        "[x.n async for x in f(2)] == [0, 1]",
+        "class C:\n    def __init__(self, n):\n        self.n = n\n"
+        "async def f(n):\n    for i in range(n):\n        yield C(i)\n",
+        "C(i)",
+    ),
+    "its own class": (
+        "[x async for x in f()] == [3]",
+        "class f:\n    done = False\n    def __aiter__(self):\n        return self\n    async def __anext__(self):\n"
+        "        if self.done:\n            raise StopAsyncIteration\n        self.done = True\n        return 3\n",
+        "return 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ASYNC)
+def test_asynchronous_objects_of_a_program_are_used(form):
+    asserted, right, part = ASYNC[form]
+    tests = f"async def test_it():\n    assert {asserted}"
+    assert verdict(right, tests) is True
+    assert verdict(right.replace(part, "None"), tests) is False
+
+
+STARTED = {
+    "fileinput": "import fileinput\nprint(sum(map(int, fileinput.input())))",
+    "no argument": "import sys\nopened = open(sys.argv[1]) if len(sys.argv) > 1 else sys.stdin\n"
+    "print(sum(map(int, opened)))",
+    "its name": "import os, sys\nassert os.path.basename(__file__) == sys.argv[0] != '-c'\nprint(3)",
+    "argparse": "import argparse\nargparse.ArgumentParser().parse_args()\nprint(sum(map(int, open(0))))",
+}
+
+
+@pytest.mark.parametrize("start", STARTED)
+def test_a_program_has_a_name_and_no_arguments(start):
+    assert verdict(STARTED[start], '[{"input": "1\\n2\\n", "output": "3"}]') is True
+    path = (
+        "import os, sys\nsys.path.append(os.path.dirname(os.path.abspath(__file__)))\nassert f() == ['solution.py']"
+    )
+    assert verdict("import sys\ndef f():\n    return sys.argv\n", path) is True
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_right_programs_pass_and_changed_ones_fail(form):
     tests, right, part = FORMS[form]
@@ -145,9 +271,43 @@ def test_other_parts_of_pytest_are_refused():
         ("0.34", "0.333333333", False),
         ("1000001", "1000000", False),
         ("3.0000001", "3", False),
+        ("101", "00101", False),
+        ("00101", "101", False),
+        ("0101", "00101", False),
+        ("7 1", "007 01", False),
+        ("-7", "-07", False),
+        ("0.50", "00.5", False),
+        ("0", "00", False),
+        ("-0.0", "0", True),
+        (".5", "0.5", True),
+        ("1234567891.0", "1234567890.0", False),
+        ("1234567890", "1234567890.0", True),
+        ("123455.78", "123456.78", False),
+        ("123456.79", "123456.78", False),
+        ("123456.784", "123456.78", True),
+        ("99999.99", "100000.00", False),
+        ("0.3333333333", "0.33", True),
+        ("0.34", "0.33", False),
+        ("1.41421356", "1.4142", True),
+        ("1.4143", "1.4142", False),
+        ("123456.7891", "123456.789123", True),
+        ("1e-07", "0.0000001", True),
+        ("0.0000001", "1e-07", True),
+        ("1_000", "1000", False),
+        ("1000", "1_000", False),
+        ("1_000.5", "1000.5", False),
+        ("\u0661\u0662", "12", False),
+        ("\uff11", "1", False),
+        ("\u0661.\u0665", "1.5", False),
+        ("5e0", "5", False),
+        ("5E+00", "5", False),
+        ("+5", "5", False),
+        ("inf", "Infinity", False),
+        ("-", "-0", False),
+        ("0.", ".", False),
     ],
 )
-def test_printed_fractions_are_compared_as_apps_does(found, expected, same):
+def test_printed_numbers_are_compared_by_their_places(found, expected, same):
     assert same_output(found, expected) is same
 
 
