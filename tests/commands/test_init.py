@@ -179,6 +179,23 @@ def test_what_cannot_be_used_is_one_line_and_no_file(config, rows, words, said, 
     assert not Path("my_run.yaml").exists()
 
 
+@pytest.mark.parametrize("path", ["models", "models/policy.Q4_1.gguf", "models/not_here.gguf"])
+def test_a_gguf_file_as_a_policy_says_how_it_is_converted(path, capsys):
+    Path("models").mkdir()
+    Path("models/policy.Q4_1.gguf").write_bytes(b"GGUF")
+    data = file_of(sums(30))
+    recipe = file_of([{"name": "r", "steps": 1, "policy": {"path": path}, "prompts": {"path": data}}], "r.yaml")
+    for words in (
+        ["init", "--policy", path, "--data", data],
+        ["plan", recipe, "--gpus", "1"],
+        ["train", recipe],
+        ["convert", "to-megatron", path, "out"],
+    ):
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert "no config.json" in error and "docs/checkpoints.md#gguf" in error and error.count("\n") == 1, words
+
+
 def test_a_column_that_is_given_is_written_and_read(tiny):
     rows = [{"text": row["question"], "gold": row["answer"]} for row in sums(30)]
     words = ["prompts.prompt_column=text", "prompts.answer_column=gold"]
