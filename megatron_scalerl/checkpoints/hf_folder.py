@@ -90,7 +90,10 @@ def open_folder(path: str | Path) -> HfFolder:
         index_metadata, weight_map = _read_index(index)
         files = set(weight_map.values())
     if not files:
-        raise ValueError(f"{path}: the folder has no *.safetensors files")
+        raise ValueError(
+            f"{path}: the folder has no *.safetensors files; weights of another kind, such as GGUF, have to be "
+            "converted: docs/checkpoints.md#gguf"
+        )
     tensors: dict[str, HfTensor] = {}
     shards = []
     for file in sorted(files):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,14 +37,35 @@ FIRST_STEPS = 20
 """Steps of a first look at the run."""
 SHORTEST = 16
 """Shortest completion for which a policy has to have room (tokens)."""
-CPU_LONGEST = 256
-"""Longest completion if CPUs generate (tokens)."""
+CPU_LENGTHS = (64, 256)
+"""Range of the longest completion if CPUs generate (tokens)."""
+CPU_FLOPS = 3e12
+"""FLOPs of a step on CPUs within that range: half a minute of one core."""
+SMALL = 1e9
+"""Parameters below which a policy is small."""
 CPU_BATCH = 8
 """Prompts of a step, and completions of each, if CPUs generate."""
 FEWEST_HELD_OUT = 4
 """Fewest prompts that are held out, if the file has enough."""
-VALIDATED = 200
-"""Most prompts of a validation."""
+VALIDATED = 120
+"""Completions of a validation."""
+VALIDATIONS = 25
+"""Validations of a run, after the one of step 0: a forecast from the first half uses twelve, as the quickstart's."""
+SAVES = 10
+"""Checkpoints of a run."""
+PAPER_PARAMETERS = 8.03e9
+"""Parameters of the paper's dense policy."""
+STATE_BYTES = 12
+"""Bytes of a checkpoint for each parameter that is trained: fp32 weights and Adam's moments."""
+DOUBTS = {
+    "prompts.chat_template": "in place of false, if the policy was tuned on conversations in this template",
+    "prompts.think_start": "in place of none, if the policy was taught to think in these tags",
+    "prompts.think_end": "",
+    "interruption.enabled": "with these tags",
+}
+"""Key of a line that is written as a comment -> when it is the right one."""
+DOUBT_TOKENS = 32
+"""Room in a prompt for a template or tags that may have to be added."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,28 +103,33 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         gpus = len(visible_gpus())
     if gpus < 0:
         raise ValueError(f"--gpus: {gpus} is no number of GPUs; 0 stands for CPUs")
-    choices = _choose(arguments, gpus)
+    choices, doubts, cost = _choose(arguments, gpus)
     recipe = _recipe(choices)
     check_settings(recipe)
-    devices = "CPUs"
+    devices = "the CPUs of this machine"
+    number = "--gpus 0"
     if gpus:
         devices = f"{gpus} x {GPUS[arguments.gpu].name}"
-    out.write_text(f"# Written by `megatron-scalerl init` for {devices}.\n{_text(choices)}", encoding="utf8")
-    for key, (value, why) in choices.items():
-        console.print(f"{f'{key}: {_json(value)}':<44}  {why}".rstrip(), highlight=False)
-    number = f"--gpus {recipe.devices} --gpu {arguments.gpu}"
+        number = f"--gpus {recipe.devices} --gpu {arguments.gpu}"
+    head = f"# Written by `megatron-scalerl init` for {devices}.\n# {cost}\n"
+    out.write_text(head + _text(choices, doubts), encoding="utf8")
+    for line in _text(choices, doubts).splitlines():
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(
-        f"{out} is written for {devices}; next:\n  megatron-scalerl plan {out} {number} --check\n"
+        f"{out} is written for {devices}. {cost}\nNext:\n  megatron-scalerl plan {out} {number} --check\n"
         f"  megatron-scalerl prompts {out}\n  megatron-scalerl train {out} steps={min(FIRST_STEPS, recipe.steps)}",
         highlight=False,
     )
     return 0
 
 
-def _choose(arguments: argparse.Namespace, gpus: int) -> Choices:
-    """The lines of the recipe. Raises ValueError for a policy, a file or GPUs that cannot be used."""
+def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[str, Any], str]:
+    """The lines of the recipe, values that were not taken and may be right, and what the run costs.
+
+    Raises ValueError for a policy, a file or GPUs that cannot be used.
+    """
     from megatron_scalerl.models import family, read_hf_config
-    from megatron_scalerl.plan.counting import count
+    from megatron_scalerl.plan.counting import count, trained_family
     from megatron_scalerl.prompts.tokenizer import policy_tokenizer
     from megatron_scalerl.recipe.file import check_policy, check_prompts, parsed_override
     from megatron_scalerl.recipe.hub import local_recipe
@@ -112,6 +138,7 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> Choices:
     choices = {
         "name": (Path(arguments.out).stem, ""),
         "steps": (STEPS, f"a first run; {FIRST_STEPS} are a first look"),
+        "output_dir": ("runs", "the run's folder is within it"),
         "policy.path": (arguments.policy, ""),
         "policy.dtype": ("bfloat16", "for GPUs"),
         "prompts.path": (arguments.data, ""),
@@ -125,8 +152,8 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> Choices:
     hf_config = read_hf_config(recipe.policy.path)
     policy = family(hf_config)
     tokenizer = policy_tokenizer(recipe, hf_config)
-    about = f"family {policy.name}, {count(policy).total:,} parameters"
-    choices["policy.path"] = (arguments.policy, about)
+    parameters = count(policy).total
+    choices["policy.path"] = (arguments.policy, f"family {policy.name}, {parameters:,} parameters")
     verifiers = ["math", "code"]
     if "rewards.verifier" in given:
         verifiers = [recipe.rewards.verifier]
@@ -134,12 +161,24 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> Choices:
     choices["prompts.path"] = (arguments.data, prompts.report.layouts[0].partition(": ")[2])
     positions = hf_config.get_text_config().max_position_embeddings
     # `given` comes last, so that the user's settings win.
-    choices |= _of_prompts(recipe, chat, prompts, tokenizer, positions, gpus) | given
+    choices |= _of_prompts(recipe, chat, prompts, tokenizer, positions, parameters, gpus)
+    choices |= _of_training(recipe, count(trained_family(recipe, policy)).total, gpus) | given
+    doubts = {key: value for key, value in chat.doubts.items() if key not in given}
+    config = Path(recipe.policy.path)
     if not gpus:
-        return choices
+        from megatron_scalerl.plan.cpus import plan_on_cpus
+
+        return (
+            choices,
+            doubts,
+            f"{recipe.steps} steps, by the planner: {plan_on_cpus(_recipe(choices), config).verdict()}.",
+        )
     from megatron_scalerl.plan.choose import choose
 
-    return choices | _of_layout(choose(_recipe(choices), Path(recipe.policy.path), gpus, GPUS[arguments.gpu])) | given
+    plan = choose(_recipe(choices), config, gpus, GPUS[arguments.gpu])
+    hours = plan.gpu_hours_per_1000_steps * recipe.steps / 1000
+    cost = f"{recipe.steps} steps take {hours:,.1f} GPU-hours by the planner; a real run may take five times as many."
+    return choices | _of_layout(plan) | given, doubts, cost
 
 
 def _read(recipe: Recipe, tokenizer: Any, verifiers: Sequence[str]) -> tuple[Recipe, Chat, PromptSet]:
@@ -169,7 +208,9 @@ def _read(recipe: Recipe, tokenizer: Any, verifiers: Sequence[str]) -> tuple[Rec
     raise problems[0]
 
 
-def _of_prompts(recipe: Recipe, chat: Chat, prompts: PromptSet, tokenizer: Any, positions: int, gpus: int) -> Choices:
+def _of_prompts(
+    recipe: Recipe, chat: Chat, prompts: PromptSet, tokenizer: Any, positions: int, parameters: int, gpus: int
+) -> Choices:
     """The choices that depend on the prompts: template, tags, lengths, held-out prompts, batches, validations."""
     from megatron_scalerl.recipe.sections import PromptsSection
     from megatron_scalerl.rollouts.plans import forced_ids
@@ -177,11 +218,17 @@ def _of_prompts(recipe: Recipe, chat: Chat, prompts: PromptSet, tokenizer: Any, 
     defaults = PromptsSection()
     lengths = [len(prompt.token_ids) for prompt in prompts.training]
     # one very long prompt must not take the room of all completions: half of the positions are theirs
-    longest = min(max(lengths), defaults.max_prompt_tokens, positions // 2)
+    longest = max(lengths)
+    if chat.doubts:
+        longest += DOUBT_TOKENS
+    longest = min(longest, defaults.max_prompt_tokens, positions // 2)
     usable = sum(length <= longest for length in lengths)
     if usable < 2:
         raise ValueError(f"{recipe.prompts.path}: one prompt is too few to train on one and to validate on another")
-    held_out = min(int(defaults.held_out), max(usable // 10, min(FEWEST_HELD_OUT, usable // 2)))
+    few = max(min(FEWEST_HELD_OUT, usable // 2), min(VALIDATED, usable // 4))
+    held_out = min(int(defaults.held_out), max(usable // 10, few))
+    validated = min(held_out, VALIDATED)
+    generations = -(-VALIDATED // validated)
     forced = len(forced_ids(recipe, tokenizer)[0]) + 1
     room = positions - longest - forced
     if room < SHORTEST:
@@ -193,11 +240,13 @@ def _of_prompts(recipe: Recipe, chat: Chat, prompts: PromptSet, tokenizer: Any, 
     why = "as in the paper"
     batch = recipe.rollouts.groups_per_batch
     group = recipe.rollouts.group_size
-    validated = VALIDATED
     if not gpus:
-        longest_completion = CPU_LONGEST
-        why = "since CPUs are slow"
-        batch = group = validated = CPU_BATCH
+        batch = CPU_BATCH
+        group = CPU_BATCH
+        shortest, longest_completion = CPU_LENGTHS
+        affordable = int(CPU_FLOPS / (6 * parameters * batch * group)) - longest
+        longest_completion = max(shortest, min(longest_completion, affordable))
+        why = "since CPUs are slow: a step takes longer in proportion"
     completion = min(longest_completion, room)
     if completion < longest_completion:
         why = f"what {positions:,} positions leave"
@@ -205,10 +254,11 @@ def _of_prompts(recipe: Recipe, chat: Chat, prompts: PromptSet, tokenizer: Any, 
     # the paper's proportions: 10k to 12k tokens of thinking and 2k of answer
     answer = completion // 7
     thinking = completion - answer
+    rows, _, thinks = chat.why.rpartition("; ")
     return {
-        "prompts.chat_template": (chat.chat_template, chat.why),
+        "prompts.chat_template": (chat.chat_template, rows),
         "prompts.think_start": (chat.think_start, ""),
-        "prompts.think_end": (chat.think_end, ""),
+        "prompts.think_end": (chat.think_end, thinks),
         "prompts.max_prompt_tokens": (longest, f"{usable:,} of {len(lengths):,} prompts are no longer"),
         "prompts.held_out": (held_out, "validations use them, training the others"),
         "interruption.enabled": (recipe.interruption.enabled, "true where thinking has a tag to close"),
@@ -217,9 +267,45 @@ def _of_prompts(recipe: Recipe, chat: Chat, prompts: PromptSet, tokenizer: Any, 
         "rollouts.groups_per_batch": (min(batch, usable - held_out), "prompts of a step"),
         "rollouts.group_size": (group, "completions of each"),
         "rewards.verifier": (recipe.rewards.verifier, "it can use the references of the file"),
-        "validation.every_steps": (FIRST_STEPS, "steps between two validations"),
-        "validation.prompts": (min(held_out, validated), "of those held out"),
-        "validation.generations": (4, "completions of each"),
+        "validation.prompts": (validated, "of those held out"),
+        "validation.generations": (generations, f"completions of each: {validated * generations} tell +-0.09 (95 %)"),
+        "validation.end_generations": (4 * generations, "at step 0 and at the end, whose difference is the gain"),
+    }
+
+
+def _of_training(recipe: Recipe, trained: int, gpus: int) -> Choices:
+    """The choices that depend on the policy's size, the number of steps and the devices. trained: parameters."""
+    from megatron_scalerl.processes.logs import size
+    from megatron_scalerl.recipe.sections import ADAPTERS_LR, OptimizerSection
+
+    paper = OptimizerSection()
+    rate = paper.lr * max(1.0, (PAPER_PARAMETERS / trained) ** 0.5)
+    why = f"the paper's {paper.lr:g} for 8B, x sqrt(8B / parameters) as in Tinker's cookbook"
+    if recipe.policy.lora is not None:
+        rate = ADAPTERS_LR
+        why = "ten times the paper's, for adapters"
+    warm_up = min(paper.warmup_steps, max(1, recipe.steps // 20))
+    between = max(1, recipe.steps // VALIDATIONS)
+    saving = max(1, recipe.steps // SAVES)
+    temperature = recipe.rollouts.temperature
+    sampled = "the policy as it is"
+    if recipe.prompts.chat_template and trained < SMALL:
+        temperature = 0.7
+        sampled = "small policies that were tuned on conversations ramble at 1"
+    staleness = recipe.rollouts.max_staleness_steps
+    stale = "PipelineRL-8, as in the paper"
+    if not gpus:
+        staleness = 1
+        stale = "engines on CPUs outrun the trainer, and completions would be as old as this allows"
+    bytes_each = size(STATE_BYTES * trained)
+    return {
+        "rollouts.max_staleness_steps": (staleness, stale),
+        "rollouts.temperature": (temperature, sampled),
+        "optimizer.lr": (float(f"{rate:.1e}"), why),
+        "optimizer.warmup_steps": (warm_up, "a twentieth of the steps; the paper: 100 of 7,400"),
+        "validation.every_steps": (between, f"{VALIDATIONS} validations, for a forecast from the first half"),
+        "forecast.fit_from_steps": (between, "the first validation after step 0"),
+        "checkpoint.every_steps": (saving, f"a crash repeats at most these; the newest 2 stay, {bytes_each} each"),
     }
 
 
@@ -243,23 +329,24 @@ def _of_layout(plan: RunPlan) -> Choices:
 def _recipe(choices: Choices) -> Recipe:
     from megatron_scalerl.recipe.file import validated
 
-    return validated(yaml.safe_load(_text(choices)), {})
+    return validated(yaml.safe_load(_text(choices, {})), {})
 
 
-def _text(choices: Choices) -> str:
-    """The text of the recipe's file: a line for each choice, with its reason as a comment."""
+def _text(choices: Choices, doubts: Mapping[str, Any]) -> str:
+    """The text of the recipe's file: a line for each choice with its reason, and one as a comment for each doubt."""
     sections: dict[str, list[str]] = {}
     for key, (value, why) in choices.items():
         section, _, name = key.partition(".")
-        line = f"{section}: {_json(value)}"
-        heading = []
-        if name:
-            line = f"  {name}: {_json(value)}"
-            heading = [f"{section}:"]
-        if why:
-            line = f"{line:<40}  # {why}"
-        sections.setdefault(section, heading).append(line)
+        lines = sections.setdefault(section, [f"{section}:"] if name else [])
+        indent = "  " if name else ""
+        lines.append(_line(f"{indent}{name or section}: {_json(value)}", why))
+        if key in doubts:
+            lines.append(_line(f"{indent}# {name}: {_json(doubts[key])}", DOUBTS[key]))
     return "\n".join(chain(*sections.values())) + "\n"
+
+
+def _line(setting: str, why: str) -> str:
+    return f"{setting:<40}  # {why}" if why else setting
 
 
 def _json(value: Any) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from megatron_scalerl.models.adapters import refuse_adapter
 from megatron_scalerl.plan.assumptions import (
@@ -43,7 +44,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         metavar="key.path=value",
         help="settings that override the recipe's; overlay=FILE: those of a file",
     )
-    p.add_argument("--gpus", type=_positive, required=True, metavar="N", help="GPUs of trainer and engines together")
+    p.add_argument(
+        "--gpus",
+        type=_number,
+        required=True,
+        metavar="N",
+        help="GPUs of trainer and engines together; 0: the CPUs of this machine",
+    )
     p.add_argument("--gpu", choices=sorted(GPUS), help=f"default: that of --assumptions, else {GPU}")
     p.add_argument(
         "--layers",
@@ -98,27 +105,43 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
         is_policy = options.config is None and folder == Path(recipe.policy.path)
         check_settings(recipe, None if is_policy else folder, planned=True)
+        if not options.gpus:
+            from megatron_scalerl.plan.cpus import plan_on_cpus
+
+            on_cpus = plan_on_cpus(recipe, folder)
+            _write(options, asdict(on_cpus))
+            return _tell(options, f"{recipe.name} on CPUs", on_cpus.verdict(), on_cpus.problem)
         plan = make_plan(recipe, folder, options.gpus, GPUS[gpu], assumed, layers=layers, origins=origins)
         built = "skipped"
         if not options.no_build:
             built = compare_with_build(plan, folder)
-    if options.json:
-        text = json.dumps(as_numbers(plan) | {"meta_build": built}, indent=2)
-        if options.json == "-":
-            print(text)
-        else:
-            Path(options.json).write_text(text + "\n")
+    _write(options, as_numbers(plan) | {"meta_build": built})
     if options.check:
-        problems = plan.problems()
-        if problems:
-            print(f"megatron-scalerl: {recipe.name}: {problems[0]}", file=sys.stderr)
-            return 2
-        if options.json != "-":
-            print(f"{recipe.name} on {options.gpus} x {plan.gpu.name}: {verdict(plan)}")
-    elif options.json != "-":
+        problems = [*plan.problems(), ""]
+        return _tell(options, f"{recipe.name} on {options.gpus} x {plan.gpu.name}", verdict(plan), problems[0])
+    if options.json != "-":
         from rich.console import Console
 
         show(plan, built, Console(width=None if console.is_terminal else 100))
+    return 0
+
+
+def _write(options: argparse.Namespace, numbers: Mapping[str, Any]) -> None:
+    """Write the numbers for --json."""
+    text = json.dumps(numbers, indent=2)
+    if options.json == "-":
+        print(text)
+    elif options.json:
+        Path(options.json).write_text(text + "\n")
+
+
+def _tell(options: argparse.Namespace, head: str, verdict: str, problem: str) -> int:
+    """Print the plan in one line; returns the exit code."""
+    if options.check and problem:
+        print(f"megatron-scalerl: {head.partition(' ')[0]}: {problem}", file=sys.stderr)
+        return 2
+    if options.json != "-":
+        print(f"{head}: {verdict}")
     return 0
 
 
@@ -172,10 +195,10 @@ def config_folder(policy: str, recipe: str | Path, given: str | Path | None = No
     )
 
 
-def _positive(text: str) -> int:
+def _number(text: str) -> int:
     number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} GPUs are too few; name at least 1")
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is no number of GPUs; 0 stands for CPUs")
     return number
 
 

@@ -4,13 +4,14 @@
 recipe leaves open, so that nothing after it meets a setting that is auto.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
+from megatron_scalerl.prompts.end_tokens import end_token_ids
 from megatron_scalerl.prompts.layouts import SAMPLE, read_layout
 from megatron_scalerl.prompts.sources import read_json_lines
 from megatron_scalerl.recipe import Recipe
@@ -32,7 +33,7 @@ THINK_TAGS = (
 """Tags that open and close thinking in the chat templates of reasoning models."""
 NO_TAGS = ("", "")
 QUESTION = {"role": "user", "content": "1+1"}
-ANSWER = {"role": "assistant", "content": "2"}
+ANSWER = {"role": "assistant", "content": "two"}
 """Messages that show what a template makes of them."""
 
 
@@ -48,6 +49,8 @@ class Chat:
     """Tag that closes thinking; empty: the whole completion is the answer."""
     why: str
     """The decision in one sentence, for the user."""
+    doubts: Mapping[str, Any]
+    """Settings that tokenizer and rows do not decide -> the value that was not taken."""
 
     def settled(self, recipe: Recipe) -> Recipe:
         """The recipe with what it leaves open. Raises ValueError where an interruption has no tag to close."""
@@ -70,7 +73,11 @@ def chat_of_recipe(recipe: Recipe, tokenizer: Any, *, messages: bool | None = No
     """
     if messages is None:
         messages = any(map(_has_messages, tasks_of(recipe)))
-    chat = chat_of(tokenizer, recipe.prompts, messages=messages, warm_start=_warm_start(recipe))
+    end_ids: Sequence[int] = ()
+    if tokenizer.chat_template:
+        end_ids = end_token_ids(recipe.policy.path, tokenizer)
+    warm_start = _warm_start(recipe)
+    chat = chat_of(tokenizer, recipe.prompts, messages=messages, end_ids=end_ids, warm_start=warm_start)
     check_think_tags(tokenizer, chat.think_start, chat.think_end)
     return chat
 
@@ -94,17 +101,31 @@ def _warm_start(recipe: Recipe) -> str:
     return "\n".join(str(row.values.get("completion")) for row in islice(read_json_lines(Path(path)), SAMPLE))
 
 
-def chat_of(tokenizer: Any, prompts: PromptsSection, *, messages: bool, warm_start: str = "") -> Chat:
+def chat_of(
+    tokenizer: Any,
+    prompts: PromptsSection,
+    *,
+    messages: bool,
+    end_ids: Collection[int] = (),
+    warm_start: str = "",
+) -> Chat:
     """Decide how a policy is talked to; what `prompts` sets stays as it is.
 
-    tokenizer: of Hugging Face. messages: the rows have lists of messages. warm_start: completions of its examples.
-    The template: rows of messages take it where there is one, rows of text do not. The tags: of the template, else of
-    the warm start, else of the vocabulary, unless the prompts take a template, which would write them; else none. A
-    template that closes thinking in the prompt has no tags. Raises ValueError for a template that fails, and, where
-    prompts take it, for a closing tag that nothing has.
+    tokenizer: of Hugging Face. messages: the rows have lists of messages. end_ids: tokens that end the policy's
+    completions. warm_start: completions of its examples.
+    The template: rows of messages take it where there is one. Rows of text take it where the policy was tuned on
+    conversations, that is where the template ends an answer with one of `end_ids`; many base policies inherit a
+    template and end their texts otherwise. The tags: of the template, unless it is only inherited, else of the warm
+    start, else none; a vocabulary may have tags that its policy never writes. A template that closes thinking in
+    the prompt has no tags. Raises ValueError for a template that fails, and, where prompts take it, for a closing tag
+    that nothing has.
     """
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
-    takes = bool(messages and template) if prompts.chat_template == AUTO else prompts.chat_template
+    turn_end = _end_of_turn(tokenizer, prompts) if template else ""
+    tuned = any(token in end_ids for token in tokenizer(turn_end, add_special_tokens=False)["input_ids"])
+    takes = prompts.chat_template
+    if takes == AUTO:
+        takes = bool(template) and (messages or tuned)
     shown = ""
     if takes and template:
         shown = apply_template(tokenizer, prompts, [QUESTION])
@@ -116,33 +137,62 @@ def chat_of(tokenizer: Any, prompts: PromptsSection, *, messages: bool, warm_sta
         "prompt": prompts.prompt_template + (prompts.system or ""),
     }
     taught = ["chat template", "warm start"]
-    if not takes:  # else the template would write the tags: many vocabularies have some that their policy never uses
-        taught.append("vocabulary")
+    if not (takes or tuned):
+        taught = ["warm start"]
     tags = next(filter(None, (tags_in(texts[source]) for source in taught)), NO_TAGS)
     if any(shown.rstrip().endswith(end) for _, end in THINK_TAGS):
         tags = NO_TAGS
+    doubts: dict[str, Any] = {}
+    if prompts.chat_template == AUTO and template and not takes:
+        doubts["prompts.chat_template"] = True
+    written = tags_in(texts["vocabulary"] + template)
+    if prompts.think_end == AUTO and tags == NO_TAGS and written and not takes:
+        doubts |= zip(("prompts.think_start", "prompts.think_end", "interruption.enabled"), (*written, True))
     start = prompts.think_start
     end = prompts.think_end
     if start == AUTO:
         start = tags[0] if end in (AUTO, tags[1]) else ""
     if end == AUTO:
         end = tags[1]
-    rows = f"rows of {'messages' if messages else 'text'}"
-    if takes:
-        rows += " take the tokenizer's chat template"
-    elif template:
-        rows += " do not take the tokenizer's chat template; prompts.chat_template=true applies it"
-    else:
-        rows += " are sent as text, since the tokenizer has no chat template"
-    source = next((source for source, text in texts.items() if end.strip() in text), "")
-    thinks = f"thinking is closed by {end!r}, as the {source or 'chat template'} has it"
+    rows = f"rows of {'messages' if messages else 'text'} "
+    rows += _treatment(template, turn_end, takes=takes, tuned=tuned)
+    why = f"{rows}; {_thinking(texts, end, known=end == tags[1], takes=takes)}"
+    return Chat(chat_template=takes, think_start=start, think_end=end, why=why, doubts=doubts)
+
+
+def _end_of_turn(tokenizer: Any, prompts: PromptsSection) -> str:
+    """The text of the template after an answer, in one line."""
+    text = apply_template(tokenizer, prompts, [QUESTION, ANSWER], generation=False)
+    return " ".join(text.rpartition(ANSWER["content"])[2].split())
+
+
+def _treatment(template: str, turn_end: str, *, takes: bool, tuned: bool) -> str:
+    """Whether rows take the template, and why."""
+    if not template:
+        return "are sent as text, since the tokenizer has no chat template"
+    words = "take the tokenizer's chat template"
+    if not takes:
+        words = "do not take the tokenizer's chat template; prompts.chat_template=true applies it"
+    if not tuned:
+        words += f" (it ends answers with {turn_end or 'nothing'}, which is no end token of this policy)"
+    return words
+
+
+def _thinking(texts: Mapping[str, str], end: str, *, known: bool, takes: bool) -> str:
+    """The tag that closes thinking, and its source.
+
+    known: the tag is of the policy's template or warm start. Raises ValueError for a tag that no text has, where
+    prompts take a template.
+    """
     if not end.strip():
-        thinks = "the policy thinks in no tags, and its whole completion is the answer"
-    elif not source and end != tags[1]:
-        thinks = f"prompts.think_end is {end!r}, which is in no {', '.join(texts)}"
-        if takes:
-            raise ValueError(f"{thinks}; set think_start and think_end to '', or name the warm start (sft.path)")
-    return Chat(chat_template=takes, think_start=start, think_end=end, why=f"{rows}; {thinks}")
+        return "the policy thinks in no tags, and its whole completion is the answer"
+    source = next((source for source, text in texts.items() if end.strip() in text), "")
+    if source or known:
+        return f"thinking is closed by {end!r}, as the {source or 'chat template'} has it"
+    problem = f"prompts.think_end is {end!r}, which is in no {', '.join(texts)}"
+    if takes:
+        raise ValueError(f"{problem}; set think_start and think_end to '', or name the warm start (sft.path)")
+    return problem
 
 
 def tags_in(text: str) -> tuple[str, str] | None:

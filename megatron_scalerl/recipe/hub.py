@@ -42,7 +42,9 @@ def local_path(path: str, kind: Kind, *, download: bool = False) -> str:
 
 
 def hint(path: str, kind: Kind) -> str:
-    """The end of an error about a path that does not exist: it may be a pattern, or a name on the hub."""
+    """The end of an error about a path that cannot be used: it may be GGUF, a pattern, or a name on the hub."""
+    if kind == "model" and (path.endswith(".gguf") or any(Path(path).glob("*.gguf"))):
+        return "; weights in a GGUF file have to be made a Hugging Face folder first: docs/checkpoints.md#gguf"
     if path.startswith("~") or any(sign in path for sign in "*?["):
         return "; ~ and patterns are not expanded: name one file, or a folder of files"
     name = _NAME.fullmatch(path)

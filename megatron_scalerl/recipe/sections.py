@@ -143,8 +143,8 @@ class PromptsSection(Section):
     """Format string of the prompt; `{prompt}` is replaced by the problem's text."""
     chat_template: bool | Literal["auto"] = AUTO
     """Apply the tokenizer's chat template: the rendered prompt is the user's message. auto: rows of messages take it
-    where there is one, rows of text do not. Required for rows with several messages, whose last one prompt_template
-    renders."""
+    where there is one, rows of text where it ends answers with an end token of the policy. Required for rows with
+    several messages, whose last one prompt_template renders."""
     system: str | None = None
     """Message of the system, in place of the file's. Requires chat_template."""
     template_arguments: dict[str, Any] = {}
@@ -160,7 +160,7 @@ class PromptsSection(Section):
     """Prepend the tokenizer's beginning-of-sequence token, if it has one and the prompt does not start with it."""
     think_start: str = AUTO
     """Tag that opens thinking; appended to the rendered prompt as a prefill. Empty: no prefill. auto: that of the
-    chat template, else of the warm start, else of the vocabulary where no template is applied, else none."""
+    chat template, unless it is only inherited, else of the warm start, else none."""
     think_end: str = AUTO
     """Tag that closes thinking; the answer is the text after it. Empty: the policy thinks in no tags, and the whole
     completion is its answer. auto: as think_start."""

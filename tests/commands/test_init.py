@@ -71,13 +71,13 @@ def test_the_recipe_is_for_cpus_where_there_is_no_gpu_and_says_why(tiny, capsys)
     shown = capsys.readouterr().out
     recipe = written()
     assert (recipe.name, recipe.policy.dtype, recipe.devices) == ("my_run", "float32", 2)
-    assert (recipe.prompts.held_out, recipe.prompts.max_prompt_tokens) == (6, 7)
-    assert (recipe.prompts.chat_template, recipe.prompts.think_end) == (False, "</think>")
+    assert (recipe.prompts.held_out, recipe.prompts.max_prompt_tokens) == (15, 38)
+    assert (recipe.prompts.chat_template, recipe.prompts.think_end) == (False, "")
     # 256 tokens where CPUs generate: a seventh is the answer
     assert recipe.interruption.thinking_tokens == (183, 220) and recipe.interruption.answer_tokens == 36
     lines = Path("my_run.yaml").read_text().splitlines()
     values = [line for line in lines if not line.endswith(":") and not line.startswith("#")]
-    assert sum("  # " in line for line in values) >= 15
+    assert sum("  # " in line for line in values) >= 20
     assert "layout question/answer: question in question, reference in answer" in shown
     following = [line.split()[1] for line in shown.splitlines()[-3:]]
     assert following == ["plan", "prompts", "train"]
@@ -98,9 +98,9 @@ def test_the_recipe_is_for_cpus_where_there_is_no_gpu_and_says_why(tiny, capsys)
     [
         (sums(2), "math", 1, 1),
         (sums(10), "math", 4, 6),
-        (sums(99), "math", 9, 8),
-        (messages(60), "math", 6, 8),
-        (programs(20), "code", 4, 8),
+        (sums(99), "math", 24, 8),
+        (messages(60), "math", 15, 8),
+        (programs(20), "code", 5, 8),
     ],
 )
 def test_verifier_held_out_prompts_and_batch_follow_from_the_file(rows, verifier, held_out, batch, tiny):
@@ -129,8 +129,8 @@ def test_the_layout_fits_the_gpus_by_the_planner(policy, gpus, gpu, layout, caps
     assert recipe.policy.dtype == "bfloat16" and recipe.devices == gpus
     settings = check_settings(recipe)
     positions = json.loads((CONFIGS / policy / "config.json").read_text())["max_position_embeddings"]
-    paper = recipe.prompts.max_prompt_tokens + 14_336 + 3
-    assert settings.longest_sequence == min(positions, paper)
+    paper = recipe.prompts.max_prompt_tokens + 14_336
+    assert settings.longest_sequence == min(positions - 1, paper)
     capsys.readouterr()
     assert main(["plan", "my_run.yaml", "--gpus", str(gpus), "--gpu", gpu, "--check"]) == 0
     shown = capsys.readouterr().out
@@ -160,7 +160,7 @@ def test_a_template_is_taken_for_messages_and_thinking_is_closed_as_it_says():
         ({}, sums(30), ["--gpus", 1], "fits 1 x NVIDIA H100 SXM 80 GB; 8 would do"),
         ({}, sums(30), ["--gpus", -1], "--gpus: -1 is no number of GPUs; 0 stands for CPUs"),
         ({}, sums(1), [], "one prompt is too few to train on one and to validate on another"),
-        ({"max_position_embeddings": 20}, sums(30), [], "20 positions leave 10 tokens for a completion, after"),
+        ({"max_position_embeddings": 20}, sums(30), [], "20 positions leave 9 tokens for a completion, after"),
         ({"model_type": "gpt2"}, sums(30), [], "model_type 'gpt2' is not supported: it has"),
         ({}, [{"text": "a", "label_x": "b"}] * 3, [], "no known layout has its columns, text, label_x"),
         ({}, sums(30), ["engine.vllm={max_num_seq: 8}"], "max_num_seq is not an option of vLLM"),
@@ -177,6 +177,23 @@ def test_what_cannot_be_used_is_one_line_and_no_file(config, rows, words, said, 
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
     assert not Path("my_run.yaml").exists()
+
+
+@pytest.mark.parametrize("path", ["models", "models/policy.Q4_1.gguf", "models/not_here.gguf"])
+def test_a_gguf_file_as_a_policy_says_how_it_is_converted(path, capsys):
+    Path("models").mkdir()
+    Path("models/policy.Q4_1.gguf").write_bytes(b"GGUF")
+    data = file_of(sums(30))
+    recipe = file_of([{"name": "r", "steps": 1, "policy": {"path": path}, "prompts": {"path": data}}], "r.yaml")
+    for words in (
+        ["init", "--policy", path, "--data", data],
+        ["plan", recipe, "--gpus", "1"],
+        ["train", recipe],
+        ["convert", "to-megatron", path, "out"],
+    ):
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert "no config.json" in error and "docs/checkpoints.md#gguf" in error and error.count("\n") == 1, words
 
 
 def test_a_column_that_is_given_is_written_and_read(tiny):
@@ -201,6 +218,69 @@ def test_names_on_the_hub_stay_names(tmp_path, monkeypatch):
     assert main(["prompts", "my_run.yaml", "--count", "1"]) == 0
 
 
+def test_what_nothing_tells_is_written_both_ways(tiny):
+    """The tokenizer has a template without end tokens, and tags that nothing says the policy writes."""
+    data = file_of(sums(60))
+    assert init(tiny / "base_policy", data) == 0
+    other = Path("my_run.yaml").read_text()
+    for taken, line in (
+        ("chat_template: false", "chat_template: true"),
+        ('think_start: ""', 'think_start: "<think>"'),
+        ('think_end: ""', 'think_end: "</think>"'),
+        ("enabled: false", "enabled: true"),
+    ):
+        assert f"  {taken}" in other and f"  # {line}" in other
+        other = other.replace(f"  {taken}", f"  # {taken}").replace(f"  # {line}", f"  {line}")
+    Path("other.yaml").write_text(other)
+    prompts = written("other.yaml").prompts
+    assert (prompts.chat_template, prompts.think_start, prompts.think_end) == (True, "<think>", "</think>")
+    assert main(["prompts", "other.yaml", "--count", "1"]) == 0
+    # the warm start tells of the tags, the user of the template
+    given = [f"sft.path={tiny / 'sft.jsonl'}", "prompts.chat_template=false"]
+    assert init(tiny / "base_policy", data, "--force", *given) == 0
+    assert (written().prompts.think_end, written().interruption.enabled) == ("</think>", True)
+    assert "  # chat_template:" not in Path("my_run.yaml").read_text()
+    assert "  # think_end:" not in Path("my_run.yaml").read_text()
+
+
+TUNED = "{% for m in messages %}{{ m.content }}{% if m.role != 'user' %}<eos>{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("policy", "gpus", "given", "lr", "warm_up", "staleness", "temperature", "longest"),
+    [
+        # 5e-7 x sqrt(8.03 / 1.54 billion parameters), the paper's from 8 billion on
+        ("Qwen2.5-Math-1.5B", 3, [], 1.1e-6, 10, 8, 1.0, 4089),
+        ("Qwen3-8B", 8, ["steps=1000"], 5e-7, 50, 8, 1.0, 14_336),
+        ("Qwen3-30B-A3B", 16, ["steps=4000", "optimizer.lr=1e-6"], 1e-6, 100, 8, 1.0, 14_336),
+        ("Qwen2.5-Math-1.5B", 0, ["steps=7"], 1.1e-6, 1, 1, 1.0, 64),
+        ("small", 0, ["rollouts.temperature=0.9"], 4.1e-6, 10, 1, 0.9, 64),
+        ("small", 0, [], 4.1e-6, 10, 1, 0.7, 64),
+    ],
+)
+def test_a_first_run_learns_is_forecast_and_is_saved(
+    policy, gpus, given, lr, warm_up, staleness, temperature, longest
+):
+    name = "Qwen3-8B" if policy == "small" else policy
+    folder = policy_of(name, "policy", template=TUNED)
+    if policy == "small":  # 118 million parameters
+        change = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24, "vocab_size": 23_000}
+        change |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "eos_token_id": 2}
+        file = Path(folder, "config.json")
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert init(folder, file_of(sums(90)), "--gpus", gpus, "--gpu", "h200", *given) == 0
+    recipe = written()
+    assert (recipe.optimizer.lr, recipe.optimizer.warmup_steps) == (lr, warm_up)
+    assert (recipe.rollouts.max_staleness_steps, recipe.rollouts.temperature) == (staleness, temperature)
+    assert recipe.max_completion_tokens == longest
+    section = recipe.validation
+    assert (section.prompts, section.generations, section.end_generations) == (22, 6, 24)
+    assert section.every_steps == recipe.forecast.fit_from_steps == max(1, recipe.steps // 25)
+    assert recipe.checkpoint.every_steps == max(1, recipe.steps // 10)
+    unit = "GPU-hours" if gpus else "s a step"
+    assert unit in Path("my_run.yaml").read_text().splitlines()[1]
+
+
 @pytest.mark.slow
 def test_init_plan_prompts_train_with_nothing_edited(tmp_path):
     """A random policy of another family and rows of messages: answers of one digit, which it sometimes hits."""
@@ -211,7 +291,7 @@ def test_init_plan_prompts_train_with_nothing_edited(tmp_path):
     recipe = tmp_path / "my_run.yaml"
     given = ("--policy", tmp_path / "policy", "--data", tmp_path / "data.jsonl", "--out", recipe)
     run(*command, "init", *given, f"output_dir={tmp_path}")
-    assert "fits" in run(*command, "plan", recipe, "--gpus", 2, "--check").stdout
+    assert "fits" in run(*command, "plan", recipe, "--gpus", 0, "--check").stdout
     run(*command, "prompts", recipe)
     run(*command, "train", recipe, "steps=2")
     steps = [row["step"] for row in read_jsonl(tmp_path / "my_run" / "metrics.jsonl") if "skipped" not in row]

@@ -358,3 +358,32 @@ def test_a_terminal_shows_each_step_and_a_log_file_every_fifth(terminal, shown):
     for step in range(1, 11):
         progress.step(step, defaultdict(float))
     assert re.findall(r"^ +(\d+)  \+0", console.file.getvalue(), re.M) == [str(step) for step in shown]
+
+
+STALE = {"staleness_mean": 8.0, "engine_idle_seconds": 9.0, "wait_for_batch_seconds": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("bound", "change", "mismatches", "warned"),
+    [
+        (8, {}, [0.1] * 8 + [0.3] * 8, [13]),
+        (8, {}, [0.1] * 8 + [0.3] * 30, [13]),  # once
+        (8, {}, [0.1] * 8 + [0.19] * 8, []),
+        (8, {}, [0.4] * 8 + [0.7] * 8, []),  # less than twice the first
+        (8, {}, [0.0] * 8 + [0.15] * 30, []),  # little
+        (8, {"staleness_mean": 7.0}, [0.1] * 8 + [0.9] * 8, []),
+        (8, {"wait_for_batch_seconds": 20.0}, [0.1] * 8 + [0.9] * 8, []),
+        (1, {"staleness_mean": 1.0}, [0.1] * 8 + [0.9] * 8, []),
+        (2, {"staleness_mean": 1.8}, [0.1] * 8 + [0.9] * 8, [10]),
+    ],
+)
+def test_engines_that_outrun_the_trainer_are_warned_of_where_the_mismatch_grows(bound, change, mismatches, warned):
+    console = Console(file=io.StringIO(), width=300)
+    progress = Progress(console, steps=len(mismatches), staleness=bound, every=1)
+    said = []
+    for step, mismatch in enumerate(mismatches, 1):
+        before = len(console.file.getvalue())
+        progress.step(step, defaultdict(float, **STALE, mismatch_mean=mismatch) | change)
+        if "rollouts.max_staleness_steps" in console.file.getvalue()[before:]:
+            said.append(step)
+    assert said == warned

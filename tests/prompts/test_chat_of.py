@@ -16,25 +16,26 @@ THINK = ("<think>", "</think>")
 NONE = ("", "")
 
 
-def tokenizer_with(template, tokens=()):
-    """Without tags in its vocabulary unless `tokens` has some."""
+def tokenizer_with(template, tokens=(), end="<|im_end|>"):
+    """Without tags in its vocabulary unless `tokens` has some. end: its end of sequence."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=template)
     tokenizer.add_tokens(list(tokens))
+    tokenizer.add_special_tokens({"eos_token": end})
     return tokenizer
 
 
 DECIDED = {
     # template, tokens, settings, messages, warm start -> takes the template, tags, a part of the sentence
     "Qwen2.5": (CHATML, (), {}, True, (), True, NONE, "whole completion is the answer"),
-    "Qwen2.5, text": (CHATML, (), {}, False, (), False, NONE, "prompts.chat_template=true applies it"),
+    "Qwen2.5, text": (CHATML, (), {}, False, (), True, NONE, "rows of text take the tokenizer's chat template;"),
     "Qwen2.5, warm start": (CHATML, (), {}, True, ("no", "2</think>3"), True, THINK, "as the warm start has it"),
     "a template is not its vocabulary": (CHATML, THINK, {}, True, (), True, NONE, "whole completion"),
     "Qwen3": (QWEN3, THINK, {}, True, (), True, THINK, "as the chat template has it"),
-    "Qwen3, text": (QWEN3, THINK, {}, False, (), False, THINK, "rows of text do not take"),
+    "Qwen3, text": (QWEN3, THINK, {}, False, (), True, THINK, "rows of text take"),
     "Qwen3, flattened": (QWEN3, THINK, {"chat_template": False}, True, (), False, THINK, "messages do not take"),
     "Qwen3 does not think": (
         QWEN3, THINK, {"template_arguments": {"enable_thinking": False}}, True, (), True, NONE, "whole completion"
@@ -48,7 +49,7 @@ DECIDED = {
     ),
     "base": (None, (), {}, True, (), False, NONE, "the tokenizer has no chat template"),
     "base, warm start": (None, (), {}, False, ("x</think>",), False, THINK, "as the warm start has it"),
-    "base, tokens": (None, ("[THINK]", "[/THINK]"), {}, False, (), False, ("[THINK]", "[/THINK]"), "vocabulary"),
+    "base, tokens": (None, ("[THINK]", "[/THINK]"), {}, False, (), False, NONE, "whole completion"),
     "the recipe's": (QWEN3, (), {"think_start": "", "think_end": ""}, True, (), True, NONE, "whole completion"),
     "the recipe's closing tag": (None, (), {"think_end": "</t>"}, False, (), False, ("", "</t>"), "is in no chat"),
     "the recipe's, as the prompt asks": (
@@ -66,9 +67,44 @@ DECIDED = {
 def test_template_and_tags_follow_from_tokenizer_rows_and_warm_start(case):
     template, tokens, settings, messages, warm_start, takes, tags, why = DECIDED[case]
     tokenizer = tokenizer_with(template, tokens)
-    chat = chat_of(tokenizer, PromptsSection(**settings), messages=messages, warm_start="\n".join(warm_start))
+    ends = {tokenizer.eos_token_id}
+    texts = "\n".join(warm_start)
+    chat = chat_of(tokenizer, PromptsSection(**settings), messages=messages, end_ids=ends, warm_start=texts)
     assert (chat.chat_template, (chat.think_start, chat.think_end)) == (takes, tags)
     assert why in chat.why
+
+
+TUNED = {
+    # template -> a token that ends its turns
+    "Qwen": (CHATML, "<|im_end|>"),
+    "Llama 3": (LLAMA3, "<|eot_id|>"),
+    "R1 distill": (R1_DISTILL, "<end>"),
+    "Mistral": (MISTRAL, "</s>"),
+}
+
+
+@pytest.mark.parametrize("case", TUNED)
+@pytest.mark.parametrize("inherited", [False, True])
+def test_rows_of_text_take_the_template_whose_turns_end_as_the_policys_completions(case, inherited):
+    template, end = TUNED[case]
+    tokenizer = tokenizer_with(template, THINK, end="<|endoftext|>" if inherited else end)
+    chat = chat_of(tokenizer, PromptsSection(), messages=False, end_ids=[tokenizer.eos_token_id])
+    assert chat.chat_template is not inherited
+    assert (f"it ends answers with {end}, which is no end token" in chat.why) is inherited
+    # an inherited template teaches its policy no tags either, and the user is asked
+    thinks = THINK if case == "R1 distill" and not inherited else NONE
+    assert (chat.think_start, chat.think_end) == thinks
+    tags = {"prompts.think_start": "<think>", "prompts.think_end": "</think>", "interruption.enabled": True}
+    assert chat.doubts == ({"prompts.chat_template": True} | tags if inherited else {})
+
+
+def test_end_tokens_of_the_folder_tell_of_conversations_too(tmp_path):
+    tokenizer = tokenizer_with(LLAMA3, ["<|eot_id|>"], end="<|end_of_text|>")
+    rows = write(tmp_path / "rows.jsonl", [TEXT])
+    for ends, takes in ((tokenizer.eos_token_id, False), (tokenizer.convert_tokens_to_ids("<|eot_id|>"), True)):
+        write(tmp_path / "generation_config.json", [{"eos_token_id": ends}])
+        recipe = small_recipe(policy={"path": str(tmp_path)}, prompts={"path": rows})
+        assert chat_of_recipe(recipe, tokenizer).chat_template is takes
 
 
 @pytest.mark.parametrize("settings", [{"think_end": "</think>"}, {"think_start": "<think>", "think_end": "</thnik>"}])
@@ -115,7 +151,7 @@ def test_a_recipe_is_settled_by_its_rows_and_its_warm_start(tmp_path, rows):
     for sft, tags in ((taught, ("[THINK]", "[/THINK]")), ("gone.jsonl", THINK), (None, NONE)):
         recipe = small_recipe(prompts={"path": path}, sft={"path": sft})
         settled = chat_of_recipe(recipe, tokenizer_with(CHATML)).settled(recipe)
-        assert settled.prompts.chat_template is (rows is not None and MESSAGES in rows)
+        assert settled.prompts.chat_template is True
         assert (settled.prompts.think_start, settled.prompts.think_end) == tags
         assert settled.interruption.enabled is (tags != NONE)
 
