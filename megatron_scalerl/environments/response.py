@@ -20,6 +20,8 @@ class ToolCall:
     """The text of the call."""
     error: str = ""
     """Why the call cannot be read, in one word; empty if it can. The environment answers it."""
+    id: str = ""
+    """The name that the format gives the call, for `tool_call_id`; empty for most formats."""
 
 
 @record

@@ -29,7 +29,7 @@ import hashlib
 import resource
 import secrets
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -37,7 +37,7 @@ import msgspec
 from aiohttp import web
 
 from megatron_scalerl.batching.rollout_bytes import read
-from megatron_scalerl.environments.response import Agent, Message, ToolCall
+from megatron_scalerl.environments.response import Agent, Message
 from megatron_scalerl.processes.child_process import cancelled, time_limit
 from megatron_scalerl.prompts.turns import PastTurn
 from megatron_scalerl.recipe.sections import EnvironmentSection
@@ -62,8 +62,6 @@ A decoder takes 16 us for a byte of special tokens.
 """
 OTHER_BYTES = 2**16
 """Bytes of a body beside its context."""
-CALL = "<tool_call>"
-"""Text with which calls begin in all formats of `rollouts.tool_calls`."""
 IGNORED = """
     model user metadata store service_tier safety_identifier prompt_cache_key stream_options priority cache_salt
     sampling_params temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty
@@ -133,6 +131,7 @@ class _Function(msgspec.Struct):
 
 class _Call(msgspec.Struct):
     function: _Function
+    id: str = ""
 
 
 class _Message(msgspec.Struct):
@@ -338,7 +337,7 @@ class Session:
 
     def _message(self, request: _Body, asked: _Asked, part: Part, turn: PastTurn, decoded: Decoded) -> Reply:
         """The answer to messages."""
-        message = _message(decoded.text or "", decoded.tool_calls, f"call_{len(self._said)}")
+        message = _message(decoded, f"call_{len(self._said)}")
         size = len(asked.context) + len(turn.token_ids)
         asked.digest.update(msgspec.json.encode(_plain(msgspec.convert(message, _Message)), order="sorted"))
         turns = (*asked.said.turns, turn)
@@ -387,30 +386,29 @@ def _plain(message: _Message) -> Message:
     if message.role == "assistant":
         # the policy's text may come back without the space around it
         plain["content"] = text.strip()
-        calls = [{"type": "function", "function": _function(call.function)} for call in message.tool_calls or ()]
-        names = {"tool_calls": calls}
+        names = {"tool_calls": list(map(_called, message.tool_calls or ()))}
     return plain | {name: value for name, value in names.items() if value}
 
 
-def _function(function: _Function) -> dict[str, Any]:
+def _called(call: _Call) -> dict[str, Any]:
     """A call as chat templates read it: arguments are no text if they are JSON."""
-    arguments: Any = function.arguments
+    arguments: Any = call.function.arguments
     with contextlib.suppress(ValueError, RecursionError):
         arguments = msgspec.json.decode(arguments)
-    return {"name": function.name, "arguments": arguments}
+    return {"type": "function", "id": call.id, "function": {"name": call.function.name, "arguments": arguments}}
 
 
-def _message(text: str, calls: Sequence[ToolCall], prefix: str) -> dict[str, Any]:
-    """The policy's message. A call that cannot be read stays in its text. prefix: of the calls' ids."""
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    readable = [call for call in calls if not call.error]
+def _message(decoded: Decoded, prefix: str) -> dict[str, Any]:
+    """The policy's message. A call that cannot be read stays in its text. prefix: of ids that no format gives."""
+    message: dict[str, Any] = {"role": "assistant", "content": decoded.text or ""}
+    readable = [call for call in decoded.tool_calls if not call.error]
     if readable:
-        before, _, _ = text.partition(CALL)
-        message["content"] = before + "".join(call.raw for call in calls if call.error)
+        unreadable = "".join(call.raw for call in decoded.tool_calls if call.error)
+        message["content"] = decoded.before_calls + unreadable
         message["tool_calls"] = [
             {
                 "index": index,
-                "id": f"{prefix}_{index}",
+                "id": call.id or f"{prefix}_{index}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()},
             }

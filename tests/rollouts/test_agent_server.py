@@ -2,18 +2,22 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 
 import aiohttp
 import numpy as np
 import pytest
+from chat_templates import KIMI_TURNS, LLAMA3_TURNS, QWEN3_TURNS
 from scripted_episodes import arrays
+from turn_policies import KIMI, LLAMA, TOOL, ids_of, turns_tokenizer
 from waiting import passes, until
 
 from megatron_scalerl.prompts.turns import PastTurn
 from megatron_scalerl.recipe.sections import EnvironmentSection
 from megatron_scalerl.rollouts import agents
 from megatron_scalerl.rollouts.agents import BODY_BYTES, AgentServer, LimitReached
+from megatron_scalerl.rollouts.tool_calls import tool_parser
 from megatron_scalerl.rollouts.trace import Part
 
 SETTINGS = EnvironmentSection(name="m:C", max_turns=4, timeout_s=0.3)
@@ -30,8 +34,11 @@ class Policy:
         self.asked = []
         self.error = error
         self.said = ()
+        self.decoded = arrays("9<eos>", 0)
+        self.rendered = []
 
     async def render(self, messages, turns, *, tools):
+        self.rendered.append((list(map(list, messages)), turns))
         return np.array([7]), True
 
     async def ask(self, context, **options):
@@ -39,7 +46,7 @@ class Policy:
         await self.go.wait()
         if self.error is not None:
             raise self.error
-        return Part(context, 0), PastTurn(token_ids=(*self.said, 4, 2), answer_start=0), arrays("9<eos>", 0)
+        return Part(context, 0), PastTurn(token_ids=(*self.said, 4, 2), answer_start=0), self.decoded
 
 
 def session_of(server, policy, tokens=20):
@@ -345,15 +352,8 @@ async def test_the_last_of_equal_answers_is_continued():
             policy.said = thought
             assert await status(client, agent) == 200
         talk = [*ASK["messages"], {"role": "assistant", "content": ""}, {"role": "user", "content": "2"}]
-        rendered = []
-
-        async def render(messages, turns, *, tools):
-            rendered.append((list(map(list, messages)), turns))
-            return np.array([7]), False
-
-        policy.render = render
         assert await status(client, agent, json={"messages": talk}) == 200
-        [(messages, turns)] = rendered
+        messages, turns = policy.rendered[-1]
         assert [[message["content"] for message in new] for new in messages] == [["1"], ["2"]]
         assert [turn.token_ids for turn in turns] == [(6, 4, 2)]
 
@@ -369,3 +369,39 @@ async def test_a_request_with_its_key_in_the_body_is_answered_from_the_record():
                 assert response.status == 200
             session.end()
         assert len(policy.asked) == 1 and not session.unasked
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "text", "name"),
+    [
+        (QWEN3_TURNS, (), '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "call_0_0"),
+        (
+            KIMI_TURNS,
+            KIMI,
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:3<|tool_call_argument_begin|>"
+            '{"a": 1}<|tool_call_end|><|tool_calls_section_end|>',
+            "functions.add:3",
+        ),
+        (LLAMA3_TURNS, LLAMA, '{"name": "add", "parameters": {"a": 1}}', "call_0_0"),
+    ],
+)
+async def test_a_call_stands_in_the_message_once_under_the_id_of_its_format(template, tokens, text, name):
+    tokenizer = turns_tokenizer(template, more=tokens)
+    before, calls = tool_parser(tokenizer, [TOOL], [])(ids_of(tokenizer, text))
+    policy = Policy(go=True)
+    policy.decoded = dataclasses.replace(policy.decoded, text=text, tool_calls=calls, before_calls=before)
+    async with serving(policy) as (_, client, session):
+        agent = session.begin()
+        _, body = await answer(client, agent, **ASK)
+        message = json.loads(body)["choices"][0]["message"]
+        assert message["content"] == ""
+        [call] = message["tool_calls"]
+        assert (call["id"], call["function"]) == (name, {"name": "add", "arguments": '{"a":1}'})
+        # the client sends the message back, and the conversation goes on; a template reads the id of other calls
+        talk = [*ASK["messages"], message, {"role": "tool", "tool_call_id": name, "content": "2"}]
+        assert (await answer(client, agent, messages=talk))[0] == 200
+        assert len(policy.rendered[-1][1]) == 1
+        talk[1] = message | {"content": "other"}
+        assert (await answer(client, agent, messages=talk))[0] == 200
+        [[_, written, _]], turns = policy.rendered[-1]
+        assert written["tool_calls"][0]["id"] == name and not turns
