@@ -4,6 +4,7 @@ from typing import Any
 
 from megatron_scalerl.record import record
 
+ROUTE_HEADER = "X-Route-Key"
 Message = dict[str, Any]
 """A message of a chat: role, content, and what else the policy's chat template reads."""
 
@@ -44,3 +45,5 @@ class Agent:
     """Key of this episode alone, which ends with it."""
     model: str
     """Name for requests, the same in every run."""
+    route_key: str = ""
+    """Value of ROUTE_HEADER for a client of many episodes, which sends `api_key` in the body as cache_salt."""

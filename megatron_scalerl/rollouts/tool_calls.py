@@ -21,37 +21,8 @@ PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 """Values as some templates write them -> as JSON."""
 
 
-class _Schema(msgspec.Struct, rename="camel"):
-    """The JSON schema of an argument."""
-
-    type: str | list[str] = []
-    any_of: list["_Schema"] = []
-
-    def types(self) -> set[str]:
-        """The types that the argument may have; empty: any."""
-        names = [self.type] if isinstance(self.type, str) else self.type
-        return {*names}.union(*(schema.types() for schema in self.any_of))
-
-
-class _Parameters(msgspec.Struct, frozen=True):
-    properties: dict[str, _Schema] = {}
-
-
-class _Function(msgspec.Struct):
-    name: str = ""
-    parameters: _Parameters = _Parameters()
-
-
-class _Tool(_Function):
-    function: _Function | None = None
-
-
-class _Tools(msgspec.Struct):
-    tools: list[_Tool]
-
-
-Schemas = dict[str, dict[str, _Schema]]
-"""Name of a tool -> name of an argument -> its schema."""
+Types = dict[str, dict[str, set[str]]]
+"""Name of a tool -> name of an argument -> types that it may have; none: any."""
 
 
 class _Unreadable(Exception):
@@ -70,10 +41,9 @@ def _table(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _value(text: str, schema: _Schema) -> Any:
+def _value(text: str, types: set[str]) -> Any:
     """A value that is written without quotes."""
     text = text.removeprefix("\n").removesuffix("\n")
-    types = schema.types()
     if types != {"string"}:
         with contextlib.suppress(ValueError):
             value = _json(PYTHON_WORDS.get(text, text))
@@ -84,30 +54,27 @@ def _value(text: str, schema: _Schema) -> Any:
     return text
 
 
-def _of_json(text: str, schemas: Schemas, *, keys: Sequence[str]) -> tuple[str, str, Any]:
+def _of_json(text: str, types: Types, *, keys: Sequence[set[str]]) -> tuple[str, Any, Any]:
     """{"name": ..., KEY: {...}}."""
     call = _json(text)
-    if isinstance(call, dict):
-        if not call.get("name"):
-            raise _Unreadable("missing_name")
-        for key in keys:
-            if call.keys() == {"name", key}:
-                return "", call["name"], call[key]
-    raise _Unreadable("malformed_structure")
+    if not isinstance(call, dict) or call.keys() - {"name"} not in keys:
+        raise _Unreadable("malformed_structure")
+    name = call.pop("name", "")
+    return "", name, *call.values()
 
 
-def _of_tags(text: str, schemas: Schemas, *, call: str, argument: str) -> tuple[str, str, Any]:
+def _of_tags(text: str, types: Types, *, call: str, argument: str) -> tuple[str, Any, Any]:
     """Arguments in tags."""
     match = re.fullmatch(call, text, re.DOTALL)
     if not match or re.sub(argument, "", match[2], flags=re.DOTALL).strip():
         raise _Unreadable("malformed_structure")
     name = match[1]
-    of_tool = schemas.get(name, {})
+    of_tool = types.get(name, {})
     pairs = re.findall(argument, match[2], re.DOTALL)
-    return "", name, _table([(key, _value(value, of_tool.get(key, _Schema()))) for key, value in pairs])
+    return "", name, _table([(key, _value(value, of_tool.get(key, set()))) for key, value in pairs])
 
 
-def _of_kimi(text: str, schemas: Schemas) -> tuple[str, str, Any]:
+def _of_kimi(text: str, types: Types) -> tuple[str, Any, Any]:
     """functions.NAME:NUMBER<|tool_call_argument_begin|>{...}<|tool_call_end|>."""
     match = re.fullmatch(r"(.*?)\s*<\|tool_call_argument_begin\|>(.*)<\|tool_call_end\|>", text, re.DOTALL)
     if not match:
@@ -117,7 +84,7 @@ def _of_kimi(text: str, schemas: Schemas) -> tuple[str, str, Any]:
 
 
 IN_TAGS = r"<tool_call>(.*?)(?:(</tool_call>)|\Z)|</tool_call>"
-Reader = Callable[[str, Schemas], tuple[str, str, Any]]
+Reader = Callable[[str, Types], tuple[str, Any, Any]]
 """(id, name, arguments) of a call. Raises as `_json`, and _Unreadable."""
 FORMATS: dict[str, tuple[str, str, str, Reader]] = {
     "<function=": (
@@ -140,7 +107,7 @@ FORMATS: dict[str, tuple[str, str, str, Reader]] = {
             argument=r"<arg_key>([^\s<>]+)</arg_key>\s*<arg_value>((?:(?!<arg_key>|<arg_value>).)*?)</arg_value>",
         ),
     ),
-    '"arguments":': ("qwen3", "<tool_call>", IN_TAGS, partial(_of_json, keys=("arguments",))),
+    '"arguments":': ("qwen3", "<tool_call>", IN_TAGS, partial(_of_json, keys=({"arguments"},))),
     "<|tool_call_argument_begin|>": (
         "kimi_k2",
         "<|tool_calls_section_begin|>",
@@ -151,7 +118,7 @@ FORMATS: dict[str, tuple[str, str, str, Reader]] = {
         "llama_3",
         "<|eom_id|>",
         r'\A\s*(?:<\|python_tag\|>|(?=\{[^{}]*"(?:name|parameters)"))(.*)(\Z)|<\|python_tag\|>',
-        partial(_of_json, keys=("parameters", "arguments")),
+        partial(_of_json, keys=({"parameters"}, {"arguments"})),
     ),
 }
 """Text in a chat template -> (name, token that the format has, blocks of calls and what is in them alone, reader).
@@ -184,34 +151,48 @@ def tool_parser(tokenizer: Any, tools: Sequence[Any], end_ids: Sequence[int]) ->
             "environment read the text"
         )
     _, _, blocks, read = formats[0]
-    declared = (tool.function or tool for tool in msgspec.convert({"tools": tools}, _Tools).tools)
-    schemas = {function.name: function.parameters.properties for function in declared}
-    hidden = [word for word in tokenizer.all_special_tokens if not re.search("tool_call|python_tag|arg_", word)]
-    hidden_ids = {*end_ids, *tokenizer.convert_tokens_to_ids(hidden)}
+    try:
+        types = dict(map(_declared, tools))
+    except (AttributeError, TypeError):
+        raise ValueError("tools: they have to be JSON schemas of functions") from None
 
     def calls(token_ids: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
-        ids = [token for token in token_ids if token not in hidden_ids]
+        ids = [token for token in token_ids if token not in end_ids]
         text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        before = text
         found: list[ToolCall] = []
-        begins = []
         for block in re.finditer(blocks, text, re.DOTALL):
-            begins.append(block.start())
+            if not found:
+                before = text[: block.start()]
             inner = block[1] or block[0]
             parts = [part.strip() for part in inner.split("<|tool_call_begin|>") if part.strip()]  # of Kimi-K2
-            found += [_call(part, ERRORS[block.lastindex], read, schemas) for part in parts or [inner]]
-        return text[: min(begins, default=0)], tuple(found)
+            found += [_call(part, ERRORS[block.lastindex], read, types) for part in parts or [inner]]
+        return before, tuple(found)
 
     return calls
 
 
-def _call(text: str, error: str, read: Reader, schemas: Schemas) -> ToolCall:
+def _declared(tool: Any) -> tuple[str, dict[str, set[str]]]:
+    """(name of a tool, types of its arguments)."""
+    function = tool.get("function", tool)
+    properties = function.get("parameters", {}).get("properties", {})
+    return function.get("name", ""), {name: _types(schema) for name, schema in properties.items()}
+
+
+def _types(schema: Any) -> set[str]:
+    """The types that a JSON schema allows."""
+    names = schema.get("type", ())
+    if isinstance(names, str):
+        names = (names,)
+    return {*names}.union(*map(_types, schema.get("anyOf", ())))
+
+
+def _call(text: str, error: str, read: Reader, types: Types) -> ToolCall:
     """A call. error: of its block."""
     try:
         if error:
             raise _Unreadable(error)
-        call_id, name, arguments = read(text, schemas)
-        if not name:
-            raise _Unreadable("missing_name")
+        call_id, name, arguments = read(text, types)
         if not (isinstance(name, str) and NAME.fullmatch(name) and isinstance(arguments, dict)):
             raise _Unreadable("malformed_structure")
         nested: Any = arguments
