@@ -144,7 +144,8 @@ async def _show_episode(
             _show(f"prompt {prompt.prompt_id}", tokenizer, renderer.first(messages[0]), console)
             for text in responses or [prompt.answer]:
                 tag, ids = tokenizer([recipe.prompts.think_end, text], add_special_tokens=False)["input_ids"]
-                turn = await episode.step(Response(text=text, tool_calls=calls(ids)))
+                _, read = calls(ids)
+                turn = await episode.step(Response(text=text, tool_calls=read))
                 console.print(f"\nresponse: {printable(text)}\n{turn}")
                 if turn.done:
                     return

@@ -85,6 +85,8 @@ class SamplingSpec:
     """Lower is served first."""
     end_ids: tuple[int, ...] = ()
     """Tokens that end the completion, besides the plan's and those that vLLM reads from the policy's folder."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the completion. Their tokens are sampled as all are, and returned."""
     ignore_eos: bool = False
     """True: generate to the budget whatever is sampled; for measurements."""
     routed_experts: bool = False
@@ -414,7 +416,8 @@ def _sampling(spec: SamplingSpec) -> dict[str, Any]:
         "stop_token_ids": [],
         "seed": spec.seed if spec.seeded else None,
         "logprobs": 0,
-        "detokenize": False,
+        "stop": spec.stop,
+        "detokenize": bool(spec.stop),
         "ignore_eos": spec.ignore_eos,
     }
     if plan is not None:

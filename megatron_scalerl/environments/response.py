@@ -4,6 +4,7 @@ from typing import Any
 
 from megatron_scalerl.record import record
 
+ROUTE_HEADER = "X-Route-Key"
 Message = dict[str, Any]
 """A message of a chat: role, content, and what else the policy's chat template reads."""
 
@@ -20,6 +21,8 @@ class ToolCall:
     """The text of the call."""
     error: str = ""
     """Why the call cannot be read, in one word; empty if it can. The environment answers it."""
+    id: str = ""
+    """The name that the format gives the call, for `tool_call_id`; empty for most formats."""
 
 
 @record
@@ -42,3 +45,5 @@ class Agent:
     """Key of this episode alone, which ends with it."""
     model: str
     """Name for requests, the same in every run."""
+    route_key: str = ""
+    """Value of ROUTE_HEADER for a client of many episodes, which sends `api_key` in the body as cache_salt."""

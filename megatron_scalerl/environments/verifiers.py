@@ -30,7 +30,7 @@ import msgspec
 import zmq.asyncio
 
 from megatron_scalerl.environments import verifiers_server
-from megatron_scalerl.environments.response import Agent
+from megatron_scalerl.environments.response import ROUTE_HEADER, Agent
 from megatron_scalerl.processes.child_process import ProcessDied, race
 from megatron_scalerl.processes.subreaper import END, subreaper_command
 from megatron_scalerl.rewards.pool import PACKAGE_ROOT
@@ -144,9 +144,10 @@ class Verifiers:
 
     async def run(self, row: Table, agent: Agent) -> float:
         """Play the row's task. Raises LibraryFailed, and ConnectionError if the server ends."""
+        headers = {**self.client.get("headers", {}), ROUTE_HEADER: agent.route_key}
         request = {
             "task_data": row["task_data"],
-            "client": {**self.client, "base_url": agent.base_url},
+            "client": {**self.client, "base_url": agent.base_url, "headers": headers},
             "model": agent.model,
             "sampling": {"cache_salt": agent.api_key},
         }

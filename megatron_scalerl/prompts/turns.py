@@ -127,7 +127,9 @@ class TurnRenderer:
             text = "".join(str(message["content"]) for message in messages[0])
             return [self._prompt.prefilled(self._marked(text))]
         marked = [self._marked(new) for new in messages]
-        conversation = list(self._prompt.with_system(marked[0]))
+        conversation = list(marked[0])
+        if all(message["role"] != "system" for message in conversation):
+            conversation = list(self._prompt.with_system(conversation))
         for number, new in enumerate(marked[1:]):
             content = f"{self._key}a{number};"
             if self._strips:

@@ -16,9 +16,10 @@ ones get their answers, each once, so that nothing is sampled twice; others are 
 was left `unasked` is judged when the run has ended, as parallel branches ask in any order. `over` has the error with
 which the episode ends: a limit, or the engine's.
 
-An agent is not trusted: connections are bounded, as are the time and the bytes of a body, an episode has
-environment.max_turns requests, of which one is rendered at a time, ids are those of the vocabulary, and no setting of
-a request changes how the policy is sampled.
+An agent is not trusted: connections are bounded, and those without a known key are few; no body is read before the
+key is known. The time and the bytes of a body are bounded, an episode has environment.max_turns requests, of which
+one is rendered at a time, ids are those of the vocabulary, and no setting of a request changes how the policy is
+sampled, but for texts at which it stops. Every refusal is the JSON that OpenAI's client reads.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import resource
 import secrets
 from array import array
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -37,7 +40,7 @@ import msgspec
 from aiohttp import web
 
 from megatron_scalerl.batching.rollout_bytes import read
-from megatron_scalerl.environments.response import Agent, Message, ToolCall
+from megatron_scalerl.environments.response import ROUTE_HEADER, Agent, Message
 from megatron_scalerl.processes.child_process import cancelled, time_limit
 from megatron_scalerl.prompts.turns import PastTurn
 from megatron_scalerl.recipe.sections import EnvironmentSection
@@ -46,6 +49,8 @@ from megatron_scalerl.rollouts.decoder import Decoded
 from megatron_scalerl.rollouts.decoder_pool import DecoderPool
 from megatron_scalerl.rollouts.trace import Part
 from megatron_scalerl.types import CompletionLost
+
+logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 MODEL = "policy"
@@ -62,8 +67,6 @@ A decoder takes 16 us for a byte of special tokens.
 """
 OTHER_BYTES = 2**16
 """Bytes of a body beside its context."""
-CALL = "<tool_call>"
-"""Text with which calls begin in all formats of `rollouts.tool_calls`."""
 IGNORED = """
     model user metadata store service_tier safety_identifier prompt_cache_key stream_options priority cache_salt
     sampling_params temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty
@@ -73,7 +76,6 @@ OF_IDS = "stop_token_ids logprobs skip_special_tokens return_token_ids routed_ex
 """Settings of clients that send ids, who get ids with log-probs in any case."""
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
-    "stop": ([],),
     "logit_bias": ({},),
     "logprobs": (False,),
     "parallel_tool_calls": (True,),
@@ -84,12 +86,23 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
 """Settings that a request may have with these values alone. Of others it may have none, unless they are null."""
 
 
+MOST_STRANGERS = 256
+"""Connections that have shown no known key: more than come at once when many episodes begin."""
+ENDS = 64
+"""Latest episodes of which it is counted how many were cut by `max_tokens`."""
+UNKNOWN = "the key is of no episode in progress: send agent.api_key of this call of run"
+GONE = "the episode has ended by a limit, such as environment.max_turns; its run is cancelled"
+NO_ROUTE = f"there is no such route: ask POST {CHAT}, POST {GENERATE} or GET /v1/models"
 REFUSED = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
 """Errors of a request that is refused; JSON that is too deep is a RecursionError, and that a RuntimeError."""
 
 
 class LimitReached(Exception):
     """A limit ended the episode."""
+
+
+class AnswerCut(LimitReached):
+    """The limit is `max_tokens` of the agent's request."""
 
 
 Ask = Callable[..., Awaitable[tuple[Part, PastTurn, Decoded]]]
@@ -133,6 +146,7 @@ class _Function(msgspec.Struct):
 
 class _Call(msgspec.Struct):
     function: _Function
+    id: str = ""
 
 
 class _Message(msgspec.Struct):
@@ -156,6 +170,8 @@ class _Body(msgspec.Struct):
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     stream: bool | None = None
+    stop: Annotated[list[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(max_length=16)] | None = None
+    """Texts at which the answer ends."""
 
 
 Reply = tuple[int, str, bytes]
@@ -178,7 +194,7 @@ class Session:
     def __init__(
         self,
         sessions: dict[str, Session],
-        url: str,
+        agent: Agent,
         settings: EnvironmentSection,
         ask: Ask,
         decoders: DecoderPool,
@@ -186,10 +202,11 @@ class Session:
         vocabulary: int,
         tokens: int,
     ):
-        """sessions: all, by their keys. vocabulary: ids of the policy. tokens: of a context, at most."""
+        """sessions: all, by their keys. agent: gets a key. vocabulary: ids of the policy. tokens: of a context, at
+        most."""
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Has the error that ended the episode."""
-        self._agent = Agent(base_url=url, api_key="", model=MODEL)
+        self._agent = agent
         self._ask = ask
         self._decoders = decoders
         self._most_bytes = tokens * TOKEN_BYTES + OTHER_BYTES
@@ -264,8 +281,8 @@ class Session:
             except asyncio.CancelledError:  # the agent has hung up, and may ask again, or has done so
                 if entry.reader is handler:
                     entry.reader = None
-                    wanted = {other.digest for other in self._record if other.reader}
-                    if entry.digest in wanted and not entry.answer.done():
+                    waiting = {other.digest for other in self._record if other.reader and not other.answer.done()}
+                    if entry.digest in waiting and not entry.answer.done():
                         self._record.remove(entry)
                         await cancelled(entry.answer)
                 raise
@@ -301,9 +318,10 @@ class Session:
                 request = _read(path, data)
                 asked = await (self._messages(request) if path == CHAT else self._ids(request))
             except REFUSED as problem:
-                return 400, "text/plain", str(problem).encode(errors="replace")
+                return _refusal(400, f"{problem} (docs/environments.md says what a request may have)")
             most = min(filter(None, (request.max_tokens, request.max_completion_tokens)), default=None)
-            part, turn, decoded = await self._ask(asked.context, number=number, most=most, tools=asked.tools)
+            limits = {"most": most, "stop": request.stop or ()}
+            part, turn, decoded = await self._ask(asked.context, number=number, tools=asked.tools, **limits)
             self._texts.append(decoded.text or "")
             if path == CHAT:
                 return self._message(request, asked, part, turn, decoded)
@@ -314,7 +332,7 @@ class Session:
         except (LimitReached, CompletionLost, RuntimeError, *REFUSED) as end:  # a defect of ours ends the run
             if not self.over.done():
                 self.over.set_exception(end)
-            return 410, "text/plain", GONE.encode()
+            return _refusal(410, GONE)
 
     async def _ids(self, request: _Body) -> _Asked:
         """Ids after ids, in the form of vLLM."""
@@ -347,7 +365,7 @@ class Session:
 
     def _message(self, request: _Body, asked: _Asked, part: Part, turn: PastTurn, decoded: Decoded) -> Reply:
         """The answer to messages."""
-        message = _message(decoded.text or "", decoded.tool_calls, f"call_{len(self._said)}")
+        message = _message(decoded, f"call_{len(self._said)}", request.stop or ())
         size = len(asked.context) + len(turn.token_ids)
         asked.digest.update(msgspec.json.encode(_plain(msgspec.convert(message, _Message)), order="sorted"))
         turns = (*asked.said.turns, turn)
@@ -364,7 +382,6 @@ class Session:
 
 
 FINISHED = {"index": 0, "finish_reason": "stop"}
-GONE = "the episode has ended"
 
 
 def _read(path: str, data: bytes) -> _Body:
@@ -377,11 +394,31 @@ def _read(path: str, data: bytes) -> _Body:
     refused = [name for name in body.keys() - set(taken) if body[name] not in (None, *ALLOWED.get(name, ()))]
     if refused:
         raise ValueError(f"{', '.join(refused)}: leave it out, as the run decides how its policy is sampled")
+    if isinstance(body.get("stop"), str):
+        body["stop"] = [body["stop"]]
     return msgspec.convert(body, _Body)
 
 
-def _json(value: dict[str, Any]) -> Reply:
-    return 200, "application/json", msgspec.json.encode(value)
+def _json(value: dict[str, Any], status: int = 200) -> Reply:
+    return status, "application/json", msgspec.json.encode(value)
+
+
+def _refusal(status: int, text: str) -> Reply:
+    """An error as OpenAI's client reads it."""
+    text = text.encode(errors="replace").decode()
+    return _json({"error": {"message": text, "type": "invalid_request_error", "code": status}}, status)
+
+
+@web.middleware
+async def _refusing(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Answers what the route refuses."""
+    try:
+        response: web.StreamResponse = await handler(request)
+        return response
+    except web.HTTPException as refused:
+        text = NO_ROUTE if refused.status in (404, 405) else refused.text
+        status, kind, body = _refusal(refused.status, text or "")
+        return web.Response(status=status, content_type=kind, body=body)
 
 
 def _plain(message: _Message) -> Message:
@@ -396,30 +433,35 @@ def _plain(message: _Message) -> Message:
     if message.role == "assistant":
         # the policy's text may come back without the space around it
         plain["content"] = text.strip()
-        calls = [{"type": "function", "function": _function(call.function)} for call in message.tool_calls or ()]
-        names = {"tool_calls": calls}
+        names = {"tool_calls": list(map(_called, message.tool_calls or ()))}
     return plain | {name: value for name, value in names.items() if value}
 
 
-def _function(function: _Function) -> dict[str, Any]:
+def _called(call: _Call) -> dict[str, Any]:
     """A call as chat templates read it: arguments are no text if they are JSON."""
-    arguments: Any = function.arguments
+    arguments: Any = call.function.arguments
     with contextlib.suppress(ValueError, RecursionError):
         arguments = msgspec.json.decode(arguments)
-    return {"name": function.name, "arguments": arguments}
+    return {"type": "function", "id": call.id, "function": {"name": call.function.name, "arguments": arguments}}
 
 
-def _message(text: str, calls: Sequence[ToolCall], prefix: str) -> dict[str, Any]:
-    """The policy's message. A call that cannot be read stays in its text. prefix: of the calls' ids."""
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    readable = [call for call in calls if not call.error]
+def _message(decoded: Decoded, prefix: str, stops: Sequence[str]) -> dict[str, Any]:
+    """The policy's message. A call that cannot be read stays in its text.
+
+    prefix: of ids that no format gives. stops: texts with which the message ends, and which it does not have.
+    """
+    content = decoded.text or ""
+    readable = [call for call in decoded.tool_calls if not call.error]
     if readable:
-        before, _, _ = text.partition(CALL)
-        message["content"] = before + "".join(call.raw for call in calls if call.error)
+        content = decoded.before_calls + "".join(call.raw for call in decoded.tool_calls if call.error)
+    for stop in stops:
+        content, _, _ = content.partition(stop)
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if readable:
         message["tool_calls"] = [
             {
                 "index": index,
-                "id": f"{prefix}_{index}",
+                "id": call.id or f"{prefix}_{index}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()},
             }
@@ -445,9 +487,15 @@ class AgentServer:
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
         """By the keys of their tries."""
+        self._key = secrets.token_urlsafe(32)
+        """`Agent.route_key`."""
+        self._strangers: dict[Any, None] = {}
+        """Connections that have shown no known key, the oldest first."""
+        self._cut: deque[bool] = deque(maxlen=ENDS)
+        """Whether `max_tokens` ended the latest episodes."""
 
     async def __aenter__(self) -> AgentServer:
-        application = web.Application(client_max_size=BODY_BYTES)
+        application = web.Application(client_max_size=BODY_BYTES, middlewares=[_refusing])
         application.router.add_get("/v1/models", self._models)
         for path in (GENERATE, CHAT):
             application.router.add_post(path, self._post)
@@ -468,38 +516,62 @@ class AgentServer:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if 0 < files // 2 <= len(server.connections):  # without a limit it is negative
             return _Refused()
-        return server()  # type: ignore[no-any-return]
+        protocol: asyncio.BaseProtocol = server()
+        self._strangers[protocol] = None
+        if len(self._strangers) > MOST_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.force_close()
+        return protocol
 
     @contextlib.asynccontextmanager
     async def session(self, *arguments: Any, **limits: Any) -> AsyncIterator[Session]:
         """A session in a block; the arguments of `Session` after its address."""
         port = self._server.sockets[0].getsockname()[1]
-        session = Session(self._sessions, f"http://{HOST}:{port}/v1", *arguments, **limits)
+        agent = Agent(base_url=f"http://{HOST}:{port}/v1", api_key="", model=MODEL, route_key=self._key)
+        session = Session(self._sessions, agent, *arguments, **limits)
         try:
             yield session
         finally:
+            self._cut.append(session.over.done() and isinstance(session.over.exception(), AnswerCut))
             await session.close()
+        if sum(self._cut) > 0.9 * ENDS:
+            logger.warning(
+                "max_tokens of the agent's requests has truncated %d of the latest %d episodes, which are "
+                "not trained; raise it, or leave it out",
+                sum(self._cut),
+                ENDS,
+            )
+            self._cut.clear()
 
-    def _of(self, request: web.Request, data: bytes = b"") -> Session:
-        """The session of a request, by its authorization or else its cache_salt (`environments.verifiers`)."""
+    def _admit(self, request: web.Request) -> str:
+        """The key of a request, whose body may then be read. Raises HTTPUnauthorized."""
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if key not in self._sessions and request.headers.get(ROUTE_HEADER) != self._key:
+            raise web.HTTPUnauthorized(text=UNKNOWN)
+        self._strangers.pop(request.protocol, None)
+        return key
+
+    def _of(self, key: str, data: bytes) -> Session:
+        """The session of a key, or of the body's cache_salt (`environments.verifiers`). Raises HTTPUnauthorized."""
         if key not in self._sessions:
             with contextlib.suppress(msgspec.MsgspecError, RecursionError):
                 key = msgspec.json.decode(data, type=_Salted).cache_salt
         session = self._sessions.get(key)
         if session is None:
-            raise web.HTTPUnauthorized(text="the key is of no episode in progress")
+            raise web.HTTPUnauthorized(text=UNKNOWN)
         return session
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._of(request)
+        self._admit(request)
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
     async def _post(self, request: web.Request) -> web.Response:
+        key = self._admit(request)
         try:
             async with time_limit(BODY_S):
                 data = await request.read()
         except TimeoutError:
             raise web.HTTPRequestTimeout from None
-        session = self._of(request, data)
+        session = self._of(key, data)
         return await session.answer(request.path, data)

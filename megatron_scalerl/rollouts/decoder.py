@@ -121,6 +121,8 @@ class Decoded:
     """Text after thinking; None if thinking did not end or the completion is truncated."""
     tool_calls: tuple[ToolCall, ...] = ()
     """Calls of tools in the text."""
+    before_calls: str = ""
+    """The text before the first call."""
     answer_start: int = 0
     """Index of the first token after thinking; 0 without tags, or if thinking did not end."""
 
@@ -170,14 +172,21 @@ class Decoding:
         except CompletionLost as lost:
             return Answer(head=Reply(lost=str(lost), lost_reason=lost.reason))
         text = None
+        before_calls = ""
         calls: tuple[ToolCall, ...] = ()
         answer_start = self._format.answer_start(arrays.token_ids) or 0
         if not arrays.truncated:  # a truncated completion counts as wrong, whatever it says
             text = self._format.answer_text(arrays.token_ids, self._text)
         if text is not None and self._turns:
             _, read = self._talk(request.tools)
-            calls = read(arrays.token_ids[answer_start:].tolist())
-        decoded = Decoded(completion=facts_of(arrays), text=text, tool_calls=calls, answer_start=answer_start)
+            before_calls, calls = read(arrays.token_ids[answer_start:].tolist())
+        decoded = Decoded(
+            completion=facts_of(arrays),
+            text=text,
+            tool_calls=calls,
+            before_calls=before_calls,
+            answer_start=answer_start,
+        )
         return Answer(head=Reply(decoded=decoded), body=write(arrays))
 
     def _rendered(self, request: Request) -> Answer:

@@ -43,7 +43,7 @@ from megatron_scalerl.processes.child_process import race
 from megatron_scalerl.prompts.turns import PastTurn
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rewards.pool import TaskPools, VerifierPool
-from megatron_scalerl.rollouts.agents import AgentServer, Ask, LimitReached
+from megatron_scalerl.rollouts.agents import AgentServer, AnswerCut, Ask, LimitReached
 from megatron_scalerl.rollouts.decoder import Decoded
 from megatron_scalerl.rollouts.decoder_pool import DecoderPool
 from megatron_scalerl.rollouts.plans import Draw, Plans
@@ -215,10 +215,12 @@ class EpisodeSampler(Sampler):
         number: int,
         most: int | None = None,
         tools: str | None = None,
+        stop: tuple[str, ...] = (),
     ) -> tuple[Part, PastTurn, Decoded]:
         """(the part, the turn in it) after a context [N].
 
-        number: of the request, from 0. most: tokens. tools: as JSON; None: the environment's. Raises LimitReached.
+        number: of the request, from 0. most: tokens. tools: as JSON; None: the environment's. stop: texts that end
+        the turn. Raises LimitReached.
         """
         room = len(trace.prompt) + self._most_tokens - len(context)
         if room <= 0:
@@ -230,11 +232,13 @@ class EpisodeSampler(Sampler):
             )
         spec = self._spec(trace, self._plans.turn(draw, number), priority)
         budgets = (spec.max_tokens, room, self._settings.turn_tokens, most)
-        spec = replace(spec, max_tokens=min(filter(None, budgets)))
+        spec = replace(spec, max_tokens=min(filter(None, budgets)), stop=stop)
         with trace.turn(context) as part:
             decoded = await engine.generate(context, sampling=spec, decoder=self._decoders.with_tools(tools))
             turn = trace.add(part, context, decoded)
         if decoded.completion.truncated:
+            if most and len(turn.token_ids) >= most:
+                raise AnswerCut(f"an answer is longer than max_tokens of its request, {most}")
             raise LimitReached("a turn is truncated")
         return part, turn, decoded
 

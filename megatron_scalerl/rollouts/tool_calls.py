@@ -1,88 +1,207 @@
-"""Reads calls of tools in an answer, in the format that the policy's chat template teaches."""
+"""Reads calls of tools in an answer, in the format that the policy's chat template teaches.
 
-from collections.abc import Callable, Mapping, Sequence
+A call is read whole, or it has an error: no argument is dropped or stands twice, and nothing in a call is left over.
+"""
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from megatron_scalerl.environments.response import ToolCall
 
-FORMATS = {
-    "<function=": ("qwen3.5", "<tool_call>"),
-    "<arg_key>": ("glm", "<tool_call>"),
-    '"arguments":': ("qwen3", "<tool_call>"),
-    "<|tool_call_argument_begin|>": ("kimi_k2", "<|tool_calls_section_begin|>"),
-    '"parameters": dictionary': ("llama_3", "<|eom_id|>"),
+NAME = re.compile(r"[\w.:/-]+")
+TYPES = {int: "integer", float: "number", bool: "boolean", dict: "object", list: "array", type(None): "null"}
+"""Types of Python -> of JSON schemas."""
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""Values as some templates write them -> as JSON."""
+
+
+Types = dict[str, dict[str, set[str]]]
+"""Name of a tool -> name of an argument -> types that it may have; none: any."""
+
+
+class _Unreadable(Exception):
+    """Why a call cannot be read, in one word."""
+
+
+def _json(text: str) -> Any:
+    """A value of JSON. Raises ValueError, RecursionError, and _Unreadable for a key that stands twice."""
+    return json.loads(text, object_pairs_hook=_table)
+
+
+def _table(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise _Unreadable("repeated_key")
+    return table
+
+
+def _value(text: str, types: set[str]) -> Any:
+    """A value that is written without quotes."""
+    text = text.removeprefix("\n").removesuffix("\n")
+    if types != {"string"}:
+        with contextlib.suppress(ValueError):
+            value = _json(PYTHON_WORDS.get(text, text))
+            if not types or TYPES.get(type(value)) in types or (type(value) is int and "number" in types):
+                return value
+        if types and "string" not in types:
+            raise _Unreadable("invalid_value")
+    return text
+
+
+def _of_json(text: str, types: Types, *, keys: Sequence[set[str]]) -> tuple[str, Any, Any]:
+    """{"name": ..., KEY: {...}}."""
+    call = _json(text)
+    if not isinstance(call, dict) or call.keys() - {"name"} not in keys:
+        raise _Unreadable("malformed_structure")
+    name = call.pop("name", "")
+    return "", name, *call.values()
+
+
+def _of_tags(text: str, types: Types, *, call: str, argument: str) -> tuple[str, Any, Any]:
+    """Arguments in tags."""
+    match = re.fullmatch(call, text, re.DOTALL)
+    if not match or re.sub(argument, "", match[2], flags=re.DOTALL).strip():
+        raise _Unreadable("malformed_structure")
+    name = match[1]
+    of_tool = types.get(name, {})
+    pairs = re.findall(argument, match[2], re.DOTALL)
+    return "", name, _table([(key, _value(value, of_tool.get(key, set()))) for key, value in pairs])
+
+
+def _of_kimi(text: str, types: Types) -> tuple[str, Any, Any]:
+    """functions.NAME:NUMBER<|tool_call_argument_begin|>{...}<|tool_call_end|>."""
+    match = re.fullmatch(r"(.*?)\s*<\|tool_call_argument_begin\|>(.*)<\|tool_call_end\|>", text, re.DOTALL)
+    if not match:
+        raise _Unreadable("malformed_structure")
+    call_id, arguments = match.groups()
+    return call_id, call_id.partition(":")[0].removeprefix("functions."), _json(arguments)
+
+
+IN_TAGS = r"<tool_call>(.*?)(?:(</tool_call>)|\Z)|</tool_call>"
+Reader = Callable[[str, Types], tuple[str, Any, Any]]
+"""(id, name, arguments) of a call. Raises as `_json`, and _Unreadable."""
+FORMATS: dict[str, tuple[str, str, str, Reader]] = {
+    "<function=": (
+        "qwen3.5",
+        "<tool_call>",
+        IN_TAGS,
+        partial(
+            _of_tags,
+            call=r"<function=([^\s<>]+)>(.*)</function>",
+            argument=r"<parameter=([^\s<>=]+)>((?:(?!<parameter=|<function=).)*?)</parameter>",
+        ),
+    ),
+    "<arg_key>": (
+        "glm",
+        "<tool_call>",
+        IN_TAGS,
+        partial(
+            _of_tags,
+            call=r"([^\s<>]+)(.*)",
+            argument=r"<arg_key>([^\s<>]+)</arg_key>\s*<arg_value>((?:(?!<arg_key>|<arg_value>).)*?)</arg_value>",
+        ),
+    ),
+    '"arguments":': ("qwen3", "<tool_call>", IN_TAGS, partial(_of_json, keys=({"arguments"},))),
+    "<|tool_call_argument_begin|>": (
+        "kimi_k2",
+        "<|tool_calls_section_begin|>",
+        r"<\|tool_calls_section_begin\|>(.*?)(?:(<\|tool_calls_section_end\|>)|\Z)|<\|tool_call",
+        _of_kimi,
+    ),
+    '"parameters": dictionary': (
+        "llama_3",
+        "<|eom_id|>",
+        r'\A\s*(?:<\|python_tag\|>|(?=\{[^{}]*"(?:name|parameters)"))(.*)(\Z)|<\|python_tag\|>',
+        partial(_of_json, keys=({"parameters"}, {"arguments"})),
+    ),
 }
-"""Text in a chat template -> (name of the parser, token with which calls begin, or which the format has).
+"""Text in a chat template -> (name, token that the format has, blocks of calls and what is in them alone, reader).
 
-Not here: Mistral, for which `renderers` has no parser, and DeepSeek-V3, whose parser takes minutes for an answer with
-many spaces.
+The groups of a block: its text, its end. Not here: Mistral, DeepSeek-V3.
 """
-KIMI_MARKS = (
-    "tool_calls_section_begin",
-    "tool_calls_section_end",
-    "tool_call_begin",
-    "tool_call_argument_begin",
-    "tool_call_end",
-)
+ERRORS = {None: "unopened_block", 1: "unclosed_block", 2: ""}
+"""Last group of a block -> what is wrong with it."""
 
 
-ToolParser = Callable[[Sequence[int]], tuple[ToolCall, ...]]
-"""The calls in the tokens of an answer, [A]."""
+ToolParser = Callable[[Sequence[int]], tuple[str, tuple[ToolCall, ...]]]
+"""(the text before the first call, calls) in the tokens of an answer, [A]."""
 
 
 def tool_parser(tokenizer: Any, tools: Sequence[Any], end_ids: Sequence[int]) -> ToolParser:
     """The parser for a policy with these tools, if there are any.
 
-    end_ids: tokens that end a completion. Raises ValueError for a chat template with another format.
+    end_ids: tokens that end a completion. Raises ValueError for a chat template with another format, and for tools
+    that are no JSON schemas of functions.
     """
     if not tools:
-        return lambda token_ids: ()
+        return lambda token_ids: ("", ())
     source = tokenizer.get_chat_template(tools=tools)
     vocabulary = tokenizer.get_vocab()
-    names = [name for text, (name, begin) in FORMATS.items() if text in source and begin in vocabulary]
-    if not names:
+    formats = [row for text, row in FORMATS.items() if text in source and row[1] in vocabulary]
+    if not formats:
         raise ValueError(
             "environment: the chat template's calls of tools are in none of the formats that can be read: "
-            f"{', '.join(name for name, _ in FORMATS.values())}; take a policy with one of them, or let the "
+            f"{', '.join(row[0] for row in FORMATS.values())}; take a policy with one of them, or let the "
             "environment read the text"
         )
-    extract = _extractor(names[0], tokenizer, vocabulary)
+    _, _, blocks, read = formats[0]
+    try:
+        types = dict(map(_declared, tools))
+    except (AttributeError, TypeError):
+        raise ValueError("tools: they have to be JSON schemas of functions") from None
 
-    def calls(token_ids: Sequence[int]) -> tuple[ToolCall, ...]:
+    def calls(token_ids: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
         ids = [token for token in token_ids if token not in end_ids]
-        try:
-            return tuple(map(_call, extract(ids)))
-        except (ValueError, RecursionError):  # JSON beyond Python's limits, or that is no Unicode
-            return (ToolCall(raw=tokenizer.decode(ids), error="invalid_json"),)
+        text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        before = text
+        found: list[ToolCall] = []
+        for block in re.finditer(blocks, text, re.DOTALL):
+            if not found:
+                before = text[: block.start()]
+            inner = block[1] or block[0]
+            parts = [part.strip() for part in inner.split("<|tool_call_begin|>") if part.strip()]  # of Kimi-K2
+            found += [_call(part, ERRORS[block.lastindex], read, types) for part in parts or [inner]]
+        return before, tuple(found)
 
     return calls
 
 
-def _extractor(name: str, tokenizer: Any, vocabulary: Mapping[str, int]) -> Callable[[list[int]], list[Any]]:
-    """The parser of a format, which takes the tokens of an answer."""
-    from renderers import parsers, parsing
-
-    if name == "llama_3":
-        return lambda ids: parsing.parse_llama_3(tokenizer, ids, stop_ids=set()).tool_calls
-    if name == "kimi_k2":
-        marks = {f"{mark}_id": vocabulary[f"<|{mark}|>"] for mark in KIMI_MARKS}
-        return lambda ids: parsing.parse_kimi_k2(tokenizer, ids, stop_ids=set(), **marks).tool_calls
-    parser = parsers.get_tool_parser(name, tokenizer)
-    return lambda ids: parser.extract(ids)[1]
+def _declared(tool: Any) -> tuple[str, dict[str, set[str]]]:
+    """(name of a tool, types of its arguments)."""
+    function = tool.get("function", tool)
+    properties = function.get("parameters", {}).get("properties", {})
+    return function.get("name", ""), {name: _types(schema) for name, schema in properties.items()}
 
 
-def _call(parsed: Any) -> ToolCall:
-    """A call as the parser returned it."""
-    error = str(parsed.status)
-    readable = isinstance(parsed.name, str) and isinstance(parsed.arguments, dict)
-    # formats other than JSON have texts as they are, which the parser notes
-    if readable and error in ("ok", "invalid_json"):
-        call = ToolCall(name=parsed.name, arguments=parsed.arguments, raw=parsed.raw)
-        nested: Any = call
+def _types(schema: Any) -> set[str]:
+    """The types that a JSON schema allows."""
+    names = schema.get("type", ())
+    if isinstance(names, str):
+        names = (names,)
+    return {*names}.union(*map(_types, schema.get("anyOf", ())))
+
+
+def _call(text: str, error: str, read: Reader, types: Types) -> ToolCall:
+    """A call. error: of its block."""
+    try:
+        if error:
+            raise _Unreadable(error)
+        call_id, name, arguments = read(text, types)
+        if not (isinstance(name, str) and NAME.fullmatch(name) and isinstance(arguments, dict)):
+            raise _Unreadable("malformed_structure")
+        nested: Any = arguments
         for _ in range(32):  # deeper than in a Reply
             nested = [nested]
-        msgspec.json.encode(nested)  # raises ValueError for half of a surrogate pair, RecursionError
-        return call
-    return ToolCall(raw=parsed.raw, error="malformed_structure" if error == "ok" else error)
+        if msgspec.json.decode(msgspec.json.encode(nested)) != nested:
+            raise _Unreadable("invalid_value")  # a number beyond JSON, which becomes null
+        return ToolCall(id=call_id, name=name, arguments=arguments, raw=text)
+    except _Unreadable as problem:
+        return ToolCall(raw=text, error=str(problem))
+    except (ValueError, RecursionError):  # JSON beyond Python's limits, or that is no Unicode
+        return ToolCall(raw=text, error="invalid_json")

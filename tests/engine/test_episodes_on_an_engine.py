@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from turn_policies import ids_of
 
 from megatron_scalerl.batching.rollout_bytes import read, rollout_of
 from megatron_scalerl.controller.weight_sync import WeightSync
-from megatron_scalerl.engine.client import EngineClient
+from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.launch.process import EngineProcess
 from megatron_scalerl.prompts.tokenizer import load_tokenizer
@@ -403,3 +404,22 @@ def test_thinking_of_all_turns_has_one_budget(talks, samplers, run):
     assert rollout.interrupted and not rollout.truncated
     assert sampled([rollout]) == sampled(arrays for _, arrays in talks.turns)
     assert largest_error(talks.models[0], result.prompt.token_ids, rollout) <= TOLERANCE
+
+
+def test_a_text_ends_a_turn_and_its_tokens_stay_in_it(run, talks):
+    """What an agent sends as `stop`; with the same seed the turn is the beginning of the whole one."""
+    context = ids_of(talks.tokenizer, USER)
+    spec = SamplingSpec(max_tokens=60, seed=3, ignore_eos=True)
+
+    async def both():
+        whole = await talks.client.generate(context, sampling=spec)
+        words = [talks.tokenizer.decode([token]) for token in whole.token_ids[:50]]
+        stop = max((word for word in words if word.isascii() and word.isprintable()), key=words.index)
+        turn = await talks.client.generate(context, sampling=replace(spec, stop=("never", stop)))
+        return whole, words.index(stop) + 1, turn
+
+    whole, size, turn = run(both())
+    assert 1 < size < 60
+    assert turn.token_ids == whole.token_ids[:size] and not turn.truncated and all(turn.loss_mask)
+    np.testing.assert_allclose(turn.rollout_logprobs, whole.rollout_logprobs[:size], atol=1e-6)
+    assert turn.policy_versions == whole.policy_versions[:size]

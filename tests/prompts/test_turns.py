@@ -231,6 +231,16 @@ def test_what_comes_before_and_between_turns(family):
     assert (tokenizer.decode(ids), rewritten) == (between, expected)
 
 
+def test_a_system_message_of_the_environment_stays():
+    """The recipe's stands where there is none."""
+    tokenizer, turns = renderer(CHATML, **NO_TAGS | {"system": "Be brief."})
+    own = [{"role": "system", "content": "You add."}, *user("a")]
+    text = tokenizer.decode(turns.first(own))
+    assert text.count("system") == 1 and text.startswith("<|im_start|>system\nYou add.<|im_end|>")
+    ids, rewritten = turns.next([own, user("b")], [past(tokenizer, "7<|im_end|>")])
+    assert not rewritten and "system" not in tokenizer.decode(ids)
+
+
 LLAMA_TOOL = '<|start_header_id|>ipython<|end_header_id|>\n\n"2"<|eot_id|>'
 LLAMA_OPEN = "<|start_header_id|>assistant<|end_header_id|>\n\n"
 TOOLS = {

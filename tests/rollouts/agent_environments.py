@@ -157,7 +157,7 @@ class Hostile:
         )
         cases = [
             ("/v1/chat/completions", {"messages": ask, "n": 5}),
-            ("/v1/chat/completions", {"messages": ask, "stop": ["x"]}),
+            ("/v1/chat/completions", {"messages": ask, "stop": [""]}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": image}]}),
             ("/v1/chat/completions", {"messages": [*ask, {"role": "assistant", "content": "9"}]}),
             ("/v1/chat/completions", {"messages": ask, "tools": [ADD]}),

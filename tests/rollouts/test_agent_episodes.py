@@ -175,8 +175,8 @@ def test_what_is_refused_says_why_and_the_episode_goes_on(tmp_path):
     assert result.completion.turns == 2 and len(engine.asked) == 2
     answers = json.loads((tmp_path / "refused.json").read_text())
     assert [status for status, _ in answers] == [400] * 10 + [413]
-    words = ["n:", "stop:", "image_url", "messages:", "prompts.chat_template", "token_ids:", "token_ids", "n:"]
-    for word, (_, text) in zip([*words, "", "", "Maximum request body size"], answers, strict=True):
+    words = ["n:", "$.stop[0]", "image_url", "messages:", "prompts.chat_template", "token_ids:", "token_ids", "n:"]
+    for word, (_, text) in zip([*words, "", "", "4194304"], answers, strict=True):
         assert word in text, (word, text)
 
 

@@ -2,59 +2,21 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 
 import aiohttp
 import numpy as np
 import pytest
-from scripted_episodes import arrays
+from agent_sessions import ASK, SETTINGS, Policy, answer, serving, session_of
+from chat_templates import KIMI_TURNS, LLAMA3_TURNS, QWEN3_TURNS
+from turn_policies import KIMI, LLAMA, TOOL, ids_of, turns_tokenizer
 from waiting import passes, until
 
-from megatron_scalerl.prompts.turns import PastTurn
-from megatron_scalerl.recipe.sections import EnvironmentSection
+from megatron_scalerl.environments.response import ROUTE_HEADER
 from megatron_scalerl.rollouts import agents
-from megatron_scalerl.rollouts.agents import BODY_BYTES, AgentServer, LimitReached
-from megatron_scalerl.rollouts.trace import Part
-
-SETTINGS = EnvironmentSection(name="m:C", max_turns=4, timeout_s=0.3)
-ASK = {"messages": [{"role": "user", "content": "1"}]}
-
-
-class Policy:
-    """Renders each conversation as one token, and says 9 once `go` is set."""
-
-    def __init__(self, error=None, *, go=False):
-        self.go = asyncio.Event()
-        if go:
-            self.go.set()
-        self.asked = []
-        self.error = error
-        self.said = ()
-
-    async def render(self, messages, turns, *, tools):
-        return np.array([7]), True
-
-    async def ask(self, context, **options):
-        self.asked.append((context, options))
-        await self.go.wait()
-        if self.error is not None:
-            raise self.error
-        return Part(context, 0), PastTurn(token_ids=(*self.said, 4, 2), answer_start=0), arrays("9<eos>", 0)
-
-
-def session_of(server, policy, tokens=20):
-    return server.session(SETTINGS, policy.ask, policy, vocabulary=20, tokens=tokens)
-
-
-@contextlib.asynccontextmanager
-async def serving(policy):
-    """(server, client, session)."""
-    async with (
-        AgentServer() as server,
-        aiohttp.ClientSession() as client,
-        session_of(server, policy) as session,
-    ):
-        yield server, client, session
+from megatron_scalerl.rollouts.agents import BODY_BYTES, AgentServer, AnswerCut, LimitReached
+from megatron_scalerl.rollouts.tool_calls import tool_parser
 
 
 async def status(client, agent, **request):
@@ -216,13 +178,6 @@ async def test_a_defect_of_ours_ends_the_episode_with_its_error():
         assert isinstance(session.over.exception(), KeyError)
 
 
-async def answer(client, agent, path="/v1/chat/completions", **body):
-    """(status, text) of an answer."""
-    headers = {"Authorization": f"Bearer {agent.api_key}"}
-    async with client.post(agent.base_url.removesuffix("/v1") + path, json=body, headers=headers) as response:
-        return response.status, await response.text()
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -243,8 +198,8 @@ async def test_settings_that_are_not_honored_are_refused_by_name(name, value):
     policy = Policy(go=True)
     async with serving(policy) as (_, client, session):
         agent = session.begin()
-        code, text = await answer(client, agent, **ASK, **{name: value})
-        assert code == 400 and text.startswith(f"{name}:")
+        code, body = await answer(client, agent, **ASK, **{name: value})
+        assert code == 400 and body["error"]["message"].startswith(f"{name}:")
         assert await status(client, agent, json=ASK | {name: None, "temperature": 0.1, "seed": 1}) == 200
         assert len(policy.asked) == 1
 
@@ -255,10 +210,10 @@ async def test_settings_that_clients_of_ids_send_are_taken():
     async with serving(policy) as (_, client, session):
         sampling = {"stop_token_ids": [2], "logprobs": 1, "skip_special_tokens": False, "temperature": 1.0}
         body = {"model": "policy", "token_ids": [1, 5], "sampling_params": sampling | {"max_tokens": 7}}
-        code, text = await answer(
+        code, body = await answer(
             client, session.begin(), "/inference/v1/generate", **body, cache_salt="k", priority=0
         )
-        assert code == 200 and json.loads(text)["choices"][0]["token_ids"] == [4, 2]
+        assert code == 200 and body["choices"][0]["token_ids"] == [4, 2]
         [(context, options)] = policy.asked
         assert context == [1, 5] and options["most"] == 7
 
@@ -345,15 +300,8 @@ async def test_the_last_of_equal_answers_is_continued():
             policy.said = thought
             assert await status(client, agent) == 200
         talk = [*ASK["messages"], {"role": "assistant", "content": ""}, {"role": "user", "content": "2"}]
-        rendered = []
-
-        async def render(messages, turns, *, tools):
-            rendered.append((list(map(list, messages)), turns))
-            return np.array([7]), False
-
-        policy.render = render
         assert await status(client, agent, json={"messages": talk}) == 200
-        [(messages, turns)] = rendered
+        messages, turns = policy.rendered[-1]
         assert [[message["content"] for message in new] for new in messages] == [["1"], ["2"]]
         assert [turn.token_ids for turn in turns] == [(6, 4, 2)]
 
@@ -364,8 +312,135 @@ async def test_a_request_with_its_key_in_the_body_is_answered_from_the_record():
         for _ in range(2):
             agent = session.begin()
             async with client.post(
-                f"{agent.base_url}/chat/completions", json=ASK | {"cache_salt": agent.api_key}
+                f"{agent.base_url}/chat/completions",
+                json=ASK | {"cache_salt": agent.api_key},
+                headers={ROUTE_HEADER: agent.route_key},
             ) as response:
                 assert response.status == 200
             session.end()
         assert len(policy.asked) == 1 and not session.unasked
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "text", "name"),
+    [
+        (QWEN3_TURNS, (), '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "call_0_0"),
+        (
+            KIMI_TURNS,
+            KIMI,
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:3<|tool_call_argument_begin|>"
+            '{"a": 1}<|tool_call_end|><|tool_calls_section_end|>',
+            "functions.add:3",
+        ),
+        (LLAMA3_TURNS, LLAMA, '{"name": "add", "parameters": {"a": 1}}', "call_0_0"),
+    ],
+)
+async def test_a_call_stands_in_the_message_once_under_the_id_of_its_format(template, tokens, text, name):
+    tokenizer = turns_tokenizer(template, more=tokens)
+    before, calls = tool_parser(tokenizer, [TOOL], [])(ids_of(tokenizer, text))
+    policy = Policy(go=True)
+    policy.decoded = dataclasses.replace(policy.decoded, text=text, tool_calls=calls, before_calls=before)
+    async with serving(policy) as (_, client, session):
+        agent = session.begin()
+        _, body = await answer(client, agent, **ASK)
+        message = body["choices"][0]["message"]
+        assert message["content"] == ""
+        [call] = message["tool_calls"]
+        assert (call["id"], call["function"]) == (name, {"name": "add", "arguments": '{"a":1}'})
+        # the client sends the message back, and the conversation goes on; a template reads the id of other calls
+        talk = [*ASK["messages"], message, {"role": "tool", "tool_call_id": name, "content": "2"}]
+        assert (await answer(client, agent, messages=talk))[0] == 200
+        assert len(policy.rendered[-1][1]) == 1
+        talk[1] = message | {"content": "other"}
+        assert (await answer(client, agent, messages=talk))[0] == 200
+        [[_, written, _]], turns = policy.rendered[-1]
+        assert written["tool_calls"][0]["id"] == name and not turns
+
+
+async def raw_connection(agent):
+    return await asyncio.open_connection("127.0.0.1", int(agent.base_url.split(":")[2].removesuffix("/v1")))
+
+
+def head_of(key):
+    return (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+        "Content-Length: 4000000\r\n\r\n"
+    ).encode()
+
+
+async def test_no_body_is_read_without_a_known_key():
+    async with serving(Policy()) as (_, _, session):
+        agent = session.begin()
+        reader, writer = await raw_connection(agent)
+        writer.write(head_of("x"))  # and no byte of the body
+        assert b" 401 " in await asyncio.wait_for(reader.readline(), 30)
+        writer.close()
+        session.end()
+        reader, writer = await raw_connection(agent)
+        writer.write(head_of(agent.api_key))  # of a try that has ended
+        assert b" 401 " in await asyncio.wait_for(reader.readline(), 30)
+        writer.close()
+
+
+async def test_connections_without_a_known_key_are_few_and_harm_no_agent(monkeypatch):
+    monkeypatch.setattr(agents, "MOST_STRANGERS", 5)
+    policy = Policy()
+    async with serving(policy) as (server, client, session):
+        agent = session.begin()
+        call = asyncio.create_task(status(client, agent))
+        await until(lambda: policy.asked)
+        strangers = [await raw_connection(agent) for _ in range(30)]
+        for _, writer in strangers[20:]:
+            writer.write(head_of("x"))
+        for reader, _ in strangers[:20]:
+            assert await asyncio.wait_for(reader.read(), 30) == b""
+        await until(lambda: len(server._runner.server.connections) <= 6)
+        policy.go.set()
+        assert await call == 200
+        for _, writer in strangers:
+            writer.close()
+
+
+async def test_an_identical_request_after_a_time_out_gets_the_answer_in_progress():
+    """The second of its kind, by a client with a time limit that tries again."""
+    policy = Policy(go=True)
+    async with serving(policy) as (_, client, session):
+        agent = session.begin()
+        assert await status(client, agent) == 200
+        policy.go.clear()
+        for _ in range(3):
+            call = asyncio.create_task(status(client, agent))
+            await until(lambda: len(policy.asked) == 2 and session._handlers)
+            call.cancel()
+            await until(lambda: not session._handlers)
+        policy.go.set()
+        assert await status(client, agent) == 200
+        assert len(policy.asked) == 2 and len(session._record) == 2
+
+
+async def test_a_text_that_ends_a_turn_is_no_part_of_the_answer_and_the_talk_goes_on():
+    policy = Policy(go=True)
+    policy.decoded = dataclasses.replace(policy.decoded, text="Add. Observation: 9")
+    async with serving(policy) as (_, client, session):
+        agent = session.begin()
+        _, body = await answer(client, agent, **ASK, stop=["Calling tools:", "Observation:"])
+        message = body["choices"][0]["message"]
+        assert message["content"] == "Add. " and policy.asked[0][1]["stop"] == ["Calling tools:", "Observation:"]
+        _, body = await answer(client, agent, messages=[*ASK["messages"], message, *ASK["messages"]], stop="never")
+        assert body["choices"][0]["message"]["content"] == "Add. Observation: 9"
+        assert policy.asked[1][1]["stop"] == ["never"] and len(policy.rendered[-1][1]) == 1
+        await answer(client, agent, **ASK, stop=None)
+        assert policy.asked[2][1]["stop"] == ()
+
+
+async def test_a_limit_of_the_requests_that_ends_nearly_all_episodes_is_warned_of(monkeypatch, caplog):
+    monkeypatch.setattr(agents, "ENDS", 4)
+    async with AgentServer() as server, aiohttp.ClientSession() as client:
+        for error in (None, *[AnswerCut("x")] * 4, None):
+            assert not caplog.records
+            async with session_of(server, Policy(error, go=True)) as session:
+                assert await status(client, session.begin()) == (410 if error else 200)
+            if len(server._cut) == 0:
+                break
+        [record] = caplog.records
+        assert "max_tokens of the agent's requests has truncated 4 of the latest 4 episodes" in record.getMessage()
