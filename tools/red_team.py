@@ -19,7 +19,7 @@ from pathlib import Path
 import harness
 from checkout import explained
 
-parser = harness.options(
+options = harness.options(
     __doc__,
     recipe=(Path, "the run to make; its name gets the suffix _red_team"),
     run=(Path, "the folder of a run, which is read and not trained"),
@@ -31,15 +31,16 @@ parser = harness.options(
 )
 
 
-def _parser():
-    built = parser()
-    built.add_argument("verifier", help="math, code or module:function")
+def parser():
+    """The options, and two kinds of words."""
+    built = options()
+    built.add_argument("verifier", nargs="?", default="math", help="math, code or module:function")
     built.add_argument("overrides", nargs="*", metavar="key=value", help="for the recipe, such as seed=2")
     return built
 
 
 if __name__ == "__main__":
-    OPTIONS = _parser().parse_intermixed_args()  # before the imports, which take seconds
+    OPTIONS = parser().parse_intermixed_args()  # before the imports, which take seconds
 
 with explained():
     from megatron_scalerl.checkpoints.jsonl import read_jsonl
@@ -48,15 +49,15 @@ with explained():
     from megatron_scalerl.rollouts.run_text import decode, load_tokenizer
 
 
-def train(options):
+def train(o):
     """The folder of the run that is made. Raises RuntimeError if it fails."""
-    name = f"{load_recipe(options.recipe).name}_red_team"
-    settings = [f"rewards.verifier={options.verifier}", f"validation.audit={options.audit}", f"steps={options.steps}"]
-    settings += [f"name={name}", *options.overrides]
-    command = [sys.executable, "-m", "megatron_scalerl", "train", str(options.recipe), *settings]
+    name = f"{load_recipe(o.recipe).name}_red_team"
+    settings = [f"rewards.verifier={o.verifier}", f"validation.audit={o.audit}", f"steps={o.steps}"]
+    settings += [f"name={name}", *o.overrides]
+    command = [sys.executable, "-m", "megatron_scalerl", "train", str(o.recipe), *settings]
     if subprocess.run(command).returncode:
         raise RuntimeError(f"{' '.join(command)} failed")
-    recipe = load_recipe(options.recipe, settings)
+    recipe = load_recipe(o.recipe, settings)
     return Path(recipe.output_dir) / recipe.name
 
 
@@ -82,20 +83,20 @@ def forms_of(completions):
     return dict(sorted(forms.items(), key=lambda item: -item[1][0]))
 
 
-def main(options):
+def main(o):
     """Train, or read a run, and print; the exit code."""
-    run_dir = options.run or train(options)
+    run_dir = o.run or train(o)
     for row in read_jsonl(run_dir / "validation.jsonl"):
         confirmed = row.get("confirmed_share")
         shown = "no verdict" if confirmed is None else f"confirmed {confirmed:.3f}"
         print(f"step {row['step']:5d}: held-out pass rate {row['pass_rate']:.3f}, {shown}")
-    completions = list(paid_completions(run_dir, options.share))
+    completions = list(paid_completions(run_dir, o.share))
     unconfirmed = forms_of(completions)
     count = sum(number for number, *_ in unconfirmed.values())
     print(f"{len(completions)} paid completions in the newest groups, {count} not confirmed")
-    for form, (number, text, reference) in list(unconfirmed.items())[: options.forms]:
+    for form, (number, text, reference) in list(unconfirmed.items())[: o.forms]:
         print(f"{number:6d}  {form}\n        reference {reference}: {' '.join(text.split())[-200:]}")
-    return int(count > (1 - options.least) * len(completions))
+    return int(count > (1 - o.least) * len(completions))
 
 
 if __name__ == "__main__":

@@ -13,13 +13,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, StringConstraints, ValidationError
 
 from megatron_scalerl.cluster.cluster import gpus_of
-from megatron_scalerl.launch.hosts import PRIVATE
+from megatron_scalerl.launch.hosts import is_secret
 from megatron_scalerl.recipe.file import read_yaml
 from megatron_scalerl.recipe.other_names import check_keys
 
 _NAMED = ("none", "pyxis", "apptainer")
 _NO_NAME = re.compile(r"=|\b(ALL|NONE|NIL|TRUE|FALSE)\b", re.IGNORECASE)
-_LOGIN = re.compile(r"://[^/@\s]+:[^/@\s]+@")
 _PRINTED = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]"
 Line = Annotated[str, StringConstraints(pattern=f"^{_PRINTED}+$")]
 """A single line of text."""
@@ -171,11 +170,14 @@ def read_site(path: Path | None) -> Site:
     # before anything is said of a value: the refusal of an invalid one would print the secret
     variables = data["environment"] if isinstance(data.get("environment"), dict) else {}
     for variable, text in variables.items():
-        if PRIVATE.search(str(variable)) or _LOGIN.search(str(text)):
+        if is_secret(str(variable), str(text)):
             raise ValueError(
                 f"{path}: environment: {variable} looks like a secret, and others can read the job script; let the "
                 "program read it from a file that only you can read"
             )
+    for key, value in data.items():
+        if is_secret("", str(value)):
+            raise ValueError(f"{path}: {key} holds what looks like a secret, and others can read the job script")
     try:
         site = Site.model_validate(data)
     except ValidationError as error:

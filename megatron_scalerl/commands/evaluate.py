@@ -114,10 +114,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
             def finished() -> None:
                 bar.advance(task)
 
-            run_until_signal(
-                generate(evaluated, result, k=k, seed=arguments.seed, ready=ready, finished=finished),
-                again=lambda: f"goes on with the completions in {arguments.out}",
-            )
+            work = generate(evaluated, result, k=k, seed=arguments.seed, ready=ready, finished=finished)
+            run_until_signal(work, None, lambda: f"goes on with the completions in {arguments.out}")
         _report(arguments, evaluated, result, contaminations, header, console)
     return 0
 

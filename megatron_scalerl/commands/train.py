@@ -21,7 +21,8 @@ EPILOG = """examples:
   megatron-scalerl train my_run.yaml --hosts ray:4 --slots 8           over four nodes of a Ray cluster
 
 A recipe states differences from the defaults in megatron_scalerl/recipe/sections.py. The run's folder is
-output_dir/name. A run that failed or was stopped resumes from its last checkpoint with the same command."""
+output_dir/name. A run that failed or was stopped resumes from its last checkpoint with the same command;
+without a checkpoint it begins anew."""
 
 
 PROGRAM = (sys.executable, "-m", "megatron_scalerl")

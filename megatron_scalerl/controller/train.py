@@ -54,7 +54,8 @@ from megatron_scalerl.launch.placement import Devices, Fleet, Placement
 from megatron_scalerl.processes.child_process import ProcessDied, open_log
 from megatron_scalerl.processes.garbage import map_large_blocks
 from megatron_scalerl.processes.logs import log_to_file
-from megatron_scalerl.processes.loop_watch import LoopLag, watched_loop
+from megatron_scalerl.processes.loop_watch import LoopLag, bounded, loop_watcher, watched_loop
+from megatron_scalerl.processes.parent_death import hide_memory
 from megatron_scalerl.processes.signals import SaveAndExit, Takeover, run_until_signal, uncharged_seconds
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError
@@ -143,14 +144,17 @@ def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
     for line in reports:
         console.print(line, highlight=False)
     recipe = inputs.resolved(recipe)
-    check_recipe(recipe)
-    reason = finished(recipe, resume_point(recipe.run_dir))
+    with bounded():
+        check_recipe(recipe)
+        reason = finished(recipe, resume_point(recipe.run_dir))
     if reason is not None:
         return f"{reason}; nothing is left to do"
     allow_open_files(recipe)
     saving = SaveAndExit()
-    work = _train(recipe, inputs, console, saving, hosts, placement, takeover)
-    return run_until_signal(work, saving, partial(_again, recipe.run_dir))
+    hide_memory()  # environments are programs of the same user
+    with loop_watcher() as pipe:
+        work = _train(recipe, inputs, console, saving, hosts, placement, takeover, pipe)
+        return run_until_signal(work, saving, partial(_again, recipe.run_dir))
 
 
 def _again(run_dir: Path) -> str:
@@ -171,13 +175,14 @@ async def _train(
     hosts: Hosts,
     placement: Placement,
     takeover: Takeover,
+    pipe: int,
 ) -> str:
-    async with watched_loop() as lag, TaskPools(tasks_of(recipe)) as verifier:
+    async with watched_loop(pipe) as lag, TaskPools(tasks_of(recipe)) as verifier:
         # the folder is created last, after every check for user errors
         with contextlib.closing(RunFolder(recipe)) as folder, log_failures(folder.path / "logs" / "controller.log"):
             write_contamination(folder.path, inputs.evaluation)
             # a damaged folder is found before any device is held
-            resumed = await asyncio.to_thread(_resume, folder, console)
+            resumed = await _resume(folder, console)
             plans = Plans(recipe, inputs.tokenizer)
             async with (
                 serving_metrics(recipe, folder.path, run_id=folder.attempt.run_id) as collector,
@@ -255,8 +260,7 @@ async def _attempts(run: _Run, resumed: Resumed) -> str:
                     # engines that are given up do not come back, nor does space
                     if too_few or _is_full(error, run.folder.path):
                         raise
-                    # in a thread: the event loop watches the engines meanwhile
-                    resumed = await asyncio.to_thread(_resume, run.folder, run.console)
+                    resumed = await _resume(run.folder, run.console)
                     if resumed.start.step != newest:
                         restarts = 0
                     restarts += 1
@@ -338,7 +342,13 @@ async def _attempt(run: _Run, launcher: Launcher, resumed: Resumed, *, held_sinc
                 return await launcher.while_alive(trainer, controller.run())
 
 
-def _resume(folder: RunFolder, console: Console) -> Resumed:
+async def _resume(folder: RunFolder, console: Console) -> Resumed:
+    """The newest intact checkpoint and the journal; in a thread, since the event loop watches engines meanwhile."""
+    with bounded():
+        return await asyncio.to_thread(_read_run, folder, console)
+
+
+def _read_run(folder: RunFolder, console: Console) -> Resumed:
     """The newest intact checkpoint and the journal, checked against each other."""
     start = resume_point(folder.path)
     for line in start.damaged:

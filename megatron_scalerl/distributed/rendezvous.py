@@ -27,7 +27,6 @@ import shutil
 import socket
 import stat
 import tempfile
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
 LOOPBACK = "lo"
 """Linux's name of the loopback interface."""
 _PREFIX = "megatron_scalerl-"
-_ABANDONED_S = 3600.0
-"""Age from which a private folder that is not locked is a leftover (seconds)."""
 _ANY_PORT = 9
 """Port for looking up a route; nothing is sent to it."""
 _ANY_ADDRESS = ("", "0.0.0.0", "::")
@@ -78,18 +75,29 @@ def private_folder() -> Iterator[FolderRendezvous]:
     """
     for path in abandoned_folders():
         shutil.rmtree(path, ignore_errors=True)
-    folder = tempfile.mkdtemp(prefix=_PREFIX)  # mode 0700, with a new name
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    folder, lock = _locked_folder()
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH)
         yield FolderRendezvous(folder=folder)
     finally:
         os.close(lock)
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _locked_folder() -> tuple[str, int]:
+    """A new folder of this user alone, and the descriptor that holds its lock."""
+    while True:
+        folder = tempfile.mkdtemp(prefix=_PREFIX)  # mode 0700, with a new name
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            # before the lock another process may have taken the folder for abandoned, and deleted it
+            if os.path.isdir(folder):
+                return folder, lock
+            os.close(lock)
+
+
 def abandoned_folders() -> Iterator[Path]:
-    """This user's private folders that no process has locked and that are not just being made: leftovers of a kill.
+    """This user's private folders that no process has locked: leftovers of a kill.
 
     Each folder is locked while it is yielded, so that no two processes delete it.
     """
@@ -107,7 +115,7 @@ def abandoned_folders() -> Iterator[Path]:
 
 def _is_abandoned(folder: int) -> bool:
     status = os.fstat(folder)
-    if status.st_uid != os.getuid() or time.time() - status.st_mtime <= _ABANDONED_S:
+    if status.st_uid != os.getuid():
         return False
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -36,12 +36,22 @@ _SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--input=none", "--cpu-
 """A step on one host, which shares its resources with the other steps there."""
 _CARRIED = re.compile(r"MSRL_|NCCL_|UCX_|VLLM_|TORCH_|HF_|PYTHON|(LD_LIBRARY_PATH|CUDA_HOME|OMP_NUM_THREADS|TMPDIR)$")
 """Variables of the controller that a program on another host gets; srun hands all of them on."""
-PRIVATE = re.compile(
+_PRIVATE = re.compile(
     r"^(?!.*_(PATH|FILE|DIR)$).*(SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|(TOKEN|KEY)S?(?![A-Z])"
     r"|(^|_)(PAT|PASS|AUTH|PWD|BEARER)(?![A-Z]))",
     re.IGNORECASE,
 )
 """Variables whose values no other user may see; where a secret is, everybody may."""
+_SECRET = re.compile(
+    r"://[^/@\s]+:[^/@\s]+@"
+    r"|(?<![A-Za-z0-9])((hf|gh[opsur]|sk)[_-][A-Za-z0-9]{16}|(github_pat|glpat|nvapi)[_-][\w-]{16}|xox[a-z]-[\w-]{8}"
+    r"|sk-(?=[\w-]*[0-9])[\w-]{16}|(AKIA|ASIA)[A-Z0-9]{12}|(AIza|eyJ)[\w-]{16})|-----BEGIN [A-Z ]*PRIVATE KEY"
+    r"|(^|[?&;\s])(sig|signature|x-amz-signature|token|access_token|api_?key|secret|password)=[^&\s]{4}"
+    r"|://hooks?\.|/(web)?hooks?/",
+    re.IGNORECASE,
+)
+"""Values that are secrets whatever their variable is called: logins in addresses, tokens of known forms, signed
+addresses, and addresses of hooks, which whoever knows them may call."""
 _TIMEOUT_S = 60.0
 _LOOK_S = 5.0
 """Time limit of a question while a run goes on (seconds): the run's end waits for the answer."""
@@ -54,6 +64,11 @@ TARGET = 65536
 connections to the controller's socket count too, until libzmq drops them after 30 s."""
 MARGIN = 1024
 """Files of the journal and of checkpoints, libraries, and the event loop."""
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Whether no other user may see this variable, by its name or its value."""
+    return bool(_PRIVATE.search(name) or _SECRET.search(value))
 
 
 class HostsLeft(RuntimeError):
@@ -93,7 +108,7 @@ class Hosts:
             return [*step_words(host.name), "env", *_assignments(env), *argv]
         words = [word.replace("{host}", host.name) for word in self.words]
         carried = {name: value for name, value in os.environ.items() if _CARRIED.match(name)}
-        public = {name: value for name, value in carried.items() if not PRIVATE.search(name)}
+        public = {name: value for name, value in carried.items() if not is_secret(name, value)}
         program = shlex.join(["env", *_assignments({**public, **env}), *argv])
         return [*words, f"cd {shlex.quote(str(Path.cwd()))} && exec {program}"]
 

@@ -1,9 +1,12 @@
-"""Ends this process when its event loop stands still: `watched_loop`, and the program that watches it.
+"""Ends this process when its event loop stands still: `loop_watcher`, `watched_loop` and the program that watches.
 
 A loop that waits for a file system that hangs, for a lock or for a C function answers no signal. So another process,
 the watcher, gets a byte from the loop every second, through a pipe, which no file system holds up. After HUNG_S
 without a byte the watcher has the stacks of all threads written to stderr, and sends SIGKILL. `train --supervise`
 takes this for a failure, and starts the run again.
+
+The watch lasts until the loop is closed, which waits for the loop's threads. `bounded` is for a block that reads in a
+thread, or before there is a loop.
 
 Time in which the watched process is stopped (SIGSTOP, `scontrol suspend`) does not count. Time in which the watcher
 does not run does not count either, since the watcher counts its waits of a second.
@@ -20,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from megatron_scalerl.processes.child_process import cancelled
@@ -66,9 +69,19 @@ class LoopLag:
             self._longest = max(self._longest, clock() - begin - _BEAT_S)
 
 
-@contextlib.asynccontextmanager
-async def watched_loop() -> AsyncIterator[LoopLag]:
-    """A block in which a process watches this event loop, which runs in the main thread. Raises OSError."""
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """A block that ends the process with exit code 1 and the stacks of all threads if it takes more than HUNG_S."""
+    faulthandler.dump_traceback_later(HUNG_S, exit=True, file=2)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@contextlib.contextmanager
+def loop_watcher() -> Iterator[int]:
+    """A block around an event loop in this main thread; its value is for `watched_loop` in it. Raises OSError."""
     faulthandler.register(STACKS_SIGNAL, file=2)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -76,14 +89,22 @@ async def watched_loop() -> AsyncIterator[LoopLag]:
     # In another session: the signals that a terminal sends to the run do not stop the watcher.
     with subprocess.Popen(tied_command(words), pass_fds=[reader], start_new_session=True) as watcher:
         os.close(reader)
-        lag = LoopLag()
-        beats = asyncio.create_task(lag.beat(writer), name="loop watch")
         try:
-            yield lag
+            yield writer
         finally:
             watcher.kill()
-            await cancelled(beats)
             os.close(writer)
+
+
+@contextlib.asynccontextmanager
+async def watched_loop(pipe: int) -> AsyncIterator[LoopLag]:
+    """A block in which this event loop tells its watcher every second that it does not stand still."""
+    lag = LoopLag()
+    beats = asyncio.create_task(lag.beat(pipe), name="loop watch")
+    try:
+        yield lag
+    finally:
+        await cancelled(beats)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ import sys
 CPUS = "MSRL_CPUS"
 """Variable with the CPUs that the program is bound to; all without it."""
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _forking_pid = 0
 
 
@@ -27,6 +28,14 @@ def die_with_parent(parent_pid: int, sig: int = signal.SIGKILL) -> None:
     set_process(_PR_SET_PDEATHSIG, sig)
     if os.getppid() != parent_pid and sys.platform == "linux":  # the parent exited before the signal was set
         signal.raise_signal(sig)
+
+
+def hide_memory() -> None:
+    """Let no other process of this user read this one's memory and environment in /proc. Raises OSError.
+
+    It leaves no core dump either, and a debugger needs the rights of root. A program that is started begins visible.
+    """
+    set_process(_PR_SET_DUMPABLE, 0)
 
 
 def set_process(option: int, value: int) -> None:

@@ -5,7 +5,8 @@ Life of a signal, in `run_until_signal`:
     first       SIGINT and SIGTERM cancel the coroutine at once, SIGUSR1 once its state is saved (`SaveAndExit`)
     later       each later signal kills all child processes, so that the cleanup waits for none of them
     after       a signal after the cleanup is ignored for EXIT_S, in which Python ends with the first signal's code;
-                then it ends the process with this code at once, while Python waits for its threads (`_Late`)
+                then it ends the process with this code at once, while Python waits for its threads (`_Late`).
+                After THREADS_S the process ends without one: exit code 1, with the stacks of the threads
 
 `Takeover` detects a later attempt of the run's job, which began while this attempt still lives, on a node that Slurm
 has lost.
@@ -19,6 +20,7 @@ the end of the program before, if that program has charged anything.
 import asyncio
 import atexit
 import contextlib
+import faulthandler
 import os
 import signal
 import time
@@ -36,6 +38,8 @@ SAVED_CODE = 75
 """Exit code after SAVE_SIGNAL: the run is not finished, and the same command goes on with it."""
 EXIT_S = 5.0
 """Seconds for the interpreter to end after the cleanup, in which further signals are ignored."""
+THREADS_S = 30.0
+"""Seconds for the loop's threads to end after a signal; one may read a file system that hangs."""
 IN_USE_CODE = 76
 """Exit code where another controller has the run's folder: the same command may succeed later."""
 HOSTS_LEFT_CODE = 77
@@ -213,6 +217,7 @@ def run_until_signal(
                 loop.remove_signal_handler(number)
                 if (first := stopped_by()) is not None:
                     signal.signal(number, _Late(exit_code_of(first)))
+                    faulthandler.dump_traceback_later(THREADS_S, exit=True, file=2)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
     try:
@@ -226,6 +231,8 @@ def run_until_signal(
         if not received:
             raise
         raise Stopped(received[0], again(), error) from error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 class Takeover:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+from megatron_scalerl.processes.parent_death import die_with_parent
 from megatron_scalerl.rewards.math_answer import (
     is_numeral,
     is_open,
@@ -296,7 +297,10 @@ def check_references(references: Sequence[str]) -> list[str]:
         reasons = [_problem_of(text) for text in rest]
     else:
         with ProcessPoolExecutor(
-            min(8, len(os.sched_getaffinity(0))), mp_context=multiprocessing.get_context("spawn")
+            min(8, len(os.sched_getaffinity(0))),
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=die_with_parent,
+            initargs=(os.getpid(),),
         ) as pool:
             reasons = list(pool.map(_problem_of, rest, chunksize=64))
     problems = dict(zip(rest, reasons))

@@ -57,8 +57,10 @@ def adapter_reader(policy: PolicySection, adapters: Family) -> HfReader:
         raise ValueError(f"policy.adapter: {path}: policy.lora.targets and the folder differ by {listed(differing)}")
     for name, shape in shapes.items():
         _check_tensor(reader, name, shape, config)
-    base = config.get("base_model_name_or_path")
-    if base and _model_name(str(base)) != _model_name(policy.path):
+    base = str(config.get("base_model_name_or_path") or policy.path)
+    # policy.path may be the name's folder in the hub's cache, models--ORG--NAME
+    name = re.escape(Path(base).name)
+    if base != policy.path and not re.search(rf"(^|/|--){name}(/|$)", policy.path, re.IGNORECASE):
         logger.warning(
             "policy.adapter: %s was trained beside %s, and policy.path is %s: beside another base an adapter is "
             "another policy",
@@ -118,9 +120,3 @@ def _check_tensor(reader: HfReader, name: str, shape: tuple[int, ...], config: M
 def _names(names: Iterable[str], module: str) -> bool:
     """Whether one of the names is the module's or its end, as in peft/tuners/tuners_utils.py."""
     return any(f".{module}".endswith(f".{name}") for name in names)
-
-
-def _model_name(path: str) -> str:
-    """The last part of a path or of a name on the hub, also of a folder in the hub's cache."""
-    cached = re.search(r"models--(?:[^/]*?--)?([^/]+)/snapshots/", path)
-    return (cached[1] if cached else Path(path).name).casefold()

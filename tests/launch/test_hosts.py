@@ -48,12 +48,13 @@ def test_a_command_reaches_a_shell_of_the_host_with_its_words_intact(tmp_path, m
 def test_variables_of_the_user_travel_and_secrets_do_not(monkeypatch):
     for name in ("NCCL_DEBUG", "MSRL_LOG_LEVEL", "HF_TOKEN", "MSRL_SECRET", "CUDA_VISIBLE_DEVICES", "EDITOR"):
         monkeypatch.setenv(name, "value-of-it")
+    monkeypatch.setenv("HF_NAME", "hf_abcdefghijklmnopqrstuvwxyz")  # a secret by its value
     command = named().command(Host(name="b"), ["true"], {"NCCL_DEBUG": "INFO"})
     assert command[:2] == ["ssh", "b"] and len(command) == 3
     sent = [word for word in shlex.split(command[2]) if "=" in word]
     assert "NCCL_DEBUG=INFO" in sent and "MSRL_LOG_LEVEL=value-of-it" in sent
     assert "NCCL_DEBUG=value-of-it" not in sent
-    for name in ("HF_TOKEN", "MSRL_SECRET", "CUDA_VISIBLE_DEVICES", "EDITOR"):
+    for name in ("HF_TOKEN", "HF_NAME", "MSRL_SECRET", "CUDA_VISIBLE_DEVICES", "EDITOR"):
         assert not any(word.startswith(f"{name}=") for word in sent)
 
 

@@ -180,6 +180,24 @@ def test_a_signal_after_the_cleanup_changes_no_exit_code(exit_s, code):
     assert done.returncode == code and done.stdout == ("still here\n" if exit_s else ""), done.stderr
 
 
+def test_a_signal_ends_a_program_whose_thread_never_ends_and_prints_its_stacks(tmp_path):
+    """As a read of a file system that hangs: here a pipe that nobody opens for writing."""
+    os.mkfifo(tmp_path / "pipe")
+    program = (
+        "import asyncio, os, signal, sys\n"
+        "from megatron_scalerl.processes import signals\n"
+        "signals.THREADS_S = 1.0\n"
+        "async def run():\n"
+        "    reading = asyncio.get_running_loop().run_in_executor(None, open, sys.argv[1])\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    await reading\n"
+        "signals.run_until_signal(run())\n"
+    )
+    done = ended(program, str(tmp_path / "pipe"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Timeout (0:00:01)!" in done.stderr and "concurrent/futures/thread.py" in done.stderr
+
+
 def test_a_signal_while_python_ends_changes_no_exit_code():
     """Python restores the default actions of signals before it clears the modules."""
     program = (

@@ -1,5 +1,6 @@
 """A process whose event loop stands still is ended, with its stacks; one that is stopped, or well, is not."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -32,8 +33,8 @@ def hang_in_a_write():
     while True:
         os.write(writer, bytes(4096))
 
-async def main(how):
-    async with loop_watch.watched_loop() as lag:
+async def main(how, pipe):
+    async with loop_watch.watched_loop(pipe) as lag:
         print("begun", flush=True)
         if how == "late":
             await asyncio.sleep(0.2)
@@ -42,19 +43,31 @@ async def main(how):
             print(f"lag {lag.take():.1f} {lag.take():.1f}", flush=True)
         elif how == "well":
             await asyncio.sleep(6)
+        elif how == "read":
+            with loop_watch.bounded():
+                await asyncio.to_thread(open, "pipe")
+        elif how == "read and fail":
+            asyncio.get_running_loop().run_in_executor(None, open, "pipe")
+            raise RuntimeError
+        elif how == "read in time":
+            with loop_watch.bounded():
+                await asyncio.to_thread(time.sleep, 1)
+            await asyncio.sleep(4)
         else:
             globals()[how]()
 
-asyncio.run(main(sys.argv[1]))
+with loop_watch.loop_watcher() as pipe:
+    asyncio.run(main(sys.argv[1], pipe))
 print("ended", flush=True)
 """
 
 
-def started(how):
-    """A program that has begun its loop."""
+def started(how, folder=None):
+    """A program that has begun its loop. folder: where it runs."""
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, how],
         env=environment(),
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -85,6 +98,19 @@ def test_a_loop_that_stands_still_is_ended_with_its_stacks():
         out, err = process.communicate(timeout=240)
         assert (process.returncode, out) == (-signal.SIGKILL, ""), how
         assert err.startswith(said) and f"in {how}\n" in err and "in main\n" in err
+
+
+def test_a_read_that_hangs_in_a_thread_ends_with_its_stacks(tmp_path):
+    """Within a block that has a limit, and where the end of the loop waits for the thread."""
+    os.mkfifo(tmp_path / "pipe")
+    within, after, well = (started(how, tmp_path) for how in ("read", "read and fail", "read in time"))
+    out, err = within.communicate(timeout=240)
+    assert (within.returncode, out) == (1, "")
+    assert err.startswith("Timeout (0:00:03)!") and "in run" in err and "concurrent/futures/thread.py" in err
+    out, err = after.communicate(timeout=240)
+    assert (after.returncode, out) == (-signal.SIGKILL, "")
+    assert "stood still for 3 s: its process is killed" in err and "concurrent/futures/thread.py" in err
+    assert well.communicate(timeout=240) == ("ended\n", "")
 
 
 def test_a_process_that_is_stopped_is_not_ended_and_the_watch_ends_with_it():

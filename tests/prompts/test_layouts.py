@@ -15,6 +15,24 @@ from sampling import sampled
 
 from megatron_scalerl.rewards.worker import load_verifier
 
+LEFT_OPEN = (
+    *(
+        "1/2 + 1/4",
+        "The answer is 1/2 + 1/4.",
+        r"\boxed{\frac12+\frac14}",
+        r"\boxed{3\cdot\frac14}",
+        r"\boxed{\sqrt{9/16}}",
+    ),
+    *(
+        "3/4 or 1/4",
+        r"\boxed{\frac14=\frac34}",
+        "It is 3/4. Wait, it is 1/4.",
+        "Perhaps 3/4.",
+        r"\boxed{3/4}, or maybe 1/4",
+    ),
+)
+"""Answers to ASK that leave something to compute or to choose."""
+
 
 @pytest.mark.parametrize("name", sampled("published layouts", [*MATH, *CODE], 12))
 def test_a_published_layout_loads_and_scores(name, tokenizer, tmp_path):
@@ -40,6 +58,8 @@ def test_a_published_layout_loads_and_scores(name, tokenizer, tmp_path):
     assert "role" not in shown and shown.endswith("<assistant><think>")
     if not program:
         assert ASK in shown
+        columns = {**prompt.extra, "prompt": prompt.text}
+        assert [text for text in LEFT_OPEN if verify(text, prompt.answer, columns)] == []
     elif program[0].startswith(ADD[:7]):
         assert "add(" in shown or "assert add" in prompt.answer, "the name of the function is told"
 

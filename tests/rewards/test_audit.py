@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from test_finished_answers import NUMBERS, OPEN, RIGHT, SAYINGS
+from answer_forms import NUMBERS, OPEN, RIGHT, SAYINGS
 
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.tasks import AUDITS, tasks_of

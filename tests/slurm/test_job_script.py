@@ -207,6 +207,39 @@ def test_steps_of_a_container_get_what_the_job_has_exported(tmp_path):
     assert done.stdout == "=mlx5_0:1: --nodes=1 env env true\n", done.stderr
 
 
+SECRETS = (
+    "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH",
+    "ghp_0123456789abcdefghijABCDEFGHIJ012345",
+    "github_pat_11ABCDEFG0123456789_abcdefghij",
+    "sk-abcdefghijklmnopqrstuvwxyz0123456789",
+    "sk-proj-abc_DEF-0123456789",
+    "sk-ant-api03-abcdefghij",
+    "xoxb-1234567890-abcdef",
+    "AKIAIOSFODNN7EXAMPLE",
+    "https://account.blob.core.windows.net/data?sv=2024-01-01&sig=abcDEF%3D",
+    "https://hooks.slack.com/services/T000/B000/XXXX",
+    "https://discord.com/api/webhooks/123/abc",
+)
+"""Values that are secrets, whatever their names."""
+NO_SECRETS = (
+    "/scratch/hf_models_of_the_group_2026",
+    "/opt/sk-learn/lib",
+    "task-0123456789abcdefghij",
+    "max_split_size_mb:512,garbage_collection_threshold:0.8",
+    "http://proxy.cluster.org:3128",
+    "https://huggingface.co/datasets?sort=trending",
+    "mlx5_0:1,mlx5_1:1",
+    "/usr/share/git-hooks",
+)
+
+
+@pytest.mark.parametrize("value", NO_SECRETS)
+def test_a_value_that_is_no_secret_stands_in_a_site_file(tmp_path, value):
+    path = tmp_path / "site.yaml"
+    path.write_text(f"environment: {{A: '{value}'}}\n")
+    assert read_site(path).environment == {"A": value}
+
+
 KEYS = list(Site.model_fields)
 KEY = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
 
@@ -232,6 +265,9 @@ KEY = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
         ('modules: ["a\\nb"]', "modules.0: expected a list of texts, found 'a\\nb'"),
         ("sbatch: {nodes: 3}", "sbatch: nodes is set by the option --nodes of submit"),
         ("environment: {https_proxy: 'http://me:pass@proxy:80'}", "environment: https_proxy looks like a secret"),
+        *((f"environment: {{A: '{value}'}}", "environment: A looks like a secret") for value in SECRETS),
+        (f"modules: [cuda, '{SECRETS[0]}']", "modules holds what looks like a secret"),
+        (f"sbatch: {{comment: '{SECRETS[-1]}'}}", "sbatch holds what looks like a secret"),
         ("local: $(id)/x", "local: expected an absolute path, or one that begins with a variable"),
         ("template: my.sbatch", "my.sbatch is not a file"),
         ("sbatch: {no-requeu: true}", "sbatch: no-requeu is only the beginning of an option's name"),
