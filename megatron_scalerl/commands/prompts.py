@@ -72,6 +72,12 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     ends = end_token_ids(recipe.policy.path, tokenizer)
     for task in tasks_of(recipe):
         prompts_of_task = [prompt for prompt in prompts.training if prompt.task == task.name]
+        held_out = [prompt for prompt in prompts.held_out if prompt.task == task.name]
+        asked = recipe.validation.prompts or 0
+        if recipe.validation.every_steps and len(held_out) < asked:
+            console.print(f"{task.key}: validation.prompts is {asked}, and {len(held_out)} prompts are held out")
+        if task.rewards.verifier == "math" and not task.episodes:
+            _show_lists(task, [*prompts_of_task, *held_out], console)
         if task.episodes:
             asyncio.run(_show_episode(recipe, prompts_of_task[0], arguments.response, tokenizer, console))
         else:
@@ -83,6 +89,23 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if recipe.sft.path is not None and Path(recipe.sft.path).exists():
         _show_warm_start(recipe, tokenizer, console)
     return 0
+
+
+def _show_lists(task: Task, prompts: Sequence[Prompt], console: Console) -> None:
+    """The number of references that are lists without brackets."""
+    from sympy import FiniteSet
+
+    from megatron_scalerl.rewards.math import last_box
+    from megatron_scalerl.rewards.math_compare import read
+    from megatron_scalerl.rewards.math_text import whole_answer
+
+    count = 0
+    for prompt in prompts:
+        text = whole_answer(last_box(prompt.answer) or prompt.answer.rpartition("####")[2])
+        if "," in text and text.lstrip("\\")[0] != "{":
+            count += any(isinstance(part, FiniteSet) for part in read(text).whole)
+    if count:
+        console.print(f"{task.key}: {count} references are lists, paid in any order; (1, 2) keeps the order")
 
 
 def _show_task(task: Task, prompts: Sequence[Prompt], count: int, tokenizer: Any, console: Console) -> None:
