@@ -70,14 +70,11 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     for line in [f"prompts: {settings.chat.why}", *prompts.report.lines()]:
         console.print(printable(line))
     ends = end_token_ids(recipe.policy.path, tokenizer)
-    for task in tasks_of(recipe):
+    asked = recipe.validation.prompts or 0
+    for task, report in zip(tasks_of(recipe), prompts.report.tasks or [prompts.report]):
         prompts_of_task = [prompt for prompt in prompts.training if prompt.task == task.name]
-        held_out = [prompt for prompt in prompts.held_out if prompt.task == task.name]
-        asked = recipe.validation.prompts or 0
-        if recipe.validation.every_steps and len(held_out) < asked:
-            console.print(f"{task.key}: validation.prompts is {asked}, and {len(held_out)} prompts are held out")
-        if task.rewards.verifier == "math" and not task.episodes:
-            _show_lists(task, [*prompts_of_task, *held_out], console)
+        if recipe.validation.every_steps and report.held_out < asked:
+            console.print(f"{task.key}: validation.prompts is {asked}, and {report.held_out} prompts are held out")
         if task.episodes:
             asyncio.run(_show_episode(recipe, prompts_of_task[0], arguments.response, tokenizer, console))
         else:
@@ -91,21 +88,16 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _show_lists(task: Task, prompts: Sequence[Prompt], console: Console) -> None:
-    """The number of references that are lists without brackets."""
-    from sympy import FiniteSet
-
+def _is_list(reference: str) -> bool:
+    """Whether math-verify reads a list without brackets."""
     from megatron_scalerl.rewards.math import last_box
     from megatron_scalerl.rewards.math_compare import read
     from megatron_scalerl.rewards.math_text import whole_answer
 
-    count = 0
-    for prompt in prompts:
-        text = whole_answer(last_box(prompt.answer) or prompt.answer.rpartition("####")[2])
-        if "," in text and text.lstrip("\\")[0] != "{":
-            count += any(isinstance(part, FiniteSet) for part in read(text).whole)
-    if count:
-        console.print(f"{task.key}: {count} references are lists, paid in any order; (1, 2) keeps the order")
+    text = whole_answer(last_box(reference) or reference.rpartition("####")[2])
+    if "," not in text or text.lstrip("\\")[0] == "{":
+        return False
+    return any(part.__class__.__name__ == "FiniteSet" for part in read(text).whole)
 
 
 def _show_task(task: Task, prompts: Sequence[Prompt], count: int, tokenizer: Any, console: Console) -> None:
@@ -118,6 +110,8 @@ def _show_task(task: Task, prompts: Sequence[Prompt], count: int, tokenizer: Any
         f"{task.key}: {min(lengths)} to {max(lengths)} tokens, median {median(lengths):g}, at most "
         f"{task.prompts.max_prompt_tokens} allowed",
     )
+    if task.rewards.verifier == "math" and (lists := sum(_is_list(prompt.answer) for prompt in prompts)):
+        console.print(f"{task.key}: {lists} references are lists, paid in any order; (1, 2) keeps the order")
     verify = load_verifier(task.rewards.verifier, limits_of(task.rewards))
     runner = asyncio.Runner()  # one loop: a judge may keep its session
     for prompt in prompts[:count]:

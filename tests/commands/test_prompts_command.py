@@ -65,15 +65,15 @@ def test_lists_and_a_validation_with_fewer_prompts_than_asked_for_are_said(tiny,
     )
     rows = [{"problem": f"{n};+1=", "answer": answer} for n, answer in enumerate(answers)]
     (tiny / "lists.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = (f"prompts.path={tiny / 'lists.jsonl'}", "prompts.held_out=2", "validation.every_steps=1")
-    code, shown = output(tiny, capsys, *settings, "validation.prompts=3")
+    path = f"prompts.path={tiny / 'lists.jsonl'}"
+    code, shown = output(tiny, capsys, path)
     assert code == 0, shown.err
     assert "prompts: 5 references are lists, paid in any order; (1, 2) keeps the order\n" in shown.out
-    assert "prompts: validation.prompts is 3, and 2 prompts are held out\n" in shown.out
-    code, shown = output(tiny, capsys, *settings, "validation.prompts=2")
-    assert code == 0 and "validation.prompts is" not in shown.out
-    code, shown = output(tiny, capsys)
-    assert "references are lists" not in shown.out
+    held_out = (path, "prompts.held_out=2", "validation.every_steps=1")
+    code, shown = output(tiny, capsys, *held_out, "validation.prompts=3")
+    assert code == 0 and "prompts: validation.prompts is 3, and 2 prompts are held out\n" in shown.out
+    code, shown = output(tiny, capsys, "prompts.held_out=1", "validation.every_steps=1", "validation.prompts=1")
+    assert code == 0 and "validation.prompts is" not in shown.out and "references are lists" not in shown.out
 
 
 def test_a_verifier_of_code_scores_an_answer_without_a_program(tiny, capsys):
