@@ -70,8 +70,11 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     for line in [f"prompts: {settings.chat.why}", *prompts.report.lines()]:
         console.print(printable(line))
     ends = end_token_ids(recipe.policy.path, tokenizer)
-    for task in tasks_of(recipe):
+    asked = recipe.validation.prompts or 0
+    for task, report in zip(tasks_of(recipe), prompts.report.tasks or [prompts.report]):
         prompts_of_task = [prompt for prompt in prompts.training if prompt.task == task.name]
+        if recipe.validation.every_steps and report.held_out < asked:
+            console.print(f"{task.key}: validation.prompts is {asked}, and {report.held_out} prompts are held out")
         if task.episodes:
             asyncio.run(_show_episode(recipe, prompts_of_task[0], arguments.response, tokenizer, console))
         else:
@@ -85,6 +88,18 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def _is_list(reference: str) -> bool:
+    """Whether math-verify reads a list without brackets."""
+    from megatron_scalerl.rewards.math import last_box
+    from megatron_scalerl.rewards.math_compare import read
+    from megatron_scalerl.rewards.math_text import whole_answer
+
+    text = whole_answer(last_box(reference) or reference.rpartition("####")[2])
+    if "," not in text or text.lstrip("\\")[0] == "{":
+        return False
+    return any(part.__class__.__name__ == "FiniteSet" for part in read(text).whole)
+
+
 def _show_task(task: Task, prompts: Sequence[Prompt], count: int, tokenizer: Any, console: Console) -> None:
     """The lengths of a task's prompts, and the first `count` with their scores."""
     from megatron_scalerl.rewards.pool import limits_of
@@ -95,6 +110,8 @@ def _show_task(task: Task, prompts: Sequence[Prompt], count: int, tokenizer: Any
         f"{task.key}: {min(lengths)} to {max(lengths)} tokens, median {median(lengths):g}, at most "
         f"{task.prompts.max_prompt_tokens} allowed",
     )
+    if task.rewards.verifier == "math" and (lists := sum(_is_list(prompt.answer) for prompt in prompts)):
+        console.print(f"{task.key}: {lists} references are lists, paid in any order; (1, 2) keeps the order")
     verify = load_verifier(task.rewards.verifier, limits_of(task.rewards))
     runner = asyncio.Runner()  # one loop: a judge may keep its session
     for prompt in prompts[:count]:

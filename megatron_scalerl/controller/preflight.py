@@ -22,7 +22,7 @@ from megatron_scalerl.prompts.dataset import PROMPTS_CHANGED, PromptSet, load_pr
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import check_policy, check_prompts
 from megatron_scalerl.recipe.tasks import Task, tasks_of
-from megatron_scalerl.rewards.code_checks import check_tests
+from megatron_scalerl.rewards.code_checks import check_tests, remembered
 from megatron_scalerl.rewards.code_tests import parse_tests
 from megatron_scalerl.rewards.math import check_references
 from megatron_scalerl.rewards.pool import limits_of
@@ -137,7 +137,8 @@ def check_answers(
         # by hash: the same references are checked at every start, whatever their order in the file
         slow.sort(key=lambda text: hashlib.sha256(text.encode()).digest())
         texts -= {*slow[MOST_REFERENCES:]}
-        by_text = dict(zip(texts, check_references([*texts])))
+        ordered = sorted(texts)
+        by_text = remembered(ordered, None, lambda: dict(zip(ordered, check_references(ordered))))
         checked = dict.fromkeys(by_text, "")
         return (
             [by_text.get(answer, "") for _, answer, _ in answers],

@@ -116,14 +116,13 @@ class Layout:
 
         episodes: an environment gets the row.
         """
-        first = _parsed(values_of(row, self.question)[0])
-        parts = [row.values, _parsed(_at(row.values, self.question[0].rpartition(".")[0])[0])]
-        parts += first if _is_conversation(first) else []
-        for part in filter(lambda part: isinstance(part, dict), parts):
-            for pattern, why in islice(REFUSED.items(), 1 if episodes else None):
-                for name, value in part.items():
-                    if re.fullmatch(pattern, name, re.IGNORECASE) and leaves(value):
-                        raise ValueError(f"{row.where}: {name!r} cannot be used: {why}")
+        asked = _parsed(row.values.get(self.question[0].partition(".")[0]))
+        parts = [row.values, *(asked if isinstance(asked, list) else [asked])]
+        names = [pair for part in parts if isinstance(part, dict) for pair in part.items()]
+        for pattern, why in islice(REFUSED.items(), 1 if episodes else None):
+            for name, value in names:
+                if re.fullmatch(pattern, name, re.IGNORECASE) and leaves(value):
+                    raise ValueError(f"{row.where}: {name!r} cannot be used: {why}")
         if place := _PLACE.search(question.text):
             raise ValueError(f"{row.where}: the question shows {place[0]!r}, and the policy reads text alone")
 

@@ -5,9 +5,10 @@
 * The row's own solution, where it has one (`SOLUTIONS`), has to pass. Else an answer might never be paid. One that
   runs out of time, starter code, and programs that cannot run here, say nothing of the tests.
 
-The tests of a file are tried once, for LOAD_S seconds, and the results are kept in the user's cache. The order is
-that of hashes, so that what is tried is a random sample. Other tests are tried at their first use (`pool`). Results
-depend on the machine; what has to stay the same in a run must not depend on them.
+The tests of a file are tried once, for LOAD_S seconds, and the results are kept in the user's cache, as are those of
+mathematical references. The order is that of hashes, so that what is tried is a random sample. Other tests are tried
+at their first use (`pool`). Results depend on the machine; what has to stay the same in a run must not depend on
+them.
 """
 
 import ast
@@ -18,7 +19,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -140,9 +141,8 @@ def check_tests(rows: Sequence[tuple[str, str, Mapping[str, Any]]], limits: Limi
     """For each row (question, tests, other columns) as `problem_of`; None: it was not tried."""
     keys = [hashlib.sha256(msgspec.json.encode(row)).hexdigest()[:16] for row in rows]
     by_key = dict(sorted(zip(keys, rows)))
-    path = _cache_file([*by_key], limits)
-    problems = _read(path)
-    if not problems or not problems.keys() <= by_key.keys():
+
+    def tried() -> dict[str, str]:
         deadline = time.monotonic() + LOAD_S
         unavailable: list[str] = []
 
@@ -157,23 +157,27 @@ def check_tests(rows: Sequence[tuple[str, str, Mapping[str, Any]]], limits: Limi
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0)), initializer=os.nice, initargs=(NICENESS,)) as threads:
             results = zip(by_key, threads.map(check, by_key))
-            problems = {key: problem for key, problem in results if problem is not None}
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(msgspec.json.encode(problems))
+            return {key: problem for key, problem in results if problem is not None}
+
+    problems = remembered([*by_key], limits, tried)
     return [problems.get(key) for key in keys]
 
 
-def _cache_file(keys: Sequence[str], limits: Limits) -> Path:
-    """The file with the results of these tests with these limits, this package and this Python."""
+def remembered(keys: Sequence[str], limits: Limits | None, check: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """The results of a check of `keys`, some of which may lack one.
+
+    They come from the user's cache where the same check was made with these limits, this package and this Python.
+    """
     sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
     whole = msgspec.json.encode([keys, limits, sources, sys.version])
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(folder, "megatron_scalerl", "checks", f"{hashlib.sha256(whole).hexdigest()[:16]}.json")
-
-
-def _read(path: Path) -> dict[str, str]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
-    except (OSError, msgspec.DecodeError):
-        return {}
+    path = Path(folder, "megatron_scalerl", "checks", f"{hashlib.sha256(whole).hexdigest()[:16]}.json")
+    results: dict[str, str] = {}
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        results = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+    if not results or not results.keys() <= {*keys}:
+        results = check()
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(msgspec.json.encode(results))
+    return results

@@ -226,7 +226,9 @@ class Solution:
             if "returned" in request:
                 return decode(request["returned"], self._object)
             if "raised" in request:
-                raise _exception_of_tests(request)
+                error = exception(request["kind"], request["message"])
+                setattr(error, _NUMBER, request["raised"])
+                raise error
             arguments: list[Any] = []
             keywords: dict[str, Any] = {}
             self._awaits = False
@@ -298,17 +300,15 @@ class Solution:
         return {"h": self._numbers[id(value)]}
 
 
-def _exception_of_tests(request: dict[str, Any]) -> Exception:
-    """The exception that a function of the tests raised, for the program that called it."""
-    kind: Any = getattr(builtins, request["kind"], None)
-    if not isinstance(kind, type) or not issubclass(kind, Exception):
-        kind = RuntimeError
-    try:
-        error = kind(request["message"])
-    except TypeError:  # it needs other arguments
-        error = RuntimeError(request["message"])
-    setattr(error, _NUMBER, request["raised"])
-    return error
+def exception(name: str, message: str, refused: tuple[type, ...] = ()) -> Exception:
+    """An exception of the standard library, or a RuntimeError. refused: types that it may not have."""
+    kind: Any = getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, refused):
+        try:
+            return kind(message)
+        except TypeError:  # it needs other arguments
+            pass
+    return RuntimeError(message)
 
 
 def _kinds(kind: type[BaseException]) -> list[str]:

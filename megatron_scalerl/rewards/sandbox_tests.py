@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # every run pays for what is imported here
         _awaited,
         decode,
         encode,
+        exception,
         fill,
         receive,
         run_as,
@@ -183,7 +184,7 @@ class Tests:
             if reply["number"] in self._raised:
                 raise self._raised[reply["number"]]
             kinds = [self._exceptions[name] for name in reply["error"] if name in self._exceptions]
-            error = kinds[0](reply["message"]) if kinds else _exception(reply["error"][-1], reply["message"])
+            error = kinds[0](reply["message"]) if kinds else exception(reply["error"][-1], reply["message"], _UNPLAIN)
             error.__dict__.update({name: decode(value, self._remote) for name, value in reply["state"].items()})
             raise error
         return decode(reply["result"], self._remote)
@@ -231,7 +232,7 @@ class Tests:
         if "exception" not in sent:
             return decode(sent["value"], self._remote)
         *derived, standard = sent["exception"]
-        kind = type(_exception(standard, ""))
+        kind = type(exception(standard, "", _UNPLAIN))
         for name in reversed(derived):
             kind = self._exceptions.setdefault(name, type(name, (kind,), {}))
         return kind
@@ -449,15 +450,6 @@ def _pytest() -> Any:
 
 class _Row(tuple):  # type: ignore[type-arg]
     """Arguments of one case: pytest.param."""
-
-
-def _exception(name: str, message: str) -> Exception:
-    kind: Any = getattr(builtins, name, None)
-    plain = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _UNPLAIN)
-    try:
-        return kind(message) if plain else RuntimeError(name)
-    except TypeError:  # it needs other arguments
-        return RuntimeError(name)
 
 
 def _replace(mine: Any, theirs: Any) -> None:

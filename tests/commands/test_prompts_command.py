@@ -55,6 +55,30 @@ def test_the_prompts_of_a_recipe_are_shown(tiny, capsys):
     assert any(f"|[{PAPER_PHRASE}]|[</think>]|" in line for line in lines), "what the warm start masks"
 
 
+def test_lists_and_a_validation_with_fewer_prompts_than_asked_for_are_said(tiny, capsys):
+    answers = (
+        "1, 2",
+        "so \\boxed{\\frac{1}{2},3}",
+        "x=1, y=2",
+        "7;+2\n#### 3, 4",
+        "(1, 2)",
+        "\\{1, 2\\}",
+        "1,234",
+        "3,14",
+    )
+    rows = [{"problem": f"{n};+1=", "answer": answer} for n, answer in enumerate(answers)]
+    (tiny / "lists.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = f"prompts.path={tiny / 'lists.jsonl'}"
+    code, shown = output(tiny, capsys, path)
+    assert code == 0, shown.err
+    assert "prompts: 5 references are lists, paid in any order; (1, 2) keeps the order\n" in shown.out
+    held_out = (path, "prompts.held_out=2", "validation.every_steps=1")
+    code, shown = output(tiny, capsys, *held_out, "validation.prompts=3")
+    assert code == 0 and "prompts: validation.prompts is 3, and 2 prompts are held out\n" in shown.out
+    code, shown = output(tiny, capsys, "prompts.held_out=1", "validation.every_steps=1", "validation.prompts=1")
+    assert code == 0 and "validation.prompts is" not in shown.out and "references are lists" not in shown.out
+
+
 def test_a_verifier_of_code_scores_an_answer_without_a_program(tiny, capsys):
     (tiny / "code.jsonl").write_text(json.dumps({"prompt": "add", "answer": "assert add(1, 1) == 2"}) + "\n")
     code, shown = output(tiny, capsys, f"prompts.path={tiny / 'code.jsonl'}", "rewards.verifier=code")

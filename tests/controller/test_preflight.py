@@ -253,6 +253,20 @@ def test_of_many_mathematical_references_a_sample_is_checked(tiny, monkeypatch):
     assert check_answers(task, answers[::-1]) == (problems[::-1], tried[::-1])
 
 
+def test_references_are_parsed_once_and_not_at_each_command(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (task,) = tasks_of(recipe(tiny))
+    answers = [("q", text, {}) for text in ("Half of 6.\n#### 3", "\\frac{1}{3}", "see the figure")]
+    checked = check_answers(task, answers)
+    assert checked[0][:2] == ["", ""] and "is text" in checked[0][2]
+    asked = []
+    check = "megatron_scalerl.controller.preflight.check_references"
+    monkeypatch.setattr(check, lambda texts: asked.append(texts) or [""] * len(texts))
+    assert check_answers(task, answers) == checked and not asked
+    check_answers(task, answers[:2])
+    assert len(asked) == 1, "other references are checked"
+
+
 def test_a_host_that_cannot_isolate_programs_is_refused_before_any_process(tiny, tmp_path, monkeypatch):
     """A stand-in for a host without the sandbox's system calls."""
     monkeypatch.setattr("megatron_scalerl.rewards.sandbox_probe.is_supported", lambda: False)
