@@ -223,6 +223,8 @@ class Score:
     reason: str = ""
     """One word if the verdict is not a plain comparison: timeout, memory, crash, error, no_answer,
     truncated, unavailable."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the environment measured, by name."""
 
 
 @record
@@ -439,6 +441,8 @@ class PassRate:
     """Completions left out of all of the above (`CompletionLost`)."""
     within_variance: float | None = None
     """`controller.metrics.within_variance`; None with one generation."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Means of what environments measured, `environment/NAME`."""
     tasks: Mapping[str, TaskPassRate] = field(default_factory=dict)
     """Task of a mixture -> its part, in RUN/validation.jsonl the columns pass_rate/TASK and prompts/TASK."""
 

@@ -43,7 +43,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -110,6 +110,7 @@ class Turn:
     reward: bool | float | None
     """At most MOST_REWARD, absolutely."""
     done: bool
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Session(Protocol):
@@ -329,6 +330,8 @@ class Episode:
         self._number = 0
         """In its process."""
         self._failed = False
+        self.metrics: dict[str, float] = {}
+        """The latest value of each."""
         self._past: list[tuple[Argument, bytes]] = []
         """Calls so far, beginning with reset, and digests of what they returned."""
 
@@ -365,6 +368,7 @@ class Episode:
             ended.result()
         async with race(asyncio.shield(ended), self._tries(argument)) as tasks:
             turn: Turn = next(task.result() for task in tasks if task.done())
+        self.metrics |= turn.metrics
         return turn
 
     async def _tries(self, argument: Argument) -> Turn:

@@ -151,11 +151,19 @@ def _turn(result: Any, name: str) -> dict[str, Any]:
     elif name == "run":
         result = ([], result, True)
     messages, reward, done = result
+    metrics: Mapping[str, Any] = {}
+    if isinstance(reward, tuple):
+        reward, metrics = reward
     if isinstance(messages, str):
         messages = {"role": "user", "content": messages}
     if isinstance(messages, Mapping):
         messages = [messages]
-    return {"messages": [dict(message) for message in messages], "reward": reward, "done": done}
+    return {
+        "messages": [dict(message) for message in messages],
+        "reward": reward,
+        "done": done,
+        "metrics": {name: float(value) for name, value in metrics.items()},
+    }
 
 
 def _kind(head: str, name: str) -> Any:

@@ -121,6 +121,7 @@ class EpisodeSampler(Sampler):
                 messages, ids = await self._first(environment)
                 prompt = replace(prompt, token_ids=tuple(ids.tolist()))
             trace = Trace(prompt.token_ids)
+            trace.metrics = environment.metrics
             ask = partial(self._ask, engine, trace, draw, priority)
             reason = "silent"
             end = "run has asked nothing"
@@ -269,6 +270,7 @@ class EpisodeSampler(Sampler):
             score = self._verifier.paid(value, prompt, tokens=sampled)
         if trace.failure or trace.truncated:  # costs so far are not saved by breaking off
             score = replace(score, reward=min(score.reward, total))
+        score = replace(score, metrics=trace.metrics)
         return ScoredCompletion(prompt=prompt, completion=completion, parts=tuple(map(write, parts)), score=score)
 
 
