@@ -228,6 +228,8 @@ class Score:
     gave no verdict."""
     problem: str = field(default="", compare=False)
     """End of the traceback with which the environment of an episode failed that is paid as wrong."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the environment measured, by name."""
 
 
 @record
@@ -477,6 +479,8 @@ class PassRate:
     """Completions left out of all of the above (`CompletionLost`)."""
     within_variance: float | None = None
     """`controller.metrics.within_variance`; None with one generation."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Means of what environments measured, `environment/NAME`."""
     tasks: Mapping[str, TaskPassRate] = field(default_factory=dict)
     """Task of a mixture -> its part, in RUN/validation.jsonl the columns pass_rate/TASK and prompts/TASK."""
     confirmed_share: float | None = None

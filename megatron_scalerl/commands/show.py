@@ -132,6 +132,8 @@ def show(console: Console, group: dict[str, Any], index: int, tokenizer: Any) ->
         lines["turns"] = f"{rollout['turns']}, {rollout['environment_tokens']} tokens of the environment"
     if score["problem"]:
         lines["failure"] = printable(score["problem"])
+    if score["metrics"]:
+        lines["metrics"] = ", ".join(f"{printable(name)} {value:g}" for name, value in score["metrics"].items())
     for name, value in lines.items():
         console.print(Text.assemble((f"{name:<11}", "bold"), value))
     console.print(Text.assemble(("prompt     ", "bold"), (decode(tokenizer, prompt["token_ids"]), "dim")))

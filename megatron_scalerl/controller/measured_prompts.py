@@ -31,7 +31,14 @@ import msgspec
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl
 from megatron_scalerl.controller.meter import Purpose
-from megatron_scalerl.controller.metrics import Metrics, Outcomes, means, text, within_variance
+from megatron_scalerl.controller.metrics import (
+    Metrics,
+    Outcomes,
+    environment_metrics,
+    means,
+    text,
+    within_variance,
+)
 from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.run_folder import ResumePoint, RunFolder
 from megatron_scalerl.evaluation.completing import Finished, Request, row_of
@@ -160,6 +167,7 @@ class HeldOut:
             entropy=_entropy(completions),
             lost_completions=len(requests) - len(completions),
             within_variance=within_variance(outcomes),
+            metrics=environment_metrics(scored.score for row in rows for scored in row if scored is not None),
             tasks=_by_task(self._prompts, by_prompt),
             **self._audited([scored for row in rows for scored in row if scored is not None]),
         )

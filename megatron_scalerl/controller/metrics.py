@@ -29,7 +29,7 @@ import msgspec
 from megatron_scalerl.checkpoints.atomic_io import naming, write_all, write_durably
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
 from megatron_scalerl.engine.membership import Membership
-from megatron_scalerl.types import PassRate, RolloutGroup, StepReport
+from megatron_scalerl.types import PassRate, RolloutGroup, Score, StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -282,6 +282,7 @@ def _guarded(sink: str, what: str, outcome: str = "") -> Iterator[None]:
 def validation_row(result: PassRate) -> dict[str, Any]:
     """The line of validation.jsonl; each number of a task is a column."""
     row = asdict(result)
+    row |= row.pop("metrics")
     for task, part in row.pop("tasks").items():
         row |= {f"{column}/{task}": value for column, value in part.items()}
     return row
@@ -331,6 +332,7 @@ def batch_metrics(
     return metrics | {
         "train_completions": float(count),
         **_pass_rates_by_task(groups),
+        **environment_metrics(scores),
         "truncated_share": sum(c.truncated for c in completions) / count,
         "interrupted_share": sum(c.interrupted for c in completions) / count,
         "lost_completions": float(sum(g.lost_completions for g in groups)),
@@ -343,6 +345,15 @@ def batch_metrics(
         "mixed_version_share": sum(c.first_version != c.last_version for c in completions) / count,
         "epoch": float(max(g.epoch for g in groups)),
     }
+
+
+def environment_metrics(scores: Iterable[Score]) -> dict[str, float]:
+    """The means of what environments measured, each over the completions that have it: `environment/NAME`."""
+    values: dict[str, list[float]] = {}
+    for score in scores:
+        for name, value in score.metrics.items():
+            values.setdefault(f"environment/{name}", []).append(value)
+    return {name: fmean(numbers) for name, numbers in values.items()}
 
 
 def _lost_shares(groups: Sequence[RolloutGroup]) -> dict[str, float]:

@@ -416,7 +416,7 @@ def _sampling(spec: SamplingSpec) -> dict[str, Any]:
         "stop_token_ids": [],
         "seed": spec.seed if spec.seeded else None,
         "logprobs": 0,
-        "stop": spec.stop,
+        "stop": list(spec.stop),
         "detokenize": bool(spec.stop),
         "ignore_eos": spec.ignore_eos,
     }

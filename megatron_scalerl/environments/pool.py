@@ -45,7 +45,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -111,6 +111,7 @@ class Turn:
     reward: bool | float | None
     """At most MOST_REWARD, absolutely."""
     done: bool
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Session(Protocol):
@@ -373,6 +374,8 @@ class Episode:
         self._failed = False
         self._process_died = False
         """Whether its process ended during the last try."""
+        self.metrics: dict[str, float] = {}
+        """The latest value of each."""
         self._past: list[tuple[Argument, bytes]] = []
         """Calls so far, beginning with reset, and digests of what they returned."""
 
@@ -409,6 +412,7 @@ class Episode:
             ended.result()
         async with race(asyncio.shield(ended), self._tries(argument)) as tasks:
             turn: Turn = next(task.result() for task in tasks if task.done())
+        self.metrics |= turn.metrics
         return turn
 
     async def _tries(self, argument: Argument) -> Turn:

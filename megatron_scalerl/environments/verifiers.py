@@ -120,19 +120,22 @@ class Server:
                 reply.set_result(part)
 
 
-def reward(reply: Table) -> float:
-    """The reward of a run. Raises LibraryFailed."""
+def verdict(reply: Table) -> tuple[float, Table]:
+    """(reward of a run, its parts and metrics). Raises LibraryFailed."""
     traces = reply["traces"]
     unknown = {"type": "the environment server", "message": reply["error"]}
     head = reply.get("head") or {"ok": False, "errors": []}
     if not head["ok"]:
         raise LibraryFailed([unknown, *(error for part in (*traces, head) for error in part["errors"])][-1])
-    rewards = [reward for trace in traces for reward in (trace.get("rewards") or {}).values()]
+    named = {name: reward for trace in traces for name, reward in (trace.get("rewards") or {}).items()}
+    rewards = list(named.values())
     # a second agent, such as a user, would be trained with the reward of the first
     if len(traces) != 1 or not rewards or None in rewards:
         problem = f"{len(traces)} agents with rewards {rewards}; an episode needs one, with a score for each reward"
         raise LibraryFailed({"type": "the taskset", "message": problem})
-    return sum(reward["score"] * reward["weight"] for reward in rewards)
+    measured = {name: value for name, value in (traces[0].get("metrics") or {}).items() if value is not None}
+    scores = {name: reward["score"] for name, reward in named.items()}
+    return sum(reward["score"] * reward["weight"] for reward in rewards), measured | scores
 
 
 class Verifiers:
@@ -142,7 +145,7 @@ class Verifiers:
     client: Table
     server: Server | None = None
 
-    async def run(self, row: Table, agent: Agent) -> float:
+    async def run(self, row: Table, agent: Agent) -> tuple[float, Table]:
         """Play the row's task. Raises LibraryFailed, and ConnectionError if the server ends."""
         headers = {**self.client.get("headers", {}), ROUTE_HEADER: agent.route_key}
         request = {
@@ -151,7 +154,7 @@ class Verifiers:
             "model": agent.model,
             "sampling": {"cache_salt": agent.api_key},
         }
-        return reward(await self.ask("run", request))
+        return verdict(await self.ask("run", request))
 
     @classmethod
     async def ask(cls, method: str, request: Table) -> Table:

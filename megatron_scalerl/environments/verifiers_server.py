@@ -1,6 +1,7 @@
 """The half of `environments.verifiers` that runs in the library's own virtual environment, as a program.
 
-    verifiers_server.py check NAME            exits with a line on stderr if the environment cannot be used
+    verifiers_server.py check NAME            exits with a line on stderr if the environment cannot be used, and
+                                              installs what its harness needs
     verifiers_server.py rows NAME             prints a row for each task, as JSON lines
     verifiers_server.py serve NAME ADDRESS    serves the environment
 
@@ -23,8 +24,8 @@ def tables(name: str) -> dict[str, Any]:
     return {"env": {"taskset": {"id": name}}}
 
 
-def check(name: str) -> Any:
-    """The library's EnvConfig. Programs of harnesses run in processes of this host, unless the file says where.
+def configured(name: str) -> tuple[Any, Any, Any]:
+    """(the library's EnvConfig, those of harness and runtime), which is a process here unless the file says where.
 
     Exits with a line on stderr if the table cannot be used, or if a program would execute what the policy writes.
     """
@@ -35,16 +36,43 @@ def check(name: str) -> Any:
         config = resolve_env_config(tables(name)["env"])
     except ValueError as problem:  # of several lines
         sys.exit(" ".join(str(problem).split()))
-    for agent, harness in config.agent_harnesses().items():
-        settings = getattr(config, agent)
-        if "runtime" not in settings.model_fields_set:
-            if harness_class(harness.id).EXECUTES_CODE:
-                sys.exit(
-                    f"the harness {harness.id!r} executes what the policy writes; set env.{agent}.runtime in a file, "
-                    'or a harness without tools, {id = "null"}'
-                )
-            settings.runtime = SubprocessConfig()
-    return config
+    harnesses = config.agent_harnesses()
+    if len(harnesses) != 1 or config.id == "best-of-n":
+        sys.exit(
+            f"env.id {config.id!r} has several agents or attempts in an episode, which is trained with one: leave "
+            "env.id out, or take an environment with one agent"
+        )
+    [(agent, harness)] = harnesses.items()
+    settings = getattr(config, agent)
+    if "runtime" not in settings.model_fields_set:
+        if harness_class(harness.id).EXECUTES_CODE:
+            sys.exit(
+                f"the harness {harness.id!r} executes what the policy writes; set env.{agent}.runtime in a file, "
+                'or a harness without tools, {id = "null"}'
+            )
+        settings.runtime = SubprocessConfig()
+    return config, harness, settings.runtime
+
+
+def check(name: str) -> None:
+    """Install what the harness needs, as the first episode would. Exits with a line on stderr if something fails."""
+    from verifiers.v1.runtimes import provision_runtime
+    from verifiers.v1.utils.loaders import load_harness
+
+    _, harness, settings = configured(name)
+
+    async def install() -> None:
+        async with provision_runtime(settings) as runtime:
+            await load_harness(harness).setup(runtime)
+
+    try:
+        if settings.type == "subprocess":
+            asyncio.run(install())
+    except RuntimeError as problem:
+        sys.exit(
+            f"the harness {harness.id!r} cannot install its packages with uv: {' '.join(str(problem).split())}; name "
+            "what the network needs, such as SSL_CERT_FILE or HTTPS_PROXY, in environment.variables"
+        )
 
 
 def rows(name: str) -> None:
@@ -52,7 +80,8 @@ def rows(name: str) -> None:
     from verifiers.v1.utils.loaders import load_taskset
 
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for `| head`
-    for task in load_taskset(check(name).taskset):
+    config, _, _ = configured(name)
+    for task in load_taskset(config.taskset):
         row = {"prompt": task.data.prompt_text or task.key, "answer": task.key}
         print(json.dumps({**row, "task_data": task.data.model_dump(mode="json")}))
 
@@ -61,7 +90,8 @@ def serve(name: str, address: str) -> None:
     """Serve runs of the environment until the process is killed."""
     from verifiers.v1.serve import EnvServer
 
-    asyncio.run(EnvServer(check(name), address).run())
+    config, _, _ = configured(name)
+    asyncio.run(EnvServer(config, address).run())
 
 
 if __name__ == "__main__":

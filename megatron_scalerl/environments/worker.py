@@ -157,11 +157,19 @@ def _turn(result: Any, name: str) -> dict[str, Any]:
     if isinstance(result, tuple) and len(result) == 5:
         raise ValueError(f"{name} returned five values, as Gymnasium's does; it has to return messages, reward, done")
     messages, reward, done = result
+    metrics: Mapping[str, Any] = {}
+    if isinstance(reward, tuple):
+        reward, metrics = reward
     if isinstance(messages, str):
         messages = {"role": "user", "content": messages}
     if isinstance(messages, Mapping):
         messages = [messages]
-    return {"messages": [dict(message) for message in messages], "reward": reward, "done": done}
+    return {
+        "messages": [dict(message) for message in messages],
+        "reward": reward,
+        "done": done,
+        "metrics": {name: float(value) for name, value in metrics.items()},
+    }
 
 
 def _kind(head: str, name: str) -> Any:

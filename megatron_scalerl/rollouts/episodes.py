@@ -121,6 +121,7 @@ class EpisodeSampler(Sampler):
                 messages, ids = await self._first(environment)
                 prompt = replace(prompt, token_ids=tuple(ids.tolist()))
             trace = Trace(prompt.token_ids)
+            trace.metrics = environment.metrics
             ask = partial(self._ask, engine, trace, draw, priority)
             problem = ""
             reason = "silent"
@@ -274,7 +275,7 @@ class EpisodeSampler(Sampler):
             prompt=prompt,
             completion=completion,
             parts=tuple(map(write, parts)),
-            score=score,
+            score=replace(score, metrics=trace.metrics),
             unconfirmed_text=unconfirmed_text(score, trace.text),
         )
 

@@ -76,10 +76,11 @@ def _of_tags(text: str, types: Types, *, call: str, argument: str) -> tuple[str,
 
 def _of_kimi(text: str, types: Types) -> tuple[str, Any, Any]:
     """functions.NAME:NUMBER<|tool_call_argument_begin|>{...}<|tool_call_end|>."""
-    match = re.fullmatch(r"(.*?)\s*<\|tool_call_argument_begin\|>(.*)<\|tool_call_end\|>", text, re.DOTALL)
-    if not match:
+    call_id, _, rest = text.partition("<|tool_call_argument_begin|>")
+    arguments, end, after = rest.rpartition("<|tool_call_end|>")
+    if not end or after:
         raise _Unreadable("malformed_structure")
-    call_id, arguments = match.groups()
+    call_id = call_id.rstrip()
     return call_id, call_id.partition(":")[0].removeprefix("functions."), _json(arguments)
 
 

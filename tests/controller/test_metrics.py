@@ -16,7 +16,7 @@ from stored_episodes import EPISODE, FORKED
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.controller.metrics import Metrics, batch_metrics
+from megatron_scalerl.controller.metrics import Metrics, batch_metrics, environment_metrics
 from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.types import PassRate, TaskPassRate
 
@@ -73,7 +73,7 @@ def test_the_tasks_of_a_mixture_are_columns_of_validation_and_tensorboard(tmp_pa
     first, second = read_jsonl(tmp_path / "validation.jsonl")
     own = {"pass_rate/code": 0.0, "prompts/code": 1, "pass_rate/math": 0.5, "prompts/math": 3}
     assert first | {"step": 2, "policy_version": 2} == second | own
-    assert second.keys() == asdict(pass_rate(2)).keys() - {"tasks"}, "as before there were tasks"
+    assert second.keys() == asdict(pass_rate(2)).keys() - {"tasks", "metrics"}, "as before there were tasks"
     assert events(tmp_path).Scalars("validation/pass_rate/math")[0].value == 0.5
 
 
@@ -282,6 +282,20 @@ def test_a_batch_with_episodes_has_their_turns_and_counts_what_the_policy_wrote(
     assert found["completion_tokens_mean"] == (8 + 8 + 2 + 3 + 3) / 5
     assert (found["train_completions"], found["staleness_max"]) == (5.0, 4.0)
     assert not {"turns_mean", "environment_tokens"} & batch_metrics([plain], {}, 0).keys()
+
+
+def test_what_environments_measured_is_in_metrics_and_validations(tmp_path):
+    """Each mean is over the completions that have the value."""
+    plain = group([1, -1, -1])
+    first, second, third = plain.scores
+    scores = (replace(first, metrics={"right": 1.0, "short": 0.25}), replace(second, metrics={"right": 0.5}), third)
+    measured = {"environment/right": 0.75, "environment/short": 0.25}
+    assert batch_metrics([replace(plain, scores=scores)], {}, 0).items() >= measured.items()
+    assert not any(key.startswith("environment/") for key in batch_metrics([plain], {}, 0))
+    metrics = open_metrics(tmp_path)
+    metrics.validation(replace(pass_rate(0), metrics=environment_metrics(scores)), by_prompt=[0.0])
+    metrics.close()
+    assert read_jsonl(tmp_path / "validation.jsonl")[0].items() >= measured.items()
 
 
 def test_the_length_of_a_group_is_what_the_policy_wrote():

@@ -54,6 +54,16 @@ REWARDS = {"True": True, "0.5": 0.5, "None": None, "__import__('numpy').float32(
 
 
 @pytest.mark.parametrize("name", ["Runs", "RunsAsync"])
+async def test_a_reward_may_come_with_metrics(name, tmp_path):
+    """Of which the latest value of each name counts."""
+    async with pool_of(name, tmp_path) as pool:
+        async with pool.episode({"text": "(0.5, {'short': True, 'digits': 3})"}) as episode:
+            assert await episode.run(Session()) == 0.5 and episode.metrics == {"short": 1.0, "digits": 3.0}
+        for text in ("(0.5, {'x': float('nan')})", "(0.5, {'x': 'y'})", "(0.5, 1)", "(0.5,)"):
+            assert (await ran(pool, text)).reason == "invalid"
+
+
+@pytest.mark.parametrize("name", ["Runs", "RunsAsync"])
 async def test_what_a_run_returns_is_the_reward(name, tmp_path):
     async with pool_of(name, tmp_path) as pool:
         assert pool.agent

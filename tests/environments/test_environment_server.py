@@ -64,7 +64,7 @@ def run_of(kind, *frames):
 
 def scored(score, **head):
     """The frames of a run with this score."""
-    rewards = {"rewards": {"found": {"score": score, "weight": 0.5}}}
+    rewards = {"rewards": {"found": {"score": score, "weight": 0.5}}, "metrics": {"turns": 3.0, "unscored": None}}
     if score is None:
         rewards = {"rewards": None}
     end = {"head": {"ok": True, "errors": []} | head, "traces": [{"id": "t"}], "error": None}
@@ -101,7 +101,7 @@ async def test_a_folder_with_a_long_name_for_temporary_files_takes_a_server(agen
         folder.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
         await kind.start_server()
-        assert await run_of(kind, *scored(0.5)) == 0.25
+        assert await run_of(kind, *scored(0.5)) == (0.25, {"turns": 3.0, "found": 0.5})
 
 
 async def test_a_server_that_has_no_folder_says_why(agents, monkeypatch):
@@ -124,7 +124,7 @@ async def test_garbage_ends_the_server_and_its_runs_say_why(frame, cause, agents
         for call in calls:
             with pytest.raises(ConnectionError, match=cause):
                 await call
-        assert await run_of(kind, *scored(1.0)) == 0.5
+        assert (await run_of(kind, *scored(1.0)))[0] == 0.5
         old, new = written(tmp_path)
         await until(lambda: old not in [process.pid for process in servers()])
         assert new in [process.pid for process in servers()]

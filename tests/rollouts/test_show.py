@@ -97,20 +97,23 @@ def episodes(run_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("episodes")
     (folder / "recipe.yaml").write_text((run_dir / "recipe.yaml").read_text())
     made, (plain, _) = group(0)
-    turns = group_of((EPISODE, FORKED, plain), (*made.scores, made.scores[1]), prompt=made.prompt)
+    right, wrong = made.scores
+    measured = replace(right, metrics={"found": 1.0, "short": 0.25})
+    turns = group_of((EPISODE, FORKED, plain), (measured, wrong, wrong), prompt=made.prompt)
     write_journal(folder, groups=[(turns, (EPISODE, FORKED, plain))])
     return folder
 
 
 def test_what_the_environment_wrote_is_marked_and_counted(episodes, capsys):
     assert main([str(episodes)]) == 0
-    assert capsys.readouterr().out.splitlines()[:7] == [
+    assert capsys.readouterr().out.splitlines()[:8] == [
         "group      0, epoch 0, in no batch yet, pass rate 1/3",
         "completion 0 of 3, 11 tokens, seed 0",
         "reward     +1 (right), reference 9",
         "thinking   cut after 1 tokens, interrupted, not truncated",
         "versions   3 (tokens 0-6), 4 (tokens 7-10)",
         "turns      3, 3 tokens of the environment",
+        "metrics    found 1, short 0.25",
         "prompt     <bos>7;+2=<think>",
     ]
     assert main([str(episodes)]) == 0

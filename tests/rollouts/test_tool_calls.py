@@ -228,6 +228,17 @@ def test_the_call_of_llama_3_is_the_whole_answer():
 
 
 HOSTILE = {
+    "qwen3.5": (
+        QWEN35,
+        (),
+        [
+            "<tool_call>" * 16000,
+            tags(("a", " " * 32000), end=""),
+            f"<tool_call><function=add>{'<parameter=a>' * 3000}</function></tool_call>",
+            f"<tool_call><function=add>{'</function> ' * 3000}</tool_call>",
+        ],
+    ),
+    "glm": (GLM, (), [glm(*[("a" * 9, " " * 9)] * 1500, end="<arg_key></tool_call>"), "</tool_call>" * 9000]),
     "llama": (
         LLAMA3_TURNS,
         LLAMA,
@@ -239,6 +250,7 @@ HOSTILE = {
         [
             kimi_call("a" * 32000, "{}"),
             kimi(kimi_call("", " " * 32000 + "x")),
+            kimi(kimi_call("a" + " " * 32000 + "b", "{}")),
             kimi("<|tool_call_begin|>" * 32000),
             kimi(kimi_call("a", "{}") * 6400),
             "<think>" * 32000,

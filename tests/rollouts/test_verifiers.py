@@ -145,6 +145,7 @@ def test_two_games_at_once_have_their_own_turns_and_a_cancelled_one_ends_in_the_
 
 def test_names_that_cannot_be_used_are_refused_in_a_line(tmp_path):
     tables = {"nosuch": "taskset.id = 'nosuch'", "setting": "taskset = {id = 'guess', setting = 1}"}
+    tables["several agents or attempts"] = "id = 'best-of-n'\ntaskset.id = 'guess'"
     tables[r"agent\.runtime"] = "taskset.id = 'guess'\nagent.harness.id = 'bash'"  # which executes
     for words, table in tables.items():
         (tmp_path / "wrong.toml").write_text(f"[env]\n{table}\n")
