@@ -219,10 +219,8 @@ def _of_prompts(
     defaults = PromptsSection()
     lengths = [len(prompt.token_ids) for prompt in prompts.training]
     # one very long prompt must not take the room of all completions: half of the positions are theirs
-    longest = max(lengths)
-    if chat.doubts:
-        longest += DOUBT_TOKENS
-    longest = min(longest, defaults.max_prompt_tokens, positions // 2)
+    spare = DOUBT_TOKENS if chat.doubts else 0
+    longest = min(max(lengths) + spare, defaults.max_prompt_tokens, positions // 2)
     usable = sum(length <= longest for length in lengths)
     if usable < 2:
         raise ValueError(f"{recipe.prompts.path}: one prompt is too few to train on one and to validate on another")
@@ -242,8 +240,7 @@ def _of_prompts(
     batch = recipe.rollouts.groups_per_batch
     group = recipe.rollouts.group_size
     if not gpus:
-        batch = CPU_BATCH
-        group = CPU_BATCH
+        batch = group = CPU_BATCH
         shortest, longest_completion = CPU_LENGTHS
         affordable = int(CPU_FLOPS / (6 * parameters * batch * group)) - longest
         longest_completion = max(shortest, min(longest_completion, affordable))
