@@ -212,16 +212,15 @@ def _of_prompts(
     recipe: Recipe, chat: Chat, prompts: PromptSet, tokenizer: Any, positions: int, parameters: int, gpus: int
 ) -> Choices:
     """The choices that depend on the prompts: template, tags, lengths, held-out prompts, batches, validations."""
+    from megatron_scalerl.plan.choose import lengths_of
     from megatron_scalerl.recipe.sections import PromptsSection
     from megatron_scalerl.rollouts.plans import forced_ids
 
     defaults = PromptsSection()
     lengths = [len(prompt.token_ids) for prompt in prompts.training]
     # one very long prompt must not take the room of all completions: half of the positions are theirs
-    longest = max(lengths)
-    if chat.doubts:
-        longest += DOUBT_TOKENS
-    longest = min(longest, defaults.max_prompt_tokens, positions // 2)
+    spare = DOUBT_TOKENS if chat.doubts else 0
+    longest = min(max(lengths) + spare, defaults.max_prompt_tokens, positions // 2)
     usable = sum(length <= longest for length in lengths)
     if usable < 2:
         raise ValueError(f"{recipe.prompts.path}: one prompt is too few to train on one and to validate on another")
@@ -241,8 +240,7 @@ def _of_prompts(
     batch = recipe.rollouts.groups_per_batch
     group = recipe.rollouts.group_size
     if not gpus:
-        batch = CPU_BATCH
-        group = CPU_BATCH
+        batch = group = CPU_BATCH
         shortest, longest_completion = CPU_LENGTHS
         affordable = int(CPU_FLOPS / (6 * parameters * batch * group)) - longest
         longest_completion = max(shortest, min(longest_completion, affordable))
@@ -251,9 +249,7 @@ def _of_prompts(
     if completion < longest_completion:
         why = f"what {positions:,} positions leave"
     why = f"{completion:,} tokens with the answer, {why}"
-    # the paper's proportions: 10k to 12k tokens of thinking and 2k of answer
-    answer = completion // 7
-    thinking = completion - answer
+    budget = lengths_of(completion)
     rows, _, thinks = chat.why.rpartition("; ")
     return {
         "prompts.chat_template": (chat.chat_template, rows),
@@ -262,8 +258,8 @@ def _of_prompts(
         "prompts.max_prompt_tokens": (longest, f"{usable:,} of {len(lengths):,} prompts are no longer"),
         "prompts.held_out": (held_out, "validations use them, training the others"),
         "interruption.enabled": (recipe.interruption.enabled, "true where thinking has a tag to close"),
-        "interruption.thinking_tokens": ([thinking * 5 // 6, thinking], why),
-        "interruption.answer_tokens": (answer, "a seventh of the completion"),
+        "interruption.thinking_tokens": (budget["thinking_tokens"], why),
+        "interruption.answer_tokens": (budget["answer_tokens"], "a seventh of the completion"),
         "rollouts.groups_per_batch": (min(batch, usable - held_out), "prompts of a step"),
         "rollouts.group_size": (group, "completions of each"),
         "rewards.verifier": (recipe.rewards.verifier, "it can use the references of the file"),

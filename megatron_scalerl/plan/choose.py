@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron_scalerl.plan.engine import engine_memory
 from megatron_scalerl.plan.hardware import MIB, Gpu
 from megatron_scalerl.plan.planner import RunPlan, make_plan
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.sections import LoraSection
 
 SIZES = (1, 2, 4, 8)
 """Sizes of model-parallel groups and of engines: within a node of eight GPUs."""
@@ -19,6 +21,8 @@ MOST_GPUS = 256
 """More are not tried for a policy that does not fit the GPUs that there are."""
 SPARE = 0.1
 """Share of a GPU that has to be free on the fullest trainer rank: the planner's memory is an estimate."""
+SHORTEST = 1024
+"""Shortest completion that is offered where no layout fits (tokens)."""
 SEQUENCES = 8
 """Sequences of maximum length that an engine's KV cache has to hold at least."""
 SHARES = (0.25, 0.4, 0.55)
@@ -31,19 +35,53 @@ Layout = dict[str, Any]
 def choose(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> RunPlan:
     """The plan of the recipe with a layout for `gpus`.
 
-    Raises ValueError where no layout fits, naming the number of GPUs with which one would.
+    Raises ValueError where no layout fits, naming adapters, shorter completions and a number of GPUs with which one
+    would.
     """
     plan = _first(recipe, config, gpus, gpu)
     if plan is not None:
         return plan
-    remedy = f"{MOST_GPUS} do not fit it either; write the recipe by hand, with a pipeline"
+    remedies = list(_smaller(recipe, config, gpus, gpu))
     number = 2 * gpus
     while number <= MOST_GPUS:
         if _first(recipe, config, number, gpu):
-            remedy = f"{number} would do"
+            remedies.append(f"--gpus {number}")
             break
         number *= 2
+    remedy = "write the recipe by hand, with a pipeline"
+    if remedies:
+        remedy = f"these would do: {', or '.join(remedies)}"
     raise ValueError(f"--gpus: no layout of {recipe.policy.path} fits {gpus} x {gpu.name}; {remedy}")
+
+
+def _smaller(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> Iterator[str]:
+    """Settings with which the recipe fits the GPUs: shorter completions, and adapters with as long ones as fit."""
+
+    def fits(completion: int) -> bool:
+        settings = recipe.model_dump()
+        settings["interruption"] |= lengths_of(completion)
+        return _first(Recipe.model_validate(settings), config, gpus, gpu) is not None
+
+    longest = recipe.max_completion_tokens
+    for words, lora in (("", recipe.policy.lora), ("policy.lora={} ", LoraSection())):
+        recipe = recipe.model_copy(update={"policy": recipe.policy.model_copy(update={"lora": lora})})
+        if not fits(SHORTEST):
+            continue
+        halves = takewhile(lambda length: length > SHORTEST, (longest >> n for n in range(longest)))
+        completion = next(filter(fits, halves), SHORTEST)
+        lengths = " ".join(f"interruption.{key}={value}" for key, value in lengths_of(completion).items())
+        yield (words + lengths).replace(", ", ",")
+
+
+def lengths_of(completion: int) -> dict[str, Any]:
+    """Settings of `interruption` for completions of this length, in the paper's proportions.
+
+    >>> lengths_of(14336)
+    {'thinking_tokens': [10240, 12288], 'answer_tokens': 2048}
+    """
+    answer = completion // 7
+    thinking = completion - answer
+    return {"thinking_tokens": [thinking * 5 // 6, thinking], "answer_tokens": answer}
 
 
 def _first(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> RunPlan | None:

@@ -123,9 +123,9 @@ def chat_of(
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     turn_end = _end_of_turn(tokenizer, prompts) if template else ""
     tuned = any(token in end_ids for token in tokenizer(turn_end, add_special_tokens=False)["input_ids"])
-    takes = prompts.chat_template
-    if takes == AUTO:
-        takes = bool(template) and (messages or tuned)
+    takes = bool(template) and (messages or tuned)
+    if isinstance(prompts.chat_template, bool):
+        takes = prompts.chat_template
     shown = ""
     if takes and template:
         shown = apply_template(tokenizer, prompts, [QUESTION])

@@ -48,7 +48,10 @@ class PromptRenderer:
             # the policy would read it as one
             raise ValueError(f"{where}: {column!r} contains the special token {token}")
         if len(question.messages) > 1 and not self._prompts.chat_template:
-            raise ValueError(f"{where}: the row has several messages, which need prompts.chat_template true")
+            raise ValueError(
+                f"{where}: the row has several messages, which need prompts.chat_template true, and a tokenizer that "
+                "has a template"
+            )
 
     def text(self, question: Question | str) -> str:
         """The rendered prompt, which ends with the think prefill."""

@@ -157,7 +157,12 @@ def test_a_template_is_taken_for_messages_and_thinking_is_closed_as_it_says():
 @pytest.mark.parametrize(
     ("config", "rows", "words", "said"),
     [
-        ({}, sums(30), ["--gpus", 1], "fits 1 x NVIDIA H100 SXM 80 GB; 8 would do"),
+        (
+            {},
+            sums(30),
+            ["--gpus", 1],
+            "fits 1 x NVIDIA H100 SXM 80 GB; these would do: policy.lora={} interruption.thi",
+        ),
         ({}, sums(30), ["--gpus", -1], "--gpus: -1 is no number of GPUs; 0 stands for CPUs"),
         ({}, sums(1), [], "one prompt is too few to train on one and to validate on another"),
         ({"max_position_embeddings": 20}, sums(30), [], "20 positions leave 9 tokens for a completion, after"),
