@@ -48,6 +48,9 @@ class Progress:
         if not self._header_printed:
             self._header_printed = True
             self._console.print(HEADER, style="bold")
+        failed = ""
+        if record.get("verifier_failed_share"):
+            failed = f"  verifier failed {record['verifier_failed_share']:.1%}"
         self._console.print(
             f"{step:5d}  {record['reward']:+6.3f}  {record['train_pass_rate']:4.2f}"
             f"  {record['staleness_mean']:6.2f} {record['staleness_max']:5.0f}   "
@@ -55,7 +58,8 @@ class Progress:
             f"  {record['mismatch_mean']:8.5f}  {record['entropy']:7.4f}"
             f"  {record['generated_tokens_per_second']:9.0f}"
             f"  {record['wait_for_batch_seconds'] + record['pinned_seconds']:13.2f}s"
-            f" {record['engine_paused_seconds'] + record['engine_idle_seconds']:5.2f}s",
+            f" {record['engine_paused_seconds'] + record['engine_idle_seconds']:5.2f}s"
+            f"{failed}",
         )
 
     def skipped(self, step: int, why: str) -> None:
