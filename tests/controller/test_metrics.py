@@ -358,3 +358,12 @@ def test_a_terminal_shows_each_step_and_a_log_file_every_fifth(terminal, shown):
     for step in range(1, 11):
         progress.step(step, defaultdict(float))
     assert re.findall(r"^ +(\d+)  \+0", console.file.getvalue(), re.M) == [str(step) for step in shown]
+
+
+def test_the_line_of_a_step_has_the_share_of_answers_for_which_the_verifier_failed():
+    console = Console(file=io.StringIO(), width=200)
+    progress = Progress(console, steps=10)
+    progress.step(5, defaultdict(float))
+    progress.step(10, defaultdict(float, verifier_failed_share=0.031))
+    _, without, with_share = console.file.getvalue().splitlines()
+    assert "verifier" not in without and with_share.endswith("  verifier failed 3.1%")

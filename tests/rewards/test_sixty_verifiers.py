@@ -99,3 +99,29 @@ def test_a_verifier_that_fails_for_sixteen_rows_ends_the_run_with_its_traceback(
     assert before == [None] * 15
     assert "gave no reward for 16 rows among the latest 256 checks" in str(end)
     assert "Traceback" in str(end) and "sixty_verifiers.py" in str(end)
+
+
+def test_a_judge_that_cannot_be_reached_is_a_warning(caplog):
+    pool, task = pool_of("raises_for_ten_seconds", 3)
+
+    async def main():
+        await asyncio.sleep(101.0)
+        await verifier_trial._try_rows(pool, task, ROWS)
+
+    in_virtual_time(main())
+    assert "was not tried: ConnectionRefusedError" in caplog.text
+
+
+def test_a_variable_that_is_not_set_here_is_a_warning(tmp_path, caplog):
+    (tmp_path / "a.jsonl").touch()
+    rewards = RewardsSection(verifier="sixty_verifiers:number_0", variables=("NO_SUCH_KEY",))
+    prompts = PromptsSection(path=str(tmp_path / "a.jsonl"))
+    verifier_trial.try_verifier(Task(name="", weight=1.0, prompts=prompts, rewards=rewards))
+    assert "was not tried: rewards.variables: the environment variable 'NO_SUCH_KEY'" in caplog.text
+
+
+def test_references_that_score_as_wrong_are_a_warning(caplog):
+    pool, task = pool_of("number", 0)
+    rows = [Prompt(prompt_id="a.jsonl:1", text="3 + 4 =", answer="seven", token_ids=())]
+    in_virtual_time(verifier_trial._try_rows(pool, task, rows))
+    assert "no reference of the first 1 rows is scored as right" in caplog.text
