@@ -9,8 +9,6 @@ RECENT = 256
 """Latest checks or episodes; the pool ends where more than half of them could not be made."""
 ALONE = 0.1
 """Share of the last RECENT tries up to which a failure is that of one answer alone."""
-MOST_ROWS = 16
-"""Rows among the latest RECENT checks whose verifier raised for their references, too, after which the pool ends."""
 TRIES = 3
 """Tries of what could not be made."""
 PAUSES_S = (1.0, 5.0)
@@ -59,10 +57,6 @@ class Outages:
             share = f"{sum(ends)} of the last {RECENT} {self._noun}"
             return RuntimeError(f"{share} could not be made, the last: {why}")
         return None
-
-    def failed_keys(self) -> int:
-        """Number of keys with a failure among the latest."""
-        return len({key for key, failed in self._ends if failed and key})
 
 
 def _failures(record: Iterable[tuple[bytes, bool]], key: bytes) -> int:

@@ -18,7 +18,7 @@ Outcomes of a check other than the verifier's return value:
   afresh after the last failure (`_works`), and fails for the answer once more after that: an answer must not escape
   its score by breaking its verifier. Else the check is lost (CompletionLost): a failure of the world is no reward.
 * The run ends (RuntimeError) after MAX_UNAVAILABLE lost checks in a row, and where more than half of the last RECENT
-  checks are lost, or checks of MOST_ROWS rows by errors (`outages`).
+  checks are lost (`outages`), or checks of MOST_ROWS rows by errors.
 * A check whose process died is repeated alone in a process, as are further tries of a check that exceeded the
   wall-clock limit there. Checks that had not begun are not affected.
 * Where no replacement starts, the current check is lost through no fault of the answer (CompletionLost). Other
@@ -46,7 +46,7 @@ import pickle
 import random
 import signal
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +71,8 @@ CACHE_SIZE = 4096
 """Cached scores, evicted least recently used first."""
 MAX_DEFAULT_WORKERS = 8
 """Most verifier processes where the recipe does not set their number."""
+MOST_ROWS = 16
+"""Rows among the latest checks for whose references the verifier failed, too, after which the pool ends."""
 WAITING_SHARE = 0.1
 """A check that used a processor for less than this share of its wall-clock limit was waiting for something."""
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
@@ -139,6 +141,8 @@ class VerifierPool:
         self._outstanding: dict[bytes, _Check] = {}
         self._cache: OrderedDict[bytes, Score] = OrderedDict()
         self._outages = outages.Outages("checks")
+        self._failed_rows: deque[bytes] = deque(maxlen=outages.RECENT)
+        """For each of the latest checks the row for whose reference the verifier failed, too, or nothing."""
         self._failure_shown = False
 
     async def __aenter__(self) -> VerifierPool:
@@ -347,10 +351,11 @@ class VerifierPool:
 
         row: of a check that is lost because the verifier raises for the row's reference, too.
         """
-        end = self._outages.ended(why, row)
-        if row and self._outages.failed_keys() >= outages.MOST_ROWS:
+        end = self._outages.ended(why)
+        self._failed_rows.append(row)
+        if row and len({*self._failed_rows} - {b""}) >= MOST_ROWS:
             end = RuntimeError(
-                f"rewards.verifier {self._rewards.verifier!r} gave no reward for {outages.MOST_ROWS} rows among the "
+                f"rewards.verifier {self._rewards.verifier!r} gave no reward for {MOST_ROWS} rows among the "
                 f"latest {outages.RECENT} checks, nor for their references; the last time:\n{why}"
             )
         if end is not None:

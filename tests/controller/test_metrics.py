@@ -366,4 +366,4 @@ def test_the_line_of_a_step_has_the_share_of_answers_for_which_the_verifier_fail
     progress.step(5, defaultdict(float))
     progress.step(10, defaultdict(float, verifier_failed_share=0.031))
     _, without, with_share = console.file.getvalue().splitlines()
-    assert "verifier" not in without and with_share.endswith("  verifier failed 3.1%")
+    assert "verifier" not in without and with_share.endswith("  verifier failed 0.031")
