@@ -23,8 +23,9 @@ def same_numbers(answer_text: str, reference: str, extra: dict[str, Any]) -> boo
 
     `answer_text` is the completion's text after thinking, `reference` the prompt's answer column, `extra` the other
     columns of its row, with the question as `prompt`. True gives the reward `rewards.correct`, False
-    `rewards.incorrect`; a float is the reward itself. An exception, a crash and a check that exceeds its limits
-    (`cpu_s`, `timeout_s`, `memory_mb`) count as wrong. Identical arguments are checked once.
+    `rewards.incorrect`; a float is the reward itself. A check that exceeds its limits (`cpu_s`, `timeout_s`,
+    `memory_mb`) counts as wrong, and so does an answer for which this raises, as here for a text that is no JSON,
+    if the reference has a reward. Identical arguments are checked once.
     """
     numbers = json.loads(answer_text)
     if sorted(numbers) != sorted(json.loads(reference)):

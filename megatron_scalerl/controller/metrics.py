@@ -33,6 +33,9 @@ from megatron_scalerl.types import PassRate, RolloutGroup, Score, StepReport
 
 logger = logging.getLogger(__name__)
 
+FAILED = ("timeout", "memory", "crash", "error", "unavailable")
+"""Reasons of wrong answers for which the verifier failed."""
+
 
 Outcomes = tuple[tuple[bool | None, ...], ...]
 """[prompts][generations] True: correct; None: lost, left out of every pass rate."""
@@ -337,7 +340,7 @@ def batch_metrics(
         "interrupted_share": sum(c.interrupted for c in completions) / count,
         "lost_completions": float(sum(g.lost_completions for g in groups)),
         **_lost_shares(groups),
-        "verifier_failed_share": sum(s.reason in ("timeout", "memory", "crash", "error") for s in scores) / count,
+        "verifier_failed_share": sum(s.reason in FAILED for s in scores) / count,
         "environment_failed_share": sum(s.reason.startswith("environment_") for s in scores) / count,
         "completion_tokens_mean": sum(c.generated_tokens for c in completions) / count,
         "staleness_mean": sum(staleness) / len(staleness),

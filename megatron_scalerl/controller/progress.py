@@ -64,8 +64,10 @@ class Progress:
             self._header_printed = True
             self._console.print(HEADER, style="bold")
         failed = ""
-        if record["environment_failed_share"]:
-            failed = f"  environment failed {record['environment_failed_share']:.3f}"
+        for part in ("verifier", "environment"):
+            share = record.get(f"{part}_failed_share", 0.0)
+            if share > 0:
+                failed += f"  {part} failed {share:.3f}"
         self._console.print(
             f"{step:5d}  {record['reward']:+6.3f}  {record['train_pass_rate']:4.2f}"
             f"  {record['staleness_mean']:6.2f} {record['staleness_max']:5.0f}   "

@@ -9,6 +9,7 @@ from megatron_scalerl.environments.worker import load
 from megatron_scalerl.losses import make_loss
 from megatron_scalerl.models import family, read_hf_config
 from megatron_scalerl.plan.counting import trained_family
+from megatron_scalerl.plan.verifier_trial import try_verifier
 from megatron_scalerl.prompts.chat import chat_of_recipe
 from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.prompts.tokenizer import policy_tokenizer
@@ -47,6 +48,7 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
     """
     for task in tasks_of(recipe):
         check_verifier(task.rewards.verifier)
+        try_verifier(task)
     if recipe.environment.name is not None:
         try:
             load(recipe.environment.name)

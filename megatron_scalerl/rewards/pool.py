@@ -9,18 +9,18 @@ came, and hold nothing but their own check.
 Outcomes of a check other than the verifier's return value:
 
 * An answer that exceeds a limit (time, processor time, memory) is wrong, with that reason.
-* An answer on which the verifier raises is wrong, with the reason `error`.
-* A process that dies during a check (killed by another process, a segmentation fault, an exit) is replaced and the
-  check repeated, alone in a process, as are further tries of a check that exceeded the wall-clock limit there. The
-  second time the answer is wrong, with the reason `crash`: an answer must not avoid its score by crashing the
-  verifier. Checks that had not begun are not affected.
-* A check that its verifier cannot make is tried again, TRIES times in all, and then lost as well: VerifierUnavailable
-  (the code verifier without a sandbox), a judge that cannot be reached or answers 408, 429 or 5xx
+* A check fails where the verifier raises or returns no reward (`error`), where two processes in a row die during the
+  check (`crash`), and where what the verifier asks fails in all TRIES tries (`unavailable`): VerifierUnavailable (the
+  code verifier without a sandbox), a judge that cannot be reached or answers 408, 429 or 5xx
   (`worker.is_unavailable`), a verifier of the user's that waited until the wall-clock limit, and a coroutine function
-  that returned no reward, whatever it raised (`worker.run_judge`). Where nearly all of the last RECENT checks succeed
-  at their first try, one that began after this one's first failure among them, the answer is wrong, `unavailable`: it
-  may have broken its judge to escape its score. After MAX_UNAVAILABLE in a row, or if more than half of the last
-  RECENT could not be made, the run ends (RuntimeError; `outages`).
+  that gave no reward, whatever the function raised (`worker.run_judge`).
+* The answer of a failed check is wrong, with the reason of the failure, if the verifier works for others, asked
+  afresh after the last failure (`_works`), and fails for the answer once more after that: an answer must not escape
+  its score by breaking its verifier. Else the check is lost (CompletionLost): a failure of the world is no reward.
+* The run ends (RuntimeError) after MAX_UNAVAILABLE lost checks in a row, and where more than half of the last RECENT
+  checks are lost (`outages`), or checks of MOST_ROWS rows by errors.
+* A check whose process died is repeated alone in a process, as are further tries of a check that exceeded the
+  wall-clock limit there. Checks that had not begun are not affected.
 * Where no replacement starts, the current check is lost through no fault of the answer (CompletionLost). Other
   processes continue; where that persists with none alive, the run ends (RuntimeError).
 
@@ -46,11 +46,11 @@ import pickle
 import random
 import signal
 import sys
-import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -59,6 +59,7 @@ from megatron_scalerl.processes.worker_pool import Program, WorkerDied, WorkerPo
 from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.recipe.tasks import AUDITS, Task
 from megatron_scalerl.rewards import outages
+from megatron_scalerl.rewards.forms import forms_of
 from megatron_scalerl.rewards.length_penalty import penalized
 from megatron_scalerl.rewards.limits import Limits
 from megatron_scalerl.rewards.worker import Outcome, Setup
@@ -70,6 +71,8 @@ CACHE_SIZE = 4096
 """Cached scores, evicted least recently used first."""
 MAX_DEFAULT_WORKERS = 8
 """Most verifier processes where the recipe does not set their number."""
+MOST_ROWS = 16
+"""Rows among the latest checks for whose references the verifier failed, too, after which the pool ends."""
 WAITING_SHARE = 0.1
 """A check that used a processor for less than this share of its wall-clock limit was waiting for something."""
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
@@ -86,6 +89,8 @@ INHERITED = (
     "PYTHONHOME",
 )
 """Environment variables that a verifier inherits, besides LC_* and `rewards.variables`."""
+_Kind = tuple[bool, bool]
+"""Whether a check waited for something, and whether the answer had more than the reward of a wrong one."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -130,13 +135,15 @@ class VerifierPool:
         self._first_try_ended = asyncio.Event()
         """Is set, and replaced, when the next one of them ends."""
         self._made_s = 0.0
-        """Begin of the latest first try that gave a reward (`time.monotonic`)."""
-        self._failed_s = 0.0
-        """Begin of the latest first try that could not be made."""
+        """Begin of the latest first try that gave a reward (of the event loop)."""
+        self._rewarded: dict[_Kind, bytes] = {}
+        """The latest request of each kind that gave a reward."""
         self._outstanding: dict[bytes, _Check] = {}
         self._cache: OrderedDict[bytes, Score] = OrderedDict()
         self._outages = outages.Outages("checks")
-        self._error_shown = False
+        self._failed_rows: deque[bytes] = deque(maxlen=outages.RECENT)
+        """For each of the latest checks the row for whose reference the verifier failed, too, or nothing."""
+        self._failure_shown = False
 
     async def __aenter__(self) -> VerifierPool:
         await self.start()
@@ -173,8 +180,7 @@ class VerifierPool:
         elif text_after_thinking is None or not text_after_thinking.strip():
             score = self._wrong("no_answer")
         else:
-            columns = {**prompt.extra, "prompt": prompt.text}
-            score = await self._score_once(pickle.dumps((text_after_thinking, prompt.answer, columns)))
+            score = await self._score_once(text_after_thinking, *_row(prompt))
         return penalized(score, tokens, self._rewards.length_penalty)
 
     def paid(self, value: bool | float, prompt: Prompt, *, tokens: int) -> Score:
@@ -188,17 +194,25 @@ class VerifierPool:
         """
         if self._asks_others:
             return ""
-        request = (None, self._rewards.verifier, prompt.text, prompt.answer, dict(prompt.extra))
-        return (await self._score_once(pickle.dumps(request))).reason
+        row = (self._rewards.verifier, prompt.text, prompt.answer, dict(prompt.extra))
+        return (await self._score_once(None, *row)).reason
 
-    async def _score_once(self, request: bytes) -> Score:
-        """The score of a request: cached, of an outstanding identical check, or of a new check."""
+    async def outcome(self, text: str, prompt: Prompt) -> Outcome:
+        """The outcome of one try of a text, asked afresh. Raises CompletionLost if no process takes the text."""
+        return await self._try(pickle.dumps((text, *_row(prompt))))
+
+    async def _score_once(self, text: str | None, *row: Any) -> Score:
+        """The score of a text for a row: cached, of an outstanding identical check, or of a new check."""
+        request = pickle.dumps((text, *row))
         key = hashlib.sha256(request).digest()
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
         if key not in self._outstanding:
-            self._outstanding[key] = _Check(score=asyncio.create_task(self._check(key, request)))
+            forms = []
+            if text is not None and self._asks_others:
+                forms = [pickle.dumps((form, *row)) for form in forms_of(*row)]
+            self._outstanding[key] = _Check(score=asyncio.create_task(self._check(key, request, forms)))
         check = self._outstanding[key]
         check.callers += 1
         # shielded: a caller that is cancelled must not take the score away from the others
@@ -210,22 +224,25 @@ class VerifierPool:
                 check.score.cancel()
                 del self._outstanding[key]
 
-    async def _check(self, key: bytes, request: bytes) -> Score:
-        """Run a check and cache its score, unless that may differ next time. Raises CompletionLost."""
+    async def _check(self, key: bytes, request: bytes, forms: Sequence[bytes]) -> Score:
+        """Run a check and cache its score, unless that may differ next time. Raises CompletionLost.
+
+        forms: requests for the forms of the row's reference.
+        """
         outcome = await self._first_try(request)
-        ended_s = time.monotonic()
+        ended_s = asyncio.get_running_loop().time()
         for pause_s in outages.PAUSES_S[: outages.TRIES - 1]:
             if not outcome.unavailable:
                 break
             # at random: checks that held each other up do not come together again
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
             outcome = await self._try(request, alone=outcome.limit != "")
-        self._count(outcome.unavailable)
+        if outcome.failed:
+            outcome = await self._asked_again(outcome, ended_s, request, forms)
+        self._count("")
         score = self._score_of(outcome)
-        if outcome.unavailable:
-            if not (self._outages.alone() and await self._others_succeed(ended_s)):
-                raise CompletionLost(outcome.unavailable, reason="verifier_lost")
-            score = self._wrong("unavailable")
+        if outcome.value is not None:
+            self._rewarded[self._kind(outcome)] = request
         if not outcome.error and not outcome.unavailable:
             self._cache[key] = score
             if len(self._cache) > CACHE_SIZE:
@@ -235,27 +252,65 @@ class VerifierPool:
     async def _first_try(self, request: bytes) -> Outcome:
         """The outcome of a check's first try, on the record of what succeeds. Raises CompletionLost."""
         begins = [0.0]
+        clock = asyncio.get_running_loop().time
         self._first_tries += 1
         try:
-            outcome = await self._try(request, begun=lambda: begins.append(time.monotonic()))
-            self._outages.tried(bool(outcome.unavailable))
+            outcome = await self._try(request, begun=lambda: begins.append(clock()))
             if outcome.value is not None:
                 self._made_s = max(self._made_s, begins[-1])
-            if outcome.unavailable:
-                self._failed_s = max(self._failed_s, begins[-1])
         finally:
             self._first_tries -= 1
             self._first_try_ended.set()
             self._first_try_ended = asyncio.Event()
         return outcome
 
+    async def _asked_again(self, failure: Outcome, since_s: float, request: bytes, forms: Sequence[bytes]) -> Outcome:
+        """The outcome of a failed check that is made once more if the verifier works. Raises CompletionLost.
+
+        since_s: end of the first try.
+        """
+        if not failure.unavailable:
+            since_s = 0.0
+        if (failure.raised or await self._others_succeed(since_s)) and await self._works(failure, request, forms):
+            outcome = await self._try(request, alone=failure.limit != "")
+            if failure.unavailable or not outcome.unavailable:
+                return outcome
+            failure = outcome
+        row = b""
+        if failure.raised and forms:
+            row = hashlib.sha256(forms[0]).digest()
+        self._count(failure.why, row)
+        raise CompletionLost(failure.why.strip().splitlines()[-1], reason="verifier_lost")
+
     async def _others_succeed(self, since_s: float) -> bool:
         """Whether a check that began after `since_s` was made; those under way are awaited, `timeout_s` at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._rewards.timeout_s):
-                while self._first_tries and max(self._made_s, self._failed_s) <= since_s:
+                while self._first_tries and self._made_s <= since_s:
                     await self._first_try_ended.wait()
         return self._made_s > since_s
+
+    async def _works(self, failure: Outcome, failed: bytes, forms: Sequence[bytes]) -> bool:
+        """Whether the verifier now gives a reward for another text than that of a failed request, asked afresh.
+
+        Where the verifier raised, the text is a form of the row's reference if one has a reward, else the latest
+        answer that had one. Many verifiers reject or accept some texts without their judge, which shows nothing of
+        the judge: a text that waited for something is preferred, and one that did not has to be rewarded.
+        """
+        best = max(self._rewarded, default=(False, False))
+        if failure.raised:
+            for form in forms:
+                outcome = await self._try(form)
+                if outcome.limit:
+                    return False
+                if outcome.value is not None and self._kind(outcome) >= max(best, (False, True)):
+                    return True
+        if best == (False, False) or self._rewarded[best] == failed:
+            return False
+        return (await self._try(self._rewarded[best])).value is not None
+
+    def _kind(self, outcome: Outcome) -> _Kind:
+        return outcome.waited, self._score_of(outcome).reward > self._rewards.incorrect
 
     async def _try(self, request: bytes, *, alone: bool = False, begun: Callable[[], None] = lambda: None) -> Outcome:
         """The outcome of a try; of one that ended its process a `limit`, with an `error` if it may differ next time.
@@ -291,18 +346,29 @@ class VerifierPool:
             return "timeout"
         return "memory" if death.code == -signal.SIGABRT and self._rewards.memory_mb is not None else ""
 
-    def _count(self, why: str) -> None:
-        """Count a check that was made, or why it could not be; ends the pool if too many could not."""
+    def _count(self, why: str, row: bytes = b"") -> None:
+        """Count a check that has its score, or why the check is lost; ends the pool if too many are.
+
+        row: of a check that is lost because the verifier raises for the row's reference, too.
+        """
         end = self._outages.ended(why)
+        self._failed_rows.append(row)
+        if row and len({*self._failed_rows} - {b""}) >= MOST_ROWS:
+            end = RuntimeError(
+                f"rewards.verifier {self._rewards.verifier!r} gave no reward for {MOST_ROWS} rows among the "
+                f"latest {outages.RECENT} checks, nor for their references; the last time:\n{why}"
+            )
         if end is not None:
             self._workers.end(end)
 
     def _score_of(self, outcome: Outcome) -> Score:
+        if outcome.failed and not self._failure_shown:
+            self._failure_shown = True
+            logger.warning("the verifier failed for an answer, which counts as wrong:\n%s", outcome.why)
+        if outcome.unavailable:
+            return self._wrong("unavailable")
         if outcome.limit:
             return self._wrong(outcome.limit)
-        if outcome.error and not self._error_shown:
-            self._error_shown = True
-            logger.warning("the verifier raised:\n%s", outcome.error)
         if outcome.unusable:
             return self._wrong(outcome.unusable)
         value = outcome.value
@@ -314,6 +380,11 @@ class VerifierPool:
 
     def _wrong(self, reason: str) -> Score:
         return Score(correct=False, reward=self._rewards.incorrect, reason=reason)
+
+
+def _row(prompt: Prompt) -> tuple[str, dict[str, Any]]:
+    """The reference of a prompt and its columns, as a verifier gets them."""
+    return prompt.answer, {**prompt.extra, "prompt": prompt.text}
 
 
 def child_environment(setting: str, passed: Sequence[str]) -> dict[str, str]:

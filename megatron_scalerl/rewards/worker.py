@@ -13,11 +13,12 @@ import importlib
 import inspect
 import os
 import pickle
+import resource
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -81,9 +82,28 @@ class Outcome:
     unavailable: str = ""
     """Why the check could not be made."""
     error: str = ""
-    """The traceback of a verifier that raised."""
+    """The traceback of a verifier that raised or returned no reward."""
     unusable: str = ""
     """Why no answer to the prompt may be paid."""
+    returned: str = ""
+    """What the verifier returned in place of a reward, unless it was None."""
+    waited: bool = False
+    """Whether the verifier waited for something, such as a judge, before it gave its reward."""
+
+    @property
+    def raised(self) -> bool:
+        """Whether the verifier raised or returned no reward, and nothing says that the world was at fault."""
+        return self.error != "" and not self.unavailable and not self.limit
+
+    @property
+    def failed(self) -> bool:
+        """Whether the verifier raised or died, or what the verifier asks was unavailable."""
+        return self.raised or self.unavailable != "" or self.limit == "crash"
+
+    @property
+    def why(self) -> str:
+        """Why the verifier failed."""
+        return self.unavailable or self.error
 
 
 def load_verifier(spec: str, limits: Limits) -> Verifier:
@@ -149,8 +169,13 @@ def is_judge(verifier: Verifier) -> bool:
     return inspect.iscoroutinefunction(verifier) or inspect.iscoroutinefunction(type(verifier).__call__)
 
 
+class NoReward(ValueError):
+    """A verifier returned something that is no reward, and is not None."""
+
+
 def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
     """Run one check, a pickle, within its limits: of an answer, or for None of the prompt itself."""
+    waits = _waits()
     try:
         with limited_check(limits):
             answer, *row = pickle.loads(check)
@@ -167,23 +192,46 @@ def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
     except Exception as error:  # the user's verifier on model output; the pool counts it
         if is_unavailable(error):
             return Outcome(unavailable=_text(f"{type(error).__name__}: {error}"[:1000]))
-        return Outcome(error=_text(traceback.format_exc()[-4000:]))
-    return Outcome(value=value)
+        return Outcome(error=_text(traceback.format_exc()[-4000:]), returned=_returned(error))
+    return Outcome(value=value, waited=_waits() > waits)
+
+
+def _waits() -> int:
+    """Times that this process has waited for another process, a device or the network."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+
+
+def _returned(error: BaseException) -> str:
+    """What a verifier returned, if that is the error."""
+    return _text(str(error)) if isinstance(error, NoReward) else ""
 
 
 def reward_of(value: Any) -> bool | float:
-    """What a verifier returned. Raises ValueError if it is no reward, VerifierUnavailable for a coroutine."""
+    """The reward that a verifier returned, or that the returned mapping has as `score`.
+
+    Raises NoReward, and ValueError for None.
+    """
+    if isinstance(value, Mapping) and "score" in value:
+        value = value["score"]
     if inspect.isawaitable(value):
-        raise VerifierUnavailable("rewards.verifier returned a coroutine: make it and its decorators `async def`")
-    if hasattr(value, "item"):  # a scalar of numpy
-        value = value.item()
-    if not isinstance(value, bool):
-        if not hasattr(value, "__float__"):  # a text, too
-            raise ValueError(f"a verifier returns a bool or a number; it returned {repr(value)[:100]}")
-        value = float(value)
-        if not abs(value) <= MOST_REWARD:
-            raise ValueError(f"a verifier returns a bool or a number up to {MOST_REWARD:g}; it returned {value}")
-    return value
+        raise NoReward("it returned a coroutine; make the function and its decorators `async def`")
+    if value is None:
+        raise ValueError("it returned None; return False for a wrong answer")
+    try:
+        if hasattr(value, "item"):  # a scalar of numpy
+            value = value.item()
+        if isinstance(value, bool):
+            return value
+        # a text has none
+        number = value.__float__()
+        if abs(number) <= MOST_REWARD:
+            return float(number)
+    except (AttributeError, ArithmeticError, TypeError, ValueError):
+        pass
+    raise NoReward(
+        f"it returned {repr(value)[:100]}; it has to return True, False, a number up to {MOST_REWARD:g}, or a dict "
+        "with one of these as score"
+    )
 
 
 async def run_judge(verifier: Verifier, check: bytes, timeout_s: float) -> Outcome:
@@ -192,16 +240,23 @@ async def run_judge(verifier: Verifier, check: bytes, timeout_s: float) -> Outco
 
     limit = asyncio.timeout(timeout_s)
     begin = time.process_time()
+    passes: list[None] = []
+    asyncio.get_running_loop().call_soon(passes.append, None)  # is called once the function waits
     try:
         async with limit:
-            return Outcome(value=reward_of(await verifier(*pickle.loads(check))))
+            value = reward_of(await verifier(*pickle.loads(check)))
+        return Outcome(value=value, waited=bool(passes))
     except (Exception, asyncio.CancelledError) as error:
         lines = traceback.format_exception_only(error)  # whatever its __str__ does
         why = next(line for line in lines if not line.startswith(" ")).strip()[:1000]
+        trace = traceback.format_exc()[-4000:]
         if limit.expired():
             computed = time.process_time() - begin
             why = f"no answer within {timeout_s:g} s, in which its process computed for {computed:.1f} s"
-        return Outcome(unavailable=_text(why), error=_text(traceback.format_exc()[-4000:]))
+            trace = ""
+        elif is_unavailable(error):
+            trace = ""
+        return Outcome(unavailable=_text(why), error=_text(trace), returned=_returned(error))
 
 
 def problem_of(limits: Limits, verifier: str, question: str, reference: str, columns: dict[str, Any]) -> str:

@@ -401,3 +401,12 @@ def test_engines_that_outrun_the_trainer_are_warned_of_where_the_mismatch_grows(
         if "rollouts.max_staleness_steps" in console.file.getvalue()[before:]:
             said.append(step)
     assert said == warned
+
+
+def test_the_line_of_a_step_has_the_share_of_answers_for_which_the_verifier_failed():
+    console = Console(file=io.StringIO(), width=200)
+    progress = Progress(console, steps=10)
+    progress.step(5, defaultdict(float))
+    progress.step(10, defaultdict(float, verifier_failed_share=0.031))
+    _, without, with_share = console.file.getvalue().splitlines()
+    assert "verifier" not in without and with_share.endswith("  verifier failed 0.031")

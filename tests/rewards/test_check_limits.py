@@ -9,6 +9,7 @@ from verifier_pools import RIGHT, WRONG, pool_of, prompt, run_pool, wrong
 from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.rewards.limits import OPEN_FILES
 from megatron_scalerl.rewards.pool import VerifierPool
+from megatron_scalerl.types import CompletionLost
 
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK", "MSRL_SECRET", "GITHUB_TOKEN")
 
@@ -58,7 +59,7 @@ def test_a_library_that_aborts_is_out_of_memory_unless_memory_has_no_limit():
     assert run_pool("faulty", ["abort", "7"])[0] == [wrong("memory"), RIGHT]
     scores, restarts = run_pool("faulty", ["abort", "7"], memory_mb=None)
     assert scores == [wrong("crash"), RIGHT]
-    assert restarts == 2
+    assert restarts in (3, 4), "the last process may not have been replaced yet"
 
 
 def test_without_a_limit_a_check_may_use_more():
@@ -89,12 +90,13 @@ def test_workers_write_no_cores_no_files_and_open_few():
     assert run(main, "limits") == RIGHT
 
 
-@pytest.mark.parametrize(("file_mb", "expected"), [(0, wrong("error")), (1, RIGHT)])
-def test_files_are_written_up_to_their_limit(file_mb, expected, tmp_path):
+def test_files_are_written_up_to_their_limit(tmp_path):
     async def main(pool):
         return await ask(pool, "x", path=str(tmp_path / "file"), bytes=2**20)
 
-    assert run(main, "writes", file_mb=file_mb) == expected
+    assert run(main, "writes", file_mb=1) == RIGHT
+    with pytest.raises(CompletionLost, match="File too large"):
+        run(main, "writes", file_mb=0)
 
 
 def test_the_limits_of_the_controller_stay_as_they_are():

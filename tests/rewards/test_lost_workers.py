@@ -41,14 +41,14 @@ def no_pauses(monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["exit", "segfault", "kill", "quit"])
-def test_an_answer_that_crashes_two_processes_is_wrong_and_no_other_is(fault):
+def test_an_answer_that_crashes_each_process_is_wrong_and_no_other_is(fault):
     scores, restarts = run_pool("faulty", ["7", fault, "8", "9"])
     assert scores == [RIGHT, wrong("crash"), WRONG, WRONG]
-    assert restarts == 2
+    assert restarts in (3, 4), "the last process may not have been replaced yet"
 
 
-@pytest.mark.parametrize("kills", [1, 2])
-def test_a_process_killed_from_outside_uses_one_of_two_tries(kills, tmp_path):
+@pytest.mark.parametrize("kills", [1, 2, 4])
+def test_a_process_killed_from_outside_uses_one_of_four_tries(kills, tmp_path):
     extra = {"says": str(tmp_path / "says"), "waits": str(tmp_path / "waits")}
     for path in extra.values():
         os.mkfifo(path)
@@ -57,26 +57,27 @@ def test_a_process_killed_from_outside_uses_one_of_two_tries(kills, tmp_path):
         with open(os.open(extra["says"], os.O_RDWR)) as says:  # without an end between two writers
             for _ in range(kills):
                 os.kill(int(says.readline()), signal.SIGKILL)
-            if kills == 1:
+            if kills < 4:
                 says.readline()
                 open(extra["waits"], "w").close()
 
     async def main():
         async with pool_of("held") as pool:
-            calls = [pool.score(text, prompt(extra)) for text in ("8", "held", "7", "9")]
+            calls = [pool.score(text, prompt(extra)) for text in ("7", "held", "8", "9")]
             *scores, _ = await asyncio.gather(*calls, asyncio.to_thread(kill))
             return scores, pool.restarts
 
     scores, restarts = asyncio.run(main())
-    assert scores == [WRONG, RIGHT if kills == 1 else wrong("crash"), RIGHT, WRONG]
-    assert restarts == kills
+    assert scores == [RIGHT, RIGHT if kills < 4 else wrong("crash"), WRONG, WRONG]
+    assert kills - 1 <= restarts <= kills
 
 
 @pytest.mark.parametrize("seed", sampled("deaths", range(3), 1))
 def test_under_any_schedule_of_deaths_each_check_counts_its_own(seed, tmp_path):
-    """Every run of a check creates a folder: a check that kills no process runs exactly once."""
+    """Every run of a check creates a folder: a check that kills no process runs once, or is asked afresh."""
     draw = random.Random(seed)
-    answers = [(f"{draw.choice('78')} of {n}", draw.choice([0, 0, 0, 1, 2])) for n in range(24)]
+    answers = [(f"{draw.choice('78')} of {n}", draw.choice([0, 0, 0, 1, 2, 4])) for n in range(24)]
+    answers.insert(0, ("7 first", 0))
 
     async def main():
         async with pool_of("mortal", workers=2) as pool:
@@ -87,10 +88,12 @@ def test_under_any_schedule_of_deaths_each_check_counts_its_own(seed, tmp_path):
     scores, restarts = asyncio.run(main())
     alone = [RIGHT if text[0] == "7" else WRONG for text, _ in answers]
     assert scores == [
-        wrong("crash") if deaths == 2 else score for score, (_, deaths) in zip(alone, answers, strict=True)
+        wrong("crash") if deaths == 4 else score for score, (_, deaths) in zip(alone, answers, strict=True)
     ]
-    runs = sorted(f"{text} {run}" for text, deaths in answers for run in range(1, min(deaths + 1, 2) + 1))
-    assert sorted(os.listdir(tmp_path)) == runs
+    runs = {f"{text} {run}" for text, deaths in answers for run in range(1, min(deaths + 1, 4) + 1)}
+    afresh = set(os.listdir(tmp_path)) - runs
+    assert runs <= set(os.listdir(tmp_path))
+    assert len(afresh) == sum(deaths >= 2 for _, deaths in answers)
     # the last process that each worker lost may not have been replaced yet
     assert 0 <= sum(deaths for _, deaths in answers) - restarts <= 2
 
@@ -125,7 +128,7 @@ def test_processes_that_hang_before_each_check_end_the_run(monkeypatch):
 
 
 def test_a_surviving_child_in_another_session_delays_nothing(tmp_path, monkeypatch):
-    shorten(monkeypatch, [2], ready=lambda: os.listdir(tmp_path))
+    shorten(monkeypatch, [2, 7], ready=lambda: os.listdir(tmp_path))
     monkeypatch.setattr(outages, "PAUSES_S", ())
 
     async def main():
@@ -135,16 +138,15 @@ def test_a_surviving_child_in_another_session_delays_nothing(tmp_path, monkeypat
             try:
                 return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 120)
             finally:
-                [child] = os.listdir(tmp_path)
-                os.kill(int(child), signal.SIGKILL)  # it outlives the process that left it
+                for child in os.listdir(tmp_path):
+                    os.kill(int(child), signal.SIGKILL)  # it outlives the process that left it
 
-    lost, *scores = asyncio.run(main())
-    assert isinstance(lost, CompletionLost)
-    assert scores == [RIGHT, WRONG, WRONG, WRONG]
+    assert asyncio.run(main()) == [wrong("unavailable"), RIGHT, WRONG, WRONG, WRONG]
 
 
 def test_the_reply_to_another_check_is_not_a_result():
-    assert run_pool("forging", ["7"])[0] == [wrong("crash")]
+    [lost], _ = run_pool("forging", ["7"])
+    assert isinstance(lost, CompletionLost) and "no reply" in str(lost)
 
 
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])

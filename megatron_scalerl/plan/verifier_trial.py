@@ -1,0 +1,87 @@
+"""The trial of a user's verifier before a run: a mistake in what the verifier returns shows at the first rows."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+from megatron_scalerl.prompts.layouts import read_layout
+from megatron_scalerl.recipe.tasks import Task
+from megatron_scalerl.rewards.forms import forms_of
+from megatron_scalerl.rewards.pool import VerifierPool
+from megatron_scalerl.rewards.worker import Outcome
+from megatron_scalerl.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+ROWS = 5
+"""Rows of each task whose answers are tried."""
+TIMEOUT_S = 20.0
+"""Wall-clock limit of a try (s)."""
+MALFORMED = ("\\boxed{-918273645}", "I do not know.", "", "The answer is \\boxed{")
+"""A wrong answer, a text without an answer, an empty and a truncated one."""
+
+
+def try_verifier(task: Task) -> None:
+    """Call the user's verifier of a task with right and malformed answers to the first rows.
+
+    Raises ValueError, in one line, for a verifier that returns something that is no reward, or no reward for any of
+    the answers. Where the verifier's judge cannot be reached, or a variable is not set, that is a warning.
+    """
+    verifier = task.rewards.verifier
+    path = task.prompts.path
+    if ":" not in verifier or task.episodes or path is None or not Path(path).exists():
+        return
+    limit_s = min(task.rewards.timeout_s, TIMEOUT_S)
+    try:
+        pool = VerifierPool(task.rewards.model_copy(update={"timeout_s": limit_s}))
+    except ValueError as unset:
+        logger.warning("rewards.verifier %r was not tried: %s", verifier, unset)
+        return
+    asyncio.run(_try_rows(pool, task, _rows(task)))
+
+
+def _rows(task: Task) -> list[Prompt]:
+    """The first rows of a task that can be read."""
+    layout, rows = read_layout(str(task.prompts.path), task.prompts, task.rewards.verifier)
+    prompts: list[Prompt] = []
+    for row in rows:
+        try:
+            text = layout.question_of(row.readable()).text
+            answer = layout.reference_of(row, task.rewards.verifier)
+        except ValueError:  # a row that is skipped, and reported where all rows are read
+            continue
+        prompts.append(Prompt(prompt_id=row.where, text=text, answer=answer, token_ids=(), extra=layout.others(row)))
+        if len(prompts) == ROWS:
+            break
+    return prompts
+
+
+async def _try_rows(pool: VerifierPool, task: Task, prompts: list[Prompt]) -> None:
+    """Call the verifier in the processes of a pool. Raises and warns as `try_verifier`."""
+    head = f"rewards.verifier {task.rewards.verifier!r}"
+    outcomes: list[Outcome] = []
+    right = False
+    async with pool:
+        for prompt in prompts:
+            forms = forms_of(prompt.answer, prompt.extra)
+            texts = [*forms, *MALFORMED]
+            tried = await asyncio.gather(*(pool.outcome(text, prompt) for text in texts))
+            for text, outcome in zip(texts, tried):
+                if outcome.returned:
+                    raise ValueError(f"{head}: {prompt.prompt_id}: for the answer {text!r} {outcome.returned}")
+            right |= any(outcome.value and pool.paid(outcome.value, prompt, tokens=0).correct for outcome in tried)
+            outcomes += tried
+            if any(outcome.limit for outcome in tried):  # the other rows would take as long
+                break
+    unreached = [outcome.why for outcome in outcomes if outcome.unavailable and not outcome.error]
+    if any(outcome.value is not None for outcome in outcomes):
+        if not right:
+            logger.warning("%s: no reference of the first %d rows is scored as right", head, len(prompts))
+    elif unreached:
+        logger.warning("%s was not tried: %s", head, unreached[0])
+    elif outcomes:
+        why = (outcomes[0].error or outcomes[0].limit).strip().splitlines()[-1]
+        raise ValueError(
+            f"{head} gives no reward for any of {len(outcomes)} answers, not for the reference of "
+            f"{prompts[0].prompt_id}: {why}"
+        )

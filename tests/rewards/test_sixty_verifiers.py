@@ -1,0 +1,127 @@
+"""Sixty verifiers as users write them: none pays all answers -1 by its own mistake, none loses a malformed answer."""
+
+import asyncio
+import contextlib
+
+import pytest
+import sixty_verifiers
+from fakes.clock import VirtualTimeLoop
+from fakes.verifier_workers import WorkersInThisProcess
+
+from megatron_scalerl.plan import verifier_trial
+from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
+from megatron_scalerl.recipe.tasks import Task
+from megatron_scalerl.rewards.pool import VerifierPool
+from megatron_scalerl.rewards.worker import check_verifier
+from megatron_scalerl.types import CompletionLost, Prompt
+
+ROWS = [
+    Prompt(prompt_id=f"a.jsonl:{n}", text="3 + 4 =", answer="7", token_ids=(), extra={"row": n}) for n in range(1, 6)
+]
+REFUSED = {
+    **dict.fromkeys(("tuple", "text", "nan"), "it returned "),
+    **dict.fromkeys(("none", "raises"), "gives no reward for any of 35 answers"),
+    "signature": "it has to take (answer_text, reference, extra)",
+    "coroutine": "it returned ",
+}
+SIXTY = [(kind, n) for kind in sixty_verifiers.KINDS for n in range(5)]
+
+
+def in_virtual_time(main):
+    with contextlib.closing(VirtualTimeLoop()) as loop:
+        return loop.run_until_complete(main)
+
+
+def pool_of(kind, n):
+    rewards = RewardsSection(verifier=f"sixty_verifiers:{kind}_{n}", workers=1)
+    pool = VerifierPool(rewards)
+    pool._workers = WorkersInThisProcess(sixty_verifiers.KINDS[kind][n])
+    return pool, Task(name="", weight=1.0, prompts=PromptsSection(path="a.jsonl"), rewards=rewards)
+
+
+def trial(kind, n):
+    pool, task = pool_of(kind, n)
+    check_verifier(task.rewards.verifier)
+    in_virtual_time(verifier_trial._try_rows(pool, task, ROWS))
+
+
+@pytest.mark.parametrize(("kind", "n"), [case for case in SIXTY if case[0] in REFUSED or case == ("dict", 4)])
+def test_a_verifier_that_pays_nobody_is_refused_before_the_run(kind, n):
+    with pytest.raises(ValueError, match=r"rewards\.verifier") as refusal:
+        trial(kind, n)
+    assert REFUSED.get(kind, "it returned {'reward'") in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(("kind", "n"), [case for case in SIXTY if case[0] not in REFUSED and case != ("dict", 4)])
+def test_a_verifier_that_fails_now_and_then_pays_what_is_due(kind, n, caplog):
+    """Malformed answers are wrong, not lost; during an outage all that the verifier fails for are lost."""
+    trial(kind, n)
+    assert not caplog.records
+    pool, _ = pool_of(kind, n)
+    answer = "<answer>{}</answer> \\boxed{{{}}}"
+
+    async def score(text):
+        try:
+            return (await pool.score(text, ROWS[0])).correct
+        except CompletionLost as lost:
+            return lost.reason
+
+    async def main():
+        malformed = ["seven", "\\boxed{", "\\boxed{seven}", "no box", "{}", "<answer>7"]
+        assert [await score(text) for text in malformed] == [False] * len(malformed)
+        assert [await score(answer.format(value, value)) for value in (7, 8)] == [True, False]
+        await asyncio.sleep(101.0 - asyncio.get_running_loop().time())
+        during = await asyncio.gather(*(score(f"{number} \\boxed{{8}}") for number in range(4)))
+        await asyncio.sleep(20.0)
+        after = [await score(f"later {answer.format(7, 7)}"), await score("later seven")]
+        return during, after
+
+    during, after = in_virtual_time(main())
+    assert after == [True, False]
+    lost = "verifier_lost" if kind == "raises_for_ten_seconds" else False
+    assert set(during) <= {lost, False} and (lost in during)
+
+
+def test_a_verifier_that_fails_for_sixteen_rows_ends_the_run_with_its_traceback():
+    pool, _ = pool_of("raises", 1)
+
+    async def main():
+        ends = []
+        for n in range(16):
+            row = Prompt(prompt_id=str(n), text="t", answer=str(n), token_ids=())
+            for text in ("seven", "eight"):
+                with pytest.raises(CompletionLost, match="NameError: name 'np' is not defined"):
+                    await pool.score(text, row)
+            ends.append(pool._workers.ended)
+        return ends
+
+    *before, end = in_virtual_time(main())
+    assert before == [None] * 15
+    assert "gave no reward for 16 rows among the latest 256 checks" in str(end)
+    assert "Traceback" in str(end) and "sixty_verifiers.py" in str(end)
+
+
+def test_a_judge_that_cannot_be_reached_is_a_warning(caplog):
+    pool, task = pool_of("raises_for_ten_seconds", 3)
+
+    async def main():
+        await asyncio.sleep(101.0)
+        await verifier_trial._try_rows(pool, task, ROWS)
+
+    in_virtual_time(main())
+    assert "was not tried: ConnectionRefusedError" in caplog.text
+
+
+def test_a_variable_that_is_not_set_here_is_a_warning(tmp_path, caplog):
+    (tmp_path / "a.jsonl").touch()
+    rewards = RewardsSection(verifier="sixty_verifiers:number_0", variables=("NO_SUCH_KEY",))
+    prompts = PromptsSection(path=str(tmp_path / "a.jsonl"))
+    verifier_trial.try_verifier(Task(name="", weight=1.0, prompts=prompts, rewards=rewards))
+    assert "was not tried: rewards.variables: the environment variable 'NO_SUCH_KEY'" in caplog.text
+
+
+def test_references_that_score_as_wrong_are_a_warning(caplog):
+    pool, task = pool_of("number", 0)
+    rows = [Prompt(prompt_id="a.jsonl:1", text="3 + 4 =", answer="seven", token_ids=())]
+    in_virtual_time(verifier_trial._try_rows(pool, task, rows))
+    assert "no reference of the first 1 rows is scored as right" in caplog.text
