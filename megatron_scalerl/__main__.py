@@ -101,9 +101,14 @@ COMMANDS = {
     "evaluate": Command(
         "score a policy on evaluation files, and its thinking budgets", "commands.evaluate", runs_policies=True
     ),
-    "contamination": Command("list training prompts that contain evaluation problems", "commands.contamination"),
     "doctor": Command("check this node before a run starts on it", "cluster.doctor_command"),
 }
+
+REMOVED = {
+    "contamination": "the command contamination is gone; train writes the training prompts that contain problems of "
+    "evaluation.files to RUN/contamination.json, and evaluate --training FILE writes them to OUT/summary.json"
+}
+"""Former command -> what to do instead."""
 
 EPILOG = f"""`{PROGRAM} COMMAND --help` describes the options of a command.
 
@@ -143,6 +148,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         argv = sys.argv[1:]
     with explained():
+        word = next((word for word in argv if not word.startswith("-")), "")
+        if word in REMOVED:
+            return _failed(ValueError(REMOVED[word]), 2)
         command, arguments = _parse(argv)
         from rich.console import Console
 

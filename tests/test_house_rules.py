@@ -50,7 +50,7 @@ WALL_CLOCK = {
     "controller/train.py": "records it",
     "distributed/rendezvous.py": "age of a leftover folder that no process holds a lock on",
     "cluster/node.py": "the date of the report",
-    "page/runs_data.py": "how long ago a run wrote, and part of a file's identity, compared for equality",
+    "page/runs_index.py": "how long ago a run wrote",
     "cluster/slurm_status.py": "which attempts belong to the last submission, and until when a job may run",
     "cluster/submission.py": "records it",
 }

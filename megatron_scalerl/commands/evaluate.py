@@ -60,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TRAINING",
-        help="training prompts that are compared with the problems, as for `contamination`; may be repeated",
+        help="training prompts that are compared with the problems: a recipe (.yaml), a FILE with a column called "
+        "prompt, or FILE:COLUMN; may be repeated",
     )
     parser.add_argument(
         "--examples", type=int, default=0, metavar="N", help="print N completions of each file (default: 0)"

@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from megatron_scalerl.commands.contamination import shortened
 from megatron_scalerl.commands.train import add_recipe, recipe_of
 from megatron_scalerl.processes.logs import printable
 
@@ -29,6 +28,8 @@ A bar separates two tokens; special tokens are bold, and tokens without a loss a
 checks."""
 WRONG = "\\boxed{-918273645}"
 """An answer that no problem has."""
+WIDTH = 200
+"""Most characters of a text that are printed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,6 +133,14 @@ def _show_task(task: Task, prompts: Sequence[Prompt], count: int, tokenizer: Any
             reward = reward_of(score)
             verdict = ("wrong", "right")[reward] if isinstance(reward, bool) else str(reward)
             console.print(f"  {name}, {shortened(text)}: {verdict}")
+
+
+def shortened(text: str) -> str:
+    """The first WIDTH characters of a text in one line, control characters escaped."""
+    line = printable(" ".join(text.split()))
+    if len(line) > WIDTH:
+        line = line[: WIDTH - 1] + "\N{HORIZONTAL ELLIPSIS}"
+    return line
 
 
 async def _show_episode(

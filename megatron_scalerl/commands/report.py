@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Report what a run gained on its held-out prompts, what it cost by role, and how the forecast from its first "
         "part compares with its last part. Writes RUN/forecast.png. With --html it writes the page of the run "
-        "instead: one file that needs no network; of a folder of runs, the list of them with their curves. "
+        "instead: one file that needs no network; of a folder of runs, the list of them. "
         "`megatron-scalerl watch RUN` shows the same with all completions."
     )
     parser.epilog = "example:\n  megatron-scalerl report runs/my_run --html page.html"

@@ -1,4 +1,4 @@
-"""`megatron-scalerl watch RUN`: the page of a run, or of several runs, in a browser, while they write."""
+"""`megatron-scalerl watch RUN`: the page of a run, or a list of runs, in a browser, while they write."""
 
 import argparse
 import asyncio
@@ -12,9 +12,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.description = (
         "Serve the page of a run on 127.0.0.1: learning curve and forecasts, steps, waits, cost, faults and every "
-        "completion in its store. Of a folder of runs: the list of all runs below it, their curves and forecasts in "
-        "one plot, where their recipes differ, and the page of each. It follows the runs while they write, and "
-        "writes nothing itself. Ctrl-C ends it."
+        "completion in its store. Of a folder of runs: a list of all runs below it with state, step and last "
+        "validation, and the page of each. A page follows its run while it writes; the list is read anew when the "
+        "browser loads it. Nothing is written. Ctrl-C ends it."
     )
     parser.epilog = "example:\n  megatron-scalerl watch runs/my_run"
     parser.add_argument("run_dir", type=Path, metavar="RUN", nargs="?", help="folder of the run, or folder of runs")

@@ -125,11 +125,8 @@ def words(text: str) -> tuple[str, ...]:
 def contamination(training: Iterable[Text], problems: Sequence[Text], *, n: int = WORDS) -> Contamination:
     """The hits of all training prompts on all problems, by sequences of `n` words.
 
-    Memory is linear in the length of the texts, time in this length and the number of hits. Raises ValueError for n
-    below 1.
+    Memory is linear in the length of the texts, time in this length and the number of hits.
     """
-    if n < 1:
-        raise ValueError(f"n-grams: {n} words are too few; take at least 1")
     grams, whole, totals = _index(problems, n)
     lengths = sorted({len(gram) for gram in grams})
     count = all_hits = 0

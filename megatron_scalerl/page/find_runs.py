@@ -1,10 +1,10 @@
-"""Finds the runs below a folder, and describes the other folders in it."""
+"""Finds the runs below a folder."""
 
 import os
 from collections import deque
 from pathlib import Path
 
-from megatron_scalerl.processes.logs import listed
+from megatron_scalerl.processes.logs import listed, printable
 from megatron_scalerl.recipe.file import read_run_recipe
 from megatron_scalerl.record import record
 
@@ -21,14 +21,12 @@ MOST_FOLDERS = 5000
 
 @record
 class FoundRuns:
-    """The runs of a folder, and its other folders."""
+    """The runs below a folder."""
 
     runs: tuple[Path, ...]
     """Folders with a file of `MARKS`, by path; at most `MOST_RUNS`."""
-    others: tuple[tuple[Path, str], ...]
-    """(folder directly in it that has no run, a line about its content)."""
     left_out: str
-    """A line about the part that was not searched; empty if all was."""
+    """A line about folders that were not searched; empty if all were."""
 
 
 def is_run(folder: Path) -> bool:
@@ -49,18 +47,16 @@ def find_runs(folder: Path) -> FoundRuns:
 
     Raises OSError if the folder itself cannot be read.
     """
-    waiting = deque([(folder, 0, "")])
-    """(folder, its depth, name of the folder in `folder` that it is below)."""
+    waiting = deque([(folder, 0)])
+    """(folder, its depth)."""
     identities = set()
     runs: list[Path] = []
-    contents: dict[str, str] = {}
-    """Name of a folder in `folder` -> its content in one line; empty once a run is found in it."""
-    left_out = ""
+    left_out: list[str] = []
     searched = 0
     while waiting:
-        path, depth, top = waiting.popleft()
+        path, depth = waiting.popleft()
         if searched == MOST_FOLDERS or len(runs) == MOST_RUNS:
-            left_out = f"only the first {searched:,} folders and {len(runs)} runs are shown"
+            left_out.append(f"only the first {searched:,} folders and {len(runs)} runs are shown")
             break
         searched += 1
         try:
@@ -69,26 +65,20 @@ def find_runs(folder: Path) -> FoundRuns:
         except OSError as error:
             if depth == 0:
                 raise
-            # setdefault: `top` keeps its empty line where a run was found below it before
-            contents.setdefault(top, f"the folder cannot be read: {error.strerror}")
+            left_out.append(f"{printable(str(path.relative_to(folder)))} cannot be read: {error.strerror}")
             continue
         identity = (status.st_dev, status.st_ino)
         if identity in identities:  # a symbolic link may lead back up
             continue
         identities.add(identity)
-        names = [entry.name for entry in entries]
-        if depth and not MARKS.isdisjoint(names):
+        if depth and not MARKS.isdisjoint(entry.name for entry in entries):
             runs.append(path)
-            contents[top] = ""
             continue
-        if depth == 1:
-            contents.setdefault(top, f"it is no run (recipe.yaml) and holds {listed(names, 4) or 'nothing'}")
         if depth < DEPTH:
             for entry in entries:
                 if not entry.name.startswith(".") and _is_folder(entry):
-                    waiting.append((path / entry.name, depth + 1, top or entry.name))
-    others = tuple((folder / name, text) for name, text in sorted(contents.items()) if text)
-    return FoundRuns(runs=tuple(sorted(runs)), others=others, left_out=left_out)
+                    waiting.append((path / entry.name, depth + 1))
+    return FoundRuns(runs=tuple(sorted(runs)), left_out=listed(left_out, 4))
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Reads a JSONL file that grows: its new rows, by offset, or its first or last row alone.
+"""Reads a JSONL file that grows: its new rows, by offset, or its last row alone.
 
 The life of `Rows`: `update` reads the complete lines that were appended, and leaves a torn last line for the next
 call. A file that was replaced, or became shorter, is read anew: `generation` rises, and all rows are dropped.
@@ -18,7 +18,7 @@ from megatron_scalerl.processes.logs import printable
 MOST_BYTES = 1 << 28
 """Bytes that one update reads."""
 TAIL_BYTES = 1 << 20
-"""Bytes that are read at either end of a file for one row."""
+"""Bytes that are read at the end of a file for its last row."""
 MOST_TEXT = 200
 """Characters of a value that are shown."""
 Row = TypeVar("Row")
@@ -105,29 +105,6 @@ def ending(ends: Sequence[Mapping[str, Any]], attempts: Sequence[Mapping[str, An
     return printable(str(ends[-1].get("reason", "")))[:MOST_TEXT]
 
 
-def end_row(path: Path, index: int) -> dict[str, Any] | None:
-    """The first (index 0) or the last (-1) complete line of a JSONL file; None without one.
-
-    Reads `TAIL_BYTES` at most. Raises ValueError naming the file for a line that is no JSON object, OSError.
-    """
-    where = "first line"
-    try:
-        with naming(path), open(path, "rb") as file:
-            if index:
-                where = "last line"
-                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            # the part after the last line break is empty, or a line that is still being written
-            lines = [line for line in file.read(TAIL_BYTES).split(b"\n")[:-1] if line.strip()]
-    except FileNotFoundError:
-        return None
-    if not lines:
-        return None
-    try:
-        return json_row(lines[index])
-    except ValueError as error:
-        raise ValueError(f"{path}: {where}: {error}") from None
-
-
 _OBJECT: msgspec.json.Decoder[Any] = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -143,3 +120,24 @@ def json_row(line: bytes, what: str = "a JSON object", decoder: msgspec.json.Dec
 def validation_row(line: bytes) -> dict[str, Any]:
     """A checked row of validation.jsonl. Raises ValueError, without the place."""
     return checked_row(json_row(line, "a validation (step, compute, pass_rate)"))
+
+
+def last_row(path: Path, row_of: Callable[[bytes], Any] = json_row) -> dict[str, Any] | None:
+    """The last complete line of a JSONL file; None without one.
+
+    Reads `TAIL_BYTES` at most. row_of: as for `Rows`. Raises ValueError naming the file for a damaged line, OSError.
+    """
+    try:
+        with naming(path), open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            # the part after the last line break is empty, or a line that is still being written
+            lines = [line for line in file.read().split(b"\n")[:-1] if line.strip()]
+    except FileNotFoundError:
+        return None
+    if not lines:
+        return None
+    try:
+        row: dict[str, Any] | None = row_of(lines[-1])
+    except ValueError as error:
+        raise ValueError(f"{path}: last line: {error}") from None
+    return row

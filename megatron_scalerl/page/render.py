@@ -7,7 +7,7 @@ that nothing that a completion may hold is executed, and forbids every request b
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from megatron_scalerl.record import record
+from megatron_scalerl.page.find_runs import FoundRuns
+from megatron_scalerl.page.runs_index import run_row
+from megatron_scalerl.processes.logs import printable
 
 HERE = Path(__file__).parent
 TEMPLATES = HERE / "templates"
@@ -23,40 +25,33 @@ UPLOT = HERE / "uplot"
 STYLES = (UPLOT / "uPlot.min.css", TEMPLATES / "page.css")
 
 
-@record
-class Document:
-    """A kind of page."""
-
-    template: str
-    """File in `TEMPLATES`."""
-    programs: tuple[Path, ...]
-    """JavaScript, in the order in which it runs."""
-
-
-def _document(template: str, *programs: str) -> Document:
-    names = ("elements.js", "charts.js", *programs)
-    return Document(template=template, programs=(UPLOT / "uPlot.iife.min.js", *(TEMPLATES / name for name in names)))
-
-
-RUN = _document("page.html", "figures.js", "reader.js", "page.js")
-"""The page of one run."""
-RUNS = _document("runs.html", "compare.js", "runs.js")
-"""The list of several runs."""
+PROGRAMS = (
+    UPLOT / "uPlot.iife.min.js",
+    *(TEMPLATES / name for name in ("elements.js", "charts.js", "figures.js", "reader.js", "page.js")),
+)
+"""JavaScript of the page of a run, in the order in which it runs."""
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
-def page(document: Document, data: dict[str, Any], *, title: str, live: bool) -> str:
-    """The HTML of a page. data: see `elements.js`; title: any text; live: with requests to its own server."""
+def page(data: dict[str, Any], *, title: str, live: bool) -> str:
+    """The HTML of the page of a run. data: see `elements.js`; title: any text; live: requests to its own server."""
+    return _rendered("page.html", PROGRAMS, live, title=title, data=Markup(escaped_json(data)))
+
+
+def runs_page(folder: Path, found: FoundRuns, addresses: Mapping[Path, str]) -> str:
+    """The HTML of the list of runs, without programs. addresses: the page of each run, relative to the list."""
+    rows = [run_row(path, str(path.relative_to(folder)), addresses.get(path, "")) for path in found.runs]
+    folder_name = printable(str(folder))
+    return _rendered("runs.html", (), False, folder=folder_name, rows=rows, left_out=found.left_out)
+
+
+def _rendered(template: str, programs: Sequence[Path], live: bool, **values: Any) -> str:
     # names that a template lacks are errors, and texts are escaped unless they are Markup
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
     )
-    return environment.get_template(document.template).render(
-        title=title,
-        policy=policy(document, live=live),
-        programs=_texts(document.programs),
-        styles=_texts(STYLES),
-        data=Markup(escaped_json(data)),
+    return environment.get_template(template).render(
+        policy=policy(programs, live=live), programs=_texts(programs), styles=_texts(STYLES), **values
     )
 
 
@@ -64,10 +59,10 @@ def _texts(paths: Sequence[Path]) -> list[Markup]:
     return [Markup(path.read_text(encoding="utf8")) for path in paths]
 
 
-def policy(document: Document, *, live: bool) -> str:
+def policy(programs: Sequence[Path], *, live: bool) -> str:
     """The content security policy of a page. live: requests to its own server are allowed."""
     # hashes, not 'self' or a nonce: nothing but these programs runs, also in a page that is saved as a file
-    scripts = " ".join(map(_hash, document.programs))
+    scripts = " ".join(map(_hash, programs)) or "'none'"
     styles = " ".join(map(_hash, STYLES))
     connect = "'self'" if live else "'none'"
     return (

@@ -1,4 +1,4 @@
-"""Serves the page of a run, or of the runs below a folder, on 127.0.0.1 while the runs write.
+"""Serves the page of a run, or a list of the runs below a folder, on 127.0.0.1 while the runs write.
 
 Every request needs the token of this start, compared in constant time, and a Host header that names this address: a
 page of another site that reaches the port under its own name is refused. Nothing is stored.
@@ -6,8 +6,9 @@ page of another site that reaches the port under its own name is refused. Nothin
 The life of a page: `following` begins one task, which looks for new rows once a second and makes missing forecasts
 one at a time. It reads in threads, so that the event loop does not wait for a disk. An open page has a stream of
 events: `change` for new rows, after which it asks for the data, and `failed` for damaged files. The task ends with
-its block, the streams with the server. In a list of runs, the page of a run is made when it is first opened; where
-`MOST_PAGES` are followed, a page that nobody looks at is closed for another.
+its block, the streams with the server. The list of runs is read anew for each request and follows nothing; the page
+of a run is made when it is first opened. Where `MOST_PAGES` are followed, a page that nobody looks at is closed for
+another.
 """
 
 import asyncio
@@ -16,8 +17,7 @@ import hmac
 import logging
 import re
 import secrets
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,10 +26,10 @@ import msgspec
 from aiohttp import web
 
 from megatron_scalerl.page.completions import Reader
+from megatron_scalerl.page.find_runs import find_runs
 from megatron_scalerl.page.groups import GroupIndex
-from megatron_scalerl.page.render import RUN, RUNS, Document, page, policy
+from megatron_scalerl.page.render import PROGRAMS, page, policy, runs_page
 from megatron_scalerl.page.run_data import RunData
-from megatron_scalerl.page.runs_data import RunsData
 from megatron_scalerl.processes.child_process import cancelled
 from megatron_scalerl.processes.logs import printable
 
@@ -46,34 +46,36 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
 
 
-class Page(ABC):
-    """A page that follows files and tells its open streams. All reading is done under one lock, in threads."""
+class RunPage:
+    """The page of one run: it follows the run's files, tells its open streams, and answers requests.
 
-    followed: str
-    """The subject of the page's messages: the run or the runs."""
+    All reading is done under one lock, in threads.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, run_dir: Path, *, home: str | None = None):
+        """home: the address of the list that the page belongs to, if any. Raises ValueError for a folder that is no
+        run."""
         self.failure = ""
         """One line about a damaged file; empty without one."""
         self.streams: set[asyncio.Event] = set()
         """An event for each open page; set when the page is to ask for the data."""
         self._lock = asyncio.Lock()
+        self._home = home
+        self._run = RunData(run_dir)
+        self._index = GroupIndex(run_dir)
+        self._reader = Reader(run_dir, self._run.recipe, self._index)
+        self._handlers: dict[str, Handler] = {
+            "": self._page,
+            "api/data": self._data,
+            "api/groups": self._reading(lambda step: {"groups": self._index.of_step(step)}, "step"),
+            "api/group": self._reading(self._reader.group, "id"),
+            "api/completion": self._reading(self._reader.completion, "id", "index"),
+            "api/events": self._events,
+        }
 
-    @abstractmethod
     async def handler(self, path: str) -> Handler | None:
-        """The function that answers requests for a path below the page's; None for an unknown path."""
-
-    @abstractmethod
-    def _update(self) -> bool:
-        """Read new rows; True if there are any."""
-
-    @abstractmethod
-    async def _work(self) -> bool:
-        """Make one missing forecast; False if none is missing."""
-
-    @abstractmethod
-    def _damage(self) -> str:
-        """The damage of the files, in one line; empty without any."""
+        """The function that answers requests for a path; None for an unknown path."""
+        return self._handlers.get(path)
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
@@ -82,7 +84,7 @@ class Page(ABC):
         self._say(self._damage())
         if self.failure:
             logger.warning("%s", self.failure)
-        task = asyncio.create_task(self._follow(), name=f"follow {self.followed}")
+        task = asyncio.create_task(self._follow(), name="follow the run")
         try:
             yield
         finally:
@@ -94,8 +96,8 @@ class Page(ABC):
                 changed = await self._locked(self._update)
                 busy = await self._work()
             except Exception as error:
-                self._say(f"the page no longer follows {self.followed}: {type(error).__name__}: {error}")
-                logger.exception("the page no longer follows %s", self.followed)
+                self._say(f"the page no longer follows the run: {type(error).__name__}: {error}")
+                logger.exception("the page no longer follows the run")
                 raise
             self._say(self._damage(), changed)
             if not busy:
@@ -141,36 +143,11 @@ class Page(ABC):
         async with self._lock:
             return await asyncio.to_thread(work)
 
-
-class RunPage(Page):
-    """The page of one run, and the answers to its requests."""
-
-    followed = "the run"
-
-    def __init__(self, run_dir: Path, *, home: str | None = None):
-        """home: the address of the list that the page belongs to, if any. Raises ValueError for a folder that is no
-        run."""
-        super().__init__()
-        self._home = home
-        self._run = RunData(run_dir)
-        self._index = GroupIndex(run_dir)
-        self._reader = Reader(run_dir, self._run.recipe, self._index)
-        self._handlers: dict[str, Handler] = {
-            "": self._page,
-            "api/data": self._data,
-            "api/groups": self._reading(lambda step: {"groups": self._index.of_step(step)}, "step"),
-            "api/group": self._reading(self._reader.group, "id"),
-            "api/completion": self._reading(self._reader.completion, "id", "index"),
-            "api/events": self._events,
-        }
-
-    async def handler(self, path: str) -> Handler | None:
-        """The function that answers requests for a path; None for an unknown path."""
-        return self._handlers.get(path)
-
     async def _page(self, _: web.Request) -> web.Response:
         data = await self._locked(self._payload) | {"live": True, "home": self._home}
-        return await document_answer(RUN, data, f"{data['header']['name']}: run")
+        title = f"{data['header']['name']}: run"
+        text = await asyncio.to_thread(partial(page, data, title=title, live=True))
+        return page_answer(text, PROGRAMS)
 
     async def _data(self, request: web.Request) -> web.Response:
         since = whole_number(request, "since")
@@ -216,39 +193,34 @@ class RunPage(Page):
         return True
 
 
-class RunsPage(Page):
-    """The list of the runs below a folder with its curves, and the page of each run."""
-
-    followed = "the runs"
+class RunsPage:
+    """The list of the runs below a folder, and the page of each run."""
 
     def __init__(self, folder: Path):
-        """Raises ValueError for a folder without a run, OSError for one that cannot be read."""
-        super().__init__()
-        self._runs = RunsData(folder)
-        self._failure = ""
+        self._folder = folder
+        self._runs: list[Path] = []
+        """The runs that a list has shown. A run keeps its number, also while it is gone."""
         self._opening = asyncio.Lock()
         self.pages: dict[int, tuple[RunPage, contextlib.AsyncExitStack]] = {}
         """Number of a run -> its page; the page that was opened last is at the end."""
-        self._handlers: dict[str, Handler] = {"": self._page, "api/runs": self._data, "api/events": self._events}
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """Follow within the block. The pages of runs are closed with it."""
-        async with super().following():
-            try:
-                yield
-            finally:
-                for _, stack in self.pages.values():
-                    await stack.aclose()
+        """Close the pages of runs at the end of the block."""
+        try:
+            yield
+        finally:
+            for _, stack in self.pages.values():
+                await stack.aclose()
 
     async def handler(self, path: str) -> Handler | None:
         """The function that answers requests for a path; the page of a run is made for its first request."""
+        if not path:
+            return self._page
         match = re.fullmatch("run/([0-9]{1,9})/(.*)", path)
-        if match is None:
-            return self._handlers.get(path)
-        number = int(match[1])
-        if number not in self._runs.runs:
+        if match is None or int(match[1]) >= len(self._runs):
             return None
+        number = int(match[1])
         # one at a time: two requests of a page that is not made yet would make it twice
         async with self._opening:
             run_page = await self._opened(number)
@@ -263,45 +235,25 @@ class RunsPage(Page):
         # a page that somebody looks at stays, so more than MOST_PAGES may be open
         if len(self.pages) >= MOST_PAGES and unwatched:
             await self.pages.pop(unwatched[0])[1].aclose()
-        run_page = await asyncio.to_thread(partial(RunPage, self._runs.runs[number].run_dir, home="../../"))
+        run_page = await asyncio.to_thread(partial(RunPage, self._runs[number], home="../../"))
         stack = contextlib.AsyncExitStack()
         await stack.enter_async_context(run_page.following())
         self.pages[number] = run_page, stack
         return run_page
 
-    async def _page(self, _: web.Request) -> web.Response:
-        data = await self._locked(self._runs.payload) | {"live": True}
-        return await document_answer(RUNS, data, f"{data['folder']}: runs")
-
-    async def _data(self, request: web.Request) -> web.Response:
-        return answer(await self._locked(partial(self._runs.payload, whole_number(request, "since"))))
-
-    def _update(self) -> bool:
-        self._failure = ""
-        try:
-            return self._runs.update()
-        except (ValueError, OSError) as error:
-            self._failure = str(error)
-            return False
-
-    def _damage(self) -> str:
-        return self._failure
-
-    async def _work(self) -> bool:
-        """Make a missing fit; True if there was one."""
-        number = await self._locked(self._runs.next_without_fit)
-        if number is None:
-            return False
-        result = await asyncio.to_thread(self._runs.runs[number].made_fit)
-        await self._locked(partial(self._runs.add_fit, number, *result))
-        self._tell()
-        return True
+    async def _page(self, request: web.Request) -> web.Response:
+        found = await asyncio.to_thread(find_runs, self._folder)
+        known = set(self._runs)
+        self._runs += [path for path in found.runs if path not in known]
+        query = request.rel_url.raw_query_string
+        addresses = {path: f"run/{number}/?{query}" for number, path in enumerate(self._runs)}
+        return page_answer(await asyncio.to_thread(runs_page, self._folder, found, addresses))
 
 
 class PageServer:
     """Serves a page. `token` is new at every start."""
 
-    def __init__(self, page: Page):
+    def __init__(self, page: RunPage | RunsPage):
         self.page = page
         self.token = secrets.token_urlsafe(32)
         self.port = 0
@@ -371,17 +323,16 @@ def answer(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=data, status=status, content_type="application/json", headers=security_headers())
 
 
-async def document_answer(document: Document, data: dict[str, Any], title: str) -> web.Response:
-    """The response with a page, which is made in a thread."""
-    text = await asyncio.to_thread(partial(page, document, data, title=title, live=True))
-    return web.Response(text=text, content_type="text/html", headers=security_headers(document))
+def page_answer(text: str, programs: Sequence[Path] = ()) -> web.Response:
+    """The response with a page. programs: the JavaScript that may run in it."""
+    return web.Response(text=text, content_type="text/html", headers=security_headers(programs))
 
 
-def security_headers(document: Document = RUN) -> dict[str, str]:
-    """The headers of every response. document: whose programs may run."""
+def security_headers(programs: Sequence[Path] = PROGRAMS) -> dict[str, str]:
+    """The headers of every response. programs: the JavaScript that may run."""
     return {
         "Cache-Control": "no-store",
-        "Content-Security-Policy": f"{policy(document, live=True)}; frame-ancestors 'none'",
+        "Content-Security-Policy": f"{policy(programs, live=True)}; frame-ancestors 'none'",
         "Cross-Origin-Opener-Policy": "same-origin",
         "Cross-Origin-Resource-Policy": "same-origin",
         "Referrer-Policy": "no-referrer",

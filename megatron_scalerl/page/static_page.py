@@ -10,11 +10,11 @@ import msgspec
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.page.completions import Reader
+from megatron_scalerl.page.find_runs import find_runs
 from megatron_scalerl.page.groups import GroupIndex
-from megatron_scalerl.page.render import RUN, RUNS, page
+from megatron_scalerl.page.render import page, runs_page
 from megatron_scalerl.page.report import gain
 from megatron_scalerl.page.run_data import RunData, thinned
-from megatron_scalerl.page.runs_data import RunsData
 
 logger = logging.getLogger(__name__)
 MOST_BYTES = 25_000_000
@@ -44,7 +44,7 @@ def write_page(run_dir: Path, path: Path, *, group_ids: Iterable[int] = ()) -> t
     named = list(dict.fromkeys(group_ids))
     wanted = list(dict.fromkeys([*named, *(index.chosen(GROUPS - len(named)))]))
     # with a reserve, since `page` counts characters and not bytes
-    room = MOST_BYTES - len(page(RUN, data, title="", live=False)) * 2
+    room = MOST_BYTES - len(page(data, title="", live=False)) * 2
     groups = []
     for group_id in wanted:
         try:
@@ -59,7 +59,7 @@ def write_page(run_dir: Path, path: Path, *, group_ids: Iterable[int] = ()) -> t
             groups.append(group)
     left_out = len(wanted) - len(groups)
     data |= {"groups": groups, "missing_groups": left_out}
-    text = page(RUN, data, title=f"{data['header']['name']}: run", live=False)
+    text = page(data, title=f"{data['header']['name']}: run", live=False)
     _write(path, text)
     return len(groups), left_out
 
@@ -78,17 +78,10 @@ def _read(run_dir: Path) -> RunData:
 
 
 def write_runs_page(folder: Path, path: Path) -> int:
-    """Write the list of the runs below `folder` to `path`, for its owner only; returns their number.
-
-    Raises ValueError for a folder without a run, OSError.
-    """
-    runs = RunsData(folder)
-    runs.update()
-    while (number := runs.next_without_fit()) is not None:
-        runs.add_fit(number, *runs.runs[number].made_fit())
-    data = runs.payload()
-    _write(path, page(RUNS, data | {"live": False}, title=f"{data['folder']}: runs", live=False))
-    return len(data["order"])
+    """Write the list of the runs below `folder` to `path`, for its owner only; returns their number."""
+    found = find_runs(folder)
+    _write(path, runs_page(folder, found, {}))
+    return len(found.runs)
 
 
 def _write(path: Path, text: str) -> None:

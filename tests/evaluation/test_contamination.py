@@ -1,10 +1,11 @@
 """Training prompts that contain evaluation problems."""
 
 import pytest
+from evaluation_files import written
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_scalerl.evaluation.contamination import MOST_HITS, Text, contamination, words
+from megatron_scalerl.evaluation.contamination import MOST_HITS, Text, contamination, training_texts, words
 
 LONG = "a farmer has twelve red hens and nine brown ones that lay six eggs each week"
 
@@ -82,6 +83,9 @@ def test_a_phrase_in_every_text_keeps_the_closest_prompts_alone():
     assert [hit.training for hit in of_first[1:]] == training[: MOST_HITS - 1], "of equal ones the first"
 
 
-def test_n_is_at_least_one():
-    with pytest.raises(ValueError, match="0 words are too few"):
-        contamination([], [], n=0)
+def test_training_prompts_are_a_column_of_a_file(tmp_path):
+    rows = [{"prompt": "1+1", "question": LONG}, {"prompt": LONG, "question": "2+2"}]
+    path = written(tmp_path, "train.jsonl", rows)
+    assert [text.text for text in training_texts([path, f"{path}:question"])] == ["1+1", LONG, LONG, "2+2"]
+    with pytest.raises(ValueError, match=r"train.jsonl.*'answer'"):
+        list(training_texts([f"{path}:answer"]))

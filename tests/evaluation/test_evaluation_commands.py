@@ -1,6 +1,5 @@
 """The commands without an engine: recipes for a folder, hostile text on the terminal, errors in one line."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -18,29 +17,10 @@ from megatron_scalerl.recipe.file import RecipeError, load_recipe_for
 HOSTILE = "\x1b]0;owned\x07\x1b[2J[bold red]hens [/nothing]\u202e\r overwritten"
 
 
-def test_hostile_training_prompts_are_printed_as_text(tmp_path, capsys):
-    problem = "a farmer has twelve red hens and nine brown ones that lay six eggs each week " + HOSTILE
-    data = written(tmp_path, "eval.jsonl", [{"prompt": problem, "answer": "1"}])
-    training = written(tmp_path, "train.jsonl", [{"prompt": f"{HOSTILE} {problem}"}, {"prompt": "1+1"}])
-    out = tmp_path / "found.json"
-    assert main(["contamination", training, "--data", data, "--json", str(out)]) == 0
-    printed = capsys.readouterr().out
-    assert "1 of 1 evaluation problems (100.0 %)" in printed and "1 of 2 training prompts (50.0 %)" in printed
-    assert not set(printed) & {"\x1b", "\x07", "\u202e", "\r"}
-    assert "\\x1b]0;owned\\x07\\x1b[2J[bold red]hens [/nothing]\\u202e" in printed
-    [found] = json.loads(out.read_text()).values()
-    assert found["hits"][0]["share"] == 1.0
-
-
-def test_hostile_column_names_and_colons_are_printed_as_text(tmp_path, capsys):
-    bad = written(tmp_path, "bad.jsonl", [{HOSTILE: 1}])
-    assert main(["contamination", bad, "--data", bad]) == 2
-    printed = capsys.readouterr().err
-    assert not set(printed) & {"\x1b", "\x07", "\u202e", "\r"} and "\\x1b]0;owned\\x07" in printed
-    ratio = "is the ratio :100: or :smile: one two three four five six seven eight"
-    data = written(tmp_path, "eval.jsonl", [{"prompt": ratio, "answer": "1"}])
-    assert main(["contamination", data, "--data", data]) == 0
-    assert capsys.readouterr().out.count(ratio) == 2, "colons are not read as the names of pictures"
+def test_the_command_that_is_gone_names_its_successors(capsys):
+    assert main(["contamination", "train.jsonl", "--data", "eval.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert "evaluate --training FILE" in said and "RUN/contamination.json" in said and said.count("\n") == 1
 
 
 def test_hostile_completions_are_printed_as_text(tmp_path, capsys):

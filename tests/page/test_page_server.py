@@ -28,7 +28,7 @@ def both(run):
     ("kind", "path"),
     [
         *(("run", path) for path in ("/", "/api/data", "/api/group", "/api/events", "/none")),
-        *(("runs", path) for path in ("/", "/api/runs", "/api/events", "/run/0/", "/run/0/api/data", "/none")),
+        *(("runs", path) for path in ("/", "/run/0/", "/run/0/api/data", "/none")),
     ],
 )
 def test_without_the_token_there_is_nothing(both, kind, path):
@@ -145,11 +145,10 @@ async def test_a_page_hears_of_new_records_and_of_damage(run):
             assert "ledger.jsonl byte 114: expected a JSON object" in (await stream.content.readline()).decode()
 
 
-@pytest.mark.parametrize("kind", ["run", "runs"])
-def test_a_failure_of_the_following_task_is_said(both, kind, monkeypatch, caplog):
+def test_a_failure_of_the_following_task_is_said(run, monkeypatch, caplog):
     async def follow():
         async with (
-            served(both[kind]) as (server, session),
+            served(PageServer(RunPage(run))) as (server, session),
             session.get("/api/events", params={"token": server.token}) as stream,
         ):
             monkeypatch.setattr(server.page, "_update", lambda: 1 / 0)
@@ -158,7 +157,7 @@ def test_a_failure_of_the_following_task_is_said(both, kind, monkeypatch, caplog
                     return line.decode()
 
     said = asyncio.run(asyncio.wait_for(follow(), 240))
-    assert f"the page no longer follows the {kind}: ZeroDivisionError: division by zero" in said
+    assert "the page no longer follows the run: ZeroDivisionError: division by zero" in said
     assert "ZeroDivisionError" in caplog.text
 
 

@@ -1,0 +1,67 @@
+"""The rows of the list of runs: state, step and last validation of each run, from the last rows of its files."""
+
+import os
+import time
+from pathlib import Path
+
+from megatron_scalerl.page.growing_file import ending, last_row, one_line, validation_row
+from megatron_scalerl.processes.logs import printable
+from megatron_scalerl.record import record
+
+QUIET_S = 60.0
+"""Seconds without a write to the ledger, which gets a heartbeat every 10 s, after which a run counts as stopped."""
+
+
+@record
+class RunRow:
+    """A row of the list of runs."""
+
+    name: str
+    """Path of the run below the folder, control characters escaped."""
+    address: str
+    """Address of the run's page, relative to the list; empty in a file."""
+    state: str = ""
+    """Running, stopped, not started, or finished with the reason."""
+    step: str = ""
+    """Step of the last row of metrics.jsonl; empty without one."""
+    validation: str = ""
+    """Pass rate and step of the last validation; empty without one."""
+    problem: str = ""
+    """A line about a file that cannot be read; empty if all can be read."""
+
+
+def run_row(run_dir: Path, name: str, address: str = "") -> RunRow:
+    """The row of a run. A damaged file makes a row with a line about the damage."""
+    name = printable(name)
+    try:
+        metrics = last_row(run_dir / "metrics.jsonl") or {}
+        validation = last_row(run_dir / "validation.jsonl", validation_row)
+        shown = ""
+        if validation:
+            shown = f"{validation['pass_rate']:.3f} at step {validation['step']}"
+        return RunRow(
+            name=name,
+            address=address,
+            state=_state(run_dir, bool(validation)),
+            step=one_line(str(metrics.get("step", ""))),
+            validation=shown,
+        )
+    except (ValueError, OSError) as error:
+        problem = one_line(str(error).replace(f"{run_dir}/", ""))
+        return RunRow(name=name, address=address, problem=problem)
+
+
+def _state(run_dir: Path, validated: bool) -> str:
+    """State of the run, from its end, its attempts and the age of its ledger."""
+    ends = [row for row in [last_row(run_dir / "end.json")] if row]
+    attempts = [row for row in [last_row(run_dir / "attempts.jsonl")] if row]
+    reason = ending(ends, attempts)
+    if reason is not None:
+        return f"finished: {reason}"
+    ledger = run_dir / "ledger.jsonl"
+    # abs: the clock of a file server may be ahead of this host's
+    if ledger.exists() and abs(time.time() - os.stat(ledger).st_mtime) < QUIET_S:
+        return "running"
+    if attempts or validated or last_row(ledger):
+        return "stopped"
+    return "not started"
