@@ -198,9 +198,8 @@ async def test_a_process_in_which_all_fails_that_succeeds_elsewhere_is_replaced_
         assert (await played(pool, {}, ["spoil"])).end.reason == "raised"
         [process] = pool._processes
         pending = process.pending[-1] = asyncio.get_running_loop().create_future()
-        assert await asyncio.gather(*(played(pool, {"start": n}, ["1"]) for n in range(3))) == [
-            counted(n, 1) for n in range(3)
-        ]
+        for n in range(2):
+            assert await played(pool, {"start": n}, ["1"]) == counted(n, 1)
         line = "environment-0: replaced after 3 failures in a row, the last: OSError: Too many open files"
         assert str(await pending) == line
         # the extra one, which the first episode has spoiled, and this one

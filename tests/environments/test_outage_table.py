@@ -128,3 +128,12 @@ def check(folder, chosen):
 @pytest.mark.parametrize(("what", "share", "lasting_s", "calls", "in_flight", "kind"), sampled("outages", CELLS, 3))
 def test_an_outage_is_paid_to_nobody(what, share, lasting_s, calls, in_flight, kind, tmp_path):
     check(tmp_path, (what, share, lasting_s, calls, in_flight, kind))
+
+
+@pytest.mark.parametrize(
+    ("what", "share", "calls", "in_flight"),
+    sampled("breakers", itertools.product(("class", "agent"), (0.02, 0.15, 0.4), CALLS, IN_FLIGHT), 1),
+)
+def test_a_policy_that_breaks_its_tool_pays_where_the_class_says_so(what, share, calls, in_flight, tmp_path):
+    found = in_virtual_time(cell(tmp_path, what, share, 0.0, calls, in_flight, "raised", wrong=True))
+    assert found["paid"] >= 0.95 * found["tools"] and not found["unplayed"], found
