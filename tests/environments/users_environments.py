@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import random
 import stat
 import subprocess
 import sys
@@ -100,14 +99,6 @@ class Echo:
 
     def step(self, response):
         return repr(response), None, False
-
-
-class Drawing(Counting):
-    """Returns something else in each replay."""
-
-    def reset(self, row):
-        super().reset(row)
-        return f"begin at {random.random()}"
 
 
 class Held(Counting):
