@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import urllib.error
+from dataclasses import replace
 from pathlib import Path
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
@@ -99,6 +100,14 @@ class Echo:
 
     def step(self, response):
         return repr(response), None, False
+
+
+class Tool(Counting):
+    """At the word tool its tool is broken while the row's file exists."""
+
+    def step(self, response):
+        broken = response.text == "tool" and Path(self.row["broken"]).exists()
+        return super().step(replace(response, text=self.row["word"] if broken else "1"))
 
 
 class Held(Counting):
