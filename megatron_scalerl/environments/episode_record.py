@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 
 WARNED_SHARE = 0.05
 """Share of the latest RECENT episodes above which those that are lost are warned of."""
-LOST_OF_A_ROW = 8
-"""Lost episodes of a row: the run does not end by fewer than eight rows that always fail, beside rows that do not."""
+MOST_BAD_ROWS = 8
+"""Rows that end the run if all of their episodes are lost, or a quarter of all rows: fewer are no outage."""
 
 
 @dataclass(eq=False)
@@ -38,6 +38,7 @@ class EpisodeRecord:
     def __init__(self, subject: str):
         """subject: begin of warnings, the key of the recipe."""
         self._subject = subject
+        self._outages = outages.Outages("episodes")
         self._latest: deque[Fate] = deque(maxlen=outages.RECENT)
         """Those that have ended."""
         self._noted: deque[Fate] = deque(maxlen=outages.RECENT)
@@ -71,22 +72,17 @@ class EpisodeRecord:
         if not fate.noted:
             fate.noted = True
             self._noted.append(fate)
+        end = self._outages.ended(fate.problem.strip().rpartition("\n")[2])
         if not fate.problem:
             return None
         lost = [fate for fate in self._latest if fate.problem]
         self._warn(lost)
-        why = f"could not be made, the last: {fate.problem.strip().splitlines()[-1]}"
-        lost_rows = len({fate.row for fate in lost})
-        most = outages.MAX_UNAVAILABLE
-        in_a_row = list(self._latest)[-most:]
-        of_many_rows = lost_rows >= min(most // LOST_OF_A_ROW, len(self._rows))
-        if of_many_rows and len(in_a_row) == most and all(fate.problem for fate in in_a_row):
-            return RuntimeError(f"{most} episodes in a row {why}")
-        recent = outages.RECENT
-        of_many_rows = lost_rows >= min(recent // 4 // LOST_OF_A_ROW, len({fate.row for fate in self._latest}))
-        if of_many_rows and len(lost) > recent // 2:
-            return RuntimeError(f"{len(lost)} of the last {recent} episodes {why}")
-        return None
+        rows = self._rows
+        if len(self._latest) == outages.RECENT:
+            rows = {fate.row for fate in self._latest}
+        if len({fate.row for fate in lost}) < min(MOST_BAD_ROWS, len(rows) // 4):
+            return None
+        return end
 
     def _warn(self, lost: list[Fate]) -> None:
         """Warn of lost episodes, and again where they are twice as many."""

@@ -44,7 +44,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -148,6 +148,8 @@ class _Process(Worker):
         self._started = False
         self.failures = 0
         """Calls in a row that failed."""
+        self._problem = ""
+        """Last line of the last of them."""
         self.spoiled = 0
         """Those of them that then succeeded in another process, each after the one before had."""
         self._spoiled_s = 0.0
@@ -186,6 +188,7 @@ class _Process(Worker):
             self.spoiled = 0
         elif outcome.failure != "unavailable":  # an outage of what it asks does not spoil a process
             self.failures += 1
+            self._problem = printable(outcome.error.strip().rpartition("\n")[2])
         return outcome
 
     def send(self, request: bytes) -> None:
@@ -193,18 +196,17 @@ class _Process(Worker):
         if self._writer is not None:
             self._writer.write(request + b"\n")
 
-    async def succeeded_elsewhere(self, failure: EnvironmentFailed, begun_s: float) -> None:
+    async def succeeded_elsewhere(self, begun_s: float) -> None:
         """Note that a call which failed here has succeeded in another process; replace this one after several.
 
         begun_s: of the call that failed. Calls that failed together count once: an outage may have ended.
         """
-        if begun_s < self._spoiled_s:
+        if not self.failures or begun_s < self._spoiled_s:
             return
         self._spoiled_s = asyncio.get_running_loop().time()
         self.spoiled += 1
         if self.spoiled == MOST_FAILURES:
-            last = str(failure).strip().splitlines()[-1]
-            await self.end(why=f"replaced after {MOST_FAILURES} failures in a row, the last: {last}")
+            await self.end(why=f"replaced after {MOST_FAILURES} failures in a row, the last: {self._problem}")
 
     async def end(self, hung: int | None = None, *, computing: bool = False, why: str = "") -> None:
         """Kill the process; its calls fail, its episodes leave it.
@@ -347,7 +349,7 @@ class EnvironmentPool:
         """Ids of the processes that run."""
         return [process.pid for process in (*self._processes, *self.extra) if process.pid is not None]
 
-    def emptiest(self, tried: Sequence[_Process]) -> _Process:
+    def emptiest(self, tried: Mapping[_Process, Any]) -> _Process:
         """The process with the fewest episodes of those that did not fail last, if possible none of `tried`."""
         return min(self._processes, key=lambda process: (process in tried, process.failures, len(process.episodes)))
 
@@ -419,16 +421,14 @@ class Episode:
         """The turn of the first try that succeeds. Raises EnvironmentFailed after the last; the pool may end then."""
         pool = self._pool
         lives = 2 if pool.agent else 1
-        failed: dict[_Process, tuple[EnvironmentFailed, float]] = {}
-        """Where tries of the class have failed, with their begin."""
-        tried: list[_Process] = []
+        tried: dict[_Process, float] = {}
+        """Where a try has failed, and when it began."""
         before = ""
         for pause_s in (*outages.PAUSES_S[: outages.TRIES - 1], None):
             process = self.process or pool.emptiest(tried)
             # what may pass with time is not worth a process of its own
             repeats = pause_s is None and before not in ("", *PAUSED)
             alone = not lives or (repeats and (pool.repeated_failure == "wrong" or process in tried))
-            tried.append(process)
             begun_s = asyncio.get_running_loop().time()
             try:
                 if alone:
@@ -446,15 +446,15 @@ class Episode:
                     self._ended(failure, argument, repeated=repeated)
                     raise
                 before = failure.end.reason
-                if not alone and failure.end.by == "class":
-                    failed[process] = (failure, begun_s)
+                if not alone:
+                    tried[process] = begun_s
                 if before in PAUSED:
                     await asyncio.sleep(pause_s)
             else:
                 pool.record.tried(self._fate, failed=False)
-                for other, (earlier, earlier_s) in failed.items():
+                for other, failed_s in tried.items():
                     if other is not self.process:
-                        await other.succeeded_elsewhere(earlier, earlier_s)
+                        await other.succeeded_elsewhere(failed_s)
                 return turn
         raise AssertionError
 

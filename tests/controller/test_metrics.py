@@ -370,8 +370,9 @@ def test_a_terminal_shows_each_step_and_a_log_file_every_fifth(terminal, shown):
     console = Console(file=io.StringIO(), force_terminal=terminal, color_system=None)
     progress = Progress(console, steps=10)
     for step in range(1, 11):
-        progress.step(step, defaultdict(float))
+        progress.step(step, defaultdict(float, environment_failed_share=0.125 * (step == 10)))
     assert re.findall(r"^ +(\d+)  \+0", console.file.getvalue(), re.M) == [str(step) for step in shown]
+    assert re.findall("  environment failed .*", console.file.getvalue()) == ["  environment failed 0.125"]
 
 
 STALE = {"staleness_mean": 8.0, "engine_idle_seconds": 9.0, "wait_for_batch_seconds": 0.1}

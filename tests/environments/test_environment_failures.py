@@ -56,23 +56,8 @@ async def test_twenty_episodes_that_wait_lose_nothing_by_a_killed_process(tmp_pa
         assert pool.counters == {"episodes": 20, "steps": 60, "replays": 20, "restarts": 1}
 
 
-async def test_twenty_episodes_that_step_lose_nothing_by_a_killed_process(tmp_path):
-    async with pool_of("Held", tmp_path) as pool:
-        rows = [{"start": n, "n": n, "folder": str(tmp_path)} for n in range(20)]
-        calls = [asyncio.create_task(played(pool, row, ["1", "hold", "3"])) for row in rows]
-        await until(lambda: len(list(tmp_path.glob("*.pid"))) == 20)
-        (tmp_path / "go").touch()
-        os.kill(pool.pids[0], signal.SIGKILL)
-        for n, turns in enumerate(await asyncio.gather(*calls)):
-            assert turns == [*counted(n, 1), (f"held at {n + 1}", 0.5, False), (f"now {n + 4}", n + 4.0, False)]
-        # each is replayed in the extra process, and again for the step after
-        assert len(pool.pids) == 2
-        assert pool.counters == {"episodes": 20, "steps": 60, "replays": 40, "restarts": 1}
-
-
 async def test_a_step_that_kills_its_process_is_repeated_for_its_episode_alone(tmp_path):
     async with pool_of("Counting", tmp_path) as pool:
-        await others(pool)
         rows = [{"start": n} for n in range(11)]
         texts = [["1", "exit", "2"] if n == 5 else ["1", "2", "3", "4"] for n in range(11)]
         turns = await asyncio.gather(*(played(pool, row, text) for row, text in zip(rows, texts, strict=True)))
@@ -84,7 +69,6 @@ async def test_a_step_that_kills_its_process_is_repeated_for_its_episode_alone(t
 @pytest.mark.slow
 async def test_a_step_that_hangs_in_a_thread_costs_its_process(tmp_path):
     async with pool_of("Counting", tmp_path, timeout_s=2.0) as pool:
-        await others(pool)
         failure, *turns = await asyncio.gather(
             played(pool, {}, ["1", "hang"]), *(played(pool, {"start": n}, ["1"] * 9) for n in range(4))
         )
@@ -96,7 +80,6 @@ async def test_a_coroutine_that_hangs_is_cancelled_and_its_process_lives(tmp_pat
     monkeypatch.setattr(outages, "TRIES", 2)
     monkeypatch.setattr(pools, "GRACE_S", 60.0)
     async with pool_of("CountingAsync", tmp_path, timeout_s=0.5) as pool:
-        await others(pool)
         pids = pool.pids
         assert facts(await played(pool, {}, ["1", "sleep"])) == ("hung", False)
         assert pool.pids == pids and pool.counters["restarts"] == 0
@@ -105,7 +88,6 @@ async def test_a_coroutine_that_hangs_is_cancelled_and_its_process_lives(tmp_pat
 @pytest.mark.slow
 async def test_a_coroutine_that_blocks_the_loop_costs_its_process_and_no_other_episode(tmp_path):
     async with pool_of("CountingAsync", tmp_path, timeout_s=2.0) as pool:
-        await others(pool)
         calls = [played(pool, {"start": n}, ["1", "hang" if n == 3 else "2", "3"]) for n in range(8)]
         turns = await asyncio.gather(*calls)
         assert facts(turns.pop(3)) == ("hung", False)
@@ -198,9 +180,8 @@ async def test_a_process_in_which_all_fails_that_succeeds_elsewhere_is_replaced_
         assert (await played(pool, {}, ["spoil"])).end.reason == "raised"
         [process] = pool._processes
         pending = process.pending[-1] = asyncio.get_running_loop().create_future()
-        assert await asyncio.gather(*(played(pool, {"start": n}, ["1"]) for n in range(3))) == [
-            counted(n, 1) for n in range(3)
-        ]
+        for n in range(2):
+            assert await played(pool, {"start": n}, ["1"]) == counted(n, 1)
         line = "environment-0: replaced after 3 failures in a row, the last: OSError: Too many open files"
         assert str(await pending) == line
         # the extra one, which the first episode has spoiled, and this one
@@ -254,23 +235,12 @@ async def test_a_judge_that_comes_back_within_the_tries_costs_nothing(tmp_path):
         assert pool.counters == {"episodes": 1, "steps": 3, "replays": 2}
 
 
-async def test_an_environment_that_replays_something_else_has_changed(tmp_path):
-    async with pool_of("Drawing", tmp_path) as pool:
-        for n in range(30):
-            await played(pool, {"start": n}, [])
-        failure = await played(pool, {}, ["1", f"once {tmp_path / 'died'}"])
-        assert facts(failure) == ("changed", False)
-        assert pool.counters["changed"] == 1
-
-
 @pytest.mark.parametrize("word", FORGED)
 async def test_damage_costs_the_process_and_nothing_else(word, tmp_path):
-    async with pool_of("Counting", tmp_path, timeout_s=60) as pool:
-        await others(pool)
-        async with pool.episode({"start": 1}) as waiting:
-            await waiting.reset()
-            assert facts(await played(pool, {}, ["1", word])) == ("died", False)
-            assert (await waiting.step(Response(text="1"))).reward == 2.0
+    async with pool_of("Counting", tmp_path, timeout_s=60) as pool, pool.episode({"start": 1}) as waiting:
+        await waiting.reset()
+        assert facts(await played(pool, {}, ["1", word])) == ("died", False)
+        assert (await waiting.step(Response(text="1"))).reward == 2.0
 
 
 async def test_the_end_of_a_process_is_noticed_though_its_child_is_left(tmp_path):
@@ -296,7 +266,6 @@ async def test_a_class_that_is_gone_after_the_start_is_an_outage(tmp_path, monke
     module = tmp_path / "fleeting_environment.py"
     module.write_text("from users_environments import *\n")
     async with pool_of("fleeting_environment:Counting", tmp_path) as pool:
-        await others(pool, 30)
         module.write_text("import gone")
         for pid in pool.pids:
             os.kill(pid, signal.SIGKILL)

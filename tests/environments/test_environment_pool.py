@@ -140,7 +140,7 @@ async def test_a_class_that_returns_no_turn_is_refused_before_the_run(name, prob
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["Counting", "Messages", "Runs"])
+@pytest.mark.parametrize("name", ["Counting", "Echo", "Runs"])
 async def test_a_class_that_returns_turns_or_raises_is_not_refused(name):
     await try_out(section(name), PROMPT)
 

@@ -4,13 +4,16 @@ import asyncio
 import itertools
 import random
 
+import environment_pools as real
 import pytest
+from environment_pools import pool_of
 from fakes.environment_process import StandInSession, stand_in_pool
 from fakes.run import in_virtual_time
 from sampling import sampled
 
 from megatron_scalerl.environments.pool import EnvironmentFailed
 from megatron_scalerl.environments.response import Response
+from megatron_scalerl.rewards import outages
 
 EPISODES = 1024
 SHARES = (0.02, 0.09, 0.2, 0.43, 1.0)
@@ -128,3 +131,31 @@ def check(folder, chosen):
 @pytest.mark.parametrize(("what", "share", "lasting_s", "calls", "in_flight", "kind"), sampled("outages", CELLS, 3))
 def test_an_outage_is_paid_to_nobody(what, share, lasting_s, calls, in_flight, kind, tmp_path):
     check(tmp_path, (what, share, lasting_s, calls, in_flight, kind))
+
+
+@pytest.mark.parametrize(
+    ("what", "share", "calls", "in_flight"),
+    sampled("breakers", itertools.product(("class", "agent"), (0.02, 0.15, 0.4), CALLS, IN_FLIGHT), 1),
+)
+def test_a_policy_that_breaks_its_tool_pays_where_the_class_says_so(what, share, calls, in_flight, tmp_path):
+    found = in_virtual_time(cell(tmp_path, what, share, 0.0, calls, in_flight, "raised", wrong=True))
+    assert found["paid"] >= 0.95 * found["tools"] and not found["unplayed"], found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("share", "word"), itertools.product((0.09, 0.2, 0.43, 1.0), ("raise", "refused", "exit")))
+async def test_an_outage_of_real_processes_is_paid_to_nobody(share, word, tmp_path, monkeypatch):
+    monkeypatch.setattr(outages, "PAUSES_S", (0.0, 0.0))
+    draw = random.Random(f"{share}{word}")
+    broken = tmp_path / "broken"
+    calls = [["1", "tool" if draw.random() < share else "1"] for _ in range(128)]
+    async with pool_of("Tool", tmp_path, workers=2) as pool:
+        for begin in range(0, 128, 64):
+            rows = [{"row": n // 16, "word": word, "broken": str(broken)} for n in range(begin, begin + 64)]
+            games = (real.played(pool, row, texts) for row, texts in zip(rows, calls[begin:]))
+            for texts, result in zip(calls[begin:], await asyncio.gather(*games, return_exceptions=True)):
+                if isinstance(result, EnvironmentFailed):
+                    assert not result.end.paid and begin and "tool" in texts
+                else:  # the run ends by its own limit
+                    assert isinstance(result, list | RuntimeError)
+            broken.touch()

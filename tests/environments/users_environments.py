@@ -4,13 +4,13 @@ import asyncio
 import contextlib
 import itertools
 import os
-import random
 import stat
 import subprocess
 import sys
 import threading
 import time
 import urllib.error
+from dataclasses import replace
 from pathlib import Path
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
@@ -102,12 +102,12 @@ class Echo:
         return repr(response), None, False
 
 
-class Drawing(Counting):
-    """Returns something else in each replay."""
+class Tool(Counting):
+    """At the word tool its tool is broken while the row's file exists."""
 
-    def reset(self, row):
-        super().reset(row)
-        return f"begin at {random.random()}"
+    def step(self, response):
+        broken = response.text == "tool" and Path(self.row["broken"]).exists()
+        return super().step(replace(response, text=self.row["word"] if broken else "1"))
 
 
 class Held(Counting):

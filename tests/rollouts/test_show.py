@@ -67,6 +67,18 @@ def test_the_newest_groups_first_completion_is_shown_without_arguments(run_dir, 
     ]
 
 
+def test_the_failure_of_an_environment_that_is_paid_is_shown(run_dir, tmp_path, capsys):
+    save_tokenizer(tmp_path / "policy")
+    (tmp_path / "recipe.yaml").write_text(f"policy:\n  path: {tmp_path / 'policy'}\n")
+    _, rollouts = group(0)
+    score = Score(correct=False, reward=-1.0, reason="environment_raised", problem="Traceback ...\nValueError: b")
+    failed = group_of(rollouts, (score, score), prompt=group(0)[0].prompt, group_id=0)
+    write_journal(tmp_path, groups=[(failed, rollouts)], batches=[])
+    assert main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "reward     -1 (environment_raised)" in out and "failure    Traceback ...\nValueError: b\n" in out
+
+
 def test_forced_tokens_and_versions_are_marked_without_colour(run_dir, capsys):
     assert main([str(run_dir), "--step", "2", "--index", "1"]) == 0
     out = capsys.readouterr().out.splitlines()
