@@ -224,8 +224,7 @@ def _of_prompts(
     usable = sum(length <= longest for length in lengths)
     if usable < 2:
         raise ValueError(f"{recipe.prompts.path}: one prompt is too few to train on one and to validate on another")
-    few = max(min(FEWEST_HELD_OUT, usable // 2), min(VALIDATED, usable // 4))
-    held_out = min(int(defaults.held_out), max(usable // 10, few))
+    held_out = _held_out(usable, int(defaults.held_out))
     validated = min(held_out, VALIDATED)
     generations = -(-VALIDATED // validated)
     forced = len(forced_ids(recipe, tokenizer)[0]) + 1
@@ -267,6 +266,12 @@ def _of_prompts(
         "validation.generations": (generations, f"completions of each: {validated * generations} tell +-0.09 (95 %)"),
         "validation.end_generations": (4 * generations, "at step 0 and at the end, whose difference is the gain"),
     }
+
+
+def _held_out(usable: int, most: int) -> int:
+    """Prompts to hold out of those that are short enough: a tenth, and enough for a curve that can be forecast."""
+    few = max(min(FEWEST_HELD_OUT, usable // 2), min(VALIDATED, usable // 4))
+    return min(most, max(usable // 10, few))
 
 
 def _of_training(recipe: Recipe, trained: int, gpus: int) -> Choices:

@@ -1,4 +1,4 @@
-"""Tells a failure of one answer alone from an outage of what its verifier asks, and ends a pool by an outage."""
+"""Counts checks or episodes that could not be made, and ends their pool by an outage."""
 
 from collections import deque
 
@@ -6,8 +6,6 @@ MAX_UNAVAILABLE = 64
 """Checks or episodes in a row that could not be made, after which the pool ends."""
 RECENT = 256
 """Latest checks or episodes; the pool ends where more than half of them could not be made."""
-ALONE = 0.1
-"""Share of the last RECENT tries up to which a failure is that of one answer alone."""
 TRIES = 3
 """Tries of what could not be made."""
 PAUSES_S = (1.0, 5.0)
@@ -15,22 +13,12 @@ PAUSES_S = (1.0, 5.0)
 
 
 class Outages:
-    """The record of the latest tries and of what they came to."""
+    """The record of the latest checks or episodes."""
 
     def __init__(self, noun: str):
         """noun: what could not be made, in the plural."""
         self._noun = noun
-        self._tries: deque[bool] = deque(maxlen=RECENT)
-        """Whether each of the latest tries failed."""
         self._ends: deque[bool] = deque(maxlen=RECENT)
-
-    def tried(self, failed: bool) -> None:
-        """Record a try."""
-        self._tries.append(failed)
-
-    def alone(self) -> bool:
-        """Whether nearly all tries succeed."""
-        return sum(self._tries) <= ALONE * len(self._tries)
 
     def ended(self, why: str) -> RuntimeError | None:
         """Record a check or an episode: made, or why not after all tries. The pool's end, if it ends."""

@@ -119,7 +119,6 @@ async def all_played(seed, folder):
             assert result is None or isinstance(result, EnvironmentFailed), result
             ends.append(result and result.end)
         restarts = pool.counters["restarts"]
-    await asyncio.sleep(1.0)
     for player, end in zip(world.players, ends, strict=True):
         own = player.fault in OWN
         if end is None:

@@ -12,7 +12,7 @@ from megatron_scalerl.recipe.sections import EnvironmentSection
 START_S = 0.5
 
 
-class StandInProcess(pools._Process):
+class StandInEnvironmentProcess(pools._Process):
     """A process that takes START_S to start. `script(process, request)`, a coroutine, returns (failure, turn).
 
     A script may end its process (`crash`), or never return.
@@ -97,7 +97,7 @@ class StandInSession:
 
 def stand_in_pool(script, folder, *, agent=False, repeated_failure="lost", workers=4):
     """A pool of stand-in processes."""
-    kind = type("Scripted", (StandInProcess,), {"script": script, "declared": ([], repeated_failure, agent)})
+    kind = type("Scripted", (StandInEnvironmentProcess,), {"script": script, "declared": ([], repeated_failure, agent)})
     process, pools._Process = pools._Process, kind
     try:
         return pools.EnvironmentPool(EnvironmentSection(name="m:C", workers=workers, timeout_s=60.0), logs=folder)
