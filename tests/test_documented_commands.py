@@ -151,8 +151,8 @@ def test_the_readmes_recipe_starts(place, monkeypatch):
     monkeypatch.chdir(place)
     recipe = load_recipe("my_run.yaml", ["prompts.held_out=8"])  # 1,000 in a real file
     resolved = check_inputs(recipe).resolved(recipe)
-    assert resolved.trainer.micro_batch_tokens == 16512
-    assert 2048 + 12288 + 2048 < resolved.engine.vllm["max_model_len"] <= 16512
+    assert resolved.trainer.micro_batch_tokens == 2048 + 12288 + 2048  # no tag of thinking, and so no forced phrase
+    assert 2048 + 12288 + 2048 <= resolved.engine.vllm["max_model_len"] <= 16512
 
 
 def arguments(words):

@@ -156,7 +156,7 @@ def test_train_refuses_another_recipe(
 def test_evaluate_goes_on_and_refuses_another_evaluation(place, spelled, monkeypatch, capsys):
     from megatron_scalerl.commands import evaluate
 
-    monkeypatch.setattr(signals, "run_until_signal", lambda work, *_: work.close())
+    monkeypatch.setattr(signals, "run_until_signal", lambda work, *_, **__: work.close())
     monkeypatch.setattr(evaluate, "_report", lambda *_: None)
     (place / "problems.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     policy = str(place / "base_policy") if spelled == "absolute" else spelled

@@ -97,7 +97,9 @@ class StandInSession:
 
 def stand_in_pool(script, folder, *, agent=False, repeated_failure="lost", workers=4):
     """A pool of stand-in processes."""
-    kind = type("Scripted", (StandInEnvironmentProcess,), {"script": script, "declared": ([], repeated_failure, agent)})
+    kind = type(
+        "Scripted", (StandInEnvironmentProcess,), {"script": script, "declared": ([], repeated_failure, agent)}
+    )
     process, pools._Process = pools._Process, kind
     try:
         return pools.EnvironmentPool(EnvironmentSection(name="m:C", workers=workers, timeout_s=60.0), logs=folder)
