@@ -30,6 +30,7 @@ VLLM = {
 }
 
 OWN_STATE = {
+    "environments/episode_record.py",
     "controller/saver.py",
     "weights/weight_receiver.py",
     "plan/work.py",
