@@ -237,7 +237,7 @@ OF_ONE_FILE = {
     "launch/test_admission.py: StandInAgent",
     "engine/test_bodies.py: StandInDecoder",
     "test_command_line.py: StandInLauncher",
-    "launch/test_launcher.py: StandInEnvironmentProcess",
+    "launch/test_launcher.py: StandInProcess",
     "controller/test_overlap.py: StandInSender",
     "rewards/test_lost_workers.py: StandInSpawn",
     "controller/test_overlap.py: StandInStream",

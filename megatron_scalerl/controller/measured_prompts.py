@@ -153,7 +153,9 @@ class HeldOut:
                 )
         outcomes = tuple(tuple(None if x is None else x.score.correct for x in row) for row in rows)
         by_prompt = means(outcomes)
-        completions = [scored.completion for row in rows for scored in row if scored is not None]
+        scored_completions = [scored for row in rows for scored in row if scored is not None]
+        completions = [scored.completion for scored in scored_completions]
+        share, least = self._audited(scored_completions)
         pass_rate = PassRate(
             step=step,
             policy_version=step,
@@ -169,15 +171,16 @@ class HeldOut:
             within_variance=within_variance(outcomes),
             metrics=environment_metrics(scored.score for row in rows for scored in row if scored is not None),
             tasks=_by_task(self._prompts, by_prompt),
-            **self._audited([scored for row in rows for scored in row if scored is not None]),
+            confirmed_share=share,
+            confirmed_least=least,
         )
         return pass_rate, outcomes
 
-    def _audited(self, completions: Sequence[ScoredCompletion]) -> dict[str, float | None]:
+    def _audited(self, completions: Sequence[ScoredCompletion]) -> tuple[float | None, float | None]:
         """`confirmed_share` and `confirmed_least` of a validation; two of its texts are shown where it is low."""
         verdicts = [scored.score.confirmed for scored in completions if scored.score.confirmed is not None]
         if not verdicts:
-            return {}
+            return None, None
         share = sum(verdicts) / len(verdicts)
         numbers = sum(is_number(prompt.answer) for prompt in self._prompts)
         least = CONFIRMED_NUMBERS
@@ -194,7 +197,7 @@ class HeldOut:
                 100 * least,
                 shown,
             )
-        return {"confirmed_share": share, "confirmed_least": least}
+        return share, least
 
     def lose(self, step: int, why: str) -> None:
         """Log that a validation is lost, because no engine holds its version any more."""

@@ -24,7 +24,7 @@ import faulthandler
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -211,14 +211,7 @@ def run_until_signal(
         try:
             return await coroutine
         finally:
-            # asyncio restores the default action, which would end the process, before another one can be set.
-            signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-            for number in numbers:
-                loop.remove_signal_handler(number)
-                if (first := stopped_by()) is not None:
-                    signal.signal(number, _Late(exit_code_of(first)))
-                    faulthandler.dump_traceback_later(THREADS_S, exit=True, file=2)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+            _handle_late(loop, numbers, stopped_by)
 
     try:
         return asyncio.run(guarded())
@@ -233,6 +226,20 @@ def run_until_signal(
         raise Stopped(received[0], again(), error) from error
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _handle_late(
+    loop: asyncio.AbstractEventLoop, numbers: Sequence[int], stopped_by: Callable[[], int | None]
+) -> None:
+    """Take the handlers of signals off a loop; after a first signal, later ones and threads that hang end the process."""
+    # asyncio restores the default action, which would end the process, before another one can be set.
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    for number in numbers:
+        loop.remove_signal_handler(number)
+        if (first := stopped_by()) is not None:
+            signal.signal(number, _Late(exit_code_of(first)))
+            faulthandler.dump_traceback_later(THREADS_S, exit=True, file=2)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 class Takeover:

@@ -176,7 +176,7 @@ def verify_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool
         statements = _STATEMENT.findall(end) or [end]
         return _says(answer or statements[-1], name)
     if is_number(stated):
-        candidates = _numerals(answer if box is not None else answer or end, stated, box is not None)
+        candidates = _numerals(end if box is None and not answer else answer or "", stated, box is not None)
     else:
         candidates = _expressions(answer or end, stated, whole=bool(answer))
     question = str(extra.get("prompt", ""))
@@ -219,7 +219,7 @@ def _expressions(text: str, reference: str, whole: bool) -> Iterator[tuple[str, 
     """What a text gives for an answer that is no number. whole: the text is an answer, unless it has words."""
     listed = _LIST.search(reference)
     if whole and not _has_words(split_unit(text)[0]):
-        members = (text,)
+        members: tuple[str, ...] = (text,)
         if "=" not in reference and not _LIST.search(text):
             members = last_members(text)
         readings = [(member, read(member)) for member in members]

@@ -51,3 +51,8 @@ class _JumpingSelector(selectors.SelectSelector):
         assert timeout is not None, "every task waits and no timer is set: a deadlock"
         self._loop.now += max(0.0, timeout)
         return super().select(0)
+
+
+async def virtual_seconds(seconds):
+    """Ends when these seconds of a loop in virtual time have passed."""
+    await asyncio.sleep(seconds)

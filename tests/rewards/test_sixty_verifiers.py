@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 import sixty_verifiers
-from fakes.clock import VirtualTimeLoop
+from fakes.clock import VirtualTimeLoop, virtual_seconds
 from fakes.verifier_workers import WorkersInThisProcess
 
 from megatron_scalerl.plan import verifier_trial
@@ -70,9 +70,9 @@ def test_a_verifier_that_fails_now_and_then_pays_what_is_due(kind, n, caplog):
         malformed = ["seven", "\\boxed{", "\\boxed{seven}", "no box", "{}", "<answer>7"]
         assert [await score(text) for text in malformed] == [False] * len(malformed)
         assert [await score(answer.format(value, value)) for value in (7, 8)] == [True, False]
-        await asyncio.sleep(101.0 - asyncio.get_running_loop().time())
+        await virtual_seconds(101.0 - asyncio.get_running_loop().time())
         during = await asyncio.gather(*(score(f"{number} \\boxed{{8}}") for number in range(4)))
-        await asyncio.sleep(20.0)
+        await virtual_seconds(20.0)
         after = [await score(f"later {answer.format(7, 7)}"), await score("later seven")]
         return during, after
 
@@ -105,7 +105,7 @@ def test_a_judge_that_cannot_be_reached_is_a_warning(caplog):
     pool, task = pool_of("raises_for_ten_seconds", 3)
 
     async def main():
-        await asyncio.sleep(101.0)
+        await virtual_seconds(101.0)
         await verifier_trial._try_rows(pool, task, ROWS)
 
     in_virtual_time(main())
