@@ -231,7 +231,7 @@ def run_until_signal(
 def _handle_late(
     loop: asyncio.AbstractEventLoop, numbers: Sequence[int], stopped_by: Callable[[], int | None]
 ) -> None:
-    """Take the handlers of signals off a loop; after a first signal, later ones and threads that hang end the process."""
+    """Take the handlers of signals off a loop; after a first signal, later ones and threads that hang end it all."""
     # asyncio restores the default action, which would end the process, before another one can be set.
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     for number in numbers:
