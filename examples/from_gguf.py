@@ -20,12 +20,15 @@ def parser():
 def main(file, out):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
+    read = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype="float32", trust_remote_code=False
+    )
     del read.config.quantization_config
     policy = AutoModelForCausalLM.from_config(read.config)  # save_pretrained refuses a model that was read from GGUF
     policy.load_state_dict(read.state_dict())
     policy.save_pretrained(out)
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+    tokenizer.save_pretrained(out)
 
 
 if __name__ == "__main__":

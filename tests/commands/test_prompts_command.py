@@ -166,20 +166,20 @@ def test_an_episode_with_a_script_is_shown(tiny, capsys, monkeypatch):
     assert lines[at - 1].startswith("prompt ") and lines[at + 1 : at + 15] == [
         "",
         "response: 7+2=",
-        "Turn(messages=({'role': 'user', 'content': '9'},), reward=None, done=False)",
+        "Turn(messages=({'role': 'user', 'content': '9'},), reward=None, done=False, metrics={})",
         "",
         "the next turn begins with",
         "9|<think>",
         "",
         "response: \\x1b[2J=",
-        "Turn(messages=({'role': 'user', 'content': '-'},), reward=None, done=False)",
+        "Turn(messages=({'role': 'user', 'content': '-'},), reward=None, done=False, metrics={})",
         "",
         "the next turn begins with",
         "-|<think>",
         "",
         "response: 9",
     ]
-    assert lines[at + 15] == "Turn(messages=(), reward=True, done=True)"
+    assert lines[at + 15] == "Turn(messages=(), reward=True, done=True, metrics={})"
     assert "the reference itself" not in shown.out and "a wrong answer" not in shown.out
     assert output(tiny, capsys, episode[0])[1].out.count("response: ") == 1
     assert output(tiny, capsys, *episode, "8", "--response", "after it")[1].out.count("response: ") == 1

@@ -60,7 +60,7 @@ async def test_a_reward_may_come_with_metrics(name, tmp_path):
         async with pool.episode({"text": "(0.5, {'short': True, 'digits': 3})"}) as episode:
             assert await episode.run(Session()) == 0.5 and episode.metrics == {"short": 1.0, "digits": 3.0}
         for text in ("(0.5, {'x': float('nan')})", "(0.5, {'x': 'y'})", "(0.5, 1)", "(0.5,)"):
-            assert (await ran(pool, text)).reason == "invalid"
+            assert (await ran(pool, text)).end.reason == "invalid"
 
 
 @pytest.mark.parametrize("name", ["Runs", "RunsAsync"])
