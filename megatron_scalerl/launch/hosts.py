@@ -47,7 +47,7 @@ _SECRET = re.compile(
     r"|(?<![A-Za-z0-9])((hf|gh[opsur]|sk)[_-][A-Za-z0-9]{16}|(github_pat|glpat|nvapi)[_-][\w-]{16}|xox[a-z]-[\w-]{8}"
     r"|sk-(?=[\w-]*[0-9])[\w-]{16}|(AKIA|ASIA)[A-Z0-9]{12}|(AIza|eyJ)[\w-]{16})|-----BEGIN [A-Z ]*PRIVATE KEY"
     r"|(^|[?&;\s])(sig|signature|x-amz-signature|token|access_token|api_?key|secret|password)=[^&\s]{4}"
-    r"|://hooks?\.|/(web)?hooks?/",
+    r"|://hooks?\.|://[^\s]*/(web)?hooks?/",
     re.IGNORECASE,
 )
 """Values that are secrets whatever their variable is called: logins in addresses, tokens of known forms, signed

@@ -4,6 +4,7 @@ Memory is counted as for GPUs, and the libraries of each process are added. Seco
 one thread of this machine multiplies matrices of the policy's width, which is measured.
 """
 
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -136,7 +137,7 @@ def measured_flops(width: int, dtype: str) -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     begun = time.thread_time()
-    shortest = MEASURED_S
+    shortest = math.inf
     while time.thread_time() < begun + MEASURED_S:
         started = time.thread_time()
         torch.mm(rows, matrix)

@@ -15,8 +15,6 @@ logger = logging.getLogger(__name__)
 
 ROWS = 5
 """Rows of each task whose answers are tried."""
-TIMEOUT_S = 20.0
-"""Wall-clock limit of a try (s)."""
 MALFORMED = ("\\boxed{-918273645}", "I do not know.", "", "The answer is \\boxed{")
 """A wrong answer, a text without an answer, an empty and a truncated one."""
 
@@ -31,9 +29,8 @@ def try_verifier(task: Task) -> None:
     path = task.prompts.path
     if ":" not in verifier or task.episodes or path is None or not Path(path).exists():
         return
-    limit_s = min(task.rewards.timeout_s, TIMEOUT_S)
     try:
-        pool = VerifierPool(task.rewards.model_copy(update={"timeout_s": limit_s}))
+        pool = VerifierPool(task.rewards)
     except ValueError as unset:
         logger.warning("rewards.verifier %r was not tried: %s", verifier, unset)
         return
@@ -69,7 +66,8 @@ async def _try_rows(pool: VerifierPool, task: Task, prompts: list[Prompt]) -> No
             for text, outcome in zip(texts, tried):
                 if outcome.returned:
                     raise ValueError(f"{head}: {prompt.prompt_id}: for the answer {text!r} {outcome.returned}")
-            right |= any(outcome.value and pool.paid(outcome.value, prompt, tokens=0).correct for outcome in tried)
+            values = [outcome.value for outcome in tried if outcome.value is not None]
+            right |= any(pool.paid(value, prompt, tokens=0).correct for value in values)
             outcomes += tried
             if any(outcome.limit for outcome in tried):  # the other rows would take as long
                 break

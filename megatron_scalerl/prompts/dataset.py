@@ -306,7 +306,7 @@ class _Loader:
         question = layout.question_of(row)
         answer = layout.reference_of(row, verifier)
         extra = layout.others(row)
-        layout.check_seen(row, question, self.task.episodes)
+        layout.check_seen(row, question, self.task.rewards.verifier, episodes=self.task.episodes)
         self._renderer.check(question, row.where, layout.question[0])
         prompt = Prompt(
             prompt_id=prompt_id(question.text, answer, self.task.name),

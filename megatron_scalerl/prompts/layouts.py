@@ -41,17 +41,26 @@ _PLACE = re.compile(
     r"|\\includegraphics"
 )
 """A place in a text where something else than text is shown."""
+CHECKED = "generated_checker|checker|interactor|interaction_format"
 REFUSED = {
     r"(?:.*_)?(?:image|img|picture|figure|diagram|video|audio|speech)s?(?:_?(?:\d+|path|url|file|name|bytes)s?)*": (
         "the policy reads text alone"
     ),
     "tools|functions|documents|tool_calls|function_call": "they need an environment",
-    "generated_checker|checker|interactor|interaction_format": "outputs have to equal the expected ones",
+    CHECKED: "outputs have to equal the expected ones",
 }
 """Columns without which a question cannot be answered, or its answers not be judged, and why they are not used. An
 environment uses all but the first."""
 ROLES = {"human": "user", "gpt": "assistant"}
 """Roles in ShareGPT's form of messages."""
+
+
+_STATED = re.compile(
+    r".*(?:\\boxed\{([^{}]*)\}|####\s*(\S+)|<answer>([^<]*)</answer>"
+    r"|(?:option|answer|choice)(?: is)?:?\s+(\S+))[\s.$]*",
+    re.DOTALL | re.IGNORECASE,
+)
+"""A reference that states its choice: in a box, behind a mark, in tags, or in words."""
 
 
 @record
@@ -111,15 +120,18 @@ class Layout:
         text = "\n\n".join(as_text(row, self.question[0], part) for part in parts)
         return Question(text=_with_references(row, text))
 
-    def check_seen(self, row: Row, question: Question, episodes: bool) -> None:
+    def check_seen(self, row: Row, question: Question, verifier: str, *, episodes: bool) -> None:
         """Raise ValueError for a row with `REFUSED` columns, or whose question is not text alone.
 
-        episodes: an environment gets the row.
+        verifier: one of the user's gets all columns. episodes: an environment gets the row.
         """
         asked = _parsed(row.values.get(self.question[0].partition(".")[0]))
         parts = [row.values, *(asked if isinstance(asked, list) else [asked])]
         names = [pair for part in parts if isinstance(part, dict) for pair in part.items()]
-        for pattern, why in islice(REFUSED.items(), 1 if episodes else None):
+        refused = dict(REFUSED)
+        if ":" in verifier:
+            del refused[CHECKED]
+        for pattern, why in islice(refused.items(), 1 if episodes else None):
             for name, value in names:
                 if re.fullmatch(pattern, name, re.IGNORECASE) and leaves(value):
                     raise ValueError(f"{row.where}: {name!r} cannot be used: {why}")
@@ -137,8 +149,13 @@ class Layout:
         if verifier == "code" and language and "python" not in str(language).lower():
             raise OtherTask(f"{row.where}: the tests are for {language}; they have to be for Python")
         choices = _choices(row)
-        if choices and verifier != "code":
-            return _letter(row, self.reference[-1], choices, parts[0], self.first)
+        if choices and verifier == "math":
+            letter = _letter(choices, parts[0], self.first)
+            if letter is not None:
+                return letter
+            if any(map(row.values.get, CHOICES)):  # columns A, B ... may be something else
+                shown = str(parts[0])[:60]
+                raise ValueError(f"{row.where}: {self.reference[-1]!r} is {shown!r}, which names no single choice")
         texts = [_as_reference(row, self.reference[-1], part, verifier) for part in parts]
         lists = [_parsed(text) for text in texts]
         if len(texts) > 1 and all(isinstance(part, list) for part in lists):
@@ -375,19 +392,24 @@ def _choices(row: Row) -> dict[str, str]:
     return texts if all(re.fullmatch(r"\w", letter) for letter in texts) else {}
 
 
-def _letter(row: Row, column: str, choices: Mapping[str, str], value: Any, first: int) -> str:
-    """The letter of the right choice, of which the reference is the letter, the text, both, or the number."""
+def _letter(choices: Mapping[str, str], value: Any, first: int) -> str | None:
+    """The letter of the right choice, of which the reference is the letter, the number, the text, or letter and text.
+
+    A letter comes first. None where none or several choices are meant, as by a number that is a choice's text, too.
+    """
     parsed = _parsed(value)
     if isinstance(parsed, list) and len(parsed) == 1:
         value = parsed[0]
-    named = _plain(value)
-    letters = {x for x, text in choices.items() if named in (_plain(x), _plain(text), _plain(f"{x} {text}"))}
-    if type(value) is int:
-        letters |= {letter for number, letter in enumerate(choices, start=first) if number == value}
-    if len(letters) == 1:
-        return letters.pop()
-    count = "several" if letters else "none"
-    raise ValueError(f"{row.where}: {column!r} is {str(value)[:60]!r}, which names {count} of the choices")
+    stated = _STATED.fullmatch(str(value))
+    said = {_plain(text) for text in (value, *filter(None, stated.groups() if stated else ()))}
+    for letters in (
+        {x for x in choices if _plain(x) in said},
+        {x for x, text in choices.items() if said & {_plain(text), _plain(f"{x} {text}")}}
+        | {x for number, x in enumerate(choices, start=first) if type(value) is int and number == value},
+    ):
+        if len(letters) == 1:
+            return letters.pop()
+    return None
 
 
 def _plain(value: Any) -> str:
@@ -397,11 +419,17 @@ def _plain(value: Any) -> str:
 
 def leaves(value: Any) -> list[Any]:
     """The texts and numbers in a value, but for empty ones."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        return [leaf for part in value for leaf in leaves(part)]
-    return [] if not value or value != value or value in ("[]", "{}", "null") else [value]
+    found = []
+    rest = [value]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, dict):
+            rest += reversed(part.values())
+        elif isinstance(part, list):
+            rest += reversed(part)
+        elif part and part == part and part not in ("[]", "{}", "null"):
+            found.append(part)
+    return found
 
 
 def _with_references(row: Row, text: str) -> str:

@@ -454,6 +454,10 @@ class TaskPools:
         except CompletionLost as lost:
             logger.warning("validation.audit: no verdict on an answer: %s", lost)
             return score
+        except RuntimeError as ended:  # the second judge changes no reward, and ends no run
+            logger.warning("validation.audit: it fails again and again, and is not asked any more: %s", ended)
+            self._audits.pop(prompt.task, None)
+            return score
         return replace(score, confirmed=verdict.correct)
 
     def paid(self, value: bool | float, prompt: Prompt, *, tokens: int) -> Score:

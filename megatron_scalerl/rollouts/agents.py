@@ -87,7 +87,9 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
 
 
 MOST_STRANGERS = 256
-"""Connections that have shown no known key: more than come at once when many episodes begin."""
+"""Connections that have shown no known key; above this number the oldest is closed, if it had STRANGER_S."""
+STRANGER_S = 5.0
+"""Time to show a key (s): many agents connect at once when episodes begin."""
 ENDS = 64
 """Latest episodes of which it is counted how many were cut by `max_tokens`."""
 UNKNOWN = "the key is of no episode in progress: send agent.api_key of this call of run"
@@ -489,8 +491,8 @@ class AgentServer:
         """By the keys of their tries."""
         self._key = secrets.token_urlsafe(32)
         """`Agent.route_key`."""
-        self._strangers: dict[Any, None] = {}
-        """Connections that have shown no known key, the oldest first."""
+        self._strangers: dict[Any, float] = {}
+        """Connections that have shown no known key, the oldest first -> when they came (time of the loop)."""
         self._cut: deque[bool] = deque(maxlen=ENDS)
         """Whether `max_tokens` ended the latest episodes."""
 
@@ -517,11 +519,12 @@ class AgentServer:
         if 0 < files // 2 <= len(server.connections):  # without a limit it is negative
             return _Refused()
         protocol: asyncio.BaseProtocol = server()
-        self._strangers[protocol] = None
-        if len(self._strangers) > MOST_STRANGERS:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
-            oldest.force_close()
+        now_s = asyncio.get_running_loop().time()
+        self._strangers[protocol] = now_s
+        for oldest, came_s in list(self._strangers.items())[:-MOST_STRANGERS]:
+            if now_s - came_s >= STRANGER_S:
+                del self._strangers[oldest]
+                oldest.force_close()
         return protocol
 
     @contextlib.asynccontextmanager

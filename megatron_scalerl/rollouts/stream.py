@@ -70,6 +70,8 @@ from megatron_scalerl.types import CompletionLost, Prompt, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
+MOST_PAUSE_S = 600.0
+"""Longest pause of a group that was lost again and again (s)."""
 PAUSE_S = 10.0
 """Pause after the second time that all completions of a group were lost, which doubles (s)."""
 MOST_UNUSABLE = 1000
@@ -474,7 +476,7 @@ class RolloutStream:
         redraws = admission.redraws
         pause_s = 0.0
         if not evicted:
-            pause_s = PAUSE_S * (2.0 ** max(redraws - 1, 0) - 1)
+            pause_s = min(PAUSE_S * (2.0 ** max(redraws - 1, 0) - 1), MOST_PAUSE_S)
             redraws += 1
         again = replace(admission, kept=kept, redraws=redraws)
         if pause_s:

@@ -384,6 +384,7 @@ async def test_no_body_is_read_without_a_known_key():
 
 async def test_connections_without_a_known_key_are_few_and_harm_no_agent(monkeypatch):
     monkeypatch.setattr(agents, "MOST_STRANGERS", 5)
+    monkeypatch.setattr(agents, "STRANGER_S", 0.0)
     policy = Policy()
     async with serving(policy) as (server, client, session):
         agent = session.begin()
