@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_scalerl.processes.parent_death import die_with_parent
 from megatron_scalerl.rewards.math_answer import (
+    is_denied,
     is_numeral,
     is_open,
     last_members,
@@ -71,6 +72,8 @@ _FUNCTION = re.compile(
 )
 _LIST = re.compile(r"[,;]|\\[{}]|\\cup|\\pm|\\in(?![a-z])|\\begin|\b(?:and|or)\b|\\text")
 """Signs of several values: an expression that has one is no chain, and is paid by several formulas of a sentence."""
+_OPERATORS = re.compile(r"\\(?:int|sum|prod|lim)(?![a-z])|\\frac\{?d\}?\{?d|/dx")
+"""Operators that are left to compute."""
 _FORMULA = re.compile(r"\$[^$]+\$|\\\([^$]{1,500}?\\\)")
 _FEW = 200
 """References that one process parses."""
@@ -172,8 +175,13 @@ def verify_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool
     end = answer_text[-TAIL:]
     if box is not None and open_box(answer_text[:begin], answer_text[behind:], box):
         return False
+    _, marked, after = answer_text.rpartition("</answer>")
+    if box is None and marked and open_box("", after, answer or ""):
+        return False
     if name := _name(stated):
         statements = _STATEMENT.findall(end) or [end]
+        if not answer and is_denied(statements[-1]):
+            return False
         return _says(answer or statements[-1], name)
     if is_number(stated):
         candidates = _numerals(end if box is None and not answer else answer or "", stated, box is not None)
@@ -182,12 +190,28 @@ def verify_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool
     question = str(extra.get("prompt", ""))
     expected = read(stated)
     for text, reading in candidates:
-        if repeats(whole_answer(text), stated, question):
+        if _leaves_work(text, stated) or repeats(whole_answer(text), stated, question):
             continue
         both_signs = "\\pm" in stated and same(read(_both_signs(stated)), read(_both_signs(text)))
         if both_signs or same(expected, reading):
             return True
     return False
+
+
+def _leaves_work(text: str, reference: str) -> bool:
+    """Whether an expression has operators, or parts that are no numerals, which a reference has not."""
+    if _OPERATORS.search(text) and not _OPERATORS.search(reference):
+        return True
+    parts = _parts(text)
+    wanted = _parts(reference)
+    return len(parts) == len(wanted) > 1 and all(map(is_numeral, wanted)) and not all(map(is_numeral, parts))
+
+
+def _parts(text: str) -> list[str]:
+    """The members of a list, a tuple, a set, an interval or a matrix."""
+    inner = re.sub(r"\\(?:begin|end)\{\w+\}|\\(?:left|right)|[a-z]\s*=|\$", "", whole_answer(text)).strip()
+    bracketed = re.fullmatch(r"\\?[\[({](.*?)\\?[\])}]", inner, re.DOTALL)
+    return [part.strip() for part in re.split(r"[,;&]|\\\\", bracketed[1] if bracketed else inner)]
 
 
 def _both_signs(text: str) -> str:
@@ -203,8 +227,8 @@ def _numerals(text: str, reference: str, whole: bool) -> Iterator[tuple[str, Rea
     numerals = [member for member in _members(text) if own_form or is_numeral(split_unit(member)[0])]
     if not numerals and not whole:
         expression, words = stated_number(text, exact="." not in reference)
-        for said in (expression + words, expression):
-            if not numerals and (said != expression or leaves_number(words)):
+        for said, unit in ((expression + words, True), (expression, False)):
+            if not numerals and leaves_number(words, unit):
                 numerals = [member for member in _members(said) if is_numeral(split_unit(member)[0])]
     for member in numerals:
         yield member, read(member)
@@ -230,6 +254,13 @@ def _expressions(text: str, reference: str, whole: bool) -> Iterator[tuple[str, 
             return
     sentence = statement(text)
     formulas = list(_FORMULA.finditer(sentence))
+    if is_denied(sentence):
+        return
+    if not formulas:
+        said = re.split(r"(?:\b(?:is|are)\b|:)\s", sentence)[-1].strip(" .")
+        if not _has_words(said) and not is_text(read(said)):
+            yield said, read(said)
+            return
     if formulas and not listed:
         last = formulas[-1]
         if is_open(sentence[: last.start()], sentence[last.end() :]):

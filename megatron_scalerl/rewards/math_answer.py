@@ -33,7 +33,10 @@ _EXPRESSION = re.compile(
 """A stretch of numbers, signs and commands of LaTeX."""
 _SENTENCE_END = re.compile(r"(?<=[.!?])(?=[\s*$]|$)(?<!\d\.(?=\s\d))|\n+")
 _DISPLAYED = re.compile(r"\$\$([^$]{0,500})\$\$|\\\[((?:[^\\]|\\(?!\])){0,500})\\\]")
-_MARKUP = re.compile(r"\*\*|__|`|</?[a-z]{1,20}>|^\s*(?:[#>*-]+\s+)?(?:\d{1,3}[.)]\s+(?=\S))?", re.MULTILINE)
+_MARKUP = re.compile(
+    r"(?<!\w)[*_]{1,3}(?=\S)|(?<=\S)[*_]{1,3}(?!\w)|`|</?[a-z]{1,20}>|^\s*(?:[#>*-]+\s+)?(?:\d{1,3}[.)]\s+(?=\S))?",
+    re.MULTILINE,
+)
 _STATES = re.compile(
     r"(?i)\b(?:answer|result|solution|total|value|sum|difference|product|option|choice|it|that)\b[^.]*?"
     r"(?:\b(?:is|are|equals|be|was)\b|[:=])|^\s*\W*(?:so|thus|hence|therefore|no|wait|actually)\b"
@@ -41,19 +44,25 @@ _STATES = re.compile(
 """A sentence that says which value the answer is."""
 _OPEN = re.compile(
     r"(?i)\b(?:or|either|neither|nor|not|never|cannot|maybe|perhaps|possibly|probably|might|may|could|guess|unsure"
-    r"|unlikely|between|wrong|incorrect|than|except|but|wait|no)\b|n't\b|n’t\b|\?"
+    r"|unlikely|between|wrong|incorrect|except|but|wait|no)\b|n't\b|n’t\b|\?"
 )
 """Words beside a number that leave it open, take it back or offer another one."""
-_BOUND = re.compile(r"(?:[<>≤≥≠±]|\\(?:[lg]eq?|neq?|pm)(?![a-z]))\s*$")
+_BOUND = re.compile(r"(?:[<>≤≥≠±]|\\(?:[lg]eq?|neq?|pm)(?![a-z])|\bthan)\s*$")
+_DENIED = re.compile(
+    r"(?i)\b(?:not (?:sure|certain|right|correct)|never|maybe|perhaps|possibly|guess|unsure|wrong|incorrect)\b|\?"
+)
+"""Words that deny or doubt an answer wherever they stand in its sentence."""
 _ABOUT = re.compile(r"(?i)\b(?:about|around|approximately|roughly|nearly|almost|circa)\b|~|-?ish\b")
 _TAKEN_BACK = re.compile(
-    r"(?i)\b(?:wait|wrong|incorrect|mistaken?|(?:not|n't|n’t) (?:sure|right|correct|certain)|unsure|maybe|perhaps"
+    r"(?i)\b(?:wait|sorry|oops|correction|then again|wrong|incorrect|mistaken?"
+    r"|(?:not|n't|n’t) (?:sure|right|correct|certain)|unsure|maybe|perhaps"
     r"|alternatively|instead|rather|hold on|never ?mind|scratch)\b|^\W*(?:no|or|actually|hmm|not|but)\b"
 )
 """Words of a later sentence that take a statement back."""
 _CHANGES_VALUE = re.compile(
-    r"(?i)\s*(?:squared|cubed|times|plus|minus|to|halves|half|thirds|quarters|hundredths?|tenths?|factorial|divided"
-    r"|multiplied|negative|alpha|beta|gamma|theta|and|mod(?:ulo)?)\b|[a-zA-Z_!^(]"
+    r"(?i)\s*(?:squared|cubed|times|plus|minus|to|halves|half|thirds|quarters|tens|factorial|divided"
+    r"|multiplied|negative|alpha|beta|gamma|theta|and|mod(?:ulo)?|over|less|added|increased|decreased|reduced|lakh"
+    r"|crore|(?:ten|hundred|thousand|million|billion)ths?)\b|[²³⁴-⁹]"
 )
 _SPOKEN_SIGNS = {
     r"(?i)\b(?:minus|negative)\s+(?=[\d$\\.])": "-",
@@ -68,9 +77,19 @@ _LISTED = re.compile(r"\s*(?:[,;&/]|,?\s*\b(?:and|or|to|through)\b)+\s*")
 _CLAUSE = re.compile(r"[,;:](?!\d)")
 _CLAUSE_END = re.compile(r"[,;:(]")
 _FILLING = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])(?![a-z])|[\s$~{}]|(?<=\\)[dt](?=frac)")
-_BEFORE_BOX = re.compile(r"(?i)\b(?:or|not|maybe|perhaps|possibly|either)\b(?:\s+(?:is|it|equal|to))*[\s$*:(\\]*$")
-_BEHIND_BOX = re.compile(r"(?i)[\s$*)\]}\\,;]*\(?\s*\b(?:or|and not|not|but|maybe|perhaps|possibly)\b.*", re.DOTALL)
-_CORRECTED = re.compile(r"(?i)(?:^|[.!?\n]\s*)\W{0,3}(?:wait|no|actually|correction)\b[^\n]{0,200}")
+_BEFORE_BOX = re.compile(
+    r"(?i)(?:\b(?:or|not|never|maybe|perhaps|possibly|either|(?:might|could|may) be|guess|than)\b|n't|n’t)"
+    r"(?:\s+(?:is|it|be|equal|to))*[\s$*:(\\]*$|(?<!answer)[<>]\s*\$?\s*$|[\d)}]\s*[-+*/^×·]\s*$|[-√]\$?$|\\sqrt\{$"
+)
+_BEHIND_BOX = re.compile(
+    r"(?i)[\s$*)\]}\\,;]*\(?\s*(?:\b(?:or|but|maybe|perhaps|possibly|is (?:wrong|incorrect|not))\b|=).*", re.DOTALL
+)
+_COMPUTED_BOX = re.compile(r"\s*(?:[+*/^×·²³]|\\(?:cdot|times|div)(?![a-z])|-\s*\d)(?!\*)")
+_CORRECTED = re.compile(
+    r"(?i)(?:^|[.!?\n]\s*)\W{0,3}(?:(?:wait|no|actually|correction|sorry|oops)\b[\s,:.!]*)?"
+    r"(?:(?:it|that|the (?:final |correct )?answer|i mean)\b[^\n.]{0,20}?(?:is|be|was)\s*:?)[\s$*]*(-?\d+(?:\.\d+)?)"
+    r"|\b(?:wait|no|actually|correction|sorry|oops)\b[\s,:.!$]*(-?\d+(?:\.\d+)?)"
+)
 _SPLIT_DELIMITERS = re.compile(r"(?<!\\)\$+|\\[()\[\]]")
 
 
@@ -90,15 +109,16 @@ def numeral_value(text: str) -> Fraction | None:
     signed = re.fullmatch(r"([+-])[({](.*)[)}]", text)
     if signed:
         text = signed[1] + signed[2]
+    if len(text) > 400 or not any(map(str.isdigit, text)):
+        return None
     match = _NUMERAL.fullmatch(text)
-    if match is None or len(text) > 400 or not any(map(str.isdigit, text)):
+    if match is None:
         return None
     numbers = [int(group.replace(",", "")) for group in match.groups()[2:8] if group]
     value = Fraction(1)
     if numbers:
         numerator, denominator = numbers
-        repeating = denominator > 1 and re.fullmatch("9+0*", str(denominator))
-        if denominator == 0 or (numerator % denominator == 0 and denominator != 1 and not repeating):
+        if denominator == 0 or (numerator % denominator == 0 and denominator != 1):
             return None
         value = int((match["whole"] or "0").replace(",", "")) + Fraction(numerator, denominator)
     elif match["decimal"]:
@@ -139,7 +159,8 @@ def last_members(text: str) -> tuple[str, ...]:
     for (value, member), (other, other_member) in pairwise(known):
         places = max((len(m.partition(".")[2].rstrip("\\% ")) for m in (member, other_member)), default=0)
         allowed = Fraction(1, 2 * 10**places) if any(approximate) else 0
-        if abs(value - other) > allowed:
+        scale = 100 if ("%" in member) != ("%" in other_member) else 1
+        if min(abs(value - other), abs(scale * value - other), abs(value - scale * other)) > allowed:
             return ()
     if approximate and approximate[-1] and members[-2]:
         return members[-1], members[-2]
@@ -174,7 +195,18 @@ def statement(text: str) -> str:
 
 def is_open(before: str, behind: str) -> bool:
     """Whether the words of a sentence around its answer leave the answer open, take it back, or offer another one."""
-    return bool(_OPEN.search(_CLAUSE.split(before)[-1]) or _BOUND.search(before) or _OPEN.search(behind))
+    beside = " ".join(behind.split()[:3])
+    return bool(
+        _OPEN.search(_CLAUSE.split(before)[-1])
+        or _BOUND.search(before)
+        or _OPEN.search(beside)
+        or _DENIED.search(behind)
+    )
+
+
+def is_denied(sentence: str) -> bool:
+    """Whether a sentence doubts or denies what it says."""
+    return bool(_DENIED.search(sentence) or re.search(r"(?i)\bnot\b\s*\$?", sentence.split("$")[0][-12:]))
 
 
 def stated_number(text: str, exact: bool = True) -> tuple[str, str]:
@@ -185,7 +217,8 @@ def stated_number(text: str, exact: bool = True) -> tuple[str, str]:
     sentence = without_delimiters(statement(text)).rstrip(" .!")
     for pattern, sign in _SPOKEN_SIGNS.items():
         sentence = re.sub(pattern, sign, sentence)
-    runs = [run for run in _EXPRESSION.finditer(sentence) if any(map(str.isdigit, run.group()))]
+    units = re.sub(r"([a-zA-Z]\}?)(\^\{?[23]\}?)", lambda unit: unit[1] + "_" * len(unit[2]), sentence)
+    runs = [run for run in _EXPRESSION.finditer(units) if any(map(str.isdigit, run.group()))]
     if not runs:
         return "", ""
     last = runs[-1]
@@ -193,15 +226,18 @@ def stated_number(text: str, exact: bool = True) -> tuple[str, str]:
     behind = sentence[last.end() :]
     listed = len(runs) > 1 and _LISTED.fullmatch(sentence[runs[-2].end() : last.start()])
     rounded = exact and _ABOUT.search(_CLAUSE.split(before)[-1] + behind)
-    of_a_word = before[-1:].isalpha() or behind.startswith("_")  # x14, log14, a_14
+    of_a_word = before[-1:].isalpha() or units[last.end() :].startswith("_")  # x14, log14, a_14
     if listed or rounded or of_a_word or is_open(before, behind):
         return "", ""
-    return last.group().strip(), _CLAUSE_END.split(behind)[0]
+    return sentence[last.start() : last.end()].strip(), _CLAUSE_END.split(behind)[0]
 
 
-def leaves_number(words: str) -> bool:
-    """Whether words behind a number leave it as it is: "apples" and "is the answer" do, "squared" does not."""
-    return not _CHANGES_VALUE.match(words)
+def leaves_number(words: str, unit: bool = False) -> bool:
+    """Whether words behind a number leave it as it is: "apples" and "is the answer" do, "squared" does not.
+
+    unit: they may begin with a letter, as in 5cm.
+    """
+    return not _CHANGES_VALUE.match(words) and (unit or not re.match(r"[a-zA-Z_!^(]", words))
 
 
 def plain(text: str) -> str:
@@ -209,13 +245,24 @@ def plain(text: str) -> str:
     return _FILLING.sub("", text)
 
 
+def _compared(text: str) -> str:
+    """A plain text with a/b for its fractions and quotients."""
+    text = re.sub(r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|(\d)\s*(\d))", _over, text)
+    return re.sub(r"÷|\\div(?![a-z])|divided\s?by", "/", plain(text))
+
+
+def _over(fraction: re.Match[str]) -> str:
+    numerator, denominator, *digits = fraction.groups()
+    return f"{numerator}/{denominator}" if numerator is not None else "/".join(digits)
+
+
 def repeats(answer: str, reference: str, question: str) -> bool:
     """Whether an answer is an expression of the question that is not the reference's own form."""
-    plain_answer = plain(answer)
-    plain_question = plain(question)
-    if plain_answer == plain(reference) or not re.search(r"[-+*/^(]|\\[a-z]", plain_answer[1:]):
+    plain_answer = _compared(answer)
+    plain_question = _compared(question)
+    if plain_answer == _compared(reference) or not re.search(r"[-+*/^(]|\\[a-z]", plain_answer.lstrip("+-")):
         return False
-    return bool(re.search(rf"(?<![\w.]){re.escape(plain_answer)}(?![\w]|\.\d)", plain_question))
+    return bool(re.search(rf"(?<![\d.]){re.escape(plain_answer)}(?!\d|\.\d)", plain_question))
 
 
 def open_box(before: str, behind: str, value: str) -> bool:
@@ -225,8 +272,14 @@ def open_box(before: str, behind: str, value: str) -> bool:
     sentence = _SENTENCE_END.split(behind[:400])[0]
     offered = _BEHIND_BOX.match(without_delimiters(sentence))
     corrected = _CORRECTED.search(behind[:2000])
-    words = offered[0] if offered else corrected[0] if corrected else ""
+    if _COMPUTED_BOX.match(behind) or (_DENIED.search(behind[:300]) and not offered):
+        return True
+    words = offered[0] if offered else ""
+    if corrected:
+        words += " " + (corrected[1] or corrected[2])
     others = [
         number for number in re.findall(r"-?\d+(?:\.\d+)?", words) if numeral_value(number) != numeral_value(value)
     ]
-    return bool(others) or bool(offered and re.search(r"(?i)maybe|perhaps|possibly|\bor\b[^\d]*$", words))
+    return bool(others) or bool(
+        offered and re.search(r"(?i)maybe|perhaps|possibly|\bis (?:wrong|incorrect|not)\b|\bor\b[^\d]*$", words)
+    )

@@ -42,7 +42,10 @@ def _fraction(decimal: re.Match[str]) -> str:
     whole, fixed, *blocks = decimal.groups()
     block = next(filter(None, blocks))
     numerator = int(whole + fixed + block) - int(whole + fixed)
-    return f"\\frac{{{numerator}}}{{{'9' * len(block)}{'0' * len(fixed)}}}"
+    denominator = int("9" * len(block) + "0" * len(fixed))
+    if numerator % denominator == 0:  # 0.999... is 1
+        return str(numerator // denominator)
+    return f"\\frac{{{numerator}}}{{{denominator}}}"
 
 
 _REWRITES: _Rewrites = {
@@ -92,7 +95,7 @@ _INTRODUCTION = (
 _AROUND: _Rewrites = {
     r"^(?:\$+|\\\(|\\\[)([^$]*?)(?:\$+|\\\)|\\\])$": r"\1",
     rf"^(?:{_TEXT}\{{\s*{_INTRODUCTION}\}}|({_TEXT}\{{\s*)?{_INTRODUCTION})\s*(?=\S)": r"\1",
-    rf"^{_TEXT}\{{[^{{}}\d]*:\s*\}}\s*": "",
+    rf"^{_TEXT}\{{(?!(?i:[^{{}}]*\b(?:not|wrong|maybe|perhaps|less|more|than)\b))[^{{}}\d]*:\s*\}}\s*": "",
     rf"^{_TEXT}\{{\s*((?:\\?\$)?\d[^{{}}]*)\}}$": r"\1",
 }
 _ALONE: _Rewrites = {
@@ -140,8 +143,10 @@ _MEASURED = re.compile(
 """A value and its unit. A letter is a unit only behind a digit and a space: 5t and 2\\pi h are products."""
 _NOTE = (
     r"(?!\s*(?:[,;/]|\(?(?:and|not|to|plus|minus|times|half|halves|thirds|quarters|squared|cubed|negative"
+    r"|divided|multiplied|factorial|over|less|added|increased|decreased|reduced|tens|lakh|crore|k"
+    r"|(?:ten|hundred|thousand|million|billion)ths?"
     r"|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi|sqrt)\b))"
-    r"(?![^{}]*\b(?:or|maybe)\b)"
+    r"(?![^{}]*\b(?:or|maybe|perhaps|possibly|wrong|incorrect|not)\b)"
 )
 _NOTED = re.compile(
     rf"(.*[^\s\\~]){_GAP}{_TEXT}\{{{_NOTE}[^{{}}\d]*\}}(?:\^\{{?\d\}}?)?|(.*\d)\s+{_NOTE}[a-z]{{3,}}(?: [a-z]+)*",

@@ -1,7 +1,7 @@
 """An answer is one and finished: forms that leave something to compute or to choose, and forms that do not."""
 
 import pytest
-from answer_forms import FORMS, NUMBERS, OPEN, RIGHT, SAYINGS
+from answer_forms import FINISHED, FORMS, LEFT_OPEN, NUMBERS, OPEN, RIGHT, SAYINGS
 
 from megatron_scalerl.rewards.math import check_references, verify_math
 
@@ -30,3 +30,9 @@ def test_a_numeral_of_the_same_value_is_paid(reference):
     sayings = ("so \\boxed{{{}}}", "The answer is ${}$.", "<answer>{}</answer>")
     texts = [saying.format(form) for form in FORMS[reference] for saying in sayings]
     assert paid(texts, reference) == texts
+
+
+@pytest.mark.parametrize(("rows", "right"), [(LEFT_OPEN, False), (FINISHED, True)])
+def test_what_readers_tried(rows, right):
+    wrong = [row for row in rows if verify_math(row[1], row[0], {"prompt": row[2]}) is not right]
+    assert wrong == []

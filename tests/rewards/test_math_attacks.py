@@ -30,7 +30,7 @@ HOSTILE = [
     "1+1;import os",
     "1 + 1 (2) (3)",
     "9.9.9+(1)*(2)()",
-    "1+2",
+    "answer: we all get 1+2 as they say",
     "1+\n\n2",
     "\u0663+\u0664*(1)",
     f"answer: 1+1\\\n{CALL}",
