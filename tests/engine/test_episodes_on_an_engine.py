@@ -413,10 +413,11 @@ def test_a_text_ends_a_turn_and_its_tokens_stay_in_it(run, talks):
 
     async def both():
         whole = await talks.client.generate(context, sampling=spec)
-        words = [talks.tokenizer.decode([token]) for token in whole.token_ids[:50]]
-        stop = max((word for word in words if word.isascii() and word.isprintable()), key=words.index)
+        texts = [talks.tokenizer.decode(whole.token_ids[:size]) for size in range(1, 51)]
+        # a character that is new where it ends a text: one that a later token completes is no text yet
+        stop = next(text[-1] for text in texts[9:] if text[-1].isascii() and text[-1].isprintable())
         turn = await talks.client.generate(context, sampling=replace(spec, stop=("never", stop)))
-        return whole, words.index(stop) + 1, turn
+        return whole, 1 + next(n for n, text in enumerate(texts) if stop in text), turn
 
     whole, size, turn = run(both())
     assert 1 < size < 60

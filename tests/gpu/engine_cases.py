@@ -68,7 +68,7 @@ def recipe_of(policy, tiny, out, device, **sections):
     paths = dict(path=str(tiny / "prompts.jsonl"), held_out_path=str(tiny / "held_out.jsonl"))
     defaults = dict(
         policy=dict(path=str(policy), dtype="float32" if device == "cpu" else "bfloat16"),
-        prompts=dict(**paths, max_prompt_tokens=32),
+        prompts=dict(**paths, max_prompt_tokens=32, think_start="<think>", think_end="</think>"),
         interruption=dict(thinking_tokens=[1, THINKING], answer_tokens=ANSWER),
         rollouts=dict(kv_cache="recompute"),
         rewards=dict(workers=1),
