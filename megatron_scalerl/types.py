@@ -228,7 +228,7 @@ class Score:
     gave no verdict."""
     problem: str = field(default="", compare=False)
     """End of the traceback with which the environment of an episode failed that is paid as wrong."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
     """What the environment measured, by name."""
 
 
