@@ -141,7 +141,7 @@ def test_trainer_engine_and_export_agree_after_live_updates_and_a_restart(tmp_pa
     groups = [group.read() for group in listed_groups(tmp_path / "run")]
     drawn = [(group["prompt"]["token_ids"], r) for group in groups for r in group["rollouts"]]
     drawn = [(list(prompt), r) for prompt, r in drawn if set(r["policy_versions"]) == {2}]
-    assert len(drawn) == 32
+    assert len(drawn) >= 32  # and what the first run's engine began with these weights while its end was saved
     texts = [[*prompt, *r["token_ids"]] for prompt, r in drawn]
     theirs = of_transformers(tmp_path / "hf", texts)
     sampled = [torch.tensor(r["loss_mask"]) for _, r in drawn]
