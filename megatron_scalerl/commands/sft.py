@@ -31,6 +31,6 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.plan.settings import check_settings  # imports torch
     from megatron_scalerl.trainer.sft import run_sft
 
-    check_settings(recipe, scored=False)
+    check_settings(recipe)
     run_sft(recipe, arguments.out)
     return 0

@@ -40,19 +40,16 @@ class Settings:
     """Capacity of one packed micro-batch (tokens)."""
 
 
-def check_settings(
-    recipe: Recipe, config: str | Path | None = None, *, planned: bool = False, scored: bool = True
-) -> Settings:
+def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned: bool = False) -> Settings:
     """Check options of vLLM and Megatron, loss, verifiers, environment, layout, think tags, templates and lengths.
 
     config: folder of a config.json that stands for the policy's, without a tokenizer. planned: for a plan, which may
-    be for another Megatron-Core, and lack modules of the environment. scored: False for a warm start, which asks
-    neither verifier nor environment. Raises ValueError, in one line with the key.
+    be for another Megatron-Core, and lack modules of the environment. Raises ValueError, in one line with the key.
     """
-    for task in tasks_of(recipe) if scored else ():
+    for task in tasks_of(recipe):
         check_verifier(task.rewards.verifier)
         try_verifier(task)
-    if scored and recipe.environment.name is not None:
+    if recipe.environment.name is not None:
         try:
             load(recipe.environment.name)
         except ValueError as problem:

@@ -141,7 +141,11 @@ def test_what_train_would_refuse_is_refused(tiny, capsys):
 
 @pytest.mark.parametrize(
     ("settings", "takes"),
-    [((), "take"), (("prompts.chat_template=false",), "do not take"), (("sft.path=null",), "take")],
+    [
+        ((), "take"),
+        (("prompts.chat_template=false",), "do not take"),
+        (("sft.path=null", "prompts.think_start=auto", "prompts.think_end=auto"), "take"),
+    ],
 )
 def test_messages_take_the_template_and_it_is_said(tiny, capsys, settings, takes):
     rows = [{"prompt": [{"role": "user", "content": "7;+2="}], "answer": "9"}]

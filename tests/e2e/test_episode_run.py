@@ -48,7 +48,9 @@ def asking(tiny_dense, tmp_path_factory):
     with (tiny / "sft.jsonl").open() as rows, examples.open("w") as file:
         subprocess.run([sys.executable, "examples/calculator.py"], cwd=ROOT, stdin=rows, stdout=file, check=True)
     settings = (f"policy.path={tiny / 'base_policy'}", f"sft.path={examples}", "sft.steps=80", "sft.threads=1")
-    run("-m", "megatron_scalerl", "sft", *RECIPE, "--out", folder / "policy", *settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT / "examples"))
+        run("-m", "megatron_scalerl", "sft", *RECIPE, "--out", folder / "policy", *settings)
     return folder / "policy"
 
 
