@@ -1,0 +1,50 @@
+"""Writes rows of sums, drawn by reasoning-gym: to train on, held out, and held out with one number more to add.
+
+    python examples/sums.py DIR
+
+The training rows have no pair of numbers that is held out, in either order.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import reasoning_gym
+
+
+def sums(draws, seed, numbers):
+    """Distinct rows, in the order in which they are drawn, keyed by their numbers in ascending order."""
+    drawn = reasoning_gym.create_dataset(
+        "basic_arithmetic",
+        size=draws,
+        seed=seed,
+        min_terms=numbers,
+        max_terms=numbers,
+        min_digits=1,
+        max_digits=2,
+        operators=["+"],
+        allow_parentheses=False,
+        allow_negation=False,
+    )
+    questions = {}
+    for row in drawn:
+        added = tuple(sorted(word.strip(".") for word in row["question"].split() if word[0].isdigit()))
+        questions[row["question"]] = added, {"prompt": row["question"], "answer": row["answer"]}
+    return list(questions.values())
+
+
+def main(folder):
+    held_out = sums(200, seed=99, numbers=2)[:120]
+    added = {numbers for numbers, _ in held_out}
+    files = {
+        "prompts": [row for numbers, row in sums(60000, seed=1, numbers=2) if numbers not in added],
+        "held_out": [row for _, row in held_out],
+        "harder": [row for _, row in sums(200, seed=98, numbers=3)[:120]],
+    }
+    for name, rows in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        print(f"{folder / name}.jsonl: {len(rows):,} rows, as: {rows[0]['prompt']}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,41 @@
+"""A forecast that is written down before the end."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_scalerl.fit.outlook import outlook
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_forecast_of_the_validations_so_far_is_appended(tmp_path):
+    run = tmp_path / "my_run"
+    run.mkdir()
+    rows = [
+        {
+            "step": step,
+            "compute": step / 100,
+            "pass_rate": 0.2 + 0.3 * step / (step + 10),
+            "prompts": 100,
+            "generations": 1,
+        }
+        for step in range(0, 32, 4)
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (run / "validation.jsonl").write_text(text)
+    (run / "recipe.yaml").write_text("forecast: {fit_from_steps: 4}\n")
+    out = tmp_path / "forecasts.jsonl"
+    out.write_text("{}\n")
+    command = [sys.executable, "tools/record_forecast.py", run, "--steps", "60", "--out", out]
+    done = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, check=True)
+    first, last = out.read_text().splitlines()
+    made = outlook(rows, steps=60, fit_from_steps=4)
+    recorded = json.loads(last)
+    assert first == "{}" and made.line() in done.stdout
+    assert recorded["run"] == "my_run" and len(recorded["commit"]) == 40
+    assert recorded["validations_sha256"] == hashlib.sha256(text.encode()).hexdigest()
+    assert (recorded["at_step"], recorded["step"]) == (28, 60)
+    assert recorded["lo"] < recorded["pass_rate"] == round(made.pass_rate, 4) < recorded["hi"]

@@ -1,0 +1,53 @@
+"""Appends a run's forecast of its own end to a file of forecasts, before the end comes.
+
+    python tools/record_forecast.py RUN --steps N [--out docs/forecasts.jsonl]
+
+The line has the sha256 of the validations that were used, so that a reader can see that no later one was among them.
+"""
+
+import argparse
+import hashlib
+import json
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+
+from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.fit.outlook import outlook
+from megatron_scalerl.recipe.file import read_run_recipe
+
+
+def parser():
+    built = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    built.add_argument("run", type=Path, metavar="RUN")
+    built.add_argument("--steps", type=int, required=True, metavar="N", help="steps of the whole run")
+    built.add_argument("--out", type=Path, default=Path("docs/forecasts.jsonl"), metavar="FILE")
+    return built
+
+
+def main(run, steps, out):
+    validations = run / "validation.jsonl"
+    first = read_run_recipe(run).get("forecast", {}).get("fit_from_steps", 0)
+    made = outlook(list(read_jsonl(validations)), steps=steps, fit_from_steps=first)
+    if made is None:
+        raise SystemExit(f"{validations} has too few validations for a forecast; validate more often")
+    line = {
+        "run": run.name,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip(),
+        "validations_sha256": hashlib.sha256(validations.read_bytes()).hexdigest(),
+        "at_step": made.step,
+        "step": made.end_step,
+        "pass_rate": round(made.pass_rate, 4),
+        "lo": round(made.lo, 4),
+        "hi": round(made.hi, 4),
+    }
+    with out.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    print(f"{out}: {made.line()}")
+
+
+if __name__ == "__main__":
+    main(**vars(parser().parse_args()))
