@@ -49,7 +49,6 @@ WALL_CLOCK = {
     "controller/metrics.py": "records it",
     "controller/run_folder.py": "records it",
     "controller/train.py": "records it",
-    "cluster/node.py": "the date of the report",
     "page/runs_index.py": "how long ago a run wrote",
     "cluster/slurm_status.py": "which attempts belong to the last submission, and until when a job may run",
     "cluster/submission.py": "records it",

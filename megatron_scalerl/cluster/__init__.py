@@ -8,7 +8,7 @@ job             the job script, rendered from templates/job.sbatch
 submission      what is refused before anything is submitted; writes the script, has it checked, submits it
 slurm_status    a run's job and the nodes of it that are unfit or down, its progress, cost and last error
 
-doctor_command -> node: one list of `check.Check`, and the facts by which nodes are compared
+doctor_command -> node: one list of `check.Check`, by whose results nodes are compared
                   gpus (NVML) and probe (packages), each in a separate process
                -> doctor_nodes: all nodes of a Slurm job at once, and which of them are unfit
 

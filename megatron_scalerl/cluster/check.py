@@ -7,43 +7,24 @@ import msgspec
 
 from megatron_scalerl.processes.logs import printable
 
-Status = Literal["ok", "warning", "failed", "skipped"]
 GIB = 2**30
 MIB = 2**20
 
 
-class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one check. Produced by `ok`, `warning`, `failed` and `skipped`."""
+class Check(msgspec.Struct, frozen=True):
+    """The result of one check."""
 
     name: str
-    status: Status
-    """`warning`: a run can start, but may be slower or fail later. `skipped`: this node cannot be asked."""
+    status: Literal["ok", "warning", "failed", "skipped"]
+    """`failed`: a run on this node would fail or compute something else. `warning`: it can start, but may be slower
+    or fail later. `skipped`: this node cannot be asked."""
     found: str
-    """The state of the node in one line, or why the check was skipped."""
-    expected: str = ""
-    """The state that a run needs; "" where the check passed or was skipped."""
-    remedy: str = ""
-    """Advice to the user; "" where the check passed or was skipped."""
+    """The state of the node; where that is not the one that a run needs, also what to do."""
 
-
-def ok(name: str, found: str) -> Check:
-    """A check that passed."""
-    return Check(name=name, status="ok", found=_line(found))
-
-
-def skipped(name: str, why: str) -> Check:
-    """A check that does not apply to this node or cannot be made on it."""
-    return Check(name=name, status="skipped", found=_line(why))
-
-
-def warning(name: str, *, expected: str, found: str, remedy: str) -> Check:
-    """A run can start, but may be slower or fail later."""
-    return Check(name=name, status="warning", expected=expected, found=_line(found), remedy=remedy)
-
-
-def failed(name: str, *, expected: str, found: str, remedy: str) -> Check:
-    """A run on this node would fail or compute something else."""
-    return Check(name=name, status="failed", expected=expected, found=_line(found), remedy=remedy)
+    @property
+    def line(self) -> str:
+        """Name and state in one line that a terminal can show."""
+        return printable(" ".join(f"{self.name}: {self.found}".split()))
 
 
 def guarded(name: str, check: Callable[[], Check]) -> Check:
@@ -51,16 +32,4 @@ def guarded(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
     except OSError as error:
-        reason = error.strerror or str(error)
-        if error.filename:
-            reason = f"{error.filename}: {reason}"
-        return failed(
-            name,
-            expected="an answer of the operating system",
-            found=reason,
-            remedy="see whether the file system or the container denies it",
-        )
-
-
-def _line(text: str) -> str:
-    return printable(" ".join(text.split()))
+        return Check(name, "failed", f"{error}; see whether the file system or the container denies it")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_scalerl.cluster.node import NodeReport
+    from megatron_scalerl.cluster.check import Check
 
 WITHIN_S = 300.0
 """Default of --within. An assumption: a check takes 10 to 30 s, more where many nodes load packages at once."""
@@ -73,31 +74,27 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.checkpoints.atomic_io import write_durably
     from megatron_scalerl.cluster.node import examine
 
-    report = examine(recipe, arguments.recipe, arguments.gpus)
-    written = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+    checks = examine(recipe, arguments.recipe, arguments.gpus)
+    written = msgspec.json.format(msgspec.json.encode(checks), indent=2) + b"\n"
     if arguments.json == "-":
         print(written.decode(), end="")  # not by the console, which breaks long lines
-        return int(report.failed)
-    _show(report, console)
-    if arguments.json:
-        write_durably(Path(arguments.json), written)
-    return int(report.failed)
+    else:
+        _show(checks, console)
+        if arguments.json:
+            write_durably(Path(arguments.json), written)
+    return int(any(check.status == "failed" for check in checks))
 
 
-def _show(report: NodeReport, console: Console) -> None:
-    """Print one line per check, failed ones last, with what to do about one that did not pass."""
+def _show(checks: list[Check], console: Console) -> None:
+    """Print one line per check, failed ones last."""
     from rich.text import Text
 
-    ordered = sorted(report.checks, key=lambda check: list(_COLORS).index(check.status))
-    console.print(f"{report.host}, {report.time}")
-    for check in ordered:
-        result = check.found
-        if check.expected:
-            result = f"expected {check.expected}, found {check.found}; {check.remedy}"
-        line = Text.assemble((check.status, _COLORS[check.status]), f" {check.name}: {result}")
-        console.print(line)
-    counts = [f"{sum(check.status == status for check in ordered)} {status}" for status in _COLORS]
-    console.print(", ".join(counts))
+    for status, color in _COLORS.items():
+        for check in checks:
+            if check.status == status:
+                console.print(Text.assemble((status, color), f" {check.line}"))
+    counts = Counter[str](check.status for check in checks)
+    console.print(", ".join(f"{counts[status]} {status}" for status in _COLORS))
 
 
 def _examine_nodes(arguments: argparse.Namespace, console: Console) -> int:
@@ -111,27 +108,19 @@ def _examine_nodes(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.gpus is not None:
         words += ["--gpus", str(arguments.gpus)]
     bad = doctor_nodes.examine_nodes(nodes, folder, words, within_s=arguments.within)
-    for line in doctor_nodes.verdict(folder, nodes, bad):
-        console.print(line)
+    line = f"{len(nodes)} nodes are fit and agree: {', '.join(nodes)}"
+    if bad:
+        reasons = "; ".join(f"{node} ({why})" for node, why in bad.items())
+        line = f"{len(bad)} of {len(nodes)} nodes are unfit: {reasons}"
+    console.print(line)
     return int(bool(bad))
 
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raises ValueError for arguments that contradict each other or cannot be used."""
-    if arguments.hosts and arguments.reports is None:
-        raise ValueError("--hosts requires --reports")
-    if arguments.reports is not None and arguments.hosts is None:
-        raise ValueError("--reports requires --hosts")
-    if arguments.hosts and arguments.json is not None:
-        raise ValueError(
-            "--json cannot be given with --hosts: every node writes its report to the folder of --reports"
-        )
+    if bool(arguments.hosts) != bool(arguments.reports) or (arguments.hosts and arguments.json):
+        raise ValueError("--hosts and --reports need each other, and every node writes its --json to that folder")
     if not arguments.within > 0:
         raise ValueError(f"--within is {arguments.within:g}; it has to be more than 0 seconds")
     if arguments.gpus is not None and arguments.gpus < 0:
         raise ValueError(f"--gpus is {arguments.gpus}; it has to be at least 0")
-    if arguments.json in (None, "-"):
-        return
-    target = Path(arguments.json)
-    if target.is_dir() or not target.parent.is_dir():
-        raise ValueError(f"--json: {target} has to be a file in a folder that exists")

@@ -5,32 +5,26 @@ The folder of the reports gets NODE.json, its report; NODE.log, what its step pr
 one line a node, its name, a tab, why.
 """
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
-import time
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
-from megatron_scalerl.cluster.node import ADAPTERS, NodeReport
+from megatron_scalerl.cluster.check import Check
+from megatron_scalerl.cluster.node import DIFFERENT
 from megatron_scalerl.launch.hosts import hosts_of_allocation, step_words
 from megatron_scalerl.processes.child_process import log_tail
 from megatron_scalerl.processes.logs import printable
 
 PROGRAM = (sys.executable, "-m", "megatron_scalerl")
 """The program that each node starts."""
-HCA = "nccl_ib_hca"
-"""Name of the file with NCCL_IB_HCA for all nodes; empty where they differ."""
 BAD = "bad"
-"""Name of the file with the unfit nodes."""
-_END_S = 5.0
-"""From SIGTERM to SIGKILL of a step that is too late (s)."""
+"""Name of the file with the unfit nodes; there is none if all are: then no other node would help."""
 OWN = "megatron-scalerl: "
 """Begins the lines of the program itself."""
 _LONGEST = 500
@@ -44,111 +38,55 @@ def allocated() -> list[str]:
 
 
 def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, within_s: float) -> dict[str, str]:
-    """Check all nodes at once; returns why, for each one that is unfit.
+    """Check all nodes at once; returns why, for each one that is unfit, and writes these to the file BAD.
 
     nodes: the first one is this node. folder: of the reports. words: of `doctor` on a node. within_s: a node without
     a report after this time is unfit. Raises OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    started = {}
-    ends = {}
-    try:
-        for node in nodes:
-            argv = [*PROGRAM, "doctor", *words, f"--json={folder / node}.json"]
-            if node != nodes[0]:
-                argv = [*step_words(node), *argv]
-            # each step leads a process group, which `_end` signals: srun and what it has started
-            with open(folder / f"{node}.log", "wb") as log:
-                started[node] = subprocess.Popen(
-                    argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-                )
-        deadline = time.monotonic() + within_s
-        for node, process in started.items():
-            try:
-                ends[node] = f"its step ended with exit code {process.wait(max(0.0, deadline - time.monotonic()))}"
-            except subprocess.TimeoutExpired:
-                ends[node] = f"within {within_s:g} s"
-    finally:
-        _end(process for process in started.values() if process.returncode is None)
+    steps = {}
+    for node in nodes:
+        argv = [*PROGRAM, "doctor", *words, f"--json={folder / node}.json"]
+        if node != nodes[0]:
+            argv = [*step_words(node), *argv]
+        # SIGTERM makes srun end its step
+        argv = ["timeout", "--kill-after=5", str(within_s), *argv]
+        with open(folder / f"{node}.log", "wb") as log:
+            steps[node] = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
     reports = {}
     silent = {}
-    for node in started:
+    for node, step in steps.items():
+        code = step.wait()
         try:
-            reports[node] = _report(folder / f"{node}.json")
-        except ValueError:
-            silent[node] = f"no report ({ends[node]}): {_last_words(folder / f'{node}.log')}"
-    # "=" begins a list of adapters; a node that cannot read them has a reason in its place
-    adapters = {report.facts.get(ADAPTERS, "") for report in reports.values()} - {""}
-    if adapters:
-        common = min(adapters)
-        if len(adapters) > 1 or common[0] != "=":
-            common = ""
-        write_durably(folder / HCA, f"{common}\n".encode())
-    return unfit(reports, silent, head=nodes[0])
+            reports[node] = msgspec.json.decode((folder / f"{node}.json").read_bytes(), type=list[Check])
+        except (OSError, msgspec.DecodeError):
+            end = f"exit code {code}; 124: it took longer than {within_s:g} s"
+            silent[node] = f"no report ({end}): {own_line(folder / f'{node}.log')}"
+    bad = unfit(reports, silent)
+    if 0 < len(bad) < len(nodes):
+        write_durably(folder / BAD, "".join(f"{node}\t{why}\n" for node, why in bad.items()).encode())
+    return bad
 
 
-def _report(path: Path) -> NodeReport:
-    """The report in a file. Raises ValueError for a file that is missing or no report of this version."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=NodeReport)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ValueError(f"{path}: is no report of doctor --json: {error}") from None
+def unfit(reports: Mapping[str, Sequence[Check]], silent: Mapping[str, str]) -> dict[str, str]:
+    """Why, for each node that is unfit: no report, a failed check, or another result of one than on most nodes.
 
-
-def unfit(reports: Mapping[str, NodeReport], silent: Mapping[str, str], *, head: str) -> dict[str, str]:
-    """Why, for each node that is unfit: no report, a failed check, or a fact in which it differs from most others.
-
-    silent: why, for nodes without a report. head: the first node; where two groups are equally large, those differ
-    that are not in its group.
+    reports: in the order of the nodes; of two results that are equally frequent the first one is right. silent: why,
+    for nodes without a report.
     """
     reasons = {node: [why] for node, why in silent.items()}
-    for node, report in reports.items():
-        failures = [check for check in report.checks if check.status == "failed"]
-        reasons[node] = [f"{check.name}: expected {check.expected}, found {check.found}" for check in failures]
-    for fact in dict.fromkeys(fact for report in reports.values() for fact in report.facts):
-        values = {node: report.facts.get(fact, "") for node, report in reports.items()}
-        counts = Counter(values.values())
-        # the value of most nodes is right; of two equally frequent ones, the head's, on which the controller runs
-        usual = max(counts, key=lambda value: (counts[value], value == values.get(head)))
-        for node, value in values.items():
-            if value != usual:
-                most = f"{counts[usual]} of {len(values)} nodes have {usual or 'none'}"
-                reasons[node].append(f"{fact}: {value or 'none'}, where {most}")
-    return {node: printable("; ".join(why)) for node, why in reasons.items() if why}
-
-
-def verdict(folder: Path, nodes: Sequence[str], bad: Mapping[str, str]) -> list[str]:
-    """Lines for the user, one for each unfit node; writes the file with these nodes.
-
-    Without the file if all nodes are unfit: then no other node would help. Raises OSError.
-    """
-    lines = [f"unfit {node}: {why}" for node, why in bad.items()]
-    if bad and len(bad) < len(nodes):
-        write_durably(folder / BAD, "".join(f"{node}\t{why}\n" for node, why in bad.items()).encode())
-    elif bad:
-        lines.append(f"all {len(nodes)} nodes are unfit, so that other nodes would be, too")
-    return lines or [f"{len(nodes)} nodes are fit and agree: {', '.join(nodes)}"]
-
-
-def _end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM, with which srun ends its step, then SIGKILL."""
-    running = list(processes)
-    # one deadline for all of them, whatever their number
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-        deadline = time.monotonic() + _END_S
-        for process in running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-        running = [process for process in running if process.returncode is None]
-
-
-def _last_words(log: Path) -> str:
-    """The failure of a step by its log: failed checks, else `own_line`."""
-    wrong = [line for line in log_tail(log).splitlines() if line.startswith("failed ")]
-    return printable("; ".join(wrong))[:_LONGEST] or own_line(log)
+    results: dict[str, dict[str, str]] = defaultdict(dict)
+    for node, checks in reports.items():
+        reasons[node] = [check.line for check in checks if check.status == "failed"]
+        for check in checks:
+            if check.status != "failed" and check.name not in DIFFERENT:
+                results[check.name][node] = check.line
+    for lines in results.values():
+        [(usual, count)] = Counter(lines.values()).most_common(1)
+        for node, line in lines.items():
+            if line != usual:
+                reasons[node].append(f"{line}, where {count} of {len(lines)} nodes have {usual}")
+    return {node: "; ".join(why) for node, why in reasons.items() if why}
 
 
 def own_line(log: Path) -> str:

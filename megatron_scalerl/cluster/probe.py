@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_scalerl.distributed.installed import installed_versions
+from megatron_scalerl.processes.parent_death import tied_command
 from megatron_scalerl.record import record
 
 _PROBE_S = 120.0
@@ -42,21 +43,31 @@ class Machine:
     """Driver, CUDA, NCCL, CPU, Python and package versions."""
 
 
+def answer_of(module: str, *words: str, limit_s: float, **variables: str) -> str:
+    """The last line that a module of this package prints as a program, which is killed after `limit_s`.
+
+    variables: of its environment. Raises RuntimeError if it fails or takes longer.
+    """
+    argv = tied_command([sys.executable, "-m", module, *words])
+    process = subprocess.Popen(
+        argv, env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
+    try:
+        output, log = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()  # inside a broken driver it may outlive the signal: it is left behind
+        raise RuntimeError(f"{module} did not answer within {limit_s:g} s") from None
+    if process.returncode:
+        why = (log.strip().splitlines() or ["no output"])[-1]
+        raise RuntimeError(f"{sys.executable} -m {module} ended with code {process.returncode}: {why}")
+    # libraries may print lines before it while they are imported
+    return output.strip().splitlines()[-1]
+
+
 def probe_machine(*, hide_gpus: bool) -> Machine:
     """Query GPUs and packages in a separate process. Raises RuntimeError if that fails, e.g. without torch."""
-    env = dict(os.environ)
-    if hide_gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, "-m", "megatron_scalerl.cluster.probe"]
-    try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_PROBE_S)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"environment: importing torch takes longer than {_PROBE_S:g} s") from None
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise RuntimeError(f"environment: {sys.executable} cannot import torch: {why}")
-    # libraries may print lines before it while they are imported
-    details = json.loads(done.stdout.strip().splitlines()[-1])
+    variables = {"CUDA_VISIBLE_DEVICES": ""} if hide_gpus else {}
+    details = json.loads(answer_of("megatron_scalerl.cluster.probe", limit_s=_PROBE_S, **variables))
     return Machine(gpus=tuple(details.pop("gpus")), details=details)
 
 

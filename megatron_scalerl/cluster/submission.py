@@ -13,7 +13,6 @@ from megatron_scalerl.cluster import cluster
 from megatron_scalerl.cluster.allocation import Request, allocate, assumed, check_plan
 from megatron_scalerl.cluster.cluster import Job, Partition, least_of, seconds_of
 from megatron_scalerl.cluster.job import MARGIN_S, JobPlan, render
-from megatron_scalerl.cluster.node import mount_of
 from megatron_scalerl.cluster.site import Site, read_site
 from megatron_scalerl.controller.run_folder import SAVES, SLURM, check_recipe
 from megatron_scalerl.recipe import Recipe
@@ -314,7 +313,7 @@ def check_shared(run: Path, *, several: bool, anywhere: bool) -> str | None:
     """
     place = next(place for place in (run, *run.parents) if place.is_dir())
     # each node has its own of these, and a local disk may be exported under the same path
-    kind, point = mount_of(place)
+    kind, point = cluster.mount_of(place)
     private = kind in _PRIVATE or any(place.resolve().is_relative_to(folder) for folder in _LOCAL_FOLDERS)
     if not private and kind not in _LOCAL_DISKS:
         return None

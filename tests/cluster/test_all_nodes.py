@@ -2,57 +2,48 @@
 
 import os
 import sys
-import time
-from types import SimpleNamespace
 
 import pytest
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.cluster import doctor_nodes
-from megatron_scalerl.cluster.check import failed, ok, warning
-from megatron_scalerl.cluster.doctor_nodes import examine_nodes, unfit, verdict
-from megatron_scalerl.cluster.node import NodeReport
+from megatron_scalerl.cluster.check import Check
+from megatron_scalerl.cluster.doctor_nodes import examine_nodes, unfit
 
-FACTS = {"GPUs": "8 x H100", "driver": "580", "recipe": "ab"}
-
-
-def report(node, *checks, **facts):
-    return NodeReport(format=1, host=node, time="", facts=FACTS | facts, checks=[ok("x", "y"), *checks])
+RESULTS = {"GPUs": "8 x H100", "driver": "580", "shared memory": "9 GiB"}
 
 
-def bad(name, found="wrong"):
-    return failed(name, expected="right", found=found, remedy="r")
-
-
-def judged(*reports, silent=None):
-    return unfit({each.host: each for each in reports}, silent or {}, head=reports[0].host)
-
-
-def test_nodes_that_agree_are_fit():
-    assert judged(*(report(name, warning("w", expected="e", found="f", remedy="r")) for name in "abc")) == {}
+def report(*failed, **changed):
+    checks = [Check(name, "ok", found) for name, found in (RESULTS | changed).items()]
+    return [*checks, *(Check(name, "failed", "wrong") for name in failed)]
 
 
 def test_failed_checks_and_missing_reports_name_their_node():
-    found = judged(report("a"), report("b", bad("GPUs"), bad("memory")), silent={"c": "no report"})
-    assert found == {"b": "GPUs: expected right, found wrong; memory: expected right, found wrong", "c": "no report"}
-
-
-def test_the_few_that_differ_are_unfit():
-    found = judged(report("a", driver="570"), report("b"), report("c"), report("d", GPUs=""))
-    assert found == {
-        "a": "driver: 570, where 3 of 4 nodes have 580",
-        "d": "GPUs: none, where 3 of 4 nodes have 8 x H100",
+    assert unfit(
+        {"a": report(), "b": report("inputs", "disk"), "d": [Check("w", "warning", "x")]}, {"c": "silent"}
+    ) == {
+        "b": "inputs: wrong; disk: wrong",
+        "c": "silent",
     }
 
 
-def test_of_two_that_differ_the_head_is_right():
-    assert set(judged(report("a"), report("b", recipe="cd"))) == {"b"}
-    assert set(judged(report("b", recipe="cd"), report("a"))) == {"a"}
-    assert set(judged(report("a"), report("b", recipe="c"), report("c"), report("d", recipe="c"))) == {"b", "d"}
+def test_the_few_that_differ_are_unfit():
+    reports = {"a": report(driver="570"), "b": report(), "c": report(), "d": report(GPUs="none")}
+    assert unfit(reports, {}) == {
+        "a": "driver: 570, where 3 of 4 nodes have driver: 580",
+        "d": "GPUs: none, where 3 of 4 nodes have GPUs: 8 x H100",
+    }
 
 
-def test_what_a_node_says_stays_in_one_line():
-    [why] = judged(report("a"), report("b", bad("GPUs", "\x1b[2J\tx\ny")), report("c")).values()
+def test_of_two_that_differ_the_first_is_right():
+    assert set(unfit({"a": report(), "b": report(driver="570")}, {})) == {"b"}
+    assert set(unfit({"b": report(driver="570"), "a": report()}, {})) == {"a"}
+
+
+def test_space_may_differ_and_what_a_node_says_stays_in_one_line():
+    changed = {"shared memory": "8 GiB"}
+    assert unfit({"a": report(), "b": report(**changed)}, {}) == {}
+    [why] = unfit({"a": report(), "b": [Check("GPUs", "failed", "\x1b[2J\tx\ny")]}, {}).values()
     assert why.isprintable()
 
 
@@ -65,11 +56,10 @@ if node == "hangs":
 if node == "fails":
     print("some output"); print("megatron-scalerl: --json: no folder"); sys.exit(2)
 if node == "half":
-    open(options["json"], "w").write('{"format": 1'); sys.exit(0)
-checks = [{"name": "GPUs", "status": "failed", "found": "7", "expected": "8", "remedy": "r"}] * (node == "seven")
-facts = {"words": " ".join(sys.argv[2:4])}
-report = {"format": 1, "host": node, "time": "", "facts": facts, "checks": checks}
-open(options["json"], "w").write(json.dumps(report)); sys.exit(bool(checks))
+    open(options["json"], "w").write('[{"name": 1'); sys.exit(0)
+checks = [{"name": "words", "status": "ok", "found": " ".join(sys.argv[2:4])}]
+checks += [{"name": "GPUs", "status": "failed", "found": "7"}] * (node == "seven")
+open(options["json"], "w").write(json.dumps(checks))
 """
 
 
@@ -83,27 +73,32 @@ def steps(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_node_is_asked_at_once_and_the_silent_ones_are_named(steps, monkeypatch):
-    """By a clock of which almost all has passed where the last one, which hangs, is waited for."""
-    clock = iter([0.0] * 6 + [599.5])
-    monkeypatch.setattr(doctor_nodes, "time", SimpleNamespace(monotonic=lambda: next(clock, time.monotonic())))
-    names = ["a", "b", "seven", "fails", "half", "hangs"]
-    found = examine_nodes(names, steps, ["recipe.yaml", "--gpus"], within_s=600.0)
+def test_every_node_is_asked_and_the_silent_ones_are_named(steps):
+    found = examine_nodes(["a", "b", "seven", "fails", "half"], steps, ["recipe.yaml", "--gpus"], within_s=600.0)
     assert found == {
-        "seven": "GPUs: expected 8, found 7",
-        "fails": "no report (its step ended with exit code 2): --json: no folder",
-        "half": "no report (its step ended with exit code 0): no output",
-        "hangs": "no report (within 600 s): no output",
+        "seven": "GPUs: 7",
+        "fails": "no report (exit code 2; 124: it took longer than 600 s): --json: no folder",
+        "half": "no report (exit code 0; 124: it took longer than 600 s): no output",
     }
-    lines = verdict(steps, names, found)
-    assert f"unfit fails: {found['fails']}" in lines and len(lines) == len(found)
     assert {line.split("\t")[0] for line in (steps / "bad").read_text().splitlines()} == set(found)
 
 
-def test_nodes_that_are_all_unfit_are_not_listed_for_exclusion(tmp_path):
-    assert verdict(tmp_path, ["a", "b"], {"a": "x", "b": "y"})[-1].startswith("all 2 nodes are unfit")
-    assert list(tmp_path.iterdir()) == []
-    assert verdict(tmp_path, ["a", "b"], {}) == ["2 nodes are fit and agree: a, b"]
+@pytest.mark.slow
+def test_a_node_that_hangs_is_given_up_and_where_all_are_unfit_none_is_to_be_excluded(steps):
+    found = examine_nodes(["hangs"], steps, [], within_s=0.5)
+    assert found == {"hangs": "no report (exit code 124; 124: it took longer than 0.5 s): no output"}
+    assert not (steps / "bad").exists()
+
+
+@pytest.mark.parametrize(
+    ("bad", "line"),
+    [({}, "2 nodes are fit and agree: a, b"), ({"b": "x", "a": "y"}, "2 of 2 nodes are unfit: b (x); a (y)")],
+)
+def test_one_line_names_the_nodes_that_are_unfit(bad, line, monkeypatch, capsys):
+    monkeypatch.setattr(doctor_nodes, "allocated", lambda: ["a", "b"])
+    monkeypatch.setattr(doctor_nodes, "examine_nodes", lambda *_, within_s: bad)
+    assert main(["doctor", "--hosts", "slurm", "--reports", "f"]) == bool(bad)
+    assert capsys.readouterr().out == f"{line}\n"
 
 
 def test_the_nodes_of_an_allocation_begin_with_this_one(monkeypatch, tmp_path):
@@ -118,7 +113,7 @@ def test_the_nodes_of_an_allocation_begin_with_this_one(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--hosts", "slurm"], "--hosts requires --reports"),
+        (["--hosts", "slurm"], "--hosts and --reports need each other"),
         (["--hosts", "slurm", "--reports", "f"], "--hosts slurm: this process is in no allocation"),
     ],
 )

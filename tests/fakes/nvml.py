@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 MIB = 2**20
-NVML_ERROR_INVALID_ARGUMENT = 2
 NVML_ERROR_NOT_SUPPORTED = 3
 NVML_ERROR_NO_PERMISSION = 4
 NVML_ERROR_DRIVER_NOT_LOADED = 9
@@ -18,7 +17,7 @@ NVML_ERROR_LIBRARY_NOT_FOUND = 12
 NVML_ERROR_FUNCTION_NOT_FOUND = 13
 NVML_ERROR_GPU_IS_LOST = 15
 NVML_ERROR_UNKNOWN = 999
-_TEXTS = {2: "Invalid Argument", 3: "Not Supported", 9: "Driver Not Loaded", 15: "GPU is lost", 999: "Unknown Error"}
+_TEXTS = {3: "Not Supported", 9: "Driver Not Loaded", 15: "GPU is lost", 999: "Unknown Error"}
 
 
 class StandInError(Exception):
@@ -34,16 +33,12 @@ class StandInGpu:
     """One GPU of a host."""
 
     name: str = "NVIDIA H100 80GB HBM3"
-    processes: tuple[tuple[int, int | None], ...] = ()
-    """(pid, MiB)."""
+    processes: tuple[int, ...] = ()
     used_mib: int = 1
     volatile: int = 0
     aggregate: int = 0
     pending: int = 0
     broken: int = 0
-    clocks: int = 1
-    links: tuple[int, ...] = (1,) * 18
-    mig: int = 0
     errors: Mapping[str, int] = field(default_factory=dict)
     """Function -> the error that it returns for this GPU."""
 
@@ -52,14 +47,11 @@ class StandInNvml:
     """As the module pynvml on one host."""
 
     NVMLError = StandInError
-    NVML_ERROR_INVALID_ARGUMENT = NVML_ERROR_INVALID_ARGUMENT
     NVML_ERROR_NOT_SUPPORTED = NVML_ERROR_NOT_SUPPORTED
     NVML_ERROR_NO_PERMISSION = NVML_ERROR_NO_PERMISSION
     NVML_ERROR_DRIVER_NOT_LOADED = NVML_ERROR_DRIVER_NOT_LOADED
     NVML_ERROR_LIBRARY_NOT_FOUND = NVML_ERROR_LIBRARY_NOT_FOUND
     NVML_ERROR_FUNCTION_NOT_FOUND = NVML_ERROR_FUNCTION_NOT_FOUND
-    NVML_FEATURE_ENABLED = 1
-    NVML_NVLINK_MAX_LINKS = 36
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
     NVML_VOLATILE_ECC = 0
     NVML_AGGREGATE_ECC = 1
@@ -77,9 +69,6 @@ class StandInNvml:
 
     def nvmlInit(self):
         self._answer("nvmlInit")
-
-    def nvmlShutdown(self):
-        self._answer("nvmlShutdown")
 
     def nvmlDeviceGetCount(self):
         if self._every != NVML_ERROR_NOT_SUPPORTED:
@@ -111,10 +100,7 @@ class StandInNvml:
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle):
         self._answer("nvmlDeviceGetComputeRunningProcesses", handle)
-        return [
-            SimpleNamespace(pid=pid, usedGpuMemory=None if mib is None else mib * MIB)
-            for pid, mib in handle.processes
-        ]
+        return [SimpleNamespace(pid=pid) for pid in handle.processes]
 
     def nvmlDeviceGetMemoryInfo(self, handle, version=None):
         self._answer("nvmlDeviceGetMemoryInfo", handle)
@@ -129,24 +115,6 @@ class StandInNvml:
     def nvmlDeviceGetRemappedRows(self, device):
         self._answer("nvmlDeviceGetRemappedRows", device)
         return (3, 1, device.pending, device.broken)
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, handle):
-        self._answer("nvmlDeviceGetCurrentClocksEventReasons", handle)
-        return handle.clocks
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):
-        self._answer("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
-        return handle.clocks
-
-    def nvmlDeviceGetNvLinkState(self, device, link):
-        self._answer("nvmlDeviceGetNvLinkState", device)
-        if link >= len(device.links):
-            raise StandInError(NVML_ERROR_NOT_SUPPORTED if link < 18 else NVML_ERROR_INVALID_ARGUMENT)
-        return device.links[link]
-
-    def nvmlDeviceGetMigMode(self, device):
-        self._answer("nvmlDeviceGetMigMode", device)
-        return [device.mig, device.mig]
 
 
 class HangingNvml(StandInNvml):
@@ -175,26 +143,14 @@ HOSTS = {
     "healthy": lambda: StandInNvml(eight()),
     "pending remap": lambda: StandInNvml(eight(pending=1)),
     "failed remap": lambda: StandInNvml(eight(broken=1)),
-    "foreign memory": lambda: StandInNvml(eight(processes=((4711, 70_000), (4712, 512)), used_mib=70_512)),
+    "foreign memory": lambda: StandInNvml(eight(processes=(4711, 4712), used_mib=70_512)),
     "unseen memory": lambda: StandInNvml(eight(used_mib=70_512)),
-    "monitoring agent": lambda: StandInNvml(eight(processes=((99, None),), used_mib=30)),
+    "monitoring agent": lambda: StandInNvml(eight(processes=(99,), used_mib=30)),
     "volatile ecc": lambda: StandInNvml(eight(volatile=2, aggregate=2)),
     "old ecc": lambda: StandInNvml(eight(aggregate=5)),
-    "hot": lambda: StandInNvml(eight(clocks=0x48)),
-    "power brake": lambda: StandInNvml(eight(clocks=0x80)),
-    "warm": lambda: StandInNvml(eight(clocks=0x20)),
-    "power capped": lambda: StandInNvml(eight(clocks=0x04)),
-    "link down": lambda: StandInNvml(eight(links=(1,) * 17 + (0,))),
-    "no links on one": lambda: StandInNvml(eight(links=())),
-    "no bridges": lambda: StandInNvml([StandInGpu(links=(0,) * 18) for _ in range(8)]),
-    "no nvlink": lambda: StandInNvml([StandInGpu(links=()) for _ in range(8)]),
-    "mig": lambda: StandInNvml(eight(mig=1)),
     "two models": lambda: StandInNvml(eight(name="NVIDIA A100-SXM4-80GB")),
     "seven": lambda: StandInNvml(eight(7)),
     "lost": lambda: StandInNvml(eight(errors={"nvmlDeviceGetHandleByIndex": NVML_ERROR_GPU_IS_LOST})),
-    "old driver": lambda: StandInNvml(
-        eight(clocks=0x40), errors={"nvmlDeviceGetCurrentClocksEventReasons": NVML_ERROR_FUNCTION_NOT_FOUND}
-    ),
     "nothing supported": lambda: StandInNvml(eight(), every=NVML_ERROR_NOT_SUPPORTED),
     "driver gone": lambda: StandInNvml(eight(), every=NVML_ERROR_DRIVER_NOT_LOADED),
     "no driver": lambda: StandInNvml([], errors={"nvmlInit": NVML_ERROR_DRIVER_NOT_LOADED}),

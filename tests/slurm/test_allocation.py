@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_scalerl.cluster import submission
+from megatron_scalerl.cluster import cluster, submission
 from megatron_scalerl.cluster.allocation import Allocation, Request, allocate, check_plan
 from megatron_scalerl.cluster.cluster import Partition
 from megatron_scalerl.cluster.slurm_status import attempts, failed_nodes, seconds_left, spent, unfit
@@ -134,7 +134,7 @@ def test_the_planner_is_asked_where_it_knows_the_gpus(tmp_path):
     ],
 )
 def test_a_folder_that_only_this_node_sees_is_refused(tmp_path, monkeypatch, kind, nodes, anywhere, result):
-    monkeypatch.setattr(submission, "mount_of", lambda place: (kind, "/"))
+    monkeypatch.setattr(cluster, "mount_of", lambda place: (kind, "/"))
     monkeypatch.setattr(submission, "_LOCAL_FOLDERS", ())
     check = lambda: submission.check_shared(tmp_path / "runs" / "r", several=nodes > 1, anywhere=anywhere)  # noqa: E731
     if result == "refused":
@@ -147,7 +147,7 @@ def test_a_folder_that_only_this_node_sees_is_refused(tmp_path, monkeypatch, kin
 
 
 def test_a_folder_for_temporary_files_is_refused_whatever_it_is_on(monkeypatch):
-    monkeypatch.setattr(submission, "mount_of", lambda place: ("nfs4", "/"))
+    monkeypatch.setattr(cluster, "mount_of", lambda place: ("nfs4", "/"))
     with pytest.raises(ValueError, match="output_dir"):
         submission.check_shared(Path("/tmp/r"), several=True, anywhere=False)
 

@@ -193,15 +193,17 @@ def test_only_an_exclusive_node_is_whole():
 
 
 def test_steps_of_a_container_get_what_the_job_has_exported(tmp_path):
-    """As the check of the nodes sets NCCL_IB_HCA."""
-    text = checked(changed(SEVERAL, site=Site(container=("env",))), tmp_path)
-    assert text.index('export NCCL_IB_HCA="$hca"') < text.rindex("\nstart_relay ") < text.index("role controller")
+    """As a site file's NCCL_IB_HCA."""
+    site = Site(container=("env",), environment={"NCCL_IB_HCA": "=mlx5_0:1"})
+    text = checked(changed(SEVERAL, site=site), tmp_path)
+    [variable] = [line for line in text.splitlines() if line.startswith("export NCCL_IB_HCA=")]
+    assert text.index(variable) < text.index("\nrelay=$!") < text.index("role controller")
     relay = text[text.index("container=(") : text.index("role() {")]
     (tmp_path / "srun").write_text('#!/bin/sh\necho "$NCCL_IB_HCA: $*"\n')
     (tmp_path / "srun").chmod(0o755)
-    step = "export NCCL_IB_HCA==mlx5_0:1; start_relay; $outside/srun --nodes=1 env true; kill $relay"
+    step = "$outside/srun --nodes=1 env true; kill $relay"
     done = subprocess.run(
-        ["bash", "-c", f"logs={tmp_path} relay= run=r MSRL_LOCAL=/l/7\n{relay}\n{step}"],
+        ["bash", "-c", f"logs={tmp_path} run=r MSRL_LOCAL=/l/7\n{variable}\n{relay}\n{step}"],
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.stdout == "=mlx5_0:1: --nodes=1 env env true\n", done.stderr
@@ -313,7 +315,7 @@ def test_no_sbatch_on_the_path_is_one_line(tmp_path, monkeypatch, capsys):
 def without_slurm(tmp_path, monkeypatch):
     """The programs of a machine without Slurm."""
     (tmp_path / "programs").mkdir()
-    for name in ("bash", "env", "sh"):
+    for name in ("bash", "df", "env", "sh"):
         (tmp_path / "programs" / name).symlink_to(shutil.which(name))
     monkeypatch.setenv("PATH", str(tmp_path / "programs"))
 

@@ -35,23 +35,21 @@ def test_an_unfit_node_is_named_and_excluded(stand_in, capsys):
     assert [(folder / "preflight.exit").read_text() for folder in folders] == ["1\n", "0\n"]
     assert not (folders[0] / "controller.exit").exists()
     assert {file.name for file in (folders[1] / "nodes").glob("*.json")} == {"node1.json", "node3.json"}
-    why = "node2 was unfit: row remapping: expected none pending, none failed, found GPU 3: row remapping pending"
+    why = "node2 was unfit: GPU health: GPU 3: row remapping is pending or has failed; "
     assert f"attempt {job}.0: {why}" in status(run, capsys)
-    assert "unfit node2: row remapping" in output_of(run, job)
+    assert "1 of 2 nodes are unfit: node2 (GPU health: GPU 3: row remapping" in output_of(run, job)
     assert "unfit nodes are excluded: node2; queued again" in output_of(run, job)
 
 
 def test_where_all_nodes_are_unfit_none_is_excluded(stand_in, capsys):
     words, run = stand_in("finish", *TWO, *FLEET)
-    for node in ("node1", "node2"):
-        (run / "slurm" / f"gpus-{node}").write_text("seven")
-    (run / "slurm" / "gpus-node1").write_text("mig")
-    (run / "slurm" / "gpus-node2").write_text("hot")
+    (run / "slurm" / "gpus-node1").write_text("volatile ecc")
+    (run / "slurm" / "gpus-node2").write_text("foreign memory")
     [job] = submitted(words, capsys)
     assert wait_for_end(slurm.last_state, job) == "FAILED"
     assert starts(run) == [] and not (run / "slurm" / "requeues").exists()
-    assert "all 2 nodes are unfit" in output_of(run, job)
-    assert "last error: preflight: exit code 1: all 2 nodes are unfit" in status(run, capsys)
+    assert "2 of 2 nodes are unfit: " in output_of(run, job)
+    assert "last error: preflight: exit code 1: 2 of 2 nodes are unfit: " in status(run, capsys)
 
 
 def test_a_node_on_which_the_check_never_starts_is_named(stand_in, on_login_node, capsys):
@@ -59,7 +57,7 @@ def test_a_node_on_which_the_check_never_starts_is_named(stand_in, on_login_node
     with link_down(on_login_node):
         [job] = submitted(words, capsys)
         wait_for(lambda: "queued again" in output_of(run, job), "the exclusion of node2")
-    assert "unfit node2: no report (" in output_of(run, job)
+    assert "1 of 2 nodes are unfit: node2 (no report (" in output_of(run, job)
     assert wait_for_end(slurm.last_state, job) == "COMPLETED", output_of(run, job)
     assert nodes_of(starts(run)[0]) == ["node1", "node3"]
 

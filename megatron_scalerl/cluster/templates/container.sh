@@ -48,10 +48,6 @@ run_outside() {  # run_outside ASKED, in a shell of its own
   echo $? >"$asked/code"
   kill "$alive" 2>/dev/null
 }
-start_relay() {
-  [ -z "$relay" ] || kill "$relay"
-  while read -r asked; do run_outside "$asked" & done <>"$outside/requests" &
-  relay=$!
-}
-start_relay
+while read -r asked; do run_outside "$asked" & done <>"$outside/requests" &
+relay=$!
 {% endif %}
