@@ -93,7 +93,7 @@ def logged_runs(table: TableFile, options: ColumnOptions, name: str) -> dict[str
             edges.append(rows[begin][0])
     if not last:
         return {name: table}
-    runs = {}
+    runs: dict[str, TableFile] = {}
     for low, high in zip(edges, [*edges[1:], math.inf]):
         part = tuple((n, row) for n, row in table.rows if low <= n < high)
         runs[f"{name}#{len(runs) + 1}"] = replace(table, rows=part)
