@@ -9,7 +9,7 @@ from typing import Any, Literal
 import yaml
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
-from megatron_scalerl.plan.assumptions import check_number, described
+from megatron_scalerl.plan.assumptions import checked, described
 
 _LARGEST = ("runtime_gib", "fragmentation", "engine_overhead_gib")
 """Memory reserves of a plan: the largest measurement counts, of others the median."""
@@ -54,7 +54,7 @@ def _usable(figures):
     found = {}
     for name in figures.keys() & {field.name for field in described()}:
         try:
-            found[name] = check_number(name, figures[name])
+            found[name] = getattr(checked({name: figures[name]}), name)
         except ValueError:
             continue
     return found

@@ -170,10 +170,10 @@ def _report(
     names = [file.name for file in evaluated.files]
     for name in names:
         summaries_of_file = [summary for summary in summaries if summary.file == name]
-        console.print(scores_table(summaries_of_file).rich())
+        console.print(scores_table(summaries_of_file))
         last = summaries_of_file[-1]
         if last.labels:
-            console.print(labels_table(last).rich())
+            console.print(labels_table(last))
         if last.clean is not None and contaminations[name].problems_hit:
             score = f"mean@{last.k}"
             if last.budget is not None:
@@ -186,7 +186,7 @@ def _report(
         saturation = compare_budgets([cell for cell in all_cells if cell.file == name], margin=arguments.margin)
         if saturation is not None:
             saturations[name] = saturation
-            console.print(gains_table(saturation).rich())
+            console.print(gains_table(saturation))
             console.print(f"{printable(name)}: {saturation.line()}")
     _print_examples(arguments.examples, evaluated, result, console)
     path = result.finish(as_json(summaries, saturations, contaminations, header=header))

@@ -149,7 +149,7 @@ def scores_table(summaries: Sequence[FileSummary]) -> Table:
         row += [f"{share:.3f}" for share in (summary.interrupted_share, summary.truncated_share)]
         row.append(str(summary.lost))
         rows.append(tuple(row))
-    return Table(columns=tuple(columns), rows=tuple(rows), title=printable(summaries[0].file), labeled=False)
+    return Table(columns=tuple(columns), rows=tuple(rows), title=printable(summaries[0].file), labels=0)
 
 
 def labels_table(summary: FileSummary) -> Table:
@@ -170,4 +170,4 @@ def gains_table(saturation: Saturation) -> Table:
         for step in saturation.steps[:-1]
     ]
     columns = ("budget", "largest gain of a larger one", "95 % upper bound", "shown above 0")
-    return Table(columns=columns, rows=tuple(rows), labeled=False)
+    return Table(columns=columns, rows=tuple(rows), labels=0)

@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megatron_scalerl.fit.formatting import unit_name
 from megatron_scalerl.fit.table_file import (
     FEW_ROWS,
@@ -80,22 +78,26 @@ def logged_runs(table: TableFile, options: ColumnOptions, name: str) -> dict[str
     axis = compute_column(table, options, score)[0]
     rows = [row for row in table.rows if _has_number(row[1], score) and _numbers([row], axis)]
     computes = _numbers(rows, axis)
-    falls = [int(n) + 1 for n in np.flatnonzero(np.diff(computes) < 0)]
+    falls = [n for n in range(1, len(rows)) if computes[n] < computes[n - 1]]
     # rows that fall so often are unsorted; rates of 0 and 1 are single answers, whose mean is fitted
     if FEW_ROWS * len(falls) >= len(rows) or set(_numbers(rows, score)) <= {0.0, 1.0}:
         return {name: table}
     # every fall is a resume or the start of a run
-    starts = [0]
+    last = 0
+    edges = [0.0]
     for begin, end in zip(falls, [*falls[1:], len(rows)]):
-        first = min((x for x in computes[starts[-1] : begin] if x > 0), default=math.inf)
-        enough = min(begin - starts[-1], end - begin) >= FEW_ROWS
+        first = min((x for x in computes[last:begin] if x > 0), default=math.inf)
+        enough = min(begin - last, end - begin) >= FEW_ROWS
         if enough and computes[begin] <= first <= computes[end - 1]:
-            starts.append(begin)
-    if len(starts) == 1:
+            last = begin
+            edges.append(rows[begin][0])
+    if not last:
         return {name: table}
-    edges = [0, *(rows[start][0] for start in starts[1:]), math.inf]
-    parts = [tuple((n, row) for n, row in table.rows if low <= n < high) for low, high in zip(edges, edges[1:])]
-    return {f"{name}#{n}": replace(table, rows=part) for n, part in enumerate(parts, start=1)}
+    runs: dict[str, TableFile] = {}
+    for low, high in zip(edges, [*edges[1:], math.inf]):
+        part = tuple((n, row) for n, row in table.rows if low <= n < high)
+        runs[f"{name}#{len(runs) + 1}"] = replace(table, rows=part)
+    return runs
 
 
 def score_columns(table: TableFile, options: ColumnOptions) -> list[str]:
@@ -136,10 +138,14 @@ def is_short(table: TableFile, column: str) -> bool:
 def validations_without_measure(table: TableFile) -> list[str]:
     """Columns of a validation whose names say no measure, such as eval/aime, with all values in [0, 1]."""
     axes = _axes(table)
-    names = [name for name in table.columns if stage(name) == 0 and may_be_score(name) and name not in axes]
-    names = [name for name in names if score_rank(name) is None and "rate" not in words(name).split()]
-    values = {name: _numbers(table.rows, name) for name in names}
-    return [name for name in names if values[name] and 0 <= min(values[name]) <= max(values[name]) <= 1]
+    found = []
+    for name in table.columns:
+        measured = score_rank(name) or name in axes or "rate" in words(name).split()
+        values = _numbers(table.rows, name)
+        is_share = values and 0 <= min(values) <= max(values) <= 1
+        if stage(name) == 0 and may_be_score(name) and is_share and not measured:
+            found.append(name)
+    return found
 
 
 def _tells_rows_apart(table: TableFile, column: str) -> bool:
@@ -150,44 +156,43 @@ def _tells_rows_apart(table: TableFile, column: str) -> bool:
     axis = next(iter(_axes(table)), column)
     if column == axis or _IDENTITY.fullmatch(column.lower()):
         return False
-    rows = [(number, row) for number, row in table.rows if _has_number(row, axis)]
+    rows = [row for row in table.rows if _has_number(row[1], axis)]
     if column != "k" and not all(isinstance(plain(row.get(column)), str | bool) for _, row in rows):
         return False
     each_once = len(groups_of(rows, [axis, column])) == len(rows) > len(groups_of(rows, [axis]))
     return each_once and 2 <= len(groups_of(rows, [column])) <= min(MANY_RUNS, len(rows) // 2)
 
 
-def one_kind(table: TableFile, options: ColumnOptions) -> tuple[TableFile, str]:
-    """The rows of one kind of record, a validation's if there is one, and what they are in words.
+def one_kind(table: TableFile, options: ColumnOptions) -> TableFile:
+    """The rows of one kind of record, a validation's if there is one.
 
     Kinds that follow one another, such as the phases of a run, are one. Raises ValueError for several that are equal.
     """
-    texts = []
     for column in table.columns:
         is_kind = _RECORD.fullmatch(column.lower()) or _names_metrics(table, column)
         if column in dict(options.series) or not (is_kind or _tells_rows_apart(table, column)):
             continue
         names = score_columns(table, options)
-        measured = [(number, row) for number, row in table.rows if any(_has_number(row, name) for name in names)]
+        measured = [row for row in table.rows if any(_has_number(row[1], name) for name in names)]
         groups = {kind: rows for (kind,), rows in groups_of(measured, [column]).items()}
         kinds = sorted(groups, key=_kind_rank)
-        is_metric = score_rank(kinds[0]) is not None
+        is_metric = score_rank(kinds[0])
         if len(kinds) < 2 or not (is_metric or _overlap(table, list(groups.values()))):
             continue
         equal = [kind for kind in kinds if _kind_rank(kind) == _kind_rank(kinds[0])]
         if len(equal) > 1 and not is_metric:
             choices = f"{', '.join(equal[:8])}; choose with --series {column}=VALUE"
             raise refused(table.path, f"the rows are of several {column}: {choices}")
-        table = replace(table, rows=tuple(groups[kinds[0]]))
-        texts.append(f"rows with {column} = {kinds[0]}, not {', '.join(kinds[1:4])}")
-    return table, "; ".join(texts)
+        layout = f"{table.layout}, rows with {column} = {kinds[0]}, not {', '.join(kinds[1:4])}"
+        table = replace(table, rows=tuple(groups[kinds[0]]), layout=layout)
+    return table
 
 
 def groups_of(rows: Rows, columns: Sequence[str]) -> dict[tuple[str, ...], list[tuple[int, Row]]]:
     """The rows of each combination of values of these columns, in the order of the file."""
     groups: dict[tuple[str, ...], list[tuple[int, Row]]] = {}
-    for number, row in rows:
-        groups.setdefault(tuple(str(row.get(column)) for column in columns), []).append((number, row))
+    for row in rows:
+        groups.setdefault(tuple(str(row[1].get(column)) for column in columns), []).append(row)
     return groups
 
 
@@ -241,9 +246,10 @@ def _names_metrics(table: TableFile, column: str) -> bool:
 
 def compute_column(table: TableFile, options: ColumnOptions, score: str) -> tuple[str, float, str]:
     """(column, factor, unit): a compute column with factor 1, a step column with the hours per step."""
-    measured = [(number, row) for number, row in table.rows if _has_number(row, score)]
+    measured = [row for row in table.rows if _has_number(row[1], score)]
+    hours = options.hours_per_step
     if options.compute is None:
-        column = _axis(table, measured, steps=options.hours_per_step is not None)
+        column = _axis(table, measured, steps=hours is not None)
     else:
         column = _named(table, options.compute, "--compute")
     unit = unit_of(column)
@@ -253,11 +259,11 @@ def compute_column(table: TableFile, options: ColumnOptions, score: str) -> tupl
         unit = units[0][1]
     elif is_step_name(measured[0][1].get(column)):
         unit = "steps"
-    if options.hours_per_step is None:
+    if hours is None:
         return column, 1.0, unit
     if unit != "steps":
         raise ValueError(f"--hours-per-step multiplies steps; {column} is in {unit_name(unit)}")
-    return column, options.hours_per_step, "gpu_hours"
+    return column, hours, "gpu_hours"
 
 
 def _axis(table: TableFile, measured: Rows, *, steps: bool) -> str:
@@ -295,7 +301,7 @@ def _has_number(row: Row, column: str) -> bool:
 
 def is_missing(value: Any) -> bool:
     """Whether a cell is empty, NaN, None or infinite."""
-    return _MISSING.fullmatch(str(value).strip()) is not None
+    return bool(_MISSING.fullmatch(str(value).strip()))
 
 
 def _numbers(rows: Rows, column: str) -> list[float]:

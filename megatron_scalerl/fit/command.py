@@ -23,17 +23,15 @@ from megatron_scalerl.fit.plot import plot_forecast
 from megatron_scalerl.fit.result import FitResult
 from megatron_scalerl.fit.tables import (
     RunReport,
-    Section,
     comparison_json,
     estimated_compute,
     further_sections,
     html_page,
     run_json,
     sections,
+    show,
 )
 
-PIPE_WIDTH = 200
-"""Columns of a table that is not printed to a terminal."""
 COVERAGE = "fitted to the first half of other people's runs, 89 % of their later points lay inside; to a third, 82 %"
 """How often the intervals contain what comes, for `--help`."""
 EPILOG = f"""example:
@@ -223,12 +221,9 @@ def _numbers(text: str | None, option: str) -> list[float]:
 
 
 def _print(runs: Sequence[RunReport], comparison: Comparison | None, console: Console) -> None:
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
-
-    for run in runs:
-        print(run.curve.read)
-    _print_sections(sections(runs), console)
+    show((run.curve.read for run in runs), console)
+    for _, items in sections(runs):
+        show(items, console)
     for run in runs:
         if len(runs) > 1:
             print(f"\n{run.fit.name}")
@@ -237,17 +232,8 @@ def _print(runs: Sequence[RunReport], comparison: Comparison | None, console: Co
         for warning in run.fit.warnings:
             print(f"warning: {warning}")
         print(f"verdict: {run.decision.sentence()}")
-    _print_sections(further_sections(runs, comparison), console)
-
-
-def _print_sections(sections: Sequence[Section], console: Console) -> None:
-    for _, items in sections:
-        for item in items:
-            if isinstance(item, str):
-                print(item)
-            else:
-                # the console of all commands does not wrap lines; cells of a table have to
-                console.print(item.rich(), soft_wrap=False)
+    for _, items in further_sections(runs, comparison):
+        show(items, console)
 
 
 def _draw(path: Path, runs: Sequence[RunReport], options: argparse.Namespace) -> Path:

@@ -44,7 +44,6 @@ from megatron_scalerl.fit.table_file import (
     plain,
     read_tables,
     refused,
-    score_rank,
     stage,
     table_of,
     words,
@@ -52,16 +51,8 @@ from megatron_scalerl.fit.table_file import (
 
 SEED_COLUMN = "seed"
 """Name of the column with the seed of a run."""
-_TOTAL = re.compile(r"\b(?:total|attempted|attempts|n|num problems|problems)\b")
+_TOTAL = r"\b(?:total|attempted|attempts|n|num problems|problems)\b"
 """In the name of a column with the number of problems, beside which whole numbers are counts."""
-WHY = (
-    "a validation comes before training",
-    "its name is a score's",
-    f"a score of training, as no validation has {FEW_ROWS} rows",
-)
-"""Why a column is the score, by the stage that its name says."""
-AXES = {"console log": "the number at the head of each line", "W&B chart": "the chart's own"}
-"""Why a column is the axis, where the layout has one."""
 CLOCK = "a time of day is no compute since the start; export steps or the relative time, or choose with --compute"
 Check = tuple[str, Callable[[float], bool]]
 """(what a number has to be, whether it is)."""
@@ -107,10 +98,9 @@ def _curves_of(table: TableFile, options: ColumnOptions) -> list[Curve]:
     options = replace(options, series=tuple(series.items()))
     curves: dict[str, Curve] = {}
     for name, rows in selections(table, options):
-        part, kind = one_kind(rows, options)
-        runs = logged_runs(part, options, name)
+        runs = logged_runs(one_kind(rows, options), options, name)
         for run_name, run in runs.items():
-            curve = _selected_curve(run, kind, options, run_name)
+            curve = _selected_curve(run, options, run_name)
             if len(runs) > 1:
                 note = f"one of {len(runs)} runs that were logged one after another; --series run={run_name} takes it"
                 curve = replace(curve, notes=(*curve.notes, f"{table.path.name}: {note}"))
@@ -124,13 +114,13 @@ def _curves_of(table: TableFile, options: ColumnOptions) -> list[Curve]:
 
 def curve_of_rows(rows: Sequence[Mapping[str, Any]], *, name: str) -> Curve:
     """The run of rows of validation.jsonl in memory. Raises ValueError for invalid rows."""
-    table = table_of(Path("validation.jsonl"), "run folder", map(dict, rows))
+    table = table_of(Path("validation.jsonl"), "run folder", enumerate(map(dict, rows), start=1))
     return _curve(table, ColumnOptions(compute="compute"), name)
 
 
-def _selected_curve(table: TableFile, kind: str, options: ColumnOptions, name: str) -> Curve:
+def _selected_curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
     """The run of these rows; one of several seeds of an arm where --series names the seed's column."""
-    curve = _curve(table, options, name, kind)
+    curve = _curve(table, options, name)
     columns = [column for column, _ in options.series]
     if SEED_COLUMN not in columns or len(columns) < 2:
         return curve
@@ -199,15 +189,14 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[s
 class _Point(NamedTuple):
     compute: float
     pass_rate: float
-    row: Row
-    number: int
+    row: tuple[int, Row]
 
 
-def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") -> Curve:
+def _curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
     score, *others = score_columns(table, options)
     compute, scale, unit = compute_column(table, options, score)
     measured, texts = _points(table, options, compute, score)
-    starts = [point for point in measured if point.compute == 0 or plain(point.row.get("step")) == 0]
+    starts = [point for point in measured if point.compute == 0 or plain(point.row[1].get("step")) == 0]
     points, notes = _ordered([point for point in measured if point not in starts], compute)
     if not points:
         raise refused(table.path, f"no row has {compute} > 0")
@@ -223,18 +212,18 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
     if starts:
         read += ", R_0"
     texts.insert(0, read)
-    texts += _reasons(table, options, [score, *others], kind)
+    texts += _further(table, options, score, others)
     task = score.removeprefix("pass_rate")
     if not task.startswith("/"):
         task = ""
     within = f"within_variance{task}"
     initial: dict[str, Any] = {"initial": None}
     if starts:
-        start = starts[0]
-        size = _number(table, start.number, start.row, "generations", SIZE)
+        start = starts[0].row
+        size = _number(table, start, "generations", SIZE)
         initial["initial"] = float(np.mean([point.pass_rate for point in starts]))
         initial["initial_generations"] = size and int(size)
-        initial["initial_within_variance"] = _number(table, start.number, start.row, within, VARIANCE)
+        initial["initial_within_variance"] = _number(table, start, within, VARIANCE)
     return Curve(
         name=name,
         source=table.path,
@@ -251,22 +240,9 @@ def _curve(table: TableFile, options: ColumnOptions, name: str, kind: str = "") 
     )
 
 
-def _reasons(table: TableFile, options: ColumnOptions, names: list[str], kind: str) -> list[str]:
-    """Why score and axis were taken, and which others there are. names: score columns, the taken one first."""
-    score, *others = names
+def _further(table: TableFile, options: ColumnOptions, score: str, others: list[str]) -> list[str]:
+    """What else --score could name, and which columns of a validation cannot be read."""
     texts = []
-    if options.score is None and options.compute is None and (table.x or len(table.columns) > 2):
-        reason = "its name ranks first"
-        if table.x:
-            reason = AXES[table.layout]
-        rank = score_rank(score) or ()
-        alike = [column for column in others if (score_rank(column) or ())[:-1] == rank[:-1]]
-        why = WHY[stage(score)]
-        if not rank and stage(score) != 0:
-            why = "the only column that can be a score"
-        if alike:
-            why += f" (as good by its name: {', '.join(alike[:3])})"
-        texts.append(f"why this score: {why}; why this axis: {reason}")
     short = [column for column in others if is_short(table, column)]
     if short:
         texts.append(f"columns with fewer than {FEW_ROWS} rows: {', '.join(short[:3])}")
@@ -274,8 +250,6 @@ def _reasons(table: TableFile, options: ColumnOptions, names: list[str], kind: s
     unread = validations_without_measure(table)
     if unread and stage(score) != 0 and options.score is None:
         texts.append(f"validation columns without a measure: {', '.join(unread[:3])} (--score)")
-    if kind:
-        texts.append(kind)
     if others:
         more = f" and {len(others) - 2} more" if len(others) > 2 else ""
         texts.append(f"also there: {', '.join(others[:2])}{more} (--score)")
@@ -285,31 +259,33 @@ def _reasons(table: TableFile, options: ColumnOptions, names: list[str], kind: s
 def _points(table: TableFile, options: ColumnOptions, compute: str, score: str) -> tuple[list[_Point], list[str]]:
     """The points of the rows with both numbers, and what was skipped and converted. compute: the column."""
     points = []
-    for number, row in table.rows:
-        x = _number(table, number, row, compute)
-        y = _number(table, number, row, score)
+    for row in table.rows:
+        x = _number(table, row, compute)
+        y = _number(table, row, score)
         if x is None or y is None:
             continue
-        if x < 0 or is_time_of_day(compute, x):
+        problem = ""
+        if x < 0:
             problem = f"{x:g} is below 0"
-            if x > 0:
-                problem = CLOCK
-            raise refused(table.path, problem, f"row {number}", compute)
-        points.append(_Point(x, y, row, number))
+        elif is_time_of_day(compute, x):
+            problem = CLOCK
+        if problem:
+            raise refused(table.path, problem, f"row {row[0]}", compute)
+        points.append(_Point(x, y, row))
     if not points:
         raise refused(table.path, f"no row has numbers in both {score} and {compute}")
     texts = []
-    low, high = options.score_range or (0.0, 100.0 if _is_percent(score, points) else 1.0)
-    if (low, high) != (0.0, 1.0):
-        mapped = options.score_range and f"{low:g} to {high:g} mapped to 0 to 1"
-        texts.append(mapped or "percent, divided by 100")
+    low, high = options.score_range or (0.0, 1.0)
+    if options.score_range:
+        texts.append(f"{low:g} to {high:g} mapped to 0 to 1")
+    elif _is_percent(score, points):
+        high = 100.0
+        texts.append("percent, divided by 100")
     points = [point._replace(pass_rate=_rounded((point.pass_rate - low) / (high - low))) for point in points]
-    wrong = next((point for point in points if not 0.0 <= point.pass_rate <= 1.0), None)
-    if wrong is not None:
-        problem = f"{wrong.pass_rate:g} is no pass rate in [0, 1]"
-        if is_reward(score) and options.score_range is None:
-            problem += "; or map its range with --score-range=LO,HI"
-        raise refused(table.path, problem, f"row {wrong.number}", score)
+    for point in points:
+        if not 0.0 <= point.pass_rate <= 1.0:
+            problem = f"{point.pass_rate:g} is no pass rate in [0, 1]; --score-range=LO,HI maps another range"
+            raise refused(table.path, problem, f"row {point.row[0]}", score)
     if len(points) < len(table.rows):
         texts.append(f"skipped rows: {len(table.rows) - len(points)} without a number")
     return points, texts
@@ -328,11 +304,11 @@ def _is_percent(score: str, points: Sequence[_Point]) -> bool:
     values = [point.pass_rate for point in points]
     if not 0 <= min(values) <= max(values) <= 100:
         return False
-    if any(str(point.row.get(score)).endswith("%") for point in points):
+    if any(str(point.row[1].get(score)).endswith("%") for point in points):
         return True
     if re.search(r"%|percent|pct", score.lower()):
         return max(values) > 1
-    if all(value % 1 == 0 for value in values) and any(_TOTAL.search(words(key)) for key in points[0].row):
+    if all(value % 1 == 0 for value in values) and any(re.search(_TOTAL, words(key)) for key in points[0].row[1]):
         return False  # counts beside their total
     # sums of rewards of 1 to 25 are common, accuracies of at most 25 % seldom are called a reward
     any_range = is_reward(score) and (max(values) <= 25 or "reward" in score.lower())
@@ -385,9 +361,9 @@ def _lineage(points: Sequence[_Point]) -> Sequence[_Point]:
     return kept
 
 
-def _number(table: TableFile, number: int, row: Row, column: str, check: Check | None = None) -> float | None:
+def _number(table: TableFile, row: tuple[int, Row], column: str, check: Check | None = None) -> float | None:
     """The number in a cell; None for an empty one, NaN and inf. Raises ValueError for other text and by the check."""
-    value = row.get(column)
+    value = row[1].get(column)
     if is_missing(value):
         return None
     parsed = plain(value)
@@ -398,7 +374,7 @@ def _number(table: TableFile, number: int, row: Row, column: str, check: Check |
         problem = f"{parsed:g} is not {check[0]}"
     elif isinstance(value, str) and is_time_of_day(column, value):
         problem = CLOCK
-    raise refused(table.path, problem, f"row {number}", column)
+    raise refused(table.path, problem, f"row {row[0]}", column)
 
 
 def _prompts(table: TableFile, points: list[_Point], key: str) -> int | None:
@@ -406,7 +382,7 @@ def _prompts(table: TableFile, points: list[_Point], key: str) -> int | None:
     values = _values(table, points, key, SIZE)
     if values is None:
         return None
-    check_same(table, key, [(point.number, f"{value:.0f}") for point, value in zip(points, values)])
+    check_same(table, key, [(point.row[0], f"{value:.0f}") for point, value in zip(points, values)])
     return int(values[0])
 
 
@@ -414,7 +390,7 @@ def _values(
     table: TableFile, points: list[_Point], key: str, check: Check | None = None, *, complete: bool = True
 ) -> Array | None:
     """[n] numbers of a column, NaN for an empty cell; None if all are empty, or any if they have to be complete."""
-    numbers = [_number(table, point.number, point.row, key, check) for point in points]
+    numbers = [_number(table, point.row, key, check) for point in points]
     values = np.array(numbers, dtype=float)
     empty = np.isnan(values)
     if empty.all() or (complete and empty.any()):

@@ -21,10 +21,9 @@ import re
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -38,29 +37,26 @@ FEW_ROWS = 3
 """Rows, below which neither a run nor a column can be fitted."""
 TABLE_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
 """Files that are no console's output."""
-_ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
-_RAY = re.compile(r"\s*\([\w.:/ -]*\bpid=[^()]*\)\s?")
+_ANSI = r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)"
+_RAY = r"\s*\([\w.:/ -]*\bpid=[^()]*\)\s?"
 _STEP_LINE = re.compile(
     r"(?:\bEvaluated (\S+) \()?\b[Ss]tep[: ]\s*(\d{1,15})\)?\s+[-|]\s(.*?)(?=\b[Ss]tep[: ]\s*\d+\)?\s+[-|]\s|$)"
 )
 """verl: `step:5 - critic/score/mean:0.1 - actor/lr:1e-06`; prime-rl: `Step 5 | 9.1s | Reward 0.1` of training,
 `Evaluated math (Step 5) | Reward 0.1` of a validation."""
-_CONTINUED = re.compile(r"\s*(?:- )?(?=.*(?:\S:[-.\dn]| - ))\S+(?: - \S+)*(?: -)?\s*")
+_CONTINUED = r"\s*(?:- )?(?=.*(?:\S:[-.\dn]| - ))\S+(?: - \S+)*(?: -)?\s*"
 """A line that can be the rest of a step line which a terminal has wrapped."""
 _NUMBER = r"((?:[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf)|None)%?)"
-_PAIR = re.compile(rf"\s*(\S.*?)(?:\s*:\s*|\s+){_NUMBER}(?![\w.:/@,])")
+_PAIR = rf"(?:^|\s[-|](?=\s))\s*((?!\s)(?:(?!\s[-|](?:\s|$)).)+?)(?:\s*:\s*|\s+){_NUMBER}(?![\w.:/@,])"
 """A metric's name and its number in a step line; `9.1s` is no number."""
-_TITLE = re.compile(r"\A[^,;\t\n]*\n(?=[^\n]*[A-Za-z])(?=[^\n]*[,;\t])")
+_TITLE = r"\A[^,;\t\n]*\n(?=[^\n]*[A-Za-z])(?=[^\n]*[,;\t])"
 """A line without a mark between cells above a header that has them."""
-_NUMPY = re.compile(r"\b(?:np|numpy|torch)?\.?(?:float|int|tensor|array)\d*\(([^(),\n]*)[^()\n]*\)")
-_LITERAL = re.compile(
-    r"(?:(?:\b|_)(?:[Ss]tep|rollout|iteration|eval|passrate) (\d{1,15})(?:, eval_metrics)?: )?(\{['\"].*\})"
-)
+_NUMPY = r"\b(?:np|numpy|torch)?\.?(?:float|int|tensor|array)\d*\(([^(),\n]*)[^()\n]*\)"
+_LITERAL = r"(?:(?:\b|_)(?:[Ss]tep|rollout|iteration|eval|passrate) (\d{1,15})(?:, eval_metrics)?: )?(\{['\"].*\})"
 """transformers: `{'loss': 0.1, 'reward': 0.5, 'epoch': 0.01}`; slime: `rollout 5: {'rollout/raw_reward': 0.1}`."""
-_HEADING = re.compile(r"\b[Ss]tep (\d{1,15})(?:/\d+)?(?: done\.)?\W*$")
-_POINT = re.compile(
-    rf"(?:[•*│{{,]\s*['\"]?|^\s*['\"])([^'\"│:•{{}},]*\w)['\"]?\s*[:│]\s*['\"]?{_NUMBER}['\"]?(?=\s*(?:[,}}│]|$))"
-)
+_HEADING = r"\b[Ss]tep (\d{1,15})(?:/\d+)?(?: done\.)?\W*$"
+_QUOTE = r"\s*['\"]?"
+_POINT = rf"(?:[•*│{{,]{_QUOTE}|^\s*['\"])([^'\"│:•{{}},]*\w)['\"]?\s*[:│]{_QUOTE}{_NUMBER}['\"]?(?=\s*(?:[,}}│]|$))"
 """A name and a number below a heading. NeMo-RL: `• Avg Reward: 0.1` below `===== Step 5/100 =====`; SkyRL:
 `'reward/avg_raw_reward': '0.1',` below `Step 5:`; AReaL and tinker-cookbook: cells of a table."""
 STAGES = (
@@ -81,16 +77,16 @@ SCORES = (
     r"^value$",
 )
 """Words of a score, in order of preference within a stage."""
-_BEST_OF = re.compile(r"\b(?:best|maj|cons|pass)@(?!1\b)")
-_NO_SCORE = re.compile(
+_BEST_OF = r"\b(?:best|maj|cons|pass)@(?!1\b)"
+_NO_SCORE = (
     r"\b(?:std|stderr|var|variance|min|max|loss|len|length|tokens?|time|seconds?|runtime|count|num|n|entropy|kl|lr|grad"
     r"|norm|clip|format|pars\w+|json|xml|tool|advantages?|best(?!@)|worst|truncat\w+|weight|index|size|penalty|zero"
     r"|threshold|target|id|gap|diff|delta|ratio|bonus|err|errors?|wer|cer|fail\w*|incorrect\w*|wrong\w*|lose|lost"
     r"|lengths|losses|hack\w*|hallucinat\w*|invalid|timeouts?|baseline|ppl|perplexity|mfu|timings?|perf|throughput"
     r"|mem|memory|gb|mb|seqlen|latency|gradients?|ms|filtering|dropped|repetition|solved (?:all|none|some))\b|\bs$"
 )
-_FIRST = re.compile(r"\b(?:core|raw rewards?)\b")
-_WHOLE = re.compile(r"\b(?:all|total|overall|average)\b")
+_FIRST = r"\b(?:core|raw rewards?)\b"
+_WHOLE = r"\b(?:all|total|overall|average)\b"
 _AT = r"(?:(?:train|training|trainer|eval|val|progress)[/_])?"
 COMPUTES: tuple[tuple[str, str | None], ...] = (
     (r"(?:.*[^a-z])?gpu[-_ ]?(?:hours?|h)(?:[^a-z].*)?", "gpu_hours"),
@@ -107,9 +103,9 @@ COMPUTES: tuple[tuple[str, str | None], ...] = (
     (r".*[-_ ]hours?", None),
 )
 """(pattern of the whole name in lower case, unit) of a compute column, in order of preference; None: its own name."""
-_DAYTIME = re.compile(r"(?:wall[-_ ]?time|_?timestamp|(?:date)?time|date|created[-_ ]?at)", re.IGNORECASE)
-_DATE = re.compile(r"\d{4}-\d\d-\d\d(?:[T ].*)?")
-_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
+_DAYTIME = r"(?i:wall[-_ ]?time|_?timestamp|(?:date)?time|date|created[-_ ]?at)"
+_DATE = r"\d{4}-\d\d-\d\d(?:[T ].*)?"
+_THOUSANDS = r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?"
 _STEP_NAME = re.compile(r"(?:.*[-_/ ])?(?:checkpoint|ckpt|step|iter|iteration|epoch)[-_ ]?(\d+)/?", re.IGNORECASE)
 """The name of a checkpoint: checkpoint-100, runs/a/global_step_100, step_000100."""
 
@@ -159,13 +155,13 @@ def read_tables(path: Path) -> list[TableFile]:
     if data[:4] == b"PAR1":
         from pyarrow import BufferReader, parquet
 
-        return [table_of(path, "Parquet", parquet.read_table(BufferReader(data)).to_pylist())]
+        return [table_of(path, "Parquet", enumerate(parquet.read_table(BufferReader(data)).to_pylist(), 1))]
     suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
     encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     if suffix not in TABLE_SUFFIXES:
         # a console's output may have a damaged character anywhere: a worker was killed while it wrote
         logged = _from_console(path, data.decode(encoding, errors="replace"))
-        if logged:
+        if logged.rows:
             return [logged]
     try:
         text = data.decode(encoding)
@@ -183,24 +179,28 @@ def read_tables(path: Path) -> list[TableFile]:
     return _from_csv(path, text)
 
 
-def table_of(path: Path, layout: str, rows: Iterable[Row], numbers: Iterable[int] | None = None) -> TableFile:
-    """A table of these rows. numbers: those of the rows in the file; None: from 1 on."""
-    numbered = tuple(zip(numbers or count(1), map(_flat, rows)))
+def table_of(path: Path, layout: str, rows: Iterable[tuple[int, Any]], **more: Any) -> TableFile:
+    """A table of (number in the file, row); more: other fields. Raises ValueError for a row that is no object."""
+    numbered = []
+    for number, row in rows:
+        if not isinstance(row, dict):
+            raise refused(path, f"the row is of type {type(row).__name__}, not an object", f"row {number}")
+        numbered.append((number, _flat(row)))
     columns = tuple(dict.fromkeys(name for _, row in numbered for name in row))
-    return TableFile(path=path, layout=layout, columns=columns, rows=numbered)
+    return TableFile(path=path, layout=layout, columns=columns, rows=tuple(numbered), **more)
 
 
 def _from_csv(path: Path, text: str) -> list[TableFile]:
-    text = _TITLE.sub("\n", re.sub(r"(?m)^#.*$", "", text))
+    text = re.sub(_TITLE, "\n", re.sub(r"(?m)^#.*$", "", text))
     first = text.lstrip().partition("\n")[0]
     # the header alone tells: cells may have commas for decimal points
     delimiter = max(",\t; ", key=lambda mark: (mark != " " and mark in first, first.count(mark)))
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=delimiter == " ")
     try:
-        header = [name.strip() for name in next(filter(any, lines), [""])]
-        rows = [(lines.line_num, [cell.strip() for cell in cells]) for cells in lines if any(cells)]
+        found = [(lines.line_num, [cell.strip() for cell in cells]) for cells in lines if any(cells)]
     except csv.Error as error:
         raise refused(path, f"the row cannot be split into cells: {error}", f"row {lines.line_num}") from None
+    (_, header), *rows = found or [(1, [""])]
     twice = [name for name in header if name and header.count(name) > 1]
     problem = ""
     if len(header) < 2:
@@ -216,7 +216,7 @@ def _from_csv(path: Path, text: str) -> list[TableFile]:
             raise refused(path, f"{len(cells)} cells stand below a header of {len(header)}", f"row {number}")
     if delimiter != "," and not any(re.fullmatch(r"-?\d+\.\d+%?", cell) for _, cells in rows for cell in cells):
         rows = [(n, [re.sub(r"^(-?\d*),(\d+%?)$", r"\1.\2", cell) for cell in cells]) for n, cells in rows]
-    table = table_of(path, "table", (dict(zip(header, cells)) for _, cells in rows), [number for number, _ in rows])
+    table = table_of(path, "table", ((number, dict(zip(header, cells))) for number, cells in rows))
     if all(" - " in name for name in header[1:]):
         return _chart_runs(table)
     return [table]
@@ -243,7 +243,7 @@ def _problem(error: ValueError | RecursionError) -> str:
 
 
 def _from_jsonl(path: Path, text: str) -> TableFile:
-    rows: dict[int, Row] = {}
+    rows = {}
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -253,14 +253,7 @@ def _from_jsonl(path: Path, text: str) -> TableFile:
             if rows and text.endswith(line):  # without its newline: being written, or truncated by a crash
                 break
             raise refused(path, f"the line is no JSON object: {_problem(error)}", f"row {number}") from None
-    _check_objects(path, rows)
-    return table_of(path, "JSON lines", rows.values(), rows)
-
-
-def _check_objects(path: Path, rows: Mapping[int, Any]) -> None:
-    for number, row in rows.items():
-        if not isinstance(row, dict):
-            raise refused(path, f"the row is of type {type(row).__name__}, not an object", f"row {number}")
+    return table_of(path, "JSON lines", rows.items())
 
 
 def _from_json(path: Path, text: str) -> TableFile:
@@ -280,9 +273,9 @@ def _from_json(path: Path, text: str) -> TableFile:
             problem += f" with {', '.join(list(value)[:8])}"
         raise refused(path, problem)
     if all(isinstance(row, list) and len(row) == 3 for row in rows):
-        return table_of(path, "TensorBoard's JSON", (dict(zip(("Wall time", "Step", "Value"), row)) for row in rows))
-    _check_objects(path, dict(enumerate(rows, start=1)))
-    return table_of(path, layout, rows)
+        layout = "TensorBoard's JSON"
+        rows = [dict(zip(("Wall time", "Step", "Value"), row)) for row in rows]
+    return table_of(path, layout, enumerate(rows, start=1))
 
 
 def _rows_of(value: Any) -> tuple[str, list[Any]]:
@@ -294,12 +287,13 @@ def _rows_of(value: Any) -> tuple[str, list[Any]]:
     lists = {key: rows for key, rows in columns.items() if all(isinstance(row, dict) for row in rows)}
     if "log_history" in lists:  # trainer_state.json has other lists, too
         return "trainer_state.json", lists["log_history"]
-    lengths = Counter(len(cells) for key, cells in columns.items() if key not in lists)
+    columns = {key: cells for key, cells in columns.items() if key not in lists}
+    lengths = Counter(map(len, columns.values()))
     # lists of other lengths are no columns: tags, samples
     usual = max(lengths, key=lambda length: (lengths[length], length), default=0)
-    columns = {key: cells for key, cells in columns.items() if key not in lists and len(cells) == usual}
+    columns = {key: cells for key, cells in columns.items() if len(cells) == usual}
     fewest = 2 if lists or len(lengths) > 1 else 1
-    if len(columns) >= fewest and (not lists or computes(list(columns))):
+    if len(columns) >= fewest and (not lists or computes(columns)):
         return "JSON columns", [dict(zip(columns, cells)) for cells in zip(*columns.values())]
     column = "kind" if any(stage(key) != 1 for key in lists) else "run"
     names = {key: {column: key} if len(lists) > 1 else {} for key in lists}
@@ -319,8 +313,8 @@ def _flat(row: Row) -> Row:
     return flat
 
 
-def _from_console(path: Path, text: str) -> TableFile | None:
-    """The metrics in a console's output; None if there are none.
+def _from_console(path: Path, text: str) -> TableFile:
+    """The metrics in a console's output, without rows if there are none.
 
     Of step lines, literals, and points below headings the first kind that has a few rows is read, and no other one: a
     log with step lines prints its configuration as a literal.
@@ -331,43 +325,38 @@ def _from_console(path: Path, text: str) -> TableFile | None:
     for number, line in _console_lines(text):
         for validation, step, metrics in _STEP_LINE.findall(line):
             stem = validation and f"eval/{validation}/"
-            pairs = filter(None, map(_PAIR.match, re.split(r"\s[-|](?=\s|$)", metrics)))
-            lined.append((number, {"step": int(step)} | {stem + pair[1]: pair[2] for pair in pairs}))
+            pairs = {stem + name: cell for name, cell in re.findall(_PAIR, metrics)}
+            lined.append((number, {"step": int(step)} | pairs))
         # SkyRL, OpenRLHF and slime print evaluations as rows of their own
-        if literal := _LITERAL.search(line):
-            row = _numbers_of(literal[2])
-            if literal[1]:
-                row["step"] = int(literal[1])
-            if computes(list(row)):
+        for step, literal in re.findall(_LITERAL, line):
+            row = _numbers_of(literal)
+            if step:
+                row["step"] = int(step)
+            if computes(row):
                 literals.append((number, row))
-        if heading := _HEADING.search(line):
-            headed.append((number, {"step": int(heading[1])}))
+        headed += [(number, {"step": int(step)}) for step in re.findall(_HEADING, line)]
         # NeMo-RL prints a validation before its first heading; a configuration there has no bullets
         if len(headed) > 1 or "•" in line:
-            headed[-1][1].update(_POINT.findall(line))
+            headed[-1][1].update(re.findall(_POINT, line))
     if len(headed) > 1:
         headed[0][1]["step"] = max(0, headed[1][1]["step"] - 1)
     kinds = [[(number, row) for number, row in rows if len(row) > 1] for rows in (lined, literals, headed)]
     # a printed configuration may have one or two rows of a kind that comes first
     rows = next((kind for kind in kinds if len(kind) >= FEW_ROWS), max(kinds, key=len))
-    if not rows:
-        return None
-    table = table_of(path, "console log", [row for _, row in rows], [number for number, _ in rows])
-    if all("step" in row for _, row in rows):
-        table = replace(table, x="step")
-    return table
+    axis = "step" if all("step" in row for _, row in rows) else None
+    return table_of(path, "console log", rows, x=axis)
 
 
 def _console_lines(text: str) -> list[tuple[int, str]]:
     """(number, text) of the lines, without colors and prefixes; what a terminal wrapped of a step line is joined."""
     lines = [(0, "")]
-    for number, line in enumerate(_NUMPY.sub(r"\1", _ANSI.sub("", text)).split("\n"), start=1):
+    for number, line in enumerate(re.sub(_NUMPY, r"\1", re.sub(_ANSI, "", text)).split("\n"), start=1):
         for part in line.rstrip("\r").split("\r"):
             # Ray prefixes each line that a terminal has wrapped, so prefixes go before the parts are joined
-            part = _RAY.sub("", part, count=1)
+            part = re.sub(_RAY, "", part, count=1)
             start, before = lines[-1]
             wrapped = _STEP_LINE.search(before) and not _STEP_LINE.search(part)
-            if wrapped and _CONTINUED.fullmatch(part):
+            if wrapped and re.fullmatch(_CONTINUED, part):
                 between = " " if before.endswith(" -") or part.startswith("- ") else ""
                 lines[-1] = start, before + between + part
             else:
@@ -414,7 +403,7 @@ def _from_tensorboard(path: Path) -> list[TableFile]:
     tables = []
     for folder, rows in folders.items():
         run = str(folder.relative_to(path)) if path.is_dir() and folder != path else folder.resolve().name
-        tables.append(replace(table_of(path, "event files", rows), run=run))
+        tables.append(table_of(path, "event files", enumerate(rows, start=1), run=run))
     return tables
 
 
@@ -433,11 +422,11 @@ def stage(name: str) -> int:
 
 def may_be_score(name: str) -> bool:
     """False for losses, lengths, spreads and the like."""
-    return _NO_SCORE.search(words(name)) is None
+    return not re.search(_NO_SCORE, words(name))
 
 
-def score_rank(name: str) -> tuple[int, ...] | None:
-    """Rank of a name among scores, the lowest first; None for a name of no score.
+def score_rank(name: str) -> tuple[int, ...]:
+    """Rank of a name among scores, the lowest first; empty for a name of no score.
 
     (stage, 0 for verl's core metrics and for slime's raw reward, whose other one is normalized, measure, 0 for the
     whole of several parts, words of the name)
@@ -445,17 +434,16 @@ def score_rank(name: str) -> tuple[int, ...] | None:
     text = words(name)
     measures = [n for n, pattern in enumerate(SCORES) if re.search(rf"\b(?:{pattern})\b", text)]
     if not measures or not may_be_score(name):
-        return None
+        return ()
     # the best of k answers is above the pass rate, whatever the measure is called
-    if _BEST_OF.search(text):
+    if re.search(_BEST_OF, text):
         measures = [5]
-    return stage(name), not _FIRST.search(text), measures[0], not _WHOLE.search(text), text.count(" ")
+    return stage(name), not re.search(_FIRST, text), measures[0], not re.search(_WHOLE, text), text.count(" ")
 
 
 def scores(names: Iterable[str]) -> list[str]:
     """The names that are scores, best first; among equals in the given order."""
-    ranks = {name: rank for name in names if (rank := score_rank(name))}
-    return sorted(ranks, key=lambda name: ranks[name])
+    return sorted(filter(score_rank, names), key=score_rank)
 
 
 def unit_of(column: str) -> str:
@@ -463,7 +451,7 @@ def unit_of(column: str) -> str:
     return next((unit for pattern, unit in COMPUTES if re.fullmatch(pattern, column.lower())), None) or column
 
 
-def computes(names: Sequence[str]) -> list[str]:
+def computes(names: Collection[str]) -> list[str]:
     """The names that are computes, best first."""
     return [name for pattern, _ in COMPUTES for name in names if re.fullmatch(pattern, name.lower())]
 
@@ -475,7 +463,7 @@ def plain(cell: Any) -> Any:
     digits = cell
     if isinstance(cell, str):
         digits = cell.strip().removesuffix("%")
-        if _THOUSANDS.fullmatch(digits):
+        if re.fullmatch(_THOUSANDS, digits):
             digits = digits.replace(",", "")
         elif step := _STEP_NAME.fullmatch(digits):
             digits = step[1]
@@ -487,29 +475,28 @@ def plain(cell: Any) -> Any:
 
 def is_step_name(cell: Any) -> bool:
     """Whether a cell names a checkpoint by its step."""
-    return _STEP_NAME.fullmatch(str(cell).strip()) is not None
+    return bool(_STEP_NAME.fullmatch(str(cell).strip()))
 
 
 def is_time_of_day(name: str, value: Any) -> bool:
     """Whether a value is a date, as text or in seconds, not the time since a run's start."""
     if isinstance(value, str):
-        return _DATE.fullmatch(value.strip()) is not None
-    return value > 1e9 and _DAYTIME.fullmatch(name) is not None
+        return bool(re.fullmatch(_DATE, value.strip()))
+    return value > 1e9 and bool(re.fullmatch(_DAYTIME, name))
 
 
 def is_reward(name: str) -> bool:
     """Whether nothing says that its values lie in [0, 1]: a reward may be any number."""
-    return score_rank(name) is None or re.search(r"\b(?:score|reward|return|value)s?\b", words(name)) is not None
+    return not score_rank(name) or bool(re.search(r"\b(?:score|reward|return|value)s?\b", words(name)))
 
 
 def some_of(names: Sequence[str], wanted: Sequence[str]) -> str:
-    """A clause with all names if they are few, else with their number and the three nearest to the wanted ones."""
-    names = [name for name in names if name]
+    """A clause with the columns, or of many with the three nearest to the wanted ones."""
+    names = [*filter(None, names)]
     if len(names) <= 6:
         return f"the columns are {', '.join(names) or 'none'}"
 
     def nearness(name: str) -> float:
-        return max(SequenceMatcher(None, words(name), words(want)).ratio() for want in wanted)
+        return max(SequenceMatcher(None, words(name), want).ratio() for want in wanted)
 
-    nearest = sorted(names, key=nearness, reverse=True)[:3]
-    return f"of {len(names)} columns the nearest: {', '.join(nearest)}"
+    return f"the nearest: {', '.join(sorted(names, key=nearness)[:-4:-1])}"

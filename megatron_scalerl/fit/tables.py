@@ -5,11 +5,12 @@ A page is one file that loads nothing from elsewhere. JSON has no inf and nan: t
 
 import base64
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -28,6 +29,8 @@ OUTSIDE = {True: "", False: "outside"}
 """Whether a measurement lies inside its interval -> cell."""
 EXPONENT = "{:.2f}".format
 RATE = "{:.3f}".format
+PIPE_WIDTH = 200
+"""Columns of a table that is not printed to a terminal."""
 PRECISE = "{:.4f}".format
 """Pass rates of single points."""
 
@@ -42,19 +45,27 @@ class Table:
     """One cell per column. HTML shows an interval in brackets below the value before it."""
     title: str | None = None
     """Line above the table in the terminal."""
-    labeled: bool = True
-    """Whether the first column is a label, aligned left."""
+    labels: int = 1
+    """Columns of words, aligned left, which come first."""
 
-    def rich(self) -> RichTable:
+    def __rich__(self) -> RichTable:
         """The table for a `rich.console.Console`. Cells are literal text, not markup."""
-        table = RichTable(title=self.title and Text(self.title, style="table.title"), title_justify="left")
-        for column in self.columns:
-            table.add_column(Text(column), justify="right")
-        if self.labeled:
-            table.columns[0].justify = "left"
+        title = self.title and Text(self.title, style="table.title")
+        table = RichTable(title=title, title_justify="left", show_header=any(self.columns))
+        for number, column in enumerate(self.columns):
+            table.add_column(Text(column), justify="left" if number < self.labels else "right", overflow="fold")
         for row in self.rows:
             table.add_row(*(Text(cell) for cell in row))
         return table
+
+
+def show(items: Iterable[Table | str], console: Console) -> None:
+    """Print tables and lines."""
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    for item in items:
+        # the console of all commands does not wrap lines; cells of a table have to
+        console.print(item, soft_wrap=isinstance(item, str))
 
 
 Style = Callable[[float], str]
@@ -117,7 +128,7 @@ def _evaluation(evaluation: ForecastEvaluation) -> Section:
     cells = zip(evaluation.predictions, evaluation.measured, evaluation.errors, evaluation.covered)
     table = Table(
         title=title,
-        labeled=False,
+        labels=0,
         columns=(unit_name(evaluation.fit.unit), "forecast", "90 % interval", "measured", "error", ""),
         rows=tuple(
             (short_number(p.compute), *_forecast(p), f"{measured:.4f}", f"{error:+.4f}", OUTSIDE[bool(covered)])
@@ -150,7 +161,7 @@ def _backtest(test: Backtest) -> tuple[Table, str]:
         for point in test.points
     )
     columns = ("fitted up to", "points", "forecast", "90 % interval", "error", "A")
-    return Table(labeled=False, columns=columns, rows=rows), test.summary()
+    return Table(labels=0, columns=columns, rows=rows), test.summary()
 
 
 def _comparison(comparison: Comparison) -> tuple[Table | str, ...]:
@@ -197,7 +208,7 @@ def outlook_table(outlooks: Sequence[Outlook], came: float | None) -> Table:
         rows.append((str(outlook.step), RATE(outlook.pass_rate), interval, error, OUTSIDE[inside], outlook.verdict))
     return Table(
         title=title,
-        labeled=False,
+        labels=0,
         columns=("after step", "forecast", "90 % interval", "error", "", "verdict"),
         rows=tuple(rows),
     )

@@ -70,13 +70,13 @@ def report(run_dir: Path, console: Console) -> None:
         updates = None
     if updates is not None:
         table, note = updates
-        say(table.rich())
+        say(table)
         say(note)
     steps = last_step(rows, recipe)
     forecasts = outlooks(rows, steps=steps, fit_from_steps=recipe["forecast"]["fit_from_steps"])
     if forecasts:
         measured = measured_end(rows, recipe)
-        say(outlook_table(forecasts, measured).rich())
+        say(outlook_table(forecasts, measured))
         say(moved_text(forecasts, measured))
     fitted, unseen = split(rows, recipe["forecast"])
     if not unseen:
@@ -87,7 +87,7 @@ def report(run_dir: Path, console: Console) -> None:
         return
     name = recipe["name"]
     evaluation = evaluate(rows[0], fitted, unseen, method="robust", name=name)
-    say(_table(evaluation, unseen).rich())
+    say(_table(evaluation, unseen))
     say(_error_text(evaluation))
     try:
         text = _error_text(evaluate(rows[0], fitted, unseen, method="paper", name=name))
@@ -247,7 +247,7 @@ def _table(evaluation: ForecastEvaluation, unseen: Rows) -> Table:
         rows.append(cells)
     return Table(
         title=f"Forecast from {evaluation.fit.n_points} validations against the rest",
-        labeled=False,
+        labels=0,
         columns=("step", unit_name(evaluation.fit.unit), "forecast", "90 % interval", "measured", "error", ""),
         rows=tuple(rows),
     )

@@ -1,78 +1,68 @@
 """The planner's assumptions, for figures that cannot be computed: each is a field and a flag, and has a source."""
 
-import math
+from collections.abc import Mapping
 from dataclasses import Field, field, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, ValidationError
+from pydantic import Field as Range
+from pydantic.dataclasses import dataclass
 
 from megatron_scalerl.record import record
 
-_POSITIVE = (0.0, None, False)
-_AT_LEAST_0 = (0.0, None, True)
-_AT_LEAST_1 = (1.0, None, True)
-_SHARE = (0.0, 1.0, False)
-"""(Minimum, maximum or None, whether the minimum itself is allowed)."""
+_Positive = Annotated[float, Range(gt=0)]
+_AtLeast0 = Annotated[float, Range(ge=0)]
+_AtLeast1 = Annotated[float, Range(ge=1)]
+_Share = Annotated[float, Range(gt=0, le=1)]
 
 
-def _assumed(value: Any, unit: str, what: str, source: str, range_: Any = _AT_LEAST_0) -> Any:
-    return field(default=value, metadata={"unit": unit, "what": what, "source": source, "range": range_})
+def _assumed(value: Any, unit: str, what: str, source: str = "project default, not measured") -> Any:
+    return field(default=value, metadata={"unit": unit, "what": what, "source": source})
 
 
-_OURS = "project default, not measured"
-
-
-@record
+@dataclass(frozen=True, kw_only=True, slots=True, config=ConfigDict(strict=True, allow_inf_nan=False))
 class Assumptions:
     """Every field is a flag of `megatron-scalerl plan` and a key of an assumptions file; None means computed.
 
-    Raises ValueError for a number outside its field's range.
+    Raises pydantic's ValidationError for a number outside its field's range; `checked` says it in one line.
     """
 
-    dense_utilization: float = _assumed(
+    dense_utilization: _Share = _assumed(
         0.40,
         "of bf16 peak",
         "trainer's hardware FLOPs, dense policy",
         "Llama 3 pretraining: 38 to 43 % (arXiv 2407.21783, table 4)",
-        _SHARE,
     )
-    moe_utilization: float = _assumed(
-        0.25, "of bf16 peak", "trainer's hardware FLOPs, mixture of experts", _OURS, _SHARE
+    moe_utilization: _Share = _assumed(0.25, "of bf16 peak", "trainer's hardware FLOPs, mixture of experts")
+    train_seconds: _Positive | None = _assumed(None, "s", "trainer's seconds per step", "computed from FLOPs")
+    packing: _Share = _assumed(0.9, "share", "share of a micro-batch filled with tokens")
+    hbm_efficiency: _Share = _assumed(0.6, "of HBM rate", "memory bandwidth that decode reaches")
+    engine_step_ms: _AtLeast0 = _assumed(5.0, "ms", "fixed time of one decode step")
+    engine_tokens_per_second: _Positive | None = _assumed(
+        None, "tok/s per GPU", "engine's decode throughput at full load", "computed from memory traffic"
     )
-    train_seconds: float | None = _assumed(None, "s", "trainer's seconds per step", "computed from FLOPs", _POSITIVE)
-    packing: float = _assumed(0.9, "share", "share of a micro-batch filled with tokens", _OURS, _SHARE)
-    hbm_efficiency: float = _assumed(0.6, "of HBM rate", "memory bandwidth that decode reaches", _OURS, _SHARE)
-    engine_step_ms: float = _assumed(5.0, "ms", "fixed time of one decode step", _OURS)
-    engine_tokens_per_second: float | None = _assumed(
-        None, "tok/s per GPU", "engine's decode throughput at full load", "computed from memory traffic", _POSITIVE
-    )
-    publish_seconds: float | None = _assumed(
+    publish_seconds: _AtLeast0 | None = _assumed(
         None,
         "s",
         "engines' pause for one weight update",
         "computed from bytes, one card per GPU at half its rate",
     )
-    prompt_tokens: float = _assumed(256, "tokens", "mean prompt length", _OURS)
-    thinking_median: float = _assumed(
-        0.4, "of the cut", "median thinking length without interruption, log-normal", _OURS, _POSITIVE
+    prompt_tokens: _AtLeast0 = _assumed(256, "tokens", "mean prompt length")
+    thinking_median: _Positive = _assumed(
+        0.4, "of the cut", "median thinking length without interruption, log-normal"
     )
-    thinking_sigma: float = _assumed(0.6, "", "standard deviation of log thinking length", _OURS)
-    answer_median: float = _assumed(0.2, "of answer_tokens", "median answer length, log-normal, sigma 0.5", _OURS)
-    kept_share: float = _assumed(
-        1.0, "share", "completions that pass the filters", "upper bound; the paper prints none", _SHARE
+    thinking_sigma: _AtLeast0 = _assumed(0.6, "", "standard deviation of log thinking length")
+    answer_median: _AtLeast0 = _assumed(0.2, "of answer_tokens", "median answer length, log-normal, sigma 0.5")
+    kept_share: _Share = _assumed(
+        1.0, "share", "completions that pass the filters", "upper bound; the paper prints none"
     )
-    runtime_gib: float = _assumed(3.0, "GiB per rank", "CUDA context, NCCL and library buffers", _OURS)
-    fragmentation: float = _assumed(0.08, "share", "allocator overhead on temporary memory", _OURS)
-    expert_imbalance: float = _assumed(
-        1.5, "x mean", "tokens on the busiest expert-parallel rank", _OURS, _AT_LEAST_1
-    )
-    engine_overhead_gib: float = _assumed(4.0, "GiB per GPU", "engine's activations, CUDA graphs, fp32 head", _OURS)
-    turns: float = _assumed(3, "", "mean turns of an episode, with an environment", _OURS, _AT_LEAST_1)
-    reply_tokens: float = _assumed(128, "tokens", "mean tokens of the environment between two turns", _OURS)
-    reply_seconds: float = _assumed(0.5, "s", "mean wait for the environment between two turns", _OURS)
-
-    def __post_init__(self) -> None:
-        for f in described():
-            if getattr(self, f.name) is not None:
-                check_number(f.name, getattr(self, f.name))
+    runtime_gib: _AtLeast0 = _assumed(3.0, "GiB per rank", "CUDA context, NCCL and library buffers")
+    fragmentation: _AtLeast0 = _assumed(0.08, "share", "allocator overhead on temporary memory")
+    expert_imbalance: _AtLeast1 = _assumed(1.5, "x mean", "tokens on the busiest expert-parallel rank")
+    engine_overhead_gib: _AtLeast0 = _assumed(4.0, "GiB per GPU", "engine's activations, CUDA graphs, fp32 head")
+    turns: _AtLeast1 = _assumed(3, "", "mean turns of an episode, with an environment")
+    reply_tokens: _AtLeast0 = _assumed(128, "tokens", "mean tokens of the environment between two turns")
+    reply_seconds: _AtLeast0 = _assumed(0.5, "s", "mean wait for the environment between two turns")
 
 
 OF_EPISODES = ("turns", "reply_tokens", "reply_seconds")
@@ -98,19 +88,15 @@ def default_origins() -> dict[str, Origin]:
     return {f.name: Origin(kind="default", source=f.metadata["source"]) for f in described()}
 
 
-def check_number(name: str, value: object) -> float:
-    """`value` as a number for the field `name`.
+def checked(values: Mapping[str, Any]) -> Assumptions:
+    """The assumptions with these values. Raises ValueError, in one line with the field's name."""
+    try:
+        return Assumptions(**values)
+    except ValidationError as error:
+        raise ValueError(first_line(error)) from None
 
-    Raises ValueError, in one line without the field's name, for anything but a finite number within its range.
-    """
-    # One check for flags, files and programs: the range stands with the field.
-    ranges = {f.name: f.metadata["range"] for f in described()}
-    low, high, closed = ranges[name]
-    least = "of at least" if closed else "above"
-    most = f" and at most {high:g}" if high else ""
-    number = math.nan  # compares false with every bound
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        number = value
-    if not (low <= number <= (high or 1e308)) or (number == low and not closed):
-        raise ValueError(f"{repr(value)[:60]} is not a number {least} {low:g}{most}")
-    return float(number)
+
+def first_line(error: ValidationError) -> str:
+    """Key, value and demand of the first mistake."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['input']!r:.60}: {first['msg']}"

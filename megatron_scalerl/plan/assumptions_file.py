@@ -10,17 +10,18 @@ assumptions:
 """
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
+from pydantic import Field, ValidationError
 
-from megatron_scalerl.plan.assumptions import check_number, described
+from megatron_scalerl.plan.assumptions import checked, described, first_line
 from megatron_scalerl.plan.hardware import GPUS, Layers, gpu_of_device
 from megatron_scalerl.recipe.file import read_yaml
 from megatron_scalerl.recipe.other_names import check_keys
+from megatron_scalerl.recipe.sections import Section
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Measured(Section):
     """A measured constant."""
 
     value: Any
@@ -29,7 +30,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How it was measured; one line."""
 
 
-class AssumptionsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AssumptionsFile(Section):
     """The contents of a file of measured constants."""
 
     gpu: str
@@ -38,7 +39,7 @@ class AssumptionsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Layers of the measured trainer; None: the constants are valid for both."""
     written: Any = None
     """Date of the file."""
-    assumptions: Annotated[dict[str, Measured], msgspec.Meta(min_length=1)]
+    assumptions: dict[str, Measured] = Field(min_length=1)
     """Field of `Assumptions` -> constant."""
 
     def source(self, path: Path, name: str) -> str:
@@ -53,22 +54,16 @@ class AssumptionsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 def read_assumptions(path: Path) -> AssumptionsFile:
     """The file's constants. Raises ValueError, in one line with file and key, for invalid contents."""
+    data = read_yaml(path, kind="an assumptions file")
     try:
-        content = msgspec.convert(read_yaml(path, kind="an assumptions file"), AssumptionsFile)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{path}: {error}") from None
-    names = [f"assumptions.{f.name}" for f in described()]
-    given = [f"assumptions.{name}" for name in content.assumptions]
-    check_keys(
-        str(path), given, names, expected="a key of an assumptions file", listed="megatron-scalerl plan --help"
-    )
-    for name, measured in content.assumptions.items():
-        try:
-            check_number(name, measured.value)
-        except ValueError as error:
-            raise ValueError(f"{path}: assumptions.{name}.value: {error}") from None
-    gpu = gpu_of_device(content.gpu)
-    if gpu is None:
-        supported = ", ".join(sorted(GPUS))
-        raise ValueError(f"{path}: gpu: the planner does not know {content.gpu!r}; it knows {supported}")
-    return msgspec.structs.replace(content, gpu=gpu)
+        content = AssumptionsFile.model_validate(data)
+        names = [f.name for f in described()]
+        check_keys("assumptions", content.assumptions, names, expected="an assumption", listed="plan --help")
+        checked({name: measured.value for name, measured in content.assumptions.items()})
+        gpu = gpu_of_device(content.gpu)
+        if gpu is None:
+            raise ValueError(f"gpu: the planner does not know {content.gpu!r}; it knows {', '.join(sorted(GPUS))}")
+    except ValueError as error:
+        line = first_line(error) if isinstance(error, ValidationError) else error
+        raise ValueError(f"{path}: {line}") from None
+    return content.model_copy(update={"gpu": gpu})

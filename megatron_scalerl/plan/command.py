@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -14,7 +14,7 @@ from megatron_scalerl.models.adapters import refuse_adapter
 from megatron_scalerl.plan.assumptions import (
     Assumptions,
     Origin,
-    check_number,
+    checked,
     default_origins,
     described,
 )
@@ -72,7 +72,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--no-build",
         action="store_true",
-        help="skip building the ranks on the meta device, which verifies the parameter counts (5 s)",
+        help="with --check, skip building the ranks on the meta device, which verifies the parameter counts (5 s)",
     )
     p.add_argument("--check", action="store_true", help="print one line only; exit code 2 if it does not fit")
     p.add_argument("--json", metavar="OUT|-", help="write the same numbers as JSON; - prints only the JSON")
@@ -82,7 +82,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         if f.default is not None:
             default = f"{f.default:g} {f.metadata['unit']}".strip()
         text = f"{f.metadata['what']} ({default})".replace("%", "%%")
-        group.add_argument(_flag(f.name), type=_number_of(f.name), metavar="X", help=text)
+        group.add_argument(_flag(f.name), type=float, metavar="X", help=text)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
@@ -113,16 +113,14 @@ def run(options: argparse.Namespace, console: Console) -> int:
             return _tell(options, f"{recipe.name} on CPUs", on_cpus.verdict(), on_cpus.problem)
         plan = make_plan(recipe, folder, options.gpus, GPUS[gpu], assumed, layers=layers, origins=origins)
         built = "skipped"
-        if not options.no_build:
+        if options.check and not options.no_build:
             built = compare_with_build(plan, folder)
     _write(options, as_numbers(plan) | {"meta_build": built})
     if options.check:
         problems = [*plan.problems(), ""]
         return _tell(options, f"{recipe.name} on {options.gpus} x {plan.gpu.name}", verdict(plan), problems[0])
     if options.json != "-":
-        from rich.console import Console
-
-        show(plan, built, Console(width=None if console.is_terminal else 100))
+        show(plan, console)
     return 0
 
 
@@ -171,11 +169,11 @@ def _inputs(options: argparse.Namespace) -> tuple[str, Layers, Assumptions, dict
             values[f.name] = given
             origins[f.name] = Origin(kind="flag", source="given on the command line")
         elif file and f.name in file.assumptions:
-            values[f.name] = float(file.assumptions[f.name].value)
+            values[f.name] = file.assumptions[f.name].value
             origins[f.name] = Origin(kind="file", source=file.source(options.assumptions, f.name))
     gpu = options.gpu or getattr(file, "gpu", GPU)
     layers: Layers = options.layers or getattr(file, "layers", None) or "te"
-    return gpu, layers, Assumptions(**values), origins
+    return gpu, layers, checked(values), origins
 
 
 def config_folder(policy: str, recipe: str | Path, given: str | Path | None = None) -> Path:
@@ -204,17 +202,3 @@ def _number(text: str) -> int:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _number_of(name: str) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        try:
-            value: object = float(text)
-        except ValueError:
-            value = text
-        try:
-            return check_number(name, value)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return number

@@ -4,9 +4,7 @@ The rules of the map assign a slice of a Hugging Face tensor to each rank of a p
 checkpoints. `meta_build` verifies the counts against Megatron's own modules.
 """
 
-import json
 import math
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,7 @@ class Parameters:
     head: int
     """Parameters of the logit projection; tied embeddings are counted once in `total`."""
     passthrough: int
-    """Parameters that a run does not load: a vision tower and its projector, layers of multi-token prediction."""
+    """Parameters of layers of multi-token prediction, which a run does not load."""
 
 
 @record
@@ -57,24 +55,21 @@ def load_family(config_path: str | Path) -> tuple[Family, Any]:
     return family_of(config), config
 
 
-def count(family: Family, config: Any = None) -> Parameters:
-    """Parameters of the whole policy; counting a vision tower requires `config`."""
+def count(family: Family) -> Parameters:
+    """Parameters of the whole policy."""
     rules = [r for r in family.rules if r.exported and not r.frozen]
     total = sum(elements(r) for r in rules)
     experts = sum(elements(r) for r in rules if r.expert is not None)
     first = sum(elements(r) for r in rules if r.place == "first")
     number = family.transformer.get("num_moe_experts") or 1
     used = family.transformer.get("moe_router_topk", 1)
-    passthrough = family.untrained
-    if hasattr(config, "text_config"):
-        passthrough = _passthrough(config.to_json_string(), family.passthrough)
     return Parameters(
         total=total,
         active=total - experts + experts * used // number,
         experts=experts,
         embedding=first,
         head=sum(elements(r) for r in family.rules if r.megatron == "output_layer.weight"),
-        passthrough=passthrough,
+        passthrough=family.untrained,
     )
 
 
@@ -110,21 +105,3 @@ def of_stage(family: Family, layout: Layout, stage: int) -> RankParameters:
         elif rule.expert < experts // layout.ep:
             expert.append(elements(rule, layout.etp))
     return RankParameters(dense=sum(dense), expert=sum(expert), largest=max(*dense, *expert))
-
-
-@cache
-def _passthrough(config_json: str, prefixes: tuple[str, ...]) -> int:
-    """Parameters outside the policy, counted in transformers' modules on the meta device, with one text layer."""
-    import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
-    fields = json.loads(config_json)
-    # Lists with an entry for each layer do not go with the one layer that is built; transformers fills in its own.
-    by_layer = ("layer_types", "no_rope_layers", "moe_layers")
-    text = {k: v for k, v in fields["text_config"].items() if k not in by_layer}
-    fields["text_config"] = text | {"num_hidden_layers": 1}
-    kind = fields.pop("model_type")
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **fields))
-    names = ((name.removeprefix("model."), p.numel()) for name, p in model.named_parameters())
-    return sum(size for name, size in names if name.startswith(prefixes))

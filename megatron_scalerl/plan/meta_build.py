@@ -6,17 +6,15 @@ Megatron's globals and the CPU patches are process-wide. It is forked, and then 
 Context parallelism, which shards no weights, is counted as data parallelism.
 """
 
-import multiprocessing
 import os
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.plan.planner import RunPlan
 from megatron_scalerl.recipe import Recipe
-
-TIMEOUT_S = 600.0
-"""Time limit of the build (seconds)."""
 
 
 def compare_with_build(plan: RunPlan, config: Path) -> str:
@@ -29,9 +27,10 @@ def compare_with_build(plan: RunPlan, config: Path) -> str:
     """
     if plan.layout.chunks > 1:
         return "not built: an interleaved pipeline requires a GPU"
-    built = _in_a_child(plan.recipe, str(config), plan.layout.world_size)
-    if isinstance(built, str):
-        raise ValueError(f"megatron: the trainer's ranks cannot be built: {built}")
+    try:
+        built = _in_a_child("fork", plan, config)
+    except BrokenProcessPool:  # a fork can crash where threads of a library were running
+        built = _in_a_child("spawn", plan, config)
     counted = [{"dense": s.parameters.dense, "expert": s.parameters.expert} for s in plan.trainer]
     assert built == counted, f"counted {counted}, built {built}"
     ranks = f"equal on the first rank of {plan.layout.world_size}"
@@ -40,35 +39,12 @@ def compare_with_build(plan: RunPlan, config: Path) -> str:
     return ranks
 
 
-def _in_a_child(
-    recipe: Recipe, config_path: str, world_size: int, method: str = "fork"
-) -> list[dict[str, int]] | str:
-    """The result of `stage_parameters` in a child process, or why there is none.
-
-    A fork has the imports. It can crash where threads of a library were running; then a fresh process is tried.
-    """
-    context = multiprocessing.get_context(method)
-    answers, answer = context.Pipe(duplex=False)
-    child = context.Process(  # type: ignore[attr-defined]
-        target=_answer, args=(answer, recipe, config_path, world_size), daemon=True
-    )
-    child.start()
-    answer.close()
-    try:
-        built = f"there was no answer within {TIMEOUT_S:.0f} s"
-        if answers.poll(TIMEOUT_S):
-            built = answers.recv()
-    except EOFError:
-        child.join()
-        if method == "fork":
-            return _in_a_child(recipe, config_path, world_size, "spawn")
-        built = f"its process ended with exit code {child.exitcode}"
-    child.kill()
-    child.join()
-    return built
+def _in_a_child(method: str, plan: RunPlan, config: Path) -> list[dict[str, int]]:
+    with ProcessPoolExecutor(1, get_context(method), _quiet) as pool:
+        return pool.submit(stage_parameters, plan.recipe, str(config), plan.layout.world_size).result()
 
 
-def _answer(answer: Connection, recipe: Recipe, config_path: str, world_size: int) -> None:
+def _quiet() -> None:
     import torch
 
     # Megatron-Core's warnings, and lines that gloo prints, would stand between the lines of the plan.
@@ -77,11 +53,6 @@ def _answer(answer: Connection, recipe: Recipe, config_path: str, world_size: in
         os.dup2(quiet, stream)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
-    try:
-        answer.send(stage_parameters(recipe, config_path, world_size))
-    except Exception as error:
-        answer.send(" ".join(str(error).split()) or type(error).__name__)
-        raise
 
 
 def stage_parameters(recipe: Recipe, config_path: str, world_size: int) -> list[dict[str, int]]:
@@ -93,7 +64,11 @@ def stage_parameters(recipe: Recipe, config_path: str, world_size: int) -> list[
     data["trainer"]["world_size"] = world_size
     recipe = Recipe.model_validate(data)
     stages = int(parallel.get("pipeline_model_parallel_size", 1))
-    return [_count(recipe, config_path, rank=stage * world_size // stages) for stage in range(stages)]
+    try:
+        return [_count(recipe, config_path, rank=stage * world_size // stages) for stage in range(stages)]
+    except Exception as error:
+        line = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"megatron: the trainer's ranks cannot be built: {line}") from None
 
 
 def _count(recipe: Recipe, config_path: str, *, rank: int) -> dict[str, int]:

@@ -1,51 +1,29 @@
-"""The plan as tables for a terminal of a hundred columns."""
+"""The plan as tables for a terminal."""
 
-from typing import Literal
+from collections.abc import Iterable
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
+from megatron_scalerl.fit import tables
 from megatron_scalerl.fit.formatting import money
+from megatron_scalerl.fit.tables import Table
 from megatron_scalerl.plan.assumptions import described
 from megatron_scalerl.plan.hardware import GIB
 from megatron_scalerl.plan.planner import RunPlan
 from megatron_scalerl.plan.update import CHANGED
 
-Section = tuple[str, Table]
-"""Title and table."""
+
+def show(plan: RunPlan, console: Console) -> None:
+    """Print the whole plan: summary, memory, step, balance, assumptions."""
+    sections = [section(plan) for section in (_summary, _trainer, _engine, _step, _balance, _assumptions)]
+    tables.show([*sections, *(f"does not fit: {line}" for line in plan.problems())], console)
 
 
-def show(plan: RunPlan, built: str, console: Console) -> None:
-    """Print the whole plan: summary, memory, step, balance, assumptions. built: result of `compare_with_build`."""
-    console.print(f"[bold]{escape(plan.recipe.name)}[/bold] on {plan.gpus} x {plan.gpu.name}", highlight=False)
-    sections = [section(plan) for section in (_trainer, _engine, _step, _balance, _assumptions)]
-    for title, table in (_summary(plan, built), *sections):
-        if title:
-            console.print(f"\n[bold]{title}[/bold]", highlight=False)
-        console.print(table, highlight=False)
-    for line in plan.problems():
-        console.print(f"[red]does not fit:[/red] {escape(line)}", highlight=False)
+def _pairs(title: str, *rows: tuple[str, str]) -> Table:
+    return Table(title=title, columns=("", ""), rows=rows, labels=2)
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for index, column in enumerate(columns):
-        justify: Literal["left", "right"] = "right" if index else "left"
-        table.add_column(column, justify=justify, overflow="fold")
-    return table
-
-
-def _pairs(title: str, *rows: tuple[str, str]) -> Section:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(min_width=26, style="dim")
-    table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return title, table
-
-
-def _summary(plan: RunPlan, built: str) -> Section:
+def _summary(plan: RunPlan) -> Table:
     p = plan.parameters
     engines = plan.split.engines
     devices = plan.engine.devices
@@ -53,14 +31,13 @@ def _summary(plan: RunPlan, built: str) -> Section:
     if p.experts:
         rows.append(("  active per token", f"{p.active:,}, of which {p.embedding:,} in the embedding"))
     if p.passthrough:
-        total = f"{p.total + p.passthrough:,}; a vision tower or multi-token prediction, not loaded"
+        total = f"{p.total + p.passthrough:,}; multi-token prediction, not loaded"
         rows.append(("  with what is not trained", total))
     generate = f"{engines * devices} generate: {engines} engines of {devices}"
     if plan.recipe.engine.colocate:
         generate = f"the same {generate}"
     origin = _other_split(plan) or "from the recipe"
     rows += [
-        ("  built on the meta device", built),
         ("architecture", plan.config),
         ("split", f"{plan.split.trainer} GPUs train, {generate} ({origin})"),
         ("memory", fits(plan)),
@@ -68,7 +45,7 @@ def _summary(plan: RunPlan, built: str) -> Section:
         ("steps per hour", f"{plan.timing.steps_per_hour:,.1f} ({plan.timing.step_seconds:,.1f} s per step)"),
         ("GPU-hours per 1,000 steps", f"{plan.gpu_hours_per_1000_steps:,.0f}{_money(plan)}"),
     ]
-    return _pairs("", *rows)
+    return _pairs(f"{plan.recipe.name} on {plan.gpus} x {plan.gpu.name}", *rows)
 
 
 def verdict(plan: RunPlan) -> str:
@@ -117,27 +94,28 @@ def bottleneck(plan: RunPlan) -> str:
     return "balanced: the trainer hardly waits, and no other split is faster"
 
 
-def _trainer(plan: RunPlan) -> Section:
+def _trainer(plan: RunPlan) -> Table:
     at = plan.layout
     sizes = f"TP {at.tp}, PP {at.pp}, CP {at.cp}, EP {at.ep}, expert TP {at.etp}, DP {at.dp}"
     stages = [plan.trainer[0], *plan.trainer[1:][-1:]]  # the first and the last
     title = f"trainer rank (GiB): {sizes}, recompute {plan.recompute}"
     if plan.layers != "te":
         title += f", {plan.layers} layers"
-    table = _table("", *(f"stage {s.stage}" for s in stages))
-    table.add_row("parameters of the rank", *(f"{s.parameters.total:,}" for s in stages))
+    rows = [("parameters of the rank", *(f"{s.parameters.total:,}" for s in stages))]
+
+    def add(name: str, sizes: Iterable[float]) -> None:
+        rows.append((name, *(f"{size / GIB:,.2f}" for size in sizes)))
+
     for name in dict.fromkeys(term.name for s in stages for term in s.terms):
-        sums = [sum(term.bytes for term in s.terms if term.name == name) for s in stages]
-        table.add_row(name, *(f"{size / GIB:,.2f}" for size in sums))
-    table.add_row("[bold]peak[/bold]", *(f"[bold]{s.total / GIB:,.2f}[/bold]" for s in stages))
+        add(name, (sum(term.bytes for term in s.terms if term.name == name) for s in stages))
+    add("peak", (s.total for s in stages))
     if plan.recipe.engine.colocate:
-        table.add_row("engine on the same device", *(f"{plan.engine.total / GIB:,.2f}" for _ in stages))
-    free = [f"{(plan.room - s.total) / GIB:,.2f}" for s in stages]
-    table.add_row(f"free of {plan.gpu.memory_bytes / GIB:.1f}", *free)
-    return title, table
+        add("engine on the same device", (plan.engine.total for _ in stages))
+    add(f"free of {plan.gpu.memory_bytes / GIB:.1f}", (plan.room - s.total for s in stages))
+    return Table(title=title, columns=("", *(f"stage {s.stage}" for s in stages)), rows=tuple(rows))
 
 
-def _engine(plan: RunPlan) -> Section:
+def _engine(plan: RunPlan) -> Table:
     e = plan.engine
     d = plan.decoding
     rate = d.tokens_per_second(d.running)
@@ -171,7 +149,7 @@ def _engine(plan: RunPlan) -> Section:
     )
 
 
-def _step(plan: RunPlan) -> Section:
+def _step(plan: RunPlan) -> Table:
     w = plan.work
     n = plan.lengths
     u = plan.update
@@ -194,17 +172,16 @@ def _step(plan: RunPlan) -> Section:
     )
 
 
-def _balance(plan: RunPlan) -> Section:
+def _balance(plan: RunPlan) -> Table:
     columns = ("train s", "step s", "trainer waits", "running", "engines idle", "staleness", "GPU-h/1,000")
     r = plan.recipe.rollouts
     name = f"PPO-off-policy-{r.updates_per_phase}"
     if r.schedule == "pipeline":
         name = f"PipelineRL-{r.max_staleness_steps}"
-    table = _table("train + generate", *columns)
-    rows = [(plan.split, plan.work.train_seconds, plan.timing, " (this)")]
-    rows += [(s.split, s.train_seconds, s.timing, "") for s in plan.best[:4] if s.split != plan.split]
-    for split, seconds, t, note in rows:
-        table.add_row(
+    splits = [(plan.split, plan.work.train_seconds, plan.timing, " (this)")]
+    splits += [(s.split, s.train_seconds, s.timing, "") for s in plan.best[:4] if s.split != plan.split]
+    rows = tuple(
+        (
             f"{split.trainer} + {split.engines * plan.engine.devices}{note}",
             f"{seconds:.1f}",
             f"{t.step_seconds:.1f}",
@@ -214,13 +191,14 @@ def _balance(plan: RunPlan) -> Section:
             f"{t.staleness_mean:.1f}, max {t.staleness_max}",
             f"{plan.gpus * t.step_seconds / 3.6:,.0f}",
         )
-    return f"balance: GPUs of trainer and engines, simulated {name} queue", table
+        for split, seconds, t, note in splits
+    )
+    title = f"balance: GPUs of trainer and engines, simulated {name} queue"
+    return Table(title=title, columns=("train + generate", *columns), rows=rows)
 
 
-def _assumptions(plan: RunPlan) -> Section:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("flag", "value", "what", "source"):
-        table.add_column(column, overflow="fold", no_wrap=column in ("flag", "value"))
+def _assumptions(plan: RunPlan) -> Table:
+    rows = []
     for f in described():
         if f.name not in plan.origins:
             continue
@@ -228,7 +206,7 @@ def _assumptions(plan: RunPlan) -> Section:
         shown = "computed"
         if value is not None:
             shown = f"{value:g} {f.metadata['unit']}".strip()
-        source = escape(plan.origins[f.name].source)
-        table.add_row("--" + f.name.replace("_", "-"), shown, f.metadata["what"], source)
-    table.add_row("--gpu", "", plan.gpu.name, plan.gpu.source)
-    return "assumptions; each is a flag", table
+        rows.append(("--" + f.name.replace("_", "-"), shown, f.metadata["what"], plan.origins[f.name].source))
+    rows.append(("--gpu", "", plan.gpu.name, plan.gpu.source))
+    columns = ("flag", "value", "what", "source")
+    return Table(title="assumptions; each is a flag", columns=columns, rows=tuple(rows), labels=4)

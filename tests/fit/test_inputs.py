@@ -74,14 +74,6 @@ def test_several_runs_in_one_table_are_noted(tmp_path):
     assert read_curves(path, ColumnOptions(series=(("run", "b"),)))[0].notes == ()
 
 
-def test_tensorboard_exports(tmp_path):
-    path = write(tmp_path, "Wall time,Step,Value\n1700000000.1,10,0.42\n1700000100.5,20,0.47\n")
-    (curve,) = read_curves(path, ColumnOptions(hours_per_step=0.5))
-    assert curve.compute.tolist() == [5.0, 10.0] and curve.pass_rate.tolist() == [0.42, 0.47]
-    path = write(tmp_path, "[[1700000000.1, 10, 0.42], [1700000100.5, 20, 0.47]]", "run.json")
-    assert read_curves(path)[0].pass_rate.tolist() == [0.42, 0.47]
-
-
 def test_wandb_chart_export_has_a_run_per_column(tmp_path):
     path = write(
         tmp_path,

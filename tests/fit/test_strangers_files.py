@@ -4,15 +4,19 @@ import csv
 import gzip
 import io
 import json
-import math
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from other_tools import RATES, STEPS, write
 
 from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
-from megatron_scalerl.fit.table_file import score_rank, scores
+from megatron_scalerl.fit.table_file import scores
+
+DATA = Path(__file__).parents[1] / "data"
+NAMES = yaml.safe_load((DATA / "column_names.yaml").read_text())
 
 
 def table(columns, **options):
@@ -33,24 +37,6 @@ def chart(x, xs, *columns):
     header = {x: xs}
     header |= {f"{run} - {metric}{end}": values for run, metric, values in columns for end in ("", "__MIN", "__MAX")}
     return table(header, quoting=csv.QUOTE_ALL)
-
-
-def history(metric="val-core/openai/gsm8k/acc/mean@1"):
-    """Rows of W&B's run.history(): the validation is in every fifth row, NaN elsewhere."""
-    return [
-        {
-            "_step": step,
-            "_runtime": 30.5 * step,
-            "_timestamp": 1.77e9 + 30.5 * step,
-            "training/global_step": step,
-            "timing_s/step": 30.5,
-            "actor/pg_loss": -0.01,
-            "critic/score/mean": 0.3,
-            "critic/score/max": 1.0,
-            metric: 0.2 + step / 200 if step % 5 == 0 else math.nan,
-        }
-        for step in range(51)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -102,24 +88,10 @@ def test_a_run_of_a_chart_that_has_just_begun_is_left_out_with_a_word(tmp_path):
     assert curve.name == "old" and "2 runs of chart.csv were left out" in curve.notes[-1]
 
 
-@pytest.mark.parametrize("suffix", ["csv", "csv.gz", "json", "columns.json", "jsonl", "nan.jsonl", "parquet"])
-def test_wandb_history_in_every_form(tmp_path, suffix):
-    rows = history()
-    path = tmp_path / f"history.{suffix}"
-    if suffix == "parquet":
-        pyarrow = pytest.importorskip("pyarrow")
-        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path)
-    elif suffix.startswith("csv"):
-        text = table({"": range(51)} | {key: [row[key] for row in rows] for key in rows[0]}).encode()
-        path.write_bytes(gzip.compress(text) if suffix.endswith("gz") else text)
-    elif suffix == "json":
-        path.write_text(json.dumps(rows))
-    elif suffix == "columns.json":
-        path.write_text(json.dumps({key: {str(n): row[key] for n, row in enumerate(rows)} for key in rows[0]}))
-    elif suffix == "jsonl":
-        path.write_text(lines({k: v for k, v in row.items() if v == v} for row in rows))
-    else:
-        path.write_text(lines({k: v if v == v else "NaN" for k, v in row.items()} for row in rows))
+@pytest.mark.parametrize("path", sorted(DATA.glob("history/*")), ids=lambda path: path.name)
+def test_wandb_history_in_every_form(path):
+    if path.suffix == ".parquet":
+        pytest.importorskip("pyarrow")
     (curve,) = read_curves(path)
     assert (curve.unit, curve.initial, curve.compute.tolist()) == ("steps", 0.2, list(range(5, 55, 5)))
     assert (
@@ -182,46 +154,11 @@ def test_gpu_hours_by_other_names_and_the_only_other_column(tmp_path, x):
         read_curves(write(tmp_path, "chart.csv", chart(x, STEPS, ("run", "train/loss", RATES))))
 
 
-def test_verls_file_logger_nests_its_metrics(tmp_path):
-    rows = [{"step": s, "data": {"val-core/x/acc/mean@1": r, "actor/lr": 1e-6}} for s, r in zip(STEPS, RATES)]
-    assert "points of val-core/x/acc/mean@1 over step" in read_curves(write(tmp_path, "m.jsonl", lines(rows)))[0].read
-
-
-def test_tinkers_metrics(tmp_path):
-    rows = [
-        {
-            "step": n,
-            "progress/batch": n,
-            "env/all/reward/total": 0.4,
-            "env/all/correct": 0.5,
-            "env/all/format": 0.97,
-            "time/total": 12.0,
-        }
-        | ({"test/env/all/correct": 0.1 + n / 40, "test/env/all/reward/total": 0.1} if n % 4 == 0 else {})
-        for n in range(20)
-    ]
-    (curve,) = read_curves(write(tmp_path, "metrics.jsonl", lines(rows)))
-    assert (curve.initial, curve.compute.tolist(), curve.unit) == (0.1, [4, 8, 12, 16], "steps")
-    assert "test/env/all/correct over step" in curve.read
-    assert "also there: test/env/all/reward/total, env/all/correct and 1 more (--score)" in curve.read
-    truncated = lines(rows)[:-30]
-    assert len(read_curves(write(tmp_path, "metrics.jsonl", truncated))[0].compute) == 4
-    (tmp_path / "run").mkdir()
-    write(tmp_path / "run", "metrics.jsonl", lines(rows))
-    assert read_curves(tmp_path / "run")[0].name == "run"
-
-
-def test_prime_rls_metrics(tmp_path):
-    rows = []
-    for n in range(20):
-        rows += [{"step": n, "time": 1.77e9, "reward/mean": 0.4, "batch/solve_all": 0.1, "progress/total_tokens": n}]
-        rows += [{"step": n, "time": 1.77e9, "loss/mean": 0.4, "time/step": 20.0}]
-        rows += (
-            [{"step": n, "eval/aime2024/avg@16": 0.1 + n / 90, "eval/aime2024/pass@16": 0.5}] if n % 5 == 0 else []
-        )
-    (curve,) = read_curves(write(tmp_path, "metrics.jsonl", lines(rows)))
-    assert curve.compute.tolist() == [5, 10, 15] and "points of eval/aime2024/avg@16 over step" in curve.read
-    assert "also there: eval/aime2024/pass@16, reward/mean" in curve.read
+def test_a_folder_with_metrics_whose_last_line_is_being_written(tmp_path):
+    text = (DATA / "logs" / "tinker_cookbook_with_tests.jsonl").read_text()
+    write(tmp_path, "metrics.jsonl", text[:-30])
+    (curve,) = read_curves(tmp_path)
+    assert (curve.name, len(curve.compute)) == (tmp_path.name, 4)
 
 
 def events(folder, tag="eval/accuracy", rates=RATES):
@@ -254,37 +191,9 @@ def test_event_files_of_tensorboard(tmp_path, monkeypatch):
         read_curves(tmp_path / "tb")
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        table({"step": STEPS, "score": RATES}).encode("utf-16"),
-        b"\xef\xbb\xbf" + table({"Step": STEPS, "Accuracy": RATES}).encode(),
-        b"Step, Score\r\n" + "".join(f"{s}, {r}\r\n" for s, r in zip(STEPS, RATES)).encode(),
-        table({"step": STEPS, "score": RATES}, delimiter="\t").encode(),
-        ("step;score\n" + "".join(f"{s};{r}\n".replace(".", ",") for s, r in zip(STEPS, RATES))).encode(),
-        table({"": range(10), "step": STEPS, "score": RATES}).encode(),
-        table({"step": STEPS, "accuracy": [100 * r for r in RATES]}).encode(),
-        table({"step": STEPS, "score": [f"{100 * r:.2f}%" for r in RATES]}).encode(),
-        table({"step": STEPS[::-1], "score": RATES[::-1]}).encode(),
-        gzip.compress(table({"step": STEPS, "score": RATES}).encode()),
-        ("# made by hand\nstep   score\n" + "".join(f"{s}  {r}\n" for s, r in zip(STEPS, RATES))).encode(),
-    ],
-    ids=[
-        "utf-16",
-        "mark",
-        "spaces",
-        "tabs",
-        "commas",
-        "pandas",
-        "percent",
-        "percent sign",
-        "unsorted",
-        "gzip",
-        "blanks",
-    ],
-)
-def test_tables_as_spreadsheets_and_pandas_write_them(tmp_path, data):
-    (curve,) = read_curves(write(tmp_path, "run.csv", data))
+@pytest.mark.parametrize("path", sorted(DATA.glob("tables/*")), ids=lambda path: path.stem)
+def test_tables_as_spreadsheets_and_pandas_write_them(path):
+    (curve,) = read_curves(path)
     assert (curve.compute.tolist(), curve.unit) == (STEPS, "steps")
     np.testing.assert_allclose(curve.pass_rate, RATES)
 
@@ -412,79 +321,20 @@ def test_other_files_are_refused_in_one_line(tmp_path, name, data, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "ranked",
-    [
-        ["val-core/a/acc/mean@16", "val-core/a/acc/best@16/mean", "val-aux/a/score/mean@16", "critic/score/mean"],
-        ["eval/accuracy", "eval/pass@1", "test_success_rate", "eval_reward", "accuracy", "reward", "train/accuracy"],
-        ["val/test_score/openai/gsm8k", "reward", "critic/rewards/mean"],
-        ["rewards/accuracy_reward/mean", "reward", "rewards/other_func/mean"],
-        ["answer_accuracy", "mean_reward", "train_answer_accuracy"],
-        ["rollout/env/all/reward/total", "rollout/env/gsm8k/reward"],
-        ["pass_rate", "solve_rate"],
-        ["rollout/raw_reward", "rollout/rewards"],
-        ["rewards/total_mean", "rewards/raw_sim_mean"],
-    ],
-)
-def test_the_ranked_table_of_names(ranked):
-    assert scores(ranked[::-1]) == ranked
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("val-core/a/acc/std@16", "critic/score/max", "reward_std", "eval_loss", "format_accuracy", "timing_s/step"),
-        *("best_answer_accuracy", "rewards/format_reward/mean", "eval/completion_len/avg", "mean_token_accuracy"),
-        *("frac_reward_zero_std", "critic/values/mean", "val-aux/num_turns/mean", "kl", "accumulated"),
-        *("timing_s/reward", "timing_per_token_ms/reward", "perf/reward/throughput", "reward_s", "reward/memory_gb"),
-        *("rewards/response_length", "reward/seqlen", "perf/mfu/reward"),
-    ],
-)
-def test_names_that_are_no_score(name):
-    assert score_rank(name) is None
+def test_the_ranked_table_of_names():
+    for ranked in NAMES["ranked"]:
+        assert scores(ranked[::-1]) == ranked
+    assert scores(NAMES["no_score"]) == []
 
 
 def rising(n):
     return round(0.7 - 0.5 / (1 + n / 8), 3)
 
 
-def falling(n):
-    return round(0.9 / (1 + n / 8), 3)
-
-
-def table_of_rows(columns, *more):
-    """20 rows of steps 10, 20 ... each with the columns' values at its number."""
-    return [{"step": 10 * n} | {name: value(n) for name, value in columns.items()} for n in range(1, 21)] + [*more]
-
-
-@pytest.mark.parametrize(
-    ("columns", "said"),
-    [
-        ({"rollout/raw_reward": rising, "eval/aime": rising}, "points of eval/aime over step"),
-        ({"reward": rising, "eval/gsm8k/pass_at_1": rising}, "points of eval/gsm8k/pass_at_1 over step"),
-        ({"reward": rising, "eval_gsm8k_pass1": rising}, "points of eval_gsm8k_pass1 over step"),
-        ({"train/reward": rising, "eval/a": rising, "eval/b": rising}, "without a measure: eval/a, eval/b (--score)"),
-        ({"train/correct_rate": rising, "val/stop_rate": falling}, "points of train/correct_rate over step"),
-        ({"eval/error_rate": falling, "train/accuracy": rising}, "points of train/accuracy over step"),
-        ({"eval/reward_hacking_rate": rising, "train/accuracy": rising}, "points of train/accuracy over step"),
-        ({"baseline_accuracy": lambda n: 0.4, "policy_accuracy": rising}, "points of policy_accuracy over step"),
-        ({"num_steps": lambda n: 6 + n % 5, "success_rate": rising}, "points of success_rate over step"),
-        ({"gpu_hours_per_step": lambda n: 1 + n % 3 / 9, "accuracy": rising}, "points of accuracy over step"),
-        ({"hours": lambda n: 1 + n % 3 / 9, "accuracy": rising}, "points of accuracy over step"),
-        ({"accuracy_pct": rising}, "accuracy_pct over step (10 to 200 steps)"),
-        ({f"acc_seed{seed}": rising for seed in range(5)}, "also there: acc_seed1, acc_seed2 and 2 more"),
-    ],
-)
-def test_what_is_taken_and_what_is_left(tmp_path, columns, said):
-    (curve,) = read_curves(write(tmp_path, "a.jsonl", lines(table_of_rows(columns))))
-    assert said in curve.read and "percent" not in curve.read
-    assert curve.pass_rate[-1] == pytest.approx(rising(20))
-
-
-@pytest.mark.parametrize("name", ["error_rate", "eval/wer", "hallucination_rate", "lose_rate", "perplexity"])
+@pytest.mark.parametrize("name", NAMES["better_lower"])
 def test_a_measure_that_is_better_lower_is_no_pass_rate(tmp_path, name):
     with pytest.raises(ValueError, match="--score"):
-        read_curves(write(tmp_path, "a.jsonl", lines(table_of_rows({name: falling}))))
+        read_curves(write(tmp_path, "a.csv", table({"step": STEPS, name: RATES[::-1]})))
 
 
 @pytest.mark.parametrize(
@@ -508,7 +358,7 @@ def test_rows_that_differ_in_one_column_are_not_mixed(tmp_path, column, kinds, o
 
 
 def test_counts_are_no_percent_and_single_answers_are_averaged(tmp_path):
-    counts = table_of_rows({"correct": lambda n: n, "total": lambda n: 50})
+    counts = [{"step": 10 * n, "correct": n, "total": 50} for n in range(1, 21)]
     with pytest.raises(ValueError, match="row 2: correct: 2 "):
         read_curves(write(tmp_path, "counts.jsonl", lines(counts)))
     answers = [{"step": 10 * n, "correct": i < n} for n in range(1, 11) for i in range(20)]

@@ -86,7 +86,6 @@ def test_the_gpu_and_the_layers_are_those_of_the_file(tmp_path, capsys):
     assert planned(capsys, "--assumptions", path, "--gpu", "h200", "--layers", "te")["fits"]
 
 
-SHARE = "a number above 0 and at most 1"
 GOOD = f"gpu: {H100}\nassumptions:\n  packing:\n    value: 0.8\n"
 
 
@@ -100,12 +99,12 @@ GOOD = f"gpu: {H100}\nassumptions:\n  packing:\n    value: 0.8\n"
         ),
         (
             GOOD.replace("packing", "paking"),
-            "assumptions.paking is not a key of an assumptions file; the nearest is assumptions.packing",
+            "assumptions: paking is not an assumption; the nearest is packing",
         ),
-        (f"gpu: {H100}\n", "missing required field `assumptions`"),
-        (f"gpu: {H100}\nassumptions: {{}}\n", "length >= 1 - at `$.assumptions`"),
-        (GOOD.replace("0.8", ".nan"), f"assumptions.packing.value: nan is not {SHARE}"),
-        (GOOD.replace("0.8", "80"), f"assumptions.packing.value: 80 is not {SHARE}"),
+        (f"gpu: {H100}\n", ": Field required"),
+        (f"gpu: {H100}\nassumptions: {{}}\n", "assumptions: {}: Dictionary should have at least 1 item"),
+        (GOOD.replace("0.8", ".nan"), "packing: nan: Input should be a finite number"),
+        (GOOD.replace("0.8", "80"), "packing: 80: Input should be less than or equal to 1"),
     ],
 )
 def test_a_mistake_is_one_line_with_file_and_key(text, said, tmp_path, capsys):
@@ -119,6 +118,5 @@ def test_a_mistake_is_one_line_with_file_and_key(text, said, tmp_path, capsys):
 
 
 def test_a_flag_has_the_same_range(capsys):
-    with pytest.raises(SystemExit) as end:
-        main([*RECIPE, "--dense-utilization", "0"])
-    assert end.value.code == 2 and "0.0 is not a number above 0 and at most 1" in capsys.readouterr().err
+    assert main([*RECIPE, "--dense-utilization", "0"]) == 2
+    assert "dense_utilization: 0.0: Input should be greater than 0" in capsys.readouterr().err

@@ -102,11 +102,6 @@ def test_prompts_cost_time():
     assert t.step_seconds == pytest.approx(10.0 + 8 * 0.25 + 1.5)
 
 
-def test_a_simulation_is_the_same_again():
-    one, two = (simulate(replace(BASE, lengths=SPREAD)) for _ in range(2))
-    assert one == two
-
-
 def test_assumed_lengths_keep_the_budget():
     data = {"name": "t", "steps": 1, "policy": {"path": "x"}, "prompts": {"path": "y"}}
     lengths = assumed_lengths(Recipe.model_validate(data), Assumptions())

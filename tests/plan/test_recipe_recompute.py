@@ -61,8 +61,8 @@ def settings_of(layers):
 @cache
 def family_of(path):
     """The family and its parameters, which no layout changes."""
-    family, hf_config = load_family(CONFIGS / Path(path).name)
-    return family, count(family, hf_config)
+    family, _ = load_family(CONFIGS / Path(path).name)
+    return family, count(family)
 
 
 def flops(recipe, tokens=8192):
