@@ -15,9 +15,7 @@ of an engine; one thread each. The arms take turns in one run:
     optimizer's write     the fp32 main weights of that step rounded into the parameters, by Megatron-Core alone
     ..., counted          ... with a count of what changes, as in every run
     ..., recorded         ... with a record of what changes, as with weights.deltas
-    staged                an update with digests that arrives in a thread, and is then written; recipe key
-                          weights.transaction
-    ..., shm              the same in shared memory; recipe key weights.transport
+    ..., shm              an update, or its wire alone, in shared memory; recipe key weights.transport
     update by the loader  ... whole tensors through vLLM's layerwise reload, with the digest of buckets
     vLLM's reload alone   tensor by tensor over bare gloo, through vLLM's layerwise reload; the trainer's are put
                           together before
@@ -27,8 +25,7 @@ of an engine; one thread each. The arms take turns in one run:
 --compared: the optimizer records nothing, and `changes` compares with a copy of what was sent, as for a policy
 without fp32 main weights.
 
-Prints one JSON line: medians, spreads, ratios to `gloo`, and the share of `staged` in which an engine is paused. Arms
-without digests replace both by constants.
+Prints one JSON line: medians, spreads and ratios to `gloo`. Arms without digests replace both by constants.
 """
 
 import argparse
@@ -55,12 +52,10 @@ ARMS = (
     "update by the loader",
     "vLLM's reload alone",
     "changes",
-    "staged",
     "pack and wire, shm",
     "update, shm",
 )
 DENSITY = 0.01
-PAUSED = "staged, paused"
 WRITES = ("optimizer's write", "optimizer's write, counted", "optimizer's write, recorded")
 parser = harness.benchmark(
     __doc__,
@@ -253,9 +248,6 @@ def measure(options, folder, rendezvous):
             held = child.answer()
             if version:  # the first round allocates and compiles
                 seconds[arm].append(time.perf_counter() - begin)
-                if arm == "staged":
-                    child.ask("seconds_paused")
-                    seconds.setdefault(PAUSED, []).append(child.answer())
             assert held in ("", sent), f"{arm}: sent {sent}, holds {held}"
     for child in children:
         child.end()
@@ -284,8 +276,6 @@ def main(options):
         "seconds": harness.rounded(median),
         "spread": harness.extremes(seconds),
         "over_gloo": {arm: round(value / median["gloo"], 3) for arm, value in median.items()},
-        "staged_pause_share": round(median[PAUSED] / median["staged"], 3),
-        "paused_of_update": round(median[PAUSED] / median["update"], 3),
         "gb_s": round(size / 1e9 / median["update"], 3),
         "bytes_of_a_change": round(of_change, 3),
         "update_over_adapters": round(median["update"] / median["adapters"], 3),
