@@ -26,12 +26,7 @@ import argparse
 import importlib.util
 import json
 import os
-import signal
 import statistics
-import subprocess
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,12 +38,6 @@ from checkout import explained
 SIZES = ("tokens", "hidden", "vocab")
 SHAPES = {"cpu": (4096, 1024, 32768), "gpu": (16384, 4096, 128256)}
 """Tokens, hidden size and vocabulary."""
-FAILED = "failed"
-"""Key of the last event after a failure: a reason in one line."""
-USER_ERROR = "user_error"
-"""Another key of that event: whether it is the user's error."""
-SILENCE_S = 180.0
-"""After which a contender failed."""
 parser = harness.benchmark(
     __doc__,
     device=["cpu", "gpu"],
@@ -80,13 +69,6 @@ WAYS = {
 }
 """How GEMMs of operands with bf16 values are computed: type of operands and result, and whether a CPU may round the
 operands to bf16 (exact here), which it does where that is faster (`exact.fp32_products`)."""
-THIRD = 512
-"""Workspace on a CPU (MiB): a third of the naive path's extra memory."""
-SIXTH = 96
-"""Workspace on a CPU (MiB): a sixth of that memory."""
-CHUNK = 512
-"""Workspace on a CPU with the loss in the chunk (MiB)."""
-
 Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """(hidden, weight, targets) -> the sum of log-probabilities or of their negatives, and each of them if available."""
 
@@ -102,10 +84,8 @@ class Contender:
     all_forward: bool = False
     main_grad: bool = False
     """The head's gradient is added to a preallocated fp32 buffer."""
-    peer: bool = False
-    """Code of another project, which runs in a process of its own."""
-    package: str | None = None
-    """The package that it requires."""
+    package: str = ""
+    """Of another project's code, which runs in a process of its own."""
 
 
 def _ours(name, backend, room, *, inside=False, grad_logits="bf16"):
@@ -180,16 +160,16 @@ def _verl(h, w, y):
     return loss.sum(), -loss.abs()
 
 
-def contenders_on(device):
-    """The contenders on a device: ours, the naive paths, then peers."""
+def contenders(options):
+    """The implementations to compare: ours, the naive paths, then peers."""
     naive = [Contender(name="naive, fp32 logits", run=_naive_fp32)]
-    if device == "cpu":
-        mine = [_ours(f"torch, {room} MiB", "torch", room) for room in (THIRD, SIXTH)]
-        mine.append(_ours(f"torch, loss in the chunk, {CHUNK} MiB", "torch", CHUNK, inside=True))
+    if options.device == "cpu":
+        mine = [_ours(f"torch, {room} MiB", "torch", room) for room in (512, 96)]
+        mine.append(_ours("torch, loss in the chunk, 512 MiB", "torch", 512, inside=True))
         peers = [
-            Contender(name="torch linear_cross_entropy", run=_torch_linear(False), peer=True),
+            Contender(name="torch linear_cross_entropy", run=_torch_linear(False), package="torch"),
             Contender(
-                name="torch linear_cross_entropy, chunked", run=_torch_linear(True), all_forward=True, peer=True
+                name="torch linear_cross_entropy, chunked", run=_torch_linear(True), all_forward=True, package="torch"
             ),
         ]
     else:
@@ -198,17 +178,18 @@ def contenders_on(device):
         mine.append(_ours("cuda, loss in the chunk", "cuda", 2048, inside=True))
         naive.append(Contender(name="naive, bf16 logits", run=_naive_bf16))
         peers = [
-            Contender(name="Liger", run=_liger, all_forward=True, peer=True, package="liger_kernel"),
+            Contender(name="Liger", run=_liger, all_forward=True, package="liger_kernel"),
             Contender(
                 name="cut_cross_entropy, no filter",
                 run=_cut_cross_entropy,
                 gemms=4,
-                peer=True,
                 package="cut_cross_entropy",
             ),
-            Contender(name="QuACK", run=_quack, all_forward=True, peer=True, package="quack"),
-            Contender(name="verl", run=_verl, gemms=4, peer=True, package="verl"),
+            Contender(name="QuACK", run=_quack, all_forward=True, package="quack"),
+            Contender(name="verl", run=_verl, gemms=4, package="verl"),
         ]
+    if options.peers == "none":
+        peers = []
     return [*mine, *naive, *peers]
 
 
@@ -260,8 +241,6 @@ class Bench:
     def __init__(self, options):
         self.options = options
         self.on_gpu = options.device == "gpu"
-        if self.on_gpu and not torch.accelerator.is_available():
-            raise ValueError("--device gpu: PyTorch sees no GPU")
         self.device = torch.device("cpu")
         if self.on_gpu:
             self.device = torch.accelerator.current_accelerator()
@@ -342,19 +321,17 @@ class Bench:
 
 
 def group(options, *names):
-    """Measure these contenders in this process, in turns within each round: events at each start, then lines."""
+    """Figures of the run, and a line for each of these contenders, in turns within each round."""
     chosen = [contender for contender in contenders(options) if contender.name in names]
     bench = Bench(options)
     lines = {}
     for contender in chosen:
-        send({"begin": contender.name})
         error = bench.error(bench.step(contender, backward=True)[2])  # and warms up
         lines[contender.name] = line_of(contender.name, "measured") | {"error": error}
     bare = BareGemms(bench)
     bare.measure()
 
     def turn(contender):
-        send({"begin": contender.name})
         bare.measure()
         return [bench.step(contender, backward=backward)[:2] for backward in (False, True)]
 
@@ -362,10 +339,11 @@ def group(options, *names):
     taken = harness.in_rounds(arms, options.rounds, warm_up=0)
     ways = bare.tflops()
     rate = max(ways.values())
-    send({"gemm_tflops": rate, "gemm_ways_tflops": ways, "machine": machine(bench)})
+    facts = harness.machine()
+    if bench.on_gpu:
+        facts["gpu"] = torch.get_device_module(bench.device).get_device_name()
     gemm = 2.0 * options.tokens * options.hidden * options.vocab / rate / 1e12
     for contender in chosen:
-        send({"begin": contender.name})
         line = lines[contender.name]
         for name, passes in zip(("forward", "total"), zip(*taken[contender.name])):
             walls, busy = zip(*passes)
@@ -381,130 +359,52 @@ def group(options, *names):
         line["necessary_share"] = 3 * gemm / line["total_seconds"]
         if bench.on_gpu:
             line |= bench.peak_extra(contender)
-        send({"line": line})
+    run = {"gemm_tflops": rate, "gemm_ways_tflops": ways, "machine": facts}
+    return {"run": run, "lines": list(lines.values())}
 
 
 def memory(options, name):
     """`Bench.peak_extra` of one contender in this process, which has done nothing else."""
     [contender] = [c for c in contenders(options) if c.name == name]
-    send(Bench(options).peak_extra(contender))
-
-
-def contenders(options):
-    """The implementations to compare: ours, the naive paths, peers."""
-    chosen = contenders_on(options.device)
-    return [contender for contender in chosen if options.peers == "all" or not contender.peer]
+    return Bench(options).peak_extra(contender)
 
 
 def line_of(name, status):
     return {"bench": "logits", "contender": name, "status": status}
 
 
-def send(event):
-    """Tell the parent process."""
-    print(json.dumps(event), flush=True)
-
-
-def apart(options, work, names):
-    """The events of `group` or `memory` in a separate process, and {FAILED: why} if it ends in any other way.
-
-    It is killed, by SIGKILL, where it sends nothing for SILENCE_S.
-    """
+def apart(options, work, *names):
+    """What `group` or `memory` returns, in a separate process. Raises RuntimeError if it fails."""
     asked = {**harness.asked(options), "apart": json.dumps([work.__name__, *names])}
-    words = [f"--{name}={value}" for name, value in asked.items()]
-    with tempfile.TemporaryFile("w+") as errors:
-        command = [sys.executable, __file__, *words]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
-        assert child.stdout is not None
-        line = "begin"
-        while line:
-            limit = threading.Timer(SILENCE_S, os.killpg, (child.pid, signal.SIGKILL))
-            limit.start()
-            line = child.stdout.readline()
-            limit.cancel()
-            if line.startswith("{"):
-                yield json.loads(line)
-        if code := child.wait():
-            errors.seek(0)
-            lines = [text.strip() for text in errors if text.strip()] or ["no message"]
-            reason = lines[-1][:200]
-            if code < 0:
-                reason = f"its process was ended by {signal.Signals(-code).name}"
-            yield {FAILED: reason, USER_ERROR: code == 2}
+    return harness.child(__file__, *(f"--{name}={value}" for name, value in asked.items()))
 
 
-def measured(options, names):
-    """(GEMM rate and machine, a line for each name) of contenders that share a process.
-
-    Whoever ends the process gets a line that says why, and the others begin anew without it. Where the first process
-    ends before anybody began, raises ValueError for a user's error and RuntimeError for others.
-    """
-    head = {"gemm_tflops": None, "machine": None}
-    lines = {}
-    while left := [name for name in names if name not in lines]:
-        begun = None
-        why = "it ended without a result"
-        user_error = False
-        for event in apart(options, group, left):
-            begun = event.get("begin", begun)
-            why = event.get(FAILED, why)
-            user_error = event.get(USER_ERROR, user_error)
-            if "line" in event:
-                lines[event["line"]["contender"]] = event["line"]
-            elif "machine" in event:
-                head = event
-        if begun is None and not lines:
-            if user_error:
-                raise ValueError(why)
-            raise RuntimeError(why)
-        missing = [name for name in left if name not in lines]
-        blamed = missing
-        if begun in missing:
-            blamed = [begun]
-        elif begun is not None:
-            blamed = missing[:1]
-        lines |= {name: line_of(name, f"failed: {why}") for name in blamed}
-    for line in lines.values():
-        if options.device == "cpu" and line["status"] == "measured":
-            for event in apart(options, memory, [line["contender"]]):
-                if FAILED in event:
-                    event = {"status": f"failed: {event[FAILED]}"}
-                line |= event
-    return head, [rounded(lines[name]) for name in names]
-
-
-def machine(bench):
-    """The machine of this run, and how busy it was."""
-    facts = harness.machine()
-    if bench.on_gpu:
-        facts["gpu"] = torch.get_device_module(bench.device).get_device_name()
-    return facts
+def measured(options, *names):
+    """Figures of the run and lines of contenders that share a process. Raises RuntimeError if it fails."""
+    found = apart(options, group, *names)
+    if options.device == "cpu":
+        for line in found["lines"]:
+            line |= apart(options, memory, line["contender"])
+    return rounded(found)
 
 
 def main(options):
     """Measure all contenders and print."""
     for name, default in zip(SIZES, SHAPES[options.device]):
         setattr(options, name, getattr(options, name) or default)
+    if options.device == "gpu" and not torch.accelerator.is_available():
+        parser().error("--device gpu: PyTorch sees no GPU")
     if options.apart:
         work, *names = json.loads(options.apart)
-        try:
-            {"group": group, "memory": memory}[work](options, *names)
-        except ValueError as error:
-            print(error, file=sys.stderr)
-            sys.exit(2)
+        print(json.dumps({"group": group, "memory": memory}[work](options, *names)))
         return
     everybody = contenders(options)
-    try:
-        head, lines = measured(options, [c.name for c in everybody if not c.peer])
-    except ValueError as error:
-        parser().exit(2, f"bench_logits: {error}\n")
-    except RuntimeError as error:
-        parser().exit(1, f"bench_logits: {error}\n")
+    found = measured(options, *(c.name for c in everybody if not c.package))
     shape = harness.asked(options, "device", "rounds", *SIZES, "threads")
-    for line in ({"bench": "logits", "dtype": "bfloat16", **shape, **rounded(head)}, *lines):
+    for line in ({"bench": "logits", "dtype": "bfloat16", **shape, **found["run"]}, *found["lines"]):
         harness.report(options, line)
     for contender in everybody:
-        if contender.peer:
+        if contender.package:
             harness.report(options, peer_line(options, contender))
 
 
@@ -519,11 +419,11 @@ def rounded(value):
 
 def peer_line(options, contender):
     """The line of a peer implementation, measured in a separate process."""
-    if contender.package and importlib.util.find_spec(contender.package) is None:
+    if importlib.util.find_spec(contender.package) is None:
         return line_of(contender.name, f"not installed ({contender.package})")
     try:
-        return measured(options, [contender.name])[1][0]
-    except (ValueError, RuntimeError) as error:
+        return measured(options, contender.name)["lines"][0]
+    except RuntimeError as error:
         return line_of(contender.name, f"failed: {error}")
 
 
