@@ -107,13 +107,10 @@ class Worker:
         if arm == "changes" and version:
             self.receiver._holds = version - 1
         self.model._msrl_live = self.live
-        if "loader" in arm or "reload" in arm:
+        if "loader" in arm:
             self.model._msrl_live = (self.live[0], None)
         self.receiver.start_weight_update()
-        if arm == "vLLM's reload alone":
-            self.model.load_weights(self.tensors())
-        else:
-            self.receiver.update_weights({"version": version})
+        self.receiver.update_weights({"version": version})
         self.receiver.finish_weight_update()
         return live_digest(self.model) if arm in VERIFIED else ""
 
@@ -122,13 +119,6 @@ class Worker:
         if not hasattr(self, "_buffer"):
             self._buffer = torch.zeros(size, dtype=torch.uint8)
         return self._buffer
-
-    def tensors(self):
-        """(name, tensor) of every parameter, as they arrive."""
-        for meta in self.plan.parameters:
-            tensor = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
-            self.bare.broadcast(tensor)
-            yield meta.name, tensor
 
 
 def receive(options):
