@@ -95,7 +95,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write the page and the planner's constants."""
     if not REPORTS:
         return
-    from measured_constants import Measurement, write_constants
+    from harness import write_constants
 
     from megatron_scalerl.cluster.probe import probe_machine
 
@@ -111,7 +111,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     ]
     (folder / "gpu_report.md").write_text("\n".join(lines) + "\n", encoding="utf8")
     measured = [
-        Measurement(layers=dict(report.user_properties).get("layers"), figures=dict(report.user_properties))
+        (dict(report.user_properties).get("layers"), dict(report.user_properties))
         for report in REPORTS
         if report.outcome == "passed"
     ]

@@ -29,9 +29,6 @@ SFT = ["megatron_scalerl", "sft", RECIPE, "--out", "x"]
 NO_COMMANDS = {
     "checkout.py",
     "harness.py",
-    "logit_contenders.py",
-    "logit_targets.py",
-    "measured_constants.py",
     "predicted_trainer.py",
     "mutation.py",
     "process_figures.py",

@@ -45,7 +45,6 @@ if __name__ == "__main__":
 
 with explained():
     from bench_shapes import used_on_gpu
-    from measured_constants import Measurement, write_constants
 
     from megatron_scalerl.cluster.probe import nvidia_smi
     from megatron_scalerl.engine.client import SamplingSpec
@@ -150,8 +149,9 @@ def main(options):
         found = asyncio.run(measure(Path(folder), toy=options.toy))
     harness.report(options, found)
     if options.assumptions:
-        measured = [Measurement(layers=None, figures=found)]
-        write_constants(options.assumptions, measured, gpu=found["gpu"], source="tools/bench_decode.py")
+        harness.write_constants(
+            options.assumptions, [(None, found)], gpu=found["gpu"], source="tools/bench_decode.py"
+        )
 
 
 if __name__ == "__main__":

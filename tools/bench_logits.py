@@ -4,10 +4,9 @@
                                  [--peers none]
 
 Every contender computes the log-probs [T] of given tokens from bf16 hidden states [T, H] and a bf16 head [V, H], and
-the gradients of their sum. Prints one JSON line for the run (shape, machine, GEMM rate), one per contender, and one
-with the targets and whether they were met. Figures are medians. Our backends and the naive paths take turns within
-each round. Each other contender runs afterwards in a separate process with its own GEMM rate, so that its failure
-affects only its own line.
+the gradients of their sum. Prints one JSON line for the run (shape, machine, GEMM rate) and one per contender.
+Figures are medians. Our backends and the naive paths take turns within each round. Each other contender runs in a
+separate process afterwards with its own GEMM rate, so that its failure affects only its own line.
 
 forward, total      seconds of the forward pass and of forward plus backward (a loss inside the chunk computes its
                     gradients in the forward pass)
@@ -27,13 +26,10 @@ import argparse
 import importlib.util
 import json
 import os
-import signal
 import statistics
-import subprocess
-import sys
-import tempfile
-import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import harness
@@ -41,13 +37,7 @@ from checkout import explained
 
 SIZES = ("tokens", "hidden", "vocab")
 SHAPES = {"cpu": (4096, 1024, 32768), "gpu": (16384, 4096, 128256)}
-"""Tokens, hidden size and vocabulary of the targets."""
-FAILED = "failed"
-"""Key of the last event after a failure: a reason in one line."""
-USER_ERROR = "user_error"
-"""Another key of that event: whether it is the user's error."""
-SILENCE_S = 180.0
-"""After which a contender failed."""
+"""Tokens, hidden size and vocabulary."""
 parser = harness.benchmark(
     __doc__,
     device=["cpu", "gpu"],
@@ -63,9 +53,10 @@ if __name__ == "__main__":
 
 with explained():
     import torch
-    from logit_contenders import contenders_on
-    from logit_targets import rounded, targets
+    import torch.nn.functional as F
+    from torch import Tensor
 
+    from megatron_scalerl.logits.api import token_logprobs, token_loss
     from megatron_scalerl.logits.exact import fp32_products
 
 CHECKED_TOKENS = 64
@@ -78,6 +69,128 @@ WAYS = {
 }
 """How GEMMs of operands with bf16 values are computed: type of operands and result, and whether a CPU may round the
 operands to bf16 (exact here), which it does where that is faster (`exact.fp32_products`)."""
+Run = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""(hidden, weight, targets) -> the sum of log-probabilities or of their negatives, and each of them if available."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """An implementation of the projection."""
+
+    name: str
+    run: Run
+    gemms: float = 3
+    """GEMMs of 2 T H V operations, forward and backward; one of them forward unless `all_forward`."""
+    all_forward: bool = False
+    main_grad: bool = False
+    """The head's gradient is added to a preallocated fp32 buffer."""
+    package: str = ""
+    """Of another project's code, which runs in a process of its own."""
+
+
+def _ours(name, backend, room, *, inside=False, grad_logits="bf16"):
+    """This project's projection with one backend; `inside`: with the loss in the chunk.
+
+    In two passes the head's gradient is added to an fp32 main_grad, as in the trainer: without one it would be summed
+    in fp32 first.
+    """
+
+    def in_two_passes(h, w, y):
+        logprob, _ = token_logprobs(h, w, y, grad_logits=grad_logits, workspace_mb=room, backend=backend)
+        return logprob.sum(), logprob
+
+    def in_the_chunk(h, w, y):
+        total, logprob, _ = token_loss(h, w, y, lambda lp, _, at: lp.sum(), workspace_mb=room, backend=backend)
+        return total, logprob
+
+    if inside:
+        return Contender(name=name, run=in_the_chunk, all_forward=True)
+    gemms = 5 if grad_logits == "bf16x2" else 4
+    return Contender(name=name, run=in_two_passes, gemms=gemms, main_grad=True)
+
+
+def _naive_fp32(h, w, y):
+    """fp32 products, all log-probabilities kept; logits are freed as soon as autograd allows."""
+    logprob = (h.float() @ w.float().t()).log_softmax(-1).gather(1, y[:, None])[:, 0]
+    return logprob.sum(), logprob
+
+
+def _naive_bf16(h, w, y):
+    """bf16 logits, cross-entropy of all of them."""
+    logprob = -F.cross_entropy(h @ w.t(), y, reduction="none")
+    return logprob.sum(), logprob
+
+
+def _torch_linear(chunked):
+    """PyTorch's own fused function: the reference path, or the chunked one (a scalar loss with gradients inside)."""
+
+    def run(h, w, y):
+        if chunked:
+            chunks = torch.nn.LinearCrossEntropyOptions()
+            return F.linear_cross_entropy(h, w, y, reduction="sum", options=chunks), None
+        loss = F.linear_cross_entropy(h, w, y, reduction="none")
+        return loss.sum(), -loss
+
+    return run
+
+
+def _liger(h, w, y):
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return liger_fused_linear_cross_entropy(h, w, y, reduction="sum"), None
+
+
+def _cut_cross_entropy(h, w, y):
+    from cut_cross_entropy import linear_cross_entropy
+
+    loss = linear_cross_entropy(h, w, y, reduction="none", impl="cce", filter_eps=None)
+    return loss.sum(), -loss
+
+
+def _quack(h, w, y):
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return chunked_linear_cross_entropy(h, w, y, reduction="sum"), None
+
+
+def _verl(h, w, y):
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+    loss = linear_cross_entropy(h, w, y, 1.0, "none")[0]
+    return loss.sum(), -loss.abs()
+
+
+def contenders(options):
+    """The implementations to compare: ours, the naive paths, then peers."""
+    naive = [Contender(name="naive, fp32 logits", run=_naive_fp32)]
+    if options.device == "cpu":
+        mine = [_ours(f"torch, {room} MiB", "torch", room) for room in (512, 96)]
+        mine.append(_ours("torch, loss in the chunk, 512 MiB", "torch", 512, inside=True))
+        peers = [
+            Contender(name="torch linear_cross_entropy", run=_torch_linear(False), package="torch"),
+            Contender(
+                name="torch linear_cross_entropy, chunked", run=_torch_linear(True), all_forward=True, package="torch"
+            ),
+        ]
+    else:
+        mine = [_ours(name, name, 512) for name in ("cuda", "torch")]
+        mine.append(_ours("cuda, bf16x2", "cuda", 512, grad_logits="bf16x2"))
+        mine.append(_ours("cuda, loss in the chunk", "cuda", 2048, inside=True))
+        naive.append(Contender(name="naive, bf16 logits", run=_naive_bf16))
+        peers = [
+            Contender(name="Liger", run=_liger, all_forward=True, package="liger_kernel"),
+            Contender(
+                name="cut_cross_entropy, no filter",
+                run=_cut_cross_entropy,
+                gemms=4,
+                package="cut_cross_entropy",
+            ),
+            Contender(name="QuACK", run=_quack, all_forward=True, package="quack"),
+            Contender(name="verl", run=_verl, gemms=4, package="verl"),
+        ]
+    if options.peers == "none":
+        peers = []
+    return [*mine, *naive, *peers]
 
 
 class BareGemms:
@@ -128,8 +241,6 @@ class Bench:
     def __init__(self, options):
         self.options = options
         self.on_gpu = options.device == "gpu"
-        if self.on_gpu and not torch.accelerator.is_available():
-            raise ValueError("--device gpu: PyTorch sees no GPU")
         self.device = torch.device("cpu")
         if self.on_gpu:
             self.device = torch.accelerator.current_accelerator()
@@ -210,19 +321,17 @@ class Bench:
 
 
 def group(options, *names):
-    """Measure these contenders in this process, in turns within each round: events at each start, then lines."""
+    """Figures of the run, and a line for each of these contenders, in turns within each round."""
     chosen = [contender for contender in contenders(options) if contender.name in names]
     bench = Bench(options)
     lines = {}
     for contender in chosen:
-        send({"begin": contender.name})
         error = bench.error(bench.step(contender, backward=True)[2])  # and warms up
         lines[contender.name] = line_of(contender.name, "measured") | {"error": error}
     bare = BareGemms(bench)
     bare.measure()
 
     def turn(contender):
-        send({"begin": contender.name})
         bare.measure()
         return [bench.step(contender, backward=backward)[:2] for backward in (False, True)]
 
@@ -230,10 +339,11 @@ def group(options, *names):
     taken = harness.in_rounds(arms, options.rounds, warm_up=0)
     ways = bare.tflops()
     rate = max(ways.values())
-    send({"gemm_tflops": rate, "gemm_ways_tflops": ways, "machine": machine(bench)})
+    facts = harness.machine()
+    if bench.on_gpu:
+        facts["gpu"] = torch.get_device_module(bench.device).get_device_name()
     gemm = 2.0 * options.tokens * options.hidden * options.vocab / rate / 1e12
     for contender in chosen:
-        send({"begin": contender.name})
         line = lines[contender.name]
         for name, passes in zip(("forward", "total"), zip(*taken[contender.name])):
             walls, busy = zip(*passes)
@@ -249,142 +359,71 @@ def group(options, *names):
         line["necessary_share"] = 3 * gemm / line["total_seconds"]
         if bench.on_gpu:
             line |= bench.peak_extra(contender)
-        send({"line": line})
+    run = {"gemm_tflops": rate, "gemm_ways_tflops": ways, "machine": facts}
+    return {"run": run, "lines": list(lines.values())}
 
 
 def memory(options, name):
     """`Bench.peak_extra` of one contender in this process, which has done nothing else."""
     [contender] = [c for c in contenders(options) if c.name == name]
-    send(Bench(options).peak_extra(contender))
-
-
-def contenders(options):
-    """The implementations to compare: ours, the naive paths, peers."""
-    chosen = contenders_on(options.device)
-    return [contender for contender in chosen if options.peers == "all" or not contender.peer]
+    return Bench(options).peak_extra(contender)
 
 
 def line_of(name, status):
     return {"bench": "logits", "contender": name, "status": status}
 
 
-def send(event):
-    """Tell the parent process."""
-    print(json.dumps(event), flush=True)
-
-
-def apart(options, work, names):
-    """The events of `group` or `memory` in a separate process, and {FAILED: why} if it ends in any other way.
-
-    It is killed, by SIGKILL, where it sends nothing for SILENCE_S.
-    """
+def apart(options, work, *names):
+    """What `group` or `memory` returns, in a separate process. Raises RuntimeError if it fails."""
     asked = {**harness.asked(options), "apart": json.dumps([work.__name__, *names])}
-    words = [f"--{name}={value}" for name, value in asked.items()]
-    with tempfile.TemporaryFile("w+") as errors:
-        command = [sys.executable, __file__, *words]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
-        assert child.stdout is not None
-        line = "begin"
-        while line:
-            limit = threading.Timer(SILENCE_S, os.killpg, (child.pid, signal.SIGKILL))
-            limit.start()
-            line = child.stdout.readline()
-            limit.cancel()
-            if line.startswith("{"):
-                yield json.loads(line)
-        if code := child.wait():
-            errors.seek(0)
-            lines = [text.strip() for text in errors if text.strip()] or ["no message"]
-            reason = lines[-1][:200]
-            if code < 0:
-                reason = f"its process was ended by {signal.Signals(-code).name}"
-            yield {FAILED: reason, USER_ERROR: code == 2}
+    return harness.child(__file__, *(f"--{name}={value}" for name, value in asked.items()))
 
 
-def measured(options, names):
-    """(GEMM rate and machine, a line for each name) of contenders that share a process.
-
-    Whoever ends the process gets a line that says why, and the others begin anew without it. Where the first process
-    ends before anybody began, raises ValueError for a user's error and RuntimeError for others.
-    """
-    head = {"gemm_tflops": None, "machine": None}
-    lines = {}
-    while left := [name for name in names if name not in lines]:
-        begun = None
-        why = "it ended without a result"
-        user_error = False
-        for event in apart(options, group, left):
-            begun = event.get("begin", begun)
-            why = event.get(FAILED, why)
-            user_error = event.get(USER_ERROR, user_error)
-            if "line" in event:
-                lines[event["line"]["contender"]] = event["line"]
-            elif "machine" in event:
-                head = event
-        if begun is None and not lines:
-            if user_error:
-                raise ValueError(why)
-            raise RuntimeError(why)
-        missing = [name for name in left if name not in lines]
-        blamed = missing
-        if begun in missing:
-            blamed = [begun]
-        elif begun is not None:
-            blamed = missing[:1]
-        lines |= {name: line_of(name, f"failed: {why}") for name in blamed}
-    for line in lines.values():
-        if options.device == "cpu" and line["status"] == "measured":
-            for event in apart(options, memory, [line["contender"]]):
-                if FAILED in event:
-                    event = {"status": f"failed: {event[FAILED]}"}
-                line |= event
-    return head, [rounded(lines[name]) for name in names]
-
-
-def machine(bench):
-    """The machine of this run, and how busy it was."""
-    facts = harness.machine()
-    if bench.on_gpu:
-        facts["gpu"] = torch.get_device_module(bench.device).get_device_name()
-    return facts
+def measured(options, *names):
+    """Figures of the run and lines of contenders that share a process. Raises RuntimeError if it fails."""
+    found = apart(options, group, *names)
+    if options.device == "cpu":
+        for line in found["lines"]:
+            line |= apart(options, memory, line["contender"])
+    return rounded(found)
 
 
 def main(options):
     """Measure all contenders and print."""
     for name, default in zip(SIZES, SHAPES[options.device]):
         setattr(options, name, getattr(options, name) or default)
+    if options.device == "gpu" and not torch.accelerator.is_available():
+        parser().error("--device gpu: PyTorch sees no GPU")
     if options.apart:
         work, *names = json.loads(options.apart)
-        try:
-            {"group": group, "memory": memory}[work](options, *names)
-        except ValueError as error:
-            print(error, file=sys.stderr)
-            sys.exit(2)
+        print(json.dumps({"group": group, "memory": memory}[work](options, *names)))
         return
     everybody = contenders(options)
-    try:
-        head, lines = measured(options, [c.name for c in everybody if not c.peer])
-    except ValueError as error:
-        parser().exit(2, f"bench_logits: {error}\n")
-    except RuntimeError as error:
-        parser().exit(1, f"bench_logits: {error}\n")
+    found = measured(options, *(c.name for c in everybody if not c.package))
     shape = harness.asked(options, "device", "rounds", *SIZES, "threads")
-    for line in ({"bench": "logits", "dtype": "bfloat16", **shape, **rounded(head)}, *lines):
+    for line in ({"bench": "logits", "dtype": "bfloat16", **shape, **found["run"]}, *found["lines"]):
         harness.report(options, line)
     for contender in everybody:
-        if contender.peer:
-            lines.append(peer_line(options, contender))
-            harness.report(options, lines[-1])
-    harness.report(options, {"bench": "logits", "targets": targets(lines, options.device)})
+        if contender.package:
+            harness.report(options, peer_line(options, contender))
+
+
+def rounded(value):
+    """`value` with every float in it rounded to four digits."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items()}
+    return [rounded(inner) for inner in value] if isinstance(value, list) else value
 
 
 def peer_line(options, contender):
     """The line of a peer implementation, measured in a separate process."""
-    if contender.package and importlib.util.find_spec(contender.package) is None:
+    if importlib.util.find_spec(contender.package) is None:
         return line_of(contender.name, f"not installed ({contender.package})")
     try:
-        return measured(options, [contender.name])[1][0]
-    except (ValueError, RuntimeError) as error:
+        return measured(options, contender.name)["lines"][0]
+    except RuntimeError as error:
         return line_of(contender.name, f"failed: {error}")
 
 

@@ -22,8 +22,6 @@ import harness
 from checkout import explained
 
 with explained():
-    from measured_constants import Measurement, write_constants
-
     from megatron_scalerl.cluster.probe import nvidia_smi
     from megatron_scalerl.plan.hardware import GIB, GPUS, gpu_of_device
     from megatron_scalerl.processes.child_process import end_with
@@ -309,8 +307,10 @@ def main():
         harness.report(options, found)
         lines.append(found)
     if options.assumptions:
-        measured = [Measurement(layers=line["layers"], figures=line) for line in lines]
-        if not write_constants(options.assumptions, measured, gpu=lines[0]["gpu"], source="tools/bench_shapes.py"):
+        measured = [(line["layers"], line) for line in lines]
+        if not harness.write_constants(
+            options.assumptions, measured, gpu=lines[0]["gpu"], source="tools/bench_shapes.py"
+        ):
             raise RuntimeError(
                 f"{options.assumptions}: nothing is written, since no constant was measured on a GPU in bf16"
             )

@@ -12,23 +12,15 @@ of an engine; one thread each. The arms take turns in one run:
     packed copies         on CPUs, the copies of linear layers that the update arms make again, alone
     changes               an update with digests after a step that changed one element in a hundred by one unit in the
                           last place, as the optimizer recorded them; recipe key weights.deltas
-    optimizer's write     the fp32 main weights of that step rounded into the parameters, by Megatron-Core alone
-    ..., counted          ... with a count of what changes, as in every run
-    ..., recorded         ... with a record of what changes, as with weights.deltas
-    staged                an update with digests that arrives in a thread, and is then written; recipe key
-                          weights.transaction
-    ..., shm              the same in shared memory; recipe key weights.transport
+    ..., shm              an update, or its wire alone, in shared memory; recipe key weights.transport
     update by the loader  ... whole tensors through vLLM's layerwise reload, with the digest of buckets
-    vLLM's reload alone   tensor by tensor over bare gloo, through vLLM's layerwise reload; the trainer's are put
-                          together before
     adapters              an update with digests of the adapters of such a policy, in another vLLM worker; recipe key
                           policy.lora, with all projections
 
 --compared: the optimizer records nothing, and `changes` compares with a copy of what was sent, as for a policy
 without fp32 main weights.
 
-Prints one JSON line: medians, spreads, ratios to `gloo`, and the share of `staged` in which an engine is paused. Arms
-without digests replace both by constants.
+Prints one JSON line: medians, spreads and ratios to `gloo`. Arms without digests replace both by constants.
 """
 
 import argparse
@@ -53,15 +45,11 @@ ARMS = (
     "adapters",
     "packed copies",
     "update by the loader",
-    "vLLM's reload alone",
     "changes",
-    "staged",
     "pack and wire, shm",
     "update, shm",
 )
 DENSITY = 0.01
-PAUSED = "staged, paused"
-WRITES = ("optimizer's write", "optimizer's write, counted", "optimizer's write, recorded")
 parser = harness.benchmark(
     __doc__,
     rounds=15,
@@ -111,25 +99,16 @@ class Trainer:
         adapted = make_trainer(recipe.model_copy(update={"policy": policy}), parallel).chunks
         self.adapters = MegatronWeightSource(adapted, parallel, family=unwrap(adapted[0]).adapters)
         self.changes = trainer.changes
+        self.changes.written.wanted = True
         self.parts = parts_of(trainer.optimizer)
         self.written = ChangeRecord() if options.compared else trainer.changes.written
-        self.seconds = {arm: [] for arm in WRITES}
         self.size = sum(bucket.nbytes for bucket in plans.buckets(self.source.plan, options.bucket_mib))
         self.senders = {}
         self.buffer = torch.zeros(self.size, dtype=torch.uint8)
-        self.tensors = self.assembled()
 
     def source_of(self, group):
         """What updates over these groups send."""
         return self.adapters if group == "adapters" else self.source
-
-    def assembled(self):
-        """The tensors of the checkpoint as a whole."""
-        plan = self.source.plan
-        found = [torch.empty(meta.shape, dtype=getattr(torch, meta.dtype)) for meta in plan.parameters]
-        for number, part in enumerate(plan.parts):
-            found[part.tensor][tuple(slice(a, b) for a, b in part.ranges)] = self.source.read(number)
-        return found
 
     def connect(self, connection):
         """Open the groups."""
@@ -146,27 +125,15 @@ class Trainer:
             places = torch.randint(bits.numel(), (max(int(DENSITY * bits.numel()), 1),), generator=generator).unique()
             main.view(-1)[places] = (bits[places] + 1).view(held.dtype).float()
         self.changes.begin()
-        for arm, recorded in zip(reversed(WRITES), (True, False, None)):  # the others write the same again
-            self.changes.written.wanted = bool(recorded)
-            begin = time.perf_counter()
-            for part in self.parts:
-                write = part._copy_main_params_to_model_params if recorded is not None else _bare_write(part)
-                write()
-            self.seconds[arm].append(time.perf_counter() - begin)
-            if recorded:
-                changed = int(self.changes.counts()[0])
-        self.changes.written.wanted = True
-        self.tensors = self.assembled()
-        return changed
+        for part in self.parts:
+            part._copy_main_params_to_model_params()
+        return int(self.changes.counts()[0])
 
     def update(self, arm, version):
         """Send one update; the digest of the values."""
         no_digests(arm)
         if arm == "gloo":
             self.bare.broadcast(self.buffer)
-        elif arm == "vLLM's reload alone":
-            for tensor in self.tensors:
-                self.bare.broadcast(tensor)
         elif arm != "packed copies":
             sender = self.senders[group_of(arm)]
             source = self.source_of(group_of(arm))
@@ -175,11 +142,6 @@ class Trainer:
                 self.written.forget()
             return f"{sender.values.get(0, 0):016x}"
         return ""
-
-
-def _bare_write(part):
-    """Megatron-Core's own method, which `WeightChanges` wraps."""
-    return partial(type(part)._copy_main_params_to_model_params, part)
 
 
 ENVIRONMENT = {
@@ -253,13 +215,9 @@ def measure(options, folder, rendezvous):
             held = child.answer()
             if version:  # the first round allocates and compiles
                 seconds[arm].append(time.perf_counter() - begin)
-                if arm == "staged":
-                    child.ask("seconds_paused")
-                    seconds.setdefault(PAUSED, []).append(child.answer())
             assert held in ("", sent), f"{arm}: sent {sent}, holds {held}"
     for child in children:
         child.end()
-    seconds |= {arm: of[1:] for arm, of in trainer.seconds.items()}
     of_adapters = sum(trainer.senders["adapters"].sizes)
     return trainer.size, of_adapters, trainer.senders["changes"].bytes / changed, seconds
 
@@ -284,8 +242,6 @@ def main(options):
         "seconds": harness.rounded(median),
         "spread": harness.extremes(seconds),
         "over_gloo": {arm: round(value / median["gloo"], 3) for arm, value in median.items()},
-        "staged_pause_share": round(median[PAUSED] / median["staged"], 3),
-        "paused_of_update": round(median[PAUSED] / median["update"], 3),
         "gb_s": round(size / 1e9 / median["update"], 3),
         "bytes_of_a_change": round(of_change, 3),
         "update_over_adapters": round(median["update"] / median["adapters"], 3),

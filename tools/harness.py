@@ -1,6 +1,8 @@
 """Shared parts of the benchmarks: options, arms that take turns, statistics, the machine, child processes, output."""
 
 import argparse
+import contextlib
+import datetime
 import json
 import os
 import platform
@@ -13,6 +15,14 @@ from typing import Any, TypeVar
 
 from checkout import explained
 
+with explained():
+    import yaml
+
+    from megatron_scalerl.checkpoints.atomic_io import write_durably
+    from megatron_scalerl.plan.assumptions import checked, described
+
+_LARGEST = ("runtime_gib", "fragmentation", "engine_overhead_gib")
+"""Memory reserves of a plan: the largest measurement counts, of others the median."""
 T = TypeVar("T")
 Figures = dict[str, Any]
 
@@ -179,3 +189,35 @@ def table(heads, rows, title=None):
     for row in rows:
         built.add_row(*row)
     Console().print(built)
+
+
+def write_constants(path, measured, *, gpu, source):
+    """Write the planner's constants of several checks, as the file that `plan --assumptions` reads; returns them.
+
+    Without any, nothing is written. measured: (layers, figures by name) of each check; layers: te, plain, or None for
+    no trainer's. Figures count that are constants within their range; of trainers those of one kind of layers,
+    Transformer Engine's if both were measured. gpu: its name in CUDA.
+    """
+    usable = []
+    for layers, figures in measured:
+        for name in figures.keys() & {field.name for field in described()}:
+            with contextlib.suppress(ValueError):
+                value = getattr(checked({name: figures[name]}), name)
+                usable.append((layers, name, value))
+    kinds = {layers for layers, *_ in usable}
+    kept = next((kind for kind in ("te", "plain") if kind in kinds), None)
+    found = {}
+    for layers, name, value in usable:
+        if layers in (None, kept):
+            found.setdefault(name, []).append(value)
+    values = {name: max(v) if name in _LARGEST else statistics.median(v) for name, v in found.items()}
+    if values:
+        content = {
+            "gpu": gpu,
+            **({"layers": kept} if kept else {}),
+            "written": datetime.datetime.now(datetime.UTC).date(),
+            "assumptions": {name: {"value": value, "source": source} for name, value in values.items()},
+        }
+        text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000)
+        write_durably(path, f"# Measured constants: megatron-scalerl plan --assumptions FILE\n{text}".encode())
+    return values

@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# Makes a folder with what a GPU machine without a package index needs: this checkout (tests/gpu too), the locked packages for
-# one GPU architecture, and the scripts that install and try them there.
+# Makes a folder with what a GPU machine without a package index needs: this checkout (tests/gpu too), the locked packages,
+# and the scripts that install and try them there.
 #
-#   tools/offline_bundle.sh OUT [--arch 90] [--python 3.12] [--have FREEZE] [--only "NAME ..."] [--part MIB]
+#   tools/offline_bundle.sh OUT [--python 3.12] [--have FREEZE] [--only "NAME ..."] [--part MIB]
 #
-#   --arch    of the GPUs: 90 (H100, H200), 100 (B200). GPU code of others is zeroed before the wheels are packed again
 #   --have    a file of `pip freeze` there: its packages are left out, also in another version, which is said
 #   --only    these packages alone, such as those of a machine that has the rest
 #   --part    split files above so many MiB, for a copy that limits them; the installation joins them
@@ -12,17 +11,16 @@
 # There:      bash OUT/install.sh [FOLDER]    packages into FOLDER (default OUT/site), for the python3 on the path
 #             bash OUT/try.sh [RESULTS]       at most twelve minutes on a GPU; what was found, in RESULTS (default OUT/results)
 #
-# Needs python3 with pip, git, readelf, zip and unzip. NOT RUN YET by the authors on a GPU machine.
+# Needs python3 with pip and git. NOT RUN YET by the authors on a GPU machine.
 set -euo pipefail
 { # read to its end before it runs
 cd "$(dirname "$0")/.."
 die() { echo "offline_bundle.sh: $*" >&2; exit 2; }
-case "${1:-}" in "" | -h | --help) sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
-out="$1" arch=90 python=3.12 have= only= part=0
+case "${1:-}" in "" | -h | --help) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
+out="$1" python=3.12 have= only= part=0
 shift
 while [ $# -gt 0 ]; do
   case "$1" in
-    --arch) arch="$2" ;;
     --python) python="$2" ;;
     --have) have="$2" ;;
     --only) only="$2" ;;
@@ -34,7 +32,7 @@ done
 lock="tools/locks/gpu-py${python/./}.txt"
 [ -f "$lock" ] || die "--python: expected 3.11 or 3.12, found $python"
 [ -z "$have" ] || [ -f "$have" ] || die "--have: expected a file of pip freeze, found none at $have"
-for program in git readelf zip unzip python3; do
+for program in git python3; do
   command -v "$program" >/dev/null || die "expected $program on the path, found none"
 done
 [ ! -e "$out" ] || die "$out exists"
@@ -87,20 +85,6 @@ if hashlib.sha256(data).hexdigest() not in entry:
 open(os.path.join(sys.argv[2], links[0].rsplit("/")[-1]), "wb").write(data)
 PYTHON
 fi
-
-for wheel in "$out"/wheels/*.whl; do # without GPU code of other architectures
-  [ "$(stat -c %s "$wheel")" -gt 1000000 ] || continue
-  rm -rf "$work/tree"
-  mkdir "$work/tree"
-  unzip -q "$wheel" -d "$work/tree" # keeps what is executable
-  found=no
-  while read -r library; do
-    readelf -SW "$library" 2>/dev/null | grep -q '\.nv_fatbin' || continue
-    python3 tools/prune_fatbin.py "$arch" "$library" | sed "s|$work/tree/||"
-    found=yes
-  done < <(find "$work/tree" -name '*.so*' -type f)
-  [ "$found" = no ] || (cd "$work/tree" && rm "$wheel" && zip -qr -9 "$wheel" .)
-done
 
 git archive --format=tar.gz -o "$out/megatron_scalerl.tar.gz" HEAD
 cp tools/offline_install.sh "$out/install.sh"

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import time
 
 import msgspec
 import torch
@@ -12,7 +11,7 @@ from megatron_scalerl.weights import plan as plans
 from megatron_scalerl.weights.plan import VLLM_BACKEND, Connection
 from megatron_scalerl.weights.transport import frames, gloo, sender
 
-VERIFIED = ("update", "adapters", "changes", "staged", "update, shm")
+VERIFIED = ("update", "adapters", "changes", "update, shm")
 WITHOUT_DIGESTS = ("pack and wire", "update, no digests", "pack and wire, shm")
 
 
@@ -108,39 +107,18 @@ class Worker:
         if arm == "changes" and version:
             self.receiver._holds = version - 1
         self.model._msrl_live = self.live
-        if "loader" in arm or "reload" in arm:
+        if "loader" in arm:
             self.model._msrl_live = (self.live[0], None)
-        if arm == "staged":
-            self.receiver.stage(version)
-            while self.receiver.staged() is None:
-                time.sleep(0.001)
-        begin = time.perf_counter()
         self.receiver.start_weight_update()
-        if arm == "vLLM's reload alone":
-            self.model.load_weights(self.tensors())
-        else:
-            self.receiver.update_weights({"version": version, "staged": arm == "staged"})
+        self.receiver.update_weights({"version": version})
         self.receiver.finish_weight_update()
-        values = live_digest(self.model) if arm in VERIFIED else ""
-        self.paused = time.perf_counter() - begin
-        return values
-
-    def seconds_paused(self):
-        """Seconds of the last update's pause, with the digest of what the model holds."""
-        return self.paused
+        return live_digest(self.model) if arm in VERIFIED else ""
 
     def buffer(self, size):
         """[size] uint8, allocated once."""
         if not hasattr(self, "_buffer"):
             self._buffer = torch.zeros(size, dtype=torch.uint8)
         return self._buffer
-
-    def tensors(self):
-        """(name, tensor) of every parameter, as they arrive."""
-        for meta in self.plan.parameters:
-            tensor = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
-            self.bare.broadcast(tensor)
-            yield meta.name, tensor
 
 
 def receive(options):

@@ -94,11 +94,12 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "telemetry.metrics_port",
         "telemetry.metrics_host",
         "telemetry.metrics_access",
-        # four that have left, of runs that were begun with them
+        # five that have left, of runs that were begun with them
         "telemetry.trace_steps",
         "weights.anchor_every",
         "weights.store",
         "weights.store_gib",
+        "weights.transaction",
         "telemetry.profile_steps",
         "weights.timeout_s",
         "weights.connect_timeout_s",

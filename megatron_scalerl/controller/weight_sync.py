@@ -13,16 +13,15 @@ between two tokens and keep their requests, so no phase waits for a completion.
 The life of an update (`_update`, `_send`):
 
     needs, digest, connect   only if the engines are not those of the last update: `_connect` forms the groups again
-    stage                    only with weights.transaction staged: the engines receive while they generate
     pause, start             the engines stop between two tokens
-    update, finish, verify   they receive or write the weights, label them, and report digests, which are compared
+    update, finish, verify   they receive and write the weights, label them, and report digests, which are compared
     resume                   they go on, and serve the version from then on
 
 `publish` updates every engine that is alive (`engine.membership`), which an engine that is held for a measurement is
 not. `catch_up` updates the stale engines alone, while the others go on.
 
 An engine that fails is evicted, and the update is repeated without it: an engine serves a version only after an
-update that succeeded in every phase. In `connect`, `stage` and `update` all members fail with the one that fails. If
+update that succeeded in every phase. In `connect` and `update` all members fail with the one that fails. If
 none of them is known to be gone, the update is tried _TRIES times. Then the newcomers are evicted, which have
 completed no update of this trainer. Without newcomers, or before any engine has completed an update, the failure is
 raised as a WeightUpdateError.
@@ -60,10 +59,8 @@ logger = logging.getLogger(__name__)
 
 _TRIES = 3
 """Attempts at an update whose broadcast fails although no engine is known to be gone."""
-_COLLECTIVE = ("connect", "stage", "update")
+_COLLECTIVE = ("connect", "update")
 """Phases in which the failure of one member makes all others fail too."""
-_POLL_S = 0.02
-"""Seconds between two questions whether a staged update has arrived."""
 
 NO_UPDATE = {"publish_seconds": 0.0, "engine_paused_seconds": 0.0, "pinned_seconds": 0.0}
 """Metrics of a batch without a weight update."""
@@ -170,8 +167,7 @@ class WeightUpdate:
     """Seconds, with connecting and with attempts that failed."""
     phases: Mapping[str, float]
     """Phase -> seconds until all members had answered: `needs` and `connect` if the members were new, `pause`,
-    `start`, `update` (packed, sent, received, written), `finish`, `verify`, `resume`. Of the last attempt.
-    With weights.transaction staged, before `pause`: `stage` (packed, sent, received); `update` is then written."""
+    `start`, `update` (packed, sent, received, written), `finish`, `verify`, `resume`. Of the last attempt."""
     seconds_sending: float
     """Seconds in which the trainer packed and sent, as its rank 0 measured."""
     bytes: int
@@ -187,8 +183,6 @@ class WeightUpdate:
 
     def metrics(self) -> dict[str, Any]:
         """The metrics of the update, for the record of its step."""
-        # a staged update is sent while the engines generate, and `update` is then only its writing
-        seconds = max(self.phases.get("stage", self.phases["update"]), 1e-9)
         return {
             "publish_seconds": self.seconds_total,
             "engine_paused_seconds": self.seconds_paused,
@@ -197,7 +191,7 @@ class WeightUpdate:
             "weight_most_sent_bytes": float(self.most_sent),
             "weight_most_received_bytes": float(self.most_received),
             "weight_send_seconds": self.seconds_sending,
-            "weight_gb_per_s": self.bytes / 1e9 / seconds,
+            "weight_gb_per_s": self.bytes / 1e9 / max(self.phases["update"], 1e-9),
             **{f"weight_{phase}_seconds": seconds for phase, seconds in self.phases.items()},
             "weight_digest": self.digest,
         }
@@ -313,23 +307,16 @@ class WeightSync:
         if engines != list(self._connected):
             self._connected = await self._connect(engines, phases)
         clear = self._recipe.rollouts.kv_cache == "recompute"
-        staged = self._recipe.weights.transaction == "staged"
-        body = {"update_info": {"version": version, "staged": staged}}
+        body = {"update_info": {"version": version}}
         label = {"weight_version": str(version)}
 
         def write(engine: EngineClient) -> Awaitable[Any]:
             return engine.post("/update_weights", body)
 
-        if staged:
-            sending = self._trainer.send_weights(version)
-            answers = await phases.all("stage", engines, lambda engine: _stage(engine, version), trainer=sending)
         await phases.all("pause", engines, lambda engine: engine.pause(clear_cache=clear))
         paused = time.perf_counter()
         await phases.all("start", engines, lambda engine: engine.post("/start_weight_update", None))
-        if staged:
-            await phases.all("update", engines, write)
-        else:
-            answers = await phases.all("update", engines, write, trainer=self._trainer.send_weights(version))
+        answers = await phases.all("update", engines, write, trainer=self._trainer.send_weights(version))
         report: SendReport = answers[0]
         self._sent_changes = report.bytes < report.whole_bytes
         # the label comes first, since `_verify` asks for it; the engines are paused until both are done
@@ -449,21 +436,6 @@ class WeightSync:
             raise _Refused(checked[key])
         # vLLM asks the workers of its first data-parallel rank; those of the others need the same
         return list(answers) * (world_size // len(answers))
-
-
-async def _stage(engine: EngineClient, version: int) -> None:
-    """Let an engine receive an update while it generates; returns once all of its workers have all of it.
-
-    vLLM asks the workers of its first data-parallel rank; those of the others wait for theirs in `update`.
-    """
-    await engine.rpc("msrl_stage_weights", str(version))
-    while True:
-        states = await engine.rpc("msrl_staged_weights")
-        if wrong := next((str(state) for state in states if state), ""):
-            raise EngineError(wrong)
-        if states and None not in states:
-            return
-        await asyncio.sleep(_POLL_S)
 
 
 async def _verify(engine: EngineClient, version: int, report: SendReport, places: Sequence[_Place]) -> None:

@@ -12,8 +12,7 @@ Life of a server:
     server: SecretMiddleware --> start-up complete: one byte to the parent (`launch.local_server`) --> requests
     worker, once the server is up: msrl_info, which probes the precision of the logits
     worker, when the engines have changed: msrl_abandon_update --> msrl_weight_needs --> a new group of senders
-    worker, for each weight update: vLLM's start, update and finish (before them msrl_stage_weights and
-        msrl_staged_weights where the weights are sent ahead) --> msrl_live_digest
+    worker, for each weight update: vLLM's start, update and finish --> msrl_live_digest
 """
 
 import hmac
@@ -223,14 +222,6 @@ class WorkerExtension:
         from megatron_scalerl.weights.weight_receiver import live_digest
 
         return live_digest(self.model_runner.get_model())  # type: ignore[attr-defined]
-
-    def msrl_stage_weights(self, version: str) -> None:
-        """Begin to receive the weights of a version, while this worker's model goes on with those that it has."""
-        self.weight_transfer_engine.stage(int(version))  # type: ignore[attr-defined]
-
-    def msrl_staged_weights(self) -> str | None:
-        """None while they are arriving, "" once all have, else why they will not."""
-        return self.weight_transfer_engine.staged()  # type: ignore[attr-defined,no-any-return]
 
     def msrl_abandon_update(self) -> None:
         """Forget a weight update that was started and not finished; without one, this has no effect.

@@ -31,7 +31,7 @@ FEWEST_COLUMNS = 1024
 
 FEWEST_CHUNK_TOKENS = 1024
 """Each chunk of whole rows reads and writes the fp32 gradient of the head. With fewer tokens on an H100 that takes
-longer than the product itself, and soon than the product that two passes add (tools/estimate_logits.py)."""
+longer than the product itself, and soon than the product that two passes add."""
 
 CHUNK_COLUMNS = 8192
 """Columns whose gradient is computed at a time with whole rows of logits."""

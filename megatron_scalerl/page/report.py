@@ -27,7 +27,7 @@ from megatron_scalerl.recipe.file import read_run_recipe
 from megatron_scalerl.record import record
 
 BOOTSTRAP_DRAWS = 10_000
-UPDATE_PHASES = ("needs", "connect", "stage", "pause", "start", "update", "finish", "verify", "resume")
+UPDATE_PHASES = ("needs", "connect", "pause", "start", "update", "finish", "verify", "resume")
 """Phases of a weight update, in their order: `weight_PHASE_seconds` of metrics.jsonl."""
 _NOTHING = "–"
 Rows = Sequence[dict[str, Any]]

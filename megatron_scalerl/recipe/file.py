@@ -29,6 +29,8 @@ LISTED = "megatron_scalerl/recipe/sections.py and process_sections.py"
 """Where a user finds all keys."""
 OVERLAY = "overlay"
 """Not a key of a recipe: the override `overlay=FILE` lays a file over what stands before it."""
+LEFT = {"weights.transaction": ("streamed", "engines are paused while an update is sent, and write it as it comes")}
+"""A key that has left -> (its former default, which runs have in their recipes; what happens now)."""
 _SECTION = "a section with keys and values"
 _DEMANDS = {
     "int": "a whole number",
@@ -184,6 +186,11 @@ def read_yaml(path: Path, kind: str = "a recipe file") -> dict[str, Any]:
     # its name in 0.2, which runs have in their recipes
     if isinstance(rewards, dict) and "environment" in rewards and "variables" not in rewards:
         rewards["variables"] = rewards.pop("environment")
+    for key, (default, _) in LEFT.items():
+        section, name = key.split(".")
+        settings = data.get(section)
+        if isinstance(settings, dict) and settings.get(name) == default:
+            del settings[name]
     return data
 
 
@@ -250,6 +257,8 @@ def _line(key: str, first: ErrorDetails, same: Sequence[ErrorDetails]) -> str:
     kind = first["type"]
     value = first["input"]
     last = key.rpartition(".")[2]
+    if key in LEFT:
+        return f"{key} has left: {LEFT[key][1]}; delete it"
     if kind == "extra_forbidden":
         valid = _keys_for(key)
         key = innermost(key, value, valid)

@@ -136,9 +136,6 @@ class WeightsSection(Section):
     """Ranks of the trainer that send a share of the weights: the ranks that hold one copy of the policy, and as many
     data-parallel copies of them as fit. Each has a group with each shard of the engines: over NCCL, whose
     broadcasts run one at a time, more copies only cost buffers in engines."""
-    transaction: Literal["streamed", "staged"] = "streamed"
-    """streamed: engines are paused while an update is sent, and write each bucket as it comes. staged: they go on
-    generating while it arrives in host memory, one copy for each engine, and are paused to write it."""
     deltas: Annotated[Literal["off", "absolute"], BeforeValidator(_off)] = "off"
     """absolute: send only the elements that changed since the last version, where it is one in 8 or less, each in 3.1
     bytes. Optimizers with fp32 main weights record them; else senders keep a copy of what they sent, and compare."""

@@ -4,7 +4,7 @@ plan.py, owners.py     rectangles of tensors; which rank sends which to which sh
 source.py              the trainer's weights as parts of Hugging Face tensors, read from this rank's shards
 sending.py             this rank's part in the updates of a run
 transport/             the broadcast groups over gloo, NCCL and shared memory, and the framing
-weight_receiver.py     a worker's part in an update; staging.py keeps it until the engine takes it
+weight_receiver.py     a worker's part in an update
 live_map.py, live_weights.py    where each part lies in the engine's live parameters; parts written there
 changes.py, live_changes.py     changed elements found, coded and read again; written into live parameters
 change_record.py       changed elements that the optimizer recorded

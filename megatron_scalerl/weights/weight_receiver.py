@@ -5,11 +5,6 @@ Life of a receiver; the names are those of the engine's HTTP paths:
     init_weight_transfer_engine   join the groups of the senders, get the shard's plan
     update_weights                receive, check every bucket, write its payloads into the live parameters
 
-With weights.transaction staged the buckets have arrived before, while the model went on generating:
-
-    msrl_stage_weights            receive in a thread (`weights.staging`); msrl_staged_weights tells its state
-    update_weights                write the payloads that have arrived
-
 A model whose parameters only its own loader can fill (`live_weights`) goes through vLLM's layerwise reload instead:
 `start_weight_update` moves the parameters to the meta device, `finish_weight_update` copies the new ones to their old
 addresses. A failed update leaves the parameters partly written or loaded. The next `start` discards that state first,
@@ -45,7 +40,6 @@ from megatron_scalerl.weights.plan import (
     manifest_from_json,
     needs_to_json,
 )
-from megatron_scalerl.weights.staging import StagedUpdate
 from megatron_scalerl.weights.transport import join_sender
 from megatron_scalerl.weights.transport.frames import Payload, assembled, receive
 from megatron_scalerl.weights.transport.gloo import Group
@@ -71,8 +65,6 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
     version: int
     """Policy version of the weights."""
-    staged: bool = False
-    """Whether the update was staged."""
 
 
 class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
@@ -93,7 +85,6 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         """The version of the live parameters, None unless all of it came over these groups."""
         self._copies: dict[str, list[str]] = {}
         """Parameter -> its other names, for vLLM's loader (`_tied`)."""
-        self._staged: StagedUpdate | None = None
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
         """Join the senders' groups, leaving earlier ones. Raises ValueError for an invalid connection or plan."""
@@ -126,39 +117,18 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def stage(self, version: int) -> None:
-        """Begin to receive an update while the model goes on. Raises RuntimeError if another update is staged."""
-        plan = self._connected()
-        if self._staged is not None:
-            raise RuntimeError(
-                f"weight update: version {version} cannot be staged while version {self._staged.version} is"
-            )
-        self._staged = StagedUpdate(self._groups, plan, version, holds=self._holds)
-
-    def staged(self) -> str | None:
-        """None while a staged update is arriving, "" once all of it has arrived, else why it will not arrive."""
-        if self._staged is None:
-            return "no weight update is staged"
-        return self._staged.state()
-
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load the plan's tensors. Raises RuntimeError unless each is loaded once and every parameter is set."""
-        plan = self._connected()
+        plan = self._plan
+        if not self._groups or plan is None:
+            raise RuntimeError("weight update: the worker has no connection to the trainer")
         version = update_info.version
         self.digest = ""
         live = self._live_weights()
-        if update_info.staged:
-            staged, self._staged = self._staged, None
-            if staged is None or staged.version != version:
-                other = "no version" if staged is None else f"version {staged.version}"
-                raise RuntimeError(f"weight update: version {version} is not staged, {other} is")
-            digests = staged.digests
-            payloads = staged.take()
-        else:
-            digests = []
-            # Live weights take each payload at once, so that two buckets of memory are enough.
-            reuse = live is not None
-            payloads = receive(self._groups, plan, version, digests, holds=self._holds, reuse=reuse)
+        digests: list[int] = []
+        # Live weights take each payload at once, so that two buckets of memory are enough.
+        reuse = live is not None
+        payloads = receive(self._groups, plan, version, digests, holds=self._holds, reuse=reuse)
         # Until the update is complete, the parameters are of no version.
         self._holds = None
         try:
@@ -174,12 +144,6 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         # vLLM's loader takes whole tensors alone, and no changes.
         self._holds = None if live is None else version
         self.digest = combine(digests)
-
-    def _connected(self) -> WeightPlan:
-        """The shard's plan. Raises RuntimeError without a connection."""
-        if not self._groups or self._plan is None:
-            raise RuntimeError("weight update: the worker has no connection to the trainer")
-        return self._plan
 
     def _live_weights(self) -> LiveWeights | None:
         """The live parameters that updates are written into, None if updates go through vLLM's loader."""
@@ -216,15 +180,10 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
             finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Leave the groups; a staged update is lost."""
-        staged = self._staged
+        """Leave the groups."""
         groups = self._groups
         # forgotten first: what fails to close now would fail at every later shutdown, too
-        self._staged = None
         self._groups = {}
-        if staged is not None:  # it closes the groups itself
-            staged.discard()
-            return
         for group in groups.values():
             group.close()
 

@@ -116,7 +116,7 @@ def test_a_run_goes_on_whose_recipe_has_keys_that_have_left(tmp_path):
     RunFolder(recipe(tmp_path)).close()
     file = Path(recipe(tmp_path).run_dir) / "recipe.yaml"
     written = yaml.safe_load(file.read_text())
-    written["weights"] |= {"store": "", "store_gib": 64.0, "anchor_every": 20}
+    written["weights"] |= {"store": "", "store_gib": 64.0, "anchor_every": 20, "transaction": "staged"}
     written["telemetry"] |= {"trace_steps": []}
     file.write_text(yaml.safe_dump(written))
     RunFolder(recipe(tmp_path)).close()

@@ -18,9 +18,6 @@ from megatron_scalerl.weights.plan import all_of, manifest_of, needs_to_json
 MANIFEST = manifest_of([("w", "float32", (4,))])
 
 
-STAGING = ("bucket 3 of 9 has digest 2, and the sender's digest is 1", "Operation timed out!")
-
-
 def engine(name="engine-0", **options):
     """One without weights yet that needs all of them."""
     return StandInEngine(name, -1, needs=[all_of(MANIFEST)], **options)
@@ -70,45 +67,6 @@ def test_a_broadcast_that_fails_at_the_trainer_alone_evicts_no_engine(recipe):
     failing = trainer(*[WeightGroupFailed("the group was closed")] * 2)
     asyncio.run(WeightSync(failing, members, recipe).publish(3))
     assert members.serving == engines
-
-
-@pytest.fixture
-def staged(recipe):
-    return recipe.model_copy(update={"weights": recipe.weights.model_copy(update={"transaction": "staged"})})
-
-
-def test_engines_are_paused_only_once_a_staged_update_has_arrived_at_all_of_them(staged):
-    engines = [engine(), engine("engine-1")]
-    update = asyncio.run(WeightSync(trainer(), Membership.of(engines), staged).publish(3))
-    for each in engines:
-        calls = [call for call in each.calls if call not in ("/init_weight_transfer_engine", "resume")]
-        assert calls == ["stage 3", "pause", "/start_weight_update", "/update_weights", "/finish_weight_update"]
-        assert each.label == "3" and not each.paused
-    assert list(update.phases)[2:] == ["stage", "pause", "start", "update", "finish", "verify", "resume"]
-    assert update.phases["stage"] > update.seconds_paused
-    assert update.metrics()["weight_stage_seconds"] == update.phases["stage"]
-
-
-@pytest.mark.parametrize("fault", STAGING)
-def test_an_engine_that_fails_to_stage_is_evicted_and_the_others_were_never_paused_for_it(staged, fault):
-    whole = engine()
-    members = Membership.of([whole])
-    sync = WeightSync(trainer(), members, staged)
-    asyncio.run(sync.publish(2))
-    whole.calls.clear()
-    with_broken = Membership.of([whole, engine("engine-1", fails=fault)])
-    sync._engines = with_broken
-    asyncio.run(sync.publish(3))
-    assert with_broken.serving == [whole] and whole.label == "3"
-    assert with_broken.members[1].reason == "engine-1: stage: " + fault
-    assert whole.calls.count("stage 3") == 2 and whole.calls.count("pause") == 1
-
-
-def test_a_trainer_that_fails_while_it_stages_pauses_no_engine(staged):
-    made = engine()
-    with pytest.raises(TrainerError):
-        asyncio.run(WeightSync(trainer(TrainerError("rank 0 exited")), Membership.of([made]), staged).publish(3))
-    assert "pause" not in made.calls and not made.paused
 
 
 def after_a_step(recipe, trainer, **report):

@@ -64,21 +64,18 @@ def check_scores(folder, *steps):
 
 
 @pytest.mark.full
-def test_tensor_parallel_trainer_and_engine_with_staged_updates(tiny_dense, tmp_path):
+def test_tensor_parallel_trainer_and_engine_with_updates_of_changes(tiny_dense, tmp_path):
     train(
         *overrides(tiny_dense, tmp_path, "tp2", "trainer.world_size=2"),
         "megatron.parallel.tensor_model_parallel_size=2",
         "megatron.model.sequence_parallel=true",
         "engine.vllm.tensor_parallel_size=2",
-        "weights.transaction=staged",
         "weights.deltas=absolute",
         "telemetry.token_scores_every=1",
     )
     records = check_run(tmp_path / "tp2")
     check_scores(tmp_path / "tp2", 1)
-    # a digest of each worker's shard; the update arrived before the engine was paused
-    assert all(len(set(r["weight_digest"].split("-"))) == 2 and r["weight_stage_seconds"] > 0 for r in records)
-    assert all(r["engine_paused_seconds"] < r["publish_seconds"] - r["weight_stage_seconds"] for r in records)
+    assert all(len(set(r["weight_digest"].split("-"))) == 2 for r in records), "a digest of each worker's shard"
     check_bytes(tmp_path / "tp2", records[-1])
     validations = read_jsonl(tmp_path / "tp2" / "validation.jsonl")
     assert [v["step"] for v in validations] == [0, 3]

@@ -93,7 +93,7 @@ class Engine:
         self.receiver = object.__new__(weight_receiver.WeightReceiver)  # without the configuration of an engine
         self.receiver.model, self.receiver.device = self.model, torch.device("cpu")
         self.receiver.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=1)
-        self.receiver.digest, self.receiver._groups, self.receiver._staged = "", {}, None
+        self.receiver.digest, self.receiver._groups = "", {}
         self.updating, self.label, self.generated = False, "", 0
         self._running = threading.Event()
         self._running.set()

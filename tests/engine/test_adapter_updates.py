@@ -179,7 +179,7 @@ def test_without_a_new_salt_an_old_prefix_answers(engine, adapters, base, run, m
     assert error(adapters.merged(1), [*PREFIX, 70], run(scenario())) > FAR
 
 
-@pytest.mark.parametrize("sections", [{"transport": "gloo"}, {"transaction": "staged"}, {"deltas": "absolute"}])
+@pytest.mark.parametrize("sections", [{"transport": "gloo"}, {"deltas": "absolute"}])
 def test_an_update_over_every_way(engine, adapters, base, run, sections):
     recipe = recipe_of(base, weights={"bucket_mib": 1, "timeout_s": 120, **sections})
 

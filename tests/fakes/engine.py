@@ -10,8 +10,8 @@ from megatron_scalerl.weights.plan import needs_to_json
 class StandInEngine:
     """Serves the version that it was set to, follows vLLM's order of calls, and records them.
 
-    `fails`: the call that fails for good; a text that is no call is what staging an update finds wrong. `held`: its
-    requests, half of which decode. `live`: the digest of the values that it holds, if not those of its update.
+    `fails`: the call that fails for good. `held`: its requests, half of which decode. `live`: the digest of the
+    values that it holds, if not those of its update.
     """
 
     secret = "none"
@@ -28,7 +28,6 @@ class StandInEngine:
         self.needs = [needs_to_json(each) for each in needs]
         self.label = self.live = ""
         self.world_size = 1
-        self._staging = []
 
     def abort(self, reason):
         """Requests in flight end with it."""
@@ -77,12 +76,6 @@ class StandInEngine:
             return list(self.needs)
         if method == "msrl_live_digest":
             return [self.live or f"v{self.version}"]
-        if method == "msrl_stage_weights":
-            self.calls.append(f"stage {arguments[0]}")
-            self._staging = [None, None, self.fails]
-            return [None]
-        if method == "msrl_staged_weights":
-            return [self._staging.pop(0)]
         assert method == "msrl_abandon_update"
         self.updating = False
         return [None]

@@ -38,6 +38,17 @@ def test_a_recipe_says_what_is_meant(tmp_path, key, said):
     assert str(error.value) == f"{path}: {key} is not a recipe key{said}"
 
 
+def test_a_key_that_has_left_is_dropped_where_it_had_its_default(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text(MINIMAL)
+    expected = load_recipe(path)
+    path.write_text(MINIMAL + "weights: {transaction: streamed}\n")
+    assert load_recipe(path) == expected
+    path.write_text(MINIMAL + "weights: {transaction: staged}\n")
+    with pytest.raises(RecipeError, match=f"^{path}: weights.transaction has left: .*; delete it$"):
+        load_recipe(path)
+
+
 @pytest.mark.parametrize(
     ("override", "own"),
     [

@@ -111,13 +111,12 @@ def test_episodes(bench):
 
 
 def test_logits(bench):
-    head, *lines, last = bench("logits --tokens=256 --hidden=32 --vocab=2048 --threads=1 --rounds=1 --peers none")
+    head, *lines = bench("logits --tokens=256 --hidden=32 --vocab=2048 --threads=1 --rounds=1 --peers none")
     ours = ["torch, 512 MiB", "torch, 96 MiB", "torch, loss in the chunk, 512 MiB"]
     assert [line["contender"] for line in lines] == [*ours, "naive, fp32 logits"]
     for line in lines:
         assert line["status"] == "measured" and 0 < line["error"] < 5e-5 and head["gemm_tflops"] > 0
         assert line["total_seconds"] > 0 and 0 < line["necessary_share"] <= line["gemm_share"]
-    assert len(last["targets"]) == 7 and all(target["met"] is not None for target in last["targets"])
 
 
 def test_rollouts(bench):
@@ -152,6 +151,6 @@ def test_store(bench):
 
 def test_weights(bench):
     [found] = bench("weights --rounds 1 --layers 1 --hidden 256 --vocab 512 --bucket-mib 1")
-    assert {"gloo", "update", "changes", "staged"} <= found["seconds"].keys()
+    assert {"gloo", "update", "changes"} <= found["seconds"].keys()
     assert all(over > 0 for over in found["over_gloo"].values()) and found["over_gloo"]["gloo"] == 1
     assert found["mib"] > 0 and 0 < found["bytes_of_a_change"] < 100  # of one changed element

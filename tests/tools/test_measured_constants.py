@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import bench_decode
 import pytest
-from measured_constants import Measurement, write_constants
+from harness import write_constants
 
 from megatron_scalerl.plan.assumptions_file import read_assumptions
 from megatron_scalerl.plan.hardware import GIB
@@ -14,10 +14,10 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 def test_medians_but_the_largest_reserve_of_one_kind_of_layers(tmp_path):
     measured = [
-        Measurement(layers="te", figures={"dense_utilization": 0.4, "runtime_gib": 1.5, "mfu": 0.3}),
-        Measurement(layers="te", figures={"dense_utilization": 0.2, "runtime_gib": 2.5}),
-        Measurement(layers="plain", figures={"dense_utilization": 0.1}),
-        Measurement(layers=None, figures={"engine_step_ms": 4.0, "fragmentation": -1.0}),
+        ("te", {"dense_utilization": 0.4, "runtime_gib": 1.5, "mfu": 0.3}),
+        ("te", {"dense_utilization": 0.2, "runtime_gib": 2.5}),
+        ("plain", {"dense_utilization": 0.1}),
+        (None, {"engine_step_ms": 4.0, "fragmentation": -1.0}),
     ]
     found = write_constants(tmp_path / "file.yaml", measured, gpu=H100, source="a test")
     assert found == pytest.approx({"dense_utilization": 0.3, "runtime_gib": 2.5, "engine_step_ms": 4.0})

@@ -38,7 +38,7 @@ class Pair:
         self.receiver = object.__new__(WeightReceiver)  # without the configuration of an engine
         self.receiver.model, self.receiver.device = self.model, torch.device("cpu")
         self.receiver.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=1)
-        self.receiver.digest, self.receiver._groups, self.receiver._staged = "", {}, None
+        self.receiver.digest, self.receiver._groups, self.receiver._plan = "", {}, None
         self._rendezvous, self._options = rendezvous, connection
         needs_of(self.model, manifest_to_json(MANIFEST))
 
@@ -59,16 +59,12 @@ class Pair:
             self.receiver.init_transfer_engine(weight_receiver.ConnectInfo(**info))
             self.sender = making.result()
 
-    def update(self, version, *, staged=False):
+    def update(self, version):
         """What the receiver raised, or that it has other values than its sender; None if it took the update."""
         with ThreadPoolExecutor(1) as pool:
-            if staged:
-                self.receiver.stage(version)
             sending = pool.submit(self.sender.send, PLAN, lambda _: self.values, version)
-            if staged:
-                sending.result()
             try:
-                self.receiver.receive_weights(UpdateInfo(version=version, staged=staged))
+                self.receiver.receive_weights(UpdateInfo(version=version))
             except RuntimeError as error:
                 return error
             sending.result()
@@ -87,63 +83,18 @@ def pair(monkeypatch):
         yield lambda **connection: Pair(rendezvous, **connection)
 
 
-@pytest.mark.parametrize("staged", [False, True], ids=["streamed", "staged"])
-def test_a_value_that_no_update_changed_is_noticed_by_the_next_one_and_repaired_by_a_whole_one(pair, staged):
+def test_a_value_that_no_update_changed_is_noticed_by_the_next_one_and_repaired_by_a_whole_one(pair):
     of = pair(deltas="absolute")
     of.connect()
     for version in (1, 2):  # whole, changes
-        assert of.update(version, staged=staged) is None
+        assert of.update(version) is None
         of.step()
     of.model.norm.view(torch.int32)[99] ^= 1 << 9
-    assert of.update(3, staged=staged) == "other values" and of.sender.bytes < 100
+    assert of.update(3) == "other values" and of.sender.bytes < 100
     of.connect()
-    assert of.update(3, staged=staged) is None
+    assert of.update(3) is None
 
 
-def test_staged_and_streamed_updates_follow_each_other(pair):
-    of = pair(deltas="absolute")
-    of.connect()
-    for version, staged in enumerate((True, False, True, True, False, True)):
-        assert of.update(version, staged=staged) is None
-        of.step()
-
-
-def test_the_values_change_only_once_the_update_is_written(pair):
-    of = pair()
-    of.connect()
-    assert of.update(1) is None
-    before = of.model.norm.clone()
-    of.step()
-    of.receiver.stage(2)
-    of.sender.send(PLAN, lambda _: of.values, 2)
-    while (state := of.receiver.staged()) is None:
-        pass
-    assert state == "" and torch.equal(of.model.norm, before)
-    with pytest.raises(RuntimeError, match=r"version 3 .* version 2"):
-        of.receiver.stage(3)
-    of.receiver.receive_weights(UpdateInfo(version=2, staged=True))
-    assert torch.equal(of.model.norm, of.values)
-
-
-def test_an_update_that_was_not_staged_is_refused(pair):
-    of = pair()
-    assert of.receiver.staged() == "no weight update is staged"
-    of.connect()
-    with pytest.raises(RuntimeError, match=r"version 1 .* no version"):
-        of.receiver.receive_weights(UpdateInfo(version=1, staged=True))
-    of.receiver.stage(2)
-    of.sender.send(PLAN, lambda _: of.values, 2)
-    with pytest.raises(RuntimeError, match=r"version 1 .* version 2"):
-        of.receiver.receive_weights(UpdateInfo(version=1, staged=True))
-    of.receiver.shutdown()
+def test_an_update_without_a_connection_is_refused(pair):
     with pytest.raises(RuntimeError, match="no connection to the trainer"):
-        of.receiver.stage(3)
-
-
-def test_a_connection_discards_what_is_staged(pair):
-    of = pair()
-    of.connect()
-    of.receiver.stage(1)
-    of.connect()
-    assert of.receiver.staged() == "no weight update is staged"
-    assert of.update(1) is None
+        pair().receiver.receive_weights(UpdateInfo(version=1))

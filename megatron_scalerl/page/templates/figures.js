@@ -1,6 +1,6 @@
 "use strict";
 // Which charts the page has, from the columns of the run.
-const PHASES = [["pause", "a"], ["start", "b"], ["update", "c"], ["finish", "d"], ["verify", "e"], ["resume", "f"], ["needs", "g"], ["connect", "h"], ["stage", "i"]];
+const PHASES = [["pause", "a"], ["start", "b"], ["update", "c"], ["finish", "d"], ["verify", "e"], ["resume", "f"], ["needs", "g"], ["connect", "h"]];
 const RUN = { data: DATA, axis: "compute", learning: null, charts: [] };
 
 function column(name) { return RUN.data.steps[name]; }
@@ -91,7 +91,7 @@ function updates() {
   };
 }
 
-// Colors alone do not tell nine phases apart: the note has their order and seconds, the bands their names.
+// Colors alone do not tell eight phases apart: the note has their order and seconds, the bands their names.
 function phasesNote(known) {
   if (!known.length) return "No weight update is recorded yet.";
   const median = (values) => values.sort((p, q) => p - q)[Math.floor(values.length / 2)];

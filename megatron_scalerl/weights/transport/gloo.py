@@ -87,10 +87,9 @@ class Group:
 
     def close(self) -> None:
         """Leave the group; the other members' pending broadcasts fail at once."""
-        # Another thread may close the group at the same time, and only one may abort it.
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+        if self._group is not None:
+            self._group.abort()
+        self._group = None
         self._store = None
 
 
@@ -130,7 +129,7 @@ class NcclGroup(Group):
         """Broadcast rank 0's tensor and wait until it has arrived. Raises RuntimeError.
 
         Only one broadcast is in progress: with two communicators in progress on one device, two receivers may run
-        them in different orders, and wait for each other. Kernels that the model has queued are not waited for.
+        them in different orders, and wait for each other.
         """
         super().start(tensor)()
         return lambda: None
