@@ -1,4 +1,4 @@
-"""Writes rows of sums, drawn by reasoning-gym: to train on, held out, and held out with one number more to add.
+"""Writes rows of sums of two numbers, drawn by reasoning-gym: to train on, and held out.
 
     python examples/sums.py DIR
 
@@ -12,14 +12,14 @@ from pathlib import Path
 import reasoning_gym
 
 
-def sums(draws, seed, numbers):
+def sums(draws, seed):
     """Distinct rows, in the order in which they are drawn, keyed by their numbers in ascending order."""
     drawn = reasoning_gym.create_dataset(
         "basic_arithmetic",
         size=draws,
         seed=seed,
-        min_terms=numbers,
-        max_terms=numbers,
+        min_terms=2,
+        max_terms=2,
         min_digits=1,
         max_digits=2,
         operators=["+"],
@@ -34,12 +34,11 @@ def sums(draws, seed, numbers):
 
 
 def main(folder):
-    held_out = sums(200, seed=99, numbers=2)[:120]
+    held_out = sums(200, seed=99)[:120]
     added = {numbers for numbers, _ in held_out}
     files = {
-        "prompts": [row for numbers, row in sums(60000, seed=1, numbers=2) if numbers not in added],
+        "prompts": [row for numbers, row in sums(60000, seed=1) if numbers not in added],
         "held_out": [row for _, row in held_out],
-        "harder": [row for _, row in sums(200, seed=98, numbers=3)[:120]],
     }
     for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

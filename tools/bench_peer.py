@@ -112,22 +112,26 @@ def watched(command, log, steps):
     peak = 0
     with tempfile.TemporaryFile() as errors:
         process = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
-        while process.poll() is None:
-            memory = 0
-            for member in [process, *process.children(recursive=True)]:
-                with contextlib.suppress(psutil.Error):
-                    times = member.cpu_times()
-                    memory += member.memory_full_info().pss
-                    busy[member.pid] = times.user + times.system
-            peak = max(peak, memory)
-            if log.is_file():
-                at_line.setdefault(len(log.read_text().splitlines()), sum(busy.values()))
-            time.sleep(0.5)
+        try:
+            while process.poll() is None:
+                memory = 0
+                for member in [process, *process.children(recursive=True)]:
+                    with contextlib.suppress(psutil.Error):
+                        times = member.cpu_times()
+                        memory += member.memory_full_info().pss
+                        busy[member.pid] = times.user + times.system
+                peak = max(peak, memory)
+                if log.is_file() and (lines := len(log.read_text().splitlines())):
+                    at_line.setdefault(lines, sum(busy.values()))
+                time.sleep(0.5)
+        finally:
+            with contextlib.suppress(psutil.Error):
+                process.terminate()
         if process.returncode:
             errors.seek(0)
             raise RuntimeError(errors.read().decode()[-2000:])
     at_line.setdefault(steps, sum(busy.values()))
-    return at_line[steps] - at_line[1], peak
+    return at_line[steps] - at_line[min(at_line)], peak
 
 
 def product_run(o, folder):

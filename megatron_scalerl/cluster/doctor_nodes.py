@@ -44,8 +44,26 @@ def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, w
     a report after this time is unfit. Raises OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    steps = {}
+    (folder / BAD).unlink(missing_ok=True)
+    steps: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        return _examined(nodes, folder, words, within_s, steps)
+    finally:
+        for step in steps.values():
+            if step.poll() is None:
+                step.terminate()  # which `timeout` hands on
+
+
+def _examined(
+    nodes: Sequence[str],
+    folder: Path,
+    words: Sequence[str],
+    within_s: float,
+    steps: dict[str, subprocess.Popen[bytes]],
+) -> dict[str, str]:
+    """As `examine_nodes`, which ends the `steps` that are begun here."""
     for node in nodes:
+        (folder / f"{node}.json").unlink(missing_ok=True)  # of an earlier call
         argv = [*PROGRAM, "doctor", *words, f"--json={folder / node}.json"]
         if node != nodes[0]:
             argv = [*step_words(node), *argv]

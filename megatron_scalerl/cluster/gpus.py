@@ -44,16 +44,17 @@ class Gpu:
     name: str
     """An error where the GPU does not answer."""
     uuid: str = ""
-    faults: tuple[str, ...]
+    handle: Any = None
+    """NVML's; None where the GPU does not answer."""
 
 
 def gpus_in_process(needed: int | None, limit_s: float = LIMIT_S) -> GpuReport:
     """`examine_gpus` in another process, which is killed after `limit_s`."""
     try:
         answer = answer_of("megatron_scalerl.cluster.gpus", str(needed or 0), limit_s=limit_s)
-    except RuntimeError as error:
+        return msgspec.json.decode(answer, type=GpuReport)
+    except (RuntimeError, msgspec.DecodeError) as error:
         return _failure(str(error))
-    return msgspec.json.decode(answer, type=GpuReport)
 
 
 def main() -> None:
@@ -100,7 +101,7 @@ def _examined(nvml: Any, needed: int | None, visible: str | None) -> GpuReport:
     if not gpus and not unknown:
         why = f"CUDA_VISIBLE_DEVICES is {visible!r}" if present else "NVML lists none"
         return GpuReport(checks=_without_gpus(why, needed), cuda_version=cuda)
-    faults = "; ".join(f"GPU {gpu.index}: {fault}" for gpu in gpus for fault in gpu.faults)
+    faults = "; ".join(f"GPU {gpu.index}: {fault}" for gpu in gpus for fault in _faults(nvml, gpu))
     health = Check("GPU health", "ok", "no memory in use, no errors")
     if faults:
         remedy = f"end the processes of earlier jobs; for errors, {_OTHER_NODE}"
@@ -114,12 +115,22 @@ def _gpu(nvml: Any, index: int) -> Gpu:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         name = nvml.nvmlDeviceGetName(handle)
         uuid = _answer(nvml, nvml.nvmlDeviceGetUUID, handle) or ""
-        return Gpu(index=index, name=name, uuid=uuid, faults=tuple(_faults(nvml, handle)))
+        return Gpu(index=index, name=name, uuid=uuid, handle=handle)
     except nvml.NVMLError as error:
-        return Gpu(index=index, name=f"({error})", faults=(str(error),))
+        return Gpu(index=index, name=f"({error})")
 
 
-def _faults(nvml: Any, handle: Any) -> Iterator[str]:
+def _faults(nvml: Any, gpu: Gpu) -> Iterator[str]:
+    if gpu.handle is None:
+        yield gpu.name
+        return
+    try:
+        yield from _answered_faults(nvml, gpu.handle)
+    except nvml.NVMLError as error:
+        yield str(error)
+
+
+def _answered_faults(nvml: Any, handle: Any) -> Iterator[str]:
     # version 2 is without the driver's own memory
     memory = _answer(nvml, nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
     if memory and memory.used // MIB >= FOREIGN_MIB:

@@ -238,13 +238,16 @@ def _digests(recipe: Recipe | None) -> Check:
 
 
 def digest_of(folder: Path) -> str:
-    """16 hexadecimal digits for the names, sizes and last 64 KiB of a folder's files. Raises OSError.
+    """16 hexadecimal digits for names, sizes and last 64 KiB of a folder's visible files. Raises OSError.
 
     Of weights the ends alone are read, which training changes, too: all of them would take minutes.
     """
     whole = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and "__pycache__" not in path.parts:
+        parts = path.relative_to(folder).parts
+        # a copy on each node's own disk has its own caches and time stamps
+        hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
+        if path.is_file() and not hidden:
             with path.open("rb") as file:
                 length = file.seek(0, os.SEEK_END)
                 file.seek(max(0, length - 65536))

@@ -57,7 +57,7 @@ def answer_of(module: str, *words: str, limit_s: float, **variables: str) -> str
     except subprocess.TimeoutExpired:
         process.kill()  # inside a broken driver it may outlive the signal: it is left behind
         raise RuntimeError(f"{module} did not answer within {limit_s:g} s") from None
-    if process.returncode:
+    if process.returncode or not output.strip():
         why = (log.strip().splitlines() or ["no output"])[-1]
         raise RuntimeError(f"{sys.executable} -m {module} ended with code {process.returncode}: {why}")
     # libraries may print lines before it while they are imported

@@ -313,7 +313,10 @@ def check_shared(run: Path, *, several: bool, anywhere: bool) -> str | None:
     """
     place = next(place for place in (run, *run.parents) if place.is_dir())
     # each node has its own of these, and a local disk may be exported under the same path
-    kind, point = cluster.mount_of(place)
+    try:
+        kind, point = cluster.mount_of(place)
+    except (OSError, RuntimeError):  # no `df`, or one of another kind
+        return None
     private = kind in _PRIVATE or any(place.resolve().is_relative_to(folder) for folder in _LOCAL_FOLDERS)
     if not private and kind not in _LOCAL_DISKS:
         return None

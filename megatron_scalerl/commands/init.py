@@ -131,10 +131,10 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[
     from megatron_scalerl.models import family, read_hf_config
     from megatron_scalerl.plan.counting import count, trained_family
     from megatron_scalerl.prompts.tokenizer import policy_tokenizer
-    from megatron_scalerl.recipe.file import check_policy, check_prompts, parsed_override
+    from megatron_scalerl.recipe.file import check_policy, check_prompts
     from megatron_scalerl.recipe.hub import local_recipe
 
-    given = {key: (value, "as given") for key, value in map(parsed_override, arguments.overrides)}
+    given = _given(arguments.overrides)
     choices = {
         "name": (Path(arguments.out).stem, ""),
         "steps": (STEPS, f"a first run; {FIRST_STEPS} are a first look"),
@@ -145,7 +145,7 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[
     }
     if not gpus:
         choices["policy.dtype"] = ("float32", "for CPUs")
-    recipe = _recipe(choices | given)
+    recipe = _recipe(_joined(choices, given))
     recipe = local_recipe(recipe, download=recipe.download)
     check_policy(recipe)
     check_prompts(recipe)
@@ -162,7 +162,8 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[
     positions = hf_config.get_text_config().max_position_embeddings
     # `given` comes last, so that the user's settings win.
     choices |= _of_prompts(recipe, chat, prompts, tokenizer, positions, parameters, gpus)
-    choices |= _of_training(recipe, count(trained_family(recipe, policy)).total, gpus) | given
+    choices |= _of_training(recipe, count(trained_family(recipe, policy)).total, gpus)
+    choices = _joined(choices, given)
     doubts = {key: value for key, value in chat.doubts.items() if key not in given}
     config = Path(recipe.policy.path)
     if not gpus:
@@ -178,7 +179,34 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[
     plan = choose(_recipe(choices), config, gpus, GPUS[arguments.gpu])
     hours = plan.gpu_hours_per_1000_steps * recipe.steps / 1000
     cost = f"{recipe.steps} steps take {hours:,.1f} GPU-hours by the planner; a real run may take five times as many."
-    return choices | _of_layout(plan) | given, doubts, cost
+    return _joined(choices | _of_layout(plan), given), doubts, cost
+
+
+def _given(overrides: Sequence[str]) -> Choices:
+    """The user's settings, by section and name. Raises `RecipeError`."""
+    from megatron_scalerl.recipe.file import override
+
+    data: dict[str, Any] = {}
+    for item in overrides:
+        override(data, item)
+    given: Choices = {}
+    for section, value in data.items():
+        settings = {section: value}
+        if isinstance(value, dict):
+            settings = {f"{section}.{name}": inner for name, inner in value.items()}
+        given |= {key: (setting, "as given") for key, setting in settings.items()}
+    return given
+
+
+def _joined(choices: Choices, given: Choices) -> Choices:
+    """The choices with the user's settings, which win; a mapping of settings joins the chosen mapping."""
+    joined = dict(choices)
+    for key, (value, why) in given.items():
+        chosen = choices.get(key, (None, ""))[0]
+        if isinstance(value, dict) and isinstance(chosen, dict):
+            value = chosen | value
+        joined[key] = (value, why)
+    return joined
 
 
 def _read(recipe: Recipe, tokenizer: Any, verifiers: Sequence[str]) -> tuple[Recipe, Chat, PromptSet]:

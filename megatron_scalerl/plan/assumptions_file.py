@@ -10,7 +10,7 @@ assumptions:
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
@@ -24,7 +24,7 @@ from megatron_scalerl.recipe.sections import Section
 class Measured(Section):
     """A measured constant."""
 
-    value: Any
+    value: Annotated[float, Field(strict=True)]
     """A number in the unit of the field of `Assumptions`."""
     source: str | None = None
     """How it was measured; one line."""

@@ -2,13 +2,13 @@
 
 The same PolicyModel that is trained is built at full size and in the full world, in one process and without
 allocating memory; PyTorch's fake process group replaces the collectives. A child process builds it, because
-Megatron's globals and the CPU patches are process-wide. It is forked, and then has torch and transformers already.
+Megatron's globals and the CPU patches are process-wide. It is a fresh one, since a fork can hang or crash where
+threads of a library were running.
 Context parallelism, which shards no weights, is counted as data parallelism.
 """
 
 import os
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,8 @@ def compare_with_build(plan: RunPlan, config: Path) -> str:
     """
     if plan.layout.chunks > 1:
         return "not built: an interleaved pipeline requires a GPU"
-    try:
-        built = _in_a_child("fork", plan, config)
-    except BrokenProcessPool:  # a fork can crash where threads of a library were running
-        built = _in_a_child("spawn", plan, config)
+    with ProcessPoolExecutor(1, get_context("spawn"), _quiet) as pool:
+        built = pool.submit(stage_parameters, plan.recipe, str(config), plan.layout.world_size).result()
     counted = [{"dense": s.parameters.dense, "expert": s.parameters.expert} for s in plan.trainer]
     assert built == counted, f"counted {counted}, built {built}"
     ranks = f"equal on the first rank of {plan.layout.world_size}"
@@ -39,20 +37,12 @@ def compare_with_build(plan: RunPlan, config: Path) -> str:
     return ranks
 
 
-def _in_a_child(method: str, plan: RunPlan, config: Path) -> list[dict[str, int]]:
-    with ProcessPoolExecutor(1, get_context(method), _quiet) as pool:
-        return pool.submit(stage_parameters, plan.recipe, str(config), plan.layout.world_size).result()
-
-
 def _quiet() -> None:
-    import torch
-
     # Megatron-Core's warnings, and lines that gloo prints, would stand between the lines of the plan.
     quiet = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(quiet, stream)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    torch.set_num_threads(1)  # a pool of threads does not survive a fork
 
 
 def stage_parameters(recipe: Recipe, config_path: str, world_size: int) -> list[dict[str, int]]:

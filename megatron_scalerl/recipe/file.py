@@ -108,7 +108,7 @@ def _overridden(data: dict[str, Any], files: dict[Path, dict[str, Any]], overrid
             if name is not None and "name" not in over:
                 data["name"] = f"{name}_{Path(value).stem}"
         else:
-            _override(data, item)
+            override(data, item)
     return validated(data, files)
 
 
@@ -210,19 +210,14 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
     return f"{where}not valid YAML: {' '.join(str(getattr(error, 'problem', None) or error).split())}"
 
 
-def parsed_override(item: str) -> tuple[str, Any]:
-    """(key, value) of `key.path=value`. Raises `RecipeError` for another text."""
+def override(data: dict[str, Any], item: str) -> None:
+    """Set the `key.path=value` of `item` in nested settings. Raises `RecipeError` for a text that cannot be one."""
     key, separator, text = item.partition("=")
     if not separator or not key:
         raise RecipeError(f"override {item!r}: write it as key.path=value")
     value = _parsed(text, f"override {item[:100]!r}")
     if key == "environment" and isinstance(value, str):
         key = "environment.name"
-    return key, value
-
-
-def _override(data: dict[str, Any], item: str) -> None:
-    key, value = parsed_override(item)
     *parents, last = key.split(".")
     # sections that no file states begin here; the schema refuses unknown ones later, by their nearest key
     node = data

@@ -115,6 +115,8 @@ def test_the_digest_of_a_folder_follows_names_and_contents_and_nothing_else(tmp_
     before = digest_of(tmp_path)
     (tmp_path / "__pycache__").mkdir()
     (tmp_path / "__pycache__" / "a.cpython-311.pyc").write_bytes(b"x")
+    (tmp_path / "sub" / ".cache").mkdir()
+    (tmp_path / "sub" / ".cache" / "a.metadata").write_text("the time at which this node fetched it")
     assert digest_of(tmp_path) == before
     (tmp_path / "sub" / "b.py").rename(tmp_path / "sub" / "d.py")
     assert digest_of(tmp_path) != before

@@ -1,12 +1,10 @@
 """Parameters: the published totals exactly, ranks that add up to the whole, and the same from Megatron's modules."""
 
-import os
 from math import prod
 from pathlib import Path
 
 import pytest
 
-from megatron_scalerl.plan import meta_build
 from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.counting import count, load_family, of_stage
 from megatron_scalerl.plan.hardware import GPUS
@@ -146,13 +144,3 @@ def test_uneven_pipeline_stages():
     layout = layout_of(recipe, family, 16)
     assert [len(s) for s in layout.stages] == [18, 14]
     assert layout.layers_in_flight(0, 8) == 36 and layout.layers_in_flight(1, 8) == 14
-
-
-@pytest.mark.slow
-def test_a_fork_that_crashes_is_followed_by_a_fresh_process(monkeypatch):
-    """Only the fork has what is replaced here."""
-    monkeypatch.setattr(meta_build, "_count", lambda *_, **__: os._exit(7))
-    recipe = recipe_of(DENSE)
-    config = CONFIGS / Path(recipe.policy.path).name
-    plan = make_plan(recipe, config, 80, GPUS["h100-80g"], Assumptions())
-    assert compare_with_build(plan, config).startswith("equal on the first rank")

@@ -28,13 +28,16 @@ def test_the_forecast_of_the_validations_so_far_is_appended(tmp_path):
     (run / "validation.jsonl").write_text(text)
     (run / "recipe.yaml").write_text("forecast: {fit_from_steps: 4}\n")
     out = tmp_path / "forecasts.jsonl"
-    out.write_text("{}\n")
+    out.write_text(json.dumps({"run": "another", "step": 60}) + "\n")
     command = [sys.executable, "tools/record_forecast.py", run, "--steps", "60", "--out", out]
-    done = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, check=True)
+    command = [str(word) for word in command]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert again.returncode == 1 and "the first one stands" in again.stderr
     first, last = out.read_text().splitlines()
     made = outlook(rows, steps=60, fit_from_steps=4)
     recorded = json.loads(last)
-    assert first == "{}" and made.line() in done.stdout
+    assert "another" in first and made.line() in done.stdout
     assert recorded["run"] == "my_run" and len(recorded["commit"]) == 40
     assert recorded["validations_sha256"] == hashlib.sha256(text.encode()).hexdigest()
     assert (recorded["at_step"], recorded["step"]) == (28, 60)
