@@ -122,7 +122,7 @@ def _gpu(nvml: Any, index: int) -> Gpu:
 
 def _faults(nvml: Any, gpu: Gpu) -> Iterator[str]:
     if gpu.handle is None:
-        yield gpu.name
+        yield gpu.name.strip("()")
         return
     try:
         yield from _answered_faults(nvml, gpu.handle)

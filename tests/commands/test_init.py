@@ -88,11 +88,11 @@ def test_the_recipe_is_for_cpus_where_there_is_no_gpu_and_says_why(tiny, capsys)
     assert init(tiny / "base_policy", data, "--gpus", 2) == 2
     assert "my_run.yaml exists; name another file, or overwrite it with --force" in capsys.readouterr().err
     assert Path("my_run.yaml").read_text() == before
-    given = ("steps=7", "rollouts.group_size=4", "engine.vllm.max_num_seqs=3", "engine.vllm.seed=5")
+    given = ("steps=7", "rollouts.group_size=4", "engine.vllm.max_num_seqs=3", "engine.vllm.block_size=32")
     assert init(tiny / "base_policy", data, "--force", *given) == 0
     assert capsys.readouterr().out.endswith("train my_run.yaml steps=7\n")
     assert (written().steps, written().rollouts.group_size) == (7, 4)
-    assert written().engine.vllm.items() >= {"max_num_seqs": 3, "seed": 5}.items()
+    assert written().engine.vllm.items() >= {"max_num_seqs": 3, "block_size": 32}.items()
 
 
 @pytest.mark.parametrize(
