@@ -15,6 +15,12 @@ from typing import Any, TypeVar
 
 from checkout import explained
 
+with explained():
+    import yaml
+
+    from megatron_scalerl.checkpoints.atomic_io import write_durably
+    from megatron_scalerl.plan.assumptions import checked, described
+
 _LARGEST = ("runtime_gib", "fragmentation", "engine_overhead_gib")
 """Memory reserves of a plan: the largest measurement counts, of others the median."""
 T = TypeVar("T")
@@ -192,11 +198,6 @@ def write_constants(path, measured, *, gpu, source):
     no trainer's. Figures count that are constants within their range; of trainers those of one kind of layers,
     Transformer Engine's if both were measured. gpu: its name in CUDA.
     """
-    with explained():
-        import yaml
-
-        from megatron_scalerl.checkpoints.atomic_io import write_durably
-        from megatron_scalerl.plan.assumptions import checked, described
     usable = []
     for layers, figures in measured:
         for name in figures.keys() & {field.name for field in described()}:

@@ -103,8 +103,8 @@ GOOD = f"gpu: {H100}\nassumptions:\n  packing:\n    value: 0.8\n"
         ),
         (f"gpu: {H100}\n", ": Field required"),
         (f"gpu: {H100}\nassumptions: {{}}\n", "assumptions: {}: Dictionary should have at least 1 item"),
-        (GOOD.replace("0.8", ".nan"), "packing: nan: Input should be a finite number"),
-        (GOOD.replace("0.8", "80"), "packing: 80: Input should be less than or equal to 1"),
+        (GOOD.replace("0.8", ".nan"), "assumptions.packing.value: nan: Input should be a finite number"),
+        (GOOD.replace("0.8", "80"), "packing: 80.0: Input should be less than or equal to 1"),
     ],
 )
 def test_a_mistake_is_one_line_with_file_and_key(text, said, tmp_path, capsys):
