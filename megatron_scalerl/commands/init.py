@@ -134,7 +134,7 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[
     from megatron_scalerl.recipe.file import check_policy, check_prompts
     from megatron_scalerl.recipe.hub import local_recipe
 
-    given = _given(arguments.overrides)
+    given = _joined({}, arguments.overrides)
     choices = {
         "name": (Path(arguments.out).stem, ""),
         "steps": (STEPS, f"a first run; {FIRST_STEPS} are a first look"),
@@ -145,7 +145,7 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[
     }
     if not gpus:
         choices["policy.dtype"] = ("float32", "for CPUs")
-    recipe = _recipe(_joined(choices, given))
+    recipe = _recipe(_joined(choices, arguments.overrides))
     recipe = local_recipe(recipe, download=recipe.download)
     check_policy(recipe)
     check_prompts(recipe)
@@ -160,10 +160,9 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[
     recipe, chat, prompts = _read(recipe, tokenizer, verifiers)
     choices["prompts.path"] = (arguments.data, prompts.report.layouts[0].partition(": ")[2])
     positions = hf_config.get_text_config().max_position_embeddings
-    # `given` comes last, so that the user's settings win.
     choices |= _of_prompts(recipe, chat, prompts, tokenizer, positions, parameters, gpus)
     choices |= _of_training(recipe, count(trained_family(recipe, policy)).total, gpus)
-    choices = _joined(choices, given)
+    choices = _joined(choices, arguments.overrides)
     doubts = {key: value for key, value in chat.doubts.items() if key not in given}
     config = Path(recipe.policy.path)
     if not gpus:
@@ -179,33 +178,30 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[
     plan = choose(_recipe(choices), config, gpus, GPUS[arguments.gpu])
     hours = plan.gpu_hours_per_1000_steps * recipe.steps / 1000
     cost = f"{recipe.steps} steps take {hours:,.1f} GPU-hours by the planner; a real run may take five times as many."
-    return _joined(choices | _of_layout(plan), given), doubts, cost
+    return _joined(choices | _of_layout(plan), arguments.overrides), doubts, cost
 
 
-def _given(overrides: Sequence[str]) -> Choices:
-    """The user's settings, by section and name. Raises `RecipeError`."""
-    from megatron_scalerl.recipe.file import override
+def _joined(choices: Choices, overrides: Sequence[str]) -> Choices:
+    """The choices with the user's settings, which win; `engine.vllm.x=1` joins the chosen engine.vllm.
 
-    data: dict[str, Any] = {}
+    Raises `RecipeError`.
+    """
+    from megatron_scalerl.recipe.file import merged, override
+
+    joined = dict(choices)
     for item in overrides:
+        data: dict[str, Any] = {}
         override(data, item)
-    given: Choices = {}
-    for section, value in data.items():
+        [(section, value)] = data.items()
         settings = {section: value}
         if isinstance(value, dict):
             settings = {f"{section}.{name}": inner for name, inner in value.items()}
-        given |= {key: (setting, "as given") for key, setting in settings.items()}
-    return given
-
-
-def _joined(choices: Choices, given: Choices) -> Choices:
-    """The choices with the user's settings, which win; a mapping of settings joins the chosen mapping."""
-    joined = dict(choices)
-    for key, (value, why) in given.items():
-        chosen = choices.get(key, (None, ""))[0]
-        if isinstance(value, dict) and isinstance(chosen, dict):
-            value = chosen | value
-        joined[key] = (value, why)
+        nested = item.partition("=")[0].count(".") > 1
+        for key, setting in settings.items():
+            chosen = joined.get(key, (None, ""))[0]
+            if nested and isinstance(chosen, dict):
+                setting = merged(chosen, setting)
+            joined[key] = (setting, "as given")
     return joined
 
 

@@ -104,7 +104,7 @@ def _overridden(data: dict[str, Any], files: dict[Path, dict[str, Any]], overrid
         if key == OVERLAY:
             over = files[Path(value)] = read_yaml(Path(value))
             name = data.get("name")
-            data = _merged(data, deepcopy(over))
+            data = merged(data, deepcopy(over))
             if name is not None and "name" not in over:
                 data["name"] = f"{name}_{Path(value).stem}"
         else:
@@ -112,9 +112,10 @@ def _overridden(data: dict[str, Any], files: dict[Path, dict[str, Any]], overrid
     return validated(data, files)
 
 
-def _merged(data: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def merged(data: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Settings of which `over` replaces those that both have, section by section."""
     sections = {
-        key: _merged(data[key], value)
+        key: merged(data[key], value)
         for key, value in over.items()
         if isinstance(value, dict) and isinstance(data.get(key), dict)
     }
@@ -162,7 +163,7 @@ def read_run_recipe(run_dir: str | Path) -> dict[str, Any]:
     """
     # constructed without a check: keys that have no default are missing here
     defaults = Recipe.model_construct().model_dump(mode="json", warnings=False)
-    return _merged(defaults, read_yaml(Path(run_dir) / "recipe.yaml"))
+    return merged(defaults, read_yaml(Path(run_dir) / "recipe.yaml"))
 
 
 def read_yaml(path: Path, kind: str = "a recipe file") -> dict[str, Any]:

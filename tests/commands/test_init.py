@@ -12,6 +12,7 @@ from huggingface_hub import constants
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.commands.init import _joined
 from megatron_scalerl.plan.settings import check_settings
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.tiny.tokenizer import build_tokenizer, save_tokenizer
@@ -93,6 +94,17 @@ def test_the_recipe_is_for_cpus_where_there_is_no_gpu_and_says_why(tiny, capsys)
     assert capsys.readouterr().out.endswith("train my_run.yaml steps=7\n")
     assert (written().steps, written().rollouts.group_size) == (7, 4)
     assert written().engine.vllm.items() >= {"max_num_seqs": 3, "block_size": 32}.items()
+
+
+def test_a_nested_setting_joins_what_was_chosen_and_a_mapping_replaces_it():
+    chosen = {"megatron.parallel": ({"tensor_model_parallel_size": 4}, "the smallest groups that fit")}
+    both = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2}
+    for given, settings in (
+        ("megatron.parallel.pipeline_model_parallel_size=2", both),
+        ("megatron.parallel={pipeline_model_parallel_size: 2}", {"pipeline_model_parallel_size": 2}),
+    ):
+        assert _joined(chosen, [given]) == {"megatron.parallel": (settings, "as given")}
+    assert chosen["megatron.parallel"][0] == {"tensor_model_parallel_size": 4}
 
 
 @pytest.mark.parametrize(
