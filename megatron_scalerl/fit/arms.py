@@ -93,11 +93,6 @@ def _named_by_seed(group: Sequence[Curve]) -> bool:
     return _repeats(group) and all(_stem(curve) not in ("", curve.name) for curve in group)
 
 
-def shared_start(arms: Sequence[Arm]) -> bool:
-    """Whether all runs began with the same policy and task, as far as their recipes say."""
-    return len({_start(curve) for arm in arms for curve in arm.curves}) == 1
-
-
 def differences(arm: Arm, reference: Arm) -> str:
     """Settings of the recipe that the reference has otherwise: `loss.name: dapo, ...`; empty if unknown."""
     recipe = arm.recipe

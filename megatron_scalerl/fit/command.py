@@ -20,7 +20,6 @@ from megatron_scalerl.fit.decide import WORTH, decide
 from megatron_scalerl.fit.forecast import METHODS, fit_curve
 from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
 from megatron_scalerl.fit.plot import plot_forecast
-from megatron_scalerl.fit.result import FitResult
 from megatron_scalerl.fit.tables import (
     RunReport,
     comparison_json,
@@ -94,7 +93,13 @@ def run(options: argparse.Namespace, console: Console) -> int:
     content: dict[str, Any] = {"fits": [run_json(run) for run in runs]}
     comparison = None
     if options.compare:
-        comparison = _compare(runs, options)
+        comparison = compare_runs(
+            [run.curve for run in runs],
+            {run.fit.name: run.fit for run in runs},
+            references=options.reference,
+            pass_rate=options.target,
+            budget=options.budget,
+        )
         content["comparison"] = comparison_json(comparison)
     # allow_nan: inf and nan are no JSON; `tables` writes them as null
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
@@ -167,7 +172,13 @@ def _run_report(curve: Curve, options: argparse.Namespace) -> RunReport:
     computes = _numbers(options.predict, "--predict")
     if any(value <= 0 for value in computes):
         raise ValueError(f"--predict: every compute of {options.predict!r} has to be greater than 0")
-    result = _fit(curve, options, options.fixed_asymptote)
+    result = fit_curve(
+        curve,
+        method=options.method,
+        fit_from=options.fit_from,
+        fit_until=options.fit_until,
+        fixed_asymptote=options.fixed_asymptote,
+    )
     rest = curve.part(curve.compute > (options.fit_until or float("inf")))
     evaluation = None
     if rest.compute.size:
@@ -183,28 +194,6 @@ def _run_report(curve: Curve, options: argparse.Namespace) -> RunReport:
         evaluation=evaluation,
         backtest=tested,
     )
-
-
-def _fit(curve: Curve, options: argparse.Namespace, asymptote: float | None) -> FitResult:
-    return fit_curve(
-        curve,
-        method=options.method,
-        fit_from=options.fit_from,
-        fit_until=options.fit_until,
-        fixed_asymptote=asymptote,
-    )
-
-
-def _compare(runs: Sequence[RunReport], options: argparse.Namespace) -> Comparison:
-    free = {run.fit.name: run.fit for run in runs}
-
-    def fitted(curve: Curve, asymptote: float | None) -> FitResult:
-        if asymptote is None:
-            return free[curve.name]
-        return _fit(curve, options, asymptote)
-
-    curves = [run.curve for run in runs]
-    return compare_runs(curves, fitted, references=options.reference, pass_rate=options.target)
 
 
 def _numbers(text: str | None, option: str) -> list[float]:

@@ -1,33 +1,28 @@
-"""Which recipe scales better: the ceiling first, then the efficiency (Khatri et al. 2025, A.5 and Fig. 4).
+"""Which recipe scales better: ceiling, compute to one pass rate, level at a budget (Khatri et al. 2025, A.5).
 
 The unit of a comparison is a recipe with its runs, an arm (`fit.arms`). Runs that fall are left out, since no sigmoid
-falls (`checks.falling_tail`). One number per run, such as its A, is explained by its recipe plus its seed:
+falls (`checks.falling_tail`). A number of an arm, such as A, is the mean over its runs; the variance of a run is that
+between the arm's runs, and at least that of a single run's fit. Two arms are compared by Welch's t test, and p values
+are adjusted for the number of recipes (Holm 1979). An arm with one run decides nothing.
 
-    y = recipe + seed + e
-
-Seeds are in the model where recipes share at least two of them and the same start (paired); otherwise each run stands
-alone. The variance of e is what runs of one recipe differ by, errors of the fit included. All recipes have it in
-common, since two or three runs say little about a variance; a reference's, which is in many differences, is its own
-where that is larger. None is below that of a single run's fit. Intervals are Student's t; p values are adjusted for
-the number of recipes (Holm 1979).
-
-Arms whose ceiling is not found to differ from their reference's are refitted with A fixed to the mean of their A;
-their efficiency is the compute to reach one pass rate there, of which B is a part. An arm with one run decides
-nothing; it is refitted where its A lies within 0.02 of the reference's, the paper's margin between runs.
+The level at a budget has a probability of being the best, too, which short runs and single runs have as well: of
+several runs by Student's t around their mean, of a single run by the draws of its posterior, which know nothing of
+what other seeds would give.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from megatron_scalerl.fit.arms import Arm, arms_of, differences, shared_start
+from megatron_scalerl.fit.arms import Arm, arms_of, differences
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.decide import Estimate, estimate
+from megatron_scalerl.fit.formatting import short_number
 from megatron_scalerl.fit.result import TAIL, FitResult
-from megatron_scalerl.fit.sigmoid import Array, compute_to_reach
+from megatron_scalerl.fit.sigmoid import Array, compute_to_reach, sigmoid
 from megatron_scalerl.record import record
 
 SAME_ASYMPTOTE = 0.02
@@ -35,53 +30,35 @@ SAME_ASYMPTOTE = 0.02
 SAME_COMPUTE = math.log(1.25)
 """Two recipes count as equally efficient where the log ratio of their compute to one pass rate is within this."""
 SHARE_OF_GAIN = 0.8
-"""The compared pass rate is this share of the way from R_0 to the common A."""
+"""The compared pass rate is this share of the way from R_0 to the lowest A."""
 ERROR = 0.05
-"""Probability that any difference of one table is declared although there is none; recipes scatter alike."""
-UNEVEN_ERROR = 0.1
-"""The same where recipes scatter by very different amounts; simulated (tests/fit/test_between_runs.py)."""
+"""Probability that any difference of one table is declared although there is none."""
 UNKNOWN_VARIANCE = 1e6
 """Variance of a number that some draws of the posterior never reach."""
+LEAST_VARIANCE = 1e-12
+"""Variance of one run where all runs, and the draws of their fits, are equal."""
 LARGEST_LOG = 100.0
 """Largest logarithm of an end of an interval; UNKNOWN_VARIANCE is beyond."""
 SENTENCES = {
     "once": "One run alone, so not decided: {}. At least two seeds, better 3, are needed.",
     "ceiling": "Moves the ceiling: {}.",
     "efficiency": "Changes the efficiency: {}.",
+    "level": "Changes the pass rate at the budget: {}.",
     "equal": "Neither, within the margins: {}.",
     "unclear": "Cannot be told apart from the reference with these seeds: {}.",
 }
 """What is found of recipes -> the sentence that lists them."""
-Arms = Sequence[Sequence[FitResult]]
-"""The fits of each arm; an empty one has no part in a quantity."""
-Seeds = tuple[int | None, ...]
-"""The seeds of a recipe's runs; None where unknown."""
-
-
-@record
-class Runs:
-    """A number of each run of a recipe."""
-
-    values: Array
-    """[runs]; empty where the recipe has no part in a table."""
-    fit_variance: Array
-    """[runs] variance of each value by its own fit."""
-    seeds: Seeds
-    """[runs] None where unknown."""
+Fits = Sequence[FitResult]
+"""The fits of an arm's runs."""
 
 
 @record
 class Difference(Estimate):
-    """A recipe minus its reference: the difference of the means, within seeds if paired.
-
-    The 90 % interval is from the variance between runs; nan where no recipe was run twice.
-    """
+    """The mean of a recipe minus its reference's, with a 90 % interval by Welch's t; nan where either has one run."""
 
     p: float
     """Probability of so large a difference, or a larger one, between two sets of runs of one recipe, adjusted for the
-    number of comparisons; 1 where it is not known or either has one run."""
-    paired: bool
-    """Whether runs were compared within seeds."""
+    number of comparisons; 1 where either has one run."""
 
     @property
     def declared(self) -> bool:
@@ -98,64 +75,39 @@ class Difference(Estimate):
         return -margin <= self.lo and self.hi <= margin
 
 
-class Table:
-    """The numbers of several recipes, fitted together by least squares."""
+@record
+class Mean:
+    """The mean of a number over the runs of a recipe."""
 
-    def __init__(self, recipes: Sequence[Runs], *, paired: bool, references: Collection[int] = ()):
-        """recipes: with finite values. paired: whether equal seeds may be compared within the seed.
+    value: float
+    """The mean."""
+    squared_error: float
+    """Its variance; nan for one run."""
+    freedom: int
+    """Degrees of freedom of that variance."""
 
-        references: recipes that others are compared with; their variance is in many differences.
-        """
-        values = np.concatenate([recipe.values for recipe in recipes])
-        self._counts = [len(recipe.values) for recipe in recipes]
-        recipe_of_run = np.repeat(np.arange(len(recipes)), self._counts)
-        self._membership = (recipe_of_run[:, None] == np.arange(len(recipes))).astype(float)
-        """[runs, recipes] 1 where the run is of the recipe."""
-        seeds = [recipe.seeds for recipe in recipes]
-        self._groups = sharing_seeds(seeds) if paired else list(range(len(recipes)))
-        columns = np.hstack([self._membership, _seed_columns(seeds, self._groups)])
-        self.paired = columns.shape[1] > len(recipes)
-        if self.paired:
-            self._unpaired = Table(recipes, paired=False, references=references)
-            """For recipes that do not share seeds."""
-        # seed columns and recipes are dependent: the pseudoinverse leaves differences within a group as they are
-        self._inverse = np.linalg.pinv(columns)
-        residual_maker = np.eye(len(values)) - columns @ self._inverse
-        self._effects = self._inverse @ values
-        self._total_freedom = max(float(np.trace(residual_maker)), 1e-9)
-        squares = self._membership.T @ (residual_maker @ values) ** 2
-        variance, self._freedom = _variances(squares, self._membership.T @ np.diag(residual_maker), references)
-        by_fits = [float(recipe.fit_variance.sum()) / max(len(recipe.values), 1) for recipe in recipes]
-        self._variance = np.maximum(variance, by_fits)
-        """[recipes] of one run; nan where no recipe was run twice."""
+    def minus(self, reference: "Mean") -> Difference:
+        """The difference to the reference's mean, tested alone (Welch 1947)."""
+        from scipy.special import stdtr
 
-    def mean(self, index: int) -> Estimate:
-        """The recipe's mean, with the 90 % interval of the mean over seeds; the interval is nan if unknown."""
-        return Estimate(**_interval(float(self._effects[index]), *self._error(self._inverse[index])))
+        value = self.value - reference.value
+        squared_error = self.squared_error + reference.squared_error
+        if math.isnan(squared_error):
+            return Difference(**_interval(value, math.nan, math.nan), p=1.0)
+        squares = [mean.squared_error**2 / mean.freedom for mean in (self, reference)]
+        error = math.sqrt(squared_error)
+        freedom = squared_error**2 / sum(squares)
+        p = 2.0 * float(stdtr(freedom, -abs(value) / error))
+        return Difference(**_interval(value, error, freedom), p=p)
 
-    def difference(self, index: int, reference: int) -> Difference:
-        """Recipe `index` minus `reference`, tested alone; within seeds if they share them."""
-        if self.paired and self._groups[index] != self._groups[reference]:
-            return self._unpaired.difference(index, reference)
-        value = float(self._effects[index] - self._effects[reference])
-        error, freedom = self._error(self._inverse[index] - self._inverse[reference])
-        p = 1.0
-        if min(self._counts[index], self._counts[reference]) >= 2 and not math.isnan(error):
-            from scipy.special import stdtr
 
-            p = 2.0 * float(stdtr(freedom, -abs(value) / max(error, 1e-300)))
-        return Difference(**_interval(value, error, freedom), p=p, paired=self.paired)
-
-    def _error(self, weights: Array) -> tuple[float, float]:
-        """(standard error of weights . values, its degrees of freedom after Satterthwaite); nan if unknown."""
-        squared_weights = self._membership.T @ weights**2
-        used = squared_weights > 0
-        shares = squared_weights[used] * self._variance[used]
-        if np.isnan(shares).any() or not shares.any():
-            return math.nan, math.nan
-        total = float(shares.sum())
-        freedom = total**2 / float((shares**2 / self._freedom[used]).sum())
-        return math.sqrt(total), min(freedom, self._total_freedom)
+def mean_of(values: Array, fit_variance: Array) -> Mean:
+    """The mean of `values` [runs]; fit_variance: [runs] the variance of each value by its own fit."""
+    count = len(values)
+    if count < 2:
+        return Mean(value=float(values[0]), squared_error=math.nan, freedom=0)
+    variance = max(float(np.var(values, ddof=1)), float(fit_variance.mean()), LEAST_VARIANCE)
+    return Mean(value=float(values.mean()), squared_error=variance / count, freedom=count - 1)
 
 
 def _interval(value: float, error: float, freedom: float) -> dict[str, float]:
@@ -165,54 +117,12 @@ def _interval(value: float, error: float, freedom: float) -> dict[str, float]:
     return {"value": value, "lo": value - half, "hi": value + half}
 
 
-def _variances(squares: Array, freedom: Array, references: Collection[int]) -> tuple[Array, Array]:
-    """(variance of one run, its degrees of freedom), both [recipes]; nan and 0 where nothing is known.
-
-    squares: [recipes] sums of squared residuals. freedom: [recipes] their degrees of freedom; 0 for one run. Of two
-    recipes each has its own variance, of more all have one, but for a reference whose own is larger.
-    """
-    repeated = freedom > 1e-6
-    total = float(freedom[repeated].sum())
-    if not total:
-        return np.full(len(squares), math.nan), np.zeros(len(squares))
-    common = float(squares[repeated].sum()) / total
-    by_recipe = squares / np.where(repeated, freedom, math.inf)
-    separate = repeated
-    if repeated.sum() >= 3:
-        separate = np.isin(np.arange(len(squares)), list(references)) & (by_recipe > common)
-    return np.where(separate, by_recipe, common), np.where(separate, freedom, total)
-
-
-def spread(recipes: Sequence[Runs]) -> float:
+def spread(recipes: Sequence[Sequence[float]]) -> float:
     """Standard deviation between runs of one recipe, common to all recipes; nan where none was run twice."""
-    freedom = sum(len(recipe.values) - 1 for recipe in recipes)
+    freedom = sum(len(values) - 1 for values in recipes)
     # `np.var` divides by n, so n times it is the sum of squares
-    squares = sum(len(recipe.values) * float(np.var(recipe.values)) for recipe in recipes)
+    squares = sum(len(values) * float(np.var(values)) for values in recipes)
     return math.sqrt(squares / freedom) if freedom else math.nan
-
-
-def sharing_seeds(seeds: Sequence[Seeds]) -> list[int]:
-    """[recipes] a number that recipes have in common which share at least two seeds, directly or through others.
-
-    seeds: [recipes, runs]. A recipe with an unknown seed, or with one twice, shares none.
-    """
-    distinct = [set(runs) for runs in seeds]
-    groups = np.arange(len(seeds))
-    for n, runs in enumerate(distinct):
-        if None in runs or len(runs) < len(seeds[n]):
-            runs.clear()
-        for m in range(n):
-            if len(runs & distinct[m]) >= 2:
-                groups[groups == groups[n]] = groups[m]
-    return groups.tolist()
-
-
-def _seed_columns(seeds: Sequence[Seeds], groups: Sequence[int]) -> Array:
-    """[runs, shared seeds] 1 where the run has the seed, which recipes of its group share."""
-    seed_of_run = [(group, seed) for group, runs in zip(groups, seeds) for seed in runs]
-    shared = {key for key in seed_of_run if list(groups).count(key[0]) > 1}
-    columns = [[float(key == column) for column in shared] for key in seed_of_run]
-    return np.reshape(columns, (len(seed_of_run), len(shared)))
 
 
 def adjusted(differences: Mapping[int, Difference]) -> dict[int, Difference]:
@@ -237,32 +147,34 @@ class Quantity:
     back: Callable[[float], float] = math.exp
     """The inverse of `scaled`."""
 
-    def runs(self, fits: Sequence[FitResult], seeds: Seeds) -> Runs:
-        """The number of each run, or its logarithm; no runs where one of them has none, as it never gets there."""
+    def mean(self, fits: Fits) -> Mean | None:
+        """The mean over the runs on the compared scale; None where a run has no number, as it never gets there."""
         values = self._scaled([self.formula(fit.parameters) for fit in fits])
         if not np.isfinite(values).all():
-            return self.runs((), ())
-        return Runs(values=values, fit_variance=np.array([self._variance(f) for f in fits]), seeds=seeds[: len(fits)])
+            return None
+        return mean_of(values, np.array([self._variance(fit) for fit in fits]))
 
-    def means(self, arms: Arms, seeds: Sequence[Seeds]) -> dict[int, Estimate]:
-        """Index of an arm with runs -> their mean with the mean's 90 % interval; geometric for a positive number.
+    def estimate(self, fits: Fits) -> Estimate:
+        """The mean with its 90 % interval over seeds; geometric for a positive number.
 
         The mean of one run is the run's number with the interval of its fit; inf where a run never gets there.
         """
-        recipes = [self.runs(*arm) for arm in zip(arms, seeds)]
-        table = Table(recipes, paired=False)
-        means = {}
-        for n, fits in enumerate(arms):
-            values = [float(self.formula(fit.parameters)) for fit in fits]
-            if fits and not recipes[n].seeds:
-                means[n] = Estimate(value=max(values), lo=min(values), hi=max(values))
-            elif len(fits) == 1:
-                means[n] = estimate(self.formula(fits[0].posterior.parameters), value=values[0])
-            elif fits:
-                mean = table.mean(n)
-                ends = {"lo": self.back(_known(mean.lo)), "hi": self.back(_known(mean.hi))}
-                means[n] = Estimate(value=self.back(mean.value), **ends)
-        return means
+        mean = self.mean(fits)
+        values = [float(self.formula(fit.parameters)) for fit in fits]
+        if mean is None:
+            return Estimate(value=max(values), lo=min(values), hi=max(values))
+        if len(fits) == 1:
+            return estimate(self.formula(fits[0].posterior.parameters), value=values[0])
+        interval = _interval(mean.value, math.sqrt(mean.squared_error), mean.freedom)
+        return Estimate(**{key: self.back(_known(end)) for key, end in interval.items()})
+
+    def draws(self, fits: Fits, rng: np.random.Generator) -> Array:
+        """[draws] of the mean over the runs, independent of another arm's."""
+        mean = self.mean(fits)
+        posterior = self._scaled(self.formula(fits[0].posterior.parameters))
+        if mean is None or len(fits) == 1:
+            return rng.permutation(posterior)
+        return mean.value + math.sqrt(mean.squared_error) * rng.standard_t(mean.freedom, len(posterior))
 
     def _scaled(self, values: Any) -> Array:
         with np.errstate(divide="ignore"):
@@ -286,6 +198,11 @@ def compute_to(pass_rate: float) -> Quantity:
     return Quantity(formula=lambda parameters: compute_to_reach(pass_rate, **parameters))
 
 
+def level_at(compute: float) -> Quantity:
+    """The pass rate of a run's curve at the compute."""
+    return Quantity(formula=lambda parameters: sigmoid(compute, **parameters), scaled=np.asarray, back=float)
+
+
 def _known(end: float) -> float:
     """An end of an interval of a logarithm; infinite where the variance is unknown."""
     return math.copysign(math.inf, end) if abs(end) > LARGEST_LOG else end
@@ -302,25 +219,27 @@ class ComparedArm:
     change: str
     """What the recipe sets that its reference sets otherwise; empty if unknown."""
     fits: tuple[FitResult, ...]
-    """Its runs that do not fall, each fitted with A free."""
-    seeds: Seeds
+    """Its runs that do not fall."""
+    seeds: tuple[int | None, ...]
     """Their seeds; None where unknown."""
-    refits: tuple[FitResult, ...]
-    """The same runs with A fixed to the comparison's; none for another ceiling."""
     asymptote: Estimate
     """Mean A. The interval of this and the next ones is that of the mean over seeds; of one run, that of its fit."""
     exponent: Estimate
     """Geometric mean of B."""
     midpoint: Estimate
     """Geometric mean of C_mid, in the runs' unit."""
-    fixed_exponent: Estimate | None
-    """Geometric mean of B with A fixed; None for another ceiling."""
     to_reach: Estimate
-    """Geometric mean of the compute to the comparison's pass rate, with A fixed if it is; inf: a run never does."""
+    """Geometric mean of the compute to the comparison's pass rate; inf: a run never reaches it."""
+    level: Estimate
+    """Mean pass rate at the comparison's budget."""
+    best: float
+    """Probability that its level at the budget is the highest of all arms."""
     ceiling: Difference | None
     """A minus the reference's; None for the reference."""
     efficiency: Difference | None
-    """Log of the compute to reach the pass rate over the reference's, at equal A; None where that is not compared."""
+    """Log of the compute to reach the pass rate over the reference's; None where a run of either never does."""
+    gap: Difference | None
+    """Level at the budget minus the reference's."""
 
     @property
     def runs(self) -> int:
@@ -342,14 +261,12 @@ class Comparison:
     """The reference first. An arm whose runs all fall is left out."""
     falling: Mapping[str, tuple[str, ...]]
     """Name of an arm -> its runs that fall, which are left out."""
-    fixed_asymptote: float
-    """Mean A of the arms that share their reference's ceiling."""
     pass_rate: float
     """The pass rate whose compute is compared."""
+    budget: float
+    """The compute, in the runs' unit, whose level is compared."""
     between_runs: float
     """Standard deviation of A between runs of one recipe; nan where none was run twice."""
-    paired: bool
-    """Whether differences are within seeds."""
 
     def arm(self, name: str | None) -> ComparedArm:
         """The arm of that name."""
@@ -358,65 +275,72 @@ class Comparison:
 
 def compare_runs(
     curves: Sequence[Curve],
-    fit_run: Callable[[Curve, float | None], FitResult],
+    fits: Mapping[str, FitResult],
     *,
     references: Sequence[str] = (),
     pass_rate: float | None = None,
+    budget: float | None = None,
 ) -> Comparison:
     """Group runs by recipe and compare the recipes. Names of the runs are unique, their unit of compute is one.
 
-    fit_run:    (run, A to hold or None) -> its fit.
+    fits:       name of a run -> its fit.
     references: the arm that the others are compared with (default: the first run's), and ARM=REFERENCE for others.
-    pass_rate:  whose compute is compared; default: R_0 plus 80 % of the gain to the common A.
+    pass_rate:  whose compute is compared; default: R_0 plus 80 % of the gain to the lowest mean A.
+    budget:     further compute after the longest run, where the level is compared; default: as much again.
     Raises ValueError for one run alone, and for a reference that is no arm.
     """
     if len(curves) < 2:
         raise ValueError(f"a comparison takes at least two runs; {len(curves)} was given")
-    free = {curve.name: fit_run(curve, None) for curve in curves}
     groups = arms_of(curves)
-    steady, falling = _without_falling(groups, free)
+    steady, falling = _without_falling(groups, fits)
     arms, to = _ordered(steady, groups, references)
     if not arms:
-        unknown = {"fixed_asymptote": math.nan, "pass_rate": math.nan, "between_runs": math.nan}
-        return Comparison(arms=(), falling=falling, paired=False, **unknown)
-    paired = shared_start(arms)
-    seeds = [tuple(curve.seed for curve in arm.curves) for arm in arms]
-    fits = [tuple(free[curve.name] for curve in arm.curves) for arm in arms]
-    asymptotes = ASYMPTOTE.means(fits, seeds)
-    ceilings = _differences(ASYMPTOTE, fits, seeds, to, paired)
-    shared = _share_the_ceiling(fits, ceilings, to)
-    common = float(np.mean([asymptotes[n].value for n, alike in enumerate(shared) if alike]))
-    # A cannot be held below the start of a run
-    starts = [fit.initial for runs, alike in zip(fits, shared) if alike for fit in runs]
-    fixed = min(max(common, max(starts) + 1e-3), 1.0)
-    refits = [tuple(fit_run(curve, fixed) for curve in arm.curves if alike) for arm, alike in zip(arms, shared)]
+        unknown = {"pass_rate": math.nan, "budget": math.nan, "between_runs": math.nan}
+        return Comparison(arms=(), falling=falling, **unknown)
+    runs = [tuple(fits[curve.name] for curve in arm.curves) for arm in arms]
     if pass_rate is None:
-        start = float(np.mean([fit.initial for fit in fits[0]]))
-        pass_rate = start + SHARE_OF_GAIN * (fixed - start)
-    reach = compute_to(pass_rate)
-    numbers: dict[str, Mapping[int, Any]] = {
-        "reference": {n: arms[to[n]].name for n in range(1, len(arms))},
-        "change": {n: differences(arm, arms[to[n]]) for n, arm in enumerate(arms)},
-        "asymptote": {n: replace(a, lo=max(a.lo, 0.0), hi=min(a.hi, 1.0)) for n, a in asymptotes.items()},
-        "exponent": EXPONENT.means(fits, seeds),
-        "midpoint": MIDPOINT.means(fits, seeds),
-        "fixed_exponent": EXPONENT.means(refits, seeds),
-        "to_reach": reach.means(fits, seeds) | reach.means(refits, seeds),
-        "ceiling": ceilings,
-        "efficiency": _differences(reach, refits, seeds, to, paired),
-    }
+        start = float(np.mean([fit.initial for fit in runs[0]]))
+        pass_rate = start + SHARE_OF_GAIN * (min(ASYMPTOTE.estimate(of_arm).value for of_arm in runs) - start)
+    longest = max(float(fit.compute[-1]) for of_arm in runs for fit in of_arm)
+    total = longest + (longest if budget is None else budget)
+    return Comparison(
+        arms=_compared(arms, runs, to, compute_to(pass_rate), level_at(total)),
+        falling=falling,
+        pass_rate=pass_rate,
+        budget=total,
+        between_runs=spread([[fit.asymptote for fit in of_arm] for of_arm in runs]),
+    )
+
+
+def _compared(
+    arms: Sequence[Arm], runs: Sequence[Fits], to: Sequence[int], reach: Quantity, level: Quantity
+) -> tuple[ComparedArm, ...]:
+    """runs: [arms]. to: [arms] the index of each arm's reference; the first arm is the reference of all."""
+    ceilings, efficiencies, gaps = (_differences(quantity, runs, to) for quantity in (ASYMPTOTE, reach, level))
+    rng = np.random.default_rng(0)
+    highest = np.argmax([level.draws(of_arm, rng) for of_arm in runs], axis=0)
     compared = []
     for n, arm in enumerate(arms):
-        known: dict[str, Any] = {key: of_arms.get(n) for key, of_arms in numbers.items()}
-        compared.append(ComparedArm(name=arm.name, fits=fits[n], seeds=seeds[n], refits=refits[n], **known))
-    return Comparison(
-        arms=tuple(compared),
-        falling=falling,
-        fixed_asymptote=fixed,
-        pass_rate=pass_rate,
-        between_runs=spread([ASYMPTOTE.runs(*arm) for arm in zip(fits, seeds)]),
-        paired=any(difference.paired for difference in ceilings.values()),
-    )
+        asymptote = ASYMPTOTE.estimate(runs[n])
+        compared.append(
+            ComparedArm(
+                name=arm.name,
+                reference=arms[to[n]].name if n else None,
+                change=differences(arm, arms[to[n]]),
+                fits=runs[n],
+                seeds=tuple(curve.seed for curve in arm.curves),
+                asymptote=replace(asymptote, lo=max(asymptote.lo, 0.0), hi=min(asymptote.hi, 1.0)),
+                exponent=EXPONENT.estimate(runs[n]),
+                midpoint=MIDPOINT.estimate(runs[n]),
+                to_reach=reach.estimate(runs[n]),
+                level=level.estimate(runs[n]),
+                best=float(np.mean(highest == n)),
+                ceiling=ceilings.get(n),
+                efficiency=efficiencies.get(n),
+                gap=gaps.get(n),
+            )
+        )
+    return tuple(compared)
 
 
 def _without_falling(
@@ -460,30 +384,18 @@ def _name_of(arms: Sequence[Arm], name: str) -> str:
     raise ValueError(f"--reference: {name!r} is no recipe here; choose one of {', '.join(arm.name for arm in arms)}")
 
 
-def _differences(
-    quantity: Quantity, arms: Arms, seeds: Sequence[Seeds], to: Sequence[int], paired: bool
-) -> dict[int, Difference]:
+def _differences(quantity: Quantity, arms: Sequence[Fits], to: Sequence[int]) -> dict[int, Difference]:
     """Index of an arm -> difference to its reference, p adjusted for their number.
 
-    Left out are the first arm, an arm without fits or values, and one whose reference is.
+    Left out are the first arm, and an arm that has no mean or whose reference has none.
     """
-    recipes = [quantity.runs(*arm) for arm in zip(arms, seeds)]
-    pairs = {n: to[n] for n in range(1, len(arms)) if recipes[n].seeds and recipes[to[n]].seeds}
-    table = Table(recipes, paired=paired, references=set(pairs.values()))
-    out = {n: table.difference(n, reference) for n, reference in pairs.items()}
-    return out | adjusted({n: difference for n, difference in out.items() if difference.p < 1.0})
-
-
-def _share_the_ceiling(fits: Arms, ceilings: Mapping[int, Difference], to: Sequence[int]) -> list[bool]:
-    """[arms] whether no other ceiling than its reference's is found, for the arm and for its reference."""
-    alike = [True]
-    for n in range(1, len(fits)):
-        if min(len(fits[n]), len(fits[to[n]])) < 2:
-            # 1e-9: the grid of the paper's method puts differences of exactly 0.02 on either side of it
-            alike.append(abs(ceilings[n].value) <= SAME_ASYMPTOTE + 1e-9)
-        else:
-            alike.append(not ceilings[n].moves_the_ceiling)
-    return [alike[n] and alike[reference] for n, reference in enumerate(to)]
+    means = [quantity.mean(fits) for fits in arms]
+    found = {}
+    for n, mean in enumerate(means):
+        reference = means[to[n]]
+        if n and mean and reference:
+            found[n] = mean.minus(reference)
+    return found | adjusted({n: difference for n, difference in found.items() if difference.p < 1.0})
 
 
 def summary(comparison: Comparison, arm: ComparedArm) -> str:
@@ -496,7 +408,8 @@ def summary(comparison: Comparison, arm: ComparedArm) -> str:
     if min(arm.runs, other.runs) < 2:
         where = "within" if abs(ceiling.value) <= SAME_ASYMPTOTE else "outside"
         text = f"{arm.name} against {other.name}: one run decides nothing. A {ceiling.value:+.3f},"
-        return f"{text} {where} the paper's margin of ±{SAME_ASYMPTOTE:g} between runs of one recipe."
+        text += f" {where} the paper's margin of ±{SAME_ASYMPTOTE:g} between runs of one recipe."
+        return f"{text} {_level(comparison, arm)}"
     gap = f"A {ceiling.value:+.3f} [{ceiling.lo:+.3f}, {ceiling.hi:+.3f}]"
     if ceiling.moves_the_ceiling:
         way = "raises" if ceiling.value > 0 else "lowers"
@@ -505,7 +418,7 @@ def summary(comparison: Comparison, arm: ComparedArm) -> str:
         first = f"{arm.name} keeps the ceiling: {gap}, within ±{SAME_ASYMPTOTE:g}"
     else:
         first = f"Whether {arm.name} moves the ceiling cannot be told from {runs}: {gap}"
-    return f"{first}. {_efficiency(arm.efficiency, f'{comparison.pass_rate:.3f}')}"
+    return f"{first}. {_efficiency(arm.efficiency, f'{comparison.pass_rate:.3f}')} {_level(comparison, arm)}"
 
 
 def left_out(comparison: Comparison) -> list[str]:
@@ -537,12 +450,15 @@ def _finding(comparison: Comparison, arm: ComparedArm) -> tuple[str, str]:
     """(a key of `SENTENCES`; the arm's name with the difference found)."""
     ceiling = arm.ceiling
     efficiency = arm.efficiency
+    gap = arm.gap
     if ceiling is None or min(arm.runs, comparison.arm(arm.reference).runs) < 2:
         return "once", arm.name
     if ceiling.moves_the_ceiling:
         return "ceiling", f"{arm.name} (A {ceiling.value:+.3f})"
     if efficiency and efficiency.declared:
         return "efficiency", f"{arm.name} ({_ratio(efficiency)})"
+    if gap and gap.declared:
+        return "level", f"{arm.name} ({gap.value:+.3f} at {short_number(comparison.budget)})"
     if efficiency and ceiling.within(SAME_ASYMPTOTE) and efficiency.within(SAME_COMPUTE):
         return "equal", arm.name
     return "unclear", arm.name
@@ -554,21 +470,18 @@ def _variance(comparison: Comparison) -> str:
             "Every recipe has one run, so that nothing is decided: how far runs of one recipe differ is unknown "
             f"(±{SAME_ASYMPTOTE:g} in A in the paper)."
         )
-    text = f"A differs between runs of one recipe by {comparison.between_runs:.3f} (standard deviation)"
-    if comparison.paired:
-        text += "; recipes are compared within seeds"
+    text = f"A differs between runs of one recipe by {comparison.between_runs:.3f} (standard deviation)."
     if len(comparison.arms) == 1:
-        return f"{text}."
+        return text
     return (
-        f"{text}. That any declared difference in A is wrong has a probability of about {ERROR:.0%} where recipes "
-        f"scatter alike, up to {UNEVEN_ERROR:.0%} where they do not, more if one looks after every run; so for "
-        "efficiency."
+        f"{text} That any declared difference in A is wrong has a probability of about {ERROR:.0%}, more if one "
+        "looks after every run; so for the other numbers."
     )
 
 
 def _efficiency(difference: Difference | None, target: str) -> str:
     if difference is None:
-        return f"Its compute to {target} is not compared at equal A."
+        return f"Its compute to {target} is not compared: a run never gets there."
     factor = f"{_ratio(difference)} to {target}"
     if difference.declared:
         word = "more" if difference.value < 0 else "less"
@@ -576,6 +489,15 @@ def _efficiency(difference: Difference | None, target: str) -> str:
     if difference.within(SAME_COMPUTE):
         return f"It is as efficient, within a factor of {math.exp(SAME_COMPUTE):g}: {factor}."
     return f"Its efficiency cannot be told apart: {factor}."
+
+
+def _level(comparison: Comparison, arm: ComparedArm) -> str:
+    best = max(comparison.arms, key=lambda compared: compared.best)
+    text = f"At {short_number(comparison.budget)} its pass rate is {arm.level.value:.3f}"
+    text += f" [{arm.level.lo:.3f}, {arm.level.hi:.3f}], the best with a probability of {arm.best:.2f}"
+    if best is not arm:
+        text += f" ({best.name}: {best.best:.2f})"
+    return f"{text}."
 
 
 def _ratio(difference: Difference) -> str:

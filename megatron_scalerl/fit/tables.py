@@ -169,9 +169,9 @@ def _comparison(comparison: Comparison) -> tuple[Table | str, ...]:
     if not comparison.arms:
         return tuple(left_out(comparison))
     pass_rate = f"{comparison.pass_rate:.3f}"
-    fixed = f"{comparison.fixed_asymptote:.3f}"
+    at = f"at {short_number(comparison.budget)}"
     table = Table(
-        columns=("recipe", "runs", "measured", "A", "B", "C_mid", f"B at A = {fixed}", f"compute to {pass_rate}"),
+        columns=("recipe", "runs", "measured", "A", "B", "C_mid", f"compute to {pass_rate}", at, "best there"),
         rows=tuple(
             (
                 arm.name,
@@ -180,8 +180,9 @@ def _comparison(comparison: Comparison) -> tuple[Table | str, ...]:
                 _estimated(arm.asymptote, RATE),
                 _estimated(arm.exponent, EXPONENT),
                 _estimated(arm.midpoint, short_number),
-                "–" if arm.fixed_exponent is None else _estimated(arm.fixed_exponent, EXPONENT),
                 estimated_compute(arm.to_reach),
+                _estimated(arm.level, RATE),
+                f"{arm.best:.2f}",
             )
             for arm in comparison.arms
         ),
@@ -251,16 +252,16 @@ def run_json(run: RunReport) -> dict[str, Any]:
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
     """The comparison: its arms with intervals, their runs, and what it says in words."""
-    columns = ("name", "reference", "measured", "asymptote", "exponent", "midpoint", "fixed_exponent", "to_reach")
+    columns = ("name", "reference", "measured", "asymptote", "exponent", "midpoint", "to_reach", "level", "best")
     arms = []
     for arm in comparison.arms:
         runs = [
             {"name": fit.name, "seed": seed, **fit.parameters, "warnings": fit.warnings}
             for fit, seed in zip(arm.fits, arm.seeds)
         ]
-        numbers = {key: _finite(getattr(arm, key)) for key in (*columns, "ceiling", "efficiency")}
+        numbers = {key: _finite(getattr(arm, key)) for key in (*columns, "ceiling", "efficiency", "gap")}
         arms.append(numbers | {"runs": runs, "summary": summary(comparison, arm)})
-    keys = ("fixed_asymptote", "pass_rate", "between_runs", "paired", "falling")
+    keys = ("pass_rate", "budget", "between_runs", "falling")
     return {
         **{key: _finite(getattr(comparison, key)) for key in keys},
         "conclusions": [*left_out(comparison), *conclusions(comparison)],

@@ -9,7 +9,7 @@ from command_line import command
 from published import published_run
 from recipe_runs import curve_of, write_run
 
-from megatron_scalerl.fit.arms import arms_of, differences, shared_start
+from megatron_scalerl.fit.arms import arms_of, differences
 from megatron_scalerl.fit.compare import compare_runs, conclusions, left_out, summary
 from megatron_scalerl.fit.forecast import fit_curve
 from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
@@ -19,8 +19,8 @@ CISPO, DAPO = "loss: {name: cispo}", "loss: {name: dapo}"
 main = command("fit")
 
 
-def fitted(curve, asymptote):
-    return fit_curve(curve, fixed_asymptote=asymptote)
+def compared(curves, *, method="robust", **options):
+    return compare_runs(curves, {curve.name: fit_curve(curve, method=method) for curve in curves}, **options)
 
 
 def read(folders):
@@ -52,7 +52,6 @@ def test_runs_of_one_recipe_are_an_arm(tmp_path):
     arms = arms_of(read(reversed(written)))
     assert [(arm.name, [c.seed for c in arm.curves]) for arm in arms] == [("quick", [1, 2]), ("other", [1])]
     assert differences(arms[1], arms[0]) == "loss.name: dapo"
-    assert not shared_start(arms) and shared_start(arms[1:])
 
 
 def test_two_runs_with_one_seed_are_told_apart_by_their_files(tmp_path):
@@ -72,13 +71,12 @@ def test_equal_recipes_with_other_names_stay_apart_where_seeds_repeat(tmp_path):
         for name, recipe in (("base_dapo", DAPO), ("base_scalerl", CISPO), ("base_scalerl_bf16", CISPO)):
             write_run(tmp_path / f"{name}_seed{seed}", seed=seed, recipe=recipe, rng=rng)
     curves = read(sorted(tmp_path.iterdir()))
-    comparison = compare_runs(curves, fitted, references=["base_dapo=base_scalerl_bf16", "base_scalerl"])
+    comparison = compared(curves, references=["base_dapo=base_scalerl_bf16", "base_scalerl"])
     assert [(arm.name, arm.runs, arm.reference, arm.change) for arm in comparison.arms] == [
         ("base_scalerl", 2, None, ""),
         ("base_dapo", 2, "base_scalerl_bf16", "loss.name: dapo"),
         ("base_scalerl_bf16", 2, "base_scalerl", ""),
     ]
-    assert comparison.paired
     # names that say no seed: runs of one recipe
     again = [replace(curve, name=f"again {n}") for n, curve in enumerate(curves) if "scalerl" in curve.name]
     assert [len(arm.curves) for arm in arms_of(again)] == [4]
@@ -112,42 +110,39 @@ def test_the_ceiling_is_found_and_the_page_says_so(tmp_path, capsys):
     assert "dapo lowers the ceiling: A -0.1" in out and "Moves the ceiling: dapo (A -0.1" in out
     found = json.loads((tmp_path / "a.json").read_text())["comparison"]
     assert [(arm["name"], len(arm["runs"])) for arm in found["arms"]] == [("scalerl", 3), ("dapo", 3)]
-    assert found["paired"] and found["arms"][1]["fixed_exponent"] is None
     low, high = (found["arms"][1]["ceiling"][end] for end in ("lo", "hi"))
     assert low < -0.18 < high < 0.0
 
 
 def test_the_efficiency_is_found_where_the_ceiling_is_kept(tmp_path):
-    comparison = compare_runs(read(two_recipes(tmp_path, midpoint=0.1)), fitted)
+    comparison = compared(read(two_recipes(tmp_path, midpoint=0.1)))
     dapo = comparison.arm("dapo")
     assert not dapo.ceiling.moves_the_ceiling and dapo.efficiency.declared
     assert (
         1.5 < np.exp(dapo.efficiency.value) < 2.6 and dapo.to_reach.value > comparison.arm("scalerl").to_reach.value
     )
     assert "It is less efficient" in summary(comparison, dapo)
-    assert all(f.asymptote == comparison.fixed_asymptote for arm in comparison.arms for f in arm.refits)
     assert any("Changes the efficiency: dapo" in line for line in conclusions(comparison))
 
 
 def test_a_compute_that_some_draws_never_reach_has_no_ends(tmp_path):
-    comparison = compare_runs(read(two_recipes(tmp_path, asymptote=0.66)), fitted, pass_rate=0.65)
+    comparison = compared(read(two_recipes(tmp_path, asymptote=0.66)), pass_rate=0.65)
     assert estimated_compute(comparison.arm("dapo").to_reach) == "0.204 [start, never]"
 
 
 def test_what_cannot_be_told_apart_is_said(tmp_path):
-    comparison = compare_runs(read(two_recipes(tmp_path, deviation=0.04, seeds=(1, 2))), fitted)
+    comparison = compared(read(two_recipes(tmp_path, deviation=0.04, seeds=(1, 2))))
     said = summary(comparison, comparison.arm("dapo"))
     assert "cannot be told from 2 runs" in said
     assert any(line.startswith("Cannot be told apart") for line in conclusions(comparison))
 
 
 def test_one_run_of_each_decides_nothing(tmp_path):
-    comparison = compare_runs(read(two_recipes(tmp_path, asymptote=0.6, seeds=(1,))), fitted)
+    comparison = compared(read(two_recipes(tmp_path, asymptote=0.6, seeds=(1,))))
     said = summary(comparison, comparison.arm("dapo"))
     assert "one run decides nothing" in said and "outside the paper's margin of ±0.02" in said
     lines = conclusions(comparison)
     assert "nothing is decided" in lines[0] and not any("Moves" in line for line in lines)
-    assert comparison.arm("dapo").refits == ()
 
 
 def test_three_runs_of_one_recipe_differ_by_nothing_but_their_seeds(tmp_path):
@@ -155,7 +150,7 @@ def test_three_runs_of_one_recipe_differ_by_nothing_but_their_seeds(tmp_path):
     rng = np.random.default_rng(1)
     ceilings = {1: 0.63, 2: 0.97, 3: 0.89}
     folders = [write_run(tmp_path / f"quickstart_{n}", seed=n, asymptote=a, rng=rng) for n, a in ceilings.items()]
-    comparison = compare_runs(read(folders), fitted)
+    comparison = compared(read(folders))
     [arm] = comparison.arms
     assert (arm.name, arm.runs, arm.ceiling) == ("quickstart", 3, None)
     assert comparison.between_runs == pytest.approx(0.18, abs=0.06)
@@ -169,12 +164,12 @@ def collapsed(curve):
 
 def test_a_run_that_falls_is_left_out_of_its_arm(tmp_path):
     curves = read(two_recipes(tmp_path, seeds=(1, 2)))
-    steady = compare_runs([curve for curve in curves if curve.name != "dapo_seed2"], fitted)
+    steady = compared([curve for curve in curves if curve.name != "dapo_seed2"])
     fallen = [collapsed(curve) if curve.name == "dapo_seed2" else curve for curve in curves]
-    comparison = compare_runs(fallen, fitted)
+    comparison = compared(fallen)
     assert comparison.falling == {"dapo": ("dapo_seed2",)} and comparison.arm("dapo").seeds == (1,)
     assert [arm.asymptote for arm in comparison.arms] == [arm.asymptote for arm in steady.arms]
-    assert comparison.fixed_asymptote == steady.fixed_asymptote and steady.falling == {}
+    assert comparison.pass_rate == steady.pass_rate and steady.falling == {}
     assert comparison.arm("dapo").to_reach == steady.arm("dapo").to_reach
     assert left_out(comparison) == ["dapo: 1 of 2 runs fall and are left out: dapo_seed2."]
     assert comparison_json(comparison)["conclusions"][0] == left_out(comparison)[0]
@@ -184,14 +179,14 @@ def test_an_arm_that_falls_in_every_run_is_not_compared(tmp_path):
     curves = read(two_recipes(tmp_path, seeds=(1, 2)))
     half = [collapsed(curve) if curve.name.startswith("dapo") else curve for curve in curves]
     for references in ([], ["dapo"], ["scalerl=dapo"]):
-        comparison = compare_runs(half, fitted, references=references)
+        comparison = compared(half, references=references)
         [arm] = comparison.arms
         assert (arm.name, arm.runs, arm.ceiling) == ("scalerl", 2, None)
         [sentence] = left_out(comparison)
         assert sentence == "dapo is not compared and no reference, as every run of it falls: dapo_seed1, dapo_seed2."
-    nothing = compare_runs([collapsed(curve) for curve in curves], fitted)
+    nothing = compared([collapsed(curve) for curve in curves])
     assert nothing.arms == () and len(left_out(nothing)) == 2
-    assert comparison_json(nothing)["fixed_asymptote"] is None
+    assert comparison_json(nothing)["pass_rate"] is None
 
 
 def test_what_falls_is_printed_before_the_table(tmp_path, capsys):
@@ -212,14 +207,26 @@ def test_comparison_reads_like_the_leave_one_out_table():
         series = published_run(name)
         whole = curve_of(series.compute, series.pass_rate, initial=series.initial, name=name)
         curves.append(whole.part(series.fitted))
-    comparison = compare_runs(curves, lambda c, a: fit_curve(c, method="paper", fixed_asymptote=a))
-    assert all(arm.refits for arm in comparison.arms)
-    assert comparison.fixed_asymptote == pytest.approx(0.605, abs=0.01)
-    exponents = [arm.fixed_exponent.value for arm in comparison.arms]
-    assert exponents == pytest.approx([2.01, 1.82, 1.75], abs=0.15) and exponents[0] == max(exponents)
+    comparison = compared(curves, method="paper")
+    assert [arm.ceiling and abs(arm.ceiling.value) <= 0.021 for arm in comparison.arms] == [None, True, True]
+    reached = [arm.to_reach.value for arm in comparison.arms]
+    assert reached[0] == min(reached)
     assert not any(arm.ceiling.declared or arm.efficiency.declared for arm in comparison.arms[1:])
+
+
+def test_the_level_at_a_budget_has_a_best_recipe(tmp_path):
+    """Ceilings 0.8 and 0.9, 20 C_mid at the end: the higher one is best there, and short runs may not tell."""
+    curves = read(two_recipes(tmp_path, seeds=(1,), asymptote=0.9))
+    whole = compared(curves, budget=0.0)
+    longest = max(curve.compute[-1] for curve in curves)
+    assert whole.budget == longest and sum(arm.best for arm in whole.arms) == pytest.approx(1.0)
+    dapo = whole.arm("dapo")
+    assert dapo.best > 0.95 and dapo.level.value == pytest.approx(0.88, abs=0.03)
+    assert "the best with a probability of" in summary(whole, whole.arm("dapo")) and not dapo.gap.declared
+    short = compared([curve.part(slice(0, 4)) for curve in curves], budget=longest)
+    assert 0.2 < short.arm("dapo").best < dapo.best
 
 
 def test_a_comparison_needs_two_runs(tmp_path):
     with pytest.raises(ValueError, match="at least two runs"):
-        compare_runs(read(two_recipes(tmp_path, seeds=(1,)))[:1], fitted)
+        compared(read(two_recipes(tmp_path, seeds=(1,)))[:1])
