@@ -50,4 +50,10 @@ $product train "$home/$name.yaml"
 say "result: gain, cost, and the forecast against the measurement"
 $product report "runs/$name"
 $product show "runs/$name"
+say "sums of three digits, which were not trained: before, and after"
+[ -e "$home/$name/config.json" ] || $product export "runs/$name" --out "$home/$name"
+for policy in policy "$name"; do
+  $product evaluate "$home/$policy" --recipe "$home/$name.yaml" --data "$home/longer.jsonl:prompt,answer" --k 2 \
+    --examples 5 --out "$home/${name}_longer/$policy"
+done
 say "done"

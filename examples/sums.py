@@ -1,8 +1,9 @@
-"""Writes rows of sums of two numbers, drawn by reasoning-gym: to train on, and held out.
+"""Writes rows of sums of two numbers, drawn by reasoning-gym: to train on, held out, and of longer numbers.
 
     python examples/sums.py DIR
 
-The training rows have no pair of numbers that is held out, in either order.
+The training rows have no pair of numbers that is held out, in either order; numbers have one or two digits, and three
+in `longer.jsonl`.
 """
 
 import json
@@ -12,16 +13,16 @@ from pathlib import Path
 import reasoning_gym
 
 
-def sums(draws, seed):
-    """Distinct rows, in the order in which they are drawn, keyed by their numbers in ascending order."""
+def sums(draws, seed, digits=(1, 2)):
+    """Distinct rows, in the order in which they are drawn, with their numbers in ascending order."""
     drawn = reasoning_gym.create_dataset(
         "basic_arithmetic",
         size=draws,
         seed=seed,
         min_terms=2,
         max_terms=2,
-        min_digits=1,
-        max_digits=2,
+        min_digits=digits[0],
+        max_digits=digits[1],
         operators=["+"],
         allow_parentheses=False,
         allow_negation=False,
@@ -39,6 +40,7 @@ def main(folder):
     files = {
         "prompts": [row for numbers, row in sums(60000, seed=1) if numbers not in added],
         "held_out": [row for _, row in held_out],
+        "longer": [row for _, row in sums(120, seed=98, digits=(3, 3))],
     }
     for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -161,7 +161,7 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[
     choices["prompts.path"] = (arguments.data, prompts.report.layouts[0].partition(": ")[2])
     positions = hf_config.get_text_config().max_position_embeddings
     choices |= _of_prompts(recipe, chat, prompts, tokenizer, positions, parameters, gpus)
-    choices |= _of_training(recipe, count(trained_family(recipe, policy)).total, gpus)
+    choices |= _of_training(recipe, parameters, count(trained_family(recipe, policy)).total, gpus)
     choices = _joined(choices, arguments.overrides)
     doubts = {key: value for key, value in chat.doubts.items() if key not in given}
     config = Path(recipe.policy.path)
@@ -298,23 +298,26 @@ def _held_out(usable: int, most: int) -> int:
     return min(most, max(usable // 10, few))
 
 
-def _of_training(recipe: Recipe, trained: int, gpus: int) -> Choices:
-    """The choices that depend on the policy's size, the number of steps and the devices. trained: parameters."""
+def _of_training(recipe: Recipe, parameters: int, trained: int, gpus: int) -> Choices:
+    """The choices that depend on the number of steps and the devices, and on the policy's parameters.
+
+    trained: how many of them are trained.
+    """
     from megatron_scalerl.processes.logs import size
     from megatron_scalerl.recipe.sections import ADAPTERS_LR, OptimizerSection
 
     paper = OptimizerSection()
-    rate = paper.lr * max(1.0, (PAPER_PARAMETERS / trained) ** 0.5)
+    rate = paper.lr * max(1.0, (PAPER_PARAMETERS / parameters) ** 0.5)
     why = f"the paper's {paper.lr:g} for 8B, x sqrt(8B / parameters) as in Tinker's cookbook"
     if recipe.policy.lora is not None:
-        rate = ADAPTERS_LR
-        why = "ten times the paper's, for adapters"
+        rate *= ADAPTERS_LR / paper.lr
+        why += ", x 10 for adapters (Schulman et al. 2025)"
     warm_up = min(paper.warmup_steps, max(1, recipe.steps // 20))
     between = max(1, recipe.steps // VALIDATIONS)
     saving = max(1, recipe.steps // SAVES)
     temperature = recipe.rollouts.temperature
     sampled = "the policy as it is"
-    if recipe.prompts.chat_template and trained < SMALL:
+    if recipe.prompts.chat_template and parameters < SMALL:
         temperature = 0.7
         sampled = "small policies that were tuned on conversations ramble at 1"
     staleness = recipe.rollouts.max_staleness_steps

@@ -275,6 +275,7 @@ TUNED = "{% for m in messages %}{{ m.content }}{% if m.role != 'user' %}<eos>{% 
         ("Qwen2.5-Math-1.5B", 0, ["steps=7"], 1.1e-6, 1, 1, 1.0, 64),
         ("small", 0, ["rollouts.temperature=0.9"], 4.1e-6, 10, 1, 0.9, 64),
         ("small", 0, [], 4.1e-6, 10, 1, 0.7, 64),
+        ("small", 0, ["policy.lora.rank=8", "weights.adapters=merged"], 4.1e-5, 10, 1, 0.7, 64),
     ],
 )
 def test_a_first_run_learns_is_forecast_and_is_saved(

@@ -12,6 +12,11 @@ import pytest
 
 TOOLS = Path(__file__).parents[2] / "tools"
 pytestmark = pytest.mark.slow
+FILES = {
+    "policy.path": "policy",
+    "prompts.path": "prompts.jsonl",
+    "prompts.held_out_path": "held_out.jsonl",
+}
 Figures = list[dict[str, Any]]
 Bench = Callable[[str], Figures]
 
@@ -117,6 +122,15 @@ def test_logits(bench):
     for line in lines:
         assert line["status"] == "measured" and 0 < line["error"] < 5e-5 and head["gemm_tflops"] > 0
         assert line["total_seconds"] > 0 and 0 < line["necessary_share"] <= line["gemm_share"]
+
+
+def test_peer(bench, warm):
+    """The product's arm: TRL is in none of the locks."""
+    paths = " ".join(f"{key}={warm / file}" for key, file in FILES.items())
+    [found] = bench(f"peer recipes/tiny_cpu.yaml {paths} rollouts.groups_per_batch=2 --rounds 1 --steps 2")
+    product = found["product"]
+    assert product["tokens_per_s"] * product["step_s"] == pytest.approx(32 * 50, rel=0.3)
+    assert product["step_processor_s"] > 0 and 0.5 < product["peak_gib"] < 8
 
 
 def test_rollouts(bench):
