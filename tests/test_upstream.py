@@ -5,7 +5,6 @@ Why this matters: a name that upstream moves is found here, by name, before an e
 
 import ast
 import re
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,10 +30,8 @@ def test_vllm_has_the_name_on_its_line(file, line, name, _users):
 
 
 @pytest.mark.parametrize(("file", "line", "name", "_users"), MEGATRON)
-def test_megatron_has_the_name_on_its_line_or_in_its_file(file, line, name, _users):
-    lines = upstream("megatron.core", file)
-    lines = [lines[int(line) - 1]] if version("megatron-core") == "0.19.2" else lines
-    assert any(re.search(rf"\b{name}\b", text) for text in lines)
+def test_megatron_has_the_name_on_its_line(file, line, name, _users):
+    assert re.search(rf"\b{name}\b", upstream("megatron.core", file)[int(line) - 1])
 
 
 def test_the_files_that_are_listed_with_a_name_use_it():

@@ -1,6 +1,6 @@
 """Seconds of a weight update from a Megatron policy into a vLLM model, over bare gloo of the same bytes.
 
-    python tools/bench_weights.py [--rounds 15] [--layers 8] [--hidden 1024]     # Python 3.12, for the adapters
+    python tools/bench_weights.py [--rounds 15] [--layers 8] [--hidden 1024]
 
 A trainer rank with a Llama of Megatron-Core, and a vLLM worker, whose receiver is called directly, without the HTTP
 of an engine; one thread each. The arms take turns in one run:

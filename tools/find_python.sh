@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Prints the path of the first Python of these versions that works, or nothing with exit code 1.
 #
-#   tools/find_python.sh 3.11 3.12
+#   tools/find_python.sh 3.12 3.13
 #
 # It has to start (a shim of pyenv may refuse), be of that version, and be able to make a virtual environment
 # (Debian keeps that in the package python3-venv).

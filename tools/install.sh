@@ -9,7 +9,7 @@
 #   tools/install.sh environments         beside it: what environments of the library verifiers need, by hash
 #                                         (docs/environments.md), 0.6 GB in .venv-environments
 #
-# MSRL_PYTHON       Python 3.11 or 3.12 (default: python3.11, else python3.12); for environments 3.12
+# MSRL_PYTHON       Python 3.12 or 3.13 (default: python3.12, else python3.13); for gpu, newest and environments 3.12
 # MSRL_VENV         the folder to make (default: .venv)
 # MSRL_TORCH_INDEX  a package index that holds the CPU build of torch
 # CUDA_HOME, MAX_JOBS  the toolkit to compile Transformer Engine with, and how many compilers run at a time
@@ -21,13 +21,13 @@ cd "$(dirname "$0")/.."
 kind="${1:-}"
 with_gpu=yes
 packages="megatron_scalerl, torch"
-versions=(3.11 3.12)
+versions=(3.12)
 venv=.venv
 case "$kind" in
-  cpu) need_gib=6 ;;
+  cpu) need_gib=6 versions=(3.12 3.13) ;;
   gpu) need_gib=20 ;;
-  newest) need_gib=12 versions=(3.12) venv=.venv-newest ;;
-  environments) need_gib=1 versions=(3.12) venv=.venv-environments packages=verifiers ;;
+  newest) need_gib=12 venv=.venv-newest ;;
+  environments) need_gib=1 venv=.venv-environments packages=verifiers ;;
   -h | --help) sed -n '2,19s/^# \{0,1\}//p' "$0"; exit 0 ;;
   *) die "expected 'cpu', 'gpu', 'newest' or 'environments', found '${kind:-nothing}'; --help says what each makes" ;;
 esac
@@ -157,7 +157,7 @@ build_transformer_engine() { # LOCK
 }
 
 install_gpu() {
-  local lock="tools/locks/gpu-py${version/./}.txt" rest one
+  local lock=tools/locks/gpu-py312.txt rest one
   rest=$(mktemp) one=$(mktemp)
   echo "install.sh: the GPU installation was not run yet by the authors on a GPU machine"
   locked "$lock" setuptools wheel ninja pybind11 packaging >"$one"

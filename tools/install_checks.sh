@@ -11,12 +11,13 @@ check_machine() {
   command -v c++ >/dev/null || command -v g++ >/dev/null || die "expected a C++ compiler (c++ or g++), found none"
 }
 
-# Sets `version`, "3.11" or "3.12".
+# Sets `version`, "3.12" or "3.13".
 check_python() { # PYTHON VERSION...
   local python="$1" expected glibc
   shift
   expected="expected Python $(printf '%s or ' "$@" | sed 's/ or $//')"
-  [ -n "$python" ] || die "$expected with venv, found none; set MSRL_PYTHON"
+  [ -n "$python" ] || die "$expected with venv, found none; get one (Debian: packages python$1-venv and python$1-dev; conda:" \
+    "conda create -n python$1 python=$1; uv: uv python install $1) and set MSRL_PYTHON to its path"
   version="$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" ||
     die "$expected, and $python does not run; set MSRL_PYTHON"
   case " $* " in *" $version "*) ;; *) die "$expected, found $version at $python; set MSRL_PYTHON" ;; esac

@@ -2,7 +2,7 @@
 # Makes a folder with what a GPU machine without a package index needs: this checkout (tests/gpu too), the locked packages,
 # and the scripts that install and try them there.
 #
-#   tools/offline_bundle.sh OUT [--python 3.12] [--have FREEZE] [--only "NAME ..."] [--part MIB]
+#   tools/offline_bundle.sh OUT [--have FREEZE] [--only "NAME ..."] [--part MIB]
 #
 #   --have    a file of `pip freeze` there: its packages are left out, also in another version, which is said
 #   --only    these packages alone, such as those of a machine that has the rest
@@ -17,11 +17,10 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 die() { echo "offline_bundle.sh: $*" >&2; exit 2; }
 case "${1:-}" in "" | -h | --help) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
-out="$1" python=3.12 have= only= part=0
+out="$1" have= only= part=0
 shift
 while [ $# -gt 0 ]; do
   case "$1" in
-    --python) python="$2" ;;
     --have) have="$2" ;;
     --only) only="$2" ;;
     --part) part="$2" ;;
@@ -29,8 +28,7 @@ while [ $# -gt 0 ]; do
   esac
   shift 2
 done
-lock="tools/locks/gpu-py${python/./}.txt"
-[ -f "$lock" ] || die "--python: expected 3.11 or 3.12, found $python"
+lock=tools/locks/gpu-py312.txt
 [ -z "$have" ] || [ -f "$have" ] || die "--have: expected a file of pip freeze, found none at $have"
 for program in git python3; do
   command -v "$program" >/dev/null || die "expected $program on the path, found none"
@@ -61,7 +59,7 @@ PYTHON
 count=$(grep -c == "$work/wanted.txt" || true)
 [ "$count" -gt 0 ] || die "expected packages to fetch, found none beyond --have and --only"
 echo "offline_bundle.sh: $count packages of $lock, by hash"
-target=(--only-binary=:all: --python-version "$python" --implementation cp --abi "cp${python/./}" --abi abi3 --abi none)
+target=(--only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none)
 for glibc in $(seq 39 -1 17); do target+=(--platform "manylinux_2_${glibc}_x86_64"); done
 target+=(--platform manylinux2014_x86_64 --platform manylinux2010_x86_64 --platform manylinux1_x86_64)
 pip() { python3 -m pip --disable-pip-version-check "$@" 2> >(grep -v '^WARNING: Location' >&2); }

@@ -1,6 +1,6 @@
 """Megatron's `torch_dist` checkpoints: where they keep each parameter, and its chunks under any layout as arrays.
 
-The addresses are read from megatron-core 0.16.1 (transformer_block.py and moe/experts.py, `sharded_state_dict`), and
+The addresses are read from megatron-core (transformer_block.py and moe/experts.py, `sharded_state_dict`), and
 a test compares them with a stock save. Equal layers are stacked along a leading axis, unequal layers are numbered.
 Experts are stacked along another axis. Norms before a linear layer have Transformer Engine's names. Every linear
 layer has an object `_extra_state`, empty unless fp8 is used.

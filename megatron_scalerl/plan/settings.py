@@ -44,7 +44,7 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
     """Check options of vLLM and Megatron, loss, verifiers, environment, layout, think tags, templates and lengths.
 
     config: folder of a config.json that stands for the policy's, without a tokenizer. planned: for a plan, which may
-    be for another Megatron-Core, and lack modules of the environment. Raises ValueError, in one line with the key.
+    lack modules of the environment. Raises ValueError, in one line with the key.
     """
     for task in tasks_of(recipe):
         check_verifier(task.rewards.verifier)
@@ -65,11 +65,10 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
             "weights with their adapters"
         )
     given = recipe.megatron
-    latent = policy.transformer.get("multi_latent_attention")
-    if latent or recipe.policy.lora or given.model or given.parallel or given.ddp or given.optimizer:
+    if recipe.policy.lora or given.model or given.parallel or given.ddp or given.optimizer:
         from megatron_scalerl.trainer.options import check_megatron  # slow: only if there is something to check
 
-        check_megatron(policy, recipe, faults=not planned)
+        check_megatron(policy, recipe)
     if recipe.policy.adapter is not None:
         adapter_reader(recipe.policy, trained_family(recipe, policy))
     tokenizer = chat = None

@@ -62,6 +62,17 @@ _NAMES = {
 }
 OTHER_NAMES = {name: settings for settings, names in _NAMES.items() for name in names.split()}
 """Another name -> the settings that have this meaning in a recipe, the most common first."""
+OF_OLD_MEGATRON = frozenset(
+    {
+        "megatron.model.async_tensor_model_parallel_allreduce",
+        "megatron.model.moe_extended_tp",
+        "megatron.model.moe_use_legacy_grouped_gemm",
+        "megatron.ddp.preserve_fp32_weights",
+        "megatron.optimizer.muon_use_nesterov",
+        "megatron.parallel.create_all_gather_group",
+    }
+)
+"""Options that only Megatron-Core 0.16 had: runs that were begun with it may have them in their recipes."""
 _SECTIONS = {"rollout": ("rollouts.", "engine."), "val_kwargs": ("validation.",)}
 """Sections of verl -> the sections here that have their settings."""
 _NEAR_SIBLING = 0.8
@@ -125,6 +136,10 @@ def check_keys(
     """
     names = list(valid)
     for key in given:
+        if f"{where}.{key}" in OF_OLD_MEGATRON:
+            raise ValueError(
+                f"{where}.{key} has left with Megatron-Core 0.16; delete it: a run that was begun with it goes on"
+            )
         if key not in names:
             setting = setting_of(f"{where}.{key}") if in_recipe else None
             text = unknown_key(str(key), names, expected=expected, setting=setting, listed=listed)

@@ -116,8 +116,7 @@ class PolicySection(Section):
     """Precision of the logit projection in trainer and engines (section 3.2 of the paper: fp32). `model`: that of
     policy.dtype, for the ablation."""
     lora: LoraSection | None = None
-    """Train adapters instead of the weights; {}: with their defaults. Requires Python 3.12, whose environment has
-    Megatron-Core 0.19. null: train the weights."""
+    """Train adapters instead of the weights; {}: with their defaults. null: train the weights."""
     adapter: str | None = None
     """PEFT folder with the adapters to start from, with the rank, alpha and targets of `lora`. null: new ones."""
 

@@ -34,7 +34,7 @@ from megatron_scalerl.checkpoints.commit import discard, read_commit, write_comm
 from megatron_scalerl.distributed.parallel import Parallel, unwrap
 from megatron_scalerl.trainer.model import load_chunks, sharded_models
 from megatron_scalerl.trainer.optimizer_state import gathered_with_few_copies, live_storages
-from megatron_scalerl.trainer.shard_writer import ASYNC, ShardWriting, writing_in_process
+from megatron_scalerl.trainer.shard_writer import ShardWriting, writing_in_process
 from megatron_scalerl.trainer.step import Trainer
 
 EXTRA = "controller.json"
@@ -63,7 +63,7 @@ class AsyncSave:
         _make_folder(self._path, self._parallel)
         # Inside `writing_in_process` Megatron prepares the files and starts nothing; the thread is ours.
         with writing_in_process():
-            request = dist_checkpointing.save(state, str(self._path), async_sharded_save=True, **ASYNC)
+            request = dist_checkpointing.save(state, str(self._path), async_sharded_save=True, async_strategy="mcore")
             self._writing = ShardWriting(request, live_storages(_inside_ddp(trainer.chunks), trainer.optimizer))
 
     def finish(self, *, wait: bool) -> float | None:

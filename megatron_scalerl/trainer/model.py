@@ -1,6 +1,5 @@
 """The policy: a GPTModel on packed rows whose last stage returns token log-probabilities and entropies."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -8,8 +7,6 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.extensions import transformer_engine as te_extensions
-from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
@@ -89,11 +86,9 @@ class PolicyModel(GPTModel):
             backend=recipe.trainer.logit_backend,
         )
         if self.post_process:
-            # Megatron-Core 0.16.1 has no `logit_dtype`; a GPTModel that has one materializes [N, vocab] logits.
+            # GPTModel itself materializes [N, vocab] logits.
             self.output_layer.forward = self._use_head
         self.parallel = parallel
-        if options.config.apply_rope_fusion:
-            _fused_rope_as(options.config.rotary_interleaved)
         self.inv_freq = family.inv_freq.to(parallel.device)
         routing.install(self.decoder)
 
@@ -277,35 +272,12 @@ def build_policy(
     return chunks
 
 
-def _fused_rope_as(interleaved: bool) -> None:
-    """Makes Transformer Engine's fused RoPE of packed rows rotate pairs as the newest model of the process wants it.
-
-    Megatron-Core 0.19.2 passes `interleaved` on, 0.16.1 does not (extensions/transformer_engine.py:2362-2381).
-    """
-    if "interleaved" in inspect.signature(rope_utils.fused_apply_rotary_pos_emb_thd).parameters:
-        return
-
-    def rotate(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
-        return te_extensions.apply_rotary_pos_emb(
-            t,
-            freqs,
-            tensor_format="thd",
-            interleaved=interleaved,
-            fused=True,
-            cu_seqlens=cu_seqlens,
-            cp_size=cp_size,
-            cp_rank=cp_rank,
-        )
-
-    rope_utils.fused_apply_rotary_pos_emb_thd = rotate
-
-
 def accumulate_in_linears(chunks: Sequence[torch.nn.Module]) -> None:
     """Makes Transformer Engine's linear layers add their weight gradients to main_grad, which DDP has made.
 
     As Megatron-LM does by default. Set here and not in the configuration: Megatron's own output layer, whose forward
-    is ours, would refuse it without apex (tensor_parallel/layers.py:924). Layers of Transformer Engine read it in
-    every forward pass and tell DDP (module/linear.py:1444, 947 of 2.11.0).
+    is ours, would refuse it without apex (tensor_parallel/layers.py:1070). Layers of Transformer Engine read it in
+    every forward pass and tell DDP (module/linear.py:2540, 1701 of 2.20.2).
     """
     for chunk in chunks:
         for module in chunk.modules():

@@ -10,7 +10,7 @@ shard is gathered where it is, and the result is copied once.
 
 It also drops the padding between buckets, which the places of parameters count: with several buckets (on GPUs, where
 gradients are reduced while the backward pass computes) and a bucket whose size is no multiple of 128, Megatron-Core
-0.16.1 saves the parameters after it from wrong places. Here each is taken from its own.
+saves the parameters after it from wrong places. Here each is taken from its own.
 """
 
 import contextlib

@@ -6,7 +6,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import megatron.core
 import torch
 import torch.nn.functional as F
 import yaml
@@ -150,24 +149,16 @@ def _transformer_config(settings: Mapping[str, Any]) -> TransformerConfig:
         raise ValueError(f"megatron.model: Megatron-Core refuses it: {' '.join(str(error).split())}") from error
 
 
-def check_megatron(family: Family, recipe: Recipe, *, faults: bool = True) -> None:
+def check_megatron(family: Family, recipe: Recipe) -> None:
     """Build the first rank's configuration objects in this process, to find errors before any rank starts.
 
-    faults: refuse what the installed Megatron-Core computes wrongly; a plan may be for another. Raises ValueError, in
-    one line, for unknown keys of the four sections and for whatever Megatron's configuration classes refuse or
-    assert.
+    Raises ValueError, in one line, for unknown keys of the four sections and for whatever Megatron's configuration
+    classes refuse or assert.
     """
     parallel_keywords(recipe)
     ddp_config(recipe)
     optimizer_config(recipe)
     config = model_options(family, recipe, _first_rank(recipe)).config
-    if faults:
-        _check_experts(config)
-    if faults and recipe.policy.lora is not None and megatron.core.__version__.startswith("0.16."):
-        raise ValueError(
-            f"policy.lora: adapters were not tried with Megatron-Core {megatron.core.__version__}; an environment of "
-            "Python 3.12 has Megatron-Core 0.19"
-        )
     if HAVE_TE and recipe.policy.dtype == "float32":
         raise ValueError(
             "policy.dtype: Transformer Engine's attention takes packed rows in bfloat16 alone, this is float32; set "
@@ -175,30 +166,6 @@ def check_megatron(family: Family, recipe: Recipe, *, faults: bool = True) -> No
         )
     if recipe.rollouts.routing_replay:
         check_replay(config, pipeline_size=config.pipeline_model_parallel_size)
-
-
-def _check_experts(config: TransformerConfig) -> None:
-    """Raises ValueError for layouts of experts that Megatron-Core 0.16 trains wrongly (Megatron-LM issue 5916).
-
-    Also for latent attention with it.
-    """
-    if not config.num_moe_experts or not megatron.core.__version__.startswith("0.16."):
-        return
-    tp = config.tensor_model_parallel_size
-    core = f"Megatron-Core {megatron.core.__version__}"
-    remedy = "; an environment of Python 3.12 has Megatron-Core 0.19, which is right"
-    if config.multi_latent_attention:
-        raise ValueError(f"policy.path: multi-head latent attention was not compared with {core}{remedy}")
-    if config.expert_tensor_parallel_size != tp:
-        raise ValueError(
-            f"megatron.parallel.expert_tensor_parallel_size: {core} computes wrong gradients of experts "
-            f"unless it equals tensor_model_parallel_size {tp}{remedy}"
-        )
-    if config.moe_grouped_gemm and tp > 1 and config.expert_model_parallel_size > 1:
-        raise ValueError(
-            f"megatron.model.moe_grouped_gemm: {core} leaves grouped experts out of the gradient norm "
-            f"with tensor and expert parallelism; set it to false{remedy}"
-        )
 
 
 def _first_rank(recipe: Recipe) -> Parallel:

@@ -1,7 +1,7 @@
 """Pipeline stages exchange activations without exchanging their shapes first.
 
-With variable_seq_lengths Megatron-Core 0.16.1 sends the shape before every exchange: it waits for the whole device
-twice and reads the answer back (pipeline_parallel/p2p_communication.py:242, 246, 250). But all stages of a pipeline
+With variable_seq_lengths Megatron-Core sends the shape before every exchange: it waits for the whole device
+twice and reads the answer back (pipeline_parallel/p2p_communication.py:263, 267, 271). But all stages of a pipeline
 receive the same micro-batches, in the fixed order of the schedule without interleaving, so they know the shapes.
 """
 

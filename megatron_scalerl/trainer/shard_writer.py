@@ -19,12 +19,8 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategie
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-_WRITER = next(name for name in vars(FileSystemWriterAsync) if name.startswith("write_preloaded_data_multi"))
-"""Megatron's writer of all files of a rank, in processes up to Megatron-Core 0.16, in threads since."""
-ASYNC: dict[str, str] = {}
-"""Arguments with which `dist_checkpointing.save` uses this writer for asynchronous saves as well."""
-if not _WRITER.endswith("proc"):
-    ASYNC["async_strategy"] = "mcore"
+_WRITER = "write_preloaded_data_multithread"
+"""Megatron's writer of all files of a rank."""
 
 
 @contextlib.contextmanager

@@ -96,7 +96,7 @@ class Trainer:
         self._loss_in_chunk = loss_in_chunk
         self._config = get_model_config(chunks[0])
         self._config.finalize_model_grads_func = _finalize
-        # The gradient buffers average over data-parallel ranks (distributed_data_parallel.py:258 of 0.16.1). With
+        # The gradient buffers average over data-parallel ranks (distributed_data_parallel.py:212). With
         # calculate_per_token_loss they sum, also over context-parallel ranks, but the schedule still multiplies by
         # the number of these.
         self._averaged_ranks: float = parallel.dp_size
@@ -203,7 +203,7 @@ class Trainer:
         metrics.add(inputs, result, output[1].detach(), row.staleness, row.places)
         if loss is None:
             loss = result.loss
-        # A new tensor: the schedule changes it in place (pipeline_parallel/schedules.py:268 of 0.16.1).
+        # A new tensor: the schedule changes it in place (pipeline_parallel/schedules.py:340).
         return loss * (count * self._averaged_ranks), {}
 
     def _chunk_loss(self, row: Row, logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:

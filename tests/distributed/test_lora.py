@@ -16,14 +16,8 @@ from parity_layouts import CP2, CP4, EP2, EXPERTS, FIRST_LAYER, MLP, PLAIN, PP2,
 from runner import run_ranks
 from sampling import sampled
 
-from megatron_scalerl.distributed.cpu_compat import FLOOR
-
 pytest.importorskip("peft", reason="peft is not installed")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(FLOOR, reason="adapters need Megatron-Core 0.19"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOLERANCE = 1e-5
 """Of the norm of what differs, relative to that of the reference."""

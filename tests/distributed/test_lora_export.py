@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from sampling import sampled
 
 from megatron_scalerl.checkpoints.to_peft import Adapted, to_merged, to_peft
-from megatron_scalerl.distributed.cpu_compat import FLOOR
 from megatron_scalerl.recipe.sections import LoraSection
 
 pytest.importorskip("peft", reason="peft is not installed")
@@ -18,11 +17,7 @@ pytest.importorskip("peft", reason="peft is not installed")
 import lora_reference
 import random_policies
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(FLOOR, reason="adapters need Megatron-Core 0.19"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOLERANCE = 1e-6
 """Of the norm of logits that differ, relative to that of the trainer's."""

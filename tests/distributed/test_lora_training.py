@@ -12,14 +12,8 @@ from parity_layouts import CP2, EP2, PP2, SP, TP2
 from runner import run_ranks
 from sampling import sampled
 
-from megatron_scalerl.distributed.cpu_compat import FLOOR
-
 pytest.importorskip("peft", reason="peft is not installed")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(FLOOR, reason="adapters need Megatron-Core 0.19"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ETP1, ETP2 = ({"expert_tensor_parallel_size": size} for size in (1, 2))
 LAYOUTS = {
     "qwen2 dp2": ("qwen2", {}),

@@ -15,11 +15,10 @@ from megatron_scalerl.commands.export import export
 from megatron_scalerl.controller.preflight import check_inputs
 from megatron_scalerl.controller.run_folder import RunFolder
 from megatron_scalerl.controller.weight_sync import WeightSync
-from megatron_scalerl.distributed.cpu_compat import FLOOR
 from megatron_scalerl.launch.launcher import launching
 from megatron_scalerl.recipe.file import load_recipe
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(FLOOR, reason="adapters need Megatron-Core 0.19")]
+pytestmark = pytest.mark.slow
 
 
 ROUNDINGS = 4

@@ -82,14 +82,3 @@ def test_experts_are_updated_merged():
         ROOT / "recipes" / "qwen3_30b_a3b_16gpus.yaml", ["policy.lora={}", "weights.adapters=merged"]
     )
     check_settings(merged, folder, planned=True)
-
-
-def test_the_settings_of_a_recipe_without_a_megatron_section_are_checked(monkeypatch):
-    recipe = load_recipe(ROOT / "recipes" / "tiny_cpu.yaml", ["policy.lora={}"])
-    folder = CONFIGS / "Qwen2.5-Math-1.5B"
-    monkeypatch.setattr("megatron.core.__version__", "0.19.2")
-    check_settings(recipe, folder)
-    monkeypatch.setattr("megatron.core.__version__", "0.16.1")
-    with pytest.raises(ValueError, match=r"policy\.lora: .*0\.16\.1"):
-        check_settings(recipe, folder)
-    check_settings(recipe, folder, planned=True)

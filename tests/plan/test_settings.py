@@ -105,16 +105,10 @@ def test_what_latent_attention_has_not_is_refused(override, said):
         check_settings(recipe, MOONLIGHT, planned=True)
 
 
-def test_latent_attention_is_refused_with_old_megatron_without_a_megatron_section(monkeypatch):
-    from megatron_scalerl.trainer import options
-
-    empty = ["megatron.parallel={}", "megatron.model={}"]
-    recipe = load_recipe(ROOT / "recipes" / "moonlight_16b_a3b_8gpus.yaml", empty)
-    monkeypatch.setattr(options.megatron.core, "__version__", "0.19.2")
-    check_settings(recipe, MOONLIGHT)
-    monkeypatch.setattr(options.megatron.core, "__version__", "0.16.1")
-    check_settings(recipe, MOONLIGHT, planned=True)
-    with pytest.raises(ValueError, match=r"policy\.path: .*latent attention .* 0\.16\.1"):
+def test_adapters_are_checked_without_a_megatron_section():
+    settings = ["megatron.parallel={}", "megatron.model={}", "policy.lora={}", "weights.adapters=merged"]
+    recipe = load_recipe(ROOT / "recipes" / "moonlight_16b_a3b_8gpus.yaml", settings)
+    with pytest.raises(ValueError, match=r"policy\.lora: .*latent attention"):
         check_settings(recipe, MOONLIGHT)
 
 

@@ -30,9 +30,8 @@ def refused(*argv):
 
 
 def test_refusals_in_one_line(tmp_path):
-    assert "--python: expected 3.11 or 3.12, found 3.9" in refused(tmp_path / "out", "--python", "3.9")
     assert "--have: expected a file of pip freeze" in refused(tmp_path / "out", "--have", tmp_path / "none")
-    assert "expected an option (--help), found '--pyt'" in refused(tmp_path / "out", "--pyt", "3.12")
+    assert "expected an option (--help), found '--pyt'" in refused(tmp_path / "out", "--pyt", "x")
     assert "expected packages to fetch" in refused(tmp_path / "out", "--only", "no-such-package")
     assert f"{tmp_path} exists" in refused(tmp_path)
     assert not list((tmp_path / "out").glob("wheels/*"))

@@ -15,7 +15,6 @@ from device_reads import DeviceReads
 from random_policy import batches_of, make_recipe, random_samples
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_scalerl.distributed.cpu_compat import FLOOR
 from megatron_scalerl.distributed.parallel import unwrap
 from megatron_scalerl.trainer import staging
 from megatron_scalerl.trainer import step as step_module
@@ -39,7 +38,6 @@ A_STEP = {
     "tolist megatron_scalerl/trainer/step_metrics.py:reduced": 1,
 }
 EXPERTS = {
-    **({"masked_select megatron/core/transformer/moe/moe_utils.py:permute": 2} if FLOOR else {}),
     "tolist megatron/core/transformer/moe/experts.py:forward": 1,
     "tolist megatron/core/transformer/moe/moe_utils.py:sort_chunks_by_idxs": 6,
 }

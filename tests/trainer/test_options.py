@@ -13,6 +13,7 @@ from megatron_scalerl.distributed import device
 from megatron_scalerl.distributed.parallel import Parallel
 from megatron_scalerl.models import family
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.other_names import OF_OLD_MEGATRON
 from megatron_scalerl.trainer import options
 from megatron_scalerl.trainer.options import check_megatron, ddp_config, model_options, optimizer_config
 from megatron_scalerl.trainer.ranks import init_parallel
@@ -243,24 +244,10 @@ def test_an_auxiliary_loss_that_is_off_is_no_mistake(policy):
     assert not config.moe_aux_loss_coeff and not config.moe_z_loss_coeff
 
 
-NEW_OPTIONS = dict.fromkeys(
-    (
-        "use_transformer_engine_op_fuser",
-        "use_grouped_gemm_for_shared_expert",
-        "use_grouped_gemm_for_dense_mlp",
-    ),
-    False,
-)
-
-
-def test_layers_without_adapters_and_old_megatron_are_refused_with_adapters(monkeypatch):
-    # what Megatron-Core 0.16 does not have
-    defaults = NEW_OPTIONS | options.option_defaults()
-    monkeypatch.setattr(options, "option_defaults", lambda: defaults)
-    for key in ("moe_grouped_gemm", "moe_shared_expert_overlap", *NEW_OPTIONS):
+def test_layers_without_adapters_are_refused_with_adapters(monkeypatch):
+    for key in options._WITHOUT_ADAPTERS:
         with pytest.raises(ValueError, match=f"megatron.model.{key}: .*policy.lora"):
             model_options(mixture(), recipe(dict(model={key: True}), lora={}), alone())
-    monkeypatch.undo()
     experts = dict(targets=["gate_proj", "down_proj"])
     model_options(llama(), recipe(lora=experts), alone())
     with pytest.raises(ValueError, match=r"policy\.lora\.targets: gate_proj, down_proj .*q_proj"):
@@ -277,33 +264,10 @@ def test_layers_without_adapters_and_old_megatron_are_refused_with_adapters(monk
     monkeypatch.setattr(options, "_device_settings", lambda: grouped)
     assert model_options(mixture(), recipe(), alone()).config.moe_grouped_gemm
     assert not model_options(mixture(), recipe(lora={}), alone()).config.moe_grouped_gemm
-    for version in ("0.16.1", "0.19.2"):
-        monkeypatch.setattr(options.megatron.core, "__version__", version)
-        if version == "0.19.2":
-            options.check_megatron(llama(), recipe(lora={}))
-            continue
-        with pytest.raises(ValueError, match=f"policy.lora: .* {version}"):
-            options.check_megatron(llama(), recipe(lora={}))
 
 
-@pytest.mark.parametrize(
-    ("version", "parallel", "grouped", "said"),
-    [
-        ("0.16.1", dict(tensor_model=2, expert_tensor=1), False, "expert_tensor_parallel_size: .* wrong gradients"),
-        ("0.16.1", dict(tensor_model=2, expert_model=2), True, "moe_grouped_gemm: .* out of the gradient norm"),
-        ("0.16.1", dict(tensor_model=2, expert_model=2), False, None),
-        ("0.19.2", dict(tensor_model=2, expert_model=2, expert_tensor=1), True, None),
-    ],
-)
-def test_layouts_of_experts_that_old_megatron_trains_wrongly_are_refused(
-    version, parallel, grouped, said, monkeypatch
-):
-    monkeypatch.setattr(options.megatron.core, "__version__", version)
-    sizes = {f"{kind}_parallel_size": size for kind, size in parallel.items()}
-    model = dict(sequence_parallel=True, moe_grouped_gemm=grouped)
-    asked = recipe(dict(parallel=sizes, model=model), world_size=4)
-    if said:
-        with pytest.raises(ValueError, match=said):
-            options.check_megatron(mixture(), asked)
-    else:
-        options.check_megatron(mixture(), asked)
+@pytest.mark.parametrize("key", sorted(OF_OLD_MEGATRON))
+def test_an_option_that_has_left_says_what_to_do(key):
+    _, section, name = key.split(".")
+    with pytest.raises(ValueError, match=f"{key} has left with Megatron-Core 0.16; delete it"):
+        check_megatron(llama(), recipe({section: {name: False}}))

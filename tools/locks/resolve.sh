@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Resolves the locks with hashes from scratch: gpu-py311.txt, gpu-py312.txt and environments.txt. Downloads metadata only,
-# a few MB.
+# Resolves the locks with hashes from scratch: gpu-py312.txt and environments.txt. Downloads metadata only, a few MB.
 #
 #   tools/locks/resolve.sh [--check]
 #
@@ -16,8 +15,8 @@ case "${1:-}" in
   --check) ;;
   *) echo "resolve.sh: expected --check or nothing, found '$1'" >&2; exit 2 ;;
 esac
-python="${MSRL_PYTHON:-$(../find_python.sh 3.11 3.12 || true)}"
-[ -n "$python" ] || { echo "resolve.sh: expected Python 3.11 or 3.12, found none; set MSRL_PYTHON" >&2; exit 2; }
+python="${MSRL_PYTHON:-$(../find_python.sh 3.12 3.13 || true)}"
+[ -n "$python" ] || { echo "resolve.sh: expected Python 3.12 or 3.13, found none; set MSRL_PYTHON" >&2; exit 2; }
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 "$python" -m venv "$work/venv"
@@ -35,18 +34,18 @@ extras = found["options.extras_require"]
 print(found["options"]["install_requires"], extras["run"], extras["dev"], sep="\n")
 PYTHON
 
-resolve() { # INPUT PYTHON OUTPUT [PACKAGE...]: with this package, whose inputs but PACKAGE are constrained by cpu.txt
-  local input="$1" version="$2" output="$3" free ours=()
-  shift 3
+resolve() { # INPUT OUTPUT [PACKAGE...]: with this package, whose inputs but PACKAGE are constrained by cpu.txt
+  local input="$1" output="$2" free ours=()
+  shift 2
   if [ $# != 0 ]; then
     free=$(printf '|%s' "$@")
     grep -vE "^(${free:1})==" cpu.txt >"$work/constraints.txt"
     ours=("$work/package.in" --constraints "$work/constraints.txt")
   fi
   UV_PYTHON_DOWNLOADS=never "$work/venv/bin/uv" --config-file metadata.toml pip compile "$input" "${ours[@]}" \
-    --python-platform x86_64-manylinux_2_31 --python-version "$version" \
+    --python-platform x86_64-manylinux_2_31 --python-version 3.12 \
     --only-binary :all: --no-binary transformer-engine-torch --exclude-newer "$newest" --format pylock.toml --quiet \
-    --output-file "$work/pylock.toml" || { echo "resolve.sh: $input has no solution for Python $version" >&2; exit 1; }
+    --output-file "$work/pylock.toml" || { echo "resolve.sh: $input has no solution for Python 3.12" >&2; exit 1; }
   "$python" - "$work/pylock.toml" >"$work/requirements" <<'PYTHON'
 import sys
 import tomllib
@@ -59,16 +58,15 @@ for package in packages:
     print(f"{package['name']}=={package['version']} \\\n    " + " \\\n    ".join(f"--hash=sha256:{h}" for h in hashes))
 PYTHON
   {
-    echo "# Python $version, Linux x86-64, glibc 2.31 or newer. Made by tools/locks/resolve.sh from $input; do not edit."
+    echo "# Python 3.12, Linux x86-64, glibc 2.31 or newer. Made by tools/locks/resolve.sh from $input; do not edit."
     cat "$work/requirements"
   } >"$work/$output"
   rm "$work/pylock.toml" "$work/requirements"
 }
 
-resolve gpu.in 3.11 gpu-py311.txt triton apache-tvm-ffi megatron-core
-resolve gpu.in 3.12 gpu-py312.txt triton apache-tvm-ffi megatron-core
-resolve environments.in 3.12 environments.txt
-for lock in gpu-py311.txt gpu-py312.txt environments.txt; do
+resolve gpu.in gpu-py312.txt triton apache-tvm-ffi
+resolve environments.in environments.txt
+for lock in gpu-py312.txt environments.txt; do
   count=$(grep -c '==' "$work/$lock")
   if cmp -s "$work/$lock" "$lock"; then
     echo "resolve.sh: $lock is up to date, $count packages"

@@ -35,7 +35,7 @@ def with_chunks(core: type, *, chunked: bool, query_scale: Any) -> type:
 
     `chunked`: the row's chunks are separate sequences for it (queries and keys are already rotated by their positions
     in the whole sequences). `query_scale` maps positions [N] to a factor on the queries [N, heads, d]. Written for
-    Transformer Engine's class as Megatron-Core 0.16.1 wraps it, and not run with it.
+    Transformer Engine's class as Megatron-Core wraps it, and not run with it.
     """
 
     class WithChunks(core):  # type: ignore[misc]

@@ -5,7 +5,7 @@ layer attention gathers keys by `Context.order` and computes the rank's `Span`s;
 
 Every sequence is padded to a multiple of 2 x size tokens and split into as many chunks; rank r computes chunks r and
 2 x size - 1 - r, which balances causal attention. Megatron's RoPE for packed rows
-(megatron/core/models/common/embeddings/rope_utils.py:129) and Transformer Engine's attention for them
+(megatron/core/models/common/embeddings/rope_utils.py:140) and Transformer Engine's attention for them
 (thd_get_partitioned_indices; read, not run) expect that order, and cu_seqlens of whole padded sequences.
 """
 

@@ -6,7 +6,7 @@ projects down and up, and asks for a table of angles; `RowAngles` answers with t
 
 Without Transformer Engine Megatron shards the narrow projections, and then gathers their results. The backward pass
 of that gather gives each rank its part of the gradient and does not sum over ranks, though each rank has only its own
-heads' gradient of the keys' rotated part (tensor_parallel/mappings.py, _GatherFromModelParallelRegion of 0.19.2).
+heads' gradient of the keys' rotated part (tensor_parallel/mappings.py, _GatherFromModelParallelRegion).
 Here every rank has these projections whole, as with Transformer Engine.
 """
 

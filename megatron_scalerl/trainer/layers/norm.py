@@ -13,7 +13,7 @@ from megatron.core.transformer import TransformerConfig
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
     """RMSNorm over the last dimension whose weight gradient is summed over the tensor-parallel group.
 
-    Megatron's own torch norm refuses sequence parallelism (transformer/torch_norm.py:32); its gradient reduction
+    Megatron's own torch norm refuses sequence parallelism (transformer/torch_norm.py:50); its gradient reduction
     checks the attribute `sequence_parallel` of the weight.
     """
 
@@ -26,7 +26,7 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
 class HeadRMSNorm(torch.nn.Module):
     """Weightless RMS norm over each head, computed in fp32 (Llama 4's query and key norm).
 
-    Megatron's own (transformer/torch_norm.py:72) uses torch.compile, which requires a C++ compiler.
+    Megatron's own (transformer/torch_norm.py:90) uses torch.compile, which requires a C++ compiler.
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, **_: Any):
@@ -42,7 +42,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
     """RMS norm of all heads of a token together, which tensor-parallel ranks share (OLMo 2's query and key norm).
 
     Every rank has the weights of all heads; Megatron sums their gradients over the ranks, as of every query and key
-    norm (distributed/finalize_model_grads.py:354 of 0.16.1).
+    norm (distributed/finalize_model_grads.py:453).
     """
 
     heads: int

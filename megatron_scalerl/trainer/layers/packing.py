@@ -23,7 +23,7 @@ over sequences; more than four buckets gain nothing."""
 
 LONGEST_STEP = 64
 """The longest sequence is rounded up to a multiple of this for Transformer Engine, as it does when it computes it
-itself (attention/dot_product_attention/dot_product_attention.py:1130 of 2.11): kernels are chosen, and cuDNN's are
+itself (attention/dot_product_attention/dot_product_attention.py:2470 of 2.20.2): kernels are chosen, and cuDNN's are
 planned, for a longest sequence, which differs between micro-batches."""
 
 

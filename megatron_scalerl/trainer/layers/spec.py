@@ -3,7 +3,7 @@
 The life of a spec: `PolicyModel` asks for `block_submodules` of its chunk; a provider names the classes of this
 machine; each layer's style in the family chooses among them; Megatron builds a TransformerLayer from each spec.
 
-The Transformer Engine part is written against Megatron-Core 0.16.1; it ran on one GPU with 0.19.2 (docs/gpu.md).
+The Transformer Engine part ran on one GPU (docs/gpu.md).
 """
 
 from functools import partial
@@ -168,7 +168,7 @@ def _attention_spec(
     submodules = SelfAttentionSubmodules(
         linear_qkv=qkv, core_attention=core, linear_proj=proj, q_layernorm=q_norm, k_layernorm=k_norm
     )
-    # SelfAttention passes the mask type to the core attention's constructor (transformer/attention.py:321 of 0.16.1).
+    # SelfAttention passes the mask type to the core attention's constructor (transformer/attention.py:385).
     return ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
 
 
