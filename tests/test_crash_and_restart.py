@@ -13,7 +13,7 @@ from fakes.trainer import SAVE_S
 from sampling import sampled
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_scalerl.checkpoints.commit import committed, read_commit
+from megatron_scalerl.checkpoints.commit import committed
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller.meter import HEARTBEAT_S
 from megatron_scalerl.controller.run_folder import resume_point
@@ -59,7 +59,7 @@ def test_a_run_that_is_asked_to_save_and_exit_repeats_no_step(tmp_path, uncrashe
     """
     settings = recipe(tmp_path, rollouts={"max_staleness_steps": k})
     first = attempt(settings, save_at_s=at_s)
-    start = resume_point(tmp_path / "r", read_commit)
+    start = resume_point(tmp_path / "r")
     assert first.reason is None and first.seconds < at_s + VALIDATE_S + PUBLISH_S + SAVE_S + 0.01
     assert start.step == max(first.trained, default=0)
     saves = read_jsonl(tmp_path / "r" / "checkpoints.jsonl")
@@ -314,7 +314,7 @@ def test_a_run_that_gives_up_fails_and_says_so(tmp_path):
         attempt(settings, flat_groups=range(4, 99))
     [end] = read_jsonl(tmp_path / "r" / "end.json")
     assert end["reason"].startswith(said) and end["gave_up"] and not end["final"] and end["step"] == 2
-    assert resume_point(tmp_path / "r", read_commit).step == 2
+    assert resume_point(tmp_path / "r").step == 2
     assert attempt(settings).reason == "all 6 steps are made", "the same command may go on"
     [end] = read_jsonl(tmp_path / "r" / "end.json")
     assert not end["gave_up"]
@@ -337,16 +337,16 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path):
     newest = folder / "checkpoints" / "step_000006" / "controller.json"
     whole = newest.read_bytes()
     newest.write_bytes(whole.replace(b'"step": 6', b'"step": 9'))  # same size, other content
-    point = resume_point(folder, read_commit)
+    point = resume_point(folder)
     assert (point.step, point.batches) == (3, 3)
     assert "step_000006/controller.json: its content is not what was committed" in point.damaged[0]
     assert attempt(settings).trained == [4, 5, 6]
     check_records(folder)
-    assert resume_point(folder, read_commit).step == 6
+    assert resume_point(folder).step == 6
     for file in folder.glob("checkpoints/*/controller.json"):
         file.write_bytes(b"{")
     with pytest.raises(RuntimeError, match=r"every checkpoint is damaged: .*step_000006"):
-        resume_point(folder, read_commit)
+        resume_point(folder)
 
 
 def test_lost_completions_leave_their_group_and_nothing_else(tmp_path):

@@ -136,7 +136,6 @@ def stored_parameters(
         stored[rule.megatron] = _stored(path, rule, address, index.tensors[address.key], shapes[rule.megatron])
     if missing:
         raise ValueError(f"{path}: the checkpoint has no {listed(missing)}")
-    index.check_files(chunk for parameter in stored.values() for chunk in parameter.chunks)
     return stored
 
 
@@ -178,7 +177,8 @@ class DistReader:
 
     def __init__(self, path: Path, parameters: Mapping[str, StoredParameter]):
         self.parameters = parameters
-        self._mapped = cache(lambda file: MappedFile(path / file, links=False))
+        self._path = path
+        self._mapped = cache(lambda file: MappedFile(path / file))
         self.bits = cache(self._read)
         """Name -> the chunk, at its parameter's place on the leading axes."""
 
@@ -188,8 +188,8 @@ class DistReader:
         parameter, number = name.rsplit("#", 1)
         stored = self.parameters[parameter]
         chunk = stored.chunks[int(number)]
-        file = self._mapped(chunk.file)
-        dtype, shape, start = find_tensor(file, chunk.start, chunk.length)
+        dtype, shape, start = find_tensor(self._path, chunk.place)  # refuses a link
+        file = self._mapped(chunk.place.file)
         if (dtype, shape) != (stored.dtype, chunk.shape):
             where = f"{file.path}: {stored.address.key}"
             indexed = f"{stored.dtype} {list(chunk.shape)}"

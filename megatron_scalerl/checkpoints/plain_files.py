@@ -7,14 +7,15 @@ import mmap
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 _LINK = "it is a link, which is not followed; cp -RL makes a folder without links"
 
 
-def open_plain(folder: Path, name: str) -> int:
-    """A read-only descriptor of the file `name` in `folder`.
+def open_plain(folder: Path, name: str) -> BinaryIO:
+    """The file `name` in `folder`, opened to be read.
 
     Raises ValueError for a name that leaves the folder, a missing file, a link, and anything that is not a regular
     file (reading a pipe would block forever).
@@ -33,7 +34,7 @@ def open_plain(folder: Path, name: str) -> int:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise ValueError(f"{path}: it is not a regular file")
-    return descriptor
+    return os.fdopen(descriptor, "rb")
 
 
 def check_name(folder: Path, name: object) -> None:
@@ -49,6 +50,11 @@ def is_file_name(name: str) -> bool:
     return name not in ("", ".", "..") and len(name) <= 255 and "/" not in name and name.isprintable()
 
 
+def printable(text: str) -> str:
+    """Text of a file, made safe for a message: one line, at most 200 characters, no control characters."""
+    return text[:200] if text.isprintable() else ascii(text)[1:-1][:200]
+
+
 def refuse_links(folder: Path) -> None:
     """Raises ValueError if `folder` or anything in it, at any depth, is a link."""
     # A copy of the folder would follow the link, and take a file of this machine into the result.
@@ -57,55 +63,12 @@ def refuse_links(folder: Path) -> None:
             raise ValueError(f"{path}: {_LINK}")
 
 
-class PlainFile:
-    """A regular file of a checkpoint, read by offset. Close it, or use it as a context manager."""
-
-    def __init__(self, folder: Path, name: str):
-        self.path = folder / name
-        self._descriptor = open_plain(folder, name)
-        self.size = os.fstat(self._descriptor).st_size
-
-    def __enter__(self) -> PlainFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
-
-    def read(self, limit: int) -> bytes:
-        """The whole file. Raises ValueError if it has more than `limit` bytes."""
-        if self.size > limit:
-            raise ValueError(f"{self.path}: it has {self.size} bytes, and at most {limit} are read")
-        data = bytearray(self.size)
-        self.read_into(0, memoryview(data))
-        return bytes(data)
-
-    def read_into(self, start: int, target: memoryview) -> None:
-        """Fill `target`, a view of bytes, from byte `start` on. Raises ValueError if the file is shorter."""
-        done = 0
-        while done < len(target):
-            count = os.preadv(self._descriptor, [target[done:]], start + done)
-            if not count:
-                break
-            done += count
-        _check_read(self.path, start, len(target), done)
-
-
-def _check_read(path: Path, start: int, size: int, read: int) -> None:
-    if read != size:
-        raise ValueError(f"{path}: it has only {read} of {size} bytes from byte {start} on")
-
-
 class MappedFile:
     """A memory-mapped file. Its pages belong to the page cache and do not count as memory of the process."""
 
-    def __init__(self, path: Path, *, links: bool = True):
-        """Map the file at `path`. Without `links` it has to be a regular file; raises ValueError for a link."""
+    def __init__(self, path: Path):
         self.path = path
-        if links:
-            file = path.open("rb")
-        else:
-            file = os.fdopen(open_plain(path.parent, path.name), "rb")
-        with file:
+        with path.open("rb") as file:
             self.size = os.fstat(file.fileno()).st_size
             self.bytes: mmap.mmap | bytes = b""
             if self.size:  # mmap refuses an empty file
@@ -116,9 +79,3 @@ class MappedFile:
         if not count:  # numpy refuses an offset at the end of the file
             return np.empty(0, dtype)
         return np.frombuffer(self.bytes, dtype, count, offset)
-
-    def read_into(self, start: int, target: memoryview) -> None:
-        """Fill `target` from byte `start` on. Raises ValueError if the file is shorter."""
-        content = self.bytes[start : start + len(target)]
-        _check_read(self.path, start, len(target), len(content))
-        target[:] = content

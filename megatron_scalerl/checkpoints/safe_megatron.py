@@ -2,7 +2,7 @@
 
 `load` takes the steps of `dist_checkpointing.load` of megatron-core 0.16.1 and 0.19.2:
 
-1. `read_index` reads the index; `_common` reads the common state as plain values, if it is asked for.
+1. `read_index` reads the index; `_common` reads the common state, if it is asked for.
 2. Every rank says which tensors it wants; all ranks check them against the index (`_check_tensors`).
 3. Megatron's strategy plans which chunks this rank reads. `_Reader` reads them in place of torch's FileSystemReader.
 4. The ranks tell one another whether they failed, so that all of them raise.
@@ -11,11 +11,11 @@ Every byte is read once, so the bytes that are checked are the bytes that are us
 """
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import merge
@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -35,10 +36,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from megatron_scalerl.checkpoints.plain_files import PlainFile
+from megatron_scalerl.checkpoints.plain_files import printable
 from megatron_scalerl.checkpoints.safe_index import (
     COMMON,
     COMMON_OBJECT,
@@ -48,10 +48,14 @@ from megatron_scalerl.checkpoints.safe_index import (
     StoredTensor,
     read_index,
 )
-from megatron_scalerl.checkpoints.safe_pickles import printable
 from megatron_scalerl.checkpoints.safe_values import read_object, read_tensor, read_value
 from megatron_scalerl.distributed.device import device
 
+_ARRAYS = [np.empty(0).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.uint32))]
+"""Names of a run's own checkpoints: numpy's random number generator keeps its state in an array.
+
+No other party's may use them: numpy takes the flags of a type, such as "holds objects", from a pickle as they are.
+"""
 _TEXT = 4096
 """Bytes of a rank's failure that the other ranks get."""
 
@@ -59,7 +63,7 @@ _TEXT = 4096
 def load(wanted: dict[str, Any], path: Path, *, common: bool) -> dict[str, Any]:
     """`dist_checkpointing.load(wanted, path)` without unpickling. Every rank must call it.
 
-    With `common` the result also has the state that Megatron saves once for all ranks, which must be plain values,
+    With `common`, for a run's own checkpoint, the result also has the state that Megatron saves once for all ranks,
     and `wanted` has to name every tensor; without, common.pt is not opened. Raises ValueError, on every rank, for a
     folder of another format, one that lacks a part of `wanted`, and for a part with content that is not allowed.
     """
@@ -76,7 +80,7 @@ def load(wanted: dict[str, Any], path: Path, *, common: bool) -> dict[str, Any]:
     _check_tensors(index, keys, whole=common)
     failure: BaseException | None = None
     try:
-        with _read_with(_Reader(index)):
+        with _read_with(_Reader(index, _ARRAYS if common else [])):
             merge(state, torch_strategies.TorchDistLoadShardedStrategy().load(sharded, path))
     except (CheckpointException, CheckpointingException, ValueError, KeyError, RuntimeError, OSError) as error:
         failure = error
@@ -132,24 +136,21 @@ def _first_failure(index: CheckpointIndex, failed: CheckpointException) -> BaseE
 
 
 def _common(index: CheckpointIndex) -> dict[str, Any]:
-    """The state that Megatron saves once for all ranks, as plain values.
+    """The state that Megatron saves once for all ranks.
 
     Up to Megatron-Core 0.16 it is a file, common.pt, later one object among the others.
     """
-    item = index.objects.get(COMMON_OBJECT)
-    if item is not None:
-        with PlainFile(index.path, item.file) as file:
-            [state] = read_object(file, COMMON_OBJECT, item)
+    place = index.objects.get(COMMON_OBJECT)
+    if place is None:
+        place = ByteRange(COMMON, 0, (index.path / COMMON).stat().st_size)
+        state: dict[str, Any] = read_value(index.path, place, COMMON)
     else:
-        with PlainFile(index.path, COMMON) as file:
-            state = read_value(file, 0, file.size)
-    if type(state) is not dict:
-        raise ValueError(f"{file.path}: the common state is a {type(state).__name__}, not a dictionary")
+        [state] = read_object(index.path, place, COMMON_OBJECT)
     return state
 
 
 @contextlib.contextmanager
-def _read_with(reader: StorageReader) -> Iterator[None]:
+def _read_with(reader: FileSystemReader) -> Iterator[None]:
     """Context in which Megatron's strategy (strategies/torch.py, `load`) uses `reader`, not its FileSystemReader."""
     kept = torch_strategies._get_filesystem_reader
     torch_strategies._get_filesystem_reader = lambda *_, **__: reader
@@ -159,70 +160,48 @@ def _read_with(reader: StorageReader) -> Iterator[None]:
         torch_strategies._get_filesystem_reader = kept
 
 
-class _Reader(StorageReader):
-    """Reads the items of a load plan from the files of a checkpoint."""
+class _Reader(FileSystemReader):
+    """Reads the items of a load plan from the files of a checkpoint, whose objects may use `names`."""
 
-    def __init__(self, index: CheckpointIndex):
-        self._index = index
-        self._ranges: dict[MetadataIndex, ByteRange] = {}
-        self._metadata = Metadata(state_dict_metadata={}, storage_data=self._ranges)
+    def __init__(self, index: CheckpointIndex, names: Sequence[Any]):
+        super().__init__(index.path)
+        self._folder = index.path
+        self._names = names
+        self._metadata = Metadata(state_dict_metadata={}, storage_data={})
         # torch looks a chunk up by key and offset, an object by its key alone.
         for key, tensor in index.tensors.items():
             self._metadata.state_dict_metadata[key] = _described(tensor)
-            self._ranges |= {MetadataIndex(key, torch.Size(c.offset)): c for c in tensor.chunks}
-        for key, item in index.objects.items():
+            self._metadata.storage_data |= {MetadataIndex(key, chunk.offset): chunk for chunk in tensor.chunks}
+        for key, place in index.objects.items():
             self._metadata.state_dict_metadata[key] = BytesStorageMetadata()
-            self._ranges[MetadataIndex(key)] = item
+            self._metadata.storage_data[MetadataIndex(key)] = place
 
-    def read_metadata(self) -> Metadata:
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
-        by_file = defaultdict(list)
         for item in plan.items:
-            by_file[self._ranges[item.storage_index].file].append(item)
-        for name, items in by_file.items():
-            with PlainFile(self._index.path, name) as file:
-                # In the order of their bytes, so that a network file system reads ahead.
-                for item in sorted(items, key=lambda item: self._ranges[item.storage_index].start):
-                    self._read(file, item, planner)
+            stored = self._metadata.storage_data[item.storage_index]
+            key = item.storage_index.fqn
+            if item.type == LoadItemType.BYTE_IO:
+                _set(planner, item.dest_index.fqn, read_object(self._folder, stored, key, self._names))
+            else:
+                self._copy(stored, item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read(self, file: PlainFile, item: ReadItem, planner: Any) -> None:
-        stored = self._ranges[item.storage_index]
+    def _copy(self, chunk: Chunk, item: ReadItem, planner: Any) -> None:
         key = item.storage_index.fqn
-        if item.type == LoadItemType.BYTE_IO:
-            _set(planner, item.dest_index.fqn, read_object(file, key, stored))
-            return
-        tensor = read_tensor(file, stored.start, stored.length, f"the tensor {key}")
-        assert isinstance(stored, Chunk)
-        if tuple(tensor.shape) != stored.shape:
-            raise ValueError(
-                f"{file.path}: {key}: its shape is {list(tensor.shape)}, and .metadata says {list(stored.shape)}"
-            )
+        tensor = read_tensor(self._folder, chunk.place, f"the tensor {key}")
+        if tuple(tensor.shape) != chunk.shape:
+            shapes = f"its shape is {list(tensor.shape)}, and .metadata says {list(chunk.shape)}"
+            raise ValueError(f"{self._folder / chunk.place.file}: {key}: {shapes}")
         for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
             tensor = tensor.narrow(axis, start, length)
         target = planner.resolve_tensor(item).detach()
         target.copy_(tensor)
         planner.commit_tensor(item, target)
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: the reader keeps no state between loads."""
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        """Do nothing: the index is read already."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
 
 
 def _described(tensor: StoredTensor) -> TensorStorageMetadata:

@@ -8,10 +8,9 @@ import io
 import pickle
 import struct
 import zipfile
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 import torch
@@ -68,27 +67,12 @@ def append_tensor(file: IO[bytes], dtype: str, shape: Sequence[int], bands: Iter
     return file.tell() - start
 
 
-class _Storage:
-    """A stand-in for the tensor's storage, which the pickle names by its persistent id."""
-
-
-class _Tensor:
-    """A stand-in that is pickled as torch pickles a contiguous tensor."""
-
-    def __init__(self, dtype: str, shape: Sequence[int]):
-        like = torch.empty(tuple(shape), dtype=getattr(torch, TORCH_NAMES[dtype]), device="meta")
-        hooks: OrderedDict[str, Any] = OrderedDict()
-        self._arguments = (_Storage(), 0, tuple(shape), like.stride(), False, hooks)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return torch._utils._rebuild_tensor_v2, self._arguments
-
-
 def _pickled(dtype: str, shape: Sequence[int]) -> bytes:
     stream = io.BytesIO()
     # torch.save's protocol, and its persistent ids for storages: torch.load accepts no other form.
     pickler = pickle.Pickler(stream, protocol=2)
-    ids = {_Storage: ("storage", _STORAGES[dtype], "0", "cpu", prod(shape))}
+    ids = {torch.TypedStorage: ("storage", _STORAGES[dtype], "0", "cpu", prod(shape))}
     pickler.persistent_id = lambda value: ids.get(type(value))  # type: ignore[method-assign]
-    pickler.dump(_Tensor(dtype, shape))
+    # Its memory is never touched, so that the system does not provide it.
+    pickler.dump(torch.empty(tuple(shape), dtype=getattr(torch, TORCH_NAMES[dtype])))
     return stream.getvalue()

@@ -18,7 +18,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +28,6 @@ from msgspec import Meta
 from megatron_scalerl.checkpoints import commit
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
-from megatron_scalerl.checkpoints.safe_index import check_checkpoint
 from megatron_scalerl.fit.inputs import differing
 from megatron_scalerl.launch.placement import Attempt
 from megatron_scalerl.processes.signals import IN_USE_CODE
@@ -309,14 +308,14 @@ def check_recipe(recipe: Recipe) -> None:
             )
 
 
-def resume_point(run_dir: Path, check: Callable[[Path], object] = check_checkpoint) -> ResumePoint:
-    """The newest intact checkpoint of a run. check: raises ValueError for a damaged one.
+def resume_point(run_dir: Path) -> ResumePoint:
+    """The newest intact checkpoint of a run: its files have the sizes, and the small ones the content, of COMMIT.
 
     Raises RuntimeError if there are checkpoints and all are damaged.
     """
 
     def state_of(path: Path) -> ControllerState:
-        check(path)
+        commit.read_commit(path)
         return controller_state(path)
 
     path, damaged = commit.latest_whole(run_dir / "checkpoints", state_of)

@@ -121,16 +121,16 @@ def test_parts_that_are_not_needed_are_not_opened(originals, folder, marker, tmp
 @pytest.mark.parametrize(
     ("info", "found"),
     [
-        (("../outside", 0, 10), ".metadata: '../outside' is not the name of a file"),
-        (("/etc/passwd", 0, 10), ".metadata: '/etc/passwd' is not the name of a file"),
-        (("__0_0.distcp", -5, 10), "a byte range is not a tuple of sizes"),
-        (("__0_0.distcp", 0, -1), "a byte range is not a tuple of sizes"),
+        (("../outside", 0, 10), "at `$.storage_data[...].relative_path`"),
+        (("/etc/passwd", 0, 10), "at `$.storage_data[...].relative_path`"),
+        (("__0_0.distcp", -5, 10), "Expected `int` >= 0 - at `$.storage_data[...].offset`"),
+        (("__0_0.distcp", 0, -1), "Expected `int` >= 0 - at `$.storage_data[...].length`"),
         (("__0_0.distcp", 0, 10**12), "and .metadata names 1000000000000"),
         (("__0_0.distcp", 10**12, 10), "and .metadata names 1000000000010"),
-        (("__0_0.distcp", 0, "10"), "_StorageInfo.length is of type str"),
+        (("__0_0.distcp", 10**18, 10), "at `$.storage_data[...].offset`"),
+        (("__0_0.distcp", 0, "10"), "Expected `int`, got `str` - at `$.storage_data[...].length`"),
         (("none.distcp", 0, 10), "none.distcp: this file of the checkpoint is missing"),
         (("__0_0.distcp", 3, 100), "__0_0.distcp: the bytes from 3 on are not a saved tensor: they are no archive"),
-        (("__0_0.distcp", 0, 10, ["stream.zstd/1"]), "bytes of __0_0.distcp were transformed"),
     ],
 )
 def test_places_outside_the_folder_or_the_file(info, found, folder, refused):

@@ -9,6 +9,7 @@ import torch
 
 from megatron_scalerl.checkpoints.assembly import BITS, TORCH_NAMES
 from megatron_scalerl.checkpoints.plain_files import MappedFile
+from megatron_scalerl.checkpoints.safe_index import ByteRange
 from megatron_scalerl.checkpoints.safe_values import find_tensor
 from megatron_scalerl.checkpoints.torch_archive import append_tensor
 
@@ -28,7 +29,7 @@ def test_torch_reads_an_archive_behind_other_bytes(dtype, shape, tmp_path):
     assert len(archive) == length
     assert torch.equal(torch.load(io.BytesIO(archive), weights_only=True), tensor)
     assert zipfile.ZipFile(io.BytesIO(archive)).testzip() is None  # all checksums match
-    found = find_tensor(MappedFile(path), 6, length)
+    found = find_tensor(tmp_path, ByteRange("file", 6, length))
     assert found[:2] == (dtype, shape) and found[2] % 64 == 0
 
 
@@ -38,29 +39,25 @@ def test_an_archive_of_torch_is_read(tmp_path):
     torch.save(tensor, stream)
     path = tmp_path / "file"
     path.write_bytes(b"xx" + stream.getvalue())
-    file = MappedFile(path)
-    dtype, shape, start = find_tensor(file, 2, len(stream.getvalue()))
+    dtype, shape, start = find_tensor(tmp_path, ByteRange("file", 2, len(stream.getvalue())))
     assert (dtype, shape) == ("BF16", (1, 3, 4))
-    assert file.array(start, 12, np.dtype(np.uint16)).tobytes() == tensor.view(torch.int16).numpy().tobytes()
+    found = MappedFile(path).array(start, 12, np.dtype(np.uint16))
+    assert found.tobytes() == tensor.view(torch.int16).numpy().tobytes()
 
 
-@pytest.mark.parametrize(
-    "value", [torch.zeros(3, 4).t(), torch.zeros(6)[2:], {"a": torch.zeros(2)}, torch.zeros(2, dtype=torch.int64)]
-)
+@pytest.mark.parametrize("value", [torch.zeros(3, 4).t(), torch.zeros(6)[2:], {"a": torch.zeros(2)}])
 def test_anything_but_a_contiguous_tensor_is_refused(value, tmp_path):
     path = tmp_path / "file"
     torch.save(value, path)
-    with pytest.raises(
-        ValueError, match=r"file: the (bytes from 0 on are not a saved tensor: |tensor at byte 0 is )"
-    ):
-        find_tensor(MappedFile(path), 0, path.stat().st_size)
+    with pytest.raises(ValueError, match=r"file: the bytes from 0 on are not a saved tensor: (it is not|they hold)"):
+        find_tensor(tmp_path, ByteRange("file", 0, path.stat().st_size))
 
 
 def test_any_zip_tool_detects_a_flipped_bit(tmp_path):
     path = tmp_path / "file"
     with path.open("wb") as file:
         append_tensor(file, "F32", (64,), [np.arange(64, dtype=np.uint32)])
-    _, _, start = find_tensor(MappedFile(path), 0, path.stat().st_size)
+    _, _, start = find_tensor(tmp_path, ByteRange("file", 0, path.stat().st_size))
     data = bytearray(path.read_bytes())
     data[start + 5] ^= 1
     with pytest.raises(zipfile.BadZipFile, match="Bad CRC-32"):
@@ -84,4 +81,4 @@ def test_bits_that_cannot_be_mapped_are_refused(change, compression, tmp_path):
         for entry in source.infolist():
             target.writestr(entry.filename, change(entry.filename, source.read(entry)))
     with pytest.raises(ValueError, match="file: the bytes from 0 on are not a saved tensor: "):
-        find_tensor(MappedFile(path), 0, path.stat().st_size)
+        find_tensor(tmp_path, ByteRange("file", 0, path.stat().st_size))

@@ -207,7 +207,7 @@ def test_a_finished_run_is_recognized(tmp_path):
     made = recipe(tmp_path, steps=3, validation={"every_steps": 2})
 
     def point():
-        return resume_point(made.run_dir, commit.read_commit)
+        return resume_point(made.run_dir)
 
     assert finished(made, point()) is None
     folder = RunFolder(made)

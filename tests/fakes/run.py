@@ -21,7 +21,6 @@ from fakes.trainer import INFO, StandInTrainer
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_scalerl.checkpoints.commit import read_commit
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.loop import Controller
@@ -245,7 +244,7 @@ async def _attempt(loop, settings, folder, trainer, sampler, saving, changes, co
     engines = Membership.of([StandInEngine(f"engine-{i}") for i in range(settings.engine.count)], version=None)
     for at_s, change in changes:
         loop.call_at(at_s, change, engines)
-    start, history = resume_point(folder.path, read_commit), read_history(folder.path)
+    start, history = resume_point(folder.path), read_history(folder.path)
     check_history(folder.path, history, start)
     devices = Devices(unit="device_hours", trainer=1, engine=2)
     ledger = Ledger(folder.path / "ledger.jsonl", devices.unit, incarnation=folder.attempt.incarnation)

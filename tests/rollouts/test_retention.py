@@ -142,7 +142,7 @@ def test_journal_and_store_must_reach_as_far_as_the_checkpoint(tmp_path):
     settings = recipe(tmp_path, rollouts={"max_staleness_steps": 0})
     attempt(settings, kill_at_s=40)
     folder = tmp_path / "r"
-    start = resume_point(folder, read_commit)
+    start = resume_point(folder)
     assert start.position is not None and start.position.offset > 16
     journal, segment = folder / "journal.jsonl", folder / "rollouts" / "segment-00000.bin"
     check_history(folder, read_history(folder), start)
