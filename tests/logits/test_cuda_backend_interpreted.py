@@ -268,7 +268,7 @@ def projection_of(hidden, weight, targets, **changes):
         round_logits=False,
         entropy=True,
         entropy_grad=True,
-        grad_logits="bf16",
+        grad_logits="bf16" if hidden.dtype == torch.bfloat16 else "fp32",
         workspace_bytes=TIGHT,
     )
     return Projection(hidden=hidden, weight=weight, targets=targets, **{**options, **changes})
