@@ -154,7 +154,8 @@ class TokenLogprobs(torch.autograd.Function):
         # The backend overwrites the logits: another backward pass has to recompute them.
         ctx.kept = None
         if kept is not None:
-            call.backend.chunk_gradients(projection, *kept, given, grad_hidden, into)
+            logits, stats = kept
+            call.backend.chunk_gradients(projection, logits, stats, given, grad_hidden, into)
         elif not projection.empty:
             call.backend.gradients(projection, given, grad_hidden, into)
         # In fp32 the backend has added to main_grad itself: no second copy of the head's gradient.
