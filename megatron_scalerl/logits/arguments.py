@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_scalerl.logits.choice import choose_backend
+from megatron_scalerl.logits.choice import BackendName, choose_backend
 from megatron_scalerl.logits.function import Call
-from megatron_scalerl.logits.projection import BackendName, Entropy, GradLogits, Precision, Projection
+from megatron_scalerl.logits.projection import Entropy, GradLogits, Precision, Projection
 from megatron_scalerl.record import record
 from megatron_scalerl.types import Bool, Float, Int64
 
@@ -103,17 +103,11 @@ def _call(
         shares = ranks
     tokens = hidden.shape[0] * shares
     _check_tokens(tokens, targets, settings, shares)
-    true_size = settings.vocab_size
-    if true_size is None:
-        true_size = rows * ranks
-    if not 0 < true_size <= rows * ranks:
-        raise ValueError(
-            f"vocab_size is {true_size}; it has to be 1 to {rows * ranks} ({rows} rows on {ranks} ranks)"
-        )
+    true_size = _true_size(settings.vocab_size, rows, ranks)
     kept = settings.places
     if settings.loss_mask is not None:
         kept = settings.loss_mask.nonzero()[:, 0]
-    # The type of sums, as in `Projection.accumulator`: fp32, or fp64 for fp64 operands.
+    # The type of sums, as in `Projection.accumulator`; only operands that are narrower are ever rounded.
     accumulator = torch.promote_types(hidden.dtype, torch.float32)
     scale = _scale(settings.temperature, hidden.device, accumulator).detach()
     if kept is not None:
@@ -123,11 +117,7 @@ def _call(
     # Only now: to look at values the host waits for the device.
     if not settings.trusted:
         _check_targets(targets, kept, true_size)
-    # Only operands that are narrower than the sums can be rounded.
     narrow = hidden.dtype != accumulator
-    grad_logits: GradLogits = "fp32"
-    if narrow:
-        grad_logits = settings.grad_logits
     # Hidden states come later and may be a share of these: here one row of memory stands for all.
     shape = Projection(
         hidden=hidden.new_empty((1, hidden.shape[1])).expand(targets.shape[0], -1),
@@ -138,7 +128,7 @@ def _call(
         round_logits=narrow and settings.logits == "model",
         entropy=settings.entropy != "none",
         entropy_grad=settings.entropy == "grad",
-        grad_logits=grad_logits,
+        grad_logits=settings.grad_logits if narrow else "fp32",
         workspace_bytes=int(settings.workspace_mb * 2**20),
     )
     backend = choose_backend(settings.backend, hidden.device, hidden.dtype)
@@ -158,6 +148,17 @@ def _call(
         main_grad=_into_main_grad(weight, settings.main_grad),
         keep_logits=settings.keep_logits and torch.is_grad_enabled(),
     )
+
+
+def _true_size(vocab_size: int | None, rows: int, ranks: int) -> int:
+    """Size of the vocabulary without padding."""
+    if vocab_size is None:
+        return rows * ranks
+    if not 0 < vocab_size <= rows * ranks:
+        raise ValueError(
+            f"vocab_size is {vocab_size}; it has to be 1 to {rows * ranks} ({rows} rows on {ranks} ranks)"
+        )
+    return vocab_size
 
 
 def _scale(temperature: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

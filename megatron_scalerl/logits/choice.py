@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from typing import Literal
 
 import torch
 
@@ -10,6 +11,7 @@ from megatron_scalerl.logits.torch_backend import TorchBackend
 
 logger = logging.getLogger(__name__)
 
+BackendName = Literal["auto", "cuda", "torch"]
 LARGE_GPU = 64 * 2**30
 """Bytes of a GPU from which the trainer's workspace is larger where the recipe states none."""
 CUDA_DTYPES = (torch.bfloat16, torch.float32)
@@ -28,7 +30,7 @@ def workspace_mb(stated: float | None, *, large_gpu: bool, shared: bool) -> floa
     return 512.0
 
 
-def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
+def choose_backend(name: BackendName, device: torch.device, dtype: torch.dtype) -> Backend:
     """The backend `name` for operands of `dtype` on `device`; auto: cuda where it can run, else torch.
 
     Logs each choice once. Raises ValueError for operands that `cuda` cannot multiply.

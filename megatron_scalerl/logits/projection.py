@@ -24,7 +24,6 @@ from megatron_scalerl.types import Bool, Float, Int64
 Precision = Literal["fp32", "model"]
 Entropy = Literal["none", "metric", "grad"]
 GradLogits = Literal["bf16", "bf16x2", "fp32"]
-BackendName = Literal["auto", "cuda", "torch"]
 
 
 @record
