@@ -165,7 +165,7 @@ class HeldOut:
             entropy=_entropy(completions),
             lost_completions=len(requests) - len(completions),
             within_variance=within_variance(outcomes),
-            metrics=environment_metrics(scored.score for row in rows for scored in row if scored is not None),
+            metrics=environment_metrics(scored.score for scored in scored_completions),
             tasks=_by_task(self._prompts, by_prompt),
             confirmed_share=share,
             confirmed_least=least,
