@@ -10,6 +10,7 @@ import asyncio
 import importlib.util
 import inspect
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -95,16 +96,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write the page and the planner's constants."""
     if not REPORTS:
         return
-    from harness import write_constants
+    import harness
 
-    from megatron_scalerl.cluster.probe import probe_machine
+    from megatron_scalerl.cluster.probe import probe
 
     folder = Path(session.config.getoption("--gpu-report"))
     folder.mkdir(parents=True, exist_ok=True)
-    machine = probe_machine(hide_gpus=False)
-    gpus = ", ".join(sorted({f"{machine.gpus.count(name)} x {name}" for name in machine.gpus}))
+    names = harness.gpu_names()
+    gpus = ", ".join(sorted({f"{names.count(name)} x {name}" for name in names}))
+    facts = harness.machine() | {"driver": harness.nvidia_smi("driver_version")} | asdict(probe())
     lines = [f"# Checks on {gpus or 'no GPU'}, {datetime.now(UTC):%Y-%m-%d}", ""]
-    lines += [f"* {name}: {_text(value)}" for name, value in machine.details.items()]
+    lines += [f"* {name}: {_text(value)}" for name, value in facts.items()]
     lines += ["", "| check | result | seconds | figures, or the reason |", "|---|---|---|---|"]
     lines += [
         f"| {report.nodeid} | {report.outcome} | {report.duration:.0f} | {_said(report)} |" for report in REPORTS
@@ -115,7 +117,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         for report in REPORTS
         if report.outcome == "passed"
     ]
-    write_constants(folder / "assumptions.yaml", measured, gpu=next(iter(machine.gpus), ""), source="tests/gpu")
+    harness.write_constants(folder / "assumptions.yaml", measured, gpu=next(iter(names), ""), source="tests/gpu")
 
 
 def _text(value: object) -> str:

@@ -46,7 +46,6 @@ if __name__ == "__main__":
 with explained():
     from bench_shapes import used_on_gpu
 
-    from megatron_scalerl.cluster.probe import nvidia_smi
     from megatron_scalerl.engine.client import SamplingSpec
     from megatron_scalerl.plan.hardware import GIB, GPUS, gpu_of_device
     from megatron_scalerl.processes.child_process import end_with
@@ -88,8 +87,8 @@ async def measure(folder, *, toy):
     freed = None
     for name, shape in (_TOYS if toy else _SHAPES).items():
         seconds[name], freed = await _served(write_config(shape, folder / name), toy=toy)
-    parameters = count(load_family(folder / "1b")[0])
-    figures = rates(seconds["tiny"], seconds["1b"], parameters, gpu=nvidia_smi("name") or "", freed=freed)
+    parameters = count(load_family(folder / "1b"))
+    figures = rates(seconds["tiny"], seconds["1b"], parameters, gpu=harness.nvidia_smi("name") or "", freed=freed)
     return {"step_ms": {n: {b: s * 1e3 for b, s in each.items()} for n, each in seconds.items()}, **figures}
 
 

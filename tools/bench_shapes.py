@@ -22,7 +22,6 @@ import harness
 from checkout import explained
 
 with explained():
-    from megatron_scalerl.cluster.probe import nvidia_smi
     from megatron_scalerl.plan.hardware import GIB, GPUS, gpu_of_device
     from megatron_scalerl.processes.child_process import end_with
 
@@ -140,7 +139,7 @@ def reset_peaks():
 
 def used_on_gpu():
     """Bytes in use on this process's GPU, before it has a context there those of others; None if unknown."""
-    mib = nvidia_smi("memory.used") or ""
+    mib = harness.nvidia_smi("memory.used") or ""
     if not mib.isdecimal():
         return None
     return int(mib) * 2**20

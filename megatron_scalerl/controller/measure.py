@@ -27,7 +27,8 @@ The life of a measurement:
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from megatron_scalerl.controller.measured_prompts import EvaluationFiles, HeldOut, PinnedVersion
 from megatron_scalerl.controller.meter import Meter, Purpose
@@ -37,14 +38,13 @@ from megatron_scalerl.controller.run_folder import ResumePoint, RunFolder, RunSt
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.engine.rounds import Rounds
-from megatron_scalerl.evaluation.completing import EnginesAtVersion, Finished, HeldEngineLost, Request, complete_all
+from megatron_scalerl.evaluation.completing import Completer, HeldEngineLost
 from megatron_scalerl.evaluation.inputs import EvaluationInputs
 from megatron_scalerl.evaluation.results import ProblemLost
 from megatron_scalerl.processes.child_process import cancelled
 from megatron_scalerl.prompts.dataset import PromptSet
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.rollouts.sampler import Sampler, ScoredCompletion
-from megatron_scalerl.types import CompletionLost
+from megatron_scalerl.rollouts.sampler import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -119,8 +119,7 @@ class Measurement:
         self._holder = holder
         self._meter = meter
         self._rounds = rounds
-        self._per_engine = recipe.rollouts.max_in_flight
-        self._engine_count = recipe.engine.count
+        self._recipe = recipe
         self._task: asyncio.Task[None] | None = None
         """The task of the measurement in progress, or of the last one until `collect` drops it."""
         self.engine: EngineClient | None = None
@@ -170,21 +169,19 @@ class Measurement:
         return True
 
     async def _run(self, version: PinnedVersion, engine: EngineClient | None) -> None:
-        pinned = EnginesAtVersion(members=self._engines, version=version.step, only=engine)
-        at_once = self._per_engine
+        at_once = self._recipe.rollouts.max_in_flight
         if engine is None and self._rounds is None:
-            at_once *= self._engine_count
-
-        async def complete(requests: Iterable[Request], finished: Finished) -> None:
-            def counted(request: Request, completion: ScoredCompletion | CompletionLost) -> None:
-                if not isinstance(completion, CompletionLost):
-                    self._meter.count_measured(self._prompts.purpose, completion.completion.generated_tokens, engine)
-                finished(request, completion)
-
-            await complete_all(requests, counted, pinned=pinned, at_once=at_once, rounds=self._rounds)
-
+            at_once *= self._recipe.engine.count
+        completer = Completer(
+            members=self._engines,
+            version=version.step,
+            at_once=at_once,
+            only=engine,
+            rounds=self._rounds,
+            count=partial(self._meter.count_measured, self._prompts.purpose, engine=engine),
+        )
         try:
-            await self._prompts.measure(version, complete)
+            await self._prompts.measure(version, completer)
         except (HeldEngineLost, ProblemLost) as lost:
             self._prompts.lose(version.step, str(lost))
         finally:

@@ -21,7 +21,7 @@ import asyncio
 import logging
 import math
 import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -41,7 +41,7 @@ from megatron_scalerl.controller.metrics import (
 )
 from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.run_folder import ResumePoint, RunFolder
-from megatron_scalerl.evaluation.completing import Finished, Request, row_of
+from megatron_scalerl.evaluation.completing import Completer, Request
 from megatron_scalerl.evaluation.inputs import EvaluationInputs
 from megatron_scalerl.evaluation.results import SUMMARY, Key, OtherResult, ResultFile, cells
 from megatron_scalerl.evaluation.summaries import FileSummary, as_json, summaries_of
@@ -78,10 +78,6 @@ class PinnedVersion:
     """True for the last measurement of the run."""
 
 
-Complete = Callable[[Iterable[Request], Finished], Awaitable[None]]
-"""Completes all requests with the pinned version."""
-
-
 class HeldOut:
     """The held-out prompts of a run: a validation."""
 
@@ -106,15 +102,15 @@ class HeldOut:
         """The newest step up to this one that is recorded; -1 if there is none. It may be missing after a restart."""
         return self._metrics.last_validation(step)
 
-    async def measure(self, version: PinnedVersion, complete: Complete) -> None:
+    async def measure(self, version: PinnedVersion, completer: Completer) -> None:
         """Validate, record the result, and begin a forecast with it."""
-        pass_rate, outcomes = await self.validate(version, complete)
+        pass_rate, outcomes = await self.validate(version, completer)
         self._metrics.validation(pass_rate, by_prompt=means(outcomes), outcomes=text(outcomes))
         self._progress.validation(pass_rate)
         await self.close()
         self._forecast = asyncio.create_task(self._look_ahead(), name=f"forecast at version {version.step}")
 
-    async def validate(self, version: PinnedVersion, complete: Complete) -> tuple[PassRate, Outcomes]:
+    async def validate(self, version: PinnedVersion, completer: Completer) -> tuple[PassRate, Outcomes]:
         """(the pass rate of a policy version, [prompts][generations] the outcomes of its completions).
 
         The first completions of a prompt have the same seeds whatever their number. Raises RuntimeError if all
@@ -144,7 +140,7 @@ class HeldOut:
             for number, prompt in enumerate(self._prompts)
             for index in range(generations)
         ]
-        await complete(requests, finished)
+        await completer.complete_all(requests, finished)
         # a prompt without a completion would change the set of prompts, and so the curve
         for prompt, row in zip(self._prompts, rows):
             if not any(row):
@@ -169,7 +165,7 @@ class HeldOut:
             entropy=_entropy(completions),
             lost_completions=len(requests) - len(completions),
             within_variance=within_variance(outcomes),
-            metrics=environment_metrics(scored.score for row in rows for scored in row if scored is not None),
+            metrics=environment_metrics(scored.score for scored in scored_completions),
             tasks=_by_task(self._prompts, by_prompt),
             confirmed_share=share,
             confirmed_least=least,
@@ -259,7 +255,6 @@ class EvaluationFiles:
         self._sampler = sampler
         self._folder = folder.path
         self._run_id = folder.attempt.run_id
-        self._keys = files.keys(self._section.generations)
         self._unfinished: set[int] = set()
         """Steps of unfinished evaluations of earlier attempts that this attempt may come to again."""
         self.every = self._section.every_steps
@@ -296,16 +291,13 @@ class EvaluationFiles:
         """The newest step that is recorded; -1 if there is none."""
         return self._last
 
-    async def measure(self, version: PinnedVersion, complete: Complete) -> None:
+    async def measure(self, version: PinnedVersion, completer: Completer) -> None:
         """Complete every file, or the rest of an unfinished evaluation, and record the result. Raises ProblemLost."""
-
-        def finished(request: Request, completion: ScoredCompletion | CompletionLost) -> None:
-            result.append(row_of(request, completion, self._files.tokenizer))
-
+        section = self._section
         with self._result(version) as result:
-            missing = result.missing(self._keys)
-            requests = self._files.requests(missing, {None: self._sampler}, seed=self._section.seed)
-            await complete(requests, finished)
+            await self._files.complete(
+                result, completer, {None: self._sampler}, k=section.generations, seed=section.seed
+            )
             rows = await asyncio.to_thread(self._finish, version, result)
         self._append(version.step, rows)
 
@@ -328,7 +320,7 @@ class EvaluationFiles:
     def _finish(self, version: PinnedVersion, result: ResultFile) -> list[dict[str, Any]]:
         """Write the summary; the rows of RECORD."""
         files = self._files
-        completed = cells(result.rows.values(), self._keys)
+        completed = cells(result.rows.values(), files.keys(self._section.generations))
         summaries = summaries_of(completed, files.files, files.contaminations, k=self._section.generations)
         rows = [_row(summary, version) for summary in summaries]
         versions = sorted({version for row in result.rows.values() if not row.lost for version in row.versions})

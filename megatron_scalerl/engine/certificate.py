@@ -39,14 +39,6 @@ class Certificate:
         return context
 
 
-@record
-class CertificateFiles:
-    """A certificate and its private key as files, as vLLM's server reads them."""
-
-    certificate: Path
-    key: Path
-
-
 def make_certificate() -> Certificate:
     """A new certificate that signs itself and nothing else."""
     # only a run on several hosts needs the package
@@ -76,13 +68,18 @@ def make_certificate() -> Certificate:
 
 
 @contextlib.contextmanager
-def certificate_files(certificate: Certificate) -> Iterator[CertificateFiles]:
-    """The certificate in files that only this user can read, deleted at the end of the block."""
+def certificate_arguments(certificate: Certificate | None) -> Iterator[list[str]]:
+    """vLLM's arguments for TLS, without a certificate none.
+
+    They name files that only this user can read, deleted at the end of the block. The server has read them when it
+    reports that it is up.
+    """
+    arguments: list[str] = []
     with private_folder() as folder:
-        files = CertificateFiles(
-            certificate=Path(folder.folder) / "certificate.pem", key=Path(folder.folder) / "key.pem"
-        )
-        for path, text in ((files.certificate, certificate.certificate), (files.key, certificate.key)):
-            path.touch(mode=0o600, exist_ok=False)
-            path.write_text(text, encoding="ascii")
-        yield files
+        if certificate is not None:
+            for option, text in (("--ssl-certfile", certificate.certificate), ("--ssl-keyfile", certificate.key)):
+                path = Path(folder.folder) / f"{option.removeprefix('--ssl-')}.pem"
+                path.touch(mode=0o600, exist_ok=False)
+                path.write_text(text, encoding="ascii")
+                arguments += [option, str(path)]
+        yield arguments

@@ -23,7 +23,6 @@ from typing import Any
 
 from megatron_scalerl.distributed.rendezvous import LOOPBACK, listen_only_at
 from megatron_scalerl.engine.answers import ADAPTER
-from megatron_scalerl.engine.certificate import CertificateFiles
 from megatron_scalerl.engine.numerics import attention_temperature, logprobs_mode
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import node_copy
@@ -227,11 +226,10 @@ def _nested(options: dict[str, Any], name: str) -> dict[str, Any]:
     return value or {}
 
 
-def engine_arguments(recipe: Recipe, *, host: str, port: int, tls: CertificateFiles | None = None) -> list[str]:
-    """Arguments of vLLM's OpenAI server.
+def engine_arguments(recipe: Recipe, *, host: str, port: int) -> list[str]:
+    """Arguments of vLLM's OpenAI server, without those of `certificate.certificate_arguments`.
 
-    tls: files that it reads before it reports that it is up; None: HTTP without TLS. Raises
-    ValueError as `check_options` does, and for an option that contradicts another setting of the recipe.
+    Raises ValueError as `check_options` does, and for an option that contradicts another setting of the recipe.
     """
     check_options(recipe.engine.vllm)
     options = (CPU_DEFAULTS if on_cpu() else GPU_DEFAULTS) | {
@@ -276,8 +274,6 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int, tls: CertificateFi
     }
     if recipe.policy.lora is not None and recipe.adapters_alone:
         options |= _adapter_options(recipe.policy.lora)
-    if tls is not None:
-        options |= {"ssl_certfile": str(tls.certificate), "ssl_keyfile": str(tls.key)}
     if recipe.rollouts.routing_replay:
         options |= _routing_options() | {"logits_processors": [f"{DEVICE_PROCESSOR}:ForcedTokens"]}
     if recipe.engine.vllm.get("enable_expert_parallel") and recipe.engine.vllm.get("data_parallel_size", 1) != 1:

@@ -51,13 +51,19 @@ Finished = Callable[[Request, ScoredCompletion | CompletionLost], None]
 
 
 @record
-class EnginesAtVersion:
-    """The engines that hold one policy version."""
+class Completer:
+    """Completes requests with one policy version."""
 
     members: Membership
     version: int
+    at_once: int
+    """Requests in flight; with `rounds`, those of each engine in a round."""
     only: EngineClient | None = None
     """The engine that is held at the version; None: every engine that serves has it."""
+    rounds: Rounds | None = None
+    """See `engine.rounds`; None: requests do not wait for each other."""
+    count: Callable[[int], object] = int
+    """Gets the tokens of each completion."""
 
     async def engine(self, number: int) -> EngineClient:
         """An engine for problem `number`, whose completions share it. Raises HeldEngineLost."""
@@ -70,14 +76,16 @@ class EnginesAtVersion:
         return self.only
 
     async def complete(
-        self, request: Request, *, first: EngineClient | None = None, priority: int = VALIDATION_PRIORITY
-    ) -> ScoredCompletion | CompletionLost:
-        """A completion, or the reason why it is lost. first: the engine of the first attempt.
+        self, request: Request, finished: Finished, *, first: EngineClient | None = None, rank: int = 0
+    ) -> None:
+        """Complete one request. first: the engine of the first attempt. rank: its place in a round.
 
         Raises HeldEngineLost, and RuntimeError as `Sampler.complete` does.
         """
-        lost: list[CompletionLost] = []
-        while len(lost) < TRIES:
+        priority = VALIDATION_PRIORITY + rank
+        result: ScoredCompletion | CompletionLost
+        losses = 0
+        while losses < TRIES:
             engine = first or await self.engine(request.key.number)
             # a second attempt asks for an engine anew: the first one may be evicted by then
             first = None
@@ -87,61 +95,47 @@ class EnginesAtVersion:
                 if versions != {self.version}:  # versions never decrease in a completion
                     given = ", ".join(map(str, sorted(versions)))
                     raise EngineError(f"{engine.name}: it answered with policy version {given}, not {self.version}")
-                return result
+                self.count(result.completion.generated_tokens)
+                break
             except CompletionLost as error:
                 logger.warning(
                     "%s, problem %d: a completion is lost: %s", request.key.file, request.key.number, error
                 )
-                lost.append(error)
+                losses += 1
+                result = error
             except EngineError as error:  # the engine's failure is no attempt at the completion
                 self.members.evict(engine, str(error))
-        return lost[-1]
+        finished(request, result)
 
+    async def complete_all(self, requests: Iterable[Request], finished: Finished) -> None:
+        """Complete every request. Raises HeldEngineLost, unless something else fails, too."""
+        waiting = iter(requests)
 
-async def complete_all(
-    requests: Iterable[Request],
-    finished: Finished,
-    *,
-    pinned: EnginesAtVersion,
-    at_once: int,
-    rounds: Rounds | None = None,
-) -> None:
-    """Complete every request, `at_once` at a time; with `rounds` (`engine.rounds`), `at_once` of each engine a round.
+        async def work() -> None:
+            for request in waiting:  # all workers take from this iterator
+                await self.complete(request, finished)
 
-    Raises HeldEngineLost, unless something else fails, too.
-    """
+        try:
+            if self.rounds is not None:
+                await self._in_rounds(self.rounds, list(waiting), finished)
+                return
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(self.at_once):
+                    tasks.create_task(work())
+        except BaseExceptionGroup as failures:
+            # An evicted engine is a consequence of many failures: another one says more.
+            raise min(failures.exceptions, key=lambda error: isinstance(error, HeldEngineLost)) from None
 
-    async def complete(request: Request, first: EngineClient | None = None, rank: int = 0) -> None:
-        priority = VALIDATION_PRIORITY + rank
-        finished(request, await pinned.complete(request, first=first, priority=priority))
-
-    async def work() -> None:
-        for request in waiting:  # all workers take from this iterator
-            await complete(request)
-
-    async def in_rounds(rounds: Rounds) -> None:
-        left = list(waiting)
+    async def _in_rounds(self, rounds: Rounds, left: list[Request], finished: Finished) -> None:
         while left:
             this_round = await rounds.begin()
-            chosen = left[: at_once * this_round.size]
+            chosen = left[: self.at_once * this_round.size]
             left = left[len(chosen) :]
             engines = [this_round.engine(rank) for rank in range(len(chosen))]
             async with asyncio.TaskGroup() as tasks:
                 for rank, request in enumerate(chosen):
-                    tasks.create_task(complete(request, engines[rank], rank))
+                    tasks.create_task(self.complete(request, finished, first=engines[rank], rank=rank))
                 await this_round.go(engines)
-
-    waiting = iter(requests)
-    try:
-        if rounds is not None:
-            await in_rounds(rounds)
-            return
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(at_once):
-                tasks.create_task(work())
-    except BaseExceptionGroup as failures:
-        # An evicted engine is a consequence of many failures: another one says more.
-        raise min(failures.exceptions, key=lambda error: isinstance(error, HeldEngineLost)) from None
 
 
 def row_of(request: Request, result: ScoredCompletion | CompletionLost, tokenizer: RunTokenizer) -> Row:

@@ -14,6 +14,8 @@ import numpy as np
 
 from megatron_scalerl.record import record
 
+Outcomes = Sequence[Sequence[bool]]
+"""[P][k] whether each completion of each prompt is correct; at least one each, fewer than k if some were lost."""
 LEVEL = 0.95
 """Probability of every interval."""
 DRAWS = 10_000
@@ -36,37 +38,28 @@ class Estimate:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-@record
-class Counts:
-    """The number of correct completions of each prompt. Produced by `results.Cell.counts`."""
-
-    correct: tuple[int, ...]
-    """[P] correct completions."""
-    completions: tuple[int, ...]
-    """[P] all completions, at least 1; fewer than k if completions were lost."""
-
-    def rates(self) -> np.ndarray:
-        """[P] share of correct completions of each prompt."""
-        return np.asarray(self.correct, dtype=float) / np.asarray(self.completions, dtype=float)
+def rates(outcomes: Outcomes) -> np.ndarray:
+    """[P] share of correct completions of each prompt."""
+    return np.asarray([sum(row) / len(row) for row in outcomes])
 
 
-def mean_at_k(counts: Counts) -> Estimate:
+def mean_at_k(outcomes: Outcomes) -> Estimate:
     """The mean over prompts of the share of correct completions."""
-    return rate_over_prompts(counts.rates(), observations=sum(counts.completions))
+    return rate_over_prompts(rates(outcomes), observations=sum(map(len, outcomes)))
 
 
-def pass_at_k(counts: Counts, k: int) -> Estimate:
+def pass_at_k(outcomes: Outcomes, k: int) -> Estimate:
     """The probability that at least one of k completions is correct, unbiased.
 
     It is the mean over prompts of 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1). Every
     prompt has k completions or more.
     """
     values = []
-    for correct, n in zip(counts.correct, counts.completions):
+    for row in outcomes:
         # The quotient of binomials as a product of small factors, which does not overflow.
         # with fewer than k wrong ones a factor is 1 - k / k = 0, so that the estimate is 1
-        values.append(1.0 - float(np.prod(1.0 - k / np.arange(n - correct + 1, n + 1))))
-    return rate_over_prompts(np.asarray(values), observations=sum(n // k for n in counts.completions))
+        values.append(1.0 - float(np.prod(1.0 - k / np.arange(len(row) - sum(row) + 1, len(row) + 1))))
+    return rate_over_prompts(np.asarray(values), observations=sum(len(row) // k for row in outcomes))
 
 
 def rate_over_prompts(values: np.ndarray, *, observations: int) -> Estimate:
@@ -112,7 +105,7 @@ def bootstrap_means(values: np.ndarray) -> np.ndarray:
     return np.concatenate(means)
 
 
-def default_ks(completions: Sequence[int]) -> list[int]:
+def default_ks(outcomes: Outcomes) -> list[int]:
     """The k of pass@k that are shown: powers of two up to the fewest completions of a prompt, and that number."""
-    fewest = min(completions)
+    fewest = min(map(len, outcomes))
     return sorted({fewest, *(2**i for i in range(fewest.bit_length()))})

@@ -2,17 +2,17 @@
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.checkpoints.weight_map import check_weights
 from megatron_scalerl.engine.options import check_options
-from megatron_scalerl.evaluation.completing import Request
+from megatron_scalerl.evaluation.completing import Completer, Request, row_of
 from megatron_scalerl.evaluation.contamination import Contamination, Text, contamination
 from megatron_scalerl.evaluation.problems import ProblemFile, read_problems, split_schema
-from megatron_scalerl.evaluation.results import Header, Key
+from megatron_scalerl.evaluation.results import Header, Key, ResultFile
 from megatron_scalerl.models import read_hf_config
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.prompts.chat import chat_of_recipe
@@ -23,8 +23,8 @@ from megatron_scalerl.recipe.file import check_policy
 from megatron_scalerl.recipe.tasks import tasks_of
 from megatron_scalerl.record import record
 from megatron_scalerl.rollouts.plans import longest_sequence
-from megatron_scalerl.rollouts.sampler import Sampler
-from megatron_scalerl.types import Prompt
+from megatron_scalerl.rollouts.sampler import Sampler, ScoredCompletion
+from megatron_scalerl.types import CompletionLost, Prompt
 
 _LIMITS = ("cpu_s", "timeout_s", "memory_mb", "file_mb")
 """Keys of rewards with which an answer that is stopped counts as wrong."""
@@ -61,18 +61,33 @@ class EvaluationInputs:
                         keys.append(Key(file=file.name, number=problem.number, index=index, budget=budget))
         return keys
 
-    def requests(self, keys: Sequence[Key], samplers: Mapping[int | None, Sampler], *, seed: int) -> list[Request]:
-        """The requests for these completions.
+    async def complete(
+        self,
+        result: ResultFile,
+        completer: Completer,
+        samplers: Mapping[int | None, Sampler],
+        *,
+        k: int,
+        seed: int,
+        finished: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Generate and score the completions that `result` lacks. Raises as `Completer.complete_all`, and OSError.
 
-        samplers: budget -> its sampler. A completion has the same seed at every budget.
+        samplers: budget -> its sampler. A completion has the same seed at every budget. finished: called after each
+        new row.
         """
         requests = []
-        for key in keys:
+        for key in result.missing(self.keys(k)):
             sampler = samplers[key.budget]
             draw = sampler.draw(seed, key.number, key.index)
             prompt = self.prompts[key.file][key.number - 1]
             requests.append(Request(key=key, prompt=prompt, draw=draw, sampler=sampler))
-        return requests
+
+        def take(request: Request, completion: ScoredCompletion | CompletionLost) -> None:
+            result.append(row_of(request, completion, self.tokenizer))
+            finished()
+
+        await completer.complete_all(requests, take)
 
     def header(self, *, policy: str, digest: str, version: int, seed: int, k: int) -> Header:
         """The header of the result."""

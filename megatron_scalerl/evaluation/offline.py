@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.engine.membership import Membership
-from megatron_scalerl.evaluation.completing import EnginesAtVersion, Request, complete_all, row_of
+from megatron_scalerl.evaluation.completing import Completer
 from megatron_scalerl.evaluation.inputs import EvaluationInputs, at_budget
 from megatron_scalerl.evaluation.results import ResultFile
 from megatron_scalerl.launch.engines import Engines
@@ -23,8 +23,6 @@ from megatron_scalerl.recipe.file import dump_recipe
 from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.rollouts.episodes import sampling
 from megatron_scalerl.rollouts.plans import Plans
-from megatron_scalerl.rollouts.sampler import ScoredCompletion
-from megatron_scalerl.types import CompletionLost
 
 VERSION = 0
 """The policy version of a folder's weights."""
@@ -44,8 +42,7 @@ async def generate(
     ready: called once the engines serve. finished: called after each new row. Raises ValueError for options that vLLM
     refuses, RuntimeError and OSError if engines, decoders or verifiers fail for good.
     """
-    missing = result.missing(evaluated.keys(k))
-    if not missing:
+    if not result.missing(evaluated.keys(k)):
         return
     recipe = evaluated.recipe
     logs = result.folder / "logs"
@@ -59,21 +56,13 @@ async def generate(
         _engines(evaluated, result.folder) as engines,
     ):
         samplers = {budget: sampler_of(plan) for budget, plan in plans.items()}
-        requests = evaluated.requests(missing, samplers, seed=seed)
-
-        def take(request: Request, completion: ScoredCompletion | CompletionLost) -> None:
-            result.append(row_of(request, completion, evaluated.tokenizer))
-            finished()
+        at_once = recipe.rollouts.max_in_flight * recipe.engine.count
+        completer = Completer(members=engines.members, version=VERSION, at_once=at_once)
 
         async def work() -> None:
             await engines.start()
             ready()
-            await complete_all(
-                requests,
-                take,
-                pinned=EnginesAtVersion(members=engines.members, version=VERSION),
-                at_once=recipe.rollouts.max_in_flight * recipe.engine.count,
-            )
+            await evaluated.complete(result, completer, samplers, k=k, seed=seed, finished=finished)
 
         serving = asyncio.create_task(_serve(engines.members))
         try:

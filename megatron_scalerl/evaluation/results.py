@@ -18,7 +18,7 @@ import msgspec
 
 from megatron_scalerl.checkpoints.atomic_io import lock_file, write_durably
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl
-from megatron_scalerl.evaluation.estimators import Counts
+from megatron_scalerl.evaluation.estimators import Outcomes
 from megatron_scalerl.record import record
 
 COMPLETIONS = "completions.jsonl"
@@ -201,12 +201,9 @@ class Cell:
     lost: int
 
     @property
-    def counts(self) -> Counts:
-        """Correct completions of each problem."""
-        return Counts(
-            correct=tuple(sum(row.correct for row in rows) for rows in self.rows),
-            completions=tuple(map(len, self.rows)),
-        )
+    def outcomes(self) -> Outcomes:
+        """Whether each completion of each problem is correct."""
+        return [[row.correct for row in rows] for rows in self.rows]
 
 
 def cells(rows: Iterable[Row], keys: Sequence[Key]) -> list[Cell]:

@@ -8,7 +8,14 @@ from typing import Any
 
 from megatron_scalerl.evaluation.budgets import MARGIN, Saturation, saturation
 from megatron_scalerl.evaluation.contamination import Contamination
-from megatron_scalerl.evaluation.estimators import Estimate, default_ks, mean_at_k, pass_at_k, rate_over_prompts
+from megatron_scalerl.evaluation.estimators import (
+    Estimate,
+    default_ks,
+    mean_at_k,
+    pass_at_k,
+    rate_over_prompts,
+    rates,
+)
 from megatron_scalerl.evaluation.problems import ProblemFile
 from megatron_scalerl.evaluation.results import Cell
 from megatron_scalerl.fit.tables import Table
@@ -41,14 +48,14 @@ class FileSummary:
 
 def summarize(cell: Cell, file: ProblemFile, contaminated: Contamination | None, *, k: int) -> FileSummary:
     """The summary of a cell of `file`. contaminated: the file's hits, if it was compared with training prompts."""
-    counts = cell.counts
+    outcomes = cell.outcomes
     rows = list(chain(*cell.rows))
-    rates = counts.rates()
+    shares = rates(outcomes)
 
     def mean_of(numbers: list[int]) -> Estimate:
-        return rate_over_prompts(rates[numbers], observations=sum(counts.completions[i] for i in numbers))
+        return rate_over_prompts(shares[numbers], observations=sum(len(outcomes[i]) for i in numbers))
 
-    # Numbers of problems from 0, as the rows of `rates`.
+    # Numbers of problems from 0, as those of `shares`.
     numbers_of: dict[str, dict[str, list[int]]] = {}
     for number, problem in enumerate(file.problems):
         for name, value in problem.labels.items():
@@ -68,8 +75,8 @@ def summarize(cell: Cell, file: ProblemFile, contaminated: Contamination | None,
         budget=cell.budget,
         problems=len(file.problems),
         k=k,
-        mean_at_k=mean_at_k(counts),
-        pass_at_k={n: pass_at_k(counts, n) for n in default_ks(counts.completions)},
+        mean_at_k=mean_at_k(outcomes),
+        pass_at_k={n: pass_at_k(outcomes, n) for n in default_ks(outcomes)},
         mean_tokens=fmean(row.tokens for row in rows),
         truncated_share=fmean(row.truncated for row in rows),
         interrupted_share=fmean(row.interrupted for row in rows),
@@ -91,12 +98,11 @@ def compare_budgets(cells: Sequence[Cell], *, margin: float = MARGIN) -> Saturat
     """The budget at which more thinking stops paying, from a file's cells; None for fewer than two budgets."""
     import numpy as np
 
-    by_budget = {cell.budget: cell.counts.rates() for cell in cells if cell.budget is not None}
+    by_budget = {cell.budget: rates(cell.outcomes) for cell in cells if cell.budget is not None}
     if len(by_budget) < 2:
         return None
     budgets = sorted(by_budget)
-    rates = np.stack([by_budget[budget] for budget in budgets], axis=1)
-    return saturation(budgets, rates, margin=margin)
+    return saturation(budgets, np.stack([by_budget[budget] for budget in budgets], axis=1), margin=margin)
 
 
 def as_json(

@@ -16,6 +16,7 @@ import contextlib
 import uuid
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
@@ -28,7 +29,7 @@ from megatron_scalerl.launch.control_folder import public_environment, start_age
 from megatron_scalerl.launch.hosts import Hosts, takes_gpus
 from megatron_scalerl.launch.local_server import STOP_S, ServerEnded, engine_port
 from megatron_scalerl.launch.placement import Attempt, EnginePlace
-from megatron_scalerl.processes.child_process import ChildProcess, log_end, race
+from megatron_scalerl.processes.child_process import ChildProcess, race
 from megatron_scalerl.recipe import Recipe
 
 PROBE_INTERVAL_S = 1.0
@@ -64,8 +65,7 @@ class RemoteServer:
         self.where = f"host {host}"
         """Part of an error message."""
         self.start_id = start_id
-        self.log_path = agents.logs / f"{name}.log"
-        """Log of the server, in a folder that both hosts see."""
+        self._log_path = agents.logs / f"{name}.log"  # of the server, in a folder that both hosts see
         self.tls = agents.tls
         self.welcome = agents.welcome
         """The controller's answer to the agent."""
@@ -117,11 +117,12 @@ class RemoteServer:
                 return self.ended.result()
             return f"lost the command that started its agent, which exited with code {command.result()}"
 
-    def log_end(self) -> str:
-        """The last lines of the server's log or, where the agent never connected, of the command's."""
+    @property
+    def log_path(self) -> Path:
+        """The server's log or, where the agent never connected, the command's."""
         if self.command is None or self.reached:
-            return log_end(self.log_path)
-        return log_end(self.command.log)
+            return self._log_path
+        return self.command.log
 
     async def stop(self, grace_s: float = STOP_S) -> None:
         """Let the agent end its server, after `grace_s` by SIGKILL, then end the command. May be called twice.

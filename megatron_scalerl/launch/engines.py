@@ -28,7 +28,7 @@ from megatron_scalerl.launch.hosts import Hosts, files_needed
 from megatron_scalerl.launch.local_server import STOP_S
 from megatron_scalerl.launch.placement import Attempt, Placement
 from megatron_scalerl.launch.process import EngineProcess
-from megatron_scalerl.processes.child_process import LOG_END, cancelled, fatal_error, race
+from megatron_scalerl.processes.child_process import LOG_END, cancelled, fatal_error, race, stop_all
 from megatron_scalerl.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -120,10 +120,7 @@ class Engines:
     async def stop(self) -> None:
         """Stop every process, whatever fails meanwhile; each failure is logged as a one-line warning."""
         await cancelled(*self._supervisors, *self._agent_tasks[1:])
-        results = await asyncio.gather(*(process.stop() for process in self._processes), return_exceptions=True)
-        for process, error in zip(self._processes, results):
-            if isinstance(error, BaseException):
-                _log_failed_stop(process, error)
+        await stop_all(self._processes)
         await cancelled(*self._agent_tasks)  # the reader last: it gets the agents' answers
         if self._agents is not None:
             self._agents.close()
@@ -263,10 +260,7 @@ class Engines:
         except (RuntimeError, ValueError, OSError) as error:
             reason = str(error)
         finally:
-            try:
-                await process.stop(grace_s)
-            except (RuntimeError, OSError) as error:
-                _log_failed_stop(process, error)
+            await stop_all([process], grace_s)
             self._lag.forget(process.name)
             self.members.lose(index, reason)
             logger.warning("%s has left: %s", process.name, reason)
@@ -303,7 +297,3 @@ def _with_cause(error: str, process: EngineProcess) -> str:
     if "exited with code " in line:
         return f"{end} ({cause})"
     return f"{end}; the last error in its log: {cause}"
-
-
-def _log_failed_stop(process: EngineProcess, error: BaseException) -> None:
-    logger.warning("%s could not be stopped: %s", process.name, str(error) or type(error).__name__)

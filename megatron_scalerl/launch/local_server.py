@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_scalerl.distributed.rendezvous import LOOPBACK, private_folder
-from megatron_scalerl.engine.certificate import Certificate, certificate_files
+from megatron_scalerl.engine.certificate import Certificate, certificate_arguments
 from megatron_scalerl.engine.options import engine_arguments, engine_command, engine_environment
 from megatron_scalerl.launch.own_share import own_variables
-from megatron_scalerl.processes.child_process import ChildProcess, log_end, race
+from megatron_scalerl.processes.child_process import ChildProcess, race
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.process_sections import EngineSection
 from megatron_scalerl.record import record
@@ -66,17 +66,13 @@ class LocalServer:
         self._place = place
         self._secret = secret
         self._devices = gpus_at(place.positions)
-        # bound before the arguments, which name the port; every failure below has to release it
         self._socket = bind_server(place.host, place.port)
         self.port: int = self._socket.getsockname()[1]
         self.where = f"port {self.port}"
         """Part of an error message."""
-        self._certificate = contextlib.ExitStack()  # its files, until the server has read them
         try:
-            files = self._certificate.enter_context(certificate_files(place.tls)) if place.tls else None
-            self._arguments = engine_arguments(recipe, host=place.host, port=self.port, tls=files)
+            self._arguments = engine_arguments(recipe, host=place.host, port=self.port)
         except BaseException:
-            self._certificate.close()
             self._socket.close()
             raise
         self._process: ChildProcess | None = None
@@ -91,8 +87,8 @@ class LocalServer:
     async def start(self) -> str:
         """Start the process and wait until it is up; its URL. Raises ServerEnded and OSError."""
         assert self._process is None, "a server starts once"
-        await self._ready(await self._launch())
-        self._certificate.close()
+        with certificate_arguments(self._place.tls) as files:  # until the server has read them
+            await self._launch([*self._arguments, *files])
         host = f"[{self._place.host}]" if ":" in self._place.host else self._place.host
         scheme = "https" if self._place.tls else "http"
         return f"{scheme}://{host}:{self.port}"
@@ -102,20 +98,15 @@ class LocalServer:
         assert self._process is not None, "started"
         return f"exited with code {await self._process.wait()}"
 
-    def log_end(self) -> str:
-        """The last lines of its log as the end of an error message."""
-        return log_end(self.log_path)
-
     async def stop(self, grace_s: float = STOP_S) -> None:
         """Terminate the server with all its processes, after `grace_s` seconds by SIGKILL. May be called twice."""
         self._socket.close()
         if self._process is not None:
             await self._process.stop(grace_s)
-        self._certificate.close()
         self._folder.close()
 
-    async def _launch(self) -> int:
-        """Start the process; returns the read end of the pipe on which it reports that it is up."""
+    async def _launch(self, arguments: list[str]) -> None:
+        """Start the process, and wait until it reports on a pipe that it is up."""
         read, write = os.pipe()
         listening = self._socket.fileno()
         env = engine_environment(
@@ -128,7 +119,7 @@ class LocalServer:
         )
         env |= own_variables(self.name, self._place.share)
         env["VLLM_RPC_BASE_PATH"] = self._folder.enter_context(private_folder()).folder
-        command = engine_command(self._arguments)
+        command = engine_command(arguments)
         try:
             self._process = await ChildProcess.start(
                 self.name, command, env, self.log_path, pass_fds=(write, listening)
@@ -139,7 +130,7 @@ class LocalServer:
         finally:
             os.close(write)
             self._socket.close()  # the server alone listens now: once it exits, connections are refused
-        return read
+        await self._ready(read)
 
     async def _ready(self, read: int) -> None:
         """Wait for the plugin's byte or the exit of the process."""

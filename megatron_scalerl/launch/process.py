@@ -18,7 +18,7 @@ from megatron_scalerl.engine.numerics import check_engine
 from megatron_scalerl.engine.watchdog import EngineDied, LagClock, watch_progress
 from megatron_scalerl.launch.agents import RemoteServer
 from megatron_scalerl.launch.local_server import STOP_S, LocalServer, ServerEnded, ServerPlace, engine_port
-from megatron_scalerl.processes.child_process import race, time_limit
+from megatron_scalerl.processes.child_process import log_end, race, time_limit
 from megatron_scalerl.recipe import Recipe
 
 
@@ -88,7 +88,7 @@ class EngineProcess:
             try:
                 hung.result()
             except EngineDied as died:
-                raise EngineDied(f"{died}{self.server.log_end()}") from None
+                raise EngineDied(f"{died}{log_end(self.server.log_path)}") from None
         raise AssertionError("watch_progress raises")
 
     async def stop(self, grace_s: float = STOP_S) -> None:
@@ -108,4 +108,4 @@ class EngineProcess:
         await self.client.get("/health")
 
     def _died(self, what: str) -> EngineDied:
-        return EngineDied(f"{self.name} ({self.server.where}) {what}{self.server.log_end()}")
+        return EngineDied(f"{self.name} ({self.server.where}) {what}{log_end(self.server.log_path)}")

@@ -18,7 +18,7 @@ from megatron_scalerl.launch.agent import start_ranks
 from megatron_scalerl.launch.control_folder import public_environment, start_agent
 from megatron_scalerl.launch.hosts import Hosts
 from megatron_scalerl.launch.placement import Attempt, Placement
-from megatron_scalerl.processes.child_process import ChildProcess, cancelled
+from megatron_scalerl.processes.child_process import ChildProcess, cancelled, stop_all
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.client import BLAME_S, TrainerClient
 from megatron_scalerl.trainer.messages import TrainerInfo
@@ -103,10 +103,7 @@ class TrainerRanks:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_EXIT_S):
                     await asyncio.gather(*(child.wait() for child in leaving))
-            results = await asyncio.gather(*(child.stop() for child in self._children), return_exceptions=True)
-            for child, failure in zip(self._children, results):
-                if isinstance(failure, BaseException):
-                    logger.warning("%s could not be stopped: %s", child.name, str(failure) or type(failure).__name__)
+            await stop_all(self._children)
 
 
 @contextlib.asynccontextmanager

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_scalerl.logits.choice import choose_backend
+from megatron_scalerl.logits.choice import BackendName, choose_backend
 from megatron_scalerl.logits.function import Call
 from megatron_scalerl.logits.projection import Entropy, GradLogits, Precision, Projection
 from megatron_scalerl.record import record
@@ -62,7 +62,7 @@ class Settings:
     keep_logits: bool = False
     """True: if all logits of the call fit the workspace, they stay in it until the backward pass: three GEMMs instead
     of four. For a caller whose backward pass follows at once. `api.token_loss` keeps none."""
-    backend: str = "auto"
+    backend: BackendName = "auto"
     """cuda (bf16 and fp32 on an NVIDIA GPU), torch (anything anywhere), or auto: cuda where it can run."""
 
 
@@ -92,23 +92,24 @@ def _call(
 ) -> Call:
     _check_options(settings)
     _check_operands(hidden, weight)
-    rank = 0
-    size = 1
+    first = 0
+    ranks = 1
+    rows = weight.shape[0]
     if group is not None:
-        rank = group.rank()
-        size = group.size()
+        first = group.rank() * rows
+        ranks = group.size()
     shares = 1
     if settings.sequence_parallel:
-        shares = size
+        shares = ranks
     tokens = hidden.shape[0] * shares
     _check_tokens(tokens, targets, settings, shares)
-    rows = weight.shape[0]
-    true_size = _true_size(settings.vocab_size, rows, size)
+    true_size = _true_size(settings.vocab_size, rows, ranks)
     kept = settings.places
     if settings.loss_mask is not None:
         kept = settings.loss_mask.nonzero()[:, 0]
-    # The type of sums, as in `Projection.accumulator`: fp32, or fp64 for fp64 operands.
-    scale = _scale(settings.temperature, hidden.device, torch.promote_types(hidden.dtype, torch.float32)).detach()
+    # The type of sums, as in `Projection.accumulator`; only operands that are narrower are ever rounded.
+    accumulator = torch.promote_types(hidden.dtype, torch.float32)
+    scale = _scale(settings.temperature, hidden.device, accumulator).detach()
     if kept is not None:
         targets = targets.index_select(0, kept)
         if scale.dim():
@@ -116,7 +117,7 @@ def _call(
     # Only now: to look at values the host waits for the device.
     if not settings.trusted:
         _check_targets(targets, kept, true_size)
-    first = rank * rows
+    narrow = hidden.dtype != accumulator
     # Hidden states come later and may be a share of these: here one row of memory stands for all.
     shape = Projection(
         hidden=hidden.new_empty((1, hidden.shape[1])).expand(targets.shape[0], -1),
@@ -124,10 +125,10 @@ def _call(
         targets=targets,
         scale=scale,
         first=first,
-        round_logits=settings.logits == "model",
+        round_logits=narrow and settings.logits == "model",
         entropy=settings.entropy != "none",
         entropy_grad=settings.entropy == "grad",
-        grad_logits=settings.grad_logits,
+        grad_logits=settings.grad_logits if narrow else "fp32",
         workspace_bytes=int(settings.workspace_mb * 2**20),
     )
     backend = choose_backend(settings.backend, hidden.device, hidden.dtype)
@@ -152,7 +153,7 @@ def _call(
 def _true_size(vocab_size: int | None, rows: int, ranks: int) -> int:
     """Size of the vocabulary without padding."""
     if vocab_size is None:
-        vocab_size = rows * ranks
+        return rows * ranks
     if not 0 < vocab_size <= rows * ranks:
         raise ValueError(
             f"vocab_size is {vocab_size}; it has to be 1 to {rows * ranks} ({rows} rows on {ranks} ranks)"
@@ -168,11 +169,11 @@ def _scale(temperature: float | Tensor, device: torch.device, dtype: torch.dtype
 
 
 def _check_options(settings: Settings) -> None:
-    for name, kind in (("logits", Precision), ("entropy", Entropy), ("grad_logits", GradLogits)):
+    kinds = {"logits": Precision, "entropy": Entropy, "grad_logits": GradLogits, "backend": BackendName}
+    for name, kind in kinds.items():
         value = getattr(settings, name)
-        *others, last = get_args(kind)
-        if value not in (*others, last):
-            raise ValueError(f"{name} is {value!r}; it has to be {', '.join(others)} or {last}")
+        if value not in get_args(kind):
+            raise ValueError(f"{name} is {value!r}; it has to be {' or '.join(get_args(kind))}")
 
 
 def _check_operands(hidden: Tensor, weight: Tensor) -> None:
@@ -258,16 +259,13 @@ def _facts(call: Call, hidden: Tensor, weight: Tensor) -> dict[str, Tensor | int
     """Numbers that must be equal on all ranks, by name; contents as checksums that depend on the order."""
     shape = call.shape
     order = torch.arange(1, shape.tokens + 1, device=hidden.device)
-    kept = order
-    if call.kept is not None:
-        kept = call.kept
     return {
         "tokens": call.tokens,
         "columns of hidden": hidden.shape[1],
         "rows of weight": weight.shape[0],
         "dtype of weight": DTYPES.index(weight.dtype),
         "tokens with loss": shape.tokens,
-        "loss_mask": (kept * order).sum(),
+        "loss_mask": (call.places(hidden.device) * order).sum(),
         # Two primes: a plain sum would be equal for targets in another order.
         "targets": (shape.targets * (order * 2654435761 % 4294967291)).sum(),
         "temperature": (shape.scale.double().expand(order.shape) * order).sum().view(torch.int64),

@@ -1,6 +1,8 @@
 """Which backend computes a projection, and in how much memory."""
 
+import functools
 import logging
+from typing import Literal
 
 import torch
 
@@ -9,13 +11,14 @@ from megatron_scalerl.logits.torch_backend import TorchBackend
 
 logger = logging.getLogger(__name__)
 
+BackendName = Literal["auto", "cuda", "torch"]
 LARGE_GPU = 64 * 2**30
 """Bytes of a GPU from which the trainer's workspace is larger where the recipe states none."""
 CUDA_DTYPES = (torch.bfloat16, torch.float32)
 """Operands that the backend `cuda` multiplies."""
 
-_logged: set[tuple[str, str]] = set()
-"""(backend, device type) that the log names already."""
+_log = functools.cache(logger.info)
+"""Says each choice once."""
 
 
 def workspace_mb(stated: float | None, *, large_gpu: bool, shared: bool) -> float:
@@ -27,21 +30,16 @@ def workspace_mb(stated: float | None, *, large_gpu: bool, shared: bool) -> floa
     return 512.0
 
 
-def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
+def choose_backend(name: BackendName, device: torch.device, dtype: torch.dtype) -> Backend:
     """The backend `name` for operands of `dtype` on `device`; auto: cuda where it can run, else torch.
 
-    Logs each choice once. Raises ValueError for an unknown name and for operands that `cuda` cannot multiply.
+    Logs each choice once. Raises ValueError for operands that `cuda` cannot multiply.
     """
-    if name not in ("auto", "cuda", "torch"):
-        raise ValueError(f"the backend of the logit projection is auto, cuda or torch, not {name!r}")
     if name == "torch" or (name == "auto" and (device.type != "cuda" or dtype not in CUDA_DTYPES)):
         chosen: Backend = TorchBackend()
     else:
         chosen = _cuda(device, dtype)
-    choice = (chosen.name, device.type)
-    if choice not in _logged:
-        _logged.add(choice)
-        logger.info("logit projection: backend %s on %s", chosen.name, device.type)
+    _log("logit projection: backend %s on %s", chosen.name, device.type)
     return chosen
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_scalerl.logits.function import Call, added_to_main_grad
-from megatron_scalerl.logits.projection import TokenGradients, part_of, slices
+from megatron_scalerl.logits.projection import TokenGradients, no_columns, part_of, slices
 
 ChunkLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The loss of some tokens: from their log-probabilities [C], entropies [C] and places [C] (int64, among all tokens
@@ -48,11 +48,13 @@ class TokenLoss(torch.autograd.Function):
         for rows in slices(p.tokens, size):
             part = p.of_tokens(rows)
             block = logits[: part.tokens]
-            stats = call.backend.chunk_statistics(part, block)
+            stats = no_columns(part.tokens, block, p.accumulator)
+            if p.count:
+                stats = call.backend.chunk_statistics(part, block)
             lse, logprobs[rows], entropies[rows] = call.merged(stats)
             value, given = _differentiated(loss, call, lse, logprobs[rows], entropies[rows], places[rows])
             total += value
-            if grad_hidden is not None:
+            if grad_hidden is not None and p.count:
                 # Before the next chunk, which overwrites the logits.
                 call.backend.chunk_gradients(part, block, stats, given, grad_hidden[rows], into)
         # The workspace is free again before the gradient is summed over the ranks.

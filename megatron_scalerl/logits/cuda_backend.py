@@ -94,21 +94,17 @@ class CudaBackend:
 
     name = "cuda"
 
-    def workspace(self, projection: Projection) -> int:
+    def workspace(self, p: Projection) -> int:
         """Bytes of the smallest block, TOKEN_STEP by COLUMN_STEP."""
-        p = projection
         tokens, columns = _gradient_sides(p)
         rows = min(p.tokens, TOKEN_STEP)
         cols = min(p.count, COLUMN_STEP)
         elements = rows * cols * (_logit_bytes(p) + _gradient_bytes(p))
         return elements + rows * tokens.cost + cols * columns.cost
 
-    def statistics(self, projection: Projection) -> Tensor:
+    def statistics(self, p: Projection) -> Tensor:
         """The statistics [4, T]: a GEMM and a row kernel for every chunk of tokens."""
-        p = projection
         stats = no_columns(p.tokens, p.hidden, torch.float32)
-        if p.empty:
-            return stats
         tokens, columns = statistics_block(p)
         # One buffer for all blocks: each block starts where the last one did.
         buffer = p.hidden.new_empty(tokens * columns, dtype=torch.float32)
@@ -117,16 +113,13 @@ class CudaBackend:
             for cols in slices(p.count, columns):
                 z = block_of(buffer, part.tokens, cols.stop - cols.start)
                 _logits(part, part.hidden, p.weight[cols], z)
-                row_statistics(z, _scale(part), part.targets, p.first + cols.start, stats[:, rows])
+                row_statistics(z, part.scale, part.targets, p.first + cols.start, stats[:, rows])
         return stats
 
     def gradients(
-        self, projection: Projection, given: TokenGradients, grad_hidden: Tensor, grad_weight: Tensor | None
+        self, p: Projection, given: TokenGradients, grad_hidden: Tensor, grad_weight: Tensor | None
     ) -> None:
         """Recomputes the logits and adds to both gradients, one block of the vocabulary after the other."""
-        p = projection
-        if p.empty:
-            return
         tokens, columns = gradient_block(p)
         logits = p.hidden.new_empty(tokens * columns, dtype=torch.float32)
         maker = _GradientMaker(p, given, tokens * columns)
@@ -138,9 +131,8 @@ class CudaBackend:
                 _logits(p, hidden, head, z)
                 maker.add(z, rows, cols, grad_hidden, grad_weight)
 
-    def chunk_tokens(self, projection: Projection) -> int:
+    def chunk_tokens(self, p: Projection) -> int:
         """Tokens whose whole rows of logits fit, with the gradient of CHUNK_COLUMNS columns."""
-        p = projection
         columns = min(p.count, CHUNK_COLUMNS)
         token, column = _gradient_sides(p)
         per_token = _logit_bytes(p) * p.count + columns * _gradient_bytes(p) + token.cost
@@ -150,18 +142,16 @@ class CudaBackend:
             return 0
         return fit
 
-    def chunk_statistics(self, projection: Projection, logits: Tensor) -> Tensor:
+    def chunk_statistics(self, p: Projection, logits: Tensor) -> Tensor:
         """The statistics of a chunk; `logits` then holds hidden @ weight.T, not scaled."""
-        p = projection
         stats = no_columns(p.tokens, p.hidden, torch.float32)
-        if not p.empty:
-            _logits(p, p.hidden, p.weight, logits)
-            row_statistics(logits, _scale(p), p.targets, p.first, stats)
+        _logits(p, p.hidden, p.weight, logits)
+        row_statistics(logits, p.scale, p.targets, p.first, stats)
         return stats
 
     def chunk_gradients(
         self,
-        projection: Projection,
+        p: Projection,
         logits: Tensor,
         stats: Tensor,
         given: TokenGradients,
@@ -169,9 +159,6 @@ class CudaBackend:
         grad_weight: Tensor | None,
     ) -> None:
         """Adds to both gradients, CHUNK_COLUMNS at a time."""
-        p = projection
-        if p.empty:
-            return
         maker = _GradientMaker(p, given, p.tokens * min(p.count, CHUNK_COLUMNS))
         for cols in slices(p.count, CHUNK_COLUMNS):
             maker.add(logits[:, cols], slice(0, p.tokens), cols, grad_hidden, grad_weight)
@@ -191,7 +178,7 @@ class _GradientMaker:
         # In fp32 the gradient takes the place of the logits.
         if dtype != torch.float32:
             self._high = p.hidden.new_empty(elements, dtype=dtype)
-        if _split(p):
+        if p.grad_logits == "bf16x2":
             self._low = p.hidden.new_empty(elements, dtype=dtype)
 
     def add(self, z: Tensor, rows: slice, cols: slice, grad_hidden: Tensor, grad_weight: Tensor | None) -> None:
@@ -208,7 +195,7 @@ class _GradientMaker:
             low = block_of(self._low, *z.shape)
         given = self._given.of_tokens(rows)
         first = part.first + cols.start
-        logit_gradient(z, _scale(part), part.targets, first, given, self._at_target[rows], high=high, low=low)
+        logit_gradient(z, part.scale, part.targets, first, given, self._at_target[rows], high=high, low=low)
         hidden = part.hidden.to(high.dtype)
         head = part.weight[cols].to(high.dtype)
         with fp32_products(hidden.device):
@@ -222,7 +209,7 @@ class _GradientMaker:
 def _logits(p: Projection, hidden: Tensor, head: Tensor, z: Tensor) -> None:
     """z [T, n] fp32 = hidden @ head.T, not scaled."""
     with fp32_products(hidden.device):
-        if _rounds(p):
+        if p.round_logits:
             z.copy_(hidden @ head.t())
         else:
             set_product(z, hidden, head.t())
@@ -230,13 +217,9 @@ def _logits(p: Projection, hidden: Tensor, head: Tensor, z: Tensor) -> None:
 
 def _logit_bytes(p: Projection) -> int:
     """Bytes per logit: in fp32, and the rounded product if there is one."""
-    if _rounds(p):
+    if p.round_logits:
         return 4 + p.hidden.itemsize
     return 4
-
-
-def _rounds(p: Projection) -> bool:
-    return p.round_logits and p.hidden.dtype != torch.float32
 
 
 def _gradient_dtype(p: Projection) -> torch.dtype:
@@ -245,22 +228,9 @@ def _gradient_dtype(p: Projection) -> torch.dtype:
     return p.hidden.dtype
 
 
-def _split(p: Projection) -> bool:
-    return p.grad_logits == "bf16x2" and p.hidden.dtype != torch.float32
-
-
 def _gradient_bytes(p: Projection) -> int:
     """Bytes of the gradient per logit, without the logit's own; in fp32 it overwrites the logit."""
-    dtype = _gradient_dtype(p)
-    if dtype == torch.float32:
-        return 0
-    if _split(p):
-        return 2 * dtype.itemsize
-    return dtype.itemsize
-
-
-def _scale(p: Projection) -> Tensor:
-    return p.scale.to(p.hidden.device, torch.float32).contiguous()
+    return {"bf16": 2, "bf16x2": 4, "fp32": 0}[p.grad_logits]
 
 
 def _multiple(size: int, step: int) -> int:

@@ -76,9 +76,7 @@ def _switch(device: torch.device) -> Any:
 
 def set_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out = a @ b in out's dtype, fp32 or fp64; bf16 operands are multiplied exactly and summed in fp32."""
-    if a.dtype == out.dtype:
-        torch.mm(a, b, out=out)
-    elif a.is_cuda:
+    if a.is_cuda and a.dtype != out.dtype:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
     else:
         # CPUs have no product of bf16 operands with an fp32 result.
@@ -87,9 +85,7 @@ def set_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out += a @ b, as `set_product`, within the GEMM."""
-    if a.dtype == out.dtype:
-        out.addmm_(a, b)
-    elif a.is_cuda:
+    if a.is_cuda and a.dtype != out.dtype:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
         out.addmm_(a.to(out.dtype), b.to(out.dtype))

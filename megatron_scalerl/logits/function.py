@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_scalerl.logits.projection import Backend, Projection, TokenGradients, merged, part_of, results
+from megatron_scalerl.logits.projection import (
+    Backend,
+    Projection,
+    TokenGradients,
+    merged,
+    no_columns,
+    part_of,
+    results,
+)
 from megatron_scalerl.record import record
 
 
@@ -64,7 +72,9 @@ class Call:
     def statistics(self, projection: Projection, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         """The backend's statistics, and what `chunk_gradients` needs of all logits if they stay in memory."""
         p = projection
-        if not (self.keep_logits and p.tokens and self.chunk_tokens(weight) >= p.tokens):
+        if p.empty:
+            return no_columns(p.tokens, p.hidden, p.accumulator), None
+        if not (self.keep_logits and self.chunk_tokens(weight) >= p.tokens):
             return self.backend.statistics(p), None
         logits = p.hidden.new_empty((p.tokens, p.count), dtype=p.accumulator)
         return self.backend.chunk_statistics(p, logits), logits
@@ -128,12 +138,13 @@ class TokenLogprobs(torch.autograd.Function):
         hidden, weight, lse, logprob, entropy = ctx.saved_tensors
         call: Call = ctx.call
         projection = call.projection(hidden)
-        grad_logprob, grad_entropy = map(call.with_loss, grads)
+        grad_logprob = call.with_loss(grads[0])
+        grad_entropy = None
+        if projection.entropy_grad:
+            grad_entropy = call.with_loss(grads[1])
         given = TokenGradients(
             lse=lse, logprob=logprob, entropy=entropy, grad_logprob=grad_logprob, grad_entropy=grad_entropy
         )
-        if not projection.entropy_grad:
-            given = replace(given, grad_entropy=None)
         grad_hidden = torch.zeros_like(projection.hidden, dtype=projection.accumulator)
         grad_weight = None
         if ctx.needs_input_grad[1]:
@@ -142,11 +153,11 @@ class TokenLogprobs(torch.autograd.Function):
         kept = ctx.kept
         # The backend overwrites the logits: another backward pass has to recompute them.
         ctx.kept = None
-        if kept is None:
-            call.backend.gradients(projection, given, grad_hidden, into)
-        else:
+        if kept is not None:
             logits, stats = kept
             call.backend.chunk_gradients(projection, logits, stats, given, grad_hidden, into)
+        elif not projection.empty:
+            call.backend.gradients(projection, given, grad_hidden, into)
         # In fp32 the backend has added to main_grad itself: no second copy of the head's gradient.
         if grad_weight is not None and call.main_grad:
             if grad_weight is not weight.main_grad:

@@ -41,7 +41,8 @@ class Projection:
     first: int
     """Id of column 0 in the whole vocabulary."""
     round_logits: bool
-    """True rounds hidden @ weight.T to hidden's dtype before the scale, as an engine without an fp32 head does."""
+    """True rounds hidden @ weight.T to hidden's dtype before the scale, as an engine without an fp32 head does; never
+    with fp32 and fp64 operands, which have nothing to round."""
     entropy: bool
     """True: u of the statistics is required; else it may be 0."""
     entropy_grad: bool
@@ -49,7 +50,7 @@ class Projection:
     grad_logits: GradLogits
     """How the gradient of the logits of a bf16 head enters the GEMMs. "bf16": rounded. "bf16x2": as the sum of two
     bf16 numbers for the weight's gradient; hidden's, which ends in bf16, uses the first of them. "fp32": unrounded,
-    with operands cast to fp32. With fp32 and fp64 operands it is never rounded."""
+    with operands cast to fp32; always with fp32 and fp64 operands."""
     workspace_bytes: int
     """Bound on what a backend allocates: blocks of logits and of their gradient, casts of operands, partial sums."""
 
@@ -122,6 +123,8 @@ class TokenGradients:
 class Backend(Protocol):
     """The computation of a projection: in two passes (the logits are computed twice) or chunk by chunk (once).
 
+    The projection has tokens and columns: `function.Call` asks no backend where it has none.
+
     `statistics` and `chunk_statistics` return [4, T] in the accumulator's dtype over this rank's columns:
     0  m, the maximum of z; finfo.min without columns
     1  r, the sum of exp(z - m) over all columns but that of the maximum; -1 without columns
@@ -137,17 +140,17 @@ class Backend(Protocol):
     name: str
     """The value of `backend=`."""
 
-    def workspace(self, projection: Projection) -> int:
+    def workspace(self, p: Projection) -> int:
         """Smallest workspace (bytes) for `statistics` and `gradients`."""
         ...
 
-    def statistics(self, projection: Projection) -> Float[Tensor, "4 T"]:
+    def statistics(self, p: Projection) -> Float[Tensor, "4 T"]:
         """The statistics."""
         ...
 
     def gradients(
         self,
-        projection: Projection,
+        p: Projection,
         given: TokenGradients,
         grad_hidden: Float[Tensor, "T H"],
         grad_weight: Float[Tensor, "n H"] | None,
@@ -155,20 +158,20 @@ class Backend(Protocol):
         """Recomputes the logits and adds to both gradients; grad_weight None: the weight needs none."""
         ...
 
-    def chunk_tokens(self, projection: Projection) -> int:
+    def chunk_tokens(self, p: Projection) -> int:
         """Tokens whose logits over all columns, and the needs of `chunk_gradients`, fit the workspace.
 
         0: none, or so few that computing the logits twice is faster.
         """
         ...
 
-    def chunk_statistics(self, projection: Projection, logits: Float[Tensor, "T n"]) -> Float[Tensor, "4 T"]:
+    def chunk_statistics(self, p: Projection, logits: Float[Tensor, "T n"]) -> Float[Tensor, "4 T"]:
         """The statistics of one chunk; leaves the input of `chunk_gradients` in `logits`."""
         ...
 
     def chunk_gradients(
         self,
-        projection: Projection,
+        p: Projection,
         logits: Float[Tensor, "T n"],
         stats: Float[Tensor, "4 T"],
         given: TokenGradients,

@@ -66,8 +66,8 @@ def _costs(p: Projection) -> _Costs:
     column = 0
     if p.hidden.dtype != p.accumulator:
         column = row
-        if p.round_logits or p.grad_logits == "bf16x2":
-            element += 2
+    if p.round_logits or p.grad_logits == "bf16x2":
+        element += 2
     token = 16 * item
     if _casts(p):
         token += row
@@ -100,56 +100,37 @@ class TorchBackend:
 
     name = "torch"
 
-    def workspace(self, projection: Projection) -> int:
+    def workspace(self, p: Projection) -> int:
         """Bytes of the smallest block, SMALLEST."""
-        p = projection
         return _costs(p).bytes(min(p.tokens, SMALLEST[0]), min(p.count, SMALLEST[1]))
 
-    def statistics(self, projection: Projection) -> Tensor:
+    def statistics(self, p: Projection) -> Tensor:
         """The statistics [4, T], block by block."""
-        p = projection
         stats = no_columns(p.tokens, p.hidden, p.accumulator)
-        if p.empty:
-            return stats
-        tokens, columns = blocks(p)
-        buffer = p.hidden.new_empty(tokens * columns, dtype=p.accumulator)
-        hiddens = _Operands(p, p.hidden, tokens)
-        heads = _Operands(p, p.weight, columns)
-        for cols in slices(p.count, columns):
-            head = heads.block(cols)
-            for rows in slices(p.tokens, tokens):
-                part = p.of_tokens(rows)
-                z = block_of(buffer, part.tokens, head.shape[0])
-                _logits(part, hiddens.block(rows), head, z)
-                block_stats = _row_statistics(part, cols, z)
-                stats[:, rows] = merged(torch.stack([stats[:, rows], block_stats]))
+        size = blocks(p)
+        buffer = p.hidden.new_empty(math.prod(size), dtype=p.accumulator)
+        for rows, cols, hidden, head in _operands(p, *size):
+            part = p.of_tokens(rows)
+            z = block_of(buffer, part.tokens, head.shape[0])
+            _logits(part, hidden, head, z)
+            stats[:, rows] = merged(torch.stack([stats[:, rows], _row_statistics(part, cols, z)]))
         return stats
 
     def gradients(
-        self, projection: Projection, given: TokenGradients, grad_hidden: Tensor, grad_weight: Tensor | None
+        self, p: Projection, given: TokenGradients, grad_hidden: Tensor, grad_weight: Tensor | None
     ) -> None:
         """Adds to both gradients, one block of the head after the other."""
-        p = projection
-        if p.empty:
-            return
-        tokens, columns = blocks(p)
-        buffer = p.hidden.new_empty(tokens * columns, dtype=p.accumulator)
-        hiddens = _Operands(p, p.hidden, tokens)
-        heads = _Operands(p, p.weight, columns)
-        for cols in slices(p.count, columns):
-            head = heads.block(cols)
-            into = part_of(grad_weight, cols)
-            for rows in slices(p.tokens, tokens):
-                part = p.of_tokens(rows)
-                hidden = hiddens.block(rows)
-                dz = block_of(buffer, part.tokens, head.shape[0])
-                _logits(part, hidden, head, dz)
-                _to_gradient(part, cols, dz, given.of_tokens(rows), given.lse[rows])
-                _add_gradients(part, dz, hidden, head, grad_hidden[rows], into)
+        size = blocks(p)
+        buffer = p.hidden.new_empty(math.prod(size), dtype=p.accumulator)
+        for rows, cols, hidden, head in _operands(p, *size):
+            part = p.of_tokens(rows)
+            dz = block_of(buffer, part.tokens, head.shape[0])
+            _logits(part, hidden, head, dz)
+            _to_gradient(part, cols, dz, given.of_tokens(rows), given.lse[rows])
+            _add_gradients(part, dz, hidden, head, grad_hidden[rows], part_of(grad_weight, cols))
 
-    def chunk_tokens(self, projection: Projection) -> int:
+    def chunk_tokens(self, p: Projection) -> int:
         """Tokens of one chunk with whole rows, at most LARGEST_CHUNK elements on a CPU."""
-        p = projection
         costs = _costs(p)
         # Where operands are cast, the head takes its part first: `_head_columns` bounds it to a quarter.
         left = p.workspace_bytes
@@ -162,21 +143,15 @@ class TorchBackend:
             fit = min(fit, max(1, LARGEST_CHUNK // max(1, p.count)))
         return max(0, min(p.tokens, fit))
 
-    def chunk_statistics(self, projection: Projection, logits: Tensor) -> Tensor:
+    def chunk_statistics(self, p: Projection, logits: Tensor) -> Tensor:
         """The statistics of a chunk; `logits` then holds z - m."""
-        p = projection
-        if p.empty:
-            return no_columns(p.tokens, p.hidden, p.accumulator)
-        columns = _head_columns(p)
-        hidden = _operand(p, p.hidden)
-        heads = _Operands(p, p.weight, columns)
-        for cols in slices(p.count, columns):
-            _logits(p, hidden, heads.block(cols), logits[:, cols])
+        for _, cols, hidden, head in _operands(p, p.tokens, _head_columns(p)):
+            _logits(p, hidden, head, logits[:, cols])
         return _row_statistics(p, slice(0, p.count), logits)
 
     def chunk_gradients(
         self,
-        projection: Projection,
+        p: Projection,
         logits: Tensor,
         stats: Tensor,
         given: TokenGradients,
@@ -184,15 +159,9 @@ class TorchBackend:
         grad_weight: Tensor | None,
     ) -> None:
         """Overwrites `logits` by their gradient and adds to both gradients."""
-        p = projection
-        if p.empty:
-            return
         _to_gradient(p, slice(0, p.count), logits, given, given.lse - stats[0])
-        columns = _head_columns(p)
-        hidden = _operand(p, p.hidden)
-        heads = _Operands(p, p.weight, columns)
-        for cols in slices(p.count, columns):
-            _add_gradients(p, logits[:, cols], hidden, heads.block(cols), grad_hidden, part_of(grad_weight, cols))
+        for _, cols, hidden, head in _operands(p, p.tokens, _head_columns(p)):
+            _add_gradients(p, logits[:, cols], hidden, head, grad_hidden, part_of(grad_weight, cols))
 
 
 class _Operands:
@@ -218,15 +187,19 @@ class _Operands:
         return operand
 
 
+def _operands(p: Projection, tokens: int, columns: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """Tokens and columns of every block, its hidden states and its part of the head, all until the next one."""
+    hiddens = _Operands(p, p.hidden, tokens)
+    heads = _Operands(p, p.weight, columns)
+    for cols in slices(p.count, columns):
+        head = heads.block(cols)
+        for rows in slices(p.tokens, tokens):
+            yield rows, cols, hiddens.block(rows), head
+
+
 def _casts(p: Projection) -> bool:
     """Whether operands are cast: CPUs alone have no GEMM of bf16 operands with fp32 output."""
     return p.hidden.dtype != p.accumulator and (p.hidden.device.type == "cpu" or p.grad_logits == "fp32")
-
-
-def _operand(p: Projection, values: Tensor) -> Tensor:
-    if _casts(p):
-        return values.to(p.accumulator)
-    return values
 
 
 def _head_columns(p: Projection) -> int:
@@ -244,7 +217,7 @@ def _products(p: Projection, *, of_bf16: bool = True) -> AbstractContextManager[
 def _logits(p: Projection, hidden: Tensor, head: Tensor, z: Tensor) -> None:
     """z = scale * hidden @ head.T, in place."""
     with _products(p):
-        if p.round_logits and p.hidden.dtype != p.accumulator:
+        if p.round_logits:
             z.copy_(p.hidden @ head.to(p.hidden.dtype).t())
         else:
             set_product(z, hidden, head.t())
@@ -312,7 +285,7 @@ def _add_gradients(
     p: Projection, dz: Tensor, hidden: Tensor, head: Tensor, grad_hidden: Tensor, grad_weight: Tensor | None
 ) -> None:
     """The two GEMMs of a block, with dz in the precision of `Projection.grad_logits`; overwrites dz."""
-    exact = p.hidden.dtype == p.accumulator or p.grad_logits == "fp32"
+    exact = p.grad_logits == "fp32"
     with _products(p, of_bf16=not exact):
         if not exact and (p.grad_logits == "bf16x2" or not _casts(p)):
             first = dz.to(p.hidden.dtype)

@@ -85,7 +85,7 @@ def lengths_of(completion: int) -> dict[str, Any]:
 
 
 def _first(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> RunPlan | None:
-    family, _ = load_family(config)
+    family = load_family(config)
     for colocate in (False, True):
         engine = _smallest_engine(recipe, family, gpus, gpu, colocate=colocate)
         if engine is None:

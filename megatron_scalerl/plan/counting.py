@@ -6,7 +6,6 @@ checkpoints. `meta_build` verifies the counts against Megatron's own modules.
 
 import math
 from pathlib import Path
-from typing import Any
 
 from megatron_scalerl.models import family as family_of
 from megatron_scalerl.models import read_hf_config
@@ -49,10 +48,9 @@ class RankParameters:
         return self.dense + self.expert
 
 
-def load_family(config_path: str | Path) -> tuple[Family, Any]:
-    """Family and Hugging Face config of a folder with a config.json. Raises ValueError if it is unsupported."""
-    config = read_hf_config(config_path)
-    return family_of(config), config
+def load_family(config_path: str | Path) -> Family:
+    """The family of a folder with a config.json. Raises ValueError if it is unsupported."""
+    return family_of(read_hf_config(config_path))
 
 
 def count(family: Family) -> Parameters:

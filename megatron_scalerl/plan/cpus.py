@@ -80,7 +80,7 @@ class CpuPlan:
 
 def plan_on_cpus(recipe: Recipe, config: Path) -> CpuPlan:
     """The plan of the recipe here. config: folder of the policy's config.json. Raises ValueError as `make_plan`."""
-    family, _ = load_family(config)
+    family = load_family(config)
     world_size = recipe.trainer.world_size
     layout = layout_of(recipe, family, world_size)
     prompt = min(ASSUMED.prompt_tokens, recipe.prompts.max_prompt_tokens)

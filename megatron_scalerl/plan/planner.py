@@ -135,7 +135,7 @@ def make_plan(
     origins: Mapping[str, Origin] | None = None,
 ) -> RunPlan:
     """The plan of the recipe's split if that takes `gpus` GPUs, else of the fastest split. Raises ValueError."""
-    family, _ = load_family(config)
+    family = load_family(config)
     parameters = count(family)
     recipe_split = Split(trainer=recipe.trainer.world_size, engines=recipe.engine.count)
     split_is_recipes = gpus_of(recipe, recipe_split) == gpus

@@ -152,6 +152,17 @@ def kill_all() -> None:
             process.kill()
 
 
+async def stop_all(processes: Sequence[Any], *grace_s: float) -> None:
+    """Stop processes, whatever fails meanwhile; each failure is logged as a one-line warning.
+
+    processes: each has a `name` and `stop`, as `ChildProcess`. grace_s: for `stop`, or its default.
+    """
+    results = await asyncio.gather(*(process.stop(*grace_s) for process in processes), return_exceptions=True)
+    for process, error in zip(processes, results):
+        if isinstance(error, BaseException):
+            logger.warning("%s could not be stopped: %s", process.name, str(error) or type(error).__name__)
+
+
 def signal_group(pid: int, sig: int = signal.SIGKILL) -> bool:
     """Send a signal to the process group led by `pid`; False if no process of the group is left."""
     try:

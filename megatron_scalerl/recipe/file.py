@@ -6,6 +6,8 @@ some. `overlay=FILE` stands among the overrides: every command that takes a reci
 Checks that the files that a recipe names exist, before heavy packages are imported.
 """
 
+import functools
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +31,8 @@ LISTED = "megatron_scalerl/recipe/sections.py and process_sections.py"
 """Where a user finds all keys."""
 OVERLAY = "overlay"
 """Not a key of a recipe: the override `overlay=FILE` lays a file over what stands before it."""
+_warn = functools.cache(logging.getLogger(__name__).warning)
+"""Says each text once."""
 LEFT = {"weights.transaction": ("streamed", "engines are paused while an update is sent, and write it as it comes")}
 """A key that has left -> (its former default, which runs have in their recipes; what happens now)."""
 _SECTION = "a section with keys and values"
@@ -187,10 +191,11 @@ def read_yaml(path: Path, kind: str = "a recipe file") -> dict[str, Any]:
     # its name in 0.2, which runs have in their recipes
     if isinstance(rewards, dict) and "environment" in rewards and "variables" not in rewards:
         rewards["variables"] = rewards.pop("environment")
-    for key, (default, _) in LEFT.items():
+    for key, (default, now) in LEFT.items():
         section, name = key.split(".")
         settings = data.get(section)
         if isinstance(settings, dict) and settings.get(name) == default:
+            _warn(f"{path}: {key} has left, and is ignored, since {default} was its default: {now}")
             del settings[name]
     return data
 

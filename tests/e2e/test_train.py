@@ -38,7 +38,7 @@ def check_run(folder):
 def check_bytes(folder, record):
     """What an update with real workers' needs moved is what the planner predicts for the recipe, by its own needs."""
     recipe = load_run_recipe(folder)
-    family, _ = load_family(recipe.policy.path)
+    family = load_family(recipe.policy.path)
     predicted = update_work(recipe, family, layout_of(recipe, family, recipe.trainer.world_size))
     print("measured", {k: v for k, v in record.items() if k.startswith("weight_")})
     assert record["weight_whole_bytes"] == pytest.approx(sum(predicted.sent.values()), rel=1e-3)

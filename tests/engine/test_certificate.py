@@ -6,6 +6,7 @@ import datetime
 import ssl
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -16,8 +17,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.certificate import (
     Certificate,
-    CertificateFiles,
-    certificate_files,
+    certificate_arguments,
     make_certificate,
 )
 from megatron_scalerl.engine.client import SECRET_HEADER, EngineClient
@@ -43,8 +43,8 @@ async def serving(certificate=None, answer=None):
     context = None
     if certificate is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        with certificate_files(certificate) as files:
-            context.load_cert_chain(files.certificate, files.key)
+        with certificate_arguments(certificate) as words:
+            context.load_cert_chain(words[1], words[3])
     await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
     try:
         yield runner.addresses[0][1], received
@@ -146,10 +146,13 @@ def test_a_redirection_is_not_followed():
 
 def test_files_of_a_certificate_are_private_and_do_not_stay():
     certificate = make_certificate()
-    with certificate_files(certificate) as files:
-        assert isinstance(files, CertificateFiles)
-        modes = [path.stat().st_mode & 0o777 for path in (files.key.parent, files.key, files.certificate)]
+    with certificate_arguments(certificate) as words:
+        assert words[::2] == ["--ssl-certfile", "--ssl-keyfile"]
+        key = Path(words[3])
+        modes = [path.stat().st_mode & 0o777 for path in (key.parent, key, Path(words[1]))]
         assert modes == [0o700, 0o600, 0o600]
-        assert files.key.read_text() == certificate.key
-    assert not files.key.parent.exists()
+        assert key.read_text() == certificate.key
+    assert not key.parent.exists()
+    with certificate_arguments(None) as words:
+        assert words == []
     assert certificate.key not in repr(certificate)

@@ -10,7 +10,6 @@ import pytest
 from engine_recipes import recipe_for
 
 from megatron_scalerl.engine import options as engine_options
-from megatron_scalerl.engine.certificate import CertificateFiles
 from megatron_scalerl.engine.client import WHOLE_DISTRIBUTION, SamplingSpec, _sampling
 from megatron_scalerl.engine.interruption import Plan
 from megatron_scalerl.engine.options import (
@@ -263,10 +262,6 @@ def test_between_hosts_nccl_uses_the_route_or_what_the_user_set(tmp_path, monkey
 
 
 def test_tls_is_set_by_the_launcher_alone(tmp_path):
-    files = CertificateFiles(certificate=tmp_path / "c.pem", key=tmp_path / "k.pem")
-    found = engine_arguments(recipe_for(tmp_path), host="127.0.0.2", port=1, tls=files)
-    assert found[found.index("--ssl-certfile") + 1] == str(files.certificate)
-    assert found[found.index("--ssl-keyfile") + 1] == str(files.key)
     assert not [word for word in arguments(tmp_path) if "ssl" in word]
     for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"):
         with pytest.raises(ValueError, match=rf"engine\.vllm\.{name}: 'x' cannot be set here; .* fixed"):

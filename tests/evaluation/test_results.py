@@ -9,7 +9,7 @@ from fakes.engine import StandInEngine
 from fakes.sampler import StandInDraw, StandInSampler
 
 from megatron_scalerl.engine.membership import Membership
-from megatron_scalerl.evaluation.completing import EnginesAtVersion, Request, complete_all, row_of
+from megatron_scalerl.evaluation.completing import Completer, Request, row_of
 from megatron_scalerl.evaluation.results import (
     Header,
     Key,
@@ -84,7 +84,7 @@ def test_a_cell_needs_every_completion():
     keys = [key(1), key(1, 1), key(2), key(2, 1)]
     rows = [row(1), row(1, 1, correct=False), row(2, lost="no_logprobs"), row(2, 1)]
     [cell] = cells(rows, keys)
-    assert (cell.counts.correct, cell.counts.completions, cell.lost) == ((1, 1), (2, 1), 1)
+    assert (cell.outcomes, cell.lost) == ([[True, False], [True]], 1)
     with pytest.raises(ValueError, match="completion 1 of problem 2 is missing"):
         cells(rows[:3], keys)
     with pytest.raises(ValueError, match="problem 2: all of its completions are lost"):
@@ -138,11 +138,8 @@ def completed(sampler, engines, *, version=3, count=6):
             for number in range(1, count + 1)
         ]
         rows = []
-        await complete_all(
-            requests,
-            lambda request, completion: rows.append(row_of(request, completion, Tokenizer())),
-            pinned=EnginesAtVersion(members=members, version=version),
-            at_once=2,
+        await Completer(members=members, version=version, at_once=2).complete_all(
+            requests, lambda request, completion: rows.append(row_of(request, completion, Tokenizer()))
         )
         return rows, members
 

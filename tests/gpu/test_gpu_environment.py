@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import nvidia_smi
 
 from megatron_scalerl.cluster.gpus import gpus_in_process
 from megatron_scalerl.cluster.node import version_checks
-from megatron_scalerl.cluster.probe import nvidia_smi, probe_machine
+from megatron_scalerl.cluster.probe import probe
 
 IDLE_MIB = 3 * 1024
 """More than a CUDA context takes."""
@@ -20,7 +21,7 @@ IDLE_MIB = 3 * 1024
 @pytest.mark.slow
 def test_versions_are_those_that_the_package_pins(record_property):
     """Packages, and on a GPU the driver's CUDA and the loaded NCCL: the doctor's checks."""
-    for check in version_checks(probe_machine(hide_gpus=True), gpus_in_process(None).cuda_version):
+    for check in version_checks(probe(), gpus_in_process(None).cuda_version):
         record_property(check.name, check.found)
         assert check.status != "failed", check
 

@@ -13,11 +13,11 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = """
-import torch
+import harness, torch
 from megatron_scalerl.cluster import probe
 torch.accelerator.is_available, torch.accelerator.device_count = lambda: True, lambda: 1
-details = {"driver": "1.2", "packages": {"torch": "2.13.0"}}
-probe.probe_machine = lambda **_: probe.Machine(gpus=("NVIDIA H100 80GB HBM3",), details=details)
+harness.gpu_names = lambda: ["NVIDIA H100 80GB HBM3"]
+probe.probe = lambda: probe.Installed(packages={"torch": "2.13.0"}, cuda_version="13.0", nccl=None)
 from conftest import *
 """
 TESTS = """

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from logit_problems import LiveBytes
+from logit_problems import LiveBytes, by_log_softmax, relative
 from triton_interpreter import bf16_as_on_a_gpu, interpret
 
 from megatron_scalerl.logits import cuda_backend, row_kernels, token_logprobs
@@ -44,8 +44,7 @@ def problem(dtype, seed=0):
 def truth(hidden, weight, targets, temperature):
     """Log-probabilities and entropies in fp64, with their gradients' leaves."""
     h, w = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    log_p = (h @ w.t() / temperature.double()[:, None]).log_softmax(-1)
-    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1), h, w
+    return *by_log_softmax(h, w, targets, temperature), h, w
 
 
 def weighted(logprob, entropy):
@@ -57,10 +56,6 @@ def weighted_chunk(logprob, entropy, places):
     """The terms of `weighted` that belong to some of the tokens."""
     g = torch.linspace(-1.0, 2.0, TOKENS)
     return (logprob * g[places]).sum() + (entropy * g.flip(0)[places]).sum()
-
-
-def relative(found, exact):
-    return ((found.double() - exact).norm() / exact.norm()).item()
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -268,7 +263,7 @@ def projection_of(hidden, weight, targets, **changes):
         round_logits=False,
         entropy=True,
         entropy_grad=True,
-        grad_logits="bf16",
+        grad_logits="bf16" if hidden.dtype == torch.bfloat16 else "fp32",
         workspace_bytes=TIGHT,
     )
     return Projection(hidden=hidden, weight=weight, targets=targets, **{**options, **changes})

@@ -45,7 +45,7 @@ MISTAKES = {
         r"main_grad .* weight \[11, 5\], .* \[10, 5\]",
     ),
     "logits": (dict(logits="bf16"), "logits is 'bf16'; .* fp32 or model"),
-    "backend": (dict(backend="numpy"), "is auto, cuda or torch, not 'numpy'"),
+    "backend": (dict(backend="numpy"), "backend is 'numpy'; .* auto or cuda or torch"),
     "workspace": (
         dict(workspace_mb=0.0001),
         r"workspace_mb is 0.0001; .* 0\.001",

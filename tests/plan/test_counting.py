@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_scalerl.models import read_hf_config
 from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.counting import count, load_family, of_stage
 from megatron_scalerl.plan.hardware import GPUS
@@ -23,13 +24,13 @@ def recipe_of(name, *overrides):
 
 
 def test_llama_3_1_8b_has_its_published_number():
-    p = count(load_family(CONFIGS / "Llama-3.1-8B")[0])
+    p = count(load_family(CONFIGS / "Llama-3.1-8B"))
     assert (p.total, p.active, p.experts, p.passthrough) == (8_030_261_248, 8_030_261_248, 0, 0)
     assert p.embedding == p.head == 128_256 * 4_096
 
 
 def test_scout_total_and_active():
-    p = count(load_family(CONFIGS / "Llama-4-Scout-17B-16E")[0])
+    p = count(load_family(CONFIGS / "Llama-4-Scout-17B-16E"))
     assert p.total == 107_769_861_120
     assert p.active == 17_172_894_720
     assert p.experts == 48 * 16 * 3 * 5_120 * 8_192
@@ -48,11 +49,11 @@ def test_latent_attention_is_counted_as_transformers_builds_it(name, total, acti
     from torch import device
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    family, config = load_family(CONFIGS / name)
+    family = load_family(CONFIGS / name)
     p = count(family)
     assert (p.total, p.active, p.total + p.passthrough) == (total, active, with_mtp)
     with device("meta"):
-        model = DeepseekV3ForCausalLM(DeepseekV3Config.from_dict(config.to_dict()))
+        model = DeepseekV3ForCausalLM(DeepseekV3Config.from_dict(read_hf_config(CONFIGS / name).to_dict()))
     theirs = {tensor: tuple(parameter.shape) for tensor, parameter in model.named_parameters()}
     assert sum(prod(shape) for shape in theirs.values()) == total
     shapes = {n: shape for rule in family.rules if not rule.frozen for n, shape in rule.hf_shapes.items()}
@@ -100,7 +101,7 @@ def test_a_policy_of_1_t_is_planned_on_1024_gpus():
 
 
 def test_ranks_add_up_to_the_whole():
-    family, _ = load_family(CONFIGS / "Llama-4-Scout-17B-16E")
+    family = load_family(CONFIGS / "Llama-4-Scout-17B-16E")
     layout = layout_of(recipe_of(SCOUT), family, 96)
     assert layout.dp == 12
     stages = [of_stage(family, layout, stage) for stage in range(2)]
@@ -111,7 +112,7 @@ def test_ranks_add_up_to_the_whole():
 
 
 def test_a_head_of_another_size_is_padded_per_rank():
-    family, _ = load_family(CONFIGS / "Llama-3.1-8B")
+    family = load_family(CONFIGS / "Llama-3.1-8B")
     layout = layout_of(recipe_of(DENSE), family, 16)
     assert of_stage(family, layout, 0).total == 4_015_263_744
 
@@ -128,14 +129,14 @@ def test_a_head_of_another_size_is_padded_per_rank():
     ],
 )
 def test_layouts_that_do_not_divide(overrides, said):
-    family, _ = load_family(CONFIGS / "Llama-3.1-8B")
+    family = load_family(CONFIGS / "Llama-3.1-8B")
     recipe = recipe_of(DENSE, *overrides)
     with pytest.raises(ValueError, match=said):
         layout_of(recipe, family, recipe.trainer.world_size)
 
 
 def test_uneven_pipeline_stages():
-    family, _ = load_family(CONFIGS / "Llama-3.1-8B")
+    family = load_family(CONFIGS / "Llama-3.1-8B")
     recipe = recipe_of(
         DENSE,
         "megatron.parallel.pipeline_model_parallel_size=2",

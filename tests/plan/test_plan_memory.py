@@ -29,7 +29,7 @@ FUSED = Kernels(layers="te", device="gpu")
 
 def plan_of(*overrides, name="scalerl_llama3_8b", kernels=FUSED):
     recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml", overrides)
-    family, _ = load_family(ROOT / "recipes" / "configs" / Path(recipe.policy.path).name)
+    family = load_family(ROOT / "recipes" / "configs" / Path(recipe.policy.path).name)
     layout = layout_of(recipe, family, recipe.trainer.world_size)
     return recipe, family, layout, trainer_memory(recipe, family, layout, Assumptions(), kernels=kernels)
 
@@ -194,7 +194,7 @@ def test_recompute_keeps_less():
 
 def test_an_engine_has_narrow_projections_and_routers_on_each_device():
     recipe = load_recipe(ROOT / "recipes" / "kimi_k2_1024gpus.yaml")
-    family, _ = load_family(ROOT / "recipes" / "configs" / "Kimi-K2-Instruct")
+    family = load_family(ROOT / "recipes" / "configs" / "Kimi-K2-Instruct")
     p = count(family)
     e = engine_memory(recipe, family, p, GPUS["b300"], Assumptions())
     narrow = 61 * (7168 * (1536 + 576) + 1536 + 512)

@@ -61,7 +61,7 @@ def settings_of(layers):
 @cache
 def family_of(path):
     """The family and its parameters, which no layout changes."""
-    family, _ = load_family(CONFIGS / Path(path).name)
+    family = load_family(CONFIGS / Path(path).name)
     return family, count(family)
 
 

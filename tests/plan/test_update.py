@@ -20,7 +20,7 @@ ITEM = 2
 
 
 def family_of(name):
-    return load_family(ROOT / "recipes" / "configs" / name)[0]
+    return load_family(ROOT / "recipes" / "configs" / name)
 
 
 def work_of(name, *overrides):

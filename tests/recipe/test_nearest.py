@@ -38,12 +38,14 @@ def test_a_recipe_says_what_is_meant(tmp_path, key, said):
     assert str(error.value) == f"{path}: {key} is not a recipe key{said}"
 
 
-def test_a_key_that_has_left_is_dropped_where_it_had_its_default(tmp_path):
+def test_a_key_that_has_left_is_dropped_where_it_had_its_default(tmp_path, caplog):
     path = tmp_path / "r.yaml"
     path.write_text(MINIMAL)
     expected = load_recipe(path)
     path.write_text(MINIMAL + "weights: {transaction: streamed}\n")
-    assert load_recipe(path) == expected
+    assert load_recipe(path) == load_recipe(path) == expected
+    [said] = caplog.messages
+    assert said.startswith(f"{path}: weights.transaction has left, and is ignored, since streamed was its default: ")
     path.write_text(MINIMAL + "weights: {transaction: staged}\n")
     with pytest.raises(RecipeError, match=f"^{path}: weights.transaction has left: .*; delete it$"):
         load_recipe(path)

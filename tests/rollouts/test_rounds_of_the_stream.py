@@ -6,7 +6,6 @@ The stand-in engine's answers depend on the requests that it runs together, as r
 import asyncio
 import hashlib
 from collections import Counter
-from functools import partial
 
 import pytest
 from fakes.engine import StandInEngine
@@ -17,7 +16,7 @@ from waiting import passes, until
 from megatron_scalerl.controller.measured_prompts import HeldOut, PinnedVersion
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.engine.rounds import Rounds
-from megatron_scalerl.evaluation.completing import EnginesAtVersion, complete_all
+from megatron_scalerl.evaluation.completing import Completer
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.rollouts.history import BatchRecord, read_groups, read_history, replay_draws
 from megatron_scalerl.rollouts.journal import Journal
@@ -214,13 +213,9 @@ def test_validation_in_rounds_reaches_the_engines_the_same_way_each_time():
             members = Membership.of(engines, version=3)
             held_out = HeldOut(recipe(4), PROMPTS, RoundsSampler(), metrics=None, progress=None)
             axis = {"compute": 0.0, "compute_total": 0.0, "unit": "device_hours"}
-            complete = partial(
-                complete_all,
-                pinned=EnginesAtVersion(members=members, version=3),
-                at_once=4,
-                rounds=Rounds(members, timeout_s=600),
-            )
-            result, by_prompt = await held_out.validate(PinnedVersion(step=3, digest="", axis=axis), complete)
+            rounds = Rounds(members, timeout_s=600)
+            completer = Completer(members=members, version=3, at_once=4, rounds=rounds)
+            result, by_prompt = await held_out.validate(PinnedVersion(step=3, digest="", axis=axis), completer)
             return result, by_prompt, [engine.batches for engine in engines]
 
         return asyncio.run(run())

@@ -94,15 +94,14 @@ def doctor():
     from megatron_scalerl.__main__ import main
     from megatron_scalerl.cluster import doctor_nodes, node
     from megatron_scalerl.cluster.gpus import examine_gpus
-    from megatron_scalerl.cluster.probe import Machine
+    from megatron_scalerl.cluster.probe import Installed
 
     recipe = next(Path(word) for word in sys.argv if word.endswith("recipe.yaml"))
     gpus = recipe.parent / f"gpus-{NODE}"
-    details = {"cuda_version": None, "nccl": None, "packages": {}}
     host = HOSTS[gpus.read_text() if gpus.exists() else "healthy"]()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     node.gpus_in_process = lambda needed: examine_gpus(host, needed=needed, visible=visible)
-    node.probe_machine = lambda **_: Machine(gpus=(), details=details)
+    node.probe = lambda: Installed(packages={}, cuda_version="", nccl=None)
     node.version_checks = lambda *_: []
     node._checkpoint_bytes = lambda *_: "the stand-in counts none"
     doctor_nodes.PROGRAM = (sys.executable, __file__)
