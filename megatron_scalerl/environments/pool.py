@@ -40,8 +40,6 @@ import contextlib
 import hashlib
 import itertools
 import logging
-import os
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -80,7 +78,7 @@ START_TIMEOUT_S = 300.0
 MOST_FAILURES = 5
 """Calls of a process in a row that failed there and succeeded elsewhere, after which it is replaced."""
 REPLY_BYTES = TURN_BYTES + 2**16
-"""Most bytes of a line that a process sends."""
+"""Most bytes of a reply."""
 PAUSED = ("unavailable", "hung")
 """Failures that may pass with time."""
 SHOWN_CHARS = 500
@@ -97,9 +95,6 @@ class EnvironmentFailed(RuntimeError):
         """reason: of an end in `ENDS` that is not paid."""
         super().__init__(problem)
         self.end: EpisodeEnd = ENDS[reason]
-
-
-Outcome = Reply | EnvironmentFailed
 
 
 @record
@@ -140,11 +135,9 @@ class _Process(Worker):
     def __init__(self, name: str, program: Program, counters: Counter[str]):
         super().__init__(name, program)
         self.episodes: set[Episode] = set()
-        self.pending: dict[int, asyncio.Future[Outcome]] = {}
-        """Calls, by their numbers."""
         self._counters = counters
-        self._writer: asyncio.StreamWriter | None = None
-        self._starting = asyncio.Lock()
+        self._works = False
+        """False before `ready` has started it, and once its end was noticed."""
         self._started = False
         self.failures = 0
         """Calls in a row that failed."""
@@ -157,16 +150,15 @@ class _Process(Worker):
 
     async def ready(self) -> None:
         """Start the process unless it runs. Raises EnvironmentFailed."""
-        async with self._starting:
-            if self._writer is not None:
+        async with self.gate:
+            if self._works:
                 return
             try:
                 await self.start()
             except (ValueError, OSError, ProcessDied) as problem:
                 line = str(problem).partition(LOG_END)[0]
                 raise EnvironmentFailed(line, reason="unavailable") from None
-            reader, self._writer = await asyncio.open_unix_connection(sock=self.detach(), limit=REPLY_BYTES)
-            self._reading = asyncio.create_task(self._read_replies(reader, self._writer))
+            self._works = True
             if self._started:
                 self._counters["restarts"] += 1
             self._started = True
@@ -176,25 +168,34 @@ class _Process(Worker):
 
         The call of a cancelled caller goes on, so that it cannot hang unnoticed.
         """
-        data = encoded(request)
-        # both before this task can be suspended: the process may end then
-        reply = self.pending[request.number] = asyncio.get_running_loop().create_future()
-        self.send(data)
-        outcome = await asyncio.shield(asyncio.create_task(self._outcome(request, reply, session)))
-        if isinstance(outcome, EnvironmentFailed):
-            raise outcome
-        if not outcome.failure:
+        self._number += 1
+        # before this task can be suspended: the process may end then
+        outcome = self.send(self._number, encoded(request))
+        frame = await asyncio.shield(asyncio.create_task(self._within_limits(outcome, request.episode, session)))
+        if isinstance(frame, EnvironmentFailed):
+            raise frame
+        try:
+            reply = msgspec.json.decode(frame[1], type=Reply)
+        except (ValueError, RecursionError):
+            await self.end()
+            raise EnvironmentFailed(f"{self.name}: bytes in its socket that are no reply", reason="died") from None
+        if not reply.failure:
             self.failures = 0
             self.spoiled = 0
-        elif outcome.failure != "unavailable":  # an outage of what it asks does not spoil a process
+        elif reply.failure != "unavailable":  # an outage of what it asks does not spoil a process
             self.failures += 1
-            self._problem = printable(outcome.error.strip().rpartition("\n")[2])
-        return outcome
+            self._problem = printable(reply.error.strip().rpartition("\n")[2])
+        return reply
 
-    def send(self, request: bytes) -> None:
-        """Send a request unless the process has ended."""
-        if self._writer is not None:
-            self._writer.write(request + b"\n")
+    def leave(self, episode: int) -> None:
+        """Close an episode unless the process has ended."""
+        if self._works:
+            self.send(0, encoded(Request(episode=episode)))
+
+    async def empty(self) -> None:
+        """Replace it if it has a call of a caller that was cancelled, or a failure that may have spoiled it."""
+        if self._replies or self.failures:
+            await self.end()
 
     async def succeeded_elsewhere(self, begun_s: float) -> None:
         """Note that a call which failed here has succeeded in another process; replace this one after several.
@@ -208,46 +209,43 @@ class _Process(Worker):
         if self.spoiled == MOST_FAILURES:
             await self.end(why=f"replaced after {MOST_FAILURES} failures in a row, the last: {self._problem}")
 
-    async def end(self, hung: int | None = None, *, computing: bool = False, why: str = "") -> None:
+    async def end(self, hung: object = None, *, computing: bool = False, why: str = "") -> None:
         """Kill the process; its calls fail, its episodes leave it.
 
-        hung: number of a call that exceeded its limit, `computing` or not. why: the cause, if it is the pool's.
+        hung: the future of a call that exceeded its limit, `computing` or not. why: the cause, if it is the pool's.
         """
-        pending = self.pending
-        self.pending = {}
+        replies = self._replies
+        self._replies = {}
+        self._works = False
         self.failures = 0
         self.spoiled = 0
         for episode in self.episodes:
             episode.process = None
         self.episodes.clear()
-        if self._writer is not None:
-            self._writer.transport.abort()
-            self._writer = None
         code = await self.kill()
         end = why or end_of(code)
         if hung is not None:
             end = f"no answer within {self._program.timeout_s:g} s"
-        for number, reply in pending.items():
+        for reply in replies.values():
             failure = EnvironmentFailed(f"{self.name}: {end}", reason="died")
-            if number == hung:
+            if reply is hung:
                 failure = EnvironmentFailed(f"{self.name}: {end}", reason="hung")
                 if computing:
                     failure.end = replace(failure.end, by="class")
-            reply.set_result(failure)
-        pending.clear()
+            reply.set_result(failure)  # an exception would be reported where the caller was cancelled
 
     async def close(self) -> None:
         """Kill the process, after a start that goes on."""
-        async with self._starting:
+        async with self.gate:
             await self.end()
 
-    async def _outcome(self, request: Request, reply: asyncio.Future[Outcome], session: Session | None) -> Outcome:
-        """What became of a call."""
+    async def _within_limits(self, reply: asyncio.Future[Any], episode: int, session: Session | None) -> Any:
+        """The frame that is the reply to a call, or an EnvironmentFailed."""
         limit_s = self._program.timeout_s
         if session is not None:
             limit_s = 0.0
             async with race(asyncio.shield(reply), session.silent()):
-                self.send(encoded(Request(number=0, episode=request.episode)))
+                self.leave(episode)
         with contextlib.suppress(TimeoutError):
             async with time_limit(limit_s):
                 return await asyncio.shield(reply)
@@ -257,21 +255,17 @@ class _Process(Worker):
                 return await asyncio.shield(reply)
         except TimeoutError:
             used_s = self._processor_s() - used_s
-            if request.number in self.pending:
+            if reply in self._replies.values():
                 computing = len(self.episodes) == 1 and used_s >= WAITING_SHARE * GRACE_S
-                await self.end(hung=request.number, computing=computing)
+                await self.end(hung=reply, computing=computing)
         return await reply
 
-    async def _read_replies(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Pass replies on until the process ends or sends something else."""
-        decode = msgspec.json.Decoder(Reply).decode
-        pending = self.pending
-        with contextlib.suppress(OSError, ValueError, RecursionError, KeyError):
-            while True:
-                reply = decode(await reader.readline())
-                pending.pop(reply.number).set_result(reply)
-        if self._writer is writer:
-            await self.end()
+    def connection_lost(self, problem: Exception | None) -> None:
+        """End a process that has ended, or sent something else than replies."""
+        if self._works:
+            self._end = asyncio.create_task(self.end())
+        else:
+            super().connection_lost(problem)
 
 
 class EnvironmentPool:
@@ -285,14 +279,13 @@ class EnvironmentPool:
         """logs: folder of the logs, environment-N.log. Raises ValueError if one of `variables` is not set."""
         self.counters: Counter[str] = Counter()
         self.numbers = itertools.count()
-        """Of episodes in their processes, and of calls."""
+        """Of episodes in their processes."""
         self.subject = f"environment.name {section.name!r}"
         self.record = EpisodeRecord(self.subject)
         self.shown: set[str] = set()
         """Reasons of failures of which one was warned of that is paid."""
         assert section.name is not None
-        paths = tuple(os.fsencode(path) for path in sys.path)
-        setup: Setup = (section.name, paths, section.memory_mb, section.timeout_s)
+        setup: Setup = (section.name, section.memory_mb, section.timeout_s)
         program = Program(
             name="environment",
             module="megatron_scalerl.environments.worker",
@@ -301,6 +294,7 @@ class EnvironmentPool:
             subject=self.subject,
             timeout_s=section.timeout_s,
             start_timeout_s=START_TIMEOUT_S,
+            most_reply=REPLY_BYTES,
             logs=logs,
         )
         count = section.workers or default_workers()
@@ -461,8 +455,7 @@ class Episode:
     async def _try_alone(self, argument: Argument) -> Turn:
         extra = await self._pool.alone.get()
         try:
-            if extra.pending or extra.failures:  # of a caller that was cancelled; of one that may have spoiled it
-                await extra.end()
+            await extra.empty()
             return await self._try(argument, extra)
         finally:
             self._leave()
@@ -499,7 +492,7 @@ class Episode:
         if self.process is None:
             raise EnvironmentFailed(f"{head}: its process has ended", reason="died")
         try:
-            request = Request(number=next(self._pool.numbers), episode=self._number, row=self._row)
+            request = Request(episode=self._number, row=self._row)
             session = None
             if isinstance(argument, Response):
                 request = replace(request, row=None, response=argument)
@@ -542,7 +535,7 @@ class Episode:
         """Close the episode in its process."""
         if self.process is not None:
             self.process.episodes.discard(self)
-            self.process.send(encoded(Request(number=0, episode=self._number)))
+            self.process.leave(self._number)
             self.process = None
 
 

@@ -1,12 +1,12 @@
 """An environment process: `python -m megatron_scalerl.environments.worker`, started and killed by the pool.
 
 It imports the user's class, reports what the class declares, and then serves many episodes at once. An episode has
-an object of the class; it never runs two calls at once. After the setup each side sends lines of JSON:
+an object of the class; it never runs two calls at once. The heads of its frames (`processes.worker`):
 
-    setup      of `processes.worker`: Setup; the reply's body is Declared
+    setup      Setup; the reply's body is Declared
     request    Request: reset with a row, step with a response, run with a row and an agent; without any the episode
-               is closed
-    reply      Reply; a close has none
+               is closed, with the number 0
+    reply      Reply
 
 Methods that are coroutines run on the event loop and are cancelled after the time limit, `run` when its episode is
 closed; others run in threads, which nothing can stop: the pool kills the process. What an environment prints goes to
@@ -20,17 +20,14 @@ import json
 import os
 import resource
 import signal
-import socket
-import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
 
 from megatron_scalerl.environments.response import Agent, Response
-from megatron_scalerl.processes.worker import Answer, pool_socket, receive, send
+from megatron_scalerl.processes.worker import Answer, pool_socket, receive_setup, send, serve_concurrently
 from megatron_scalerl.record import record
 from megatron_scalerl.rewards.limits import MIB, lower
 from megatron_scalerl.rewards.worker import check_signature, imported, is_unavailable
@@ -39,16 +36,11 @@ TURN_BYTES = 2**20
 """Most bytes of what a call returns, as JSON in UTF-8."""
 ERROR_CHARS = 4000
 """Last characters of a traceback that are sent."""
-REQUEST_BYTES = 2**32
-"""Most bytes of a request, which has a row of the run."""
-THREADS = 4096
-"""Most calls at once of methods that are no coroutines."""
 Failure = Literal["", "raised", "unavailable", "invalid", "oversized", "hung"]
 
 
-Setup = tuple[str, tuple[bytes, ...], int | None, float]
-"""(environment.name, where the pool imports modules from, environment.memory_mb, time limit of a coroutine (s))
-of all episodes of a pool."""
+Setup = tuple[str, int | None, float]
+"""(environment.name, environment.memory_mb, time limit of a coroutine (s)) of all episodes of a pool."""
 Declared = tuple[list[dict[str, Any]], Literal["wrong", "lost"], bool]
 """(tools, repeated_failure, whether it has `run`) of the user's class: JSON schemas of functions, and what an episode
 is whose failure repeats."""
@@ -58,8 +50,6 @@ is whose failure repeats."""
 class Request:
     """A call of an environment; without row and response the episode is closed."""
 
-    number: int
-    """Of the call, which the reply repeats."""
     episode: int
     row: dict[str, Any] | None = None
     """Argument of reset or run."""
@@ -73,7 +63,6 @@ class Request:
 class Reply:
     """What a call returned, or why it returned nothing."""
 
-    number: int
     turn: msgspec.Raw
     """`pool.Turn` as JSON, without checks of its values."""
     failure: Failure
@@ -140,7 +129,7 @@ async def _reply(request: Request, kind: Any, place: list[Any], timeout_s: float
         error = f"what it returned has {len(turn)} bytes, of {TURN_BYTES} allowed"
         failure = "oversized"
         turn = b"null"
-    return Reply(number=request.number, turn=msgspec.Raw(turn), failure=failure, error=error)
+    return Reply(turn=msgspec.Raw(turn), failure=failure, error=error)
 
 
 def _generated(call: Callable[[], Any]) -> Iterator[Any]:
@@ -212,33 +201,28 @@ def load(name: str) -> tuple[type, Declared]:
         ) from None
 
 
-async def _serve(connection: socket.socket, kind: type, timeout_s: float) -> None:
-    """Answer requests until the pool closes the socket."""
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS))
-    reader, writer = await asyncio.open_unix_connection(sock=connection, limit=REQUEST_BYTES)
+def _answers(kind: type, timeout_s: float) -> Callable[[bytes, bytes], Coroutine[Any, Any, Answer | None]]:
+    """The function that answers requests for a class."""
     stoppable = inspect.iscoroutinefunction(getattr(kind, "run", None))
     episodes: dict[int, list[Any]] = {}
-    calls: dict[int, asyncio.Task[None]] = {}
+    calls: dict[int, asyncio.Task[Any] | None] = {}
     """The last call of each episode."""
 
-    async def answer(request: Request, place: list[Any]) -> None:
-        reply = msgspec.json.encode(await _reply(request, kind, place, timeout_s))
-        writer.write(reply + b"\n")
+    async def answer(head: bytes, _: bytes) -> Answer | None:
+        # not by msgspec, which refuses the NaN of a row
+        request = msgspec.convert(json.loads(head), Request)
+        if request.row is None and request.response is None:
+            # a second close, or one before the first call, finds nothing
+            episodes.pop(request.episode, None)
+            call = calls.pop(request.episode, None)
+            if call is not None and stoppable:
+                call.cancel()
+            return None
+        calls[request.episode] = asyncio.current_task()
+        place = episodes.setdefault(request.episode, [])
+        return Answer(head=await _reply(request, kind, place, timeout_s))
 
-    async with asyncio.TaskGroup() as tasks:
-        async for line in reader:
-            # not by msgspec, which refuses the NaN of a row
-            request = msgspec.convert(json.loads(line), Request)
-            place = episodes.setdefault(request.episode, [])
-            if request.row is None and request.response is None:
-                # a second close, or one before the first call, finds nothing
-                episodes.pop(request.episode, None)
-                call = calls.pop(request.episode, None)
-                if call is not None and stoppable:
-                    await asyncio.sleep(0)  # a call that has not begun would not reply
-                    call.cancel()
-            else:
-                calls[request.episode] = tasks.create_task(answer(request, place))
+    return answer
 
 
 def main() -> None:
@@ -247,14 +231,11 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with pool_socket() as connection:
-        # a child that is left must not keep the socket open
-        os.register_at_fork(after_in_child=connection.close)
-        request, setup_json, _ = receive(connection)
-        name, paths, memory_mb, timeout_s = msgspec.json.decode(setup_json, type=Setup)
+        request, setup_json = receive_setup(connection)
+        name, memory_mb, timeout_s = msgspec.json.decode(setup_json, type=Setup)
         lower(resource.RLIMIT_CORE, 0)
         if memory_mb is not None:
             lower(resource.RLIMIT_AS, memory_mb * MIB)
-        sys.path.extend(path for path in map(os.fsdecode, paths) if path not in sys.path)
         with asyncio.Runner() as runner:
             try:
                 kind, declared = load(name)
@@ -265,7 +246,7 @@ def main() -> None:
                 send(connection, request, Answer(head=line, last=True))
                 return
             send(connection, request, Answer(head="", body=msgspec.json.encode(declared)))
-            runner.run(_serve(connection, kind, timeout_s))
+            runner.run(serve_concurrently(connection, _answers(kind, timeout_s)))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ import inspect
 import os
 import socket
 import struct
+import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,13 +18,15 @@ from megatron_scalerl.record import record
 SOCKET_VARIABLE = "MSRL_WORKER_FD"
 """Environment variable with the number of the inherited socket."""
 FRAME = struct.Struct("!QBQQ")
-"""Number of the request, kind of frame, bytes of the head, bytes of the body."""
+"""Number of the request, kind of frame, bytes of the head, bytes of the body. Number 0 gets no frame back."""
 REQUEST, READ, REPLY, LAST_REPLY = range(4)
 """Kinds of frames."""
-THREADS = 1024
+THREADS = 4096
 """Most calls at once in threads of a worker of several requests."""
 CONCURRENT = b"concurrent"
 """Body of the reply to the setup of a worker that works on several requests at once."""
+_sending = threading.Lock()
+"""Is held while a frame is written: a worker of several requests writes from two threads."""
 
 
 @record
@@ -44,7 +48,7 @@ def serve(load: Callable[[bytes], Callable[[bytes, bytes], Any] | str]) -> None:
     pool closes the socket.
     """
     with pool_socket() as connection:
-        number, setup, _ = receive(connection)
+        number, setup = receive_setup(connection)
         answer = load(setup)
         if isinstance(answer, str):
             send(connection, number, Answer(head=answer, last=True))
@@ -53,7 +57,7 @@ def serve(load: Callable[[bytes], Callable[[bytes, bytes], Any] | str]) -> None:
             import asyncio
 
             send(connection, number, Answer(head="", body=CONCURRENT))
-            asyncio.run(_serve_concurrently(connection, answer))
+            asyncio.run(serve_concurrently(connection, answer))
             return
         reply = Answer(head="")
         send(connection, number, reply)
@@ -63,7 +67,8 @@ def serve(load: Callable[[bytes], Callable[[bytes, bytes], Any] | str]) -> None:
             send(connection, number, reply)
 
 
-async def _serve_concurrently(connection: socket.socket, answer: Callable[[bytes, bytes], Any]) -> None:
+async def serve_concurrently(connection: socket.socket, answer: Callable[[bytes, bytes], Any]) -> None:
+    """Answer requests with a coroutine function, several at once, until the pool closes the socket."""
     import asyncio
     from concurrent.futures import ThreadPoolExecutor
 
@@ -72,7 +77,9 @@ async def _serve_concurrently(connection: socket.socket, answer: Callable[[bytes
 
     async def reply(number: int, head: bytes, body: bytes) -> None:
         try:
-            send(connection, number, await answer(head, body))
+            result = await answer(head, body)
+            if number:
+                send(connection, number, result)
         except BaseException:  # sys.exit, too: as an exception it would cancel the others and wait for threads
             traceback.print_exc()
             os._exit(1)
@@ -89,6 +96,8 @@ def pool_socket() -> Iterator[socket.socket]:
     """The socket to the pool."""
     connection = socket.socket(fileno=int(os.environ.pop(SOCKET_VARIABLE)))
     connection.set_inheritable(False)
+    # a child that is left must not keep the socket open
+    os.register_at_fork(after_in_child=connection.close)
     try:
         yield connection
     finally:
@@ -96,12 +105,21 @@ def pool_socket() -> Iterator[socket.socket]:
         connection.detach()
 
 
+def receive_setup(connection: socket.socket) -> tuple[int, bytes]:
+    """(number, head) of the first request; from now on this process imports from where the pool does, too."""
+    number, setup, paths = receive(connection)
+    sys.path.extend(path for path in map(os.fsdecode, paths.split(b"\0")) if path not in sys.path)
+    return number, setup
+
+
 def receive(connection: socket.socket) -> tuple[int, bytes, bytes]:
     """(number, head, body) of the next request, after the pool was told that it is read."""
     number, _, *sizes = FRAME.unpack(_read(connection, FRAME.size))
     head, body = (_read(connection, size) for size in sizes)
     # Before the work begins: a death from here on counts against the request.
-    connection.sendall(FRAME.pack(number, READ, 0, 0))
+    if number:
+        with _sending:
+            connection.sendall(FRAME.pack(number, READ, 0, 0))
     return number, head, body
 
 
@@ -111,8 +129,9 @@ def send(connection: socket.socket, number: int, answer: Answer) -> None:
     kind = REPLY
     if answer.last:
         kind = LAST_REPLY
-    connection.sendall(FRAME.pack(number, kind, len(head), len(answer.body)) + head)
-    connection.sendall(answer.body)
+    with _sending:
+        connection.sendall(FRAME.pack(number, kind, len(head), len(answer.body)) + head)
+        connection.sendall(answer.body)
 
 
 def _read(connection: socket.socket, size: int) -> bytes:

@@ -25,7 +25,7 @@ End of the pool: after START_ROUNDS failed rounds for every worker, with no work
 
 Protocol: a worker inherits one end of a socket pair, whose number is in MSRL_WORKER_FD. Both sides send frames
 (`worker.FRAME`): number of the request, kind, two sizes; then a head, which is JSON in replies, and a body of bytes.
-A worker ends when the socket is closed.
+The body of the setup says where the pool imports modules from. A worker ends when the socket is closed.
 
 The callers of `ask` fill the queue, and bound it by the requests that they wait for; the workers' tasks empty it.
 
@@ -48,7 +48,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -82,36 +82,26 @@ START_ROUNDS = 3
 """Failed rounds per worker, with none alive, after which the pool ends: about a minute."""
 END_TIMEOUT_S = 10.0
 """Seconds for a killed process to exit; after that it is left behind."""
-MAX_REPLY = 2**32
-"""Most bytes of a reply; a frame that announces more is taken for damage."""
 GRACE_S = 5.0
 """Further time for workers of several requests, which keep the time limit themselves (seconds)."""
 
 
+@dataclass(eq=False, repr=False)
 class WorkerDied(Exception):
-    """A worker ended with a request. The message is a noun phrase for what came in place of a reply."""
+    """A worker ended with a request. The message is `cause`."""
 
-    def __init__(
-        self,
-        cause: str,
-        *,
-        read: bool = False,
-        others: bool = False,
-        late: bool = False,
-        code: int | None = None,
-        busy: float = 0.0,
-    ):
-        super().__init__(cause)
-        self.busy = busy
-        """Share of the time limit in which a late worker used a processor."""
-        self.read = read
-        """Whether the worker had read the request."""
-        self.others = others
-        """Whether the worker had read any request that it had not replied to."""
-        self.late = late
-        """Whether the worker exceeded the time limit."""
-        self.code = code
-        """The worker's exit code, negative for a signal; None if it did not end by itself."""
+    cause: str
+    """A noun phrase for what came in place of a reply."""
+    read: bool = False
+    """Whether the worker had read the request."""
+    others: bool = False
+    """Whether the worker had read any request that it had not replied to."""
+    late: bool = False
+    """Whether the worker exceeded the time limit."""
+    code: int | None = None
+    """The worker's exit code, negative for a signal; None if it did not end by itself."""
+    busy: float = 0.0
+    """Share of the time limit in which a late worker used a processor."""
 
 
 @record
@@ -134,6 +124,8 @@ class Program:
     """Time limit of the start with the setup (seconds)."""
     concurrency: int = 1
     """Requests at work in all workers together, if they work on several."""
+    most_reply: int = 2**32
+    """Most bytes of a reply; a frame that announces more is taken for damage."""
     logs: Path | None = None
     """Folder for the logs, NAME-N.log. None: output goes to the stderr of this process."""
 
@@ -364,7 +356,7 @@ class Worker(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._number = 0
         """Number of the last request."""
-        self._replies: dict[int, asyncio.Future[tuple[int, bytes, bytes]]] = {}
+        self._replies: dict[int, asyncio.Future[Any]] = {}
         """(kind, head, body) of the replies to outstanding requests, by their numbers."""
         self._read: set[int] = set()
         """Numbers of requests that the process has read and not replied to; each process has its own set."""
@@ -431,7 +423,8 @@ class Worker(asyncio.Protocol):
                 output=self._output.writer,
             )
         decode = msgspec.json.Decoder(str).decode
-        reply, self.greeting = await self.ask(self._program.setup, b"", self._program.start_timeout_s, decode)
+        paths = b"\0".join(map(os.fsencode, sys.path))
+        reply, self.greeting = await self.ask(self._program.setup, paths, self._program.start_timeout_s, decode)
         return reply
 
     async def ask(self, head: bytes, body: bytes, timeout_s: float, decode: Callable[[bytes], T]) -> tuple[T, bytes]:
@@ -468,14 +461,6 @@ class Worker(asyncio.Protocol):
         self._ending |= last
         return decoded, reply_body
 
-    def detach(self) -> socket.socket:
-        """The socket, for a user who speaks to the process in another protocol after the setup and closes it."""
-        assert self._transport is not None, "started"
-        detached: socket.socket = self._transport.get_extra_info("socket").dup()
-        self._transport.abort()
-        self._transport = None
-        return detached
-
     def _processor_s(self) -> float:
         """Processor time of the process and of its descendants so far (seconds)."""
         ticks = 0
@@ -510,11 +495,18 @@ class Worker(asyncio.Protocol):
         """(whether the reply is the last, head, body) of the reply to a request."""
         if self._transport is None or self._transport.is_closing():
             raise EOFError
-        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        kind, head, body = await self.send(number, head, body)
+        return kind == LAST_REPLY, head, body
+
+    def send(self, number: int, head: bytes, body: bytes = b"") -> asyncio.Future[Any]:
+        """Send a request; (kind, head, body) of its reply, which one with the number 0 does not get."""
+        assert self._transport is not None, "started"
         self._transport.write(FRAME.pack(number, REQUEST, len(head), len(body)) + head)
         self._transport.write(body)
-        kind, head, body = await reply
-        return kind == LAST_REPLY, head, body
+        reply = asyncio.get_running_loop().create_future()
+        if number:
+            self._replies[number] = reply
+        return reply
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -522,7 +514,7 @@ class Worker(asyncio.Protocol):
             number, kind, head, body = FRAME.unpack_from(self._received)
             body_start = FRAME.size + head
             end = body_start + body
-            if number not in self._replies or not READ <= kind <= LAST_REPLY or end > MAX_REPLY:
+            if number not in self._replies or not READ <= kind <= LAST_REPLY or end > self._program.most_reply:
                 self.connection_lost(ValueError())
                 return
             if len(self._received) < end:

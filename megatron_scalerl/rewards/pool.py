@@ -45,7 +45,6 @@ import os
 import pickle
 import random
 import signal
-import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -112,8 +111,7 @@ class VerifierPool:
     def __init__(self, rewards: RewardsSection, *, start_timeout_s: float = 300.0):
         """Raises ValueError if a variable of `rewards.variables` is not set."""
         self._rewards = rewards
-        paths = tuple(os.fsencode(path) for path in sys.path)
-        setup = Setup(verifier=rewards.verifier, paths=paths, limits=limits_of(rewards), timeout_s=rewards.timeout_s)
+        setup = Setup(verifier=rewards.verifier, limits=limits_of(rewards), timeout_s=rewards.timeout_s)
         program = Program(
             name="verifier",
             module="megatron_scalerl.rewards.worker",

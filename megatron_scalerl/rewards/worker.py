@@ -11,11 +11,9 @@ import errno
 import functools
 import importlib
 import inspect
-import os
 import pickle
 import resource
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -64,8 +62,6 @@ class Setup:
 
     verifier: str
     """The recipe's `rewards.verifier`."""
-    paths: tuple[bytes, ...]
-    """Where the pool's process imports modules from."""
     limits: Limits
     timeout_s: float
     """Time limit of a check by a coroutine function (s)."""
@@ -321,7 +317,6 @@ def _text(text: str) -> str:
 def load(setup_json: bytes) -> Callable[[bytes, bytes], Any] | str:
     """The function that runs checks, or why the verifier cannot be used."""
     setup = msgspec.json.decode(setup_json, type=Setup)
-    sys.path.extend(path for path in map(os.fsdecode, setup.paths) if path not in sys.path)
     limits = setup.limits
     try:
         verifier = load_verifier(setup.verifier, limits)

@@ -4,8 +4,8 @@
 
 Bound: a response's body is read only once it has one of `SLOTS * workers` slots, which it keeps until it is decoded,
 so at most that many bodies are in memory, and in each process the one that it works on. Bodies that wait stay in the
-sockets' buffers (128 KiB each in this process), and the engines' servers wait with them. `close` fails what is
-outstanding.
+sockets' buffers (128 KiB each in this process), and the engines' servers wait with them. The end of `async with`
+fails what is outstanding.
 
 The life of a body: `slot` admits it, `EngineClient.generate` reads it, `decode` sends it to a process and gives the
 slot back. A process that dies or does not answer within TIMEOUT_S is replaced (`processes.worker_pool`), and its body
@@ -104,10 +104,6 @@ class DecoderPool:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Kill all processes and fail the bodies in progress; may be called twice."""
         await self._workers.close()
 
     @property

@@ -127,7 +127,7 @@ async def test_the_run_of_a_cancelled_caller_is_cancelled(tmp_path, monkeypatch)
         call = asyncio.create_task(ran(pool, f"hang {tmp_path / 'began'}", session))
         await until((tmp_path / "began").exists)
         call.cancel()
-        await until(lambda: not pool._processes[0].pending)
+        await until(lambda: not pool._processes[0]._replies)
         assert pool.pids == pids
 
 
@@ -135,10 +135,10 @@ async def test_runs_whose_process_ended_twice_do_not_wait_for_each_other(tmp_pat
     async with pool_of("Runs", tmp_path, workers=2) as pool:
         calls = [asyncio.create_task(ran(pool, "time.sleep(2) or True")) for _ in range(4)]
         for _ in range(2):
-            await until(lambda: sum(len(process.pending) for process in pool._processes) == 4)
+            await until(lambda: sum(len(process._replies) for process in pool._processes) == 4)
             for process in pool._processes:
                 await process.end()
-        await until(lambda: all(process.pending for process in pool.extra))
+        await until(lambda: all(process._replies for process in pool.extra))
         assert await asyncio.gather(*calls) == [True] * 4
 
 

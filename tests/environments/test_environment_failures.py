@@ -179,7 +179,7 @@ async def test_a_process_in_which_all_fails_that_succeeds_elsewhere_is_replaced_
     async with pool_of("Spoiling", tmp_path, workers=1) as pool:
         assert (await played(pool, {}, ["spoil"])).end.reason == "raised"
         [process] = pool._processes
-        pending = process.pending[-1] = asyncio.get_running_loop().create_future()
+        pending = process._replies[-1] = asyncio.get_running_loop().create_future()
         for n in range(2):
             assert await played(pool, {"start": n}, ["1"]) == counted(n, 1)
         line = "environment-0: replaced after 3 failures in a row, the last: OSError: Too many open files"

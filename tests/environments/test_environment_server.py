@@ -157,7 +157,7 @@ async def test_a_cancelled_run_is_cancelled_in_the_server_and_others_go_on(agent
 )
 async def test_what_has_no_score_is_a_failure_that_says_why(frames, failure, error, agents):
     async with agents() as kind:
-        request = Request(number=1, episode=1, row=row_of(*frames), agent=AGENT)
+        request = Request(episode=1, row=row_of(*frames), agent=AGENT)
         reply = await _reply(request, kind, [], 5.0)
         assert reply.failure == failure and error in reply.error.splitlines()[-1]
 

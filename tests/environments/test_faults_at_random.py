@@ -61,7 +61,7 @@ class World:
         shared = process.name.endswith(("-0", "-1"))
         if shared:
             self.lives[process.name] = process.life
-        alone = len(process.pending) == 1 and not shared
+        alone = len(process._replies) == 1 and not shared
         assert alone or not player.suspect, "a call that was there when its process ended is tried alone"
         assert not player.changed, "what has changed is not tried again"
         await asyncio.sleep(self.draw.uniform(0.05, 0.5))
@@ -95,7 +95,7 @@ class World:
 
     def busy(self, process):
         """Episodes with a call in a process."""
-        return [episode for episode, run in process._runs.items() if not run.done()]
+        return [episode for episode, run in process.calls.items() if not run.done()]
 
 
 async def played(pool, world, number):

@@ -49,7 +49,7 @@ class World:
 
     async def script(self, process, request):
         """A call takes 0.1 to 1 s; the tool is called in the last one."""
-        draw = random.Random(f"{request.number}")
+        draw = random.Random(f"{process.name} {process._number}")
         agent = request.agent is not None
         await asyncio.sleep(draw.uniform(0.1, 1.0) * (self.calls if agent else 1))
         word = ""

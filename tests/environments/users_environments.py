@@ -13,6 +13,8 @@ import urllib.error
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_scalerl.processes.worker import FRAME, REPLY
+
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
 
 
@@ -246,17 +248,18 @@ def _forge(data):
     time.sleep(10**6)
 
 
-def framed(data):
-    return data + b"\n"
+def framed(number, head):
+    return FRAME.pack(number, REPLY, len(head), 0) + head
 
 
-REPLY = b'"turn":null,"failure":"","error":""}'
+STEP = 5
+"""Number of the step that writes them."""
 FORGED = {
-    "garbage": framed(b"x" * 100),
-    "unknown": framed(b'{"number":123456789,' + REPLY) * 1000,
-    "huge": b"x" * 2**22,
-    "deep": framed(b'{"number":1,"turn":' + b"[" * 50_000 + b"]" * 50_000 + b',"failure":"","error":""}'),
-    "reason": framed(b'{"number":1,' + REPLY.replace(b'e":""', b'e":"own"')),
+    "garbage": b"x" * 100,
+    "unknown": framed(123456789, b"{}"),
+    "huge": FRAME.pack(STEP, REPLY, 2**22, 0),
+    "deep": framed(STEP, b'{"turn":' + b"[" * 50_000 + b"]" * 50_000 + b',"failure":"","error":""}'),
+    "reason": framed(STEP, b'{"turn":null,"failure":"own","error":""}'),
 }
 
 FAULTS = {

@@ -1,12 +1,14 @@
 """Environment processes in virtual time: the real pool calls them, and a script says what becomes of each call."""
 
 import asyncio
+from types import MappingProxyType
 
 import msgspec
 
 from megatron_scalerl.environments import pool as pools
 from megatron_scalerl.environments.response import Agent
 from megatron_scalerl.environments.worker import Reply, Request
+from megatron_scalerl.processes.worker import REPLY
 from megatron_scalerl.recipe.sections import EnvironmentSection
 
 START_S = 0.5
@@ -22,53 +24,47 @@ class StandInEnvironmentProcess(pools._Process):
     declared = ([], "lost", False)
     life = 0
     """Number of its lives so far."""
+    calls = MappingProxyType({})
 
-    async def ready(self):
-        async with self._starting:
-            if self._writer is None:
-                await asyncio.sleep(START_S)
-                self.greeting = msgspec.json.encode(self.declared)
-                self._counters["restarts"] += self._started
-                self._started = True
-                self.life += 1
-                self._runs = {}
-                self._writer = self.transport = self
-                self.objects = {}
+    async def start(self):
+        await asyncio.sleep(START_S)
+        self.greeting = msgspec.json.encode(self.declared)
+        self.life += 1
+        self.calls = {}
+        self.objects = {}
 
-    def abort(self):
-        """End what runs in the process."""
-        for run in self._runs.values():
-            run.cancel()
-
-    def write(self, line):
+    def send(self, number, head, body=b""):
         """Begin a call, or close an episode."""
-        request = msgspec.json.decode(line, type=Request)
-        if request.row is None and request.response is None:
-            run = self._runs.pop(request.episode, None)
-            if run is not None and self.declared[2]:
-                run.cancel()
+        request = msgspec.json.decode(head, type=Request)
+        reply = asyncio.get_running_loop().create_future()
+        if number:
+            self._replies[number] = reply
+            self.calls[request.episode] = asyncio.create_task(self._run(number, request))
         else:
-            self._runs[request.episode] = asyncio.create_task(self._run(request, self.life))
+            call = self.calls.pop(request.episode, None)
+            if call is not None and self.declared[2]:
+                call.cancel()
+        return reply
 
-    async def _run(self, request, life):
+    async def _run(self, number, request):
         failure, turn = "", b"null"
         try:
             failure, turn = await self.script(request)
         except asyncio.CancelledError:
             failure = "hung"
-        if self.life == life and request.number in self.pending:
+        if number in self._replies:
             error = f"Traceback\nFault: {failure}" if failure else ""
-            turn = msgspec.Raw(turn)
-            self.pending.pop(request.number).set_result(
-                Reply(number=request.number, turn=turn, failure=failure, error=error)
-            )
+            reply = Reply(turn=msgspec.Raw(turn), failure=failure, error=error)
+            self._replies.pop(number).set_result((REPLY, msgspec.json.encode(reply), b""))
 
     async def crash(self):
         """The process exits by itself."""
-        self._ending = asyncio.create_task(self.end())
+        self.connection_lost(None)
         await asyncio.Event().wait()
 
     async def kill(self):
+        for call in self.calls.values():
+            call.cancel()
         self.life += 1
         return 3
 
