@@ -236,10 +236,11 @@ def streams() -> None:
 
 @_patch
 def router_gemm() -> None:
-    """`te_general_gemm` is None without Transformer Engine, as 0.19.2 has it: transformer/moe/moe_utils.py:44-55."""
-    moe_utils = _core("transformer.moe.moe_utils")
-    if not hasattr(moe_utils, "te_general_gemm"):
-        _set(moe_utils, "te_general_gemm", None)
+    """The router's fp32 product is torch's: Transformer Engine's, where it is installed, takes TF32 whatever torch says.
+
+    transformer/moe/moe_utils.py:1326,1359 call it with plain layers, too.
+    """
+    _set(_core("transformer.moe.moe_utils"), "te_general_gemm", None)
 
 
 @_patch

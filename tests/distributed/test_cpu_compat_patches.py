@@ -50,7 +50,7 @@ def test_every_patch_has_a_probe(probed):
     assert patches == probes == sorted([*EXPECTED, "router_gemm"])
 
 
-def test_the_routers_product_needs_no_patch(probed):
+def test_the_routers_product_without_transformer_engine_needs_no_patch(probed):
     assert probed["router_gemm"] == ("", True)
 
 
