@@ -60,10 +60,18 @@ def _write(transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[
         )
         _, outcome = report.get_nowait()
         if isinstance(outcome, Exception):
-            results.put(outcome)
+            results.put(_disk_error(outcome) or outcome)
             return
         written[index] = outcome
     results.put(written)
+
+
+def _disk_error(error: BaseException) -> OSError | None:
+    """The OSError, such as that of a full disk, in whose place torch's archive raises that it could not be closed."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    return cause
 
 
 class ShardWriting:
