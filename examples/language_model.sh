@@ -50,7 +50,7 @@ $product train "$home/$name.yaml"
 say "result: gain, cost, and the forecast against the measurement"
 $product report "runs/$name"
 $product show "runs/$name"
-say "sums of three digits, which were not trained: before, and after"
+say "sums of longer numbers than any that was trained: before, and after"
 [ -e "$home/$name/config.json" ] || $product export "runs/$name" --out "$home/$name"
 for policy in policy "$name"; do
   $product evaluate "$home/$policy" --recipe "$home/$name.yaml" --data "$home/longer.jsonl:prompt,answer" --k 2 \

@@ -2,8 +2,8 @@
 
     python examples/sums.py DIR
 
-The training rows have no pair of numbers that is held out, in either order; numbers have one or two digits, and three
-in `longer.jsonl`.
+The training rows have no pair of numbers that is held out, in either order; numbers have one or two digits, and in
+`longer.jsonl` at least one of both has three.
 """
 
 import json
@@ -40,7 +40,7 @@ def main(folder):
     files = {
         "prompts": [row for numbers, row in sums(60000, seed=1) if numbers not in added],
         "held_out": [row for _, row in held_out],
-        "longer": [row for _, row in sums(120, seed=98, digits=(3, 3))],
+        "longer": [row for numbers, row in sums(120, seed=98, digits=(3, 3)) if max(map(len, numbers)) > 2],
     }
     for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -17,10 +17,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TREES = ("megatron_scalerl", "tools", "tests", "examples")
-CEILINGS = {"package": 369_000, "tools": 53_000, "tests": 510_000, "tree": 935_000}
+CEILINGS = {"package": 360_000, "tools": 45_000, "tests": 499_000, "tree": 908_000}
 """Tokens. A change that does not fit deletes something; the ceilings only fall."""
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 LAYOUT |= {tokenize.ENCODING}
+FORMAT_STARTS = getattr(tokenize, "FSTRING_START", None)
+FORMAT_ENDS = getattr(tokenize, "FSTRING_END", None)
+"""Marks of a format string, which is one token before Python 3.12 and several since; here it counts as one."""
 
 
 def measure(source):
@@ -30,14 +33,18 @@ def measure(source):
     counts = Counter(files=1)
     lines = set()
     inside = 0
+    nested = 0  # format strings around the token
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         inside = max(inside, docs.get(token.start[0], 0))
         counts["comments"] += token.type == tokenize.COMMENT
         counts["statements"] += token.type == tokenize.NEWLINE
+        nested += token.type == FORMAT_STARTS
+        is_part = nested > 1 or (nested == 1 and token.type != FORMAT_STARTS)
+        nested -= token.type == FORMAT_ENDS
         string = token.type == tokenize.STRING
         if token.type in LAYOUT or (string and token.start[0] <= inside):
             continue
-        counts["tokens"] += 1
+        counts["tokens"] += not is_part
         lines.update(range(token.start[0], token.end[0] + 1))
     counts["code lines"] = len(lines)
     counts["all lines"] = source.count("\n")

@@ -236,9 +236,9 @@ def streams() -> None:
 
 @_patch
 def router_gemm() -> None:
-    """The router's fp32 product is torch's: Transformer Engine's, where it is installed, takes TF32 whatever torch says.
+    """The router's fp32 product is torch's: Transformer Engine's takes TF32, whatever torch's settings are.
 
-    transformer/moe/moe_utils.py:1326,1359 call it with plain layers, too.
+    transformer/moe/moe_utils.py:1326,1359 call Transformer Engine, where it is installed, under plain layers, too.
     """
     _set(_core("transformer.moe.moe_utils"), "te_general_gemm", None)
 

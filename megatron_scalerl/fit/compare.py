@@ -48,7 +48,7 @@ SENTENCES = {
     "unclear": "Cannot be told apart from the reference with these seeds: {}.",
 }
 """What is found of recipes -> the sentence that lists them."""
-Fits = Sequence[FitResult]
+Fits = tuple[FitResult, ...]
 """The fits of an arm's runs."""
 
 
