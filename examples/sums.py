@@ -14,7 +14,7 @@ import reasoning_gym
 
 
 def sums(draws, seed, digits=(1, 2)):
-    """Distinct rows, in the order in which they are drawn, with their numbers in ascending order."""
+    """Distinct rows, in the order in which they are drawn, with their numbers sorted as text."""
     drawn = reasoning_gym.create_dataset(
         "basic_arithmetic",
         size=draws,

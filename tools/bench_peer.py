@@ -51,9 +51,9 @@ def train_peer(recipe, steps, micro_batch, out):
     from megatron_scalerl.rewards.math import verify_math
 
     prompts = recipe["prompts"]
+    system = [{"role": "system", "content": text} for text in [prompts.get("system")] if text]
     rows = [json.loads(line) for line in Path(prompts["path"]).read_text().splitlines()]
-    system = {"role": "system", "content": prompts["system"]}
-    asked = [[system, {"role": "user", "content": row["prompt"]}] for row in rows]
+    asked = [[*system, {"role": "user", "content": row["prompt"]}] for row in rows]
     data = Dataset.from_dict({"prompt": asked, "answer": [row["answer"] for row in rows]})
 
     def reward(completions, answer, **_):
@@ -106,8 +106,8 @@ def train_peer(recipe, steps, micro_batch, out):
 def watched(command, log, steps):
     """Run a command that adds a line to the file `log` after each step.
 
-    Processor seconds of its process tree from the first to the last line, and the tree's peak memory (bytes, shared
-    pages counted once).
+    Processor seconds a step of its process tree, from the first line to the last one, and the tree's peak memory
+    (bytes, shared pages counted once).
     """
     busy = {}  # processor seconds by process, the ended ones among them
     at_line = {}  # their sum when the log had so many lines
@@ -130,11 +130,15 @@ def watched(command, log, steps):
         finally:
             with contextlib.suppress(psutil.Error):
                 process.terminate()
+                process.wait()
         if process.returncode:
             errors.seek(0)
             raise RuntimeError(errors.read().decode()[-2000:])
     at_line.setdefault(steps, sum(busy.values()))
-    return at_line[steps] - at_line[min(at_line)], peak
+    first = min(at_line)
+    if first == steps:
+        raise RuntimeError("the steps were too short to be told apart; take more --steps")
+    return (at_line[steps] - at_line[first]) / (steps - first), peak
 
 
 def product_run(o, folder):
@@ -166,15 +170,18 @@ def measured(o, run):
     return {
         "step_s": seconds / len(steps[1:]),
         "tokens_per_s": sum(tokens for _, tokens in steps[1:]) / seconds,
-        "step_processor_s": busy / len(steps[1:]),
+        "step_processor_s": busy,
         "peak_gib": peak / 2**30,
     }
 
 
 def main(o):
-    """Run the arms in turns and print their medians."""
+    """Run the arms in turns and print their medians. Raises SystemExit for arms that would differ."""
     if o.peer:
         return train_peer(yaml.safe_load(o.recipe.read_text()), o.steps, o.micro_batch, o.peer)
+    rollouts = yaml.safe_load(o.recipe.read_text())["rollouts"]
+    if o.peer_python and (rollouts["groups_per_batch"] * rollouts["group_size"] % o.micro_batch or o.settings):
+        raise SystemExit("beside a peer --micro-batch divides the batch, and settings stand in the recipe")
     arms = {"product": product_run}
     if o.peer_python:
         arms["trl"] = peer_run

@@ -93,12 +93,14 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def check_covered(assembly: Assembly) -> None:
-    """Asserts that the parts have the tensor's area and do not overlap."""
+    """Raises ValueError unless the parts have the tensor's area and do not overlap."""
     height, width = matrix_shape(assembly.shape)
-    assert sum(part.height * part.width for part in assembly.parts) == height * width, assembly.name
+    covered = sum(part.height * part.width for part in assembly.parts) == height * width
     spans = sorted((part.column, part.row, part.row + part.height) for part in assembly.parts)
     for (column, _, end), (next_column, next_row, _) in zip(spans, spans[1:]):
-        assert column != next_column or end <= next_row, assembly.name
+        covered = covered and (column != next_column or end <= next_row)
+    if not covered:
+        raise ValueError(f"{assembly.name}: its parts overlap, or leave out some of its elements")
 
 
 def band_rows(assembly: Assembly) -> int:

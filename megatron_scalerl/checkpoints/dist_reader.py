@@ -20,7 +20,7 @@ import numpy as np
 from megatron_scalerl.checkpoints.assembly import BITS, HF_NAMES
 from megatron_scalerl.checkpoints.commit import COMMIT, read_commit
 from megatron_scalerl.checkpoints.hf_folder import EXPERT, FUSED_NORMS, LAYER
-from megatron_scalerl.checkpoints.plain_files import MappedFile
+from megatron_scalerl.checkpoints.plain_files import MappedFile, open_plain
 from megatron_scalerl.checkpoints.safe_index import Chunk, StoredTensor, read_index
 from megatron_scalerl.processes.logs import listed
 from megatron_scalerl.record import record
@@ -178,7 +178,7 @@ class DistReader:
     def __init__(self, path: Path, parameters: Mapping[str, StoredParameter]):
         self.parameters = parameters
         self._path = path
-        self._mapped = cache(lambda file: MappedFile(path / file))
+        self._mapped = cache(lambda file: MappedFile(path / file, open_plain(path, file)))
         self.bits = cache(self._read)
         """Name -> the chunk, at its parameter's place on the leading axes."""
 

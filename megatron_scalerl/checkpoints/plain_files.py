@@ -66,9 +66,10 @@ def refuse_links(folder: Path) -> None:
 class MappedFile:
     """A memory-mapped file. Its pages belong to the page cache and do not count as memory of the process."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, opened: BinaryIO | None = None):
+        """opened: the file, to be closed here, where it is not to be opened by its path."""
         self.path = path
-        with path.open("rb") as file:
+        with opened or path.open("rb") as file:
             self.size = os.fstat(file.fileno()).st_size
             self.bytes: mmap.mmap | bytes = b""
             if self.size:  # mmap refuses an empty file

@@ -16,6 +16,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -42,7 +43,7 @@ Shape = tuple[Size, ...]
 class ByteRange(msgspec.Struct, frozen=True, rename={"file": "relative_path", "start": "offset"}):
     """`length` bytes from byte `start` on, of a file in the folder. Torch's record has other names for the fields."""
 
-    file: Annotated[str, Meta(pattern=r"\A\w+\.distcp\Z")]
+    file: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_]{1,80}\.distcp\Z")]
     start: Size
     length: Size
 
@@ -194,6 +195,9 @@ def _index(path: Path, metadata: _Metadata) -> CheckpointIndex:
             _check_inside(key, entry.size, part)
             place = _take(ranges, key, part.offsets)
             chunks.append(Chunk(offset=part.offsets, shape=part.sizes, place=place))
+        elements = sum(prod(chunk.shape) for chunk in chunks)
+        if elements != prod(entry.size):
+            raise ValueError(f"the parts of {key} have {elements} of its {prod(entry.size)} elements")
         tensors[key] = StoredTensor(dtype=entry.properties.dtype, shape=entry.size, chunks=tuple(chunks))
     return CheckpointIndex(path=path, tensors=tensors, objects=objects)
 

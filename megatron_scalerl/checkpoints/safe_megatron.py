@@ -1,6 +1,6 @@
 """Megatron's own load of a checkpoint, with a reader that runs none of its content: the same planning and resharding.
 
-`load` takes the steps of `dist_checkpointing.load` of megatron-core 0.16.1 and 0.19.2:
+`load` takes the steps of `dist_checkpointing.load` of megatron-core 0.19.2:
 
 1. `read_index` reads the index; `_common` reads the common state, if it is asked for.
 2. Every rank says which tensors it wants; all ranks check them against the index (`_check_tensors`).
@@ -11,6 +11,7 @@ Every byte is read once, so the bytes that are checked are the bytes that are us
 """
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.futures import Future
 
-from megatron_scalerl.checkpoints.plain_files import printable
+from megatron_scalerl.checkpoints.plain_files import open_plain, printable
 from megatron_scalerl.checkpoints.safe_index import (
     COMMON,
     COMMON_OBJECT,
@@ -142,11 +143,14 @@ def _common(index: CheckpointIndex) -> dict[str, Any]:
     """
     place = index.objects.get(COMMON_OBJECT)
     if place is None:
-        place = ByteRange(COMMON, 0, (index.path / COMMON).stat().st_size)
-        state: dict[str, Any] = read_value(index.path, place, COMMON)
+        with open_plain(index.path, COMMON) as file:
+            place = ByteRange(COMMON, 0, file.seek(0, os.SEEK_END))
+        states = [read_value(index.path, place, COMMON)]
     else:
-        [state] = read_object(index.path, place, COMMON_OBJECT)
-    return state
+        states = read_object(index.path, place, COMMON_OBJECT)
+    if type(states) is not list or [type(state) for state in states] != [dict]:
+        raise ValueError(f"{index.path}: its common state is not one mapping")
+    return dict(states[0])
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """Archives of `torch.save` in a checkpoint that another party may have written, opened by torch's weights-only load.
 
 An archive is a range of bytes of a file. torch's unpickler calls no function outside its own list of names and those
-that a caller adds, and what it returns is checked: it may be more than a checkpoint needs.
+that a caller adds. It returns more than a checkpoint needs, so tensors and extra states are checked: it also sets
+attributes of a tensor, and one called `numel` would be asked in the method's place.
 """
 
 import contextlib
@@ -83,7 +84,8 @@ def _tensor(window: Any) -> torch.Tensor:
 
 
 def _is_dense(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu"
+    is_plain = type(value) is torch.Tensor and not vars(value)
+    return is_plain and value.layout is torch.strided and value.device.type == "cpu"
 
 
 def _first_byte(window: Any, nbytes: int) -> int:

@@ -76,9 +76,14 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         help="recipe that the others, or RECIPE alone, are compared with; default: the first",
     )
     add("--fixed-asymptote", type=float, metavar="X", help="hold A at X")
-    add("--budget", type=float, metavar="C", help="further compute to decide on; default: as much again")
+    add(
+        "--budget",
+        type=float,
+        metavar="C",
+        help="further compute to decide on, or compare at; default: as much",
+    )
     add("--worth", type=float, metavar="X", default=WORTH, help=f"gain that the budget has to buy; default {WORTH:g}")
-    add("--target", type=float, metavar="X", help="pass rate whose compute is estimated")
+    add("--target", type=float, metavar="X", help="pass rate whose compute is estimated, and compared")
     add("--backtest", action="store_true", help="refit at every prefix; in the HTML report, too")
 
 

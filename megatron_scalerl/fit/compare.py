@@ -172,8 +172,9 @@ class Quantity:
         """[draws] of the mean over the runs, independent of another arm's."""
         mean = self.mean(fits)
         posterior = self._scaled(self.formula(fits[0].posterior.parameters))
-        if mean is None or len(fits) == 1:
+        if len(fits) == 1:
             return rng.permutation(posterior)
+        assert mean is not None, "a level is finite"
         return mean.value + math.sqrt(mean.squared_error) * rng.standard_t(mean.freedom, len(posterior))
 
     def _scaled(self, values: Any) -> Array:

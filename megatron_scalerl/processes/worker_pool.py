@@ -500,6 +500,7 @@ class Worker(asyncio.Protocol):
 
     def send(self, number: int, head: bytes, body: bytes = b"") -> asyncio.Future[Any]:
         """Send a request; (kind, head, body) of its reply, which one with the number 0 does not get."""
+        # its process is alive: `_Process.call` and `leave` of environments look first
         assert self._transport is not None, "started"
         self._transport.write(FRAME.pack(number, REQUEST, len(head), len(body)) + head)
         self._transport.write(body)

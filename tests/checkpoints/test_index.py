@@ -112,6 +112,7 @@ def refused(tmp_path):
         (lambda m: setattr(entry(m), "properties", "float32"), "got `str` - at `$.state_dict_metadata[...].prop"),
         (lambda m: setattr(entry(m).chunks[0], "offsets", torch.Size([9, 9])), "at (9, 9) is outside layer.weight"),
         (lambda m: setattr(entry(m).chunks[0], "sizes", None), "Expected `array`, got `null` - at `$.state_dict"),
+        (lambda m: setattr(entry(m), "size", torch.Size([4, 4])), "the parts of layer.weight have 12 of its 16 elem"),
         (lambda m: setattr(m, "storage_data", {1: 2}), "got `int` - at `key` in `$.storage_data`"),
         (lambda m: object.__setattr__(next(iter(m.storage_data)), "offset", (1, [])), "got `array` - at `key.offset"),
         (lambda m: entry(m).chunks.append(entry(m).chunks[0]), "layer.weight at (0, 0) has no byte range"),

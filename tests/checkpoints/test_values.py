@@ -5,6 +5,7 @@ import random
 import struct
 import zipfile
 from argparse import Namespace
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -76,6 +77,27 @@ def test_extra_states_must_be_empty(read):
     for value in ([torch.zeros(4, dtype=torch.uint8)], [b"abc"], [{}], {}, ring):
         with pytest.raises(ValueError, match=r"linear_fc1._extra_state\S* is not a list of empty states"):
             read(saved(value), read_object, key)
+
+
+class Renamed:
+    """Pickled as a tensor with attributes, which torch's weights-only load sets."""
+
+    def __init__(self, tensor, **attributes):
+        self.tensor = tensor
+        self.attributes = attributes
+
+    def __reduce__(self):
+        rebuild, arguments = self.tensor.__reduce_ex__(2)[:2]
+        return torch._tensor._rebuild_from_type_v2, (rebuild, torch.Tensor, arguments, self.attributes)
+
+
+def test_attributes_of_a_tensor_do_not_stand_in_for_its_methods(read):
+    """`state.numel()` is Transformer Engine's question before it unpickles the bytes of a state."""
+    state = Renamed(torch.zeros(4, dtype=torch.uint8), numel=OrderedDict)
+    with pytest.raises(ValueError, match="is not a list of empty states"):
+        read(saved([state]), read_object, "decoder.layers.0.mlp.linear_fc1._extra_state/shard_0_1")
+    with pytest.raises(ValueError, match="not a dense tensor"):
+        read(saved(state))
 
 
 def archive(pickled, entries=()):

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategie
 from random_policy import batches_of, random_samples
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from megatron_scalerl.checkpoints.safe_index import COMMON_OBJECT, read_index
+from megatron_scalerl.checkpoints.safe_index import COMMON_OBJECT
 from megatron_scalerl.trainer.checkpoint import load, save
 
 
@@ -93,15 +93,9 @@ def test_a_whole_metadata_that_calls(folder, marker, refused):
 )
 def test_a_common_file_that_calls(content, name, folder, marker, refused):
     """A start takes nothing from it, and does not open it. Since Megatron-Core 0.17 it is an object of the index."""
-    if COMMON_OBJECT in read_index(folder).objects:
-        key = first_key(folder, objects=True, containing=COMMON_OBJECT)
-        place(folder, key, saved([content(marker)]))
-        refusal = named(folder, key, name)
-    else:
-        (folder / "common.pt").write_bytes(saved(content(marker)))
-        recommit(folder)
-        refusal = f"{folder}/common.pt: the bytes from 0 on are not common.pt: the name {name} is not allowed"
-    assert refused() == (refusal, None)
+    key = first_key(folder, objects=True, containing=COMMON_OBJECT)
+    place(folder, key, saved([content(marker)]))
+    assert refused() == (named(folder, key, name), None)
 
 
 def test_an_object_that_calls(folder, marker, refused):
