@@ -53,7 +53,7 @@ async def test_a_server_behind_an_agent_speaks_tls_and_dies_with_it(policy, tmp_
         await refusals(client)
         assert len((await generate(client)).token_ids) == 20
         processes = with_children(agents(tmp_path)["engine-0"])
-        [key] = [word for word in processes[1].cmdline() if "key.pem" in word]
+        [key] = [word for word in processes[1].cmdline() if "keyfile.pem" in word]
         assert not Path(key).parent.exists(), "the key is deleted once the server has read it"
         processes[0].kill()
         await none_left(processes)
