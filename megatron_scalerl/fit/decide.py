@@ -17,6 +17,8 @@ LIKELY = 0.8
 """Probability of that gain at or above which the verdict is "go on"."""
 UNLIKELY = 0.2
 """Probability of that gain at or below which the verdict is "stop"."""
+LASTING = 1.0 / 3.0
+"""Share of the fitted compute from which a fall is no dip, as of a curriculum, and says "stop"."""
 
 Verdict = Literal["go on", "stop", "too early to say"]
 
@@ -114,11 +116,15 @@ def estimate(draws: Array, *, value: float | None = None) -> Estimate:
 
 
 def _verdict(fit: FitResult, budget: float, worth: float, probability: float, gain: float) -> tuple[Verdict, str]:
-    # both come before the probability: no sigmoid falls, so its gain says nothing about such a run
+    # both come before the probability: no sigmoid falls, and its gain says nothing about such a run
     if fit.posterior.observations.initial_given and below_initial(fit.pass_rate, fit.initial):
         return "stop", f"most points lie below R_0 = {fit.initial:.3f}; check R_0 and the run before spending more"
     if fit.fall is not None:
-        return "stop", f"{fit.fall}; find the instability before spending more"
+        lasting = fit.fall.compute / (1.0 - LASTING)
+        if fit.compute.max() >= lasting:
+            return "stop", f"{fit.fall}; find the instability before spending more"
+        again = f"dips recover, so fit again at {short_number(lasting)} {unit_name(fit.unit)}"
+        return "too early to say", f"{fit.fall}; {again}"
     bought = f"{short_number(budget)} more {unit_name(fit.unit)} buy {gain:+.3f} in the median"
     chance = f"{100 * probability:.0f} %"
     few = ""

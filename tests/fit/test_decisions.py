@@ -68,6 +68,18 @@ def test_a_falling_run_is_stopped():
     assert decision.verdict == "stop" and "instability" in decision.reason
 
 
+def test_a_fall_stops_a_run_once_it_has_lasted_a_third_of_it():
+    """From 0.6 at 20 to 0.5: up to 27 a dip, since dips, as of a curriculum, recover."""
+    compute = np.arange(1.0, 41.0)
+    measured = np.where(compute <= 20, 0.4 + 0.2 * np.minimum(compute / 18, 1.0), 0.5)
+    verdicts = {}
+    for last in (26, 40):
+        decision = decide(fit(compute[:last], measured[:last], initial=0.4, prompts=500, generations=4))
+        assert "the pass rate has fallen from" in decision.reason
+        verdicts[last] = decision.verdict
+    assert verdicts == {26: "too early to say", 40: "stop"}
+
+
 def test_gain_and_target_against_the_true_curve():
     truth = {"asymptote": 0.62, "exponent": 2.0, "midpoint": 0.3, "initial": 0.4}
     decision = decide(run(noise=0.0005)(), budget=1.0, target=0.61, worth=0.005)
