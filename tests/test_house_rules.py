@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from house_size import measure
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_scalerl"
@@ -165,6 +166,11 @@ def test_no_folder_brings_its_own_code(trees):
     ]
     assert calls
     assert [where for where, keywords in calls if keywords.get("trust_remote_code") is not False] == []
+
+
+def test_a_format_string_is_one_token_under_any_python():
+    """Since Python 3.12 it is several: the sizes, and so the ceilings, would differ between two interpreters."""
+    assert measure('x = f"{a + 1:{b}} {c!r}" + f"{f\'{d}\'}"\n')["tokens"] == 5
 
 
 def test_nothing_that_others_write_is_unpickled(trees):

@@ -70,7 +70,7 @@ def _disk_error(error: BaseException) -> OSError | None:
     """The OSError, such as that of a full disk, in whose place torch's archive raises that it could not be closed."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__context__
+        cause = cause.__cause__ or cause.__context__
     return cause
 
 
