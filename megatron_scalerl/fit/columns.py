@@ -1,10 +1,9 @@
 """The runs, the rows and the columns of a table that are read.
 
-A table goes through `selections` (the runs that a column tells apart), `one_kind` (a validation's rows) and
-`logged_runs` (runs that were logged one after another); then its columns are chosen.
+A table goes through `selections` (the runs that a column tells apart) and `one_kind` (a validation's rows); then its
+columns are chosen.
 """
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +18,6 @@ from megatron_scalerl.fit.table_file import (
     TableFile,
     computes,
     is_step_name,
-    is_time_of_day,
     may_be_score,
     plain,
     refused,
@@ -28,7 +26,6 @@ from megatron_scalerl.fit.table_file import (
     some_of,
     stage,
     unit_of,
-    words,
 )
 from megatron_scalerl.record import record
 
@@ -38,14 +35,10 @@ _IDENTITY = re.compile(
 )
 """A column that identifies a run: a table is read as one run of each value, where each has a few rows."""
 _RECORD = re.compile(
-    r"(?:record_)?type|kind|event|split|phase|stage|mode|subset|metric|tag|key|dataset|data_source|benchmark"
-    r"|env(?:_id)?|task|is_(?:eval|validation)"
+    r"(?:record_)?type|kind|event|split|phase|stage|mode|subset|metric|variable|tag|key|dataset|data_source"
+    r"|benchmark|env(?:_id)?|task|domain|k|is_(?:eval|validation)"
 )
 """A column that says what a row measures: rows of one value are read."""
-RUN_COLUMN = "run"
-"""Column of --series for runs that were logged one after another, in a table without that column."""
-MANY_RUNS = 24
-"""Most runs of one table that are fitted unasked."""
 _MISSING = re.compile(r"[-+]*(?:none|null|na|n/a|<na>|nan|inf|infinity|undefined)?", re.IGNORECASE)
 """A cell that is no number and no mistake."""
 Rows = Sequence[tuple[int, Row]]
@@ -68,38 +61,6 @@ class ColumnOptions:
     """Hours per step: compute = steps x this constant, as in Khatri et al. (2025)."""
 
 
-def logged_runs(table: TableFile, options: ColumnOptions, name: str) -> dict[str, TableFile]:
-    """Name -> rows of the runs that were logged one after another into one table.
-
-    A run begins where the compute falls to the first one of the run before it, or below, and then passes that one.
-    Both have a few rows. A resume falls as well, but not to the start; unsorted rows fall after every few rows.
-    """
-    score = score_columns(table, options)[0]
-    axis = compute_column(table, options, score)[0]
-    rows = [row for row in table.rows if _has_number(row[1], score) and _numbers([row], axis)]
-    computes = _numbers(rows, axis)
-    falls = [n for n in range(1, len(rows)) if computes[n] < computes[n - 1]]
-    # rows that fall so often are unsorted; rates of 0 and 1 are single answers, whose mean is fitted
-    if FEW_ROWS * len(falls) >= len(rows) or set(_numbers(rows, score)) <= {0.0, 1.0}:
-        return {name: table}
-    # every fall is a resume or the start of a run
-    last = 0
-    edges = [0.0]
-    for begin, end in zip(falls, [*falls[1:], len(rows)]):
-        first = min((x for x in computes[last:begin] if x > 0), default=math.inf)
-        enough = min(begin - last, end - begin) >= FEW_ROWS
-        if enough and computes[begin] <= first <= computes[end - 1]:
-            last = begin
-            edges.append(rows[begin][0])
-    if not last:
-        return {name: table}
-    runs: dict[str, TableFile] = {}
-    for low, high in zip(edges, [*edges[1:], math.inf]):
-        part = tuple((n, row) for n, row in table.rows if low <= n < high)
-        runs[f"{name}#{len(runs) + 1}"] = replace(table, rows=part)
-    return runs
-
-
 def score_columns(table: TableFile, options: ColumnOptions) -> list[str]:
     """Columns that the pass rate may be in, best first; of those that have numbers."""
     names = [_named(table, options.score, "--score")] if options.score else scores(table.columns)
@@ -111,10 +72,6 @@ def score_columns(table: TableFile, options: ColumnOptions) -> list[str]:
         else:
             listed = some_of(others or table.columns, ("pass rate", "accuracy", "score", "reward", "success"))
             raise refused(table.path, f"no column is a score (name it with --score); {listed}", "row 1")
-    elif not options.score and stage(names[0]) != 0:
-        bare = validations_without_measure(table)
-        if len(bare) == 1:
-            names = bare + names  # slime's eval/aime, which a reward of training accompanies
     measured = [name for name in names if any(_has_number(row, name) for _, row in table.rows)]
     if not measured:
         raise refused(table.path, f"no row has a number in {names[0]}")
@@ -135,34 +92,6 @@ def is_short(table: TableFile, column: str) -> bool:
     return sum(_has_number(row, column) and plain(row.get(axis)) != 0 for _, row in table.rows) < FEW_ROWS
 
 
-def validations_without_measure(table: TableFile) -> list[str]:
-    """Columns of a validation whose names say no measure, such as eval/aime, with all values in [0, 1]."""
-    axes = _axes(table)
-    found = []
-    for name in table.columns:
-        measured = score_rank(name) or name in axes or "rate" in words(name).split()
-        values = _numbers(table.rows, name)
-        is_share = values and 0 <= min(values) <= max(values) <= 1
-        if stage(name) == 0 and may_be_score(name) and is_share and not measured:
-            found.append(name)
-    return found
-
-
-def _tells_rows_apart(table: TableFile, column: str) -> bool:
-    """Whether a column of words says what a row measures: the rows of one compute differ in it, and in nothing else.
-
-    True for `domain` or `variable` in a table that repeats its steps for each of 2 to 24 values.
-    """
-    axis = next(iter(_axes(table)), column)
-    if column == axis or _IDENTITY.fullmatch(column.lower()):
-        return False
-    rows = [row for row in table.rows if _has_number(row[1], axis)]
-    if column != "k" and not all(isinstance(plain(row.get(column)), str | bool) for _, row in rows):
-        return False
-    each_once = len(groups_of(rows, [axis, column])) == len(rows) > len(groups_of(rows, [axis]))
-    return each_once and 2 <= len(groups_of(rows, [column])) <= min(MANY_RUNS, len(rows) // 2)
-
-
 def one_kind(table: TableFile, options: ColumnOptions) -> TableFile:
     """The rows of one kind of record, a validation's if there is one.
 
@@ -170,17 +99,19 @@ def one_kind(table: TableFile, options: ColumnOptions) -> TableFile:
     """
     for column in table.columns:
         is_kind = _RECORD.fullmatch(column.lower()) or _names_metrics(table, column)
-        if column in dict(options.series) or not (is_kind or _tells_rows_apart(table, column)):
+        if column in dict(options.series) or not is_kind:
             continue
         names = score_columns(table, options)
         measured = [row for row in table.rows if any(_has_number(row[1], name) for name in names)]
         groups = {kind: rows for (kind,), rows in groups_of(measured, [column]).items()}
         kinds = sorted(groups, key=_kind_rank)
-        is_metric = score_rank(kinds[0])
-        if len(kinds) < 2 or not (is_metric or _overlap(table, list(groups.values()))):
+        if len(kinds) < 2:
             continue
         equal = [kind for kind in kinds if _kind_rank(kind) == _kind_rank(kinds[0])]
-        if len(equal) > 1 and not is_metric:
+        if len(equal) > 1 and not score_rank(kinds[0]):
+            axis = next(iter(_axes(table)), "")
+            if len(groups_of(measured, [axis, column])) == len(groups_of(measured, [axis])):
+                continue
             choices = f"{', '.join(equal[:8])}; choose with --series {column}=VALUE"
             raise refused(table.path, f"the rows are of several {column}: {choices}")
         layout = f"{table.layout}, rows with {column} = {kinds[0]}, not {', '.join(kinds[1:4])}"
@@ -194,13 +125,6 @@ def groups_of(rows: Rows, columns: Sequence[str]) -> dict[tuple[str, ...], list[
     for row in rows:
         groups.setdefault(tuple(str(row[1].get(column)) for column in columns), []).append(row)
     return groups
-
-
-def _overlap(table: TableFile, kinds: Sequence[Rows]) -> bool:
-    """Whether two kinds of rows lie in one range of compute."""
-    axis = next(iter(_axes(table)), "")
-    ranges = sorted((min(values), max(values)) for rows in kinds if (values := _numbers(rows, axis)))
-    return not ranges or any(before[1] > after[0] for before, after in zip(ranges, ranges[1:]))
 
 
 def _kind_rank(kind: str) -> tuple[int, ...]:
@@ -223,9 +147,6 @@ def selections(table: TableFile, options: ColumnOptions) -> list[tuple[str, Tabl
     if not groups:
         values = sorted({str(row.get(columns[-1])) for _, row in table.rows})[:8]
         raise refused(table.path, f"no row has {columns[-1]} = {wanted[-1]}; its values are {', '.join(values)}")
-    if len(groups) > MANY_RUNS and not options.series:
-        how = f"choose with --series {columns[0]}=VALUE, or * for all"
-        raise refused(table.path, f"{len(groups)} runs are more than {MANY_RUNS}; {how}")
     # a value that was given is the same for all runs and does not name one
     starred = [n for n, want in enumerate(wanted) if want == "*"] or [len(wanted) - 1]
     return [("/".join(key[n] for n in starred), replace(table, rows=tuple(rows))) for key, rows in groups.items()]
@@ -269,8 +190,6 @@ def compute_column(table: TableFile, options: ColumnOptions, score: str) -> tupl
 def _axis(table: TableFile, measured: Rows, *, steps: bool) -> str:
     """The compute column of the rows that have a score; steps: rather one of steps. Raises ValueError for none."""
     names = _axes(table)
-    for is_axis in (is_step_name, lambda cell: is_time_of_day("", str(cell))):
-        names = names or [c for c in table.columns if all(is_axis(row.get(c)) for _, row in measured)]
     # --hours-per-step needs steps, even where a better axis is there
     names = (steps and [c for c in names if unit_of(c) == "steps"]) or names
     names = [c for c in names if _grows(_numbers(measured, c))] or names

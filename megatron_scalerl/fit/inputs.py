@@ -1,8 +1,8 @@
 """Read the inputs of the command line into the checked points of runs.
 
 An input is a run folder (its validation.jsonl) or a file of another tool. A file becomes curves in this order: its
-tables, the runs that a column tells apart, the rows of one kind (a validation's), the runs that were logged one after
-another, the columns of score and compute, the points. Invalid data is refused in one line with file and row.
+tables, the runs that a column tells apart, the rows of one kind (a validation's), the columns of score and compute,
+the points. Invalid data is refused in one line with file and row.
 `Curve.read` says in one line what was understood; corrections are noted.
 """
 
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_scalerl.fit.columns import (
-    RUN_COLUMN,
     ColumnOptions,
     check_same,
     compute_column,
@@ -25,11 +24,9 @@ from megatron_scalerl.fit.columns import (
     identity_columns,
     is_missing,
     is_short,
-    logged_runs,
     one_kind,
     score_columns,
     selections,
-    validations_without_measure,
 )
 from megatron_scalerl.fit.curve import Curve
 from megatron_scalerl.fit.formatting import short_number, unit_name
@@ -39,20 +36,15 @@ from megatron_scalerl.fit.table_file import (
     FEW_ROWS,
     Row,
     TableFile,
-    is_reward,
     is_time_of_day,
     plain,
     read_tables,
     refused,
-    stage,
     table_of,
-    words,
 )
 
 SEED_COLUMN = "seed"
 """Name of the column with the seed of a run."""
-_TOTAL = r"\b(?:total|attempted|attempts|n|num problems|problems)\b"
-"""In the name of a column with the number of problems, beside which whole numbers are counts."""
 CLOCK = "a time of day is no compute since the start; export steps or the relative time, or choose with --compute"
 Check = tuple[str, Callable[[float], bool]]
 """(what a number has to be, whether it is)."""
@@ -77,7 +69,8 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
     problems: list[ValueError] = []
     for table in read_tables(path):
         try:
-            curves += _curves_of(table, options)
+            for name, rows in selections(table, options):
+                curves.append(_selected_curve(one_kind(rows, options), options, name))
         except ValueError as error:
             problems.append(error)
     if not curves:
@@ -89,27 +82,6 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
     note = f"{len(left_out)} runs of {path.name} were left out: {left_out[0]}"
     first, *rest = (curve for curve in curves if len(curve.compute) >= FEW_ROWS)
     return [replace(first, notes=(*first.notes, note)), *rest]
-
-
-def _curves_of(table: TableFile, options: ColumnOptions) -> list[Curve]:
-    series = dict(options.series)
-    # a run that was logged after another one has no column; it is chosen by its name
-    chosen = "*" if RUN_COLUMN in table.columns else series.pop(RUN_COLUMN, "*")
-    options = replace(options, series=tuple(series.items()))
-    curves: dict[str, Curve] = {}
-    for name, rows in selections(table, options):
-        runs = logged_runs(one_kind(rows, options), options, name)
-        for run_name, run in runs.items():
-            curve = _selected_curve(run, options, run_name)
-            if len(runs) > 1:
-                note = f"one of {len(runs)} runs that were logged one after another; --series run={run_name} takes it"
-                curve = replace(curve, notes=(*curve.notes, f"{table.path.name}: {note}"))
-            curves[run_name] = curve
-    if chosen == "*":
-        return list(curves.values())
-    if chosen not in curves:
-        raise refused(table.path, f"no run is called {chosen!r}; the runs are {', '.join(curves)}")
-    return [curves[chosen]]
 
 
 def curve_of_rows(rows: Sequence[Mapping[str, Any]], *, name: str) -> Curve:
@@ -212,7 +184,7 @@ def _curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
     if starts:
         read += ", R_0"
     texts.insert(0, read)
-    texts += _further(table, options, score, others)
+    texts += _further(table, others)
     task = score.removeprefix("pass_rate")
     if not task.startswith("/"):
         task = ""
@@ -240,16 +212,12 @@ def _curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
     )
 
 
-def _further(table: TableFile, options: ColumnOptions, score: str, others: list[str]) -> list[str]:
-    """What else --score could name, and which columns of a validation cannot be read."""
+def _further(table: TableFile, others: list[str]) -> list[str]:
+    """What else --score could name."""
     texts = []
     short = [column for column in others if is_short(table, column)]
     if short:
         texts.append(f"columns with fewer than {FEW_ROWS} rows: {', '.join(short[:3])}")
-    # the forecast is of training, though the file has a validation
-    unread = validations_without_measure(table)
-    if unread and stage(score) != 0 and options.score is None:
-        texts.append(f"validation columns without a measure: {', '.join(unread[:3])} (--score)")
     if others:
         more = f" and {len(others) - 2} more" if len(others) > 2 else ""
         texts.append(f"also there: {', '.join(others[:2])}{more} (--score)")
@@ -284,7 +252,10 @@ def _points(table: TableFile, options: ColumnOptions, compute: str, score: str) 
     points = [point._replace(pass_rate=_rounded((point.pass_rate - low) / (high - low))) for point in points]
     for point in points:
         if not 0.0 <= point.pass_rate <= 1.0:
-            problem = f"{point.pass_rate:g} is no pass rate in [0, 1]; --score-range=LO,HI maps another range"
+            problem = (
+                f"{point.pass_rate:g} is no pass rate in [0, 1]; --score-range=LO,HI maps another range (of percent "
+                "0,100), --score takes another column"
+            )
             raise refused(table.path, problem, f"row {point.row[0]}", score)
     if len(points) < len(table.rows):
         texts.append(f"skipped rows: {len(table.rows) - len(points)} without a number")
@@ -300,33 +271,23 @@ def _rounded(pass_rate: float) -> float:
 
 
 def _is_percent(score: str, points: Sequence[_Point]) -> bool:
-    """Whether values in [0, 100] are percent: a sign says so, or most are above 1 and the name is no reward's."""
-    values = [point.pass_rate for point in points]
-    if not 0 <= min(values) <= max(values) <= 100:
-        return False
+    """Whether values are percent: a sign says so, or the column's name, above 1."""
     if any(str(point.row[1].get(score)).endswith("%") for point in points):
         return True
-    if re.search(r"%|percent|pct", score.lower()):
-        return max(values) > 1
-    if all(value % 1 == 0 for value in values) and any(re.search(_TOTAL, words(key)) for key in points[0].row[1]):
-        return False  # counts beside their total
-    # sums of rewards of 1 to 25 are common, accuracies of at most 25 % seldom are called a reward
-    any_range = is_reward(score) and (max(values) <= 25 or "reward" in score.lower())
-    return sum(value > 1 for value in values) > len(values) / 2 and not any_range
+    return bool(re.search(r"%|percent|pct", score.lower())) and any(point.pass_rate > 1 for point in points)
 
 
 def _ordered(points: list[_Point], compute: str) -> tuple[list[_Point], list[str]]:
     """The points in the order of their compute, one of each, and what was corrected.
 
     Of a compute that a resumed run has again its last row counts. Where most have several rows one after another,
-    or rows are single answers, their mean counts.
+    their mean counts.
     """
     latest = {point.compute: point for point in points}
     repeated = {point.compute for point in points if latest[point.compute] is not point}
     went_back = any(before.compute > after.compute for before, after in zip(points, points[1:]))
     # a resumed run goes back and logs a step again; a row for each prompt or answer repeats a step at once
-    answers = len(points) > 2 * len(latest) and {point.pass_rate for point in points} <= {0.0, 1.0}
-    if answers or (repeated and not went_back and 2 * len(repeated) >= len(latest)):
+    if repeated and not went_back and 2 * len(repeated) >= len(latest):
         rates: dict[float, list[float]] = {}
         for point in points:
             rates.setdefault(point.compute, []).append(point.pass_rate)
@@ -372,8 +333,6 @@ def _number(table: TableFile, row: tuple[int, Row], column: str, check: Check | 
         if check is None or check[1](parsed):
             return float(parsed)
         problem = f"{parsed:g} is not {check[0]}"
-    elif isinstance(value, str) and is_time_of_day(column, value):
-        problem = CLOCK
     raise refused(table.path, problem, f"row {row[0]}", column)
 
 

@@ -20,7 +20,6 @@ import json
 import re
 import warnings
 import zlib
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
@@ -49,8 +48,6 @@ _CONTINUED = r"\s*(?:- )?(?=.*(?:\S:[-.\dn]| - ))\S+(?: - \S+)*(?: -)?\s*"
 _NUMBER = r"((?:[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf)|None)%?)"
 _PAIR = rf"(?:^|\s[-|](?=\s))\s*((?!\s)(?:(?!\s[-|](?:\s|$)).)+?)(?:\s*:\s*|\s+){_NUMBER}(?![\w.:/@,])"
 """A metric's name and its number in a step line; `9.1s` is no number."""
-_TITLE = r"\A[^,;\t\n]*\n(?=[^\n]*[A-Za-z])(?=[^\n]*[,;\t])"
-"""A line without a mark between cells above a header that has them."""
 _NUMPY = r"\b(?:np|numpy|torch)?\.?(?:float|int|tensor|array)\d*\(([^(),\n]*)[^()\n]*\)"
 _LITERAL = r"(?:(?:\b|_)(?:[Ss]tep|rollout|iteration|eval|passrate) (\d{1,15})(?:, eval_metrics)?: )?(\{['\"].*\})"
 """transformers: `{'loss': 0.1, 'reward': 0.5, 'epoch': 0.01}`; slime: `rollout 5: {'rollout/raw_reward': 0.1}`."""
@@ -104,7 +101,6 @@ COMPUTES: tuple[tuple[str, str | None], ...] = (
 )
 """(pattern of the whole name in lower case, unit) of a compute column, in order of preference; None: its own name."""
 _DAYTIME = r"(?i:wall[-_ ]?time|_?timestamp|(?:date)?time|date|created[-_ ]?at)"
-_DATE = r"\d{4}-\d\d-\d\d(?:[T ].*)?"
 _THOUSANDS = r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?"
 _STEP_NAME = re.compile(r"(?:.*[-_/ ])?(?:checkpoint|ckpt|step|iter|iteration|epoch)[-_ ]?(\d+)/?", re.IGNORECASE)
 """The name of a checkpoint: checkpoint-100, runs/a/global_step_100, step_000100."""
@@ -191,7 +187,7 @@ def table_of(path: Path, layout: str, rows: Iterable[tuple[int, Any]], **more: A
 
 
 def _from_csv(path: Path, text: str) -> list[TableFile]:
-    text = re.sub(_TITLE, "\n", re.sub(r"(?m)^#.*$", "", text))
+    text = re.sub(r"(?m)^#.*$", "", text)
     first = text.lstrip().partition("\n")[0]
     # the header alone tells: cells may have commas for decimal points
     delimiter = max(",\t; ", key=lambda mark: (mark != " " and mark in first, first.count(mark)))
@@ -279,25 +275,20 @@ def _from_json(path: Path, text: str) -> TableFile:
 
 
 def _rows_of(value: Any) -> tuple[str, list[Any]]:
-    """(layout, rows) of a list of rows, alone or in an object, of several lists, or of columns."""
+    """(layout, rows) of a list of rows, alone or in an object, of a list for each run, or of columns."""
     if not isinstance(value, dict):
         return "JSON", value if isinstance(value, list) else []
+    if "log_history" in value:  # trainer_state.json has other lists, too
+        return "trainer_state.json", value["log_history"]
     columns = {key: [*cells.values()] if isinstance(cells, dict) else cells for key, cells in value.items()}
     columns = {key: cells for key, cells in columns.items() if isinstance(cells, list) and cells}
     lists = {key: rows for key, rows in columns.items() if all(isinstance(row, dict) for row in rows)}
-    if "log_history" in lists:  # trainer_state.json has other lists, too
-        return "trainer_state.json", lists["log_history"]
-    columns = {key: cells for key, cells in columns.items() if key not in lists}
-    lengths = Counter(map(len, columns.values()))
-    # lists of other lengths are no columns: tags, samples
-    usual = max(lengths, key=lambda length: (lengths[length], length), default=0)
-    columns = {key: cells for key, cells in columns.items() if len(cells) == usual}
-    fewest = 2 if lists or len(lengths) > 1 else 1
-    if len(columns) >= fewest and (not lists or computes(columns)):
-        return "JSON columns", [dict(zip(columns, cells)) for cells in zip(*columns.values())]
-    column = "kind" if any(stage(key) != 1 for key in lists) else "run"
-    names = {key: {column: key} if len(lists) > 1 else {} for key in lists}
-    return f"JSON, {', '.join(lists)}", [names[key] | row for key, rows in lists.items() for row in rows]
+    names = {key: {"run": key} if len(lists) > 1 else {} for key in lists}
+    if lists:
+        return f"JSON, {', '.join(lists)}", [names[key] | row for key, rows in lists.items() for row in rows]
+    if len({*map(len, columns.values())}) != 1:
+        return "JSON", []
+    return "JSON columns", [dict(zip(columns, cells)) for cells in zip(*columns.values())]
 
 
 def _flat(row: Row) -> Row:
@@ -442,8 +433,15 @@ def score_rank(name: str) -> tuple[int, ...]:
 
 
 def scores(names: Iterable[str]) -> list[str]:
-    """The names that are scores, best first; among equals in the given order."""
-    return sorted(filter(score_rank, names), key=score_rank)
+    """The names that are scores, best first; among equals in the given order.
+
+    A validation without a measure, such as slime's eval/aime, comes after its measures and before those of training.
+    """
+    ranks = {name: score_rank(name) for name in names}
+    for name, rank in ranks.items():
+        if not rank and stage(name) == 0 and may_be_score(name) and "rate" not in words(name).split():
+            ranks[name] = 0, 2
+    return sorted(filter(ranks.get, ranks), key=ranks.__getitem__)
 
 
 def unit_of(column: str) -> str:
@@ -478,16 +476,9 @@ def is_step_name(cell: Any) -> bool:
     return bool(_STEP_NAME.fullmatch(str(cell).strip()))
 
 
-def is_time_of_day(name: str, value: Any) -> bool:
-    """Whether a value is a date, as text or in seconds, not the time since a run's start."""
-    if isinstance(value, str):
-        return bool(re.fullmatch(_DATE, value.strip()))
+def is_time_of_day(name: str, value: float) -> bool:
+    """Whether a number of seconds is a date, not the time since a run's start."""
     return value > 1e9 and bool(re.fullmatch(_DAYTIME, name))
-
-
-def is_reward(name: str) -> bool:
-    """Whether nothing says that its values lie in [0, 1]: a reward may be any number."""
-    return not score_rank(name) or bool(re.search(r"\b(?:score|reward|return|value)s?\b", words(name)))
 
 
 def some_of(names: Sequence[str], wanted: Sequence[str]) -> str:
