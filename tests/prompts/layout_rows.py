@@ -9,7 +9,6 @@ import zlib
 
 import datasets
 import pyarrow
-import pyarrow.ipc
 import pyarrow.parquet
 from recipe_files import SETTLED
 
@@ -127,7 +126,7 @@ MATH = {
         {"problem": "", "answer": "3/4", "messages": [*USER, {"role": "assistant", "content": "3/4"}]},
     ),
     "Polaris": (
-        "arrow",
+        "shards",
         "problem/answer",
         {"problem": ASK, "answer": "3/4", "difficulty": "3/8"},
         {"problem": ASK, "answer": None, "difficulty": "3/8"},
@@ -357,19 +356,15 @@ def write(folder, file, rows):
     """The path of a prompts file or folder with these rows, in the kind that its name says."""
     path = folder / file
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    if file in ("hub", "shards", "arrow"):
+    if file in ("hub", "shards"):
         path.mkdir()
-        kind = {"hub": "parquet", "shards": "jsonl", "arrow": "arrow"}[file]
+        kind = {"hub": "parquet", "shards": "jsonl"}[file]
         for number, row in enumerate(rows):
             write(path, f"train-{number:05}-of-{len(rows):05}.{kind}", [row])
     elif file == "saved":
         datasets.Dataset.from_list(rows).save_to_disk(path, num_shards=2)
     elif file.endswith(".parquet"):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif file.endswith(".arrow"):
-        table = pyarrow.Table.from_pylist(rows)
-        with pyarrow.ipc.new_stream(path, table.schema) as stream:
-            stream.write_table(table)
     elif file.endswith(".csv"):
         with path.open("w", newline="", encoding="utf-8-sig") as target:
             writer = csv.DictWriter(target, rows[0])

@@ -187,7 +187,7 @@ def test_several_messages_need_a_chat_template(tokenizer, tmp_path):
 
 
 def test_a_damaged_file_is_one_line(tokenizer, tmp_path):
-    for name, content in (("p.jsonl.gz", b"no gzip"), ("p.arrow", b"none"), ("p.csv", b'a,b\n"1')):
+    for name, content in (("p.jsonl.gz", b"no gzip"), ("p.csv", b'a,b\n"1')):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=rf"{name}: .*(damaged|not)") as caught:
             load(tokenizer, str(tmp_path / name))
