@@ -40,8 +40,8 @@ def test_a_published_layout_loads_and_scores(name, tokenizer, tmp_path):
     verifier = "code" if program else "math"
     loaded = load(tokenizer, write(tmp_path, file, [good, bad]), verifier)
     (prompt,) = loaded.training
-    assert f"layout {layout}: " in loaded.report.lines()[0]
-    assert len(loaded.report.unusable) == 1
+    assert f"layout {layout}: " in loaded.lines()[0]
+    assert len(loaded.reports[0].unusable) == 1
     verify = load_verifier(verifier, LIMITS)
     right, wrong = (
         (f"```\n{text}\n```" for text in (*program, "print(7)"))
@@ -160,10 +160,10 @@ def test_unit_tests_need_the_verifier_code_and_other_columns_a_setting(tokenizer
 def test_rows_of_another_task_do_not_refuse_a_mixed_file(tokenizer, tmp_path):
     math, code = MATH["INTELLECT-2"][2:]
     path = write(tmp_path, "p.jsonl", [math, *[code] * 9])
-    assert len(load(tokenizer, path).report.unusable) == 9
+    assert len(load(tokenizer, path).reports[0].unusable) == 9
     assert len(load(tokenizer, path, "code").training) == 1
     others = write(tmp_path, "o.jsonl", [math, *[{**math, "verification_info": '{"words": 3}'}] * 9])
-    assert len(load(tokenizer, others).report.unusable) == 9
+    assert len(load(tokenizer, others).reports[0].unusable) == 9
     with pytest.raises(ValueError, match="there is no prompt: all rows are for other verifiers"):
         load(tokenizer, write(tmp_path, "c.jsonl", [code]), preset="intellect")
 
@@ -193,7 +193,9 @@ def test_a_damaged_file_is_one_line(tokenizer, tmp_path):
             load(tokenizer, str(tmp_path / name))
         assert "\n" not in str(caught.value)
     (tmp_path / "r.csv").write_text(f"problem,answer\n{ASK},3/4\n{ASK},1,2\n")
-    assert "line 3: there are 3 values for 2 columns" in load(tokenizer, str(tmp_path / "r.csv")).report.unusable[0]
+    assert (
+        "line 3: there are 3 values for 2 columns" in load(tokenizer, str(tmp_path / "r.csv")).reports[0].unusable[0]
+    )
 
 
 def test_packed_tests_are_read_and_not_run(tokenizer, tmp_path):

@@ -95,7 +95,7 @@ def test_every_format_gives_the_same_prompts(name, tokenizer, tmp_path):
     assert [prompt.answer for prompt in prompts.training] == ["9", "7"]
     assert [prompt.extra for prompt in prompts.training] == [{"level": 1}, {"level": 2}]
     assert prompts.training[0].token_ids == (1, 13, 20, 16, 8, 19, 3)
-    assert prompts.report.lines() == [
+    assert prompts.lines() == [
         f"prompts: {tmp_path / name}: layout prompt/answer: question in prompt, reference in answer",
         f"prompts: {tmp_path / name}: the policy does not see level",
         "prompts: 2 rows, 2 to train on, 0 held out",
@@ -161,9 +161,9 @@ def test_duplicates_and_long_prompts_are_skipped_and_counted(tokenizer, tmp_path
     path = write_jsonl(tmp_path / "p.jsonl", rows)
     prompts = load_prompts(tokenizer, section(path, max_prompt_tokens=10))
     assert [prompt.text for prompt in prompts.training] == ["7;+2=", "3;*3;-2="]
-    assert prompts.report.duplicates == 1
-    assert prompts.report.too_long == (f"{path}: line 4: 13 tokens, at most 10 allowed",)
-    assert prompts.report.lines()[3:] == [
+    assert prompts.reports[0].duplicates == 1
+    assert prompts.reports[0].too_long == (f"{path}: line 4: 13 tokens, at most 10 allowed",)
+    assert prompts.lines()[3:] == [
         "prompts: 1 duplicates skipped",
         "prompts: 1 too long and skipped:",
         f"  {path}: line 4: 13 tokens, at most 10 allowed",
@@ -204,7 +204,7 @@ def test_texts_of_the_held_out_file_are_not_trained_on(tokenizer, tmp_path):
     prompts = load_prompts(tokenizer, section(path, held_out_path=held_out, held_out=1000))
     assert [prompt.text for prompt in prompts.training] == ["3;*3;-2="]
     assert [prompt.text for prompt in prompts.held_out] == ["7;+2="]
-    assert prompts.report.leaked == 1
+    assert prompts.reports[0].leaked == 1
 
 
 GOOD = json.dumps(ROWS[0])
@@ -240,7 +240,7 @@ def test_an_invalid_file_is_one_line_with_its_location(case, tokenizer, tmp_path
     assert "\n" not in str(caught.value)
     if name == "p.jsonl" and content:
         (tmp_path / name).write_bytes(content.encode("latin-1") + f"\n{GOOD}\n{json.dumps(ROWS[1])}".encode())
-        report = load_prompts(tokenizer, section(tmp_path / name)).report
+        report = load_prompts(tokenizer, section(tmp_path / name)).reports[0]
         assert report.training == 2 and re.search(message, report.unusable[0])
         assert report.lines()[3].startswith(
             f"prompts: {len(report.unusable)} of {report.rows} rows cannot be learned"
@@ -294,7 +294,7 @@ def test_a_special_token_in_a_problem_is_no_special_token(tokenizer, tmp_path):
     rows = [*ROWS, {"prompt": "7;+2=<eos>", "answer": "9"}]
     prompts = load_prompts(tokenizer, section(write_jsonl(tmp_path / "p.jsonl", rows)))
     assert len(prompts.training) == 2
-    assert prompts.report.unusable[0].endswith("line 3: 'prompt' contains the special token <eos>")
+    assert prompts.reports[0].unusable[0].endswith("line 3: 'prompt' contains the special token <eos>")
 
 
 def test_a_template_that_opens_thinking_is_not_followed_by_another_tag(tokenizer):

@@ -168,13 +168,13 @@ def test_a_row_is_refused(name, tokenizer, tmp_path):
 def test_tests_that_others_judge_are_refused_and_counted(column, tokenizer, tmp_path):
     row = CODE["codeforces"][0]
     loaded = load(tokenizer, write(tmp_path, "p.jsonl", [row, {**row, column: "import sys"}]), "code")
-    (line,) = loaded.report.unusable
+    (line,) = loaded.reports[0].unusable
     assert line.endswith(f"line 2: '{column}' cannot be used: outputs have to equal the expected ones")
 
 
 def said(tokenizer, tmp_path, rows):
     """The lines of the report between layout and counts."""
-    lines = load(tokenizer, write(tmp_path, "p.jsonl", rows)).report.lines()
+    lines = load(tokenizer, write(tmp_path, "p.jsonl", rows)).lines()
     path = f"prompts: {tmp_path / 'p.jsonl'}: "
     return [line.removeprefix(path) for line in lines[1:] if line.startswith(path)]
 
