@@ -119,11 +119,6 @@ def test_off_needs_no_quotation_marks(path, text):
             r"interruption.thinking_tokens is \[5, 2\]; it has to be",
         ),
         ("optimizer.lr.x=7", "optimizer.lr"),
-        ("engine.vllm.nnodes=2", "engine.vllm.nnodes: an engine runs on one host, .*; take smaller engines, or more"),
-        (
-            "engine.vllm.distributed_executor_backend=ray",
-            "distributed_executor_backend: the launcher starts and ends",
-        ),
     ],
 )
 def test_mistakes_are_one_line(path, override, said):
