@@ -10,7 +10,7 @@ from decimal import Decimal
 import pyarrow
 import pyarrow.parquet
 import pytest
-from layout_rows import ADD, ASK, CODE, LIMITS, MATH, SYSTEM, USER, load, write
+from layout_rows import ADD, ASK, CODE, LIMITS, MATH, SYSTEM, USER, load, rows, write
 from sampling import sampled
 
 from megatron_scalerl.rewards.worker import load_verifier
@@ -36,9 +36,9 @@ LEFT_OPEN = (
 
 @pytest.mark.parametrize("name", sampled("published layouts", [*MATH, *CODE], 12))
 def test_a_published_layout_loads_and_scores(name, tokenizer, tmp_path):
-    file, layout, good, bad, *program = (MATH | CODE)[name]
+    file, layout, *program = (MATH | CODE)[name]
     verifier = "code" if program else "math"
-    loaded = load(tokenizer, write(tmp_path, file, [good, bad]), verifier)
+    loaded = load(tokenizer, write(tmp_path, file, rows(name)), verifier)
     (prompt,) = loaded.training
     assert f"layout {layout}: " in loaded.lines()[0]
     assert len(loaded.reports[0].unusable) == 1
@@ -117,7 +117,7 @@ def test_settings_name_columns_and_paths_into_them(tokenizer, tmp_path):
         ValueError, match=r"several layouts fit, .*: set prompts\.preset to .*prompt/key.*or name columns"
     ):
         load(tokenizer, both, answer_column="key")
-    tests = [{**CODE["DeepCoder"][2], "starter_code": "def add(a, b):"}]
+    tests = [{**rows("DeepCoder")[0], "starter_code": "def add(a, b):"}]
     code = load(tokenizer, write(tmp_path, "c.jsonl", tests), "code", answer_column="tests")
     assert code.training[0].text.endswith("def add(a, b):"), "the layout that has the column"
     only = load(tokenizer, write(tmp_path, "o.jsonl", [row]), prompt_column="q.text")
@@ -152,13 +152,13 @@ def test_unit_tests_need_the_verifier_code_and_other_columns_a_setting(tokenizer
     with pytest.raises(
         ValueError, match=r"layout taco: .*: these rows are for the verifier code, but rewards.verifier is m"
     ):
-        load(tokenizer, write(tmp_path, "p.jsonl", [CODE["APPS"][2]]))
+        load(tokenizer, write(tmp_path, "p.jsonl", rows("APPS")[:1]))
     with pytest.raises(ValueError, match=r"no known layout has its columns, q, a; .*docs/prompts\.md lists"):
         load(tokenizer, write(tmp_path, "q.jsonl", [{"q": ASK, "a": "1"}]))
 
 
 def test_rows_of_another_task_do_not_refuse_a_mixed_file(tokenizer, tmp_path):
-    math, code = MATH["INTELLECT-2"][2:]
+    math, code = rows("INTELLECT-2")
     path = write(tmp_path, "p.jsonl", [math, *[code] * 9])
     assert len(load(tokenizer, path).reports[0].unusable) == 9
     assert len(load(tokenizer, path, "code").training) == 1
@@ -203,7 +203,7 @@ def test_packed_tests_are_read_and_not_run(tokenizer, tmp_path):
         def __reduce__(self):
             return (exec, ("raise SystemExit('run')",))
 
-    row = dict(CODE["LiveCodeBench"][2])
+    row = rows("LiveCodeBench")[0]
     row["private_test_cases"] = base64.b64encode(zlib.compress(pickle.dumps(Evil()))).decode()
     with pytest.raises(ValueError, match="1 of 1 rows cannot be learned from"):
         load(tokenizer, write(tmp_path, "p.jsonl", [row]), "code")

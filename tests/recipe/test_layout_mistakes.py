@@ -87,7 +87,7 @@ MISTAKES = {
     "unknown size": (
         "dense",
         [f"{P}tensor_parallel=2"],
-        f"megatron.parallel: tensor_parallel is not .*; it is set by {TP}$",
+        f"megatron.parallel: tensor_parallel is not .*; it is set by {TP} or ",
     ),
     "unknown field": (
         "dense",
