@@ -10,7 +10,7 @@ from decimal import Decimal
 import pyarrow
 import pyarrow.parquet
 import pytest
-from layout_rows import ADD, ASK, CODE, LIMITS, MATH, SYSTEM, USER, load, rows, write
+from layout_rows import ADD, ASK, CODE, LIMITS, MATH, SYSTEM, USER, load, rows
 from sampling import sampled
 
 from megatron_scalerl.rewards.worker import load_verifier
@@ -35,10 +35,10 @@ LEFT_OPEN = (
 
 
 @pytest.mark.parametrize("name", sampled("published layouts", [*MATH, *CODE], 12))
-def test_a_published_layout_loads_and_scores(name, tokenizer, tmp_path):
+def test_a_published_layout_loads_and_scores(name, tokenizer, prompts_of):
     file, layout, *program = (MATH | CODE)[name]
     verifier = "code" if program else "math"
-    loaded = load(tokenizer, write(tmp_path, file, rows(name)), verifier)
+    loaded = prompts_of(rows(name), verifier, file)
     (prompt,) = loaded.training
     assert f"layout {layout}: " in loaded.lines()[0]
     assert len(loaded.reports[0].unusable) == 1
@@ -88,8 +88,8 @@ REFERRED = (
 
 
 @pytest.mark.parametrize(("row", "text", "answer"), REFERRED)
-def test_what_a_question_refers_to_is_part_of_it(row, text, answer, tokenizer, tmp_path):
-    (prompt,) = load(tokenizer, write(tmp_path, "p.jsonl", [row])).training
+def test_what_a_question_refers_to_is_part_of_it(row, text, answer, prompts_of):
+    (prompt,) = prompts_of([row]).training
     assert (prompt.text, prompt.answer) == (text, answer)
 
 
@@ -108,82 +108,78 @@ def test_other_forms_of_a_file_are_read(tokenizer, tmp_path):
         load(tokenizer, str(tmp_path / "k.json"))
 
 
-def test_settings_name_columns_and_paths_into_them(tokenizer, tmp_path):
+def test_settings_name_columns_and_paths_into_them(prompts_of):
     row = {"q": {"text": ASK}, "answer": "2", "meta": {"truth": ["3/4"]}}
-    loaded = load(tokenizer, write(tmp_path, "p.jsonl", [row]), prompt_column="q.text", answer_column="meta.truth")
+    loaded = prompts_of([row], prompt_column="q.text", answer_column="meta.truth")
     assert [(p.text, p.answer) for p in loaded.training] == [(ASK, "3/4")]
-    both = write(tmp_path, "b.jsonl", [{"prompt": ASK, "question": "1+1?", "key": "3/4"}])
     with pytest.raises(
         ValueError, match=r"several layouts fit, .*: set prompts\.preset to .*prompt/key.*or name columns"
     ):
-        load(tokenizer, both, answer_column="key")
+        prompts_of([{"prompt": ASK, "question": "1+1?", "key": "3/4"}], answer_column="key")
     tests = [{**rows("DeepCoder")[0], "starter_code": "def add(a, b):"}]
-    code = load(tokenizer, write(tmp_path, "c.jsonl", tests), "code", answer_column="tests")
+    code = prompts_of(tests, "code", answer_column="tests")
     assert code.training[0].text.endswith("def add(a, b):"), "the layout that has the column"
-    only = load(tokenizer, write(tmp_path, "o.jsonl", [row]), prompt_column="q.text")
+    only = prompts_of([row], prompt_column="q.text")
     assert only.training[0].answer == "2"
 
 
 @pytest.mark.parametrize("wrong", ["Incorrect Answer 1", "distractor1"])
-def test_choices_in_columns_of_their_own_are_said(wrong, tokenizer, tmp_path):
+def test_choices_in_columns_of_their_own_are_said(wrong, prompts_of):
     row = {"Question": PRIME, "Correct Answer": "7", wrong: "4"}
     with pytest.raises(ValueError, match="write all choices into one column, choices, and the letter of the right"):
-        load(tokenizer, write(tmp_path, "p.jsonl", [row]))
+        prompts_of([row])
 
 
-def test_the_question_counts_more_than_a_conversation_with_it(tokenizer, tmp_path):
+def test_the_question_counts_more_than_a_conversation_with_it(prompts_of):
     talk = [{"role": "user", "content": f"{ASK} Be brief."}, {"role": "assistant", "content": "3/4"}]
-    loaded = load(tokenizer, write(tmp_path, "p.jsonl", [{"problem": ASK, "messages": talk, "answer": "3/4"}]))
+    loaded = prompts_of([{"problem": ASK, "messages": talk, "answer": "3/4"}])
     assert loaded.training[0].text == ASK
 
 
-def test_an_ambiguous_file_names_the_presets(tokenizer, tmp_path):
-    path = write(tmp_path, "p.jsonl", [{"prompt": ASK, "problem": "What is 1?", "answer": "3/4"}])
+def test_an_ambiguous_file_names_the_presets(prompts_of):
+    rows = [{"prompt": ASK, "problem": "What is 1?", "answer": "3/4"}]
     with pytest.raises(ValueError, match=r"set prompts\.preset to prompt/answer or problem/answer"):
-        load(tokenizer, path)
-    assert load(tokenizer, path, preset="problem/answer").training[0].text == "What is 1?"
+        prompts_of(rows)
+    assert prompts_of(rows, preset="problem/answer").training[0].text == "What is 1?"
     with pytest.raises(ValueError, match=r"prompts\.preset: there is no layout gsm; the layouts are verl, orz"):
-        load(tokenizer, path, preset="gsm")
-    same = write(tmp_path, "s.jsonl", [{"prompt": ASK, "problem": ASK, "answer": "3/4"}])
-    assert len(load(tokenizer, same).training) == 1
+        prompts_of(rows, preset="gsm")
+    assert len(prompts_of([{"prompt": ASK, "problem": ASK, "answer": "3/4"}]).training) == 1
 
 
-def test_unit_tests_need_the_verifier_code_and_other_columns_a_setting(tokenizer, tmp_path):
+def test_unit_tests_need_the_verifier_code_and_other_columns_a_setting(prompts_of):
     with pytest.raises(
         ValueError, match=r"layout taco: .*: these rows are for the verifier code, but rewards.verifier is m"
     ):
-        load(tokenizer, write(tmp_path, "p.jsonl", rows("APPS")[:1]))
+        prompts_of(rows("APPS")[:1])
     with pytest.raises(ValueError, match=r"no known layout has its columns, q, a; .*docs/prompts\.md lists"):
-        load(tokenizer, write(tmp_path, "q.jsonl", [{"q": ASK, "a": "1"}]))
+        prompts_of([{"q": ASK, "a": "1"}])
 
 
-def test_rows_of_another_task_do_not_refuse_a_mixed_file(tokenizer, tmp_path):
+def test_rows_of_another_task_do_not_refuse_a_mixed_file(prompts_of):
     math, code = rows("INTELLECT-2")
-    path = write(tmp_path, "p.jsonl", [math, *[code] * 9])
-    assert len(load(tokenizer, path).reports[0].unusable) == 9
-    assert len(load(tokenizer, path, "code").training) == 1
-    others = write(tmp_path, "o.jsonl", [math, *[{**math, "verification_info": '{"words": 3}'}] * 9])
-    assert len(load(tokenizer, others).reports[0].unusable) == 9
+    mixed = [math, *[code] * 9]
+    assert len(prompts_of(mixed).reports[0].unusable) == 9
+    assert len(prompts_of(mixed, "code").training) == 1
+    others = prompts_of([math, *[{**math, "verification_info": '{"words": 3}'}] * 9])
+    assert len(others.reports[0].unusable) == 9
     with pytest.raises(ValueError, match="there is no prompt: all rows are for other verifiers"):
-        load(tokenizer, write(tmp_path, "c.jsonl", [code]), preset="intellect")
+        prompts_of([code], preset="intellect")
 
 
-def test_a_file_of_which_nothing_is_left_says_why(tokenizer, tmp_path):
-    path = write(tmp_path, "p.jsonl", [{"prompt": ASK, "answer": "see the figure"}] * 4)
+def test_a_file_of_which_nothing_is_left_says_why(prompts_of):
     with pytest.raises(
         ValueError, match=r"1 of 4 rows cannot be learned from, such as .* is text; it has to be a number"
     ):
-        load(tokenizer, path)
+        prompts_of([{"prompt": ASK, "answer": "see the figure"}] * 4)
 
 
-def test_several_messages_need_a_chat_template(tokenizer, tmp_path):
-    path = write(tmp_path, "p.jsonl", [{"prompt": SYSTEM, "answer": "3/4"}])
+def test_several_messages_need_a_chat_template(tokenizer, prompts_of):
     with pytest.raises(
         ValueError, match=r"line 1: the row has several messages, which need prompts\.chat_template true"
     ):
-        load(tokenizer, path, chat_template=False)
-    one = write(tmp_path, "u.jsonl", [{"prompt": USER, "answer": "3/4"}])
-    assert tokenizer.decode(load(tokenizer, one, chat_template=False).training[0].token_ids) == f"{ASK}<think>"
+        prompts_of([{"prompt": SYSTEM, "answer": "3/4"}], chat_template=False)
+    one = prompts_of([{"prompt": USER, "answer": "3/4"}], chat_template=False)
+    assert tokenizer.decode(one.training[0].token_ids) == f"{ASK}<think>"
 
 
 def test_a_damaged_file_is_one_line(tokenizer, tmp_path):
@@ -198,7 +194,7 @@ def test_a_damaged_file_is_one_line(tokenizer, tmp_path):
     )
 
 
-def test_packed_tests_are_read_and_not_run(tokenizer, tmp_path):
+def test_packed_tests_are_read_and_not_run(prompts_of):
     class Evil:
         def __reduce__(self):
             return (exec, ("raise SystemExit('run')",))
@@ -206,4 +202,4 @@ def test_packed_tests_are_read_and_not_run(tokenizer, tmp_path):
     row = rows("LiveCodeBench")[0]
     row["private_test_cases"] = base64.b64encode(zlib.compress(pickle.dumps(Evil()))).decode()
     with pytest.raises(ValueError, match="1 of 1 rows cannot be learned from"):
-        load(tokenizer, write(tmp_path, "p.jsonl", [row]), "code")
+        prompts_of([row], "code")

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from layout_rows import ADD, ASK, ASSERTS, CASES, LIMITS, PROGRAM, SUM, USER, load, write
+from layout_rows import ADD, ASK, ASSERTS, CASES, LIMITS, PROGRAM, SUM, USER
 
 from megatron_scalerl.rewards.worker import load_verifier
 
@@ -59,9 +59,9 @@ READ = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_row_is_read(name, tokenizer, tmp_path):
+def test_a_row_is_read(name, prompts_of):
     row, read = READ[name]
-    (prompt,) = load(tokenizer, write(tmp_path, "p.jsonl", [row])).training
+    (prompt,) = prompts_of([row]).training
     assert (prompt.text, prompt.answer) == read
     right = read[1] if "boxed" in read[1] else f"\\boxed{{{read[1]}}}"
     assert load_verifier("math", LIMITS)(right, prompt.answer, {})
@@ -103,9 +103,9 @@ CODE = {
 
 
 @pytest.mark.parametrize("name", CODE)
-def test_a_row_of_tests_is_read(name, tokenizer, tmp_path):
+def test_a_row_of_tests_is_read(name, prompts_of):
     row, program = CODE[name]
-    (prompt,) = load(tokenizer, write(tmp_path, "p.jsonl", [row]), "code").training
+    (prompt,) = prompts_of([row], "code").training
     verify = load_verifier("code", LIMITS)
     assert verify(f"```python\n{program}\n```", prompt.answer, dict(prompt.extra))
     assert not verify("```python\nprint(7)\n```", prompt.answer, dict(prompt.extra))
@@ -158,25 +158,25 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_row_is_refused(name, tokenizer, tmp_path):
+def test_a_row_is_refused(name, prompts_of):
     row, message = REFUSED[name]
     with pytest.raises(ValueError, match=f"1 of 1 rows cannot be learned from, such as .*line 1: .*{message}"):
-        load(tokenizer, write(tmp_path, "p.jsonl", [row]))
+        prompts_of([row])
 
 
 @pytest.mark.parametrize("column", ["generated_checker", "interaction_format"])
-def test_tests_that_others_judge_are_refused_and_counted(column, tokenizer, tmp_path):
+def test_tests_that_others_judge_are_refused_and_counted(column, prompts_of):
     row = CODE["codeforces"][0]
-    loaded = load(tokenizer, write(tmp_path, "p.jsonl", [row, {**row, column: "import sys"}]), "code")
+    loaded = prompts_of([row, {**row, column: "import sys"}], "code")
     (line,) = loaded.reports[0].unusable
     assert line.endswith(f"line 2: '{column}' cannot be used: outputs have to equal the expected ones")
 
 
-def said(tokenizer, tmp_path, rows):
-    """The lines of the report between layout and counts."""
-    lines = load(tokenizer, write(tmp_path, "p.jsonl", rows)).lines()
+@pytest.fixture
+def said(prompts_of, tmp_path):
+    """The lines of the report between layout and counts, of rows."""
     path = f"prompts: {tmp_path / 'p.jsonl'}: "
-    return [line.removeprefix(path) for line in lines[1:] if line.startswith(path)]
+    return lambda rows: [line.removeprefix(path) for line in prompts_of(rows).lines()[1:] if line.startswith(path)]
 
 
 UNSEEN = (
@@ -194,17 +194,17 @@ UNSEEN = (
 
 
 @pytest.mark.parametrize("column", UNSEEN)
-def test_columns_that_are_not_shown_are_said(column, tokenizer, tmp_path):
+def test_columns_that_are_not_shown_are_said(column, said):
     rows = [{**PLAIN, column: ["It is odd."], "note": None, "level": "", "tags": [], "part": "1/2"}]
-    assert said(tokenizer, tmp_path, rows) == [f"the policy does not see {column}"]
+    assert said(rows) == [f"the policy does not see {column}"]
 
 
-def test_what_is_no_text_of_a_context_is_said(tokenizer, tmp_path):
+def test_what_is_no_text_of_a_context_is_said(said):
     row = {"question": ASK, "context": {"title": ["Sums"]}, "options": [{"label": "A", "text": "4"}], "answer": "3/4"}
-    assert said(tokenizer, tmp_path, [row]) == ["the policy does not see context, options"]
+    assert said([row]) == ["the policy does not see context, options"]
 
 
-def test_several_references_of_a_question_and_equal_ones_are_said(tokenizer, tmp_path):
+def test_several_references_of_a_question_and_equal_ones_are_said(said):
     several = [
         PLAIN,
         {**PLAIN, "answer": "1"},
@@ -212,7 +212,7 @@ def test_several_references_of_a_question_and_equal_ones_are_said(tokenizer, tmp
         {"problem": "What is 1 + 1?", "answer": "2"},
     ]
     line = "3 rows have the question of another row, and another reference"
-    assert said(tokenizer, tmp_path, several) == [line]
+    assert said(several) == [line]
     equal = [{"problem": f"What is {number} - {number}?", "answer": "0"} for number in range(3)]
-    assert said(tokenizer, tmp_path, equal) == ["all references are '0'"]
-    assert said(tokenizer, tmp_path, equal[:1]) == []
+    assert said(equal) == ["all references are '0'"]
+    assert said(equal[:1]) == []
