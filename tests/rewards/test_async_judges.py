@@ -21,11 +21,8 @@ from megatron_scalerl.batching.advantages import samples_of
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.processes import worker_pool
 from megatron_scalerl.prompts.curriculum import Curriculum
-from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
-from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.rewards import outages
 from megatron_scalerl.rewards import pool as verifier_pool
-from megatron_scalerl.rewards.pool import TaskPools
 from megatron_scalerl.rewards.worker import MOST_FAILURES
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.stream import RolloutStream
@@ -400,29 +397,6 @@ def test_a_key_reaches_the_judge_only_by_its_name(monkeypatch):
     names = ["JUDGE_API_KEY"]
     assert run_pool("users_judges:keyed", names)[0] == [WRONG]
     assert run_pool("users_judges:keyed", names, variables=tuple(names))[0] == [RIGHT]
-
-
-async def test_a_mixture_has_a_judge_for_one_task():
-    async def answer(text, tries):
-        await others.wait()
-        return score_of(0.5)
-
-    others = asyncio.Event()
-
-    def task(name, verifier, **rewards):
-        section = RewardsSection(verifier=verifier, workers=1, timeout_s=60.0, **rewards)
-        return Task(name=name, weight=1.0, prompts=PromptsSection(path="p"), rewards=section)
-
-    judge = Judge(answer)
-    tasks = [task("essay", "users_judges:judged", concurrency=2), task("math", "math")]
-    async with judge.running() as url, TaskPools(tasks) as pools:
-        essay, math = (replace(prompt({"url": url}), task=name) for name in ("essay", "math"))
-        essays = [asyncio.create_task(pools.score(str(n), essay)) for n in range(4)]
-        await until(lambda: judge.now == 2)
-        assert await pools.score("\\boxed{7}", math) == RIGHT  # while the judge holds the others
-        others.set()
-        assert [score.reward for score in await asyncio.gather(*essays)] == [0.5] * 4
-    assert judge.most == 2
 
 
 class JudgedSampler(StandInSampler):
