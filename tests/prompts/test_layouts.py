@@ -64,35 +64,6 @@ def test_a_published_layout_loads_and_scores(name, tokenizer, prompts_of):
         assert "add(" in shown or "assert add" in prompt.answer, "the name of the function is told"
 
 
-PRIME = "Which is prime?"
-SHOWN = f"{PRIME}\n\nA. 4\nB. 7"
-REFERRED = (
-    # row -> the question as the policy gets it, the reference
-    ({"question": PRIME, "choices": ["4", "7"], "answer": 1}, SHOWN, "B"),
-    ({"question": PRIME, "options": [4, 7], "answer": "B"}, SHOWN, "B"),
-    ({"question": PRIME, "options": {"A": "4", "B": "7", "C": None}, "answer": "B"}, SHOWN, "B"),
-    ({"question": PRIME, "choices": {"text": ["4", "7"], "label": ["A", "B"]}, "answerKey": "B"}, SHOWN, "B"),
-    ({"question": PRIME, "options": "['4', '7']", "answer": "B"}, SHOWN, "B"),
-    ({"question": PRIME, "options": "a) 4 b) 7", "answer": "b"}, f"a) 4 b) 7\n\n{PRIME}", "b"),
-    ({"question": f"{PRIME} (A) 4 (B) 7", "options": ["4", "7"], "answer": "B"}, f"{PRIME} (A) 4 (B) 7", "B"),
-    ({"question": PRIME, "choices": ["4", "7"], "answer": 7}, SHOWN, "B"),
-    ({"question": PRIME, "choices": [{"text": "4"}], "answer": 7}, PRIME, "7"),
-    ({"question": PRIME, "choices": {"*": "4", "label": 1, "text": [2]}, "answer": 7}, PRIME, "7"),
-    ({"question": PRIME, "options": ["A)4", "B)7"], "correct": "B", "rationale": "7."}, SHOWN, "B"),
-    ({"question": PRIME, "options": {"A": "(A) 4", "B": "(B) 7"}, "answer": "B"}, SHOWN, "B"),
-    ({"question": PRIME, "choices": ["A. 4", "7"], "answer": 1}, f"{PRIME}\n\nA. A. 4\nB. 7", "B"),
-    ({"Body": "He has 3.", "Question": "How many?", "Answer": "3"}, "He has 3.\n\nHow many?", "3"),
-    ({"question": "How many?", "context": None, "final_answer": ["3"]}, "How many?", "3"),
-    ({"context": "He has 3.", "question": "He has 3. Sum?", "answer": "3"}, "He has 3. Sum?", "3"),
-)
-
-
-@pytest.mark.parametrize(("row", "text", "answer"), REFERRED)
-def test_what_a_question_refers_to_is_part_of_it(row, text, answer, prompts_of):
-    (prompt,) = prompts_of([row]).training
-    assert (prompt.text, prompt.answer) == (text, answer)
-
-
 def test_other_forms_of_a_file_are_read(tokenizer, tmp_path):
     row = {"problem": ASK, "answer": "3/4"}
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(json.dumps([row], indent=1).encode()))
@@ -125,7 +96,7 @@ def test_settings_name_columns_and_paths_into_them(prompts_of):
 
 @pytest.mark.parametrize("wrong", ["Incorrect Answer 1", "distractor1"])
 def test_choices_in_columns_of_their_own_are_said(wrong, prompts_of):
-    row = {"Question": PRIME, "Correct Answer": "7", wrong: "4"}
+    row = {"Question": "Which is prime?", "Correct Answer": "7", wrong: "4"}
     with pytest.raises(ValueError, match="write all choices into one column, choices, and the letter of the right"):
         prompts_of([row])
 
