@@ -38,80 +38,71 @@ FIRST, LAST = (f"{M}num_layers_in_{end}_pipeline_stage" for end in ("first", "la
 LAYOUT, WORLD = f"{M}pipeline_model_parallel_layout", "trainer.world_size"
 SP = f"{M}sequence_parallel"
 
+OF_EXPERTS = {"expert MLPs", "sequence, experts", "experts", "expert world"}
+"""Mistakes with a policy of experts."""
+TWO_STAGES = (f"{PP}=2", f"{WORLD}=2")
 MISTAKES = {
-    "layers": ("dense", [f"{PP}=4", f"{WORLD}=4"], f"{PP}: 6 of 6 layers are left for 4 of 4 stages"),
+    "layers": ([f"{PP}=4", f"{WORLD}=4"], f"{PP}: 6 of 6 layers are left for 4 of 4 stages"),
     "first stage": (
-        "dense",
         [f"{PP}=3", f"{WORLD}=3", f"{FIRST}=1"],
         f"{PP}: 5 of 6 layers are left for 2 of 3 stages",
     ),
-    "last stage": ("dense", [f"{PP}=2", f"{WORLD}=2", f"{LAST}=6"], f"{PP}: 0 of 6 layers are left"),
+    "last stage": ([*TWO_STAGES, f"{LAST}=6"], f"{PP}: 0 of 6 layers are left"),
     "both ends": (
-        "dense",
-        [f"{PP}=2", f"{WORLD}=2", f"{FIRST}=1", f"{LAST}=1"],
+        [*TWO_STAGES, f"{FIRST}=1", f"{LAST}=1"],
         "4 of 6 layers are left for 0 of 2",
     ),
     "no number": (
-        "dense",
-        [f"{PP}=2", f"{WORLD}=2", f"{FIRST}=some"],
+        [*TWO_STAGES, f"{FIRST}=some"],
         f"{FIRST} is 'some'; it has to be a whole number",
     ),
     "a layout": (
-        "dense",
-        [f"{PP}=2", f"{WORLD}=2", f"{LAYOUT}=Et|t*5,L"],
+        [*TWO_STAGES, f"{LAYOUT}=Et|t*5,L"],
         f"{LAYOUT} is not supported: num_layers_in_",
     ),
     "chunks": (
-        "dense",
-        [f"{PP}=2", f"{WORLD}=2", f"{CHUNKS}=2"],
+        [*TWO_STAGES, f"{CHUNKS}=2"],
         f"{CHUNKS}: 2 does not divide the 3 layers of a stage",
     ),
-    "chunks alone": ("dense", [f"{CHUNKS}=2"], f"{CHUNKS} is 2, but there is no pipeline"),
-    "heads": ("dense", [f"{TP}=3", f"{WORLD}=3"], f"{TP}: 4 attention heads cannot be divided by 3"),
-    "kv heads": ("dense", [f"{TP}=4", f"{WORLD}=4"], f"{TP}: 2 key-value heads cannot be divided by 4"),
-    "experts": ("experts", [f"{EP}=4", f"{WORLD}=4"], f"{EP}: 6 experts cannot be divided by 4"),
-    "no experts": ("dense", [f"{EP}=2", f"{WORLD}=2"], f"{EP}: 2 ranks cannot divide a policy without experts"),
-    "expert MLPs": ("experts", [f"{ETP}=5", f"{WORLD}=5"], f"{ETP}: 48 expert MLP columns cannot be divided by 5"),
-    "world": ("dense", [f"{TP}=2", f"{CP}=2", f"{WORLD}=6"], f"{WORLD}: 6 is not a multiple of tensor .* 4"),
-    "expert world": ("experts", [f"{EP}=3", f"{WORLD}=4"], f"{WORLD}: 4 is not a multiple of expert .* 3"),
+    "chunks alone": ([f"{CHUNKS}=2"], f"{CHUNKS} is 2, but there is no pipeline"),
+    "heads": ([f"{TP}=3", f"{WORLD}=3"], f"{TP}: 4 attention heads cannot be divided by 3"),
+    "kv heads": ([f"{TP}=4", f"{WORLD}=4"], f"{TP}: 2 key-value heads cannot be divided by 4"),
+    "experts": ([f"{EP}=4", f"{WORLD}=4"], f"{EP}: 6 experts cannot be divided by 4"),
+    "no experts": ([f"{EP}=2", f"{WORLD}=2"], f"{EP}: 2 ranks cannot divide a policy without experts"),
+    "expert MLPs": ([f"{ETP}=5", f"{WORLD}=5"], f"{ETP}: 48 expert MLP columns cannot be divided by 5"),
+    "world": ([f"{TP}=2", f"{CP}=2", f"{WORLD}=6"], f"{WORLD}: 6 is not a multiple of tensor .* 4"),
+    "expert world": ([f"{EP}=3", f"{WORLD}=4"], f"{WORLD}: 4 is not a multiple of expert .* 3"),
     "instances": (
-        "dense",
         [f"{P}num_distributed_optimizer_instances=2", f"{WORLD}=3"],
         f"{WORLD}: 3 is not a multiple of .* 2 with 2 optimizer instances",
     ),
-    "sequence": ("dense", [f"{SP}=true"], f"{SP} is true; it needs"),
-    "sequence, experts": ("experts", [f"{TP}=2", f"{WORLD}=2"], f"{SP} is false; a policy with experts needs it"),
-    "zero": ("dense", [f"{TP}=0"], f"{TP} is 0; it has to be a whole number"),
-    "null": ("dense", [f"{PP}=null"], f"{PP} is None; it has to be a whole number"),
-    "text": ("dense", [f"{CP}=two"], f"{CP} is 'two'; it has to be a whole number"),
+    "sequence": ([f"{SP}=true"], f"{SP} is true; it needs"),
+    "sequence, experts": ([f"{TP}=2", f"{WORLD}=2"], f"{SP} is false; a policy with experts needs it"),
+    "zero": ([f"{TP}=0"], f"{TP} is 0; it has to be a whole number"),
+    "null": ([f"{PP}=null"], f"{PP} is None; it has to be a whole number"),
+    "text": ([f"{CP}=two"], f"{CP} is 'two'; it has to be a whole number"),
     "unknown size": (
-        "dense",
         [f"{P}tensor_parallel=2"],
         f"megatron.parallel: tensor_parallel is not .*; it is set by {TP} or ",
     ),
     "unknown field": (
-        "dense",
         [f"{M}layernorm_epsilom=1"],
         "layernorm_epsilom is not .*; the nearest is layernorm_epsilon",
     ),
     "unknown in ddp": (
-        "dense",
         ["megatron.ddp.overlap_grad_reduced=true"],
         "megatron.ddp: overlap_grad_reduced is not .*; the nearest is overlap_grad_reduce$",
     ),
     "unknown in optimizer": (
-        "dense",
         ["megatron.optimizer.use_precise=true"],
         "megatron.optimizer: use_precise is not a field of OptimizerConfig$",
     ),
-    "num_layers": ("dense", [f"{M}num_layers=5"], f"{M}num_layers: 5 would train another model"),
+    "num_layers": ([f"{M}num_layers=5"], f"{M}num_layers: 5 would train another model"),
     "Megatron's own": (
-        "dense",
         [f"{M}recompute_granularity=full"],
         "megatron.model: Megatron-Core refuses it: .*recompute_method",
     ),
     "an assertion": (
-        "dense",
         [f"{CP}=2", f"{WORLD}=2", f"{M}cp_comm_type=[p2p]"],
         "megatron.model: Megatron-Core refuses it: .*cp_comm_type",
     ),
@@ -133,7 +124,8 @@ def policies(tmp_path_factory):
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_layout_that_cannot_be_is_one_line_and_exit_code_2(name, policies, capsys):
-    policy, overrides, said = MISTAKES[name]
+    overrides, said = MISTAKES[name]
+    policy = "experts" if name in OF_EXPERTS else "dense"
     code = main(["train", str(policies / "recipe.yaml"), f"policy.path={policies / policy}", *overrides])
     error = capsys.readouterr().err
     assert code == 2 and error.count("\n") == 1 and re.search(said, error), error
@@ -145,7 +137,8 @@ OF_THE_PLANNER = [n for n in MISTAKES if n.startswith(("layers", "first", "a lay
 
 @pytest.mark.parametrize("name", OF_THE_PLANNER)
 def test_the_planner_says_the_same(name, policies, capsys):
-    policy, overrides, said = MISTAKES[name]
+    overrides, said = MISTAKES[name]
+    policy = "experts" if name in OF_EXPERTS else "dense"
     argv = [str(policies / "recipe.yaml"), "--gpus", "13", "--no-build", "engine.count=1"]
     assert main(["plan", *argv, f"policy.path={policies / policy}", *overrides]) == 2
     error = capsys.readouterr().err
