@@ -90,7 +90,7 @@ DOCTOR = ["megatron_scalerl", "doctor"]
 CONVERT = ["megatron_scalerl", "convert"]
 MISTAKES = {
     "unknown key": ([*TRAIN, "optimzer.lr=1"], "optimzer is not a recipe key"),
-    "bad value": ([*TRAIN, "steps=many"], "steps is 'many'; it has to be a whole number"),
+    "bad value": ([*TRAIN, "steps=many"], "steps is 'many'; it should be a valid integer"),
     "broken override": ([*TRAIN, "optimizer.lr=[1"], "override 'optimizer.lr=[1'"),
     "no recipe": (["megatron_scalerl", "train", "none.yaml"], "none.yaml: there is no such file"),
     "no policy": ([*TRAIN, "policy.path=/none"], "policy.path: /none is not a Hugging Face folder"),

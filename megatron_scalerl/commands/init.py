@@ -158,7 +158,7 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[
     if "rewards.verifier" in given:
         verifiers = [recipe.rewards.verifier]
     recipe, chat, prompts = _read(recipe, tokenizer, verifiers)
-    choices["prompts.path"] = (arguments.data, prompts.report.layouts[0].partition(": ")[2])
+    choices["prompts.path"] = (arguments.data, prompts.reports[0].layouts[0].partition(": ")[2])
     positions = hf_config.get_text_config().max_position_embeddings
     choices |= _of_prompts(recipe, chat, prompts, tokenizer, positions, parameters, gpus)
     choices |= _of_training(recipe, parameters, count(trained_family(recipe, policy)).total, gpus)

@@ -68,11 +68,11 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     tokenizer = settings.tokenizer
     prompts = checked_prompts(recipe, tokenizer)
     phrase_ids, _ = forced_ids(recipe, tokenizer)
-    for line in [f"prompts: {settings.chat.why}", *prompts.report.lines()]:
+    for line in [f"prompts: {settings.chat.why}", *prompts.lines()]:
         console.print(printable(line))
     ends = end_token_ids(recipe.policy.path, tokenizer)
     asked = recipe.validation.prompts or 0
-    for task, report in zip(tasks_of(recipe), prompts.report.tasks or [prompts.report]):
+    for task, report in zip(tasks_of(recipe), prompts.reports):
         prompts_of_task = [prompt for prompt in prompts.training if prompt.task == task.name]
         if recipe.validation.every_steps and report.held_out < asked:
             console.print(f"{task.key}: validation.prompts is {asked}, and {report.held_out} prompts are held out")

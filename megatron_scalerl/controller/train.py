@@ -138,7 +138,7 @@ def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
     placement.check_present(hosts, engines=recipe.engine.min_engines)
     inputs = check_inputs(recipe)
     evaluated = inputs.evaluation
-    reports = [f"prompts: {inputs.chat.why}", *inputs.prompts.report.lines()]
+    reports = [f"prompts: {inputs.chat.why}", *inputs.prompts.lines()]
     if evaluated:
         reports += evaluated.lines()
     for line in reports:

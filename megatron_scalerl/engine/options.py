@@ -81,6 +81,7 @@ _NUCLEUS = "renormalizes over a part of the vocabulary; the trainer's log-probs 
 _PENALTY = "changes logits by earlier tokens, which the trainer does not compute"
 _MASK = "forbids tokens, which the trainer does not compute"
 _REQUEST = "is set in every request"
+_HOSTS = "spreads an engine over hosts, and its processes listen on loopback alone; take smaller engines, or more"
 
 CHANGES_SAMPLING = {
     # engine and server options
@@ -115,6 +116,11 @@ CHANGES_SAMPLING = {
     "n": _REQUEST,
     "max_tokens": _REQUEST,
     "logprobs": _REQUEST,
+    # no part of sampling
+    "nnodes": _HOSTS,
+    "node_rank": _HOSTS,
+    "headless": _HOSTS,
+    "data_parallel_address": _HOSTS,
 }
 """Options that change which token is sampled, where a completion ends or what is reported -> why each is refused.
 
@@ -191,6 +197,9 @@ def check_options(options: dict[str, Any]) -> None:
     Raises ValueError for an unknown option, naming the nearest, for one that this package sets, and for a nested
     option of the wrong type. Also for an option or an installed plugin that changes the sampling distribution.
     """
+    for name in ("distributed_executor_backend", "data_parallel_backend"):
+        if options.get(name) == "ray":
+            raise ValueError(f"engine.vllm.{name}: the launcher starts and ends an engine's processes itself")
     for name in options:
         if name in CHANGES_SAMPLING and options[name] is not None:
             raise ValueError(f"engine.vllm.{name} cannot be set: it {CHANGES_SAMPLING[name]}")

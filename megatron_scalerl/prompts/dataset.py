@@ -55,13 +55,9 @@ class PromptReport:
     """Section of the recipe that the counts are about."""
     layouts: tuple[str, ...] = ()
     """Entries for files: the columns of questions and references."""
-    tasks: tuple[PromptReport, ...] = ()
-    """The counts of each task of a mixture; the others are then their sums."""
 
     def lines(self) -> list[str]:
         """The report as text, one line for each reason to skip rows."""
-        if self.tasks:
-            return [line for report in self.tasks for line in report.lines()]
         lines = [f"{self.key}: {layout}" for layout in self.layouts]
         lines.append(f"{self.key}: {self.rows} rows, {self.training} to train on, {self.held_out} held out")
         if self.duplicates:
@@ -84,10 +80,15 @@ class PromptSet:
     """In the order of the files, task after task."""
     held_out: tuple[Prompt, ...]
     """Task after task, each in the order of hashes, so that its first n do not depend on the order of the file."""
-    report: PromptReport
+    reports: tuple[PromptReport, ...]
+    """Of each task, by name."""
     problems: dict[str, str | None] = field(default_factory=dict)
     """Prompts that a check refused whose result may differ the next time, with the reason; None: to be checked at
     their first use. They stay, so that digest and order do not change when the run is resumed."""
+
+    def lines(self) -> list[str]:
+        """The reports as text."""
+        return [line for report in self.reports for line in report.lines()]
 
     def digest(self) -> str:
         """16 hexadecimal digits of the SHA-256 of all ids and tokens, in order."""
@@ -138,20 +139,7 @@ def load_prompts(
     ordered: list[Prompt] = []
     for _, held_out in splits:
         ordered += sorted(held_out, key=lambda prompt: (_text_hash(prompt.text), prompt.prompt_id))
-    return PromptSet(training=tuple(training), held_out=tuple(ordered), report=_sum(reports), problems=problems)
-
-
-def _sum(reports: Sequence[PromptReport]) -> PromptReport:
-    """The report of all tasks together."""
-    if len(reports) == 1:
-        return reports[0]
-    counts = ("rows", "training", "held_out", "duplicates", "leaked")
-    return PromptReport(
-        **{name: sum(getattr(report, name) for report in reports) for name in counts},
-        too_long=tuple(line for r in reports for line in r.too_long),
-        unusable=tuple(line for r in reports for line in r.unusable),
-        tasks=tuple(reports),
-    )
+    return PromptSet(training=tuple(training), held_out=tuple(ordered), reports=tuple(reports), problems=problems)
 
 
 def first_of_each_task(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:

@@ -4,19 +4,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jinja2 import Environment, TemplateError, nodes
-from jinja2.meta import find_undeclared_variables
-
 from megatron_scalerl.prompts.chat import QUESTION, Messages, apply_template, check_turn, tags_in
 from megatron_scalerl.prompts.layouts import Question
 from megatron_scalerl.recipe.sections import PromptsSection
 
 CHUNK = 1024
 """Problems that are tokenized in one call."""
-ASKS = ("defined", "undefined", "none", "default", "d")
-"""Tests and filters by which a template asks for an argument before it sets a default for it."""
-GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception"}
-"""Names that a chat template gets in any case."""
 
 
 class PromptRenderer:
@@ -87,12 +80,8 @@ class PromptRenderer:
             raise ValueError("prompts.chat_template is true, but the tokenizer has no chat template")
         check_turn(self._tokenizer, self._prompts)
         source = self._tokenizer.get_chat_template()
-        names = template_names(source) - GIVEN - set(self._tokenizer.special_tokens_map)
-        readable = ", ".join(sorted(names)) or "none"
-        if unread := [name for name in self._prompts.template_arguments if name not in names]:
-            raise ValueError(
-                f"prompts.template_arguments: the chat template does not read {unread[0]}; it reads: {readable}"
-            )
+        if unread := self._prompts.template_arguments.keys() - re.findall(r"\w+", source):
+            raise ValueError(f"prompts.template_arguments: {min(unread)} is not in the chat template")
         system = self._prompts.system
         start = self._prompts.think_start.strip()
         end = self._prompts.think_end.strip()
@@ -109,10 +98,9 @@ class PromptRenderer:
             )
         if end and shown.rstrip().endswith(end):
             raise ValueError(
-                f"prompts.template_arguments: the prompt ends with {end}, so the policy could not "
-                "think; the chat template "
-                f"reads {readable} (to train it so: prompts.think_start and think_end empty, and "
-                "interruption.enabled false)"
+                f"prompts.template_arguments: the prompt ends with {end}, so the policy could not think; set the "
+                "argument with which the chat template leaves thinking open, such as enable_thinking (to train it "
+                "so: prompts.think_start and think_end empty, and interruption.enabled false)"
             )
 
     def token_ids(self, problems: Sequence[Question | str]) -> list[tuple[int, ...]]:
@@ -131,21 +119,6 @@ class PromptRenderer:
         if not self._prompts.add_bos or bos is None or ids[:1] == [bos]:
             return tuple(ids)
         return (bos, *ids)
-
-
-def template_names(source: str) -> set[str]:
-    """Names that a chat template reads from its arguments."""
-    # transformers' own tag, which marks what an assistant said
-    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source)
-    try:
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
-        names = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
-        asked = [test.node for test in tree.find_all((nodes.Filter, nodes.Test)) if test.name in ASKS]
-        # a name that the template sets without asking for it first is no argument
-        variables = names - {node.name for node in asked if isinstance(node, nodes.Name)}
-        return find_undeclared_variables(tree) - variables
-    except TemplateError as error:
-        raise ValueError(f"prompts.chat_template: the tokenizer's template cannot be read: {error}") from None
 
 
 def check_vocabulary(tokenizer: Any, model_vocabulary: int) -> None:

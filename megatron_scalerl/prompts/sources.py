@@ -1,4 +1,4 @@
-"""Reads the rows of a prompts file: JSON, JSON lines, CSV, Parquet, Arrow, or a Hugging Face dataset folder."""
+"""Reads the rows of a prompts file: JSON, JSON lines, CSV, Parquet, or a Hugging Face dataset folder."""
 
 from __future__ import annotations
 
@@ -141,22 +141,6 @@ def _read_csv(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path}: this is not CSV in UTF-8: {error}") from None
 
 
-def _read_arrow(path: Path) -> Iterator[Row]:
-    import datasets  # slow to import
-
-    try:
-        table = datasets.Dataset.from_file(str(path))
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{path}: this is not an Arrow file: {str(error).splitlines()[0]}") from None
-    yield from _table_rows(path, table)
-
-
-def _table_rows(path: Path, table: Any) -> Iterator[Row]:
-    """table: of the package `datasets`."""
-    for number, values in enumerate(table.with_format(None), start=1):
-        yield Row(where=f"{path}: row {number}", values=values)
-
-
 def read_json_lines(path: Path) -> Iterator[Row]:
     """The rows of a .jsonl file, which gzip may have compressed; blank lines are skipped.
 
@@ -174,14 +158,9 @@ def read_json_lines(path: Path) -> Iterator[Row]:
             where = f"{path}: line {number}"
             try:
                 yield _row(where, json.loads(line))
-                continue
-            except UnicodeDecodeError as error:
-                problem = f"the line is not UTF-8: {error.reason}"
-            except json.JSONDecodeError as error:
-                problem = f"the line is not JSON: {error.msg} at column {error.colno}"
-            except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+            except (ValueError, RecursionError) as error:  # thousands of digits or brackets, too
                 problem = f"the line is not JSON: {str(error).partition(';')[0]}"
-            yield Row(where=where, values={}, problem=problem)
+                yield Row(where=where, values={}, problem=problem)
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
@@ -207,7 +186,6 @@ READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".json": _read_json,
     ".csv": _read_csv,
     ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
 }
 """Ending of a file -> what reads its rows."""
 
@@ -248,7 +226,8 @@ def _read_saved_dataset(path: Path, split: str | None) -> Iterator[Row]:
         raise ValueError(f"{path}: the saved dataset cannot be read: {str(error).splitlines()[0]}") from None
     if isinstance(saved, datasets.DatasetDict):
         saved = saved[_choose_split(path, list(saved), split)]
-    yield from _table_rows(path, saved)
+    for number, values in enumerate(saved.with_format(None), start=1):
+        yield Row(where=f"{path}: row {number}", values=values)
 
 
 def _choose_split(path: Path, splits: Sequence[str], split: str | None) -> str:

@@ -16,7 +16,7 @@ class RecipeFile:
     """A recipe file among several."""
 
     name: str
-    """Its file's stem, with its folder's name where two files share it."""
+    """Its file's stem."""
     file: Path
     overlay: bool
     """Whether it is laid over the base."""
@@ -36,12 +36,10 @@ def listed(sources: Sequence[str | Path]) -> list[RecipeFile]:
             raise RecipeError(f"{source}: the folder has no recipes (*.yaml)")
         # a file that is named and also lies in a named folder counts once
         files += [file for file in recipes if file.absolute() not in {other.absolute() for other in files}]
-    stems = [file.stem for file in files]
     named: dict[str, Path] = {}
     for file in files:
-        name = file.stem if stems.count(file.stem) == 1 else f"{file.absolute().parent.name}_{file.stem}"
-        if (other := named.setdefault(name, file)) != file:
-            raise RecipeError(f"{file}: its name, {name}, is that of {other} too; rename one of the files")
+        if (other := named.setdefault(file.stem, file)) != file:
+            raise RecipeError(f"{file}: its name is that of {other} too; rename one of the files")
     return [
         RecipeFile(name=name, file=file, overlay=not set(_WHOLE) <= read_yaml(file).keys())
         for name, file in named.items()

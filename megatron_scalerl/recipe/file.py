@@ -9,9 +9,7 @@ Checks that the files that a recipe names exist, before heavy packages are impor
 import functools
 import logging
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,25 +33,6 @@ _warn = functools.cache(logging.getLogger(__name__).warning)
 """Says each text once."""
 LEFT = {"weights.transaction": ("streamed", "engines are paused while an update is sent, and write it as it comes")}
 """A key that has left -> (its former default, which runs have in their recipes; what happens now)."""
-_SECTION = "a section with keys and values"
-_DEMANDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "finite": "a finite number",
-    "bool": "true or false",
-    "string": "a text",
-    "date": "a date such as 2024-07-26",
-    "literal": "{expected}",
-    "tuple": "a list",
-    "too_long": "a list of {max_length} values",
-    "dict": _SECTION,
-    "model": _SECTION,
-    "greater_than_equal": "at least {ge:g}",
-    "greater_than": "above {gt:g}",
-    "less_than_equal": "at most {le:g}",
-    "less_than": "below {lt:g}",
-}
-"""A type of pydantic's errors, or its first word -> what the value has to be."""
 _APPENDED = {"bool", "int", "float", "constrained-int", "constrained-float", "literal['auto']", "[key]"}
 
 
@@ -72,7 +51,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """
     path = Path(path)
     data = read_yaml(path)
-    return _overridden(data, {path: data}, overrides)
+    return _overridden(data, [path], overrides)
 
 
 def load_recipe_for(
@@ -82,13 +61,14 @@ def load_recipe_for(
 
     Steps and training prompts are not needed; `prompts` stands for theirs. Raises as `load_recipe`.
     """
-    files = {} if path is None else {Path(path): read_yaml(Path(path))}
+    files = []
     data: dict[str, Any] = {"name": "evaluation", "steps": 1}
-    for content in files.values():
-        data |= content
+    if path is not None:
+        files.append(Path(path))
+        data |= read_yaml(Path(path))
     for key in ("policy", "prompts"):
         if not isinstance(data.get(key, {}), dict):
-            raise RecipeError(f"{path}: {key} is {_shown(data[key])}; it has to be {_SECTION}")
+            raise RecipeError(f"{path}: {key} is {_shown(data[key])}; it has to be a section with keys and values")
     # a run's megatron_path holds the weights that it began with, not those of `policy`, which has its adapters merged
     begun = {"megatron_path": None, "lora": None, "adapter": None}
     data["policy"] = data.get("policy", {}) | begun | {"path": str(policy)}
@@ -97,18 +77,17 @@ def load_recipe_for(
     return _overridden(data, files, overrides)
 
 
-def _overridden(data: dict[str, Any], files: dict[Path, dict[str, Any]], overrides: Iterable[str]) -> Recipe:
+def _overridden(data: dict[str, Any], files: Iterable[Path], overrides: Iterable[str]) -> Recipe:
     """The recipe of `data`, which comes from `files`, after the overrides."""
-    # copies: an error asks `files` what each file states, and overrides change `data` in place
-    files = dict(files)
-    data = deepcopy(data)
+    files = list(files)
     for item in overrides:
         data["environment"] = section_of(data.get("environment", {}))  # its keys may follow
         key, _, value = item.partition("=")
         if key == OVERLAY:
-            over = files[Path(value)] = read_yaml(Path(value))
+            over = read_yaml(Path(value))
+            files.append(Path(value))
             name = data.get("name")
-            data = merged(data, deepcopy(over))
+            data = merged(data, over)
             if name is not None and "name" not in over:
                 data["name"] = f"{name}_{Path(value).stem}"
         else:
@@ -131,28 +110,16 @@ def load_run_recipe(run_dir: str | Path) -> Recipe:
     return load_recipe(Path(run_dir) / "recipe.yaml")
 
 
-def validated(data: dict[str, Any], files: dict[Path, dict[str, Any]]) -> Recipe:
+def validated(data: dict[str, Any], files: Iterable[Path]) -> Recipe:
     """The recipe of the sections in `data`. Raises `RecipeError`.
 
-    files: the files that `data` comes from, in their order. An error names the files that state its key.
+    files: the files that `data` comes from, in their order.
     """
     try:
         return local_recipe(Recipe.model_validate(data))
     except ValidationError as error:
-        first = _first(error)
-        stating = [path for path, content in files.items() if _states(content, first["loc"])] or list(files)[:1]
-        if not isinstance(first["input"], dict):
-            stating = stating[-1:]  # its value replaced the others
-        where = " with ".join(map(str, stating))
+        where = " with ".join(map(str, files))
         raise RecipeError(": ".join(filter(None, (where, _first_line(error))))) from None
-
-
-def _states(data: Any, loc: tuple[int | str, ...]) -> bool:
-    for part in loc:
-        if not isinstance(data, dict) or part not in data:
-            return False
-        data = data[part]
-    return True
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -234,13 +201,9 @@ def override(data: dict[str, Any], item: str) -> None:
     node[last] = value
 
 
-def _first(error: ValidationError) -> ErrorDetails:
-    """The first problem; unknown keys come first because they often cause the others."""
-    return min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
-
-
 def _first_line(error: ValidationError) -> str:
-    first = _first(error)
+    # unknown keys come first because they often cause the others
+    first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     place = _place(first)
     same = [problem for problem in error.errors() if _place(problem) == place]
     line = _line(".".join(map(str, place)), first, same)
@@ -273,22 +236,9 @@ def _line(key: str, first: ErrorDetails, same: Sequence[ErrorDetails]) -> str:
         return f"{key}{separator}{first['ctx']['error']}".removeprefix(".")
     if kind == "string_type" and value is None:
         return f"{key} is empty; for an empty text write {last}: '' in a file, \"{key}=''\" in a shell"
-    if kind == "string_type" and isinstance(value, list) and key.startswith("prompts.") and last.endswith("path"):
-        return f"{key} is a list; name one file, or one folder with all files"
-    # a bound is one demand; an error of the type comes once for each member of a union
-    demands = [_demand(problem) for problem in ([first] if kind in _DEMANDS else same)]
-    return f"{key} is {_shown(value)}; it has to be {' or '.join(demands)}"
-
-
-def _demand(problem: ErrorDetails) -> str:
-    """The demand on a value, by the type of its error."""
-    kind = problem["type"]
-    if kind == "string_pattern_mismatch":
-        pattern = problem["ctx"]["pattern"]
-        choices = re.fullmatch(r"\^\(([\w|]+)\)\$", pattern)
-        return choices[1].replace("|", " or ") if choices else f"a text of the form {pattern}"
-    form = _DEMANDS.get(kind) or _DEMANDS.get(kind.partition("_")[0], "valid")
-    return form.format(**problem.get("ctx", {}))
+    # pydantic's demands, one for each member of a union: "Input should be a valid integer"
+    demands = [problem["msg"].partition("should ")[2] for problem in same]
+    return f"{key} is {_shown(value)}; it should {' or '.join(demands)}"
 
 
 def _shown(value: Any) -> str:

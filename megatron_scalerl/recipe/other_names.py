@@ -3,65 +3,64 @@
 Error messages for unknown keys, which name the key that was meant, or the keys that there are.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from difflib import SequenceMatcher
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 
 _NAMES = {
-    ("optimizer.lr", "sft.lr"): "learning_rate lr actor_learning_rate",
-    ("optimizer.clip_grad",): "max_grad_norm grad_clip gradient_clipping",
-    ("megatron.parallel.tensor_model_parallel_size", "engine.vllm.tensor_parallel_size"): (
+    "optimizer.lr or sft.lr": "learning_rate lr actor_learning_rate",
+    "optimizer.clip_grad": "max_grad_norm grad_clip gradient_clipping",
+    "megatron.parallel.tensor_model_parallel_size or engine.vllm.tensor_parallel_size": (
         "tp tp_size tensor_parallel tensor_parallel_size tensor_model_parallel_size"
     ),
-    ("megatron.parallel.pipeline_model_parallel_size", "engine.vllm.pipeline_parallel_size"): (
+    "megatron.parallel.pipeline_model_parallel_size or engine.vllm.pipeline_parallel_size": (
         "pp pp_size pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size"
     ),
-    ("megatron.parallel.expert_model_parallel_size", "engine.vllm.enable_expert_parallel"): (
+    "megatron.parallel.expert_model_parallel_size or engine.vllm.enable_expert_parallel": (
         "ep ep_size expert_parallel expert_parallel_size expert_model_parallel_size"
     ),
-    ("megatron.parallel.context_parallel_size",): "cp cp_size context_parallel context_parallel_size",
-    ("trainer.world_size", "engine.vllm.data_parallel_size"): "dp dp_size data_parallel data_parallel_size",
-    ("megatron.parallel.expert_tensor_parallel_size",): "etp etp_size expert_tensor_parallel_size",
-    ("trainer.world_size",): "n_gpus_per_node",
-    ("trainer.micro_batch_tokens",): "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu",
-    ("rollouts.max_staleness_steps",): "k max_off_policy_steps max_staleness staleness",
-    (
-        "rollouts.groups_per_batch",
-        "sft.batch_size",
-    ): "batch_size train_batch_size rollout_batch_size num_prompts_per_step ppo_mini_batch_size",
-    ("rollouts.group_size", "validation.generations", "evaluation.generations"): (
+    "megatron.parallel.context_parallel_size": "cp cp_size context_parallel context_parallel_size",
+    "trainer.world_size or engine.vllm.data_parallel_size": "dp dp_size data_parallel data_parallel_size",
+    "megatron.parallel.expert_tensor_parallel_size": "etp etp_size expert_tensor_parallel_size",
+    "trainer.world_size": "n_gpus_per_node",
+    "trainer.micro_batch_tokens": "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu",
+    "rollouts.max_staleness_steps": "k max_off_policy_steps max_staleness staleness",
+    "rollouts.groups_per_batch or sft.batch_size": (
+        "batch_size train_batch_size rollout_batch_size num_prompts_per_step ppo_mini_batch_size"
+    ),
+    "rollouts.group_size or validation.generations or evaluation.generations": (
         "n num_generations n_samples_per_prompt num_generations_per_prompt n_samples"
     ),
-    ("interruption.thinking_tokens and interruption.answer_tokens", "rewards.length_penalty.max_tokens"): (
+    "interruption.thinking_tokens and interruption.answer_tokens": (
         "max_tokens max_new_tokens max_response_length max_response_len max_completion_length"
     ),
-    ("prompts.max_prompt_tokens",): "max_prompt_length",
-    ("steps", "sft.steps"): "max_steps num_steps total_steps total_training_steps",
-    ("curriculum.max_epochs",): "epochs num_epochs num_train_epochs total_epochs",
-    ("policy.path",): "model model.path model_path model_name_or_path pretrain",
-    ("policy.lora.rank",): "r lora_rank",
-    ("policy.lora.alpha",): "lora_alpha",
-    ("policy.lora.targets",): "target_modules lora_target lora_target_modules",
-    ("policy.adapter",): "adapter_name_or_path adapter_path lora_adapter_path lora_path",
-    ("checkpoint.every_steps",): "save_freq save_interval save_steps",
-    ("validation.every_steps",): "test_freq eval_interval eval_steps",
-    ("name",): "experiment_name",
-    ("output_dir",): "default_local_dir",
-    ("prompts.path",): "train_files",
-    ("prompts.held_out_path",): "val_files",
-    ("prompts.prompt_column",): "prompt_key",
-    ("rewards.verifier",): "custom_reward_function.path custom_reward_function.name",
-    ("advantages.normalize",): "adv_estimator",
-    ("loss.name",): "loss_type loss_mode",
-    ("loss.reduction",): "loss_agg_mode",
-    ("loss.clip_low",): "clip_ratio_low eps_clip",
-    ("loss.clip_high",): "clip_ratio_high eps_clip_high",
-    ("engine.count",): "num_engines",
-    ("engine.vllm.gpu_memory_utilization",): "gpu_memory_utilization",
-    ("engine.vllm.max_model_len",): "max_model_len",
-    ("engine.vllm.max_num_seqs",): "max_num_seqs",
+    "prompts.max_prompt_tokens": "max_prompt_length",
+    "steps or sft.steps": "max_steps num_steps total_steps total_training_steps",
+    "curriculum.max_epochs": "epochs num_epochs num_train_epochs total_epochs",
+    "policy.path": "model model.path model_path model_name_or_path pretrain",
+    "policy.lora.rank": "r lora_rank",
+    "policy.lora.alpha": "lora_alpha",
+    "policy.lora.targets": "target_modules lora_target lora_target_modules",
+    "policy.adapter": "adapter_name_or_path adapter_path lora_adapter_path lora_path",
+    "checkpoint.every_steps": "save_freq save_interval save_steps",
+    "validation.every_steps": "test_freq eval_interval eval_steps",
+    "name": "experiment_name",
+    "output_dir": "default_local_dir",
+    "prompts.path": "train_files",
+    "prompts.held_out_path": "val_files",
+    "prompts.prompt_column": "prompt_key",
+    "rewards.verifier": "custom_reward_function.path custom_reward_function.name",
+    "advantages.normalize": "adv_estimator",
+    "loss.name": "loss_type loss_mode",
+    "loss.reduction": "loss_agg_mode",
+    "loss.clip_low": "clip_ratio_low eps_clip",
+    "loss.clip_high": "clip_ratio_high eps_clip_high",
+    "engine.count": "num_engines",
+    "engine.vllm.gpu_memory_utilization": "gpu_memory_utilization",
+    "engine.vllm.max_model_len": "max_model_len",
+    "engine.vllm.max_num_seqs": "max_num_seqs",
 }
-OTHER_NAMES = {name: settings for settings, names in _NAMES.items() for name in names.split()}
-"""Another name -> the settings that have this meaning in a recipe, the most common first."""
+OTHER_NAMES = {name: setting for setting, names in _NAMES.items() for name in names.split()}
+"""Another name -> the settings that have this meaning in a recipe."""
 OF_OLD_MEGATRON = frozenset(
     {
         "megatron.model.async_tensor_model_parallel_allreduce",
@@ -73,32 +72,20 @@ OF_OLD_MEGATRON = frozenset(
     }
 )
 """Options that only Megatron-Core 0.16 had: runs that were begun with it may have them in their recipes."""
-_SECTIONS = {"rollout": ("rollouts.", "engine."), "val_kwargs": ("validation.",)}
-"""Sections of verl -> the sections here that have their settings."""
 _NEAR_SIBLING = 0.8
 """Least likeness of a name of the same section to be suggested."""
 _NEAR_OTHER = 0.9
 """Least likeness of a name of another section, where only a name that is nearly equal was meant."""
-_FAR_SIBLING = 0.65
-"""Least likeness of a name of the same section, if no name of any section is near."""
 _MOST_LISTED = 12
 """Keys of a section that an error lists."""
 _MOST_NEAREST = 3
 """Names that an error suggests; where more are equally near, it suggests none."""
 
 
-def setting_of(key: str) -> str | None:
-    """The setting that other frameworks call by the last part of `key`, or two; None for a name not in `OTHER_NAMES`.
-
-    Where several settings have this name, the setting in the innermost section of `key` that has one.
-    """
-    *sections, last = key.lower().replace("-", "_").split(".")
-    settings = OTHER_NAMES.get(".".join([*sections[-1:], last]), OTHER_NAMES.get(last, ()))
-    for section in reversed(sections):
-        for setting in settings:
-            if setting.startswith(_SECTIONS.get(section, (f"{section}.",))):
-                return setting
-    return next(iter(settings), None)
+def setting_of(key: str) -> str:
+    """The settings that other frameworks call by the last part of `key`; empty for a name not in `OTHER_NAMES`."""
+    parts = key.lower().replace("-", "_").split(".")
+    return OTHER_NAMES.get(".".join(parts[-2:])) or OTHER_NAMES.get(parts[-1], "")
 
 
 def innermost(key: str, value: object, valid: Iterable[str]) -> str:
@@ -141,7 +128,7 @@ def check_keys(
                 f"{where}.{key} has left with Megatron-Core 0.16; delete it: a run that was begun with it goes on"
             )
         if key not in names:
-            setting = setting_of(f"{where}.{key}") if in_recipe else None
+            setting = setting_of(f"{where}.{key}") if in_recipe else ""
             text = unknown_key(str(key), names, expected=expected, setting=setting, listed=listed)
             raise ValueError(f"{where}: {text}")
 
@@ -151,43 +138,35 @@ def unknown_key(
     valid: Iterable[str],
     *,
     expected: str,
-    setting: str | None = None,
+    setting: str = "",
     kind: str = "keys",
     listed: str = "",
 ) -> str:
     """`KEY is not ...; the nearest is ...`, and without a near one `...; keys here: a, b, c`.
 
-    Dotted keys are compared with the keys of their section, then by their last part with all others. expected: the
-    kind of the `valid` names, as in "a recipe key"; kind: the same in one word. setting: the name that KEY has here
+    Dotted keys are compared with the keys of their section, then by their last part with all others, last with the
+    words of the section's keys (a short name is somewhat like many). expected: the
+    kind of the `valid` names, as in "a recipe key"; kind: the same in one word. setting: the names that KEY has here
     (`setting_of`). listed: a file that lists the keys, if they are too many for a line.
     """
     text = f"{key} is not {expected}"
-    if setting is not None:
+    if setting:
         return f"{text}; it is set by {setting}"
     names = list(valid)
     section, last = key.rpartition(".")[::2]
     siblings = [name for name in names if name.rpartition(".")[0] == section]
     others = [name for name in names if ".NAME." not in name]
-    # in this order: a short name is somewhat like many, so that only a name of its section may be far from it
-    for among, least in ((siblings, _NEAR_SIBLING), (others, _NEAR_OTHER), (siblings, _FAR_SIBLING)):
-        if nearest := _nearest(last, among, least):
-            return f"{text}; the nearest is {' or '.join(nearest)}"
+    nearest = _nearest(last, siblings, _NEAR_SIBLING) or _nearest(last, others, _NEAR_OTHER)
+    nearest = nearest or [name for name in siblings if f"_{last}_" in f"_{name.rpartition('.')[2]}_"]
+    if 0 < len(nearest) <= _MOST_NEAREST:
+        return f"{text}; the nearest is {' or '.join(nearest)}"
     if 0 < len(siblings) <= _MOST_LISTED:
         return f"{text}; {kind} here: {', '.join(name.rpartition('.')[2] for name in siblings)}"
     return f"{text}; all {kind} are listed in {listed}" if listed else text
 
 
-def _nearest(last: str, names: Collection[str], least: float) -> list[str]:
-    """The names most like `last`; none if their likeness is below `least`, or if they are too many."""
-    alike = {name: _likeness(last, name.rpartition(".")[2]) for name in names}
-    best = max(alike.values(), default=0.0)
-    nearest = [name for name in names if alike[name] == best >= least]
-    return nearest if len(nearest) <= _MOST_NEAREST else []
-
-
-def _likeness(given: str, name: str) -> float:
-    """Likeness of two names, from 0 to 1; at least 0.7 if `name` has all words of `given`, as in warmup_steps."""
-    ratio = SequenceMatcher(None, given, name).ratio()
-    if len(given) > 3 and set(given.split("_")) <= set(name.split("_")):
-        return max(ratio, 0.7)
-    return ratio
+def _nearest(last: str, names: Sequence[str], least: float) -> list[str]:
+    """The names whose last part is most like `last`; none if its likeness is below `least`."""
+    lasts = {name.rpartition(".")[2] for name in names}
+    alike = get_close_matches(last, lasts, n=1, cutoff=least)
+    return [name for name in names if name.rpartition(".")[2] in alike]

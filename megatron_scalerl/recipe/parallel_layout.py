@@ -20,8 +20,6 @@ Stages = tuple[tuple[int, ...], ...]
 """Layer indices of each pipeline stage, from 0; with a virtual pipeline in the order of the chunks."""
 
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-_COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-_LAYOUT = "pipeline_model_parallel_layout"
 _PIPELINE = "megatron.parallel.pipeline_model_parallel_size"
 _CHUNKS = "megatron.parallel.virtual_pipeline_model_parallel_size"
 
@@ -61,12 +59,6 @@ def sizes_of(parallel: Mapping[str, Any]) -> ParallelSizes:
     chunks = _size(parallel, "virtual_pipeline_model_parallel_size", None)
     if chunks is not None and pp == 1:
         raise ValueError(f"{_CHUNKS} is {chunks}, but there is no pipeline: {_PIPELINE} is 1")
-    parts = parallel.get("hierarchical_context_parallel_sizes")
-    if parts and math.prod(parts) != cp:
-        raise ValueError(
-            f"megatron.parallel.hierarchical_context_parallel_sizes: the product of {parts} has to be "
-            f"context_parallel_size {cp}"
-        )
     instances = _size(parallel, "num_distributed_optimizer_instances", 1)
     return ParallelSizes(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp or tp, chunks=chunks or 1, optimizer_instances=instances)
 
@@ -88,7 +80,7 @@ def _positive(key: str, value: Any) -> int:
     return value
 
 
-MODEL_KEYS = frozenset({*_ENDS, *_COUNTED, _LAYOUT, "sequence_parallel"})
+MODEL_KEYS = frozenset({*_ENDS, "sequence_parallel"})
 """Fields of megatron.model that are meaningful only with the sizes of megatron.parallel."""
 
 
@@ -132,8 +124,8 @@ def check_sharding(family: Family, parallel: Mapping[str, Any], model: Mapping[s
 def stages_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> Stages:
     """Layers of each pipeline stage by Megatron's options in megatron.model.
 
-    An even split, given numbers in the first and last stage, embedding and loss counted as layers, or a layout of
-    every stage. Raises ValueError where `layers` layers cannot be split this way, naming key, layers and size.
+    An even split but for given numbers in the first and last stage. Raises ValueError where `layers` layers cannot be
+    split this way, naming key, layers and size.
     """
     counts = counts_of(model, layers, sizes)
     stages: list[list[int]] = [[] for _ in range(sizes.pp)]
@@ -148,17 +140,23 @@ def stages_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> St
 
 def counts_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> list[list[int]]:
     """[pp][chunks] number of layers. Raises ValueError as `stages_of` does."""
-    given = [key for key in (*_ENDS, *_COUNTED, _LAYOUT) if model.get(key) not in (None, False)]
-    ways = {key for key in given if key == _LAYOUT}, set(given) & set(_ENDS), set(given) & set(_COUNTED)
-    if sum(map(bool, ways)) > 1:
+    whole = [0] * sizes.pp
+    given = {place: key for place, key in zip((0, -1), _ENDS) if model.get(key) is not None}
+    if len(given) > sizes.pp:
+        raise ValueError(f"megatron.model.{_ENDS[0]} and {_ENDS[1]} are both set, but the pipeline has one stage")
+    for place, key in given.items():
+        whole[place] = _positive(f"megatron.model.{key}", model[key])
+    left = layers - sum(whole)
+    middle = sizes.pp - len(given)
+    fits = left == 0
+    if middle:
+        fits = left > 0 and left % middle == 0
+    if not fits:
         raise ValueError(
-            f"megatron.model: {' and '.join(given)} split the pipeline in different ways; keep one of them"
+            f"{_PIPELINE}: {left} of {layers} layers are left for {middle} of {sizes.pp} stages, each of which needs "
+            f"the same number, at least 1; set megatron.model.{_ENDS[0]} or {_ENDS[1]}"
         )
-    if ways[0]:
-        return _of_layout(model[_LAYOUT], layers, sizes)
-    if ways[1]:
-        return _of_ends(model, layers, sizes)
-    return _even(model, layers, sizes)
+    return [_in_chunks(size or left // middle, sizes) for size in whole]
 
 
 def _check_uniform(model: Mapping[str, Any], counts: list[list[int]]) -> None:
@@ -175,74 +173,7 @@ def _check_uniform(model: Mapping[str, Any], counts: list[list[int]]) -> None:
             )
 
 
-def _even(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> list[list[int]]:
-    """[pp][chunks] number of layers; embedding and loss count as layers where the recipe sets it."""
-    embedding, loss = (int(bool(model.get(key))) for key in _COUNTED)
-    counted = layers + embedding + loss
-    if counted % sizes.pp:
-        what = "layers" if counted == layers else "layers with embedding or loss"
-        raise ValueError(
-            f"{_PIPELINE}: {sizes.pp} does not divide {counted} {what}; "
-            f"for an uneven split set megatron.model.{_ENDS[0]}, {_ENDS[1]} or {_LAYOUT}"
-        )
-    counts = [_in_chunks(counted // sizes.pp, sizes) for _ in range(sizes.pp)]
-    # each takes the place of a layer, in the first chunk of the first stage and the last chunk of the last one
-    counts[0][0] -= embedding
-    counts[-1][-1] -= loss
-    return counts
-
-
-def _of_ends(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> list[list[int]]:
-    """[pp][chunks] number of layers, with given numbers in the first and the last stage."""
-    whole = [0] * sizes.pp
-    given = {place: key for place, key in zip((0, sizes.pp - 1), _ENDS) if model.get(key) is not None}
-    # with one stage both keys mean stage 0, and `given` keeps only the second
-    if sum(model.get(key) is not None for key in _ENDS) > sizes.pp:
-        raise ValueError(f"megatron.model.{_ENDS[0]} and {_ENDS[1]} are both set, but the pipeline has one stage")
-    for place, key in given.items():
-        whole[place] = _positive(f"megatron.model.{key}", model[key])
-    left = layers - sum(whole)
-    middle = sizes.pp - len(given)
-    fits = left == 0
-    if middle:
-        fits = left > 0 and left % middle == 0
-    if not fits:
-        raise ValueError(
-            f"megatron.model.{' and '.join(given.values())}: {left} of {layers} layers are left for the other "
-            f"{middle} of {sizes.pp} stages; each of these needs the same number, at least 1"
-        )
-    return [_in_chunks(size or left // middle, sizes) for size in whole]
-
-
 def _in_chunks(layers: int, sizes: ParallelSizes) -> list[int]:
     if layers % sizes.chunks:
         raise ValueError(f"{_CHUNKS}: {sizes.chunks} does not divide the {layers} layers of a stage")
     return [layers // sizes.chunks] * sizes.chunks
-
-
-def _of_layout(layout: Any, layers: int, sizes: ParallelSizes) -> list[list[int]]:
-    """[pp][chunks] number of layers of a layout, parsed by Megatron."""
-    # imported here, where a recipe has a layout: torch comes with it
-    from megatron.core.transformer.enums import LayerType
-    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
-    try:
-        read = PipelineParallelLayerLayout(layout, sizes.pp)
-        # None: the policy trains no layers of multi-token prediction (mtp_num_layers)
-        read.validate_layer_layout(layers, None)
-    except (AssertionError, NotImplementedError, TypeError) as error:
-        raise ValueError(
-            f"megatron.model.{_LAYOUT}: {layout!r} does not place {layers} layers in {sizes.pp} pipeline stages "
-            f"({' '.join(str(error).split())})"
-        ) from None
-    if read.virtual_pipeline_model_parallel_size != sizes.chunks:
-        raise ValueError(
-            f"{_CHUNKS} is {sizes.chunks}, but {_LAYOUT} {layout!r} has {read.virtual_pipeline_model_parallel_size} "
-            f"chunks in each of {sizes.pp} stages"
-        )
-    if LayerType.embedding not in read.layout[0][0] or LayerType.loss not in read.layout[-1][-1]:
-        raise ValueError(
-            f"megatron.model.{_LAYOUT}: {layout!r} has to have the embedding (E) in its first stage and the loss (L) "
-            "in its last one"
-        )
-    return [[chunk.count(LayerType.decoder) for chunk in stage] for stage in read.layout]

@@ -203,7 +203,6 @@ class Recipe(Section):
         _check_tasks(self)
         _check_environment(self)
         _check_evaluation(self)
-        _check_one_host(self)
         _check_colocation(self)
         penalty = self.length_penalty
         if penalty is not None and (penalty.cache_tokens or 0) > (penalty.max_tokens or 0):
@@ -279,26 +278,6 @@ def _check_evaluation(recipe: Recipe) -> None:
             f"rollouts.deterministic false; they are {recipe.engine.count}, {rollouts.schedule} and "
             f"{str(rollouts.deterministic).lower()}"
         )
-
-
-_OVER_HOSTS = {"nnodes": 1, "node_rank": 0, "headless": False, "data_parallel_address": None}
-"""Options of vLLM that spread an engine over several hosts -> their value on one."""
-
-
-def _check_one_host(recipe: Recipe) -> None:
-    """Raises ValueError for an engine over several hosts, or of Ray's processes."""
-    options = recipe.engine.vllm
-    for key, alone in _OVER_HOSTS.items():
-        if options.get(key) not in (None, alone):
-            raise ValueError(
-                f"engine.vllm.{key}: an engine runs on one host, where its processes listen on loopback alone; take "
-                "smaller engines, or more of them"
-            )
-    for key in ("distributed_executor_backend", "data_parallel_backend"):
-        if options.get(key) == "ray":
-            raise ValueError(
-                f"engine.vllm.{key}: the launcher starts and ends an engine's processes itself; leave out ray"
-            )
 
 
 def _check_colocation(recipe: Recipe) -> None:

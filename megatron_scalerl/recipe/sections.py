@@ -125,7 +125,7 @@ class PromptsSection(Section):
     """Where prompts come from and how they are rendered."""
 
     path: str | None = None
-    """Training prompts: a file (JSON, JSON lines, CSV, Parquet, Arrow), a Hugging Face dataset folder, or its name on
+    """Training prompts: a file (JSON, JSON lines, CSV, Parquet), a Hugging Face dataset folder, or its name on
     the hub (docs/prompts.md). This or `tasks` is set."""
     tasks: dict[TaskName, TaskSection] | None = None
     """A mixture of tasks instead of `path`: name -> its prompts, weight and verifier (docs/tasks.md). What a task
@@ -147,7 +147,7 @@ class PromptsSection(Section):
     system: str | None = None
     """Message of the system, in place of the file's. Requires chat_template."""
     template_arguments: dict[str, Any] = {}
-    """Arguments of the chat template, such as enable_thinking or reasoning_effort. One that it does not read is
+    """Arguments of the chat template, such as enable_thinking or reasoning_effort. A name that is not in it is
     refused."""
     template_date: date = date(2024, 7, 26)
     """The day that a chat template gets for today's (Llama 3.2, gpt-oss), so that a prompt has the same tokens every

@@ -34,36 +34,25 @@ class Task:
 def tasks_of(recipe: Recipe) -> tuple[Task, ...]:
     """The tasks of a recipe, at least one, by name."""
     sections = recipe.prompts.tasks
-    rewards = recipe.rewards.model_copy(update={"length_penalty": recipe.length_penalty})
     if not sections:
-        return (
-            Task(
-                name="",
-                weight=1.0,
-                prompts=recipe.prompts,
-                rewards=rewards,
-                audit=_audit_of(recipe, rewards),
-                episodes=recipe.environment.name is not None,
-            ),
-        )
-    return tuple(_task(recipe, rewards, name, sections[name]) for name in sorted(sections))
+        # constructed without a check: a path may be missing where nothing is trained
+        sections = {"": TaskSection.model_construct(path=recipe.prompts.path, weight=1.0)}
+    return tuple(_task(recipe, name, sections[name]) for name in sorted(sections))
 
 
-def _task(recipe: Recipe, shared: RewardsSection, name: str, section: TaskSection) -> Task:
+def _task(recipe: Recipe, name: str, section: TaskSection) -> Task:
     settings = section.model_dump(exclude_none=True)
     prompts = {key: value for key, value in settings.items() if key in PromptsSection.model_fields}
     rewards = {key: value for key, value in settings.items() if key in RewardsSection.model_fields}
-    own_rewards = shared.model_copy(update=rewards)
+    own_rewards = recipe.rewards.model_copy(update={"length_penalty": recipe.length_penalty, **rewards})
+    audit = recipe.validation.audit
+    if audit == AUTO:
+        audit = AUDITS.get(own_rewards.verifier)
     return Task(
         name=name,
         weight=section.weight,
         prompts=recipe.prompts.model_copy(update={"tasks": None, **prompts}),
         rewards=own_rewards,
-        audit=_audit_of(recipe, own_rewards),
+        audit=audit,
         episodes=recipe.environment.name is not None,
     )
-
-
-def _audit_of(recipe: Recipe, rewards: RewardsSection) -> str | None:
-    audit = recipe.validation.audit
-    return AUDITS.get(rewards.verifier) if audit == AUTO else audit

@@ -13,7 +13,6 @@ user.
 
 import resource
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,11 +45,8 @@ class Limits:
 
 
 def address_space() -> int:
-    """Address space of this process in bytes; 0 where it cannot be read."""
-    try:
-        pages = Path("/proc/self/statm").read_text().split()[0]
-    except OSError:
-        return 0
+    """Address space of this process in bytes."""
+    pages, *_ = Path("/proc/self/statm").read_text().split()
     return int(pages) * resource.getpagesize()
 
 
@@ -65,8 +61,6 @@ def limit_process(limits: Limits) -> None:
 def limited_check(limits: Limits) -> Iterator[None]:
     """Limit processor time and memory inside the block."""
     memory = limits.memory_mb
-    if sys.platform != "linux":
-        memory = None
     if memory is not None:
         lower(resource.RLIMIT_AS, address_space() + memory * MIB, soft_only=True)
     # the default action: a handler in Python would wait for the end of a long call in C

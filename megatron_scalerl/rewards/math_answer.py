@@ -24,7 +24,6 @@ _NUMERAL = re.compile(
 )
 """Without spaces: an integer, decimal, fraction or mixed number, times a power of ten (or dozens), in percent."""
 _LINK = re.compile(r"(?<![<>!:\\])(=)(?!=)|(\\approx(?![a-z])|\\simeq(?![a-z])|≈)")
-_BRACKET = re.compile(r"\\?[\[({]|\\?[\])}]")
 _MATH_SIGN = r"[-−–+*/^=×÷·⋅√π½⅓⅔¼¾⅛%€£¥₹°≈|!()\[\]{}]|\\[%$]|\\[a-zA-Z]+|\\[,;:! ]"
 _WRITTEN = r"(?:\d+(?:,\d{3}(?!\d))*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
 _EXPRESSION = re.compile(

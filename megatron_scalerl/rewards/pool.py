@@ -406,8 +406,7 @@ def limits_of(rewards: RewardsSection) -> Limits:
 
 def default_workers() -> int:
     """Number of verifier processes by default: one per processor, at most MAX_DEFAULT_WORKERS."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(MAX_DEFAULT_WORKERS, cpus)
+    return min(MAX_DEFAULT_WORKERS, len(os.sched_getaffinity(0)))
 
 
 def _audit_pool(task: Task) -> VerifierPool:

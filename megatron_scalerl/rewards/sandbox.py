@@ -25,7 +25,6 @@ from typing import Any
 
 from megatron_scalerl.rewards.limits import Limits, TimeLimitExceeded, VerifierUnavailable
 from megatron_scalerl.rewards.sandbox_guest import PASSED
-from megatron_scalerl.rewards.sandbox_init import FRAME
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 UNPRIVILEGED = 65534
@@ -43,11 +42,9 @@ class Result:
     """The outcome of a program's run."""
 
     code: int
-    """Exit status; negative: the signal that ended it."""
+    """Exit status; negative: the signal that ended it, SIGKILL where it wrote more than the limit."""
     output: bytes
-    """Its standard output up to the limit; the verdict of tests."""
-    full: bool
-    """True if it wrote more than the limit and was killed."""
+    """Its standard output, of which more than the limit is cut; the verdict of tests."""
     cpu_left_s: float
     """Processor time left of the run's limit (s); below 0, the limit is exceeded."""
 
@@ -135,19 +132,14 @@ class Sandbox:
             "uid": UNPRIVILEGED if os.geteuid() == 0 else None,
             **rest,
         }
-        body = marshal.dumps(request)  # the same interpreter reads it, and json is slow to import
+        unsent = marshal.dumps(request)  # the same interpreter reads it, and json is slow to import
         assert self._process.stdin is not None
         try:
-            for part in (FRAME.pack(len(body)), body):
-                self._write(part)
+            while unsent:
+                unsent = unsent[self._process.stdin.write(unsent) or 0 :]
         except BrokenPipeError:
             raise SandboxError("the sandbox's process has ended") from None
         self._expect("ready")
-
-    def _write(self, part: bytes) -> None:
-        assert self._process.stdin is not None
-        while part:
-            part = part[self._process.stdin.write(part) or 0 :]
 
     def _map_ids(self) -> None:
         """Map this user into the sandbox's namespace; of root also the user that programs become."""
@@ -181,13 +173,13 @@ class Sandbox:
             return None
         if line[0] == "failed":
             raise SandboxError(f"a program cannot be started in its sandbox: {' '.join(line[1:])}")
-        _, code, full, cpu_left_s, size = line
+        _, code, cpu_left_s, size = line
         while len(self._buffer) < int(size):
             if not self._read():
                 return None
         output = self._buffer[: int(size)]
         self._buffer = self._buffer[int(size) :]
-        return Result(code=int(code), output=output, full=full == "1", cpu_left_s=float(cpu_left_s))
+        return Result(code=int(code), output=output, cpu_left_s=float(cpu_left_s))
 
     def _line(self) -> list[str]:
         """The words of the next line, none at the end."""

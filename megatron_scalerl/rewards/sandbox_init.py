@@ -30,7 +30,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing is slow to import, and this program starts for every answer
     from typing import Any
 
-FRAME = struct.Struct("!Q")
 THREADS = 64
 """Threads of all programs of a sandbox, with process 1."""
 OPEN_FILES = 64
@@ -69,8 +68,8 @@ class _Results:
         self._file.write(" ".join(map(str, words)).encode() + b"\n" + output)
         self._file.flush()
 
-    def result(self, code: int, full: bool, cpu_left_s: float, output: bytes) -> None:
-        self.write("result", code, int(full), cpu_left_s, len(output), output=output)
+    def result(self, code: int, cpu_left_s: float, output: bytes) -> None:
+        self.write("result", code, cpu_left_s, len(output), output=output)
 
 
 def main() -> None:
@@ -83,13 +82,14 @@ def main() -> None:
         results.write("failed", error.strerror)
         return
     results.write("unshared")
-    body = _read_request()
-    if body is None:
+    try:
+        request = marshal.load(sys.stdin.buffer)
+    except EOFError:
         return
     pid = os.fork()
     if pid == 0:
         try:
-            _process_1(results, marshal.loads(body))
+            _process_1(results, request)
         finally:
             os._exit(0)
     # process 1 alone holds the pipes, so that they end with it
@@ -97,22 +97,6 @@ def main() -> None:
     os.closerange(0, 2)
     os.closerange(3, OPEN_FILES)
     os.waitpid(pid, 0)
-
-
-def _read_request() -> bytes | None:
-    head = _read_exactly(FRAME.size)
-    return None if head is None else _read_exactly(FRAME.unpack(head)[0])
-
-
-def _read_exactly(size: int) -> bytes | None:
-    parts = []
-    while size:
-        part = os.read(0, min(size, 1 << 20))
-        if not part:
-            return None
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
 
 
 def _process_1(results: _Results, request: dict[str, Any]) -> None:
@@ -173,7 +157,7 @@ class _Programs:
         except _NotStarted:
             if not self._started:
                 raise
-            self._results.result(127, False, self._cpu_left, b"")
+            self._results.result(127, self._cpu_left, b"")
 
     def _run(self) -> None:
         program = self._request["program"].encode(errors="replace")
@@ -196,9 +180,11 @@ class _Programs:
         self._cpu_left = self._request["cpu_s"]
         pid = self._start([self._guest, "program"], stdin, stdout[_RIGHT], [source[_LEFT]])
         _close(source[_LEFT], stdin, stdout[_RIGHT])
-        output, full = _pump(pid, {source[_RIGHT]: program}, stdout[_LEFT], limit)
+        output = _pump(pid, {source[_RIGHT]: program}, stdout[_LEFT], limit)
         code = self._reap(pid)
-        self._results.result(code, full, self._cpu_left, output)
+        if len(output) > limit:  # whether or not it had ended before it was killed
+            code = -signal.SIGKILL
+        self._results.result(code, self._cpu_left, output)
 
     def _run_tests(self, program: bytes, tests: bytes, entry_point: str) -> None:
         self._cpu_left = self._request["cpu_s"]
@@ -210,11 +196,11 @@ class _Programs:
         tester = self._start([self._guest, "tests", entry_point, self._tests], null, null, ends_of_tests)
         _close(null, *ends, *ends_of_tests)
         feeds = {source_of_tests[_RIGHT]: tests, source[_RIGHT]: program}
-        output, _ = _pump(tester, feeds, verdict[_LEFT], _VERDICT_BYTES)
+        output = _pump(tester, feeds, verdict[_LEFT], _VERDICT_BYTES)
         os.kill(solution, signal.SIGKILL)
         self._reap(solution)
         code = self._reap(tester)
-        self._results.result(code, False, self._cpu_left, output)
+        self._results.result(code, self._cpu_left, output)
 
     def _reap(self, pid: int) -> int:
         _, status, usage = os.wait4(pid, 0)
@@ -274,11 +260,10 @@ class _Programs:
             resource.setrlimit(kind, (value, value))
 
 
-def _pump(pid: int, feeds: dict[int, bytes], output: int, limit: int) -> tuple[bytes, bool]:
-    """Write the feeds and read one output until a process exits: (output, True if it exceeded the limit).
+def _pump(pid: int, feeds: dict[int, bytes], output: int, limit: int) -> bytes:
+    """Write the feeds and read one output until a process exits, or has written more than the limit and is killed.
 
-    feeds: descriptor -> text. At the limit the process is killed. Ends this process when the pipe of requests is
-    closed. Closes all descriptors.
+    feeds: descriptor -> text. Ends this process when the pipe of requests is closed. Closes all descriptors.
     """
     poll = select.poll()
     poll.register(0, select.POLLHUP)
@@ -311,7 +296,7 @@ def _pump(pid: int, feeds: dict[int, bytes], output: int, limit: int) -> tuple[b
     if len(read) > limit:
         os.kill(pid, signal.SIGKILL)
     _close(*feeds, output, exited)
-    return bytes(read[:limit]), len(read) > limit
+    return bytes(read[: limit + 1])
 
 
 def _close(*descriptors: int) -> None:

@@ -21,7 +21,7 @@ from megatron_scalerl.models.adapters import PROJECTIONS
 from megatron_scalerl.models.family import Family
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.other_names import check_keys
-from megatron_scalerl.recipe.parallel_layout import Stages, check_sharding, sizes_of, stages_of
+from megatron_scalerl.recipe.parallel_layout import check_sharding, sizes_of
 from megatron_scalerl.record import record
 from megatron_scalerl.trainer.layers.routing import check_replay
 from megatron_scalerl.trainer.ranks import parallel_keywords
@@ -78,11 +78,7 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
     if "mla_up_proj" in (settings.get("recompute_modules") or ()):
         raise ValueError("megatron.model.recompute_modules: mla_up_proj is not supported; take it out of the list")
     if recipe.policy.lora is not None:
-        _check_lora(
-            settings,
-            recipe.policy.lora.targets,
-            stages_of(given, len(family.layers), sizes_of(recipe.megatron.parallel)),
-        )
+        _check_lora(settings, recipe.policy.lora.targets)
     if parallel.cp_size > 1 and parallel.pp_size > 1 and not settings["variable_seq_lengths"]:
         raise ValueError(
             "megatron.model.variable_seq_lengths: it has to be true in a pipeline with context parallelism, where "
@@ -120,15 +116,10 @@ def _check_options(given: Mapping[str, Any], present: Mapping[str, Any], model: 
             raise ValueError(f"megatron.model.{key}: only {present[key]!r} is supported; leave it out")
 
 
-def _check_lora(settings: Mapping[str, Any], targets: Collection[str], stages: Stages) -> None:
-    """Raises ValueError for layers that have no exact adapters, and for a pipeline stage without layers."""
+def _check_lora(settings: Mapping[str, Any], targets: Collection[str]) -> None:
+    """Raises ValueError for layers that have no exact adapters."""
     if settings.get("multi_latent_attention"):
         raise ValueError("policy.lora: multi-head latent attention has no adapters; leave it out")
-    if not all(stages):
-        raise ValueError(
-            "megatron.model.pipeline_model_parallel_layout: a stage without layers has no adapters (policy.lora), "
-            "and Megatron-Core cannot save its optimizer; give each stage a layer"
-        )
     if settings.get("num_moe_experts") and not _ATTENTION.intersection(targets):
         raise ValueError(
             f"policy.lora.targets: {', '.join(targets)} may be of experts alone, whose optimizer Megatron-Core "

@@ -26,20 +26,17 @@ MIXED = [group([1, 1, 1, -1]), group([1, -1], group_id=1)]
 STD = math.sqrt((0.25 * 3 + 2.25 + 1 + 1) / 6)
 
 
-def test_batch_normalization_divides_by_one_population_std():
-    expected = [0.5 / STD] * 3 + [-1.5 / STD, 1 / STD, -1 / STD]
-    assert advantages(MIXED) == pytest.approx(expected)
-    assert plan(MIXED).stats["advantage_std"] == pytest.approx(STD)
+SPREAD = math.sqrt((0.25 * 3 + 2.25) / 4)
+"""Of the first group alone; that of the second is 1."""
 
 
-def test_prompt_normalization_divides_by_each_groups_std():
-    spread = math.sqrt((0.25 * 3 + 2.25) / 4)
-    expected = [0.5 / spread] * 3 + [-1.5 / spread, 1.0, -1.0]
-    assert advantages(MIXED, normalize="prompt") == pytest.approx(expected)
-
-
-def test_no_normalization_centers_only():
-    assert advantages(MIXED, normalize="none") == pytest.approx([0.5, 0.5, 0.5, -1.5, 1.0, -1.0])
+@pytest.mark.parametrize(
+    ("normalize", "first", "second"), [("batch", STD, STD), ("prompt", SPREAD, 1.0), ("none", 1.0, 1.0)]
+)
+def test_centered_rewards_are_divided_by_one_population_std_or_each_groups(normalize, first, second):
+    expected = [0.5 / first] * 3 + [-1.5 / first, 1 / second, -1 / second]
+    assert advantages(MIXED, normalize=normalize) == pytest.approx(expected)
+    assert plan(MIXED, normalize=normalize).stats["advantage_std"] == pytest.approx(STD)
 
 
 def test_an_unknown_normalization_is_refused():

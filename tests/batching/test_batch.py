@@ -13,7 +13,6 @@ from megatron_scalerl.batching.packing import (
     pad_to,
     real_tokens,
     scoring_micro_batches,
-    sequence_ids,
 )
 from megatron_scalerl.types import ExpertChoices, MicroBatch, Sample
 
@@ -27,24 +26,6 @@ def sample(prompt=(1, 2, 3), *, advantage=0.5, weight=0.25, **kw):
 def pack_all(samples, **kw):
     options = {"step": 4, "dp_size": 1, "micro_batch_tokens": 64, "pad_multiple": 1, "policy_version": 3}
     return pack(samples, **{**options, **kw})
-
-
-def test_one_sample_position_by_position():
-    s = sample((1, 2, 3), tokens=(7, 8, 9), mask=(True, False, True), versions=(1, 2, 3), logprobs=(-1, 0, -2))
-    [batch] = pack_all([s], pad_multiple=8)
-    [mb] = batch.micro_batches
-    assert batch.step == 4
-    assert mb.tokens.tolist() == [1, 2, 3, 7, 8, 9, 0, 0]
-    assert mb.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
-    assert mb.cu_seqlens.tolist() == [0, 6, 8]
-    assert mb.targets.tolist() == [2, 3, 7, 8, 9, 0, 0, 0]
-    assert mb.loss_mask.tolist() == [False, False, True, False, True, False, False, False]
-    assert mb.rollout_logprobs.tolist() == [0, 0, -1, 0, -2, 0, 0, 0]
-    assert mb.token_weights.tolist() == [0, 0, 0.25, 0, 0.25, 0, 0, 0]
-    assert mb.advantages.tolist() == [0.5] * 6 + [0, 0]
-    assert mb.staleness.tolist() == [-1, -1, 2, -1, 0, -1, -1, -1]
-    assert sequence_ids(mb).tolist() == [0] * 6 + [1, 1]
-    assert real_tokens(batch) == 6
 
 
 def test_longest_first_and_first_fit():

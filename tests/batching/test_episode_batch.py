@@ -40,19 +40,22 @@ def test_an_episode_of_three_turns_beside_a_single_turn():
     ]
     frames = frames_of(planned(samples, micro_batch_tokens=16, policy_version=5), samples)
     received = checked(frames, Limits(micro_batch_tokens=16, experts=None))
-    batch = build(received.plan, received.completions, pad_multiple=1)
+    batch = build(received.plan, received.completions, pad_multiple=6)
     [row] = batch.micro_batches
-    assert row.cu_seqlens.tolist() == [0, 13, 16] and real_tokens(batch) == 16
-    assert row.tokens.tolist() == [1, 13, 13, 5, 4, 8, 19, 6, 2, 16, 8, 15, 2, 1, 9, 2]
-    assert row.targets.tolist() == [13, 13, 5, 4, 8, 19, 6, 2, 16, 8, 15, 2, 0, 9, 2, 0]
+    assert batch.step == 4
+    assert row.cu_seqlens.tolist() == [0, 13, 16, 18] and real_tokens(batch) == 16
+    assert row.position_ids.tolist() == [*range(13), 0, 1, 2, 0, 1]
+    assert sequence_ids(row).tolist() == [0] * 13 + [1] * 3 + [2] * 2
+    assert row.tokens.tolist() == [1, 13, 13, 5, 4, 8, 19, 6, 2, 16, 8, 15, 2, 1, 9, 2, 0, 0]
+    assert row.targets.tolist() == [13, 13, 5, 4, 8, 19, 6, 2, 16, 8, 15, 2, 0, 9, 2, 0, 0, 0]
     assert np.flatnonzero(row.loss_mask).tolist() == [1, 6, 7, 9, 10, 11, 13, 14]
-    logprobs = [0, -0.5, 0, 0, 0, 0, -0.25, -1, 0, -2, -0.75, -0.125, 0, -0.5, -0.5, 0]
+    logprobs = [0, -0.5, 0, 0, 0, 0, -0.25, -1, 0, -2, -0.75, -0.125, 0, -0.5, -0.5, 0, 0, 0]
     assert row.rollout_logprobs.tolist() == logprobs
     eighth, fourth = 0.125, 0.25
-    weights = [0, eighth, 0, 0, 0, 0, eighth, eighth, 0, eighth, eighth, eighth, 0, fourth, fourth, 0]
+    weights = [0, eighth, 0, 0, 0, 0, eighth, eighth, 0, eighth, eighth, eighth, 0, fourth, fourth, 0, 0, 0]
     assert row.token_weights.tolist() == weights
-    assert row.staleness.tolist() == [-1, 2, -1, -1, -1, -1, 2, 2, -1, 1, 1, 1, -1, 5, 5, -1]
-    assert row.advantages.tolist() == [0.5] * 13 + [-1.0] * 3
+    assert row.staleness.tolist() == [-1, 2, -1, -1, -1, -1, 2, 2, -1, 1, 1, 1, -1, 5, 5, -1, -1, -1]
+    assert row.advantages.tolist() == [0.5] * 13 + [-1.0] * 3 + [0.0] * 2
     # the trainer finds each token as likely as not; its ratio to the engine is capped at 3 where that said e^-2
     loss = cispo(inputs(row, math.log(0.5)), max_is_weight=3.0).loss.item()
     episode = 0.5 * sum(math.exp(x) for x in (0.5, 0.25, 1.0, 0.75, 0.125)) + 3.0

@@ -140,7 +140,7 @@ def test_prompts_file(tiny, tmp_path, name, text, message):
 def test_too_long_prompts_are_skipped_counted_and_named(tiny, tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text(GOOD_ROW + "\n" + json.dumps({"prompt": "1" + ";+1" * 40 + "=", "answer": "41"}) + "\n")
-    report = check_inputs(recipe(tiny, f"prompts.path={path}")).prompts.report
+    report = check_inputs(recipe(tiny, f"prompts.path={path}")).prompts.reports[0]
     assert len(report.too_long) == 1 and "line 2" in report.too_long[0]
 
 
@@ -207,7 +207,7 @@ TESTS = '[{"input": "", "output": "7"}]'
 
 def test_a_mixture_is_checked_task_by_task(tiny, tmp_path):
     inputs = check_inputs(recipe(tiny, *mixture(tiny, tmp_path, TESTS, TESTS, TESTS)))
-    assert [r.key for r in inputs.prompts.report.tasks] == ["prompts.tasks.code", "prompts.tasks.math"]
+    assert [r.key for r in inputs.prompts.reports] == ["prompts.tasks.code", "prompts.tasks.math"]
     assert [p.task for p in inputs.prompts.training] == ["code"] * 2 + ["math"] * 100
     assert [p.task for p in inputs.prompts.held_out] == ["code"] + ["math"] * 20
     settings = [*mixture(tiny, tmp_path, TESTS, TESTS), "prompts.tasks.code.held_out=0"]
@@ -233,13 +233,13 @@ def test_tests_that_pay_wrong_programs_are_reported_and_change_no_digest(tiny, t
     settings = (f"prompts.path={file}", "prompts.held_out_path=null", "prompts.held_out=0", "rewards.verifier=code")
     prompts = check_inputs(recipe(tiny, *settings, "validation.every_steps=0")).prompts
     said = f"{file}: line 1: 'answer': its tests pass a program that returns a wrong value"
-    assert prompts.report.unusable == (said,) and prompts.report.training == 3 and len(prompts.training) == 4
+    assert prompts.reports[0].unusable == (said,) and prompts.reports[0].training == 3 and len(prompts.training) == 4
     assert prompts.problems == {prompts.training[0].prompt_id: said.partition("'answer': ")[2]}
     monkeypatch.setattr("megatron_scalerl.rewards.code_checks.LOAD_S", -1.0)
     next((tmp_path / "megatron_scalerl" / "checks").iterdir()).unlink()
     unknown = check_inputs(recipe(tiny, *settings, "validation.every_steps=0")).prompts
     assert unknown.digest() == prompts.digest() and [*unknown.problems.values()] == [None] * 4
-    assert any("0 of 4 references were checked" in line for line in unknown.report.lines())
+    assert any("0 of 4 references were checked" in line for line in unknown.lines())
 
 
 @pytest.mark.parametrize("tests", ["assert f(1)", "f(1)"])

@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TP2, PP2, EP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline", "expert"))
 PP2_FIRST = {**PP2, "model": {"num_layers_in_first_pipeline_stage": 1}}
-PP2_LAYOUT = {**PP2, "model": {"pipeline_model_parallel_layout": "Ettt|tL"}}
 CP2 = {"context_parallel_size": 2}
 GSPO = {"loss": {"name": "gspo", "clip_low": 0.9, "clip_high": 9.0}}
 PER_TOKEN = {"megatron": {"parallel": CP2, "model": {"calculate_per_token_loss": True}}}
@@ -30,7 +29,6 @@ TWO_RANKS = {
     "llama tp2": ("llama", TP2, 6, {}),
     "llama pp2": ("llama", PP2, 6, {}),
     "llama pp2, 1 and 3 layers": ("llama", PP2_FIRST, 6, {}),
-    "llama pp2, a layout of 3 and 1": ("llama", PP2_LAYOUT, 6, {}),
     "llama4 ep2": ("llama4", EP2, 5, {}),
     "llama4 ep2, one rank idle": ("llama4", EP2, 1, {}),
     "llama cp2": ("llama", CP2, 6, {}),

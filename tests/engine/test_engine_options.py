@@ -100,6 +100,7 @@ def test_other_families_have_no_attention_temperature(tmp_path):
         ),
         ({"hf_overrides": "{}"}, r"engine\.vllm\.hf_overrides: expected a mapping, found '{}'"),
         ({"generation_config": "auto"}, "generation_config: 'auto' cannot be set here; the option is fixed"),
+        ({"data_parallel_backend": "ray"}, "data_parallel_backend: the launcher starts and ends"),
         ({"tokenizer": "other"}, r"engine\.vllm\.tokenizer: .*set by policy\.path"),
         (
             {"override_generation_config": {"top_k": 5, "attn_temperature_tuning": True, "eos_token_id": 7}},

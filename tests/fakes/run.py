@@ -117,7 +117,7 @@ def recipe(folder, **changes):
 def prompts():
     """Forty training prompts, four held out."""
     made = [Prompt(prompt_id=f"p{i:02d}", text=str(i), answer="0", token_ids=(1, 2)) for i in range(44)]
-    return PromptSet(training=tuple(made[:40]), held_out=tuple(made[40:]), report=None)
+    return PromptSet(training=tuple(made[:40]), held_out=tuple(made[40:]), reports=())
 
 
 def attempt(

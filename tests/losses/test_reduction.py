@@ -14,23 +14,19 @@ def total(weights, lengths):
     return sum(w * n for group, sizes in zip(weights, lengths) for w, n in zip(group, sizes))
 
 
-def test_prompt_mean():
-    assert token_weights(LENGTHS, "prompt_mean") == [[1 / 16] * 2, [1 / 16] * 3]
-    assert token_weights([[4], [1, 1]], "prompt_mean") == [[1 / 8], [1 / 4] * 2]
-
-
-def test_sequence_mean():
-    expected = [[1 / 8, 1 / 24], [1 / 6, 1 / 18, 1 / 24]]  # 1 / (N G |y|)
-    assert token_weights(LENGTHS, "sequence_mean") == [pytest.approx(group) for group in expected]
-
-
-def test_token_mean():
-    assert token_weights([[4], [1, 1]], "token_mean") == [[1 / 6], [1 / 6] * 2]
-
-
-@pytest.mark.parametrize("reduction", ["prompt_mean", "sequence_mean", "token_mean"])
-def test_weights_sum_to_one(reduction):
-    assert total(token_weights(LENGTHS, reduction), LENGTHS) == pytest.approx(1.0)
+@pytest.mark.parametrize(
+    ("reduction", "lengths", "expected"),
+    [
+        ("prompt_mean", LENGTHS, [[1 / 16] * 2, [1 / 16] * 3]),
+        ("prompt_mean", [[4], [1, 1]], [[1 / 8], [1 / 4] * 2]),
+        ("sequence_mean", LENGTHS, [[1 / 8, 1 / 24], [1 / 6, 1 / 18, 1 / 24]]),  # 1 / (N G |y|)
+        ("token_mean", [[4], [1, 1]], [[1 / 6], [1 / 6] * 2]),
+    ],
+)
+def test_weights_by_hand_sum_to_one(reduction, lengths, expected):
+    weights = token_weights(lengths, reduction)
+    assert weights == [pytest.approx(group) for group in expected]
+    assert total(weights, lengths) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("reduction", ["prompt_mean", "sequence_mean", "token_mean"])
@@ -39,10 +35,9 @@ def test_completions_without_loss_tokens_weigh_nothing(reduction):
     assert token_weights([[0, 2]], reduction)[0][0] == 0.0
 
 
-@pytest.mark.parametrize("name", ["mean", "prompt", "sequence_means", "token", "unknown"])
-def test_unknown_reduction(name):
-    with pytest.raises(ValueError, match=f"loss.reduction is '{name}'"):
-        token_weights(LENGTHS, name)
+def test_unknown_reduction():
+    with pytest.raises(ValueError, match=r"loss\.reduction is 'mean'"):
+        token_weights(LENGTHS, "mean")
 
 
 def test_the_controllers_modules_do_not_import_torch():

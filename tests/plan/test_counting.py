@@ -123,7 +123,7 @@ def test_a_head_of_another_size_is_padded_per_rank():
         (["megatron.parallel.tensor_model_parallel_size=16"], "8 key-value heads cannot be divided by 16"),
         (
             ["megatron.parallel.pipeline_model_parallel_size=3", "trainer.world_size=18"],
-            "3 does not divide 32 layers.*num_layers_in_first_pipeline_stage",
+            "32 of 32 layers are left for 3 of 3 stages.*num_layers_in_first_pipeline_stage",
         ),
         (["megatron.parallel.expert_model_parallel_size=2"], "2 ranks cannot divide a policy without experts"),
     ],

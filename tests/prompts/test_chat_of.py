@@ -28,48 +28,53 @@ def tokenizer_with(template, tokens=(), end="<|im_end|>"):
     return tokenizer
 
 
+def case(
+    template, tags=NONE, why="whole completion", *, tokens=(), messages=True, warm_start="", takes=True, **settings
+):
+    """What decides, and what is decided: whether prompts take the template, the tags, a part of the sentence."""
+    return template, tokens, settings, messages, warm_start, takes, tags, why
+
+
+GPT_OSS_TAGS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>")
+SILENT = {"template_arguments": {"enable_thinking": False}}
 DECIDED = {
-    # template, tokens, settings, messages, warm start -> takes the template, tags, a part of the sentence
-    "Qwen2.5": (CHATML, (), {}, True, (), True, NONE, "whole completion is the answer"),
-    "Qwen2.5, text": (CHATML, (), {}, False, (), True, NONE, "rows of text take the tokenizer's chat template;"),
-    "Qwen2.5, warm start": (CHATML, (), {}, True, ("no", "2</think>3"), True, THINK, "as the warm start has it"),
-    "a template is not its vocabulary": (CHATML, THINK, {}, True, (), True, NONE, "whole completion"),
-    "Qwen3": (QWEN3, THINK, {}, True, (), True, THINK, "as the chat template has it"),
-    "Qwen3, text": (QWEN3, THINK, {}, False, (), True, THINK, "rows of text take"),
-    "Qwen3, flattened": (QWEN3, THINK, {"chat_template": False}, True, (), False, THINK, "messages do not take"),
-    "Qwen3 does not think": (
-        QWEN3, THINK, {"template_arguments": {"enable_thinking": False}}, True, (), True, NONE, "whole completion"
+    "Qwen2.5": case(CHATML, why="whole completion is the answer"),
+    "Qwen2.5, text": case(CHATML, why="rows of text take the tokenizer's chat template;", messages=False),
+    "Qwen2.5, warm start": case(CHATML, THINK, "as the warm start has it", warm_start="no\n2</think>3"),
+    "a template is not its vocabulary": case(CHATML, tokens=THINK),
+    "Qwen3": case(QWEN3, THINK, "as the chat template has it", tokens=THINK),
+    "Qwen3, text": case(QWEN3, THINK, "rows of text take", tokens=THINK, messages=False),
+    "Qwen3, flattened": case(QWEN3, THINK, "messages do not take", tokens=THINK, takes=False, chat_template=False),
+    "Qwen3 does not think": case(QWEN3, tokens=THINK, **SILENT),
+    "R1 distill": case(R1_DISTILL, THINK, "rows of text take", messages=False, chat_template=True),
+    "Llama 3": case(LLAMA3),
+    "Magistral": case(MAGISTRAL, ("[THINK]", "[/THINK]"), "'[/THINK]'"),
+    "gpt-oss": case(GPT_OSS, GPT_OSS_TAGS, "chat template"),
+    "base": case(None, why="the tokenizer has no chat template", takes=False),
+    "base, warm start": case(
+        None, THINK, "as the warm start has it", messages=False, warm_start="x</think>", takes=False
     ),
-    "R1 distill": (R1_DISTILL, (), {"chat_template": True}, False, (), True, THINK, "rows of text take"),
-    "Llama 3": (LLAMA3, (), {}, True, (), True, NONE, "whole completion"),
-    "Magistral": (MAGISTRAL, (), {}, True, (), True, ("[THINK]", "[/THINK]"), "'[/THINK]'"),
-    "gpt-oss": (
-        GPT_OSS, (), {}, True, (), True,
-        ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"), "chat template",
+    "base, tokens": case(None, tokens=("[THINK]", "[/THINK]"), messages=False, takes=False),
+    "the recipe's": case(QWEN3, think_start="", think_end=""),
+    "the recipe's closing tag": case(
+        None, ("", "</t>"), "is in no chat", messages=False, takes=False, think_end="</t>"
     ),
-    "base": (None, (), {}, True, (), False, NONE, "the tokenizer has no chat template"),
-    "base, warm start": (None, (), {}, False, ("x</think>",), False, THINK, "as the warm start has it"),
-    "base, tokens": (None, ("[THINK]", "[/THINK]"), {}, False, (), False, NONE, "whole completion"),
-    "the recipe's": (QWEN3, (), {"think_start": "", "think_end": ""}, True, (), True, NONE, "whole completion"),
-    "the recipe's closing tag": (None, (), {"think_end": "</t>"}, False, (), False, ("", "</t>"), "is in no chat"),
-    "the recipe's, as the prompt asks": (
-        CHATML, (), {"think_end": "</think>", "system": "Think, then </think>"}, True, (), True,
-        ("", "</think>"), "as the prompt has it",
+    "the recipe's, as the prompt asks": case(
+        CHATML, ("", "</think>"), "as the prompt has it", think_end="</think>", system="Think, then </think>"
     ),
-    "the recipe's, taught elsewhere": (
-        None, (), {"think_start": "<t>", "think_end": "</t>"}, False, (), False, ("<t>", "</t>"), "is in no chat"
+    "the recipe's, taught elsewhere": case(
+        None, ("<t>", "</t>"), "is in no chat", messages=False, takes=False, think_start="<t>", think_end="</t>"
     ),
-    "the recipe's opening tag": (QWEN3, (), {"think_start": ""}, True, (), True, ("", "</think>"), "'</think>'"),
-}  # fmt: skip
+    "the recipe's opening tag": case(QWEN3, ("", "</think>"), "'</think>'", think_start=""),
+}
 
 
-@pytest.mark.parametrize("case", DECIDED)
-def test_template_and_tags_follow_from_tokenizer_rows_and_warm_start(case):
-    template, tokens, settings, messages, warm_start, takes, tags, why = DECIDED[case]
+@pytest.mark.parametrize("name", DECIDED)
+def test_template_and_tags_follow_from_tokenizer_rows_and_warm_start(name):
+    template, tokens, settings, messages, warm_start, takes, tags, why = DECIDED[name]
     tokenizer = tokenizer_with(template, tokens)
     ends = {tokenizer.eos_token_id}
-    texts = "\n".join(warm_start)
-    chat = chat_of(tokenizer, PromptsSection(**settings), messages=messages, end_ids=ends, warm_start=texts)
+    chat = chat_of(tokenizer, PromptsSection(**settings), messages=messages, end_ids=ends, warm_start=warm_start)
     assert (chat.chat_template, (chat.think_start, chat.think_end)) == (takes, tags)
     assert why in chat.why
 

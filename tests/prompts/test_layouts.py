@@ -10,7 +10,7 @@ from decimal import Decimal
 import pyarrow
 import pyarrow.parquet
 import pytest
-from layout_rows import ADD, ASK, CODE, LIMITS, MATH, SYSTEM, USER, load, write
+from layout_rows import ADD, ASK, CODE, LIMITS, MATH, SYSTEM, USER, load, rows
 from sampling import sampled
 
 from megatron_scalerl.rewards.worker import load_verifier
@@ -35,13 +35,13 @@ LEFT_OPEN = (
 
 
 @pytest.mark.parametrize("name", sampled("published layouts", [*MATH, *CODE], 12))
-def test_a_published_layout_loads_and_scores(name, tokenizer, tmp_path):
-    file, layout, good, bad, *program = (MATH | CODE)[name]
+def test_a_published_layout_loads_and_scores(name, tokenizer, prompts_of):
+    file, layout, *program = (MATH | CODE)[name]
     verifier = "code" if program else "math"
-    loaded = load(tokenizer, write(tmp_path, file, [good, bad]), verifier)
+    loaded = prompts_of(rows(name), verifier, file)
     (prompt,) = loaded.training
-    assert f"layout {layout}: " in loaded.report.lines()[0]
-    assert len(loaded.report.unusable) == 1
+    assert f"layout {layout}: " in loaded.lines()[0]
+    assert len(loaded.reports[0].unusable) == 1
     verify = load_verifier(verifier, LIMITS)
     right, wrong = (
         (f"```\n{text}\n```" for text in (*program, "print(7)"))
@@ -64,35 +64,6 @@ def test_a_published_layout_loads_and_scores(name, tokenizer, tmp_path):
         assert "add(" in shown or "assert add" in prompt.answer, "the name of the function is told"
 
 
-PRIME = "Which is prime?"
-SHOWN = f"{PRIME}\n\nA. 4\nB. 7"
-REFERRED = (
-    # row -> the question as the policy gets it, the reference
-    ({"question": PRIME, "choices": ["4", "7"], "answer": 1}, SHOWN, "B"),
-    ({"question": PRIME, "options": [4, 7], "answer": "B"}, SHOWN, "B"),
-    ({"question": PRIME, "options": {"A": "4", "B": "7", "C": None}, "answer": "B"}, SHOWN, "B"),
-    ({"question": PRIME, "choices": {"text": ["4", "7"], "label": ["A", "B"]}, "answerKey": "B"}, SHOWN, "B"),
-    ({"question": PRIME, "options": "['4', '7']", "answer": "B"}, SHOWN, "B"),
-    ({"question": PRIME, "options": "a) 4 b) 7", "answer": "b"}, f"a) 4 b) 7\n\n{PRIME}", "b"),
-    ({"question": f"{PRIME} (A) 4 (B) 7", "options": ["4", "7"], "answer": "B"}, f"{PRIME} (A) 4 (B) 7", "B"),
-    ({"question": PRIME, "choices": ["4", "7"], "answer": 7}, SHOWN, "B"),
-    ({"question": PRIME, "choices": [{"text": "4"}], "answer": 7}, PRIME, "7"),
-    ({"question": PRIME, "choices": {"*": "4", "label": 1, "text": [2]}, "answer": 7}, PRIME, "7"),
-    ({"question": PRIME, "options": ["A)4", "B)7"], "correct": "B", "rationale": "7."}, SHOWN, "B"),
-    ({"question": PRIME, "options": {"A": "(A) 4", "B": "(B) 7"}, "answer": "B"}, SHOWN, "B"),
-    ({"question": PRIME, "choices": ["A. 4", "7"], "answer": 1}, f"{PRIME}\n\nA. A. 4\nB. 7", "B"),
-    ({"Body": "He has 3.", "Question": "How many?", "Answer": "3"}, "He has 3.\n\nHow many?", "3"),
-    ({"question": "How many?", "context": None, "final_answer": ["3"]}, "How many?", "3"),
-    ({"context": "He has 3.", "question": "He has 3. Sum?", "answer": "3"}, "He has 3. Sum?", "3"),
-)
-
-
-@pytest.mark.parametrize(("row", "text", "answer"), REFERRED)
-def test_what_a_question_refers_to_is_part_of_it(row, text, answer, tokenizer, tmp_path):
-    (prompt,) = load(tokenizer, write(tmp_path, "p.jsonl", [row])).training
-    assert (prompt.text, prompt.answer) == (text, answer)
-
-
 def test_other_forms_of_a_file_are_read(tokenizer, tmp_path):
     row = {"problem": ASK, "answer": "3/4"}
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(json.dumps([row], indent=1).encode()))
@@ -108,100 +79,98 @@ def test_other_forms_of_a_file_are_read(tokenizer, tmp_path):
         load(tokenizer, str(tmp_path / "k.json"))
 
 
-def test_settings_name_columns_and_paths_into_them(tokenizer, tmp_path):
+def test_settings_name_columns_and_paths_into_them(prompts_of):
     row = {"q": {"text": ASK}, "answer": "2", "meta": {"truth": ["3/4"]}}
-    loaded = load(tokenizer, write(tmp_path, "p.jsonl", [row]), prompt_column="q.text", answer_column="meta.truth")
+    loaded = prompts_of([row], prompt_column="q.text", answer_column="meta.truth")
     assert [(p.text, p.answer) for p in loaded.training] == [(ASK, "3/4")]
-    both = write(tmp_path, "b.jsonl", [{"prompt": ASK, "question": "1+1?", "key": "3/4"}])
     with pytest.raises(
         ValueError, match=r"several layouts fit, .*: set prompts\.preset to .*prompt/key.*or name columns"
     ):
-        load(tokenizer, both, answer_column="key")
-    tests = [{**CODE["DeepCoder"][2], "starter_code": "def add(a, b):"}]
-    code = load(tokenizer, write(tmp_path, "c.jsonl", tests), "code", answer_column="tests")
+        prompts_of([{"prompt": ASK, "question": "1+1?", "key": "3/4"}], answer_column="key")
+    tests = [{**rows("DeepCoder")[0], "starter_code": "def add(a, b):"}]
+    code = prompts_of(tests, "code", answer_column="tests")
     assert code.training[0].text.endswith("def add(a, b):"), "the layout that has the column"
-    only = load(tokenizer, write(tmp_path, "o.jsonl", [row]), prompt_column="q.text")
+    only = prompts_of([row], prompt_column="q.text")
     assert only.training[0].answer == "2"
 
 
 @pytest.mark.parametrize("wrong", ["Incorrect Answer 1", "distractor1"])
-def test_choices_in_columns_of_their_own_are_said(wrong, tokenizer, tmp_path):
-    row = {"Question": PRIME, "Correct Answer": "7", wrong: "4"}
+def test_choices_in_columns_of_their_own_are_said(wrong, prompts_of):
+    row = {"Question": "Which is prime?", "Correct Answer": "7", wrong: "4"}
     with pytest.raises(ValueError, match="write all choices into one column, choices, and the letter of the right"):
-        load(tokenizer, write(tmp_path, "p.jsonl", [row]))
+        prompts_of([row])
 
 
-def test_the_question_counts_more_than_a_conversation_with_it(tokenizer, tmp_path):
+def test_the_question_counts_more_than_a_conversation_with_it(prompts_of):
     talk = [{"role": "user", "content": f"{ASK} Be brief."}, {"role": "assistant", "content": "3/4"}]
-    loaded = load(tokenizer, write(tmp_path, "p.jsonl", [{"problem": ASK, "messages": talk, "answer": "3/4"}]))
+    loaded = prompts_of([{"problem": ASK, "messages": talk, "answer": "3/4"}])
     assert loaded.training[0].text == ASK
 
 
-def test_an_ambiguous_file_names_the_presets(tokenizer, tmp_path):
-    path = write(tmp_path, "p.jsonl", [{"prompt": ASK, "problem": "What is 1?", "answer": "3/4"}])
+def test_an_ambiguous_file_names_the_presets(prompts_of):
+    rows = [{"prompt": ASK, "problem": "What is 1?", "answer": "3/4"}]
     with pytest.raises(ValueError, match=r"set prompts\.preset to prompt/answer or problem/answer"):
-        load(tokenizer, path)
-    assert load(tokenizer, path, preset="problem/answer").training[0].text == "What is 1?"
+        prompts_of(rows)
+    assert prompts_of(rows, preset="problem/answer").training[0].text == "What is 1?"
     with pytest.raises(ValueError, match=r"prompts\.preset: there is no layout gsm; the layouts are verl, orz"):
-        load(tokenizer, path, preset="gsm")
-    same = write(tmp_path, "s.jsonl", [{"prompt": ASK, "problem": ASK, "answer": "3/4"}])
-    assert len(load(tokenizer, same).training) == 1
+        prompts_of(rows, preset="gsm")
+    assert len(prompts_of([{"prompt": ASK, "problem": ASK, "answer": "3/4"}]).training) == 1
 
 
-def test_unit_tests_need_the_verifier_code_and_other_columns_a_setting(tokenizer, tmp_path):
+def test_unit_tests_need_the_verifier_code_and_other_columns_a_setting(prompts_of):
     with pytest.raises(
         ValueError, match=r"layout taco: .*: these rows are for the verifier code, but rewards.verifier is m"
     ):
-        load(tokenizer, write(tmp_path, "p.jsonl", [CODE["APPS"][2]]))
+        prompts_of(rows("APPS")[:1])
     with pytest.raises(ValueError, match=r"no known layout has its columns, q, a; .*docs/prompts\.md lists"):
-        load(tokenizer, write(tmp_path, "q.jsonl", [{"q": ASK, "a": "1"}]))
+        prompts_of([{"q": ASK, "a": "1"}])
 
 
-def test_rows_of_another_task_do_not_refuse_a_mixed_file(tokenizer, tmp_path):
-    math, code = MATH["INTELLECT-2"][2:]
-    path = write(tmp_path, "p.jsonl", [math, *[code] * 9])
-    assert len(load(tokenizer, path).report.unusable) == 9
-    assert len(load(tokenizer, path, "code").training) == 1
-    others = write(tmp_path, "o.jsonl", [math, *[{**math, "verification_info": '{"words": 3}'}] * 9])
-    assert len(load(tokenizer, others).report.unusable) == 9
+def test_rows_of_another_task_do_not_refuse_a_mixed_file(prompts_of):
+    math, code = rows("INTELLECT-2")
+    mixed = [math, *[code] * 9]
+    assert len(prompts_of(mixed).reports[0].unusable) == 9
+    assert len(prompts_of(mixed, "code").training) == 1
+    others = prompts_of([math, *[{**math, "verification_info": '{"words": 3}'}] * 9])
+    assert len(others.reports[0].unusable) == 9
     with pytest.raises(ValueError, match="there is no prompt: all rows are for other verifiers"):
-        load(tokenizer, write(tmp_path, "c.jsonl", [code]), preset="intellect")
+        prompts_of([code], preset="intellect")
 
 
-def test_a_file_of_which_nothing_is_left_says_why(tokenizer, tmp_path):
-    path = write(tmp_path, "p.jsonl", [{"prompt": ASK, "answer": "see the figure"}] * 4)
+def test_a_file_of_which_nothing_is_left_says_why(prompts_of):
     with pytest.raises(
         ValueError, match=r"1 of 4 rows cannot be learned from, such as .* is text; it has to be a number"
     ):
-        load(tokenizer, path)
+        prompts_of([{"prompt": ASK, "answer": "see the figure"}] * 4)
 
 
-def test_several_messages_need_a_chat_template(tokenizer, tmp_path):
-    path = write(tmp_path, "p.jsonl", [{"prompt": SYSTEM, "answer": "3/4"}])
+def test_several_messages_need_a_chat_template(tokenizer, prompts_of):
     with pytest.raises(
         ValueError, match=r"line 1: the row has several messages, which need prompts\.chat_template true"
     ):
-        load(tokenizer, path, chat_template=False)
-    one = write(tmp_path, "u.jsonl", [{"prompt": USER, "answer": "3/4"}])
-    assert tokenizer.decode(load(tokenizer, one, chat_template=False).training[0].token_ids) == f"{ASK}<think>"
+        prompts_of([{"prompt": SYSTEM, "answer": "3/4"}], chat_template=False)
+    one = prompts_of([{"prompt": USER, "answer": "3/4"}], chat_template=False)
+    assert tokenizer.decode(one.training[0].token_ids) == f"{ASK}<think>"
 
 
 def test_a_damaged_file_is_one_line(tokenizer, tmp_path):
-    for name, content in (("p.jsonl.gz", b"no gzip"), ("p.arrow", b"none"), ("p.csv", b'a,b\n"1')):
+    for name, content in (("p.jsonl.gz", b"no gzip"), ("p.csv", b'a,b\n"1')):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=rf"{name}: .*(damaged|not)") as caught:
             load(tokenizer, str(tmp_path / name))
         assert "\n" not in str(caught.value)
     (tmp_path / "r.csv").write_text(f"problem,answer\n{ASK},3/4\n{ASK},1,2\n")
-    assert "line 3: there are 3 values for 2 columns" in load(tokenizer, str(tmp_path / "r.csv")).report.unusable[0]
+    assert (
+        "line 3: there are 3 values for 2 columns" in load(tokenizer, str(tmp_path / "r.csv")).reports[0].unusable[0]
+    )
 
 
-def test_packed_tests_are_read_and_not_run(tokenizer, tmp_path):
+def test_packed_tests_are_read_and_not_run(prompts_of):
     class Evil:
         def __reduce__(self):
             return (exec, ("raise SystemExit('run')",))
 
-    row = dict(CODE["LiveCodeBench"][2])
+    row = rows("LiveCodeBench")[0]
     row["private_test_cases"] = base64.b64encode(zlib.compress(pickle.dumps(Evil()))).decode()
     with pytest.raises(ValueError, match="1 of 1 rows cannot be learned from"):
-        load(tokenizer, write(tmp_path, "p.jsonl", [row]), "code")
+        prompts_of([row], "code")

@@ -47,6 +47,17 @@ def section(path, **values):
     return [task(path, **values)]
 
 
+@pytest.fixture
+def read(tokenizer, tmp_path):
+    """Loads the prompts of a path, or of rows, with the settings of the one task of a recipe."""
+
+    def read(given, **values):
+        path = write_jsonl(tmp_path / "p.jsonl", given) if isinstance(given, list) else given
+        return load_prompts(tokenizer, section(path, **values))
+
+    return read
+
+
 def save_file(path, rows):
     path.parent.mkdir(exist_ok=True)
     if path.suffix == ".parquet":
@@ -89,35 +100,30 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_gives_the_same_prompts(name, tokenizer, tmp_path):
-    prompts = load_prompts(tokenizer, section(FORMATS[name](tmp_path / name, ROWS)))
+def test_every_format_gives_the_same_prompts(name, tmp_path, read):
+    prompts = read(FORMATS[name](tmp_path / name, ROWS))
     assert [prompt.text for prompt in prompts.training] == ["7;+2=", "3;*3;-2="]
     assert [prompt.answer for prompt in prompts.training] == ["9", "7"]
     assert [prompt.extra for prompt in prompts.training] == [{"level": 1}, {"level": 2}]
     assert prompts.training[0].token_ids == (1, 13, 20, 16, 8, 19, 3)
-    assert prompts.report.lines() == [
+    assert prompts.lines() == [
         f"prompts: {tmp_path / name}: layout prompt/answer: question in prompt, reference in answer",
         f"prompts: {tmp_path / name}: the policy does not see level",
         "prompts: 2 rows, 2 to train on, 0 held out",
     ]
 
 
-def test_named_columns_numbers_as_answers_and_the_template(tokenizer, tmp_path):
-    path = write_jsonl(tmp_path / "p.jsonl", [{"problem": "7;+2=", "solution": 9}])
-    prompts = load_prompts(
-        tokenizer,
-        section(path, prompt_column="problem", answer_column="solution", prompt_template="1{prompt}{2}"),
-    )
+def test_named_columns_numbers_as_answers_and_the_template(tokenizer, read):
+    rows = [{"problem": "7;+2=", "solution": 9}]
+    prompts = read(rows, prompt_column="problem", answer_column="solution", prompt_template="1{prompt}{2}")
     (prompt,) = prompts.training
     assert (prompt.text, prompt.answer) == ("7;+2=", "9")
     assert tokenizer.decode(prompt.token_ids) == "<bos>17;+2=<unk>2<unk><think>", "braces stay as they are"
 
 
-def test_first_token_prefill_and_chat_template(tokenizer, tmp_path):
-    path = write_jsonl(tmp_path / "p.jsonl", ROWS[:1])
-
+def test_first_token_prefill_and_chat_template(read):
     def ids(**values):
-        return load_prompts(tokenizer, section(path, **values)).training[0].token_ids
+        return read(ROWS[:1], **values).training[0].token_ids
 
     assert ids() == (1, 13, 20, 16, 8, 19, 3)
     assert ids(add_bos=False) == (13, 20, 16, 8, 19, 3)
@@ -133,7 +139,7 @@ def test_first_token_prefill_and_chat_template(tokenizer, tmp_path):
         "{% if strftime_now is defined %}{% set day = strftime_now('%d %b %Y') %}{% endif %}{{ day }}",
     ],
 )
-def test_a_template_with_the_date_renders_the_same_tokens_every_day(tmp_path, day):
+def test_a_template_with_the_date_renders_the_same_tokens_every_day(day):
     tokenizer = build_tokenizer()
     turn = "{{ messages[0].content }}{% if add_generation_prompt %}={% endif %}"
     tokenizer.chat_template = f"Today: {day}|{turn}"
@@ -156,28 +162,28 @@ def test_a_tokenizer_without_chat_template_and_a_template_without_prompt_are_ref
         load_prompts(bare, section(path, prompt_template="Q:"))
 
 
-def test_duplicates_and_long_prompts_are_skipped_and_counted(tokenizer, tmp_path):
+def test_duplicates_and_long_prompts_are_skipped_and_counted(tmp_path, read):
     rows = [ROWS[0], ROWS[1], ROWS[0], {"prompt": "3;+1;-1;+1=", "answer": "4"}]
     path = write_jsonl(tmp_path / "p.jsonl", rows)
-    prompts = load_prompts(tokenizer, section(path, max_prompt_tokens=10))
+    prompts = read(path, max_prompt_tokens=10)
     assert [prompt.text for prompt in prompts.training] == ["7;+2=", "3;*3;-2="]
-    assert prompts.report.duplicates == 1
-    assert prompts.report.too_long == (f"{path}: line 4: 13 tokens, at most 10 allowed",)
-    assert prompts.report.lines()[3:] == [
+    assert prompts.reports[0].duplicates == 1
+    assert prompts.reports[0].too_long == (f"{path}: line 4: 13 tokens, at most 10 allowed",)
+    assert prompts.lines()[3:] == [
         "prompts: 1 duplicates skipped",
         "prompts: 1 too long and skipped:",
         f"  {path}: line 4: 13 tokens, at most 10 allowed",
     ]
     with pytest.raises(ValueError, match=r"prompts are longer than prompts\.max_prompt_tokens 6"):
-        load_prompts(tokenizer, section(path, max_prompt_tokens=6))
+        read(path, max_prompt_tokens=6)
 
 
 @pytest.mark.parametrize("held_out", [30, 0.15])
-def test_the_split_does_not_depend_on_the_order(held_out, tokenizer, tmp_path):
+def test_the_split_does_not_depend_on_the_order(held_out, read):
     rows = list(prompt_rows(1, 200, held_out=False))
-    first = load_prompts(tokenizer, section(write_jsonl(tmp_path / "a.jsonl", rows), held_out=held_out))
+    first = read(rows, held_out=held_out)
     random.Random(1).shuffle(rows)
-    second = load_prompts(tokenizer, section(write_jsonl(tmp_path / "b.jsonl", rows), held_out=held_out))
+    second = read(rows, held_out=held_out)
     assert first.held_out == second.held_out
     assert {p.prompt_id for p in first.training} == {p.prompt_id for p in second.training}
     assert {p.text for p in first.training}.isdisjoint(p.text for p in first.held_out)
@@ -188,9 +194,9 @@ def test_the_split_does_not_depend_on_the_order(held_out, tokenizer, tmp_path):
         assert 15 <= len(first.held_out) <= 45
 
 
-def test_a_number_takes_the_smallest_hashes_and_keeps_one_text_together(tokenizer, tmp_path):
+def test_a_number_takes_the_smallest_hashes_and_keeps_one_text_together(read):
     rows = [{"prompt": f"{d};+1=", "answer": a} for d in range(1, 9) for a in ("x", "y")]
-    prompts = load_prompts(tokenizer, section(write_jsonl(tmp_path / "p.jsonl", rows))).training
+    prompts = read(rows).training
     _, three = split_held_out(prompts, 3)
     _, four = split_held_out(prompts, 4)
     assert len(three) == 6
@@ -198,19 +204,18 @@ def test_a_number_takes_the_smallest_hashes_and_keeps_one_text_together(tokenize
     assert len({p.text for p in four}) == 4
 
 
-def test_texts_of_the_held_out_file_are_not_trained_on(tokenizer, tmp_path):
-    path = write_jsonl(tmp_path / "p.jsonl", ROWS)
+def test_texts_of_the_held_out_file_are_not_trained_on(tmp_path, read):
     held_out = write_jsonl(tmp_path / "h.jsonl", [{"prompt": "7;+2=", "answer": "09"}])
-    prompts = load_prompts(tokenizer, section(path, held_out_path=held_out, held_out=1000))
+    prompts = read(ROWS, held_out_path=held_out, held_out=1000)
     assert [prompt.text for prompt in prompts.training] == ["3;*3;-2="]
     assert [prompt.text for prompt in prompts.held_out] == ["7;+2="]
-    assert prompts.report.leaked == 1
+    assert prompts.reports[0].leaked == 1
 
 
 GOOD = json.dumps(ROWS[0])
 BROKEN_FILES = {
     "broken line": ("p.jsonl", "\n{'prompt'\n", r"p\.jsonl: line 2: the line is not JSON: Expect"),
-    "not UTF-8": ("p.jsonl", '{"prompt": "\xff", "answer": 1}', r"p\.jsonl: line 1: the line is not UTF-8"),
+    "not UTF-8": ("p.jsonl", '{"prompt": "\xff", "answer": 1}', r"line 1: the line is not JSON: .utf-8. codec"),
     "NaN": ("p.jsonl", '{"prompt": "1", "answer": NaN}', r"'answer' is NaN; it has to be"),
     "empty answer": ("p.jsonl", '{"prompt": "1", "answer": ""}', r"'answer' is an empty text"),
     "no column": (
@@ -231,16 +236,16 @@ BROKEN_FILES = {
 
 
 @pytest.mark.parametrize("case", BROKEN_FILES)
-def test_an_invalid_file_is_one_line_with_its_location(case, tokenizer, tmp_path):
+def test_an_invalid_file_is_one_line_with_its_location(case, tmp_path, read):
     """Where most rows are invalid; a row among valid ones is skipped and reported."""
     name, content, message = BROKEN_FILES[case]
     (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(ValueError, match=message) as caught:
-        load_prompts(tokenizer, section(tmp_path / name))
+        read(tmp_path / name)
     assert "\n" not in str(caught.value)
     if name == "p.jsonl" and content:
         (tmp_path / name).write_bytes(content.encode("latin-1") + f"\n{GOOD}\n{json.dumps(ROWS[1])}".encode())
-        report = load_prompts(tokenizer, section(tmp_path / name)).report
+        report = read(tmp_path / name).reports[0]
         assert report.training == 2 and re.search(message, report.unusable[0])
         assert report.lines()[3].startswith(
             f"prompts: {len(report.unusable)} of {report.rows} rows cannot be learned"
@@ -249,52 +254,52 @@ def test_an_invalid_file_is_one_line_with_its_location(case, tokenizer, tmp_path
 
 @pytest.mark.parametrize("name", ["p.jsonl", "p.json", "p.jsonl.gz"])
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
-def test_a_file_in_another_encoding_loses_no_row(encoding, name, tokenizer, tmp_path):
+def test_a_file_in_another_encoding_loses_no_row(encoding, name, tmp_path, read):
     content = "".join(json.dumps(row) + "\n" for row in ROWS).encode(encoding)
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     with pytest.raises(ValueError, match=rf"{name}: the file is in UTF-(16|32).*: iconv -f utf-(16|32).* -t utf-8"):
-        load_prompts(tokenizer, section(tmp_path / name))
+        read(tmp_path / name)
 
 
-def test_a_prompt_without_tokens_is_refused(tokenizer, tmp_path):
+def test_a_prompt_without_tokens_is_refused(tmp_path):
     path = write_jsonl(tmp_path / "p.jsonl", ROWS)
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     with pytest.raises(ValueError, match="line 1: the prompt has 0 tokens"):
         load_prompts(bare, section(path, think_start=""))
 
 
-def test_missing_paths_columns_and_splits_are_named(tokenizer, tmp_path):
+def test_missing_paths_columns_and_splits_are_named(tmp_path, read):
     with pytest.raises(ValueError, match=r"absent\.jsonl: there is no such file or folder of prompts"):
-        load_prompts(tokenizer, section(tmp_path / "absent.jsonl"))
+        read(tmp_path / "absent.jsonl")
     with pytest.raises(ValueError, match=r"the folder has no file ending in \.jsonl, "):
-        load_prompts(tokenizer, section(tmp_path))
+        read(tmp_path)
     save_file(tmp_path / "p.parquet", ROWS)
     with pytest.raises(ValueError, match="there is no column 'problem'; the columns are prompt, answer, level"):
-        load_prompts(tokenizer, section(tmp_path / "p.parquet", prompt_column="problem"))
+        read(tmp_path / "p.parquet", prompt_column="problem")
     for name in ("train", "test"):
         save_file(tmp_path / "two" / f"{name}.jsonl", ROWS[:1] if name == "train" else ROWS[1:])
     with pytest.raises(ValueError, match=r"the splits are .*; choose one with prompts\.split"):
-        load_prompts(tokenizer, section(tmp_path / "two"))
+        read(tmp_path / "two")
     with pytest.raises(ValueError, match=r"there is no split 'dev' \(prompts\.split\); the splits are test, train"):
-        load_prompts(tokenizer, section(tmp_path / "two", split="dev"))
-    assert load_prompts(tokenizer, section(tmp_path / "two", split="test")).training[0].answer == "7"
+        read(tmp_path / "two", split="dev")
+    assert read(tmp_path / "two", split="test").training[0].answer == "7"
 
 
-def test_configurations_of_a_dataset_are_not_read_as_one(tokenizer, tmp_path):
+def test_configurations_of_a_dataset_are_not_read_as_one(tmp_path, read):
     """As gsm8k has main and socratic, with the same problems."""
     for name in ("main", "socratic"):
         (tmp_path / "gsm8k").mkdir(exist_ok=True)
         save_file(tmp_path / "gsm8k" / name / "train-00000-of-00001.parquet", ROWS)
     with pytest.raises(ValueError, match="several datasets; name one of main, socratic"):
-        load_prompts(tokenizer, section(tmp_path / "gsm8k"))
-    assert len(load_prompts(tokenizer, section(tmp_path / "gsm8k" / "main")).training) == 2
+        read(tmp_path / "gsm8k")
+    assert len(read(tmp_path / "gsm8k" / "main").training) == 2
 
 
-def test_a_special_token_in_a_problem_is_no_special_token(tokenizer, tmp_path):
+def test_a_special_token_in_a_problem_is_no_special_token(read):
     rows = [*ROWS, {"prompt": "7;+2=<eos>", "answer": "9"}]
-    prompts = load_prompts(tokenizer, section(write_jsonl(tmp_path / "p.jsonl", rows)))
+    prompts = read(rows)
     assert len(prompts.training) == 2
-    assert prompts.report.unusable[0].endswith("line 3: 'prompt' contains the special token <eos>")
+    assert prompts.reports[0].unusable[0].endswith("line 3: 'prompt' contains the special token <eos>")
 
 
 def test_a_template_that_opens_thinking_is_not_followed_by_another_tag(tokenizer):

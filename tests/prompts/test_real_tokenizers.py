@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import pytest
 from recipe_files import ROOT, SETTLED
 
-from megatron_scalerl.__main__ import main
 from megatron_scalerl.prompts.end_tokens import end_token_ids
 from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.prompts.tokenizer import load_tokenizer
@@ -38,16 +37,10 @@ class Published:
     """The policy's config.json; what is missing is Llama's."""
     turn: str
     """The prompt of ASK without a tag."""
-    tokens: str
-    """The same with <think>, as the command shows tokens."""
-    phrase_end: str
-    """The last tokens of the forced phrase, likewise: the tag may share one with the phrase."""
     tag: int
     """Tokens of </think>."""
     ends: tuple[int, ...]
     """Tokens that end a completion, the forced one first."""
-    arguments: str = "none"
-    """What the template reads."""
     generation: dict | None = None
     """generation_config.json."""
 
@@ -57,8 +50,6 @@ PUBLISHED = {
         config=json.loads((ROOT / "recipes" / "configs" / "Llama-3.1-8B" / "config.json").read_text()),
         turn="<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nWhat is 1+1?<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        tokens="<|begin_of_text|>|<|start_header_id|>|user|<|end_header_id|>|",
-        phrase_end="| now|.| </|think|>",
         tag=3,
         ends=(128009, 128001, 128008),
         generation={"eos_token_id": [128001, 128008, 128009]},
@@ -67,25 +58,18 @@ PUBLISHED = {
         config=json.loads((ROOT / "recipes" / "configs" / "Qwen2.5-Math-1.5B" / "config.json").read_text()),
         turn="<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
         "<|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n",
-        tokens="<|im_start|>|system|",
-        phrase_end="| now|.| </|think|>",
         tag=3,
         ends=(151645, 151643),
     ),
     "qwen3": Published(
         config=json.loads((ROOT / "recipes" / "configs" / "Qwen3-8B" / "config.json").read_text()),
         turn="<|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n",
-        tokens="<|im_start|>|user|",
-        phrase_end="| now|.| |</think>",
         tag=1,
         ends=(151645,),
-        arguments="enable_thinking",
     ),
     "deepseek_v3": Published(
         config={"model_type": "llama", "vocab_size": 129280},  # its own architecture can only be planned
         turn="<｜begin▁of▁sentence｜><｜User｜>What is 1+1?<｜Assistant｜>",
-        tokens="<｜begin▁of▁sentence｜>|<｜User｜>|What| is|",
-        phrase_end="| now|.| </|think|>",
         tag=3,
         ends=(1,),
     ),
@@ -132,9 +116,9 @@ def test_the_chat_template_renders_and_no_text_is_lost(policy):
 
 def test_the_templates_tags_and_arguments_are_known(policy):
     published, folder = policy
-    with pytest.raises(ValueError, match=rf"does not read effort; it reads: {published.arguments}"):
+    with pytest.raises(ValueError, match="effort is not in the chat template"):
         renderer(folder, template_arguments={"effort": 1})
-    if published.arguments != "enable_thinking":
+    if published.tag != 1:  # the template opens no thinking
         assert renderer(folder, think_start="", think_end="").text(ASK) == published.turn
         return
     with pytest.raises(ValueError, match="thinks in '<think>' and '</think>', not in '' and ''"):
@@ -174,23 +158,3 @@ def test_turns_follow_each_other_and_a_message_ends_none(policy):
     assert hostile in tokenizer.decode(marked)
     special.update(tokenizer.all_special_ids)
     assert [token for token in marked if token in special] == [token for token in ids if token in special]
-
-
-def test_the_command_shows_the_prompts(policy, tmp_path, capsys):
-    published, folder = policy
-    (tmp_path / "p.jsonl").write_text(
-        "".join(json.dumps({"problem": f"What is 1+{n}?", "answer": f"{n + 1}"}) + "\n" for n in (1, 2))
-    )
-    settings = {"policy.path": folder, "prompts.path": tmp_path / "p.jsonl", "prompts.held_out_path": "null"}
-    settings |= {"prompts.held_out": 0, "validation.every_steps": 0, "prompts.max_prompt_tokens": 200}
-    settings |= {"prompts.chat_template": "true", "interruption.thinking_tokens": [100, 120]}
-    argv = [
-        "prompts",
-        str(ROOT / "recipes" / "tiny_cpu.yaml"),
-        *(f"{key}={value}" for key, value in settings.items()),
-    ]
-    assert main(argv) == 0
-    shown = capsys.readouterr().out
-    assert "rows cannot be learned from" not in shown and published.tokens in shown.replace("\n", "")
-    assert published.phrase_end in shown.replace("\n", "")
-    assert "the reference itself, \\boxed{2}: right" in shown

@@ -1,113 +1,88 @@
 """What a policy should see of a row, and what a row is scored by: read, refused or said, never dropped in silence."""
 
-import json
-
 import pytest
-from layout_rows import ADD, ASK, ASSERTS, CASES, LIMITS, PROGRAM, SUM, USER, load, write
+from layout_rows import ADD, ASK, LIMITS, SUM, USER, rows
 
+from megatron_scalerl.rewards.math import verify_math
 from megatron_scalerl.rewards.worker import load_verifier
 
 PRIME = "Which is prime?"
 SHOWN = f"{PRIME}\n\nA. 4\nB. 7"
 TWO = {"question": PRIME, "options": ["4", "7"]}
-GYM = {"responses_create_params": {"input": USER, "tools": []}}
-READ = {
-    # row -> the question as the policy gets it, the reference
-    "SkyRL": (
-        {"prompt": USER, "env_class": "gsm8k", "reward_spec": {"method": "rule", "ground_truth": "3/4"}},
-        (ASK, "3/4"),
-    ),
-    "AReaL": ({"prompt": ASK, "solutions": ["\\boxed{3/4}"], "task": "math"}, (ASK, "\\boxed{3/4}")),
-    "NeMo Gym": ({**GYM, "expected_answer": "3/4"}, (ASK, "3/4")),
-    "NeMo Gym, metadata": ({**GYM, "verifier_metadata": {"expected_answer": "3/4"}}, (ASK, "3/4")),
-    "NeMo Gym, choices": (
-        {
-            "responses_create_params": {"input": [{"role": "user", "content": f"{PRIME}\nA: 4\nB: 7"}]},
-            "options": [{"A": "4"}, {"B": "7"}],
-            "expected_answer": "B",
-        },
-        (f"{PRIME}\nA: 4\nB: 7", "B"),
-    ),
-    "choices beside messages": (
-        {"prompt": [{"role": "user", "content": PRIME}], "options": ["4", "7"], "answer": "B"},
-        (SHOWN, "B"),
-    ),
-    "INTELLECT-3": ({"question": ASK, "answer": "3/4", "info": '{"source": "x"}'}, (ASK, "3/4")),
-    "SciBench": ({"problem_text": ASK, "answer_number": "0.75", "unit": ""}, (ASK, "0.75")),
-    "tags": ({"prompt": ASK, "answer": "<think>1/4 twice</think><answer> 3/4 </answer>"}, (ASK, "3/4")),
-    "MathVerse's empty images": (
-        {"problem": ASK, "answer": "3/4", "image": {"bytes": None, "path": ""}},
-        (ASK, "3/4"),
-    ),
-    "no tools": ({"prompt": ASK, "answer": "3/4", "tools": "[]", "images": []}, (ASK, "3/4")),
-    "an article": ({"article": "He has 3.", "question": "How many?", "answer": "3"}, ("He has 3.\n\nHow many?", "3")),
-    # choices: SuperGPQA, MedQA, AGIEval, MMLU, C-Eval, MedMCQA
-    "text": ({**TWO, "answer": "7", "answer_letter": "B"}, (SHOWN, "B")),
-    "text of an object": ({**TWO, "options": {"A": "4", "B": "7"}, "answer": "7", "answer_idx": "B"}, (SHOWN, "B")),
-    "a list of one number": ({"query": PRIME, "choices": ["(A)4", "(B)7"], "gold": [1]}, (SHOWN, "B")),
-    "a list of one letter": ({**TWO, "answer": ["b"]}, (SHOWN, "B")),
-    "letter and text": ({**TWO, "answer": "(B) 7."}, (SHOWN, "B")),
-    "a formula": ({**TWO, "options": ["$4$", "$7$"], "answer": "7"}, (f"{PRIME}\n\nA. $4$\nB. $7$", "B")),
-    "columns of letters": ({"question": PRIME, "A": "4", "B": "7", "answer": "B"}, (SHOWN, "B")),
-    "numbered columns": ({"question": PRIME, "option1": "4", "option2": "7", "answer": "7"}, (SHOWN, "B")),
-    "columns with a prefix": (
-        {"question": PRIME, "opa": "4", "opb": "7", "opc": None, "opd": None, "answer": 1},
-        (SHOWN, "B"),
-    ),
-    "numbers from 1": ({**TWO, "answer": 2}, (SHOWN, "B")),
+PUBLISHED = {
+    # a file in ROWS -> the question as the policy gets it, the reference
+    "SkyRL": (ASK, "3/4"),
+    "AReaL": (ASK, "\\boxed{3/4}"),
+    "NeMo_Gym": (ASK, "3/4"),
+    "NeMo_Gym_metadata": (ASK, "3/4"),
+    "NeMo_Gym_choices": (f"{PRIME}\nA: 4\nB: 7", "B"),
+    "INTELLECT-3": (ASK, "3/4"),
+    "SciBench": (ASK, "0.75"),
 }
+READ = [
+    # a row, its question, its reference
+    ({"prompt": [{"role": "user", "content": PRIME}], "options": ["4", "7"], "answer": "B"}, SHOWN, "B"),
+    ({"prompt": ASK, "answer": "<think>1/4 twice</think><answer> 3/4 </answer>"}, ASK, "3/4"),
+    ({"problem": ASK, "answer": "3/4", "image": {"bytes": None, "path": ""}}, ASK, "3/4"),  # MathVerse
+    ({"prompt": ASK, "answer": "3/4", "tools": "[]", "images": []}, ASK, "3/4"),
+    ({"article": "He has 3.", "question": "How many?", "answer": "3"}, "He has 3.\n\nHow many?", "3"),
+    # choices: SuperGPQA, MedQA, AGIEval, MMLU, C-Eval, MedMCQA
+    ({**TWO, "answer": "7", "answer_letter": "B"}, SHOWN, "B"),
+    ({**TWO, "options": {"A": "4", "B": "7"}, "answer": "7", "answer_idx": "B"}, SHOWN, "B"),
+    ({"query": PRIME, "choices": ["(A)4", "(B)7"], "gold": [1]}, SHOWN, "B"),
+    ({**TWO, "answer": ["b"]}, SHOWN, "B"),
+    ({**TWO, "answer": "(B) 7."}, SHOWN, "B"),
+    ({**TWO, "options": ["$4$", "$7$"], "answer": "7"}, f"{PRIME}\n\nA. $4$\nB. $7$", "B"),
+    ({"question": PRIME, "A": "4", "B": "7", "answer": "B"}, SHOWN, "B"),
+    ({"question": PRIME, "option1": "4", "option2": "7", "answer": "7"}, SHOWN, "B"),
+    ({"question": PRIME, "opa": "4", "opb": "7", "opc": None, "opd": None, "answer": 1}, SHOWN, "B"),
+    ({**TWO, "answer": 2}, SHOWN, "B"),  # counted from 1
+    ({"question": PRIME, "choices": ["4", "7"], "answer": 1}, SHOWN, "B"),
+    ({"question": PRIME, "options": [4, 7], "answer": "B"}, SHOWN, "B"),
+    ({"question": PRIME, "options": {"A": "4", "B": "7", "C": None}, "answer": "B"}, SHOWN, "B"),
+    ({"question": PRIME, "choices": {"text": ["4", "7"], "label": ["A", "B"]}, "answerKey": "B"}, SHOWN, "B"),
+    ({"question": PRIME, "options": "['4', '7']", "answer": "B"}, SHOWN, "B"),
+    ({"question": PRIME, "options": "a) 4 b) 7", "answer": "b"}, f"a) 4 b) 7\n\n{PRIME}", "b"),
+    ({"question": f"{PRIME} (A) 4 (B) 7", "options": ["4", "7"], "answer": "B"}, f"{PRIME} (A) 4 (B) 7", "B"),
+    ({"question": PRIME, "choices": ["4", "7"], "answer": 7}, SHOWN, "B"),
+    ({"question": PRIME, "choices": [{"text": "4"}], "answer": 7}, PRIME, "7"),
+    ({"question": PRIME, "choices": {"*": "4", "label": 1, "text": [2]}, "answer": 7}, PRIME, "7"),
+    ({"question": PRIME, "options": ["A)4", "B)7"], "correct": "B", "rationale": "7."}, SHOWN, "B"),
+    ({"question": PRIME, "options": {"A": "(A) 4", "B": "(B) 7"}, "answer": "B"}, SHOWN, "B"),
+    ({"question": PRIME, "choices": ["A. 4", "7"], "answer": 1}, f"{PRIME}\n\nA. A. 4\nB. 7", "B"),
+    ({"Body": "He has 3.", "Question": "How many?", "Answer": "3"}, "He has 3.\n\nHow many?", "3"),
+    ({"question": "How many?", "context": None, "final_answer": ["3"]}, "How many?", "3"),
+    ({"context": "He has 3.", "question": "He has 3. Sum?", "answer": "3"}, "He has 3. Sum?", "3"),
+]
 
 
-@pytest.mark.parametrize("name", READ)
-def test_a_row_is_read(name, tokenizer, tmp_path):
-    row, read = READ[name]
-    (prompt,) = load(tokenizer, write(tmp_path, "p.jsonl", [row])).training
-    assert (prompt.text, prompt.answer) == read
-    right = read[1] if "boxed" in read[1] else f"\\boxed{{{read[1]}}}"
-    assert load_verifier("math", LIMITS)(right, prompt.answer, {})
+@pytest.mark.parametrize(
+    ("row", "text", "answer"), [*((rows(name)[0], *read) for name, read in PUBLISHED.items()), *READ]
+)
+def test_a_row_is_read(row, text, answer, prompts_of):
+    (prompt,) = prompts_of([row]).training
+    assert (prompt.text, prompt.answer) == (text, answer)
+    assert verify_math(answer if "boxed" in answer else f"\\boxed{{{answer}}}", answer, {})
 
 
 CODE = {
-    "SkyRL": ({"prompt": PROGRAM, "reward_spec": {"ground_truth": json.dumps(CASES)}}, SUM),
-    "AReaL": ({"prompt": PROGRAM, "input_output": json.dumps(CASES), "query_id": "1", "task": "code"}, SUM),
-    "NeMo Gym": (
-        {"responses_create_params": {"input": PROGRAM}, "verifier_metadata": {"unit_tests": CASES}},
-        SUM,
-    ),
-    "INTELLECT-3": ({"question": PROGRAM, "answer": "", "info": json.dumps({"tests": json.dumps(CASES)})}, SUM),
-    "codeforces": (
-        {
-            "description": "Add.",
-            "input_format": "Two integers.",
-            "output_format": "Their sum.",
-            "note": None,
-            "official_tests": [{"input": "2 3\n", "output": "5\n"}],
-            "generated_checker": None,
-            "interaction_format": "",
-        },
-        SUM,
-    ),
-    "LeetCodeDataset": (
-        {
-            "query": "Write add(a, b).",
-            "prompt": "import math\n",
-            "response": "return",
-            "entry_point": "add",
-            "test": "def check(candidate):\n    assert candidate(2, 3) == 5\n",
-        },
-        ADD,
-    ),
-    "TACO-verified": ({"problem": PROGRAM, "tests": CASES, "starter_code": ""}, SUM),
-    "OpenCode, asserts": ({"input": "Write add(a, b).", "answer": json.dumps(ASSERTS)}, ADD),
+    # a file in ROWS -> a right program
+    "SkyRL_code": SUM,
+    "AReaL_code": SUM,
+    "NeMo_Gym_code": SUM,
+    "INTELLECT-3_code": SUM,
+    "codeforces": SUM,
+    "LeetCodeDataset": ADD,
+    "TACO-verified": SUM,
+    "OpenCode_asserts": ADD,
 }
 
 
 @pytest.mark.parametrize("name", CODE)
-def test_a_row_of_tests_is_read(name, tokenizer, tmp_path):
-    row, program = CODE[name]
-    (prompt,) = load(tokenizer, write(tmp_path, "p.jsonl", [row]), "code").training
+def test_a_row_of_tests_is_read(name, prompts_of):
+    (prompt,) = prompts_of(rows(name), "code").training
     verify = load_verifier("code", LIMITS)
-    assert verify(f"```python\n{program}\n```", prompt.answer, dict(prompt.extra))
+    assert verify(f"```python\n{CODE[name]}\n```", prompt.answer, dict(prompt.extra))
     assert not verify("```python\nprint(7)\n```", prompt.answer, dict(prompt.extra))
     if name == "codeforces":
         assert prompt.text == "Add.\n\nTwo integers.\n\nTheir sum."
@@ -158,25 +133,25 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_row_is_refused(name, tokenizer, tmp_path):
+def test_a_row_is_refused(name, prompts_of):
     row, message = REFUSED[name]
     with pytest.raises(ValueError, match=f"1 of 1 rows cannot be learned from, such as .*line 1: .*{message}"):
-        load(tokenizer, write(tmp_path, "p.jsonl", [row]))
+        prompts_of([row])
 
 
 @pytest.mark.parametrize("column", ["generated_checker", "interaction_format"])
-def test_tests_that_others_judge_are_refused_and_counted(column, tokenizer, tmp_path):
-    row = CODE["codeforces"][0]
-    loaded = load(tokenizer, write(tmp_path, "p.jsonl", [row, {**row, column: "import sys"}]), "code")
-    (line,) = loaded.report.unusable
+def test_tests_that_others_judge_are_refused_and_counted(column, prompts_of):
+    [row] = rows("codeforces")
+    loaded = prompts_of([row, {**row, column: "import sys"}], "code")
+    (line,) = loaded.reports[0].unusable
     assert line.endswith(f"line 2: '{column}' cannot be used: outputs have to equal the expected ones")
 
 
-def said(tokenizer, tmp_path, rows):
-    """The lines of the report between layout and counts."""
-    lines = load(tokenizer, write(tmp_path, "p.jsonl", rows)).report.lines()
+@pytest.fixture
+def said(prompts_of, tmp_path):
+    """The lines of the report between layout and counts, of rows."""
     path = f"prompts: {tmp_path / 'p.jsonl'}: "
-    return [line.removeprefix(path) for line in lines[1:] if line.startswith(path)]
+    return lambda rows: [line.removeprefix(path) for line in prompts_of(rows).lines()[1:] if line.startswith(path)]
 
 
 UNSEEN = (
@@ -194,17 +169,17 @@ UNSEEN = (
 
 
 @pytest.mark.parametrize("column", UNSEEN)
-def test_columns_that_are_not_shown_are_said(column, tokenizer, tmp_path):
+def test_columns_that_are_not_shown_are_said(column, said):
     rows = [{**PLAIN, column: ["It is odd."], "note": None, "level": "", "tags": [], "part": "1/2"}]
-    assert said(tokenizer, tmp_path, rows) == [f"the policy does not see {column}"]
+    assert said(rows) == [f"the policy does not see {column}"]
 
 
-def test_what_is_no_text_of_a_context_is_said(tokenizer, tmp_path):
+def test_what_is_no_text_of_a_context_is_said(said):
     row = {"question": ASK, "context": {"title": ["Sums"]}, "options": [{"label": "A", "text": "4"}], "answer": "3/4"}
-    assert said(tokenizer, tmp_path, [row]) == ["the policy does not see context, options"]
+    assert said([row]) == ["the policy does not see context, options"]
 
 
-def test_several_references_of_a_question_and_equal_ones_are_said(tokenizer, tmp_path):
+def test_several_references_of_a_question_and_equal_ones_are_said(said):
     several = [
         PLAIN,
         {**PLAIN, "answer": "1"},
@@ -212,7 +187,7 @@ def test_several_references_of_a_question_and_equal_ones_are_said(tokenizer, tmp
         {"problem": "What is 1 + 1?", "answer": "2"},
     ]
     line = "3 rows have the question of another row, and another reference"
-    assert said(tokenizer, tmp_path, several) == [line]
+    assert said(several) == [line]
     equal = [{"problem": f"What is {number} - {number}?", "answer": "0"} for number in range(3)]
-    assert said(tokenizer, tmp_path, equal) == ["all references are '0'"]
-    assert said(tokenizer, tmp_path, equal[:1]) == []
+    assert said(equal) == ["all references are '0'"]
+    assert said(equal[:1]) == []

@@ -29,6 +29,10 @@ def user(text):
     return [{"role": "user", "content": text}]
 
 
+AB = [user("a"), user("b")]
+"""Messages before a first and a second turn."""
+
+
 def tool(text, **fields):
     return [{"role": "tool", "content": text, **fields}]
 
@@ -68,7 +72,7 @@ def test_ids_are_appended_as_they_were_sampled_even_if_their_text_has_other_toke
     tokenizer, turns = renderer(CHATML, **NO_TAGS)
     line = tokenizer.convert_tokens_to_ids("Ċ")
     said = PastTurn(token_ids=(line, line, tokenizer.eos_token_id), answer_start=0)
-    context, _ = contexts(turns, [user("a"), user("b")], [said])[-1]
+    context, _ = contexts(turns, AB, [said])[-1]
     assert context == [
         *ids_of(tokenizer, "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"),
         *(line, line, tokenizer.eos_token_id),
@@ -125,14 +129,14 @@ def test_a_template_that_opens_earlier_turns_otherwise_is_refused_where_it_matte
     ):
         renderer(source, thinking="strip")
     tokenizer, turns = renderer(source)
-    ids, _ = turns.next([user("a"), user("b")], [past(tokenizer, "7", thought="t")])
+    ids, _ = turns.next(AB, [past(tokenizer, "7", thought="t")])
     assert tokenizer.decode(ids) == "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n<think>"
 
 
 def test_thinking_that_did_not_end_leaves_nothing_of_its_turn():
     tokenizer, turns = renderer(QWEN3_TURNS, thinking="strip")
     unfinished = past(tokenizer, "\nhm, <|im_end|>")
-    context, rewritten = turns.next([user("a"), user("b")], [unfinished])
+    context, rewritten = turns.next(AB, [unfinished])
     assert rewritten
     assert tokenizer.decode(context) == (
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
@@ -152,7 +156,7 @@ def test_thinking_that_did_not_end_leaves_nothing_of_its_turn():
 @pytest.mark.parametrize("thinking", ["keep", "strip"])
 def test_the_templates_end_of_a_turn_is_there_once(said, after, thinking):
     tokenizer, turns = renderer(QWEN3_TURNS, ends=("<|endoftext|>",), thinking=thinking)
-    ids, rewritten = turns.next([user("a"), user("b")], [past(tokenizer, said, thought="t")])
+    ids, rewritten = turns.next(AB, [past(tokenizer, said, thought="t")])
     assert rewritten == (thinking == "strip")
     text = tokenizer.decode(ids)
     assert text[text.rindex("4") if rewritten else 0 :].removeprefix(said).startswith(after)
@@ -227,7 +231,7 @@ def test_what_comes_before_and_between_turns(family):
     tokenizer, turns = renderer(template, end=end, **settings)
     said = past(tokenizer, f"\n\n7{end}", thought=None if settings.get("think_end") == "" else "t")
     assert tokenizer.decode(turns.first(user("a"))) == first
-    ids, rewritten = turns.next([user("a"), user("b")], [said])
+    ids, rewritten = turns.next(AB, [said])
     assert (tokenizer.decode(ids), rewritten) == (between, expected)
 
 

@@ -91,7 +91,7 @@ def test_off_needs_no_quotation_marks(path, text):
     [
         (
             "loss.reduction=ppo",
-            "loss.reduction is 'ppo'; it has to be 'prompt_mean', 'sequence_mean' or 'token_mean'",
+            "loss.reduction is 'ppo'; it should be 'prompt_mean', 'sequence_mean' or 'token_mean'",
         ),
         (
             "rollouts.group_size=1",
@@ -101,7 +101,7 @@ def test_off_needs_no_quotation_marks(path, text):
         ("rewards={correct: 0, incorrect: 1}", "rewards.correct: 0 is not above rewards.incorrect 1, .*; raise it"),
         ("rollouts.max_in_flight=8", "rollouts.max_in_flight: 8 does not hold one group; use at least group_size 16"),
         ("rewards.correct=nan", "rewards.correct"),
-        ("rollouts.temperature=0", "rollouts.temperature is 0; it has to be at least 0.01"),
+        ("rollouts.temperature=0", "rollouts.temperature is 0; it should be greater than or equal to 0.01"),
         (
             "rewards.length_penalty={max_tokens: 9, cache_tokens: 10}",
             "rewards.length_penalty.cache_tokens: 10 is more than max_tokens 9",
@@ -119,11 +119,6 @@ def test_off_needs_no_quotation_marks(path, text):
             r"interruption.thinking_tokens is \[5, 2\]; it has to be",
         ),
         ("optimizer.lr.x=7", "optimizer.lr"),
-        ("engine.vllm.nnodes=2", "engine.vllm.nnodes: an engine runs on one host, .*; take smaller engines, or more"),
-        (
-            "engine.vllm.distributed_executor_backend=ray",
-            "distributed_executor_backend: the launcher starts and ends",
-        ),
     ],
 )
 def test_mistakes_are_one_line(path, override, said):
@@ -203,8 +198,8 @@ def test_a_recipe_with_a_path_has_one_task(path):
             "prompts.tasks.math.weigth is not a recipe key; the nearest is prompts.tasks.math.weight",
         ),
         ("prompts.tasks.x={path: a}", "prompts.tasks.x.weight is missing"),
-        ("trainer.logit_backend=triton", "trainer.logit_backend is 'triton'; it has to be auto or cuda or torch"),
-        ("prompts.tasks.Math={path: a, weight: 1}", "prompts.tasks.Math is 'Math'; it has to be a text of the form"),
+        ("trainer.logit_backend=triton", "trainer.logit_backend is 'triton'; it should be 'auto', 'cuda' or 'torch'"),
+        ("prompts.tasks.Math={path: a, weight: 1}", "prompts.tasks.Math is 'Math'; it should match pattern"),
         ("rewards.memory_mb=null", "rewards.memory_mb is null"),
     ],
 )

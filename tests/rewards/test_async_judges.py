@@ -21,15 +21,12 @@ from megatron_scalerl.batching.advantages import samples_of
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.processes import worker_pool
 from megatron_scalerl.prompts.curriculum import Curriculum
-from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
-from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.rewards import outages
 from megatron_scalerl.rewards import pool as verifier_pool
-from megatron_scalerl.rewards.pool import TaskPools
 from megatron_scalerl.rewards.worker import MOST_FAILURES
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.stream import RolloutStream
-from megatron_scalerl.types import CompletionLost, Prompt
+from megatron_scalerl.types import CompletionLost
 
 
 @pytest.fixture(autouse=True)
@@ -78,20 +75,22 @@ def score_of(value):
     return web.Response(text=json.dumps({"score": value}), content_type="application/json")
 
 
-def judged(answer, texts, **rewards):
+@contextlib.asynccontextmanager
+async def judging(answer, **rewards):
+    """(the judge, the pool that asks it, a function that scores a text)."""
+    judge = Judge(answer)
+    async with judge.running() as url, pool_of("users_judges:judged", **rewards) as pool:
+        yield judge, pool, lambda text: pool.score(text, prompt({"url": url}))
+
+
+async def judged(answer, texts, **rewards):
     """(scores or what was raised, the judge) of checks that come at once."""
-
-    async def main():
-        judge = Judge(answer)
-        async with judge.running() as url, pool_of("users_judges:judged", **rewards) as pool:
-            calls = [pool.score(text, prompt({"url": url})) for text in texts]
-            return await asyncio.gather(*calls, return_exceptions=True), judge
-
-    return asyncio.run(main())
+    async with judging(answer, **rewards) as (judge, _, score):
+        return await asyncio.gather(*map(score, texts), return_exceptions=True), judge
 
 
 @pytest.mark.parametrize(("workers", "concurrency"), [(1, 5), (2, 5), (4, 3)])
-def test_the_judge_sees_the_bound_and_no_more(workers, concurrency):
+async def test_the_judge_sees_the_bound_and_no_more(workers, concurrency):
     full = asyncio.Barrier(concurrency)  # nobody is answered before so many ask at once
 
     async def answer(text, tries):
@@ -99,17 +98,17 @@ def test_the_judge_sees_the_bound_and_no_more(workers, concurrency):
         return score_of(text == "7")
 
     texts = [str(n) for n in range(6 * concurrency)]
-    scores, judge = judged(answer, texts, workers=workers, concurrency=concurrency)
+    scores, judge = await judged(answer, texts, workers=workers, concurrency=concurrency)
     assert scores == [RIGHT if text == "7" else WRONG for text in texts]
     assert judge.most == concurrency and sorted(judge.asked) == sorted(texts)
 
 
 @pytest.mark.parametrize("statuses", [(429, 503), (500, 408)])
-def test_what_is_unavailable_is_tried_again(statuses):
+async def test_what_is_unavailable_is_tried_again(statuses):
     async def answer(text, tries):
         return web.Response(status=statuses[tries - 1]) if tries <= 2 else score_of(0.25)
 
-    [score], judge = judged(answer, ["7"])
+    [score], judge = await judged(answer, ["7"])
     assert (score.reward, score.correct, score.reason) == (0.25, False, "")
     assert len(judge.asked) == outages.TRIES
 
@@ -129,36 +128,33 @@ BAD = {
 
 
 @pytest.mark.parametrize("reason", BAD)
-def test_a_judge_that_fails_or_answers_nonsense_pays_nobody(reason):
+async def test_a_judge_that_fails_or_answers_nonsense_pays_nobody(reason):
     async def answer(text, tries):
         made = BAD[reason]
         return made and web.Response(status=made.status, body=made.body, content_type=made.content_type)
 
-    scores, judge = judged(answer, ["7", "8"])
+    scores, judge = await judged(answer, ["7", "8"])
     assert all(isinstance(lost, CompletionLost) and lost.reason == "verifier_lost" for lost in scores)
     assert all(reason.removeprefix("status ") in str(lost) for lost in scores)
     assert len(judge.asked) == 2 * outages.TRIES
 
 
-def test_a_judge_that_does_not_answer_or_is_not_there_pays_nobody(monkeypatch):
+async def test_a_judge_that_does_not_answer_or_is_not_there_pays_nobody(monkeypatch):
     started = starts(monkeypatch)
 
     async def answer(text, tries):
         await asyncio.Event().wait()
 
-    [late], _ = judged(answer, ["7"], timeout_s=0.5)
+    [late], _ = await judged(answer, ["7"], timeout_s=0.5)
     assert isinstance(late, CompletionLost) and "0.5 s" in str(late) and "computed for 0." in str(late)
     assert len(started) == 1, "the process lives on"
 
-    async def refused():
-        with socket.socket() as bound:  # nobody listens
-            bound.bind(("127.0.0.1", 0))
-            url = f"http://127.0.0.1:{bound.getsockname()[1]}/"
-            async with pool_of("users_judges:judged") as pool:
-                return await pool.score("7", prompt({"url": url}))
-
-    with pytest.raises(CompletionLost, match="Cannot connect"):
-        asyncio.run(refused())
+    with socket.socket() as bound:  # nobody listens
+        bound.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}/"
+        async with pool_of("users_judges:judged") as pool:
+            with pytest.raises(CompletionLost, match="Cannot connect"):
+                await pool.score("7", prompt({"url": url}))
 
 
 def set_pauses(monkeypatch, *pauses_s, wait):
@@ -168,74 +164,53 @@ def set_pauses(monkeypatch, *pauses_s, wait):
     monkeypatch.setattr(asyncio, "sleep", lambda pause_s: (wait if pause_s > 10 else sleep)(pause_s))
 
 
-@pytest.mark.parametrize("breaking", [1, 16, 80])
-def test_answers_that_break_the_judge_are_wrong_whatever_their_share(breaking, monkeypatch):
-    """The judge fails on some answers, again and again; between their tries 100 others are paid."""
+async def between_tries(monkeypatch, answer, texts, others):
+    """(scores of the others, of the texts, what was asked): the others come after the first try of each text."""
     paid = asyncio.Event()
     set_pauses(monkeypatch, 100.0, 0.0, wait=lambda pause_s: paid.wait())
+    async with judging(answer) as (judge, pool, score):
+        checks = [asyncio.create_task(score(text)) for text in texts]
+        await until(lambda: len(judge.asked) == len(texts) and not pool._first_tries)
+        scores = await asyncio.gather(*map(score, others))
+        paid.set()
+        return scores, await asyncio.gather(*checks, return_exceptions=True), judge.asked
+
+
+@pytest.mark.parametrize("breaking", [1, 16, 80])
+async def test_answers_that_break_the_judge_are_wrong_whatever_their_share(breaking, monkeypatch):
+    """The judge fails on some answers, again and again; between their tries 100 others are paid."""
 
     async def answer(text, tries):
         return web.Response(status=500) if text.startswith("breaks") else score_of(True)
 
-    async def main():
-        judge = Judge(answer)
-        async with judge.running() as url, pool_of("users_judges:judged") as pool:
-            texts = [f"breaks {n}" for n in range(breaking)]
-            checks = [asyncio.create_task(pool.score(text, prompt({"url": url}))) for text in texts]
-            await until(lambda: len(judge.asked) == breaking and not pool._first_tries)
-            others = await asyncio.gather(*(pool.score(str(n), prompt({"url": url})) for n in range(100)))
-            paid.set()
-            return others, await asyncio.gather(*checks, return_exceptions=True), judge.asked
-
-    others, broken, asked = asyncio.run(main())
+    texts = [f"breaks {n}" for n in range(breaking)]
+    others, broken, asked = await between_tries(monkeypatch, answer, texts, map(str, range(100)))
     assert others == [RIGHT] * 100 and broken == [wrong("unavailable")] * breaking
     # once more after all tries, and before that another answer
     assert len(asked) == 100 + (outages.TRIES + 2) * breaking
-    assert all(asked.count(text) == outages.TRIES + 1 for text in asked if text.startswith("breaks"))
+    assert all(asked.count(text) == outages.TRIES + 1 for text in texts)
 
 
-def test_an_answer_is_lost_where_the_judge_fails_for_one_that_it_judged_before(monkeypatch):
+async def test_an_answer_is_lost_where_the_judge_fails_for_one_that_it_judged_before(monkeypatch):
     """The outage ends for one check that began after the first failure, and begins again."""
-    paid = asyncio.Event()
-    set_pauses(monkeypatch, 100.0, 0.0, wait=lambda pause_s: paid.wait())
 
     async def answer(text, tries):
         return web.Response(status=503) if text == "asked" or tries > 1 else score_of(True)
 
-    async def main():
-        judge = Judge(answer)
-        async with judge.running() as url, pool_of("users_judges:judged") as pool:
-            check = asyncio.create_task(pool.score("asked", prompt({"url": url})))
-            await until(lambda: judge.asked and not pool._first_tries)
-            other = await pool.score("other", prompt({"url": url}))
-            paid.set()
-            return other, await asyncio.gather(check, return_exceptions=True), judge.asked
-
-    other, [lost], asked = asyncio.run(main())
-    assert other == RIGHT and isinstance(lost, CompletionLost)
+    others, [lost], asked = await between_tries(monkeypatch, answer, ["asked"], ["other"])
+    assert others == [RIGHT] and isinstance(lost, CompletionLost)
     assert asked == ["asked", "other", "asked", "asked", "other"]
 
 
-def test_an_answer_that_is_judged_at_last_is_paid_what_the_judge_says(monkeypatch):
-    paid = asyncio.Event()
-    set_pauses(monkeypatch, 100.0, 0.0, wait=lambda pause_s: paid.wait())
-
+async def test_an_answer_that_is_judged_at_last_is_paid_what_the_judge_says(monkeypatch):
     async def answer(text, tries):
         return web.Response(status=503) if text == "asked" and tries <= outages.TRIES else score_of(True)
 
-    async def main():
-        judge = Judge(answer)
-        async with judge.running() as url, pool_of("users_judges:judged") as pool:
-            check = asyncio.create_task(pool.score("asked", prompt({"url": url})))
-            await until(lambda: judge.asked and not pool._first_tries)
-            await pool.score("other", prompt({"url": url}))
-            paid.set()
-            return await check
-
-    assert asyncio.run(main()) == RIGHT
+    _, scores, _ = await between_tries(monkeypatch, answer, ["asked"], ["other"])
+    assert scores == [RIGHT]
 
 
-def test_a_slow_check_that_began_after_a_failure_decides_whether_it_was_the_answers(monkeypatch):
+async def test_a_slow_check_that_began_after_a_failure_decides_whether_it_was_the_answers(monkeypatch):
     set_pauses(monkeypatch, 100.0, 0.0, wait=lambda pause_s: until(lambda: "slow" in judge.asked))
 
     async def answer(text, tries):
@@ -245,16 +220,11 @@ def test_a_slow_check_that_began_after_a_failure_decides_whether_it_was_the_answ
             await until(lambda: judge.asked.count("breaks") == outages.TRIES)  # it is not yet decided
         return score_of(True)
 
-    judge, pool = Judge(answer), pool_of("users_judges:judged")
-
-    async def main():
-        async with judge.running() as url, pool:
-            await asyncio.gather(*(pool.score(str(n), prompt({"url": url})) for n in range(40)))
-            breaks = asyncio.create_task(pool.score("breaks", prompt({"url": url})))
-            await until(lambda: "breaks" in judge.asked and not pool._first_tries)
-            return await asyncio.gather(breaks, pool.score("slow", prompt({"url": url})))
-
-    assert asyncio.run(main()) == [wrong("unavailable"), RIGHT]
+    async with judging(answer) as (judge, pool, score):
+        await asyncio.gather(*map(score, map(str, range(40))))
+        breaks = asyncio.create_task(score("breaks"))
+        await until(lambda: "breaks" in judge.asked and not pool._first_tries)
+        assert await asyncio.gather(breaks, score("slow")) == [wrong("unavailable"), RIGHT]
 
 
 def results(answers, **rewards):
@@ -297,26 +267,23 @@ def test_a_coroutine_that_does_not_yield_ends_alone(fault, monkeypatch):
     assert started.count("verifier-0") == 2 and alone <= started.count("verifier-1") <= alone + 1
 
 
-def test_a_process_that_is_killed_from_outside_loses_nothing_and_holds_nothing_up(tmp_path):
+async def test_a_process_that_is_killed_from_outside_loses_nothing_and_holds_nothing_up(tmp_path):
     """The checks of the killed process are repeated, one by one, and meanwhile new ones are made."""
     extra = {"file": str(tmp_path / "file")}
 
-    async def main():
-        async with pool_of("users_judges:held", concurrency=16) as pool:
-            [worker] = pool._workers._workers
-            calls = [asyncio.create_task(pool.score(f"held {n}", prompt(extra))) for n in range(16)]
-            await until(lambda: len(worker._read) == 16)
-            os.kill(worker.pid, signal.SIGKILL)
-            await until(lambda: pool._workers._extra[0]._read)
-            new = await asyncio.gather(*(pool.score(str(n), prompt(extra)) for n in range(4)))
-            assert not any(call.done() for call in calls)
-            (tmp_path / "file").touch()
-            return new + await asyncio.gather(*calls)
-
-    assert asyncio.run(main()) == [RIGHT] * 20
+    async with pool_of("users_judges:held", concurrency=16) as pool:
+        [worker] = pool._workers._workers
+        calls = [asyncio.create_task(pool.score(f"held {n}", prompt(extra))) for n in range(16)]
+        await until(lambda: len(worker._read) == 16)
+        os.kill(worker.pid, signal.SIGKILL)
+        await until(lambda: pool._workers._extra[0]._read)
+        new = await asyncio.gather(*(pool.score(str(n), prompt(extra)) for n in range(4)))
+        assert not any(call.done() for call in calls)
+        (tmp_path / "file").touch()
+        assert new + await asyncio.gather(*calls) == [RIGHT] * 20
 
 
-def test_checks_are_lost_where_the_process_that_would_repeat_them_does_not_start(tmp_path, monkeypatch):
+async def test_checks_are_lost_where_the_process_that_would_repeat_them_does_not_start(tmp_path, monkeypatch):
     monkeypatch.setattr(worker_pool, "START_PAUSE_S", 0.01)
     monkeypatch.setattr(worker_pool, "ROUND_PAUSE_S", 0.01)
     extra = {"file": str(tmp_path / "file")}
@@ -324,48 +291,42 @@ def test_checks_are_lost_where_the_process_that_would_repeat_them_does_not_start
     async def refuses():
         raise OSError("no memory")
 
-    async def main():
-        async with pool_of("users_judges:held", concurrency=4) as pool:
-            [worker], [further] = pool._workers._workers, pool._workers._extra
-            monkeypatch.setattr(further, "start", refuses)
-            calls = [asyncio.create_task(pool.score(f"held {n}", prompt(extra))) for n in range(3)]
-            await until(lambda: len(worker._read) == 3)
-            os.kill(worker.pid, signal.SIGKILL)
-            async with asyncio.timeout(100):
-                lost = await asyncio.gather(*calls, return_exceptions=True)
-            assert not pool._outages._ends, "their judge has not failed"
-            return lost, await pool.score("7", prompt(extra))
-
-    lost, after = asyncio.run(main())
-    assert [type(completion) for completion in lost] == [CompletionLost] * 3 and after == RIGHT
+    async with pool_of("users_judges:held", concurrency=4) as pool:
+        [worker], [further] = pool._workers._workers, pool._workers._extra
+        monkeypatch.setattr(further, "start", refuses)
+        calls = [asyncio.create_task(pool.score(f"held {n}", prompt(extra))) for n in range(3)]
+        await until(lambda: len(worker._read) == 3)
+        os.kill(worker.pid, signal.SIGKILL)
+        async with asyncio.timeout(100):
+            lost = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(completion) for completion in lost] == [CompletionLost] * 3
+        assert not pool._outages._ends, "their judge has not failed"
+        assert await pool.score("7", prompt(extra)) == RIGHT
 
 
-def test_a_check_is_not_lost_by_the_death_of_others(tmp_path, monkeypatch):
+async def test_a_check_is_not_lost_by_the_death_of_others(tmp_path, monkeypatch):
     """A stopped process reads nothing more; it is killed while it has another check."""
     monkeypatch.setattr(worker_pool, "MAX_EARLY_LOSSES", 1)
     extra = {"file": str(tmp_path / "file")}
 
-    async def main():
-        async with pool_of("users_judges:held", concurrency=2) as pool:
-            [worker] = pool._workers._workers
-            held = asyncio.create_task(pool.score("held", prompt(extra)))
-            await until(lambda: worker._read)
-            os.kill(worker.pid, signal.SIGSTOP)
-            late = asyncio.create_task(pool.score("late", prompt(extra)))
-            await until(lambda: len(worker._replies) == 2)
-            os.kill(worker.pid, signal.SIGKILL)
-            assert await late == RIGHT
-            (tmp_path / "file").touch()
-            return await held
-
-    assert asyncio.run(main()) == RIGHT
+    async with pool_of("users_judges:held", concurrency=2) as pool:
+        [worker] = pool._workers._workers
+        held = asyncio.create_task(pool.score("held", prompt(extra)))
+        await until(lambda: worker._read)
+        os.kill(worker.pid, signal.SIGSTOP)
+        late = asyncio.create_task(pool.score("late", prompt(extra)))
+        await until(lambda: len(worker._replies) == 2)
+        os.kill(worker.pid, signal.SIGKILL)
+        assert await late == RIGHT
+        (tmp_path / "file").touch()
+        assert await held == RIGHT
 
 
 def test_a_process_has_a_thread_for_each_check():
     assert run_pool("users_judges:threaded", map(str, range(40)))[0] == [RIGHT] * 40
 
 
-def test_an_outage_pays_no_check_as_wrong_that_was_in_flight():
+async def test_an_outage_pays_no_check_as_wrong_that_was_in_flight():
     """Others come back after it has begun, and none that began after it had failed."""
     down = asyncio.Event()
     calls = []
@@ -378,42 +339,34 @@ def test_an_outage_pays_no_check_as_wrong_that_was_in_flight():
             return score_of(True)
         return web.Response(status=503) if down.is_set() else score_of(True)
 
-    judge = Judge(answer)
-
-    async def main():
-        async with judge.running() as url, pool_of("users_judges:judged") as pool:
-            await asyncio.gather(*(pool.score(str(n), prompt({"url": url})) for n in range(40)))
-            calls.extend(asyncio.create_task(pool.score(text, prompt({"url": url}))) for text in ("held", "old"))
-            await until(lambda: {"held", "old"} <= set(judge.asked))
-            assert await pool.score("later", prompt({"url": url})) == RIGHT
-            down.set()
-            return await asyncio.gather(*calls, return_exceptions=True)
-
-    lost, old = asyncio.run(main())
+    async with judging(answer) as (judge, _, score):
+        await asyncio.gather(*map(score, map(str, range(40))))
+        calls.extend(asyncio.create_task(score(text)) for text in ("held", "old"))
+        await until(lambda: {"held", "old"} <= set(judge.asked))
+        assert await score("later") == RIGHT
+        down.set()
+        lost, old = await asyncio.gather(*calls, return_exceptions=True)
     assert isinstance(lost, CompletionLost) and old == RIGHT
 
 
-def test_a_process_in_which_all_checks_fail_is_replaced_after_the_others(tmp_path, monkeypatch):
+async def test_a_process_in_which_all_checks_fail_is_replaced_after_the_others(tmp_path, monkeypatch):
     started = starts(monkeypatch)
     row = prompt({"file": str(tmp_path / "file")})
 
-    async def main():
-        async with pool_of("users_judges:spoiling") as pool:
-            [worker] = pool._workers._workers
-            slow = asyncio.create_task(pool.score("held", row))
-            assert await pool.score("spoil", row) == WRONG
-            calls = [asyncio.create_task(pool.score(str(n), row)) for n in range(MOST_FAILURES)]
-            await until(lambda: worker._ending)
-            assert not slow.done()
-            (tmp_path / "file").touch()
-            await asyncio.wait(calls)
-            return await slow, await pool.score("7 after", row)
-
-    assert asyncio.run(main()) == (RIGHT, WRONG)
+    async with pool_of("users_judges:spoiling") as pool:
+        [worker] = pool._workers._workers
+        slow = asyncio.create_task(pool.score("held", row))
+        assert await pool.score("spoil", row) == WRONG
+        calls = [asyncio.create_task(pool.score(str(n), row)) for n in range(MOST_FAILURES)]
+        await until(lambda: worker._ending)
+        assert not slow.done()
+        (tmp_path / "file").touch()
+        await asyncio.wait(calls)
+        assert (await slow, await pool.score("7 after", row)) == (RIGHT, WRONG)
     assert started == ["verifier-0"] * 2, "no other repeats what is held"
 
 
-def test_checks_that_held_each_other_up_are_not_tried_again_together(monkeypatch):
+async def test_checks_that_held_each_other_up_are_not_tried_again_together(monkeypatch):
     pauses = []
 
     async def wait(pause_s):
@@ -423,7 +376,7 @@ def test_checks_that_held_each_other_up_are_not_tried_again_together(monkeypatch
         return web.Response(status=503)
 
     set_pauses(monkeypatch, 100.0, 500.0, wait=wait)
-    judged(answer, [str(n) for n in range(16)])
+    await judged(answer, map(str, range(16)))
     first, second = sorted(pauses)[:16], sorted(pauses)[16:]
     assert len(set(pauses)) == 32
     assert first[0] >= 50 and first[-1] - first[0] > 20 and second[-1] - second[0] > 100
@@ -446,51 +399,20 @@ def test_a_key_reaches_the_judge_only_by_its_name(monkeypatch):
     assert run_pool("users_judges:keyed", names, variables=tuple(names))[0] == [RIGHT]
 
 
-def test_a_mixture_has_a_judge_for_one_task():
-    async def answer(text, tries):
-        await others.wait()
-        return score_of(0.5)
-
-    others = asyncio.Event()
-
-    def task(name, verifier, **rewards):
-        section = RewardsSection(verifier=verifier, workers=1, timeout_s=60.0, **rewards)
-        return Task(name=name, weight=1.0, prompts=PromptsSection(path="p"), rewards=section)
-
-    async def main():
-        judge = Judge(answer)
-        tasks = [task("essay", "users_judges:judged", concurrency=2), task("math", "math")]
-        async with judge.running() as url, TaskPools(tasks) as pools:
-            essay, math = (
-                Prompt(prompt_id=name, text="t", answer="7", token_ids=(), extra={"url": url}, task=name)
-                for name in ("essay", "math")
-            )
-            essays = [asyncio.create_task(pools.score(str(n), essay)) for n in range(4)]
-            await until(lambda: judge.now == 2)
-            solved = await pools.score("\\boxed{7}", math)  # while the judge holds the others
-            others.set()
-            return solved, [score.reward for score in await asyncio.gather(*essays)], judge.most
-
-    assert asyncio.run(main()) == (RIGHT, [0.5] * 4, 2)
-
-
 class JudgedSampler(StandInSampler):
     """Completions of an engine without tokens of a policy, scored by a pool."""
 
-    def __init__(self, pool, url):
+    def __init__(self, pool, score):
         super().__init__()
-        self._pool, self._extra = pool, {"url": url}
-
-    async def problem_of(self, prompt):
-        return await self._pool.problem_of(prompt)
+        self._score = score
+        self.problem_of = pool.problem_of
 
     async def complete(self, engine, prompt, draw, **options):
         completion = await super().complete(engine, prompt, draw, **options)
-        score = await self._pool.score(f"{draw.index % 4} of {draw.index}", replace(prompt, extra=self._extra))
-        return replace(completion, score=score)
+        return replace(completion, score=await self._score(f"{draw.index % 4} of {draw.index}"))
 
 
-def test_the_groups_mean_is_that_of_the_completions_that_were_judged(tmp_path, monkeypatch):
+async def test_the_groups_mean_is_that_of_the_completions_that_were_judged(tmp_path, monkeypatch):
     """The judge is away for completion 3 of each group at its first tries, and once for a whole group."""
     down = 4 * outages.TRIES  # all tries of the first group
 
@@ -499,30 +421,25 @@ def test_the_groups_mean_is_that_of_the_completions_that_were_judged(tmp_path, m
             return web.Response(status=503)
         return score_of({"0": 1.0, "1": 0.5, "2": 0.0}[text[0]])
 
-    judge = Judge(answer)
     recipe = small_recipe(
         policy={"path": "p"},
         rollouts={"groups_per_batch": 1, "group_size": 4, "max_in_flight": 4, "max_staleness_steps": 0},
     )
 
-    async def main():
-        async with judge.running() as url, pool_of("users_judges:judged") as pool:
-            stream = RolloutStream(
-                recipe,
-                curriculum=Curriculum([prompt()], 7, None, None),
-                engines=Membership.of([StandInEngine()]),
-                sampler=JudgedSampler(pool, url),
-                journal=Journal(tmp_path),
-                next_group_id=0,
-                problems={},
-                count_tokens=lambda tokens: None,
-            )
-            stream.start(0)
-            groups = await stream.next_batch()
-            await stream.close()
-            return groups
-
-    [group] = asyncio.run(main())
+    async with judging(answer) as (judge, pool, score):
+        stream = RolloutStream(
+            recipe,
+            curriculum=Curriculum([prompt()], 7, None, None),
+            engines=Membership.of([StandInEngine()]),
+            sampler=JudgedSampler(pool, score),
+            journal=Journal(tmp_path),
+            next_group_id=0,
+            problems={},
+            count_tokens=lambda tokens: None,
+        )
+        stream.start(0)
+        [group] = await stream.next_batch()
+        await stream.close()
     assert group.lost_reasons == {"verifier_lost": 1} and [score.reward for score in group.scores] == [1.0, 0.5, 0.0]
     plan = samples_of([group], normalize="none", truncated="exclude", zero_variance=True, reduction="prompt_mean")
     assert [sample.advantage for sample in plan.samples] == [0.5, 0.0, -0.5]

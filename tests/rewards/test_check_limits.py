@@ -1,7 +1,7 @@
 """Limits of a check: processor time, memory, files; and the environment variables that it inherits."""
 
-import asyncio
 import resource
+from pathlib import Path
 
 import pytest
 from verifier_pools import RIGHT, WRONG, pool_of, prompt, run_pool, wrong
@@ -18,41 +18,24 @@ async def ask(pool, text, **extra):
     return await pool.score(text, prompt(extra))
 
 
-def run(main, function, **rewards):
-    async def in_pool():
-        async with pool_of(function, **rewards) as pool:
-            return await main(pool)
-
-    return asyncio.run(in_pool())
-
-
-def test_processor_time_is_limited_and_the_score_cached():
-    async def main(pool):
+async def test_processor_time_is_limited_and_the_score_cached():
+    async with pool_of("faulty", cpu_s=0.3) as pool:
         scores = [await ask(pool, text) for text in ("spin 1", "7", "spin 1")]
-        return scores, pool.restarts
-
-    scores, restarts = run(main, "faulty", cpu_s=0.3)
-    assert scores == [wrong("timeout"), RIGHT, wrong("timeout")]
-    assert restarts == 1
+        assert scores == [wrong("timeout"), RIGHT, wrong("timeout")]
+        assert pool.restarts == 1
 
 
-def test_every_check_has_its_own_processor_time():
-    async def main(pool):
-        return [await ask(pool, str(n), cpu_s=0.3) for n in range(6, 9)], pool.restarts
-
-    scores, restarts = run(main, "hungry", cpu_s=0.6)
-    assert scores == [WRONG, RIGHT, WRONG]
-    assert restarts == 0
+async def test_every_check_has_its_own_processor_time():
+    async with pool_of("hungry", cpu_s=0.6) as pool:
+        assert [await ask(pool, str(n), cpu_s=0.3) for n in range(6, 9)] == [WRONG, RIGHT, WRONG]
+        assert pool.restarts == 0
 
 
 @pytest.mark.parametrize("use", [{"mb": 3000}, {"pieces_mb": 3000}])
-def test_an_answer_that_needs_too_much_memory_is_wrong_and_its_process_survives(use):
-    async def main(pool):
-        return [await ask(pool, "7", **use), await ask(pool, "7", mb=50)], pool.restarts
-
-    scores, restarts = run(main, "hungry", memory_mb=256)
-    assert scores == [wrong("memory"), RIGHT]
-    assert restarts == 0
+async def test_an_answer_that_needs_too_much_memory_is_wrong_and_its_process_survives(use):
+    async with pool_of("hungry", memory_mb=256) as pool:
+        assert [await ask(pool, "7", **use), await ask(pool, "7", mb=50)] == [wrong("memory"), RIGHT]
+        assert pool.restarts == 0
 
 
 def test_a_library_that_aborts_is_out_of_memory_unless_memory_has_no_limit():
@@ -62,41 +45,33 @@ def test_a_library_that_aborts_is_out_of_memory_unless_memory_has_no_limit():
     assert restarts in (3, 4), "the last process may not have been replaced yet"
 
 
-def test_without_a_limit_a_check_may_use_more():
-    async def main(pool):
-        return await ask(pool, "7", mb=300)
-
-    assert run(main, "hungry", memory_mb=100) == wrong("memory")
-    assert run(main, "hungry", memory_mb=None) == RIGHT
+@pytest.mark.parametrize(("memory_mb", "score"), [(100, wrong("memory")), (None, RIGHT)])
+async def test_without_a_limit_a_check_may_use_more(memory_mb, score):
+    async with pool_of("hungry", memory_mb=memory_mb) as pool:
+        assert await ask(pool, "7", mb=300) == score
 
 
-def test_checks_that_leak_do_not_take_memory_from_later_ones():
+async def test_checks_that_leak_do_not_take_memory_from_later_ones():
     """Each keeps 60 of the 100 MiB that it may use; the process is replaced before it grows further."""
-
-    async def main(pool):
-        return [await ask(pool, str(n), kept_mb=60) for n in range(9)], pool.restarts
-
-    scores, restarts = run(main, "hungry", memory_mb=100)
-    assert scores == [RIGHT if n == 7 else WRONG for n in range(9)]
-    assert restarts == 2, "after 4 checks with 240 MiB, above 2 x 100"
+    async with pool_of("hungry", memory_mb=100) as pool:
+        scores = [await ask(pool, str(n), kept_mb=60) for n in range(9)]
+        assert scores == [RIGHT if n == 7 else WRONG for n in range(9)]
+        assert pool.restarts == 2, "after 4 checks with 240 MiB, above 2 x 100"
 
 
-def test_workers_write_no_cores_no_files_and_open_few():
+async def test_workers_write_no_cores_no_files_and_open_few():
     limits = {"RLIMIT_CORE": (0, 0), "RLIMIT_FSIZE": (0, 0), "RLIMIT_NOFILE": (OPEN_FILES, OPEN_FILES)}
-
-    async def main(pool):
-        return await ask(pool, "x", limits=limits)
-
-    assert run(main, "limits") == RIGHT
+    async with pool_of("limits") as pool:
+        assert await ask(pool, "x", limits=limits) == RIGHT
 
 
-def test_files_are_written_up_to_their_limit(tmp_path):
-    async def main(pool):
-        return await ask(pool, "x", path=str(tmp_path / "file"), bytes=2**20)
-
-    assert run(main, "writes", file_mb=1) == RIGHT
-    with pytest.raises(CompletionLost, match="File too large"):
-        run(main, "writes", file_mb=0)
+async def test_files_are_written_up_to_their_limit(tmp_path):
+    written = {"path": str(tmp_path / "file"), "bytes": 2**20}
+    async with pool_of("writes", file_mb=1) as pool:
+        assert await ask(pool, "x", **written) == RIGHT
+    async with pool_of("writes", file_mb=0) as pool:
+        with pytest.raises(CompletionLost, match="File too large"):
+            await ask(pool, "x", **written)
 
 
 def test_the_limits_of_the_controller_stay_as_they_are():
@@ -105,31 +80,24 @@ def test_the_limits_of_the_controller_stay_as_they_are():
     assert [resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_NOFILE)] == before
 
 
-def test_the_math_verifier_starts_small():
+async def test_the_math_verifier_starts_small():
     """The docstring of rewards.memory_mb states its size, about 60 MiB; importing torch or numpy would exceed it."""
-
-    async def main():
-        async with VerifierPool(RewardsSection(workers=1)) as pool:
-            with open(f"/proc/{pool._workers.pids[0]}/statm") as statm:
-                return int(statm.read().split()[0]) * resource.getpagesize() / 2**20
-
-    assert asyncio.run(main()) < 100
+    async with VerifierPool(RewardsSection(workers=1)) as pool:
+        pages = Path(f"/proc/{pool._workers.pids[0]}/statm").read_text().split()[0]
+    assert int(pages) * resource.getpagesize() / 2**20 < 100
 
 
 @pytest.mark.parametrize("passed", [(), ("HF_TOKEN", "SSH_AUTH_SOCK")])
-def test_no_secret_of_the_environment_reaches_a_verifier_unless_it_is_named(passed, monkeypatch):
+async def test_no_secret_of_the_environment_reaches_a_verifier_unless_it_is_named(passed, monkeypatch):
     names = (*SECRETS, "LC_TIME")
     for name in names:
         monkeypatch.setenv(name, "C.UTF-8")
-
-    async def main(pool):
-        scores = [await ask(pool, name, value="C.UTF-8") for name in names]
-        return {name for name, score in zip(names, scores, strict=True) if score.correct}
-
-    assert run(main, "sees", variables=passed) == {*passed, "LC_TIME"}
+    async with pool_of("sees", variables=passed) as pool:
+        seen = {name for name in names if (await ask(pool, name, value="C.UTF-8")).correct}
+    assert seen == {*passed, "LC_TIME"}
 
 
 def test_a_variable_that_is_not_set_is_refused_at_the_start(monkeypatch):
     monkeypatch.delenv("JUDGE_URL", raising=False)
     with pytest.raises(ValueError, match=r"rewards\.variables: the environment variable 'JUDGE_URL' is not set"):
-        asyncio.run(pool_of("same", variables=["JUDGE_URL"]).start())
+        pool_of("same", variables=["JUDGE_URL"])

@@ -101,17 +101,9 @@ def no_pauses(monkeypatch):
     monkeypatch.setattr(outages, "PAUSES_S", (0.0, 0.0))
 
 
-def run(answers, **rewards):
-    async def main():
-        async with pool_of("judged", **rewards) as pool:
-            return [(await asyncio.gather(pool.score(a, prompt()), return_exceptions=True))[0] for a in answers]
-
-    return asyncio.run(main())
-
-
 @pytest.mark.parametrize("fault", ["refused", "status 503", "unavailable", "hang"])
 def test_a_judge_that_is_down_loses_the_completion(fault, no_pauses):
-    [lost] = run([fault], timeout_s=1.0)
+    [lost], _ = run_pool("judged", [fault], timeout_s=1.0)
     assert isinstance(lost, CompletionLost) and lost.reason == "verifier_lost"
 
 
@@ -120,13 +112,9 @@ def test_a_judge_that_fails_on_one_answer_alone_makes_it_wrong(no_pauses):
     assert scores == [wrong("unavailable")] + [RIGHT] * 40
 
 
-def test_a_judge_that_goes_down_pays_nobody_as_wrong(no_pauses):
-    scores = run([*(f"7 {n}" for n in range(20)), *(f"refused {n}" for n in range(6))])
-    assert scores[:20] == [RIGHT] * 20
-    assert all(isinstance(lost, CompletionLost) for lost in scores[20:])
-
-
-def test_the_run_ends_where_half_of_the_checks_cannot_be_made(no_pauses, monkeypatch):
+async def test_the_run_ends_where_half_of_the_checks_cannot_be_made(no_pauses, monkeypatch):
     monkeypatch.setattr(outages, "RECENT", 8)
-    scores = run([word for n in range(6) for word in (f"7 {n}", f"refused {n}", f"status 503 {n}")])
-    assert isinstance(scores[-1], RuntimeError) and "of the last 8 checks could not be made" in str(scores[-1])
+    async with pool_of("judged") as pool:
+        for answer in (f"{word} {n}" for n in range(6) for word in ("7", "refused", "status 503")):
+            [score] = await asyncio.gather(pool.score(answer, prompt()), return_exceptions=True)
+    assert isinstance(score, RuntimeError) and "of the last 8 checks could not be made" in str(score)

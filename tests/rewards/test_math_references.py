@@ -88,33 +88,34 @@ def test_an_escaped_dollar_is_an_amount():
         assert verify_math(answer, "\\$36", {}) is True and verify_math(answer, "\\$37", {}) is False
 
 
-@pytest.mark.parametrize(
-    ("answer", "right"),
-    [
-        ("<answer>34</answer>", True),
-        ("I am 95% sure. <answer> $34$ </answer> Confidence: 95", True),
-        ("<answer>x = 34</answer>\nThis took 3 steps.", True),
-        ("<answer>\\boxed{34}</answer> 5", True),
-        ("<answer>12</answer> wait <answer>34.0</answer>", True),
-        ("<answer>The number is 34.</answer> 7", True),
-        ("<answer>35</answer> 34", False),
-        ("<answer></answer> 34", True),
-        ("2 + 32 = 34\n#### 34", True),
-        ("2 + 32\n#### 34 apples", True),
-        ("#### Step 2\nThe answer is $34$.", True),
-        ("##### Step 3: add\nthe answer is 34", True),
-        ("#### Final answer\n34", True),
-        ("The answer is 34.\n#### Summary\nSo $x=34$", True),
-        ("#### Final Answer: 34 eggs", True),
-        ("<answer>Total: 34</answer>", True),
-        ("34\n#### 35", False),
-        ("The answer is 34.", True),
-        ("\\boxed{35} <answer>34</answer>", False),
-    ],
-)
-def test_forms_of_an_answer(answer, right):
-    assert verify_math(answer, "34", {}) is right
-    assert verify_math(answer, "She has 30 + 4 = <<30+4=34>>34 apples.\n#### 34", {}) is right
+RIGHT = [
+    "<answer>34</answer>",
+    "I am 95% sure. <answer> $34$ </answer> Confidence: 95",
+    "<answer>x = 34</answer>\nThis took 3 steps.",
+    "<answer>\\boxed{34}</answer> 5",
+    "<answer>12</answer> wait <answer>34.0</answer>",
+    "<answer>The number is 34.</answer> 7",
+    "<answer></answer> 34",
+    "2 + 32 = 34\n#### 34",
+    "2 + 32\n#### 34 apples",
+    "#### Step 2\nThe answer is $34$.",
+    "##### Step 3: add\nthe answer is 34",
+    "#### Final answer\n34",
+    "The answer is 34.\n#### Summary\nSo $x=34$",
+    "#### Final Answer: 34 eggs",
+    "<answer>Total: 34</answer>",
+    "The answer is 34.",
+]
+WRONG = [
+    "<answer>35</answer> 34",
+    "34\n#### 35",
+    "\\boxed{35} <answer>34</answer>",
+]
+
+
+@pytest.mark.parametrize("reference", ["34", "She has 30 + 4 = <<30+4=34>>34 apples.\n#### 34"])
+def test_forms_of_an_answer(reference):
+    assert [answer for answer in RIGHT + WRONG if verify_math(answer, reference, {})] == RIGHT
 
 
 def test_a_text_of_tags_alone_is_read_at_once():

@@ -18,7 +18,7 @@ from worker_pools import shorten, unread
 from megatron_scalerl.processes.worker import FRAME
 from megatron_scalerl.processes.worker_pool import Worker
 from megatron_scalerl.rewards import outages
-from megatron_scalerl.types import CompletionLost, Score
+from megatron_scalerl.types import CompletionLost
 
 PROMPT = prompt()
 
@@ -98,45 +98,28 @@ def test_a_hung_check_dies_with_a_controller_that_was_killed(tmp_path):
     child.wait()
 
 
-def test_no_answer_and_truncated_are_wrong_without_a_check():
-    async def main():
-        async with pool_of("counting") as pool:
-            scores = [await pool.score(text, PROMPT) for text in (None, "", " \n")]
-            scores.append(await pool.score("7", PROMPT, truncated=True))
-            scores.append(await pool.score("7", PROMPT))
-            return scores
-
-    scores = asyncio.run(main())
-    assert scores[:4] == [wrong("no_answer")] * 3 + [wrong("truncated")]
-    assert scores[4].reward == 1.0, "the verifier's first call"
+async def test_no_answer_and_truncated_are_wrong_without_a_check():
+    async with pool_of("counting") as pool:
+        assert [await pool.score(text, PROMPT) for text in (None, "", " \n")] == [wrong("no_answer")] * 3
+        assert await pool.score("7", PROMPT, truncated=True) == wrong("truncated")
+        assert (await pool.score("7", PROMPT)).reward == 1.0, "the verifier's first call"
 
 
-def test_a_float_is_the_reward_itself_and_nonsense_is_an_error():
-    async def main():
-        async with pool_of("graded", correct=2.0) as pool:
-            floats = [await pool.score("x", prompt({"value": value})) for value in (2.0, 0.25, True, 3)]
-            floats.append(await pool.score("x", prompt({"value": Decimal(4)})))
-            texts = ("none", "nan", "text", "number", "bytes", "array")
-            nonsense = [await pool.score(text, prompt({})) for text in texts]
-            return floats, nonsense
-
-    floats, nonsense = asyncio.run(main())
-    assert floats == [
-        Score(correct=True, reward=2.0),
-        Score(correct=False, reward=0.25),
-        Score(correct=True, reward=2.0),
-        Score(correct=True, reward=3.0),
-        Score(correct=True, reward=4.0),
-    ]
-    assert nonsense == [wrong("error")] * 6
+async def test_a_float_is_the_reward_itself_and_nonsense_is_an_error():
+    async with pool_of("graded", correct=2.0) as pool:
+        values = [2.0, 0.25, True, 3, Decimal(4)]
+        scores = [await pool.score("x", prompt({"value": value})) for value in values]
+        assert [(score.correct, score.reward) for score in scores] == [
+            (value != 0.25, 2.0 if value is True else value) for value in values
+        ]
+        for text in ("none", "nan", "text", "number", "bytes", "array"):
+            assert await pool.score(text, prompt()) == wrong("error"), text
 
 
-def test_the_question_is_a_column_and_identifies_a_check():
-    async def main():
-        async with pool_of("asked") as pool:
-            return [await pool.score("t", replace(prompt({"prompt": "u"}), text=text)) for text in "tut"]
-
-    assert asyncio.run(main()) == [RIGHT, WRONG, RIGHT]
+async def test_the_question_is_a_column_and_identifies_a_check():
+    async with pool_of("asked") as pool:
+        scores = [await pool.score("t", replace(prompt({"prompt": "u"}), text=text)) for text in "tut"]
+        assert scores == [RIGHT, WRONG, RIGHT]
 
 
 def test_numpy_results_prints_and_reads_are_harmless():
@@ -179,18 +162,14 @@ def test_a_verifier_that_never_imports_is_refused_in_time(tmp_path):
         asyncio.run(pool_of("sleepy:f", start_timeout_s=2.0).start())
 
 
-def test_a_process_that_died_idle_is_replaced_and_no_completion_is_wrong():
-    async def main():
-        async with pool_of("same") as pool:
-            await pool.score("7", PROMPT)
-            [worker] = pool._workers._workers
-            os.kill(worker.pid, signal.SIGKILL)
-            await until(lambda: not worker.alive)
-            return await pool.score("8", PROMPT), pool.restarts
-
-    score, restarts = asyncio.run(main())
-    assert score == WRONG
-    assert restarts == 1
+async def test_a_process_that_died_idle_is_replaced_and_no_completion_is_wrong():
+    async with pool_of("same") as pool:
+        await pool.score("7", PROMPT)
+        [worker] = pool._workers._workers
+        os.kill(worker.pid, signal.SIGKILL)
+        await until(lambda: not worker.alive)
+        assert await pool.score("8", PROMPT) == WRONG
+        assert pool.restarts == 1
 
 
 @pytest.mark.slow
@@ -211,36 +190,28 @@ def test_a_late_event_loop_is_not_a_time_out(monkeypatch):
     assert run_pool("same", ["7"], timeout_s=1.0)[0] == [RIGHT]
 
 
-def test_a_cancelled_caller_does_not_affect_others():
-    async def main():
-        async with pool_of("same") as pool:
-            calls = [asyncio.create_task(pool.score(f"{n // 4}", PROMPT)) for n in range(40)]
-            await passes(1)
-            for call in calls[::2]:
-                call.cancel()
-            return await asyncio.gather(*calls[1::2]), pool._outstanding
-
-    scores, outstanding = asyncio.run(main())
-    assert scores == [RIGHT if n // 4 == 7 else WRONG for n in range(1, 40, 2)]
-    assert outstanding == {}
-
-
-def test_a_closed_pool_fails_outstanding_and_later_checks():
-    async def main():
-        pool = pool_of("faulty", timeout_s=10**6)
-        with pytest.raises(RuntimeError, match="was not started"):
-            await pool.score("7", PROMPT)
-        await pool.start()
-        hung = asyncio.create_task(pool.score("sleep", PROMPT))
+async def test_a_cancelled_caller_does_not_affect_others():
+    async with pool_of("same") as pool:
+        calls = [asyncio.create_task(pool.score(f"{n // 4}", PROMPT)) for n in range(40)]
         await passes(1)
-        await pool.close()
-        await pool.close()
-        with pytest.raises(RuntimeError, match="pool is closed"):
-            await hung
-        with pytest.raises(RuntimeError, match="pool is closed"):
-            await pool.score("7", PROMPT)
+        for call in calls[::2]:
+            call.cancel()
+        assert await asyncio.gather(*calls[1::2]) == [RIGHT if n // 4 == 7 else WRONG for n in range(1, 40, 2)]
+        assert pool._outstanding == {}
 
-    asyncio.run(main())
+
+async def test_a_closed_pool_fails_outstanding_and_later_checks():
+    pool = pool_of("faulty", timeout_s=10**6)
+    with pytest.raises(RuntimeError, match="was not started"):
+        await pool.score("7", PROMPT)
+    await pool.start()
+    hung = asyncio.create_task(pool.score("sleep", PROMPT))
+    await passes(1)
+    await pool.close()
+    await pool.close()
+    for check in (hung, pool.score("7", PROMPT)):
+        with pytest.raises(RuntimeError, match="pool is closed"):
+            await check
 
 
 @pytest.mark.parametrize(("cpus", "workers"), [(1, 1), (3, 3), (64, 8)])

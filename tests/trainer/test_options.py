@@ -256,10 +256,6 @@ def test_layers_without_adapters_are_refused_with_adapters(monkeypatch):
     latent = replace(llama(), transformer={**llama().transformer, "multi_latent_attention": True})
     with pytest.raises(ValueError, match=r"policy\.lora: .*latent"):
         model_options(latent, recipe(lora={}), alone())
-    layout = dict(parallel=dict(pipeline_model_parallel_size=2), model=dict(pipeline_model_parallel_layout="E|ttL"))
-    model_options(llama(), recipe(layout, world_size=2), alone(2))
-    with pytest.raises(ValueError, match=r"megatron\.model\.pipeline_model_parallel_layout: .*policy\.lora"):
-        model_options(llama(), recipe(layout, lora={}, world_size=2), alone(2))
     grouped = {**options._device_settings(), "moe_grouped_gemm": True}
     monkeypatch.setattr(options, "_device_settings", lambda: grouped)
     assert model_options(mixture(), recipe(), alone()).config.moe_grouped_gemm

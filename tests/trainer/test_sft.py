@@ -166,7 +166,7 @@ def test_the_same_seed_gives_the_same_policy(tiny, tmp_path):
         ('{"prompt": "1+1=", "completion": "2"}\n{"prompt"', r"line 2: the line is not JSON: "),
         ('{"prompt": "1+1="}\n', "line 1: there is no column 'completion'; the columns are prompt"),
         ('{"prompt": 3, "completion": "2"}\n', "line 1: 'prompt' is 3; it has to be a text"),
-        (b'{"prompt": "\xff", "completion": "2"}\n', "line 1: the line is not UTF-8: invalid start byte"),
+        (b'{"prompt": "\xff", "completion": "2"}\n', "line 1: the line is not JSON: .* invalid start byte"),
     ],
 )
 def test_bad_examples_are_named(tiny, tmp_path, content, message):
