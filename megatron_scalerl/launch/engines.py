@@ -137,7 +137,6 @@ class Engines:
             secret=self._secret,
             log_path=self._logs / f"engine-{index}.log",
             positions=place.positions,
-            share=place.share,
             interface=interface,
         )
 

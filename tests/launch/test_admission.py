@@ -293,14 +293,14 @@ async def test_an_agent_gets_its_engines_port_and_devices():
         made,
         agent,
     ):
-        place = EnginePlace(host=Host(name="b"), positions=(2, 3), share="2,3/8")
+        place = EnginePlace(host=Host(name="b"), positions=(2, 3))
         started, joined = agent(), agent()
         await started.hello(name="engine-1", start=made.engine(1, place).start_id)
         welcome = await started.answer()
-        assert (welcome.port, welcome.positions, welcome.share) == (8001, [2, 3], "2,3/8")
+        assert (welcome.port, welcome.positions) == (8001, [2, 3])
         await joined.join(devices=2)
         welcome = await joined.answer()
-        assert (welcome.port, welcome.positions, welcome.share) == (0, [0, 1], "")
+        assert (welcome.port, welcome.positions) == (0, [0, 1])
 
 
 async def test_an_address_of_another_host_is_refused():

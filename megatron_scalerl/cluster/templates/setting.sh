@@ -15,7 +15,6 @@ set -u
 {% for name, value in environment.items() %}
 export {{ name }}={{ value | quote }}
 {% endfor %}
-export MSRL_BIND_CPUS="${MSRL_BIND_CPUS:-1}"  # each rank and engine to its part of the job's CPUs
 # what is compiled and copied on each node's own disk; a job that is queued again finds it where the node keeps it
 export MSRL_LOCAL="{{ local }}/megatron-scalerl-${USER:-$UID}/$job" MSRL_STAGED=
 export SLURM_EXPORT_ENV=ALL  # steps get what is set above, not only what --export lists for the job
