@@ -10,7 +10,7 @@ from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.counting import count, load_family, of_stage
 from megatron_scalerl.plan.hardware import GPUS
 from megatron_scalerl.plan.meta_build import compare_with_build
-from megatron_scalerl.plan.planner import as_numbers, make_plan
+from megatron_scalerl.plan.planner import make_plan
 from megatron_scalerl.plan.sharding import layout_of
 from megatron_scalerl.recipe.file import load_recipe
 
@@ -94,10 +94,7 @@ def test_a_policy_of_1_t_is_planned_on_1024_gpus():
     assert update.bytes == 2 * 1_026_408_209_408 + biases and update.senders == 512
     assert update.bytes / 512 <= update.most_sent <= 1.3 * update.bytes / 512
     assert update.bytes / 32 <= update.most_received <= 1.05 * update.bytes / 32
-    numbers = as_numbers(plan)["weight_update"]
-    assert numbers["changes_bytes"] == pytest.approx(1_026_408_209_408 * 0.01 * 3.1)
-    assert numbers["changes_lower_bound"] == pytest.approx(0.0155 * update.bound_seconds(50e9))
-    assert numbers["assumed_seconds"] == pytest.approx(2 * update.bound_seconds(50e9))
+    assert plan.publish_seconds == pytest.approx(2 * update.bound_seconds(50e9))
 
 
 def test_ranks_add_up_to_the_whole():

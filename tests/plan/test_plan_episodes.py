@@ -239,7 +239,7 @@ def test_flags_and_a_missing_module(tmp_path, capsys):
     words = ["plan", recipe, "--gpus", "2", "--check", "--no-build", "environment=nowhere.at_all:Game"]
     assert main([*words, *flags]) == 0
     numbers = json.loads(out.read_text())
-    assert numbers["assumptions"]["turns"] == {"value": 2, "from": "flag", "source": "given on the command line"}
+    assert numbers["assumptions"]["turns"] == {"value": 2, "source": "given on the command line"}
     assert [numbers["assumptions"][name]["value"] for name in OF_EPISODES] == [2, 10, 1]
     assert main([*words, "--turns", "0.5"]) == 2
     assert "turns: 0.5: Input should be greater than or equal to 1" in capsys.readouterr().err
