@@ -76,7 +76,9 @@ def allocate(
     gpus = max(_gpus(recipe, partition, asked) for recipe in recipes)
     slots = None
     if asked.nodes > 1:
-        slots = gpus or asked.slots or max(_fewest_slots(recipe, asked.nodes) for recipe in recipes)
+        slots = gpus or asked.slots
+        if slots is None:
+            raise ValueError("--slots is missing; give the ranks and engine devices of a node")
         needed = max(_checked_need(recipe, slots, asked.nodes) for recipe in recipes)
         if needed < asked.nodes:
             raise ValueError(
@@ -136,48 +138,32 @@ def check_plan(recipe: Recipe, recipe_file: str | None, partition: Partition, gp
 
 
 def _gpus(recipe: Recipe, partition: Partition, asked: Request) -> int:
-    """GPUs of a node: as given, else on one node one for each rank and engine device, on several all of a node's."""
+    """GPUs of a node: as given, else on one node one for each rank and engine device, on several all of a node's.
+
+    Without --gpus-per-node a partition with GPUs gives the run GPUs; 0 keeps it on CPUs.
+    """
     devices = recipe.devices
-    takes_gpus = asked.gpus_per_node is None and partition.gpus > 0
-    # without --gpus-per-node a partition with GPUs gives the run GPUs; 0 keeps it on CPUs
-    if takes_gpus and asked.slots is not None:
-        raise ValueError("--slots requires --gpus-per-node 0: on GPUs a node's devices are its GPUs")
-    if takes_gpus and asked.nodes == 1:
-        if devices > partition.gpus:
-            if recipe.engine.colocate:
-                raise ValueError(
-                    f"{recipe.name}: engine.colocate takes {devices} GPUs on one node, and a node of "
-                    f"{partition.name} has {partition.gpus}"
-                )
-            advice = f"one engine takes {recipe.engine.devices_per_engine}"
-            if more := hosts_needed(recipe, partition.gpus):
-                advice = f"--nodes {more}"
-            raise ValueError(
-                f"{recipe.name}: {recipe.trainer.world_size} trainer and "
-                f"{devices - recipe.trainer.world_size} engine GPUs "
-                f"do not fit on one node: a node of {partition.name} has {partition.gpus}; {advice}"
-            )
-        return devices
-    gpus = asked.gpus_per_node or 0
-    if takes_gpus:
+    gpus = asked.gpus_per_node
+    if gpus is None:
         gpus = partition.gpus
+        if gpus and asked.nodes == 1:
+            gpus = devices
     if gpus and asked.slots is not None:
-        raise ValueError(f"--slots is for a run on CPUs, and this one takes {gpus} GPUs of a node; leave it out")
-    if not 0 <= gpus <= partition.gpus:
         raise ValueError(
-            f"--gpus-per-node: {gpus} is out of range: a node of {partition.name} has {partition.gpus} GPUs"
+            f"--slots is for a run on CPUs, and this one takes {gpus} GPUs of a node; leave it out, or add "
+            "--gpus-per-node 0"
+        )
+    if not 0 <= gpus <= partition.gpus:
+        advice = ""
+        if not recipe.engine.colocate and (more := hosts_needed(recipe, partition.gpus)):
+            advice = f"; --nodes {more} would do"
+        raise ValueError(
+            f"--gpus-per-node: {gpus} is out of range: a node of {partition.name} has {partition.gpus} GPUs, ranks "
+            f"and engines of {recipe.name} take {devices}{advice}"
         )
     if asked.nodes == 1 and 0 < gpus < devices:
         raise ValueError(f"--gpus-per-node: {gpus} is too few: ranks and engines take {devices} on one node")
     return gpus
-
-
-def _fewest_slots(recipe: Recipe, nodes: int) -> int:
-    """The fewest devices of a node with which a run fits on this number of nodes."""
-    for slots in range(recipe.engine.devices_per_engine, recipe.devices):
-        if (needed := hosts_needed(recipe, slots)) is not None and needed <= nodes:
-            return slots
-    return recipe.devices
 
 
 def _checked_need(recipe: Recipe, slots: int, nodes: int) -> int:

@@ -1,13 +1,10 @@
 """Submits runs: checks, each of which raises ValueError with one line, the job script in the run's folder, sbatch."""
 
-import contextlib
-import os
-import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron_scalerl.checkpoints.atomic_io import lock_file, write_durably
+from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.jsonl import append_row, read_jsonl
 from megatron_scalerl.cluster import cluster
 from megatron_scalerl.cluster.allocation import Request, allocate, assumed, check_plan
@@ -32,7 +29,7 @@ _LOCAL_FOLDERS = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"))
 _LOCAL_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs")
 """File systems of one host; it may export them to others under the same path."""
 JOBS = "jobs.jsonl"
-"""In RUN/slurm: one line per submission with the job's id and script."""
+"""In RUN/slurm: one line per submission with the ids of its jobs."""
 
 
 def recipes_of(
@@ -96,38 +93,31 @@ def submit(
         missing = str(error)
     has_slurm = not missing
     plan = _plan(recipes, name, request, site, partition)
-    if request.throttle is not None:
-        check_script(plan.script, plan.runs)
     resolved, lines = _resolved(recipes, plan, partition, recipe_file, has_slurm=has_slurm)
     yield from lines
-    with contextlib.ExitStack() as stack:
-        # the script's folder is that of the run, or of the array: nobody takes a lock twice
-        for run in dict.fromkeys([*plan.runs, plan.script.parent.parent]):
-            (run / SLURM).mkdir(parents=True, exist_ok=True)
-            stack.enter_context(submitting(run))
-        # asked under the locks, so that the job of a submission that has just ended is in the queue
-        queued = cluster.queued() if has_slurm else None
-        for run in plan.runs:
-            check_free(run, queued)
-        for recipe, run in zip(resolved, plan.runs, strict=True):
-            write_durably(run / SLURM / "recipe.yaml", dump_recipe(recipe).encode())
-        # last: end.json of a finished run is compared with it
-        write_durably(plan.script, render(plan).encode())
-        cluster.check_syntax(plan.script)
-        yield f"job script: {plan.script}"
-        if has_slurm:
-            yield f"sbatch --test-only: {cluster.test_only(plan.script)}"
-        else:
-            nodes = f"{partition.gpus} GPUs and {partition.cpus} CPUs"
-            yield (
-                f"not checked, since {missing}: that {partition.name} exists, with nodes of {nodes} "
-                "(assumed), its time limit, that Slurm accepts the job, that the run has no other one, and that the "
-                f"nodes see {plan.cwd} and {plan.runs[0]}"
-            )
-        if dry_run:
-            yield "dry run: nothing is submitted"
-            return
-        jobs = _submit(plan)
+    queued = cluster.queued() if has_slurm else None
+    for run in plan.runs:
+        check_free(run, queued)
+    for recipe, run in zip(resolved, plan.runs, strict=True):
+        (run / SLURM).mkdir(parents=True, exist_ok=True)
+        write_durably(run / SLURM / "recipe.yaml", dump_recipe(recipe).encode())
+    plan.script.parent.mkdir(parents=True, exist_ok=True)
+    # last: end.json of a finished run is compared with it
+    write_durably(plan.script, render(plan).encode())
+    cluster.check_syntax(plan.script)
+    yield f"job script: {plan.script}"
+    if has_slurm:
+        yield f"sbatch --test-only: {cluster.test_only(plan.script)}"
+    else:
+        nodes = f"{partition.gpus} GPUs and {partition.cpus} CPUs"
+        yield (
+            f"not checked, since {missing}: that {partition.name} exists, with nodes of {nodes} "
+            "(assumed), its time limit, that Slurm accepts the job, and that the run has no other one"
+        )
+    if dry_run:
+        yield "dry run: nothing is submitted"
+        return
+    jobs = _submit(plan)
     yield f"submitted: job {', '.join(jobs)}; asked to save {plan.lead_s} s before its time limit"
     yield f"output: {plan.outputs}; logs: RUN/slurm and RUN/logs"
     yield from (f"megatron-scalerl submit --status {run_dir}" for run_dir in plan.runs)
@@ -202,11 +192,9 @@ def _submit(plan: JobPlan) -> list[str]:
             for _ in range(asked.max_requeues):
                 jobs.append(cluster.submit(plan.script, [f"--dependency=afterany:{jobs[-1]}"]))
         row = {
-            "script": str(plan.script),
             "lead_s": plan.lead_s,
             "max_requeues": asked.max_requeues,
             "chain": asked.chain,
-            "nodes": plan.nodes.nodes,
             "gpu_hours": asked.gpu_hours,
         }
         for index, run in enumerate(plan.runs):
@@ -216,19 +204,6 @@ def _submit(plan: JobPlan) -> list[str]:
         cluster.cancel(jobs)  # none remains that is not recorded
         raise
     return jobs
-
-
-@contextlib.contextmanager
-def submitting(run: Path) -> Iterator[None]:
-    """A block in which no other process submits this run. Raises ValueError if another submission is in progress."""
-    try:
-        handle = lock_file(run / SLURM / "lock")
-    except BlockingIOError:
-        raise ValueError(f"{run}: another submission of this run is in progress") from None
-    try:
-        yield
-    finally:
-        os.close(handle)
 
 
 @record
@@ -335,14 +310,3 @@ def check_free(run: Path, jobs: Iterable[Job] | None) -> None:
         raise ValueError(f"{run}: may have a job, which a dry run without Slurm would change; give it another name")
     for job in jobs_of(run, jobs or ()):
         raise ValueError(f"{run}: has job {job.job_id} already, {job.state}; scancel {job.job_id} ends it")
-
-
-def check_script(script: Path, runs: Iterable[Path]) -> None:
-    """The script of an array, which names none of the `runs` only if it was written for others."""
-    if script.is_file():
-        text = script.read_text(encoding="utf8")
-        if not any(f"{shlex.quote(str(run))}\n" in text for run in runs):
-            raise ValueError(
-                f"{script.parent.parent}: its job script is that of other runs; move it away, or rename the array's "
-                "folder or base"
-            )

@@ -77,7 +77,7 @@ def test_what_cannot_run_is_refused(stand_in, capsys, options, said):
 
 def test_what_slurm_refuses_is_refused_by_the_dry_run(stand_in, tmp_path, capsys):
     words, _ = stand_in("0", "--dry-run")
-    write_site(tmp_path / "site.yaml", STAND_IN_PROGRAM, sbatch=["--constraint=nosuch"])
+    write_site(tmp_path / "site.yaml", STAND_IN_PROGRAM, sbatch={"constraint": "nosuch"})
     assert "job.sbatch: the cluster does not accept this job" in refusal(words, capsys)
 
 
