@@ -154,34 +154,10 @@ def last_state(job_id: str) -> str | None:
     return next(iter(states), None)
 
 
-def hostnames(nodes: str) -> list[str]:
-    """The names in Slurm's short form, such as `node[1-3]`. Raises RuntimeError."""
-    if nodes in ("", *_UNKNOWN):
-        return []
-    return _ask("scontrol", "show", "hostnames", nodes).split()
-
-
-def nodes_of(job_id: str) -> list[str] | None:
-    """The nodes that a job holds now; with --no-kill one that failed is no longer one of them. None without a job."""
-    nodes = re.search(r" NodeList=(\S*)", _shown(job_id))
-    if nodes is None:
-        return None
-    return hostnames(nodes[1])
-
-
 def _shown(job_id: str) -> str:
     """The line that scontrol shows of a job; empty for a job that it does not know."""
     done = _run("scontrol", "show", "job", "--oneliner", job_id)
     return "" if done.returncode else done.stdout
-
-
-def node_states(names: Sequence[str]) -> dict[str, str]:
-    """States of nodes as sinfo shows them: idle, mixed, down; a * follows where a node does not respond. Raises
-    RuntimeError."""
-    if not names:
-        return {}
-    lines = _ask("sinfo", "--noheader", "--Node", "--nodes", ",".join(names), "-o", "%N|%T").splitlines()
-    return dict(line.strip().split("|", 1) for line in lines if "|" in line)
 
 
 def test_only(script: Path) -> str:

@@ -54,7 +54,17 @@ def starts(run):
 
 def nodes_of(start):
     """The nodes of the allocation in which the stand-in started."""
-    return cluster.hostnames(start["environment"]["SLURM_JOB_NODELIST"])
+    return hostnames(start["environment"]["SLURM_JOB_NODELIST"])
+
+
+def held_by(job):
+    """The nodes that a job holds now."""
+    return hostnames(re.search(r" NodeList=(\S*)", cluster._shown(job))[1])
+
+
+def hostnames(nodes):
+    """The names in Slurm's short form, such as node[1-3]."""
+    return cluster._ask("scontrol", "show", "hostnames", nodes).split()
 
 
 def output_of(run, job):

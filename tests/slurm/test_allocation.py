@@ -10,7 +10,7 @@ import pytest
 from megatron_scalerl.cluster import cluster, submission
 from megatron_scalerl.cluster.allocation import Allocation, Request, allocate, check_plan
 from megatron_scalerl.cluster.cluster import Partition
-from megatron_scalerl.cluster.slurm_status import attempts, failed_nodes, seconds_left, spent, unfit
+from megatron_scalerl.cluster.slurm_status import attempts, seconds_left, spent, unfit
 from megatron_scalerl.launch.placement import hosts_needed
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 
@@ -163,16 +163,6 @@ def test_the_ledger_is_summed_up_to_its_last_heartbeat(tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text(dump_recipe(recipe_like(3, 1, 1).model_copy(update={"name": "r", "output_dir": str(tmp_path)})))
     assert (seconds_left(file, 4.75), seconds_left(file, 3.0)) == (900, 0)
-
-
-def test_nodes_that_failed_are_named():
-    states = {"a": "mixed", "b": "down*", "c": "idle", "d": "mixed*", "e": "drained"}
-    assert list(failed_nodes("abcdef", "abde", states)) == [
-        "b is down*: Slurm gets no answer from it",
-        "c failed and has left the job; it is idle now",
-        "d is mixed*: Slurm gets no answer from it",
-        "f failed and has left the job; it is unknown now",
-    ]
 
 
 def test_attempts_are_those_since_the_last_submission_in_order(tmp_path):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from e2e.whole_runs import overrides
-from slurm_runs import ROOT, output_of, rows, steps, submitted, wait_for_end
+from slurm_runs import ROOT, held_by, output_of, rows, steps, submitted, wait_for_end
 
 from megatron_scalerl.cluster import cluster as slurm
 
@@ -83,14 +83,14 @@ def test_an_engine_that_is_cut_off_for_a_while_rejoins(run, cluster):
     until(lambda: steps(folder) >= reached + 2, lambda: output_of(folder, job))
     until(lambda: states(folder)["engine-1"] == "serving", lambda: (folder / "engines.jsonl").read_text())
     assert last(folder, "engine-1")["restarts"] >= 1
-    assert slurm.nodes_of(job) == ["node1", "node2", "node3"]
+    assert held_by(job) == ["node1", "node2", "node3"]
     assert all(row["devices"] == 1 for row in rows(folder / "engines.jsonl")), "held, and charged, throughout"
 
 
 def test_a_run_goes_on_without_an_engine_whose_node_is_gone_and_pays_no_longer_for_it(run, cluster):
     folder, job = run
     cluster.link("node3", "down")
-    until(lambda: slurm.nodes_of(job) == ["node1", "node2"], lambda: str(slurm.nodes_of(job)))
+    until(lambda: held_by(job) == ["node1", "node2"], lambda: str(held_by(job)))
     until(lambda: last(folder, "engine-1")["given_up"], lambda: (folder / "engines.jsonl").read_text())
     assert last(folder, "engine-1")["devices"] == 0
     reached = steps(folder)
