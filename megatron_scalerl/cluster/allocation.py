@@ -32,8 +32,6 @@ class Request:
     """Device-hours that the run may take in all, after which its job is not queued again; None without a budget."""
     check_seconds: float
     """Seconds within which each of several nodes has to report."""
-    any_file_system: bool
-    """True: submit although other nodes seem not to see the output folder."""
     site: Path | None
     """Path of the site file."""
     max_requeues: int

@@ -191,11 +191,6 @@ def check_syntax(script: Path) -> None:
         raise ValueError(f"{script}: bash cannot parse this script: {_reason(done.stderr)}")
 
 
-def mount_of(place: Path) -> list[str]:
-    """Type and mount point of a folder's file system: ["nfs4", "/home"]. Raises RuntimeError."""
-    return _ask("df", "--output=fstype,target", str(place)).splitlines()[-1].split(maxsplit=1)
-
-
 def _reason(output: str) -> str:
     return " ".join(output.replace("sbatch: error: ", "").replace("sbatch: ", "").split())
 

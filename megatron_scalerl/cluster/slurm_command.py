@@ -72,11 +72,6 @@ def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
     job.add_argument(
         "--gpu-hours", type=float, metavar="H", help="budget: device-hours of all attempts together, by the ledger"
     )
-    job.add_argument(
-        "--any-file-system",
-        action="store_true",
-        help="submit even if other nodes seem not to see the output folder",
-    )
     job.add_argument("--site", type=Path, metavar="FILE", help="site file (YAML): account, modules, container, ...")
     job.add_argument(
         "--dry-run", action="store_true", help="write and check the job script, submit nothing; works without Slurm"

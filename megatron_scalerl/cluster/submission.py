@@ -24,10 +24,6 @@ SAVE_S = 300.0
 """Assumed seconds of a step and its checkpoint, likewise."""
 _RECENT = 100
 """Steps whose slowest one counts."""
-_PRIVATE = ("tmpfs", "ramfs", "devtmpfs", "overlay", "squashfs")
-_LOCAL_FOLDERS = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"))
-_LOCAL_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs")
-"""File systems of one host; it may export them to others under the same path."""
 JOBS = "jobs.jsonl"
 """In RUN/slurm: one line per submission with the ids of its jobs."""
 
@@ -130,10 +126,9 @@ def _resolved(
     from megatron_scalerl.controller.preflight import check_inputs  # imports transformers
 
     resolved = []
-    warnings: dict[str, None] = {}
     checks = "passed"
     fits = "not reached"
-    for recipe, run in zip(recipes, plan.runs, strict=True):
+    for recipe in recipes:
         whole = recipe
         try:
             whole = check_inputs(recipe, on_this_host=False).resolved(recipe)
@@ -145,11 +140,7 @@ def _resolved(
                 raise
             checks = f"not finished here: {error}"
         resolved.append(whole)
-        anywhere = plan.request.any_file_system or not has_slurm
-        line = check_shared(run, several=plan.nodes.nodes > 1, anywhere=anywhere)
-        if line is not None:
-            warnings[f"warning: {line}"] = None
-    return resolved, [*warnings, f"checks of settings, policy and prompts: {checks}", f"plan --check: {fits}"]
+    return resolved, [f"checks of settings, policy and prompts: {checks}", f"plan --check: {fits}"]
 
 
 def _plan(
@@ -278,30 +269,6 @@ def jobs_of(run: Path, jobs: Iterable[Job]) -> list[Job]:
     script = str(run / SLURM / "job.sbatch")
     of_run = [job for job in jobs if job.job_id in submitted or job.script == script]
     return sorted(of_run, key=lambda job: job.state != "RUNNING")
-
-
-def check_shared(run: Path, *, several: bool, anywhere: bool) -> str | None:
-    """A check by its file system that other nodes can see the run's folder, as far as this node can tell.
-
-    Returns a warning or None. Raises ValueError for a folder that no other node sees, if the job has several nodes
-    and not `anywhere`.
-    """
-    place = next(place for place in (run, *run.parents) if place.is_dir())
-    # each node has its own of these, and a local disk may be exported under the same path
-    try:
-        kind, point = cluster.mount_of(place)
-    except (OSError, RuntimeError):  # no `df`, or one of another kind
-        return None
-    private = kind in _PRIVATE or any(place.resolve().is_relative_to(folder) for folder in _LOCAL_FOLDERS)
-    if not private and kind not in _LOCAL_DISKS:
-        return None
-    folder = f"{place}, {kind} at {point}"
-    if private and several and not anywhere:
-        raise ValueError(
-            f"output_dir: the other nodes seem not to see {folder}; use a shared folder, or submit all the same with "
-            "--any-file-system"
-        )
-    return f"output_dir: do the job's nodes see it under the same path? It is {folder}"
 
 
 def check_free(run: Path, jobs: Iterable[Job] | None) -> None:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 WITH_STAND_INS = ROOT / "tests" / "fakes" / "run_with_stand_ins.py"
 STAND_IN_PROGRAM = Path(__file__).with_name("stand_in_program.py")
 JOB = ["--partition", "gpu", "--time", "30", "--startup-seconds", "10", "--save-seconds", "5"]
-TWO = ["--nodes", "2", "--gpus-per-node", "4", "--any-file-system"]
+TWO = ["--nodes", "2", "--gpus-per-node", "4"]
 FLEET = ["trainer.world_size=4", "engine.count=4"]
 """Fills two nodes of four devices."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")

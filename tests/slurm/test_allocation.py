@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_scalerl.cluster import cluster, submission
 from megatron_scalerl.cluster.allocation import Allocation, Request, allocate, check_plan
 from megatron_scalerl.cluster.cluster import Partition
 from megatron_scalerl.cluster.slurm_status import attempts, seconds_left, spent, unfit
@@ -119,37 +118,6 @@ def test_the_planner_is_asked_where_it_knows_the_gpus(tmp_path):
     tight = load_recipe(file, ["trainer.micro_batch_tokens=2000000"])
     with pytest.raises(ValueError, match=r"plan --check: .* GiB too much; try a larger .*size$"):
         check_plan(tight, str(file), H100, 8)
-
-
-@pytest.mark.parametrize(
-    ("kind", "nodes", "anywhere", "result"),
-    [
-        ("nfs4", 4, False, None),
-        ("lustre", 4, False, None),
-        ("ext4", 4, False, "warning"),
-        ("tmpfs", 1, False, "warning"),
-        ("tmpfs", 2, False, "refused"),
-        ("overlay", 2, False, "refused"),
-        ("overlay", 2, True, "warning"),
-    ],
-)
-def test_a_folder_that_only_this_node_sees_is_refused(tmp_path, monkeypatch, kind, nodes, anywhere, result):
-    monkeypatch.setattr(cluster, "mount_of", lambda place: (kind, "/"))
-    monkeypatch.setattr(submission, "_LOCAL_FOLDERS", ())
-    check = lambda: submission.check_shared(tmp_path / "runs" / "r", several=nodes > 1, anywhere=anywhere)  # noqa: E731
-    if result == "refused":
-        with pytest.raises(
-            ValueError, match=f"output_dir: .* not to see {tmp_path}, {kind} at /; .* --any-file-system"
-        ):
-            check()
-    else:
-        assert (check() is None) == (result is None)
-
-
-def test_a_folder_for_temporary_files_is_refused_whatever_it_is_on(monkeypatch):
-    monkeypatch.setattr(cluster, "mount_of", lambda place: ("nfs4", "/"))
-    with pytest.raises(ValueError, match="output_dir"):
-        submission.check_shared(Path("/tmp/r"), several=True, anywhere=False)
 
 
 def test_the_ledger_is_summed_up_to_its_last_heartbeat(tmp_path):

@@ -15,7 +15,7 @@ from slurm_runs import JOB, ROOT, output_of, steps, submitted, wait_for_end, wri
 from megatron_scalerl.cluster import cluster as slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-NODES = ["--nodes", "3", "--gpus-per-node", "0", "--slots", "1", "--any-file-system"]
+NODES = ["--nodes", "3", "--gpus-per-node", "0", "--slots", "1"]
 STAND_IN_SRUN = ROOT / "tests" / "fakes" / "srun_without_pyxis"
 SLURMS_OWN = [shutil.which(name) for name in ("srun", "scontrol")]
 

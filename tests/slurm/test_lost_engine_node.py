@@ -43,7 +43,7 @@ def run(policy, tmp_path, cluster, on_login_node, monkeypatch, capsys):
         "checkpoint.every_steps=5",
     )
     words = ["submit", "recipes/tiny_cpu.yaml", *settings, "--partition", "gpu", "--time", "120", "--nodes", "3"]
-    [job] = submitted([*words, "--gpus-per-node", "0", "--slots", "1", "--any-file-system"], capsys)
+    [job] = submitted([*words, "--gpus-per-node", "0", "--slots", "1"], capsys)
     folder = tmp_path / "r"
     until(lambda: steps(folder) >= 2, lambda: output_of(folder, job))
     assert states(folder) == {"engine-0": "serving", "engine-1": "serving"}

@@ -55,7 +55,7 @@ def test_a_run_resumes_on_the_nodes_that_are_left(
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     words = settings(policy, tmp_path, "r", "trainer.world_size=2", "engine.count=1", "checkpoint.every_steps=2")
-    job_words = ["--nodes", "3", "--gpus-per-node", "0", "--slots", "1", "--any-file-system", "--max-requeues", "3"]
+    job_words = ["--nodes", "3", "--gpus-per-node", "0", "--slots", "1", "--max-requeues", "3"]
     [job] = submitted(["submit", RECIPE, *words, "--partition", "gpu", "--time", "120", *job_words], capsys)
     folder = tmp_path / "r"
     wait_for(lambda: steps(folder) >= 4, "four steps", 600)
@@ -100,7 +100,7 @@ def test_an_engine_of_another_job_serves_while_that_job_lasts(policy, tmp_path, 
     words = settings(policy, tmp_path, "r", "steps=100000", "engine.count=1", "checkpoint.every_steps=0")
     words += ["rollouts.deterministic=false", "rollouts.max_staleness_steps=4"]
     words += ["--partition", "gpu", "--time", "120", "--nodes", "2", "--gpus-per-node", "0", "--slots", "1"]
-    [job] = submitted(["submit", RECIPE, *words, "--any-file-system"], capsys)
+    [job] = submitted(["submit", RECIPE, *words], capsys)
     folder = tmp_path / "r"
     wait_for(lambda: steps(folder) >= 2, "two steps", 600)
     join = shlex.join([sys.executable, "-m", "megatron_scalerl", "engine", "--join", str(folder)])

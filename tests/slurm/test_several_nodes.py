@@ -53,7 +53,7 @@ def test_a_run_on_four_nodes_equals_the_same_run_on_one_host(
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     words = ["submit", RECIPE, *settings(policy, tmp_path, "four"), "--partition", "gpu", "--time", "120"]
-    words += ["--nodes", "4", "--slots", "1", "--gpus-per-node", "0", "--any-file-system"]
+    words += ["--nodes", "4", "--slots", "1", "--gpus-per-node", "0"]
     [job] = submitted(words, capsys)
     state = wait_for_end(slurm.last_state, job, 2400)
     output = (tmp_path / "four" / "slurm" / f"{job}.out").read_text()

@@ -99,7 +99,7 @@ runpy.run_path({program!r}, run_name="__main__")
 
 
 def test_every_node_has_a_copy_of_what_is_staged_until_the_job_is_finished(at_a_site, cluster, tmp_path, capsys):
-    words, run = at_a_site("wait wait finish", "--nodes", "2", "--gpus-per-node", "4", "--any-file-system", sbatch={})
+    words, run = at_a_site("wait wait finish", "--nodes", "2", "--gpus-per-node", "4", sbatch={})
     environment, policy = tmp_path / "environment", tmp_path / "policy"
     environment.mkdir(), policy.mkdir(), (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / "1").write_text("{}")

@@ -59,10 +59,6 @@ def refusal(words, capsys):
             ],
             "--nodes: 2 is too many: engine.colocate runs on one node",
         ),
-        (
-            ["--nodes", "2", "--gpus-per-node", "2", "output_dir=/dev/shm/r"],
-            "output_dir: the other nodes seem not to see /dev/shm, tmpfs",
-        ),
         (["steps=none"], "steps"),
         (["policy.path=/nonexistent"], "/nonexistent"),
     ],
