@@ -33,7 +33,6 @@ def bubblewrap(*folders):
 @pytest.mark.parametrize("kind", ["bubblewrap", pytest.param("options of pyxis", marks=pytest.mark.full)])
 def test_a_run_of_three_nodes_in_containers(kind, tmp_path, tiny, on_login_node, monkeypatch, capsys):
     """A real rank on each of two nodes, a real engine on the third; the check of the nodes is the real one, too."""
-    monkeypatch.chdir(ROOT)
     recorded = tmp_path / "srun"
     variables = {"PYTHONPATH": str(ROOT), "SRUN_WITHOUT_PYXIS": str(recorded), "XDG_CACHE_HOME": "/tmp/cache"}
     site = {"program": [sys.executable, "-m", "megatron_scalerl"], "environment": variables}

@@ -399,21 +399,6 @@ def test_a_time_limit_is_written_as_slurm_does(limit):
         cluster.seconds_of(limit)
 
 
-SIGNAL = """
-run={run}
-mkdir -p $run/bin
-printf '#!/bin/sh\\necho "$@" >> %s/requeued\\n' $run >$run/bin/scontrol
-chmod +x $run/bin/scontrol
-export PATH=$run/bin:$PATH SLURM_JOB_ID=7
-bash {script} & job=$!
-until [ -e $run/here ]; do sleep 0.05; done
-kill -USR1 $job
-until [ -e $run/requeued ]; do sleep 0.05; done
-kill -TERM $job
-wait $job
-"""
-
-
 def written(folder, program, modules=(), stage=(), **changes):
     """A job script in `folder`, with `program` in place of megatron-scalerl: a command of bash, or words."""
     script = folder / "slurm" / "job.sbatch"
@@ -535,20 +520,6 @@ def test_nothing_is_copied_through_a_link(tmp_path):
     (tmp_path / "local" / "elsewhere").mkdir()
     done = alone(tmp_path, "true", stage=(str(tmp_path / "bin"),))
     assert done.returncode == 1 and "has to be a folder of this user: l" in last_error(tmp_path)
-
-
-def test_the_script_alone_forwards_the_signal_and_queues_the_job_again(tmp_path):
-    """Without Slurm: the batch shell gets USR1 while the program runs, and TERM once the job is queued again."""
-    program = f'trap "exit 75" USR1; touch {tmp_path}/here; while true; do sleep 0.05; done'
-    script = written(tmp_path, program)
-    done = subprocess.run(
-        ["bash", "-c", SIGNAL.format(run=tmp_path, script=script)],
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 75, done.stdout + done.stderr
-    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
-    assert (tmp_path / "slurm" / "7.0" / "controller.exit").read_text() == "75\n"
-    assert (tmp_path / "slurm" / "requeues").read_text().startswith("7 7.0 ")
 
 
 @pytest.mark.parametrize("name", ["a\n#SBATCH", "..", "", "a/b", "$(id)", "-a", "a" * 101])
