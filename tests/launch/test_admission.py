@@ -309,15 +309,6 @@ async def test_an_address_of_another_host_is_refused():
             raise AssertionError
 
 
-async def test_a_server_that_was_not_started_is_reported_with_the_reason():
-    async with registry_of() as (registry, agent):
-        one = agent()
-        await one.join()
-        link = await registry.joining.get()
-        await one.say(messages.Exited(how="did not start: engine.port: in use"))
-        assert await ended(link) == "did not start: engine.port: in use"
-
-
 async def test_an_agent_is_stopped_or_given_up():
     async with registry_of() as (registry, agent):
         link, one = await engine_0(registry, agent)

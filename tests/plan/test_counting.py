@@ -114,24 +114,6 @@ def test_a_head_of_another_size_is_padded_per_rank():
     assert of_stage(family, layout, 0).total == 4_015_263_744
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["megatron.parallel.tensor_model_parallel_size=16"], "8 key-value heads cannot be divided by 16"),
-        (
-            ["megatron.parallel.pipeline_model_parallel_size=3", "trainer.world_size=18"],
-            "3 does not divide 32 layers.*num_layers_in_first_pipeline_stage",
-        ),
-        (["megatron.parallel.expert_model_parallel_size=2"], "2 ranks cannot divide a policy without experts"),
-    ],
-)
-def test_layouts_that_do_not_divide(overrides, said):
-    family = load_family(CONFIGS / "Llama-3.1-8B")
-    recipe = recipe_of(DENSE, *overrides)
-    with pytest.raises(ValueError, match=said):
-        layout_of(recipe, family, recipe.trainer.world_size)
-
-
 def test_uneven_pipeline_stages():
     family = load_family(CONFIGS / "Llama-3.1-8B")
     recipe = recipe_of(

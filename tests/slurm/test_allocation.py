@@ -1,6 +1,5 @@
 """What a job asks for, what is refused before, and what the status says about its nodes: without a cluster."""
 
-import itertools
 import os
 from dataclasses import fields
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 from megatron_scalerl.cluster.allocation import Allocation, Request, allocate, check_plan
 from megatron_scalerl.cluster.cluster import Partition
 from megatron_scalerl.cluster.slurm_status import attempts, seconds_left, spent, unfit
-from megatron_scalerl.launch.placement import hosts_needed
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -28,26 +26,6 @@ UNSAID = dict.fromkeys(field.name for field in fields(Request))
 
 def asked(nodes=1, **options):
     return Request(**UNSAID | {"nodes": nodes} | options)
-
-
-def placed(ranks, engines, devices, slots):
-    """Nodes that are filled device by device: ranks first, then engines, none of which spans two."""
-    free = []
-    for _ in range(ranks):
-        if not free or free[-1] == 0:
-            free.append(slots)
-        free[-1] -= 1
-    for _ in range(engines):
-        if not free or free[-1] < devices:
-            free.append(slots)
-        free[-1] -= devices
-    return len(free)
-
-
-def test_as_many_nodes_as_filling_them_takes():
-    for ranks, engines, devices, slots in itertools.product(range(1, 10), range(1, 8), (1, 2, 3, 4), range(1, 9)):
-        want = placed(ranks, engines, devices, slots) if devices <= slots else None
-        assert hosts_needed(recipe_like(ranks, engines, devices), slots) == want, (ranks, engines, devices, slots)
 
 
 def recipe_like(ranks, engines, devices):

@@ -154,15 +154,6 @@ def test_a_saved_run_of_an_array_is_queued_again_alone(stand_in, tmp_path, capsy
     assert wait_for_end(slurm.last_state, f"{job}_0") == "CANCELLED"
 
 
-@pytest.mark.full
-def test_the_time_limit_ends_an_attempt_and_not_the_run(stand_in, capsys):
-    """Slurm itself sends the signal; a minute at least, for that is the shortest lead."""
-    words, run = stand_in("wait finish", "--time", "2", "--startup-seconds", "1", "--save-seconds", "1")
-    [job] = submitted(words, capsys)
-    assert wait_for_end(slurm.last_state, job) == "COMPLETED"
-    assert len(starts(run)) == 2
-
-
 def test_the_jobs_of_a_chain_after_the_end_do_not_start_the_program(stand_in, capsys):
     words, run = stand_in("75 finish 0", "--chain", "--max-requeues", "2")
     jobs = submitted(words, capsys)
