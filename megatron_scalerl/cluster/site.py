@@ -4,7 +4,6 @@
 and take the place of these where both say the same; what the job cannot do without is refused by name.
 """
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,14 +66,12 @@ class Site(BaseModel):
     program: tuple[Line, ...] = ()
     """Words that start the program; none: the Python of the submission, or `megatron-scalerl` in a container."""
     local: Annotated[str, StringConstraints(pattern=r"^[/$][\w./${}-]*$")] = "/tmp"
-    """Folder on each node's own disk for what is compiled and staged; it may name variables, as $USER."""
-    stage: tuple[Line, ...] = ()
-    """Folders and files, such as the environment and the policy, of which each node gets a copy there."""
+    """Folder on each node's own disk for what is compiled; it may name variables, as $USER."""
     template: Line | None = None
     """Template (Jinja) of the job script, relative to the site file, which may extend job.sbatch; None for that."""
     container: Literal["none", "pyxis", "apptainer"] | tuple[Line, ...] = "none"
     """The container of the program, on every node; words: a command in front of the program, in which {run}, {cwd}
-    and {local} stand for the folders of the run, of the submission, and of compiled and staged files."""
+    and {local} stand for the folders of the run, of the submission, and of compiled files."""
     image: Line | None = None
     """Image of the container of pyxis or Apptainer."""
     mounts: tuple[Line, ...] = ()
@@ -158,11 +155,6 @@ def read_site(path: Path | None) -> Site:
         site = Site.model_validate(data)
     except ValidationError as error:
         raise ValueError(f"{path}: {first_line(error)}") from None
-    staged = {Path(place).name for place in site.stage if os.path.normpath(f"/.{place}") == place} - {""}
-    if len(staged) < len(site.stage):
-        raise ValueError(
-            f"{path}: stage: the paths {[*site.stage]} have to be absolute and to differ in their last names"
-        )
     for name, value in site.sbatch.items():
         if name in BY_SUBMIT:
             raise ValueError(f"{path}: sbatch: {name} is set by the option {BY_SUBMIT[name]} of submit")

@@ -54,7 +54,7 @@ def test_a_run_of_three_nodes_in_containers(kind, tmp_path, tiny, on_login_node,
         assert not recorded.exists()
         return
     calls = [call.rstrip("\0").split("\0") for call in recorded.read_text().split("\1\0") if call]
-    outside = [words for words in calls if {"--job-name=watch", "rm", "copy"} & set(words)]
+    outside = [words for words in calls if {"--job-name=watch", "rm", "make"} & set(words)]
     inside = [words for words in calls if words not in outside]
     assert len(outside) == 4 and not any("--container" in word for words in outside for word in words)
     local = f"/tmp/megatron-scalerl-{os.environ.get('USER', 'root')}"

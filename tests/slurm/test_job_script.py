@@ -120,17 +120,6 @@ def test_fewer_gpus_than_the_run_takes_are_refused_and_a_run_on_cpus_asks_for_no
     assert "--account=lab" in text and "gres" not in text and "mem-per-gpu" not in text
 
 
-def test_a_staged_environment_is_the_one_that_starts(tmp_path):
-    site = Site(local="$SLURM_TMPDIR", stage=("/nfs/it's env", "/nfs/policy"), program=("/nfs/it's env/bin/python",))
-    text = checked(changed(PLAN, site=site), tmp_path)
-    assert 'export MSRL_LOCAL="$SLURM_TMPDIR/megatron-scalerl-${USER:-$UID}/$job"' in text
-    [controller] = [line for line in text.splitlines() if "train --supervise" in line]
-    show = f'MSRL_STAGED=/s; role() {{ echo "$3"; }}; run=r; {controller}'
-    assert subprocess.run(["bash", "-c", show], capture_output=True, text=True).stdout == "train\n"
-    show = show.replace("$3", "$2")
-    assert subprocess.run(["bash", "-c", show], capture_output=True, text=True).stdout == "/s/it's env/bin/python\n"
-
-
 def test_a_template_of_ones_own_extends_the_jobs_and_stays(tmp_path):
     (tmp_path / "my.sbatch").write_text(
         '{% extends "job.sbatch" %}\n{% block options %}\n#SBATCH --comment=ours\n{% endblock %}\n'
@@ -257,8 +246,6 @@ KEY = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
         ("sbatch: {gpus-per-node: false}", "sbatch.gpus-per-node: False is not"),
         ("sbatch: {export: 'A,ALL'}", "sbatch.export: A,ALL is not"),
         ("sbatch: {export: A=b}", "sbatch.export: A=b is not"),
-        ("stage: [env]", "stage: the paths ['env'] have to be absolute"),
-        ("stage: [/a/env, /b/env]", "stage: the paths ['/a/env', '/b/env'] have to be absolute"),
     ],
 )
 def test_a_wrong_site_file_is_refused(tmp_path, text, said):
@@ -399,12 +386,12 @@ def test_a_time_limit_is_written_as_slurm_does(limit):
         cluster.seconds_of(limit)
 
 
-def written(folder, program, modules=(), stage=(), **changes):
+def written(folder, program, modules=(), container="none", **changes):
     """A job script in `folder`, with `program` in place of megatron-scalerl: a command of bash, or words."""
     script = folder / "slurm" / "job.sbatch"
     script.parent.mkdir(parents=True)
     words = ("bash", "-c", program) if isinstance(program, str) else program
-    site = Site(program=words, modules=modules, stage=stage, local=f"{folder}/local")
+    site = Site(program=words, modules=modules, container=container, local=f"{folder}/local")
     script.write_text(render(changed(PLAN, script=script, runs=(folder,), cwd=folder, site=site, **changes)))
     return script
 
@@ -505,20 +492,17 @@ def test_a_ledger_that_cannot_be_read_ends_a_job_at_its_start_only(tmp_path, fir
     assert ("the ledger could not be read" in done.stdout) is not requeued
 
 
-def test_a_start_that_fails_leaves_no_copy(tmp_path):
-    """The file of attempts names an earlier one then, which is not a later one."""
-    program = f"cd {tmp_path}; find local -name '*.from' >copies; echo 6.0 >slurm/attempt; exit 2"
-    done = alone(tmp_path, program, gpu_hours=1.0, stage=(str(tmp_path / "bin"),))
-    assert done.returncode == 1 and "the ledger could not be read" in done.stdout
-    [copied] = (tmp_path / "copies").read_text().splitlines()
-    assert copied.endswith("/7/staged/bin.from") and not (tmp_path / copied).exists()
+@pytest.mark.parametrize(("code", "stays"), [(0, False), (75, True)])
+def test_what_is_compiled_on_a_node_stays_for_a_job_that_is_queued_again(tmp_path, code, stays):
+    done = alone(tmp_path, f'mkdir -p "$MSRL_LOCAL"; exit {code}')
+    assert done.returncode == code and bool([*tmp_path.glob("local/*/7")]) is stays
 
 
-def test_nothing_is_copied_through_a_link(tmp_path):
+def test_a_folder_behind_a_link_is_not_that_of_the_user(tmp_path):
     (tmp_path / "local").mkdir()
     (tmp_path / "local" / f"megatron-scalerl-{os.getuid()}").symlink_to("elsewhere")
     (tmp_path / "local" / "elsewhere").mkdir()
-    done = alone(tmp_path, "true", stage=(str(tmp_path / "bin"),))
+    done = alone(tmp_path, "true", container=("env",))
     assert done.returncode == 1 and "has to be a folder of this user: l" in last_error(tmp_path)
 
 
