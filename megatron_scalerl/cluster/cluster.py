@@ -6,14 +6,12 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 
 from megatron_scalerl.record import record
 
 TIMEOUT_S = 120.0
 """A controller of Slurm that is busy answers within its own time limits, which are shorter."""
-_UNKNOWN = ("N/A", "Unknown", "None", "(null)", "n/a")
 
 
 @record
@@ -41,8 +39,6 @@ class Job:
     """RUNNING, PENDING and so on."""
     reason: str
     """Why it waits, or the nodes on which it runs."""
-    end: datetime | None
-    """When its time limit ends; None while that is unknown."""
     script: str
     """Path of its job script."""
 
@@ -58,7 +54,7 @@ def partitions() -> dict[str, Partition]:
     # --exact: nodes share a line only if all their values are equal, else sinfo merges them as 64+
     for line in _ask("sinfo", "--noheader", "--exact", "-o", "%R|%G|%c|%l|%D").splitlines():
         name, gres, cpus, limit, count = line.strip().split("|")
-        limit_s = None if limit in ("infinite", *_UNKNOWN) else seconds_of(limit)
+        limit_s = None if limit in ("infinite", "n/a") else seconds_of(limit)
         kind = Partition(
             name=name,
             gpus=gpus_of(gres),
@@ -120,14 +116,13 @@ def queued() -> list[Job]:
     """This user's jobs that are queued or running, each task of an array for itself. Raises RuntimeError."""
     me = str(os.getuid())
     # --array: without it all waiting tasks of an array are one line
-    output = _ask("squeue", "--noheader", "--array", "--user", me, "-o", "%i|%T|%e|%o|%R")
-    return [_job(line) for line in output.splitlines() if line.count("|") >= 4]
+    output = _ask("squeue", "--noheader", "--array", "--user", me, "-o", "%i|%T|%o|%R")
+    return [_job(line) for line in output.splitlines() if line.count("|") >= 3]
 
 
 def _job(line: str) -> Job:
-    job_id, state, limit, script, reason = line.strip().split("|", 4)
-    end = None if limit in _UNKNOWN else datetime.fromisoformat(limit)
-    return Job(job_id=job_id, state=state, reason=reason.strip("()"), end=end, script=script)
+    job_id, state, script, reason = line.strip().split("|", 3)
+    return Job(job_id=job_id, state=state, reason=reason.strip("()"), script=script)
 
 
 def last_state(job_id: str) -> str | None:

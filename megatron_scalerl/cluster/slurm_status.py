@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +101,6 @@ def _lines(file: Path) -> list[str]:
 def _job_lines(run: Path, newest: dict[str, Any], jobs: list[cluster.Job]) -> Iterator[str]:
     for job in jobs:
         yield f"job {job.job_id}: {job.state} ({job.reason}), {_requeues(run, newest)}"
-        if job.state == "RUNNING" and job.end is not None:
-            left = job.end - datetime.now() - timedelta(seconds=newest.get("lead_s", 0))
-            then = "goes on in the next job" if newest.get("chain") else "is queued again"
-            yield f"saves and {then} in {timedelta(seconds=max(0, int(left.total_seconds())))}"
     if not jobs and newest:
         job = newest["jobs"][-1]
         state = cluster.last_state(job) or "no longer known to Slurm"

@@ -176,12 +176,7 @@ def _submit(plan: JobPlan) -> list[str]:
             # afterany: whatever the end of the job before, the next one goes on from the newest checkpoint
             for _ in range(asked.max_requeues):
                 jobs.append(cluster.submit(plan.script, [f"--dependency=afterany:{jobs[-1]}"]))
-        row = {
-            "lead_s": plan.lead_s,
-            "max_requeues": asked.max_requeues,
-            "chain": asked.chain,
-            "gpu_hours": asked.gpu_hours,
-        }
+        row = {"max_requeues": asked.max_requeues, "gpu_hours": asked.gpu_hours}
         for index, run in enumerate(plan.runs):
             of_run = [f"{job}_{index}" for job in jobs] if asked.throttle else jobs
             append_row(run / SLURM / JOBS, {"jobs": of_run, **row, "unix_time": time.time()})

@@ -105,7 +105,7 @@ def test_a_job_is_queued_again_until_its_bound(stand_in, capsys, monkeypatch):
     assert f"has job {job} already, RUNNING" in capsys.readouterr().err
     main(["submit", "--status", str(run)])
     said = capsys.readouterr().out
-    assert f"job {job}: RUNNING (node" in said and "queued again in 0:2" in said and "not started yet" in said
+    assert f"job {job}: RUNNING (node" in said and "not started yet" in said
     slurm._run("scancel", "--batch", "--signal=USR1", job)
     assert wait_for_end(slurm.last_state, job) == "FAILED"
     assert len(starts(run)) == 2
