@@ -70,7 +70,7 @@ def test_nodes_are_alike_and_filled(fleet, partition, wanted, found):
         ((2, 2, 1), H100, asked(2, slots=2), "takes 8 GPUs of a node; leave it out, or add --gpus-per-node 0"),
         ((2, 2, 1), CPUS, asked(2), "--slots is missing"),
         ((2, 2, 1), CPUS, asked(slots=2), "--slots requires --nodes of at least 2"),
-        ((2, 2, 1), CPUS, asked(2, cpus=33), "--cpus: 33 is out of range: a node of"),
+        ((2, 2, 1), CPUS, asked(2, slots=2, cpus=33), "--cpus: 33 is out of range: a node of"),
         ((2, 2, 1), H100, asked(gpus_per_node=2), "--gpus-per-node: 2 is too few: ranks and engines take 4"),
     ],
 )  # fmt: skip
