@@ -1,6 +1,5 @@
 """The resources that a job requests from Slurm: nodes, and the GPUs or slots and the CPUs of each node."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,8 +31,6 @@ class Request:
     """Device-hours that the run may take in all, after which its job is not queued again; None without a budget."""
     check_seconds: float
     """Seconds within which each of several nodes has to report."""
-    any_file_system: bool
-    """True: submit although other nodes seem not to see the output folder."""
     site: Path | None
     """Path of the site file."""
     max_requeues: int
@@ -76,7 +73,9 @@ def allocate(
     gpus = max(_gpus(recipe, partition, asked) for recipe in recipes)
     slots = None
     if asked.nodes > 1:
-        slots = gpus or asked.slots or max(_fewest_slots(recipe, asked.nodes) for recipe in recipes)
+        slots = gpus or asked.slots
+        if slots is None:
+            raise ValueError("--slots is missing; give the ranks and engine devices of a node")
         needed = max(_checked_need(recipe, slots, asked.nodes) for recipe in recipes)
         if needed < asked.nodes:
             raise ValueError(
@@ -98,86 +97,42 @@ def allocate(
 def assumed(asked: Request, gres: str) -> Partition:
     """A partition that Slurm cannot be asked about. gres: a node's GPUs by the site file."""
     number = asked.gpus_per_node or gpus_of(gres) or ASSUMED_GPUS
-    types = re.findall(r"(?:^|,)gpu:([A-Za-z][^:,]*)", gres)
     return Partition(
         name=asked.partition,
         gpus=number,
         cpus=asked.cpus or ASSUMED_CPUS * number,
         nodes=1 << 20,  # no bound: nobody can be asked
-        gpu_type=next(iter(types), None),
         limit_s=None,
     )
 
 
-def check_plan(recipe: Recipe, recipe_file: str | None, partition: Partition, gpus: int) -> str:
-    """The verdict of `plan --check` about a run on GPUs. gpus: of a node; 0 for a run on CPUs.
-
-    Returns its verdict, or why it has none. Raises ValueError for a recipe that does not fit.
-    """
-    from megatron_scalerl.plan.hardware import GPUS
-
-    if not gpus:
-        return "skipped without GPUs"
-    kind = (partition.gpu_type or "").lower()
-    models = [key for key in GPUS if key == kind or key.split("-")[0] == kind]
-    if len(models) != 1:
-        names = ", ".join(GPUS)
-        return f"skipped: Slurm calls the GPUs of {partition.name} {kind or 'nothing'}, which is none of {names}"
-    from megatron_scalerl.plan.assumptions import Assumptions
-    from megatron_scalerl.plan.command import config_folder
-    from megatron_scalerl.plan.planner import make_plan
-    from megatron_scalerl.plan.text import verdict
-
-    folder = config_folder(recipe.policy.path, recipe_file or Path.cwd() / "recipe.yaml")
-    plan = make_plan(recipe, folder, recipe.devices, GPUS[models[0]], Assumptions())
-    if problems := plan.problems():
-        raise ValueError(f"{recipe.name}: plan --check: {problems[0]}")
-    return verdict(plan)
-
-
 def _gpus(recipe: Recipe, partition: Partition, asked: Request) -> int:
-    """GPUs of a node: as given, else on one node one for each rank and engine device, on several all of a node's."""
+    """GPUs of a node: as given, else on one node one for each rank and engine device, on several all of a node's.
+
+    Without --gpus-per-node a partition with GPUs gives the run GPUs; 0 keeps it on CPUs.
+    """
     devices = recipe.devices
-    takes_gpus = asked.gpus_per_node is None and partition.gpus > 0
-    # without --gpus-per-node a partition with GPUs gives the run GPUs; 0 keeps it on CPUs
-    if takes_gpus and asked.slots is not None:
-        raise ValueError("--slots requires --gpus-per-node 0: on GPUs a node's devices are its GPUs")
-    if takes_gpus and asked.nodes == 1:
-        if devices > partition.gpus:
-            if recipe.engine.colocate:
-                raise ValueError(
-                    f"{recipe.name}: engine.colocate takes {devices} GPUs on one node, and a node of "
-                    f"{partition.name} has {partition.gpus}"
-                )
-            advice = f"one engine takes {recipe.engine.devices_per_engine}"
-            if more := hosts_needed(recipe, partition.gpus):
-                advice = f"--nodes {more}"
-            raise ValueError(
-                f"{recipe.name}: {recipe.trainer.world_size} trainer and "
-                f"{devices - recipe.trainer.world_size} engine GPUs "
-                f"do not fit on one node: a node of {partition.name} has {partition.gpus}; {advice}"
-            )
-        return devices
-    gpus = asked.gpus_per_node or 0
-    if takes_gpus:
+    gpus = asked.gpus_per_node
+    if gpus is None:
         gpus = partition.gpus
+        if gpus and asked.nodes == 1:
+            gpus = devices
     if gpus and asked.slots is not None:
-        raise ValueError(f"--slots is for a run on CPUs, and this one takes {gpus} GPUs of a node; leave it out")
-    if not 0 <= gpus <= partition.gpus:
         raise ValueError(
-            f"--gpus-per-node: {gpus} is out of range: a node of {partition.name} has {partition.gpus} GPUs"
+            f"--slots is for a run on CPUs, and this one takes {gpus} GPUs of a node; leave it out, or add "
+            "--gpus-per-node 0"
+        )
+    if not 0 <= gpus <= partition.gpus:
+        advice = ""
+        if not recipe.engine.colocate and (more := hosts_needed(recipe, partition.gpus)):
+            advice = f"; --nodes {more} would do"
+        raise ValueError(
+            f"--gpus-per-node: {gpus} is out of range: a node of {partition.name} has {partition.gpus} GPUs, ranks "
+            f"and engines of {recipe.name} take {devices}{advice}"
         )
     if asked.nodes == 1 and 0 < gpus < devices:
         raise ValueError(f"--gpus-per-node: {gpus} is too few: ranks and engines take {devices} on one node")
     return gpus
-
-
-def _fewest_slots(recipe: Recipe, nodes: int) -> int:
-    """The fewest devices of a node with which a run fits on this number of nodes."""
-    for slots in range(recipe.engine.devices_per_engine, recipe.devices):
-        if (needed := hosts_needed(recipe, slots)) is not None and needed <= nodes:
-            return slots
-    return recipe.devices
 
 
 def _checked_need(recipe: Recipe, slots: int, nodes: int) -> int:

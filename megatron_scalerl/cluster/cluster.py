@@ -6,14 +6,12 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 
 from megatron_scalerl.record import record
 
 TIMEOUT_S = 120.0
 """A controller of Slurm that is busy answers within its own time limits, which are shorter."""
-_UNKNOWN = ("N/A", "Unknown", "None", "(null)", "n/a")
 
 
 @record
@@ -27,8 +25,6 @@ class Partition:
     """CPUs of a node."""
     nodes: int
     """Nodes, those that are down too."""
-    gpu_type: str | None
-    """Slurm's name of the GPUs, such as h100; None if it has no name for them."""
     limit_s: int | None
     """Longest time limit of a job (s), None for none."""
 
@@ -43,8 +39,6 @@ class Job:
     """RUNNING, PENDING and so on."""
     reason: str
     """Why it waits, or the nodes on which it runs."""
-    end: datetime | None
-    """When its time limit ends; None while that is unknown."""
     script: str
     """Path of its job script."""
 
@@ -60,13 +54,12 @@ def partitions() -> dict[str, Partition]:
     # --exact: nodes share a line only if all their values are equal, else sinfo merges them as 64+
     for line in _ask("sinfo", "--noheader", "--exact", "-o", "%R|%G|%c|%l|%D").splitlines():
         name, gres, cpus, limit, count = line.strip().split("|")
-        limit_s = None if limit in ("infinite", *_UNKNOWN) else seconds_of(limit)
+        limit_s = None if limit in ("infinite", "n/a") else seconds_of(limit)
         kind = Partition(
             name=name,
             gpus=gpus_of(gres),
             cpus=int(re.sub(r"\D.*", "", cpus) or 0),
             nodes=int(count),
-            gpu_type=gpu_type_of(gres),
             limit_s=limit_s,
         )
         # sinfo prints a line for each kind of node of a partition
@@ -86,7 +79,6 @@ def least_of(candidates: Sequence[Partition]) -> Partition:
         gpus=min(partition.gpus for partition in candidates),
         cpus=min(partition.cpus for partition in candidates),
         nodes=min(partition.nodes for partition in candidates),
-        gpu_type=_only({partition.gpu_type for partition in candidates}),
         limit_s=min(limits, default=None),
     )
 
@@ -98,20 +90,6 @@ def gpus_of(gres: str) -> int:
     (12, 0, 2)
     """
     return sum(int(number) for number in re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)(?=$|[,(])", gres))
-
-
-def gpu_type_of(gres: str) -> str | None:
-    """The type of a node's GPUs in Slurm's description, if it has one and only one.
-
-    >>> gpu_type_of("gpu:h100:8(S:0-1),tmp:1"), gpu_type_of("gpu:8"), gpu_type_of("gpu:a100:4,gpu:h100:4")
-    ('h100', None, None)
-    """
-    return _only(set(re.findall(r"(?:^|,)gpu:([^:,()]+):\d+", gres)))
-
-
-def _only(types: set[str | None]) -> str | None:
-    """The type of GPU, where there is one and only one."""
-    return types.pop() if len(types) == 1 else None
 
 
 def seconds_of(limit: str) -> int:
@@ -138,14 +116,13 @@ def queued() -> list[Job]:
     """This user's jobs that are queued or running, each task of an array for itself. Raises RuntimeError."""
     me = str(os.getuid())
     # --array: without it all waiting tasks of an array are one line
-    output = _ask("squeue", "--noheader", "--array", "--user", me, "-o", "%i|%T|%e|%o|%R")
-    return [_job(line) for line in output.splitlines() if line.count("|") >= 4]
+    output = _ask("squeue", "--noheader", "--array", "--user", me, "-o", "%i|%T|%o|%R")
+    return [_job(line) for line in output.splitlines() if line.count("|") >= 3]
 
 
 def _job(line: str) -> Job:
-    job_id, state, limit, script, reason = line.strip().split("|", 4)
-    end = None if limit in _UNKNOWN else datetime.fromisoformat(limit)
-    return Job(job_id=job_id, state=state, reason=reason.strip("()"), end=end, script=script)
+    job_id, state, script, reason = line.strip().split("|", 3)
+    return Job(job_id=job_id, state=state, reason=reason.strip("()"), script=script)
 
 
 def last_state(job_id: str) -> str | None:
@@ -154,34 +131,10 @@ def last_state(job_id: str) -> str | None:
     return next(iter(states), None)
 
 
-def hostnames(nodes: str) -> list[str]:
-    """The names in Slurm's short form, such as `node[1-3]`. Raises RuntimeError."""
-    if nodes in ("", *_UNKNOWN):
-        return []
-    return _ask("scontrol", "show", "hostnames", nodes).split()
-
-
-def nodes_of(job_id: str) -> list[str] | None:
-    """The nodes that a job holds now; with --no-kill one that failed is no longer one of them. None without a job."""
-    nodes = re.search(r" NodeList=(\S*)", _shown(job_id))
-    if nodes is None:
-        return None
-    return hostnames(nodes[1])
-
-
 def _shown(job_id: str) -> str:
     """The line that scontrol shows of a job; empty for a job that it does not know."""
     done = _run("scontrol", "show", "job", "--oneliner", job_id)
     return "" if done.returncode else done.stdout
-
-
-def node_states(names: Sequence[str]) -> dict[str, str]:
-    """States of nodes as sinfo shows them: idle, mixed, down; a * follows where a node does not respond. Raises
-    RuntimeError."""
-    if not names:
-        return {}
-    lines = _ask("sinfo", "--noheader", "--Node", "--nodes", ",".join(names), "-o", "%N|%T").splitlines()
-    return dict(line.strip().split("|", 1) for line in lines if "|" in line)
 
 
 def test_only(script: Path) -> str:
@@ -213,11 +166,6 @@ def check_syntax(script: Path) -> None:
     done = _run("bash", "-n", str(script))
     if done.returncode:
         raise ValueError(f"{script}: bash cannot parse this script: {_reason(done.stderr)}")
-
-
-def mount_of(place: Path) -> list[str]:
-    """Type and mount point of a folder's file system: ["nfs4", "/home"]. Raises RuntimeError."""
-    return _ask("df", "--output=fstype,target", str(place)).splitlines()[-1].split(maxsplit=1)
 
 
 def _reason(output: str) -> str:

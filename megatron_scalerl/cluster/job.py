@@ -94,7 +94,6 @@ def render(plan: JobPlan) -> str:
             save_s=plan.lead_s - MARGIN_S,
             container=_container(plan),
             local=plan.site.local,
-            stage=plan.site.stage,
             pyxis=plan.site.container == "pyxis",
             command=_command(plan, train),
             preflight=_command(plan, check),
@@ -145,7 +144,7 @@ def _command(plan: JobPlan, words: Sequence[str]) -> str:
     program: Sequence[str] = (sys.executable, "-m", "megatron_scalerl")
     if inside:
         program = ("megatron-scalerl",)
-    command = " ".join(_quoted(word, plan.site) for word in (*(plan.site.program or program), *words))
+    command = " ".join(_quoted(word) for word in (*(plan.site.program or program), *words))
     if inside:
         return f'"${{inside[@]}}" {command}'
     return command
@@ -159,7 +158,7 @@ def _container(plan: JobPlan) -> str:
         return ""
     if site.container == "pyxis":
         words = [
-            f"--container-image={_local(str(site.image), site)}",
+            f"--container-image={site.image}",
             "--no-container-mount-home",
             f"--container-workdir={plan.cwd}",
         ]
@@ -169,24 +168,16 @@ def _container(plan: JobPlan) -> str:
         if plan.nodes.gpus:
             words.append("--nv")
         bound = [word for folder in folders for word in ("--bind", folder)]
-        words += ["--pwd", str(plan.cwd), *bound, _local(str(site.image), site)]
+        words += ["--pwd", str(plan.cwd), *bound, str(site.image)]
     else:
         words = [word.replace("{cwd}", str(plan.cwd)) for word in site.container]
-    return " ".join(_quoted(word, site) for word in words)
+    return " ".join(_quoted(word) for word in words)
 
 
-def _local(word: str, site: Site) -> str:
-    """A path below one that is staged, as the node's own."""
-    for source in site.stage:
-        if word == source or word.startswith(f"{source}/"):
-            return "{staged}/" + Path(source).name + word.removeprefix(source)
-    return word
-
-
-def _quoted(word: str, site: Site) -> str:
-    """A word of the script, where {run}, {local} and {staged} are folders."""
-    quoted = shlex.quote(_local(word, site))
+def _quoted(word: str) -> str:
+    """A word of the script, where {run} and {local} are folders."""
+    quoted = shlex.quote(word)
     # the variables have to be outside of the single quotes, which end before each and begin again behind it
-    for name, variable in (("run", "run"), ("local", "MSRL_LOCAL%/*"), ("staged", "MSRL_STAGED")):
+    for name, variable in (("run", "run"), ("local", "MSRL_LOCAL%/*")):
         quoted = quoted.replace(f"{{{name}}}", f"'\"${{{variable}}}\"'")
     return quoted

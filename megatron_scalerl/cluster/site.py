@@ -4,16 +4,16 @@
 and take the place of these where both say the same; what the job cannot do without is refused by name.
 """
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, StrictBool, StringConstraints, ValidationError
 
 from megatron_scalerl.cluster.cluster import gpus_of
 from megatron_scalerl.launch.hosts import is_secret
+from megatron_scalerl.plan.assumptions import first_line
 from megatron_scalerl.recipe.file import read_yaml
 from megatron_scalerl.recipe.other_names import check_keys
 
@@ -50,31 +50,6 @@ _REPLACED = {
     "cpus-per-gpu": "cpus-per-task",
 }
 """Options that take the place of one of the job's under another name."""
-_WHOLE = {*BY_SUBMIT, *_FIXED, *_REPLACED, *_REPLACED.values(), "export"}
-"""Options of which sbatch would take the beginning, too."""
-_OPTIONS = (
-    "options of sbatch by their long names, such as {constraint: h100, exclusive: false} or [--constraint=h100]"
-)
-_EXPECTED = {
-    "sbatch": _OPTIONS,
-    **dict.fromkeys(("modules", "program", "mounts", "stage"), "a list of texts"),
-    "environment": "names of variables with one line of text each",
-    "container": f"one of {', '.join(_NAMED)}, or a list of words",
-    "local": "an absolute path, or one that begins with a variable",
-    **dict.fromkeys(("image", "template"), "text"),
-}
-"""By key."""
-
-
-def _by_name(given: Any) -> Any:
-    """Options that are listed as they follow #SBATCH, by name; lists of values as Slurm writes them."""
-    if isinstance(given, list) and all(isinstance(line, str) and re.match("--[a-z]", line) for line in given):
-        words = [line[2:].partition("=") for line in given]
-        given = {name: value if equals else True for name, equals, value in words}
-    if isinstance(given, dict):
-        lists = {name: ",".join(map(str, value)) for name, value in given.items() if isinstance(value, list)}
-        return given | lists
-    return given
 
 
 class Site(BaseModel):
@@ -82,7 +57,7 @@ class Site(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
-    sbatch: Annotated[dict[Name, StrictBool | Line], BeforeValidator(_by_name)] = {}
+    sbatch: dict[Name, Line | StrictBool] = {}
     """Options of sbatch, such as account, qos and gres."""
     modules: tuple[Line, ...] = ()
     """Environment modules, loaded in this order."""
@@ -91,14 +66,12 @@ class Site(BaseModel):
     program: tuple[Line, ...] = ()
     """Words that start the program; none: the Python of the submission, or `megatron-scalerl` in a container."""
     local: Annotated[str, StringConstraints(pattern=r"^[/$][\w./${}-]*$")] = "/tmp"
-    """Folder on each node's own disk for what is compiled and staged; it may name variables, as $USER."""
-    stage: tuple[Line, ...] = ()
-    """Folders and files, such as the environment and the policy, of which each node gets a copy there."""
+    """Folder on each node's own disk for what is compiled; it may name variables, as $USER."""
     template: Line | None = None
     """Template (Jinja) of the job script, relative to the site file, which may extend job.sbatch; None for that."""
     container: Literal["none", "pyxis", "apptainer"] | tuple[Line, ...] = "none"
     """The container of the program, on every node; words: a command in front of the program, in which {run}, {cwd}
-    and {local} stand for the folders of the run, of the submission, and of compiled and staged files."""
+    and {local} stand for the folders of the run, of the submission, and of compiled files."""
     image: Line | None = None
     """Image of the container of pyxis or Apptainer."""
     mounts: tuple[Line, ...] = ()
@@ -181,27 +154,12 @@ def read_site(path: Path | None) -> Site:
     try:
         site = Site.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        key, *inner = map(str, first["loc"])
-        expected = _EXPECTED[key]
-        if key != "container":
-            key = ".".join([key, *inner[:1]])
-        raise ValueError(f"{path}: {key}: expected {expected}, found {first['input']!r}") from None
-    staged = {Path(place).name for place in site.stage if os.path.normpath(f"/.{place}") == place} - {""}
-    if len(staged) < len(site.stage):
-        raise ValueError(
-            f"{path}: stage: the paths {[*site.stage]} have to be absolute and to differ in their last names"
-        )
-    # sbatch takes the beginning of a long option for the option, so that `no-requeu` would turn requeueing off
+        raise ValueError(f"{path}: {first_line(error)}") from None
     for name, value in site.sbatch.items():
         if name in BY_SUBMIT:
             raise ValueError(f"{path}: sbatch: {name} is set by the option {BY_SUBMIT[name]} of submit")
         if name in _FIXED:
             raise ValueError(f"{path}: sbatch: {name} is set by the job itself")
-        if name not in _WHOLE and any(whole.startswith(name) for whole in _WHOLE):
-            raise ValueError(
-                f"{path}: sbatch: {name} is only the beginning of an option's name; write the whole name"
-            )
         if name in ("export", "gpus-per-node") and _NO_NAME.search(str(value)):
             raise ValueError(f"{path}: sbatch.{name}: {value} is not a list of names")
     if (site.container in _NAMED[1:]) != (site.image is not None):

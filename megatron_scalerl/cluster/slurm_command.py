@@ -65,17 +65,12 @@ def _add_job_arguments(job: argparse._ArgumentGroup) -> None:
     of_node = "one for each rank and engine device on one node, on several all that it has"
     for names, text in (
         (("--gpus-per-node", "--gpus"), f"GPUs of a node (default: {of_node})"),
-        (("--slots",), "on CPUs: ranks and engine devices of a node (default: the fewest)"),
+        (("--slots",), "with several nodes, on CPUs: ranks and engine devices of a node"),
         (("--cpus",), "CPUs of a node (default: the GPUs' share of the node)"),
     ):
         job.add_argument(*names, type=int, metavar="N", help=text)
     job.add_argument(
         "--gpu-hours", type=float, metavar="H", help="budget: device-hours of all attempts together, by the ledger"
-    )
-    job.add_argument(
-        "--any-file-system",
-        action="store_true",
-        help="submit even if other nodes seem not to see the output folder",
     )
     job.add_argument("--site", type=Path, metavar="FILE", help="site file (YAML): account, modules, container, ...")
     job.add_argument(
@@ -116,9 +111,6 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 def _lines(arguments: argparse.Namespace) -> Iterator[str]:
     """The lines for the user, while the command does its work."""
-    for name in ("status", "seconds_left"):
-        if getattr(arguments, name) is not None and not _stands_alone(arguments, name):
-            raise ValueError(f"{_option(name)} stands alone; leave out the recipe or the folder")
     if arguments.status is not None:
         from megatron_scalerl.cluster.slurm_status import status
 
@@ -152,13 +144,7 @@ def _submit(arguments: argparse.Namespace) -> Iterator[str]:
     if array and request.throttle is None:
         request = replace(request, throttle=len(recipes))
     name = array_name(source, arguments.base) if array else recipes[0].name
-    yield from submit(recipes, name, request, recipe_file=arguments.recipe, dry_run=arguments.dry_run)
-
-
-def _stands_alone(arguments: argparse.Namespace, name: str) -> bool:
-    """Whether an option is the only one that names a run or a recipe."""
-    others = ("recipe", "array", "status", "seconds_left")
-    return all(getattr(arguments, other) is None for other in others if other != name)
+    yield from submit(recipes, name, request, dry_run=arguments.dry_run)
 
 
 def _request(arguments: argparse.Namespace) -> Request:

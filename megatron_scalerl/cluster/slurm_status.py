@@ -2,8 +2,8 @@
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from datetime import datetime, timedelta
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,8 @@ from megatron_scalerl.record import record
 
 ROLES = ("setup", "preflight", "controller")
 """Programs that an attempt starts, in this order; each leaves ROLE.exit and ROLE.log."""
-HOSTS = "hosts"
-"""In the folder of an attempt: the nodes that the job had at its start, one a line."""
 FIRST_NODE = "first-node.log"
-"""In the same folder: a note of the other nodes that the first one was lost."""
+"""In the folder of an attempt: a note of the other nodes that the first one was lost."""
 _LONGEST = 500
 """Characters of a reason that are shown."""
 
@@ -63,26 +61,21 @@ def status(run_dir: Path) -> Iterator[str]:
         jobs = jobs_of(run, cluster.queued())
         yield from _job_lines(run, newest, jobs)
     else:
-        yield from _attempt_lines(run, newest)
-    yield from node_lines(run, jobs)
+        yield "no sbatch on the path: the state of the job is unknown, what follows is from the run's folder"
+    if not jobs:
+        yield from (f"finished: {row.get('reason')}" for row in read_jsonl(run / END)[-1:])
+    yield from node_lines(run)
     yield from _progress(run, newest.get("gpu_hours"), running=any(job.state == "RUNNING" for job in jobs))
     if (error := last_error(run)) is not None:
         yield f"last error: {error}"
 
 
-def node_lines(run: Path, jobs: Iterable[cluster.Job]) -> Iterator[str]:
-    """Lines of the status. jobs: of the run, queued or running. Raises RuntimeError."""
-    since = attempts(run)
-    for attempt in since:
+def node_lines(run: Path) -> Iterator[str]:
+    """The nodes that the checks of the attempts found unfit, and first nodes that were lost."""
+    for attempt in attempts(run):
         for node, why in unfit(attempt).items():
             yield f"attempt {attempt.name}: {node} was unfit: {why[:_LONGEST]}"
         yield from (f"attempt {attempt.name}: {line}" for line in _lines(attempt / FIRST_NODE))
-    had = [host for attempt in since[-1:] for host in _lines(attempt / HOSTS)]
-    for job in jobs:
-        if job.state == "RUNNING" and had:
-            holds = cluster.nodes_of(job.job_id)
-            # None: the job has ended since squeue listed it
-            yield from failed_nodes(had, had if holds is None else holds, cluster.node_states(had))
 
 
 def attempts(run: Path) -> list[Path]:
@@ -101,53 +94,19 @@ def unfit(attempt: Path) -> dict[str, str]:
     return dict(line.split("\t", 1) for line in _lines(attempt / "nodes" / BAD) if "\t" in line)
 
 
-def failed_nodes(had: Iterable[str], holds: Iterable[str], states: Mapping[str, str]) -> Iterator[str]:
-    """A line for each node of the attempt that failed: it left the job, or it is down or silent in it.
-
-    had: nodes at the start. holds: nodes of the job now. states: as `cluster.node_states`.
-    """
-    still = set(holds)
-    # with --no-kill a node that failed leaves the job, which goes on without it; * ends the state of a silent node
-    for node in had:
-        state = states.get(node, "unknown")
-        if node not in still:
-            yield f"{node} failed and has left the job; it is {state} now"
-        elif state.endswith("*"):
-            yield f"{node} is {state}: Slurm gets no answer from it"
-        elif state.startswith(("down", "fail")):
-            yield f"{node} is {state}"
-
-
 def _lines(file: Path) -> list[str]:
     return file.read_text(encoding="utf8", errors="replace").splitlines() if file.is_file() else []
 
 
 def _job_lines(run: Path, newest: dict[str, Any], jobs: list[cluster.Job]) -> Iterator[str]:
-    ended = read_jsonl(run / END)
     for job in jobs:
         yield f"job {job.job_id}: {job.state} ({job.reason}), {_requeues(run, newest)}"
-        if job.state == "RUNNING" and job.end is not None:
-            left = job.end - datetime.now() - timedelta(seconds=newest.get("lead_s", 0))
-            then = "goes on in the next job" if newest.get("chain") else "is queued again"
-            yield f"saves and {then} in {timedelta(seconds=max(0, int(left.total_seconds())))}"
     if not jobs and newest:
         job = newest["jobs"][-1]
         state = cluster.last_state(job) or "no longer known to Slurm"
         yield f"job {job}: {state}, {_requeues(run, newest)}"
     elif not jobs:
         yield "no job: the script was written and not submitted"
-    if ended and not jobs:
-        yield f"finished: {ended[-1].get('reason')}"
-
-
-def _attempt_lines(run: Path, newest: dict[str, Any]) -> Iterator[str]:
-    """The state of the newest attempt by the run's folder alone."""
-    yield "no sbatch on the path: the state of the job is unknown, what follows is from the run's folder"
-    for attempt in attempts(run)[-1:]:
-        exits = [f"{role} {code}" for role, code in _exit_codes(attempt).items()]
-        ended = f"exit codes: {', '.join(exits)}" if exits else "no exit code yet, or killed"
-        yield f"attempts: {len(attempts(run))}, {_requeues(run, newest)}; the last, {attempt.name}: {ended}"
-    yield from (f"finished: {row.get('reason')}" for row in read_jsonl(run / END)[-1:])
 
 
 def _requeues(run: Path, newest: dict[str, Any]) -> str:

@@ -1,16 +1,13 @@
 """Submits runs: checks, each of which raises ValueError with one line, the job script in the run's folder, sbatch."""
 
-import contextlib
-import os
-import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron_scalerl.checkpoints.atomic_io import lock_file, write_durably
+from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.jsonl import append_row, read_jsonl
 from megatron_scalerl.cluster import cluster
-from megatron_scalerl.cluster.allocation import Request, allocate, assumed, check_plan
+from megatron_scalerl.cluster.allocation import Request, allocate, assumed
 from megatron_scalerl.cluster.cluster import Job, Partition, least_of, seconds_of
 from megatron_scalerl.cluster.job import MARGIN_S, JobPlan, render
 from megatron_scalerl.cluster.site import Site, read_site
@@ -27,12 +24,8 @@ SAVE_S = 300.0
 """Assumed seconds of a step and its checkpoint, likewise."""
 _RECENT = 100
 """Steps whose slowest one counts."""
-_PRIVATE = ("tmpfs", "ramfs", "devtmpfs", "overlay", "squashfs")
-_LOCAL_FOLDERS = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"))
-_LOCAL_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs")
-"""File systems of one host; it may export them to others under the same path."""
 JOBS = "jobs.jsonl"
-"""In RUN/slurm: one line per submission with the job's id and script."""
+"""In RUN/slurm: one line per submission with the ids of its jobs."""
 
 
 def recipes_of(
@@ -75,12 +68,10 @@ def array_name(folder: str, base: str | None) -> str:
     return name if base is None else f"{name}_{Path(base).stem}"
 
 
-def submit(
-    recipes: Sequence[Recipe], name: str, request: Request, *, recipe_file: str | None, dry_run: bool
-) -> Iterator[str]:
+def submit(recipes: Sequence[Recipe], name: str, request: Request, *, dry_run: bool) -> Iterator[str]:
     """Check everything, write the job script, submit it; yields what to tell the user.
 
-    More than one recipe, or a throttle: an array. name: of the job. recipe_file: of the only recipe. Raises
+    More than one recipe, or a throttle: an array. name: of the job. Raises
     ValueError for user errors, before which nothing is submitted, and RuntimeError where Slurm fails.
     """
     site = read_site(request.site)
@@ -96,70 +87,54 @@ def submit(
         missing = str(error)
     has_slurm = not missing
     plan = _plan(recipes, name, request, site, partition)
-    if request.throttle is not None:
-        check_script(plan.script, plan.runs)
-    resolved, lines = _resolved(recipes, plan, partition, recipe_file, has_slurm=has_slurm)
-    yield from lines
-    with contextlib.ExitStack() as stack:
-        # the script's folder is that of the run, or of the array: nobody takes a lock twice
-        for run in dict.fromkeys([*plan.runs, plan.script.parent.parent]):
-            (run / SLURM).mkdir(parents=True, exist_ok=True)
-            stack.enter_context(submitting(run))
-        # asked under the locks, so that the job of a submission that has just ended is in the queue
-        queued = cluster.queued() if has_slurm else None
-        for run in plan.runs:
-            check_free(run, queued)
-        for recipe, run in zip(resolved, plan.runs, strict=True):
-            write_durably(run / SLURM / "recipe.yaml", dump_recipe(recipe).encode())
-        # last: end.json of a finished run is compared with it
-        write_durably(plan.script, render(plan).encode())
-        cluster.check_syntax(plan.script)
-        yield f"job script: {plan.script}"
-        if has_slurm:
-            yield f"sbatch --test-only: {cluster.test_only(plan.script)}"
-        else:
-            nodes = f"{partition.gpus} GPUs and {partition.cpus} CPUs"
-            yield (
-                f"not checked, since {missing}: that {partition.name} exists, with nodes of {nodes} "
-                "(assumed), its time limit, that Slurm accepts the job, that the run has no other one, and that the "
-                f"nodes see {plan.cwd} and {plan.runs[0]}"
-            )
-        if dry_run:
-            yield "dry run: nothing is submitted"
-            return
-        jobs = _submit(plan)
+    resolved, checks = _resolved(recipes, has_slurm=has_slurm)
+    yield f"checks of settings, policy and prompts: {checks}"
+    queued = cluster.queued() if has_slurm else None
+    for run in plan.runs:
+        check_free(run, queued)
+    for recipe, run in zip(resolved, plan.runs, strict=True):
+        (run / SLURM).mkdir(parents=True, exist_ok=True)
+        write_durably(run / SLURM / "recipe.yaml", dump_recipe(recipe).encode())
+    plan.script.parent.mkdir(parents=True, exist_ok=True)
+    # last: end.json of a finished run is compared with it
+    write_durably(plan.script, render(plan).encode())
+    cluster.check_syntax(plan.script)
+    yield f"job script: {plan.script}"
+    if has_slurm:
+        yield f"sbatch --test-only: {cluster.test_only(plan.script)}"
+    else:
+        nodes = f"{partition.gpus} GPUs and {partition.cpus} CPUs"
+        yield (
+            f"not checked, since {missing}: that {partition.name} exists, with nodes of {nodes} "
+            "(assumed), its time limit, that Slurm accepts the job, and that the run has no other one"
+        )
+    if dry_run:
+        yield "dry run: nothing is submitted"
+        return
+    jobs = _submit(plan)
     yield f"submitted: job {', '.join(jobs)}; asked to save {plan.lead_s} s before its time limit"
     yield f"output: {plan.outputs}; logs: RUN/slurm and RUN/logs"
     yield from (f"megatron-scalerl submit --status {run_dir}" for run_dir in plan.runs)
 
 
-def _resolved(
-    recipes: Sequence[Recipe], plan: JobPlan, partition: Partition, recipe_file: str | None, *, has_slurm: bool
-) -> tuple[list[Recipe], list[str]]:
-    """The recipes as their runs record them, and what to tell the user. Raises ValueError for user errors."""
+def _resolved(recipes: Sequence[Recipe], *, has_slurm: bool) -> tuple[list[Recipe], str]:
+    """The recipes as their runs record them, and how their checks ended. Raises ValueError for user errors."""
     from megatron_scalerl.controller.preflight import check_inputs  # imports transformers
 
     resolved = []
-    warnings: dict[str, None] = {}
     checks = "passed"
-    fits = "not reached"
-    for recipe, run in zip(recipes, plan.runs, strict=True):
+    for recipe in recipes:
         whole = recipe
         try:
             whole = check_inputs(recipe, on_this_host=False).resolved(recipe)
             check_recipe(whole)
-            fits = check_plan(recipe, recipe_file, partition, plan.nodes.gpus)
         except ValueError as error:
             # a dry run on another machine may lack the policy and the prompts: it still writes the script
             if has_slurm:
                 raise
             checks = f"not finished here: {error}"
         resolved.append(whole)
-        anywhere = plan.request.any_file_system or not has_slurm
-        line = check_shared(run, several=plan.nodes.nodes > 1, anywhere=anywhere)
-        if line is not None:
-            warnings[f"warning: {line}"] = None
-    return resolved, [*warnings, f"checks of settings, policy and prompts: {checks}", f"plan --check: {fits}"]
+    return resolved, checks
 
 
 def _plan(
@@ -201,14 +176,7 @@ def _submit(plan: JobPlan) -> list[str]:
             # afterany: whatever the end of the job before, the next one goes on from the newest checkpoint
             for _ in range(asked.max_requeues):
                 jobs.append(cluster.submit(plan.script, [f"--dependency=afterany:{jobs[-1]}"]))
-        row = {
-            "script": str(plan.script),
-            "lead_s": plan.lead_s,
-            "max_requeues": asked.max_requeues,
-            "chain": asked.chain,
-            "nodes": plan.nodes.nodes,
-            "gpu_hours": asked.gpu_hours,
-        }
+        row = {"max_requeues": asked.max_requeues, "gpu_hours": asked.gpu_hours}
         for index, run in enumerate(plan.runs):
             of_run = [f"{job}_{index}" for job in jobs] if asked.throttle else jobs
             append_row(run / SLURM / JOBS, {"jobs": of_run, **row, "unix_time": time.time()})
@@ -216,19 +184,6 @@ def _submit(plan: JobPlan) -> list[str]:
         cluster.cancel(jobs)  # none remains that is not recorded
         raise
     return jobs
-
-
-@contextlib.contextmanager
-def submitting(run: Path) -> Iterator[None]:
-    """A block in which no other process submits this run. Raises ValueError if another submission is in progress."""
-    try:
-        handle = lock_file(run / SLURM / "lock")
-    except BlockingIOError:
-        raise ValueError(f"{run}: another submission of this run is in progress") from None
-    try:
-        yield
-    finally:
-        os.close(handle)
 
 
 @record
@@ -305,44 +260,9 @@ def jobs_of(run: Path, jobs: Iterable[Job]) -> list[Job]:
     return sorted(of_run, key=lambda job: job.state != "RUNNING")
 
 
-def check_shared(run: Path, *, several: bool, anywhere: bool) -> str | None:
-    """A check by its file system that other nodes can see the run's folder, as far as this node can tell.
-
-    Returns a warning or None. Raises ValueError for a folder that no other node sees, if the job has several nodes
-    and not `anywhere`.
-    """
-    place = next(place for place in (run, *run.parents) if place.is_dir())
-    # each node has its own of these, and a local disk may be exported under the same path
-    try:
-        kind, point = cluster.mount_of(place)
-    except (OSError, RuntimeError):  # no `df`, or one of another kind
-        return None
-    private = kind in _PRIVATE or any(place.resolve().is_relative_to(folder) for folder in _LOCAL_FOLDERS)
-    if not private and kind not in _LOCAL_DISKS:
-        return None
-    folder = f"{place}, {kind} at {point}"
-    if private and several and not anywhere:
-        raise ValueError(
-            f"output_dir: the other nodes seem not to see {folder}; use a shared folder, or submit all the same with "
-            "--any-file-system"
-        )
-    return f"output_dir: do the job's nodes see it under the same path? It is {folder}"
-
-
 def check_free(run: Path, jobs: Iterable[Job] | None) -> None:
     """A run without a job that is queued or running. jobs: None without Slurm, where any of the run may be."""
     if jobs is None and job_ids(run):
         raise ValueError(f"{run}: may have a job, which a dry run without Slurm would change; give it another name")
     for job in jobs_of(run, jobs or ()):
         raise ValueError(f"{run}: has job {job.job_id} already, {job.state}; scancel {job.job_id} ends it")
-
-
-def check_script(script: Path, runs: Iterable[Path]) -> None:
-    """The script of an array, which names none of the `runs` only if it was written for others."""
-    if script.is_file():
-        text = script.read_text(encoding="utf8")
-        if not any(f"{shlex.quote(str(run))}\n" in text for run in runs):
-            raise ValueError(
-                f"{script.parent.parent}: its job script is that of other runs; move it away, or rename the array's "
-                "folder or base"
-            )

@@ -25,7 +25,6 @@ from megatron_scalerl.distributed.rendezvous import LOOPBACK, listen_only_at
 from megatron_scalerl.engine.answers import ADAPTER
 from megatron_scalerl.engine.numerics import attention_temperature, logprobs_mode
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.file import node_copy
 from megatron_scalerl.recipe.other_names import check_keys
 from megatron_scalerl.recipe.sections import LoraSection
 from megatron_scalerl.weights.plan import VLLM_BACKEND
@@ -266,7 +265,7 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int) -> list[str]:
         given = _nested(options, "override_generation_config")
         options["override_generation_config"] = {"attn_temperature_tuning": temperature, **given}
     options |= {
-        "model": node_copy(recipe.policy.path),
+        "model": recipe.policy.path,
         "host": host,
         "port": port,
         "dtype": recipe.policy.dtype,

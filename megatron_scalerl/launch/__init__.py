@@ -15,6 +15,6 @@ On another host:
 On every host:
 
     local_server.py          an engine's server as a child process
-    own_share.py             the CPUs and caches of a rank or engine
+    caches.py                folders for the code that a rank or engine compiles
     control_folder.py        how a program on another host is started and finds the controller
 """

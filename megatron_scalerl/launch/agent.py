@@ -47,9 +47,9 @@ from megatron_scalerl.distributed import sockets
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, interface_of, local_address
 from megatron_scalerl.distributed.sockets import Buffer, Ping, Refused, decode
 from megatron_scalerl.engine.certificate import Certificate
+from megatron_scalerl.launch.caches import cache_variables
 from megatron_scalerl.launch.control_folder import controller_address, find_secret
 from megatron_scalerl.launch.local_server import LocalServer, ServerEnded, ServerPlace
-from megatron_scalerl.launch.own_share import own_variables, share_of
 from megatron_scalerl.processes.child_process import ChildProcess, log_end, race
 from megatron_scalerl.processes.logs import log_to_stderr
 from megatron_scalerl.processes.signals import Stopped, run_until_signal
@@ -96,8 +96,6 @@ class Welcome(sockets.Welcome, tag=True, frozen=True, kw_only=True):
     """Port of the server; 0: a free one."""
     positions: Sequence[int] | None = None
     """The engine's devices, as indices into its host's visible GPUs; None without GPUs."""
-    share: str = ""
-    """The engine's share of its host (`own_share`)."""
 
 
 class Up(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -196,7 +194,6 @@ class Agent:
             host=self._environment.get("MSRL_BIND_HOST") or local_address(address),
             port=self.welcome.port,
             positions=self.welcome.positions,
-            share=self.welcome.share,
             interface=interface_of(HostRendezvous(host=address, port=0)),
             tls=Certificate(certificate=self.welcome.certificate, key=self.welcome.key),
         )
@@ -240,10 +237,10 @@ def _not_started(error: Exception) -> str:
 async def start_ranks(environment: Mapping[str, str], logs: Path, threads: int) -> AsyncIterator[ChildProcess]:
     """Start the ranks of this host, which join the trainer that `environment` names.
 
-    environment: what `trainer.worker` reads, and MSRL_RANKS (FIRST:COUNT:DEVICES, the last of the host) in place of
-    RANK; it takes precedence over this process's environment. threads: trainer.threads.
+    environment: what `trainer.worker` reads, and MSRL_RANKS (FIRST:COUNT) in place of RANK; it takes precedence over
+    this process's environment. threads: trainer.threads.
     """
-    first, count, devices = map(int, environment["MSRL_RANKS"].split(":"))
+    first, count = map(int, environment["MSRL_RANKS"].split(":"))
     for number in range(count):
         name = f"trainer-{first + number}"
         numbers = {
@@ -253,10 +250,9 @@ async def start_ranks(environment: Mapping[str, str], logs: Path, threads: int) 
             # Megatron-Core warns at every import that Transformer Engine and apex are not installed
             "PYTHONWARNINGS": "ignore::UserWarning,ignore::FutureWarning",
         }
-        share = own_variables(name, share_of([number], devices))
         argv = [sys.executable, "-m", "megatron_scalerl.trainer.worker"]
         yield await ChildProcess.start(
-            name, argv, {**os.environ, **environment, **numbers, **share}, logs / f"{name}.log"
+            name, argv, {**os.environ, **environment, **numbers, **cache_variables(name)}, logs / f"{name}.log"
         )
 
 

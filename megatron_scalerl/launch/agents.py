@@ -228,7 +228,7 @@ class Agents:
         launch = partial(start_agent, self._hosts, place.host, name, environment, log)
         server = self.expect(name, place.host.name, start, launch)
         server.welcome = msgspec.structs.replace(
-            self.welcome, port=engine_port(engine, index), positions=place.positions, share=place.share
+            self.welcome, port=engine_port(engine, index), positions=place.positions
         )
         return server
 

@@ -14,7 +14,6 @@ The run does not start such an engine again: the engine's host does (`commands.e
 
 import asyncio
 import logging
-import resource
 import time
 from collections.abc import Callable
 from typing import NoReturn
@@ -24,7 +23,7 @@ from megatron_scalerl.engine.membership import Member, Membership
 from megatron_scalerl.engine.watchdog import LagClock
 from megatron_scalerl.launch.agent import Hello
 from megatron_scalerl.launch.agents import Agents
-from megatron_scalerl.launch.hosts import Hosts, files_needed
+from megatron_scalerl.launch.hosts import Hosts
 from megatron_scalerl.launch.local_server import STOP_S
 from megatron_scalerl.launch.placement import Attempt, Placement
 from megatron_scalerl.launch.process import EngineProcess
@@ -137,7 +136,6 @@ class Engines:
             secret=self._secret,
             log_path=self._logs / f"engine-{index}.log",
             positions=place.positions,
-            share=place.share,
             interface=interface,
         )
 
@@ -190,14 +188,11 @@ class Engines:
     async def _until_evicted(self, process: EngineProcess) -> str:
         """Wait until the engine fails or is evicted; it is evicted then. Returns the reason."""
         async with race(process.watch(self._lag), self.members.evicted(process.client)) as (watch, evicted):
-            if watch.done() and (error := watch.exception()) is not None:
-                reason = _with_cause(str(error), process)
-                self.members.evict(process.client, reason)
-                return reason
-            reason = await evicted
-            # vLLM's server only says that its core has died, and the core wrote why into the log that both share
-            if "EngineCore" in reason and (cause := fatal_error(process.server.log_path)):
-                return f"{reason} ({cause})"
+            error = watch.exception() if watch.done() else None
+            if error is None:
+                return _with_cause(await evicted, process)
+            reason = _with_cause(str(error), process)
+            self.members.evict(process.client, reason)
             return reason
 
     async def _restart(self, index: int, failures: int, reason: str, *, delay: float) -> bool:
@@ -275,25 +270,14 @@ class Engines:
             return "rollouts.deterministic: the run keeps the engines that it started with, and none may join"
         if self._in_run(hello.name):
             return f"{hello.name}: the engine of this name has not left yet"
-        joined = [member for member in self.members.members if member.joined and member.devices > 0]
-        needed = files_needed(self._recipe, joined=len(joined) + 1)
-        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if allowed != resource.RLIM_INFINITY and allowed < needed:
-            return (
-                f"open files: with one more engine the controller needs {needed}, and may have {allowed} (ulimit -n)"
-            )
         return None
 
 
 def _with_cause(error: str, process: EngineProcess) -> str:
     """The first line of an error with the last fatal error in the engine's log; the whole error without one."""
-    line, *_ = error.splitlines()
-    if "exited with code -" in line:  # it was killed, and its log does not say why
-        return error
+    # vLLM's server only says that its core has died, and the core wrote why into the log that both share
     cause = fatal_error(process.server.log_path)
     if not cause:
         return error
-    end = line.partition(LOG_END)[0]
-    if "exited with code " in line:
-        return f"{end} ({cause})"
-    return f"{end}; the last error in its log: {cause}"
+    line = error.splitlines()[0].partition(LOG_END)[0]
+    return f"{line}; the last error in its log: {cause}"

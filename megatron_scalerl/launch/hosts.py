@@ -293,9 +293,9 @@ def _address_towards(other: str) -> str:
         ) from None
 
 
-def files_needed(recipe: Recipe, joined: int = 0) -> int:
-    """Open files that the controller of a run may need at once. Each engine needs fewer. joined: further engines."""
-    engines = recipe.engine.count + joined
+def files_needed(recipe: Recipe) -> int:
+    """Open files that the controller of a run may need at once. Each engine needs fewer."""
+    engines = recipe.engine.count
     completions = PER_COMPLETION * engines * recipe.rollouts.max_in_flight
     workers = (recipe.rewards.workers or default_workers()) + (recipe.rollouts.decoders or default_workers())
     processes = engines + recipe.trainer.world_size + workers

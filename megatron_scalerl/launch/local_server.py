@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron_scalerl.distributed.rendezvous import LOOPBACK, private_folder
 from megatron_scalerl.engine.certificate import Certificate, certificate_arguments
 from megatron_scalerl.engine.options import engine_arguments, engine_command, engine_environment
-from megatron_scalerl.launch.own_share import own_variables
+from megatron_scalerl.launch.caches import cache_variables
 from megatron_scalerl.processes.child_process import ChildProcess, race
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.process_sections import EngineSection
@@ -45,8 +45,6 @@ class ServerPlace:
     """The server's devices, as indices into this host's visible GPUs; None without GPUs."""
     interface: str = LOOPBACK
     """Name of the interface to the other members of a weight group over NCCL."""
-    share: str = ""
-    """The server's share of the host (`own_share`)."""
     tls: Certificate | None = None
     """Certificate and key; None: HTTP without TLS, for loopback."""
 
@@ -117,7 +115,7 @@ class LocalServer:
             devices=self._devices,
             interface=self._place.interface,
         )
-        env |= own_variables(self.name, self._place.share)
+        env |= cache_variables(self.name)
         env["VLLM_RPC_BASE_PATH"] = self._folder.enter_context(private_folder()).folder
         command = engine_command(arguments)
         try:

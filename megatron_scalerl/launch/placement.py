@@ -11,12 +11,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_scalerl.launch.hosts import Host, Hosts, HostsLeft, takes_gpus
-from megatron_scalerl.launch.own_share import share_of
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 from megatron_scalerl.types import ComputeUnit
@@ -37,8 +35,6 @@ class HostRanks:
     first: int
     """The lowest rank."""
     count: int
-    slots: int = field(default=0, compare=False)
-    """Devices of the host that the run uses."""
 
 
 @record
@@ -48,8 +44,6 @@ class EnginePlace:
     host: Host
     positions: tuple[int, ...] | None
     """The engine's devices, as indices into the host's visible GPUs; None without GPUs."""
-    share: str = field(default="", compare=False)
-    """The engine's share of the host (`own_share`)."""
 
 
 @record
@@ -84,7 +78,7 @@ class Placement:
                 raise ValueError(f"--slots: {slots} is more than the {visible} GPUs visible on this host")
         # each host takes `slots` ranks, the last one the rest; hosts behind it have no rank
         ranks = tuple(
-            HostRanks(host=host, first=first, count=min(slots, world_size - first), slots=slots)
+            HostRanks(host=host, first=first, count=min(slots, world_size - first))
             for host, first in zip(hosts.hosts, range(0, world_size, max(1, slots)))
         )
         in_use = () if recipe.engine.colocate else ranks
@@ -130,9 +124,8 @@ def _engines(
         for first in range(used, slots - size + 1, size):
             if len(placed) == recipe.engine.count:
                 break
-            devices = tuple(range(first, first + size))
-            positions = devices if gpus else None
-            placed.append(EnginePlace(host=host, positions=positions, share=share_of(devices, slots)))
+            positions = tuple(range(first, first + size)) if gpus else None
+            placed.append(EnginePlace(host=host, positions=positions))
     return placed
 
 

@@ -58,7 +58,7 @@ class TrainerRanks:
             public[name] = os.environ.get(name, value)  # the user's own value
         # only MSRL_RANKS differs between the hosts
         for ranks in self._placement.trainer:
-            public["MSRL_RANKS"] = f"{ranks.first}:{ranks.count}:{ranks.slots or ranks.count}"
+            public["MSRL_RANKS"] = f"{ranks.first}:{ranks.count}"
             if ranks.host.here:
                 environment = joining | public
                 if self._hosts.address is not None:

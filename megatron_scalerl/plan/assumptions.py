@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import Field, field, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, ValidationError
 from pydantic import Field as Range
 from pydantic.dataclasses import dataclass
-
-from megatron_scalerl.record import record
 
 _Positive = Annotated[float, Range(gt=0)]
 _AtLeast0 = Annotated[float, Range(ge=0)]
@@ -69,23 +67,14 @@ OF_EPISODES = ("turns", "reply_tokens", "reply_seconds")
 """The fields that count only with an environment."""
 
 
-@record
-class Origin:
-    """Origin of an assumption's value."""
-
-    kind: Literal["default", "file", "flag"]
-    source: str
-    """Where the value comes from, in words for the printed table."""
-
-
 def described() -> tuple[Field[Any], ...]:
     """The fields in order; `metadata` holds unit, what, source and range."""
     return fields(Assumptions)
 
 
-def default_origins() -> dict[str, Origin]:
+def default_sources() -> dict[str, str]:
     """The planner's own source of every assumption."""
-    return {f.name: Origin(kind="default", source=f.metadata["source"]) for f in described()}
+    return {f.name: f.metadata["source"] for f in described()}
 
 
 def checked(values: Mapping[str, Any]) -> Assumptions:

@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from megatron_scalerl.models.adapters import refuse_adapter
-from megatron_scalerl.plan.assumptions import (
-    Assumptions,
-    Origin,
-    checked,
-    default_origins,
-    described,
-)
+from megatron_scalerl.plan.assumptions import Assumptions, checked, default_sources, described
 from megatron_scalerl.plan.hardware import GPUS, Layers
 from megatron_scalerl.recipe.hub import hint
 
@@ -94,7 +88,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.recipe.file import load_recipe
 
     recipe = load_recipe(options.recipe, options.overrides)
-    gpu, layers, assumed, origins = _inputs(options)
+    gpu, layers, assumed, sources = _inputs(options)
     folder = config_folder(recipe.policy.path, options.recipe, options.config)
 
     with no_collections():
@@ -111,7 +105,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
             on_cpus = plan_on_cpus(recipe, folder)
             _write(options, asdict(on_cpus))
             return _tell(options, f"{recipe.name} on CPUs", on_cpus.verdict(), on_cpus.problem)
-        plan = make_plan(recipe, folder, options.gpus, GPUS[gpu], assumed, layers=layers, origins=origins)
+        plan = make_plan(recipe, folder, options.gpus, GPUS[gpu], assumed, layers=layers, sources=sources)
         built = "skipped"
         if options.check and not options.no_build:
             built = compare_with_build(plan, folder)
@@ -143,8 +137,8 @@ def _tell(options: argparse.Namespace, head: str, verdict: str, problem: str) ->
     return 0
 
 
-def _inputs(options: argparse.Namespace) -> tuple[str, Layers, Assumptions, dict[str, Origin]]:
-    """A key of `GPUS`, layers, assumptions and their origins; flags precede the file, the file the defaults.
+def _inputs(options: argparse.Namespace) -> tuple[str, Layers, Assumptions, dict[str, str]]:
+    """A key of `GPUS`, layers, assumptions and their sources; flags precede the file, the file the defaults.
 
     Raises ValueError for an invalid file, and if --gpu or --layers differ from the file's: constants measured on one
     GPU do not apply to another.
@@ -162,18 +156,18 @@ def _inputs(options: argparse.Namespace) -> tuple[str, Layers, Assumptions, dict
                 f"--{key}: {options.assumptions} was measured for {measured} and does not apply to {given}"
             )
     values = {}
-    origins = default_origins()
+    sources = default_sources()
     for f in described():
         given = getattr(options, f.name)
         if given is not None:
             values[f.name] = given
-            origins[f.name] = Origin(kind="flag", source="given on the command line")
+            sources[f.name] = "given on the command line"
         elif file and f.name in file.assumptions:
             values[f.name] = file.assumptions[f.name].value
-            origins[f.name] = Origin(kind="file", source=file.source(options.assumptions, f.name))
+            sources[f.name] = file.source(options.assumptions, f.name)
     gpu = options.gpu or getattr(file, "gpu", GPU)
     layers: Layers = options.layers or getattr(file, "layers", None) or "te"
-    return gpu, layers, checked(values), origins
+    return gpu, layers, checked(values), sources
 
 
 def config_folder(policy: str, recipe: str | Path, given: str | Path | None = None) -> Path:

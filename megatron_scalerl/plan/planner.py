@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.plan.activations import recompute_of
-from megatron_scalerl.plan.assumptions import OF_EPISODES, Assumptions, Origin, default_origins
+from megatron_scalerl.plan.assumptions import OF_EPISODES, Assumptions, default_sources
 from megatron_scalerl.plan.counting import Parameters, count, load_family
 from megatron_scalerl.plan.engine import Decoding, EngineMemory, decoding, engine_memory
 from megatron_scalerl.plan.hardware import GIB, Gpu, Kernels, Layers
@@ -14,7 +14,7 @@ from megatron_scalerl.plan.memory import RankMemory, trainer_memory
 from megatron_scalerl.plan.sharding import Layout, layout_of
 from megatron_scalerl.plan.simulate import QueueSettings, Timing, simulate
 from megatron_scalerl.plan.split import Simulated, Split, best_splits, gpus_of, queue_of, splits
-from megatron_scalerl.plan.update import CHANGED, GROUP_BYTES, UpdateWork, update_work
+from megatron_scalerl.plan.update import GROUP_BYTES, UpdateWork, update_work
 from megatron_scalerl.plan.work import Lengths, StepWork, assumed_lengths, step_work
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
@@ -31,8 +31,8 @@ class RunPlan:
     gpu: Gpu
     gpus: int
     assumed: Assumptions
-    origins: Mapping[str, Origin]
-    """Origin of the value of each assumption that counts, by field."""
+    sources: Mapping[str, str]
+    """Where the value of each assumption that counts comes from, by field."""
     layers: Layers
     """Layers of the trainer."""
     config: str
@@ -132,7 +132,7 @@ def make_plan(
     assumed: Assumptions,
     *,
     layers: Layers = "te",
-    origins: Mapping[str, Origin] | None = None,
+    sources: Mapping[str, str] | None = None,
 ) -> RunPlan:
     """The plan of the recipe's split if that takes `gpus` GPUs, else of the fastest split. Raises ValueError."""
     family = load_family(config)
@@ -166,7 +166,7 @@ def make_plan(
         gpu=gpu,
         gpus=gpus,
         assumed=assumed,
-        origins=_counting(recipe, origins or default_origins()),
+        sources=_counting(recipe, sources or default_sources()),
         layers=layers,
         config=str(config / "config.json"),
         parameters=parameters,
@@ -185,9 +185,9 @@ def make_plan(
     )
 
 
-def _counting(recipe: Recipe, origins: Mapping[str, Origin]) -> dict[str, Origin]:
-    """The origins of assumptions that count: those of episodes only with an environment."""
-    return {name: o for name, o in origins.items() if recipe.environment.name or name not in OF_EPISODES}
+def _counting(recipe: Recipe, sources: Mapping[str, str]) -> dict[str, str]:
+    """The sources of assumptions that count: those of episodes only with an environment."""
+    return {name: source for name, source in sources.items() if recipe.environment.name or name not in OF_EPISODES}
 
 
 @record
@@ -251,19 +251,17 @@ def _search(trainers: Mapping[Split, _Trainer], room: float, base: QueueSettings
 
 def as_numbers(plan: RunPlan) -> dict[str, Any]:
     """The plan for --json: every number in the printed tables, sizes in bytes and times in seconds."""
-    parameters = plan.parameters
-    return {
+    parts = ("gpu", "parameters", "work", "timing")
+    numbers = {part: asdict(getattr(plan, part)) for part in parts}
+    return numbers | {
         "recipe": plan.recipe.name,
         "gpus": plan.gpus,
-        "gpu": asdict(plan.gpu),
         "config": plan.config,
         "fits": not plan.problems(),
         "problems": plan.problems(),
-        "parameters": asdict(parameters) | {"with_passthrough": parameters.total + parameters.passthrough},
         "split": asdict(plan.split) | {"devices_per_engine": plan.engine.devices, "of_recipe": plan.split_is_recipes},
         "layout": asdict(plan.layout)
         | {
-            "stages": [list(layers) for layers in plan.layout.stages],
             "dp": plan.layout.dp,
             "recompute": plan.recompute,
             "layers": plan.layers,
@@ -281,7 +279,6 @@ def as_numbers(plan: RunPlan) -> dict[str, Any]:
             "p90": plan.lengths.quantile(0.9),
             "max": max(plan.lengths.tokens),
         },
-        "work": asdict(plan.work),
         "weight_update": {
             "bytes": plan.update.bytes,
             "senders": plan.update.senders,
@@ -289,15 +286,11 @@ def as_numbers(plan: RunPlan) -> dict[str, Any]:
             "most_received_bytes": plan.update.most_received,
             "assumed_seconds": plan.publish_seconds,
             "lower_bounds": plan.update_bounds,
-            "changes_bytes": round(CHANGED * plan.update.bytes),
-            "changes_lower_bound": CHANGED * plan.update.bound_seconds(plan.gpu.nic_bytes_per_second),
         },
-        "timing": asdict(plan.timing),
         "gpu_hours_per_1000_steps": plan.gpu_hours_per_1000_steps,
         "cost": plan.recipe.cost.model_dump(),
         "best_splits": [asdict(s) for s in plan.best],
         "assumptions": {
-            name: {"value": getattr(plan.assumed, name), "from": origin.kind, "source": origin.source}
-            for name, origin in plan.origins.items()
+            name: {"value": getattr(plan.assumed, name), "source": source} for name, source in plan.sources.items()
         },
     }

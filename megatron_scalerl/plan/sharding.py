@@ -1,32 +1,31 @@
 """The trainer's parallel layout, and what each rank holds under it."""
 
+from dataclasses import asdict
+
 from megatron_scalerl.models.family import Family
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.parallel_layout import check_sharding, check_world, counts_of, sizes_of, stages_of
+from megatron_scalerl.recipe.parallel_layout import (
+    ParallelSizes,
+    check_sharding,
+    check_world,
+    counts_of,
+    sizes_of,
+    stages_of,
+)
 from megatron_scalerl.record import record
 
 
 @record
-class Layout:
-    """Parallel sizes of the trainer. Produced by `layout_of`."""
+class Layout(ParallelSizes):
+    """Parallel sizes of the trainer, and what follows from them. Produced by `layout_of`."""
 
     world_size: int
-    tp: int
-    pp: int
-    cp: int
-    ep: int
-    etp: int
-    """Tensor parallelism of the experts; Megatron's default is tp."""
-    chunks: int
-    """Model chunks per stage of a virtual pipeline; 1 without one."""
     sequence_parallel: bool
     distributed_optimizer: bool
     stages: tuple[tuple[int, ...], ...]
     """Layers of each pipeline stage."""
     places: tuple[int, ...]
     """[layers] index of each layer in its model chunk; Megatron-Core's recompute settings count layers by chunk."""
-    optimizer_instances: int = 1
-    """Instances of the distributed optimizer; each has the whole optimizer state."""
 
     @property
     def dp(self) -> int:
@@ -72,16 +71,10 @@ def layout_of(recipe: Recipe, family: Family, world_size: int) -> Layout:
     check_sharding(family, recipe.megatron.parallel, recipe.megatron.model)
     by_chunk = zip(*counts_of(recipe.megatron.model, len(family.layers), sizes))
     return Layout(
+        **asdict(sizes),
         world_size=world_size,
-        tp=sizes.tp,
-        pp=sizes.pp,
-        cp=sizes.cp,
-        ep=sizes.ep,
-        etp=sizes.etp,
-        chunks=sizes.chunks,
         sequence_parallel=bool(recipe.megatron.model.get("sequence_parallel", False)),
         distributed_optimizer=bool(recipe.megatron.ddp.get("use_distributed_optimizer", True)),
         stages=stages_of(recipe.megatron.model, len(family.layers), sizes),
         places=tuple(place for chunk in by_chunk for layers in chunk for place in range(layers)),
-        optimizer_instances=sizes.optimizer_instances,
     )

@@ -10,7 +10,6 @@ from megatron_scalerl.fit.tables import Table
 from megatron_scalerl.plan.assumptions import described
 from megatron_scalerl.plan.hardware import GIB
 from megatron_scalerl.plan.planner import RunPlan
-from megatron_scalerl.plan.update import CHANGED
 
 
 def show(plan: RunPlan, console: Console) -> None:
@@ -155,7 +154,6 @@ def _step(plan: RunPlan) -> Table:
     u = plan.update
     gb = 1e9
     moved = f"{u.senders} ranks send up to {u.most_sent / gb:.3g} GB, a worker gets {u.most_received / gb:.3g} GB"
-    changed = CHANGED * u.bound_seconds(plan.gpu.nic_bytes_per_second)
     bounds = [("  at least", f"{seconds:.3f} s: {link}") for link, seconds in plan.update_bounds.items()]
     length = f"mean {n.mean:,.0f}, median {n.quantile(0.5):,}, 90th percentile {n.quantile(0.9):,} tokens"
     packed = f"{w.micro_batches:.1f} micro-batches of {plan.recipe.micro_batch_tokens:,} tokens per rank"
@@ -168,7 +166,6 @@ def _step(plan: RunPlan) -> Table:
         ("weight update", f"{u.bytes / gb:,.1f} GB; {plan.publish_seconds:.2f} s assumed"),
         ("  each", moved),
         *bounds,
-        ("  1 % changed", f"{u.bytes * CHANGED / gb:,.2f} GB; at least {changed:.3f} s: one card per GPU"),
     )
 
 
@@ -200,13 +197,13 @@ def _balance(plan: RunPlan) -> Table:
 def _assumptions(plan: RunPlan) -> Table:
     rows = []
     for f in described():
-        if f.name not in plan.origins:
+        if f.name not in plan.sources:
             continue
         value = getattr(plan.assumed, f.name)
         shown = "computed"
         if value is not None:
             shown = f"{value:g} {f.metadata['unit']}".strip()
-        rows.append(("--" + f.name.replace("_", "-"), shown, f.metadata["what"], plan.origins[f.name].source))
+        rows.append(("--" + f.name.replace("_", "-"), shown, f.metadata["what"], plan.sources[f.name]))
     rows.append(("--gpu", "", plan.gpu.name, plan.gpu.source))
     columns = ("flag", "value", "what", "source")
     return Table(title="assumptions; each is a flag", columns=columns, rows=tuple(rows), labels=4)

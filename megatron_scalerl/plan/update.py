@@ -23,10 +23,6 @@ GROUP_BYTES = 2 * MOST_CHANNELS * 10_000_000
 """Buffers of one broadcast group over NCCL on a member's device: a ring has two directions, and a channel about 10 MB
 in each (4 MiB for its simple protocol, the rest for LL128 and LL). An estimate, measured on no GPU."""
 
-CHANGED = 0.01 * 3.1 / 2
-"""Bytes of an update of changes over the bytes of a whole update, in bf16: 1 % of the elements, 3.1 bytes for each
-(`weights.changes`). A step changes 1 % or less at the learning rates of a policy (docs/weights.md)."""
-
 
 @record
 class EngineShape:

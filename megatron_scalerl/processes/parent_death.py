@@ -13,8 +13,6 @@ import os
 import signal
 import sys
 
-CPUS = "MSRL_CPUS"
-"""Variable with the CPUs that the program is bound to; all without it."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _forking_pid = 0
@@ -69,21 +67,9 @@ def tied_command(argv: list[str]) -> list[str]:
     return [sys.executable, "-m", "megatron_scalerl.processes.parent_death", str(os.getpid()), *argv]
 
 
-def cpus_in(text: str) -> set[int]:
-    """CPUs as the kernel writes them. Raises ValueError.
-
-    >>> cpus_in("0-2,8")
-    {0, 1, 2, 8}
-    """
-    ends = [part.partition("-") for part in text.strip().split(",") if part]
-    return {cpu for first, _, last in ends for cpu in range(int(first), int(last or first) + 1)}
-
-
 def main() -> None:
-    """Tie this process to its parent and to its CPUs, then exec the program."""
+    """Tie this process to its parent, then exec the program."""
     die_with_parent(int(sys.argv[1]))
-    if cpus := os.environ.pop(CPUS, ""):
-        os.sched_setaffinity(0, cpus_in(cpus))
     os.execvp(sys.argv[2], sys.argv[2:])
 
 

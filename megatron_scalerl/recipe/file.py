@@ -9,6 +9,7 @@ Checks that the files that a recipe names exist, before heavy packages are impor
 import functools
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -268,18 +269,6 @@ def _keys_for(key: str) -> list[str]:
     if section == "prompts.tasks":
         return [k.replace(".NAME.", f".{name}.") for k in valid_keys()]
     return list(valid_keys())
-
-
-def node_copy(path: str) -> str:
-    """The node's copy of a folder, which the job made (`stage` of the site file), else the folder itself."""
-    # without MSRL_STAGED this path is relative, which the condition below refuses
-    copy = Path(os.environ.get("MSRL_STAGED", ""), Path(path).name)
-    source = Path(f"{copy}.from")
-    # the line break keeps /data/model from matching the copy of /data/model2
-    begin = f"{Path(path).absolute()}\n"
-    if source.is_absolute() and source.is_file() and source.read_text().startswith(begin):
-        return str(copy)
-    return path
 
 
 def check_policy(recipe: Recipe) -> None:

@@ -30,7 +30,6 @@ from megatron_scalerl.distributed import device
 from megatron_scalerl.distributed.parallel import Parallel, unwrap
 from megatron_scalerl.losses import LossInputs, LossOutput, is_separable, make_loss
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.file import node_copy
 from megatron_scalerl.recipe.sections import OptimizerSection
 from megatron_scalerl.trainer.agreement import agree, check_tokens
 from megatron_scalerl.trainer.model import build_policy
@@ -283,7 +282,7 @@ def make_trainer(
     `loss` and `learning_rate` replace the recipe's; the warm start has its own. Without `load_weights` the weights
     are random, as Megatron initializes them, and only config.json is read from the policy's folder.
     """
-    chunks = build_policy(node_copy(recipe.policy.path), recipe, parallel, load_weights=load_weights)
+    chunks = build_policy(recipe.policy.path, recipe, parallel, load_weights=load_weights)
     section = recipe.loss
     return Trainer(
         chunks=chunks,

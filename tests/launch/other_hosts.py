@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import psutil
+from launch.stand_ins import gone_processes
 from own_processes import own_processes
 
 from megatron_scalerl.launch.control_folder import secret_file
@@ -57,18 +58,9 @@ def with_children(process):
     return [process, *process.children(recursive=True)]
 
 
-def runs(process):
-    """True for a process that is there and no zombie."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-async def none_left(processes, within_s=240.0):
+async def none_left(processes):
     """Wait until all of `processes` are gone."""
-    async with asyncio.timeout(within_s):
-        while any(runs(process) for process in processes):
-            await asyncio.sleep(0.05)
+    assert await asyncio.to_thread(gone_processes, [process.pid for process in processes])
 
 
 async def main(folder):

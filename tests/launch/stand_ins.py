@@ -2,11 +2,11 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import psutil
 from own_processes import own_processes
+from waiting import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -36,13 +36,12 @@ def environment(**more):
 
 def pids_in(path, count):
     """Wait until `count` process ids are written, and return them."""
-    until = time.monotonic() + 240
-    while time.monotonic() < until:
-        found = path.read_text().split() if path.exists() else []
-        if len(found) >= count:
-            return [int(pid) for pid in found]
-        time.sleep(0.02)
-    raise AssertionError(f"expected {count} process ids in {path} within 240 s")
+
+    def written():
+        return [int(pid) for pid in path.read_text().split()] if path.exists() else []
+
+    wait_until(lambda: len(written()) >= count)
+    return written()
 
 
 def alive(groups):
@@ -50,14 +49,14 @@ def alive(groups):
     return [process.pid for process in own_processes(lambda process: os.getpgid(process.pid) in groups)]
 
 
-def gone(groups, timeout_s=240.0):
-    """True once no process of these groups is left; otherwise the remaining ones are printed."""
-    return none_left(lambda: alive(groups), timeout_s)
+def gone(groups):
+    """True once no process of these groups is left."""
+    return wait_until(lambda: not alive(groups))
 
 
 def gone_processes(pids):
-    """True once none of these processes runs; otherwise the remaining ones are printed."""
-    return none_left(lambda: [pid for pid in pids if runs(pid)], 240)
+    """True once none of these processes runs."""
+    return wait_until(lambda: not any(map(runs, pids)))
 
 
 def runs(pid):
@@ -66,15 +65,3 @@ def runs(pid):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def none_left(look, timeout_s):
-    """True once `look()` finds no process; it looks once more after the limit, which this process may have slept."""
-    until, late = time.monotonic() + timeout_s, False
-    while left := look():
-        if late:
-            print("still alive:", [process.cmdline() for process in own_processes(lambda p: p.pid in left)])
-            return False
-        late = time.monotonic() > until
-        time.sleep(0.02)
-    return True

@@ -72,8 +72,3 @@ def test_a_secret_that_never_appears_is_named(tmp_path, monkeypatch, secret, err
         write_secret(tmp_path / "secret", secret)
     with pytest.raises(RefusedError, match=error):
         find(tmp_path)
-
-
-def test_the_key_tells_starts_and_purposes_apart_and_has_no_part_of_the_secret():
-    keys = {controller_key(secret, purpose) for secret in ("a", "b") for purpose in Purpose}
-    assert len(keys) == 4 and all(len(bytes.fromhex(key)) == 32 for key in keys)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from command_line import command
 
-from megatron_scalerl.plan.assumptions import Assumptions, described
+from megatron_scalerl.plan.assumptions import Assumptions, default_sources, described
 from megatron_scalerl.plan.assumptions_file import Measured, read_assumptions
 
 ROOT = Path(__file__).parents[2]
@@ -62,13 +62,12 @@ def test_the_file_overrides_defaults_and_a_flag_the_file(file, capsys):
     rows = plan["assumptions"]
     assert rows["dense_utilization"] == {
         "value": 0.2,
-        "from": "file",
         "source": read_assumptions(file).source(file, "dense_utilization"),
     }
     assert str(file) in rows["dense_utilization"]["source"] and "[8B shape]" in rows["dense_utilization"]["source"]
-    assert rows["runtime_gib"] == {"value": 5.0, "from": "flag", "source": "given on the command line"}
-    assert rows["fragmentation"]["from"] == "flag" and Assumptions().fragmentation == 0.08, "also of a default"
-    assert rows["packing"]["from"] == "default" and rows["packing"]["value"] == Assumptions().packing
+    assert rows["runtime_gib"] == {"value": 5.0, "source": "given on the command line"}
+    assert rows["fragmentation"]["source"] == rows["runtime_gib"]["source"], "a default's value, too"
+    assert rows["packing"] == {"value": Assumptions().packing, "source": default_sources()["packing"]}
     assert plan["layout"]["layers"] == "plain"
     without = planned(capsys, "--layers", "plain", "--runtime-gib", "5")
     assert plan["work"]["train_seconds"] == pytest.approx(2 * without["work"]["train_seconds"])

@@ -10,7 +10,7 @@ from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.counting import count, load_family, of_stage
 from megatron_scalerl.plan.hardware import GPUS
 from megatron_scalerl.plan.meta_build import compare_with_build
-from megatron_scalerl.plan.planner import as_numbers, make_plan
+from megatron_scalerl.plan.planner import make_plan
 from megatron_scalerl.plan.sharding import layout_of
 from megatron_scalerl.recipe.file import load_recipe
 
@@ -94,10 +94,7 @@ def test_a_policy_of_1_t_is_planned_on_1024_gpus():
     assert update.bytes == 2 * 1_026_408_209_408 + biases and update.senders == 512
     assert update.bytes / 512 <= update.most_sent <= 1.3 * update.bytes / 512
     assert update.bytes / 32 <= update.most_received <= 1.05 * update.bytes / 32
-    numbers = as_numbers(plan)["weight_update"]
-    assert numbers["changes_bytes"] == pytest.approx(1_026_408_209_408 * 0.01 * 3.1)
-    assert numbers["changes_lower_bound"] == pytest.approx(0.0155 * update.bound_seconds(50e9))
-    assert numbers["assumed_seconds"] == pytest.approx(2 * update.bound_seconds(50e9))
+    assert plan.publish_seconds == pytest.approx(2 * update.bound_seconds(50e9))
 
 
 def test_ranks_add_up_to_the_whole():
@@ -115,24 +112,6 @@ def test_a_head_of_another_size_is_padded_per_rank():
     family = load_family(CONFIGS / "Llama-3.1-8B")
     layout = layout_of(recipe_of(DENSE), family, 16)
     assert of_stage(family, layout, 0).total == 4_015_263_744
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["megatron.parallel.tensor_model_parallel_size=16"], "8 key-value heads cannot be divided by 16"),
-        (
-            ["megatron.parallel.pipeline_model_parallel_size=3", "trainer.world_size=18"],
-            "32 of 32 layers are left for 3 of 3 stages.*num_layers_in_first_pipeline_stage",
-        ),
-        (["megatron.parallel.expert_model_parallel_size=2"], "2 ranks cannot divide a policy without experts"),
-    ],
-)
-def test_layouts_that_do_not_divide(overrides, said):
-    family = load_family(CONFIGS / "Llama-3.1-8B")
-    recipe = recipe_of(DENSE, *overrides)
-    with pytest.raises(ValueError, match=said):
-        layout_of(recipe, family, recipe.trainer.world_size)
 
 
 def test_uneven_pipeline_stages():

@@ -8,6 +8,7 @@ import pytest
 from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.engine import Decoding
 from megatron_scalerl.plan.simulate import QueueSettings, simulate
+from megatron_scalerl.plan.split import Split, generate_seconds
 from megatron_scalerl.plan.work import Lengths, assumed_lengths
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.sections import RolloutsSection
@@ -111,3 +112,43 @@ def test_assumed_lengths_keep_the_budget():
     short = assumed_lengths(Recipe.model_validate(data), Assumptions(thinking_median=0.1))
     assert short.mean < lengths.mean / 2
     assert Lengths((10, 30)).mean_resident == (100 + 900) / 2 / (2 * 20)
+
+
+def episodes(waiting, **settings):
+    """16 episodes of 1,000 tokens, which wait for their environment."""
+    return pipeline(0, lengths=Lengths((1000,), replies=2, waiting=waiting), **settings)
+
+
+def test_a_synchronous_step_has_the_wait_too():
+    t = simulate(episodes(3.0))
+    assert t.step_seconds == pytest.approx(10.0 + 3.0 + 1.0 + 0.5)
+    assert t.engines_idle == pytest.approx((3.0 + 1.0) / 14.5)
+    assert t.running == pytest.approx(8 * 10.0 / 14.5)  # those that wait decode nothing
+    assert t.engine_tokens_per_second == pytest.approx(8 * 1000 / 14.5)
+
+
+def test_an_episode_that_waits_keeps_its_cache_and_its_slot():
+    few = replace(SPEED, running=2)
+    assert simulate(episodes(3.0, decoding=few)).step_seconds == pytest.approx(4 * 13.0 + 1.5)
+    narrow = episodes(3.0)
+    narrow = replace(narrow, rollouts=narrow.rollouts.model_copy(update={"max_in_flight": 4}))
+    assert simulate(narrow).step_seconds == pytest.approx(2 * 13.0 + 1.5)
+
+
+def test_other_episodes_decode_meanwhile():
+    """32 episodes of 1 s of decoding keep an engine busy while some wait for 3 s; 60 s are more than they decode."""
+    speed = Decoding(fixed_seconds=0.0, per_completion_seconds=0.001, prefill_seconds=0.0, running=32)
+    rates = []
+    for waiting in (0.0, 3.0, 60.0):
+        spread = Lengths(SPREAD.tokens, replies=2, waiting=waiting)
+        setting = pipeline(8, lengths=spread, decoding=speed, train_seconds=0.1, publish_seconds=0.0, steps=200)
+        setting = replace(setting, rollouts=setting.rollouts.model_copy(update={"max_in_flight": 32}))
+        rates.append(simulate(setting).engine_tokens_per_second)
+    assert rates[1] == pytest.approx(rates[0], rel=0.02)
+    assert rates[2] == pytest.approx(32 * 1000 / (60 + 1), rel=0.1)
+
+
+def test_the_estimate_counts_the_wait():
+    """Two engines, 8 episodes on each, 10 s of decoding and 3 s of waiting."""
+    assert generate_seconds(episodes(3.0), Split(trainer=1, engines=2)) == pytest.approx(13.0)
+    assert generate_seconds(episodes(0.0), Split(trainer=1, engines=2)) == pytest.approx(10.0)

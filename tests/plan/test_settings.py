@@ -28,15 +28,9 @@ MISTAKES = [
     ("megatron.ddp.overlap=true", "megatron.ddp: overlap is not a field"),
     ("rewards.verifier=maths", "rewards.verifier 'maths'"),
     ("rewards.verifier=json:dump_s", "rewards.verifier 'json:dump_s'"),
-    ("environment=json", "environment.name 'json': it has to be 'module:Class'"),
     ("environment=json:JSONDecoder", "environment.name 'json:JSONDecoder': the class has no method reset"),
-    (
-        "environment=codecs:IncrementalEncoder",
-        "environment.name 'codecs:IncrementalEncoder': reset: it has to take (self, row); it is reset(self)",
-    ),
     ("loss.name=cipso", "cipso"),
     ("prompts.think_end=</th\u00efnk>", "prompts.think_end"),
-    ("prompts.system=Think.", "prompts.system has no effect without prompts.chat_template true"),
 ]
 
 

@@ -15,7 +15,7 @@ def new_cluster(tmp_path_factory):
 
     @contextlib.contextmanager
     def made(*nodes, **options):
-        if (why := missing(accounting=options.get("accounting", False))) is not None:
+        if (why := missing()) is not None:
             pytest.skip(why)
         with contextlib.closing(MiniCluster(tmp_path_factory.mktemp("slurm") / "c", nodes, **options)) as cluster:
             yield cluster
@@ -32,7 +32,9 @@ def cluster(new_cluster):
 
 @pytest.fixture
 def on_login_node(cluster, monkeypatch):
-    """The cluster, whose client programs are on the path."""
+    """The cluster, whose client programs are on the path. Its jobs find this checkout."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("PATH", f"{cluster.bin}:{os.environ['PATH']}")
     return cluster
 

@@ -17,26 +17,18 @@ from megatron_scalerl.processes.parent_death import tied_command
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter", "ip")
 CLIENTS = ("sbatch", "salloc", "squeue", "sinfo", "scontrol", "scancel", "srun")
-ACCOUNTING = ("sacct", "sacctmgr", "slurmdbd", "mariadbd", "mariadb", "mariadb-install-db")
-"""Programs of the variant with accounting (apt-get install slurmdbd mariadb-server)."""
-DATABASE = (
-    "CREATE DATABASE slurm_acct_db; CREATE USER slurm@localhost; GRANT ALL ON slurm_acct_db.* TO slurm@localhost"
-)
 NETWORK = "10.77.0"
 CPUS, GPUS = 16, 8
 START_S = 60
 
 
-def missing(*, accounting=False):
+def missing():
     """Why there can be no cluster here, None if there can."""
     if os.geteuid() != 0:
         return "a Slurm for tests needs root"
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
     if absent:
         return f"a Slurm for tests needs {', '.join(absent)} (apt-get install slurm-wlm munge iproute2)"
-    absent = [name for name in ACCOUNTING if accounting and shutil.which(name) is None]
-    if absent:
-        return f"accounting needs {', '.join(absent)} (apt-get install slurmdbd mariadb-server)"
     done = subprocess.run(
         ["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False
     )
@@ -46,27 +38,18 @@ def missing(*, accounting=False):
 class MiniCluster:
     """A running cluster. Its partition `gpu` has all nodes, `others` the last two. Client programs are in `bin`."""
 
-    def __init__(
-        self,
-        folder,
-        nodes,
-        *,
-        silence_s=30,
-        accounting=False,
-        preemption=None,
-    ):
-        """silence_s: seconds until Slurm calls a node down that does not answer. accounting: with a database.
+    def __init__(self, folder, nodes, *, silence_s=30, preemption=None):
+        """silence_s: seconds until Slurm calls a node down that does not answer.
 
         preemption: jobs of the partition `high` take the place of others, which get 60 s, and the GPUs have the type
         h100; the text is SlurmctldParameters.
         """
         self.folder, self.bin = folder, folder / "bin"
-        self._accounting = accounting
         disks = [f"disks/{node}" for node in nodes]
         for name in ("etc", "run", "log", "state", "spool", "dev", "bin", "local", *disks):
             (folder / name).mkdir(parents=True)
         folder.chmod(0o755)
-        write_settings(folder, nodes, silence_s, accounting=accounting, preemption=preemption)
+        write_settings(folder, nodes, silence_s, preemption=preemption)
         spaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child"]
         with open(folder / "log" / "init", "wb") as log:
             self._process = subprocess.Popen(
@@ -99,7 +82,7 @@ class MiniCluster:
         self._inner = inner[0]
         enter = f"nsenter --target {inner[0]} --net --mount --uts --ipc --pid --"
         conf = self.folder / "etc" / "slurm.conf"
-        for name in (*CLIENTS, *(ACCOUNTING[:2] if self._accounting else ())):
+        for name in CLIENTS:
             program = self.bin / name
             real = shutil.which(name)
             outside = f'exec {enter} env -C "$PWD" SLURM_CONF={conf} {real} "$@"'
@@ -146,8 +129,8 @@ def slurmd(folder, node):
     return ["ip", "netns", "exec", node, "unshare", "--uts", "--mount", "sh", "-c", start]
 
 
-def write_settings(folder, nodes, silence_s, *, accounting, preemption):
-    """Slurm's and munge's files; slurmdbd.conf only with accounting."""
+def write_settings(folder, nodes, silence_s, *, preemption):
+    """Slurm's and munge's files."""
     for index in range(GPUS):
         os.mknod(folder / "dev" / f"gpu{index}", 0o666 | 0o020000, os.makedev(1, 3))
     key = folder / "etc" / "munge.key"
@@ -189,20 +172,6 @@ def write_settings(folder, nodes, silence_s, *, accounting, preemption):
         "JobRequeue": "1",
         "AccountingStorageType": "accounting_storage/none",
     }
-    if accounting:
-        settings |= {
-            "AccountingStorageType": "accounting_storage/slurmdbd",
-            "AccountingStorageHost": "127.0.0.1",
-            "AccountingStoragePass": f"{folder}/run/munge",
-            "AccountingStorageTRES": "gres/gpu",
-        }
-        file = folder / "etc" / "slurmdbd.conf"
-        file.touch(0o600)
-        file.write_text(
-            f"AuthType=auth/munge\nAuthInfo=socket={folder}/run/munge\nDbdHost=localhost\nDbdAddr=127.0.0.1\n"
-            "SlurmUser=root\nStorageType=accounting_storage/mysql\nStorageHost=127.0.0.1\nStorageUser=slurm\n"
-            f"LogFile={folder}/log/slurmdbd\nPidFile={folder}/run/slurmdbd.pid\n"
-        )
     if preemption is not None:
         settings |= {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
         settings |= {"SlurmctldParameters": preemption} if preemption else {}
@@ -262,35 +231,12 @@ def serve(folder, nodes):
         run("ip", "-n", name, "addr", "add", f"{NETWORK}.{10 + number}/24", "dev", "eth0")
         run("ip", "-n", name, "link", "set", "eth0", "up")
         run(*slurmd(folder, name))
-    if (folder / "etc" / "slurmdbd.conf").exists():
-        account(folder)
     run("slurmctld", "-c")
     while True:  # the first process of the namespaces adopts orphans
         try:
             os.wait()
         except ChildProcessError:
             time.sleep(0.5)
-
-
-def account(folder):
-    """Start the database and slurmdbd, and make the cluster and the user known."""
-
-    def until_done(*words):
-        deadline = time.monotonic() + START_S
-        while subprocess.run([str(word) for word in words], check=False).returncode:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{words[0]} failed for {START_S} s")
-            time.sleep(0.2)
-
-    data, socket = f"--datadir={folder}/mysql", f"--socket={folder}/run/mysql"
-    make = ["mariadb-install-db", "--no-defaults", "--user=root", data, "--auth-root-authentication-method=normal"]
-    subprocess.run([*make, "--skip-test-db"], check=True)
-    subprocess.Popen(["mariadbd", "--no-defaults", "--user=root", data, socket, "--bind-address=127.0.0.1"])
-    until_done("mariadb", "--no-defaults", socket, "--user=root", "--execute", DATABASE)
-    subprocess.run(["slurmdbd"], check=True)
-    until_done("sacctmgr", "--noheader", "--immediate", "add", "cluster", "mini")
-    until_done("sacctmgr", "--noheader", "--immediate", "add", "account", "lab")
-    until_done("sacctmgr", "--noheader", "--immediate", "add", "user", "root", "account=lab")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 WITH_STAND_INS = ROOT / "tests" / "fakes" / "run_with_stand_ins.py"
 STAND_IN_PROGRAM = Path(__file__).with_name("stand_in_program.py")
 JOB = ["--partition", "gpu", "--time", "30", "--startup-seconds", "10", "--save-seconds", "5"]
-TWO = ["--nodes", "2", "--gpus-per-node", "4", "--any-file-system"]
+TWO = ["--nodes", "2", "--gpus-per-node", "4"]
 FLEET = ["trainer.world_size=4", "engine.count=4"]
 """Fills two nodes of four devices."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
@@ -54,7 +54,17 @@ def starts(run):
 
 def nodes_of(start):
     """The nodes of the allocation in which the stand-in started."""
-    return cluster.hostnames(start["environment"]["SLURM_JOB_NODELIST"])
+    return hostnames(start["environment"]["SLURM_JOB_NODELIST"])
+
+
+def held_by(job):
+    """The nodes that a job holds now."""
+    return hostnames(re.search(r" NodeList=(\S*)", cluster._shown(job))[1])
+
+
+def hostnames(nodes):
+    """The names in Slurm's short form, such as node[1-3]."""
+    return cluster._ask("scontrol", "show", "hostnames", nodes).split()
 
 
 def output_of(run, job):

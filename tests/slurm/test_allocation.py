@@ -1,22 +1,19 @@
 """What a job asks for, what is refused before, and what the status says about its nodes: without a cluster."""
 
-import itertools
 import os
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from megatron_scalerl.cluster import cluster, submission
-from megatron_scalerl.cluster.allocation import Allocation, Request, allocate, check_plan
+from megatron_scalerl.cluster.allocation import Allocation, Request, allocate
 from megatron_scalerl.cluster.cluster import Partition
-from megatron_scalerl.cluster.slurm_status import attempts, failed_nodes, seconds_left, spent, unfit
-from megatron_scalerl.launch.placement import hosts_needed
+from megatron_scalerl.cluster.slurm_status import attempts, seconds_left, spent, unfit
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
-H100 = Partition(name="gpu", gpus=8, cpus=96, nodes=10, gpu_type="h100", limit_s=None)
-CPUS = Partition(name="cpu", gpus=0, cpus=32, nodes=10, gpu_type=None, limit_s=None)
+H100 = Partition(name="gpu", gpus=8, cpus=96, nodes=10, limit_s=None)
+CPUS = Partition(name="cpu", gpus=0, cpus=32, nodes=10, limit_s=None)
 
 
 def recipe(ranks=2, engines=1, devices=1, name="tiny_cpu"):
@@ -29,26 +26,6 @@ UNSAID = dict.fromkeys(field.name for field in fields(Request))
 
 def asked(nodes=1, **options):
     return Request(**UNSAID | {"nodes": nodes} | options)
-
-
-def placed(ranks, engines, devices, slots):
-    """Nodes that are filled device by device: ranks first, then engines, none of which spans two."""
-    free = []
-    for _ in range(ranks):
-        if not free or free[-1] == 0:
-            free.append(slots)
-        free[-1] -= 1
-    for _ in range(engines):
-        if not free or free[-1] < devices:
-            free.append(slots)
-        free[-1] -= devices
-    return len(free)
-
-
-def test_as_many_nodes_as_filling_them_takes():
-    for ranks, engines, devices, slots in itertools.product(range(1, 10), range(1, 8), (1, 2, 3, 4), range(1, 9)):
-        want = placed(ranks, engines, devices, slots) if devices <= slots else None
-        assert hosts_needed(recipe_like(ranks, engines, devices), slots) == want, (ranks, engines, devices, slots)
 
 
 def recipe_like(ranks, engines, devices):
@@ -68,8 +45,6 @@ BASE = recipe()
         ((4, 4, 1), H100, asked(), Allocation(nodes=1, gpus=8, slots=None, cpus=None)),
         ((16, 8, 2), H100, asked(4), Allocation(nodes=4, gpus=8, slots=8, cpus=None)),
         ((4, 2, 2), H100, asked(2, gpus_per_node=4), Allocation(nodes=2, gpus=4, slots=4, cpus=48)),
-        ((2, 2, 1), CPUS, asked(4), Allocation(nodes=4, gpus=0, slots=1, cpus=4)),
-        ((2, 2, 1), CPUS, asked(2), Allocation(nodes=2, gpus=0, slots=2, cpus=6)),
         ((2, 3, 1), CPUS, asked(2, slots=4), Allocation(nodes=2, gpus=0, slots=4, cpus=10)),
         ((2, 2, 1), H100, asked(4, gpus_per_node=0, slots=1, cpus=3), Allocation(nodes=4, gpus=0, slots=1, cpus=3)),
     ],
@@ -84,16 +59,18 @@ def test_nodes_are_alike_and_filled(fleet, partition, wanted, found):
         ((16, 8, 2), H100, asked(3), "--nodes: 3 is too few: 16 trainer ranks and 8 engines of 2"),
         ((16, 8, 2), H100, asked(5), "--nodes: 5 is too many: the fleet fills 4 with 8 devices each"),
         ((16, 8, 2), H100, asked(11), "--nodes: 11 is out of range: partition gpu has 10 nodes"),
-        ((16, 8, 2), H100, asked(), "engine GPUs do not fit on one node: a node of gpu has 8; --nodes 4"),
+        ((16, 8, 2), H100, asked(), "--gpus-per-node: 32 is out of range: a node of gpu has 8 GPUs, ranks and "
+         "engines of tiny_cpu take 32; --nodes 4 would do"),
         ((2, 2, 4), H100, asked(2, gpus_per_node=2), "engine.devices_per_engine: 4 is more than the 2 devices"),
-        ((2, 1, 16), H100, asked(), "one engine takes 16"),
+        ((2, 1, 16), H100, asked(), "a node of gpu has 8 GPUs, ranks and engines of tiny_cpu take 18"),
         ((2, 2, 1), H100, asked(2, gpus_per_node=9), "--gpus-per-node: 9 is out of range: a node of gpu has 8"),
         ((2, 2, 1), H100, asked(2, gpus_per_node=-1), "--gpus-per-node: -1 is out of range: a node of gpu has 8"),
         ((2, 2, 1), H100, asked(2, gpus_per_node=2, slots=2), "--slots is for a run on CPUs, and this one takes "
          "2 GPUs of a node"),
-        ((2, 2, 1), H100, asked(2, slots=2), "--slots requires --gpus-per-node 0"),
+        ((2, 2, 1), H100, asked(2, slots=2), "takes 8 GPUs of a node; leave it out, or add --gpus-per-node 0"),
+        ((2, 2, 1), CPUS, asked(2), "--slots is missing"),
         ((2, 2, 1), CPUS, asked(slots=2), "--slots requires --nodes of at least 2"),
-        ((2, 2, 1), CPUS, asked(2, cpus=33), "--cpus: 33 is out of range: a node of"),
+        ((2, 2, 1), CPUS, asked(2, slots=2, cpus=33), "--cpus: 33 is out of range: a node of"),
         ((2, 2, 1), H100, asked(gpus_per_node=2), "--gpus-per-node: 2 is too few: ranks and engines take 4"),
     ],
 )  # fmt: skip
@@ -108,50 +85,6 @@ def test_an_array_gets_what_its_largest_run_needs():
     assert (found.nodes, found.slots) == (3, 4)
 
 
-@pytest.mark.slow
-def test_the_planner_is_asked_where_it_knows_the_gpus(tmp_path):
-    file = ROOT / "recipes" / "scalerl_llama3_8b.yaml"
-    fits = load_recipe(file)
-    assert check_plan(fits, str(file), H100, 0) == "skipped without GPUs"
-    other = Partition(name="old", gpus=8, cpus=96, nodes=10, gpu_type="v100", limit_s=None)
-    assert "skipped: Slurm calls the GPUs of old v100" in check_plan(fits, str(file), other, 8)
-    assert "skipped" not in check_plan(fits, str(file), H100, 8)
-    tight = load_recipe(file, ["trainer.micro_batch_tokens=2000000"])
-    with pytest.raises(ValueError, match=r"plan --check: .* GiB too much; try a larger .*size$"):
-        check_plan(tight, str(file), H100, 8)
-
-
-@pytest.mark.parametrize(
-    ("kind", "nodes", "anywhere", "result"),
-    [
-        ("nfs4", 4, False, None),
-        ("lustre", 4, False, None),
-        ("ext4", 4, False, "warning"),
-        ("tmpfs", 1, False, "warning"),
-        ("tmpfs", 2, False, "refused"),
-        ("overlay", 2, False, "refused"),
-        ("overlay", 2, True, "warning"),
-    ],
-)
-def test_a_folder_that_only_this_node_sees_is_refused(tmp_path, monkeypatch, kind, nodes, anywhere, result):
-    monkeypatch.setattr(cluster, "mount_of", lambda place: (kind, "/"))
-    monkeypatch.setattr(submission, "_LOCAL_FOLDERS", ())
-    check = lambda: submission.check_shared(tmp_path / "runs" / "r", several=nodes > 1, anywhere=anywhere)  # noqa: E731
-    if result == "refused":
-        with pytest.raises(
-            ValueError, match=f"output_dir: .* not to see {tmp_path}, {kind} at /; .* --any-file-system"
-        ):
-            check()
-    else:
-        assert (check() is None) == (result is None)
-
-
-def test_a_folder_for_temporary_files_is_refused_whatever_it_is_on(monkeypatch):
-    monkeypatch.setattr(cluster, "mount_of", lambda place: ("nfs4", "/"))
-    with pytest.raises(ValueError, match="output_dir"):
-        submission.check_shared(Path("/tmp/r"), several=True, anywhere=False)
-
-
 def test_the_ledger_is_summed_up_to_its_last_heartbeat(tmp_path):
     run = tmp_path / "r"
     assert spent(run).hours == 0
@@ -163,16 +96,6 @@ def test_the_ledger_is_summed_up_to_its_last_heartbeat(tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text(dump_recipe(recipe_like(3, 1, 1).model_copy(update={"name": "r", "output_dir": str(tmp_path)})))
     assert (seconds_left(file, 4.75), seconds_left(file, 3.0)) == (900, 0)
-
-
-def test_nodes_that_failed_are_named():
-    states = {"a": "mixed", "b": "down*", "c": "idle", "d": "mixed*", "e": "drained"}
-    assert list(failed_nodes("abcdef", "abde", states)) == [
-        "b is down*: Slurm gets no answer from it",
-        "c failed and has left the job; it is idle now",
-        "d is mixed*: Slurm gets no answer from it",
-        "f failed and has left the job; it is unknown now",
-    ]
 
 
 def test_attempts_are_those_since_the_last_submission_in_order(tmp_path):

@@ -15,7 +15,7 @@ from slurm_runs import JOB, ROOT, output_of, steps, submitted, wait_for_end, wri
 from megatron_scalerl.cluster import cluster as slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-NODES = ["--nodes", "3", "--gpus-per-node", "0", "--slots", "1", "--any-file-system"]
+NODES = ["--nodes", "3", "--gpus-per-node", "0", "--slots", "1"]
 STAND_IN_SRUN = ROOT / "tests" / "fakes" / "srun_without_pyxis"
 SLURMS_OWN = [shutil.which(name) for name in ("srun", "scontrol")]
 
@@ -33,7 +33,6 @@ def bubblewrap(*folders):
 @pytest.mark.parametrize("kind", ["bubblewrap", pytest.param("options of pyxis", marks=pytest.mark.full)])
 def test_a_run_of_three_nodes_in_containers(kind, tmp_path, tiny, on_login_node, monkeypatch, capsys):
     """A real rank on each of two nodes, a real engine on the third; the check of the nodes is the real one, too."""
-    monkeypatch.chdir(ROOT)
     recorded = tmp_path / "srun"
     variables = {"PYTHONPATH": str(ROOT), "SRUN_WITHOUT_PYXIS": str(recorded), "XDG_CACHE_HOME": "/tmp/cache"}
     site = {"program": [sys.executable, "-m", "megatron_scalerl"], "environment": variables}
@@ -55,7 +54,7 @@ def test_a_run_of_three_nodes_in_containers(kind, tmp_path, tiny, on_login_node,
         assert not recorded.exists()
         return
     calls = [call.rstrip("\0").split("\0") for call in recorded.read_text().split("\1\0") if call]
-    outside = [words for words in calls if {"--job-name=watch", "rm", "copy"} & set(words)]
+    outside = [words for words in calls if {"--job-name=watch", "rm", "make"} & set(words)]
     inside = [words for words in calls if words not in outside]
     assert len(outside) == 4 and not any("--container" in word for words in outside for word in words)
     local = f"/tmp/megatron-scalerl-{os.environ.get('USER', 'root')}"

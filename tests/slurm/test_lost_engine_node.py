@@ -1,11 +1,10 @@
 """The node of one of two vLLM engines is cut off, on a real Slurm: the run goes on, for a while and for good."""
 
 import json
-import time
 
 import pytest
 from e2e.whole_runs import overrides
-from slurm_runs import ROOT, output_of, rows, steps, submitted, wait_for_end
+from slurm_runs import held_by, rows, steps, submitted, wait_for, wait_for_end
 
 from megatron_scalerl.cluster import cluster as slurm
 
@@ -21,10 +20,8 @@ def cluster(new_cluster):
 
 
 @pytest.fixture
-def run(policy, tmp_path, cluster, on_login_node, monkeypatch, capsys):
+def run(policy, tmp_path, cluster, on_login_node, capsys):
     """A run with ranks on node1 and engines on node2 and node3 that has made a step: its folder and its job."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     settings = overrides(
         policy,
         tmp_path,
@@ -43,20 +40,13 @@ def run(policy, tmp_path, cluster, on_login_node, monkeypatch, capsys):
         "checkpoint.every_steps=5",
     )
     words = ["submit", "recipes/tiny_cpu.yaml", *settings, "--partition", "gpu", "--time", "120", "--nodes", "3"]
-    [job] = submitted([*words, "--gpus-per-node", "0", "--slots", "1", "--any-file-system"], capsys)
+    [job] = submitted([*words, "--gpus-per-node", "0", "--slots", "1"], capsys)
     folder = tmp_path / "r"
-    until(lambda: steps(folder) >= 2, lambda: output_of(folder, job))
+    wait_for(lambda: steps(folder) >= 2, "two steps", LIMIT_S)
     assert states(folder) == {"engine-0": "serving", "engine-1": "serving"}
     yield folder, job
     slurm.cancel([job])
     wait_for_end(slurm.last_state, job, 120)
-
-
-def until(condition, say=lambda: ""):
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end, say()
-        time.sleep(0.2)
 
 
 def states(folder):
@@ -77,25 +67,25 @@ def charged(folder):
 def test_an_engine_that_is_cut_off_for_a_while_rejoins(run, cluster):
     folder, job = run
     cluster.link("node3", "down")
-    until(lambda: states(folder)["engine-1"] != "serving", lambda: output_of(folder, job))
+    wait_for(lambda: states(folder)["engine-1"] != "serving", "the eviction of engine-1", LIMIT_S)
     cluster.link("node3", "up")
     reached = steps(folder)
-    until(lambda: steps(folder) >= reached + 2, lambda: output_of(folder, job))
-    until(lambda: states(folder)["engine-1"] == "serving", lambda: (folder / "engines.jsonl").read_text())
+    wait_for(lambda: steps(folder) >= reached + 2, "two further steps", LIMIT_S)
+    wait_for(lambda: states(folder)["engine-1"] == "serving", "the return of engine-1", LIMIT_S)
     assert last(folder, "engine-1")["restarts"] >= 1
-    assert slurm.nodes_of(job) == ["node1", "node2", "node3"]
+    assert held_by(job) == ["node1", "node2", "node3"]
     assert all(row["devices"] == 1 for row in rows(folder / "engines.jsonl")), "held, and charged, throughout"
 
 
 def test_a_run_goes_on_without_an_engine_whose_node_is_gone_and_pays_no_longer_for_it(run, cluster):
     folder, job = run
     cluster.link("node3", "down")
-    until(lambda: slurm.nodes_of(job) == ["node1", "node2"], lambda: str(slurm.nodes_of(job)))
-    until(lambda: last(folder, "engine-1")["given_up"], lambda: (folder / "engines.jsonl").read_text())
+    wait_for(lambda: held_by(job) == ["node1", "node2"], "the excision of node3", LIMIT_S)
+    wait_for(lambda: last(folder, "engine-1")["given_up"], "the end of engine-1", LIMIT_S)
     assert last(folder, "engine-1")["devices"] == 0
     reached = steps(folder)
-    until(lambda: steps(folder) >= reached + 3, lambda: output_of(folder, job))
+    wait_for(lambda: steps(folder) >= reached + 3, "three further steps", LIMIT_S)
     assert states(folder)["engine-0"] == "serving"
     before = len(charged(folder))
-    until(lambda: len(charged(folder)) >= before + 2)
+    wait_for(lambda: len(charged(folder)) >= before + 2, "two heartbeats", LIMIT_S)
     assert charged(folder)[-1] == pytest.approx(2.0)

@@ -4,7 +4,7 @@ The program is a stand-in that has a step on each node (tests/slurm/stand_in_pro
 """
 
 import pytest
-from slurm_runs import FLEET, TWO, nodes_of, output_of, starts, status, submitted, wait_for, wait_for_end
+from slurm_runs import FLEET, TWO, held_by, nodes_of, output_of, starts, status, submitted, wait_for, wait_for_end
 
 from megatron_scalerl.cluster import cluster as slurm
 
@@ -24,14 +24,13 @@ def job_without_node2(ends, stand_in, cluster, capsys):
     [job] = submitted(words, capsys)
     wait_for((run / "slurm" / "beats-node2").exists, "the step on node2")
     cluster.kill_daemon("node2")
-    wait_for(lambda: slurm.nodes_of(job) == ["node1"], "the excision of node2")
+    wait_for(lambda: held_by(job) == ["node1"], "the excision of node2")
     return job, run
 
 
 def test_a_job_goes_on_without_a_node_that_fails(stand_in, cluster, capsys):
     job, run = job_without_node2("steps", stand_in, cluster, capsys)
-    said = status(run, capsys)
-    assert f"job {job}: RUNNING (node1)" in said and "node2 failed and has left the job; it is down* now" in said
+    assert f"job {job}: RUNNING (node1)" in status(run, capsys)
     (run / "slurm" / "enough").touch()
     assert wait_for_end(slurm.last_state, job, 120) == "COMPLETED"
     assert len(starts(run)) == 1

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from e2e.whole_runs import overrides
-from slurm_runs import ROOT, output_of, rows, steps, submitted, wait_for, wait_for_end
+from slurm_runs import output_of, rows, steps, submitted, wait_for, wait_for_end
 
 from megatron_scalerl.cluster import cluster as slurm
 from megatron_scalerl.rollouts.history import read_history
@@ -48,14 +48,10 @@ def check_whole(folder):
 
 
 @pytest.mark.parametrize("lost", ["node1", "node2"], ids=["the controller's node", "a trainer rank's node"])
-def test_a_run_resumes_on_the_nodes_that_are_left(
-    policy, tmp_path, cluster, on_login_node, monkeypatch, capsys, lost
-):
+def test_a_run_resumes_on_the_nodes_that_are_left(policy, tmp_path, cluster, on_login_node, capsys, lost):
     """Two data-parallel ranks on node1 and node2, an engine on node3; node4 takes the place of the lost one."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     words = settings(policy, tmp_path, "r", "trainer.world_size=2", "engine.count=1", "checkpoint.every_steps=2")
-    job_words = ["--nodes", "3", "--gpus-per-node", "0", "--slots", "1", "--any-file-system", "--max-requeues", "3"]
+    job_words = ["--nodes", "3", "--gpus-per-node", "0", "--slots", "1", "--max-requeues", "3"]
     [job] = submitted(["submit", RECIPE, *words, "--partition", "gpu", "--time", "120", *job_words], capsys)
     folder = tmp_path / "r"
     wait_for(lambda: steps(folder) >= 4, "four steps", 600)
@@ -74,11 +70,9 @@ def test_a_run_resumes_on_the_nodes_that_are_left(
 
 
 def test_a_run_that_its_time_limit_ends_twice_completes_as_one_without_a_limit(
-    policy, tmp_path, on_login_node, monkeypatch, capsys
+    policy, tmp_path, on_login_node, capsys
 ):
     """Slurm's own signals, one to two minutes before the limit of four; all attempts together equal one."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     steps_of = {}
     limits = ["--startup-seconds", "1", "--save-seconds", "1", "--max-requeues", "20"]
     for name, time_limit in (("whole", "120"), ("limited", "4")):
@@ -94,13 +88,11 @@ def test_a_run_that_its_time_limit_ends_twice_completes_as_one_without_a_limit(
     assert steps_of["limited"] == steps_of["whole"]
 
 
-def test_an_engine_of_another_job_serves_while_that_job_lasts(policy, tmp_path, on_login_node, monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def test_an_engine_of_another_job_serves_while_that_job_lasts(policy, tmp_path, on_login_node, capsys):
     words = settings(policy, tmp_path, "r", "steps=100000", "engine.count=1", "checkpoint.every_steps=0")
     words += ["rollouts.deterministic=false", "rollouts.max_staleness_steps=4"]
     words += ["--partition", "gpu", "--time", "120", "--nodes", "2", "--gpus-per-node", "0", "--slots", "1"]
-    [job] = submitted(["submit", RECIPE, *words, "--any-file-system"], capsys)
+    [job] = submitted(["submit", RECIPE, *words], capsys)
     folder = tmp_path / "r"
     wait_for(lambda: steps(folder) >= 2, "two steps", 600)
     join = shlex.join([sys.executable, "-m", "megatron_scalerl", "engine", "--join", str(folder)])

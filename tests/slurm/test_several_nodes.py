@@ -2,7 +2,7 @@
 
 import pytest
 from e2e.whole_runs import overrides, run
-from slurm_runs import ROOT, status, submitted, wait_for_end
+from slurm_runs import status, submitted, wait_for_end
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.cluster import cluster as slurm
@@ -47,13 +47,9 @@ def one_host(policy, tmp_path_factory):
     return curve(folder / "one")
 
 
-def test_a_run_on_four_nodes_equals_the_same_run_on_one_host(
-    policy, one_host, tmp_path, on_login_node, monkeypatch, capsys
-):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def test_a_run_on_four_nodes_equals_the_same_run_on_one_host(policy, one_host, tmp_path, on_login_node, capsys):
     words = ["submit", RECIPE, *settings(policy, tmp_path, "four"), "--partition", "gpu", "--time", "120"]
-    words += ["--nodes", "4", "--slots", "1", "--gpus-per-node", "0", "--any-file-system"]
+    words += ["--nodes", "4", "--slots", "1", "--gpus-per-node", "0"]
     [job] = submitted(words, capsys)
     state = wait_for_end(slurm.last_state, job, 2400)
     output = (tmp_path / "four" / "slurm" / f"{job}.out").read_text()

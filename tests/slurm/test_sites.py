@@ -89,38 +89,3 @@ def test_a_run_in_an_allocation_of_ones_own(tmp_path, tiny, on_login_node):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert steps(run) == 2
-
-
-STAGED = """
-import os, runpy
-assert __file__.startswith(os.environ["MSRL_STAGED"]), __file__
-runpy.run_path({program!r}, run_name="__main__")
-"""
-
-
-def test_every_node_has_a_copy_of_what_is_staged_until_the_job_is_finished(at_a_site, cluster, tmp_path, capsys):
-    words, run = at_a_site("wait wait finish", "--nodes", "2", "--gpus-per-node", "4", "--any-file-system", sbatch={})
-    environment, policy = tmp_path / "environment", tmp_path / "policy"
-    environment.mkdir(), policy.mkdir(), (tmp_path / "blobs").mkdir()
-    (tmp_path / "blobs" / "1").write_text("{}")
-    (policy / "config.json").symlink_to("../blobs/1")  # as a snapshot in the cache of Hugging Face
-    (environment / "program.py").write_text(STAGED.format(program=str(STAND_IN_PROGRAM)))
-    variables = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    more = {"local": f"{cluster.folder}/local", "stage": [str(environment), str(policy)]}
-    write_site(tmp_path / "site.yaml", environment / "program.py", environment=variables, **more)
-    [job] = submitted([*words, "trainer.world_size=4", "engine.count=4", "--gpu-hours", "99"], capsys)
-    disks = [cluster.folder / "disks" / node / "megatron-scalerl-root" for node in ("node1", "node2")]
-    for attempt in (1, 2):
-        wait_for(lambda attempt=attempt: len(starts(run)) == attempt, f"start {attempt}")
-        for disk in disks:
-            staged = disk / job / "staged"
-            assert not (staged / "policy" / "config.json").is_symlink()
-            assert (staged / "policy" / "config.json").read_text() == ("{}" if attempt == 1 else "{ }")
-            assert (staged / "environment" / "program.py").exists()
-            assert (staged / "environment" / "kept").exists() is (attempt == 2), "copied once"
-            (staged / "environment" / "kept").touch()
-        (tmp_path / "blobs" / "1").write_text("{ }")
-        slurm._run("scancel", "--batch", "--signal=USR1", job)
-    assert wait_for_end(slurm.last_state, job) == "COMPLETED", output_of(run, job)
-    assert len(starts(run)) == 3 and output_of(run, job).count("copied to ") == 3
-    assert [list(disk.iterdir()) for disk in disks] == [[], []]

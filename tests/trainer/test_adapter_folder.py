@@ -273,7 +273,7 @@ COMMANDS = {
     "sft": "{recipe} policy.path={adapter} --out {out}/sft",
     "prompts": "{recipe} policy.path={adapter}",
     "study": "{recipe} --seeds 1 --out {out}/study --set policy.path={adapter}",
-    "submit": "{recipe} --dry-run --any-file-system --partition p --time 1:00:00 policy.path={adapter}",
+    "submit": "{recipe} --dry-run --partition p --time 1:00:00 policy.path={adapter}",
     "plan": "{recipe} --gpus 2 --check policy.path={adapter}",
     "plan --config": "{recipe} --gpus 2 --check --config {adapter}",
     "evaluate": "{adapter} --data {tiny}/held_out.jsonl:prompt,answer --out {out}/evaluated",

@@ -15,9 +15,8 @@ set -u
 {% for name, value in environment.items() %}
 export {{ name }}={{ value | quote }}
 {% endfor %}
-export MSRL_BIND_CPUS="${MSRL_BIND_CPUS:-1}"  # each rank and engine to its part of the job's CPUs
-# what is compiled and copied on each node's own disk; a job that is queued again finds it where the node keeps it
-export MSRL_LOCAL="{{ local }}/megatron-scalerl-${USER:-$UID}/$job" MSRL_STAGED=
+# what is compiled on each node's own disk; a job that is queued again finds it where the node keeps it
+export MSRL_LOCAL="{{ local }}/megatron-scalerl-${USER:-$UID}/$job"
 export SLURM_EXPORT_ENV=ALL  # steps get what is set above, not only what --export lists for the job
 {% if cpus %}
 export SRUN_CPUS_PER_TASK={{ cpus }}  # since Slurm 22.05 srun does not read SLURM_CPUS_PER_TASK
@@ -37,6 +36,3 @@ leave() {
   [ -n "$again" ] || superseded || "${everywhere[@]}" rm -rf "$MSRL_LOCAL"  # nothing of this job comes after
 }
 trap leave EXIT
-{% if stage %}
-MSRL_STAGED="$MSRL_LOCAL/staged"
-{% endif %}
