@@ -9,7 +9,7 @@ from fakes.run import attempt, check_records, recipe
 from sampling import sampled
 
 from megatron_scalerl.rollouts.history import read_history
-from megatron_scalerl.rollouts.store import read_block, scan, segment_path, segments
+from megatron_scalerl.rollouts.store import read_block, segment_path
 
 
 @pytest.fixture
@@ -27,11 +27,9 @@ def small_disk(tmp_path):
 
 
 def check_whole(folder):
-    """Every segment ends with a whole block, every row with its line end."""
-    for number in segments(folder / "rollouts"):
-        path = segment_path(folder / "rollouts", number)
-        for stored, _ in scan(path):
-            read_block(path, stored)
+    """Every group of the journal is whole, and every row ends with its line end."""
+    for event in read_history(folder).finished.values():
+        read_block(segment_path(folder / "rollouts", event.segment), event.stored)
     for path in folder.glob("*.jsonl"):
         assert path.stat().st_size == 0 or path.read_bytes().endswith(b"\n")
     assert not list(folder.rglob("*.draft"))

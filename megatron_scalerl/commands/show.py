@@ -87,11 +87,7 @@ def find_group(run_dir: Path, group_id: int | None, step: int | None, *, only: s
             continue
         if only and not getattr(listed, only):
             continue
-        if (
-            chosen is None
-            or listed.group_id == chosen.group_id
-            or (step is None and listed.group_id > chosen.group_id)
-        ):
+        if chosen is None or (step is None and listed.group_id > chosen.group_id):
             chosen = listed
     if chosen is None:
         options = {"--group": group_id, "--step": step, f"--{only}": only or None}

@@ -39,7 +39,6 @@ from megatron_scalerl.recipe.parallel_layout import MODEL_KEYS, sizes_of
 from megatron_scalerl.record import record
 from megatron_scalerl.rollouts.history import History, check_groups
 from megatron_scalerl.rollouts.journal import Position
-from megatron_scalerl.rollouts.store import check_position
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +145,7 @@ class ResumePoint:
     batches: int = 0
     """Batches of the run's lineage that the checkpoint includes, those without a step too."""
     position: Position | None = None
-    """Ends of the journal and the store at the checkpoint; None without a checkpoint."""
+    """End of the journal at the checkpoint; None without a checkpoint."""
     record_rows: tuple[tuple[str, int], ...] = ()
     """(record, its rows at the checkpoint), see `ControllerState`."""
     damaged: tuple[str, ...] = ()
@@ -171,7 +170,7 @@ class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
     """Batches of the run's lineage, those without a step too."""
     run_id: str
     position: Position
-    """Journal and store when the checkpoint was written."""
+    """The journal when the checkpoint was written."""
     record_rows: dict[str, int] = {}
     """Rows of the run's other records then, see `rows_of`: a file with fewer has lost a part of the curve."""
 
@@ -363,8 +362,6 @@ def check_history(run_dir: Path, history: History, start: ResumePoint) -> None:
                 "restore the file from a copy"
             )
     try:
-        if position is not None:
-            check_position(run_dir / "rollouts", position.segment, position.offset)
         check_groups(run_dir, history, start.batches)
     except ValueError as error:
         raise RuntimeError(str(error)) from None

@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron_scalerl.batching.rollout_bytes import joined, rollout_of
 from megatron_scalerl.record import record
-from megatron_scalerl.rollouts.store import positions_of, read_arrays, scan, segment_path, segments, stored_header
+from megatron_scalerl.rollouts.history import read_history
+from megatron_scalerl.rollouts.store import positions_of, read_arrays, read_header, segment_path, segments
 from megatron_scalerl.types import BlockRef
 
 
@@ -28,25 +29,22 @@ class ListedGroup:
 
 
 def listed_groups(run_dir: str | Path) -> Iterator[ListedGroup]:
-    """Every stored group; of several with one id the last counts. Raises ValueError, naming the file, for damage."""
+    """Every group of the journal that is still stored. Raises ValueError, naming the file, for damage."""
     folder = Path(run_dir) / "rollouts"
     if not folder.is_dir():
         raise ValueError(f"{run_dir}: there is no folder rollouts in it; name the folder of a run")
-    numbers = segments(folder)
-    for number in numbers:
-        path = segment_path(folder, number)
-        try:
-            for stored, head in scan(path):
-                header = stored_header(head)
-                yield ListedGroup(
-                    group_id=head.group_id,
-                    interrupted=any(c.interrupted for c in header.completions),
-                    unconfirmed=any(score.confirmed is False for score in header.scores),
-                    read=partial(stored_group, path, stored),
-                )
-        except ValueError:
-            if number != numbers[-1]:  # a block may be being written at the end of the newest file
-                raise
+    kept = segments(folder)
+    for event in read_history(Path(run_dir)).finished.values():
+        if event.segment not in kept:  # deleted (checkpoint.rollouts)
+            continue
+        path = segment_path(folder, event.segment)
+        group_id, header = read_header(path, event.stored)
+        yield ListedGroup(
+            group_id=group_id,
+            interrupted=any(completion.interrupted for completion in header.completions),
+            unconfirmed=any(score.confirmed is False for score in header.scores),
+            read=partial(stored_group, path, event.stored),
+        )
 
 
 def stored_group(path: Path, stored: BlockRef) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Reads the journal: its events, and the groups and batches that they refer to.
 
 A restart, step by step: `read_history` decodes the events into compact records, with references to groups;
-`check_groups` finds that the store is long enough for them; `replay_draws` restores the curriculum; `read_batch` and
-`read_groups` read heads of blocks, for the batches to train again and the groups that are in none.
+`check_groups` finds that the store has those that are needed; `replay_draws` restores the curriculum; `read_batch`
+and `read_groups` read heads of blocks, for the batches to train again and the groups that are in none.
 """
 
 from collections.abc import Container, Iterable
@@ -15,7 +15,7 @@ from msgspec import Meta
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.recipe.file import RecipeError
 from megatron_scalerl.record import record
-from megatron_scalerl.rollouts.store import check_stored, positions_of, read_header, segment_path
+from megatron_scalerl.rollouts.store import positions_of, read_header, segment_path
 from megatron_scalerl.types import BlockRef, RolloutGroup
 
 Count = Annotated[int, Meta(ge=0)]
@@ -88,10 +88,9 @@ class History:
         return max((record.step for record in self.batches), default=0)
 
     @property
-    def last_stored(self) -> BlockRef | None:
-        """The last block of the store that the journal names."""
-        blocks = (event.stored for event in self.finished.values())
-        return max(blocks, key=lambda block: (block.segment, block.offset), default=None)
+    def last_segment(self) -> int:
+        """The last segment of the store that the journal names; -1 without any."""
+        return max((event.segment for event in self.finished.values()), default=-1)
 
     def unbatched(self) -> tuple[int, ...]:
         """Finished groups that are in no batch, in order of admission."""
@@ -181,9 +180,9 @@ def read_batch(run_dir: Path, history: History, record: BatchRecord) -> list[Rol
 
 
 def check_groups(run_dir: Path, history: History, batches: int) -> None:
-    """Raises ValueError, naming the segment, if the store lacks a group that a resume after `batches` needs."""
+    """Raises ValueError as `read_groups` if the store lacks a group that a resume after `batches` needs."""
     needed = [g for record in history.batches[batches:] for g in record.group_ids]
-    check_stored(run_dir / "rollouts", [history.finished[g].stored for g in [*needed, *history.unbatched()]])
+    read_groups(run_dir, history, [*needed, *history.unbatched()])
 
 
 def _read_group(folder: Path, event: Finish) -> RolloutGroup:

@@ -38,14 +38,10 @@ T = TypeVar("T")
 
 @record
 class Position:
-    """Ends of the journal and the store at a checkpoint: a resume needs both at least as long."""
+    """End of the journal at a checkpoint: a resume needs it at least as long."""
 
     journal_bytes: int
     """Bytes of journal.jsonl."""
-    segment: int
-    """Number of the newest segment of the store."""
-    offset: int
-    """Bytes of this segment."""
 
 
 @record
@@ -83,8 +79,8 @@ class Journal:
         self._folder.mkdir(parents=True, exist_ok=True)
         history = history or read_history(run_dir)
         self._events = JsonlWriter(self.run_dir / "journal.jsonl", private=True)
-        self._store = StoreWriter(self._folder, durable=history.last_stored, segment_bytes=segment_bytes)
-        self._on_disk = self._store.position
+        self._store = StoreWriter(self._folder, last_segment=history.last_segment, segment_bytes=segment_bytes)
+        self._on_disk = self._store.segment
         self._retention = Retention(policy, self._folder, history)
         self._retaining: asyncio.Task[None] | None = None
         self._waiting: list[_Waiting] = []
@@ -143,13 +139,12 @@ class Journal:
         await self._in_thread(self._events.sync)
 
     async def position(self) -> Position:
-        """Sync the journal; returns the ends of journal and store on the disk. Raises OSError naming the file."""
+        """Sync journal and store; returns the journal's end on the disk. Raises OSError naming the file."""
         # taken before the syncs: events that are appended meanwhile are not in the position
         size = self._events.size
-        segment, offset = self._on_disk
         await self._in_thread(self._events.sync)
         await self._in_thread(self._store.sync)  # which finds a segment that was removed
-        return Position(journal_bytes=size, segment=segment, offset=offset)
+        return Position(journal_bytes=size)
 
     async def retain(self, batches: int) -> None:
         """Begin to remove the segments that no resume needs.
@@ -158,7 +153,7 @@ class Journal:
         the next call of `retain`, `batch` or `removed` does for this one (OSError naming the file).
         """
         await self.removed()
-        expired = self._retention.take_expired(batches, self._on_disk[0])
+        expired = self._retention.take_expired(batches, self._on_disk)
         if self._retention.policy != "keep":
             self._store.complete_segment()  # so that the groups up to this checkpoint are soon a whole segment
         if expired:
@@ -202,7 +197,7 @@ class Journal:
                 if not waiting.done.done():
                     self._retention.finished(waiting.group_id, block.segment)
                     waiting.done.set_result(block)
-            self._on_disk = self._store.position
+            self._on_disk = self._store.segment
 
     def _write(self, groups: Sequence[_Waiting]) -> list[BlockRef]:
         """Append and sync the blocks of these groups; runs in a thread."""

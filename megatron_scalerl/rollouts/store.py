@@ -1,19 +1,16 @@
 """The run's rollout store: finished groups in RUN/rollouts/segment-NNNNN.bin, appended and read by reference.
 
 One writer appends to the newest segment and begins a new one at `SEGMENT_BYTES`; one file is open for writing. A
-block is read by its reference (`types.BlockRef`): as a whole, or its head, or one completion. No other bytes are
-read, and every checksum is verified. `scan` lists the blocks of a segment without the journal.
+block is read by its reference (`types.BlockRef`) in the journal: as a whole, or its head, or one completion. No other
+bytes are read, and every checksum is verified.
 
-The life of a segment: `_begin_segment`, `append` and `sync` by turns, `_reopen` after a restart, and no more bytes
-once the next segment is begun; retention may delete it then.
-
-A crash may leave a torn block at the end of the newest segment: it is cut when the store is opened for writing.
-Blocks up to the last reference of the journal were synced before it, so no byte before that is cut. Only the owner
-can read these files.
+The life of a segment: `_begin_segment`, `append` and `sync` by turns, and no more bytes once the next segment is
+begun, by a restart as well; retention may delete it then. A crash may leave a torn block at the end, which no event
+of the journal names. Only the owner can read these files.
 
 A segment has a checksummed block for each finished group. Little-endian, without padding:
 
-    segment       magic MSRLSEGM, format 1 u32, CRC-32 of these 12 bytes u32; then blocks, one after another
+    segment       blocks, one after another; before them, in older runs, MSRLSEGM and 8 bytes
     block         magic GRUP, checksum u32, bytes of the block u64, group id i64, bytes of the header u32, N u32
                   table [N] (bytes of the completion u64, its CRC-32 u32)
                   header (JSON, `GroupHeader`)
@@ -47,12 +44,7 @@ SEGMENT_BYTES = 512 << 20
 _SEGMENT = re.compile(r"segment-(\d+)\.bin")
 _FIRST_READ = 1 << 14
 """Bytes that are read for a head at first; most heads have fewer."""
-_SEGMENT_START = struct.Struct("<8sI")
 _CHECKSUM = struct.Struct("<I")
-_SEGMENT_MAGIC = b"MSRLSEGM"
-_FORMAT = 1
-SEGMENT_START = _SEGMENT_START.size + _CHECKSUM.size
-"""Offset of the first block."""
 _MAGIC = b"GRUP"
 _FIXED = struct.Struct("<4sIQqII")
 _COVERED = struct.Struct("<QqII")
@@ -90,18 +82,6 @@ class BlockHead:
     """[N] bytes of each completion."""
     checksums: tuple[int, ...]
     """[N] CRC-32 of each completion."""
-
-
-def segment_header() -> bytes:
-    """The first `SEGMENT_START` bytes of a segment."""
-    start = _SEGMENT_START.pack(_SEGMENT_MAGIC, _FORMAT)
-    return start + _CHECKSUM.pack(zlib.crc32(start))
-
-
-def check_segment_header(data: bytes) -> None:
-    """Raises ValueError unless `data` is the start of a segment."""
-    if data != segment_header():
-        raise ValueError(f"the file begins with {data!r}, which is no segment of rollouts in format {_FORMAT}")
 
 
 def block_bytes(group_id: int, header: GroupHeader, completions: Sequence[bytes]) -> bytes:
@@ -188,32 +168,18 @@ def segments(folder: Path) -> list[int]:
 class StoreWriter:
     """Appends groups to the newest segment. `sync` may be called while another thread appends."""
 
-    def __init__(self, folder: Path, *, durable: BlockRef | None = None, segment_bytes: int = SEGMENT_BYTES):
-        """Open RUN/rollouts. durable: the last block that the journal names.
-
-        Cuts a torn block off the newest segment. Raises OSError.
-        """
+    def __init__(self, folder: Path, *, last_segment: int = -1, segment_bytes: int = SEGMENT_BYTES):
+        """folder: RUN/rollouts. last_segment: that the journal names; -1 without any."""
         self.folder = folder
         self._limit = segment_bytes
         self._fd = -1
         self._complete = False
         self._failure: OSError | None = None
         self._lock = threading.RLock()
-        newest = max(segments(folder), default=-1)
-        self._segment = newest
+        # a removed segment's number is not used again
+        self.segment = max(*segments(folder), last_segment, -1)
+        """Number of the newest segment, -1 in a new store."""
         self._end = 0
-        durable_bytes = 0
-        if durable:
-            self._segment = max(newest, durable.segment)  # a removed segment's number is not used again
-            if durable.segment == newest:
-                durable_bytes = durable.offset + durable.nbytes
-        if newest == self._segment >= 0:
-            self._reopen(segment_path(folder, newest), durable_bytes)
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """(segment, offset) after the last block; (0, 0) in a new store."""
-        return max(self._segment, 0), self._end
 
     def append(self, block: bytes) -> BlockRef:
         """Write one block (`block_bytes`). Raises OSError naming the file; nothing of the block is left then.
@@ -223,17 +189,17 @@ class StoreWriter:
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            full = self._end > SEGMENT_START and self._end + len(block) > self._limit
-            if self._fd < 0 or full or self._complete:
+            full = self._end + len(block) > self._limit
+            if self._fd < 0 or (self._end and (full or self._complete)):
                 self._begin_segment()
             try:
-                with naming(segment_path(self.folder, self._segment)):
+                with naming(segment_path(self.folder, self.segment)):
                     write_all(self._fd, block)
             except OSError:
-                with contextlib.suppress(OSError):  # a torn block would hide the next one from `scan`
+                with contextlib.suppress(OSError):
                     os.ftruncate(self._fd, self._end)
                 raise
-            stored = BlockRef(segment=self._segment, offset=self._end, nbytes=len(block))
+            stored = BlockRef(segment=self.segment, offset=self._end, nbytes=len(block))
             self._end += len(block)
             return stored
 
@@ -245,7 +211,7 @@ class StoreWriter:
             if self._fd < 0:
                 return
             try:
-                path = segment_path(self.folder, self._segment)
+                path = segment_path(self.folder, self.segment)
                 with naming(path):
                     os.fsync(self._fd)
                 check_in_place(path, self._fd, self._end)
@@ -255,7 +221,7 @@ class StoreWriter:
 
     def complete_segment(self) -> None:
         """The next block begins a new segment."""
-        self._complete = self._end > SEGMENT_START
+        self._complete = True
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -265,13 +231,11 @@ class StoreWriter:
 
     def _begin_segment(self) -> None:
         self.sync()
-        path = segment_path(self.folder, self._segment + 1)
+        path = segment_path(self.folder, self.segment + 1)
         # never a file or a link that is there already: both could be another program's
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         handle = os.open(path, flags, 0o600)
         try:
-            with naming(path):
-                write_all(handle, segment_header())
             sync(self.folder)  # without it, a power loss may take the new file's name
         except OSError:
             os.close(handle)
@@ -280,55 +244,8 @@ class StoreWriter:
         self.close()
         self._complete = False
         self._fd = handle
-        self._segment += 1
-        self._end = SEGMENT_START
-
-    def _reopen(self, path: Path, durable: int) -> None:
-        """Go on with the newest segment after its whole blocks, unless it is complete or damaged.
-
-        durable: bytes that the journal refers to, which are never cut.
-        """
-        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            with naming(path):
-                end = _whole_end(path, durable)
-                if end is None or end >= self._limit:  # `append` begins a new segment then
-                    self._end = os.fstat(handle).st_size
-                    os.close(handle)
-                    return
-                if end < os.fstat(handle).st_size:
-                    os.ftruncate(handle, end)
-                if end == 0:
-                    write_all(handle, segment_header())
-                    end = SEGMENT_START
-                os.fsync(handle)  # of blocks that a crash left in the system's memory, too: later ones follow them
-        except BaseException:
-            os.close(handle)
-            raise
-        self._fd = handle
-        self._end = end
-
-
-def _whole_end(path: Path, durable: int) -> int | None:
-    """End of the last whole block of a segment, from offset `durable`; 0 if its header is torn.
-
-    None if the segment is not to be appended to: it is no segment, or shorter than it was.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(SEGMENT_START)
-    if durable > size:
-        return None
-    if start != segment_header():
-        # a file system may leave zeros in the place of a header that was not synced
-        torn = len(start) < SEGMENT_START or (not any(start) and not durable)
-        return 0 if torn else None
-    end = max(durable, SEGMENT_START)
-    with contextlib.suppress(ValueError):
-        for stored, _ in scan(path, end):
-            read_block(path, stored)
-            end = stored.offset + stored.nbytes
-    return end
+        self.segment += 1
+        self._end = 0
 
 
 def read_block(path: Path, stored: BlockRef) -> StoredGroup:
@@ -379,47 +296,6 @@ def read_completions(path: Path, stored: BlockRef, positions: Iterable[int]) -> 
     return completions
 
 
-def scan(path: Path, offset: int = SEGMENT_START) -> Iterator[tuple[BlockRef, BlockHead]]:
-    """Place and head of every block of a segment from `offset` on, in order; completions are not read.
-
-    Raises ValueError, naming file and offset, at the first block that is damaged or torn; OSError.
-    """
-    match = _SEGMENT.fullmatch(path.name)
-    segment = int(match[1]) if match else 0
-    with _placing(path, 0):
-        check_segment_header(_pread(path, 0, SEGMENT_START))
-    size = path.stat().st_size
-    while offset < size:
-        with _placing(path, offset):
-            head = _head_at(path, offset, size - offset)
-            if head.nbytes > size - offset:
-                raise ValueError(f"only {size - offset} of the block's {head.nbytes} bytes are left")
-        yield BlockRef(segment=segment, offset=offset, nbytes=head.nbytes), head
-        offset += head.nbytes
-
-
-def check_stored(folder: Path, references: Sequence[BlockRef]) -> None:
-    """Raises ValueError naming the file if a segment is missing or too short for one of these references."""
-    ends: dict[int, int] = {}
-    for stored in references:
-        ends[stored.segment] = max(ends.get(stored.segment, 0), stored.offset + stored.nbytes)
-    for segment, end in sorted(ends.items()):
-        path = segment_path(folder, segment)
-        size = path.stat().st_size if path.exists() else 0
-        if size < end:
-            raise ValueError(f"{path}: {size} bytes are left of the {end} that the journal refers to")
-
-
-def check_position(folder: Path, segment: int, offset: int) -> None:
-    """Raises ValueError naming the file if the store ends before this byte of this segment."""
-    # retention may have deleted the segment since the checkpoint, but only if there is a newer one
-    newest = max(segments(folder), default=-1)
-    path = segment_path(folder, segment)
-    size = path.stat().st_size if path.exists() else 0
-    if offset and (newest < segment or (newest == segment and size < offset)):
-        raise ValueError(f"{path}: {size} bytes are left of the {offset} that the checkpoint refers to")
-
-
 def _head_at(path: Path, offset: int, available: int) -> BlockHead:
     data = _pread(path, offset, min(_FIRST_READ, available))
     size = head_bytes(data)
@@ -451,28 +327,13 @@ def stored_header(head: BlockHead) -> GroupHeader:
 
 def _pread(path: Path, offset: int, size: int) -> bytes:
     """The `size` bytes of the file from `offset` on. Raises ValueError if it ends before, OSError naming it."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        end = os.fstat(handle).st_size
-        # before anything is read: a damaged size would allocate its bytes
-        if offset < 0 or size < 0 or end < offset + size:
-            raise ValueError(f"{max(0, end - offset)} of {size} bytes are left")
-        parts = []
-        missing = size
-        # the system reads at most 2 GiB at a time, and may return less
-        while missing and (part := _read_some(path, handle, missing, offset + size - missing)):
-            parts.append(part)
-            missing -= len(part)
-    finally:
-        os.close(handle)
-    if missing:
-        raise ValueError(f"{size - missing} of {size} bytes are left")
-    return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _read_some(path: Path, handle: int, size: int, offset: int) -> bytes:
-    with naming(path):
-        return os.pread(handle, size, offset)
+    left = path.stat().st_size - offset
+    # before anything is read: a damaged size would allocate its bytes
+    if offset < 0 or not 0 <= size <= left:
+        raise ValueError(f"{max(0, left)} of {size} bytes are left")
+    with naming(path), path.open("rb") as file:
+        file.seek(offset)
+        return file.read(size)
 
 
 @contextlib.contextmanager

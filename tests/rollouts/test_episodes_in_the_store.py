@@ -20,11 +20,10 @@ from megatron_scalerl.rollouts.store import (
     read_arrays,
     read_completions,
     read_head,
-    scan,
     segment_path,
     stored_header,
 )
-from megatron_scalerl.types import Prompt, Score
+from megatron_scalerl.types import BlockRef, Prompt, Score
 
 PLAIN = rollout(tokens=(9, 2))
 PROMPT = Prompt(prompt_id="p", text="7;+2=", answer="9", token_ids=(1, 13))
@@ -52,12 +51,12 @@ def run(tmp_path):
 def test_a_segment_from_before_is_read(tmp_path):
     path = segment_path(tmp_path, 0)
     path.write_bytes(SEGMENT_BEFORE)
-    [(stored, head)] = scan(path)
+    stored = BlockRef(segment=0, offset=16, nbytes=len(SEGMENT_BEFORE) - 16)
     group, samples = read_arrays(path, stored)
     assert rollout_bytes.rollout_of(samples[0]) == BEFORE
     assert [c.tokens for c in group.header.completions] == [4, 2] == [len(s.token_ids) for s in samples]
     assert group.header.completions[0] == rollout_bytes.facts_of(samples[0])
-    assert positions_of(stored_header(head).completions) == (0, 1)
+    assert positions_of(group.header.completions) == (0, 1)
 
 
 def test_a_group_of_the_journal_has_its_episodes(run):

@@ -71,19 +71,20 @@ def test_a_batch_whose_group_did_not_finish_is_named(tmp_path):
         read_history(tmp_path)
 
 
-def test_a_missing_segment_is_named_before_anything_is_read(tmp_path):
+def test_a_group_that_a_resume_needs_and_the_store_lacks_is_named(tmp_path):
     write(tmp_path)
     history = read_history(tmp_path)
     segment = tmp_path / "rollouts" / "segment-00000.bin"
-    size = segment.stat().st_size
-    os.truncate(segment, size - 1)
-    with pytest.raises(ValueError, match=rf"segment-00000.bin: {size - 1} bytes are left of the {size} "):
+    os.truncate(segment, segment.stat().st_size - 1)
+    assert read_groups(tmp_path, history, [0])
+    with pytest.raises(ValueError, match=r"segment-00000.bin: byte \d+: \d+ of \d+ bytes are left"):
         check_groups(tmp_path, history, 1)
-    segment.unlink()
-    with pytest.raises(ValueError, match=r"segment-00000.bin: 0 bytes are left of the \d+ "):
+    os.truncate(segment, 9)
+    with pytest.raises(ValueError, match=r"segment-00000.bin: byte 0: 9 of \d+ bytes are left"):
         check_groups(tmp_path, history, 0)
+    segment.unlink()
     with pytest.raises(ValueError, match=r"segment-00000.bin: .* does not exist"):
-        read_batch(tmp_path, history, history.batches[0])
+        check_groups(tmp_path, history, 1)
 
 
 def test_a_block_of_another_group_is_named(tmp_path):

@@ -138,21 +138,15 @@ def test_nothing_goes_before_as_many_checkpoints_as_are_kept(tmp_path):
     assert sum(len(read_batch(tmp_path / "r", history, b)) for b in history.batches) == 8
 
 
-def test_journal_and_store_must_reach_as_far_as_the_checkpoint(tmp_path):
+def test_the_journal_must_reach_as_far_as_the_checkpoint(tmp_path):
     settings = recipe(tmp_path, rollouts={"max_staleness_steps": 0})
     attempt(settings, kill_at_s=40)
     folder = tmp_path / "r"
     start = resume_point(folder)
-    assert start.position is not None and start.position.offset > 16
-    journal, segment = folder / "journal.jsonl", folder / "rollouts" / "segment-00000.bin"
+    assert start.position is not None
+    journal = folder / "journal.jsonl"
     check_history(folder, read_history(folder), start)
-    whole = journal.read_bytes()
-    rows = whole[: start.position.journal_bytes].splitlines(keepends=True)
-    swapped = [r for r in rows if b'"admit"' not in r]
-    journal.write_bytes(b"".join(swapped))
+    rows = journal.read_bytes()[: start.position.journal_bytes].splitlines(keepends=True)
+    journal.write_bytes(b"".join(row for row in rows if b'"admit"' not in row))
     with pytest.raises(RuntimeError, match=rf"journal.jsonl: .* had {start.position.journal_bytes} "):
-        check_history(folder, read_history(folder), start)
-    journal.write_bytes(whole)
-    os.truncate(segment, start.position.offset - 1)
-    with pytest.raises(RuntimeError, match=rf"segment-00000.bin: .* of the {start.position.offset} "):
         check_history(folder, read_history(folder), start)
