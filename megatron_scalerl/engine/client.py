@@ -154,12 +154,6 @@ class EngineClient:
         self.secret = secret
         self.in_flight = 0
         """Generations that this client is waiting for."""
-        self.ended = 0
-        """Generations that this client waits for no more, in total."""
-        self.budget_since_end = 0
-        """Most tokens that the engine can generate from the last such end on: the budgets of the generations that
-        were in flight then and of those sent since."""
-        self._budget_in_flight = 0
         self.paused = False
         """True from the request to pause until the engine has resumed."""
         self.produced_tokens = 0
@@ -216,7 +210,7 @@ class EngineClient:
         body = self._salted({"token_ids": prompt_token_ids, "sampling_params": params, "priority": sampling.priority})
         async with contextlib.AsyncExitStack() as slot:
             with contextlib.ExitStack() as generating:
-                generating.enter_context(self._generating(params["max_tokens"]))
+                generating.enter_context(self._generating())
                 async with self._response("POST", _GENERATE, body) as response:
                     generating.close()  # the engine has finished: what is in the way now is not its fault
                     await slot.enter_async_context(decoder.slot())
@@ -247,7 +241,7 @@ class EngineClient:
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probs (nats) of token_ids[1:], each given the tokens before it. Raises EngineError."""
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        with self._generating(1):
+        with self._generating():
             body = self._salted({"token_ids": token_ids, "sampling_params": params})
             content = await self._request("POST", _GENERATE, body)
         return prompt_logprobs(content, token_ids, self._where(_GENERATE))
@@ -311,17 +305,12 @@ class EngineClient:
         return await self._request("POST", path, body, query)
 
     @contextlib.contextmanager
-    def _generating(self, max_tokens: int) -> Iterator[None]:
+    def _generating(self) -> Iterator[None]:
         self.in_flight += 1
-        self._budget_in_flight += max_tokens
-        self.budget_since_end += max_tokens
         try:
             yield
         finally:
             self.in_flight -= 1
-            self._budget_in_flight -= max_tokens
-            self.budget_since_end = self._budget_in_flight
-            self.ended += 1
 
     def _where(self, path: str) -> str:
         return f"{self.name}: {path}"
