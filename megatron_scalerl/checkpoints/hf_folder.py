@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from megatron_scalerl.checkpoints.plain_files import MappedFile, check_name
 from megatron_scalerl.record import record
@@ -35,8 +36,6 @@ ITEM_BYTES = {
 }
 """safetensors' name of a type -> bytes of one element."""
 _TORCH_FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_MAX_HEADER = 100 << 20
-"""Bytes; safetensors' own limit."""
 
 
 @record
@@ -128,48 +127,28 @@ def _read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 def read_header(path: Path) -> tuple[Mapping[str, str] | None, list[HfTensor]]:
     """(metadata, tensors in the order of their bytes) of a safetensors file.
 
-    Raises ValueError, as safetensors does, unless the tensors fill the file without overlaps or holes.
+    Raises ValueError where safetensors refuses the file, and for a type of unknown size.
     """
-    size = path.stat().st_size
+    tensors = []
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        text = b""
-        if length <= _MAX_HEADER:  # in another kind of file these 8 bytes can be any number
-            text = file.read(length)
+        offset = 8 + int.from_bytes(file.read(8), "little")
     try:
-        header: dict[str, Any] = json.loads(text)
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path}: {size} bytes without a readable header are no safetensors file") from None
-    try:
-        metadata = header.pop("__metadata__", None)
-        tensors = [_tensor(path, name, entry, 8 + length) for name, entry in header.items()]
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: the header is not that of a safetensors file: {error!r}") from None
-    # Empty tensors share their offset with the next one, and come first.
-    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
-    end = 8 + length
-    for tensor in tensors:
-        if tensor.offset != end:
-            raise ValueError(f"{path}: {tensor.name}: it begins at byte {tensor.offset} in place of {end}")
-        end += tensor.nbytes
-    if size != end:
-        raise ValueError(f"{path}: the file has {size} bytes, and its header describes {end}")
-    return metadata, tensors
-
-
-def _tensor(path: Path, name: str, entry: dict[str, Any], start: int) -> HfTensor:
-    dtype = entry["dtype"]
-    shape = tuple(entry["shape"])
-    low, high = entry["data_offsets"]
-    for number in (*shape, low, high):
-        if type(number) is not int or number < 0:
-            raise ValueError(f"{path}: {name}: {number!r} in shape or data_offsets is not an integer >= 0")
-    if dtype not in ITEM_BYTES:
-        raise ValueError(f"{path}: {name}: expected one of {', '.join(sorted(ITEM_BYTES))}, found {dtype}")
-    nbytes = prod(shape) * ITEM_BYTES[dtype]
-    if high - low != nbytes:
-        raise ValueError(f"{path}: {name}: data_offsets give it {high - low} bytes, its shape and type {nbytes}")
-    return HfTensor(name=name, file=path.name, dtype=dtype, shape=shape, offset=start + low, nbytes=nbytes)
+        # It checks that the tensors fill the rest of the file, without overlaps or holes.
+        with safe_open(path, "numpy") as header:
+            for name in header.offset_keys():
+                entry = header.get_slice(name)
+                dtype = entry.get_dtype()
+                shape = tuple(entry.get_shape())
+                if dtype not in ITEM_BYTES:
+                    raise ValueError(f"{path}: {name}: expected one of {', '.join(ITEM_BYTES)}, found {dtype}")
+                nbytes = prod(shape) * ITEM_BYTES[dtype]
+                tensors.append(
+                    HfTensor(name=name, file=path.name, dtype=dtype, shape=shape, offset=offset, nbytes=nbytes)
+                )
+                offset += nbytes
+            return header.metadata(), tensors
+    except SafetensorError as error:
+        raise ValueError(f"{path}: it is not a complete safetensors file: {error}") from None
 
 
 class HfReader:

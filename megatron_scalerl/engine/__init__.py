@@ -3,7 +3,7 @@
 In the controller's process:
 
     options.py         the server's command line and environment, from the recipe
-    client.py          its HTTP client; bodies.py reads the responses
+    client.py          its HTTP client
     answers.py         parses them, completions in the decoder processes (`rollouts.decoder`)
     membership.py      the state of every engine
     watchdog.py        detects a server that hangs

@@ -5,7 +5,6 @@ concern one completion alone: CompletionLost.
 """
 
 import io
-import math
 from base64 import b64decode
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
@@ -34,11 +33,6 @@ LARGEST_LOGPROB = 1e-3
 """A log-probability is at most 0, up to rounding in float32 (nats)."""
 _VERSION_DIGITS = 18
 """Digits of the longest policy version, which is then below 2**63."""
-
-_READ_HEADER = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
 
 
 class EngineError(RuntimeError):
@@ -233,27 +227,18 @@ def _unusable(token: _Token) -> str:
 def _expert_choices(encoded: str, where: str) -> ExpertChoices:
     """vLLM's base64 .npy array, [P + T - 1, L, K]. Raises EngineError for any other content."""
     try:
-        stream = io.BytesIO(b64decode(encoded, validate=True))
-        version = np.lib.format.read_magic(stream)
-        if version not in _READ_HEADER:
-            raise ValueError(f"version {version}")
-        shape, fortran_order, dtype = _READ_HEADER[version](stream)
+        array = np.lib.format.read_array(io.BytesIO(b64decode(encoded, validate=True)), allow_pickle=False)
     except Exception as err:  # a header is a Python literal: parsing a broken one raises almost anything
         reason = f"{type(err).__name__}: {str(err)[:200]}"
         raise EngineError(f"{where}: routed_experts: the text is not a base64 .npy array ({reason})") from None
-    if len(shape) != 3 or min(shape) < 0 or dtype not in (np.uint8, np.uint16):
+    if array.ndim != 3 or array.dtype not in (np.uint8, np.uint16):
         raise EngineError(
-            f"{where}: routed_experts: {dtype} {shape} is not uint8 or uint16 [tokens, layers, experts]"
+            f"{where}: routed_experts: {array.dtype} {array.shape} is not uint8 or uint16 [tokens, layers, experts]"
         )
-    # compared before an array of that size is allocated
-    data = stream.getbuffer()[stream.tell() :]
-    size = math.prod(shape) * dtype.itemsize
-    if len(data) != size:
-        raise EngineError(f"{where}: routed_experts: shape {shape} takes {size} bytes, and {len(data)} were sent")
-    array = np.frombuffer(data, dtype).reshape(shape, order="F" if fortran_order else "C")
-    width: Literal[1, 2] = 1 if dtype == np.uint8 else 2
+    _, layers, topk = array.shape
+    width: Literal[1, 2] = 1 if array.dtype == np.uint8 else 2
     # little-endian whatever the host: the bytes go to other processes and into the journal
-    return ExpertChoices(layers=shape[1], topk=shape[2], width=width, data=array.astype(f"<u{width}").tobytes())
+    return ExpertChoices(layers=layers, topk=topk, width=width, data=array.astype(f"<u{width}").tobytes())
 
 
 def _versions(spans: list[_Span] | None, length: int, where: str) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 Every request carries the run's secret. A generation has no timeout until its response begins:
 `engine.watchdog` detects an engine that stops producing tokens, `launch.process` one that exits, and `abort` then
-ends every request. A response is limited in size and time (`engine.bodies`).
+ends every request. A response's body is limited in time.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ from megatron_scalerl.engine.answers import (
     decode,
     prompt_logprobs,
 )
-from megatron_scalerl.engine.bodies import OTHER_BYTES, generation_limit, read_body
 from megatron_scalerl.engine.interruption import Plan
+from megatron_scalerl.processes.child_process import time_limit
 from megatron_scalerl.recipe.process_sections import EngineSection
 from megatron_scalerl.record import record
 from megatron_scalerl.types import CompletionLost, Rollout
@@ -89,8 +89,6 @@ class SamplingSpec:
     """Texts that end the completion. Their tokens are sampled as all are, and returned."""
     ignore_eos: bool = False
     """True: generate to the budget whatever is sampled; for measurements."""
-    routed_experts: bool = False
-    """True: the engine reports its expert choices (rollouts.routing_replay), which make the response larger."""
 
 
 class Decoder(Protocol[T_co]):
@@ -156,12 +154,6 @@ class EngineClient:
         self.secret = secret
         self.in_flight = 0
         """Generations that this client is waiting for."""
-        self.ended = 0
-        """Generations that this client waits for no more, in total."""
-        self.budget_since_end = 0
-        """Most tokens that the engine can generate from the last such end on: the budgets of the generations that
-        were in flight then and of those sent since."""
-        self._budget_in_flight = 0
         self.paused = False
         """True from the request to pause until the engine has resumed."""
         self.produced_tokens = 0
@@ -216,18 +208,13 @@ class EngineClient:
         """
         params = _sampling(sampling)
         body = self._salted({"token_ids": prompt_token_ids, "sampling_params": params, "priority": sampling.priority})
-        limit = generation_limit(
-            prompt_tokens=len(prompt_token_ids),
-            max_tokens=params["max_tokens"],
-            routed_experts=sampling.routed_experts,
-        )
         async with contextlib.AsyncExitStack() as slot:
             with contextlib.ExitStack() as generating:
-                generating.enter_context(self._generating(params["max_tokens"]))
+                generating.enter_context(self._generating())
                 async with self._response("POST", _GENERATE, body) as response:
                     generating.close()  # the engine has finished: what is in the way now is not its fault
                     await slot.enter_async_context(decoder.slot())
-                    content = await self._content(response, limit)
+                    content = await self._content(response)
             return await self._counted(decoder, content, sampling)
 
     async def _counted(self, decoder: Decoder[T], content: bytes, sampling: SamplingSpec) -> T:
@@ -254,10 +241,9 @@ class EngineClient:
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probs (nats) of token_ids[1:], each given the tokens before it. Raises EngineError."""
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        limit = generation_limit(prompt_tokens=len(token_ids), max_tokens=1, routed_experts=True)
-        with self._generating(1):
+        with self._generating():
             body = self._salted({"token_ids": token_ids, "sampling_params": params})
-            content = await self._request("POST", _GENERATE, body, limit=limit)
+            content = await self._request("POST", _GENERATE, body)
         return prompt_logprobs(content, token_ids, self._where(_GENERATE))
 
     def _salted(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -319,26 +305,19 @@ class EngineClient:
         return await self._request("POST", path, body, query)
 
     @contextlib.contextmanager
-    def _generating(self, max_tokens: int) -> Iterator[None]:
+    def _generating(self) -> Iterator[None]:
         self.in_flight += 1
-        self._budget_in_flight += max_tokens
-        self.budget_since_end += max_tokens
         try:
             yield
         finally:
             self.in_flight -= 1
-            self._budget_in_flight -= max_tokens
-            self.budget_since_end = self._budget_in_flight
-            self.ended += 1
 
     def _where(self, path: str) -> str:
         return f"{self.name}: {path}"
 
-    async def _request(
-        self, method: str, path: str, body: Any, query: Mapping[str, str] | None = None, limit: int = OTHER_BYTES
-    ) -> bytes:
+    async def _request(self, method: str, path: str, body: Any, query: Mapping[str, str] | None = None) -> bytes:
         async with self._response(method, path, body, query) as response:
-            return await self._content(response, limit)
+            return await self._content(response)
 
     @contextlib.asynccontextmanager
     async def _response(
@@ -366,10 +345,17 @@ class EngineClient:
                 raise EngineLost(f"{self.name}: {self._aborted}") from None
             raise EngineError(f"{self.name}: {method} {path}: {type(err).__name__}: {err}") from err
 
-    async def _content(self, response: aiohttp.ClientResponse, limit: int) -> bytes:
-        """The body of a response. Raises EngineError for any status but 200."""
+    async def _content(self, response: aiohttp.ClientResponse) -> bytes:
+        """The body of a response. Raises EngineError for any status but 200, and after engine.stall_timeout_s."""
         path = response.url.path
-        content = await read_body(response, limit=limit, timeout_s=self._body_timeout_s, where=self._where(path))
+        try:
+            async with time_limit(self._body_timeout_s):
+                content = await response.read()
+        except TimeoutError:
+            raise EngineError(
+                f"{self._where(path)}: only a part of the response came within {self._body_timeout_s:g} s of its "
+                "header (engine.stall_timeout_s)"
+            ) from None
         if response.status != 200:
             raise EngineError(f"{self.name}: {response.method} {path}: {response.status} {_reason(content)}")
         return content

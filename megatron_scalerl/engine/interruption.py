@@ -31,8 +31,6 @@ _EXTRA_ARG = "msrl_interruption"
 
 def draw_cut(seed: int, group_id: int, index: int, low: int, high: int) -> int:
     """The cut of one completion: uniform over low..high (tokens, inclusive), a function of the arguments alone."""
-    if not 1 <= low <= high:
-        raise ValueError(f"interruption.thinking_tokens: [{low}, {high}] has to be a range of at least 1 token")
     return random.Random(f"cut/{seed}/{group_id}/{index}").randint(low, high)
 
 
@@ -59,21 +57,9 @@ class Plan:
     """The token that ends a sequence."""
 
     def __post_init__(self) -> None:
-        if self.cut < 1 or self.answer_budget < 1:
-            raise ValueError(
-                f"interruption: cut {self.cut} and answer budget {self.answer_budget} have to be at least 1"
-            )
-        least = self.cut + self.answer_budget
-        if self.whole_budget is not None and self.whole_budget < least:
-            raise ValueError(
-                f"interruption: the whole budget of {self.whole_budget} tokens is less than cut and answer budget "
-                f"together, {least}"
-            )
-        if not self.think_end_ids or not self.ends_thinking(self.phrase_ids, len(self.phrase_ids)):
-            raise ValueError(
-                f"interruption.phrase: the tokens {self.phrase_ids} do not end with those of the closing tag, "
-                f"{self.think_end_ids}"
-            )
+        # The recipe and `plan_ids` have refused what a user could have set wrong.
+        assert self.cut >= 1 and self.answer_budget >= 1, self
+        assert self.ends_thinking(self.phrase_ids, len(self.phrase_ids)), self
 
     def ends_thinking(self, tokens: Sequence[int] | np.ndarray, end: int) -> bool:
         """True if the tokens before index `end` end with the closing tag."""

@@ -58,6 +58,7 @@ OURS = {
     "fully_sharded_loras": None,
     "trust_remote_code": None,
     "generation_config": None,
+    "override_generation_config": "config.json (attn_temperature_tuning)",
     "tokenizer": "policy.path",
     "tokenizer_revision": "policy.path",
     "hf_config_path": "policy.path",
@@ -127,9 +128,6 @@ Checked against the sampler and the options of vLLM 0.32, these have no such eff
 sampled token's is requested), reasoning_parser, reasoning_config, enable_trace_replay and
 structured_outputs_config (for requests that ask for them), use_fp64_gumbel and enable_batch_sharded_sampling (other
 arithmetic of the same sampling)."""
-
-_GENERATION_CONFIG_KEYS = {"attn_temperature_tuning"}
-"""Keys of override_generation_config that change the model (Llama 4's attention) and not the sampling."""
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's max_lora_rank (vllm/config/lora.py)."""
@@ -210,15 +208,9 @@ def check_options(options: dict[str, Any]) -> None:
     check_keys(
         "engine.vllm", options, names, expected="an option of vLLM", in_recipe=True, listed="vllm serve --help=all"
     )
-    head = _nested(options, "hf_overrides").get("head_dtype")
+    head = _overrides(options).get("head_dtype")
     if head is not None:
         raise ValueError(f"engine.vllm.hf_overrides: head_dtype {head!r} cannot be set here; set policy.logits")
-    others = _nested(options, "override_generation_config").keys() - _GENERATION_CONFIG_KEYS
-    if others:
-        raise ValueError(
-            f"engine.vllm.override_generation_config: {', '.join(sorted(others))} cannot be set here, only "
-            f"{', '.join(_GENERATION_CONFIG_KEYS)}; sampling is set in the rollouts section"
-        )
     plugins = [f"{point.name} = {point.value}" for point in importlib.metadata.entry_points(group=_PROCESSOR_PLUGINS)]
     if plugins:
         raise ValueError(
@@ -227,11 +219,11 @@ def check_options(options: dict[str, Any]) -> None:
         )
 
 
-def _nested(options: dict[str, Any], name: str) -> dict[str, Any]:
-    value = options.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise ValueError(f"engine.vllm.{name}: expected a mapping, found {value!r}")
-    return value or {}
+def _overrides(options: dict[str, Any]) -> dict[str, Any]:
+    value = options.get("hf_overrides") or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"engine.vllm.hf_overrides: expected a mapping, found {value!r}")
+    return value
 
 
 def engine_arguments(recipe: Recipe, *, host: str, port: int) -> list[str]:
@@ -257,13 +249,12 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int) -> list[str]:
     options["middleware"] = [*_as_list(options.get("middleware")), f"{PLUGIN}.SecretMiddleware"]
     options["logits_processors"] = [f"{PLUGIN}:ForcedTokens"]
     head = "float32" if recipe.policy.logits == "fp32" else "model"
-    options["hf_overrides"] = {**_nested(options, "hf_overrides"), "head_dtype": head}
+    options["hf_overrides"] = {**_overrides(options), "head_dtype": head}
     temperature = attention_temperature(recipe)
     if temperature is not None:
         # vLLM reads it from the generation config, not from config.json, and else decides by max_model_len
         # (vllm/model_executor/models/llama4.py, Llama4ForCausalLM.__init__)
-        given = _nested(options, "override_generation_config")
-        options["override_generation_config"] = {"attn_temperature_tuning": temperature, **given}
+        options["override_generation_config"] = {"attn_temperature_tuning": temperature}
     options |= {
         "model": recipe.policy.path,
         "host": host,

@@ -1,9 +1,8 @@
-"""Detects an engine that hangs: requests in flight, and no token for too long, or too many. Runs in the controller.
+"""Detects an engine that hangs: requests in flight, and no token for too long. Runs in the controller.
 
     poll --> no answer for stall_timeout_s, or a core has exited       \\
          --> StallClock: a core has requests and produces no token      > EngineDied --> evicted, started again
-         --> BudgetClock: many tokens, and no request has ended         |                (`launch.engines`)
-         --> LagClock: the engine is slower than the others            /
+         --> LagClock: the engine is slower than the others            /                (`launch.engines`)
 
 A poll reads the token count of each engine core, which the server process keeps (`engine.vllm_progress`): a hanging
 core cannot delay the response. No limit of time applies to a completion as a whole, only its budget of tokens. Time
@@ -25,8 +24,6 @@ _POLLS = 20
 """Polls within `stall_timeout_s`."""
 _MAX_INTERVAL_S = 5.0
 """Longest time between two polls."""
-_BUDGETS = 2.0
-"""An engine hangs if it has generated twice the tokens that its requests may have, and none of them has ended."""
 _OTHERS = 2
 """Engines with a rate, besides the one that is judged, for LagClock to judge it."""
 
@@ -71,31 +68,6 @@ class StallClock:
                     f"{core.decoding} decoding, {core.waiting} without a token; engine.{key})"
                 )
         return None
-
-
-class BudgetClock:
-    """Compares what an engine has generated since one of its requests ended with the budgets of those in flight."""
-
-    def __init__(self) -> None:
-        self._ended = 0
-        self._tokens: int | None = None
-        """Count of tokens at the first poll after the last end, before which none counts."""
-
-    def update(self, tokens: int, *, ended: int, budget: int) -> str | None:
-        """Add one poll; returns what is wrong, or None.
-
-        tokens: generated in total. ended: requests that have ended, in total. budget: `client.budget_since_end`.
-        """
-        if ended != self._ended:
-            self._ended = ended
-            self._tokens = None
-            return None
-        if self._tokens is None:
-            self._tokens = tokens
-        generated = tokens - self._tokens
-        if not budget or generated <= _BUDGETS * budget:
-            return None
-        return f"generated {generated} tokens and ended none of its requests, which may have {budget} tokens in all"
 
 
 class LagClock:
@@ -146,7 +118,6 @@ async def watch_progress(client: EngineClient, settings: EngineSection, lag: Lag
     limit = settings.stall_timeout_s
     interval = min(limit / _POLLS, _MAX_INTERVAL_S)
     clock = StallClock(settings)
-    budgets = BudgetClock()
     polled = answered = time.monotonic()
     tokens = client.produced_tokens
     while True:
@@ -169,7 +140,6 @@ async def watch_progress(client: EngineClient, settings: EngineSection, lag: Lag
         polled = answered
         paused = client.paused
         stall = clock.update(progress.cores, in_flight=client.in_flight, paused=paused, elapsed_s=elapsed)
-        stall = stall or budgets.update(progress.tokens, ended=client.ended, budget=client.budget_since_end)
         if stall is None and lag is not None and not paused:
             decoding = sum(core.decoding for core in progress.cores)
             new_tokens = progress.tokens - tokens

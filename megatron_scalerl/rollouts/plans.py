@@ -139,7 +139,6 @@ class Plans:
             seeded=self._seeds or priority < TRAINING_PRIORITY,
             interruption=plan,
             priority=priority,
-            routed_experts=section.routing_replay,
         )
 
     def answer_format(self) -> AnswerFormat:

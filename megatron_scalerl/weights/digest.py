@@ -77,7 +77,7 @@ def weighted_sum(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner
 
 def _on_cpu(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner: torch.Tensor) -> int:
     unsigned = bits.numpy().view(f"u{bits.element_size()}")
-    return int(sums()(unsigned, starts, rows, inner.numpy().view(np.uint64)))
+    return int(_compiled()(unsigned, starts, rows, inner.numpy().view(np.uint64)))
 
 
 def _on_device(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner: torch.Tensor) -> int:
@@ -89,12 +89,9 @@ def _on_device(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner: 
 
 
 @cache
-def sums():  # type: ignore[no-untyped-def]
-    """The function of `weighted_sum` on a CPU, compiled by numba; numpy's where numba is missing."""
-    try:
-        import numba
-    except ImportError:
-        return _with_numpy
+def _compiled():  # type: ignore[no-untyped-def]
+    """The function of `weighted_sum` on a CPU, compiled by numba, which vLLM brings."""
+    import numba
 
     @numba.njit(nogil=True)
     def kernel(bits, starts, rows, inner):  # type: ignore[no-untyped-def]
@@ -108,11 +105,6 @@ def sums():  # type: ignore[no-untyped-def]
         return total
 
     return kernel
-
-
-def _with_numpy(bits: np.ndarray, starts: np.ndarray, rows: np.ndarray, inner: np.ndarray) -> int:
-    row_sums = [np.dot(bits[start : start + len(inner)].astype(np.uint64), inner) for start in starts]
-    return int(np.dot(np.array(row_sums, np.uint64), rows))
 
 
 def combine(digests: Iterable[int]) -> str:

@@ -201,29 +201,21 @@ def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, torch
     return scatters
 
 
-def missing(scatters: Iterable[Scatter], parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Parameter -> number of elements that no scatter writes; negative for elements that are written twice.
-
-    Parameters that are written once as a whole are left out.
-    """
-    written = dict.fromkeys(parameters, 0)
-    for scatter in scatters:
-        written[scatter.parameter] += prod(scatter.shape)
-    return {name: t.numel() - written[name] for name, t in parameters.items() if t.numel() != written[name]}
-
-
 def unwritten(
     scatters: Iterable[Scatter], parameters: Mapping[str, torch.Tensor], model: torch.nn.Module
 ) -> dict[str, str]:
     """Parameter -> what is wrong with it, for parameters that are not written once, except for their padding."""
+    written = dict.fromkeys(parameters, 0)
+    for scatter in scatters:
+        written[scatter.parameter] += prod(scatter.shape)
     problems = {}
-    for name, count in missing(scatters, parameters).items():
+    for name, parameter in parameters.items():
         prefix, _, key = name.rpartition(".")
-        padding = _padding(model.get_submodule(prefix), key, parameters[name])
-        if count > padding:
-            problems[name] = f"{count - padding} values are missing"
-        elif count < padding:
-            problems[name] = f"{padding - count} values are written twice"
+        missing = parameter.numel() - written[name] - _padding(model.get_submodule(prefix), key, parameter)
+        if missing > 0:
+            problems[name] = f"{missing} values are missing"
+        elif missing < 0:
+            problems[name] = f"{-missing} values are written twice"
     return problems
 
 

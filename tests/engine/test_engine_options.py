@@ -69,19 +69,16 @@ def test_the_users_middleware_runs_after_the_secret_check(tmp_path):
 @pytest.mark.parametrize("text", ["%s", '{"text_config": %s}'])
 @pytest.mark.parametrize("on", [True, False])
 def test_llama4_attention_temperature_is_that_of_the_policy(tmp_path, text, on):
-    policy = json.dumps({"model_type": "llama4_text", "attn_temperature_tuning": on})
-    (tmp_path / "config.json").write_text(text % policy)
-    found = json.loads(value(arguments(tmp_path), "--override-generation-config"))
-    assert found == {"attn_temperature_tuning": on}
-    given = {"override_generation_config": {"attn_temperature_tuning": not on}}
-    found = json.loads(value(arguments(tmp_path, given), "--override-generation-config"))
-    assert found == {"attn_temperature_tuning": not on}, "which the engine's check then finds"
+    assert "--override-generation-config" not in arguments(tmp_path)
+    for family in ("qwen3", "llama4_text"):
+        policy = json.dumps({"model_type": family, "attn_temperature_tuning": on})
+        (tmp_path / "config.json").write_text(text % policy)
+        found = arguments(tmp_path)
+        assert ("--override-generation-config" in found) == (family == "llama4_text")
+    assert json.loads(value(found, "--override-generation-config")) == {"attn_temperature_tuning": on}
 
 
-def test_other_families_have_no_attention_temperature(tmp_path):
-    assert "--override-generation-config" not in arguments(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    assert "--override-generation-config" not in arguments(tmp_path)
+TLS = ("keyfile", "certfile", "ca_certs", "cert_reqs", "ciphers")
 
 
 @pytest.mark.parametrize(
@@ -99,12 +96,13 @@ def test_other_families_have_no_attention_temperature(tmp_path):
             r"hf_overrides: head_dtype 'model' cannot be set here; set policy\.logits",
         ),
         ({"hf_overrides": "{}"}, r"engine\.vllm\.hf_overrides: expected a mapping, found '{}'"),
+        *(({f"ssl_{name}": "x"}, rf"engine\.vllm\.ssl_{name}: 'x' cannot be set here; .* fixed") for name in TLS),
         ({"generation_config": "auto"}, "generation_config: 'auto' cannot be set here; the option is fixed"),
         ({"data_parallel_backend": "ray"}, "data_parallel_backend: the launcher starts and ends"),
         ({"tokenizer": "other"}, r"engine\.vllm\.tokenizer: .*set by policy\.path"),
         (
-            {"override_generation_config": {"top_k": 5, "attn_temperature_tuning": True, "eos_token_id": 7}},
-            "override_generation_config: eos_token_id, top_k cannot be set here, only attn_temperature_tuning",
+            {"override_generation_config": {"attn_temperature_tuning": True}},
+            r"override_generation_config: .* set by config\.json \(attn_temperature_tuning\)",
         ),
     ],
 )
@@ -196,6 +194,7 @@ def test_an_installed_logits_processor_is_refused(tmp_path, monkeypatch):
         check_options({})
 
 
+DETERMINISTIC = {"deterministic": True, "max_staleness_steps": 0}
 REPLAY = {"rollouts": {"routing_replay": True, "kv_cache": "recompute"}}
 
 
@@ -204,8 +203,7 @@ def test_expert_choices_select_the_model_runner_that_reports_them(tmp_path, monk
     found = arguments(tmp_path, **REPLAY)
     assert "--enable-return-routed-experts" in found and "--enable-prefix-caching" in found
     assert value(found, "--logits-processors") == "megatron_scalerl.engine.forced_on_device:ForcedTokens"
-    env = engine_environment(recipe_for(tmp_path, **REPLAY), secret="s", ready_fd=9, listen_fd=8, devices="")
-    assert env["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert environment(recipe_for(tmp_path, **REPLAY))["VLLM_USE_V2_MODEL_RUNNER"] == "1"
 
 
 def test_no_expert_choices_on_cpus_nor_without_their_conditions(tmp_path):
@@ -220,14 +218,15 @@ def test_training_requests_have_seeds_where_a_seed_costs_nothing_or_is_needed(tm
     monkeypatch.setattr(engine_options, "on_cpu", lambda: False)
     assert not training_seeds(recipe_for(tmp_path))
     assert training_seeds(recipe_for(tmp_path, **REPLAY)), "one kernel for all rows"
-    assert training_seeds(recipe_for(tmp_path, rollouts={"deterministic": True, "max_staleness_steps": 0}))
+    assert training_seeds(recipe_for(tmp_path, rollouts=DETERMINISTIC))
 
 
 def test_engines_draw_from_different_generators(tmp_path):
     first, second = (value(arguments(tmp_path), "--seed") for _ in range(2))
     assert first != second
-    fixed = {"rollouts": {"deterministic": True, "max_staleness_steps": 0}}
-    assert value(arguments(tmp_path, **fixed), "--seed") == "0"
+    fixed = arguments(tmp_path, rollouts=DETERMINISTIC)
+    assert value(fixed, "--seed") == "0" and "--no-async-scheduling" in fixed
+    assert "--no-async-scheduling" not in arguments(tmp_path)
 
 
 def test_experts_stay_where_updates_can_write_them(tmp_path, monkeypatch):
@@ -238,43 +237,29 @@ def test_experts_stay_where_updates_can_write_them(tmp_path, monkeypatch):
     assert value(arguments(tmp_path, engine={"vllm": {"moe_backend": "cutlass"}}), "--moe-backend") == "cutlass"
 
 
+def environment(recipe, **options):
+    return engine_environment(recipe, secret="s", ready_fd=9, listen_fd=8, devices="0,1", **options)
+
+
 def test_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
-    recipe = recipe_for(tmp_path, engine={"threads": 3})
-    env = engine_environment(recipe, secret="s", ready_fd=9, listen_fd=8, devices="0,1")
+    env = environment(recipe_for(tmp_path, engine={"threads": 3}))
     assert (env["OMP_NUM_THREADS"], env["CUDA_VISIBLE_DEVICES"], env["MSRL_SECRET"]) == ("3", "0,1", "s")
     assert (env["MSRL_LISTEN_FD"], env["MSRL_READY_FD"]) == ("8", "9")
     assert env["VLLM_USE_FLASHINFER_SAMPLER"] == "0", "nothing of it is used, and it would be compiled"
     assert env["VLLM_SERVER_DEV_MODE"] == "1" and "VLLM_CPU_KVCACHE_SPACE" not in env
-    assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"], env["VLLM_HOST_IP"]) == ("lo", "lo", "127.0.0.1")
 
 
-def test_between_hosts_nccl_uses_the_route_or_what_the_user_set(tmp_path, monkeypatch):
-    def names():
-        env = engine_environment(
-            recipe_for(tmp_path), secret="s", ready_fd=9, listen_fd=8, devices=None, interface="eth1"
-        )
-        return env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"], env["VLLM_HOST_IP"]
-
+@pytest.mark.parametrize(
+    ("options", "given", "nccl"),
+    [({}, "=ib0", "lo"), ({"interface": "eth1"}, None, "eth1"), ({"interface": "eth1"}, "=ib0", "=ib0")],
+)
+def test_between_hosts_nccl_uses_the_route_or_what_the_user_set(tmp_path, monkeypatch, options, given, nccl):
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    assert names() == ("lo", "eth1", "127.0.0.1")
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=ib0")
-    assert names() == ("lo", "=ib0", "127.0.0.1")
-
-
-def test_tls_is_set_by_the_launcher_alone(tmp_path):
-    assert not [word for word in arguments(tmp_path) if "ssl" in word]
-    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"):
-        with pytest.raises(ValueError, match=rf"engine\.vllm\.{name}: 'x' cannot be set here; .* fixed"):
-            arguments(tmp_path, {name: "x"})
-
-
-DETERMINISTIC = {"deterministic": True, "max_staleness_steps": 0}
-
-
-def test_deterministic_runs_schedule_synchronously(tmp_path):
-    assert "--no-async-scheduling" in arguments(tmp_path, rollouts=DETERMINISTIC)
-    assert "--no-async-scheduling" not in arguments(tmp_path)
+    if given is not None:
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", given)
+    env = environment(recipe_for(tmp_path), **options)
+    assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"], env["VLLM_HOST_IP"]) == ("lo", nccl, "127.0.0.1")
 
 
 @pytest.mark.parametrize(

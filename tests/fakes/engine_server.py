@@ -180,12 +180,6 @@ class StandInEngineServer:
         fault = self._fault()
         if fault == "nothing":
             await asyncio.Event().wait()
-        while fault == "endless":
-            self.waiting += 1
-            await asyncio.sleep(TOKEN_S)
-            await self.running.wait()
-            self.tokens += 1
-            self.waiting -= 1
         source = random.Random(body["sampling_params"]["seed"])
         thought = [source.choice(self.digits) for _ in range(source.randint(2, 40))]
         tokens = [*thought, *self.think_end, source.choice(self.digits), self.end]

@@ -249,7 +249,7 @@ def test_the_trainer_replays_the_engines_experts(tmp_path, record_property):
     """vLLM's V2 model runner reports them; that of CPUs does not. The learning rate is 0."""
     sections = dict(rollouts=dict(routing_replay=True), optimizer=dict(lr=0.0))
     with serving("qwen3_moe", tmp_path, "gpu", **sections) as served:
-        rollouts = served.run(served.complete(100, routed_experts=True))
+        rollouts = served.run(served.complete(100))
         for prompt, rollout in zip(served.prompts, rollouts):
             found, tokens = rollout.expert_choices, len(prompt.token_ids) + len(rollout.token_ids) - 1
             values = np.frombuffer(found.data, dtype=f"<u{found.width}")

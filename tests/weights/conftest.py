@@ -1,12 +1,14 @@
-"""Connections for the tests of weight updates."""
+"""Connections for the tests of weight updates, and the ways to compute a digest."""
 
 import uuid
 from dataclasses import replace
 
 import pytest
 from transfers import KINDS
+from triton_interpreter import interpret
 
 from megatron_scalerl.distributed.rendezvous import private_folder
+from megatron_scalerl.weights import digest, sum_kernel
 from megatron_scalerl.weights.plan import Connection
 
 
@@ -29,3 +31,11 @@ def spec(monkeypatch, request):
             return replace(base, **changes)
 
         yield make
+
+
+@pytest.fixture(params=["compiled", "device"])
+def way(request, monkeypatch):
+    """Both ways to compute a digest; `device` is the kernel for GPUs, in Triton's interpreter."""
+    if request.param == "device":
+        interpret(monkeypatch, sum_kernel)
+        monkeypatch.setattr(digest, "_on_cpu", digest._on_device)

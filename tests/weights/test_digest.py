@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from triton_interpreter import interpret
 
-from megatron_scalerl.weights import digest as module
-from megatron_scalerl.weights import sum_kernel
 from megatron_scalerl.weights.digest import combine, digest
 
+pytestmark = pytest.mark.usefixtures("way")
 MASK = (1 << 64) - 1
 
 
@@ -26,16 +24,6 @@ def by_hand(words):
 
 def packed(words):
     return torch.tensor([w - (1 << 64) if w >> 63 else w for w in words], dtype=torch.int64).view(torch.uint8)
-
-
-@pytest.fixture(params=["compiled", "numpy", "device"], autouse=True)
-def way(request, monkeypatch):
-    """All three ways to compute it; `device` is the kernel for GPUs, in Triton's interpreter."""
-    if request.param == "numpy":
-        monkeypatch.setattr(module, "sums", lambda: module._with_numpy)
-    if request.param == "device":
-        interpret(monkeypatch, sum_kernel)
-        monkeypatch.setattr(module, "_on_cpu", module._on_device)
 
 
 def test_equals_plain_integers():

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 import torch
 from sampling import sampled
-from triton_interpreter import interpret
 
-from megatron_scalerl.weights import digest as module
 from megatron_scalerl.weights import sum_kernel
-from megatron_scalerl.weights.digest import _with_numpy, at, mixed, total, value_digest
+from megatron_scalerl.weights.digest import at, mixed, total, value_digest
 
 MASK = (1 << 64) - 1
 
@@ -36,16 +34,11 @@ def random_values(shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.fixture(params=["compiled", "numpy", "device"])
-def way(request, monkeypatch):
-    """All three ways to compute it; `device` is the kernel for GPUs, in Triton's interpreter."""
-    if request.param == "numpy":
-        monkeypatch.setattr(module, "sums", lambda: _with_numpy)
-    if request.param == "device":
-        interpret(monkeypatch, sum_kernel)
-        monkeypatch.setattr(sum_kernel, "BLOCK", 4)
-        monkeypatch.setattr(sum_kernel, "SPAN", 8)
-        monkeypatch.setattr(module, "_on_cpu", module._on_device)
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """So that a kernel has several programs for a row."""
+    monkeypatch.setattr(sum_kernel, "BLOCK", 4)
+    monkeypatch.setattr(sum_kernel, "SPAN", 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
