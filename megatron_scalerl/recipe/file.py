@@ -8,8 +8,6 @@ Checks that the files that a recipe names exist, before heavy packages are impor
 
 import functools
 import logging
-import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
