@@ -1,16 +1,13 @@
 """The benchmarks that users run: each ends at a toy size, with figures that fit each other."""
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import ROOT, ended
 
-TOOLS = Path(__file__).parents[2] / "tools"
 pytestmark = pytest.mark.slow
 Figures = list[dict[str, Any]]
 Bench = Callable[[str], Figures]
@@ -21,13 +18,12 @@ def bench(tmp_path):
     """Words of a command line, with {folder} for an empty folder that stays empty -> the lines of figures."""
     folder, out = tmp_path / "folder", tmp_path / "out.jsonl"
     folder.mkdir()
-    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TOOLS.parent), "PYTHONWARNINGS": "ignore"}
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
 
     def run(words):
         name, *options = words.format(folder=folder).split()
-        argv = [sys.executable, str(TOOLS / f"bench_{name}.py"), *options, "--json", str(out)]
-        env = os.environ | variables
-        done = subprocess.run(argv, cwd=TOOLS.parent, env=env, capture_output=True, text=True, timeout=500)
+        argv = [sys.executable, f"tools/bench_{name}.py", *options, "--json", out]
+        done = ended(*argv, timeout=500, **variables)
         # 1: slower than a target, which other work on the machine may do
         assert done.returncode in (0, 1) and out.exists(), done.stderr[-2000:]
         assert list(folder.iterdir()) == []
