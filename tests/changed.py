@@ -41,6 +41,12 @@ def tree(path):
     return ast.parse((ROOT / path).read_text(encoding="utf8"))
 
 
+@functools.cache
+def nodes(path):
+    """All nodes of a file."""
+    return list(ast.walk(tree(path)))
+
+
 class Closures:
     """What each Python file depends on, directly and at any depth."""
 
@@ -62,7 +68,7 @@ class Closures:
 
     def _names(self, path):
         """Modules that a file imports or names in a string, and names of files in its strings."""
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):

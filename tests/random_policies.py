@@ -54,54 +54,34 @@ YARN_ROPE = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_
 """Attention factor 0.1 ln 4 + 1 = 1.139."""
 
 
-def _llama(**settings):
-    from transformers import LlamaConfig
+def _config(model_type, /, **settings):
+    from transformers import AutoConfig
 
-    return LlamaConfig(**{**_SHARED, **settings})
-
-
-def _qwen2(**settings):
-    """With the keys of Qwen2.5's windows, which are off."""
-    from transformers import Qwen2Config
-
-    windows = dict(use_sliding_window=False, sliding_window=8, max_window_layers=2)
-    return Qwen2Config(**{**_SHARED, **windows, **settings})
+    return AutoConfig.for_model(model_type, **{**_SHARED, **settings})
 
 
-def _mistral(**settings):
-    """head_dim is 24, where hidden size / heads is 16, as in Mistral Nemo."""
-    from transformers import MistralConfig
-
-    return MistralConfig(**{**_SHARED, "head_dim": 24, "sliding_window": None, **settings})
-
-
-def _olmo2(**settings):
-    from transformers import Olmo2Config
-
-    return Olmo2Config(**{**_SHARED, **settings})
-
-
-def _qwen3(**settings):
-    """head_dim is 24, where hidden size / heads is 16."""
-    from transformers import Qwen3Config
-
-    return Qwen3Config(**{**_SHARED, "head_dim": 24, **settings})
-
-
-def _qwen3_moe(**settings):
-    """Two of four experts per token."""
-    from transformers import Qwen3MoeConfig
-
-    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=24)
-    return Qwen3MoeConfig(**{**_SHARED, **experts, **settings})
-
-
-def llama4_text(**settings):
-    """A Llama4TextConfig: layer 3 without RoPE; chunks and temperature intervals shorter than the sequences."""
-    from transformers import Llama4TextConfig
-
-    moe = dict(intermediate_size=64, intermediate_size_mlp=96, head_dim=16, num_local_experts=4)
-    return Llama4TextConfig(**{**_SHARED, **moe, "attention_chunk_size": 16, "floor_scale": 8, **settings})
+_llama = partial(_config, "llama")
+# with the keys of Qwen2.5's windows, which are off
+_qwen2 = partial(_config, "qwen2", use_sliding_window=False, sliding_window=8, max_window_layers=2)
+_olmo2 = partial(_config, "olmo2")
+# head_dim is 24, where hidden size / heads is 16, as in Mistral Nemo
+_mistral = partial(_config, "mistral", head_dim=24, sliding_window=None)
+_qwen3 = partial(_config, "qwen3", head_dim=24)
+# two of four experts per token
+_qwen3_moe = partial(
+    _config, "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=24
+)
+llama4_text = partial(
+    _config,
+    "llama4_text",
+    intermediate_size=64,
+    intermediate_size_mlp=96,
+    head_dim=16,
+    num_local_experts=4,
+    attention_chunk_size=16,
+    floor_scale=8,
+)
+"""A Llama4TextConfig: layer 3 without RoPE; chunks and temperature intervals shorter than the sequences."""
 
 
 def _llama4_multimodal(**settings):
@@ -120,23 +100,19 @@ def _llama4_multimodal(**settings):
         projector_output_dim=64,
     )
     text = llama4_text(interleave_moe_layer_step=2, **settings)
-    return Llama4Config(
-        text_config=text.to_dict(), vision_config=vision, image_token_index=60, boi_token_index=61, eoi_token_index=62
-    )
+    tokens = dict(image_token_index=60, boi_token_index=61, eoi_token_index=62)
+    return Llama4Config(text_config=text.to_dict(), vision_config=vision, **tokens)
 
 
-def _deepseek(**settings):
-    """Keys of 16 + 8, values of 12; two of eight experts, after a dense layer."""
-    from transformers import DeepseekV3Config
-
-    latent = dict(q_lora_rank=20, kv_lora_rank=28, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
-    experts = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, n_shared_experts=1)
-    router = dict(n_group=1, topk_group=1, first_k_dense_replace=1, routed_scaling_factor=2.5)
-    keys = dict(topk_method="noaux_tc", scoring_func="sigmoid", num_nextn_predict_layers=0)
-    given = {**_SHARED, **latent, **experts, **router, **keys, "num_key_value_heads": 4, **settings}
-    return DeepseekV3Config(**given)
-
-
+# keys of 16 + 8, values of 12; two of eight experts, after a dense layer
+_deepseek = partial(
+    _config,
+    "deepseek_v3",
+    **dict(q_lora_rank=20, kv_lora_rank=28, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12),
+    **dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, n_shared_experts=1),
+    **dict(n_group=1, topk_group=1, first_k_dense_replace=1, routed_scaling_factor=2.5),
+    **dict(topk_method="noaux_tc", scoring_func="sigmoid", num_nextn_predict_layers=0, num_key_value_heads=4),
+)
 _ONE_HEAD = dict(num_key_value_heads=1, rope_parameters=YARN_ROPE)
 
 _SCALES = dict(mscale=1.0, mscale_all_dim=0.5)

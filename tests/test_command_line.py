@@ -8,12 +8,12 @@ import re
 import subprocess
 import sys
 from contextlib import asynccontextmanager
-from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
 from page.report_runs import write_run
+from programs import ROOT, ended, printed
 
 from megatron_scalerl.__main__ import COMMANDS, PROGRAM, main, program
 from megatron_scalerl.controller.run_folder import RunInUse
@@ -21,7 +21,6 @@ from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe.file import RecipeError
 from megatron_scalerl.trainer.client import TrainerError
 
-ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "vllm", "megatron", "matplotlib", "scipy", "pyarrow", "aiohttp")
 RECIPE = "recipes/tiny_cpu.yaml"
 TRAIN = ["megatron_scalerl", "train", RECIPE]
@@ -78,11 +77,9 @@ print(json.dumps(ended))
 
 def run_in_one_process(commands, *flags, version=(), **variables):
     """(exit code, standard output, standard error, packages imported so far) of each of the commands."""
-    program = [sys.executable, *flags, "-c", ONE_AFTER_ANOTHER, json.dumps([version, commands])]
-    clean = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHON")} | variables
-    done = subprocess.run(program, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    return [(code, out, err, set(imported)) for code, out, err, imported in json.loads(done.stdout)]
+    argv = [sys.executable, *flags, "-c", ONE_AFTER_ANOTHER, json.dumps([version, commands])]
+    ends = json.loads(printed(*argv, **{"VIRTUAL_ENV": "", "PYTHON": ""} | variables))
+    return [(code, out, err, set(imported)) for code, out, err, imported in ends]
 
 
 PLAN = ["megatron_scalerl", "plan"]
@@ -164,13 +161,8 @@ def test_a_missing_package_of_a_wheel_names_the_extra(tmp_path):
     (tmp_path / "megatron_scalerl").symlink_to(ROOT / "megatron_scalerl")
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError('none', name='transformers')")
-    answer = subprocess.run(
-        [sys.executable, "-m", *PLAN, "recipes/scalerl_llama3_8b.yaml", "--gpus", "80"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
+    words = [*PLAN, "recipes/scalerl_llama3_8b.yaml", "--gpus", "80"]
+    answer = ended(sys.executable, "-m", *words, cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert (answer.returncode, answer.stdout, answer.stderr.count("\n")) == (2, "", 1)
     assert re.search(r"'\w+' is not installed .*; pip install 'megatron_scalerl\[run\]' brings it", answer.stderr)
 
@@ -259,15 +251,24 @@ UNDER_WAY = {
 }
 
 
+@pytest.fixture
+def launching(monkeypatch):
+    """Lets the launcher fail under way."""
+
+    def fails(failure=None):
+        @asynccontextmanager
+        async def stand_in(*_, **__):
+            yield StandInLauncher(failure)
+
+        monkeypatch.setattr("megatron_scalerl.controller.train.launching", stand_in)
+
+    return fails
+
+
 @pytest.mark.parametrize("name", UNDER_WAY)
-def test_what_fails_under_way_is_no_mistake_of_the_users(name, tiny, tmp_path, monkeypatch, capsys):
+def test_what_fails_under_way_is_no_mistake_of_the_users(name, tiny, tmp_path, launching, capsys):
     failure, code, said = UNDER_WAY[name]
-
-    @asynccontextmanager
-    async def stand_in(*_, **__):
-        yield StandInLauncher(failure())
-
-    monkeypatch.setattr("megatron_scalerl.controller.train.launching", stand_in)
+    launching(failure())
     assert main(["train", *settings(tiny, tmp_path), "rewards.workers=1"]) == code
     captured = capsys.readouterr().err
     assert re.search(said, captured) and "Traceback" not in captured
@@ -278,61 +279,48 @@ def test_what_fails_under_way_is_no_mistake_of_the_users(name, tiny, tmp_path, m
         assert "controller.log" in captured
 
 
-def test_a_controller_that_a_later_attempt_has_replaced_starts_no_trainer_again(tiny, tmp_path, monkeypatch, capsys):
-    """As on a node that Slurm has lost; the attempt that fails is a stand-in."""
-    attempts = []
+@pytest.fixture
+def attempts(launching, monkeypatch):
+    """Attempts of a run, each of which loses a trainer rank; `under_way` is called in each."""
+    made = SimpleNamespace(count=0, under_way=lambda: None)
 
-    @asynccontextmanager
-    async def launching(*_, **__):
-        yield StandInLauncher(None)
-
-    async def attempt(run, *_, **__):
-        attempts.append(run)
-        (run.folder.path / "slurm").mkdir(exist_ok=True)
-        (run.folder.path / "slurm" / "attempt").write_text("7.1\n")
+    async def attempt(*_, **__):
+        made.count += 1
+        made.under_way()
         raise TrainerError("trainer rank 1: the process exited unexpectedly")
 
-    monkeypatch.setattr("megatron_scalerl.controller.train.launching", launching)
+    launching()
     monkeypatch.setattr("megatron_scalerl.controller.train._attempt", attempt)
+    return made
+
+
+def test_a_controller_that_a_later_attempt_has_replaced_starts_no_trainer_again(tiny, tmp_path, attempts, capsys):
+    """As on a node that Slurm has lost; the attempt that fails is a stand-in."""
+
+    def replace():
+        (tmp_path / "r" / "slurm").mkdir()
+        (tmp_path / "r" / "slurm" / "attempt").write_text("7.1\n")
+
+    attempts.under_way = replace
     assert main(["train", *settings(tiny, tmp_path), "rewards.workers=1"]) == 1
     assert "a later attempt of the job has begun; this one failed: trainer rank 1" in capsys.readouterr().err
-    assert len(attempts) == 1
+    assert attempts.count == 1
 
 
-def test_a_run_whose_trainer_has_lost_a_host_of_its_job_ends_with_77(tiny, tmp_path, monkeypatch, capsys):
+def test_a_run_whose_trainer_has_lost_a_host_of_its_job_ends_with_77(tiny, tmp_path, attempts, monkeypatch, capsys):
     """At the first failure after it; Slurm and the attempt that fails are stand-ins."""
-    attempts, left = [], iter([set(), set(), {"localhost"}, {"localhost"}])
-
-    @asynccontextmanager
-    async def launching(*_, **__):
-        yield StandInLauncher(None)
-
-    async def attempt(run, *_, **__):
-        attempts.append(run)
-        raise TrainerError("trainer rank 1: the process exited unexpectedly")
-
-    monkeypatch.setattr("megatron_scalerl.controller.train.launching", launching)
-    monkeypatch.setattr("megatron_scalerl.controller.train._attempt", attempt)
+    left = iter([set(), set(), {"localhost"}, {"localhost"}])
     monkeypatch.setattr("megatron_scalerl.launch.hosts.Hosts.have_left", lambda self: next(left))
     argv = ["train", *settings(tiny, tmp_path), "rewards.workers=1"]
-    assert main(argv) == 77 and len(attempts) == 2
+    assert main(argv) == 77 and attempts.count == 2
     assert "localhost: Slurm removed this node, which had trainer ranks" in capsys.readouterr().err
-    assert main(argv) == 77 and len(attempts) == 2, "not even started"
+    assert main(argv) == 77 and attempts.count == 2, "not even started"
 
 
 def test_a_mistake_before_the_start_is_2_and_leaves_nothing(tiny, tmp_path, capsys):
     argv = [*settings(tiny, tmp_path / "runs"), "prompts.think_end=</done>"]
     assert main(["train", *argv]) == 2
     assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "runs").exists()
-
-
-def test_a_policy_without_a_tokenizer_is_2(tiny, tmp_path, capsys):
-    policy = tmp_path / "policy"
-    policy.mkdir()
-    (policy / "config.json").write_text((tiny / "base_policy" / "config.json").read_text())
-    assert main(["train", *settings(tiny, tmp_path), f"policy.path={policy}"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "has no tokenizer that can be read" in said
 
 
 def test_verbose_sets_the_level_of_every_process(tmp_path, monkeypatch):
@@ -375,6 +363,5 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize("name", ["fit", "report"])
 def test_an_installation_without_extras_has_the_forecast_and_the_report(name, tmp_path):
     write_run(tmp_path, noise=0.01)
-    command = [sys.executable, "-c", WITHOUT_EXTRAS, name, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = ended(sys.executable, "-c", WITHOUT_EXTRAS, name, tmp_path)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr

@@ -3,10 +3,8 @@
 import argparse
 import importlib.util
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 import yaml
 from journals import write_journal
 from page.report_runs import write_run
+from programs import ROOT, printed
 from rollout_groups import group, rollout
 
 from megatron_scalerl.__main__ import _parse
@@ -26,7 +25,6 @@ from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.rollouts.history import BatchRecord
 from megatron_scalerl.tiny.build import TinyArguments, build
 
-ROOT = Path(__file__).parent.parent
 COURSE = ROOT / "docs" / "course"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(COURSE.glob("*.md"))]
 PAGES += sorted(COURSE.glob("*.ipynb"))
@@ -111,23 +109,12 @@ def written(folder, policy):
     write_journal(folder, groups=[(group([1.0, -1.0]), [rollout(tokens=(10, 11, 12))] * 2)], batches=[record])
 
 
-def ran(command, place, *more):
+def ran(command, place):
     """Standard output of a documented command, run as it stands in `place`."""
     argv = [sys.executable if word == "python" else word for word in shlex.split(command, comments=True)]
     if argv[0] == "megatron-scalerl":
         argv[:1] = [sys.executable, "-m", "megatron_scalerl"]
-    variables = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*argv, *more],
-        cwd=place,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    return printed(*argv, cwd=place, PYTHONPATH=str(ROOT), PYTHONWARNINGS="ignore", OMP_NUM_THREADS="1")
 
 
 def merged(base, more):

@@ -3,16 +3,14 @@
 import json
 import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from programs import ROOT, ended, printed
 
 from megatron_scalerl.environments.response import Response
 from megatron_scalerl.recipe.file import load_recipe
 
-ROOT = Path(__file__).parent.parent
 ENDED = """
 import runpy, sys
 from megatron_scalerl.processes.child_process import end_with
@@ -22,11 +20,8 @@ end_with(lambda: runpy.run_path(sys.argv[1], run_name="__main__") and None)
 PIECES = ("logit_projection", "cispo_loss", "weight_plan", "forecast_in_a_loop")
 
 
-def ran(*command, cwd=ROOT):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+def ran(*command):
+    return printed(*command, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
 
 
 def test_the_quickstart_on_one_gpu_has_settings_of_a_recipe():
@@ -34,7 +29,7 @@ def test_the_quickstart_on_one_gpu_has_settings_of_a_recipe():
     [given] = re.findall(r"^    --gpu\) gpu=\((.*?)\)", text, re.MULTILINE)
     recipe = load_recipe(ROOT / "recipes" / "tiny_cpu.yaml", given.split())
     assert recipe.policy.dtype == "bfloat16" and recipe.devices == 1
-    assert subprocess.run(["bash", "-n", "examples/quickstart.sh"], cwd=ROOT, check=False).returncode == 0
+    printed("bash", "-n", "examples/quickstart.sh")
 
 
 @pytest.mark.parametrize("answer", ["exit 9", "exit 127"])
@@ -42,9 +37,7 @@ def test_the_quickstart_on_a_gpu_says_where_there_is_none_before_it_installs(tmp
     driver = tmp_path / "nvidia-smi"
     driver.write_text(f"#!/bin/sh\necho 'No devices were found'\n{answer}\n")
     driver.chmod(0o755)
-    variables = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = ["bash", "examples/quickstart.sh", "--gpu"]
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    done = ended("bash", "examples/quickstart.sh", "--gpu", PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "nvidia-smi finds no GPU" in done.stderr and "leave out --gpu" in done.stderr
 

@@ -4,6 +4,8 @@ import ast
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+from changed import nodes
+
 PACKAGE = Path(__file__).parent.parent / "megatron_scalerl"
 FLOORS = [
     "record",
@@ -25,7 +27,7 @@ MODULES = {
 
 def imported(path):
     """Modules of the package that a file imports, at its top, in a function or for types only."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -3,16 +3,16 @@
 import ast
 import re
 from collections import Counter
-from functools import cache
 from pathlib import Path
 
-import pytest
+from changed import nodes, tree
 from house_size import measure
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_scalerl"
-TESTS = Path(__file__).parent
-FILES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "tools").glob("*.py"), *(ROOT / "examples").glob("*.py")])
+TEST_FILES = sorted((ROOT / "tests").rglob("*.py"))
+IN_PACKAGE = sorted(PACKAGE.rglob("*.py"))
+FILES = sorted([*IN_PACKAGE, *(ROOT / "tools").glob("*.py"), *(ROOT / "examples").glob("*.py")])
 SEAM = {
     "distributed/device.py",
     "distributed/cpu_compat.py",
@@ -61,111 +61,92 @@ def name(path):
     return str(path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT))
 
 
-@cache
-def walked(tree):
-    """All nodes of a file, which most rules look at."""
-    return list(ast.walk(tree))
+def having(condition, files=FILES):
+    """(file, node) for each node that meets the condition."""
+    return [(name(path), node) for path in files for node in nodes(path) if condition(node)]
 
 
-def functions(tree):
-    return [n for n in walked(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+def package_files(condition):
+    """Files of the package with a node that meets the condition."""
+    return {file for file, _ in having(condition, IN_PACKAGE)}
 
 
-@pytest.fixture(scope="module")
-def trees():
-    return {path: ast.parse(path.read_text(encoding="utf8")) for path in FILES}
+def lines(condition):
+    """file:line of each node that meets the condition."""
+    return [f"{file}:{node.lineno}" for file, node in having(condition)]
 
 
-def test_files_and_functions_stay_small(trees):
+def modules(node):
+    """Modules that an import names."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+
+
+def is_function(node):
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+
+
+def test_files_and_functions_stay_small():
     long_files = [name(p) for p in FILES if p.read_text().count("\n") > 600]
-    long_functions = [
-        f"{name(p)}:{f.name}" for p, t in trees.items() for f in functions(t) if f.end_lineno - f.lineno > 60
-    ]
+    long_functions = lines(lambda node: is_function(node) and node.end_lineno - node.lineno > 60)
     assert (long_files, long_functions) == ([], [])
 
 
-def test_only_the_seam_says_cuda(trees):
-    said = {
-        name(path)
-        for path, tree in trees.items()
-        if path.is_relative_to(PACKAGE)
-        for node in walked(tree)
-        if (isinstance(node, ast.Attribute) and node.attr == "cuda")
-        or (isinstance(node, ast.Constant) and re.fullmatch(r"cuda(:\d+)?", str(node.value)))
-    }
-    assert said <= SEAM
+def test_only_the_seam_says_cuda():
+    def says_cuda(node):
+        named = isinstance(node, ast.Constant) and re.fullmatch(r"cuda(:\d+)?", str(node.value))
+        return named or getattr(node, "attr", "") == "cuda"
+
+    assert package_files(says_cuda) <= SEAM
 
 
-def test_only_what_runs_inside_vllm_imports_it(trees):
-    importing = {
-        name(path)
-        for path, tree in trees.items()
-        if path.is_relative_to(PACKAGE)
-        for node in walked(tree)
-        if (isinstance(node, ast.Import) and any(a.name.split(".")[0] == "vllm" for a in node.names))
-        or (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm")
-    }
-    assert importing <= VLLM
+def test_only_what_runs_inside_vllm_imports_it():
+    assert package_files(lambda node: any(re.match(r"vllm\b", module) for module in modules(node))) <= VLLM
 
 
-def test_only_parallel_reads_megatrons_globals(trees):
-    reading = {
-        name(path)
-        for path, tree in trees.items()
-        if path.is_relative_to(PACKAGE)
-        for node in walked(tree)
-        if "parallel_state" in (getattr(node, "attr", ""), getattr(node, "id", ""))
-    }
+def test_only_parallel_reads_megatrons_globals():
+    reading = package_files(lambda node: "parallel_state" in (getattr(node, "attr", ""), getattr(node, "id", "")))
     assert reading <= {"distributed/parallel.py"}
 
 
-def test_no_collective_of_objects(trees):
+def test_no_collective_of_objects():
     """torch unpickles what a peer sends in one: a peer could run code."""
-    used = [
-        f"{name(path)}:{node.lineno}"
-        for path, tree in trees.items()
-        for node in walked(tree)
-        if re.fullmatch(r"\w*(gather|broadcast|scatter|send|recv)_object(_list)?", getattr(node, "attr", ""))
-    ]
-    assert used == []
+    collective = r"\w*(gather|broadcast|scatter|send|recv)_object(_list)?"
+    assert lines(lambda node: re.fullmatch(collective, getattr(node, "attr", ""))) == []
 
 
-def test_nothing_catches_everything_silently(trees):
-    caught = [
-        f"{name(path)}:{node.lineno}"
-        for path, tree in trees.items()
-        for node in walked(tree)
-        if isinstance(node, ast.ExceptHandler)
-        and (node.type is None or getattr(node.type, "id", "") == "Exception")
-        and not any(isinstance(n, ast.Raise) for n in ast.walk(node))
-    ]
+def test_nothing_catches_everything_silently():
+    def catches_silently(node):
+        if not isinstance(node, ast.ExceptHandler):
+            return False
+        everything = node.type is None or getattr(node.type, "id", "") == "Exception"
+        return everything and not any(isinstance(n, ast.Raise) for n in ast.walk(node))
+
     allowed = {"rewards/worker.py", "rewards/sandbox_tests.py"}  # whatever code of others raises is passed on
-    assert [c for c in caught if c.split(":")[0] not in allowed] == []
+    assert {file for file, _ in having(catches_silently)} <= allowed
 
 
-def test_public_names_say_what_they_are(trees):
+def test_public_names_say_what_they_are():
     silent = [
         f"{name(path)}:{node.name}"
-        for path, tree in trees.items()
-        if path.is_relative_to(PACKAGE)
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        for path in IN_PACKAGE
+        for node in tree(path).body
+        if (is_function(node) or isinstance(node, ast.ClassDef))
         and not node.name.startswith("_")
         and not ast.get_docstring(node)
     ]
     assert silent == []
 
 
-def test_no_folder_brings_its_own_code(trees):
+def test_no_folder_brings_its_own_code():
     """transformers runs a model folder's Python files where it is allowed to, and asks on a terminal by default."""
-    calls = [
-        (f"{name(path)}:{node.lineno}", {k.arg: getattr(k.value, "value", None) for k in node.keywords})
-        for path, tree in trees.items()
-        for node in walked(tree)
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "from_pretrained"
-    ]
-    assert calls
-    assert [where for where, keywords in calls if keywords.get("trust_remote_code") is not False] == []
+
+    def refuses_code(call):
+        return any(k.arg == "trust_remote_code" and getattr(k.value, "value", None) is False for k in call.keywords)
+
+    calls = having(lambda node: isinstance(node, ast.Call) and called(node) == "from_pretrained")
+    assert calls and [(file, node.lineno) for file, node in calls if not refuses_code(node)] == []
 
 
 def test_a_format_string_is_one_token_under_any_python():
@@ -173,64 +154,48 @@ def test_a_format_string_is_one_token_under_any_python():
     assert measure('x = f"{a + 1:{b}} {c!r}" + f"{f\'{d}\'}"\n')["tokens"] == 5
 
 
-def test_nothing_that_others_write_is_unpickled(trees):
+def test_nothing_that_others_write_is_unpickled():
     """A pickle is a program. Checkpoints go through `safe_*`; the rewards' processes have their own pipe."""
     forbidden = {"pickle": {"load", "loads", "Unpickler"}, "torch": {"load"}, "dist_checkpointing": {"load"}}
 
-    def said(node):
+    def unpickles(node):
         if isinstance(node, ast.Attribute):
             return {node.attr} & forbidden.get(getattr(node.value, "id", ""), set())
         if isinstance(node, ast.ImportFrom):
             return {a.name for a in node.names} & forbidden.get((node.module or "").split(".")[-1], set())
         return set()
 
-    found = {
-        name(path)
-        for path, tree in trees.items()
-        if path.is_relative_to(PACKAGE) and any(said(node) for node in ast.walk(tree))
-    }
-    assert found <= {"rewards/worker.py"} | {f"checkpoints/safe_{n}.py" for n in ("index", "values", "megatron")}
+    allowed = {f"checkpoints/safe_{n}.py" for n in ("index", "values", "megatron")}
+    assert package_files(unpickles) <= {"rewards/worker.py"} | allowed
 
 
-def test_dataclasses_that_are_passed_on_are_frozen_and_keyword_only(trees):
+def test_dataclasses_that_are_passed_on_are_frozen_and_keyword_only():
     """So that no receiver changes what a sender still reads, and no field is given in another's place."""
-    loose = {
-        name(path)
-        for path, tree in trees.items()
-        if path.is_relative_to(PACKAGE)
-        for node in walked(tree)
-        if isinstance(node, ast.ClassDef)
-        for decorator in node.decorator_list
-        if "dataclass" in ast.unparse(decorator)
-        if not {"frozen=True", "kw_only=True"} <= {ast.unparse(k) for k in getattr(decorator, "keywords", ())}
-    }
-    assert loose <= OWN_STATE
+
+    def is_loose(node):
+        decorators = [d for d in getattr(node, "decorator_list", ()) if "dataclass" in ast.unparse(d)]
+        given = [{ast.unparse(k) for k in getattr(d, "keywords", ())} for d in decorators]
+        return isinstance(node, ast.ClassDef) and not all(each >= {"frozen=True", "kw_only=True"} for each in given)
+
+    assert package_files(is_loose) <= OWN_STATE
 
 
-def test_nothing_is_decided_by_the_time_of_day(trees):
+def test_nothing_is_decided_by_the_time_of_day():
     """It may jump at any moment. Limits and durations are measured with time.monotonic or the event loop's clock."""
     wall = r"time\.(time(_ns)?|localtime|gmtime|strftime|ctime)|.*date.*\.(now|utcnow|today)|.*mtime(_ns)?"
-    reading = {
-        name(path)
-        for path, tree in trees.items()
-        if path.is_relative_to(PACKAGE)
-        for node in walked(tree)
-        if (isinstance(node, ast.Attribute) and re.fullmatch(wall, ast.unparse(node)))
-        or (isinstance(node, ast.ImportFrom) and node.module == "time")
-    }
-    assert reading == set(WALL_CLOCK)
+
+    def reads_it(node):
+        read = isinstance(node, ast.Attribute) and re.fullmatch(wall, ast.unparse(node))
+        return read or (isinstance(node, ast.ImportFrom) and node.module == "time")
+
+    assert package_files(reads_it) == set(WALL_CLOCK)
 
 
-def test_text_from_elsewhere_is_not_read_as_markup(trees):
+def test_text_from_elsewhere_is_not_read_as_markup():
     """rich takes a `[/x]` in a path or in a damaged file for markup, and raises."""
-    consoles = {
-        name(path): [ast.unparse(k) for k in node.keywords]
-        for path, tree in trees.items()
-        if path.is_relative_to(PACKAGE)
-        for node in walked(tree)
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Console"
-    }
-    assert consoles and all("markup=False" in options for options in consoles.values())
+    consoles = having(lambda node: getattr(getattr(node, "func", None), "id", "") == "Console", IN_PACKAGE)
+    assert consoles
+    assert all("markup=False" in [ast.unparse(k) for k in node.keywords] for _, node in consoles)
 
 
 def test_no_junk_drawers():
@@ -249,39 +214,27 @@ OF_ONE_FILE = {
 """Stand-ins beside tests/fakes: of an interface that one file alone replaces."""
 
 
-@pytest.fixture(scope="module")
-def tests():
-    return {str(path.relative_to(TESTS)): ast.parse(path.read_text("utf8")) for path in TESTS.rglob("*.py")}
-
-
-def test_an_interface_has_one_stand_in(tests):
-    found = {
-        f"{file}: {node.name}"
-        for file, tree in tests.items()
-        for node in walked(tree)
-        if isinstance(node, ast.ClassDef) and node.name.startswith("StandIn")
-    }
+def test_an_interface_has_one_stand_in():
+    classes = having(lambda node: isinstance(node, ast.ClassDef) and node.name.startswith("StandIn"), TEST_FILES)
+    found = {f"{file.removeprefix('tests/')}: {node.name}" for file, node in classes}
     assert {each for each in found if not each.startswith("fakes/")} == OF_ONE_FILE
     assert [name for name, count in Counter(each.split(": ")[1] for each in found).items() if count > 1] == []
 
 
-def test_no_test_file_imports_another_one(tests):
+def test_no_test_file_imports_another_one():
     """Helpers are modules of their own, fixtures are in conftest.py."""
-    modules = {Path(file).stem for file in tests if Path(file).stem.startswith("test_")}
-    imported = {
-        f"{file}: {name}"
-        for file, tree in tests.items()
-        for node in walked(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in [getattr(node, "module", None), *(alias.name for alias in node.names)]
-        if name and name.split(".")[-1] in modules
-    }
-    assert imported == set()
+    stems = {path.stem for path in TEST_FILES if path.stem.startswith("test_")}
+
+    def imports_tests(node):
+        names = [*modules(node), *(alias.name for alias in getattr(node, "names", ()) if modules(node))]
+        return stems & {name.split(".")[-1] for name in names}
+
+    assert having(imports_tests, TEST_FILES) == []
 
 
 def test_the_modules_of_the_tests_have_names_of_their_own():
     """They are imported by name: two of one name cannot be collected together, and a few files never are."""
-    names = Counter(path.name for path in TESTS.rglob("*.py") if path.name not in ("__init__.py", "conftest.py"))
+    names = Counter(path.name for path in TEST_FILES if path.name not in ("__init__.py", "conftest.py"))
     assert [name for name, count in names.items() if count > 1] == []
 
 
@@ -329,7 +282,7 @@ def smaller_sides(node):
 
 def races(tree):
     """(line, what) of what fails in a test once in a while: on a busy machine, or beside another run of the tests."""
-    for function in functions(tree):
+    for function in filter(is_function, ast.walk(tree)):
         test = function.name.startswith("test_")  # in it, functions too; others are looked at one by one
         inner = () if test else (ast.FunctionDef, ast.AsyncFunctionDef)
         nodes = list(nodes_but(function, ast.While, *inner))  # a loop waits for something
@@ -345,14 +298,14 @@ def races(tree):
                 for side in smaller_sides(node.test)
             ):
                 yield node.lineno, "an upper limit of the time that something takes"
-    for node in walked(tree):
+    for node in ast.walk(tree):
         if NAMES.fullmatch(called(node)):
             text = ast.unparse(node)
             yield from ((node.lineno, what) for call, what in NOT_ITS_OWN.items() if re.match(call, text))
 
 
-def test_no_test_races_with_a_busy_machine_or_another_test(tests):
-    found = {f"{file}:{line}: {what}" for file, tree in tests.items() for line, what in races(tree)}
+def test_no_test_races_with_a_busy_machine_or_another_test():
+    found = {f"{name(path)}:{line}: {what}" for path in TEST_FILES for line, what in races(tree(path))}
     assert sorted(found) == []
 
 

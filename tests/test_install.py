@@ -10,14 +10,13 @@ import subprocess
 import sys
 from configparser import ConfigParser
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from programs import ROOT, ended, printed
 
-ROOT = Path(__file__).parent.parent
 LOCKS = ROOT / "tools" / "locks"
 GPU_LOCK = "gpu-py312.txt"
 
@@ -51,20 +50,12 @@ def toolkit(folder, release):
 
 def install(checkout, *argv, **variables):
     """(exit code, standard error) of install.sh, which must not get as far as a download."""
-    path = f"{checkout}/roomy:{os.environ['PATH']}"  # whatever this machine's disk has left
     ours = {
         "MSRL_PYTHON": str(checkout / "python"),
         "CUDA_HOME": str(checkout / "cuda"),
-        "PATH": path,
+        "PATH": f"{checkout}/roomy:{os.environ['PATH']}",  # whatever this machine's disk has left
     }
-    done = subprocess.run(
-        ["bash", checkout / "tools" / "install.sh", *argv],
-        env=os.environ | ours | variables,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = ended("bash", checkout / "tools" / "install.sh", *argv, **ours | variables)
     return done.returncode, done.stderr
 
 
@@ -128,8 +119,8 @@ def test_an_environment_of_another_kind_is_kept(checkout):
 
 
 def test_help_installs_nothing(checkout):
-    done = subprocess.run(["bash", "tools/install.sh", "--help"], cwd=checkout, capture_output=True, text=True)
-    assert done.returncode == 0 and "MSRL_PYTHON" in done.stdout and not (checkout / ".venv").exists()
+    assert "MSRL_PYTHON" in printed("bash", "tools/install.sh", "--help", cwd=checkout)
+    assert not (checkout / ".venv").exists()
 
 
 def test_a_toolkit_of_another_cuda(checkout):
@@ -137,7 +128,7 @@ def test_a_toolkit_of_another_cuda(checkout):
     said = refused(checkout, "gpu", "--without-gpu", CUDA_HOME=str(checkout / "old"))
     assert "expected nvcc of CUDA 13, found 12.8" in said
     checks = ". tools/install_checks.sh; find_cuda_home() { return 1; }; check_cuda no"
-    done = subprocess.run(["bash", "-c", checks], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = ended("bash", "-c", checks)
     assert done.returncode == 2 and "expected a CUDA 13 toolkit" in done.stderr
 
 
@@ -170,8 +161,7 @@ nproc() {{ echo 8; }}
 awk() {{ echo 100; }}
 cat() {{ echo {limit}; }}
 compilers_at_a_time"""
-    done = subprocess.run(["bash", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{jobs}\n"
+    assert printed("bash", "-c", code) == f"{jobs}\n"
 
 
 PIP = """
@@ -293,8 +283,7 @@ def run_with_stand_ins(checkout, main):
     for tool in ("ruff", "mypy", "mkdocs"):
         script(checkout / ".venv" / "bin" / tool, "exit 0\n")
     script(checkout / ".venv" / "bin" / "python", main)
-    command = ["bash", checkout / "tests" / "run.sh"]
-    return subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=60, check=False)
+    return ended("bash", checkout / "tests" / "run.sh", cwd=checkout)
 
 
 @pytest.mark.parametrize(("fast", "slow", "code"), [(2, 1, 2), (0, 1, 1), (0, 0, 0)])

@@ -5,6 +5,7 @@
 
 import asyncio
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,13 +18,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
+from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.measure import HeldEngine
 from megatron_scalerl.controller.meter import Meter
+from megatron_scalerl.controller.run_folder import ResumePoint
 from megatron_scalerl.engine.membership import EngineState, Membership
 from megatron_scalerl.evaluation.contamination import contamination
 from megatron_scalerl.evaluation.inputs import EvaluationInputs
 from megatron_scalerl.evaluation.problems import read_problems
 from megatron_scalerl.evaluation.results import COMPLETIONS, SUMMARY, Header, ResultFile, ResultInUse
+from megatron_scalerl.launch.placement import Devices
 from megatron_scalerl.types import Prompt
 
 STEPS = 9
@@ -63,6 +67,11 @@ def beside(folder, *, engines=2, **changes):
     )
 
 
+def running(folder, **changes):
+    """Makes an attempt at a run that is evaluated."""
+    return partial(attempt, beside(folder, **changes), evaluation=inputs(folder))
+
+
 def rows(folder, name):
     return read_jsonl(folder / "r" / f"{name}.jsonl")
 
@@ -84,14 +93,14 @@ def check_evaluations(folder):
 
 
 def test_nothing_waits_for_a_validation_or_an_evaluation(tmp_path):
-    attempt(beside(tmp_path, validation={"every_steps": 3}), evaluation=inputs(tmp_path))
+    running(tmp_path, validation={"every_steps": 3})()
     assert check_evaluations(tmp_path) == [0, 3, 6, 9]
     assert [row["step"] for row in rows(tmp_path, "validation")] == [0, 3, 6, 9]
     assert {row["pinned_seconds"] for row in rows(tmp_path, "metrics")} == {0.0}
 
 
 def test_one_that_is_due_while_the_second_engine_is_busy_is_made_of_the_next_version(tmp_path):
-    attempt(beside(tmp_path, validation={"every_steps": 2}), evaluation=inputs(tmp_path))
+    running(tmp_path, validation={"every_steps": 2})()
     assert check_evaluations(tmp_path) == [0, 4, 6, 9]
     assert {row["pinned_seconds"] for row in rows(tmp_path, "metrics")} == {0.0}
 
@@ -109,7 +118,7 @@ def test_all_engines_generate_where_the_recipe_says_so(tmp_path):
 
 
 def test_the_held_engine_is_charged_apart_from_the_axis(tmp_path):
-    attempt(beside(tmp_path), evaluation=inputs(tmp_path))
+    running(tmp_path)()
     hours = {}
     for row in rows(tmp_path, "ledger"):
         if "role" in row:
@@ -126,11 +135,7 @@ def test_an_evicted_engine_ends_an_evaluation_and_a_later_version_is_evaluated(t
         if engines.held:
             engines.evict(engines.held[0], "it was killed")
 
-    outcome = attempt(
-        beside(tmp_path, engines=3),
-        evaluation=inputs(tmp_path),
-        changes=[(7.0 + 0.25 * i, evict) for i in range(1, 3)],
-    )
+    outcome = running(tmp_path, engines=3)(changes=[(7.0 + 0.25 * i, evict) for i in range(1, 3)])
     assert outcome.reason == f"all {STEPS} steps are made"
     lost = [row for row in rows(tmp_path, "evaluation") if "lost" in row]
     assert [row["step"] for row in lost] == [0] and "was evicted" in lost[0]["lost"]
@@ -154,11 +159,10 @@ def test_a_kill_at_any_moment_neither_loses_nor_repeats_silently(
 ):
     folder = tmp_path_factory.mktemp("run")
     evaluation = {"every_steps": every, "files": ["aime.jsonl", "m.jsonl"], "generations": 4}
-    chosen = beside(folder, engines=engines, evaluation=evaluation, checkpoint={"every_steps": checkpoint})
-    given_inputs = inputs(folder)
+    run = running(folder, engines=engines, evaluation=evaluation, checkpoint={"every_steps": checkpoint})
     axis = 0.0
     for at in [*kills, None]:
-        outcome = attempt(chosen, kill_at_s=at, power_loss=power_loss and at is not None, evaluation=given_inputs)
+        outcome = run(kill_at_s=at, power_loss=power_loss and at is not None)
         charged = [row for row in rows(folder, "ledger") if row.get("role") in ("trainer", "engine")]
         now = sum(row["hours"] for row in charged)
         assert power_loss or now >= axis - 1e-9, "a crash takes nothing off the compute axis"
@@ -176,8 +180,8 @@ def test_a_kill_at_any_moment_neither_loses_nor_repeats_silently(
 
 
 def test_a_problem_without_a_completion_ends_the_evaluation_and_not_the_run(tmp_path):
-    chosen, given_inputs = beside(tmp_path, validation={"every_steps": 0}), inputs(tmp_path)
-    outcome = attempt(chosen, evaluation=given_inputs, lost={(1, 1, index): 4 for index in range(4)})
+    run = running(tmp_path, validation={"every_steps": 0})
+    outcome = run(lost={(1, 1, index): 4 for index in range(4)})
     assert outcome.reason == f"all {STEPS} steps are made"
     first, *others = rows(tmp_path, "evaluation")
     assert first == {"step": 0, "lost": "aime: problem 1: all of its completions are lost"}
@@ -185,38 +189,38 @@ def test_a_problem_without_a_completion_ends_the_evaluation_and_not_the_run(tmp_
 
 
 def test_a_damaged_evaluation_begins_anew_and_keeps_what_was_there(tmp_path):
-    chosen, given_inputs = beside(tmp_path), inputs(tmp_path)
-    attempt(chosen, evaluation=given_inputs, kill_at_s=9.0)
+    run = running(tmp_path)
+    run(kill_at_s=9.0)
     evaluated = tmp_path / "r" / "evaluations" / "step-000000"
     with (evaluated / COMPLETIONS).open("ab") as file:
         file.write(b'{"key": 5}\n')
     damaged = (evaluated / COMPLETIONS).read_bytes()
-    attempt(chosen, evaluation=given_inputs)
+    run()
     assert 0 in check_evaluations(tmp_path)
     assert (evaluated.with_name("step-000000.1") / COMPLETIONS).read_bytes() == damaged
 
 
 def test_an_evaluation_that_another_process_writes_stays_where_it_is(tmp_path):
-    chosen, given_inputs = beside(tmp_path), inputs(tmp_path)
-    attempt(chosen, evaluation=given_inputs, kill_at_s=1.0)
+    run = running(tmp_path)
+    run(kill_at_s=1.0)
     folder = tmp_path / "r" / "evaluations" / "step-000000"
     other = Header(policy="p", digest="d", version=0, files=(), seed=0, settings={})
     with ResultFile(folder, other), pytest.raises(ResultInUse, match="step-000000: another evaluation"):
-        attempt(chosen, evaluation=given_inputs)
+        run()
     assert [path.name for path in folder.parent.glob("step-000000*")] == ["step-000000"]
-    attempt(chosen, evaluation=given_inputs)
+    run()
     assert {0, 9} <= set(check_evaluations(tmp_path)) and folder.with_name("step-000000.1").is_dir()
 
 
 def test_rows_that_a_power_loss_tore_off_come_from_the_summary(tmp_path):
-    chosen, given_inputs = beside(tmp_path), inputs(tmp_path)
-    attempt(chosen, evaluation=given_inputs, kill_at_s=30.0)
+    run = running(tmp_path)
+    run(kill_at_s=30.0)
     path = tmp_path / "r" / "evaluation.jsonl"
     before = path.read_bytes()
     assert before.count(b"\n") == 4, "two evaluations of two files"
     path.write_bytes(before[: before.rindex(b'{"step"') + 40])
     (tmp_path / "r" / "evaluations" / "step-000000-copy").mkdir()
-    attempt(chosen, evaluation=given_inputs)
+    run()
     assert path.read_bytes().startswith(before)
     check_evaluations(tmp_path)
 
@@ -235,13 +239,9 @@ def test_the_last_version_is_evaluated_where_every_engine_has_to_get_it_again_fi
                 engines.join(number, StandInEngine(f"engine-{number}"))
 
     evaluation = {"every_steps": 3, "files": ["aime.jsonl", "m.jsonl"], "generations": 10}
-    chosen = beside(
-        tmp_path,
-        evaluation=evaluation,
-        validation={"every_steps": 0},
-        rollouts={"max_staleness_steps": 8, "max_in_flight": 4},
-    )
-    attempt(chosen, evaluation=inputs(tmp_path), changes=[(56.0, evict), (57.0, start), (90.0, evict), (91.0, start)])
+    rollouts = {"max_staleness_steps": 8, "max_in_flight": 4}
+    run = running(tmp_path, evaluation=evaluation, validation={"every_steps": 0}, rollouts=rollouts)
+    run(changes=[(56.0, evict), (57.0, start), (90.0, evict), (91.0, start)])
     assert [row["step"] for row in rows(tmp_path, "metrics")][-1] == STEPS
     assert [row["step"] for row in rows(tmp_path, "evaluation")][-2:] == [STEPS, STEPS]
 
@@ -263,10 +263,6 @@ def test_an_engine_is_shared_by_the_measurements_of_one_version():
 
 
 def test_the_time_of_a_held_engine_goes_to_what_it_finished(tmp_path):
-    from megatron_scalerl.controller.ledger import Ledger
-    from megatron_scalerl.controller.run_folder import ResumePoint
-    from megatron_scalerl.launch.placement import Devices
-
     clock, engine = StandInClock(), StandInEngine()
     ledger = Ledger(tmp_path / "ledger.jsonl", "gpu_hours", incarnation="a")
     meter = Meter(ledger, Devices(unit="gpu_hours", trainer=1, engine=4), ResumePoint(), clock=clock)

@@ -1,8 +1,6 @@
 """The archives of a release: built, installed in an empty environment, and complete."""
 
-import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -12,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from programs import ROOT, ended, printed
 
 import megatron_scalerl
 
-ROOT = Path(__file__).parent.parent
 PARTS = ("megatron_scalerl", "recipes", "examples")
 FILES = (
     "setup.cfg",
@@ -37,13 +35,8 @@ def test_the_version_is_the_same_everywhere():
     assert f"\n## {VERSION}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def run(*command, folder, **variables):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def run(*command, folder):
+    return printed(*command, cwd=folder, PYTHONPATH="")
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +47,12 @@ def archives(tmp_path_factory):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in FILES:
         shutil.copy(ROOT / name, tree / name)
-    run(sys.executable, "-c", BUILD, "build_sdist", str(out), folder=tree)
+    run(sys.executable, "-c", BUILD, "build_sdist", out, folder=tree)
     [source] = out.glob("*.tar.gz")
     with tarfile.open(source) as archive:
         archive.extractall(out / "unpacked", filter="data")
     [unpacked] = (out / "unpacked").iterdir()
-    run(sys.executable, "-c", BUILD, "build_wheel", str(out), folder=unpacked)
+    run(sys.executable, "-c", BUILD, "build_wheel", out, folder=unpacked)
     [wheel] = out.glob("*.whl")
     return wheel, source
 
@@ -92,19 +85,19 @@ def test_the_wheel_installs_and_its_quickstart_runs(archives, tmp_path):
     wheel, _ = archives
     venv.create(tmp_path / "env", with_pip=True)
     python, program = tmp_path / "env" / "bin" / "python", tmp_path / "env" / "bin" / "megatron-scalerl"
-    run(str(python), "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel), folder=tmp_path)
-    assert VERSION in run(str(program), "--version", folder=tmp_path)
+    run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel, folder=tmp_path)
+    assert VERSION in run(program, "--version", folder=tmp_path)
     [site] = (tmp_path / "env" / "lib").glob("python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    where = run(str(python), "-c", "import megatron_scalerl; print(megatron_scalerl.__file__)", folder=tmp_path)
+    where = run(python, "-c", "import megatron_scalerl; print(megatron_scalerl.__file__)", folder=tmp_path)
     assert Path(where.strip()).is_relative_to(site)
     curve = ROOT / "examples" / "curves" / "points.csv"
-    told = run(str(program), "fit", str(curve), "--series", "figure=fig1a_scalerl_100k", "--series",
+    told = run(program, "fit", curve, "--series", "figure=fig1a_scalerl_100k", "--series",
                "series=ScaleRL-bs2048-8B", "--r0", "0.4018", "--html", "report.html", folder=tmp_path)  # fmt: skip
     assert "verdict: " in told and (tmp_path / "report.html").stat().st_size
     few = ("--train-prompts", "200", "--held-out", "120", "--sft-examples", "10")
-    run(str(python), "-m", "megatron_scalerl.tiny", "tiny", "--seed", "1", *few, folder=tmp_path)
-    told = run(str(program), "prompts", "tiny/recipe.yaml", "policy.path=tiny/base_policy", folder=tmp_path)
+    run(python, "-m", "megatron_scalerl.tiny", "tiny", "--seed", "1", *few, folder=tmp_path)
+    told = run(program, "prompts", "tiny/recipe.yaml", "policy.path=tiny/base_policy", folder=tmp_path)
     assert "the reference itself, " in told and "tokens that end a completion" in told
 
 
@@ -112,11 +105,11 @@ def test_the_wheel_installs_and_its_quickstart_runs(archives, tmp_path):
 def test_the_core_alone_installs_under_python_3_11_and_forecasts(archives, tmp_path):
     """With its dependencies from the package index, and no torch; under this Python where there is no 3.11."""
     wheel, _ = archives
-    found = subprocess.run([ROOT / "tools" / "find_python.sh", "3.11"], capture_output=True, text=True, check=False)
+    found = ended("tools/find_python.sh", "3.11")
     run(found.stdout.strip() or sys.executable, "-m", "venv", "env", folder=tmp_path)
     python, program = tmp_path / "env" / "bin" / "python", tmp_path / "env" / "bin" / "megatron-scalerl"
-    run(str(python), "-m", "pip", "install", "-q", str(wheel), folder=tmp_path)
-    packages = run(str(python), "-m", "pip", "list", "--format", "freeze", folder=tmp_path).splitlines()
+    run(python, "-m", "pip", "install", "-q", wheel, folder=tmp_path)
+    packages = run(python, "-m", "pip", "list", "--format", "freeze", folder=tmp_path).splitlines()
     assert not {"torch", "vllm", "megatron-core"} & {line.partition("==")[0] for line in packages}
-    told = run(str(program), "fit", str(ROOT / "examples" / "verl_console.log"), "--predict", "200", folder=tmp_path)
+    told = run(program, "fit", ROOT / "examples" / "verl_console.log", "--predict", "200", folder=tmp_path)
     assert "verdict: " in told

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from changed import nodes
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_scalerl"
@@ -24,14 +25,12 @@ def upstream(package, file):
     return (Path(next(iter(spec.submodule_search_locations))) / file).read_text(encoding="utf8").splitlines()
 
 
-@pytest.mark.parametrize(("file", "line", "name", "_users"), VLLM)
-def test_vllm_has_the_name_on_its_line(file, line, name, _users):
-    assert re.search(rf"\b{name}\b", upstream("vllm", file)[int(line) - 1])
-
-
-@pytest.mark.parametrize(("file", "line", "name", "_users"), MEGATRON)
-def test_megatron_has_the_name_on_its_line(file, line, name, _users):
-    assert re.search(rf"\b{name}\b", upstream("megatron.core", file)[int(line) - 1])
+@pytest.mark.parametrize(
+    ("package", "file", "line", "name"),
+    [(package, *row[:3]) for package, rows in (("vllm", VLLM), ("megatron.core", MEGATRON)) for row in rows],
+)
+def test_upstream_has_the_name_on_its_line(package, file, line, name):
+    assert re.search(rf"\b{name}\b", upstream(package, file)[int(line) - 1])
 
 
 def test_the_files_that_are_listed_with_a_name_use_it():
@@ -57,7 +56,7 @@ def test_every_import_from_inside_vllm_is_listed():
     imported = {
         (node.module, alias.name)
         for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf8")))
+        for node in nodes(path)
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
         for alias in node.names
     }

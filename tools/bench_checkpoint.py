@@ -45,20 +45,12 @@ with explained():
 TOY = LLAMA_134M | dict(hidden=96, inner=128, layers=2)
 
 
-class Steps:
-    """Optimizer steps on batches of random tokens."""
-
-    def __init__(self, trainer, samples):
-        self._trainer = trainer
-        self._samples = random_samples(samples, (24, 88), LLAMA_134M["vocab"])
-
-    def one(self):
-        """Make the next step."""
-        step = self._trainer.steps_made + 1
-        [batch] = pack(
-            self._samples, step=step, dp_size=1, micro_batch_tokens=1024, pad_multiple=1, policy_version=step - 1
-        )
-        self._trainer.step(batch)
+def one_step(trainer, samples):
+    """The next optimizer step, on random tokens."""
+    step = trainer.steps_made + 1
+    packing = dict(dp_size=1, micro_batch_tokens=1024, pad_multiple=1, policy_version=step - 1)
+    [batch] = pack(samples, step=step, **packing)
+    trainer.step(batch)
 
 
 def size_of(trainer, folder):
@@ -70,7 +62,7 @@ def size_of(trainer, folder):
     return size
 
 
-def one_round(trainer, steps, folder, copy):
+def one_round(trainer, step, folder, copy):
     """Seconds of one round's parts, and `steps`: how many it made beside the writing."""
     at_once = folder / "step_000001"
     later = folder / "step_000002"
@@ -82,13 +74,13 @@ def one_round(trainer, steps, folder, copy):
     committed = None
     waited = 0.0
     while committed is None:
-        while_written.append(seconds_of(steps.one))
+        while_written.append(seconds_of(step))
         begin = time.perf_counter()
         committed = saving.finish(wait=False)
         waited += time.perf_counter() - begin
     figures |= {"stopped": figures["copied"] + waited, "written": committed, "steps": float(len(while_written))}
     figures["step_beside"] = statistics.mean(while_written)
-    figures["step_alone"] = statistics.mean(seconds_of(steps.one) for _ in while_written)
+    figures["step_alone"] = statistics.mean(seconds_of(step) for _ in while_written)
     for path in (at_once, later):
         shutil.rmtree(path)
     return figures
@@ -103,24 +95,21 @@ def measure(options, policy, folder):
         trainer={"threads": options.threads, "micro_batch_tokens": 1024},
     )
     trainer = make_trainer(recipe, init_parallel(recipe))
-    steps = Steps(trainer, options.samples)
-    steps.one()  # makes the optimizer's state
+    step = partial(one_step, trainer, random_samples(options.samples, (24, 88), LLAMA_134M["vocab"]))
+    step()  # makes the optimizer's state
     size = size_of(trainer, folder)
     source = torch.ones(size, dtype=torch.uint8)
     target = torch.ones(size, dtype=torch.uint8)
-    arm = partial(one_round, trainer, steps, folder, lambda: target.copy_(source))
+    arm = partial(one_round, trainer, step, folder, lambda: target.copy_(source))
     rounds = harness.columns(harness.in_rounds({"checkpoint": arm}, options.rounds)["checkpoint"])
     figures = harness.medians(rounds)
     return {
-        "bench": "checkpoint",
-        "stopped_over_at_once": round(figures["stopped"] / figures["at_once"], 4),
-        "stopped_over_copy": round(figures["stopped"] / figures["copy"], 3),
-        "step_beside_over_alone": round(figures["step_beside"] / figures["step_alone"], 3),
+        "stopped_over_at_once": figures["stopped"] / figures["at_once"],
+        "stopped_over_copy": figures["stopped"] / figures["copy"],
+        "step_beside_over_alone": figures["step_beside"] / figures["step_alone"],
         "bytes": size,
-        **harness.rounded(figures),
+        **figures,
         "spread": harness.extremes(rounds),
-        **harness.asked(options, "rounds", "threads"),
-        "machine": harness.machine(),
     }
 
 

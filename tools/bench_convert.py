@@ -6,10 +6,11 @@
 
 Every round runs cp, to-megatron, cp and to-hf in sequence. Each starts with its source evicted from the page cache
 and ends with its result on disk. Checksums and the NaN check are on. Anonymous memory is RssAnon, sampled every
-10 ms. The exit code is 1 where a target is missed.
+10 ms. Prints one JSON line; the exit code is 1 where a target is missed.
 """
 
 import argparse
+import filecmp
 import json
 import os
 import shutil
@@ -39,8 +40,6 @@ if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
 
 with explained():
-    from rich.console import Console
-
     from megatron_scalerl.checkpoints.to_hf import to_hf
     from megatron_scalerl.checkpoints.to_megatron import to_megatron
 
@@ -50,31 +49,25 @@ SLACK_BYTES = 1 << 30
 _SAMPLE_SECONDS = 0.01
 
 
-def main(arguments):
+def main(o):
     """Measure and print; 0 where both targets are met, 1 otherwise."""
-    console = Console(soft_wrap=True)
-    if arguments.write:  # in a process of its own, as this one's memory is measured
-        print(json.dumps(write_checkpoint(arguments.write, arguments.kind, arguments.bytes)))
+    if o.write:  # in a process of its own, as this one's memory is measured
+        print(json.dumps(write_checkpoint(o.write, o.kind, o.bytes)))
         return 0
-    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="bench_convert_") as folder:
+    with tempfile.TemporaryDirectory(dir=o.folder, prefix="bench_convert_") as folder:
         source = Path(folder) / "hugging_face"
-        size = str(round(arguments.gib * 2**30))
-        written = harness.child(__file__, "--kind", arguments.kind, "--write", str(source), "--bytes", size)
-        nbytes = written["nbytes"]
-        largest = written["largest"]
-        console.print(
-            f"{arguments.kind}: {nbytes / 2**30:.2f} GiB of bf16, largest tensor {largest / 2**20:.0f} MiB, "
-            f"{os.cpu_count()} cores",
-            highlight=False,
-        )
-        figures = measure(source, nbytes, largest, arguments.rounds, console)
-    asked = harness.asked(arguments, "kind", "gib", "rounds")
-    harness.report(arguments, {"bench": "convert", **asked, **figures}, shown=False)
-    return 0 if show(figures, console) else 1
+        size = str(round(o.gib * 2**30))
+        written = harness.child(__file__, "--kind", o.kind, "--write", str(source), "--bytes", size)
+        figures = measure(source, o.rounds)
+    promised = 2 * written["largest_tensor"] + SLACK_BYTES
+    targets = {"target_ratio": TARGET, "promised_anonymous": promised}
+    harness.report(o, written | figures | targets)
+    met = min(figures["ratios"].values()) >= TARGET and max(figures["peak_anonymous"].values()) <= promised
+    return int(not met)
 
 
-def measure(source, nbytes, largest, rounds, console):
-    """Seconds of every round, median ratios, and peak anonymous memory."""
+def measure(source, rounds):
+    """Seconds of every round, median ratios of throughput to that of cp, and peak anonymous memory."""
     place = source.parent
     megatron = place / "megatron"
     back = place / "back"
@@ -99,35 +92,9 @@ def measure(source, nbytes, largest, rounds, console):
         check_same(source, back)
         shutil.rmtree(megatron)
         shutil.rmtree(back)
-        console.print("  ".join(f"{name} {found[-1]:.2f} s" for name, found in seconds.items()), highlight=False)
     pairs = (("to-megatron", "cp"), ("to-hf", "cp back"))
     ratios = {name: statistics.median(harness.paired(seconds[cp], seconds[name])) for name, cp in pairs}
-    return dict(
-        nbytes=nbytes,
-        largest_tensor=largest,
-        seconds=seconds,
-        ratios=ratios,
-        target_ratio=TARGET,
-        peak_anonymous={name: peaks[name] for name in ratios},
-        promised_anonymous=2 * largest + SLACK_BYTES,
-        machine=harness.machine(),
-    )
-
-
-def show(figures, console):
-    """Print the table; True where all targets are met."""
-    met = True
-    promised = figures["promised_anonymous"]
-    for name, ratio in figures["ratios"].items():
-        rate = figures["nbytes"] / statistics.median(figures["seconds"][name]) / 2**30
-        peak = figures["peak_anonymous"][name]
-        met &= ratio >= TARGET and peak <= promised
-        console.print(
-            f"{name:<12} {rate:5.2f} GiB/s, {ratio:4.2f} of cp's throughput (target {TARGET:.2f}); "
-            f"anonymous memory {peak / 2**20:.0f} MiB (promised {promised / 2**20:.0f} MiB)",
-            highlight=False,
-        )
-    return bool(met)
+    return {"seconds": seconds, "ratios": ratios, "peak_anonymous": {name: peaks[name] for name in ratios}}
 
 
 def settle(folder):
@@ -162,8 +129,7 @@ def sampled_memory():
 def check_same(source, back):
     """The round trip gave every weight file back byte for byte."""
     for path in sorted(source.glob("*.safetensors")):
-        same = subprocess.run(["cmp", path, back / path.name], check=False).returncode == 0
-        assert same, f"{path.name} came back different"
+        assert filecmp.cmp(path, back / path.name, shallow=False), f"{path.name} came back different"
 
 
 SHAPES = {
@@ -185,7 +151,7 @@ def write_checkpoint(path, kind, nbytes):
     model = random_model(kind, layers=max(1, 1 - (one - nbytes) // (two - one)), **SHAPES[kind])
     model.save_pretrained(path, max_shard_size="1GB")
     sizes = [p.nbytes for p in model.parameters()]
-    return {"nbytes": sum(sizes), "largest": max(sizes)}
+    return {"nbytes": sum(sizes), "largest_tensor": max(sizes)}
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ if __name__ == "__main__":
 with explained():
     import torch
     import torch.nn.functional as F
+    from bench_shapes import memory, reset_peaks
     from torch import Tensor
 
     from megatron_scalerl.logits.api import token_logprobs, token_loss
@@ -121,17 +122,10 @@ def _naive_bf16(h, w, y):
     return logprob.sum(), logprob
 
 
-def _torch_linear(chunked):
-    """PyTorch's own fused function: the reference path, or the chunked one (a scalar loss with gradients inside)."""
-
-    def run(h, w, y):
-        if chunked:
-            chunks = torch.nn.LinearCrossEntropyOptions()
-            return F.linear_cross_entropy(h, w, y, reduction="sum", options=chunks), None
-        loss = F.linear_cross_entropy(h, w, y, reduction="none")
-        return loss.sum(), -loss
-
-    return run
+def _torch_linear(h, w, y):
+    """PyTorch's own function."""
+    loss = F.linear_cross_entropy(h, w, y, reduction="none")
+    return loss.sum(), -loss
 
 
 def _liger(h, w, y):
@@ -147,31 +141,13 @@ def _cut_cross_entropy(h, w, y):
     return loss.sum(), -loss
 
 
-def _quack(h, w, y):
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    return chunked_linear_cross_entropy(h, w, y, reduction="sum"), None
-
-
-def _verl(h, w, y):
-    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
-
-    loss = linear_cross_entropy(h, w, y, 1.0, "none")[0]
-    return loss.sum(), -loss.abs()
-
-
 def contenders(options):
     """The implementations to compare: ours, the naive paths, then peers."""
     naive = [Contender(name="naive, fp32 logits", run=_naive_fp32)]
     if options.device == "cpu":
         mine = [_ours(f"torch, {room} MiB", "torch", room) for room in (512, 96)]
         mine.append(_ours("torch, loss in the chunk, 512 MiB", "torch", 512, inside=True))
-        peers = [
-            Contender(name="torch linear_cross_entropy", run=_torch_linear(False), package="torch"),
-            Contender(
-                name="torch linear_cross_entropy, chunked", run=_torch_linear(True), all_forward=True, package="torch"
-            ),
-        ]
+        peers = [Contender(name="torch linear_cross_entropy", run=_torch_linear, package="torch")]
     else:
         mine = [_ours(name, name, 512) for name in ("cuda", "torch")]
         mine.append(_ours("cuda, bf16x2", "cuda", 512, grad_logits="bf16x2"))
@@ -185,8 +161,6 @@ def contenders(options):
                 gemms=4,
                 package="cut_cross_entropy",
             ),
-            Contender(name="QuACK", run=_quack, all_forward=True, package="quack"),
-            Contender(name="verl", run=_verl, gemms=4, package="verl"),
         ]
     if options.peers == "none":
         peers = []
@@ -256,17 +230,19 @@ class Bench:
         """Normally distributed, bf16."""
         return torch.randn(size, generator=self.generator, device=self.device).bfloat16()
 
-    def step(self, contender, *, backward):
-        """Seconds of wall and processor for one pass, and log-probabilities if there are any."""
-        self.forget(contender)
-        self.wait()
-        wall = time.perf_counter()
-        busy = time.process_time()
+    def run(self, contender, *, backward):
+        """One pass; log-probabilities if there are any."""
         total, logprob = contender.run(self.h, self.w, self.y)
         if backward:
             total.backward()
         self.wait()
-        return time.perf_counter() - wall, time.process_time() - busy, logprob
+        return logprob
+
+    def timed(self, contender, *, backward):
+        """Seconds of one pass."""
+        self.forget(contender)
+        self.wait()
+        return harness.seconds_of(partial(self.run, contender, backward=backward))
 
     def forget(self, contender):
         self.h.grad = self.w.grad = None
@@ -280,8 +256,10 @@ class Bench:
         if self.on_gpu:
             torch.accelerator.synchronize()
 
-    def error(self, logprob):
-        """Largest distance from fp64 over the first tokens (nats)."""
+    def error(self, contender):
+        """Largest distance from fp64 over the first tokens (nats), None for a sum alone. It warms up."""
+        self.forget(contender)
+        logprob = self.run(contender, backward=True)
         if logprob is None:
             return None
         n = min(CHECKED_TOKENS, self.options.tokens)
@@ -295,29 +273,18 @@ class Bench:
         if not self.on_gpu:  # a few tokens first: code that is loaded once is nobody's memory
             h, w = (t.detach()[:64].requires_grad_() for t in (self.h, self.w))
             contender.run(h, w, self.y[:64] % 64)[0].backward()
-        before = self._reset_peak()
+        before = memory().allocated
         measures = {}
         for name, backward in (("extra_mib_forward", False), ("extra_mib", True)):
-            self._reset_peak()
-            self.step(contender, backward=backward)
-            measures[name] = (self._peak() - before) / 2**20
+            reset_peaks()
+            self.forget(contender)
+            self.run(contender, backward=backward)
+            measures[name] = (memory().peak_allocated - before) / 2**20
         handed_out = self.h.numel() * 2
         if not contender.main_grad:
             handed_out += self.w.numel() * 2
         measures["block_mib"] = measures["extra_mib"] - handed_out / 2**20
         return measures
-
-    def _reset_peak(self):
-        if self.on_gpu:
-            torch.accelerator.reset_peak_memory_stats()
-            return torch.accelerator.memory_allocated()
-        harness.reset_peak()
-        return harness.memory_of("VmRSS")
-
-    def _peak(self):
-        if self.on_gpu:
-            return torch.accelerator.max_memory_allocated()
-        return harness.memory_of("VmHWM")
 
 
 def group(options, *names):
@@ -326,30 +293,24 @@ def group(options, *names):
     bench = Bench(options)
     lines = {}
     for contender in chosen:
-        error = bench.error(bench.step(contender, backward=True)[2])  # and warms up
-        lines[contender.name] = line_of(contender.name, "measured") | {"error": error}
+        lines[contender.name] = line_of(contender.name, "measured") | {"error": bench.error(contender)}
     bare = BareGemms(bench)
     bare.measure()
 
     def turn(contender):
         bare.measure()
-        return [bench.step(contender, backward=backward)[:2] for backward in (False, True)]
+        return [bench.timed(contender, backward=backward) for backward in (False, True)]
 
     arms = {contender.name: partial(turn, contender) for contender in chosen}
     taken = harness.in_rounds(arms, options.rounds, warm_up=0)
     ways = bare.tflops()
     rate = max(ways.values())
-    facts = harness.machine()
-    if bench.on_gpu:
-        facts["gpu"] = torch.get_device_module(bench.device).get_device_name()
     gemm = 2.0 * options.tokens * options.hidden * options.vocab / rate / 1e12
     for contender in chosen:
         line = lines[contender.name]
-        for name, passes in zip(("forward", "total"), zip(*taken[contender.name])):
-            walls, busy = zip(*passes)
-            line[f"{name}_seconds"] = statistics.median(walls)
-            line[f"{name}_cpu_seconds"] = statistics.median(busy)
-            line[f"{name}_spread"] = [min(walls), max(walls)]
+        for name, seconds in zip(("forward", "total"), zip(*taken[contender.name])):
+            line[f"{name}_seconds"] = statistics.median(seconds)
+            line[f"{name}_spread"] = [min(seconds), max(seconds)]
         gemms_forward = 1
         if contender.all_forward:
             gemms_forward = contender.gemms
@@ -359,24 +320,25 @@ def group(options, *names):
         line["necessary_share"] = 3 * gemm / line["total_seconds"]
         if bench.on_gpu:
             line |= bench.peak_extra(contender)
-    run = {"gemm_tflops": rate, "gemm_ways_tflops": ways, "machine": facts}
+    run = {"dtype": "bfloat16", "gpus": harness.gpu_names(), "gemm_tflops": rate, "gemm_ways_tflops": ways}
     return {"run": run, "lines": list(lines.values())}
 
 
-def memory(options, name):
+def peak(options, name):
     """`Bench.peak_extra` of one contender in this process, which has done nothing else."""
     [contender] = [c for c in contenders(options) if c.name == name]
     return Bench(options).peak_extra(contender)
 
 
 def line_of(name, status):
-    return {"bench": "logits", "contender": name, "status": status}
+    return {"contender": name, "status": status}
 
 
 def apart(options, work, *names):
-    """What `group` or `memory` returns, in a separate process. Raises RuntimeError if it fails."""
+    """What `group` or `peak` returns, in a separate process. Raises RuntimeError if it fails."""
     asked = {**harness.asked(options), "apart": json.dumps([work.__name__, *names])}
-    return harness.child(__file__, *(f"--{name}={value}" for name, value in asked.items()))
+    variables = {"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else {}
+    return harness.child(__file__, *(f"--{name}={value}" for name, value in asked.items()), **variables)
 
 
 def measured(options, *names):
@@ -384,8 +346,8 @@ def measured(options, *names):
     found = apart(options, group, *names)
     if options.device == "cpu":
         for line in found["lines"]:
-            line |= apart(options, memory, line["contender"])
-    return rounded(found)
+            line |= apart(options, peak, line["contender"])
+    return found
 
 
 def main(options):
@@ -396,25 +358,15 @@ def main(options):
         parser().error("--device gpu: PyTorch sees no GPU")
     if options.apart:
         work, *names = json.loads(options.apart)
-        print(json.dumps({"group": group, "memory": memory}[work](options, *names)))
+        print(json.dumps({"group": group, "peak": peak}[work](options, *names)))
         return
     everybody = contenders(options)
     found = measured(options, *(c.name for c in everybody if not c.package))
-    shape = harness.asked(options, "device", "rounds", *SIZES, "threads")
-    for line in ({"bench": "logits", "dtype": "bfloat16", **shape, **found["run"]}, *found["lines"]):
+    for line in (found["run"], *found["lines"]):
         harness.report(options, line)
     for contender in everybody:
         if contender.package:
             harness.report(options, peer_line(options, contender))
-
-
-def rounded(value):
-    """`value` with every float in it rounded to four digits."""
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, dict):
-        return {key: rounded(inner) for key, inner in value.items()}
-    return [rounded(inner) for inner in value] if isinstance(value, list) else value
 
 
 def peer_line(options, contender):

@@ -14,11 +14,11 @@ import argparse
 import contextlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import harness
@@ -28,17 +28,24 @@ with explained():
     import psutil
     import yaml
 
+    from megatron_scalerl.checkpoints.jsonl import read_jsonl
+
+
+options = harness.benchmark(
+    __doc__,
+    peer_python=(str, "has TRL"),
+    rounds=3,
+    steps=4,
+    micro_batch=(16, "completions of a forward pass of TRL"),
+    peer=(Path, argparse.SUPPRESS),  # this process is the peer
+)
+
 
 def parser():
-    built = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """The options, a recipe and its settings."""
+    built = options()
     built.add_argument("recipe", type=Path, metavar="RECIPE")
     built.add_argument("settings", nargs="*", metavar="key=value", help="settings of the product's recipe")
-    built.add_argument("--peer-python", metavar="PYTHON", help="has TRL")
-    built.add_argument("--rounds", type=int, default=3)
-    built.add_argument("--steps", type=int, default=4)
-    built.add_argument("--micro-batch", type=int, default=16, help="completions of a forward pass of TRL")
-    built.add_argument("--peer", type=Path, metavar="OUT", help=argparse.SUPPRESS)  # this process is the peer
-    built.add_argument("--json", type=Path, help="append the figures to this file, too")
     return built
 
 
@@ -67,8 +74,8 @@ def train_peer(recipe, steps, micro_batch, out):
             if logs is None or "completions/mean_length" not in logs:
                 return
             now = time.perf_counter()
-            sampled = logs["completions/mean_length"] * groups * size
-            line = {"seconds": now - self.began, "tokens": sampled, "reward": logs["reward"]}
+            line = {"step_seconds": now - self.began, "train_completions": groups * size, "reward": logs["reward"]}
+            line["completion_tokens_mean"] = logs["completions/mean_length"]
             self.began = now
             with out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -113,27 +120,25 @@ def watched(command, log, steps):
     at_line = {}  # their sum when the log had so many lines
     peak = 0
     checkout = {"PYTHONPATH": str(Path(__file__).parents[1])}
-    with tempfile.TemporaryFile() as errors:
-        process = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=os.environ | checkout)
-        try:
-            while process.poll() is None:
-                memory = 0
-                for member in [process, *process.children(recursive=True)]:
-                    with contextlib.suppress(psutil.Error):
-                        times = member.cpu_times()
-                        memory += member.memory_full_info().pss
-                        busy[member.pid] = times.user + times.system
-                peak = max(peak, memory)
-                if log.is_file() and (lines := len(log.read_text().splitlines())):
-                    at_line.setdefault(lines, sum(busy.values()))
-                time.sleep(0.5)
-        finally:
-            with contextlib.suppress(psutil.Error):
-                process.terminate()
-                process.wait()
-        if process.returncode:
-            errors.seek(0)
-            raise RuntimeError(errors.read().decode()[-2000:])
+    process = psutil.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | checkout)
+    try:
+        while process.poll() is None:
+            memory = 0
+            for member in [process, *process.children(recursive=True)]:
+                with contextlib.suppress(psutil.Error):
+                    times = member.cpu_times()
+                    memory += member.memory_full_info().pss
+                    busy[member.pid] = times.user + times.system
+            peak = max(peak, memory)
+            if rows := read_jsonl(log):
+                at_line.setdefault(len(rows), sum(busy.values()))
+            time.sleep(0.5)
+    finally:
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+            process.wait()
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)}: exit code {process.returncode}")
     at_line.setdefault(steps, sum(busy.values()))
     first = min(at_line)
     if first == steps:
@@ -141,35 +146,28 @@ def watched(command, log, steps):
     return (at_line[steps] - at_line[first]) / (steps - first), peak
 
 
-def product_run(o, folder):
-    """Seconds and sampled tokens of each step, and the figures of `watched`."""
-    log = folder / "run" / "metrics.jsonl"
+def command_of(arm, o, folder):
+    """(an arm's command, the log to which it adds a line after each step)."""
+    if arm == "trl":
+        log = folder / "peer.jsonl"
+        words = [str(o.recipe), "--steps", str(o.steps), "--micro-batch", str(o.micro_batch), "--peer", str(log)]
+        return [o.peer_python, __file__, *words], log
     words = [f"steps={o.steps}", f"output_dir={folder}", "name=run", "validation.every_steps=0"]
     words += ["filters.zero_variance=false", f"checkpoint.every_steps={10 * o.steps}", *o.settings]
     command = [sys.executable, "-m", "megatron_scalerl", "train", str(o.recipe), *words]
-    figures = watched(command, log, o.steps)
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    tokens = [line["train_completions"] * line["completion_tokens_mean"] for line in lines]
-    return list(zip([line["step_seconds"] for line in lines], tokens, strict=True)), figures
+    return command, folder / "run" / "metrics.jsonl"
 
 
-def peer_run(o, folder):
-    """As `product_run`, of TRL."""
-    log = folder / "peer.jsonl"
-    words = [str(o.recipe), "--steps", str(o.steps), "--micro-batch", str(o.micro_batch), "--peer", str(log)]
-    figures = watched([o.peer_python, __file__, *words], log, o.steps)
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    return [(line["seconds"], line["tokens"]) for line in lines], figures
-
-
-def measured(o, run):
+def measured(arm, o):
     """The figures of one run of an arm, without its first step."""
     with tempfile.TemporaryDirectory() as folder:
-        steps, (busy, peak) = run(o, Path(folder))
-    seconds = sum(wall for wall, _ in steps[1:])
+        command, log = command_of(arm, o, Path(folder))
+        busy, peak = watched(command, log, o.steps)
+        lines = read_jsonl(log)[1:]
+    seconds = sum(line["step_seconds"] for line in lines)
     return {
-        "step_s": seconds / len(steps[1:]),
-        "tokens_per_s": sum(tokens for _, tokens in steps[1:]) / seconds,
+        "step_s": seconds / len(lines),
+        "tokens_per_s": sum(line["train_completions"] * line["completion_tokens_mean"] for line in lines) / seconds,
         "step_processor_s": busy,
         "peak_gib": peak / 2**30,
     }
@@ -182,18 +180,12 @@ def main(o):
     rollouts = yaml.safe_load(o.recipe.read_text())["rollouts"]
     if o.peer_python and (rollouts["groups_per_batch"] * rollouts["group_size"] % o.micro_batch or o.settings):
         raise SystemExit("beside a peer --micro-batch divides the batch, and settings stand in the recipe")
-    arms = {"product": product_run}
-    if o.peer_python:
-        arms["trl"] = peer_run
-    runs = {arm: [] for arm in arms}
-    for _, arm in harness.turns(list(arms), o.rounds):
-        runs[arm].append(measured(o, arms[arm]))
-        print(arm, harness.rounded(runs[arm][-1], 2), file=sys.stderr, flush=True)
+    arms = ["product", "trl"] if o.peer_python else ["product"]
+    runs = harness.in_rounds({arm: partial(measured, arm, o) for arm in arms}, o.rounds, warm_up=0)
     columns = {arm: harness.columns(rows) for arm, rows in runs.items()}
-    line = {"benchmark": "peer", **harness.asked(o, "rounds", "steps", "micro_batch", "settings")}
-    line |= harness.machine()
+    line = {}
     for arm, found in columns.items():
-        line[arm] = harness.rounded({name: statistics.median(values) for name, values in found.items()}, 2)
+        line[arm] = harness.medians(found)
     if o.peer_python:
         ratios = harness.paired(columns["product"]["tokens_per_s"], columns["trl"]["tokens_per_s"])
         line["tokens_per_s_ratio"] = harness.spread(ratios)

@@ -19,10 +19,11 @@ import json
 import statistics
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import harness
 from checkout import explained
-from tiny_run import tiny_run, warm_policy
+from tiny_run import tiny_run
 
 MIB = 2**20
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -53,7 +54,7 @@ def parser():
     p = harness.benchmark(
         __doc__,
         only=([None, *CASES], "memory: one configuration"),
-        tiny=("runs/tiny_1", "queue: folder with a warm policy"),
+        tiny=(Path("runs/tiny_1"), "queue: folder with a warm policy"),
         steps=24,
         skip=(10, "queue: steps left out, the pipeline fills"),
         case=(str, argparse.SUPPRESS),
@@ -68,7 +69,7 @@ def main():
     if o.what == "rank":
         print(json.dumps(measure_rank(json.loads(o.case))))
     elif o.what == "queue":
-        harness.report(o, compare_queue(warm_policy(o.tiny), o.steps, o.skip))
+        harness.report(o, compare_queue(o))
     else:
         for name in [o.only] if o.only else list(CASES):
             harness.report(o, compare_memory(name))
@@ -88,16 +89,14 @@ def compare_memory(name):
         terms, parameters = predicted(case)
     total = sum(terms.values())
     return {
-        "bench": "plan memory",
         "case": name,
         "parameters": parameters,
         "micro_batch_tokens": case["tokens"],
         "predicted_mib": round(total / MIB),
         "measured_mib": round(measured["peak_above_idle"] / MIB),
-        "ratio": round(total / measured["peak_above_idle"], 3),
+        "ratio": total / measured["peak_above_idle"],
         "idle_mib": round(measured["idle"] / MIB),
-        "terms_mib": {term: round(size / MIB, 1) for term, size in terms.items()},
-        "machine": harness.machine(),
+        "terms_mib": {term: size / MIB for term, size in terms.items()},
     }
 
 
@@ -150,48 +149,40 @@ def measure_rank(case):
     return {"idle": idle, "peak_above_idle": harness.memory_of("VmHWM") - idle}
 
 
-def compare_queue(tiny, steps, skip):
+def compare_queue(o):
     """Predict the run at k = 8 from the run at k = 0, make it, compare."""
-    from megatron_scalerl.plan.simulate import simulate
     from megatron_scalerl.plan.work import Lengths
-    from megatron_scalerl.recipe.file import load_recipe
 
-    recipe = load_recipe("recipes/tiny_cpu.yaml")
-    rows, tokens = train(tiny, 0, steps)
-    settled = rows[skip:]
-    setting = queue_setting(recipe, Lengths(tuple(tokens)), settled, steps, skip)
-    speed = per_completion(setting, mean_of(settled, WAIT))
-    timing = simulate(setting(speed, 8))
-    real, real_tokens = train(tiny, 8, steps)
-    real = real[skip:]
-    busy = replace(
-        setting(speed, 8),
-        train_seconds=mean_of(real, "train_seconds"),
-        publish_seconds=mean_of(real, "engine_paused_seconds"),
-    )
-    shared = simulate(busy)
-    wall = sum(row["step_seconds"] for row in real)
-    return {
-        "bench": "plan queue",
-        "predicted_steps_per_hour": round(timing.steps_per_hour, 1),
-        "measured_steps_per_hour": round(3600 * len(real) / wall, 1),
-        "ratio": round(timing.steps_per_hour * wall / 3600 / len(real), 3),
-        "predicted_trainer_waits": round(timing.trainer_waits, 3),
-        "measured_trainer_waits": round(sum(row["wait_for_batch_seconds"] for row in real) / wall, 3),
-        "predicted_staleness": round(timing.staleness_mean, 2),
-        "measured_staleness": round(statistics.fmean(row["staleness_mean"] for row in real), 2),
-        "with_its_train_seconds": {
-            "steps_per_hour": round(shared.steps_per_hour, 1),
-            "ratio": round(shared.steps_per_hour * wall / 3600 / len(real), 3),
-            "trainer_waits": round(shared.trainer_waits, 3),
-            "staleness": round(shared.staleness_mean, 2),
-        },
-        "k0": {key: round(mean_of(settled, key), 3) for key in MEASURED},
-        "k8": {key: round(mean_of(real, key), 3) for key in MEASURED},
-        "mean_tokens": [round(statistics.fmean(t), 1) for t in (tokens, real_tokens)],
-        "steps": len(real),
-        "machine": harness.machine(),
+    rows, tokens = train(o, 0)
+    real, real_tokens = train(o, 8)
+    setting = queue_setting(Lengths(tuple(tokens)), rows, o)
+    queue = setting(per_completion(setting, mean_of(rows, WAIT)), 8)
+    busy = {
+        "train_seconds": mean_of(real, "train_seconds"),
+        "publish_seconds": mean_of(real, "engine_paused_seconds"),
     }
+    steps_per_hour = 3600 / mean_of(real, "step_seconds")
+    measured = {"steps_per_hour": steps_per_hour, "staleness": mean_of(real, "staleness_mean")}
+    measured["trainer_waits"] = mean_of(real, WAIT) / mean_of(real, "step_seconds")
+    return {
+        "measured": measured,
+        "predicted": predicted_queue(queue, steps_per_hour),
+        "with_its_train_seconds": predicted_queue(replace(queue, **busy), steps_per_hour),
+        "k0": {key: mean_of(rows, key) for key in MEASURED},
+        "k8": {key: mean_of(real, key) for key in MEASURED},
+        "mean_tokens": [statistics.fmean(t) for t in (tokens, real_tokens)],
+        "steps": len(real),
+    }
+
+
+def predicted_queue(queue, steps_per_hour):
+    """The simulation's figures, and its speed over the measured one."""
+    from megatron_scalerl.plan.simulate import simulate
+
+    timing = simulate(queue)
+    figures = {"steps_per_hour": timing.steps_per_hour, "ratio": timing.steps_per_hour / steps_per_hour}
+    figures |= {"trainer_waits": timing.trainer_waits, "staleness": timing.staleness_mean}
+    return figures
 
 
 def mean_of(rows, key):
@@ -199,11 +190,13 @@ def mean_of(rows, key):
     return statistics.fmean(row[key] for row in rows)
 
 
-def queue_setting(recipe, lengths, rows, steps, skip):
+def queue_setting(lengths, rows, o):
     """(seconds a completion adds to a decoding step, k) -> the simulation's setting, the rest as measured."""
     from megatron_scalerl.plan.engine import Decoding
     from megatron_scalerl.plan.simulate import QueueSettings
+    from megatron_scalerl.recipe.file import load_recipe
 
+    recipe = load_recipe("recipes/tiny_cpu.yaml")
     train_ = mean_of(rows, "train_seconds")
     publish = mean_of(rows, "engine_paused_seconds")
     other = max(0.0, mean_of(rows, "step_seconds") - train_ - publish - mean_of(rows, WAIT))
@@ -224,8 +217,8 @@ def queue_setting(recipe, lengths, rows, steps, skip):
             train_seconds=train_,
             publish_seconds=publish,
             other_seconds=other,
-            steps=steps,
-            warm_up=skip,
+            steps=o.steps,
+            warm_up=o.skip,
         )
 
     return setting
@@ -244,15 +237,16 @@ def per_completion(setting, waited):
     return (low * high) ** 0.5
 
 
-def train(tiny, k, steps):
-    """(metrics by step, completion lengths) of one real run without validations."""
+def train(o, k):
+    """(metrics by step after --skip ones, completion lengths) of one real run without validations."""
+    from megatron_scalerl.checkpoints.jsonl import read_jsonl
     from megatron_scalerl.rollouts.history import read_batch, read_history
 
-    with tiny_run(tiny, steps, f"rollouts.max_staleness_steps={k}") as run:
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    with tiny_run(o.tiny, o.steps, f"rollouts.max_staleness_steps={k}") as run:
+        rows = read_jsonl(run / "metrics.jsonl")
         history = read_history(run)
         groups = [group for record in history.batches for group in read_batch(run, history, record)]
-    return rows, [facts.tokens for group in groups for facts in group.completions]
+    return rows[o.skip :], [facts.tokens for group in groups for facts in group.completions]
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ these and gets all prompts at once. Prints one JSON line.
 
 import argparse
 import asyncio
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -75,51 +73,28 @@ async def ours(process, jobs, in_flight):
     return seconds
 
 
-def theirs(folder, requests, in_flight):
-    """The other process: vLLM offline. Answers each line on its input with the seconds for all jobs."""
-    from vllm import LLM, SamplingParams
+class Offline:
+    """The other process: vLLM offline."""
 
-    llm = LLM(folder, dtype="float32", max_num_seqs=in_flight, enable_prefix_caching=False, **ENGINE)
-    jobs = work(requests)
-    prompts = [{"prompt_token_ids": prompt} for prompt, _, _ in jobs]
-    params = [
-        SamplingParams(max_tokens=tokens, seed=seed, logprobs=0, detokenize=False, ignore_eos=True)
-        for _, tokens, seed in jobs
-    ]
-    print("ready", flush=True)
-    for _ in sys.stdin:
+    def __init__(self, args):
+        from vllm import LLM, SamplingParams
+
+        options = dict(dtype="float32", max_num_seqs=args.in_flight, enable_prefix_caching=False)
+        self._llm = LLM(args.offline, **options, **ENGINE)
+        self._jobs = work(args.requests)
+        self._prompts = [{"prompt_token_ids": prompt} for prompt, _, _ in self._jobs]
+        self._params = [
+            SamplingParams(max_tokens=tokens, seed=seed, logprobs=0, detokenize=False, ignore_eos=True)
+            for _, tokens, seed in self._jobs
+        ]
+
+    def seconds(self):
+        """Of all jobs."""
         begin = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = self._llm.generate(self._prompts, self._params, use_tqdm=False)
         seconds = time.perf_counter() - begin
-        assert [len(o.outputs[0].token_ids) for o in outputs] == [tokens for _, tokens, _ in jobs]
-        print(seconds, flush=True)
-
-
-def start_theirs(folder, args):
-    """The offline side as a child, ready to run."""
-    env = os.environ | {
-        "OMP_NUM_THREADS": str(args.threads),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "HF_HUB_OFFLINE": "1",
-    }
-    command = [sys.executable, __file__, "--offline", folder, "--requests", str(args.requests)]
-    command += ["--in-flight", str(args.in_flight)]
-    child = subprocess.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    answer(child, "ready")
-    return child
-
-
-def answer(child, prefix=""):
-    """The child's next line, past what vLLM itself prints."""
-    assert child.stdout is not None
-    for line in child.stdout:
-        if line.startswith(prefix) and (prefix or line[0].isdigit()):
-            return line.strip()
-    raise RuntimeError("the offline side ended")
+        assert [len(o.outputs[0].token_ids) for o in outputs] == [tokens for _, tokens, _ in self._jobs]
+        return seconds
 
 
 async def measure(folder, args):
@@ -131,10 +106,10 @@ async def measure(folder, args):
         engine={"threads": args.threads, "vllm": {**ENGINE, "max_num_seqs": args.in_flight}},
     )
     process = EngineProcess.local(recipe, secret="bench", log_path=Path(folder) / "engine.log")
-    child = start_theirs(folder, args)
-    assert child.stdin is not None
+    offline = harness.Partner(__file__, *sys.argv[1:], "--offline", folder, OMP_NUM_THREADS=str(args.threads))
     rates = {"ours": [], "offline": []}
     try:
+        offline.answer()
         await process.start()
         jobs = work(args.requests)
         tokens = sum(n for _, n, _ in jobs)
@@ -142,34 +117,30 @@ async def measure(folder, args):
             if side == "ours":
                 seconds = await ours(process, jobs, args.in_flight)
             else:
-                print("go", file=child.stdin, flush=True)
-                seconds = float(await asyncio.to_thread(answer, child))
+                offline.ask("seconds")
+                seconds = await asyncio.to_thread(offline.answer)
             if number:  # the first round warms up
                 rates[side].append(tokens / seconds)
     finally:
         await process.stop()
-        child.stdin.close()
-        child.wait()
+        offline.end()
     return rates
 
 
 def main(args):
     """Measure and print both sides' tokens per second and their ratio."""
     if args.offline:
-        theirs(args.offline, args.requests, args.in_flight)
+        harness.partner(Offline, args)
         return
     with tempfile.TemporaryDirectory() as folder:
         random_llama(folder, dtype="float32", **SHAPE, max_position_embeddings=2048)
         rates = asyncio.run(measure(folder, args))
     medians = harness.medians(rates)
     line = {
-        "bench": "rollouts",
-        "ratio": round(medians["ours"] / medians["offline"], 3),
-        "ratio_of_each_round": [round(ratio, 3) for ratio in harness.paired(rates["ours"], rates["offline"])],
-        **{f"{side}_tokens_per_s": round(rate) for side, rate in medians.items()},
+        "ratio": medians["ours"] / medians["offline"],
+        "ratio_of_each_round": harness.paired(rates["ours"], rates["offline"]),
+        "tokens_per_s": medians,
         "target": 0.85,
-        **harness.asked(args, "in_flight", "requests", "threads", "rounds"),
-        "machine": harness.machine(),
     }
     harness.report(args, line)
 

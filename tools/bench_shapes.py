@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import harness
@@ -80,24 +81,13 @@ parser = harness.benchmark(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceMemory:
-    """Bytes on the device; without a GPU those of the resident set. Produced by `memory`."""
-
-    allocated: int
-    """By tensors."""
-    reserved: int
-    """By PyTorch's caching allocator, free blocks included."""
-    peak_allocated: int
-    peak_reserved: int
-    """Since `reset_peaks`."""
-    used: int
-    """On the whole device by all processes."""
-    total: int
-
-
 def memory():
-    """Current memory, after all work queued on the device has finished."""
+    """Current memory in bytes, after all work queued on the device has finished.
+
+    allocated: by tensors. reserved: by PyTorch's caching allocator, free blocks included. peak_allocated and
+    peak_reserved: since `reset_peaks`. used: on the whole device by all processes. Without a GPU those of the
+    resident set.
+    """
     import torch
 
     from megatron_scalerl.distributed import device
@@ -106,12 +96,12 @@ def memory():
         now = harness.memory_of("VmRSS")
         peak = harness.memory_of("VmHWM")
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        peaks = dict(peak_allocated=peak, peak_reserved=peak)
-        return DeviceMemory(allocated=now, reserved=now, used=now, total=total, **peaks)
+        found = dict(allocated=now, reserved=now, used=now, total=total)
+        return SimpleNamespace(**found, peak_allocated=peak, peak_reserved=peak)
     device.synchronize()
     gpu = torch.get_device_module(device.device())
     free, total = gpu.mem_get_info()
-    return DeviceMemory(
+    return SimpleNamespace(
         allocated=gpu.memory_allocated(),
         reserved=gpu.memory_reserved(),
         peak_allocated=gpu.max_memory_allocated(),

@@ -188,23 +188,20 @@ def measure(options, policy):
     seconds = harness.medians(wall)
     busy = harness.medians(cpu)
     return {
-        "bench": "step",
-        "ratio_packed": round(seconds["ours"] / seconds["packed"], 4),
-        "cpu_ratio_packed": round(busy["ours"] / busy["packed"], 4),
-        "ratio": round(seconds["ours"] / seconds["bare"], 4),
-        "cpu_ratio": round(busy["ours"] / busy["bare"], 4),
-        **harness.rounded(seconds, suffix="_seconds"),
-        **harness.rounded(busy, suffix="_cpu_seconds"),
-        **{f"{side}_tokens_per_second": round(real_tokens(batch) / value) for side, value in seconds.items()},
+        "ratio_packed": seconds["ours"] / seconds["packed"],
+        "cpu_ratio_packed": busy["ours"] / busy["packed"],
+        "ratio": seconds["ours"] / seconds["bare"],
+        "cpu_ratio": busy["ours"] / busy["bare"],
+        "seconds": seconds,
+        "cpu_seconds": busy,
+        "tokens_per_second": {side: real_tokens(batch) / value for side, value in seconds.items()},
         "tokens": real_tokens(batch),
         "loss_tokens": sum(int(m.loss_mask.sum()) for m in batch.micro_batches),
         "padded_tokens": sum(int(padded(m)["tokens"].numel()) for m in batch.micro_batches),
         "micro_batches": len(batch.micro_batches),
         "parameters": sum(p.numel() for p in bare.chunk.parameters()),
-        **harness.asked(options, "loss", "dtype", "rounds", "threads"),
         "spread": harness.extremes(wall),
         "cpu_spread": harness.extremes(cpu),
-        "machine": harness.machine(),
     }
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import harness
 from checkout import explained
-from process_figures import Lag
 
 parser = harness.benchmark(
     __doc__,
@@ -35,6 +34,7 @@ if __name__ == "__main__":
 
 with explained():
     import numpy as np
+    from process_figures import Lag
     from random_inputs import group_of, random_completion
 
     from megatron_scalerl.batching.rollout_bytes import write
@@ -109,8 +109,7 @@ def main(options):
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         figures = asyncio.run(fill(Path(folder), options))
         figures |= harness.child(__file__, "--replay", folder)
-    sizes = harness.asked(options, "batches", "groups", "group_size", "tokens", "ready")
-    harness.report(options, {**sizes, **figures, "machine": harness.machine()})
+    harness.report(options, figures)
 
 
 if __name__ == "__main__":

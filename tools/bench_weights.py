@@ -17,16 +17,10 @@ of an engine; one thread each. The arms take turns in one run:
     adapters              an update with digests of the adapters of such a policy, in another vLLM worker; recipe key
                           policy.lora, with all projections
 
---compared: the optimizer records nothing, and `changes` compares with a copy of what was sent, as for a policy
-without fp32 main weights.
-
 Prints one JSON line: medians, spreads and ratios to `gloo`. Arms without digests replace both by constants.
 """
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -58,7 +52,6 @@ parser = harness.benchmark(
     vocab=32_000,
     bucket_mib=(64, "as in a recipe (default: %(default)s)"),
     rank=(32, "of the adapters (default: %(default)s)"),
-    compared=(False, "changes are compared with a copy, not recorded"),
     receive=(str, argparse.SUPPRESS),
     lora=(False, argparse.SUPPRESS),
 )
@@ -70,7 +63,7 @@ with explained():
     import msgspec
     import torch
     from random_inputs import random_llama, recipe_of
-    from weights_worker import group_of, no_digests, receive
+    from weights_worker import Worker, group_of, no_digests
 
     from megatron_scalerl.distributed.rendezvous import private_folder
     from megatron_scalerl.processes.child_process import end_with
@@ -88,7 +81,6 @@ class Trainer:
         from megatron_scalerl.trainer.optimizer import parts_of
         from megatron_scalerl.trainer.ranks import init_parallel
         from megatron_scalerl.trainer.step import make_trainer
-        from megatron_scalerl.weights.change_record import ChangeRecord
         from megatron_scalerl.weights.source import MegatronWeightSource
 
         recipe = recipe_of(folder, dtype="bfloat16")
@@ -99,9 +91,9 @@ class Trainer:
         adapted = make_trainer(recipe.model_copy(update={"policy": policy}), parallel).chunks
         self.adapters = MegatronWeightSource(adapted, parallel, family=unwrap(adapted[0]).adapters)
         self.changes = trainer.changes
-        self.changes.written.wanted = True
+        self.written = trainer.changes.written
+        self.written.wanted = True
         self.parts = parts_of(trainer.optimizer)
-        self.written = ChangeRecord() if options.compared else trainer.changes.written
         self.size = sum(bucket.nbytes for bucket in plans.buckets(self.source.plan, options.bucket_mib))
         self.senders = {}
         self.buffer = torch.zeros(self.size, dtype=torch.uint8)
@@ -144,48 +136,13 @@ class Trainer:
         return ""
 
 
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-}
-
-
-class Child:
-    """The receiving process, as the sending one sees it."""
-
-    def __init__(self, folder, *words):
-        command = [sys.executable, __file__, *sys.argv[1:], "--receive", str(folder), *words]
-        environment = os.environ | ENVIRONMENT
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
-
-    def ask(self, *command):
-        """Send a command; `answer` waits for its value."""
-        print(json.dumps(command), file=self.process.stdin, flush=True)
-
-    def answer(self):
-        """The value of the oldest command without one; the first is of the start."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, "the vLLM process ended"
-        return json.loads(line)
-
-    def end(self):
-        """Let it exit."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-
-
 def measure(options, folder, rendezvous):
     """(bytes of an update, of an update of adapters and of a changed element, arm -> seconds of each round)."""
-    whole, adapted = children = (Child(folder), Child(folder, "--lora"))
+    words = [*sys.argv[1:], "--receive", str(folder)]
+    whole = harness.Partner(__file__, *words)
+    adapted = harness.Partner(__file__, *words, "--lora")
     trainer = Trainer(folder, options)
-    for child in children:
+    for child in (whole, adapted):
         child.answer()
     connection = Connection(
         backend="gloo",
@@ -216,8 +173,8 @@ def measure(options, folder, rendezvous):
             if version:  # the first round allocates and compiles
                 seconds[arm].append(time.perf_counter() - begin)
             assert held in ("", sent), f"{arm}: sent {sent}, holds {held}"
-    for child in children:
-        child.end()
+    whole.end()
+    adapted.end()
     of_adapters = sum(trainer.senders["adapters"].sizes)
     return trainer.size, of_adapters, trainer.senders["changes"].bytes / changed, seconds
 
@@ -234,26 +191,24 @@ def main(options):
     median = harness.medians(seconds)
     packed = median["packed copies"]
     line = {
-        "bench": "weights",
-        "mib": round(size / 2**20, 1),
-        "mib_of_adapters": round(of_adapters / 2**20, 3),
+        "mib": size / 2**20,
+        "mib_of_adapters": of_adapters / 2**20,
         "dtype": "bfloat16",
         "rounds": options.rounds,
-        "seconds": harness.rounded(median),
+        "seconds": median,
         "spread": harness.extremes(seconds),
-        "over_gloo": {arm: round(value / median["gloo"], 3) for arm, value in median.items()},
-        "gb_s": round(size / 1e9 / median["update"], 3),
-        "bytes_of_a_change": round(of_change, 3),
-        "update_over_adapters": round(median["update"] / median["adapters"], 3),
-        "update_over_changes": round(median["update"] / median["changes"], 3),
-        "without_packed_copies": round((median["update"] - packed) / (median["changes"] - packed), 3),
-        "machine": harness.machine(),
+        "over_gloo": {arm: value / median["gloo"] for arm, value in median.items()},
+        "gb_s": size / 1e9 / median["update"],
+        "bytes_of_a_change": of_change,
+        "update_over_adapters": median["update"] / median["adapters"],
+        "update_over_changes": median["update"] / median["changes"],
+        "without_packed_copies": (median["update"] - packed) / (median["changes"] - packed),
     }
     harness.report(options, line)
 
 
 if __name__ == "__main__":
     if OPTIONS.receive:
-        receive(OPTIONS)
+        harness.partner(Worker, OPTIONS)
     else:
         end_with(partial(main, OPTIONS))

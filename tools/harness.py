@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, TypeVar
 
 from checkout import explained
 
@@ -23,8 +22,17 @@ with explained():
 
 _LARGEST = ("runtime_gib", "fragmentation", "engine_overhead_gib")
 """Memory reserves of a plan: the largest measurement counts, of others the median."""
-T = TypeVar("T")
-Figures = dict[str, Any]
+OFFLINE = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+"""Environment of a `Partner`."""
 
 
 def options(text, **wanted):
@@ -59,10 +67,9 @@ def benchmark(text, **wanted):
     return options(text, **wanted, json=(Path, "append the figures to this file, too"))
 
 
-def asked(o, *names):
-    """These options, or all that have a value but --json."""
-    wanted = names or {name for name, value in vars(o).items() if name != "json" and value is not None}
-    return {name: value for name, value in vars(o).items() if name in wanted}
+def asked(o):
+    """All options that have a value but --json."""
+    return {name: value for name, value in vars(o).items() if name != "json" and value is not None}
 
 
 def turns(arms, rounds):
@@ -107,7 +114,7 @@ def medians(found):
 
 def extremes(found):
     """Smallest and largest of each arm's values."""
-    return {arm: [round(min(values), 4), round(max(values), 4)] for arm, values in found.items()}
+    return {arm: [min(values), max(values)] for arm, values in found.items()}
 
 
 def paired(over, under):
@@ -115,30 +122,28 @@ def paired(over, under):
     return [a / b for a, b in zip(over, under, strict=True)]
 
 
-def spread(values, digits=3):
+def spread(values):
     """Median, quartiles and extremes."""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    return rounded({"median": middle, "q1": low, "q3": high, "min": min(values), "max": max(values)}, digits)
+    return {"median": middle, "q1": low, "q3": high, "min": min(values), "max": max(values)}
 
 
-def rounded(found, digits=4, *, suffix=""):
-    """The figures with `digits` decimals, and `suffix` behind their names."""
-    return {f"{name}{suffix}": round(value, digits) for name, value in found.items()}
-
-
-def processor():
-    """Name of the processor."""
-    info = Path("/proc/cpuinfo")
-    lines = []
-    if info.is_file():
-        lines = info.read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line[:10] == "model name"), platform.machine())
+def rounded(value):
+    """`value` with every float in it rounded to six digits."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items()}
+    return [rounded(inner) for inner in value] if isinstance(value, list) else value
 
 
 def machine():
     """The machine of this process, and how busy it is."""
-    found = {"cpu": processor(), "cores": os.cpu_count(), "load_average": round(os.getloadavg()[0], 2)}
-    found["python"] = platform.python_version()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    found = {"cpu": names[0] if names else platform.machine(), "cores": os.cpu_count()}
+    found |= {"load_average": os.getloadavg()[0], "python": platform.python_version()}
     if "torch" in sys.modules:
         found["torch"] = sys.modules["torch"].__version__
     return found
@@ -189,30 +194,53 @@ def child(script, *words, **variables):
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def report(o, line, *, shown=True):
-    """Print one line of figures as JSON, where they are `shown` otherwise not; --json gets it in any case."""
-    if shown:
-        print(json.dumps(line), flush=True)
+class Partner:
+    """Another process that answers commands, a line of JSON each, as the measuring one sees it."""
+
+    def __init__(self, script, *words, **variables):
+        """Start it. Its vLLM takes no further processes, binds no threads and compiles nothing."""
+        environment = os.environ | OFFLINE | variables
+        pipe = subprocess.PIPE
+        argv = [sys.executable, script, *words]
+        self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, env=environment)
+
+    def ask(self, *command):
+        """Send a command; `answer` waits for its value."""
+        print(json.dumps(command), file=self._process.stdin, flush=True)
+
+    def answer(self):
+        """The value of the oldest command without one; the first is of the start."""
+        line = self._process.stdout.readline()
+        assert line, "the other process ended"
+        return json.loads(line)
+
+    def end(self):
+        """Let it exit."""
+        self._process.communicate()
+
+
+def partner(worker_type, o):
+    """In such a process: answer commands, which are methods of a worker."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM prints
+    worker = worker_type(o)
+    print(json.dumps("ready"), file=answers, flush=True)
+    for line in sys.stdin:
+        command, *arguments = json.loads(line)
+        print(json.dumps(getattr(worker, command)(*arguments)), file=answers, flush=True)
+
+
+def report(o, line):
+    """Print figures as one line of JSON, to six digits, with options and machine, and append it to --json."""
+    context = {"program": Path(sys.argv[0]).stem, "options": asked(o), "machine": machine()}
+    text = json.dumps(rounded({**line, **context}), default=str)
+    print(text, flush=True)
     if o.json:
         with o.json.open("a", encoding="utf8") as file:
-            file.write(json.dumps(line, default=str) + "\n")
-
-
-def table(heads, rows, title=None):
-    """Print figures for people: all columns but the first to the right."""
-    with explained():
-        from rich.console import Console
-        from rich.table import Table
-    built = Table(title=title)
-    for number, head in enumerate(heads):
-        built.add_column(head, justify="right" if number else "left")
-    for row in rows:
-        built.add_row(*row)
-    Console().print(built)
+            file.write(f"{text}\n")
 
 
 def write_constants(path, measured, *, gpu, source):

@@ -4,7 +4,6 @@
     python tools/kills.py --kind series --out runs/kills [--tries 20] [--kills 24] [--environment coin:Total]
                           [--victims environment-0,engine-1]
     python tools/kills.py --kind soak --out runs/soak [--minutes 60] [--mean-minutes 4] [--real 1] [--rollouts keep]
-    python tools/kills.py --table FILE
 
 The run is real: controller under `train --supervise`, trainer ranks, two engines. With stand-in engines
 (tests/fakes) a completion depends on its seed alone.
@@ -22,12 +21,11 @@ series  longer runs, in which SIGKILL of a random process follows up to four sec
 soak    one run at k = 8 until --minutes in all: SIGKILL or SIGSTOP of a random process other than the controller
         at exponential intervals. Every five seconds OUT/samples.jsonl gets the controller's resident memory, open
         files and threads, the size of the run's folder and the steps made. At the end OUT/report.json (also
-        printed) and OUT/soak.png: the steps, the kills, the longest time without a step, what is wrong in journal
-        and records, and the change per hour after minute 10, the median of the slopes between all pairs of
-        samples (Theil-Sen).
+        printed): the steps, the kills, the longest time without a step, what is wrong in journal and records, and
+        the change per hour after minute 10, the median of the slopes between all pairs of samples (Theil-Sen).
 
 A second call continues where the first stopped; matrix and series append a row for each kill to OUT/rows.jsonl,
-once its run has ended. --table prints such a file as the table of docs/reliability.md. Exit code 1: it went wrong.
+once its run has ended, and print all rows as the table of docs/reliability.md. Exit code 1: it went wrong.
 """
 
 import contextlib
@@ -36,10 +34,12 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,15 +60,14 @@ parser = harness.options(
     mean_minutes=4.0,
     rollouts=(["resume", "keep"], "what stays on disk in a soak"),
     seed=1,
-    table=(Path, "print a file of rows"),
 )
 
 if __name__ == "__main__":
     OPTIONS = parser().parse_args()  # before the imports, which take seconds
 
 with explained():
-    import numpy as np
     import psutil
+    from scipy.stats import theilslopes
     from small_disk import SmallDisk
 
     from megatron_scalerl.checkpoints.atomic_io import write_durably
@@ -161,11 +160,11 @@ class Run:
         self.folder = folder
         self.limit_s = LIMIT_S / STEPS * steps
         self.disk = None
-        self.restarts = 5
+        restarts = 5
         output_dir = folder
         if disk:
             self.disk = SmallDisk(folder / "disk")
-            self.restarts = 0
+            restarts = 0
             output_dir = self.disk.folder
         self.run = output_dir / "r"
         self.faults = folder / "faults"
@@ -181,13 +180,13 @@ class Run:
             "engine.first_token_timeout_s=4", "engine.max_restarts=20", "weights.timeout_s=30",
             "trainer.step_timeout_s=20", "weights.connect_timeout_s=20",
         ]  # fmt: skip
-        # the supervisor starts `python -m megatron_scalerl train`; with stand-ins this program supervises instead
         program = [str(ROOT / "tests/fakes/run_with_stand_ins.py")]
         own.append("interruption.enabled=false")
         if real:
             program = ["-m", "megatron_scalerl"]
             own[-1:] = ["rollouts.deterministic=true", "rewards.verifier=coin:toss"]
-        self.command = [sys.executable, *program, "train", "recipes/tiny_cpu.yaml", *own, *settings]
+        supervised = ["train", "--supervise", f"--max-failures={restarts}", "recipes/tiny_cpu.yaml"]
+        self.command = tied_command([sys.executable, *program, *supervised, *own, *settings])
         path = f"{ROOT}:{ROOT / 'tests/e2e'}:{ROOT / 'examples/taskset'}"
         self.env = os.environ | {"STAND_IN_FAULTS": str(self.faults), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         self.begin = time.monotonic()
@@ -195,16 +194,12 @@ class Run:
 
     def start(self):
         """Start the controller under the supervisor."""
-        code = "import sys, json; from pathlib import Path; "
-        code += "from megatron_scalerl.commands.supervise import supervise; "
-        code += "sys.exit(supervise(json.loads(sys.argv[1]), Path(sys.argv[2]), restarts=int(sys.argv[3])))"
-        argv = [sys.executable, "-c", code, json.dumps(self.command), str(self.run), str(self.restarts)]
         with open(self.folder / "output", "ab") as output:
-            self.process = subprocess.Popen(tied_command(argv), cwd=ROOT, env=self.env, stdout=output, stderr=output)
+            self.process = subprocess.Popen(self.command, cwd=ROOT, env=self.env, stdout=output, stderr=output)
 
     def steps(self):
         """Steps recorded so far."""
-        return max((int(row["step"]) for row in _rows(self.run / "metrics.jsonl")[-1:]), default=0)
+        return max((int(row["step"]) for row in read_jsonl(self.run / "metrics.jsonl")[-1:]), default=0)
 
     def find(self, victim):
         """The process of the victim, None if it does not run."""
@@ -302,24 +297,20 @@ class Run:
             return -1
 
 
-def _rows(path):
-    return read_jsonl(path) if path.exists() else []
-
-
 def _tail(path):
     return path.read_text(errors="replace")[-2000:] if path.exists() else ""
 
 
 def outcome_of(run):
     """The results of a run that must be the same with every fault."""
-    metrics = [row for row in _rows(run / "metrics.jsonl") if "skipped" not in row]
+    metrics = [row for row in read_jsonl(run / "metrics.jsonl") if "skipped" not in row]
     return {
         "batches": [sorted(batch.group_ids) for batch in read_history(run).batches],
         "digests": [row["weight_digest"] for row in metrics],
         "losses": [[row["loss"], row["grad_norm"]] for row in metrics],
         "steps": [row["step"] for row in metrics],
         "pass_rates": [row["train_pass_rate"] for row in metrics],
-        "validation": [[row["step"], row["pass_rate"]] for row in _rows(run / "validation.jsonl")],
+        "validation": [[row["step"], row["pass_rate"]] for row in read_jsonl(run / "validation.jsonl")],
     }
 
 
@@ -335,7 +326,7 @@ def faults_of(run, steps=None, expected=()):
         wrong.append(f"metrics: {outcome['steps']} are not steps 1 to {made}, each once")
     if steps and [row[0] for row in outcome["validation"]] != list(range(0, steps + 1, VALIDATED)):
         wrong.append(f"validations: {outcome['validation']} are not those of every fourth step")
-    axis = [row["device_hours"] for row in _rows(run / "metrics.jsonl")]
+    axis = [row["device_hours"] for row in read_jsonl(run / "metrics.jsonl")]
     if axis != sorted(axis):
         wrong.append(f"compute axis: {axis} does not ascend")
     return wrong + [f"{k}: {outcome[k]}, without a fault {v}" for k, v in dict(expected).items() if v != outcome[k]]
@@ -351,7 +342,7 @@ def table(rows):
             kinds[row["victim"], row["fault"], row["real"]].append(row)
     for (victim, fault, real), same in sorted(kinds.items()):
         seconds = [row["went_on_s"] for row in same if row["went_on_s"] is not None]
-        spread = f"{np.median(seconds):.1f} s ({min(seconds):.1f} to {max(seconds):.1f})" if seconds else "-"
+        spread = f"{statistics.median(seconds):.1f} s ({min(seconds):.1f} to {max(seconds):.1f})" if seconds else "-"
         name = f"SIG{fault}" if fault in ("KILL", "STOP") else fault
         good = sum(not row["wrong"] for row in same)
         engines = "vLLM" if real else "stand-in"
@@ -428,7 +419,7 @@ def kill(options, out):
     commit = subprocess.check_output(describe, cwd=ROOT, text=True).strip()
     settings = settings_of(options.environment, tiny)
     steps = STEPS if options.kind == "matrix" else STEPS_PER_KILL * options.kills
-    rows = _rows(out / "rows.jsonl")
+    rows = read_jsonl(out / "rows.jsonl")
     with contextlib.closing(JsonlWriter(out / "rows.jsonl")) as file:
         for cases in planned(options, rows):
             first = cases[0]
@@ -451,6 +442,7 @@ def kill(options, out):
                 raise SystemExit(f"{folder}: the run ended before the first kill")
             if not wrong:
                 shutil.rmtree(folder)
+    print(table(rows))
     return int(any(row["wrong"] for row in rows))
 
 
@@ -478,54 +470,26 @@ def slopes(samples):
     if len(samples) < ENOUGH:
         few = f"{len(samples)} samples after minute {FROM_S / 60:g} are too few; a slope needs {ENOUGH}"
         return dict.fromkeys(MEASURED, few)
-    hours = np.array([row["seconds"] / 3600 for row in samples])
-    first, second = np.triu_indices(len(samples), 1)
+    hours = [row["seconds"] / 3600 for row in samples]
     texts = {}
     for key, unit in MEASURED.items():
-        values = np.array([row[key] for row in samples])
-        slope = float(np.median((values[second] - values[first]) / (hours[second] - hours[first])))
+        values = [row[key] for row in samples]
+        slope = theilslopes(values, hours).slope
         if unit == "percent":
-            slope *= 100 / float(np.median(values))
+            slope *= 100 / statistics.median(values)
         texts[key] = f"{slope:+.3f} {unit} per hour"
     return texts
 
 
 def longest_pause_s(samples):
     """Longest time without a new step, after the first one; to the resolution of the samples."""
-    longest = 0.0
-    last = {"steps": 0}
-    for row in samples:
-        if last["steps"]:
-            longest = max(longest, row["seconds"] - last["seconds"])
-        if row["steps"] > last["steps"]:
-            last = row
-    return round(longest, 1)
-
-
-def plot(samples, kills, path):
-    """The measured values over time, with the kills."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    minutes = [row["seconds"] / 60 for row in samples]
-    figure, axes = pyplot.subplots(5, 1, sharex=True, figsize=(8, 10), layout="constrained")
-    labels = {"steps": "steps", "rss_mib": "memory (MiB)", "files": "open files", "threads": "threads"}
-    for axis, (key, label) in zip(axes, (labels | {"disk_mib": "run folder (MiB)"}).items()):
-        axis.plot(minutes, [row[key] for row in samples], linewidth=1)
-        axis.set_ylabel(label)
-        for row in kills:
-            color = "tab:red" if row["signal"] == "SIGKILL" else "tab:orange"
-            axis.axvline(row["seconds"] / 60, color=color, alpha=0.5, linewidth=0.8)
-    axes[0].set_title("One run with two engines. Red: a process is killed, orange: stopped")
-    axes[-1].set_xlabel("minutes")
-    figure.savefig(path, dpi=110)
+    grown = [row["seconds"] for last, row in pairwise([{"steps": 0}, *samples]) if row["steps"] > last["steps"]]
+    return round(max(later - earlier for earlier, later in pairwise([*grown, samples[-1]["seconds"]])), 1)
 
 
 def endure(tried, options, file):
     """Run until --minutes are reached, appending rows to `file`; the exit code if the run ended before, else None."""
-    before = _rows(file)
+    before = read_jsonl(file)
     begin = time.monotonic() - sum(row["seconds"] for row in before[-1:])
     source = random.Random(f"{options.seed}/{len(before)}")
     rate = 1 / (60 * options.mean_minutes)
@@ -563,7 +527,6 @@ def soak(options, out):
     rows = read_jsonl(out / "samples.jsonl")
     kills = [row for row in rows if "kill" in row]
     samples = [row for row in rows if "pid" in row]
-    plot(samples, kills, out / "soak.png")
     controllers = Counter(row["pid"] for row in samples)
     [(longest, _)] = controllers.most_common(1)  # slopes are those of one process
     steady = [row for row in samples if row["pid"] == longest]
@@ -586,9 +549,6 @@ def soak(options, out):
 def main(options):
     """Do what --kind says."""
     out = options.out.resolve()
-    if options.table:
-        print(table(read_jsonl(options.table)))
-        return 0
     if options.kind == "soak":
         return soak(options, out)
     return kill(options, out / options.environment.replace(":", "_"))

@@ -2,9 +2,9 @@
 
 import asyncio
 import contextlib
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
+
+import psutil
 
 
 @dataclass
@@ -33,18 +33,9 @@ class Lag:
 
 def processor_s(pids):
     """Processor time of processes that run (s)."""
-    ticks = 0
+    seconds = 0.0
     for pid in pids:
-        with contextlib.suppress(FileNotFoundError):
-            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(stat[11]) + int(stat[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def open_sockets():
-    """Sockets of this process."""
-    sockets = 0
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            sockets += os.readlink(entry).startswith("socket:")
-    return sockets
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = psutil.Process(pid).cpu_times()
+            seconds += times.user + times.system
+    return seconds

@@ -1,6 +1,8 @@
 """Stand-in engines for tools/bench_controller.py: HTTP servers that give prepared responses after a delay.
 
-    python tools/stand_in_engines.py --engines 5 --tokens 14336 --delay 40 [--seed 0]
+    python tools/stand_in_engines.py '{"engines": 5, "tokens": 14336, "thinking": 12000, "delay": 40, "seed": 0}'
+
+thinking: tokens before the closing tag. delay: seconds, in the mean.
 
 They cost little processor time: a response is encoded once, in the fields that vLLM 0.32 writes, and sent by the
 kernel out of a file in memory; only the policy version in front of it is written per request. A request waits between
@@ -8,12 +10,13 @@ half and one and a half delays, uniformly. Prints the servers' ports as a JSON l
 closed. Standard library alone. `accept` is a verifier for `rewards.verifier`.
 """
 
-import argparse
 import asyncio
 import json
 import os
 import random
+import struct
 import sys
+from types import SimpleNamespace
 
 VARIANTS = 16
 """Different responses of one process."""
@@ -28,17 +31,14 @@ def accept(answer_text, reference, extra):
     return sum(answer_text.encode()) % 2 == 0
 
 
-def response(tokens, thinking, think_end, answer, source):
-    """The JSON of a response behind its policy versions.
-
-    thinking: index of the closing tag, whose tokens are think_end. answer: token ids to draw the text after it from.
-    """
+def response(tokens, thinking, source):
+    """The JSON of a response behind its policy versions. thinking: tokens before the closing tag."""
     ids = [source.randrange(100_000, 128_000) for _ in range(thinking)]
-    ids += think_end
-    ids += [source.choice(answer) for _ in range(tokens - len(ids))]
+    ids += THINK_END
+    ids += [source.choice(ANSWER) for _ in range(tokens - len(ids))]
     content = []
     for token in ids:
-        logprob = _float32(-source.expovariate(3.0))
+        [logprob] = struct.unpack("<f", struct.pack("<f", -source.expovariate(3.0)))
         candidate = {"token_id": token, "logprob": logprob, "rank": 1}
         content.append({**candidate, "top_logprobs": [candidate]})
     choice = {
@@ -51,12 +51,6 @@ def response(tokens, thinking, think_end, answer, source):
     }
     rest = json.dumps(choice, separators=(",", ":"))[1:]
     return f'{rest}],"request_id":"{"0" * 32}","prompt_logprobs":null,"kv_transfer_params":null}}'.encode()
-
-
-def _float32(value):
-    import struct
-
-    return float(struct.unpack("<f", struct.pack("<f", value))[0])
 
 
 class StandInEngine:
@@ -107,13 +101,7 @@ async def _serve(arguments):
     source = random.Random(arguments.seed)
     files = []
     for number in range(VARIANTS):
-        body = response(
-            arguments.tokens,
-            arguments.thinking,
-            list(THINK_END),
-            ANSWER,
-            source,
-        )
+        body = response(arguments.tokens, arguments.thinking, source)
         file = os.memfd_create(f"response-{number}")
         with os.fdopen(os.dup(file), "wb") as output:
             output.write(body)
@@ -127,16 +115,5 @@ async def _serve(arguments):
     await asyncio.to_thread(sys.stdin.read)
 
 
-def main():
-    """Serve until standard input is closed."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--engines", type=int, default=5)
-    p.add_argument("--tokens", type=int, default=14336, help="of a completion")
-    p.add_argument("--thinking", type=int, default=12000, help="tokens before the closing tag")
-    p.add_argument("--delay", type=float, default=40.0, help="seconds, in the mean")
-    p.add_argument("--seed", type=int, default=0)
-    asyncio.run(_serve(p.parse_args()))
-
-
 if __name__ == "__main__":
-    main()
+    asyncio.run(_serve(SimpleNamespace(**json.loads(sys.argv[1]))))

@@ -12,8 +12,10 @@ def tiny_run(tiny, steps, *overrides):
     """Train to the end and give the run's folder, which is deleted on leaving the block.
 
     tiny: folder with a policy and prompts (examples/quickstart.sh). overrides: `key=value`. The run's errors go to
-    standard error. Raises CalledProcessError.
+    standard error. Raises CalledProcessError, SystemExit where there is no policy.
     """
+    if not (tiny / "policy" / "config.json").is_file():
+        raise SystemExit(f"--tiny: {tiny} has no warm policy; run examples/quickstart.sh")
     with tempfile.TemporaryDirectory() as out:
         argv = [
             sys.executable,
@@ -34,14 +36,3 @@ def tiny_run(tiny, steps, *overrides):
         ]
         subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
         yield Path(out, "bench")
-
-
-def warm_policy(folder):
-    """The folder of --tiny. Ends the program where there is no policy in it."""
-    if not Path(folder, "policy", "config.json").is_file():
-        print(
-            f"--tiny: {folder} has no warm policy; run examples/quickstart.sh",
-            file=sys.stderr,
-        )
-        sys.exit(2)
-    return Path(folder)

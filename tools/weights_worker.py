@@ -1,9 +1,5 @@
 """The receiving process of `bench_weights.py`: a vLLM model and its receiver, called directly."""
 
-import json
-import os
-import sys
-
 import msgspec
 import torch
 
@@ -40,6 +36,7 @@ class Worker:
 
     def __init__(self, options):
         """options: those of the bench; lora: the model has a slot for adapters."""
+        torch.set_num_threads(1)
         from vllm import LLM
         from vllm.lora.request import LoRARequest
 
@@ -119,16 +116,3 @@ class Worker:
         if not hasattr(self, "_buffer"):
             self._buffer = torch.zeros(size, dtype=torch.uint8)
         return self._buffer
-
-
-def receive(options):
-    """Answer commands from the input, a JSON line each."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM prints
-    torch.set_num_threads(1)
-    worker = Worker(options)
-    print(json.dumps("ready"), file=answers, flush=True)
-    for line in sys.stdin:
-        command, *arguments = json.loads(line)
-        value = getattr(worker, command)(*arguments)
-        print(json.dumps(value), file=answers, flush=True)

@@ -1,6 +1,7 @@
-"""One step and generations of a real fleet."""
+"""A real fleet, one step of it and its generations."""
 
 import asyncio
+import contextlib
 
 import numpy as np
 from random_policy import of_rollouts
@@ -8,13 +9,30 @@ from random_policy import of_rollouts
 from megatron_scalerl.batching.advantages import samples_of
 from megatron_scalerl.batching.assignment import plan_step
 from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of
+from megatron_scalerl.controller.run_folder import RunFolder
+from megatron_scalerl.controller.weight_sync import WeightSync
 from megatron_scalerl.engine.client import SamplingSpec
+from megatron_scalerl.launch.launcher import launching
 from megatron_scalerl.types import RolloutGroup, Score
 
 TOKENS = 24
 
 
 SECRET = "secret" * 8
+
+
+@contextlib.asynccontextmanager
+async def fleet_of(recipe):
+    """A trainer and an engine that holds the trainer's first version, and the run's folder."""
+    with contextlib.closing(RunFolder(recipe)) as folder:
+        async with (
+            launching(recipe, folder.attempt, SECRET) as launcher,
+            launcher.trainer(folder.attempt) as trainer,
+        ):
+            fleet = await launcher.start(trainer)
+            sync = WeightSync(fleet.trainer, fleet.engines, recipe)
+            await sync.publish(0)
+            yield fleet, sync, folder
 
 
 async def generate(engine, prompts, **sampling):

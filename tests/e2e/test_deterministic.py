@@ -1,8 +1,5 @@
 """rollouts.deterministic with vLLM: a run that is killed and resumed has the bits of one that is not."""
 
-import os
-import signal
-
 import pytest
 from waiting import wait_until
 from whole_runs import overrides, run, start
@@ -67,7 +64,7 @@ def test_a_killed_run_has_the_bits_of_one_that_was_not(tiny_dense, tmp_path, mon
     process = start(*settings(tiny_dense, tmp_path, "interrupted", schedule))
     # in the third batch, or the second phase, some of whose groups are in the journal
     wait_until(lambda: process.poll() is not None or len(finished(events)) >= 10, 1200)
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
     assert len(finished(events)) < groups, "a batch was interrupted, not a step"
 

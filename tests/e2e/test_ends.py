@@ -45,9 +45,9 @@ class Run:
                 continue
         return found
 
-    def wait_for(self, what, timeout_s=600):
+    def wait_for(self, what):
         """Wait until `what()` holds while the run lives."""
-        until = time.monotonic() + timeout_s
+        until = time.monotonic() + 600
         while not what():
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < until, "expected sooner"
@@ -55,8 +55,7 @@ class Run:
 
     def steps(self):
         """Steps in the metrics of the run, torn lines left out."""
-        path = self.folder / "metrics.jsonl"
-        return len(read_jsonl(path)) if path.exists() else 0
+        return len(read_jsonl(self.folder / "metrics.jsonl"))
 
     def end(self):
         """Wait for the controller; its exit code and its errors from the line that is its own."""

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from evaluation_files import read_result
-from whole_runs import ROOT, overrides, run
+from whole_runs import ROOT, overrides, product
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.environments.response import Response
@@ -50,7 +50,7 @@ def asking(tiny_dense, tmp_path_factory):
     settings = (f"policy.path={tiny / 'base_policy'}", f"sft.path={examples}", "sft.steps=80", "sft.threads=1")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT / "examples"))
-        run("-m", "megatron_scalerl", "sft", *RECIPE, "--out", folder / "policy", *settings)
+        product("sft", *RECIPE, "--out", folder / "policy", *settings)
     return folder / "policy"
 
 
@@ -87,7 +87,7 @@ def check_evaluation(tiny, policy, folder, out):
     rows = (tiny / "held_out.jsonl").read_text().splitlines()[:10]
     (out / "ten.jsonl").write_text("\n".join(rows) + "\n")
     options = ("--recipe", folder / "recipe.yaml", "--data", f"{out / 'ten.jsonl'}:prompt,answer", "--k", 4)
-    printed = run("-m", "megatron_scalerl", "evaluate", policy, *options, "--out", out / "evaluation").stdout
+    printed = product("evaluate", policy, *options, "--out", out / "evaluation").stdout
     assert "mean@4" in printed
     _, completions = read_result(out / "evaluation")
     assert len(completions) == 40 and not any(row.lost for row in completions)
@@ -114,7 +114,7 @@ def test_a_run_of_agents_has_the_episodes_that_the_calculator_has(tiny_dense, as
         "environment.workers=1",
         "rollouts.decoders=1",
     ]
-    assert "all 2 steps are made" in run("-m", "megatron_scalerl", "train", *settings).stdout
+    assert "all 2 steps are made" in product("train", *settings).stdout
     folder = tmp_path / "agent"
     assert check_episodes(folder) > 3
     groups = [listed.read() for listed in listed_groups(folder)]
@@ -142,7 +142,7 @@ def test_a_killed_run_of_episodes_is_resumed_shown_and_evaluated(tiny_dense, ask
     killed = subprocess.run(argv, cwd=ROOT, capture_output=True, timeout=1800, start_new_session=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     assert [r["step"] for r in read_jsonl(folder / "metrics.jsonl") if "skipped" not in r] == [1, 2]
-    assert "all 3 steps are made" in run("-m", "megatron_scalerl", "train", *settings).stdout
+    assert "all 3 steps are made" in product("train", *settings).stdout
     assert [r["step"] for r in read_jsonl(folder / "metrics.jsonl") if "skipped" not in r] == [1, 2, 3]
     assert [v["step"] for v in read_jsonl(folder / "validation.jsonl")] == [0, 3]
 
@@ -162,6 +162,6 @@ def test_a_killed_run_of_episodes_is_resumed_shown_and_evaluated(tiny_dense, ask
     assert all(salt == version for salt, version, priority in generations if priority == VALIDATION_PRIORITY)
 
     longest = max((g for g in map(read, listed_groups(folder))), key=lambda group: group["rollouts"][0]["turns"])
-    shown = run("-m", "megatron_scalerl", "show", folder, "--group", longest["group_id"]).stdout
+    shown = product("show", folder, "--group", longest["group_id"]).stdout
     assert longest["rollouts"][0]["turns"] > 1 and f"turns      {longest['rollouts'][0]['turns']}, " in shown
     check_evaluation(tiny_dense, asking, folder, tmp_path)

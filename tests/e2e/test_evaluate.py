@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from evaluation_files import AIME_2024, read_result
-from whole_runs import overrides, run
+from whole_runs import overrides, product
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 
@@ -26,7 +26,7 @@ def problems(tiny_dense, tmp_path_factory):
 
 def evaluate(tiny, problems, out, *more, check=True):
     options = ("--recipe", "recipes/tiny_cpu.yaml", "--data", f"{problems / 'tiny.jsonl'}:aime", "--out", out)
-    return run("-m", "megatron_scalerl", "evaluate", tiny / "policy", *options, "--k", 4, *more, check=check)
+    return product("evaluate", tiny / "policy", *options, "--k", 4, *more, check=check)
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_an_evaluation_beside_a_training_is_of_its_steps_weights(tiny_dense, pro
         f"evaluation.files=[{tmp_path / 'tiny.jsonl'}:aime]",
         "evaluation.generations=2",
     )
-    run("-m", "megatron_scalerl", "train", "recipes/tiny_cpu.yaml", *overrides(tiny_dense, tmp_path, "beside", *more))
+    product("train", "recipes/tiny_cpu.yaml", *overrides(tiny_dense, tmp_path, "beside", *more))
     folder = tmp_path / "beside"
     rows = read_jsonl(folder / "evaluation.jsonl")
     assert rows[0]["step"] == 0 and rows[-1]["step"] in (2, 3, 4) and not any("lost" in row for row in rows)

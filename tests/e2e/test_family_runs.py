@@ -9,7 +9,7 @@ import random_policies
 from safetensors.torch import load_file
 from sampling import sampled
 from torch import equal
-from whole_runs import run
+from whole_runs import overrides, product
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 
@@ -52,35 +52,20 @@ def make_run(kind, folder):
 
 def train(kind, tmp_path, *more, **keywords):
     _, length, layout = FAMILIES[kind]
-    return run(
-        "-m",
-        "megatron_scalerl",
-        "train",
-        "recipes/tiny_cpu.yaml",
-        "name=run",
-        f"output_dir={tmp_path}",
+    settings = overrides(
+        tmp_path,
+        tmp_path,
+        "run",
         "steps=2",
-        f"policy.path={tmp_path / 'policy'}",
-        f"prompts.path={tmp_path / 'prompts.jsonl'}",
-        f"prompts.held_out_path={tmp_path / 'held_out.jsonl'}",
         f"prompts.max_prompt_tokens={length + 20}",
         "rewards.verifier=coin:toss",
         "rewards.truncated=wrong",
         "interruption.answer_tokens=40",
-        "rollouts.groups_per_batch=4",
-        "rollouts.group_size=8",
-        "rollouts.max_in_flight=64",
         "validation.every_steps=0",
-        "checkpoint.every_steps=0",
-        "optimizer.warmup_steps=1",
         "optimizer.lr=1e-2",
-        "weights.probe_every=1",
-        "weights.probe_tolerance=1e-4",
         "trainer.micro_batch_tokens=1024",
-        *layout,
-        *more,
-        **keywords,
     )
+    return product("train", "recipes/tiny_cpu.yaml", *settings, *layout, *more, **keywords)
 
 
 @pytest.mark.parametrize("kind", sampled("family", FAMILIES, 1))
@@ -96,7 +81,7 @@ def test_two_steps_with_a_real_engine(kind, tmp_path, monkeypatch):
     assert all(record["probe_mismatch_max"] <= 1e-4 and record["grad_norm"] > 0 for record in records)
     if not set(EP2) <= set(FAMILIES[kind][2]):
         return
-    run("-m", "megatron_scalerl", "export", tmp_path / "run", "--out", tmp_path / "hf")
+    product("export", tmp_path / "run", "--out", tmp_path / "hf")
     before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "policy", tmp_path / "hf"))
     assert before.keys() == after.keys()
     for name in before:

@@ -14,7 +14,8 @@ import pytest
 import torch
 from kimi_policy import make_kimi
 from safetensors.torch import load_file
-from whole_runs import ROOT, overrides, run
+from tiny_logprobs import of_model
+from whole_runs import ROOT, overrides, product
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.checkpoints.verify import verify
@@ -78,7 +79,7 @@ def train(folder, steps, layout):
         f"engine.vllm.hf_overrides={json.dumps(load_recipe(MOONLIGHT).engine.vllm['hf_overrides'])}",
         f"megatron={json.dumps(layout)}",
     )
-    run("-m", "megatron_scalerl", "train", "recipes/tiny_cpu.yaml", *settings)
+    product("train", "recipes/tiny_cpu.yaml", *settings)
 
 
 def of_transformers(folder, texts):
@@ -89,9 +90,7 @@ def of_transformers(folder, texts):
     config.model_type = "deepseek_v3"  # under the folder's name it would leave out the experts
     model, said = DeepseekV3ForCausalLM.from_pretrained(folder, config=config, output_loading_info=True)
     assert not said["missing_keys"] and not said["unexpected_keys"]
-    with torch.no_grad():
-        rows = [model(torch.tensor([text])).logits[0].log_softmax(-1) for text in texts]
-    return [row[:-1].gather(1, torch.tensor(text[1:])[:, None])[:, 0] for row, text in zip(rows, texts)]
+    return of_model(model, texts)
 
 
 def of_vllm(folder, **job):
@@ -125,7 +124,7 @@ def test_trainer_engine_and_export_agree_after_live_updates_and_a_restart(tmp_pa
     make_kimi(tmp_path)
     before, after = LAYOUTS.values()
     train(tmp_path, 2, before)
-    run("-m", "megatron_scalerl", "export", tmp_path / "run", "--out", tmp_path / "hf")
+    product("export", tmp_path / "run", "--out", tmp_path / "hf")
     assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "kimi_k2"
     with pytest.raises(ValueError, match="differ"):
         verify(tmp_path / "policy", tmp_path / "hf")

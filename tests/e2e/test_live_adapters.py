@@ -1,21 +1,16 @@
 """Trainer and engine compute the same with adapters, sent alone and merged; so does what is exported."""
 
 import asyncio
-import contextlib
-import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import tiny_logprobs
-from live_fleet import SECRET, differences, generate, one_step
+from live_fleet import differences, fleet_of, generate, one_step
 from whole_runs import ROOT, overrides
 
 from megatron_scalerl.commands.export import export
 from megatron_scalerl.controller.preflight import check_inputs
-from megatron_scalerl.controller.run_folder import RunFolder
-from megatron_scalerl.controller.weight_sync import WeightSync
-from megatron_scalerl.launch.launcher import launching
 from megatron_scalerl.recipe.file import load_recipe
 
 pytestmark = pytest.mark.slow
@@ -31,7 +26,7 @@ their end of sequence: 1e-5 to 2e-5 nats here. No fixed number holds for all of 
 
 
 def flat(rows):
-    return np.array(list(itertools.chain(*rows)))
+    return np.concatenate(rows)
 
 
 def rounding(folder, texts):
@@ -40,24 +35,10 @@ def rounding(folder, texts):
     return np.abs(flat(tiny_logprobs.of(folder, texts)) - exact).max()
 
 
-@contextlib.asynccontextmanager
-async def fleet_of(recipe, inputs):
-    """A trainer and an engine that holds the trainer's first version."""
-    with contextlib.closing(RunFolder(recipe)) as folder:
-        async with (
-            launching(recipe, folder.attempt, SECRET) as launcher,
-            launcher.trainer(folder.attempt) as trainer,
-        ):
-            fleet = await launcher.start(trainer)
-            sync = WeightSync(fleet.trainer, fleet.engines, recipe)
-            await sync.publish(0)
-            yield fleet, sync, folder
-
-
 async def trained(recipe, inputs):
     """Differences and texts before a step and after it, the engine's log-probs of their tokens, and the update."""
     prompts = list(inputs.prompts.held_out[:4])
-    async with fleet_of(recipe, inputs) as (fleet, sync, folder):
+    async with fleet_of(recipe) as (fleet, sync, folder):
         [engine] = fleet.engines.alive
         rollouts = await generate(engine, [*prompts, *prompts], seed=5)
         fresh = await differences(fleet, [*prompts, *prompts], rollouts)
@@ -73,9 +54,9 @@ async def trained(recipe, inputs):
         return fresh, first, updated, texts, scores, update
 
 
-async def scored(recipe, inputs, texts):
+async def scored(recipe, texts):
     """An engine's log-probs of texts with the trainer's first version, and an update."""
-    async with fleet_of(recipe, inputs) as (fleet, sync, _):
+    async with fleet_of(recipe) as (fleet, sync, _):
         [engine] = fleet.engines.alive
         return [await engine.score(text) for text in texts], await sync.publish(1)
 
@@ -93,8 +74,8 @@ def test_adapters_alone_and_merged_and_exported_are_the_same_policy(tiny_dense, 
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"
     assert export(tmp_path / "alone", adapter) == export(tmp_path / "alone", merged, merged=True) == 1
 
-    again = inputs_of("name=again", "weights.adapters=merged", f"policy.adapter={adapter}")
-    of_merged, whole = asyncio.run(scored(*again, texts))
+    again, _ = inputs_of("name=again", "weights.adapters=merged", f"policy.adapter={adapter}")
+    of_merged, whole = asyncio.run(scored(again, texts))
     assert update.bytes < whole.bytes / 2
 
     base = tiny_dense / "policy"

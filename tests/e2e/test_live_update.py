@@ -1,7 +1,6 @@
 """Trainer and engine compute the same: on fresh weights, and after an optimiser step and a live update."""
 
 import asyncio
-import contextlib
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -9,15 +8,12 @@ from pathlib import Path
 import open_doors
 import pytest
 from distributed.runner import run_ranks
-from live_fleet import SECRET, TOKENS, differences, generate, one_step
+from live_fleet import SECRET, TOKENS, differences, fleet_of, generate, one_step
 from rich.console import Console
 from whole_runs import ROOT, overrides
 
 from megatron_scalerl.commands.export import export
 from megatron_scalerl.controller.preflight import check_inputs
-from megatron_scalerl.controller.run_folder import RunFolder
-from megatron_scalerl.controller.weight_sync import WeightSync
-from megatron_scalerl.launch.launcher import launching
 from megatron_scalerl.recipe.file import load_recipe
 
 pytestmark = pytest.mark.slow
@@ -40,27 +36,20 @@ def check_doors(fleet):
 
 async def scenario(recipe, inputs, out):
     prompts = list(inputs.prompts.held_out[:4])
-    with contextlib.closing(RunFolder(recipe)) as folder:
-        async with (
-            launching(recipe, folder.attempt, SECRET) as launcher,
-            launcher.trainer(folder.attempt) as trainer,
-        ):
-            fleet = await launcher.start(trainer)
-            [engine] = fleet.engines.alive
-            sync = WeightSync(fleet.trainer, fleet.engines, recipe)
-            await sync.publish(0)
-            meeting = check_doors(fleet)
-            rollouts = await generate(engine, [*prompts, *prompts], seed=5)
-            # the same prompt twice with the same seed; other tokens for the second half
-            second = await generate(engine, prompts, seed=6)
-            fresh = await differences(fleet, [*prompts, *prompts], rollouts)
-            rollouts = [replace(r, truncated=False) for r in [*rollouts[:4], *second]]
-            await one_step(fleet, recipe, [*prompts, *prompts], rollouts)
-            before = await generate(engine, prompts, temperature=0.0)
-            await sync.publish(1)
-            after = await generate(engine, prompts, temperature=0.0)
-            updated = await differences(fleet, prompts, after)
-            await fleet.trainer.save(str(folder.checkpoint(1)), {})
+    async with fleet_of(recipe) as (fleet, sync, folder):
+        [engine] = fleet.engines.alive
+        meeting = check_doors(fleet)
+        rollouts = await generate(engine, [*prompts, *prompts], seed=5)
+        # the same prompt twice with the same seed; other tokens for the second half
+        second = await generate(engine, prompts, seed=6)
+        fresh = await differences(fleet, [*prompts, *prompts], rollouts)
+        rollouts = [replace(r, truncated=False) for r in [*rollouts[:4], *second]]
+        await one_step(fleet, recipe, [*prompts, *prompts], rollouts)
+        before = await generate(engine, prompts, temperature=0.0)
+        await sync.publish(1)
+        after = await generate(engine, prompts, temperature=0.0)
+        updated = await differences(fleet, prompts, after)
+        await fleet.trainer.save(str(folder.checkpoint(1)), {})
     assert export(recipe.run_dir, out) == 1
     assert not meeting.exists()
     return prompts, fresh, before, after, updated

@@ -11,7 +11,7 @@ import pytest
 import random_policies
 from recipe_files import ROOT
 from transformers import AutoConfig
-from whole_runs import run
+from whole_runs import product
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.recipe.file import load_recipe
@@ -78,7 +78,7 @@ def test_a_recipe_trains_its_kind_of_policy(name, tmp_path, monkeypatch):
     make_policy(recipe, tmp_path / "policy")
     make_prompts(layout, tmp_path / "prompts" / "train.jsonl")
     paths = [f"policy.path={tmp_path / 'policy'}", f"prompts.path={tmp_path / 'prompts'}", f"output_dir={tmp_path}"]
-    run("-m", "megatron_scalerl", "train", file, "name=run", *paths, *SMALLER, *more)
+    product("train", file, "name=run", *paths, *SMALLER, *more)
     rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "skipped" not in row]
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["grad_norm"] > 0 and row["probe_mismatch_max"] <= MISMATCH for row in rows)

@@ -1,11 +1,9 @@
 """A real study: two recipes with two seeds each, killed within a run, resumed, compared."""
 
 import json
-import os
-import signal
-import time
 
 import pytest
+from waiting import wait_until
 from whole_runs import overrides, run, start
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
@@ -22,11 +20,9 @@ def test_two_recipes_with_two_seeds(policy, tmp_path):
     more = ("steps=8", "validation.every_steps=1", "checkpoint.every_steps=2")
     words += [word for setting in overrides(policy, "", "", *more)[2:] for word in ("--set", setting)]
     process = start(*map(str, words))
-    until, killed = time.monotonic() + 1500, study / "runs" / "dapo_loss_seed1"
-    while len(read_jsonl(killed / "metrics.jsonl")) < 4:
-        assert process.poll() is None and time.monotonic() < until
-        time.sleep(0.1)
-    os.kill(process.pid, signal.SIGKILL)
+    metrics = study / "runs" / "dapo_loss_seed1" / "metrics.jsonl"
+    wait_until(lambda: process.poll() is not None or len(read_jsonl(metrics)) >= 4, 1500)
+    process.kill()
     process.wait()
     out = run(*words, timeout=2400).stdout
     assert "scalerl_seed1: starts" not in out and "dapo_loss_seed1: starts or goes on" in out

@@ -2,19 +2,22 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
+from programs import ROOT as ROOT
+from programs import ended
 
 
 def run(*argv, timeout=900, check=True):
     """Run one of the product's commands from the root of the project."""
-    done = subprocess.run(
-        [sys.executable, *map(str, argv)], cwd=ROOT, capture_output=True, text=True, timeout=timeout
-    )
+    done = ended(sys.executable, *argv, timeout=timeout)
     if check:
         assert done.returncode == 0, f"{argv}: {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done
+
+
+def product(*words, **options):
+    """Run `megatron-scalerl` with these words."""
+    return run("-m", "megatron_scalerl", *words, **options)
 
 
 def start(*argv):
@@ -26,9 +29,7 @@ def make_tiny(folder, *, moe, sft_steps):
     """Task files, an untrained policy, and a policy after a short warm start."""
     flags = ["--moe"] if moe else []
     run("-m", "megatron_scalerl.tiny", folder, "--seed", 1, "--sft-examples", 32 * sft_steps, *flags)
-    run(
-        "-m",
-        "megatron_scalerl",
+    product(
         "sft",
         "recipes/tiny_cpu.yaml",
         "--out",

@@ -1,21 +1,16 @@
 """`tools/fit_curve.py` runs its own clone, reads a CSV as `megatron-scalerl fit` does and ends with its exit code."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
-from pathlib import Path
+
+from programs import ROOT, ended, printed
 
 from megatron_scalerl.fit.sigmoid import sigmoid
 
-ROOT = Path(__file__).parents[2]
-
 
 def ran(*arguments, cwd):
-    command = [sys.executable, ROOT / "tools" / "fit_curve.py", *arguments]
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    return ended(sys.executable, ROOT / "tools" / "fit_curve.py", *arguments, cwd=cwd, PYTHONPATH="")
 
 
 def test_a_csv_is_fitted_and_bad_input_is_one_line(tmp_path):
@@ -39,7 +34,4 @@ def test_the_clone_needs_no_installation(tmp_path):
     (tmp_path / "tools").mkdir()
     for name in ("fit_curve.py", "checkout.py"):
         shutil.copy(ROOT / "tools" / name, tmp_path / "tools" / name)
-    done = subprocess.run(
-        [sys.executable, tmp_path / "tools" / "fit_curve.py", "x"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "stub fit x\n"
+    assert printed(sys.executable, tmp_path / "tools" / "fit_curve.py", "x", cwd=tmp_path) == "stub fit x\n"

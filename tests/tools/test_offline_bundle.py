@@ -1,10 +1,8 @@
 """A bundle for a GPU machine without a package index: what it refuses, and what its checks leave."""
 
-import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
+from programs import ROOT, ended
 
 
 def test_a_part_that_is_cut_writes_what_it_has_found(tmp_path):
@@ -17,14 +15,13 @@ def test_a_part_that_is_cut_writes_what_it_has_found(tmp_path):
     text = (ROOT / "tools" / "offline_try.sh").read_text()
     function = text[text.index("part() {") : text.index("\nchecks()")]
     script = f'results=.\n{function}\npart cut 20 "$0" -m pytest -q -p no:cacheprovider test_slow.py\n'
-    done = subprocess.run(["bash", "-c", script, sys.executable], cwd=tmp_path, capture_output=True, text=True)
+    done = ended("bash", "-c", script, sys.executable, cwd=tmp_path)
     assert (tmp_path / "begun").exists() and "try.sh: cut: exit code 1" in done.stdout  # 124, or 137 where it is slow
     assert (tmp_path / "report").read_text() == "2"
 
 
 def refused(*argv):
-    command = ["bash", ROOT / "tools" / "offline_bundle.sh", *argv]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = ended("bash", "tools/offline_bundle.sh", *argv)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done
     return done.stderr
 

@@ -2,13 +2,11 @@
 
 import hashlib
 import json
-import subprocess
 import sys
-from pathlib import Path
+
+from programs import ended, printed
 
 from megatron_scalerl.fit.outlook import outlook
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_the_forecast_of_the_validations_so_far_is_appended(tmp_path):
@@ -30,14 +28,13 @@ def test_the_forecast_of_the_validations_so_far_is_appended(tmp_path):
     out = tmp_path / "forecasts.jsonl"
     out.write_text(json.dumps({"run": "another", "step": 60}) + "\n")
     command = [sys.executable, "tools/record_forecast.py", run, "--steps", "60", "--out", out]
-    command = [str(word) for word in command]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    said = printed(*command)
+    again = ended(*command)
     assert again.returncode == 1 and "the first one stands" in again.stderr
     first, last = out.read_text().splitlines()
     made = outlook(rows, steps=60, fit_from_steps=4)
     recorded = json.loads(last)
-    assert "another" in first and made.line() in done.stdout
+    assert "another" in first and made.line() in said
     assert recorded["run"] == "my_run" and len(recorded["commit"]) == 40
     assert recorded["validations_sha256"] == hashlib.sha256(text.encode()).hexdigest()
     assert (recorded["at_step"], recorded["step"]) == (28, 60)

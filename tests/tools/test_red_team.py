@@ -1,22 +1,19 @@
 """A policy is trained against a judge, and what it is paid for without confirmation is listed by form."""
 
-import os
-import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import red_team
 from journals import write_journal
+from programs import ROOT, ended
 from rollout_groups import group_of, rollout
 
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter
 from megatron_scalerl.tiny.tokenizer import build_tokenizer, save_tokenizer
 from megatron_scalerl.types import Prompt, Score
 
-ROOT = Path(__file__).parents[2]
 TOKENIZER = build_tokenizer()
 LENIENT = "def pays(text, reference, extra):\n    return any(character.isdigit() for character in text)\n"
 
@@ -58,17 +55,21 @@ def test_unconfirmed_completions_are_counted_by_form(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_lenient_judge_is_found_out_by_training(tiny, tmp_path):
     (tmp_path / "lenient.py").write_text(LENIENT)
-    words = [sys.executable, "tools/red_team.py", "lenient:pays", "--recipe", "recipes/tiny_cpu.yaml", "--steps", "2"]
-    words += ["--audit", "megatron_scalerl.rewards.audit:confirm_math", f"output_dir={tmp_path}"]
-    words += [f"policy.path={tiny / 'base_policy'}", f"prompts.path={tiny / 'prompts.jsonl'}"]
-    words += [
+    settings = [
+        f"output_dir={tmp_path}",
+        f"policy.path={tiny / 'base_policy'}",
+        f"prompts.path={tiny / 'prompts.jsonl'}",
         f"prompts.held_out_path={tiny / 'held_out.jsonl'}",
         "validation.prompts=8",
         "validation.end_generations=1",
+        "rollouts.groups_per_batch=4",
+        "rollouts.group_size=4",
+        "rollouts.max_in_flight=16",
     ]
-    words += ["rollouts.groups_per_batch=4", "rollouts.group_size=4", "rollouts.max_in_flight=16"]
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
+    words = ["tools/red_team.py", "lenient:pays", "--recipe", "recipes/tiny_cpu.yaml", "--steps", "2"]
+    words += ["--audit", "megatron_scalerl.rewards.audit:confirm_math", *settings]
+    variables = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
+    done = ended(sys.executable, *words, timeout=500, **variables)
     assert done.returncode == 1, done.stderr[-2000:]
     assert "read some with show --unconfirmed" in done.stdout + done.stderr
     assert "not confirmed\n" in done.stdout and "step     2: held-out pass rate" in done.stdout

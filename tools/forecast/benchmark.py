@@ -13,7 +13,6 @@ interval score, and the geometric ratio of interval scores to those of a random 
 """
 
 import argparse
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -57,18 +56,6 @@ def setting_left_out(task):
     return by_fit(prior=prior_without(*runs))(task)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decisions:
-    """How often a verdict at half time was right."""
-
-    right: int
-    """"go on" where the second half gained at least `WORTH`, "stop" where it did not."""
-    wrong: int
-    """The contrary."""
-    open: int
-    """"too early to say"."""
-
-
 def gained(task):
     """Whether the second half gained `WORTH`: the last points' mean less that of the last fitted ones."""
     y = task.known.curve.pass_rate
@@ -91,10 +78,10 @@ def thumb(task):
 
 
 def judged(found):
-    """Compare verdicts with what the second halves gained."""
+    """Verdicts compared with what the second halves gained: how many were right, wrong, or "too early to say"."""
     sure = [(task, said == "go on") for task, said in found if said != "too early to say"]
     right = sum(went == gained(task) for task, went in sure)
-    return Decisions(right=right, wrong=len(sure) - right, open=len(found) - len(sure))
+    return f"{right} right, {len(sure) - right} wrong, {len(found) - len(sure)} open"
 
 
 def parser():

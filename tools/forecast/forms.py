@@ -8,7 +8,8 @@ The first two are fitted by least squares, the last by marginal likelihood.
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -28,36 +29,6 @@ class PowerLaw:
 
     def __call__(self, compute):
         return self.asymptote - self.scale * np.exp(-self.exponent * np.log(np.asarray(compute, dtype=float)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogLinear:
-    """R(C) = intercept + slope * log C."""
-
-    intercept: float
-    """a, in pass rate."""
-    slope: float
-    """b, in pass rate per unit of log C."""
-
-    def __call__(self, compute):
-        return self.intercept + self.slope * np.log(np.asarray(compute, dtype=float))
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeastSquaresSigmoid:
-    """Eq. 1 with A, B and C_mid fitted jointly by least squares, R_0 fixed."""
-
-    asymptote: float
-    """A."""
-    exponent: float
-    """B."""
-    midpoint: float
-    """C_mid, in the unit of compute."""
-    initial: float
-    """R_0."""
-
-    def __call__(self, compute):
-        return sigmoid(compute, **asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,14 +118,15 @@ def _linear_with_cap(basis, pass_rate):
     return float(residual @ residual), asymptote, scale
 
 
-def fit_log_linear(compute, pass_rate):
-    """Fit a + b log C to points [n] by least squares."""
+def log_linear(compute, pass_rate):
+    """The curve a + b log C that fits points [n] best by least squares."""
     slope, intercept = np.polyfit(np.log(compute), pass_rate, 1)
-    return LogLinear(intercept=float(intercept), slope=float(slope))
+    return lambda later: intercept + slope * np.log(later)
 
 
-def fit_least_squares_sigmoid(compute, pass_rate, *, initial):
-    """Fit eq. 1 to points [n] by least squares over A in (R_0, 1], B in [0.1, 12] and C_mid, from several starts."""
+def least_squares_sigmoid(compute, pass_rate, *, initial):
+    """Eq. 1 with R_0 fixed, fitted to points [n] by least squares over A in (R_0, 1], B in [0.1, 12] and C_mid, from
+    several starts."""
     from scipy.optimize import least_squares
 
     x = np.log(compute / compute.max())
@@ -167,5 +139,5 @@ def fit_least_squares_sigmoid(compute, pass_rate, *, initial):
     starts = [(a, math.log(m), math.log(1.8)) for a in (top, min(top + 0.1, 0.995)) for m in (0.1, 0.4, 1.5)]
     best = min((least_squares(residual, start, bounds=(low, high)) for start in starts), key=lambda r: r.cost)
     a, log_m, log_b = best.x
-    midpoint = float(np.exp(log_m) * compute.max())
-    return LeastSquaresSigmoid(asymptote=float(a), exponent=float(np.exp(log_b)), midpoint=midpoint, initial=initial)
+    midpoint = np.exp(log_m) * compute.max()
+    return partial(sigmoid, asymptote=a, exponent=np.exp(log_b), midpoint=midpoint, initial=initial)

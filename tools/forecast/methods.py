@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
-from forms import fit_least_squares_sigmoid, fit_log_linear, fit_power_law, fit_random_walk
+from forms import fit_power_law, fit_random_walk, least_squares_sigmoid, log_linear
 from known_runs import PUBLISHED, Task
 
 from megatron_scalerl.fit.paper import ASYMPTOTES, FIT_FROM, MIDPOINT_REFERENCE, best_cell
@@ -38,11 +39,6 @@ class Outcome:
     times the distance of a point outside of it. Lower is better."""
     half_widths: Array = field(repr=False)
     """[unseen] half widths of those intervals."""
-
-    @property
-    def half_width(self):
-        """Mean half width."""
-        return float(self.half_widths.mean())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +134,7 @@ def _printed_grid(task, c, y):
     initial = float(y[0] if task.known.curve.initial is None else task.known.curve.initial)
     grid = np.linspace(100.0, 40000.0, 100) * (1.0 if task.known.world == PUBLISHED else c.max() / MIDPOINT_REFERENCE)
     _, asymptote, midpoint, exponent = best_cell(c, y, initial, ASYMPTOTES, grid)
-    cell = {"asymptote": asymptote, "exponent": exponent, "midpoint": midpoint, "initial": initial}
-    return lambda compute: sigmoid(compute, **cell)
+    return partial(sigmoid, asymptote=asymptote, exponent=exponent, midpoint=midpoint, initial=initial)
 
 
 def _last_value(task, c, y):
@@ -148,10 +143,10 @@ def _last_value(task, c, y):
 
 OTHERS = {
     "last value": by_form(_last_value, 1),
-    "log-linear": by_form(lambda task, c, y: fit_log_linear(c, y), 2),
+    "log-linear": by_form(lambda task, c, y: log_linear(c, y), 2),
     "power law": by_form(lambda task, c, y: fit_power_law(c, y), 3),
     "sigmoid, least squares": by_form(
-        lambda task, c, y: fit_least_squares_sigmoid(c, y, initial=float(task.known.curve.initial or 0.0)), 3
+        lambda task, c, y: least_squares_sigmoid(c, y, initial=float(task.known.curve.initial or 0.0)), 3
     ),
     "random walk": random_walk,
     "damped walk": damped_walk,
@@ -187,7 +182,7 @@ def summarize(outcomes):
         by_run=float(np.mean(per_run)),
         coverage=float(np.concatenate([o.covered for o in outcomes]).mean()),
         winkler=float(np.concatenate([o.winkler for o in outcomes]).mean()),
-        half_width=float(np.mean([o.half_width for o in outcomes])),
+        half_width=float(np.mean([o.half_widths.mean() for o in outcomes])),
         covered_runs=float(np.mean([o.covered.mean() >= COVERED for o in outcomes])),
     )
 
@@ -204,27 +199,11 @@ def ratio(outcomes, reference):
 def bootstrap(outcomes, draws=4000):
     """90 % intervals of coverage and signed error where physical runs are drawn with replacement."""
     runs = list(dict.fromkeys(o.run for o in outcomes))
-    sums = np.array(
-        [
-            [sum(values(o) for o in outcomes if o.run == run) for values in (_points, _covered, _errors)]
-            for run in runs
-        ]
-    )
+    own = [[(len(o.errors), o.covered.sum(), o.errors.sum()) for o in outcomes if o.run == run] for run in runs]
+    sums = np.array([np.sum(rows, axis=0) for rows in own])
     drawn = sums[np.random.default_rng(0).integers(0, len(runs), (draws, len(runs)))].sum(axis=1)
     out = {}
     for column, name in ((1, "coverage"), (2, "signed")):
         low, high = np.quantile(drawn[:, column] / drawn[:, 0], [TAIL, 1.0 - TAIL])
         out[name] = (float(low), float(high))
     return out
-
-
-def _points(o):
-    return float(len(o.errors))
-
-
-def _covered(o):
-    return float(o.covered.sum())
-
-
-def _errors(o):
-    return float(o.errors.sum())
