@@ -5,7 +5,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatron_scalerl.fit.decide import WORTH, decide
 from megatron_scalerl.fit.forecast import METHODS, fit_curve
 from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
 from megatron_scalerl.fit.plot import plot_forecast
+from megatron_scalerl.fit.sizes import Ladder, ladder_of
 from megatron_scalerl.fit.tables import (
     RunReport,
     comparison_json,
@@ -75,6 +76,12 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         default=[],
         help="recipe that the others, or RECIPE alone, are compared with; default: the first",
     )
+    add(
+        "--across-sizes",
+        metavar="N1,N2,...",
+        help="parameters of each run's policy, in one unit: draw a line through the sizes of one recipe",
+    )
+    add("--next", type=float, metavar="N", help="size that --across-sizes forecasts")
     add("--fixed-asymptote", type=float, metavar="X", help="hold A at X")
     add(
         "--budget",
@@ -106,12 +113,17 @@ def run(options: argparse.Namespace, console: Console) -> int:
             budget=options.budget,
         )
         content["comparison"] = comparison_json(comparison)
+    ladder = None
+    if options.across_sizes:
+        sizes = _numbers(options.across_sizes, "--across-sizes")
+        ladder = ladder_of([run.fit for run in runs], sizes, options.next)
+        content["across_sizes"] = asdict(ladder)
     # allow_nan: inf and nan are no JSON; `tables` writes them as null
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     if options.json == "-":
         sys.stdout.write(text)
     else:
-        _print(runs, comparison, console)
+        _print(runs, comparison, ladder, console)
         if options.json:
             _write(options.json, text)
     if options.plot:
@@ -214,7 +226,7 @@ def _numbers(text: str | None, option: str) -> list[float]:
     return values
 
 
-def _print(runs: Sequence[RunReport], comparison: Comparison | None, console: Console) -> None:
+def _print(runs: Sequence[RunReport], comparison: Comparison | None, ladder: Ladder | None, console: Console) -> None:
     show((run.curve.read for run in runs), console)
     for _, items in sections(runs):
         show(items, console)
@@ -228,6 +240,8 @@ def _print(runs: Sequence[RunReport], comparison: Comparison | None, console: Co
         print(f"verdict: {run.decision.sentence()}")
     for _, items in further_sections(runs, comparison):
         show(items, console)
+    if ladder is not None:
+        show(ladder.lines(), console)
 
 
 def _draw(path: Path, runs: Sequence[RunReport], options: argparse.Namespace) -> Path:

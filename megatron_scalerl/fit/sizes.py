@@ -1,0 +1,182 @@
+"""The level of the next policy size, from runs of one recipe on smaller policies (`fit --across-sizes`).
+
+The share of failures at the end of a run, 1 - level, falls as a power of the number of parameters N: its logarithm is
+a line in log N, from which sizes depart as a random walk does. So a forecast starts at the nearest size and follows
+the slope. The slope is shrunk toward 0, with which the next size is as the largest. Where the line forecasts a size
+that was left out worse than "as the largest" does, it is refused. The unit of N does not matter.
+
+A is shown and does not enter: a run that no longer rises says where it stands, and little about its A.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_scalerl.fit.decide import Estimate, estimate
+from megatron_scalerl.fit.result import FitResult
+from megatron_scalerl.fit.sigmoid import Array
+from megatron_scalerl.fit.tables import Table
+from megatron_scalerl.record import record
+
+FEWEST = 3
+"""Fewest sizes of a line."""
+UNKNOWN = 100.0
+"""Prior variance of the line's height."""
+SLOPE = 0.5
+"""Standard deviation of the slope's prior, whose center is 0."""
+WALK = 0.2
+"""Scale of the half-normal prior of the walk: its standard deviation over a factor of e in N."""
+WALKS = np.linspace(0.02, 1.0, 50)
+"""Walks that are averaged."""
+DRAWS = 4000
+"""Draws of a forecast."""
+HIGHEST = 0.999
+"""Highest level of a draw, as the logarithm of no failures is -inf."""
+
+
+@record
+class Size:
+    """The runs of one policy size."""
+
+    parameters: float
+    """N, in the unit of the ladder."""
+    asymptote: Estimate
+    """Mean A of the runs."""
+    level: Estimate
+    """Mean pass rate at the end of the runs, without the noise of a validation."""
+    log_failures: float
+    """Mean of log(1 - level)."""
+    log_variance: float
+    """Its variance."""
+
+
+@record
+class Ladder:
+    """A line through several sizes, and how well it forecasts a size that is left out."""
+
+    sizes: tuple[Size, ...]
+    """By N."""
+    by_line: tuple[Estimate, ...]
+    """Level of each size by the line through the others."""
+    by_largest: tuple[float, ...]
+    """Level of the largest of the others."""
+    line_error: float
+    """Mean absolute error of `by_line`."""
+    largest_error: float
+    """The same of `by_largest`."""
+    doubling: Estimate
+    """Failures of a policy as a share of the failures of one of half its size."""
+    next_size: float | None
+    """N of the size that is forecast."""
+    next_level: Estimate
+    """Its level; where there is no next size, that of the largest again."""
+
+    def lines(self) -> list[Table | str]:
+        """The sizes, each by the others, and then the forecast."""
+        rows = []
+        for size, line, largest in zip(self.sizes, self.by_line, self.by_largest):
+            level = size.level.value
+            cells = [f"{size.parameters:g}", *map(_text, (size.asymptote, size.level, line))]
+            rows.append((*cells, f"{level - line.value:+.3f}", f"{level - largest:+.3f}"))
+        columns = ("size", "A", "level at the end", "by the other sizes", "error", "error of as the largest")
+        lines: list[Table | str] = [
+            Table(title="Across sizes", columns=columns, rows=tuple(rows)),
+            f"Each size left out: mean error {self.line_error:.3f}, as the largest {self.largest_error:.3f}.",
+            f"Twice the size leaves {_text(self.doubling)} of the failures.",
+        ]
+        if self.next_size is not None:
+            lines.append(f"forecast of size {self.next_size:g}: {_text(self.next_level)} at the end of its run")
+        return lines
+
+
+def ladder_of(fits: Sequence[FitResult], sizes: Sequence[float], next_size: float | None) -> Ladder:
+    """The line through the sizes of runs of one recipe.
+
+    sizes: [fits] N of each run's policy; runs of one size are averaged. next_size: N to forecast. Raises ValueError
+    for other than one size per run, for fewer than three sizes, and for a line that forecasts
+    sizes that are left out worse than "as the largest" does.
+    """
+    if len(sizes) != len(fits):
+        listed = ", ".join(fit.name for fit in fits)
+        raise ValueError(f"--across-sizes: {len(sizes)} sizes were given for {len(fits)} runs, which are {listed}")
+    if min([*sizes, next_size or 1.0]) <= 0.0:
+        raise ValueError("--across-sizes: every size has to be greater than 0")
+    groups = defaultdict[float, list[FitResult]](list)
+    for size, fit in zip(sizes, fits):
+        groups[size].append(fit)
+    if len(groups) < FEWEST:
+        raise ValueError(f"--across-sizes: a line takes at least {FEWEST} sizes, and {len(groups)} were given")
+    rungs = tuple(_size(parameters, runs) for parameters, runs in sorted(groups.items()))
+    others = [[other for other in rungs if other is not rung] for rung in rungs]
+    levels = np.array([rung.level.value for rung in rungs])
+    by_line = tuple(line_at(rest, rung.parameters)[0] for rest, rung in zip(others, rungs))
+    by_largest = tuple(rest[-1].level.value for rest in others)
+    line_error = float(np.mean(abs(levels - [level.value for level in by_line])))
+    largest_error = float(np.mean(abs(levels - by_largest)))
+    if line_error > 2 * largest_error:
+        errors = f"{line_error:.3f}, is larger than that of 'as the largest', {largest_error:.3f}"
+        raise ValueError(f"--across-sizes: no line, as its mean error for a size that is left out, {errors}")
+    next_level, doubling = line_at(rungs, next_size or rungs[-1].parameters)
+    return Ladder(
+        sizes=rungs,
+        by_line=by_line,
+        by_largest=by_largest,
+        line_error=line_error,
+        largest_error=largest_error,
+        doubling=doubling,
+        next_size=next_size,
+        next_level=next_level,
+    )
+
+
+def _size(parameters: float, fits: Sequence[FitResult]) -> Size:
+    rng = np.random.default_rng(0)
+    levels = []
+    for fit in fits:
+        mean, variance = fit.posterior.true_pass_rate(fit.compute[-1:])
+        draws = mean[:, 0] + np.sqrt(variance[:, 0]) * rng.standard_normal(len(mean))
+        levels.append(np.clip(draws, 0.0, HIGHEST))
+    level = np.mean(levels, axis=0)
+    log_failures = np.log(1.0 - level)
+    return Size(
+        parameters=parameters,
+        asymptote=estimate(np.mean([rng.permutation(fit.posterior.asymptote) for fit in fits], axis=0)),
+        level=estimate(level),
+        log_failures=float(log_failures.mean()),
+        log_variance=float(log_failures.var()),
+    )
+
+
+def line_at(sizes: Sequence[Size], parameters: float) -> tuple[Estimate, Estimate]:
+    """(level of a policy of that size, `Ladder.doubling`).
+
+    Gaussian process regression: the covariance of two sizes is that of height, slope and walk.
+    """
+    from scipy.special import softmax
+
+    log_sizes = np.log([*(size.parameters for size in sizes), parameters])
+    values = np.array([size.log_failures for size in sizes])
+    offsets = log_sizes - log_sizes[:-1].mean()
+    line = UNKNOWN + SLOPE**2 * np.outer(offsets, offsets)
+    walk = np.minimum.outer(log_sizes, log_sizes) - log_sizes.min()
+    # [walks, sizes, sizes], the forecast size last
+    covariance = line + WALKS[:, None, None] ** 2 * walk
+    inverse = np.linalg.inv(covariance[:, :-1, :-1] + np.diag([size.log_variance for size in sizes]))
+    evidence = np.linalg.slogdet(inverse)[1] - values @ inverse @ values - (WALKS / WALK) ** 2
+    rng = np.random.default_rng(0)
+    walks = rng.choice(len(WALKS), size=DRAWS, p=softmax(evidence / 2.0))
+
+    def drawn(shared: Array, variance: Array) -> Array:
+        """[draws] of a number. shared: [walks, sizes] its covariance with the values; variance: [walks] its own."""
+        gain = np.einsum("wij,wj->wi", inverse, shared)
+        left = np.sqrt(np.maximum(variance - (gain * shared).sum(axis=1), 0.0))
+        return (gain @ values)[walks] + left[walks] * rng.standard_normal(DRAWS)
+
+    log_failures = drawn(covariance[:, -1, :-1], covariance[:, -1, -1])
+    slope = drawn(np.tile(SLOPE**2 * offsets[:-1], (len(WALKS), 1)), np.array(SLOPE**2))
+    return estimate(np.clip(1.0 - np.exp(log_failures), 0.0, 1.0)), estimate(2.0**slope)
+
+
+def _text(level: Estimate) -> str:
+    return f"{level.value:.3f} [{level.lo:.3f}, {level.hi:.3f}]"
