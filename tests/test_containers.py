@@ -1,9 +1,9 @@
 """The Dockerfile: what it copies is there, and nothing of it is secret. It is not built here."""
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from programs import ROOT
+
 INSTALL = "tools/install.sh gpu --without-gpu"
 
 

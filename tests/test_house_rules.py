@@ -3,12 +3,11 @@
 import ast
 import re
 from collections import Counter
-from pathlib import Path
 
 from changed import nodes, tree
 from house_size import measure
+from programs import ROOT
 
-ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_scalerl"
 TEST_FILES = sorted((ROOT / "tests").rglob("*.py"))
 IN_PACKAGE = sorted(PACKAGE.rglob("*.py"))

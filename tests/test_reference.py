@@ -2,15 +2,13 @@
 
 import importlib.util
 import re
-from pathlib import Path
 
 import pytest
+from programs import ROOT
 from pydantic import BaseModel
 
 from megatron_scalerl.__main__ import COMMANDS
 from megatron_scalerl.recipe import Recipe
-
-ROOT = Path(__file__).parent.parent
 
 
 def build_step(name):

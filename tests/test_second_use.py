@@ -8,10 +8,10 @@ decided before they start; tests/e2e/test_train.py has the whole runs, tests/slu
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import yaml
+from programs import ROOT
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
@@ -20,8 +20,6 @@ from megatron_scalerl.controller.run_folder import ResumePoint, RunFolder
 from megatron_scalerl.page.demo import recorded_run
 from megatron_scalerl.processes import signals
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture

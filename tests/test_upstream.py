@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from changed import nodes
+from programs import ROOT
 
-ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_scalerl"
 VLLM, MEGATRON = (
     re.findall(r"^\| ([\w/]+\.py):(\d+) \| (\w+) \| ([^|]+) \|", part, re.MULTILINE)

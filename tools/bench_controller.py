@@ -23,8 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import harness
 from checkout import explained
@@ -151,33 +151,22 @@ def prompts():
     return PromptSet(training=tuple(created), held_out=(), report=None)
 
 
-@dataclass
-class Running:
-    """A controller at work on stand-ins."""
-
-    task: asyncio.Task[str]
-    folder: Path
-    """Of its run."""
-    clients: list[EngineClient]
-    sync: StandInSync
-    pids: dict[str, list[int]]
-
-    async def elapse(self, seconds):
-        """Wait, unless the controller ends; then for the end of a step."""
-        await asyncio.wait({self.task}, timeout=seconds)
-        self.sync.published.clear()
-        published = asyncio.create_task(self.sync.published.wait())
-        limit_s = max(10 * seconds, 60)
-        done, _ = await asyncio.wait({self.task, published}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        if published not in done:
-            published.cancel()
-            ended = f"the controller ended: {self.task.result()}" if done else "the controller made no step in time"
-            raise RuntimeError(ended)
+async def elapse(running, seconds):
+    """Wait, unless the controller ends; then for the end of a step."""
+    await asyncio.wait({running.task}, timeout=seconds)
+    running.sync.published.clear()
+    published = asyncio.create_task(running.sync.published.wait())
+    either = {running.task, published}
+    done, _ = await asyncio.wait(either, timeout=max(10 * seconds, 60), return_when=asyncio.FIRST_COMPLETED)
+    if published not in done:
+        published.cancel()
+        ended = f"the controller ended: {running.task.result()}" if done else "the controller made no step in time"
+        raise RuntimeError(ended)
 
 
 @contextlib.asynccontextmanager
 async def controller_of(folder, recipe, o):
-    """A `Running` controller until the block is left."""
+    """A controller at work on stand-ins until the block is left: its task, run folder, clients, sync, process ids."""
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(folder / "policy")
     allow_open_files(recipe)
@@ -214,7 +203,7 @@ async def controller_of(folder, recipe, o):
         task = asyncio.create_task(controller.run())
         pids = {"engines": engine_pids, "trainer": [trainer_pid], "decoders": decoders.pids}
         try:
-            yield Running(task=task, folder=run.path, clients=clients, sync=sync, pids=pids)
+            yield SimpleNamespace(task=task, folder=run.path, clients=clients, sync=sync, pids=pids)
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -231,7 +220,7 @@ async def measure(folder, o):
 
 async def observe(running, o):
     """The figures between two steps that are at least --seconds apart, after --warm-up."""
-    await running.elapse(o.warm_up)
+    await elapse(running, o.warm_up)
     lag = Lag()
     watch = asyncio.create_task(lag.watch())
     pids = {"controller": [os.getpid()], **running.pids}
@@ -240,7 +229,7 @@ async def observe(running, o):
     steps = running.sync.steps
     received = sum(c.received_tokens for c in clients)
     used = {name: processor_s(group) for name, group in pids.items()}
-    await running.elapse(o.seconds)
+    await elapse(running, o.seconds)
     seconds = time.monotonic() - begin
     steps = running.sync.steps - steps
     used = {name: processor_s(group) - used[name] for name, group in pids.items()}

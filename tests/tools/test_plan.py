@@ -1,12 +1,11 @@
 """`megatron-scalerl plan`: its recipes fit, its numbers are the printed ones, bad input is one line and exit 2."""
 
 import json
-from pathlib import Path
 
 import pytest
 from command_line import command
+from programs import ROOT
 
-ROOT = Path(__file__).parents[2]
 main = command("plan")
 
 

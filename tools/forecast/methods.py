@@ -1,13 +1,12 @@
 """The methods of forecasting that the benchmark compares, and their scores."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 from forms import fit_power_law, fit_random_walk, least_squares_sigmoid, log_linear
-from known_runs import PUBLISHED, Task
+from known_runs import PUBLISHED
 
 from megatron_scalerl.fit.paper import ASYMPTOTES, FIT_FROM, MIDPOINT_REFERENCE, best_cell
 from megatron_scalerl.fit.prior import DEFAULT_PRIOR
@@ -61,10 +60,6 @@ class Summary:
     """Mean over tasks of the half width."""
     covered_runs: float
     """Share of the curves of which at least `COVERED` of the unseen points are inside."""
-
-
-Method = Callable[[Task], Outcome]
-"""A method of forecasting, applied to one task."""
 
 
 def by_fit(method="robust", prior=DEFAULT_PRIOR):

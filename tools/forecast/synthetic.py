@@ -9,25 +9,21 @@ import numpy as np
 from megatron_scalerl.fit.forecast import fit
 from megatron_scalerl.fit.observations import deviation_covariance
 from megatron_scalerl.fit.prior import DEFAULT_PRIOR
-from megatron_scalerl.fit.sigmoid import Array, sigmoid
+from megatron_scalerl.fit.sigmoid import sigmoid
 
 PARAMETERS = ("asymptote", "exponent", "midpoint")
 LATER = (1.5, 2.0, 4.0)
 """Computes of the new measurements, as multiples of the fitted compute."""
 INITIAL = 0.4
 """R_0 as it was measured."""
-Truth = dict[str, float]
-"""A, B and C_mid of a synthetic run."""
-Draw = Callable[[np.random.Generator, Array, int], tuple[Truth, Array]]
-"""(random numbers, compute [n], completions per validation) -> (truth, measured pass rates [n])."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
     """How synthetic runs are made."""
 
-    draw: Draw
-    """Makes one run."""
+    draw: Callable
+    """(random numbers, compute [n], completions per validation) -> (A, B, C_mid by name; measured pass rates [n])."""
     prompts: int
     """Prompts of a validation."""
     generations: int
