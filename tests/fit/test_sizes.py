@@ -104,18 +104,19 @@ def test_order_and_unit_of_the_sizes_do_not_matter_and_seeds_of_one_size_are_ave
 
 
 @pytest.mark.parametrize(
-    ("levels", "sizes", "refusal"),
+    ("levels", "sizes", "next_size", "refusal"),
     [
-        ([0.6, 0.8], "1,2", "a line takes at least 3 sizes, and 2 were given"),
-        ([0.6, 0.7, 0.8], "1,2,2", "a line takes at least 3 sizes, and 2 were given"),
-        ([0.6, 0.7, 0.8], "1,2", "2 sizes were given for 3 runs, which are size0, size1, size2"),
-        ([0.6, 0.7, 0.8], "0,1,2", "every size has to be greater than 0"),
-        ([0.6, 0.7, 0.8], "1B,2B,3B", "'1B,2B,3B' is not a list of numbers"),
-        ([0.9, 0.5, 0.8, 0.6], "1,2,4,8", "no line, as its mean error for a size that is left out"),
+        ([0.6, 0.8], "1,2", "16", "a line takes at least 3 sizes, and 2 were given"),
+        ([0.6, 0.7, 0.8], "1,2,2", "16", "a line takes at least 3 sizes, and 2 were given"),
+        ([0.6, 0.7, 0.8], "1,2", "16", "2 sizes were given for 3 runs, which are size0, size1, size2"),
+        ([0.6, 0.7, 0.8], "0,1,2", "16", "every size has to be greater than 0"),
+        ([0.6, 0.7, 0.8], "1,2,3", "0", "every size has to be greater than 0"),
+        ([0.6, 0.7, 0.8], "1B,2B,3B", "16", "'1B,2B,3B' is not a list of numbers"),
+        ([0.9, 0.5, 0.8, 0.6], "1,2,4,8", "16", "no line, as its mean error for a size that is left out"),
     ],
 )
-def test_what_makes_no_line_is_refused(capsys, tmp_path, levels, sizes, refusal):
-    assert main([*written(tmp_path, levels), "--across-sizes", sizes, "--next", "16"]) == 2
+def test_what_makes_no_line_is_refused(capsys, tmp_path, levels, sizes, next_size, refusal):
+    assert main([*written(tmp_path, levels), "--across-sizes", sizes, "--next", next_size]) == 2
     captured = capsys.readouterr()
     assert refusal in captured.err and captured.err.count("\n") == 1
     assert captured.out == ""
