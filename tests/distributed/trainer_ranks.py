@@ -91,7 +91,7 @@ def train_and_save(policy, parallel, path, *asynchronous):
 
     asynchronous: the checkpoint is committed after the last step.
     """
-    from megatron_scalerl.trainer.checkpoint import AsyncSave, save
+    from megatron_scalerl.trainer.checkpoint import begin_save, save
 
     trainer = trainer_of(recipe(policy, parallel))
     for step in (1, 2):
@@ -99,7 +99,7 @@ def train_and_save(policy, parallel, path, *asynchronous):
     if not asynchronous:
         save(path, trainer, {"rank": trainer.parallel.rank})
         return _rest(trainer)
-    saving = AsyncSave(path, trainer, {"rank": trainer.parallel.rank})
+    saving = begin_save(path, trainer, {"rank": trainer.parallel.rank})
     rest = _rest(trainer)
     assert saving.finish(wait=True) is not None
     return rest

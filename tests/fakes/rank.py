@@ -66,16 +66,7 @@ def conversation(scenario, *, world_size=2, rendezvous=WHERE):
 
 
 def ready(rank, *, dp_size=2, **changes):
-    info = messages.TrainerInfo(
-        world_size=2,
-        dp_size=dp_size,
-        parameters=1,
-        vocab_size=1,
-        device="cpu",
-        backend="gloo",
-        dtype="float32",
-        logits="fp32",
-    )
+    info = messages.TrainerInfo(dp_size=dp_size, parameters=1, device="cpu", backend="gloo", logits="fp32")
     return messages.Ready(**({"rank": rank, "dp_rank": rank, "holds_batch": True, "info": info} | changes))
 
 

@@ -180,7 +180,6 @@ def test_what_a_stranger_says_does_not_end_the_controller(frames):
         ([b"\xc1"], r"^trainer rank 1: the 1 bytes that have arrived are no message"),
         ([b"a", b"b"], r"^trainer rank 1: a message has one frame, and 2"),
         ([messages.encode(ready(0))], r"^trainer rank 1: .* of rank 0"),
-        ([messages.encode(ready(1, dp_rank=2))], r"^trainer rank 1: data-parallel rank 2 .* 2$"),
     ],
 )
 def test_a_rank_with_an_invalid_message_is_named(message, error):

@@ -162,8 +162,7 @@ def test_two_ranks_carry_out_every_command(tmp_path, policy):
 
     async def scenario(world):
         info = await world.start()
-        assert (info.world_size, info.dp_size, info.vocab_size, info.backend) == (2, 2, 64, "gloo")
-        assert (info.dtype, info.logits, info.device) == ("float32", "fp32", "cpu")
+        assert (info.dp_size, info.backend, info.logits, info.device) == (2, "gloo", "fp32", "cpu")
         expected = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(policy).parameters())
         assert info.parameters == expected
         first, *_ = await world.client.manifest()
@@ -271,7 +270,7 @@ def damaged(samples, step):
 def test_a_damaged_batch_names_the_rank_that_received_it_and_ends_its_peer_too(tmp_path, policy):
     async def scenario(world):
         info = await world.start()
-        assert (info.world_size, info.dp_size) == (2, 1)
+        assert info.dp_size == 1
         assert (await train(world.client, random_samples(1))).policy_version == 1  # the peer has it from rank 0
         await world.client.prepare(*damaged(random_samples(2), step=2))
         with pytest.raises(TrainerError) as caught:
