@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 from megatron_scalerl.models import deepseek, llama, llama4, mistral, olmo2, qwen2, qwen3, qwen3_moe
 from megatron_scalerl.models.adapters import refuse_adapter
 from megatron_scalerl.models.family import Family
-from megatron_scalerl.models.unsupported import parts_of
 
 FAMILIES: dict[str, Callable[..., Family]] = {
     "deepseek_v3": deepseek.family,
@@ -27,6 +27,15 @@ FAMILIES: dict[str, Callable[..., Family]] = {
 
 MOST_PARTS = 10_000
 """Most layers, heads or experts that a config may have: for each an object is made."""
+
+_QUIET = re.compile(
+    r"(.*dropout.*|.*token.*|initializer.*|use_cache|transformers_version|architectures|model_type|dtype|torch_dtype|"
+    r"_.*|id2label|label2id|output_.*|return_dict|problem_type|chunk_size_.*|auto_map|is_decoder|tie_.*|.*_loss.*|"
+    r"layer_types|num_labels|.*_config)$"
+)
+"""Keys that say nothing about the layers."""
+_MOST_KEYS = 5
+"""Most keys that a message names."""
 
 __all__ = ["FAMILIES", "Family", "family", "read_hf_config"]
 
@@ -101,10 +110,15 @@ def read_hf_config(hf_path: str | Path) -> Any:
 def _unsupported(where: str, config: Mapping[str, Any]) -> str:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind = config.get("model_type")
     supported_keys = {key for name in FAMILIES if name in CONFIG_MAPPING for key in CONFIG_MAPPING[name]().to_dict()}
-    parts = parts_of(config, supported_keys)
+    keys = [*config]
+    if isinstance(config.get("text_config"), dict):
+        keys += config["text_config"]
+    others = [key for key in keys if key not in supported_keys and key.isidentifier() and not _QUIET.match(key)]
+    whose = "modules that nobody has compared with a supported family's"
+    if others:
+        whose = f"keys that no supported family has ({', '.join(others[:_MOST_KEYS])})"
     return (
-        f"{where}: model_type {kind!r} is not supported: it has {parts}; supported are {', '.join(FAMILIES)}; "
-        "adding a family: docs/families.md"
+        f"{where}: model_type {config.get('model_type')!r} is not supported: it has {whose}; supported are "
+        f"{', '.join(FAMILIES)}; adding a family: docs/families.md"
     )
