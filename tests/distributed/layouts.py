@@ -1,24 +1,62 @@
-"""Parallel layouts, and what makes two steps the same."""
+"""Parallel layouts by their words, and what makes two steps the same.
+
+A row of a grid is a policy and the words of a layout, "llama4 tp2 sp recomputed": its name says all of it.
+"""
 
 import pytest
 import torch
 
-PLAIN = dict(ddp=dict(use_distributed_optimizer=False))
-"""Gradients whole on every rank; the distributed optimizer keeps shards of them."""
+SIZES = {"tp": "tensor_model", "pp": "pipeline_model", "ep": "expert_model", "etp": "expert_tensor", "cp": "context"}
+WORDS = {
+    **{f"{short}{n}": {f"{name}_parallel_size": n} for short, name in SIZES.items() for n in (1, 2, 4)},
+    "dp2": {},
+    "sp": {"model": {"sequence_parallel": True}},
+    # Gradients whole on every rank; the distributed optimizer keeps shards of them.
+    "whole": {"ddp": {"use_distributed_optimizer": False}},
+    "sharded": {},
+    "overlapped": {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
+    "reduced-early": {"ddp": {"overlap_grad_reduce": True}},
+    "bf16": {"dtype": "bfloat16"},
+    # What the recipes of full size set.
+    "recomputed": {
+        "model": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    },
+    "first-layer": {
+        "model": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    },
+    "experts": {"model": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}},
+    "mlp": {"model": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}},
+    "per-token": {"model": {"calculate_per_token_loss": True}},
+    # Layers of the two stages of a pipeline.
+    "1+3": {"model": {"num_layers_in_first_pipeline_stage": 1}},
+    "3+1": {"model": {"num_layers_in_last_pipeline_stage": 1}},
+    "Ettt|tL": {"model": {"pipeline_model_parallel_layout": "Ettt|tL"}},
+}
+"""Word -> keys of megatron.parallel, and model=, ddp=, dtype=."""
 
 
-SP = dict(model=dict(sequence_parallel=True))
+def layout(words):
+    """The keys of all words together."""
+    found = {}
+    for word in words.split():
+        for key, value in WORDS[word].items():
+            found[key] = {**found.get(key, {}), **value} if isinstance(value, dict) else value
+    return found
 
 
-TP2, PP2, EP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline", "expert"))
-CP2, CP4 = ({"context_parallel_size": size} for size in (2, 4))
+def kind_of(row):
+    """The policy of a row."""
+    return row.partition(" ")[0]
 
 
-RECOMPUTED = dict(model=dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1))
-FIRST_LAYER = dict(model=dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1))
-EXPERTS = dict(model=dict(recompute_granularity="selective", recompute_modules=["moe"]))
-MLP = dict(model=dict(recompute_granularity="selective", recompute_modules=["mlp"]))
-"""What the recipes of full size set."""
+def layout_of(row, also=""):
+    """The layout of a row, with further words."""
+    return layout(f"{also} {row.partition(' ')[2]}")
+
+
+def gradients_whole(row):
+    """`layout_of` where gradients are compared: whole on every rank, unless the row says otherwise."""
+    return layout_of(row, "" if {"sharded", "overlapped", "bf16"} & {*row.split()} else "whole")
 
 
 def same_step(found, expected):

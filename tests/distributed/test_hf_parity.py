@@ -8,6 +8,7 @@ import pytest
 import random_policies
 import torch
 from chosen import chosen
+from layouts import layout
 from runner import run_ranks
 from sampling import sampled
 
@@ -15,7 +16,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 KINDS = ("llama", "llama_tied", "mistral", "qwen2", "qwen3", "qwen3_moe", "llama4")
 SOME_KINDS = sampled("heads of families", KINDS, 3)
-BF16 = dict(dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def policies(request, tmp_path_factory):
 def alone(policies):
     jobs = [(kind, policies[kind][0], {}) for kind in policies]
     jobs += [
-        (f"{kind} bf16 {logits}", policies[kind][0], {**BF16, "logits": logits})
+        (f"{kind} bf16 {logits}", policies[kind][0], {**layout("bf16"), "logits": logits})
         for kind in policies
         for logits in ("fp32", "model")
     ]
@@ -38,8 +38,7 @@ def alone(policies):
 
 @pytest.fixture(scope="module")
 def by_two(policies):
-    tp2 = dict(tensor_model_parallel_size=2, model=dict(sequence_parallel=True))
-    jobs = [("llama bf16 tp2", policies["llama"][0], {**BF16, **tp2})]
+    jobs = [("llama bf16 tp2", policies["llama"][0], layout("bf16 tp2 sp"))]
     return run_ranks(2, "logit_precision_ranks:full_logits", jobs)
 
 

@@ -51,10 +51,8 @@ def many(jobs):
     """For each (name, policy, layout, number of samples, sections): two steps, as this rank saw them."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    from megatron_scalerl.logits import arguments
-
     # Ranks that ask each other once a micro-batch would make a GPU's host wait: here it is an error.
-    P2PCommunicator._communicate_shapes = arguments._agree = None
+    P2PCommunicator._communicate_shapes = None
     found = {}
     for name, policy, parallel, count, sections in jobs:
         trainer = trainer_of(recipe(policy, parallel, **sections))
@@ -86,7 +84,7 @@ def changes(policy, parallel):
     return sum(int((p != old).sum()) for p, old in zip(held, before)), sum(p.numel() for p in held), found
 
 
-def train_and_save(policy, parallel, path, *asynchronous):
+def train_and_save(policy, parallel, path, asynchronous=False):
     """Two steps, a checkpoint, two more; the weights after them, and all optimizer state of this rank.
 
     asynchronous: the checkpoint is committed after the last step.
