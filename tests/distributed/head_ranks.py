@@ -3,33 +3,26 @@
 import os
 
 import random_policies
-import torch
 import trainer_ranks
-from parity_ranks import backward, recipe
+from parity_ranks import backward, built
 from policy_rows import arguments
 
 
 def gradients(jobs):
     """For each (name, policy path, layout, main_grad, loss in chunk): every main_grad after two micro-batches."""
-    from megatron_scalerl.distributed.parallel import shutdown_parallel, unwrap
+    from megatron_scalerl.distributed.parallel import unwrap
     from megatron_scalerl.logits import arguments
-    from megatron_scalerl.trainer.model import build_policy
-    from megatron_scalerl.trainer.ranks import init_parallel
 
     found, has_main_grad = {}, arguments._has_main_grad
     for name, path, layout, main_grad, in_chunk in jobs:
-        settings = recipe(path, int(os.environ["WORLD_SIZE"]), layout)
-        parallel = init_parallel(settings)
-        chunks = build_policy(path, settings, parallel)
-        model = unwrap(chunks[0])
         arguments._has_main_grad = has_main_grad if main_grad else lambda weight: False
-        _backward(chunks, parallel, in_chunk)
-        grads = {key: p.main_grad.clone() for key, p in model.named_parameters()}
-        flags = {key: p.grad_added_to_main_grad for key, p in model.named_parameters() if p.grad_added_to_main_grad}
-        left = [key for key, p in model.named_parameters() if p.grad is not None]
-        found[name] = dict(grads=grads, straight=sorted(flags), left=left)
-        torch.distributed.barrier()
-        shutdown_parallel(keep_world=True)
+        with built(path, layout) as (chunks, parallel, _):
+            _backward(chunks, parallel, in_chunk)
+            named = dict(unwrap(chunks[0]).named_parameters())
+            grads = {key: p.main_grad.clone() for key, p in named.items()}
+            straight = sorted(key for key, p in named.items() if p.grad_added_to_main_grad)
+            left = [key for key, p in named.items() if p.grad is not None]
+            found[name] = dict(grads=grads, straight=straight, left=left)
     return found
 
 

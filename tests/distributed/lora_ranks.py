@@ -7,7 +7,7 @@ import random_policies
 import torch
 from gathered_weights import gathered
 from lora_reference import SETTINGS, STEPS
-from parity_ranks import _forward_backward, recipe
+from parity_ranks import _forward_backward, built, gradients_of, recipe
 from trainer_ranks import _step, release
 
 
@@ -32,13 +32,9 @@ def measure(path, layout):
 
     `fault` in the layout is the name of one of the faults below.
     """
-    import torch.distributed as dist
-
-    from megatron_scalerl.distributed.parallel import shutdown_parallel, unwrap
+    from megatron_scalerl.distributed.parallel import unwrap
     from megatron_scalerl.trainer.layers.lora import Adapters
-    from megatron_scalerl.trainer.model import build_policy
     from megatron_scalerl.trainer.optimizer import build_optimizer
-    from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.weights.source import MegatronWeightSource
 
     layout = dict(layout)
@@ -47,37 +43,23 @@ def measure(path, layout):
     right = Adapters._register, Adapters._factors
     if fault in ("experts_over_all_data_parallel_ranks", "fused_accumulation"):
         globals()[fault](Adapters)
-    settings = settings_of(path, layout)
-    parallel = init_parallel(settings)
-    chunks = build_policy(path, settings, parallel)
-    adapters = unwrap(chunks[0]).adapters
-    if fault in ("unsummed_tokens", "experts_like_dense_layers", "unsummed_columns", "no_gradient_of_the_embeddings"):
-        globals()[fault](unwrap(chunks[0]))
-    optimizer = build_optimizer(chunks, settings)
-    source = MegatronWeightSource(chunks, parallel, family=adapters)
-    found = {"factors": gathered(source)}
-    found["loss"], found["logprobs"] = _forward_backward(chunks, parallel, rows)
-    trained = [(name, p) for chunk in chunks for name, p in chunk.named_parameters() if p.requires_grad]
-    found["trained"] = [name for name, _ in trained]
-    found["gradients"] = _gradients(source, trained)
-    _, norm, _ = optimizer.step()
-    found["grad_norm"] = float(norm)
-    found["replicas"] = _digests(source, chunks, parallel)
-    Adapters._register, Adapters._factors = right
-    dist.barrier()
-    shutdown_parallel(keep_world=True)
+        fault = None
+    with built(path, layout, settings_of) as (chunks, parallel, settings):
+        adapters = unwrap(chunks[0]).adapters
+        if fault:
+            globals()[fault](unwrap(chunks[0]))
+        optimizer = build_optimizer(chunks, settings)
+        source = MegatronWeightSource(chunks, parallel, family=adapters)
+        found = {"factors": gathered(source)}
+        found["loss"], found["logprobs"] = _forward_backward(chunks, parallel, rows)
+        trained = {name: p for chunk in chunks for name, p in chunk.named_parameters() if p.requires_grad}
+        found["trained"] = [*trained]
+        found["gradients"] = gradients_of(source, trained.values())
+        _, norm, _ = optimizer.step()
+        found["grad_norm"] = float(norm)
+        found["replicas"] = _digests(source, chunks, parallel)
+        Adapters._register, Adapters._factors = right
     return found
-
-
-def _gradients(source, trained):
-    """Gradients by PEFT's names: they ride through the weight map in the parameters' place."""
-    kept = [(p, p.data.clone()) for _, p in trained]
-    for parameter, _ in kept:
-        parameter.data.copy_(parameter.main_grad)
-    gradients = gathered(source)
-    for parameter, data in kept:
-        parameter.data.copy_(data)
-    return gradients
 
 
 def _digests(source, chunks, parallel):
