@@ -274,6 +274,7 @@ class TrainerClient:
             return
         assert isinstance(message, messages.Ready), message
         if message.holds_batch:
+            assert message.dp_rank not in self._holders, message
             self._holders[message.dp_rank] = message.rank
         self._ready.add(message.rank)
         if message.rank == 0:
