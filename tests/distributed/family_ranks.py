@@ -15,14 +15,15 @@ Job = tuple[str, str, dict[str, Any], str]
 
 
 def logits_and_saved(jobs):
-    """Logits [N, vocab] of the second fixed row on ranks of the last stage; saves the untouched weights."""
+    """Logits [N, vocab] of the second fixed row on ranks of the last stage, with the model's log-probabilities and
+    entropies; saves the untouched weights."""
     from megatron_scalerl.weights.source import MegatronWeightSource
 
     found = {}
     for name, path, layout, out in jobs:
         with built(path, layout) as (chunks, parallel, _):
-            for logits in _logits(chunks):
-                found[name] = logits
+            for both in _logits(chunks):
+                found[name] = both
             if out:
                 whole = gathered(MegatronWeightSource(chunks, parallel))
                 if parallel.rank == 0:
@@ -87,7 +88,7 @@ WITHOUT = {
 
 
 def _logits(chunks):
-    """One tensor on the last stage, nothing before it."""
+    """On the last stage the logits, and the model's log-probabilities and entropies; nothing before it."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     row = rows()[1]
@@ -95,9 +96,10 @@ def _logits(chunks):
 
     def forward(_, model):
         logits = full_logits(model, row)
+        output = model(**arguments(model, row))
         if logits is not None:
-            found.append(logits)
-        return model(**arguments(model, row)), lambda output: (output.sum(), {})
+            found.append((logits, output))
+        return output, lambda output: (output.sum(), {})
 
     with torch.no_grad():
         get_forward_backward_func()(

@@ -22,6 +22,8 @@ from megatron_scalerl.checkpoints.to_megatron import to_megatron
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 KINDS = tuple(random_policies.KINDS)
+HEADS = ("llama", "llama_tied", "mistral", "qwen2", "qwen3", "qwen3_moe", "llama4")
+"""Policies whose log-probabilities and entropies are compared, too."""
 
 
 def _layouts(kind):
@@ -109,8 +111,13 @@ def test_logits_are_those_of_hugging_face(name, root, expected, measured):
     answers = measured[1 if name in KINDS else 2]
     ranks = [rank[name] for rank in answers if name in rank]
     assert len(ranks) == (1 if "pp2" in name else len(answers))
-    for logits in ranks:
+    for logits, (logprobs, entropies) in ranks:
         assert (logits - expected[kind_of(name)]).abs().max() < 5e-5
+        if name in HEADS:
+            log_p = expected[name].double().log_softmax(-1)
+            targets = random_policies.rows()[1]["targets"]
+            assert (logprobs - log_p.gather(1, targets[:, None])[:, 0]).abs().max() < 5e-5
+            assert (entropies + (log_p.exp() * log_p).sum(-1)).abs().max() < 5e-5
     for suffix in ("", " bf16"):
         same_weights(root / f"{kind_of(name)}{suffix}", root / f"{name}{suffix}.safetensors")
 
@@ -119,7 +126,7 @@ def test_logits_are_those_of_hugging_face(name, root, expected, measured):
 def test_every_feature_of_a_family_is_felt(feature, expected, without):
     """A policy without it is far from Hugging Face on the same row: the tests above see that it is there."""
     kind = feature.split(":")[0]
-    assert (without[feature] - expected[kind]).abs().max() > 100 * 5e-5
+    assert (without[feature][0] - expected[kind]).abs().max() > 100 * 5e-5
 
 
 def same_weights(source, saved):

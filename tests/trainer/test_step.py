@@ -88,25 +88,29 @@ def test_accumulated_micro_batches_equal_one(new_trainer, loss):
         assert b.metrics[key] == pytest.approx(a.metrics[key], rel=1e-5)
 
 
-def test_fillers_change_nothing(new_trainer):
+def same(trainer, batch):
+    return batch
+
+
+def scored(trainer, batch):
+    trainer.logprobs([[5, 6, 7, 8]])
+    return batch
+
+
+def filled(trainer, batch):
+    return Batch(step=batch.step, micro_batches=(filler_micro_batch(2), *batch.micro_batches, filler_micro_batch(4)))
+
+
+@pytest.mark.parametrize("change", [same, scored, filled])
+def test_steps_are_deterministic_and_neither_scoring_nor_fillers_change_them(new_trainer, change):
     [batch] = batches_of(random_samples(3))
-    filled = Batch(step=1, micro_batches=(filler_micro_batch(2), *batch.micro_batches, filler_micro_batch(4)))
-    plain, with_fillers = new_trainer(), new_trainer()
-    a, b = plain.step(batch), with_fillers.step(filled)
-    assert (a.loss, a.grad_norm, a.tokens) == (b.loss, b.grad_norm, b.tokens)
-    assert a.metrics == b.metrics
-    theirs = weights(with_fillers)
+    plain, other = new_trainer(), new_trainer()
+    for step in (1, 2):
+        batch = replace(batch, step=step)
+        a, b = plain.step(batch), other.step(change(other, batch))
+        assert (a.loss, a.grad_norm, a.tokens, a.metrics) == (b.loss, b.grad_norm, b.tokens, b.metrics)
+    theirs = weights(other)
     assert all(torch.equal(w, theirs[n]) for n, w in weights(plain).items())
-
-
-def test_a_step_is_deterministic(new_trainer):
-    [batch] = batches_of(random_samples(4))
-    first, second = new_trainer(), new_trainer()
-    again = Batch(step=2, micro_batches=batch.micro_batches)
-    losses = [[trainer.step(b).loss for b in (batch, again)] for trainer in (first, second)]
-    assert losses[0] == losses[1]
-    theirs = weights(second)
-    assert all(torch.equal(w, theirs[n]) for n, w in weights(first).items())
 
 
 def test_learning_rate_warms_up_linearly_then_stays():
@@ -165,16 +169,6 @@ def test_logprobs_and_greedy_tokens_are_those_of_hugging_face(new_trainer, polic
     prompt = list(lists[0][:8])
     out = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
     assert greedy(trainer, prompt, 12) == out[0, 8:].tolist()
-
-
-def test_scoring_leaves_training_alone(new_trainer):
-    [batch] = batches_of(random_samples(8))
-    plain, probed = new_trainer(), new_trainer()
-    plain.step(batch)
-    probed.logprobs([[5, 6, 7, 8]])
-    probed.step(batch)
-    theirs = weights(probed)
-    assert all(torch.equal(w, theirs[n]) for n, w in weights(plain).items())
 
 
 def test_a_loss_that_is_not_finite_is_an_error(new_trainer):
