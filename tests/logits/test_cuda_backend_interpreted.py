@@ -58,23 +58,39 @@ def weighted_chunk(logprob, entropy, places):
     return (logprob * g[places]).sum() + (entropy * g.flip(0)[places]).sum()
 
 
+def both_passes(dtype, *, main_grad=None, workspace=TIGHT, **options):
+    """Log-probabilities, entropies, and the gradients of `weighted`: of hidden, and of the head where it goes."""
+    hidden, weight, targets = problem(dtype)
+    hidden.requires_grad_(), weight.requires_grad_()
+    if main_grad is not None:
+        weight.main_grad, weight.grad_added_to_main_grad = main_grad, False
+    options = {"backend": "cuda", "entropy": "grad", "workspace_mb": workspace / 2**20, **options}
+    pair = token_logprobs(hidden, weight, targets % options.get("vocab_size", VOCAB), **options)
+    weighted(*pair).backward()
+    return *(x.detach() for x in pair), hidden.grad, weight.grad if main_grad is None else main_grad
+
+
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("workspace", [TIGHT, ROOMY])
 @pytest.mark.parametrize(("mode", "bound"), [("bf16", 3e-3), ("bf16x2", 1e-5), ("fp32", 1e-6)])
 def test_bf16_head_against_fp64(workspace, mode, bound):
     """Values within 1e-5 nats; the head's gradient, in an fp32 main_grad, within the bound of its kind."""
-    hidden, weight, targets = problem(torch.bfloat16)
-    temperature = 0.7
-    hidden.requires_grad_(), weight.requires_grad_()
-    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(VOCAB, WIDTH), False
-    options: dict[str, Any] = dict(grad_logits=mode, workspace_mb=workspace / 2**20, backend="cuda")
-    logprob, entropy = token_logprobs(hidden, weight, targets, temperature=temperature, entropy="grad", **options)
-    weighted(logprob, entropy).backward()
-    exact = truth(hidden, weight, targets, temperature)
+    options = dict(grad_logits=mode, workspace=workspace, temperature=0.7)
+    logprob, entropy, of_hidden, of_head = both_passes(torch.bfloat16, main_grad=torch.zeros(VOCAB, WIDTH), **options)
+    exact = truth(*problem(torch.bfloat16), 0.7)
     weighted(*exact[:2]).backward()
     assert (logprob - exact[0]).abs().max() < 1e-5 and (entropy - exact[1]).abs().max() < 1e-5
-    assert relative(weight.main_grad, exact[3].grad) < bound
-    assert relative(hidden.grad, exact[2].grad) < 4e-3  # rounded to bf16 at the end
+    assert relative(of_head, exact[3].grad) < bound
+    assert relative(of_hidden, exact[2].grad) < 4e-3  # rounded to bf16 at the end
+
+
+SOME = torch.tensor([n for n in range(TOKENS) if n % 3])
+"""Places of tokens with loss."""
+
+
+def assert_same(found, expected, bound):
+    assert all((a - b).abs().max() < 1e-5 for a, b in zip(found[:2], expected[:2]))
+    assert all(relative(a, b.double()) < bound for a, b in zip(found[2:], expected[2:]))
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -82,45 +98,21 @@ def test_bf16_head_against_fp64(workspace, mode, bound):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_the_torch_backend(logits, dtype):
     """Also with a padded vocabulary, tokens without loss and a tight workspace."""
-    results_of = {}
-    for name in ("cuda", "torch"):
-        hidden, weight, targets = problem(dtype)
-        hidden.requires_grad_(), weight.requires_grad_()
-        mask = torch.arange(TOKENS) % 3 > 0
-        places = mask.nonzero()[:, 0]
-        options: dict[str, Any] = dict(vocab_size=VOCAB - 20, places=places, entropy="grad", temperature=0.7)
-        logprob, entropy = token_logprobs(
-            hidden, weight, targets % 130, logits=logits, workspace_mb=TIGHT / 2**20, backend=name, **options
-        )
-        weighted(logprob, entropy).backward()
-        results_of[name] = logprob.detach(), entropy.detach(), hidden.grad, weight.grad
-        assert weight.grad[VOCAB - 20 :].abs().max() == 0 and logprob[~mask].abs().max() == 0
-    found, expected = results_of["cuda"], results_of["torch"]
-    assert all((a - b).abs().max() < 1e-5 for a, b in zip(found[:2], expected[:2]))
-    bound = 1e-6 if dtype == torch.float32 else 6e-3
-    assert all(relative(a, b.double()) < bound for a, b in zip(found[2:], expected[2:]))
+    options = dict(vocab_size=VOCAB - 20, places=SOME, temperature=0.7, logits=logits)
+    found, expected = (both_passes(dtype, backend=name, **options) for name in ("cuda", "torch"))
+    for logprob, _, _, of_head in (found, expected):
+        assert of_head[VOCAB - 20 :].abs().max() == 0 and logprob[::3].abs().max() == 0
+    assert_same(found, expected, 1e-6 if dtype == torch.float32 else 6e-3)
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("mode", ["bf16", "bf16x2", "fp32"])
-def test_kept_logits_give_the_gradients_of_recomputed_ones(mode):
+def test_kept_logits_give_the_gradients_of_recomputed_ones(mode, monkeypatch):
     """Into bf16 gradients, of a padded vocabulary with tokens without loss; recomputing them is not called."""
-    found = []
-    for keep in (True, False):
-        hidden, weight, targets = problem(torch.bfloat16)
-        hidden.requires_grad_(), weight.requires_grad_()
-        options: dict[str, Any] = dict(vocab_size=VOCAB - 20, places=torch.arange(2, TOKENS, 3), entropy="grad")
-        with pytest.MonkeyPatch.context() as patch:
-            if keep:
-                patch.delattr(CudaBackend, "gradients")
-            logprob, entropy = token_logprobs(
-                hidden, weight, targets % 130, backend="cuda", grad_logits=mode, keep_logits=keep, **options
-            )
-            weighted(logprob, entropy).backward()
-        found.append((logprob.detach(), entropy.detach(), hidden.grad, weight.grad))
-    kept, recomputed = found
-    assert all((a - b).abs().max() < 1e-5 for a, b in zip(kept[:2], recomputed[:2]))
-    assert all(relative(a, b.double()) < 6e-3 for a, b in zip(kept[2:], recomputed[2:]))
+    options = dict(vocab_size=VOCAB - 20, places=SOME, grad_logits=mode, workspace=512 * 2**20)
+    recomputed = both_passes(torch.bfloat16, **options)
+    monkeypatch.delattr(CudaBackend, "gradients")
+    assert_same(both_passes(torch.bfloat16, keep_logits=True, **options), recomputed, 6e-3)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -143,18 +135,10 @@ def test_accumulating_twice_is_accumulating_both(workspace):
 @pytest.mark.parametrize("main_grad", [True, False])
 def test_a_narrow_gradient_is_rounded_once(main_grad):
     """Blocks are summed in fp32 beside a bf16 gradient and added to what it holds: 1/2 + sum, to bf16."""
-    held, found = (0.5 if main_grad else 0.0), []
-    for dtype in (torch.float32, torch.bfloat16):
-        hidden, weight, targets = problem(torch.bfloat16)
-        weight.requires_grad_()
-        wide = main_grad or dtype == torch.float32
-        if wide:
-            weight.main_grad, weight.grad_added_to_main_grad = torch.full((VOCAB, WIDTH), held, dtype=dtype), False
-        options: dict[str, Any] = dict(grad_logits="bf16x2", workspace_mb=TIGHT / 2**20, backend="cuda")
-        logprob, entropy = token_logprobs(hidden, weight, targets, entropy="grad", **options)
-        weighted(logprob, entropy).backward()
-        found.append(weight.main_grad if wide else weight.grad)
-    exact, narrow = found
+    held = 0.5 if main_grad else 0.0
+    exact, into = (torch.full((VOCAB, WIDTH), held, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    both_passes(torch.bfloat16, main_grad=exact, grad_logits="bf16x2")
+    *_, narrow = both_passes(torch.bfloat16, main_grad=into if main_grad else None, grad_logits="bf16x2")
     assert torch.equal(narrow, exact.bfloat16()) and (exact - held).abs().max() > 0.1
 
 
