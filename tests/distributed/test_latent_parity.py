@@ -38,9 +38,7 @@ class Transformers(dict):
         model = random_policies.make(kind, self.root / kind, pad_token_id=None)
         logprobs = []
         for row in random_policies.rows():
-            starts = row["cu_seqlens"].tolist()
-            parts = [model(input_ids=row["tokens"][:, a:b]).logits[0] for a, b in zip(starts, starts[1:])]
-            chosen = torch.cat(parts).log_softmax(-1).gather(1, row["targets"][:, None])[:, 0]
+            chosen = random_policies.of_targets(random_policies.row_logits(model, row), row["targets"])
             (-(chosen * row["weights"]).sum()).backward()
             logprobs.append(chosen.detach())
         self[kind] = logprobs, dict(as_published(model))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from policy_rows import greedy
+from random_policies import of_targets
 from random_policy import batches_of, random_samples
 from transformers import AutoModelForCausalLM
 
@@ -24,8 +25,7 @@ def reference_logprobs(model, sample):
     """Log-probabilities of a sample's completion under the Hugging Face model, one sequence at a time."""
     ids = torch.tensor([sample.prompt_token_ids + sample.rollout.token_ids])
     logits = model(ids).logits[0].float()
-    scores = torch.log_softmax(logits[:-1], -1).gather(1, ids[0, 1:, None])[:, 0]
-    return scores[len(sample.prompt_token_ids) - 1 :], logits
+    return of_targets(logits[:-1], ids[0, 1:])[len(sample.prompt_token_ids) - 1 :], logits
 
 
 def reference_cispo(model, samples):
