@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from logit_problems import LiveBytes, gradients_by_log_softmax, problem, relative
+from logit_problems import LiveBytes, gradients_by_log_softmax, leaves, problem, relative
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_scalerl.logits import token_logprobs, token_loss, torch_backend
@@ -25,8 +25,7 @@ class Products(TorchDispatchMode):
 
 def both_passes(dtype, **options):
     """Log-probabilities, entropies and both gradients."""
-    h, w, y = problem(TOKENS, WIDTH, VOCAB, dtype)
-    h.requires_grad_(), w.requires_grad_()
+    h, w, y = leaves(TOKENS, WIDTH, VOCAB, dtype)
     logprob, entropy = token_logprobs(h, w, y % (VOCAB - 7), **options)
     g = torch.linspace(-1.0, 2.0, TOKENS).to(logprob.dtype)
     ((logprob * g).sum() + (entropy * g.flip(0)).sum() * (options.get("entropy") == "grad")).backward()
@@ -78,8 +77,7 @@ def test_one_product_less(total, products):
 
 
 def test_another_backward_pass_recomputes_them():
-    h, w, y = problem()
-    h.requires_grad_(), w.requires_grad_()
+    h, w, y = leaves()
     total = kept(h, w, y)
     first = torch.autograd.grad(total, (h, w), retain_graph=True)
     second = torch.autograd.grad(total, (h, w))
@@ -94,16 +92,14 @@ def test_another_backward_pass_recomputes_them():
 def test_not_kept_where_they_do_not_fit(monkeypatch, reason, workspace, largest):
     """The workspace bounds both passes, and on a CPU the size of a chunk."""
     monkeypatch.setattr(torch_backend, "LARGEST_CHUNK", largest)
-    h, w, y = problem(TOKENS, WIDTH, VOCAB, torch.float32)
-    h.requires_grad_(), w.requires_grad_()
+    h, w, y = leaves(TOKENS, WIDTH, VOCAB, torch.float32)
     with LiveBytes() as live:
         pair = token_logprobs(h, w, y, keep_logits=True, workspace_mb=workspace / 2**20)
     assert pair[0].requires_grad and live.now < ALL_LOGITS / 4, reason
 
 
 def test_kept_only_for_a_backward_pass():
-    h, w, y = problem(TOKENS, WIDTH, VOCAB, torch.float32)
-    h.requires_grad_(), w.requires_grad_()
+    h, w, y = leaves(TOKENS, WIDTH, VOCAB, torch.float32)
     with LiveBytes() as live:
         pair = token_logprobs(h, w, y, keep_logits=True)
         assert live.now >= ALL_LOGITS
@@ -118,8 +114,7 @@ def test_kept_only_for_a_backward_pass():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("total", [kept, in_the_chunk])
 def test_the_workspace_bounds_both_passes(total, dtype, workspace):
-    h, w, y = problem(TOKENS, WIDTH, VOCAB, dtype)
-    h.requires_grad_(), w.requires_grad_()
+    h, w, y = leaves(TOKENS, WIDTH, VOCAB, dtype)
     with LiveBytes() as live:
         value = total(h, w, y, workspace_mb=workspace / 2**20)
         if total is in_the_chunk:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from logit_problems import by_log_softmax, gradients_by_log_softmax, problem
+from logit_problems import by_log_softmax, gradients_by_log_softmax, leaves, problem
 
 from megatron_scalerl.logits import token_logprobs
 
@@ -30,8 +30,7 @@ def test_a_number_as_temperature_is_exact_in_fp64():
 
 @pytest.mark.parametrize(("entropy", "temperature"), [("none", 0.7), ("metric", 2.0), ("grad", 1.0)])
 def test_gradients_in_fp64(entropy, temperature):
-    h, w, y = problem()
-    h.requires_grad_(), w.requires_grad_()
+    h, w, y = leaves()
 
     def function(h, w):
         pair = token_logprobs(h, w, y, entropy=entropy, temperature=temperature, workspace_mb=1.5 * KIB, vocab_size=9)
@@ -101,8 +100,7 @@ def test_tokens_without_loss_are_left_out():
 
 
 def test_no_token_with_loss_at_all():
-    h, w, y = problem()
-    h.requires_grad_(), w.requires_grad_()
+    h, w, y = leaves()
     logprob = token_logprobs(h, w, y, places=torch.empty(0, dtype=torch.int64))[0]
     logprob.sum().backward()
     assert logprob.tolist() == [0.0] * 7 and h.grad.abs().sum() == 0 and w.grad.abs().sum() == 0

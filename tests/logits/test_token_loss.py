@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from logit_problems import as_megatron_parameter, problem, relative
+from logit_problems import as_megatron_parameter, leaves, relative
 
 from megatron_scalerl.logits import token_logprobs, token_loss, torch_backend
 from megatron_scalerl.losses import LOSSES, LossInputs, is_separable, make_loss
@@ -21,25 +21,20 @@ def rows(seed=2):
     )
 
 
-def leaves(dtype):
-    h, w, y = problem(TOKENS, 16, 70, dtype)
-    return h.requires_grad_(), w.requires_grad_(), y
-
-
 @pytest.mark.parametrize("chunk", [1, 7, TOKENS])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", filter(is_separable, LOSSES))
 def test_equals_two_passes(name, dtype, chunk, monkeypatch):
     monkeypatch.setattr(torch_backend, "LARGEST_CHUNK", chunk * 70)
     loss, columns = make_loss(name, {"max_is_weight": 1.5} if name == "cispo" else {}), rows()
-    h, w, y = leaves(dtype)
+    h, w, y = leaves(TOKENS, 16, 70, dtype)
     places = columns["loss_mask"].nonzero()[:, 0]
     options = dict(entropy="metric", places=places, temperature=0.7, grad_logits="bf16x2")
     logprobs, entropies = token_logprobs(h, w, y, **options)
     expected = loss(LossInputs(trainer_logprobs=logprobs, **columns)).loss
     (3.0 * expected).backward()
     two_pass = h.grad, w.grad
-    h, w, y = leaves(dtype)
+    h, w, y = leaves(TOKENS, 16, 70, dtype)
     shown = []
 
     def of_chunk(logprobs, entropies, places):
@@ -70,8 +65,7 @@ def test_without_room_for_a_row_the_logits_are_computed_twice(masked):
         return (logprobs * (1 + places)).sum() + entropies.sum()
 
     for room in (0.01, 512.0):
-        h, w, y = problem(tokens=8, hidden=2, vocab=5000)
-        h.requires_grad_(), w.requires_grad_()
+        h, w, y = leaves(tokens=8, hidden=2, vocab=5000)
         value, *pair = token_loss(h, w, y, loss, workspace_mb=room, entropy="grad", places=kept)
         (3.0 * value).backward()
         assert shown == ([*range(8)] if kept is None else kept.tolist())
@@ -81,32 +75,32 @@ def test_without_room_for_a_row_the_logits_are_computed_twice(masked):
 
 
 def test_the_loss_may_read_the_entropy():
-    h, w, y = leaves(torch.float64)
+    h, w, y = leaves(TOKENS, 16, 70)
     logprob, entropy = token_logprobs(h, w, y, entropy="grad")
     (logprob.square().sum() + 0.1 * entropy.exp().sum()).backward()
     expected = h.grad, w.grad
-    h, w, y = leaves(torch.float64)
+    h, w, y = leaves(TOKENS, 16, 70)
     value, _, _ = token_loss(h, w, y, lambda lp, e, _: lp.square().sum() + 0.1 * e.exp().sum(), entropy="grad")
     value.backward()
     assert relative(h.grad, expected[0]) < 1e-12 and relative(w.grad, expected[1]) < 1e-12
 
 
 def test_without_a_gradient_there_is_only_the_value():
-    h, w, y = leaves(torch.float32)
+    h, w, y = leaves(TOKENS, 16, 70, torch.float32)
     with torch.no_grad():
         value, logprobs, _ = token_loss(h, w, y, lambda lp, e, i: lp.sum())
     assert not value.requires_grad and value == pytest.approx(float(logprobs.sum()), rel=1e-6)
 
 
 def test_no_token_with_loss():
-    h, w, y = leaves(torch.float32)
+    h, w, y = leaves(TOKENS, 16, 70, torch.float32)
     value, logprobs, _ = token_loss(h, w, y, lambda lp, e, i: lp.sum(), places=torch.empty(0, dtype=torch.int64))
     value.backward()
     assert value == 0 and logprobs.abs().sum() == 0 and h.grad.abs().sum() == 0 and w.grad.abs().sum() == 0
 
 
 def test_main_grad_gets_the_scaled_gradient_once_per_backward():
-    h, w, y = (t.detach() for t in leaves(torch.bfloat16))
+    h, w, y = (t.detach() for t in leaves(TOKENS, 16, 70, torch.bfloat16))
     head, plain = as_megatron_parameter(w), as_megatron_parameter(w)
     for scale in (0.5, 2.0):
         value, _, _ = token_loss(h, head, y, lambda lp, e, i: lp.sum(), grad_logits="fp32")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from logit_problems import LiveBytes, problem
+from logit_problems import LiveBytes, leaves, problem
 
 from megatron_scalerl.logits import token_logprobs
 
@@ -14,8 +14,7 @@ PER_TOKEN = 160 * TOKENS
 
 def peaks(dtype, workspace_mb, grad_logits, entropy):
     """Most bytes beside inputs and results in the forward pass, and beside gradients in the backward pass."""
-    h, w, y = problem(TOKENS, WIDTH, VOCAB, dtype)
-    h.requires_grad_(), w.requires_grad_()
+    h, w, y = leaves(TOKENS, WIDTH, VOCAB, dtype)
     options = dict(workspace_mb=workspace_mb, grad_logits=grad_logits, entropy=entropy)
     with LiveBytes() as forward:
         pair = token_logprobs(h, w, y, **options)
