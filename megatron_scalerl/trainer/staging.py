@@ -36,7 +36,7 @@ def _moved(tree: Any, device: torch.device, moved: dict[int, Any]) -> Any:
     if isinstance(tree, Tensor):
         assert tree.device.type == "cpu", tree.device
         result = _pinned(tree).to(device, non_blocking=True)
-    elif is_dataclass(tree):
+    elif is_dataclass(tree) and not isinstance(tree, type):
         parts = {field.name: _moved(getattr(tree, field.name), device, moved) for field in fields(tree)}
         result = replace(tree, **parts)
     elif isinstance(tree, tuple):
