@@ -57,9 +57,14 @@ def mixture():
     return family(Qwen3MoeConfig(**sizes, decoder_sparse_step=1))
 
 
+def of_model(policy, given, **sections):
+    """What the options of megatron.model make of a policy on one rank."""
+    return model_options(policy(), recipe({"model": given}, **sections), alone())
+
+
 def test_free_options_win_over_our_settings():
     given = dict(recompute_granularity="selective", layernorm_epsilon=1e-6, max_sequence_length=2048)
-    options = model_options(llama(), recipe(dict(model=given)), alone())
+    options = of_model(llama, given)
     assert options.config.recompute_granularity == "selective"
     assert options.gpt["max_sequence_length"] == 2048 and options.gpt["share_embeddings_and_output_weights"] is False
     assert options.config.num_query_groups == 2 and options.config.normalization == "RMSNorm"
@@ -116,12 +121,12 @@ REFUSED = [
 @pytest.mark.parametrize(("key", "value", "line"), REFUSED)
 def test_what_would_train_another_model_or_count_wrong_in_silence_is_refused(key, value, line):
     with pytest.raises(ValueError, match=rf"megatron\.model\.{key}:? .*{line}"):
-        model_options(mixture(), recipe(dict(model={key: value})), alone())
+        of_model(mixture, {key: value})
 
 
 def test_a_value_that_config_json_has_may_be_repeated():
     given = dict(num_layers=2, num_query_groups=2, moe_router_topk=2, hidden_dropout=0.0, moe_input_jitter_eps=None)
-    assert model_options(mixture(), recipe(dict(model=given)), alone()).config.moe_router_topk == 2
+    assert of_model(mixture, given).config.moe_router_topk == 2
 
 
 def test_bf16_sets_every_dtype():
@@ -132,7 +137,7 @@ def test_bf16_sets_every_dtype():
 
 def test_pipelines_exchange_rows_of_any_length():
     assert model_options(llama(), recipe(), alone(pp_size=2)).config.variable_seq_lengths
-    assert not model_options(llama(), recipe(), alone()).config.variable_seq_lengths
+    assert not of_model(llama, {}).config.variable_seq_lengths
 
 
 def test_the_precision_aware_optimizer_is_refused():
@@ -157,7 +162,7 @@ def test_fp32_is_refused_where_transformer_engine_makes_the_layers(monkeypatch):
 def test_with_te_the_accumulation_is_not_fused_in_the_output_layer(monkeypatch, given):
     monkeypatch.setattr(options, "HAVE_TE", True)
     monkeypatch.setattr(options, "_transformer_config", lambda settings: settings)
-    assert model_options(llama(), recipe(dict(model=given)), alone()).config["gradient_accumulation_fusion"] is False
+    assert of_model(llama, given).config["gradient_accumulation_fusion"] is False
 
 
 def test_the_optimizer_section_reaches_adamw():
@@ -214,19 +219,19 @@ def test_a_pipeline_with_context_parallelism_requires_variable_lengths():
 @pytest.mark.parametrize("policy", [llama, mixture])
 def test_an_auxiliary_loss_that_is_off_is_no_mistake(policy):
     off = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0, "moe_z_loss_coeff": None}
-    config = model_options(policy(), recipe(dict(model=off)), alone()).config
+    config = of_model(policy, off).config
     assert not config.moe_aux_loss_coeff and not config.moe_z_loss_coeff
 
 
 def test_layers_without_adapters_are_refused_with_adapters(monkeypatch):
     for key in options._WITHOUT_ADAPTERS:
         with pytest.raises(ValueError, match=f"megatron.model.{key}: .*policy.lora"):
-            model_options(mixture(), recipe(dict(model={key: True}), lora={}), alone())
+            of_model(mixture, {key: True}, lora={})
     experts = dict(targets=["gate_proj", "down_proj"])
-    model_options(llama(), recipe(lora=experts), alone())
+    of_model(llama, {}, lora=experts)
     with pytest.raises(ValueError, match=r"policy\.lora\.targets: gate_proj, down_proj .*q_proj"):
-        model_options(mixture(), recipe(lora=experts), alone())
-    model_options(mixture(), recipe(lora=dict(targets=["o_proj", "down_proj"])), alone())
+        of_model(mixture, {}, lora=experts)
+    of_model(mixture, {}, lora=dict(targets=["o_proj", "down_proj"]))
     latent = replace(llama(), transformer={**llama().transformer, "multi_latent_attention": True})
     with pytest.raises(ValueError, match=r"policy\.lora: .*latent"):
         model_options(latent, recipe(lora={}), alone())
@@ -236,8 +241,8 @@ def test_layers_without_adapters_are_refused_with_adapters(monkeypatch):
         model_options(llama(), recipe(layout, lora={}, world_size=2), alone(2))
     grouped = {**options._device_settings(), "moe_grouped_gemm": True}
     monkeypatch.setattr(options, "_device_settings", lambda: grouped)
-    assert model_options(mixture(), recipe(), alone()).config.moe_grouped_gemm
-    assert not model_options(mixture(), recipe(lora={}), alone()).config.moe_grouped_gemm
+    assert of_model(mixture, {}).config.moe_grouped_gemm
+    assert not of_model(mixture, {}, lora={}).config.moe_grouped_gemm
 
 
 @pytest.mark.parametrize("key", sorted(OF_OLD_MEGATRON))
