@@ -1,8 +1,8 @@
 """Adapters under every parallel layout: log-probabilities and gradients of A and B are those of PEFT.
 
 Why this matters: a factor whose gradient is summed over the wrong ranks still trains, only worse, and nobody sees it.
-The reference is transformers with PEFT in float64, the trainer computes in fp32. `FAULTS` are faults of public
-systems, which the comparison has to see. Not exercised: bf16, Transformer Engine's layers, NCCL.
+The reference is transformers with PEFT in float64, the trainer computes in fp32. Not exercised: bf16, Transformer
+Engine's layers, NCCL.
 """
 
 import math
@@ -13,7 +13,6 @@ import random_policies
 import torch
 from chosen import Worlds, chosen
 from layouts import kind_of, layout_of
-from runner import run_ranks
 from sampling import sampled
 
 pytest.importorskip("peft", reason="peft is not installed")
@@ -40,19 +39,6 @@ ROWS = {
     ),
 }
 """World size -> rows; the policy `some` is qwen2 with adapters of SOME."""
-FAULTS = {
-    "unsummed_tokens": "qwen2 tp2 sp",
-    "experts_like_dense_layers": "qwen3_moe tp2 sp",
-    "unsummed_columns": "qwen3_moe etp2",
-    "experts_over_all_data_parallel_ranks": "qwen3_moe ep2",
-    "fused_accumulation": "qwen3_moe etp2",
-    "no_gradient_of_the_embeddings": "qwen2 first-layer",
-}
-"""Function of lora_ranks that makes the fault -> a row of two ranks on which it matters."""
-
-
-DRIFTING = ("unsummed_tokens", "unsummed_columns", "fused_accumulation")
-"""Faults with which ranks that share a factor hold different values after a step."""
 
 
 class References(dict):
@@ -81,47 +67,26 @@ def references(tmp_path_factory):
     return References(tmp_path_factory.mktemp("lora"))
 
 
-def job(name, row, references, **more):
-    words = row.replace("unpacked", "")
+def job(row, references):
+    words, more = row.replace("unpacked", ""), {}
     if "unpacked" in row:
         more["rows"] = tuple((n,) for lengths in random_policies.ROWS for n in lengths)
     if kind_of(row) == "some":
         more["lora"] = {**lora_reference.SETTINGS, "targets": SOME}
     path, adapter, _ = references[kind_of(row)]
-    return name, path, adapter, {**layout_of(words, "whole"), **more}
+    return row, path, adapter, {**layout_of(words, "whole"), **more}
 
 
 @pytest.fixture(scope="module")
 def together(request, references):
     def jobs(size):
-        return [job(row, row, references) for row in sorted(chosen(request, "row") & {*ROWS[size]})]
+        return [job(row, references) for row in sorted(chosen(request, "row") & {*ROWS[size]})]
 
     return Worlds("lora_ranks:many", jobs)
 
 
-@pytest.fixture(scope="module")
-def wrong(references):
-    return run_ranks(
-        2, "lora_ranks:many", [job(fault, row, references, fault=fault) for fault, row in FAULTS.items()]
-    )
-
-
 def distance(found, expected):
     return float((found - expected).norm() / expected.norm())
-
-
-def distances(found, expected):
-    """What is wrong in the answers of all ranks: the relative distances of numbers, and factors that have drifted."""
-    apart = {name: distance(found[0]["gradients"][name], g) for name, g in expected["gradients"].items()}
-    apart["loss"] = abs(found[0]["loss"] / expected["loss"] - 1)
-    norm = sum(float(g.norm()) ** 2 for g in expected["gradients"].values()) ** 0.5
-    apart["gradient norm"] = max(abs(rank["grad_norm"] / norm - 1) for rank in found)
-    for rank in found:
-        if rank["logprobs"] is not None and rank["logprobs"].shape[1] == len(expected["logprobs"]):
-            apart["log-probabilities"] = distance(rank["logprobs"][0], expected["logprobs"])
-    everyone = [(key, digest) for rank in found for key, digest in rank["replicas"].items()]
-    drifted = len(set(everyone)) - len(dict(everyone))
-    return apart, drifted
 
 
 def same_as_peft(found, expected, *, whole):
@@ -132,10 +97,18 @@ def same_as_peft(found, expected, *, whole):
     assert first["factors"].keys() == expected["factors"].keys() == first["gradients"].keys()
     for name, factor in expected["factors"].items():
         assert torch.equal(first["factors"][name], factor.float()), name
-    apart, drifted = distances(found, expected)
+    apart = {name: distance(first["gradients"][name], g) for name, g in expected["gradients"].items()}
+    apart["loss"] = abs(first["loss"] / expected["loss"] - 1)
+    norm = sum(float(g.norm()) ** 2 for g in expected["gradients"].values()) ** 0.5
+    apart["gradient norm"] = max(abs(rank["grad_norm"] / norm - 1) for rank in found)
+    for rank in found:
+        if rank["logprobs"] is not None and rank["logprobs"].shape[1] == len(expected["logprobs"]):
+            apart["log-probabilities"] = distance(rank["logprobs"][0], expected["logprobs"])
     print(f"largest relative distance {max(apart.values()):.1e}")
-    assert {name: far for name, far in apart.items() if far > TOLERANCE} == {} and drifted == 0
+    assert {name: far for name, far in apart.items() if far > TOLERANCE} == {}
     assert ("log-probabilities" in apart) == whole
+    everyone = [(key, digest) for rank in found for key, digest in rank["replicas"].items()]
+    assert len(set(everyone)) == len(dict(everyone)), "ranks that share a factor hold different values"
 
 
 @pytest.mark.parametrize(
@@ -151,11 +124,3 @@ def test_a_step_of_adapters_is_that_of_peft(row, world_size, together, reference
     sizes = [keys.get(f"{size}_parallel_size", 1) for size in ("tensor_model", "pipeline_model", "context")]
     found = [rank[row] for rank in together[world_size]]
     same_as_peft(found, references[kind_of(row)][2], whole=world_size == math.prod(sizes))
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_known_fault_is_far_from_peft(name, wrong, references):
-    apart, drifted = distances([rank[name] for rank in wrong], references[kind_of(FAULTS[name])][2])
-    print(f"largest relative distance {max(apart.values()):.1e}, {drifted} factors drifted")
-    assert max(apart.values()) > 1000 * TOLERANCE
-    assert (drifted > 0) == (name in DRIFTING)
