@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from chosen import chosen
+from chosen import Worlds, chosen
 from layouts import kind_of, layout, layout_of
 from runner import run_ranks
 from sampling import sampled
@@ -38,30 +38,27 @@ TWO_RANKS = {
 """Row, and what else -> samples, sections."""
 
 
-def jobs(request, policies, *, alone):
-    found = []
-    for name in sorted(chosen(request, "name")):
-        row, (count, more) = name.partition(",")[0], TWO_RANKS[name]
-        if alone:
-            row, more = kind_of(row), GSPO if more is GSPO else {}
-        found.append((name, policies[kind_of(row)], layout_of(row), count, more))
-    return found
-
-
 @pytest.fixture(scope="module")
-def alone(request, policies):
-    return run_ranks(1, "trainer_ranks:many", jobs(request, policies, alone=True))[0]
+def measured(request, policies):
+    """On one rank each row's policy alone, with as many samples."""
 
+    def jobs(size):
+        found = []
+        for name in sorted(chosen(request, "name")):
+            row, (count, more) = name.partition(",")[0], TWO_RANKS[name]
+            if size == 1:
+                row, more = kind_of(row), GSPO if more is GSPO else {}
+            found.append((name, policies[kind_of(row)], layout_of(row), count, more))
+        return found
 
-@pytest.fixture(scope="module")
-def together(request, policies):
-    return run_ranks(2, "trainer_ranks:many", jobs(request, policies, alone=False))
+    return Worlds("trainer_ranks:many", jobs)
 
 
 @pytest.mark.parametrize("name", sampled("steps of two ranks", TWO_RANKS, 3))
-def test_two_ranks_take_the_step_of_one(alone, together, name):
-    assert together[0][name] == together[1][name]
-    expected, reports = alone[name]["reports"], together[0][name]["reports"]
+def test_two_ranks_take_the_step_of_one(measured, name):
+    [alone], (first, second) = ([rank[name] for rank in measured[size]] for size in (1, 2))
+    assert first == second
+    expected, reports = alone["reports"], first["reports"]
     for (loss, norm, tokens, metrics), found in zip(expected, reports, strict=True):
         assert found[0] == pytest.approx(loss, rel=1e-5, abs=1e-7)
         assert found[1] == pytest.approx(norm, rel=1e-5)
@@ -69,8 +66,7 @@ def test_two_ranks_take_the_step_of_one(alone, together, name):
         assert found[3].keys() == metrics.keys()
         for key, value in metrics.items():
             assert found[3][key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
-    ours, theirs = alone[name]["logprobs"], together[0][name]["logprobs"]
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(alone["logprobs"], first["logprobs"], strict=True):
         torch.testing.assert_close(torch.tensor(b), torch.tensor(a), rtol=0, atol=2e-4)
 
 
@@ -82,13 +78,10 @@ def test_the_elements_that_a_step_changes_are_counted_over_all_ranks(policies, w
     assert [found for _, _, found in ranks] == [pytest.approx(share, rel=1e-12)] * 2
 
 
-RESUMED = [(row, how) for row in ("llama dp2", "llama cp2", "llama4 ep2") for how in ("at once", "asynchronous")]
-
-
-@pytest.mark.parametrize(("row", "how"), sampled("resume", RESUMED, 1))
-def test_two_ranks_resume_bit_for_bit(policies, tmp_path, row, how):
+@pytest.mark.parametrize("row", sampled("resume", ["llama dp2", "llama cp2", "llama4 ep2"], 1))
+def test_two_ranks_resume_bit_for_bit_from_what_was_written_beside_later_steps(policies, tmp_path, row):
     job = (policies[kind_of(row)], layout_of(row), str(tmp_path / "step_000002"))
-    straight = run_ranks(2, "trainer_ranks:train_and_save", *job, how == "asynchronous")
+    straight = run_ranks(2, "trainer_ranks:train_and_save", *job, True)
     resumed = run_ranks(2, "trainer_ranks:load_and_train", *job)
     for ours, theirs in zip(straight, resumed, strict=True):
         assert theirs["extra"] == {"rank": 0} and theirs["made"] == 2
