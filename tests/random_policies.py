@@ -247,3 +247,14 @@ def rows(lengths=ROWS):
             )
         )
     return found
+
+
+def row_logits(model, row):
+    """[N, vocab] logits of a Hugging Face model for a packed row, sequence by sequence."""
+    starts = row["cu_seqlens"].tolist()
+    return torch.cat([model(input_ids=row["tokens"][:, a:b]).logits[0] for a, b in zip(starts, starts[1:])])
+
+
+def of_targets(logits, targets):
+    """[N] log-probabilities (nats) of targets [N], from logits [N, vocab]."""
+    return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]

@@ -37,7 +37,7 @@ with explained():
 
     from megatron_scalerl.batching.packing import pack
     from megatron_scalerl.processes.child_process import end_with
-    from megatron_scalerl.trainer.checkpoint import AsyncSave, save
+    from megatron_scalerl.trainer.checkpoint import begin_save, save
     from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.trainer.step import make_trainer
 
@@ -68,7 +68,7 @@ def one_round(trainer, step, folder, copy):
     later = folder / "step_000002"
     figures = {"at_once": seconds_of(lambda: save(at_once, trainer, {})), "copy": seconds_of(copy)}
     begin = time.perf_counter()
-    saving = AsyncSave(later, trainer, {})
+    saving = begin_save(later, trainer, {})
     figures["copied"] = time.perf_counter() - begin
     while_written = []
     committed = None

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 LOOPBACK = "lo"
 """Linux's name of the loopback interface."""
-_PREFIX = "megatron_scalerl-"
 _ANY_PORT = 9
 """Port for looking up a route; nothing is sent to it."""
 _ANY_ADDRESS = ("", "0.0.0.0", "::")
@@ -67,61 +66,19 @@ Rendezvous = FolderRendezvous | HostRendezvous
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[FolderRendezvous]:
-    """A new folder for one start of a run, deleted at the end of the block.
+    """A new folder for one start of a run, deleted at the end of the block; a kill leaves it behind, with its files.
 
     It is in the temporary directory (TMPDIR), because not every network file system has the file locks that the
-    stores need. A lock on it keeps systemd-tmpfiles from deleting it during a long run. A folder left by a kill is
-    not reused; a later start of the same user deletes it.
+    stores need. A lock on it keeps systemd-tmpfiles from deleting it during a long run.
     """
-    for path in abandoned_folders():
-        shutil.rmtree(path, ignore_errors=True)
-    folder, lock = _locked_folder()
+    folder = tempfile.mkdtemp(prefix="megatron_scalerl-")  # mode 0700, with a new name
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(lock, fcntl.LOCK_SH)
     try:
         yield FolderRendezvous(folder=folder)
     finally:
         os.close(lock)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _locked_folder() -> tuple[str, int]:
-    """A new folder of this user alone, and the descriptor that holds its lock."""
-    while True:
-        folder = tempfile.mkdtemp(prefix=_PREFIX)  # mode 0700, with a new name
-        with contextlib.suppress(FileNotFoundError):
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(lock, fcntl.LOCK_SH)
-            # before the lock another process may have taken the folder for abandoned, and deleted it
-            if os.path.isdir(folder):
-                return folder, lock
-            os.close(lock)
-
-
-def abandoned_folders() -> Iterator[Path]:
-    """This user's private folders that no process has locked: leftovers of a kill.
-
-    Each folder is locked while it is yielded, so that no two processes delete it.
-    """
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        try:
-            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # another user's, a link, or deleted meanwhile
-            continue
-        try:
-            if _is_abandoned(folder):
-                yield path
-        finally:
-            os.close(folder)
-
-
-def _is_abandoned(folder: int) -> bool:
-    status = os.fstat(folder)
-    if status.st_uid != os.getuid():
-        return False
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # another process has the lock
-        return False
-    return True
 
 
 def listen_on(host: str) -> socket.socket:

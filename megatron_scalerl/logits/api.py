@@ -31,7 +31,7 @@ def token_logprobs(
     Numerics: see the top of this file.
 
     Raises ValueError for a target outside the vocabulary, shapes and types that do not fit, a quantized head, a
-    workspace too small and a backend that cannot run here: on all ranks alike, before they exchange anything else.
+    workspace too small and a backend that cannot run here, before ranks exchange anything.
     """
     call = checked(hidden, weight, targets, Settings(**options))
     return TokenLogprobs.apply(hidden, weight, call)

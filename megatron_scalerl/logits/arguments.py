@@ -1,8 +1,7 @@
 """Checks of a projection's arguments, before any rank waits for another.
 
-Every mistake is a ValueError that names the argument. In a group the first exchange is a fixed number of integers
-per rank: the rank's own error, and what must be equal on all. So all ranks raise the same error. The trainer compares
-its batches once a step (`trainer.agreement`) and turns this exchange off with `Settings.trusted`.
+Every mistake is a ValueError that names the argument. Ranks are not compared: the trainer compares its batches once a
+step (`trainer.agreement`).
 """
 
 import math
@@ -16,14 +15,10 @@ from megatron_scalerl.logits.choice import BackendName, choose_backend
 from megatron_scalerl.logits.function import Call
 from megatron_scalerl.logits.projection import Entropy, GradLogits, Precision, Projection
 from megatron_scalerl.record import record
-from megatron_scalerl.types import Bool, Float, Int64
+from megatron_scalerl.types import Int64
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 """Types of hidden and weight whose values are multiplied exactly."""
-_MESSAGE = 512
-"""Longest error message of a rank, in bytes."""
-_FACTS = 16
-"""Maximum number of values that must be equal on all ranks."""
 
 
 @record
@@ -31,32 +26,26 @@ class Settings:
     """How to project: the options of `api.token_logprobs` and `api.token_loss`."""
 
     group: dist.ProcessGroup | None = None
-    """Tensor-parallel group of size p. Targets, masks and options are the same on all its ranks, and so are the
-    results, bit for bit."""
+    """Tensor-parallel group of size p. Targets, places and options have to be the same on all its ranks, and so are
+    the results, bit for bit."""
     logits: Precision = "fp32"
     """"fp32": the numerics contract of `api` (Khatri et al. 2025, arXiv 2510.13786, section 3.2). "model": logits are
     first rounded to the operands' dtype, as in an engine without an fp32 head."""
-    temperature: float | Float[Tensor, "*T"] = 1.0
-    """Divides the logits; one number, or one per token."""
+    temperature: float = 1.0
+    """Divides the logits."""
     entropy: Entropy = "none"
     """"none": zeros; "metric": without gradient; "grad": differentiable."""
     vocab_size: int | None = None
     """True size of the vocabulary (default: all rows). Columns from there on are padding, with probability 0."""
-    loss_mask: Bool[Tensor, " T"] | None = None
-    """True for the tokens that are computed. Elsewhere targets may hold anything, and results are 0."""
     places: Int64[Tensor, " C"] | None = None
-    """In place of loss_mask: the positions of its tokens, each once. A host that knows them need not wait
-    for a GPU to count a mask."""
+    """Positions of the tokens that are computed, each once (default: all). Elsewhere targets may hold anything, and
+    results are 0. A mask would make the host wait until a GPU has counted it."""
     trusted: bool = False
-    """True: the caller has checked targets and temperatures, and that all ranks hold the same. Values of tensors are
-    then neither checked nor compared, and nothing is read back from the device."""
+    """True: the caller has checked the targets. They are not checked again, and nothing is read from the device."""
     grad_logits: GradLogits = "bf16"
     """How the gradient of bf16 logits enters the GEMMs, see `Projection.grad_logits`; fp32 and fp64 keep theirs."""
     sequence_parallel: bool = False
     """hidden is this rank's [T/p, H] share. It is gathered here, and its gradient reduce-scattered in fp32."""
-    main_grad: bool | None = None
-    """True adds the weight's gradient directly to weight.main_grad, as Megatron's gradient accumulation fusion does;
-    None does so where Megatron's DDP has made one; False never."""
     workspace_mb: float = 512.0
     """Bound (MiB) on memory besides inputs, results and gradients: backward recomputes the logits."""
     keep_logits: bool = False
@@ -67,37 +56,18 @@ class Settings:
 
 
 def checked(hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings) -> Call:
-    """The call that the autograd functions execute. Raises ValueError, on all ranks of the group alike."""
+    """The call that the autograd functions execute. Raises ValueError for arguments that do not fit."""
     group = settings.group
-    if group is not None and group.size() == 1:
-        group = None
-    if group is None or settings.trusted:
-        return _call(hidden, weight, targets, settings, group)
-    # A rank with a mistake has to tell the others before they wait for it in a collective.
-    call = None
-    problem = ""
-    facts: dict[str, Tensor | int] = {}
-    try:
-        call = _call(hidden, weight, targets, settings, group)
-        facts = _facts(call, hidden, weight)
-    except ValueError as error:
-        problem = str(error)
-    _agree(group, hidden.device, problem, facts)
-    assert call is not None
-    return call
-
-
-def _call(
-    hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings, group: dist.ProcessGroup | None
-) -> Call:
     _check_options(settings)
     _check_operands(hidden, weight)
     first = 0
     ranks = 1
     rows = weight.shape[0]
-    if group is not None:
+    if group is not None and group.size() > 1:
         first = group.rank() * rows
         ranks = group.size()
+    else:
+        group = None
     shares = 1
     if settings.sequence_parallel:
         shares = ranks
@@ -105,15 +75,12 @@ def _call(
     _check_tokens(tokens, targets, settings, shares)
     true_size = _true_size(settings.vocab_size, rows, ranks)
     kept = settings.places
-    if settings.loss_mask is not None:
-        kept = settings.loss_mask.nonzero()[:, 0]
     # The type of sums, as in `Projection.accumulator`; only operands that are narrower are ever rounded.
     accumulator = torch.promote_types(hidden.dtype, torch.float32)
-    scale = _scale(settings.temperature, hidden.device, accumulator).detach()
+    # Filled in on the device: for a copy the host would wait.
+    scale = torch.full((), 1.0 / settings.temperature, dtype=accumulator, device=hidden.device)
     if kept is not None:
         targets = targets.index_select(0, kept)
-        if scale.dim():
-            scale = scale.index_select(0, kept)
     # Only now: to look at values the host waits for the device.
     if not settings.trusted:
         _check_targets(targets, kept, true_size)
@@ -145,7 +112,7 @@ def _call(
         tokens=tokens,
         kept=kept,
         shape=shape,
-        main_grad=_into_main_grad(weight, settings.main_grad),
+        main_grad=_has_main_grad(weight),
         keep_logits=settings.keep_logits and torch.is_grad_enabled(),
     )
 
@@ -159,13 +126,6 @@ def _true_size(vocab_size: int | None, rows: int, ranks: int) -> int:
             f"vocab_size is {vocab_size}; it has to be 1 to {rows * ranks} ({rows} rows on {ranks} ranks)"
         )
     return vocab_size
-
-
-def _scale(temperature: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """1 / temperature on `device`; a number is filled in there, since the host would wait for a copy."""
-    if isinstance(temperature, Tensor):
-        return 1.0 / temperature.to(device, dtype)
-    return torch.full((), 1.0 / temperature, dtype=dtype, device=device)
 
 
 def _check_options(settings: Settings) -> None:
@@ -203,24 +163,11 @@ def _check_tokens(tokens: int, targets: Tensor, settings: Settings, shares: int)
         raise ValueError(f"targets is {list(targets.shape)}; it has to be [{tokens}]{per_rank}")
     if targets.dtype != torch.int64:
         raise ValueError(f"targets is {targets.dtype}; it has to be int64")
-    mask = settings.loss_mask
     places = settings.places
-    if places is not None and mask is not None:
-        raise ValueError("places and loss_mask are both set; leave one of them out")
     if places is not None and (places.dim() != 1 or places.dtype != torch.int64):
         raise ValueError(f"places is {list(places.shape)} in {places.dtype}; it has to be [C] in int64")
-    if mask is not None and (list(mask.shape) != [tokens] or mask.dtype != torch.bool):
-        raise ValueError(f"loss_mask is {list(mask.shape)} in {mask.dtype}; it has to be [{tokens}] in bool")
-    temperature = settings.temperature
-    if isinstance(temperature, Tensor):
-        if list(temperature.shape) not in ([], [tokens]):
-            raise ValueError(f"temperature is {list(temperature.shape)}; it has to be a number or [{tokens}]")
-        if settings.trusted:
-            return
-        temperature = temperature.min()
-    lowest = float(temperature)
-    if not lowest > 0:
-        raise ValueError(f"temperature is {lowest}; it has to be above 0")
+    if not settings.temperature > 0:
+        raise ValueError(f"temperature is {settings.temperature}; it has to be above 0")
 
 
 def _check_targets(targets: Tensor, kept: Tensor | None, vocabulary: int) -> None:
@@ -236,59 +183,15 @@ def _check_targets(targets: Tensor, kept: Tensor | None, vocabulary: int) -> Non
         )
 
 
-def _into_main_grad(weight: Tensor, requested: bool | None) -> bool:
-    """Whether to add to a main_grad that Megatron's DDP has made; `requested` True raises ValueError without one."""
+def _has_main_grad(weight: Tensor) -> bool:
+    """Whether the weight has a main_grad of Megatron's DDP, to which its gradient is then added directly.
+
+    As Megatron's gradient accumulation fusion does.
+    """
     grad = getattr(weight, "main_grad", None)
-    able = (
+    return (
         isinstance(grad, Tensor)
         and hasattr(weight, "grad_added_to_main_grad")
         and grad.shape == weight.shape
         and grad.dtype in (torch.float32, weight.dtype)
     )
-    if requested and not able:
-        shape = "none"
-        if grad is not None:
-            shape = str(list(grad.shape))
-        raise ValueError(
-            f"main_grad is true, but Megatron's DDP made none for the weight {list(weight.shape)}, which has {shape}"
-        )
-    return able and requested is not False
-
-
-def _facts(call: Call, hidden: Tensor, weight: Tensor) -> dict[str, Tensor | int]:
-    """Numbers that must be equal on all ranks, by name; contents as checksums that depend on the order."""
-    shape = call.shape
-    order = torch.arange(1, shape.tokens + 1, device=hidden.device)
-    return {
-        "tokens": call.tokens,
-        "columns of hidden": hidden.shape[1],
-        "rows of weight": weight.shape[0],
-        "dtype of weight": DTYPES.index(weight.dtype),
-        "tokens with loss": shape.tokens,
-        "loss_mask": (call.places(hidden.device) * order).sum(),
-        # Two primes: a plain sum would be equal for targets in another order.
-        "targets": (shape.targets * (order * 2654435761 % 4294967291)).sum(),
-        "temperature": (shape.scale.double().expand(order.shape) * order).sum().view(torch.int64),
-        "entropy": int(shape.entropy) + int(shape.entropy_grad),
-        "logits": int(shape.round_logits),
-        "sequence_parallel": int(call.sequence_parallel),
-    }
-
-
-def _agree(group: dist.ProcessGroup, device: torch.device, problem: str, facts: dict[str, Tensor | int]) -> None:
-    """Raises ValueError on every rank if one has a problem or two differ."""
-    # One message of a fixed size: a rank with a problem has no facts, and the others do not know.
-    text = problem.encode()[:_MESSAGE].ljust(_MESSAGE, b"\0")
-    values = [int(value) for value in facts.values()]
-    mine = torch.tensor([*text, *values, *[0] * (_FACTS - len(values))], device=device)
-    everyone = mine.new_empty((group.size(), len(mine)))
-    dist.all_gather_into_tensor(everyone.view(-1), mine, group=group)
-    rows = everyone.tolist()
-    for rank, row in enumerate(rows):
-        message = bytes(row[:_MESSAGE]).rstrip(b"\0").decode(errors="replace")
-        if message:
-            raise ValueError(f"rank {rank} of {group.size()} of the tensor-parallel group: {message}")
-    for place, name in enumerate(facts, _MESSAGE):
-        values = [row[place] for row in rows]
-        if len(set(values)) > 1:
-            raise ValueError(f"{name}: the ranks of the tensor-parallel group differ, they have {values}")

@@ -37,7 +37,7 @@ class Projection:
     targets: Int64[Tensor, " T"]
     """Ids of the whole vocabulary."""
     scale: Tensor
-    """1 / temperature in the accumulator's dtype, 0-dimensional or [T]."""
+    """1 / temperature, 0-dimensional in the accumulator's dtype."""
     first: int
     """Id of column 0 in the whole vocabulary."""
     round_logits: bool
@@ -76,10 +76,7 @@ class Projection:
 
     def of_tokens(self, rows: slice) -> Projection:
         """The projection of some of the tokens, as views."""
-        scale = self.scale
-        if scale.dim():
-            scale = scale[rows]
-        return replace(self, hidden=self.hidden[rows], targets=self.targets[rows], scale=scale)
+        return replace(self, hidden=self.hidden[rows], targets=self.targets[rows])
 
     def owned(self, columns: slice) -> tuple[Bool[Tensor, " T"], Int64[Tensor, "T 1"]]:
         """Whether the token's target is in these columns of this rank, and its column in the block.

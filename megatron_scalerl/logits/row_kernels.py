@@ -28,7 +28,7 @@ def compiled() -> bool:
 def row_statistics(logits: Tensor, scale: Tensor, targets: Tensor, first: int, stats: Tensor) -> None:
     """Adds a block of columns to the statistics [4, T] of `projection.Backend`, in place.
 
-    logits [T, columns] fp32, without `scale` (0-dimensional or [T], fp32); `first` is the id of column 0,
+    logits [T, columns] fp32, without `scale` (0-dimensional, fp32); `first` is the id of column 0,
     `targets` [T] int64 are ids. The largest logit's own term is not part of r, and several equal maxima are counted
     one by one, so r is exact if one token is almost certain.
     """
@@ -40,7 +40,6 @@ def row_statistics(logits: Tensor, scale: Tensor, targets: Tensor, first: int, s
         logits,
         logits.stride(0),
         scale,
-        scale.dim(),
         targets,
         stats,
         stats.stride(0),
@@ -83,7 +82,6 @@ def logit_gradient(
         logits,
         logits.stride(0),
         scale,
-        scale.dim(),
         targets,
         given.lse,
         given.grad_logprob,
@@ -119,12 +117,12 @@ def merged_pair(m0, r0, u0, m1, r1, u1):
 
 @triton.jit
 def _row_statistics_kernel(
-    logits, row_stride, scale, scale_stride, targets, stats, stats_stride, first, columns, BLOCK: tl.constexpr
+    logits, row_stride, scale, targets, stats, stats_stride, first, columns, BLOCK: tl.constexpr
 ):
     # 64 bits: rows times columns of a large vocabulary exceed 2^31 elements.
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * row_stride
-    factor = tl.load(scale + row * scale_stride)
+    factor = tl.load(scale)
     lane = tl.arange(0, BLOCK)
     filled = lane < columns
     # Every lane accumulates the statistics of some columns: one reduction at the end, one exponential per logit.
@@ -172,7 +170,6 @@ def _logit_gradient_kernel(
     logits,
     row_stride,
     scale,
-    scale_stride,
     targets,
     lse,
     grad_logprob,
@@ -191,7 +188,7 @@ def _logit_gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    factor = tl.load(scale + row * scale_stride)
+    factor = tl.load(scale)
     z = tl.load(logits + row * row_stride + column, mask=inside, other=0.0) * factor
     target = tl.load(targets + row) - first
     log_p = z - tl.load(lse + row)

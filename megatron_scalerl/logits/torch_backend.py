@@ -222,8 +222,8 @@ def _logits(p: Projection, hidden: Tensor, head: Tensor, z: Tensor) -> None:
         else:
             set_product(z, hidden, head.t())
     # To compare a scalar on an accelerator the host would have to wait.
-    if p.scale.dim() or p.scale.device.type != "cpu" or p.scale != 1.0:
-        z *= p.scale[..., None]
+    if p.scale.device.type != "cpu" or p.scale != 1.0:
+        z *= p.scale
 
 
 def _tiles(z: Tensor) -> Iterator[slice]:

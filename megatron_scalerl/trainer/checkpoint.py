@@ -7,7 +7,7 @@ ranks. `checkpoints.commit` says which folders are complete.
 
 The life of a checkpoint: all ranks make its state, in which Megatron knows each shard's place; rank 0 empties the
 folder; each rank writes its files; rank 0 writes the index, the controller's state, and the commit file last. `save`
-returns when the checkpoint is committed. `AsyncSave` copies the state to host memory and lets a thread of each rank
+returns when the checkpoint is committed. `begin_save` copies the state to host memory and lets a thread of each rank
 write it; `finish` commits it between two of the trainer's commands, since it is collective.
 """
 
@@ -16,7 +16,7 @@ import errno
 import json
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -46,25 +46,43 @@ def save(path: str | Path, trainer: Trainer, extra: dict[str, Any]) -> None:
 
     `extra` is JSON data; rank 0's is written.
     """
+    begin_save(path, trainer, extra).finish(wait=True)
+
+
+def begin_save(path: str | Path, trainer: Trainer, extra: dict[str, Any]) -> "CheckpointWriting":
+    """Copy what `save` writes, and begin to write it. Costs host memory: as many bytes as this rank writes."""
     state = _sharded_state(trainer, loading=False, generators=True)
-    _save(Path(path), state, trainer.parallel, {"step": trainer.steps_made}, extra)
+    live = live_storages(_inside_ddp(trainer.chunks), trainer.optimizer)
+    return CheckpointWriting(path, state, trainer.parallel, {"step": trainer.steps_made}, extra, live)
 
 
-class AsyncSave:
+def save_policy(path: str | Path, chunks: Sequence[Any], parallel: Parallel) -> None:
+    """Write and commit a checkpoint of the weights alone, to be exported. Every rank must call it."""
+    CheckpointWriting(path, sharded_models(_inside_ddp(chunks)), parallel, {}, None, set()).finish(wait=True)
+
+
+class CheckpointWriting:
     """A checkpoint that is written while the trainer goes on. All calls are collective."""
 
-    def __init__(self, path: str | Path, trainer: Trainer, extra: dict[str, Any]):
-        """Copy what `save` writes, and begin to write it. Costs host memory: as many bytes as this rank writes."""
+    def __init__(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        parallel: Parallel,
+        facts: dict[str, Any],
+        extra: dict[str, Any] | None,
+        live: Set[int],
+    ):
+        """facts and extra: for the commit file and beside it. live: addresses of memory that changes meanwhile."""
         self._path = Path(path)
-        self._parallel = trainer.parallel
+        self._parallel = parallel
+        self._facts = facts
         self._extra = extra
-        self._facts = {"step": trainer.steps_made}
-        state = _sharded_state(trainer, loading=False, generators=True)
-        _make_folder(self._path, self._parallel)
+        _make_folder(self._path, parallel)
         # Inside `writing_in_process` Megatron prepares the files and starts nothing; the thread is ours.
         with writing_in_process():
             request = dist_checkpointing.save(state, str(self._path), async_sharded_save=True, async_strategy="mcore")
-            self._writing = ShardWriting(request, live_storages(_inside_ddp(trainer.chunks), trainer.optimizer))
+            self._writing = ShardWriting(request, live)
 
     def finish(self, *, wait: bool) -> float | None:
         """Commit; the seconds for which the slowest rank wrote. None if a rank still writes, unless `wait`.
@@ -83,21 +101,6 @@ class AsyncSave:
             self._writing.complete()
         _commit(self._path, self._parallel, self._facts, self._extra)
         return -seconds
-
-
-def save_policy(path: str | Path, chunks: Sequence[Any], parallel: Parallel) -> None:
-    """Write and commit a checkpoint of the weights alone, to be exported. Every rank must call it."""
-    _save(Path(path), sharded_models(_inside_ddp(chunks)), parallel, {}, None)
-
-
-def _save(
-    path: Path, state: dict[str, Any], parallel: Parallel, facts: dict[str, Any], extra: dict[str, Any] | None
-) -> None:
-    _make_folder(path, parallel)
-    with writing_in_process(), _full_disk_named(path):
-        dist_checkpointing.save(state, str(path))
-    dist.barrier()
-    _commit(path, parallel, facts, extra)
 
 
 @contextlib.contextmanager

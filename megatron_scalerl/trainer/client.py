@@ -68,7 +68,7 @@ class TrainerClient:
         self._command_timeout_s = command_timeout_s
         self._rendezvous: Rendezvous | None = rendezvous
         self._met: set[int] = set()
-        self._dp_ranks: dict[int, int] = {}
+        self._ready: set[int] = set()
         self._holders: dict[int, int] = {}  # data-parallel rank -> the rank that receives its batches
         self._prepared: int | None = None  # the step whose batch was sent and which was not called yet
         # A batch follows once every rank was sent the step that was called last, and the batch before has arrived.
@@ -106,14 +106,12 @@ class TrainerClient:
 
     async def wait_ready(self, timeout_s: float) -> TrainerInfo:
         """Wait until every rank has built its trainer. Raises TrainerError at a failure or after `timeout_s`."""
-        async with self._busy, self._deadline(timeout_s, "start", lambda: set(self._dp_ranks)):
-            while len(self._dp_ranks) < self.world_size:
+        async with self._busy, self._deadline(timeout_s, "start", lambda: self._ready):
+            while len(self._ready) < self.world_size:
                 sender, message = await self._receive()
                 await self._greet(sender, message)
         assert self.info is not None
-        for dp_rank in range(self.info.dp_size):
-            if dp_rank not in self._holders:
-                raise TrainerError(f"trainer: no rank receives the batches of data-parallel rank {dp_rank}")
+        assert self._holders.keys() == set(range(self.info.dp_size)), self._holders
         return self.info
 
     async def prepare(self, plan: StepPlan, read: ReadCompletions) -> None:
@@ -187,7 +185,9 @@ class TrainerClient:
 
         `asynchronous`: copy it, and write while the trainer goes on; `finish_save` comes before the next one.
         """
-        await self._call(partial(messages.Save, path=str(path), extra=extra, asynchronous=asynchronous), None)
+        await self._call(partial(messages.Save, path=str(path), extra=extra), None)
+        if not asynchronous:
+            await self.finish_save(wait=True)
 
     async def finish_save(self, *, wait: bool) -> float | None:
         """Commit; seconds for which the slowest rank wrote. None if one still writes, unless `wait`."""
@@ -273,21 +273,11 @@ class TrainerClient:
             await self._send_rendezvous()
             return
         assert isinstance(message, messages.Ready), message
-        rank = message.rank
-        dp_rank = message.dp_rank
-        if not 0 <= dp_rank < message.info.dp_size:
-            raise TrainerError(
-                f"trainer rank {rank}: data-parallel rank {dp_rank} is not below {message.info.dp_size}"
-            )
         if message.holds_batch:
-            holder = self._holders.setdefault(dp_rank, rank)
-            if holder != rank:
-                raise TrainerError(
-                    f"trainer rank {rank}: it receives the batches of data-parallel rank {dp_rank}, "
-                    f"but rank {holder} already does"
-                )
-        self._dp_ranks[rank] = dp_rank
-        if rank == 0:
+            assert message.dp_rank not in self._holders, message
+            self._holders[message.dp_rank] = message.rank
+        self._ready.add(message.rank)
+        if message.rank == 0:
             self.info = message.info
 
     async def _send_rendezvous(self) -> None:

@@ -21,19 +21,14 @@ from megatron_scalerl.weights.plan import Connection, Needs
 class TrainerInfo:
     """Facts about the trainer. Produced once by the worker of rank 0."""
 
-    world_size: int
     dp_size: int
     """Data-parallel size, the number of batches per step."""
     parameters: int
     """Parameters of the policy, each counted once."""
-    vocab_size: int
-    """Rows of the embedding, padding included."""
     device: str
     """For example "cpu" or a GPU's name."""
     backend: str
     """Collectives: gloo or nccl."""
-    dtype: str
-    """Type of weights and activations."""
     logits: str
     """Precision of the logit projection: fp32 or model."""
 
@@ -146,12 +141,11 @@ class ScoreTokens(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Save(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Write a checkpoint, or copy and begin to write it."""
+    """Copy what a checkpoint has, and begin to write it."""
 
     call: int
     path: str
     extra: dict[str, Any]
-    asynchronous: bool = False
 
 
 class FinishSave(msgspec.Struct, tag=True, frozen=True, kw_only=True):

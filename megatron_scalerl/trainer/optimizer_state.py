@@ -74,7 +74,7 @@ def _state_dp_zero(
 
     Data-parallel ranks that write none have tensors of the same shapes without memory.
     """
-    # Other arguments come from other forms of the state, which no checkpoint of ours has.
+    # Other arguments come with a load, and from forms of the state that no checkpoint of ours has.
     if use_gloo_comm or empty_data or not return_on_all_ranks:
         original = DistributedOptimizer.get_parameter_state_dp_zero
         return original(part, use_gloo_comm, empty_data, return_on_all_ranks)

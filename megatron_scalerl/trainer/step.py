@@ -103,13 +103,6 @@ class Trainer:
             self._averaged_ranks = 1 / parallel.cp_size
         self._counts = parallel.is_last_stage and parallel.tp_rank == 0 and parallel.cp_rank == 0
 
-    @property
-    def experts(self) -> tuple[int, int] | None:
-        """Layers and experts per token of the engine's choices for this policy; None for a dense one."""
-        if self._config.num_moe_experts:
-            return self._config.num_layers, self._config.moe_router_topk
-        return None
-
     def step(self, batch: Batch) -> StepReport:
         """Forward, backward and one optimizer step on this rank's batch.
 

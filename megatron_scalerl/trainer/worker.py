@@ -36,7 +36,7 @@ from megatron_scalerl.record import record
 from megatron_scalerl.trainer import messages
 
 if TYPE_CHECKING:
-    from megatron_scalerl.trainer.checkpoint import AsyncSave
+    from megatron_scalerl.trainer.checkpoint import CheckpointWriting
 
 logger = logging.getLogger("megatron_scalerl.trainer.worker")  # also where this module is __main__
 
@@ -90,7 +90,7 @@ class WorkerSettings:
 class Worker:
     """Executes the controller's commands on a trainer."""
 
-    _saving: AsyncSave | None = None
+    _saving: CheckpointWriting | None = None
     """The checkpoint that is being written."""
 
     def __init__(self, recipe: Recipe, rendezvous: Rendezvous, run_dir: Path):
@@ -118,18 +118,15 @@ class Worker:
         self.sending = WeightSending(
             self.source, bucket_mib=recipe.weights.bucket_mib, written=self.trainer.changes.written
         )
-        self._batches = BatchFrames(self.trainer, self.parallel)
+        self._batches = BatchFrames(self.parallel, pad_multiple=self.trainer.pad_multiple)
 
     def info(self) -> messages.TrainerInfo:
         """Facts for the controller, requested once."""
         return messages.TrainerInfo(
-            world_size=self.parallel.world_size,
             dp_size=self.parallel.dp_size,
             parameters=sum(math.prod(meta.shape) for meta in self.policy),
-            vocab_size=next(meta.shape[0] for meta in self.policy if meta.name.endswith("embed_tokens.weight")),
             device=str(self.parallel.device),
             backend={"cpu": "gloo"}.get(self.parallel.device.type, "nccl"),
-            dtype=self.recipe.policy.dtype,
             logits=self.recipe.policy.logits,
         )
 
@@ -157,11 +154,9 @@ class Worker:
                 return self.sending.connect(connection)
             case messages.SendWeights(version=version):
                 return self.sending.send(version)
-            case messages.Save(path=path, extra=extra, asynchronous=False):
-                return checkpoint.save(path, self.trainer, extra)
             case messages.Save(path=path, extra=extra):
                 assert self._saving is None, "a checkpoint was begun and not finished"
-                self._saving = checkpoint.AsyncSave(path, self.trainer, extra)
+                self._saving = checkpoint.begin_save(path, self.trainer, extra)
                 return None
             case messages.FinishSave(wait=wait):
                 assert self._saving is not None, "no checkpoint was begun"

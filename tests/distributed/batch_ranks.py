@@ -24,11 +24,13 @@ def many(jobs):
         settings = recipe(policy, layout)
         parallel = init_parallel(settings)
         ours, theirs = make_trainer(settings, parallel), make_trainer(settings, parallel)
-        batches = BatchFrames(ours, parallel)
+        batches = BatchFrames(parallel, pad_multiple=ours.pad_multiple)
+        config = unwrap(ours.chunks[0]).config
+        experts = (config.num_layers, config.moe_router_topk) if config.num_moe_experts else None
         reports, equal = [], []
         for step in (1, 2):
             samples, sizes = random_samples(step, 7), {"dp_size": parallel.dp_size, "micro_batch_tokens": 64}
-            samples = _with_experts(samples, ours.experts)
+            samples = _with_experts(samples, experts)
             if parallel.holds_batch:
                 batches.hold(frames_of(plan_of(samples, step=step, **sizes), samples, parallel.dp_rank))
             batch = batches.take(step)
@@ -39,7 +41,7 @@ def many(jobs):
         found[name] = {
             "holds": parallel.holds_batch,
             "dp_rank": parallel.dp_rank,
-            "experts": ours.experts,
+            "experts": experts,
             "equal": all(equal),
             "reports": reports,
             "weights": all(torch.equal(a, b) for a, b in zip(*weights, strict=True)),

@@ -1,11 +1,11 @@
 """What each rank does for the families' parity tests: load, whole logits through the pipeline, save."""
 
-import os
 from dataclasses import replace
 from typing import Any
 
 import torch
-from parity_ranks import recipe
+from gathered_weights import gathered
+from parity_ranks import built
 from policy_rows import arguments, full_logits
 from random_policies import rows
 from safetensors.torch import save_file
@@ -15,28 +15,19 @@ Job = tuple[str, str, dict[str, Any], str]
 
 
 def logits_and_saved(jobs):
-    """Logits [N, vocab] of the second fixed row on ranks of the last stage; saves the untouched weights."""
-    from gathered_weights import gathered
-
-    from megatron_scalerl.distributed.parallel import shutdown_parallel
-    from megatron_scalerl.trainer.model import build_policy
-    from megatron_scalerl.trainer.ranks import init_parallel
+    """Logits [N, vocab] of the second fixed row on ranks of the last stage, with the model's log-probabilities and
+    entropies; saves the untouched weights."""
     from megatron_scalerl.weights.source import MegatronWeightSource
 
     found = {}
     for name, path, layout, out in jobs:
-        settings = recipe(path, int(os.environ["WORLD_SIZE"]), layout)
-        parallel = init_parallel(settings)
-        chunks = build_policy(path, settings, parallel)
-        for logits in _logits(chunks):
-            found[name] = logits
-        if out:
-            source = MegatronWeightSource(chunks, parallel)
-            whole = gathered(source)
-            if parallel.rank == 0:
-                save_file(whole, out)
-        torch.distributed.barrier()
-        shutdown_parallel(keep_world=True)
+        with built(path, layout) as (chunks, parallel, _):
+            for both in _logits(chunks):
+                found[name] = both
+            if out:
+                whole = gathered(MegatronWeightSource(chunks, parallel))
+                if parallel.rank == 0:
+                    save_file(whole, out)
     return found
 
 
@@ -97,7 +88,7 @@ WITHOUT = {
 
 
 def _logits(chunks):
-    """One tensor on the last stage, nothing before it."""
+    """On the last stage the logits, and the model's log-probabilities and entropies; nothing before it."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     row = rows()[1]
@@ -105,9 +96,10 @@ def _logits(chunks):
 
     def forward(_, model):
         logits = full_logits(model, row)
+        output = model(**arguments(model, row))
         if logits is not None:
-            found.append(logits)
-        return model(**arguments(model, row)), lambda output: (output.sum(), {})
+            found.append((logits, output))
+        return output, lambda output: (output.sum(), {})
 
     with torch.no_grad():
         get_forward_backward_func()(

@@ -3,33 +3,26 @@
 import os
 
 import random_policies
-import torch
 import trainer_ranks
-from parity_ranks import backward, recipe
+from parity_ranks import backward, built
 from policy_rows import arguments
-from random_policy import make_recipe
 
 
 def gradients(jobs):
     """For each (name, policy path, layout, main_grad, loss in chunk): every main_grad after two micro-batches."""
-    from megatron_scalerl.distributed.parallel import shutdown_parallel, unwrap
-    from megatron_scalerl.trainer.model import build_policy
-    from megatron_scalerl.trainer.ranks import init_parallel
+    from megatron_scalerl.distributed.parallel import unwrap
+    from megatron_scalerl.logits import arguments
 
-    found = {}
+    found, has_main_grad = {}, arguments._has_main_grad
     for name, path, layout, main_grad, in_chunk in jobs:
-        settings = recipe(path, int(os.environ["WORLD_SIZE"]), layout)
-        parallel = init_parallel(settings)
-        chunks = build_policy(path, settings, parallel)
-        model = unwrap(chunks[0])
-        model.projection["main_grad"] = main_grad
-        _backward(chunks, parallel, in_chunk)
-        grads = {key: p.main_grad.clone() for key, p in model.named_parameters()}
-        flags = {key: p.grad_added_to_main_grad for key, p in model.named_parameters() if p.grad_added_to_main_grad}
-        left = [key for key, p in model.named_parameters() if p.grad is not None]
-        found[name] = dict(grads=grads, straight=sorted(flags), left=left)
-        torch.distributed.barrier()
-        shutdown_parallel(keep_world=True)
+        arguments._has_main_grad = has_main_grad if main_grad else lambda weight: False
+        with built(path, layout) as (chunks, parallel, _):
+            _backward(chunks, parallel, in_chunk)
+            named = dict(unwrap(chunks[0]).named_parameters())
+            grads = {key: p.main_grad.clone() for key, p in named.items()}
+            straight = sorted(key for key, p in named.items() if p.grad_added_to_main_grad)
+            left = [key for key, p in named.items() if p.grad is not None]
+            found[name] = dict(grads=grads, straight=straight, left=left)
     return found
 
 
@@ -55,16 +48,15 @@ def _backward(chunks, parallel, in_chunk):
 
 
 def steps(jobs):
-    """For each (name, policy path, megatron section, further trainer keys): reports of three steps and more."""
+    """For each (name, policy path, layout, further trainer keys): reports of three steps and more."""
     from gathered_weights import gathered
 
     from megatron_scalerl.weights.source import MegatronWeightSource
 
     found = {}
-    for name, path, megatron, keys in jobs:
+    for name, path, layout, keys in jobs:
         trainer_keys = {"world_size": int(os.environ["WORLD_SIZE"]), "micro_batch_tokens": 128, **keys}
-        settings = make_recipe(path, optimizer=trainer_ranks.SMOOTH, trainer=trainer_keys, megatron=megatron)
-        trainer = trainer_ranks.trainer_of(settings)
+        trainer = trainer_ranks.trainer_of(trainer_ranks.recipe(path, layout, trainer=trainer_keys))
         reports = [trainer_ranks._step(trainer, step) for step in (1, 2, 3)]
         source = MegatronWeightSource(trainer.chunks, trainer.parallel)
         found[name] = dict(

@@ -50,14 +50,14 @@ def run(case, group=None):
     weight = full.chunk(size)[rank].clone().requires_grad_()
     share = case.sequence_parallel and group is not None
     hidden = (h.chunk(size)[rank] if share else h).clone().requires_grad_()
-    mask = torch.arange(TOKENS) % 3 != 1 if case.masked else None
+    places = torch.tensor([i for i in range(TOKENS) if i % 3 != 1]) if case.masked else None
     options = dict(
         group=group,
         entropy="grad",
         vocab_size=VOCAB,
         workspace_mb=case.workspace_mb,
         sequence_parallel=case.sequence_parallel,
-        loss_mask=mask,
+        places=places,
     )
     weights = torch.linspace(-1.0, 2.0, TOKENS, dtype=torch.float64).to(h.dtype)
 
@@ -72,46 +72,3 @@ def run(case, group=None):
     value.backward()
     found = dict(value=value.detach(), logprob=logprob.detach(), entropy=entropy.detach())
     return dict(found, grad_h=hidden.grad, grad_w=weight.grad)
-
-
-MISTAKES = ("target", "share", "rows", "dtype", "mask", "workspace", "quantized", "temperature")
-
-
-def mistaken(names):
-    """What this rank raises when rank 1 alone gives something else; all ranks must raise, then go on together."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    return {name: _mistake(name, dist.group.WORLD) for name in names}
-
-
-def _mistake(name, group):
-    from megatron_scalerl.logits import token_logprobs
-
-    h, w, y = problem(0.0, torch.float32)
-    arguments = dict(hidden=h, weight=w.chunk(group.size())[group.rank()], targets=y, group=group)
-    arguments["sequence_parallel"] = name == "share"
-    if name == "share":
-        arguments["hidden"] = h.chunk(group.size())[group.rank()]
-    if name == "rows":
-        arguments["targets"] = y % 10
-    if group.rank() == 1:
-        arguments |= {
-            "target": dict(targets=y.index_fill(0, torch.tensor([7]), VOCAB)),
-            "share": dict(hidden=h[:5]),
-            "rows": dict(weight=w[:5]),
-            "dtype": dict(weight=arguments["weight"].bfloat16(), hidden=h.bfloat16()),
-            "mask": dict(loss_mask=torch.arange(TOKENS) != 3),
-            "workspace": dict(workspace_mb=1e-5),
-            "quantized": dict(weight=arguments["weight"].to(torch.int8)),
-            "temperature": dict(temperature=0.5),
-        }[name]
-    try:
-        token_logprobs(**arguments)
-    except ValueError as error:
-        message = str(error)
-    else:
-        message = "nothing"
-    # The group is as it was: the next collective is the same on all ranks.
-    assert token_logprobs(h, w.chunk(group.size())[group.rank()], y, group=group)[0].isfinite().all()
-    return message

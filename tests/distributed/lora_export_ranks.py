@@ -1,7 +1,5 @@
 """What one rank of the tests of exported adapters does: save random ones, compute with them, send them."""
 
-from pathlib import Path
-
 import random_policies
 import torch
 from gathered_weights import gathered
@@ -24,7 +22,8 @@ def save(path, layout, folder):
     drawn = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
     fill(trainer.chunks, family, lambda name, index, shape: drawn[name][index], parallel)
     chunks = [chunk.module for chunk in trainer.chunks]
-    checkpoint._save(Path(folder), sharded_models(chunks, adapters=True), parallel, {}, None)
+    state = sharded_models(chunks, adapters=True)
+    checkpoint.CheckpointWriting(folder, state, parallel, {}, None, set()).finish(wait=True)
     return drawn, _logits(trainer)
 
 

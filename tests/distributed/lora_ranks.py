@@ -1,4 +1,4 @@
-"""What one rank of the adapters' tests does: build, forward and backward, optimizer steps; and known faults."""
+"""What one rank of the adapters' tests does: build, forward and backward, optimizer steps."""
 
 import hashlib
 import os
@@ -7,7 +7,7 @@ import random_policies
 import torch
 from gathered_weights import gathered
 from lora_reference import SETTINGS, STEPS
-from parity_ranks import _forward_backward, recipe
+from parity_ranks import _forward_backward, built, gradients_of, recipe
 from trainer_ranks import _step, release
 
 
@@ -28,56 +28,26 @@ def many(jobs):
 
 
 def measure(path, layout):
-    """Loss, log-probabilities of this rank's rows, gradients, gradient norm, and the factors before and after a step.
-
-    `fault` in the layout is the name of one of the faults below.
-    """
-    import torch.distributed as dist
-
-    from megatron_scalerl.distributed.parallel import shutdown_parallel, unwrap
-    from megatron_scalerl.trainer.layers.lora import Adapters
-    from megatron_scalerl.trainer.model import build_policy
+    """Loss, log-probabilities of this rank's rows, gradients, their norm, and the factors before a step."""
+    from megatron_scalerl.distributed.parallel import unwrap
     from megatron_scalerl.trainer.optimizer import build_optimizer
-    from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.weights.source import MegatronWeightSource
 
     layout = dict(layout)
     rows = random_policies.rows(layout.pop("rows", random_policies.ROWS))
-    fault = layout.pop("fault", None)
-    right = Adapters._register, Adapters._factors
-    if fault in ("experts_over_all_data_parallel_ranks", "fused_accumulation"):
-        globals()[fault](Adapters)
-    settings = settings_of(path, layout)
-    parallel = init_parallel(settings)
-    chunks = build_policy(path, settings, parallel)
-    adapters = unwrap(chunks[0]).adapters
-    if fault in ("unsummed_tokens", "experts_like_dense_layers", "unsummed_columns", "no_gradient_of_the_embeddings"):
-        globals()[fault](unwrap(chunks[0]))
-    optimizer = build_optimizer(chunks, settings)
-    source = MegatronWeightSource(chunks, parallel, family=adapters)
-    found = {"factors": gathered(source)}
-    found["loss"], found["logprobs"] = _forward_backward(chunks, parallel, rows)
-    trained = [(name, p) for chunk in chunks for name, p in chunk.named_parameters() if p.requires_grad]
-    found["trained"] = [name for name, _ in trained]
-    found["gradients"] = _gradients(source, trained)
-    _, norm, _ = optimizer.step()
-    found["grad_norm"] = float(norm)
-    found["replicas"] = _digests(source, chunks, parallel)
-    Adapters._register, Adapters._factors = right
-    dist.barrier()
-    shutdown_parallel(keep_world=True)
+    with built(path, layout, settings_of) as (chunks, parallel, settings):
+        adapters = unwrap(chunks[0]).adapters
+        optimizer = build_optimizer(chunks, settings)
+        source = MegatronWeightSource(chunks, parallel, family=adapters)
+        found = {"factors": gathered(source)}
+        found["loss"], found["logprobs"] = _forward_backward(chunks, parallel, rows)
+        trained = {name: p for chunk in chunks for name, p in chunk.named_parameters() if p.requires_grad}
+        found["trained"] = [*trained]
+        found["gradients"] = gradients_of(source, trained.values())
+        _, norm, _ = optimizer.step()
+        found["grad_norm"] = float(norm)
+        found["replicas"] = _digests(source, chunks, parallel)
     return found
-
-
-def _gradients(source, trained):
-    """Gradients by PEFT's names: they ride through the weight map in the parameters' place."""
-    kept = [(p, p.data.clone()) for _, p in trained]
-    for parameter, _ in kept:
-        parameter.data.copy_(parameter.main_grad)
-    gradients = gathered(source)
-    for parameter, data in kept:
-        parameter.data.copy_(data)
-    return gradients
 
 
 def _digests(source, chunks, parallel):
@@ -93,72 +63,6 @@ def _digests(source, chunks, parallel):
             values = parameter.detach().numpy().tobytes()
             found[rule.megatron, shard if rule.sharded else 0] = hashlib.sha256(values).hexdigest()
     return found
-
-
-def _adapters(model):
-    return [module.lora for module in model.modules() if hasattr(module, "lora")]
-
-
-def unsummed_tokens(model):
-    """Under sequence parallelism the gradient of a whole factor stays that of the rank's tokens."""
-    for adapters in _adapters(model):
-        for parameter in adapters.parameters():
-            parameter.sequence_parallel = False
-
-
-def experts_like_dense_layers(model):
-    """Ranks sum A x of experts, whose results are summed afterwards: counted once for each rank."""
-    from megatron_scalerl.trainer.layers.lora import _EXCHANGES
-
-    for adapters in _adapters(model):
-        if adapters.sums_gradients:
-            adapters.sums_gradients = False
-            adapters.exchange = _EXCHANGES["down_proj" in adapters.targets, False]
-
-
-def unsummed_columns(model):
-    """The gradient of a whole factor of experts comes from the rank's columns alone."""
-    for adapters in _adapters(model):
-        adapters.sums_gradients = False
-
-
-def no_gradient_of_the_embeddings(model):
-    """Recomputation of the first layer has no input with a gradient."""
-    model.adapters = None
-
-
-def experts_over_all_data_parallel_ranks(adapters):
-    """Gradients of different experts are summed."""
-    register = adapters._register
-
-    def all_alike(self, name, *rest):
-        register(self, name, *rest)
-        getattr(self, name).allreduce = True
-
-    adapters._register = all_alike
-
-
-def fused_accumulation(adapters):
-    """Gradients are added to main_grad by the matrix product, past the sum over the ranks."""
-    factors = adapters._factors
-
-    def fused(self, factor):
-        names = [f"{projection}_{factor}" for projection, target in self.targets.items() if target]
-        return [_Fused.apply(f, getattr(self, name)) for f, name in zip(factors(self, factor), names, strict=True)]
-
-    adapters._factors = fused
-
-
-class _Fused(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, factor, parameter):
-        ctx.parameter = parameter
-        return factor.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.parameter.main_grad += grad
-        return None, None
 
 
 def _built(path, layout, **optimizer):

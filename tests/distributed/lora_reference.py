@@ -92,9 +92,7 @@ def forward_backward(adapted, rows):
     logprobs = []
     total = 0.0
     for row in rows:
-        starts = row["cu_seqlens"].tolist()
-        parts = [adapted(input_ids=row["tokens"][:, a:b]).logits[0] for a, b in zip(starts, starts[1:])]
-        chosen = torch.cat(parts).log_softmax(-1).gather(1, row["targets"][:, None])[:, 0]
+        chosen = random_policies.of_targets(random_policies.row_logits(adapted, row), row["targets"])
         loss = -(chosen * row["weights"].double()).sum()
         loss.backward()
         logprobs.append(chosen.detach())

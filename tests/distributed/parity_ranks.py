@@ -1,9 +1,11 @@
 """What one rank of the parity tests does: build, one forward and backward pass, one optimizer step, export."""
 
+import contextlib
 import os
 
 import random_policies
 import torch
+from gathered_weights import gathered
 from policy_rows import arguments
 
 from megatron_scalerl.recipe import Recipe
@@ -27,6 +29,22 @@ def recipe(path, world_size, layout):
     )
 
 
+@contextlib.contextmanager
+def built(path, layout, settings_of=None, **options):
+    """(model chunks, this rank's coordinates, recipe) of a policy; then the groups go, so that others can come."""
+    import torch.distributed as dist
+
+    from megatron_scalerl.distributed.parallel import shutdown_parallel
+    from megatron_scalerl.trainer.model import build_policy
+    from megatron_scalerl.trainer.ranks import init_parallel
+
+    settings = settings_of(path, layout) if settings_of else recipe(path, int(os.environ["WORLD_SIZE"]), layout)
+    parallel = init_parallel(settings)
+    yield build_policy(path, settings, parallel, **options), parallel, settings
+    dist.barrier()
+    shutdown_parallel(keep_world=True)
+
+
 def many(jobs):
     """Runs (name, policy path, layout) one after the other in this rank; rank 0's answers by name."""
     return {name: measure(path, layout) for name, path, layout in jobs}
@@ -34,46 +52,30 @@ def many(jobs):
 
 def measure(path, layout):
     """Loss, gradient norm, gradients and exported weights of one step on the fixed rows under a layout."""
-    import torch.distributed as dist
-
-    from megatron_scalerl.distributed.parallel import shutdown_parallel
-    from megatron_scalerl.trainer.model import build_policy
     from megatron_scalerl.trainer.optimizer import build_optimizer
-    from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.weights.source import MegatronWeightSource
 
     layout = dict(layout)
     lengths = layout.pop("rows", random_policies.ROWS)
-    settings = recipe(path, int(os.environ["WORLD_SIZE"]), layout)
-    parallel = init_parallel(settings)
-    chunks = build_policy(path, settings, parallel)
-    optimizer = build_optimizer(chunks, settings)
-    source = MegatronWeightSource(chunks, parallel)
-    found = {"weights": _export(source)}
-    loss, logprobs = _forward_backward(chunks, parallel, random_policies.rows(lengths))
-    found["loss"], found["logprobs"] = loss, logprobs
-    if not chunks[0].ddp_config.use_distributed_optimizer:
-        found["grads"] = _export_grads(source, chunks)
-    _, found["grad_norm"], _ = optimizer.step()
-    found["stepped"] = _export(source)
-    found["manifest"] = [(meta.name, meta.dtype, meta.shape) for meta in source.plan.parameters]
-    dist.barrier()
-    shutdown_parallel(keep_world=True)
+    with built(path, layout) as (chunks, parallel, settings):
+        optimizer = build_optimizer(chunks, settings)
+        source = MegatronWeightSource(chunks, parallel)
+        found = {"weights": gathered(source)}
+        found["loss"], found["logprobs"] = _forward_backward(chunks, parallel, random_policies.rows(lengths))
+        if not chunks[0].ddp_config.use_distributed_optimizer:
+            found["grads"] = gradients_of(source, [p for chunk in chunks for p in chunk.parameters()])
+        _, found["grad_norm"], _ = optimizer.step()
+        found["stepped"] = gathered(source)
+        found["manifest"] = [(meta.name, meta.dtype, meta.shape) for meta in source.plan.parameters]
     return found
 
 
-def _export(source):
-    from gathered_weights import gathered
-
-    return gathered(source)
-
-
-def _export_grads(source, chunks):
-    """Gradients in Hugging Face coordinates: they ride through the weight map in the parameters' place."""
-    kept = [(p, p.data.clone()) for chunk in chunks for p in chunk.parameters()]
+def gradients_of(source, parameters):
+    """Gradients in the source's names: they ride through the weight map in the parameters' place."""
+    kept = [(p, p.data.clone()) for p in parameters]
     for parameter, _ in kept:
         parameter.data.copy_(parameter.main_grad)
-    grads = _export(source)
+    grads = gathered(source)
     for parameter, data in kept:
         parameter.data.copy_(data)
     return grads

@@ -1,12 +1,8 @@
 """What one rank of the routing replay tests does: one forward and backward pass with given experts."""
 
-import os
-
 import parity_ranks
 import torch
 from policy_rows import arguments
-
-Row = dict[str, torch.Tensor]
 
 
 def many(jobs):
@@ -16,33 +12,23 @@ def many(jobs):
 
 def measure(path, layout, rows):
     """Log-probabilities of the targets and gradients of their sum, with the rows' experts where they bring some."""
-    import torch.distributed as dist
-
-    from megatron_scalerl.distributed.parallel import shutdown_parallel
-    from megatron_scalerl.trainer.model import build_policy
-    from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.weights.source import MegatronWeightSource
 
-    settings = parity_ranks.recipe(path, int(os.environ["WORLD_SIZE"]), layout)
-    parallel = init_parallel(settings)
-    chunks = build_policy(path, settings, parallel)
-    source = MegatronWeightSource(chunks, parallel)
-    mine = rows[parallel.dp_rank :: parallel.dp_size]
-    logprobs = []
+    with parity_ranks.built(path, layout) as (chunks, parallel, _):
+        source = MegatronWeightSource(chunks, parallel)
+        mine = rows[parallel.dp_rank :: parallel.dp_size]
+        logprobs = []
 
-    def forward(iterator, model):
-        row = next(iterator)
-        choices = row.get("expert_choices")
-        output = model(**arguments(model, row), expert_choices=choices)
+        def forward(iterator, model):
+            row = next(iterator)
+            output = model(**arguments(model, row), expert_choices=row.get("expert_choices"))
 
-        def loss(output):
-            logprobs.append(output[0].detach().clone())
-            return -output[0].sum() * (len(mine) * parallel.dp_size), {}
+            def loss(output):
+                logprobs.append(output[0].detach().clone())
+                return -output[0].sum() * (len(mine) * parallel.dp_size), {}
 
-        return output, loss
+            return output, loss
 
-    parity_ranks.backward(chunks, forward, mine)
-    grads = parity_ranks._export_grads(source, chunks)
-    dist.barrier()
-    shutdown_parallel(keep_world=True)
+        parity_ranks.backward(chunks, forward, mine)
+        grads = parity_ranks.gradients_of(source, [p for chunk in chunks for p in chunk.parameters()])
     return {"logprobs": torch.stack(logprobs) if logprobs else None, "grads": grads}

@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 from hostile import Evil, first_key, place, saved
+from layouts import kind_of, layout_of
 from random_policies import make
 from runner import run_ranks
 from safetensors.torch import load_file
@@ -22,29 +23,20 @@ from megatron_scalerl.checkpoints.verify import verify
 
 pytestmark = pytest.mark.slow
 
-TP2 = dict(tensor_model_parallel_size=2)
-SP = dict(model=dict(sequence_parallel=True))
-"""Experts want it with tensor parallelism (Megatron's MoELayer)."""
-PP2 = dict(pipeline_model_parallel_size=2)
-EP2 = dict(expert_model_parallel_size=2)
-ETP1 = dict(expert_tensor_parallel_size=1)
-BF16 = dict(dtype="bfloat16")
 KINDS = (
     *("llama", "llama_tied", "llama_biased", "mistral", "qwen2_tied", "qwen3_tied"),
     *("qwen3_moe", "qwen3_moe_tied", "llama4", "llama4_tied"),
 )
 MOE = ("qwen3_moe", "llama4")
-ALONE = [(kind, {}) for kind in KINDS]
 BY_TWO = [
-    # one key-value head cannot be sharded
-    *((kind, {**TP2, **SP} if kind.startswith(MOE) else TP2) for kind in KINDS if kind != "qwen3_tied"),
-    *((kind, PP2) for kind in KINDS),
-    *((kind, EP2) for kind in MOE),
-    *((kind, {**TP2, **SP, **EP2, **ETP1}) for kind in MOE),
-    ("llama4", {**EP2, **BF16}),
+    # one key-value head cannot be sharded; experts want sequence parallelism (Megatron's MoELayer)
+    *(f"{kind} tp2{' sp' * kind.startswith(MOE)}" for kind in KINDS if kind != "qwen3_tied"),
+    *(f"{kind} pp2" for kind in KINDS),
+    *(f"{kind} {words}" for kind in MOE for words in ("ep2", "tp2 sp ep2 etp1")),
+    "llama4 ep2 bf16",
 ]
-SOME = [case.values for case in sampled("converted layouts", BY_TWO, 5) if not case.marks]
-BY_FOUR = [("llama", {**TP2, **PP2}), ("llama4", {**TP2, **SP, **PP2, **EP2, **ETP1}), ("qwen3_moe", {**PP2, **EP2})]
+SOME = [case.values[0] for case in sampled("converted layouts", BY_TWO, 5) if not case.marks]
+BY_FOUR = ["llama tp2 pp2", "llama4 tp2 sp pp2 ep2 etp1", "qwen3_moe pp2 ep2"]
 
 
 @pytest.fixture(scope="module")
@@ -60,21 +52,21 @@ def root(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "world, cases",
+    "world, rows",
     [
-        pytest.param(1, ALONE, id="1"),
+        pytest.param(1, KINDS, id="1"),
         pytest.param(2, SOME, id="some of 2"),
         pytest.param(2, BY_TWO, id="all of 2", marks=pytest.mark.full),
         pytest.param(4, BY_FOUR, id="all of 4", marks=pytest.mark.full),
     ],
 )
-def test_the_stock_load_opens_it_under_every_layout(world, cases, root):
-    jobs = [(str(root / f"{kind}.hf"), str(root / f"{kind}.megatron"), layout) for kind, layout in cases]
+def test_the_stock_load_opens_it_under_every_layout(world, rows, root):
+    jobs = [(*(str(root / f"{kind_of(row)}.{kind}") for kind in ("hf", "megatron")), layout_of(row)) for row in rows]
     for rank, answers in enumerate(run_ranks(world, "convert_ranks:differing_parameters", jobs)):
-        for (kind, layout), answer in zip(cases, answers):
-            assert answer["different"] == answer["ours"] == [], (rank, kind, layout)
+        for row, answer in zip(rows, answers):
+            assert answer["different"] == answer["ours"] == [], (rank, row)
             # Norms start as ones and are loaded as something else; matrices start random.
-            assert answer["changed"] == answer["parameters"] > 10, (rank, kind, layout)
+            assert answer["changed"] == answer["parameters"] > 10, (rank, row)
 
 
 def test_every_rank_says_why_one_of_them_refuses(root, tmp_path):
@@ -82,18 +74,15 @@ def test_every_rank_says_why_one_of_them_refuses(root, tmp_path):
     folder = tmp_path / "megatron"
     shutil.copytree(root / "llama.megatron", folder)
     place(folder, first_key(folder, objects=False, containing="word_embeddings"), saved(Evil(tmp_path / "made")))
-    both = run_ranks(2, "convert_ranks:refusals", [(str(root / "llama.hf"), str(folder), PP2)])
+    both = run_ranks(2, "convert_ranks:refusals", [(str(root / "llama.hf"), str(folder), layout_of("llama pp2"))])
     assert both[0] == both[1] and not (tmp_path / "made").exists()
     assert both[0][0].startswith(f"{folder}/__99_0.distcp: the bytes from 0 on are not the tensor ")
 
 
-@pytest.mark.parametrize(
-    "kind, layout",
-    sampled("stock layouts", [("llama", TP2), ("llama4", {**TP2, **SP, **EP2, **ETP1}), ("qwen3_moe", PP2)], 1),
-)
-def test_a_stock_checkpoint_of_any_layout_comes_back(kind, layout, root, tmp_path):
-    source = root / f"{kind}.hf"
-    run_ranks(2, "convert_ranks:save_the_stock_way", [(str(source), str(tmp_path / "stock"), layout)])
+@pytest.mark.parametrize("row", sampled("stock layouts", ["llama tp2", "llama4 tp2 sp ep2 etp1", "qwen3_moe pp2"], 1))
+def test_a_stock_checkpoint_of_any_layout_comes_back(row, root, tmp_path):
+    source = root / f"{kind_of(row)}.hf"
+    run_ranks(2, "convert_ranks:save_the_stock_way", [(str(source), str(tmp_path / "stock"), layout_of(row))])
     to_hf(tmp_path / "stock", tmp_path / "back", Options(verify=True), like=source)
     verify(source, tmp_path / "back")
     to_hf(tmp_path / "stock", tmp_path / "narrow", Options(dtype="BF16"), like=source)

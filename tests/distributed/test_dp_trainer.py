@@ -9,57 +9,55 @@ import re
 
 import pytest
 import torch
-from chosen import chosen
+from chosen import Worlds, chosen
+from layouts import kind_of, layout, layout_of
 from runner import run_ranks
 from sampling import sampled
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-TP2, PP2, EP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline", "expert"))
-PP2_FIRST = {**PP2, "model": {"num_layers_in_first_pipeline_stage": 1}}
-CP2 = {"context_parallel_size": 2}
 GSPO = {"loss": {"name": "gspo", "clip_low": 0.9, "clip_high": 9.0}}
-PER_TOKEN = {"megatron": {"parallel": CP2, "model": {"calculate_per_token_loss": True}}}
 OUTSIDE = {"trainer": {"world_size": 2, "micro_batch_tokens": 128, "loss_in_chunk": False}}
 TWO_RANKS = {
-    "llama dp2": ("llama", {}, 6, {}),
-    "llama dp2, three samples": ("llama", {}, 3, {}),
-    "llama dp2, one rank idle": ("llama", {}, 1, {}),
-    "llama dp2 gspo": ("llama", {}, 6, GSPO),
-    "llama tp2": ("llama", TP2, 6, {}),
-    "llama pp2": ("llama", PP2, 6, {}),
-    "llama pp2, 1 and 3 layers": ("llama", PP2_FIRST, 6, {}),
-    "llama4 ep2": ("llama4", EP2, 5, {}),
-    "llama4 ep2, one rank idle": ("llama4", EP2, 1, {}),
-    "llama cp2": ("llama", CP2, 6, {}),
-    "llama4 cp2": ("llama4", CP2, 6, {}),
-    "llama cp2 gspo": ("llama", CP2, 6, GSPO),
-    "llama cp2, loss outside the projection": ("llama", CP2, 6, OUTSIDE),
-    "llama cp2, loss per token": ("llama", CP2, 6, PER_TOKEN),
+    "llama dp2": (6, {}),
+    "llama dp2, three samples": (3, {}),
+    "llama dp2, one rank idle": (1, {}),
+    "llama dp2, gspo": (6, GSPO),
+    "llama tp2": (6, {}),
+    "llama pp2": (6, {}),
+    "llama pp2 1+3": (6, {}),
+    "llama4 ep2": (5, {}),
+    "llama4 ep2, one rank idle": (1, {}),
+    "llama cp2": (6, {}),
+    "llama4 cp2": (6, {}),
+    "llama cp2, gspo": (6, GSPO),
+    "llama cp2, loss outside the projection": (6, OUTSIDE),
+    "llama cp2 per-token": (6, {}),
 }
-
-
-def jobs(request, policies, *, alone):
-    cases = [(name, *TWO_RANKS[name]) for name in sorted(chosen(request, "name"))]
-    if alone:
-        return [(name, policies[kind], {}, n, GSPO if more is GSPO else {}) for name, kind, _, n, more in cases]
-    return [(name, policies[kind], *rest) for name, kind, *rest in cases]
+"""Row, and what else -> samples, sections."""
 
 
 @pytest.fixture(scope="module")
-def alone(request, policies):
-    return run_ranks(1, "trainer_ranks:many", jobs(request, policies, alone=True))[0]
+def measured(request, policies):
+    """On one rank each row's policy alone, with as many samples."""
 
+    def jobs(size):
+        found = []
+        for name in sorted(chosen(request, "name")):
+            row, (count, more) = name.partition(",")[0], TWO_RANKS[name]
+            if size == 1:
+                row, more = kind_of(row), GSPO if more is GSPO else {}
+            found.append((name, policies[kind_of(row)], layout_of(row), count, more))
+        return found
 
-@pytest.fixture(scope="module")
-def together(request, policies):
-    return run_ranks(2, "trainer_ranks:many", jobs(request, policies, alone=False))
+    return Worlds("trainer_ranks:many", jobs)
 
 
 @pytest.mark.parametrize("name", sampled("steps of two ranks", TWO_RANKS, 3))
-def test_two_ranks_take_the_step_of_one(alone, together, name):
-    assert together[0][name] == together[1][name]
-    expected, reports = alone[name]["reports"], together[0][name]["reports"]
+def test_two_ranks_take_the_step_of_one(measured, name):
+    [alone], (first, second) = ([rank[name] for rank in measured[size]] for size in (1, 2))
+    assert first == second
+    expected, reports = alone["reports"], first["reports"]
     for (loss, norm, tokens, metrics), found in zip(expected, reports, strict=True):
         assert found[0] == pytest.approx(loss, rel=1e-5, abs=1e-7)
         assert found[1] == pytest.approx(norm, rel=1e-5)
@@ -67,35 +65,23 @@ def test_two_ranks_take_the_step_of_one(alone, together, name):
         assert found[3].keys() == metrics.keys()
         for key, value in metrics.items():
             assert found[3][key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
-    ours, theirs = alone[name]["logprobs"], together[0][name]["logprobs"]
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(alone["logprobs"], first["logprobs"], strict=True):
         torch.testing.assert_close(torch.tensor(b), torch.tensor(a), rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("layout", sampled("changed elements", [{}, TP2, PP2], 1))
-def test_the_elements_that_a_step_changes_are_counted_over_all_ranks(policies, layout):
-    ranks = run_ranks(2, "trainer_ranks:changes", policies["llama"], layout)
+@pytest.mark.parametrize("words", sampled("changed elements", ["dp2", "tp2", "pp2"], 1))
+def test_the_elements_that_a_step_changes_are_counted_over_all_ranks(policies, words):
+    ranks = run_ranks(2, "trainer_ranks:changes", policies["llama"], layout(words))
     share = sum(changed for changed, _, _ in ranks) / sum(size for _, size, _ in ranks)
     assert 0.05 < share < 0.95
     assert [found for _, _, found in ranks] == [pytest.approx(share, rel=1e-12)] * 2
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout", "how"),
-    sampled(
-        "resume",
-        [
-            (kind, layout, how)
-            for kind, layout in (("llama", {}), ("llama", CP2), ("llama4", EP2))
-            for how in ((), ("asynchronous",))
-        ],
-        1,
-    ),
-)
-def test_two_ranks_resume_bit_for_bit(policies, tmp_path, kind, layout, how):
-    path = str(tmp_path / "step_000002")
-    straight = run_ranks(2, "trainer_ranks:train_and_save", policies[kind], layout, path, *how)
-    resumed = run_ranks(2, "trainer_ranks:load_and_train", policies[kind], layout, path)
+@pytest.mark.parametrize("row", sampled("resume", ["llama dp2", "llama cp2", "llama4 ep2"], 1))
+def test_two_ranks_resume_bit_for_bit_from_what_was_written_beside_later_steps(policies, tmp_path, row):
+    job = (policies[kind_of(row)], layout_of(row), str(tmp_path / "step_000002"))
+    straight = run_ranks(2, "trainer_ranks:train_and_save", *job, True)
+    resumed = run_ranks(2, "trainer_ranks:load_and_train", *job)
     for ours, theirs in zip(straight, resumed, strict=True):
         assert theirs["extra"] == {"rank": 0} and theirs["made"] == 2
         assert theirs["counters"] == {2.0} and theirs["final_counters"] == ours["final_counters"] == {4.0}
@@ -111,19 +97,13 @@ def test_one_data_parallel_rank_alone_holds_the_optimizers_whole_state_for_a_che
     assert whole == stood_for and 0.95 * whole <= first and second <= 0.05 * whole
 
 
-WHOLE = {"ddp": {"use_distributed_optimizer": False}}
-"""Each data-parallel rank holds the whole optimizer state."""
-LAYOUTS = {"dp2": {}, "tp2": TP2, "pp2": PP2, "cp2": CP2}
-CASE = ("kind", "name", "optimizer")
 CHANGES = [
-    (kind, name, optimizer) for kind in ("llama", "llama4") for name in LAYOUTS for optimizer in ("sharded", "whole")
+    f"{kind} {words} {state}"
+    for kind in ("llama", "llama4")
+    for words in ("dp2", "tp2", "pp2", "cp2")
+    for state in ("sharded", "whole")
 ]
-
-
-def changed(kind, name, optimizer):
-    """The layout of two ranks, and that of one."""
-    one = WHOLE if optimizer == "whole" else {}
-    return {**LAYOUTS[name], **one}, one
+"""Rows of two ranks; those of one have the same state of the optimizer."""
 
 
 def same_rest(found, expected):
@@ -141,11 +121,10 @@ def layout_changes(request, policies, tmp_path_factory):
     """Each change that runs, in both directions: (as resumed under the other layout, as it went on without)."""
     root = tmp_path_factory.mktemp("layouts")
     jobs = {1: [], 2: []}
-    tests = [item for item in request.session.items if "layout_changes" in item.fixturenames]
-    cases = [case for case in CHANGES if any(case == tuple(map(t.callspec.params.get, CASE)) for t in tests)]
-    for case in cases:
-        for ranks, layout in zip((2, 1), changed(*case)):
-            jobs[ranks].append((policies[case[0]], layout, str(root / "-".join([*case, str(ranks)]))))
+    rows = sorted(chosen(request, "row"))
+    for row in rows:
+        for ranks, words in ((2, row.partition(" ")[2]), (1, row.split()[-1])):
+            jobs[ranks].append((policies[kind_of(row)], layout(words), str(root / f"{row} {ranks}")))
     straight = {ranks: run_ranks(ranks, "trainer_ranks:each", "train_and_save", jobs[ranks])[-1] for ranks in jobs}
     swapped = {
         ranks: [(*job[:2], other[2]) for job, other in zip(jobs[ranks], jobs[3 - ranks], strict=True)]
@@ -153,34 +132,34 @@ def layout_changes(request, policies, tmp_path_factory):
     }
     resumed = {ranks: run_ranks(ranks, "trainer_ranks:each", "load_and_train", swapped[ranks])[-1] for ranks in jobs}
     return {
-        (*case, f"to {ranks}"): (resumed[ranks][number], straight[3 - ranks][number])
+        (row, f"to {ranks}"): (resumed[ranks][number], straight[3 - ranks][number])
         for ranks in jobs
-        for number, case in enumerate(cases)
+        for number, row in enumerate(rows)
     }
 
 
 @pytest.mark.parametrize("way", ["to 1", "to 2"])
-@pytest.mark.parametrize(CASE, sampled("layout change", CHANGES, 1))
-def test_a_checkpoint_goes_on_under_another_layout(layout_changes, kind, name, optimizer, way):
-    same_rest(*layout_changes[kind, name, optimizer, way])
+@pytest.mark.parametrize("row", sampled("layout change", CHANGES, 1))
+def test_a_checkpoint_goes_on_under_another_layout(layout_changes, row, way):
+    same_rest(*layout_changes[row, way])
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), sampled("another expert-parallel size", [(EP2, {}), ({}, EP2)], 1), ids=str
+    ("saved", "loaded"), sampled("another expert-parallel size", [("ep2", "dp2"), ("dp2", "ep2")], 1)
 )
 def test_a_checkpoint_of_another_expert_parallel_size_is_refused_in_a_line(policies, tmp_path, saved, loaded):
     path = str(tmp_path / "step_000002")
-    run_ranks(2, "trainer_ranks:train_and_save", policies["llama4"], saved, path)
-    was, now = saved.get("expert_model_parallel_size", 1), loaded.get("expert_model_parallel_size", 1)
+    run_ranks(2, "trainer_ranks:train_and_save", policies["llama4"], layout(saved), path)
+    was, now = (2 if words == "ep2" else 1 for words in (saved, loaded))
     line = f"{path}: the checkpoint is of megatron.parallel.expert_model_parallel_size {was}, this trainer of {now}; "
     with pytest.raises(AssertionError, match=f"\nValueError: {re.escape(line)}[^\n]*\n*$"):
-        run_ranks(2, "trainer_ranks:load_and_train", policies["llama4"], loaded, path)
+        run_ranks(2, "trainer_ranks:load_and_train", policies["llama4"], layout(loaded), path)
 
 
 @pytest.mark.full
 def test_expert_parallel_ranks_go_on_with_half_of_the_data_parallel_ones(policies, tmp_path):
     """Four ranks, two expert-parallel groups of two; then two ranks, one group."""
     path = str(tmp_path / "step_000002")
-    straight = run_ranks(4, "trainer_ranks:train_and_save", policies["llama4"], EP2, path)[0]
-    resumed = run_ranks(2, "trainer_ranks:load_and_train", policies["llama4"], EP2, path)[0]
+    straight = run_ranks(4, "trainer_ranks:train_and_save", policies["llama4"], layout("ep2"), path)[0]
+    resumed = run_ranks(2, "trainer_ranks:load_and_train", policies["llama4"], layout("ep2"), path)[0]
     same_rest(resumed, straight)

@@ -9,7 +9,8 @@ import family_ranks
 import pytest
 import random_policies
 import torch
-from chosen import chosen
+from chosen import Worlds, chosen
+from layouts import kind_of, layout_of
 from runner import run_ranks
 from safetensors.torch import load_file
 from sampling import sampled
@@ -21,21 +22,17 @@ from megatron_scalerl.checkpoints.to_megatron import to_megatron
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 KINDS = tuple(random_policies.KINDS)
-TP2 = dict(tensor_model_parallel_size=2, model=dict(sequence_parallel=True))
-PP2 = dict(pipeline_model_parallel_size=2)
-EP2 = dict(expert_model_parallel_size=2)
-BF16 = dict(dtype="bfloat16")
+HEADS = ("llama", "llama_tied", "mistral", "qwen2", "qwen3", "qwen3_moe", "llama4")
+"""Policies whose log-probabilities and entropies are compared, too."""
 
 
 def _layouts(kind):
     """Layouts of two ranks; one key-value head cannot be sharded, dense layers have no experts."""
-    found = {"pp2": PP2}
-    found |= {} if kind == "qwen3_tied" else {"tp2": TP2}
     experts = kind.startswith(("qwen3_moe", "llama4", "kimi", "deepseek", "moonlight"))
-    return found | ({"ep2": EP2} if experts else {"dp2": {}})
+    return ["pp2", *([] if kind == "qwen3_tied" else ["tp2 sp"]), "ep2" if experts else "dp2"]
 
 
-BY_TWO = {f"{kind} {name}": layout for kind in KINDS for name, layout in _layouts(kind).items()}
+BY_TWO = [f"{kind} {words}" for kind in KINDS for words in _layouts(kind)]
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +48,10 @@ class HuggingFace(dict):
         self._root = root
 
     def __missing__(self, kind):
-        row = random_policies.rows()[1]
-        starts = row["cu_seqlens"].tolist()
         random_policies.make(kind, self._root / f"{kind} bf16", dtype=torch.bfloat16)
         model = random_policies.make(kind, self._root / kind)
         with torch.no_grad():
-            parts = [model(input_ids=row["tokens"][:, a:b]).logits[0] for a, b in zip(starts, starts[1:])]
-        self[kind] = torch.cat(parts)
+            self[kind] = random_policies.row_logits(model, random_policies.rows()[1])
         assert 5.0 < self[kind].abs().max() < 20.0
         return self[kind]
 
@@ -71,23 +65,21 @@ def jobs(root, expected, names):
     """Every policy in fp32, and once more in bf16, saved beside its source."""
     found = []
     for name in sorted(names):
-        kind, layout = name.split()[0], BY_TWO.get(name, {})
-        assert expected[kind] is not None  # its folder is there
-        found.append((name, str(root / kind), layout, str(root / f"{name}.safetensors")))
-        found.append(
-            (f"{name} bf16", str(root / f"{kind} bf16"), {**BF16, **layout}, str(root / f"{name} bf16.safetensors"))
-        )
+        assert expected[kind_of(name)] is not None  # its folder is there
+        for suffix in ("", " bf16"):
+            row = f"{name}{suffix}"
+            found.append(
+                (row, str(root / f"{kind_of(name)}{suffix}"), layout_of(row), str(root / f"{row}.safetensors"))
+            )
     return found
 
 
 @pytest.fixture(scope="module")
-def alone(request, root, expected):
-    return run_ranks(1, "family_ranks:logits_and_saved", jobs(root, expected, chosen(request, "kind")))[0]
+def measured(request, root, expected):
+    def jobs_of(size):
+        return jobs(root, expected, {name for name in chosen(request, "name") if (name in KINDS) == (size == 1)})
 
-
-@pytest.fixture(scope="module")
-def by_two(request, root, expected):
-    return run_ranks(2, "family_ranks:logits_and_saved", jobs(root, expected, chosen(request, "name")))
+    return Worlds("family_ranks:logits_and_saved", jobs_of)
 
 
 @pytest.fixture(scope="module")
@@ -110,33 +102,28 @@ def without(request, root, expected):
     return run_ranks(1, "family_ranks:logits_without", features)[0]
 
 
-@pytest.mark.parametrize("kind", sampled("families", KINDS, 3))
-def test_logits_are_those_of_hugging_face(kind, root, expected, alone):
-    """Packed here, sequence by sequence there; and what is saved is the source."""
-    assert (alone[kind] - expected[kind]).abs().max() < 5e-5
-    saved_is_its_source(root, kind)
-
-
-@pytest.mark.parametrize("name", sampled("families on two ranks", BY_TWO, 3))
-def test_logits_on_two_ranks_are_those_of_hugging_face(name, root, expected, by_two):
-    ranks = [rank[name] for rank in by_two if name in rank]
-    assert len(ranks) == (1 if "pp2" in name else 2)
-    for logits in ranks:
-        assert (logits - expected[name.split()[0]]).abs().max() < 5e-5
-    saved_is_its_source(root, name)
+@pytest.mark.parametrize("name", [*sampled("families", KINDS, 3), *sampled("families on two ranks", BY_TWO, 3)])
+def test_logits_are_those_of_hugging_face(name, root, expected, measured):
+    """Packed here, sequence by sequence there; and what is saved is the source, to the bit, in fp32 and in bf16."""
+    answers = measured[1 if name in KINDS else 2]
+    ranks = [rank[name] for rank in answers if name in rank]
+    assert len(ranks) == (1 if "pp2" in name else len(answers))
+    for logits, (logprobs, entropies) in ranks:
+        assert (logits - expected[kind_of(name)]).abs().max() < 5e-5
+        if name in HEADS:
+            exact = expected[name].double()
+            found = random_policies.of_targets(exact, random_policies.rows()[1]["targets"])
+            assert (logprobs - found).abs().max() < 5e-5
+            assert (entropies - torch.distributions.Categorical(logits=exact).entropy()).abs().max() < 5e-5
+    for suffix in ("", " bf16"):
+        same_weights(root / f"{kind_of(name)}{suffix}", root / f"{name}{suffix}.safetensors")
 
 
 @pytest.mark.parametrize("feature", sampled("features of families", family_ranks.WITHOUT, 3))
 def test_every_feature_of_a_family_is_felt(feature, expected, without):
     """A policy without it is far from Hugging Face on the same row: the tests above see that it is there."""
     kind = feature.split(":")[0]
-    assert (without[feature] - expected[kind]).abs().max() > 100 * 5e-5
-
-
-def saved_is_its_source(root, name):
-    """To the bit, in fp32 and in bf16."""
-    for suffix in ("", " bf16"):
-        same_weights(root / f"{name.split()[0]}{suffix}", root / f"{name}{suffix}.safetensors")
+    assert (without[feature][0] - expected[kind]).abs().max() > 100 * 5e-5
 
 
 def same_weights(source, saved):

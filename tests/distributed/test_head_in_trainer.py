@@ -9,55 +9,53 @@ from itertools import product
 import pytest
 import torch
 from chosen import chosen
+from layouts import kind_of, layout, layout_of
 from runner import run_ranks
 from sampling import sampled
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-PLAIN = dict(use_distributed_optimizer=False)
-OVERLAPPED = dict(PLAIN, overlap_grad_reduce=True)
-TP2, PP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline"))
-SP = dict(sequence_parallel=True)
-LAYOUTS = {
-    "llama dp2": ("llama", dict(ddp=PLAIN)),
-    "llama dp2 overlapped": ("llama", dict(ddp=OVERLAPPED)),
-    "llama_tied dp2": ("llama_tied", dict(ddp=PLAIN)),
-    "llama_tied dp2 overlapped": ("llama_tied", dict(ddp=OVERLAPPED)),
-    "llama_tied pp2": ("llama_tied", dict(ddp=PLAIN, **PP2)),
-    "llama tp2 sp": ("llama", dict(ddp=PLAIN, model=SP, **TP2)),
-    "llama_tied tp2": ("llama_tied", dict(ddp=PLAIN, **TP2)),
-}
+LAYOUTS = (
+    *("llama dp2", "llama dp2 reduced-early", "llama_tied dp2", "llama_tied dp2 reduced-early", "llama_tied pp2"),
+    *("llama tp2 sp", "llama_tied tp2"),
+)
 """One micro-batch on each data-parallel rank, or two on one."""
-WAYS = {"autograd": (False, False), "straight": (None, False), "in chunk": (None, True), "chunk grad": (False, True)}
-"""main_grad, and whether the loss is taken in the chunk."""
+WAYS = {"autograd": (False, False), "straight": (True, False), "in chunk": (True, True), "chunk grad": (False, True)}
+"""Whether the head sees its main_grad, and whether the loss is taken in the chunk."""
 
 LATE = dict(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=1)
 """Every parameter in a bucket of its own, which is gathered while the layers before it compute."""
+TWO_PASSES = dict(loss_in_chunk=False)
 TRAINED = {
-    "dp2": ({}, {}),
-    "dp2 two passes": ({}, dict(loss_in_chunk=False)),
-    "dp2 late weights": (dict(ddp=LATE), {}),
-    "dp2 two passes, late weights": (dict(ddp=LATE), dict(loss_in_chunk=False)),
-    "tp2": (dict(parallel=TP2, model=SP), {}),
-    "tp2 two passes": (dict(parallel=TP2, model=SP), dict(loss_in_chunk=False)),
-    "tp2 little workspace": (dict(parallel=TP2, model=SP), dict(logit_workspace_mb=0.02)),
-    "pp2": (dict(parallel=PP2), {}),
-    "pp2 two passes": (dict(parallel=PP2), dict(loss_in_chunk=False)),
+    "dp2": {},
+    "dp2 two passes": TWO_PASSES,
+    "dp2 late weights": {},
+    "dp2 two passes, late weights": TWO_PASSES,
+    "tp2": {},
+    "tp2 two passes": TWO_PASSES,
+    "tp2 little workspace": dict(logit_workspace_mb=0.02),
+    "pp2": {},
+    "pp2 two passes": TWO_PASSES,
 }
+"""Layout and more -> keys of the trainer section."""
 
 
 @pytest.fixture(scope="module")
 def by_two(request, policies):
-    cases = [(name, *LAYOUTS[name]) for name in sorted(chosen(request, "name"))]
     jobs = [
-        (f"{name} {way}", policies[kind], layout, *how) for name, kind, layout in cases for way, how in WAYS.items()
+        (f"{name} {way}", policies[kind_of(name)], layout_of(name, "whole"), *how)
+        for name in sorted(chosen(request, "name"))
+        for way, how in WAYS.items()
     ]
     return run_ranks(2, "head_ranks:gradients", jobs)
 
 
 @pytest.fixture(scope="module")
 def trained(policies):
-    jobs = [(name, policies["llama"], megatron, keys) for name, (megatron, keys) in TRAINED.items()]
+    jobs = []
+    for name, keys in TRAINED.items():
+        late = {"ddp": LATE} if "late weights" in name else {}
+        jobs.append((name, policies["llama"], {**layout(name.split()[0]), **late}, keys))
     return run_ranks(2, "head_ranks:steps", jobs)
 
 
@@ -79,10 +77,10 @@ def test_on_a_pipeline_only_the_last_stage_adds_straight(name, by_two):
     assert [by_two[rank][f"{name} straight"]["straight"] for rank in range(2)] == [[], ["output_layer.weight"]]
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2"])
-def test_the_loss_in_the_chunk_trains_as_two_passes_do(layout, trained):
+@pytest.mark.parametrize("words", ["dp2", "tp2", "pp2"])
+def test_the_loss_in_the_chunk_trains_as_two_passes_do(words, trained):
     for rank in range(2):
-        assert_same_training(trained[rank][layout], trained[rank][f"{layout} two passes"])
+        assert_same_training(trained[rank][words], trained[rank][f"{words} two passes"])
 
 
 def test_a_small_workspace_changes_nothing(trained):

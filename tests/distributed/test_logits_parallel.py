@@ -1,10 +1,8 @@
 """The logit projection over a tensor-parallel group: equal to one process, bitwise equal on all ranks.
 
-Why this matters: ranks whose log-probabilities differ in one bit take different steps. Errors on one rank must be
-raised on all, or the others hang. Not exercised: NCCL, groups of more than four ranks, GPU backends.
+Why this matters: ranks whose log-probabilities differ in one bit take different steps. Not exercised: NCCL, groups of
+more than four ranks, GPU backends.
 """
-
-import re
 
 import logits_ranks
 import pytest
@@ -40,11 +38,6 @@ def by_ranks():
     return {size: run_ranks(size, "logits_ranks:many", CASES) for size in SIZES}
 
 
-@pytest.fixture(scope="module")
-def by_mistake():
-    return run_ranks(2, "logits_ranks:mistaken", logits_ranks.MISTAKES)
-
-
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("index", range(len(CASES)))
 def test_several_ranks_give_the_result_of_one(index, size, by_ranks):
@@ -69,21 +62,3 @@ def test_ranks_agree_bit_for_bit(index, size, by_ranks):
     first, *others = (ranks[index] for ranks in by_ranks[size])
     for other in others:
         assert [name for name in names if not torch.equal(first[name], other[name])] == []
-
-
-EXPECTED = {
-    "target": "rank 1 of 2 of the tensor-parallel group: targets: id 12 at position 7 .* 12 ids",
-    "share": r"rank 1 of 2 .*: targets is \[12\]; .* \[10\] \(2 ranks have 5 tokens each\)",
-    "rows": r"rows of weight: .* \[6, 5\]",
-    "dtype": "dtype of weight: .* differ",
-    "mask": r"tokens with loss: .* \[12, 11\]",
-    "workspace": "rank 1 of 2 .*: workspace_mb is .* at least",
-    "quantized": "rank 1 of 2 .*: weight is torch.int8; .* a plain tensor",
-    "temperature": "temperature: .* differ",
-}
-
-
-@pytest.mark.parametrize("name", logits_ranks.MISTAKES)
-def test_one_rank_s_mistake_is_raised_by_all(name, by_mistake):
-    assert by_mistake[0][name] == by_mistake[1][name]
-    assert re.match(EXPECTED[name], by_mistake[0][name]), by_mistake[0][name]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from parity_layouts import EP2, PP2, SP, TP2
+from layouts import kind_of, layout, layout_of
 from runner import run_ranks
 from safetensors.torch import load_file
 from sampling import sampled
@@ -23,20 +23,18 @@ TOLERANCE = 1e-6
 """Of the norm of logits that differ, relative to that of the trainer's."""
 LORA = LoraSection(**lora_reference.SETTINGS)
 CASES = {
-    "qwen2": ("qwen2", {}, 1, TP2),
-    "qwen2 tp2": ("qwen2", {**TP2, **SP}, 2, PP2),
-    "llama_tied pp2": ("llama_tied", PP2, 2, TP2),
-    "qwen3_moe ep2": ("qwen3_moe", EP2, 2, {**TP2, **SP}),
-    "llama4": ("llama4", {}, 1, EP2),
+    "qwen2": (1, "tp2"),
+    "qwen2 tp2 sp": (2, "pp2"),
+    "llama_tied pp2": (2, "tp2"),
+    "qwen3_moe ep2": (2, "tp2 sp"),
+    "llama4": (1, "ep2"),
 }
-"""Kind, layout of the checkpoint, its ranks, layout of two ranks that start from the export."""
+"""Row of the checkpoint -> its ranks, layout of two ranks that start from the export."""
 
 
 @torch.no_grad()
 def logits(model):
-    row = random_policies.rows(random_policies.ROWS)[0]
-    starts = row["cu_seqlens"].tolist()
-    return torch.cat([model(input_ids=row["tokens"][:, a:b]).logits[0] for a, b in zip(starts, starts[1:])])
+    return random_policies.row_logits(model, random_policies.rows()[0])
 
 
 def distance(found, expected):
@@ -52,15 +50,17 @@ def test_what_peft_and_transformers_and_engines_get_is_the_trainers(case, tmp_pa
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    kind, layout, ranks, other = CASES[case]
+    kind, (ranks, other) = kind_of(case), CASES[case]
     path, checkpoint, adapter, merged = (tmp_path / name for name in ("base", "checkpoint", "adapter", "merged"))
     more = {"mlp_only_layers": []} if kind == "qwen3_moe" else {}
     random_policies.make(kind, path, std=lora_reference.STD, num_hidden_layers=2, **more)
-    drawn, expected = run_ranks(ranks, "lora_export_ranks:save", str(path), layout, str(checkpoint))[0]
+    drawn, expected = run_ranks(ranks, "lora_export_ranks:save", str(path), layout_of(case), str(checkpoint))[0]
     policy = Adapted(path=str(path), dtype="float32", **LORA.model_dump())
     to_peft(checkpoint, adapter, policy)
     to_merged(checkpoint, merged, policy)
-    started, alone, whole = run_ranks(2, "lora_export_ranks:start", str(path), {**other, "adapter": str(adapter)})[0]
+    started, alone, whole = run_ranks(
+        2, "lora_export_ranks:start", str(path), {**layout(other), "adapter": str(adapter)}
+    )[0]
     if expected is None:
         expected = started
     elif started is not None:

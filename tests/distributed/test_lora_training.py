@@ -8,30 +8,18 @@ import lora_reference
 import pytest
 import random_policies
 import torch
-from parity_layouts import CP2, EP2, PP2, SP, TP2
+from layouts import kind_of, layout, layout_of
 from runner import run_ranks
 from sampling import sampled
 
 pytest.importorskip("peft", reason="peft is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-ETP1, ETP2 = ({"expert_tensor_parallel_size": size} for size in (1, 2))
-LAYOUTS = {
-    "qwen2 dp2": ("qwen2", {}),
-    "qwen2 tp2 sp": ("qwen2", {**TP2, **SP}),
-    "qwen2 pp2": ("qwen2", PP2),
-    "qwen3_moe ep2": ("qwen3_moe", EP2),
-    "qwen3_moe etp2": ("qwen3_moe", ETP2),
-}
-MERGED = {
-    "qwen2 tp2 sp": ("qwen2", {**TP2, **SP}),
-    "qwen3_moe etp2": ("qwen3_moe", ETP2),
-}
-RESUMES = {
-    "qwen2 tp2 sp to cp2": ("qwen2", {**TP2, **SP}, CP2),
-    "qwen2 dp2 to pp2": ("qwen2", {}, PP2),
-    "qwen3_moe etp2 to tp2 etp1 sp": ("qwen3_moe", ETP2, {**TP2, **ETP1, **SP}),
-    "qwen3_moe tp2 ep2 etp1 sp to ep2": ("qwen3_moe", {**TP2, **EP2, **ETP1, **SP}, EP2),
-}
+ROWS = ("qwen2 dp2", "qwen2 tp2 sp", "qwen2 pp2", "qwen3_moe ep2", "qwen3_moe etp2")
+MERGED = ("qwen2 tp2 sp", "qwen3_moe etp2")
+RESUMES = (
+    *("qwen2 tp2 sp to cp2", "qwen2 dp2 to pp2", "qwen3_moe etp2 to tp2 etp1 sp"),
+    "qwen3_moe tp2 ep2 etp1 sp to ep2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +37,19 @@ def peft(tmp_path_factory):
     return found
 
 
-def run(function, layouts, peft):
-    jobs = [(name, *peft[kind][:2], layout) for name, (kind, layout) in layouts.items()]
+def run(function, rows, peft):
+    jobs = [(row, *peft[kind_of(row)][:2], layout_of(row)) for row in rows]
     return run_ranks(2, f"lora_ranks:{function}", jobs)
 
 
 def test_three_steps_are_those_of_adamw_on_peft(peft):
     """Compared with how far the factors moved; ranks that share a factor hold the same bits."""
-    ranks = run("steps", LAYOUTS, peft)
+    ranks = run("steps", ROWS, peft)
     for kind in ("qwen2", "qwen3_moe"):
         adapted = peft[kind][2]()
         start = lora_reference.named(adapted)
         expected = lora_reference.stepped(adapted, random_policies.rows())
-        for name in (name for name in LAYOUTS if name.startswith(kind)):
+        for name in (row for row in ROWS if kind_of(row) == kind):
             found = ranks[0][name]["factors"]
             apart = {
                 key: float((found[key] - end).norm() / (end - start[key]).norm()) for key, end in expected.items()
@@ -74,15 +62,15 @@ def test_three_steps_are_those_of_adamw_on_peft(peft):
 
 def test_merged_weights_are_those_of_peft(peft):
     ranks = run("merged", MERGED, peft)
-    for name, (kind, _) in MERGED.items():
-        expected = peft[kind][2]().merge_and_unload().state_dict()
+    for name in MERGED:
+        expected = peft[kind_of(name)][2]().merge_and_unload().state_dict()
         for key, weight in ranks[0][name].items():
             assert (weight - expected[key]).abs().max() < 1e-6, key
 
 
 def test_a_step_in_bf16_changes_factors_alone_and_counts_them(peft):
     """Frozen weights have no gradient buffers; half of the new factors are B, whose zeros all change."""
-    ranks = run_ranks(2, "lora_ranks:changed", peft["qwen2"][0], {**TP2, **SP})
+    ranks = run_ranks(2, "lora_ranks:changed", peft["qwen2"][0], layout("tp2 sp"))
     share = sum(rank[0] for rank in ranks) / sum(rank[1] for rank in ranks)
     for _, elements, metric, frozen, held in ranks:
         assert frozen and elements <= held < 1.1 * elements + 1000
@@ -91,11 +79,11 @@ def test_a_step_in_bf16_changes_factors_alone_and_counts_them(peft):
 
 @pytest.mark.parametrize("name", sampled("resumes of adapters", RESUMES, 2))
 def test_new_adapters_and_a_checkpoint_are_the_same_bits_under_another_layout(name, peft, tmp_path):
-    kind, layout, other = RESUMES[name]
-    path = peft[kind][0]
+    row, _, other = name.partition(" to ")
+    path = peft[kind_of(row)][0]
     first, again = (str(tmp_path / step) for step in ("step_000002", "again"))
-    before = run_ranks(2, "lora_ranks:saved", path, layout, first)[0]
-    after = run_ranks(2, "lora_ranks:resumed", path, other, first, again)[0]
+    before = run_ranks(2, "lora_ranks:saved", path, layout_of(row), first)[0]
+    after = run_ranks(2, "lora_ranks:resumed", path, layout(other), first, again)[0]
     assert before["stored"].keys() == after["stored"].keys()
     weights = {key for key in before["stored"] if not key.startswith("optimizer")}
     assert weights and all(".lora." in key for key in before["stored"])

@@ -12,145 +12,77 @@ pipelines, NCCL.
 import pytest
 import random_policies
 import torch
-from chosen import chosen
-from parity_layouts import (
-    CP2,
-    CP4,
-    EP2,
-    EXPERTS,
-    FIRST_LAYER,
-    PLAIN,
-    PP2,
-    RECOMPUTED,
-    SP,
-    TP2,
-    same_step,
-    same_weights,
-)
+from chosen import Worlds, chosen
+from layouts import gradients_whole, kind_of, layout, same_step, same_weights
 from runner import run_ranks
 from sampling import sampled
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-TWO_RANKS = {
-    "llama tp2": ("llama", {**PLAIN, **TP2}),
-    "llama tp2 sp": ("llama", {**PLAIN, **TP2, **SP}),
-    "llama tp2 sp distributed optimizer": ("llama", {**TP2, **SP}),
-    "llama pp2": ("llama", {**PLAIN, **PP2}),
-    "llama dp2": ("llama", PLAIN),
-    "llama dp2 distributed optimizer": ("llama", {}),
-    "llama dp2 overlapped": ("llama", dict(ddp=dict(overlap_grad_reduce=True, overlap_param_gather=True))),
-    "llama_tied tp2": ("llama_tied", {**PLAIN, **TP2}),
-    "llama_tied pp2": ("llama_tied", {**PLAIN, **PP2}),
-    "llama_biased tp2": ("llama_biased", {**PLAIN, **TP2}),
-    "llama_biased tp2 sp": ("llama_biased", {**PLAIN, **TP2, **SP}),
-    "mistral tp2 sp": ("mistral", {**PLAIN, **TP2, **SP}),
-    "olmo2 tp2": ("olmo2", {**PLAIN, **TP2}),
-    "olmo2 tp2 sp": ("olmo2", {**PLAIN, **TP2, **SP}),
-    "olmo2 pp2": ("olmo2", {**PLAIN, **PP2}),
-    "qwen2 tp2 sp": ("qwen2", {**PLAIN, **TP2, **SP}),
-    "qwen2 pp2": ("qwen2", {**PLAIN, **PP2}),
-    "qwen3 tp2": ("qwen3", {**PLAIN, **TP2}),
-    "qwen3 tp2 sp": ("qwen3", {**PLAIN, **TP2, **SP}),
-    "qwen3 pp2": ("qwen3", {**PLAIN, **PP2}),
-    "qwen3_moe ep2": ("qwen3_moe", {**PLAIN, **EP2}),
-    "qwen3_moe pp2": ("qwen3_moe", {**PLAIN, **PP2}),
-    "qwen3_moe tp2 sp": ("qwen3_moe", {**PLAIN, **TP2, **SP}),
-    "llama4 ep2": ("llama4", {**PLAIN, **EP2}),
-    "llama4 ep2 distributed optimizer": ("llama4", EP2),
-    "llama4 pp2": ("llama4", {**PLAIN, **PP2}),
-    "llama4 tp2 sp": ("llama4", {**PLAIN, **TP2, **SP}),
-    "llama cp2": ("llama", {**PLAIN, **CP2}),
-    "llama cp2 distributed optimizer": ("llama", CP2),
-    "llama cp2 recomputed": ("llama", {**PLAIN, **CP2, **RECOMPUTED}),
-    "llama4 cp2": ("llama4", {**PLAIN, **CP2}),
-    "llama4 cp2 recomputed": ("llama4", {**PLAIN, **CP2, **RECOMPUTED}),
-    "qwen2 cp2": ("qwen2", {**PLAIN, **CP2}),
-    "qwen3_moe cp2": ("qwen3_moe", {**PLAIN, **CP2}),
-}
-BF16 = dict(dtype="bfloat16")
-IN_BF16 = {
-    "llama": {**BF16, **TP2, **SP},
-    "llama_tied": {**BF16, **PP2},
-    "llama_biased": {**BF16, **PP2},
-    "mistral": {**BF16, **PP2},
-    "olmo2": {**BF16, **TP2, **SP},
-    "qwen2": {**BF16, **TP2, **SP},
-    "qwen3": {**BF16, **TP2, **SP},
-    "qwen3_moe": {**BF16, **EP2},
-    "llama4": {**BF16, **CP2},
-}
+TWO_RANKS = (
+    *("llama tp2", "llama tp2 sp", "llama tp2 sp sharded", "llama pp2", "llama dp2", "llama dp2 sharded"),
+    *("llama dp2 overlapped", "llama_tied tp2", "llama_tied pp2", "llama_biased tp2", "llama_biased tp2 sp"),
+    *("mistral tp2 sp", "olmo2 tp2", "olmo2 tp2 sp", "olmo2 pp2", "qwen2 tp2 sp", "qwen2 pp2"),
+    *("qwen3 tp2", "qwen3 tp2 sp", "qwen3 pp2", "qwen3_moe ep2", "qwen3_moe pp2", "qwen3_moe tp2 sp"),
+    *("llama4 ep2", "llama4 ep2 sharded", "llama4 pp2", "llama4 tp2 sp", "llama cp2", "llama cp2 sharded"),
+    *("llama cp2 recomputed", "llama4 cp2", "llama4 cp2 recomputed", "qwen2 cp2", "qwen3_moe cp2"),
+)
+IN_BF16 = (
+    *("llama bf16 tp2 sp", "llama_tied bf16 pp2", "llama_biased bf16 pp2", "mistral bf16 pp2", "olmo2 bf16 tp2 sp"),
+    *("qwen2 bf16 tp2 sp", "qwen3 bf16 tp2 sp", "qwen3_moe bf16 ep2", "llama4 bf16 cp2"),
+)
 """Layouts in bf16, with fp32 main weights in the distributed optimizer."""
-FOUR_RANKS = {
-    "llama tp2 pp2 sp": ("llama", {**PLAIN, **TP2, **PP2, **SP}),
-    "llama tp2 dp2": ("llama", {**PLAIN, **TP2}),
-    "qwen3_moe tp2 ep2": ("qwen3_moe", {**PLAIN, **TP2, **EP2, **SP}),
-    "qwen3_moe pp2 ep2": ("qwen3_moe", {**PLAIN, **PP2, **EP2}),
-    "llama4 tp2 ep2": ("llama4", {**PLAIN, **TP2, **EP2, **SP}),
-    "llama4 tp2 ep2 etp1": ("llama4", {**PLAIN, **TP2, **EP2, **SP, "expert_tensor_parallel_size": 1}),
-    "llama4 pp2 ep2": ("llama4", {**PLAIN, **PP2, **EP2}),
-    "llama cp2 tp2 sp": ("llama", {**PLAIN, **CP2, **TP2, **SP}),
-    "llama4 cp2 tp2 sp": ("llama4", {**PLAIN, **CP2, **TP2, **SP}),
-    "llama cp2 pp2": ("llama", {**PLAIN, **CP2, **PP2}),
-    "llama4 cp2 pp2": ("llama4", {**PLAIN, **CP2, **PP2}),
-    "llama cp2 dp2": ("llama", {**PLAIN, **CP2}),
-    "llama cp2 dp2 distributed optimizer": ("llama", CP2),
-    "llama4 cp2 ep2": ("llama4", {**PLAIN, **CP2, **EP2}),
-    "llama4 cp4": ("llama4", {**PLAIN, **CP4}),
-}
-KINDS = ("llama", "llama_tied", "llama_biased", "mistral", "olmo2", "qwen2", "qwen3", "qwen3_moe", "llama4")
-SOME_KINDS = sampled("kinds of the parity", KINDS, 2)
+FOUR_RANKS = (
+    *("llama tp2 pp2 sp", "llama tp2 dp2", "qwen3_moe tp2 ep2 sp", "qwen3_moe pp2 ep2", "llama4 tp2 ep2 sp"),
+    *("llama4 tp2 ep2 sp etp1", "llama4 pp2 ep2", "llama cp2 tp2 sp", "llama4 cp2 tp2 sp", "llama cp2 pp2"),
+    *("llama4 cp2 pp2", "llama cp2 dp2", "llama cp2 dp2 sharded", "llama4 cp2 ep2", "llama4 cp4"),
+)
+SOME_KINDS = sampled("kinds of the parity", map(kind_of, IN_BF16), 2)
+BY_WORLD = {2: TWO_RANKS, 4: FOUR_RANKS}
 UNPACKED = tuple((length,) for row in random_policies.ROWS for length in row)
 
 
 @pytest.fixture(scope="module")
 def alone(request, policies):
     kinds = chosen(request, "kind")
-    by_kind = kinds | {(TWO_RANKS | FOUR_RANKS)[name][0] for name in chosen(request, "name")}
-    jobs = [(kind, policies[kind], PLAIN) for kind in sorted(by_kind)]
+    by_kind = kinds | {kind_of(name) for name in chosen(request, "name")}
+    jobs = [(kind, policies[kind], layout("whole")) for kind in sorted(by_kind)]
     for kind in sorted(kinds):
-        layouts = {
-            "unpacked": {**PLAIN, "rows": UNPACKED},
-            "recomputed": {**PLAIN, **RECOMPUTED},
-            "first layer": {**PLAIN, **FIRST_LAYER},
-            "bf16": BF16,
-        }
-        if kind in ("qwen3_moe", "llama4"):
-            layouts["experts"] = {**PLAIN, **EXPERTS}
+        layouts = {"unpacked": {**layout("whole"), "rows": UNPACKED}, "bf16": layout("bf16")}
+        for words in ("recomputed", "first-layer", *(["experts"] if kind in ("qwen3_moe", "llama4") else [])):
+            layouts[words] = layout(f"whole {words}")
         jobs += [(f"{kind} {name}", policies[kind], layout) for name, layout in layouts.items()]
     return run_ranks(1, "parity_ranks:many", jobs)[0]
 
 
 @pytest.fixture(scope="module")
-def by_two(request, policies):
-    jobs = [(name, policies[TWO_RANKS[name][0]], TWO_RANKS[name][1]) for name in sorted(chosen(request, "name"))]
-    jobs += [(f"{kind} bf16", policies[kind], IN_BF16[kind]) for kind in sorted(chosen(request, "kind"))]
-    return run_ranks(2, "parity_ranks:many", jobs)[0]
+def together(request, policies):
+    def jobs(world_size):
+        rows = [row for row in IN_BF16 if world_size == 2 and kind_of(row) in chosen(request, "kind")]
+        rows += sorted(chosen(request, "name") & {*BY_WORLD[world_size]})
+        return [(row, policies[kind_of(row)], gradients_whole(row)) for row in rows]
+
+    return Worlds("parity_ranks:many", jobs)
 
 
-@pytest.fixture(scope="module")
-def by_four(policies):
-    jobs = [(name, policies[kind], layout) for name, (kind, layout) in FOUR_RANKS.items()]
-    return run_ranks(4, "parity_ranks:many", jobs)[0]
-
-
-@pytest.mark.parametrize("name", sampled("parity of two ranks", TWO_RANKS, 3))
-def test_two_ranks_make_the_same_step_and_export_what_they_loaded(name, by_two, alone, policies):
-    same_step(by_two[name], alone[TWO_RANKS[name][0]])
-    same_weights(by_two[name], policies[TWO_RANKS[name][0]])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", FOUR_RANKS)
-def test_four_ranks_make_the_same_step(name, by_four, alone, policies):
-    same_step(by_four[name], alone[FOUR_RANKS[name][0]])
-    same_weights(by_four[name], policies[FOUR_RANKS[name][0]])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        *(pytest.param(*p.values, 2, marks=p.marks) for p in sampled("parity of two ranks", TWO_RANKS, 3)),
+        *(pytest.param(name, 4, marks=pytest.mark.full) for name in FOUR_RANKS),
+    ],
+)
+def test_several_ranks_make_the_same_step_and_export_what_they_loaded(name, world_size, together, alone, policies):
+    found = together[world_size][0][name]
+    same_step(found, alone[kind_of(name)])
+    same_weights(found, policies[kind_of(name)])
 
 
 @pytest.mark.parametrize("kind", SOME_KINDS)
-def test_bf16_steps_agree_within_bf16(kind, by_two, alone):
+def test_bf16_steps_agree_within_bf16(kind, together, alone):
     """Rounding of activations differs between layouts and from fp32; the weights given out are bf16 exactly."""
-    two, one, exact = by_two[f"{kind} bf16"], alone[f"{kind} bf16"], alone[kind]
+    [name] = [name for name in IN_BF16 if kind_of(name) == kind]
+    two, one, exact = together[2][0][name], alone[f"{kind} bf16"], alone[kind]
     for found in (two, one):
         assert found["loss"] == pytest.approx(exact["loss"], rel=0.05)
         assert float(found["grad_norm"]) == pytest.approx(float(exact["grad_norm"]), rel=0.2)
@@ -170,14 +102,14 @@ def test_packed_is_unpacked(kind, alone):
 
 @pytest.mark.parametrize("kind", SOME_KINDS)
 def test_recomputed_activations_give_the_same_step(kind, alone):
-    partly = [f"{kind} {part}" for part in ("recomputed", "first layer", "experts") if f"{kind} {part}" in alone]
+    partly = [f"{kind} {part}" for part in ("recomputed", "first-layer", "experts") if f"{kind} {part}" in alone]
     assert len(partly) == (3 if kind in ("qwen3_moe", "llama4") else 2)
     for name in partly:
         same_step(alone[name], alone[kind])
 
 
 @pytest.mark.parametrize("name", ["llama dp2 overlapped"])
-def test_weights_are_read_after_the_background_gather(name, by_two, alone):
+def test_weights_are_read_after_the_background_gather(name, together, alone):
     """With overlap_param_gather the optimizer's new weights arrive late; an export must wait for them."""
     for weight, expected in alone["llama"]["stepped"].items():
-        assert (by_two[name]["stepped"][weight] - expected).abs().max() < 1e-6, weight
+        assert (together[2][0][name]["stepped"][weight] - expected).abs().max() < 1e-6, weight

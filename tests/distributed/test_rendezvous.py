@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from megatron_scalerl.distributed.rendezvous import (
     FolderRendezvous,
     HostRendezvous,
     Rendezvous,
-    abandoned_folders,
     address_of,
     interface_of,
     listen_on,
@@ -175,34 +173,9 @@ def test_nobody_answers():
         open_store(where, "trainer", timeout=SHORT)
 
 
-def test_folders_left_by_a_kill_are_deleted_and_no_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in ("megatron_scalerl-left", "megatron_scalerl-held", "other"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "store").touch()
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "megatron_scalerl-link").symlink_to(tmp_path / "elsewhere")
-    held = os.open(tmp_path / "megatron_scalerl-held", os.O_RDONLY | os.O_DIRECTORY)
-    fcntl.flock(held, fcntl.LOCK_SH)
+def test_a_lock_keeps_others_from_deleting_the_folder():
     with private_folder() as where:
-        left = {path.name for path in tmp_path.iterdir()} - {Path(where.folder).name}
-    os.close(held)
-    assert left == {"megatron_scalerl-held", "other", "megatron_scalerl-link", "elsewhere"}
-
-
-def test_a_folder_that_is_deleted_before_its_maker_has_locked_it_is_made_again(tmp_path, monkeypatch):
-    """Another start takes every folder without a lock for one that a kill has left."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    lock = fcntl.flock
-    deleted = []
-
-    def late(folder, how):
-        if how == fcntl.LOCK_SH and not deleted:
-            deleted.extend(abandoned_folders())
-            deleted[0].rmdir()
-        lock(folder, how)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    with private_folder() as where:
-        assert [Path(where.folder)] == list(tmp_path.iterdir()) and deleted != [Path(where.folder)]
-    assert len(deleted) == 1 and not list(tmp_path.iterdir())
+        folder = os.open(where.folder, os.O_RDONLY | os.O_DIRECTORY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(folder)

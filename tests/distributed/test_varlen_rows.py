@@ -7,12 +7,11 @@ tokens under context parallelism. Not exercised: Transformer Engine itself.
 
 import pytest
 import random_policies
-from parity_layouts import PLAIN, SP, TP2, same_step
+from layouts import layout, same_step
 from runner import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-CP2 = {"context_parallel_size": 2}
 POLICIES = {
     "llama": ("llama", {}),
     "llama4": ("llama4", {}),
@@ -20,9 +19,9 @@ POLICIES = {
 }
 ALONE = ("llama", "llama4")
 TWO_RANKS = {
-    "llama cp2": ("llama", {**PLAIN, **CP2}),
-    "llama4 tp2 sp": ("llama4", {**PLAIN, **TP2, **SP}),
-    "llama4 one chunk cp2": ("llama4 one chunk", {**PLAIN, **CP2}),
+    "llama cp2": ("llama", layout("whole cp2")),
+    "llama4 tp2 sp": ("llama4", layout("whole tp2 sp")),
+    "llama4 one chunk cp2": ("llama4 one chunk", layout("whole cp2")),
 }
 
 
@@ -36,13 +35,13 @@ def paths(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(paths):
-    return run_ranks(1, "parity_ranks:many", [(name, path, PLAIN) for name, path in paths.items()])[0]
+    return run_ranks(1, "parity_ranks:many", [(name, path, layout("whole")) for name, path in paths.items()])[0]
 
 
 @pytest.fixture(scope="module")
 def found(paths):
-    one = run_ranks(1, "varlen_ranks:many", [(name, paths[name], PLAIN) for name in ALONE])[0]
-    jobs = [(name, paths[kind], layout) for name, (kind, layout) in TWO_RANKS.items()]
+    one = run_ranks(1, "varlen_ranks:many", [(name, paths[name], layout("whole")) for name in ALONE])[0]
+    jobs = [(name, paths[kind], keys) for name, (kind, keys) in TWO_RANKS.items()]
     return one | run_ranks(2, "varlen_ranks:many", jobs)[0]
 
 

@@ -12,16 +12,16 @@ from collections import Counter
 
 import pytest
 import random_policies
+from layouts import kind_of, layout_of
 from runner import run_ranks
-from weight_sizes import layout
 
 from megatron_scalerl.distributed.rendezvous import private_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 HEADER, DIGEST, SIZE = 40, 8, 8
-CASES = [("llama", (2, 1, 1, 1), 2), ("qwen3_moe", (1, 2, 2, 1), 1), ("llama4", (2, 1, 2, 2), 2)]
-"""(Family; tensor, pipeline, expert, context parallel, the rest of the four ranks data parallel; workers)."""
+CASES = [("llama tp2", 2), ("qwen3_moe pp2 ep2", 1), ("llama4 tp2 sp ep2 etp1 cp2", 2)]
+"""(Row, the rest of the four ranks data parallel; workers)."""
 
 
 def check_transport(ranks, version):
@@ -55,18 +55,18 @@ def check_report(ranks, version):
 
 
 def test_senders_and_workers_carry_their_share_and_what_the_plan_counts(tmp_path):
-    for kind, *_ in CASES:
-        random_policies.make(kind, tmp_path / kind)
-    jobs = [(str(tmp_path / kind), layout(kind, *sizes), workers) for kind, sizes, workers in CASES]
+    for row, _ in CASES:
+        random_policies.make(kind_of(row), tmp_path / kind_of(row))
+    jobs = [(str(tmp_path / kind_of(row)), layout_of(row), workers) for row, workers in CASES]
     with private_folder() as rendezvous:
         ranks = run_ranks(4, "weight_ranks:carried", jobs, rendezvous)
-    for number, (kind, _, workers) in enumerate(CASES):
+    for number, (row, workers) in enumerate(CASES):
         of_case = [rank[number] for rank in ranks]
         assert sorted(rank["sender"] for rank in of_case) == [0, 1, 2, 3]
         for version in range(len(of_case[0]["versions"])):
             check_transport(of_case, version)
             total, most_sent, most_received = check_report(of_case, version)
-            print(kind, version, total, total / 4, most_sent, total / workers, most_received)
+            print(row, version, total, total / 4, most_sent, total / workers, most_received)
             if version == 0:
                 assert most_sent <= 1.5 * total / 4 and most_received <= 1.1 * total / workers
             else:  # of one element in fifty, and of none

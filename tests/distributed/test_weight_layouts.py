@@ -13,31 +13,27 @@ from itertools import product
 import pytest
 import random_policies
 import torch
+from layouts import kind_of, layout_of
 from runner import run_ranks
 from safetensors.torch import load_file
 from weight_ranks import VERSIONS, step
-from weight_sizes import MOE, layout
 
 from megatron_scalerl.distributed.rendezvous import private_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 DENSE = ("llama", "llama_tied", "qwen2_tied")
-SIZES = list(product((1, 2), repeat=4))
-"""Tensor, pipeline, expert, context parallel."""
-Sizes = tuple[int, int, int, int]
+MOE = ("qwen3_moe", "qwen3_moe_tied", "llama4", "llama4_tied")
 
 
-def cases(world, kinds, engines):
-    """(kind, sizes, workers) that use all ranks."""
-    found = []
-    for kind in kinds:
-        for tp, pp, ep, cp in SIZES:
-            ranks = max(tp * cp, ep) * pp
-            if ranks != world or (ep > 1 and kind in DENSE):
-                continue
-            found += [(kind, (tp, pp, ep, cp), workers) for workers in engines]
-    return found
+def rows(world, kinds):
+    """Rows that use all ranks."""
+    for kind, (tp, pp, ep, cp) in product(kinds, product((1, 2), repeat=4)):
+        if max(tp * cp, ep) * pp == world and (ep == 1 or kind in MOE):
+            words = [f"tp{tp}", f"pp{pp}", f"ep{ep}", f"cp{cp}"]
+            words += ["sp"] * (tp > 1 and kind in MOE)  # Megatron's experts require it
+            words += ["etp1"] * (tp > 1 and ep > 1)
+            yield " ".join([kind, *words]), tp * pp
 
 
 @pytest.mark.parametrize(
@@ -49,15 +45,15 @@ def cases(world, kinds, engines):
     ],
 )
 def test_every_layout_updates_every_worker_bit_for_bit(world, kinds, engines, tmp_path):
-    every = cases(world, kinds, engines)
-    for kind in {kind for kind, *_ in every}:
+    every = [(row, least, workers) for row, least in rows(world, kinds) for workers in engines]
+    for kind in {kind_of(row) for row, *_ in every}:
         random_policies.make(kind, tmp_path / kind)
-    jobs = [(str(tmp_path / kind), layout(kind, *sizes), workers) for kind, sizes, workers in every]
+    jobs = [(str(tmp_path / kind_of(row)), layout_of(row), workers) for row, _, workers in every]
     with private_folder() as rendezvous:
         found = run_ranks(world, "weight_ranks:updates", jobs, rendezvous)[0]
-    for (kind, (tp, pp, ep, cp), workers), (versions, senders, changed, kept) in zip(every, found, strict=True):
-        expected = load_file(tmp_path / kind / "model.safetensors")
-        assert senders >= tp * pp and changed > 0 and kept > 0, (kind, tp, pp, ep, cp)
+    for (row, least, workers), (versions, senders, changed, kept) in zip(every, found, strict=True):
+        expected = load_file(tmp_path / kind_of(row) / "model.safetensors")
+        assert senders >= least and changed > 0 and kept > 0, row
         check_versions(versions, expected, workers)
 
 
@@ -74,37 +70,30 @@ def check_versions(versions, expected, workers):
             step(values)
 
 
-WHOLE = {"use_distributed_optimizer": False}
-SHARDED = {"use_distributed_optimizer": True}
-OVERLAPPED = {**SHARDED, "overlap_param_gather": True, "overlap_grad_reduce": True}
 RECORDED = [
-    ("llama_tied", (2, 1, 1, 1), SHARDED, 2, 4),
-    ("llama", (1, 2, 1, 1), SHARDED, 1, 4),
-    ("llama4", (2, 1, 1, 1), WHOLE, 2, 4),
-    ("qwen3_moe", (1, 1, 2, 1), SHARDED, 2, 4),  # experts by one rank, the rest data parallel
-    ("llama", (1, 1, 1, 1), WHOLE, 1, 4),  # two data-parallel ranks, each of which writes all
-    ("llama", (1, 1, 1, 1), SHARDED, 1, 4),  # ... and each of which writes a shard
-    ("llama", (1, 1, 1, 1), OVERLAPPED, 1, 1),  # ... of which one sends nothing
+    ("llama_tied bf16 tp2", 2, 4),
+    ("llama bf16 pp2", 1, 4),
+    ("llama4 bf16 tp2 sp whole", 2, 4),
+    ("qwen3_moe bf16 ep2", 2, 4),  # experts by one rank, the rest data parallel
+    ("llama bf16 whole", 1, 4),  # two data-parallel ranks, each of which writes all
+    ("llama bf16 sharded", 1, 4),  # ... and each of which writes a shard
+    ("llama bf16 overlapped", 1, 1),  # ... of which one sends nothing
 ]
-"""(Family; tensor, pipeline, expert, context parallel; keys of megatron.ddp; workers; most senders)."""
+"""(Row, workers, most senders)."""
 
 
 def test_changes_that_the_optimizer_records_update_every_worker_bit_for_bit(tmp_path):
-    for kind in {kind for kind, *_ in RECORDED}:
+    for kind in {kind_of(row) for row, *_ in RECORDED}:
         random_policies.make(kind, tmp_path / kind)
     jobs = [
-        (
-            str(tmp_path / kind),
-            {**layout(kind, *sizes), "dtype": "bfloat16", "ddp": ddp, "most_senders": most_senders},
-            workers,
-        )
-        for kind, sizes, ddp, workers, most_senders in RECORDED
+        (str(tmp_path / kind_of(row)), {**layout_of(row), "most_senders": most_senders}, workers)
+        for row, workers, most_senders in RECORDED
     ]
     with private_folder() as rendezvous:
         ranks = run_ranks(2, "weight_ranks:updates", jobs, rendezvous)
-    for (kind, _, _, workers, _), of_case in zip(RECORDED, zip(*ranks), strict=True):
+    for (row, workers, _), of_case in zip(RECORDED, zip(*ranks), strict=True):
         versions, _, changed, _ = of_case[0]
         assert changed > 0
-        expected = {n: v.bfloat16() for n, v in load_file(tmp_path / kind / "model.safetensors").items()}
+        expected = {n: v.bfloat16() for n, v in load_file(tmp_path / kind_of(row) / "model.safetensors").items()}
         check_versions(versions, expected, workers)
         assert [kept for *_, kept in of_case] == [0, 0], "nothing is compared"

@@ -51,10 +51,8 @@ def many(jobs):
     """For each (name, policy, layout, number of samples, sections): two steps, as this rank saw them."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    from megatron_scalerl.logits import arguments
-
     # Ranks that ask each other once a micro-batch would make a GPU's host wait: here it is an error.
-    P2PCommunicator._communicate_shapes = arguments._agree = None
+    P2PCommunicator._communicate_shapes = None
     found = {}
     for name, policy, parallel, count, sections in jobs:
         trainer = trainer_of(recipe(policy, parallel, **sections))
@@ -86,12 +84,12 @@ def changes(policy, parallel):
     return sum(int((p != old).sum()) for p, old in zip(held, before)), sum(p.numel() for p in held), found
 
 
-def train_and_save(policy, parallel, path, *asynchronous):
+def train_and_save(policy, parallel, path, asynchronous=False):
     """Two steps, a checkpoint, two more; the weights after them, and all optimizer state of this rank.
 
     asynchronous: the checkpoint is committed after the last step.
     """
-    from megatron_scalerl.trainer.checkpoint import AsyncSave, save
+    from megatron_scalerl.trainer.checkpoint import begin_save, save
 
     trainer = trainer_of(recipe(policy, parallel))
     for step in (1, 2):
@@ -99,7 +97,7 @@ def train_and_save(policy, parallel, path, *asynchronous):
     if not asynchronous:
         save(path, trainer, {"rank": trainer.parallel.rank})
         return _rest(trainer)
-    saving = AsyncSave(path, trainer, {"rank": trainer.parallel.rank})
+    saving = begin_save(path, trainer, {"rank": trainer.parallel.rank})
     rest = _rest(trainer)
     assert saving.finish(wait=True) is not None
     return rest

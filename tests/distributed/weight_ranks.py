@@ -1,7 +1,6 @@
 """What each rank does for the tests of weight updates: send its parts over gloo, to workers in rank 0's threads."""
 
 import contextlib
-import os
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity_ranks import recipe
+from parity_ranks import built
 from worker_needs import needs_of_worker
 
 from megatron_scalerl.weights.changes import Changes, bits_of
@@ -147,54 +146,47 @@ class Sides:
 
 @contextlib.contextmanager
 def _connected(path, layout, workers, rendezvous):
-    from megatron_scalerl.distributed.parallel import shutdown_parallel
     from megatron_scalerl.trainer import changes_gather
-    from megatron_scalerl.trainer.model import build_policy
     from megatron_scalerl.trainer.optimizer import build_optimizer
-    from megatron_scalerl.trainer.ranks import init_parallel
     from megatron_scalerl.trainer.weight_changes import WeightChanges
     from megatron_scalerl.weights.sending import WeightSending
     from megatron_scalerl.weights.source import MegatronWeightSource
 
     layout = dict(layout)
     most_senders = layout.pop("most_senders", 4)
-    settings = recipe(path, int(os.environ["WORLD_SIZE"]), layout)
-    parallel = init_parallel(settings)
-    chunks = build_policy(path, settings, parallel)
-    changes_gather.WINDOW = 1000  # so that there are several
-    optimizer = build_optimizer(chunks, settings) if settings.policy.dtype == "bfloat16" else None
-    changes = WeightChanges(optimizer, parallel.device) if optimizer else None
-    source = MegatronWeightSource(chunks, parallel, most_senders=most_senders)
-    plan = source.plan_for([needs_of_worker(source.manifest, worker, workers) for worker in range(workers)])
-    connection = Connection(
-        backend="gloo",
-        rendezvous=rendezvous,
-        group=_agreed(uuid.uuid4().int >> 66),
-        world_sizes=(2,) * workers,
-        bucket_mib=1,
-        timeout_s=120,
-        connect_timeout_s=120,
-        deltas="absolute",
-    )
-    sending = WeightSending(source, bucket_mib=1, written=changes.written if changes else None)
-    with ThreadPoolExecutor(workers) as pool:
-        joining = _on_rank_0(pool, [partial(Worker, plan, n, connection) for n in range(workers)])
-        assert sending.connect(connection) == ""
-        ends = [each.result() for each in joining]
-        yield Sides(
-            chunks=chunks,
-            optimizer=optimizer,
-            changes=changes,
-            source=source,
-            sending=sending,
-            ends=ends,
-            pool=pool,
+    with built(path, layout) as (chunks, parallel, settings):
+        changes_gather.WINDOW = 1000  # so that there are several
+        optimizer = build_optimizer(chunks, settings) if settings.policy.dtype == "bfloat16" else None
+        changes = WeightChanges(optimizer, parallel.device) if optimizer else None
+        source = MegatronWeightSource(chunks, parallel, most_senders=most_senders)
+        plan = source.plan_for([needs_of_worker(source.manifest, worker, workers) for worker in range(workers)])
+        connection = Connection(
+            backend="gloo",
+            rendezvous=rendezvous,
+            group=_agreed(uuid.uuid4().int >> 66),
+            world_sizes=(2,) * workers,
+            bucket_mib=1,
+            timeout_s=120,
+            connect_timeout_s=120,
+            deltas="absolute",
         )
-        for group in (group for end in ends for group in end.groups.values()):
-            group.close()
-    sending.close()
-    dist.barrier()
-    shutdown_parallel(keep_world=True)
+        sending = WeightSending(source, bucket_mib=1, written=changes.written if changes else None)
+        with ThreadPoolExecutor(workers) as pool:
+            joining = _on_rank_0(pool, [partial(Worker, plan, n, connection) for n in range(workers)])
+            assert sending.connect(connection) == ""
+            ends = [each.result() for each in joining]
+            yield Sides(
+                chunks=chunks,
+                optimizer=optimizer,
+                changes=changes,
+                source=source,
+                sending=sending,
+                ends=ends,
+                pool=pool,
+            )
+            for group in (group for end in ends for group in end.groups.values()):
+                group.close()
+        sending.close()
 
 
 def _on_rank_0(pool, calls):

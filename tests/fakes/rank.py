@@ -1,6 +1,7 @@
 """A rank's end of the controller's socket, and conversations of such ranks with a real client."""
 
 import asyncio
+import contextlib
 
 import zmq
 import zmq.asyncio
@@ -66,23 +67,27 @@ def conversation(scenario, *, world_size=2, rendezvous=WHERE):
 
 
 def ready(rank, *, dp_size=2, **changes):
-    info = messages.TrainerInfo(
-        world_size=2,
-        dp_size=dp_size,
-        parameters=1,
-        vocab_size=1,
-        device="cpu",
-        backend="gloo",
-        dtype="float32",
-        logits="fp32",
-    )
+    info = messages.TrainerInfo(dp_size=dp_size, parameters=1, device="cpu", backend="gloo", logits="fp32")
     return messages.Ready(**({"rank": rank, "dp_rank": rank, "holds_batch": True, "info": info} | changes))
 
 
+def joined(scenario, *, world_size=2, **changes):
+    """Runs `scenario(trainer, *ranks)` with ranks that have joined, and closes everything."""
+
+    async def whole(trainer, start):
+        with contextlib.ExitStack() as stack:
+            ranks = [stack.enter_context(StandInRank(trainer)) for _ in range(world_size)]
+            await join(start, *ranks, **changes)
+            return await scenario(trainer, *ranks)
+
+    return conversation(whole, world_size=world_size)
+
+
 async def join(start, *ranks, **changes):
-    """Both ranks join and are ready; they have read everything up to here."""
+    """The ranks join and are ready; they have read everything up to here."""
+    changes.setdefault("dp_size", (len(ranks),) * len(ranks))
     for number, rank in enumerate(ranks):
-        await rank.hello(number)
+        await rank.hello(number, world_size=len(ranks))
         assert isinstance(await rank.answer(), messages.Welcome)
         assert isinstance(await rank.answer(), messages.Meet)
         await rank.socket.send(messages.encode(ready(number, **{k: v[number] for k, v in changes.items()})))

@@ -14,9 +14,7 @@ from megatron_scalerl.types import StepReport
 from megatron_scalerl.weights.plan import SendReport, whole
 
 TRAIN_S, SAVE_S = 2.0, 0.5
-INFO = TrainerInfo(
-    world_size=1, dp_size=1, parameters=1, vocab_size=8, device="cpu", backend="gloo", dtype="float32", logits="fp32"
-)
+INFO = TrainerInfo(dp_size=1, parameters=1, device="cpu", backend="gloo", logits="fp32")
 
 
 class StandInTrainer:

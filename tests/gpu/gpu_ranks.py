@@ -46,7 +46,7 @@ def _step(case, trainer, parallel):
         micro_batch_tokens=case.micro_batch_tokens,
         policy_version=0,
     )
-    batches = BatchFrames(trainer, parallel)
+    batches = BatchFrames(parallel, pad_multiple=trainer.pad_multiple)
     if parallel.holds_batch:  # the others get it from this rank, as in a run
         own = [write(samples[number].rollout) for number in plan.numbers[parallel.dp_rank]]
         batches.hold(batch_frames(plan.ranks[parallel.dp_rank], own))

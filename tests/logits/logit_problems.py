@@ -20,6 +20,12 @@ def problem(tokens=7, hidden=5, vocab=11, dtype=torch.float64, top=None):
     return h.to(dtype), w.to(dtype), y
 
 
+def leaves(*sizes, **options):
+    """`problem` with hidden and weight that get a gradient."""
+    h, w, y = problem(*sizes, **options)
+    return h.requires_grad_(), w.requires_grad_(), y
+
+
 def by_log_softmax(h, w, y, temperature=1.0):
     """Log-probabilities and entropies in fp64, differentiable."""
     scale = torch.as_tensor(temperature, dtype=torch.float64).reshape(-1, 1)

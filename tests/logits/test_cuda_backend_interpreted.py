@@ -41,7 +41,7 @@ def problem(dtype, seed=0):
     return hidden, weight, targets
 
 
-def truth(hidden, weight, targets, temperature):
+def truth(hidden, weight, targets, temperature=1.0):
     """Log-probabilities and entropies in fp64, with their gradients' leaves."""
     h, w = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     return *by_log_softmax(h, w, targets, temperature), h, w
@@ -58,23 +58,39 @@ def weighted_chunk(logprob, entropy, places):
     return (logprob * g[places]).sum() + (entropy * g.flip(0)[places]).sum()
 
 
+def both_passes(dtype, *, main_grad=None, workspace=TIGHT, **options):
+    """Log-probabilities, entropies, and the gradients of `weighted`: of hidden, and of the head where it goes."""
+    hidden, weight, targets = problem(dtype)
+    hidden.requires_grad_(), weight.requires_grad_()
+    if main_grad is not None:
+        weight.main_grad, weight.grad_added_to_main_grad = main_grad, False
+    options = {"backend": "cuda", "entropy": "grad", "workspace_mb": workspace / 2**20, **options}
+    pair = token_logprobs(hidden, weight, targets % options.get("vocab_size", VOCAB), **options)
+    weighted(*pair).backward()
+    return *(x.detach() for x in pair), hidden.grad, weight.grad if main_grad is None else main_grad
+
+
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("workspace", [TIGHT, ROOMY])
 @pytest.mark.parametrize(("mode", "bound"), [("bf16", 3e-3), ("bf16x2", 1e-5), ("fp32", 1e-6)])
 def test_bf16_head_against_fp64(workspace, mode, bound):
     """Values within 1e-5 nats; the head's gradient, in an fp32 main_grad, within the bound of its kind."""
-    hidden, weight, targets = problem(torch.bfloat16)
-    temperature = torch.linspace(0.5, 2.0, TOKENS)
-    hidden.requires_grad_(), weight.requires_grad_()
-    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(VOCAB, WIDTH), False
-    options: dict[str, Any] = dict(grad_logits=mode, workspace_mb=workspace / 2**20, backend="cuda", main_grad=True)
-    logprob, entropy = token_logprobs(hidden, weight, targets, temperature=temperature, entropy="grad", **options)
-    weighted(logprob, entropy).backward()
-    exact = truth(hidden, weight, targets, temperature)
+    options = dict(grad_logits=mode, workspace=workspace, temperature=0.7)
+    logprob, entropy, of_hidden, of_head = both_passes(torch.bfloat16, main_grad=torch.zeros(VOCAB, WIDTH), **options)
+    exact = truth(*problem(torch.bfloat16), 0.7)
     weighted(*exact[:2]).backward()
     assert (logprob - exact[0]).abs().max() < 1e-5 and (entropy - exact[1]).abs().max() < 1e-5
-    assert relative(weight.main_grad, exact[3].grad) < bound
-    assert relative(hidden.grad, exact[2].grad) < 4e-3  # rounded to bf16 at the end
+    assert relative(of_head, exact[3].grad) < bound
+    assert relative(of_hidden, exact[2].grad) < 4e-3  # rounded to bf16 at the end
+
+
+SOME = torch.tensor([n for n in range(TOKENS) if n % 3])
+"""Places of tokens with loss."""
+
+
+def assert_same(found, expected, bound):
+    assert all((a - b).abs().max() < 1e-5 for a, b in zip(found[:2], expected[:2]))
+    assert all(relative(a, b.double()) < bound for a, b in zip(found[2:], expected[2:]))
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -82,44 +98,21 @@ def test_bf16_head_against_fp64(workspace, mode, bound):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_the_torch_backend(logits, dtype):
     """Also with a padded vocabulary, tokens without loss and a tight workspace."""
-    results_of = {}
-    for name in ("cuda", "torch"):
-        hidden, weight, targets = problem(dtype)
-        hidden.requires_grad_(), weight.requires_grad_()
-        mask = torch.arange(TOKENS) % 3 > 0
-        options: dict[str, Any] = dict(vocab_size=VOCAB - 20, loss_mask=mask, entropy="grad", temperature=0.7)
-        logprob, entropy = token_logprobs(
-            hidden, weight, targets % 130, logits=logits, workspace_mb=TIGHT / 2**20, backend=name, **options
-        )
-        weighted(logprob, entropy).backward()
-        results_of[name] = logprob.detach(), entropy.detach(), hidden.grad, weight.grad
-        assert weight.grad[VOCAB - 20 :].abs().max() == 0 and logprob[~mask].abs().max() == 0
-    found, expected = results_of["cuda"], results_of["torch"]
-    assert all((a - b).abs().max() < 1e-5 for a, b in zip(found[:2], expected[:2]))
-    bound = 1e-6 if dtype == torch.float32 else 6e-3
-    assert all(relative(a, b.double()) < bound for a, b in zip(found[2:], expected[2:]))
+    options = dict(vocab_size=VOCAB - 20, places=SOME, temperature=0.7, logits=logits)
+    found, expected = (both_passes(dtype, backend=name, **options) for name in ("cuda", "torch"))
+    for logprob, _, _, of_head in (found, expected):
+        assert of_head[VOCAB - 20 :].abs().max() == 0 and logprob[::3].abs().max() == 0
+    assert_same(found, expected, 1e-6 if dtype == torch.float32 else 6e-3)
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("mode", ["bf16", "bf16x2", "fp32"])
-def test_kept_logits_give_the_gradients_of_recomputed_ones(mode):
+def test_kept_logits_give_the_gradients_of_recomputed_ones(mode, monkeypatch):
     """Into bf16 gradients, of a padded vocabulary with tokens without loss; recomputing them is not called."""
-    found = []
-    for keep in (True, False):
-        hidden, weight, targets = problem(torch.bfloat16)
-        hidden.requires_grad_(), weight.requires_grad_()
-        options: dict[str, Any] = dict(vocab_size=VOCAB - 20, loss_mask=torch.arange(TOKENS) % 3 > 0, entropy="grad")
-        with pytest.MonkeyPatch.context() as patch:
-            if keep:
-                patch.delattr(CudaBackend, "gradients")
-            logprob, entropy = token_logprobs(
-                hidden, weight, targets % 130, backend="cuda", grad_logits=mode, keep_logits=keep, **options
-            )
-            weighted(logprob, entropy).backward()
-        found.append((logprob.detach(), entropy.detach(), hidden.grad, weight.grad))
-    kept, recomputed = found
-    assert all((a - b).abs().max() < 1e-5 for a, b in zip(kept[:2], recomputed[:2]))
-    assert all(relative(a, b.double()) < 6e-3 for a, b in zip(kept[2:], recomputed[2:]))
+    options = dict(vocab_size=VOCAB - 20, places=SOME, grad_logits=mode, workspace=512 * 2**20)
+    recomputed = both_passes(torch.bfloat16, **options)
+    monkeypatch.delattr(CudaBackend, "gradients")
+    assert_same(both_passes(torch.bfloat16, keep_logits=True, **options), recomputed, 6e-3)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -142,17 +135,10 @@ def test_accumulating_twice_is_accumulating_both(workspace):
 @pytest.mark.parametrize("main_grad", [True, False])
 def test_a_narrow_gradient_is_rounded_once(main_grad):
     """Blocks are summed in fp32 beside a bf16 gradient and added to what it holds: 1/2 + sum, to bf16."""
-    held, found = (0.5 if main_grad else 0.0), []
-    for dtype in (torch.float32, torch.bfloat16):
-        hidden, weight, targets = problem(torch.bfloat16)
-        weight.requires_grad_()
-        weight.main_grad, weight.grad_added_to_main_grad = torch.full((VOCAB, WIDTH), held, dtype=dtype), False
-        options: dict[str, Any] = dict(grad_logits="bf16x2", workspace_mb=TIGHT / 2**20, backend="cuda")
-        wide = main_grad or dtype == torch.float32
-        logprob, entropy = token_logprobs(hidden, weight, targets, entropy="grad", main_grad=wide, **options)
-        weighted(logprob, entropy).backward()
-        found.append(weight.main_grad if wide else weight.grad)
-    exact, narrow = found
+    held = 0.5 if main_grad else 0.0
+    exact, into = (torch.full((VOCAB, WIDTH), held, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    both_passes(torch.bfloat16, main_grad=exact, grad_logits="bf16x2")
+    *_, narrow = both_passes(torch.bfloat16, main_grad=into if main_grad else None, grad_logits="bf16x2")
     assert torch.equal(narrow, exact.bfloat16()) and (exact - held).abs().max() > 0.1
 
 
@@ -160,10 +146,10 @@ def test_a_narrow_gradient_is_rounded_once(main_grad):
 @pytest.mark.parametrize("workspace", [10_000, ROOMY])
 @pytest.mark.parametrize("logits", ["fp32", "model"])
 def test_a_bf16_head_inside_the_chunk_against_fp64(workspace, logits, monkeypatch):
-    """A shard's padding, a token without loss and a temperature per token, in three chunks and in one."""
+    """A shard's padding, a token without loss and a temperature, in three chunks and in one."""
     hidden, weight, targets = problem(torch.bfloat16)
     hidden.requires_grad_(), weight.requires_grad_()
-    temperature, mask = torch.linspace(0.5, 2.0, TOKENS), torch.arange(TOKENS) != 5
+    temperature, mask = 0.7, torch.arange(TOKENS) != 5
     chunks: list[int] = []
     products: list[int] = []
     multiply = cuda_backend.add_product
@@ -173,8 +159,8 @@ def test_a_bf16_head_inside_the_chunk_against_fp64(workspace, logits, monkeypatc
         chunks.append(len(places))
         return weighted_chunk(logprob, entropy, places)
 
-    options: dict[str, Any] = dict(entropy="grad", vocab_size=VOCAB - 20, temperature=temperature, loss_mask=mask)
-    options |= dict(workspace_mb=workspace / 2**20, logits=logits, backend="cuda")
+    options: dict[str, Any] = dict(entropy="grad", vocab_size=VOCAB - 20, temperature=temperature)
+    options |= dict(workspace_mb=workspace / 2**20, logits=logits, backend="cuda", places=mask.nonzero()[:, 0])
     loss, *pair = token_loss(hidden, weight, targets % 130, of_chunk, **options)
     loss.backward()
     exact = truth(hidden, weight[:130], targets % 130, temperature)
@@ -200,7 +186,7 @@ def test_a_thin_chunk_computes_the_logits_twice(fewest, monkeypatch):
     monkeypatch.delattr(CudaBackend, "gradients" if fewest == 8 else "chunk_gradients")
     options: dict[str, Any] = dict(workspace_mb=6_500 / 2**20, backend="cuda", entropy="grad")
     token_loss(hidden.requires_grad_(), weight, targets, weighted_chunk, **options)[0].backward()
-    exact = truth(hidden, weight, targets, torch.ones(TOKENS))
+    exact = truth(hidden, weight, targets)
     weighted(*exact[:2]).backward()
     assert hidden.grad is not None and relative(hidden.grad, exact[2].grad) < 1e-6
 
@@ -218,23 +204,6 @@ def test_a_chunk_fits_the_workspace(mode, workspace_mb):
     cast = 4 * 4096 * (tokens + columns) * (mode == "fp32")
     assert tokens * (4 * 128_256 + columns * apart) + cast <= p.workspace_bytes
     assert not tokens or tokens % 128 == 0
-
-
-@pytest.mark.usefixtures("interpreted")
-def test_a_loss_inside_the_chunk():
-    """token_loss gives what token_logprobs and the same loss give."""
-    grads = []
-    for inside in (False, True):
-        hidden, weight, targets = problem(torch.float32)
-        hidden.requires_grad_(), weight.requires_grad_()
-        options: dict[str, Any] = dict(entropy="grad", workspace_mb=TIGHT / 2**20, backend="cuda")
-        if inside:
-            loss = token_loss(hidden, weight, targets, weighted_chunk, **options)[0]
-        else:
-            loss = weighted(*token_logprobs(hidden, weight, targets, **options))
-        loss.backward()
-        grads.append((loss.detach(), hidden.grad, weight.grad))
-    assert all(relative(a, b.double()) < 1e-6 for a, b in zip(grads[1], grads[0]))
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -331,7 +300,7 @@ def test_any_shape_against_fp64(data):
     p = replace(p, workspace_bytes=int(chosen.workspace(p) * 2**room))
     lse, logprob, entropy = results(chosen.statistics(p))
     one = torch.ones(tokens)
-    exact = truth(hidden, weight, targets, one)
+    exact = truth(hidden, weight, targets)
     assert (logprob - exact[0]).abs().max() < 1e-5 and (entropy - exact[1]).abs().max() < 1e-5
     grads = torch.zeros_like(hidden), torch.zeros_like(weight)
     given = TokenGradients(lse=lse, logprob=logprob, entropy=entropy, grad_logprob=one, grad_entropy=-2 * one)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from logit_problems import LiveBytes, gradients_by_log_softmax, problem, relative
+from logit_problems import LiveBytes, gradients_by_log_softmax, leaves, problem, relative
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_scalerl.logits import token_logprobs, torch_backend
+from megatron_scalerl.logits import token_logprobs, token_loss, torch_backend
 
 TOKENS, WIDTH, VOCAB = 60, 16, 500
 ALL_LOGITS = 4 * TOKENS * VOCAB
@@ -25,8 +25,7 @@ class Products(TorchDispatchMode):
 
 def both_passes(dtype, **options):
     """Log-probabilities, entropies and both gradients."""
-    h, w, y = problem(TOKENS, WIDTH, VOCAB, dtype)
-    h.requires_grad_(), w.requires_grad_()
+    h, w, y = leaves(TOKENS, WIDTH, VOCAB, dtype)
     logprob, entropy = token_logprobs(h, w, y % (VOCAB - 7), **options)
     g = torch.linspace(-1.0, 2.0, TOKENS).to(logprob.dtype)
     ((logprob * g).sum() + (entropy * g.flip(0)).sum() * (options.get("entropy") == "grad")).backward()
@@ -46,30 +45,40 @@ def both_passes(dtype, **options):
 )
 @pytest.mark.parametrize("entropy", ["metric", "grad"])
 def test_results_are_those_of_recomputed_logits(dtype, grad_logits, bound, entropy):
-    """Also with a padded vocabulary, tokens without loss and a temperature per token."""
+    """Also with a padded vocabulary, tokens without loss and a temperature."""
     options = dict(
         entropy=entropy,
         grad_logits=grad_logits,
         vocab_size=VOCAB - 7,
-        loss_mask=torch.arange(TOKENS) % 3 > 0,
-        temperature=torch.linspace(0.5, 2.0, TOKENS),
+        places=torch.arange(2, TOKENS, 3),
+        temperature=0.7,
     )
     kept, recomputed = (both_passes(dtype, keep_logits=keep, **options) for keep in (True, False))
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(kept[:2], recomputed[:2]))
     assert all(relative(a, b.double()) < bound for a, b in zip(kept[2:], recomputed[2:]))
 
 
-@pytest.mark.parametrize(("keep", "products"), [(True, 3), (False, 4)])
-def test_one_product_less(keep, products):
+def kept(h, w, y, **options):
+    return token_logprobs(h, w, y, keep_logits=True, **options)[0].sum()
+
+
+def in_the_chunk(h, w, y, **options):
+    return token_loss(h, w, y, lambda lp, e, i: lp.sum(), **options)[0]
+
+
+@pytest.mark.parametrize(
+    ("total", "products"), [(kept, 3), (in_the_chunk, 3), (lambda *given: token_logprobs(*given)[0].sum(), 4)]
+)
+def test_one_product_less(total, products):
+    h, w, y = problem(TOKENS, WIDTH, VOCAB, torch.float32)
     with Products() as counted:
-        both_passes(torch.float32, keep_logits=keep)
+        total(h.requires_grad_(), w.requires_grad_(), y).backward()
     assert counted.count == products
 
 
 def test_another_backward_pass_recomputes_them():
-    h, w, y = problem()
-    h.requires_grad_(), w.requires_grad_()
-    total = token_logprobs(h, w, y, keep_logits=True)[0].sum()
+    h, w, y = leaves()
+    total = kept(h, w, y)
     first = torch.autograd.grad(total, (h, w), retain_graph=True)
     second = torch.autograd.grad(total, (h, w))
     exact = gradients_by_log_softmax(h, w, y, torch.ones(len(y)))
@@ -83,16 +92,14 @@ def test_another_backward_pass_recomputes_them():
 def test_not_kept_where_they_do_not_fit(monkeypatch, reason, workspace, largest):
     """The workspace bounds both passes, and on a CPU the size of a chunk."""
     monkeypatch.setattr(torch_backend, "LARGEST_CHUNK", largest)
-    h, w, y = problem(TOKENS, WIDTH, VOCAB, torch.float32)
-    h.requires_grad_(), w.requires_grad_()
+    h, w, y = leaves(TOKENS, WIDTH, VOCAB, torch.float32)
     with LiveBytes() as live:
         pair = token_logprobs(h, w, y, keep_logits=True, workspace_mb=workspace / 2**20)
     assert pair[0].requires_grad and live.now < ALL_LOGITS / 4, reason
 
 
 def test_kept_only_for_a_backward_pass():
-    h, w, y = problem(TOKENS, WIDTH, VOCAB, torch.float32)
-    h.requires_grad_(), w.requires_grad_()
+    h, w, y = leaves(TOKENS, WIDTH, VOCAB, torch.float32)
     with LiveBytes() as live:
         pair = token_logprobs(h, w, y, keep_logits=True)
         assert live.now >= ALL_LOGITS
@@ -105,10 +112,13 @@ def test_kept_only_for_a_backward_pass():
 
 @pytest.mark.parametrize("workspace", [2**17, 2**18, 2**19])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_workspace_bounds_both_passes(dtype, workspace):
-    h, w, y = problem(TOKENS, WIDTH, VOCAB, dtype)
-    h.requires_grad_(), w.requires_grad_()
+@pytest.mark.parametrize("total", [kept, in_the_chunk])
+def test_the_workspace_bounds_both_passes(total, dtype, workspace):
+    h, w, y = leaves(TOKENS, WIDTH, VOCAB, dtype)
     with LiveBytes() as live:
-        token_logprobs(h, w, y, keep_logits=True, workspace_mb=workspace / 2**20)[0].sum().backward()
-    grads = 4 * h.numel() + 2 * w.element_size() * w.numel()
+        value = total(h, w, y, workspace_mb=workspace / 2**20)
+        if total is in_the_chunk:
+            assert live.now < 4 * (h.numel() + w.numel()) + 160 * TOKENS, "nothing of the logits lives"
+        value.backward()
+    grads = 4 * h.numel() + (4 if total is in_the_chunk else 0) * w.numel() + 2 * w.element_size() * w.numel()
     assert live.peak < workspace + grads + 160 * TOKENS

@@ -56,14 +56,14 @@ def spills(names):
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("split", [False, True])
 def test_gradient_kernel_moves_16_bytes_at_a_time(opcodes, entropy, split):
-    constants = {"scale_stride": 1, "ENTROPY": entropy, "SPLIT": split, "BLOCK": row_kernels.GRADIENT_BLOCK}
+    constants = {"ENTROPY": entropy, "SPLIT": split, "BLOCK": row_kernels.GRADIENT_BLOCK}
     names = opcodes(row_kernels._logit_gradient_kernel, constants, targets="*i64", high="*bf16", low="*bf16")
     assert "LDG.E.128" in names and "STG.E.128" in names and not spills(names)
     assert sum(name.startswith("STG") for name in names) == (4 if split else 2)
 
 
 def test_statistics_kernel_stays_in_registers(opcodes):
-    constants = {"scale_stride": 1, "BLOCK": row_kernels.STATISTICS_BLOCK}
+    constants = {"BLOCK": row_kernels.STATISTICS_BLOCK}
     names = opcodes(row_kernels._row_statistics_kernel, constants, targets="*i64", warps=8)
     assert "LDG.E.128" in names and not spills(names)
 

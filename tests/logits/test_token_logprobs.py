@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from logit_problems import by_log_softmax, gradients_by_log_softmax, problem, relative
+from logit_problems import by_log_softmax, gradients_by_log_softmax, leaves, problem
 
 from megatron_scalerl.logits import token_logprobs
 
@@ -28,14 +28,12 @@ def test_a_number_as_temperature_is_exact_in_fp64():
     assert (found - expected).abs().max() < 1e-13
 
 
-@pytest.mark.parametrize(("entropy", "temperature"), [("none", 0.7), ("metric", "per token"), ("grad", 1.0)])
+@pytest.mark.parametrize(("entropy", "temperature"), [("none", 0.7), ("metric", 2.0), ("grad", 1.0)])
 def test_gradients_in_fp64(entropy, temperature):
-    h, w, y = problem()
-    tau = torch.linspace(0.5, 2.0, len(y), dtype=torch.float64) if temperature == "per token" else temperature
-    h.requires_grad_(), w.requires_grad_()
+    h, w, y = leaves()
 
     def function(h, w):
-        pair = token_logprobs(h, w, y, entropy=entropy, temperature=tau, workspace_mb=1.5 * KIB, vocab_size=9)
+        pair = token_logprobs(h, w, y, entropy=entropy, temperature=temperature, workspace_mb=1.5 * KIB, vocab_size=9)
         return pair if entropy == "grad" else pair[:1]
 
     y = y % 9
@@ -88,13 +86,12 @@ def test_tokens_without_loss_are_left_out():
     """Their hidden states may be nan and their targets nonsense: neither is read. The others are as without them."""
     h, w, y = problem(tokens=9)
     mask = torch.tensor([True, False, True, True, False, False, True, False, True])
-    tau = torch.linspace(0.5, 2.0, 9, dtype=torch.float64)
     h[~mask], y[~mask] = math.nan, -100
     leaves = h.clone().requires_grad_(), w.clone().requires_grad_()
-    pair = token_logprobs(*leaves, y, entropy="grad", loss_mask=mask, temperature=tau)
+    pair = token_logprobs(*leaves, y, entropy="grad", places=mask.nonzero()[:, 0])
     assert pair[0][~mask].abs().sum() == 0 and pair[1][~mask].abs().sum() == 0
     short = h[mask].clone().requires_grad_(), w.clone().requires_grad_()
-    expected = token_logprobs(*short, y[mask], entropy="grad", temperature=tau[mask])
+    expected = token_logprobs(*short, y[mask], entropy="grad")
     assert torch.equal(pair[0][mask], expected[0]) and torch.equal(pair[1][mask], expected[1])
     for logprob, entropy in (pair, expected):
         (logprob.sum() + 0.5 * entropy.sum()).backward()
@@ -103,9 +100,8 @@ def test_tokens_without_loss_are_left_out():
 
 
 def test_no_token_with_loss_at_all():
-    h, w, y = problem()
-    h.requires_grad_(), w.requires_grad_()
-    logprob = token_logprobs(h, w, y, loss_mask=torch.zeros(7, dtype=torch.bool))[0]
+    h, w, y = leaves()
+    logprob = token_logprobs(h, w, y, places=torch.empty(0, dtype=torch.int64))[0]
     logprob.sum().backward()
     assert logprob.tolist() == [0.0] * 7 and h.grad.abs().sum() == 0 and w.grad.abs().sum() == 0
 
@@ -168,11 +164,3 @@ def test_within_5e_5_nats_for_logits_up_to_50(dtype, temperature):
     expected = by_log_softmax(h, w, y, temperature)
     assert (logprob.double() - expected[0]).abs().max() < 5e-5
     assert (entropy.double() - expected[1]).abs().max() < 5e-5
-
-
-def test_temperature_divides_logits_token_by_token():
-    h, w, y = problem(dtype=torch.float32)
-    tau = torch.tensor([0.3, 0.5, 0.8, 1.0, 1.3, 2.0, 5.0])
-    found = token_logprobs(h, w, y, temperature=tau, entropy="metric")
-    expected = by_log_softmax(h, w, y, tau)
-    assert relative(found[0], expected[0]) < 1e-6 and relative(found[1], expected[1]) < 1e-6

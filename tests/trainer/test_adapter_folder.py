@@ -72,18 +72,69 @@ def folder(path, **changes):
     return PolicySection(path="models/base", lora=LORA, adapter=str(path)), adapters
 
 
-def test_the_adapters_of_the_recipe_are_read(tmp_path):
-    reader = adapter_reader(*folder(tmp_path))
-    assert reader.read(Q_PROJ, (slice(0, 2), slice(0, 5)), (2, 24)).shape == (2, 5)
+def factor(value, dtype=torch.float32):
+    """The factor of Q_PROJ, one of whose numbers is `value`."""
+    return {Q_PROJ: torch.zeros(2, 24, dtype=dtype).index_fill(1, torch.tensor([5]), value)}
 
 
-@pytest.mark.parametrize("key", [*READ, *IGNORED, *REFUSED])
-def test_each_key_of_peft_is_read_ignored_or_refused(tmp_path, key):
-    given = folder(tmp_path, **{key: (READ | IGNORED | REFUSED)[key]})
-    if key in IGNORED:
-        assert adapter_reader(*given).folder.tensors
+FOLDERS = [
+    *(({key: value}, f"{key}") for key, value in (READ | REFUSED).items()),
+    *(({key: value}, None) for key, value in IGNORED.items()),
+    # a key that is off
+    *(
+        ({key: value}, None)
+        for key in ("alora_invocation_tokens", "layers_to_transform", "a_key_of_tomorrow")
+        for value in (None, False, [], {}, "")
+    ),
+    *(
+        ({"a_key_of_tomorrow": value}, r"adapter_config\.json: a_key_of_tomorrow is")
+        for value in (True, 0, 0.5, "x", [0], {"a": None})
+    ),
+    # a scale that is missing or no number
+    *(
+        ({key: value}, rf"adapter_config\.json: {key} is")
+        for key, value in (("r", None), ("lora_alpha", None), ("lora_alpha", float("nan")), ("peft_type", None))
+    ),
+    # first values beside the base, and those that replace a part of it
+    *(({"init_lora_weights": start}, None) for start in (None, True, False, "gaussian", "eva", "orthogonal")),
+    *(
+        ({"init_lora_weights": start}, "init_lora_weights is")
+        for start in ("pissa", "pissa_niter_4", "olora", "loftq", "corda", "lora_ga", "of_tomorrow", [])
+    ),
+    # modules that name every tensor, and those that leave one out
+    (dict(target_modules=["q_proj", "mlp.down_proj"]), None),
+    (dict(target_modules=["model.layers.0.mlp.down_proj", "q_proj", "1.mlp.down_proj"]), None),
+    (dict(target_modules="all-linear", exclude_modules=["lm_head", "x.q_proj"]), None),
+    (dict(target_modules=r".*\.(q|down)_proj"), None),
+    (dict(target_modules=["proj"]), "exclude_modules"),
+    (dict(target_modules=["q_proj", "layers.0.mlp.down_proj"]), "exclude_modules"),
+    (dict(exclude_modules=["layers.1.self_attn.q_proj"]), "exclude_modules"),
+    (dict(exclude_modules=".*q_proj"), "exclude_modules"),
+    # other layers
+    (dict(drop=[Q_PROJ]), f"policy.lora.targets .*{Q_PROJ}"),
+    (dict(change={HEAD: torch.zeros(1)}), f"policy.lora.targets .*{HEAD}"),
+    # factors that cannot be computed with
+    *(
+        (dict(change=factor(value, dtype)), rf"{Q_PROJ}: the factor has NaN or Inf")
+        for value in (float("nan"), float("inf"), -float("inf"))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ),
+    (
+        dict(change={Q_PROJ: torch.zeros(2, 32)}, base_model_name_or_path="org/base"),
+        rf"{Q_PROJ}: .*shape is \[2, 32\], .* \[2, 24\]; .* org/base",
+    ),
+    (dict(change=factor(0.0, torch.float64)), f"{Q_PROJ}: .*F64"),
+]
+"""Changes of a folder, and the line with which it is refused; None: it is read."""
+
+
+@pytest.mark.parametrize(("changes", "line"), FOLDERS)
+def test_a_folder_is_read_or_refused_in_a_line(tmp_path, changes, line):
+    given = folder(tmp_path, **changes)
+    if line is None:
+        assert adapter_reader(*given).read(Q_PROJ, (slice(0, 2), slice(0, 5)), (2, 24)).shape == (2, 5)
         return
-    with pytest.raises(ValueError, match=rf"^policy\.adapter: .*{key}"):
+    with pytest.raises(ValueError, match=rf"^policy\.adapter: .*{line}"):
         adapter_reader(*given)
 
 
@@ -110,89 +161,6 @@ def test_peft_itself_computes_the_same_whatever_an_ignored_key_says(tmp_path):
         base = random_policies.make("qwen2", tmp_path / "again", num_hidden_layers=2)
         loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
         assert torch.equal(loaded(tokens).logits, expected), key
-
-
-@pytest.mark.parametrize("value", [None, False, [], {}, ""])
-@pytest.mark.parametrize("key", ["alora_invocation_tokens", "layers_to_transform", "a_key_of_tomorrow"])
-def test_a_key_that_is_off_changes_nothing(tmp_path, key, value):
-    assert adapter_reader(*folder(tmp_path, **{key: value})).folder.tensors
-
-
-@pytest.mark.parametrize("value", [True, 0, 0.5, "x", [0], {"a": None}])
-def test_an_unknown_key_is_refused(tmp_path, value):
-    with pytest.raises(ValueError, match=r"adapter_config\.json: a_key_of_tomorrow is"):
-        adapter_reader(*folder(tmp_path, a_key_of_tomorrow=value))
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("r", None), ("lora_alpha", None), ("lora_alpha", float("nan")), ("peft_type", None)]
-)
-def test_a_scale_that_is_missing_or_no_number_is_refused(tmp_path, key, value):
-    with pytest.raises(ValueError, match=rf"adapter_config\.json: {key} is"):
-        adapter_reader(*folder(tmp_path, **{key: value}))
-
-
-@pytest.mark.parametrize("start", [None, True, False, "gaussian", "eva", "orthogonal"])
-def test_first_values_beside_the_base_are_read(tmp_path, start):
-    assert adapter_reader(*folder(tmp_path, init_lora_weights=start)).folder.tensors
-
-
-@pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora", "loftq", "corda", "lora_ga", "of_tomorrow", []])
-def test_first_values_that_replace_a_part_of_the_base_are_refused(tmp_path, start):
-    with pytest.raises(ValueError, match="init_lora_weights is"):
-        adapter_reader(*folder(tmp_path, init_lora_weights=start))
-
-
-@pytest.mark.parametrize("change", [dict(drop=[Q_PROJ]), dict(change={HEAD: torch.zeros(1)})])
-def test_other_layers_are_refused_by_their_names(tmp_path, change):
-    [[name]] = change.values()
-    with pytest.raises(ValueError, match=f"policy.lora.targets .*{name}"):
-        adapter_reader(*folder(tmp_path, **change))
-
-
-@pytest.mark.parametrize(
-    "lists",
-    [
-        dict(target_modules=["q_proj", "mlp.down_proj"]),
-        dict(target_modules=["model.layers.0.mlp.down_proj", "q_proj", "1.mlp.down_proj"]),
-        dict(target_modules="all-linear", exclude_modules=["lm_head", "x.q_proj"]),
-        dict(target_modules=r".*\.(q|down)_proj"),
-    ],
-)
-def test_modules_that_name_every_tensor_are_read(tmp_path, lists):
-    assert adapter_reader(*folder(tmp_path, **lists)).folder.tensors
-
-
-@pytest.mark.parametrize(
-    "lists",
-    [
-        dict(target_modules=["proj"]),
-        dict(target_modules=["q_proj", "layers.0.mlp.down_proj"]),
-        dict(exclude_modules=["layers.1.self_attn.q_proj"]),
-        dict(exclude_modules=".*q_proj"),
-    ],
-)
-def test_modules_without_a_tensor_of_the_folder_are_refused(tmp_path, lists):
-    with pytest.raises(ValueError, match="exclude_modules"):
-        adapter_reader(*folder(tmp_path, **lists))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_factor_that_is_not_finite_is_refused(tmp_path, value, dtype):
-    factor = torch.zeros(2, 24, dtype=dtype)
-    factor[1, 5] = value
-    with pytest.raises(ValueError, match=rf"{Q_PROJ}: the factor has NaN or Inf"):
-        adapter_reader(*folder(tmp_path, change={Q_PROJ: factor}))
-
-
-@pytest.mark.parametrize(
-    ("factor", "problem"),
-    [(torch.zeros(2, 32), r"shape is \[2, 32\], .* \[2, 24\]; .* org/base"), (torch.zeros(2, 24).double(), "F64")],
-)
-def test_a_factor_of_another_shape_or_type_is_refused(tmp_path, factor, problem):
-    with pytest.raises(ValueError, match=f"{Q_PROJ}: .*{problem}"):
-        adapter_reader(*folder(tmp_path, change={Q_PROJ: factor}, base_model_name_or_path="org/base"))
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", "null", "[" * 100_000])

@@ -16,11 +16,9 @@ from rollout_groups import rollout
 from megatron_scalerl.batching.packing import build, pack
 from megatron_scalerl.batching.rollout_bytes import write
 from megatron_scalerl.trainer import messages
-from megatron_scalerl.trainer.batch_frames import BatchFrames, Limits, checked
+from megatron_scalerl.trainer.batch_frames import BatchFrames, checked
 from megatron_scalerl.trainer.messages import InvalidMessage
 from megatron_scalerl.types import ExpertChoices, Sample
-
-LIMITS = Limits(micro_batch_tokens=64, experts=(3, 2))
 
 
 def drawn(seed, *, experts):
@@ -55,7 +53,7 @@ def test_the_columns_built_from_frames_are_the_samples_to_the_bit(seed, dp_size,
     local = pack(samples, step=4, dp_size=dp_size, micro_batch_tokens=64, pad_multiple=pad, policy_version=3)
     assert sorted(i for numbers in plan.numbers for i in numbers) == list(range(len(samples)))
     for dp_rank in range(dp_size):
-        held = checked(frames_of(plan, samples, dp_rank), LIMITS)
+        held = checked(frames_of(plan, samples, dp_rank))
         batch = build(held.plan, held.completions, pad_multiple=pad)
         assert batch.step == 4 and len(batch.micro_batches) == len(local[dp_rank].micro_batches)
         left = iter(plan.numbers[dp_rank])
@@ -109,10 +107,6 @@ def with_first(frames, made):
     ]
 
 
-def experts(layers, topk, data=b""):
-    return replace(rollout(), expert_choices=ExpertChoices(layers=layers, topk=topk, width=1, data=data))
-
-
 def bad_batches():
     samples, frames = two()
     [members] = planned(samples).ranks[0].micro_batches
@@ -135,37 +129,13 @@ def bad_batches():
             [frames[0], b"\x09" + frames[1][1:], frames[2]],
             where + "completion 0: rollout: format 9 .* 1$",
         ),
-        "a version of the future": (
-            with_first(frames, rollout(versions=(3, 3, 4))),
-            where + "completion 0: .* versions 3 to 4, .* 3$",
-        ),
-        "a large version to train": (
-            with_plan(frames, policy_version=2**63),
-            where + ".* version is 9223372036854775808; .* 2147483647$",
-        ),
-        "a negative version": (
-            with_first(frames, rollout(versions=(-1, 0, 0))),
-            where + "completion 0: .* versions -1 to 0, .* 3$",
-        ),
-        "another policy's experts": (
-            with_first(frames, experts(65535, 65535)),
-            where + r"completion 0: .* expert choices .* \(65535, 65535\), .* \(3, 2\)$",
-        ),
         "a length without tokens": (
             with_plan(frames, micro_batches=((replace(first, tokens=2**60), second),)),
-            where + "micro-batch 0 has .* tokens, .* 64$",
+            where + "completion 0: 3 tokens .* 1152921504606846976$",
         ),
         "a negative length": (
             with_plan(frames, micro_batches=((replace(first, tokens=-3), second),)),
             where + "completion 0: 3 tokens .* -3$",
-        ),
-        "no prompt": (
-            with_plan(frames, micro_batches=((replace(first, prompt_token_ids=()), second),)),
-            where + "completion 0: the prompt .* 0 numbers",
-        ),
-        "a prompt of large numbers": (
-            with_plan(frames, micro_batches=((replace(first, prompt_token_ids=(1, 2**63)), second),)),
-            where + "completion 0: the prompt .* 2 numbers",
         ),
         "one sample fewer": (with_plan(frames, micro_batches=((first,),)), where + "2 completions and 2 sizes .* 1$"),
         "text for a number": (
@@ -183,7 +153,7 @@ def bad_batches():
 def test_other_batches_are_refused_in_one_line(name):
     frames, error = bad_batches()[name]
     with pytest.raises(InvalidMessage, match=error) as caught:
-        checked(frames, LIMITS)
+        checked(frames)
     assert "\n" not in str(caught.value)
 
 
@@ -195,7 +165,7 @@ def test_a_flipped_bit_is_refused_or_another_batch_of_the_same_size(place, bit, 
     damaged[place % len(damaged)] ^= 1 << bit
     frames[frame] = bytes(damaged)
     try:
-        held = checked(frames, LIMITS)
+        held = checked(frames)
     except InvalidMessage as error:
         assert "\n" not in str(error)
     else:
@@ -203,33 +173,24 @@ def test_a_flipped_bit_is_refused_or_another_batch_of_the_same_size(place, bit, 
         assert sum(len(m.tokens) for m in batch.micro_batches) <= sum(map(len, frames))
 
 
-def rank(*, holds_batch=True, experts=None):
+def rank(*, holds_batch=True):
     """What one rank keeps; it has no peers."""
     alone = SimpleNamespace(size=lambda: 1)
     place = SimpleNamespace(holds_batch=holds_batch, groups=SimpleNamespace(mp=alone, cp=alone))
-    return BatchFrames(SimpleNamespace(micro_batch_tokens=64, experts=experts, pad_multiple=1), place)
+    return BatchFrames(place, pad_multiple=1)
 
 
 def test_a_rank_holds_one_batch_for_its_step():
     _, frames = two()
     ours = rank()
     assert ours.hold(frames) == 4
-    with pytest.raises(InvalidMessage, match=r"^batch of step 4: .* step 4$"):
+    with pytest.raises(AssertionError, match="still holds the batch of step 4"):
         ours.hold(frames)
     assert ours.take(4).step == 4
-    with pytest.raises(InvalidMessage, match=r"^step 4: .* no batch"):
+    with pytest.raises(AssertionError, match=r"^step 4: .* no batch"):
         ours.take(4)
     ours.hold(frames)
-    with pytest.raises(InvalidMessage, match=r"^step 5: .* step 4$"):
+    with pytest.raises(AssertionError, match=r"^step 5: .* step 4$"):
         ours.take(5)
-
-
-def test_a_rank_with_a_peer_that_holds_its_batches_takes_none_from_the_controller():
-    with pytest.raises(InvalidMessage, match=r"^batch of step 4: .* a peer"):
-        rank(holds_batch=False).hold(two()[1])
-
-
-def test_a_dense_policy_takes_no_experts():
-    frames = with_first(two()[1], experts(1, 1, b"\0" * 4))
-    with pytest.raises(InvalidMessage, match=r"completion 0: .* expert choices .* \(1, 1\), .* none"):
-        rank().hold(frames)
+    with pytest.raises(AssertionError, match="from a peer"):
+        rank(holds_batch=False).hold(frames)

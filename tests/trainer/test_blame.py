@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from fakes.rank import StandInRank, conversation, join
+from fakes.rank import StandInRank, conversation, join, joined
 
 from megatron_scalerl.trainer import messages
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
@@ -49,26 +49,22 @@ def test_a_connection_that_closes_after_a_peers_failure(last_words, error, monke
 def test_a_failure_is_not_held_up_by_peers_that_stay(monkeypatch):
     monkeypatch.setattr("megatron_scalerl.trainer.client.BLAME_S", 0.3)
 
-    async def scenario(trainer, start):
-        with StandInRank(trainer) as first, StandInRank(trainer) as second:
-            await join(start, first, second)
-            asking = asyncio.create_task(trainer.manifest())
-            await first.socket.send(messages.encode(messages.Failed(rank=0, error="no space", full="runs/r/x")))
-            with pytest.raises(TrainerError, match=r"^trainer rank 0: no space$") as failed:
-                await asyncio.wait_for(asking, 300)
-            assert failed.value.full == "runs/r/x"
+    async def scenario(trainer, first, second):
+        asking = asyncio.create_task(trainer.manifest())
+        await first.socket.send(messages.encode(messages.Failed(rank=0, error="no space", full="runs/r/x")))
+        with pytest.raises(TrainerError, match=r"^trainer rank 0: no space$") as failed:
+            await asyncio.wait_for(asking, 300)
+        assert failed.value.full == "runs/r/x"
 
-    conversation(scenario)
+    joined(scenario)
 
 
 def test_a_rank_that_left_before_the_command_was_sent_is_heard():
-    async def scenario(trainer, start):
-        with StandInRank(trainer) as first, StandInRank(trainer) as second:
-            await join(start, first, second)
-            await first.socket.send(messages.encode(messages.Failed(rank=0, error="no memory")))
-            first.socket.close(linger=10_000)
-            with pytest.raises(TrainerError, match=r"^trainer rank 0: no memory$"):
-                await asyncio.wait_for(gone(trainer), 120)
+    async def scenario(trainer, first, second):
+        await first.socket.send(messages.encode(messages.Failed(rank=0, error="no memory")))
+        first.socket.close(linger=10_000)
+        with pytest.raises(TrainerError, match=r"^trainer rank 0: no memory$"):
+            await asyncio.wait_for(gone(trainer), 120)
 
     async def gone(trainer):
         """A command, once the client's socket does not reach rank 0 any more."""
@@ -76,4 +72,4 @@ def test_a_rank_that_left_before_the_command_was_sent_is_heard():
             await asyncio.sleep(0.05)
         await trainer.manifest()
 
-    conversation(scenario)
+    joined(scenario)

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from fakes.rank import WHERE, StandInRank, client, conversation, ready
+from fakes.rank import WHERE, StandInRank, client, conversation, joined, ready
 from waiting import passes, until
 
 from megatron_scalerl.distributed import sockets
@@ -180,7 +180,6 @@ def test_what_a_stranger_says_does_not_end_the_controller(frames):
         ([b"\xc1"], r"^trainer rank 1: the 1 bytes that have arrived are no message"),
         ([b"a", b"b"], r"^trainer rank 1: a message has one frame, and 2"),
         ([messages.encode(ready(0))], r"^trainer rank 1: .* of rank 0"),
-        ([messages.encode(ready(1, dp_rank=2))], r"^trainer rank 1: data-parallel rank 2 .* 2$"),
     ],
 )
 def test_a_rank_with_an_invalid_message_is_named(message, error):
@@ -196,39 +195,30 @@ def test_a_rank_with_an_invalid_message_is_named(message, error):
 
 
 def test_a_value_of_another_kind_is_the_trainer_s_failure_not_the_user_s():
-    async def scenario(trainer, start):
-        with StandInRank(trainer) as rank:
-            await rank.hello(0, world_size=1)
-            await rank.socket.send(messages.encode(ready(0, dp_size=1)))
-            await start
-            asking = asyncio.create_task(trainer.manifest())
-            for _ in range(3):  # Welcome, Meet, Manifest
-                message = await rank.answer()
-            done = messages.Done(call=message.call, rank=0, value=msgspec.Raw(messages.encode("no manifest")))
-            await rank.socket.send(messages.encode(done))
-            with pytest.raises(TrainerError, match=r"^trainer rank 0: the 12 bytes that have arrived are no message"):
-                await asking
+    async def scenario(trainer, rank):
+        asking = asyncio.create_task(trainer.manifest())
+        call = (await rank.answer()).call
+        done = messages.Done(call=call, rank=0, value=msgspec.Raw(messages.encode("no manifest")))
+        await rank.socket.send(messages.encode(done))
+        with pytest.raises(TrainerError, match=r"^trainer rank 0: the 12 bytes that have arrived are no message"):
+            await asking
 
-    conversation(scenario, world_size=1)
+    joined(scenario, world_size=1)
 
 
 def test_a_stop_without_an_answer_ends_in_time_and_closes(monkeypatch):
     monkeypatch.setattr("megatron_scalerl.trainer.client.STOP_TIMEOUT_S", 0.2)
 
-    async def scenario(trainer, start):
-        with StandInRank(trainer) as rank:
-            await rank.hello(0, world_size=1)
-            await rank.socket.send(messages.encode(ready(0, dp_size=1)))
-            await start
-            pending = asyncio.create_task(trainer.manifest())  # a command that is never answered holds the line
-            await passes(1)
-            with pytest.raises(TrainerError, match=r"trainer rank 0: .* stop within 0.2 s"):
-                await asyncio.wait_for(trainer.stop(), 120)
-            assert trainer._socket.closed
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
+    async def scenario(trainer, rank):
+        pending = asyncio.create_task(trainer.manifest())  # a command that is never answered holds the line
+        await passes(1)
+        with pytest.raises(TrainerError, match=r"trainer rank 0: .* stop within 0.2 s"):
+            await asyncio.wait_for(trainer.stop(), 120)
+        assert trainer._socket.closed
+        pending.cancel()
+        await asyncio.gather(pending, return_exceptions=True)
 
-    conversation(scenario, world_size=1)
+    joined(scenario, world_size=1)
 
 
 def knock(endpoint, times):

@@ -82,26 +82,23 @@ def test_a_whole_metadata_that_calls(folder, marker, refused):
     assert refused() == (refusal, refusal)
 
 
-@pytest.mark.parametrize(
-    ("content", "name"),
-    [
-        (lambda m: Evil(m), "posix.mkdir"),
-        (lambda m: {"optimizer": {"param_groups": [Evil(m)]}}, "posix.mkdir"),
-        (lambda m: {"args": Namespace(hidden_size=8)}, "argparse.Namespace"),
-    ],
-    ids=["whole", "within", "namespace"],
-)
-def test_a_common_file_that_calls(content, name, folder, marker, refused):
-    """A start takes nothing from it, and does not open it. Since Megatron-Core 0.17 it is an object of the index."""
-    key = first_key(folder, objects=True, containing=COMMON_OBJECT)
+OBJECTS = {
+    # a start takes nothing from the common object and from generators, and does not open them
+    "common": (COMMON_OBJECT, lambda m: Evil(m), "posix.mkdir", False),
+    "within": (COMMON_OBJECT, lambda m: {"optimizer": {"param_groups": [Evil(m)]}}, "posix.mkdir", False),
+    "namespace": (COMMON_OBJECT, lambda m: {"args": Namespace(hidden_size=8)}, "argparse.Namespace", False),
+    "generators": ("generators", lambda m: {"python": Evil(m)}, "posix.mkdir", False),
+    "extra state": ("_extra_state", lambda m: Evil(m), "posix.mkdir", True),
+}
+"""An object of the checkpoint -> the name that its pickle calls, and whether a start opens it, too."""
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_an_object_that_calls(name, folder, marker, refused):
+    containing, content, called, started = OBJECTS[name]
+    key = first_key(folder, objects=True, containing=containing)
     place(folder, key, saved([content(marker)]))
-    assert refused() == (named(folder, key, name), None)
-
-
-def test_an_object_that_calls(folder, marker, refused):
-    key = first_key(folder, objects=True, containing="_extra_state")
-    place(folder, key, saved([Evil(marker)]))
-    assert refused() == (named(folder, key), named(folder, key))
+    assert refused() == (named(folder, key, called), named(folder, key, called) if started else None)
 
 
 def test_arrays_are_read_from_a_runs_own_checkpoints_only(folder, refused):
@@ -111,12 +108,6 @@ def test_arrays_are_read_from_a_runs_own_checkpoints_only(folder, refused):
     resumed, started = refused()
     assert " is not a list of empty states; " in resumed
     assert started == named(folder, key, "numpy._core.multiarray._reconstruct")
-
-
-def test_states_of_generators_that_call(folder, marker, refused):
-    key = first_key(folder, objects=True, containing="generators")
-    place(folder, key, saved([{"python": Evil(marker)}]))
-    assert refused() == (named(folder, key), None)
 
 
 def test_an_extra_state_with_content(folder, refused):

@@ -1,9 +1,8 @@
-"""The logit projection's memory where the recipe states none, and its backends that have left."""
+"""The logit projection's memory where the recipe states none."""
 
 import pytest
 
 from megatron_scalerl.logits.choice import workspace_mb
-from megatron_scalerl.recipe.process_sections import TrainerSection
 
 
 @pytest.mark.parametrize(
@@ -12,9 +11,3 @@ from megatron_scalerl.recipe.process_sections import TrainerSection
 )
 def test_it_is_stated_or_that_of_the_device(stated, large, shared, mib):
     assert workspace_mb(stated, large_gpu=large, shared=shared) == mib
-
-
-@pytest.mark.parametrize("name", ["triton", "in_place"])
-def test_another_backend_is_refused(name):
-    with pytest.raises(ValueError, match=f"logit_backend\n.*auto.cuda.torch.*'{name}'"):
-        TrainerSection(logit_backend=name)

@@ -57,9 +57,14 @@ def mixture():
     return family(Qwen3MoeConfig(**sizes, decoder_sparse_step=1))
 
 
+def of_model(policy, given, **sections):
+    """What the options of megatron.model make of a policy on one rank."""
+    return model_options(policy(), recipe({"model": given}, **sections), alone())
+
+
 def test_free_options_win_over_our_settings():
     given = dict(recompute_granularity="selective", layernorm_epsilon=1e-6, max_sequence_length=2048)
-    options = model_options(llama(), recipe(dict(model=given)), alone())
+    options = of_model(llama, given)
     assert options.config.recompute_granularity == "selective"
     assert options.gpt["max_sequence_length"] == 2048 and options.gpt["share_embeddings_and_output_weights"] is False
     assert options.config.num_query_groups == 2 and options.config.normalization == "RMSNorm"
@@ -72,38 +77,56 @@ def test_every_option_of_megatron_core_stands_in_one_list():
     assert sum(map(len, lists)) == len(set().union(*lists))
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("hidden_dropout", 0.1),
-        ("attention_dropout", 0.1),
-        ("num_layers", 1),
-        ("num_query_groups", 4),
-        ("kv_channels", 8),
-        ("layernorm_epsilon", 1e-3),
-        ("softmax_scale", 1.0),
-        ("no_rope_freq", 2),
-        ("rotary_interleaved", True),
-        ("window_size", [64, 0]),
-        ("activation_func_clamp_value", 1.0),
-        ("moe_router_force_load_balancing", True),
-        ("moe_router_topk", 1),
-        ("moe_router_topk_scaling_factor", 2.0),
-        ("moe_router_score_function", "sigmoid"),
-        ("moe_expert_capacity_factor", 1.0),
-        ("moe_input_jitter_eps", 0.01),
-        ("position_embedding_type", "none"),
-        ("rotary_base", 500000),
-    ],
+ANOTHER_MODEL = dict(
+    hidden_dropout=0.1,
+    attention_dropout=0.1,
+    num_layers=1,
+    num_query_groups=4,
+    kv_channels=8,
+    layernorm_epsilon=1e-3,
+    softmax_scale=1.0,
+    no_rope_freq=2,
+    rotary_interleaved=True,
+    window_size=[64, 0],
+    activation_func_clamp_value=1.0,
+    moe_router_force_load_balancing=True,
+    moe_router_topk=1,
+    moe_router_topk_scaling_factor=2.0,
+    moe_router_score_function="sigmoid",
+    moe_expert_capacity_factor=1.0,
+    moe_input_jitter_eps=0.01,
+    position_embedding_type="none",
+    rotary_base=500000,
 )
-def test_an_option_that_makes_another_model_than_config_json_is_refused(key, value):
-    with pytest.raises(ValueError, match=rf"megatron\.model\.{key}: .* another model than the policy's config.json"):
-        model_options(mixture(), recipe(dict(model={key: value})), alone())
+AUXILIARY = "is not supported: Megatron-Core .* auxiliary loss, .* packing of rows"
+REFUSED = [
+    *((key, value, "another model than the policy's config.json") for key, value in ANOTHER_MODEL.items()),
+    ("bf16", 2, "policy.dtype sets it"),
+    ("params_dtype", 2, "policy.dtype sets it"),
+    ("tensor_model_parallel_size", 2, "megatron.parallel sets it"),
+    ("fp8", "hybrid", "is not supported: .* pickles"),
+    ("moe_router_enable_expert_bias", True, "is not supported: .* export would lose"),
+    ("mtp_num_layers", 1, "is not supported: .* export would lose it"),
+    ("tp_comm_overlap", True, "is not supported"),
+    *(
+        ("moe_router_load_balancing_type", kind, AUXILIARY)
+        for kind in ("aux_loss", "seq_aux_loss", ["aux_loss", "global_aux_loss"], "sinkhorn")
+    ),
+    ("moe_aux_loss_coeff", 1e-2, AUXILIARY),
+    ("moe_aux_loss_coeff", [1e-2], AUXILIARY),
+    ("moe_z_loss_coeff", 1e-3, AUXILIARY),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "line"), REFUSED)
+def test_what_would_train_another_model_or_count_wrong_in_silence_is_refused(key, value, line):
+    with pytest.raises(ValueError, match=rf"megatron\.model\.{key}:? .*{line}"):
+        of_model(mixture, {key: value})
 
 
 def test_a_value_that_config_json_has_may_be_repeated():
     given = dict(num_layers=2, num_query_groups=2, moe_router_topk=2, hidden_dropout=0.0, moe_input_jitter_eps=None)
-    assert model_options(mixture(), recipe(dict(model=given)), alone()).config.moe_router_topk == 2
+    assert of_model(mixture, given).config.moe_router_topk == 2
 
 
 def test_bf16_sets_every_dtype():
@@ -114,7 +137,7 @@ def test_bf16_sets_every_dtype():
 
 def test_pipelines_exchange_rows_of_any_length():
     assert model_options(llama(), recipe(), alone(pp_size=2)).config.variable_seq_lengths
-    assert not model_options(llama(), recipe(), alone()).config.variable_seq_lengths
+    assert not of_model(llama, {}).config.variable_seq_lengths
 
 
 def test_the_precision_aware_optimizer_is_refused():
@@ -139,20 +162,7 @@ def test_fp32_is_refused_where_transformer_engine_makes_the_layers(monkeypatch):
 def test_with_te_the_accumulation_is_not_fused_in_the_output_layer(monkeypatch, given):
     monkeypatch.setattr(options, "HAVE_TE", True)
     monkeypatch.setattr(options, "_transformer_config", lambda settings: settings)
-    assert model_options(llama(), recipe(dict(model=given)), alone()).config["gradient_accumulation_fusion"] is False
-
-
-@pytest.mark.parametrize(
-    "key, owner",
-    [
-        ("bf16", "policy.dtype"),
-        ("params_dtype", "policy.dtype"),
-        ("tensor_model_parallel_size", "megatron.parallel"),
-    ],
-)
-def test_a_key_of_another_section_is_sent_there(key, owner):
-    with pytest.raises(ValueError, match=rf"megatron\.model\.{key}: {owner} sets it"):
-        model_options(llama(), recipe(dict(model={key: 2})), alone())
+    assert of_model(llama, given).config["gradient_accumulation_fusion"] is False
 
 
 def test_the_optimizer_section_reaches_adamw():
@@ -206,60 +216,29 @@ def test_a_pipeline_with_context_parallelism_requires_variable_lengths():
         model_options(llama(), given, place)
 
 
-def test_fp8_is_refused_since_its_checkpoints_hold_pickles():
-    with pytest.raises(ValueError, match=r"megatron\.model\.fp8 is not supported: .* pickles"):
-        model_options(family(LlamaConfig()), recipe({"model": {"fp8": "hybrid"}}), alone())
-
-
-AUXILIARY = "is not supported: Megatron-Core .* auxiliary loss, .* packing of rows"
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (
-            {"moe_router_enable_expert_bias": True},
-            "moe_router_enable_expert_bias is not supported: .* export would lose",
-        ),
-        ({"mtp_num_layers": 1}, "mtp_num_layers is not supported: .* export would lose it"),
-        ({"tp_comm_overlap": True}, "tp_comm_overlap is not supported"),
-        ({"moe_router_load_balancing_type": "aux_loss"}, AUXILIARY),
-        ({"moe_router_load_balancing_type": "seq_aux_loss"}, AUXILIARY),
-        ({"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}, AUXILIARY),
-        ({"moe_router_load_balancing_type": "sinkhorn"}, AUXILIARY),
-        ({"moe_aux_loss_coeff": 1e-2}, AUXILIARY),
-        ({"moe_aux_loss_coeff": [1e-2]}, AUXILIARY),
-        ({"moe_z_loss_coeff": 1e-3}, AUXILIARY),
-    ],
-)
-def test_what_would_train_or_count_wrong_in_silence_is_refused(settings, said):
-    with pytest.raises(ValueError, match=said):
-        model_options(mixture(), recipe(dict(model=settings)), alone())
-
-
 @pytest.mark.parametrize("policy", [llama, mixture])
 def test_an_auxiliary_loss_that_is_off_is_no_mistake(policy):
     off = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0, "moe_z_loss_coeff": None}
-    config = model_options(policy(), recipe(dict(model=off)), alone()).config
+    config = of_model(policy, off).config
     assert not config.moe_aux_loss_coeff and not config.moe_z_loss_coeff
 
 
 def test_layers_without_adapters_are_refused_with_adapters(monkeypatch):
     for key in options._WITHOUT_ADAPTERS:
         with pytest.raises(ValueError, match=f"megatron.model.{key}: .*policy.lora"):
-            model_options(mixture(), recipe(dict(model={key: True}), lora={}), alone())
+            of_model(mixture, {key: True}, lora={})
     experts = dict(targets=["gate_proj", "down_proj"])
-    model_options(llama(), recipe(lora=experts), alone())
+    of_model(llama, {}, lora=experts)
     with pytest.raises(ValueError, match=r"policy\.lora\.targets: gate_proj, down_proj .*q_proj"):
-        model_options(mixture(), recipe(lora=experts), alone())
-    model_options(mixture(), recipe(lora=dict(targets=["o_proj", "down_proj"])), alone())
+        of_model(mixture, {}, lora=experts)
+    of_model(mixture, {}, lora=dict(targets=["o_proj", "down_proj"]))
     latent = replace(llama(), transformer={**llama().transformer, "multi_latent_attention": True})
     with pytest.raises(ValueError, match=r"policy\.lora: .*latent"):
         model_options(latent, recipe(lora={}), alone())
     grouped = {**options._device_settings(), "moe_grouped_gemm": True}
     monkeypatch.setattr(options, "_device_settings", lambda: grouped)
-    assert model_options(mixture(), recipe(), alone()).config.moe_grouped_gemm
-    assert not model_options(mixture(), recipe(lora={}), alone()).config.moe_grouped_gemm
+    assert of_model(mixture, {}).config.moe_grouped_gemm
+    assert not of_model(mixture, {}, lora={}).config.moe_grouped_gemm
 
 
 @pytest.mark.parametrize("key", sorted(OF_OLD_MEGATRON))

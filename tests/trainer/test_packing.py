@@ -5,10 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from packed_rows import attention, qkv, row_of, starts_of
 
 from megatron_scalerl.trainer.layers.attention import SdpaCoreAttention
-from megatron_scalerl.trainer.layers.packing import SAME_BUCKET, layout, split_into_chunks
+from megatron_scalerl.trainer.layers.packing import SAME_BUCKET, layout, packed_row, split_into_chunks
 
 LENGTHS = [
     pytest.param([7, 1, 30, 29, 12, 3], id="mixed"),
@@ -16,6 +15,26 @@ LENGTHS = [
     pytest.param([1, 1, 1], id="single tokens"),
     pytest.param([5, 0, 9], id="an empty sequence"),
 ]
+
+
+def starts_of(lengths):
+    return [0, *torch.tensor(lengths).cumsum(0).tolist()]
+
+
+def row_of(lengths, chunk=None):
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    return packed_row(starts_of(lengths), positions, chunk=chunk)
+
+
+def attention(**options):
+    config = SimpleNamespace(attention_dropout=0.0, context_parallel_size=1)
+    return SdpaCoreAttention(config, 1, None, "self", **options)
+
+
+def qkv(tokens, heads=6, groups=2, d=8):
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((tokens, 1, heads, d), (tokens, 1, groups, d), (tokens, 1, groups, d))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
 def alone(q, k, v, starts):
@@ -84,3 +103,10 @@ def test_dropout_is_refused():
     config = SimpleNamespace(attention_dropout=0.1, context_parallel_size=1)
     with pytest.raises(ValueError, match="attention_dropout"):
         SdpaCoreAttention(config, 1, None, "self")
+
+
+def test_rotation_keeps_the_boundaries_of_whole_sequences():
+    row = packed_row([0, 5, 25], torch.cat([torch.arange(5), torch.arange(20)]), chunk=8, fused=True)
+    assert row.cu_seqlens_q.tolist() == [0, 5, 25] and (row.longest, row.max_seqlen_q) == (20, 64)
+    assert row.in_chunks.cu_seqlens_q.tolist() == row.in_chunks.cu_seqlens_kv.tolist() == [0, 5, 13, 21, 25]
+    assert row.in_chunks.max_seqlen_q == row.in_chunks.max_seqlen_kv == 8

@@ -4,7 +4,7 @@ import asyncio
 
 import msgspec
 import pytest
-from fakes.rank import StandInRank, conversation, join
+from fakes.rank import StandInRank, conversation, join, joined
 from random_policy import of_rollouts, plan_of, random_samples
 
 from megatron_scalerl.batching.rollout_bytes import write
@@ -35,36 +35,32 @@ async def finish(call, *ranks):
 
 
 def test_one_rank_of_each_data_parallel_rank_gets_its_own_completions_and_all_get_the_step():
-    async def scenario(trainer, start):
-        with StandInRank(trainer) as first, StandInRank(trainer) as second:
-            await join(start, first, second)
-            plan = plan_of(SAMPLES, dp_size=2)
-            await trainer.prepare(plan, of_rollouts([sample.rollout for sample in SAMPLES]))
-            stepping = asyncio.create_task(trainer.step(1))
-            for number, rank in enumerate((first, second)):
-                message, *completions = await frames(rank)
-                assert completions == [write(SAMPLES[i].rollout) for i in plan.numbers[number]]
-                assert messages.decode_for_rank([message, *completions]).plan == plan.ranks[number]
-                await rank.socket.send(messages.encode(messages.BatchReceived(rank=number, step=1)))
-                assert await rank.answer() == messages.Step(call=1, step=1)
-            await finish(1, first, second)
-            assert await stepping == REPORT
+    async def scenario(trainer, first, second):
+        plan = plan_of(SAMPLES, dp_size=2)
+        await trainer.prepare(plan, of_rollouts([sample.rollout for sample in SAMPLES]))
+        stepping = asyncio.create_task(trainer.step(1))
+        for number, rank in enumerate((first, second)):
+            message, *completions = await frames(rank)
+            assert completions == [write(SAMPLES[i].rollout) for i in plan.numbers[number]]
+            assert messages.decode_for_rank([message, *completions]).plan == plan.ranks[number]
+            await rank.socket.send(messages.encode(messages.BatchReceived(rank=number, step=1)))
+            assert await rank.answer() == messages.Step(call=1, step=1)
+        await finish(1, first, second)
+        assert await stepping == REPORT
 
-    conversation(scenario)
+    joined(scenario)
 
 
 def test_a_peer_of_the_rank_that_holds_the_batch_is_sent_the_step_only():
-    async def scenario(trainer, start):
-        with StandInRank(trainer) as first, StandInRank(trainer) as peer:
-            await join(start, first, peer, dp_rank=(0, 0), holds_batch=(False, True), dp_size=(1, 1))
-            await trainer.prepare(plan_of(SAMPLES), of_rollouts([sample.rollout for sample in SAMPLES]))
-            stepping = asyncio.create_task(trainer.step(1))
-            assert isinstance(await first.answer(), messages.Step)
-            assert isinstance(await peer.answer(), messages.Prepare)
-            await finish(1, first, peer)
-            await stepping
+    async def scenario(trainer, first, peer):
+        await trainer.prepare(plan_of(SAMPLES), of_rollouts([sample.rollout for sample in SAMPLES]))
+        stepping = asyncio.create_task(trainer.step(1))
+        assert isinstance(await first.answer(), messages.Step)
+        assert isinstance(await peer.answer(), messages.Prepare)
+        await finish(1, first, peer)
+        await stepping
 
-    conversation(scenario)
+    joined(scenario, dp_rank=(0, 0), holds_batch=(False, True), dp_size=(1, 1))
 
 
 def reading():
@@ -81,25 +77,23 @@ def reading():
 def test_the_next_batch_is_read_while_a_step_runs_once_the_ranks_hold_the_batch_before():
     asked, read = reading()
 
-    async def scenario(trainer, start):
-        with StandInRank(trainer) as first, StandInRank(trainer) as second:
-            await join(start, first, second)
-            plans = [plan_of(SAMPLES, step=step, dp_size=2) for step in (1, 2)]
-            await trainer.prepare(plans[0], read)
-            stepping = asyncio.create_task(trainer.step(1))
-            preparing = asyncio.create_task(trainer.prepare(plans[1], read))
-            await first.socket.send(messages.encode(messages.BatchReceived(rank=0, step=1)))
-            for rank in (first, second):
-                assert [type(await rank.answer()) for _ in range(2)] == [messages.Prepare, messages.Step]
-            assert asked == list(plans[0].numbers) and not preparing.done()
-            await second.socket.send(messages.encode(messages.BatchReceived(rank=1, step=1)))
-            await preparing
-            assert asked == [*plans[0].numbers, *plans[1].numbers] and not stepping.done()
-            assert (await first.answer()).plan == plans[1].ranks[0]
-            await finish(1, first, second)
-            await stepping
+    async def scenario(trainer, first, second):
+        plans = [plan_of(SAMPLES, step=step, dp_size=2) for step in (1, 2)]
+        await trainer.prepare(plans[0], read)
+        stepping = asyncio.create_task(trainer.step(1))
+        preparing = asyncio.create_task(trainer.prepare(plans[1], read))
+        await first.socket.send(messages.encode(messages.BatchReceived(rank=0, step=1)))
+        for rank in (first, second):
+            assert [type(await rank.answer()) for _ in range(2)] == [messages.Prepare, messages.Step]
+        assert asked == list(plans[0].numbers) and not preparing.done()
+        await second.socket.send(messages.encode(messages.BatchReceived(rank=1, step=1)))
+        await preparing
+        assert asked == [*plans[0].numbers, *plans[1].numbers] and not stepping.done()
+        assert (await first.answer()).plan == plans[1].ranks[0]
+        await finish(1, first, second)
+        await stepping
 
-    conversation(scenario)
+    joined(scenario)
 
 
 def test_no_rank_is_sent_the_next_batch_before_the_step(monkeypatch):
@@ -107,82 +101,63 @@ def test_no_rank_is_sent_the_next_batch_before_the_step(monkeypatch):
     asked, read = reading()
     free = asyncio.Event()
 
-    async def scenario(trainer, start):
-        with StandInRank(trainer) as first, StandInRank(trainer) as second:
-            await join(start, first, second)
-            plans = [plan_of(SAMPLES, step=step, dp_size=2) for step in (1, 2)]
-            await trainer.prepare(plans[0], read)
-            send = trainer._send
+    async def scenario(trainer, first, second):
+        plans = [plan_of(SAMPLES, step=step, dp_size=2) for step in (1, 2)]
+        await trainer.prepare(plans[0], read)
+        send = trainer._send
 
-            async def slow(rank, *frames):
-                if rank == 1 and len(frames) == 1:  # the step
-                    await free.wait()
-                await send(rank, *frames)
+        async def slow(rank, *frames):
+            if rank == 1 and len(frames) == 1:  # the step
+                await free.wait()
+            await send(rank, *frames)
 
-            monkeypatch.setattr(trainer, "_send", slow)
-            for number in range(2):
-                trainer._note_received(number)
-            stepping = asyncio.create_task(trainer.step(1))
-            preparing = asyncio.create_task(trainer.prepare(plans[1], read))
-            assert [type(await first.answer()) for _ in range(2)] == [messages.Prepare, messages.Step]
-            assert asked == list(plans[0].numbers)
-            free.set()
-            await preparing
-            answers = [type(await second.answer()) for _ in range(3)]
-            assert answers == [messages.Prepare, messages.Step, messages.Prepare]
-            await finish(1, first, second)
-            await stepping
+        monkeypatch.setattr(trainer, "_send", slow)
+        for number in range(2):
+            trainer._note_received(number)
+        stepping = asyncio.create_task(trainer.step(1))
+        preparing = asyncio.create_task(trainer.prepare(plans[1], read))
+        assert [type(await first.answer()) for _ in range(2)] == [messages.Prepare, messages.Step]
+        assert asked == list(plans[0].numbers)
+        free.set()
+        await preparing
+        answers = [type(await second.answer()) for _ in range(3)]
+        assert answers == [messages.Prepare, messages.Step, messages.Prepare]
+        await finish(1, first, second)
+        await stepping
 
-    conversation(scenario)
+    joined(scenario)
 
 
 def test_a_batch_that_no_rank_takes_ends_in_time():
-    async def scenario(trainer, start):
-        with StandInRank(trainer) as first, StandInRank(trainer) as second:
-            await join(start, first, second)
-            trainer._command_timeout_s = 0.3
-            read = of_rollouts([sample.rollout for sample in SAMPLES])
-            await trainer.prepare(plan_of(SAMPLES, dp_size=2), read)
-            with pytest.raises(TrainerError, match=r"trainer rank 0, 1: .* a command within 0.3 s"):
-                await trainer.step(1)
-            with pytest.raises(TrainerError, match=r"trainer rank 0, 1: .* a batch within 0.3 s"):
-                await trainer.prepare(plan_of(SAMPLES, step=2, dp_size=2), read)
+    async def scenario(trainer, first, second):
+        trainer._command_timeout_s = 0.3
+        read = of_rollouts([sample.rollout for sample in SAMPLES])
+        await trainer.prepare(plan_of(SAMPLES, dp_size=2), read)
+        with pytest.raises(TrainerError, match=r"trainer rank 0, 1: .* a command within 0.3 s"):
+            await trainer.step(1)
+        with pytest.raises(TrainerError, match=r"trainer rank 0, 1: .* a batch within 0.3 s"):
+            await trainer.prepare(plan_of(SAMPLES, step=2, dp_size=2), read)
 
-    conversation(scenario)
+    joined(scenario)
 
 
 def test_a_store_that_returns_fewer_completions_sends_nothing():
     async def read(numbers):
         return [b""] * (len(numbers) - 1)
 
+    async def scenario(trainer, first, second):
+        plan = plan_of(SAMPLES, dp_size=2)
+        count = len(plan.numbers[0])
+        with pytest.raises(RuntimeError, match=f"^step 1: {count - 1} completions .* {count} samples"):
+            await trainer.prepare(plan, read)
+
+    joined(scenario)
+
+
+@pytest.mark.parametrize("holds", [(True, True), (False, False)])
+def test_one_rank_of_a_data_parallel_rank_receives_its_batches(holds):
     async def scenario(trainer, start):
-        with StandInRank(trainer) as first, StandInRank(trainer) as second:
-            await join(start, first, second)
-            plan = plan_of(SAMPLES, dp_size=2)
-            count = len(plan.numbers[0])
-            with pytest.raises(RuntimeError, match=f"^step 1: {count - 1} completions .* {count} samples"):
-                await trainer.prepare(plan, read)
-
-    conversation(scenario)
-
-
-@pytest.mark.parametrize(
-    ("holds", "error"),
-    [
-        (
-            (True, True),
-            r"^trainer rank [01]: .* the batches of data-parallel rank 0, .* rank [01]",
-        ),
-        ((False, False), r"^trainer: no rank .* data-parallel rank 0"),
-    ],
-)
-def test_one_rank_of_a_data_parallel_rank_receives_its_batches(holds, error):
-    async def scenario(trainer, start):
-        with (
-            StandInRank(trainer) as first,
-            StandInRank(trainer) as second,
-            pytest.raises(TrainerError, match=error),
-        ):
+        with StandInRank(trainer) as first, StandInRank(trainer) as second, pytest.raises(AssertionError):
             await join(start, first, second, dp_rank=(0, 0), holds_batch=holds, dp_size=(1, 1))
 
     conversation(scenario)

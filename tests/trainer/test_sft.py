@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from command_line import command
+from random_policies import of_targets
 from recipe_files import ROOT, SETTLED
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -46,7 +47,7 @@ def reference_loss(policy, samples):
     for s in samples:
         ids = torch.tensor([s.prompt_token_ids + s.rollout.token_ids])
         with torch.no_grad():
-            scores = torch.log_softmax(model(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+            scores = of_targets(model(ids).logits[0, :-1], ids[0, 1:])
         chosen = scores[len(s.prompt_token_ids) - 1 :][torch.tensor(s.rollout.loss_mask)]
         total, count = total - chosen.sum().item(), count + chosen.numel()
     return total / count

@@ -14,6 +14,7 @@ import open_doors
 import psutil
 import pytest
 import torch
+from random_policies import of_targets
 from random_policy import make_recipe, of_rollouts, plan_of, random_samples, train
 from transformers import AutoModelForCausalLM
 from waiting import passes, until
@@ -162,8 +163,7 @@ def test_two_ranks_carry_out_every_command(tmp_path, policy):
 
     async def scenario(world):
         info = await world.start()
-        assert (info.world_size, info.dp_size, info.vocab_size, info.backend) == (2, 2, 64, "gloo")
-        assert (info.dtype, info.logits, info.device) == ("float32", "fp32", "cpu")
+        assert (info.dp_size, info.backend, info.logits, info.device) == (2, "gloo", "fp32", "cpu")
         expected = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(policy).parameters())
         assert info.parameters == expected
         first, *_ = await world.client.manifest()
@@ -201,8 +201,7 @@ def test_two_ranks_carry_out_every_command(tmp_path, policy):
     exported = model.state_dict()
     assert sent.keys() == exported.keys() and all(torch.equal(w, exported[n]) for n, w in sent.items())
     for ids, found in zip(probe, scores, strict=True):
-        logits = model(torch.tensor([ids])).logits[0]
-        expected = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(ids)[1:, None])[:, 0]
+        expected = of_targets(model(torch.tensor([ids])).logits[0, :-1], torch.tensor(ids[1:]))
         torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=5e-5)
 
 
@@ -271,7 +270,7 @@ def damaged(samples, step):
 def test_a_damaged_batch_names_the_rank_that_received_it_and_ends_its_peer_too(tmp_path, policy):
     async def scenario(world):
         info = await world.start()
-        assert (info.world_size, info.dp_size) == (2, 1)
+        assert info.dp_size == 1
         assert (await train(world.client, random_samples(1))).policy_version == 1  # the peer has it from rank 0
         await world.client.prepare(*damaged(random_samples(2), step=2))
         with pytest.raises(TrainerError) as caught:
