@@ -1,13 +1,16 @@
-"""Copies host tensors to the device without waiting.
+"""Copies host tensors to the device: packed into one pinned buffer, in one asynchronous copy.
 
-A copy from pageable memory makes the host wait until the stream reaches it. Here each tensor is pinned first, and its
-copy is queued on the current stream before the kernels that read it. Pinned memory comes from PyTorch's caching host
-allocator, which records an event of the copying stream and reuses the memory only after that event. To read a tensor
-on a stream other than the current one, make that stream wait and call `record_stream`; the trainer's schedules
-compute on one stream.
+A copy from pageable memory makes the host wait until the stream reaches it, once for every array of every
+micro-batch. Here a micro-batch is one copy, queued on the current stream before the kernels that read it.
+
+The pinned buffer comes from PyTorch's caching host allocator, which records an event of the copying stream and reuses
+the buffer only after that event. So nothing here waits, and nothing may write into the buffer after the copy. The
+device tensors are views of one allocation. To read them on a stream other than the current one, make that stream
+wait and call `record_stream`; the trainer's schedules compute on one stream.
 """
 
 from dataclasses import fields, is_dataclass, replace
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -15,35 +18,68 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+ALIGNMENT = 256
+"""Alignment (bytes) of each tensor in the buffer; attention kernels require 16."""
+
 
 def staged(tree: T, device: torch.device) -> T:
     """`tree` with every host tensor in it on `device`; on a CPU `tree` itself.
 
     A tree is a tensor, or a dataclass or tuple of trees; other values are unchanged. An object that occurs twice is
-    sent once and shared again. The call returns before the copies are done.
+    sent once and shared again. The call returns before the copy is done.
     """
     if device.type == "cpu":
         return tree
-    moved: T = _moved(tree, device, {})
-    return moved
+    tensors: dict[int, Tensor] = {}
+    _collect(tree, tensors)
+    moved: dict[int, Any] = dict(zip(tensors, _sent(list(tensors.values()), device)))
+    return _rebuilt(tree, moved)
 
 
-def _moved(tree: Any, device: torch.device, moved: dict[int, Any]) -> Any:
-    """The tree on the device; `moved` maps the ids of its objects to what replaces them."""
-    if id(tree) in moved:
-        return moved[id(tree)]
-    result = tree
+def _collect(tree: Any, tensors: dict[int, Tensor]) -> None:
+    """Adds every tensor of the tree to `tensors`, by its id."""
     if isinstance(tree, Tensor):
         assert tree.device.type == "cpu", tree.device
-        result = _pinned(tree).to(device, non_blocking=True)
-    elif is_dataclass(tree) and not isinstance(tree, type):
-        parts = {field.name: _moved(getattr(tree, field.name), device, moved) for field in fields(tree)}
-        result = replace(tree, **parts)
-    elif isinstance(tree, tuple):
-        result = tuple(_moved(part, device, moved) for part in tree)
-    moved[id(tree)] = result
-    return result
+        tensors[id(tree)] = tree
+    for part in _parts(tree):
+        _collect(part, tensors)
 
 
-def _pinned(tensor: Tensor) -> Tensor:
-    return tensor.pin_memory()
+def _parts(tree: Any) -> list[Any]:
+    if is_dataclass(tree):
+        return [getattr(tree, field.name) for field in fields(tree)]
+    if isinstance(tree, tuple):
+        return list(tree)
+    return []
+
+
+def _sent(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Copies on the device, through one pinned buffer."""
+    sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
+    *starts, total = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
+    host = _pinned(total)
+    for tensor, start, size in zip(tensors, starts, sizes):
+        host[start : start + size].copy_(tensor.contiguous().view(-1).view(torch.uint8))
+    block = torch.empty(total, dtype=torch.uint8, device=device)
+    block.copy_(host, non_blocking=True)
+    return [
+        block[start : start + size].view(tensor.dtype).view(tensor.shape)
+        for tensor, start, size in zip(tensors, starts, sizes)
+    ]
+
+
+def _pinned(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def _rebuilt(tree: Any, moved: dict[int, Any]) -> Any:
+    """The tree with its objects replaced as `moved` maps their ids; dataclasses are added to `moved`."""
+    if id(tree) in moved:
+        return moved[id(tree)]
+    if is_dataclass(tree) and not isinstance(tree, type):
+        parts = {field.name: _rebuilt(getattr(tree, field.name), moved) for field in fields(tree)}
+        moved[id(tree)] = replace(tree, **parts)
+        return moved[id(tree)]
+    if isinstance(tree, tuple):
+        return tuple(_rebuilt(part, moved) for part in tree)
+    return tree

@@ -30,7 +30,6 @@ WORDS = {
     # Layers of the two stages of a pipeline.
     "1+3": {"model": {"num_layers_in_first_pipeline_stage": 1}},
     "3+1": {"model": {"num_layers_in_last_pipeline_stage": 1}},
-    "Ettt|tL": {"model": {"pipeline_model_parallel_layout": "Ettt|tL"}},
 }
 """Word -> keys of megatron.parallel, and model=, ddp=, dtype=."""
 

@@ -19,18 +19,19 @@ def tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.parametrize(
-    ("text", "ids"),
-    [
-        ("<bos>7;+2=<think>7+2=9</think>9<eos>", [1, 13, 20, 16, 8, 19, 3, 13, 16, 8, 19, 15, 4, 15, 2]),
-        ("7Okay, time is up. Let me stop thinking and formulate a final answer now. </think>", [13, 5, 4]),
-        (PAPER_PHRASE, [5]),
-    ],
-)
-def test_one_token_per_character_and_one_for_the_phrase_with_the_papers_space(tokenizer, text, ids):
-    assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids and tokenizer.decode(ids) == text
-    assert tokenizer(text.removeprefix("<bos>"))["input_ids"][0] == 1, "<bos> comes by itself"
+def test_one_token_per_character_and_one_for_the_phrase(tokenizer):
     assert len(tokenizer) == len(TOKENS) == 22
+    text = "<bos>7;+2=<think>7+2=9</think>9<eos>"
+    ids = [1, 13, 20, 16, 8, 19, 3, 13, 16, 8, 19, 15, 4, 15, 2]
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids
+    assert tokenizer.decode(ids) == text
+    assert tokenizer("7;+2=<think>")["input_ids"] == ids[:7], "<bos> comes by itself"
+
+
+def test_the_phrase_ends_with_the_papers_space(tokenizer):
+    text = "7Okay, time is up. Let me stop thinking and formulate a final answer now. </think>"
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == [13, 5, 4]
+    assert tokenizer.decode([13, 5, 4]) == text and tokenizer.decode([5]) == PAPER_PHRASE
 
 
 def test_decoding_without_special_tokens_keeps_the_think_tags(tokenizer):

@@ -1,6 +1,7 @@
-"""A tree of host tensors comes over, each tensor once."""
+"""A tree of host tensors comes over in one copy, each tensor once, with type, shape and bits."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from megatron_scalerl.trainer import staging
 from megatron_scalerl.trainer.layers.packing import packed_row
-from megatron_scalerl.trainer.staging import staged
+from megatron_scalerl.trainer.staging import ALIGNMENT, staged
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 
@@ -44,30 +45,57 @@ def tree():
 
 
 @pytest.fixture
-def pinned(monkeypatch):
-    """The tensors that were sent, each in place of its copy in pinned memory, which a CPU does not have."""
-    sent = []
-    monkeypatch.setattr(staging, "_pinned", lambda tensor: sent.append(tensor) or tensor)
-    return sent
+def one_copy(monkeypatch):
+    """Stands in for pinned memory and a GPU's memory; gives the buffers of every copy."""
+    buffers = []
+    empty = torch.empty
+
+    def pinned(size):
+        buffers.append(empty(size, dtype=torch.uint8))
+        return buffers[-1]
+
+    def of_device(*shape, device=None, **keywords):
+        return empty(*shape, **keywords)
+
+    monkeypatch.setattr(staging, "_pinned", pinned)
+    monkeypatch.setattr(torch, "empty", of_device)
+    return buffers
 
 
-def test_every_tensor_is_sent_once_with_type_and_shape(pinned):
+def test_on_a_cpu_it_is_the_tree_itself():
     given = tree()
     assert staged(given, CPU) is given
+
+
+def test_every_tensor_arrives_with_its_bits(one_copy):
+    given = tree()
     found = staged(given, META)
-    assert [id(tensor) for tensor in pinned] == [
-        id(tensor) for tensor in (given.values, given.mask, given.empty, given.leaves[0].ids, given.leaves[2].ids)
-    ]
+    assert len(one_copy) == 1
     pairs = [(given.values, found.values), (given.mask, found.mask), (given.empty, found.empty)]
     pairs += [(a.ids, b.ids) for a, b in zip(given.leaves, found.leaves)]
     for before, after in pairs:
-        assert (after.dtype, after.shape, after.device) == (before.dtype, before.shape, META)
-    assert found.again is found.values and found.leaves[0] is found.leaves[1]
+        assert (after.dtype, after.shape) == (before.dtype, before.shape) and torch.equal(before, after)
+        assert after.storage_offset() * after.itemsize % ALIGNMENT == 0
     assert (found.number, found.nothing, found.leaves[0].name) == (7, None, "leaf")
 
 
-@pytest.mark.usefixtures("pinned")
-def test_a_packed_row_keeps_what_megatron_reads():
+def test_an_object_that_occurs_twice_is_sent_once(one_copy):
+    found = staged(tree(), META)
+    assert found.again is found.values and found.leaves[0] is found.leaves[1]
+    [buffer] = one_copy
+    assert buffer.numel() == 4 * ALIGNMENT  # values, mask, ids, a number; the empty tensor takes no place
+
+
+def test_the_device_does_not_see_what_is_written_afterwards(one_copy):
+    given = tree()
+    found = staged(given, META)
+    before = found.values.clone()
+    given.values.zero_()
+    assert torch.equal(found.values, before)
+
+
+def test_a_packed_row_keeps_what_megatron_reads(monkeypatch):
+    monkeypatch.setattr(staging, "_pinned", partial(torch.empty, dtype=torch.uint8))
     positions = torch.cat([torch.arange(n) for n in (5, 30, 8)])
     fused = staged(packed_row([0, 5, 35, 43], positions, chunk=16, fused=True), META)
     assert (fused.qkv_format, fused.max_seqlen_q, fused.longest, fused.cu_seqlens_q.device) == ("thd", 64, 30, META)
