@@ -1,7 +1,6 @@
 """The result on disk: resumed, never half-written, of one evaluation; every row of one policy version."""
 
 import asyncio
-import json
 from dataclasses import replace
 
 import pytest
@@ -73,13 +72,6 @@ def test_a_damaged_row_names_its_line(tmp_path):
     written(tmp_path, row(1), torn=b'{"key": 5}\n')
     with pytest.raises(OtherResult, match=r"completions.jsonl line 3: it is not a completion: "):
         ResultFile(tmp_path, HEADER)
-
-
-def test_the_summary_is_written_whole(tmp_path):
-    with ResultFile(tmp_path, HEADER) as result:
-        path = result.finish({"mean": 0.5})
-    assert json.loads(path.read_text()) == {"mean": 0.5}
-    assert not list(tmp_path.glob(".*draft"))
 
 
 def test_a_cell_needs_every_completion():

@@ -30,13 +30,6 @@ def reader(run):
     return opened(run)[1]
 
 
-def test_groups_are_found_by_their_step(run):
-    index, _ = opened(run)
-    assert index.steps == [1, 2, 3]
-    assert index.of_step(2) == [{"id": 2, "pass_rate": 0.5}, {"id": 3, "pass_rate": 0.5}]
-    assert index.of_step(9) == []
-
-
 def test_the_index_follows_the_journal(tmp_path):
     run = write_page_run(tmp_path / "run")
     index, reader = opened(run)
@@ -93,10 +86,6 @@ def test_control_and_bidi_characters_are_made_visible(reader):
     assert found[0] == HOSTILE[0]  # the page writes it as text
     assert found[2] == "\\x1b]0;title\\x07\\x1b[2J" and found[3] == "\\u202eright to left\\u2066"
     assert reader.group(1)["answer"] == "</script>4\\x1b"
-
-
-def test_a_line_of_a_megabyte_is_read(reader):
-    assert len(reader.completion(2, 0)["pieces"][1]) == 1_000_000
 
 
 @pytest.fixture(scope="module")
