@@ -141,9 +141,14 @@ async def test_the_served_page_follows_a_run(run, tmp_path):
     assert (complaints, elsewhere) == ([], [])
 
 
-async def test_an_episode_is_read_turn_by_turn(run, tmp_path):
-    """Group 6 has an episode that forked, one that did not, and a single turn."""
-    write_page(add_step(run, episode_group(6)), tmp_path / "page.html")
+@pytest.fixture
+def episodes(run):
+    """The run with a group of an episode that forked, one that did not, and a single turn."""
+    return add_step(run, episode_group(6))
+
+
+async def test_an_episode_is_read_turn_by_turn(episodes, tmp_path):
+    write_page(episodes, tmp_path / "page.html")
     async with opened(tmp_path / "profile") as tab:
         await tab.open((tmp_path / "page.html").as_uri())
         await tab.until("document.getElementById('step')?.value === '4' && document.getElementById('text') !== null")
