@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TRAINING",
-        help="training prompts that are compared with the problems: a recipe (.yaml), a FILE with a column called "
-        "prompt, or FILE:COLUMN; may be repeated",
+        help="training prompts that are compared with the problems: a FILE with a column called prompt, or "
+        "FILE:COLUMN; may be repeated",
     )
     parser.add_argument(
         "--examples", type=int, default=0, metavar="N", help="print N completions of each file (default: 0)"
@@ -151,8 +151,7 @@ def _report(
     header: Any,
     console: Console,
 ) -> None:
-    """Compute, print and write the summary and, with several budgets, the figure."""
-    from megatron_scalerl.evaluation.plot import plot_budgets
+    """Compute, print and write the summary."""
     from megatron_scalerl.evaluation.results import cells
     from megatron_scalerl.evaluation.summaries import (
         as_json,
@@ -191,10 +190,6 @@ def _report(
     _print_examples(arguments.examples, evaluated, result, console)
     path = result.finish(as_json(summaries, saturations, contaminations, header=header))
     console.print(f"summary: {path}")
-    if saturations:
-        title = f"{printable(Path(arguments.folder).name)}: pass rate against thinking"
-        picture = plot_budgets(result.folder / "budgets.png", summaries, saturations, title=title)
-        console.print(f"picture: {picture}")
 
 
 def _print_examples(count: int, evaluated: EvaluationInputs, result: ResultFile, console: Console) -> None:

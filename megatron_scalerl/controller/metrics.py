@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import shutil
-import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -24,9 +23,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
-import msgspec
-
-from megatron_scalerl.checkpoints.atomic_io import naming, write_all, write_durably
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.types import PassRate, RolloutGroup, Score, StepReport
@@ -35,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 FAILED = ("timeout", "memory", "crash", "error", "unavailable")
 """Reasons of wrong answers for which the verifier failed."""
+FLUSH_S = 5
+"""Seconds after which TensorBoard's file has a record."""
 
 
 Outcomes = tuple[tuple[bool | None, ...], ...]
@@ -60,17 +58,12 @@ class TensorBoardSink:
 
     def __init__(self, run_dir: Path):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.record_writer import RecordWriter
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         folder = run_dir / "tensorboard"
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        # not EventFileWriter: its thread prints a traceback where the disk is full, and its error names no file
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
-        self._file = _EventFile(folder / name)
-        self._records = RecordWriter(self._file)
-        self._write(Event(file_version="brain.Event:2"))
-        self._write(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
+        self._file = EventFileWriter(str(folder), flush_secs=FLUSH_S)
+        self._file.add_event(Event(step=0, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record named scalars of one step."""
@@ -78,59 +71,11 @@ class TensorBoardSink:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self._write(Event(step=step, summary=Summary(value=values)))
+        self._file.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-    def _write(self, event: Any) -> None:
-        event.wall_time = time.time()
-        self._records.write(event.SerializeToString())
-
-
-class _EventFile:
-    """The file of a `RecordWriter`: each record is written at once. Raises OSError naming the file."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
-
-    def write(self, record: bytes) -> None:
-        with naming(self._path):
-            write_all(self._fd, record)
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
-class Sent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """RUN/wandb/sent.json: the batches and validations of all attempts that W&B has, repeated ones included."""
-
-    batches: int = 0
-    """Number of batches."""
-    validations: tuple[int, ...] = ()
-    """Steps of the validations."""
-
-    @classmethod
-    def before(cls, run_dir: Path, records: Sequence[Mapping[str, Any]], validations: Sequence[int]) -> Sent:
-        """The records that earlier attempts sent; written durably, because the records are dropped after this."""
-        path = run_dir / "wandb" / "sent.json"
-        old = cls()
-        try:
-            old = msgspec.json.decode(path.read_bytes(), type=cls)
-        except FileNotFoundError:
-            pass
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            logger.warning("%s cannot be read, and W&B may get records twice: %s", path, error)
-        new = cls(
-            batches=max(old.batches, *(r.get("batches", 0) for r in records), 0),
-            validations=tuple(sorted({*old.validations, *validations})),
-        )
-        if new != old:
-            path.parent.mkdir(exist_ok=True)
-            write_durably(path, msgspec.json.encode(new))
-        return new
 
 
 class WandbSink:
@@ -138,24 +83,20 @@ class WandbSink:
 
     The axis is the column `step`. W&B's own step only rises, and drops a record of an earlier step: a validation that
     ends during later optimizer steps. Nothing can be taken back from W&B either, so that after a restart the first
-    record of a repeated batch or validation stays, and the second is not sent.
+    record of a repeated step stays, and the second is not sent.
     """
 
-    def __init__(self, run_dir: Path, name: str, *, sent: Sent):
-        """sent: records of the attempts before. Raises wandb's errors, as where it is not logged in."""
+    def __init__(self, run_dir: Path, name: str, *, last_step: int):
+        """last_step: newest step of the attempts before. Raises wandb's errors, as where it is not logged in."""
         import wandb
 
-        self._sent = sent
+        self._last_step = last_step
         self._run = wandb.init(name=name, dir=str(run_dir), resume="allow", id=name)
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record named scalars of one step."""
-        if "batches" in scalars:
-            is_sent = scalars["batches"] <= self._sent.batches
-        else:
-            is_sent = step in self._sent.validations
-        if not is_sent:
+        if step > self._last_step or "batches" not in scalars:
             self._run.log({**scalars, "step": step})
 
     def close(self) -> None:
@@ -179,10 +120,6 @@ class Metrics:
         by_prompt = run_dir / "validation_by_prompt.jsonl"
         records = read_jsonl(steps)
         validated = read_jsonl(validations)
-        # before the rewrites: W&B keeps records that they drop
-        sent = None
-        if importlib.util.find_spec("wandb") and os.environ.get("WANDB_MODE") != "disabled":
-            sent = Sent.before(run_dir, records, [row["step"] for row in validated])
         rewrite(steps, [r for r in records if r["step"] <= step and r.get("batches", 0) <= batches])
         rows = sorted((r for r in validated if r["step"] <= last_step), key=itemgetter("step"))
         rewrite(validations, rows)
@@ -194,10 +131,11 @@ class Metrics:
         self._by_prompt = JsonlWriter(by_prompt)
         self._sinks: list[Sink] = [*sinks]
         if importlib.util.find_spec("tensorboard"):
-            self._sinks.append(self._tensorboard(run_dir))
-        if sent is not None:
+            with _guarded("TensorBoardSink", "start"):
+                self._sinks.append(self._tensorboard(run_dir))
+        if importlib.util.find_spec("wandb") and os.environ.get("WANDB_MODE") != "disabled":
             with _guarded("WandbSink", "start", "; this attempt goes on without W&B (WANDB_MODE=offline needs none)"):
-                self._sinks.append(WandbSink(run_dir, name, sent=sent))
+                self._sinks.append(WandbSink(run_dir, name, last_step=last_step))
 
     def step(self, step: int, record: Mapping[str, Any]) -> None:
         """Append one record; numbers also go to the sinks. `record["batches"]` counts batches up to this one."""

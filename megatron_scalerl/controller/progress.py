@@ -1,7 +1,6 @@
 """Console output of a run: one line per step and per validation, and a progress bar."""
 
 from collections.abc import Mapping
-from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -13,25 +12,12 @@ from megatron_scalerl.types import PassRate
 
 HEADER = " step  reward  pass  stale mean/max  trunc  interr  mismatch  entropy  gen tok/s  waits: trainer engine"
 
-WINDOW = 8
-"""Steps over which staleness has to be at its bound, and the mismatch is averaged."""
-GROWN = 2.0
-"""Mismatch over that of the first steps from which the run is warned of stale completions."""
-LARGE = 0.2
-"""Mismatch below which stale completions do no harm (nats); importance weights are capped at exp(1.6)."""
-
 
 class Progress:
-    """On a terminal, a progress bar below a line for every step; elsewhere, a line for every `every`-th step.
+    """On a terminal, a progress bar below a line for every step; elsewhere, a line for every `every`-th step."""
 
-    staleness: rollouts.max_staleness_steps; 0: nothing is said of stale completions.
-    """
-
-    def __init__(self, console: Console, steps: int, *, staleness: int = 0, every: int = 5):
+    def __init__(self, console: Console, steps: int, *, every: int = 5):
         self._console = console
-        self._staleness = staleness
-        self._steps_at_bound = 0
-        self._mismatches: list[float] = []
         self._every = 1 if console.is_terminal else every
         self._bar = Bar(
             TextColumn("step"),
@@ -57,7 +43,6 @@ class Progress:
     def step(self, step: int, record: Mapping[str, Any]) -> None:
         """Show one optimizer step. record: its row of metrics.jsonl."""
         self._bar.update(self._task, completed=step)
-        self._check_staleness(record)
         if step % self._every:
             return
         if not self._header_printed:
@@ -77,25 +62,6 @@ class Progress:
             f"  {record['wait_for_batch_seconds'] + record['pinned_seconds']:13.2f}s"
             f" {record['engine_paused_seconds'] + record['engine_idle_seconds']:5.2f}s{failed}",
         )
-
-    def _check_staleness(self, record: Mapping[str, Any]) -> None:
-        """Warn, once, of engines that outrun the trainer up to the bound while the mismatch grows."""
-        engines_wait = record["engine_idle_seconds"] > record["wait_for_batch_seconds"]
-        if self._staleness < 2 or not engines_wait or record["staleness_mean"] < self._staleness - 0.5:
-            self._steps_at_bound = 0
-        else:
-            self._steps_at_bound += 1
-        self._mismatches.append(record["mismatch_mean"])
-        first = fmean(self._mismatches[:WINDOW])
-        last = fmean(self._mismatches[-WINDOW:])
-        if self._steps_at_bound >= WINDOW and last > max(LARGE, GROWN * first):
-            self._console.print(
-                f"the mismatch of trainer and engines grew from {first:.3f} to {last:.3f} nats: engines outrun the "
-                f"trainer, and completions are {self._staleness} steps old, as rollouts.max_staleness_steps allows; "
-                "with 1 they are fresher, and the trainer waits no longer",
-                style="yellow",
-            )
-            self._staleness = 0
 
     def skipped(self, step: int, why: str) -> None:
         """Show a batch without an optimizer step."""

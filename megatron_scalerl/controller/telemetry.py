@@ -3,7 +3,6 @@
     GET /metrics                  the metrics, read at the moment of a scrape, between two tasks of the event loop
     RUN/metrics/token             the bearer token, mode 0600; kept from one start of the run to the next
     RUN/metrics/targets.json      the endpoint, as Prometheus' file_sd reads them
-    RUN/metrics/prometheus.yml    a whole configuration; its scrape_configs fit into any other
 
 The folder has mode 0700: nobody but its owner reads what is in it.
 
@@ -23,7 +22,6 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-import yaml
 from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -42,7 +40,6 @@ PREFIX = "scalerl"
 SUMMED = ("tokens", "weight_bytes")
 """Keys of a step's record whose values are added up, as are the keys that end in `_seconds`."""
 METRICS_PATH = "/metrics"
-INTERVAL = "15s"
 MOST_CONNECTIONS = 64
 """Most open connections; others are closed at once, so that no user of this host takes the files that a run needs."""
 CONNECTION_S = 60.0
@@ -173,13 +170,8 @@ class Endpoint:
         folder.chmod(0o700)  # an earlier start may have made it
         self._registry = collector.registry
         self._authorization: bytes | None = None
-        job: dict[str, object] = {"job_name": f"scalerl/{name}"}
         if token is not None:
             self._authorization = f"Bearer {token}".encode()
-            job["authorization"] = {"credentials_file": str(folder / "token")}
-        job["file_sd_configs"] = [{"files": [str(folder / "targets.json")]}]
-        config = {"global": {"scrape_interval": INTERVAL}, "scrape_configs": [job]}
-        write_durably(folder / "prometheus.yml", yaml.safe_dump(config, sort_keys=False).encode())
         target = {"targets": [address], "labels": {"run": name}}
         write_durably(folder / "targets.json", json.dumps([target]).encode())
         self.app = web.Application(middlewares=[self._authorized])

@@ -322,8 +322,7 @@ async def _attempt(run: _Run, launcher: Launcher, resumed: Resumed, *, held_sinc
             if first:
                 _print_fleet(fleet, run.console)
             prompts = run.inputs.prompts
-            bound = recipe.rollouts.staleness_bound
-            with Progress(run.console, recipe.steps, staleness=bound) as progress:
+            with Progress(run.console, recipe.steps) as progress:
                 controller = Controller(
                     recipe=recipe,
                     prompts=prompts,

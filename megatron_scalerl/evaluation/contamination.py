@@ -16,10 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.prompts.layouts import Layout, read_layout
-from megatron_scalerl.prompts.sources import Row, read_rows
-from megatron_scalerl.recipe.file import check_prompts, load_recipe
-from megatron_scalerl.recipe.tasks import tasks_of
+from megatron_scalerl.prompts.layouts import Layout
+from megatron_scalerl.prompts.sources import read_rows
 from megatron_scalerl.record import record
 
 WORDS = 13
@@ -43,30 +41,15 @@ class Text:
 
 
 def training_texts(sources: Iterable[str]) -> Iterator[Text]:
-    """The texts of `RECIPE.yaml` (the rows of every task's prompts.path), `FILE`, or `FILE:COLUMN`.
-
-    The layout of a recipe's file is detected, as in training; its held-out rows are among them. Raises ValueError for
-    a missing file or column, and for a question that cannot be read.
-    """
+    """The texts of `FILE`, or `FILE:COLUMN`. Raises ValueError for a missing file or column."""
     for source in sources:
-        if source.endswith((".yaml", ".yml")):
-            recipe = load_recipe(source)
-            check_prompts(recipe)
-            for task in tasks_of(recipe):
-                assert task.prompts.path is not None
-                yield from _texts(*read_layout(task.prompts.path, task.prompts, task.rewards.verifier))
-            continue
         path, colon, column = source.rpartition(":")
         if not colon or Path(source).exists():
             path = source
             column = "prompt"
         layout = Layout(name=column, question=(column,), reference=())
-        yield from _texts(layout, read_rows(path))
-
-
-def _texts(layout: Layout, rows: Iterable[Row]) -> Iterator[Text]:
-    for row in rows:
-        yield Text(where=row.where, text=layout.question_of(row.readable()).text)
+        for row in read_rows(path):
+            yield Text(where=row.where, text=layout.question_of(row.readable()).text)
 
 
 @record

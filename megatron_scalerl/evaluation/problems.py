@@ -7,8 +7,7 @@
 
 The AIME columns are those of Maxwell-Jia/AIME_2024 (ID, Problem, Solution, Answer), HuggingFaceH4/aime_2024 and
 math-ai/aime25 (id, problem, answer), opencompass/AIME2025 (question, answer) and MathArena/aime_2025 (problem_idx,
-problem, answer). The MATH-500 columns are those of HuggingFaceH4/MATH-500. Without a schema the columns decide. A
-file with AIME's columns is read as AIME only if all answers are integers from 0 to 999.
+problem, answer). The MATH-500 columns are those of HuggingFaceH4/MATH-500. Without a schema the columns decide.
 """
 
 import hashlib
@@ -36,9 +35,6 @@ _NAMED = {
     MATH500: (("problem",), ("answer",), ("unique_id",)),
 }
 """Schema -> names that the columns of the problem, the answer and the id may have."""
-_AIME_ANSWER_FORM = re.compile("0*[0-9]{1,3}")
-_SHOWN = 80
-"""Characters of a wrong answer that its error message has."""
 
 
 @record
@@ -102,9 +98,9 @@ def split_schema(text: str) -> tuple[str, str | None]:
 def read_problems(path: str, schema: str | None = None) -> ProblemFile:
     """The problems of a .jsonl or .parquet file, or of a dataset folder with one split, or its name on the hub.
 
-    schema: aime, math500 or "PROBLEM,ANSWER"; None: the columns and the answers of all rows decide. Raises
-    ValueError, in one line with file and row, for a missing file, columns of no known schema, an empty problem, an
-    answer that is missing or, of AIME, no integer from 0 to 999, and for a file without rows.
+    schema: aime, math500 or "PROBLEM,ANSWER"; None: the columns decide. Raises ValueError, in one line with file and
+    row, for a missing file, columns of no known schema, an empty problem, an answer that is missing, and for a file
+    without rows.
     """
     local = local_path(path, "dataset")
     advice = hint(path, "dataset")
@@ -113,7 +109,7 @@ def read_problems(path: str, schema: str | None = None) -> ProblemFile:
     rows = [row.readable() for row in read_rows(local)]
     if not rows:
         raise ValueError(f"{path}: the file has no problem")
-    schema = schema or _schema_of(path, rows)
+    schema = schema or _schema_of(path, rows[0])
     names = set()
     problems = []
     for number, row in enumerate(rows, 1):
@@ -125,17 +121,14 @@ def read_problems(path: str, schema: str | None = None) -> ProblemFile:
     return ProblemFile(path=path, schema=schema, problems=tuple(problems))
 
 
-def _schema_of(path: str, rows: Sequence[Row]) -> str:
-    row = rows[0]
+def _schema_of(path: str, row: Row) -> str:
     columns = set(row.values)
     if {"problem", "answer", "unique_id", "subject"} <= columns:
         return MATH500
     if {"prompt", "answer"} <= columns:
         return "prompt,answer"
     if columns & set(_AIME_PROBLEM) and columns & set(_AIME_ANSWER):
-        if row.values.get("level") is None and all(map(_has_aime_answer, rows)):
-            return AIME
-        return f"{_first(row, _AIME_PROBLEM)},{_first(row, _AIME_ANSWER)}"
+        return AIME
     names = ", ".join(sorted(map(str, columns)))
     raise ValueError(
         f"{path}: no schema has the columns {names}; name those of problem and answer as in FILE:PROBLEM,ANSWER"
@@ -154,17 +147,12 @@ def _problem(row: Row, schema: str, number: int) -> Problem:
         labels = {name: str(row.values[name]) for name in ("subject", "level") if name in row.values}
     for text in (*map(str, values), *labels.values()):
         refuse_surrogates(row.where, "id", text)
-    text = as_text(row, problem, row.values[problem])
-    if schema == AIME:
-        reference = _aime_answer(row, answer)
-    else:
-        reference = as_text(row, answer, row.values[answer])
     return Problem(
         number=number,
         where=row.where,
         problem_id=problem_id,
-        text=text,
-        answer=reference,
+        text=as_text(row, problem, row.values[problem]),
+        answer=as_text(row, answer, row.values[answer]),
         labels=labels,
         extra=other_columns(row, (problem, answer)),
     )
@@ -176,25 +164,3 @@ def _first(row: Row, names: Sequence[str]) -> str:
             return name
     columns = ", ".join(map(str, row.values))
     raise ValueError(f"{row.where}: there is no column {' or '.join(map(repr, names))}, only ({columns})")
-
-
-def _is_aime_answer(value: Any) -> bool:
-    # JSON's true would pass as 1.
-    return not isinstance(value, bool) and _AIME_ANSWER_FORM.fullmatch(str(value).strip()) is not None
-
-
-def _has_aime_answer(row: Row) -> bool:
-    """True for a row with an AIME answer, and for a row without an answer, whose error names the row."""
-    value = next((row.values[name] for name in _AIME_ANSWER if name in row.values), None)
-    return value is None or value == "" or _is_aime_answer(value)
-
-
-def _aime_answer(row: Row, column: str) -> str:
-    """The answer without leading zeros, which some files have."""
-    value = row.values[column]
-    if not _is_aime_answer(value):
-        shown = repr(value)
-        if len(shown) > _SHOWN:
-            shown = f"{shown[:_SHOWN]}..."
-        raise ValueError(f"{row.where}: {column!r} is {shown}, not an integer from 0 to 999")
-    return str(value).strip().lstrip("0") or "0"

@@ -19,6 +19,7 @@ import msgspec
 from megatron_scalerl.checkpoints.atomic_io import lock_file, write_durably
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl
 from megatron_scalerl.evaluation.estimators import Outcomes
+from megatron_scalerl.fit.inputs import differing
 from megatron_scalerl.record import record
 
 COMPLETIONS = "completions.jsonl"
@@ -170,24 +171,12 @@ def _rows(path: Path, header: Header) -> dict[Key, Row]:
 
 def _check_header(path: Path, before: Any, header: Header) -> None:
     expected = msgspec.json.decode(msgspec.json.encode(header))
-    if expected["digest"] and isinstance(before, dict):
-        before["policy"] = expected["policy"]  # the digest says what it is, wherever the folder is now
-    if before != expected:
-        difference = _difference(before, expected)
-        raise OtherResult(f"{path}: it is the result of another evaluation: {difference}")
-
-
-def _difference(before: Any, expected: dict[str, Any]) -> str:
-    """The first key in which two headers differ, with both values."""
     if not isinstance(before, dict):
-        return "it has no header"
-    key = next((key for key in expected if before.get(key) != expected[key]), "format")
-    if isinstance(expected.get(key), dict) and isinstance(before.get(key), dict):
-        before = before[key]
-        expected = expected[key]
-        inner = next((name for name in expected if before.get(name) != expected[name]), "")
-        return f"{key}.{inner}: {before.get(inner)!r}, not {expected.get(inner)!r}"
-    return f"{key}: {before.get(key)!r}, not {expected.get(key)!r}"
+        raise OtherResult(f"{path}: it has no header of an evaluation")
+    if expected["digest"]:
+        before["policy"] = expected["policy"]  # the digest says what it is, wherever the folder is now
+    for key, was, now in differing(before, expected):
+        raise OtherResult(f"{path}: it is the result of another evaluation: {key}: {was!r}, not {now!r}")
 
 
 @record

@@ -5,7 +5,7 @@ columns are chosen.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,20 +98,17 @@ def one_kind(table: TableFile, options: ColumnOptions) -> TableFile:
     Kinds that follow one another, such as the phases of a run, are one. Raises ValueError for several that are equal.
     """
     for column in table.columns:
-        is_kind = _RECORD.fullmatch(column.lower()) or _names_metrics(table, column)
-        if column in dict(options.series) or not is_kind:
+        if column in dict(options.series) or not _RECORD.fullmatch(column.lower()):
             continue
         names = score_columns(table, options)
         measured = [row for row in table.rows if any(_has_number(row[1], name) for name in names)]
         groups = {kind: rows for (kind,), rows in groups_of(measured, [column]).items()}
         kinds = sorted(groups, key=_kind_rank)
-        if len(kinds) < 2:
+        is_metric = score_rank(kinds[0])
+        if len(kinds) < 2 or not (is_metric or _overlap(table, groups.values())):
             continue
         equal = [kind for kind in kinds if _kind_rank(kind) == _kind_rank(kinds[0])]
-        if len(equal) > 1 and not score_rank(kinds[0]):
-            axis = next(iter(_axes(table)), "")
-            if len(groups_of(measured, [axis, column])) == len(groups_of(measured, [axis])):
-                continue
+        if len(equal) > 1 and not is_metric:
             choices = f"{', '.join(equal[:8])}; choose with --series {column}=VALUE"
             raise refused(table.path, f"the rows are of several {column}: {choices}")
         layout = f"{table.layout}, rows with {column} = {kinds[0]}, not {', '.join(kinds[1:4])}"
@@ -125,6 +122,13 @@ def groups_of(rows: Rows, columns: Sequence[str]) -> dict[tuple[str, ...], list[
     for row in rows:
         groups.setdefault(tuple(str(row[1].get(column)) for column in columns), []).append(row)
     return groups
+
+
+def _overlap(table: TableFile, kinds: Iterable[Rows]) -> bool:
+    """Whether two kinds of rows lie in one range of compute."""
+    axis = next(iter(_axes(table)), "")
+    ranges = sorted((min(values), max(values)) for rows in kinds if (values := _numbers(rows, axis)))
+    return not ranges or any(before[1] > after[0] for before, after in zip(ranges, ranges[1:]))
 
 
 def _kind_rank(kind: str) -> tuple[int, ...]:
@@ -154,15 +158,8 @@ def selections(table: TableFile, options: ColumnOptions) -> list[tuple[str, Tabl
 
 def identity_columns(table: TableFile, rows_each: int) -> list[str]:
     """The columns that tell runs apart, with at least `rows_each` rows of each value on average."""
-    names = [c for c in table.columns if _IDENTITY.fullmatch(c.lower()) and not _names_metrics(table, c)]
+    names = [c for c in table.columns if _IDENTITY.fullmatch(c.lower())]
     return [c for c in names if 1 < len(groups_of(table.rows, [c])) <= len(table.rows) / rows_each]
-
-
-def _names_metrics(table: TableFile, column: str) -> bool:
-    """Whether `name` names metrics, whose values are in `value`, and no runs."""
-    if column.lower() != "name" or "value" not in table.columns:
-        return False
-    return bool(scores({str(row.get(column)) for _, row in table.rows}))
 
 
 def compute_column(table: TableFile, options: ColumnOptions, score: str) -> tuple[str, float, str]:

@@ -255,13 +255,8 @@ def _from_jsonl(path: Path, text: str) -> TableFile:
 def _from_json(path: Path, text: str) -> TableFile:
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        row = ""
-        if isinstance(error, json.JSONDecodeError):
-            if error.msg == "Extra data" and text.lstrip()[0] == "{":
-                return _from_jsonl(path, text)
-            row = f" in row {error.lineno}"
-        raise refused(path, f"the file is no JSON: {_problem(error)}{row}") from None
+    except (ValueError, RecursionError):
+        return _from_jsonl(path, text)
     layout, rows = _rows_of(value)
     if not rows:
         problem = f"the JSON has no list of rows; it is of type {type(value).__name__}"

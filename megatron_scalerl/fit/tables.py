@@ -114,7 +114,11 @@ def sections(runs: Sequence[RunReport]) -> list[Section]:
         columns=("run", unit_name(runs[0].fit.unit), "pass rate", "90 % interval"),
         rows=tuple((run.fit.name, short_number(p.compute), *_forecast(p)) for run in runs for p in run.predictions),
     )
-    evaluations = [_evaluation(run.evaluation) for run in runs if run.evaluation is not None]
+    evaluations: list[Section] = []
+    for run in runs:
+        if run.evaluation is not None:
+            table = evaluation_table(run.evaluation)
+            evaluations.append((table.title or "", (table, run.evaluation.summary())))
     return [("Fit", (parameters,)), ("Forecast", (forecasts,)), *evaluations]
 
 
@@ -122,12 +126,11 @@ def _forecast(p: Prediction) -> tuple[str, str]:
     return f"{p.pass_rate:.4f}", _interval(p.lo, p.hi, PRECISE)
 
 
-def _evaluation(evaluation: ForecastEvaluation) -> Section:
+def evaluation_table(evaluation: ForecastEvaluation) -> Table:
     """Forecast against measurement for points that were not fitted."""
-    title = f"{evaluation.fit.name}: points that were not fitted"
     cells = zip(evaluation.predictions, evaluation.measured, evaluation.errors, evaluation.covered)
-    table = Table(
-        title=title,
+    return Table(
+        title=f"{evaluation.fit.name}: points that were not fitted",
         labels=0,
         columns=(unit_name(evaluation.fit.unit), "forecast", "90 % interval", "measured", "error", ""),
         rows=tuple(
@@ -135,7 +138,6 @@ def _evaluation(evaluation: ForecastEvaluation) -> Section:
             for p, measured, error, covered in cells
         ),
     )
-    return title, (table, evaluation.summary())
 
 
 def further_sections(runs: Sequence[RunReport], comparison: Comparison | None) -> list[Section]:

@@ -1,7 +1,6 @@
 """Finds the runs below a folder."""
 
 import os
-from collections import deque
 from pathlib import Path
 
 from megatron_scalerl.processes.logs import listed, printable
@@ -14,9 +13,6 @@ MARKS = frozenset(
 """Files of a run. Its folder has at least one of them, from its first seconds on."""
 DEPTH = 4
 """Levels of folders that are searched below the given folder; a study has its runs in the third."""
-MOST_RUNS = 200
-MOST_FOLDERS = 5000
-"""Most folders that are searched."""
 
 
 @record
@@ -24,9 +20,9 @@ class FoundRuns:
     """The runs below a folder."""
 
     runs: tuple[Path, ...]
-    """Folders with a file of `MARKS`, by path; at most `MOST_RUNS`."""
+    """Folders with a file of `MARKS`, by path."""
     left_out: str
-    """A line about folders that were not searched; empty if all were."""
+    """A line about folders that cannot be read; empty if all can."""
 
 
 def is_run(folder: Path) -> bool:
@@ -43,46 +39,29 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(folder: Path) -> FoundRuns:
-    """Search a folder, breadth first; nothing inside a run is searched, hidden folders neither.
+    """Search a folder; nothing inside a run is searched, hidden folders neither.
 
     Raises OSError if the folder itself cannot be read.
     """
-    waiting = deque([(folder, 0)])
-    """(folder, its depth)."""
-    identities = set()
-    runs: list[Path] = []
     left_out: list[str] = []
-    searched = 0
-    while waiting:
-        path, depth = waiting.popleft()
-        if searched == MOST_FOLDERS or len(runs) == MOST_RUNS:
-            left_out.append(f"only the first {searched:,} folders and {len(runs)} runs are shown")
-            break
-        searched += 1
-        try:
-            status = os.stat(path)
-            entries = sorted(os.scandir(path), key=lambda entry: entry.name)
-        except OSError as error:
-            if depth == 0:
-                raise
-            left_out.append(f"{printable(str(path.relative_to(folder)))} cannot be read: {error.strerror}")
-            continue
-        identity = (status.st_dev, status.st_ino)
-        if identity in identities:  # a symbolic link may lead back up
-            continue
-        identities.add(identity)
-        if depth and not MARKS.isdisjoint(entry.name for entry in entries):
+
+    def skip(error: OSError) -> None:
+        path = Path(error.filename)
+        if path == folder:
+            raise error
+        left_out.append(f"{printable(str(path.relative_to(folder)))} cannot be read: {error.strerror}")
+
+    runs: list[Path] = []
+    places = set()
+    for name, folders, files in os.walk(folder, onerror=skip, followlinks=True):
+        path = Path(name)
+        depth = len(path.relative_to(folder).parts)
+        place = path.resolve()
+        is_run = depth > 0 and not MARKS.isdisjoint(files)
+        if is_run and place not in places:
             runs.append(path)
-            continue
-        if depth < DEPTH:
-            for entry in entries:
-                if not entry.name.startswith(".") and _is_folder(entry):
-                    waiting.append((path / entry.name, depth + 1))
+        if is_run or depth == DEPTH or place in places:  # a symbolic link may lead back up
+            folders.clear()
+        places.add(place)
+        folders[:] = sorted(child for child in folders if not child.startswith("."))
     return FoundRuns(runs=tuple(sorted(runs)), left_out=listed(left_out, 4))
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False

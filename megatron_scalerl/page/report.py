@@ -21,7 +21,7 @@ from megatron_scalerl.fit.inputs import curve_of_rows, unconfirmed
 from megatron_scalerl.fit.outlook import Outlook, outlooks
 from megatron_scalerl.fit.plot import plot_forecast
 from megatron_scalerl.fit.result import ForecastEvaluation
-from megatron_scalerl.fit.tables import Table, outlook_table
+from megatron_scalerl.fit.tables import Table, evaluation_table, outlook_table
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
 from megatron_scalerl.record import record
@@ -87,7 +87,7 @@ def report(run_dir: Path, console: Console) -> None:
         return
     name = recipe["name"]
     evaluation = evaluate(rows[0], fitted, unseen, method="robust", name=name)
-    say(_table(evaluation, unseen))
+    say(evaluation_table(evaluation))
     say(_error_text(evaluation))
     try:
         text = _error_text(evaluate(rows[0], fitted, unseen, method="paper", name=name))
@@ -232,27 +232,6 @@ def _error_text(evaluation: ForecastEvaluation) -> str:
     )
 
 
-def _table(evaluation: ForecastEvaluation, unseen: Rows) -> Table:
-    rows = []
-    for row, point, error, covered in zip(unseen, evaluation.predictions, evaluation.errors, evaluation.covered):
-        cells = (
-            str(row["step"]),
-            f"{point.compute:.4g}",
-            f"{point.pass_rate:.3f}",
-            f"[{point.lo:.3f}, {point.hi:.3f}]",
-            f"{row['pass_rate']:.3f}",
-            f"{error:+.3f}",
-            "" if covered else "outside",
-        )
-        rows.append(cells)
-    return Table(
-        title=f"Forecast from {evaluation.fit.n_points} validations against the rest",
-        labels=0,
-        columns=("step", unit_name(evaluation.fit.unit), "forecast", "90 % interval", "measured", "error", ""),
-        rows=tuple(rows),
-    )
-
-
 def updates_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, str] | None:
     """(table, note) of the updates in rows of metrics.jsonl: medians over updates of whole tensors and of changes."""
     updates = [row for row in rows if finite(row.get("weight_bytes")) is not None]
@@ -310,5 +289,3 @@ _LINES = (
     ("in all, with attempts that failed", "publish_seconds", _SECONDS),
 )
 """(label, column of metrics.jsonl, format) of each line of the table."""
-KEPT = ("weight_whole_bytes", *(column for _, column, _ in _LINES))
-"""Columns of metrics.jsonl that the table is made from."""

@@ -18,14 +18,12 @@ from megatron_scalerl.fit.formatting import unit_name
 from megatron_scalerl.page.forecasts import Forecasts
 from megatron_scalerl.page.growing_file import Rows, ending, json_row, one_line, validation_row
 from megatron_scalerl.page.report import (
-    KEPT,
     UPDATE_PHASES,
     cost_text,
     finite,
     gain_lines,
     hours_by_role,
     last_step,
-    updates_of,
 )
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
@@ -67,7 +65,6 @@ class RunData:
         files = ("attempts.jsonl", "engines.jsonl", "evaluation.jsonl", "end.json")
         self._others = {name: Rows(self.run_dir / name, json_row) for name in files}
         # by number of rows and generation, which say whether the rows are others
-        self._updates = lru_cache(1)(self._update_table)
         self._gain = lru_cache(1)(self._gain_lines)
 
     @property
@@ -118,17 +115,8 @@ class RunData:
             "header": self._header(hours),
             "ledger": [{"role": role, "hours": charged} for role, charged in hours.items()],
             "events": self._events(),
-            "updates": self._updates(self.steps, self.generation),
             "evaluations": evaluation_table(self._others["evaluation.jsonl"].rows),
         }
-
-    def _update_table(self, *_version: int) -> dict[str, Any] | None:
-        """The table of weight updates, computed once for each number of steps."""
-        updates = updates_of([row["update"] for row in self._metrics.rows])
-        if updates is None:
-            return None
-        table, note = updates
-        return {"columns": table.columns, "rows": table.rows, "notes": (note,)}
 
     def _header(self, hours: dict[str, float]) -> dict[str, Any]:
         rows = self.validations
@@ -191,25 +179,6 @@ class RunData:
         return sorted(events, key=lambda event: event["time"] or 0.0)[-MOST_EVENTS:]
 
 
-def thinned(payload: dict[str, Any], most: int) -> dict[str, Any]:
-    """The payload with at most about `most` step records: every k-th and the last; `every` says k."""
-    count = len(payload["steps"]["step"])
-    stride = max(1, math.ceil(count / most))
-    kept = [*range(0, count, stride)]
-    if kept and kept[-1] != count - 1:
-        kept.append(count - 1)
-    columns = {name: [column[i] for i in kept] for name, column in payload["steps"].items()}
-    for name in PROBE:  # few steps have a number: the newest of the steps that a kept one stands for
-        column = payload["steps"].get(name, [])
-        columns[name] = [_newest(column[max(0, i - stride + 1) : i + 1]) for i in kept]
-    return payload | {"steps": columns, "every": stride}
-
-
-def _newest(values: Sequence[float | None]) -> float | None:
-    """The last number of a column; None if there is none."""
-    return next((value for value in reversed(values) if value is not None), None)
-
-
 def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Columns and rows for the page; None without a row. rows: of RUN/evaluation.jsonl."""
     if not rows:
@@ -262,7 +231,6 @@ def _step(line: bytes) -> dict[str, Any]:
         **{f"weight_{phase}": _number(row.get(f"weight_{phase}_seconds")) for phase in UPDATE_PHASES},
         "degenerate": degenerate,
         "seconds": _number(row.get("step_seconds")) or 0.0,
-        "update": {name: row[name] for name in KEPT if "weight_bytes" in row and name in row},
     }
 
 

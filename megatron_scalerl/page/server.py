@@ -7,8 +7,7 @@ The life of a page: `following` begins one task, which looks for new rows once a
 one at a time. It reads in threads, so that the event loop does not wait for a disk. An open page has a stream of
 events: `change` for new rows, after which it asks for the data, and `failed` for damaged files. The task ends with
 its block, the streams with the server. The list of runs is read anew for each request and follows nothing; the page
-of a run is made when it is first opened. Where `MOST_PAGES` are followed, a page that nobody looks at is closed for
-another.
+of a run is made when it is first opened, and followed from then on.
 """
 
 import asyncio
@@ -40,8 +39,6 @@ POLL_S = 1.0
 """Seconds between two looks at the files."""
 KEEP_ALIVE_S = 15.0
 """Seconds after which a stream without news sends a comment, so that a closed one is noticed."""
-MOST_PAGES = 8
-"""Pages of runs that are followed at a time."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
 
@@ -201,17 +198,15 @@ class RunsPage:
         self._runs: list[Path] = []
         """The runs that a list has shown. A run keeps its number, also while it is gone."""
         self._opening = asyncio.Lock()
-        self.pages: dict[int, tuple[RunPage, contextlib.AsyncExitStack]] = {}
-        """Number of a run -> its page; the page that was opened last is at the end."""
+        self._open = contextlib.AsyncExitStack()
+        self._pages: dict[int, RunPage] = {}
+        """Number of a run -> its page, which `_open` follows."""
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
         """Close the pages of runs at the end of the block."""
-        try:
+        async with self._open:
             yield
-        finally:
-            for _, stack in self.pages.values():
-                await stack.aclose()
 
     async def handler(self, path: str) -> Handler | None:
         """The function that answers requests for a path; the page of a run is made for its first request."""
@@ -227,19 +222,12 @@ class RunsPage:
         return await run_page.handler(match[2])
 
     async def _opened(self, number: int) -> RunPage:
-        """The page of a run, opened if it is not; it is now the one that was opened last."""
-        if number in self.pages:
-            self.pages[number] = self.pages.pop(number)
-            return self.pages[number][0]
-        unwatched = [number for number, (run_page, _) in self.pages.items() if not run_page.streams]
-        # a page that somebody looks at stays, so more than MOST_PAGES may be open
-        if len(self.pages) >= MOST_PAGES and unwatched:
-            await self.pages.pop(unwatched[0])[1].aclose()
-        run_page = await asyncio.to_thread(partial(RunPage, self._runs[number], home="../../"))
-        stack = contextlib.AsyncExitStack()
-        await stack.enter_async_context(run_page.following())
-        self.pages[number] = run_page, stack
-        return run_page
+        """The page of a run, opened and followed if it is not."""
+        if number not in self._pages:
+            run_page = await asyncio.to_thread(partial(RunPage, self._runs[number], home="../../"))
+            await self._open.enter_async_context(run_page.following())
+            self._pages[number] = run_page
+        return self._pages[number]
 
     async def _page(self, request: web.Request) -> web.Response:
         found = await asyncio.to_thread(find_runs, self._folder)

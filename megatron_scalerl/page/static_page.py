@@ -14,13 +14,11 @@ from megatron_scalerl.page.find_runs import find_runs
 from megatron_scalerl.page.groups import GroupIndex
 from megatron_scalerl.page.render import page, runs_page
 from megatron_scalerl.page.report import gain
-from megatron_scalerl.page.run_data import RunData, thinned
+from megatron_scalerl.page.run_data import RunData
 
 logger = logging.getLogger(__name__)
 MOST_BYTES = 25_000_000
 """Largest size of the file."""
-MOST_STEPS = 5000
-"""Most step records in the file; of a longer run, every k-th is in it."""
 GROUPS = 24
 """Number of groups in the file if none is named."""
 
@@ -36,7 +34,7 @@ def write_page(run_dir: Path, path: Path, *, group_ids: Iterable[int] = ()) -> t
     run = _read(run_dir)
     index = GroupIndex(run_dir)
     index.update()
-    data = thinned(run.payload(), MOST_STEPS) | {"live": False}
+    data = run.payload() | {"live": False}
     data["header"]["damage"] += index.damage
     for line in data["header"]["damage"]:
         logger.warning("%s", line)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import random_policies
-import yaml
 from e2e.whole_runs import run
 from huggingface_hub import constants
 
@@ -62,15 +61,15 @@ def init(policy, data, *words):
     return main(["init", "--policy", str(policy), "--data", str(data), *map(str, words)])
 
 
-def written(name="my_run.yaml"):
-    return load_recipe(name)
+def recipe_of(policy, rows, *words):
+    """The recipe that is written for these rows."""
+    assert init(policy, file_of(rows), *words) == 0
+    return load_recipe("my_run.yaml")
 
 
 def test_the_recipe_is_for_cpus_where_there_is_no_gpu_and_says_why(tiny, capsys):
-    data = file_of(sums(60))
-    assert init(tiny / "base_policy", data) == 0
+    recipe = recipe_of(tiny / "base_policy", sums(60))
     shown = capsys.readouterr().out
-    recipe = written()
     assert (recipe.name, recipe.policy.dtype, recipe.devices) == ("my_run", "float32", 2)
     assert (recipe.prompts.held_out, recipe.prompts.max_prompt_tokens) == (15, 38)
     assert (recipe.prompts.chat_template, recipe.prompts.think_end) == (False, "")
@@ -86,14 +85,14 @@ def test_the_recipe_is_for_cpus_where_there_is_no_gpu_and_says_why(tiny, capsys)
         assert main(line.split()[1:]) == 0, line
     capsys.readouterr()
     before = Path("my_run.yaml").read_text()
-    assert init(tiny / "base_policy", data, "--gpus", 2) == 2
+    assert init(tiny / "base_policy", "data.jsonl", "--gpus", 2) == 2
     assert "my_run.yaml exists; name another file, or overwrite it with --force" in capsys.readouterr().err
     assert Path("my_run.yaml").read_text() == before
     given = ("steps=7", "rollouts.group_size=4", "engine.vllm.max_num_seqs=3", "engine.vllm.block_size=32")
-    assert init(tiny / "base_policy", data, "--force", *given) == 0
+    recipe = recipe_of(tiny / "base_policy", sums(60), "--force", *given)
     assert capsys.readouterr().out.endswith("train my_run.yaml steps=7\n")
-    assert (written().steps, written().rollouts.group_size) == (7, 4)
-    assert written().engine.vllm.items() >= {"max_num_seqs": 3, "block_size": 32}.items()
+    assert (recipe.steps, recipe.rollouts.group_size) == (7, 4)
+    assert recipe.engine.vllm.items() >= {"max_num_seqs": 3, "block_size": 32}.items()
 
 
 def test_a_nested_setting_joins_what_was_chosen_and_a_mapping_replaces_it():
@@ -118,8 +117,7 @@ def test_a_nested_setting_joins_what_was_chosen_and_a_mapping_replaces_it():
     ],
 )
 def test_verifier_held_out_prompts_and_batch_follow_from_the_file(rows, verifier, held_out, batch, tiny):
-    assert init(tiny / "base_policy", file_of(rows)) == 0
-    recipe = written()
+    recipe = recipe_of(tiny / "base_policy", rows)
     assert recipe.rewards.verifier == verifier
     assert (recipe.prompts.held_out, recipe.rollouts.groups_per_batch) == (held_out, batch)
     assert main(["prompts", "my_run.yaml", "--count", "1"]) == 0
@@ -136,8 +134,7 @@ def test_verifier_held_out_prompts_and_batch_follow_from_the_file(rows, verifier
 )
 def test_the_layout_fits_the_gpus_by_the_planner(policy, gpus, gpu, layout, capsys):
     folder = policy_of(policy, "policy")
-    assert init(folder, file_of(sums(90)), "--gpus", gpus, "--gpu", gpu) == 0
-    recipe = written()
+    recipe = recipe_of(folder, sums(90), "--gpus", gpus, "--gpu", gpu)
     parallel = recipe.megatron.parallel
     assert (recipe.trainer.world_size, recipe.engine.count, parallel, recipe.engine.colocate) == layout
     assert recipe.policy.dtype == "bfloat16" and recipe.devices == gpus
@@ -154,8 +151,8 @@ def test_the_layout_fits_the_gpus_by_the_planner(policy, gpus, gpu, layout, caps
 def test_an_environment_is_written_with_its_keys_and_checked(tiny, monkeypatch, capsys):
     monkeypatch.syspath_prepend(CONFIGS.parents[1] / "examples")
     given = ("environment=calculator:Calculator", "environment.max_turns=3")
-    assert init(tiny / "base_policy", file_of(sums(10)), *given) == 0
-    assert (written().environment.name, written().environment.max_turns) == ("calculator:Calculator", 3)
+    section = recipe_of(tiny / "base_policy", sums(10), *given).environment
+    assert (section.name, section.max_turns) == ("calculator:Calculator", 3)
     assert init(tiny / "base_policy", "data.jsonl", "--out", "other.yaml", "environment=calculator:Abacus") == 2
     assert "environment.name 'calculator:Abacus': calculator has no Abacus" in capsys.readouterr().err
     assert not Path("other.yaml").exists()
@@ -163,8 +160,7 @@ def test_an_environment_is_written_with_its_keys_and_checked(tiny, monkeypatch, 
 
 def test_a_template_is_taken_for_messages_and_thinking_is_closed_as_it_says():
     folder = policy_of("Qwen3-8B", "policy", template=THINKS)
-    assert init(folder, file_of(messages(20)), "--gpus", 0) == 0
-    prompts = written().prompts
+    prompts = recipe_of(folder, messages(20), "--gpus", 0).prompts
     assert (prompts.chat_template, prompts.think_start, prompts.think_end) == (True, "<think>", "</think>")
 
 
@@ -218,8 +214,7 @@ def test_a_gguf_file_as_a_policy_says_how_it_is_converted(path, capsys):
 def test_a_column_that_is_given_is_written_and_read(tiny):
     rows = [{"text": row["question"], "gold": row["answer"]} for row in sums(30)]
     words = ["prompts.prompt_column=text", "prompts.answer_column=gold"]
-    assert init(tiny / "base_policy", file_of(rows), *words) == 0
-    assert yaml.safe_load(Path("my_run.yaml").read_text())["prompts"]["answer_column"] == "gold"
+    assert recipe_of(tiny / "base_policy", rows, *words).prompts.answer_column == "gold"
     assert main(["prompts", "my_run.yaml", "--count", "1"]) == 0
 
 
@@ -232,15 +227,14 @@ def test_names_on_the_hub_stay_names(tmp_path, monkeypatch):
     (tmp_path / "datasets--my--sums" / "snapshots" / ("0" * 40)).mkdir(parents=True)
     file_of(sums(30), tmp_path / "datasets--my--sums" / "snapshots" / ("0" * 40) / "train.jsonl")
     assert init("Qwen/Qwen3-8B", "my/sums") == 0
-    data = yaml.safe_load(Path("my_run.yaml").read_text())
-    assert (data["policy"]["path"], data["prompts"]["path"]) == ("Qwen/Qwen3-8B", "my/sums")
+    recipe = load_recipe("my_run.yaml")
+    assert (recipe.policy.path, recipe.prompts.path) == ("Qwen/Qwen3-8B", "my/sums")
     assert main(["prompts", "my_run.yaml", "--count", "1"]) == 0
 
 
 def test_what_nothing_tells_is_written_both_ways(tiny):
     """The tokenizer has a template without end tokens, and tags that nothing says the policy writes."""
-    data = file_of(sums(60))
-    assert init(tiny / "base_policy", data) == 0
+    recipe_of(tiny / "base_policy", sums(60))
     other = Path("my_run.yaml").read_text()
     for taken, line in (
         ("chat_template: false", "chat_template: true"),
@@ -251,13 +245,13 @@ def test_what_nothing_tells_is_written_both_ways(tiny):
         assert f"  {taken}" in other and f"  # {line}" in other
         other = other.replace(f"  {taken}", f"  # {taken}").replace(f"  # {line}", f"  {line}")
     Path("other.yaml").write_text(other)
-    prompts = written("other.yaml").prompts
+    prompts = load_recipe("other.yaml").prompts
     assert (prompts.chat_template, prompts.think_start, prompts.think_end) == (True, "<think>", "</think>")
     assert main(["prompts", "other.yaml", "--count", "1"]) == 0
     # the warm start tells of the tags, the user of the template
     given = [f"sft.path={tiny / 'sft.jsonl'}", "prompts.chat_template=false"]
-    assert init(tiny / "base_policy", data, "--force", *given) == 0
-    assert (written().prompts.think_end, written().interruption.enabled) == ("</think>", True)
+    recipe = recipe_of(tiny / "base_policy", sums(60), "--force", *given)
+    assert (recipe.prompts.think_end, recipe.interruption.enabled) == ("</think>", True)
     assert "  # chat_template:" not in Path("my_run.yaml").read_text()
     assert "  # think_end:" not in Path("my_run.yaml").read_text()
 
@@ -288,8 +282,7 @@ def test_a_first_run_learns_is_forecast_and_is_saved(
         change |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "eos_token_id": 2}
         file = Path(folder, "config.json")
         file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    assert init(folder, file_of(sums(90)), "--gpus", gpus, "--gpu", "h200", *given) == 0
-    recipe = written()
+    recipe = recipe_of(folder, sums(90), "--gpus", gpus, "--gpu", "h200", *given)
     assert (recipe.optimizer.lr, recipe.optimizer.warmup_steps) == (lr, warm_up)
     assert (recipe.rollouts.max_staleness_steps, recipe.rollouts.temperature) == (staleness, temperature)
     assert recipe.max_completion_tokens == longest

@@ -31,10 +31,15 @@ def output(tiny, capsys, *settings):
     return code, capsys.readouterr()
 
 
+def printed(tiny, capsys, *settings):
+    """What the command prints, which succeeds."""
+    code, shown = output(tiny, capsys, *settings)
+    assert code == 0, shown.err
+    return shown.out
+
+
 def test_the_prompts_of_a_recipe_are_shown(tiny, capsys):
-    code, shown = output(tiny, capsys, f"sft.path={tiny / 'sft.jsonl'}", "prompts.chat_template=true")
-    assert code == 0
-    lines = shown.out.splitlines()
+    lines = printed(tiny, capsys, f"sft.path={tiny / 'sft.jsonl'}", "prompts.chat_template=true").splitlines()
     closed = "thinking is closed by '</think>', as the warm start has it"
     assert lines[0].startswith(
         "prompts: rows of text take the tokenizer's chat template (it ends answers with nothing"
@@ -69,21 +74,19 @@ def test_lists_and_a_validation_with_fewer_prompts_than_asked_for_are_said(tiny,
     rows = [{"problem": f"{n};+1=", "answer": answer} for n, answer in enumerate(answers)]
     (tiny / "lists.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = f"prompts.path={tiny / 'lists.jsonl'}"
-    code, shown = output(tiny, capsys, path)
-    assert code == 0, shown.err
-    assert "prompts: 5 references are lists, paid in any order; (1, 2) keeps the order\n" in shown.out
+    shown = printed(tiny, capsys, path)
+    assert "prompts: 5 references are lists, paid in any order; (1, 2) keeps the order\n" in shown
     held_out = (path, "prompts.held_out=2", "validation.every_steps=1")
-    code, shown = output(tiny, capsys, *held_out, "validation.prompts=3")
-    assert code == 0 and "prompts: validation.prompts is 3, and 2 prompts are held out\n" in shown.out
-    code, shown = output(tiny, capsys, "prompts.held_out=1", "validation.every_steps=1", "validation.prompts=1")
-    assert code == 0 and "validation.prompts is" not in shown.out and "references are lists" not in shown.out
+    shown = printed(tiny, capsys, *held_out, "validation.prompts=3")
+    assert "prompts: validation.prompts is 3, and 2 prompts are held out\n" in shown
+    shown = printed(tiny, capsys, "prompts.held_out=1", "validation.every_steps=1", "validation.prompts=1")
+    assert "validation.prompts is" not in shown and "references are lists" not in shown
 
 
 def test_a_verifier_of_code_scores_an_answer_without_a_program(tiny, capsys):
     (tiny / "code.jsonl").write_text(json.dumps({"prompt": "add", "answer": "assert add(1, 1) == 2"}) + "\n")
-    code, shown = output(tiny, capsys, f"prompts.path={tiny / 'code.jsonl'}", "rewards.verifier=code")
-    assert code == 0, shown.err
-    assert "a wrong answer" in shown.out and "the reference itself" not in shown.out
+    shown = printed(tiny, capsys, f"prompts.path={tiny / 'code.jsonl'}", "rewards.verifier=code")
+    assert "a wrong answer" in shown and "the reference itself" not in shown
 
 
 def test_a_judge_is_asked_about_the_first_prompts(tiny, capsys, monkeypatch, tmp_path):
@@ -96,9 +99,8 @@ def test_a_judge_is_asked_about_the_first_prompts(tiny, capsys, monkeypatch, tmp
         "    return text == f'\\\\boxed{{{reference}}}'\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    code, shown = output(tiny, capsys, "rewards.verifier=asked:score")
-    assert code == 0, shown.err
-    assert "the reference itself, \\boxed{9}: right" in shown.out and "-918273645}: wrong" in shown.out
+    shown = printed(tiny, capsys, "rewards.verifier=asked:score")
+    assert "the reference itself, \\boxed{9}: right" in shown and "-918273645}: wrong" in shown
 
 
 @pytest.mark.parametrize(
@@ -150,9 +152,8 @@ def test_what_train_would_refuse_is_refused(tiny, capsys):
 def test_messages_take_the_template_and_it_is_said(tiny, capsys, settings, takes):
     rows = [{"prompt": [{"role": "user", "content": "7;+2="}], "answer": "9"}]
     (tiny / "m.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, shown = output(tiny, capsys, f"prompts.path={tiny / 'm.jsonl'}", *settings)
-    assert code == 0, shown.err
-    first, *lines = shown.out.splitlines()
+    shown = printed(tiny, capsys, f"prompts.path={tiny / 'm.jsonl'}", *settings)
+    first, *lines = shown.splitlines()
     assert first.startswith(f"prompts: rows of messages {takes} the tokenizer's chat template")
     tags = "</think>" in first
     assert tags == ("sft.path=null" not in settings)
@@ -163,9 +164,8 @@ def test_messages_take_the_template_and_it_is_said(tiny, capsys, settings, takes
 def test_an_episode_with_a_script_is_shown(tiny, capsys, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     episode = ("environment=calculator:Calculator", "--response")
-    code, shown = output(tiny, capsys, *episode, "7+2=", "--response", "\x1b[2J=", "--response", "9")
-    assert code == 0, shown.err
-    lines = shown.out.splitlines()
+    shown = printed(tiny, capsys, *episode, "7+2=", "--response", "\x1b[2J=", "--response", "9")
+    lines = shown.splitlines()
     at = lines.index("<bos>|7|;|+|2|=|<think>")
     assert lines[at - 1].startswith("prompt ") and lines[at + 1 : at + 15] == [
         "",
@@ -184,9 +184,9 @@ def test_an_episode_with_a_script_is_shown(tiny, capsys, monkeypatch):
         "response: 9",
     ]
     assert lines[at + 15] == "Turn(messages=(), reward=True, done=True, metrics={})"
-    assert "the reference itself" not in shown.out and "a wrong answer" not in shown.out
-    assert output(tiny, capsys, episode[0])[1].out.count("response: ") == 1
-    assert output(tiny, capsys, *episode, "8", "--response", "after it")[1].out.count("response: ") == 1
+    assert "the reference itself" not in shown and "a wrong answer" not in shown
+    assert printed(tiny, capsys, episode[0]).count("response: ") == 1
+    assert printed(tiny, capsys, *episode, "8", "--response", "after it").count("response: ") == 1
     code, shown = output(tiny, capsys, episode[0], "prompts.chat_template=true")
     assert code == 2 and "prompts.chat_template: the tokenizer's template" in shown.err
 
@@ -196,9 +196,8 @@ def test_what_an_environment_returns_cannot_write_to_the_terminal(tiny, capsys, 
     row = {"problem": "7;+2=", "solution": "(chr(27), 0.5, 0 > 1)", "first": "chr(27)"}
     (tiny / "e.jsonl").write_text(json.dumps(row) + "\n")
     episode = ("environment=users_environments:Messages", f"prompts.path={tiny / 'e.jsonl'}")
-    code, shown = output(tiny, capsys, *episode)
-    assert code == 0, shown.err
-    assert "\x1b" not in shown.out and "reward=0.5, done=False" in shown.out
+    shown = printed(tiny, capsys, *episode)
+    assert "\x1b" not in shown and "reward=0.5, done=False" in shown
     code, shown = output(tiny, capsys, *episode, "--response", "1 / 0 # \x1b")
     assert code == 1 and "\x1b" not in shown.err
     assert "environment.name 'users_environments:Messages': Traceback" in shown.err

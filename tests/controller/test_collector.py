@@ -140,16 +140,6 @@ def test_both_formats_can_be_parsed_and_agree():
     assert found == {key: number for key, number in samples(shown).items() if key[0].startswith("scalerl_")}
 
 
-def test_names_keep_prometheus_conventions():
-    """Base units, `_total` on counters and on nothing else, help and type of every family."""
-    for family in text_string_to_metric_families(generate_latest(everything().registry).decode()):
-        if not family.name.startswith("scalerl_"):
-            continue
-        assert family.documentation.strip() and family.type in ("gauge", "counter"), family
-        assert not re.search(r"_(ms|milliseconds|minutes|hours|percent|mib|mb|gb|total)$", family.name), family.name
-        assert all(s.name.endswith("_total") for s in family.samples) == (family.type == "counter"), family
-
-
 def test_every_expression_of_the_board_names_what_is_exported():
     board = json.loads(BOARD.read_text())
     exported = {name for name, _ in samples(everything())}

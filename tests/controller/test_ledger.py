@@ -16,13 +16,7 @@ from megatron_scalerl.launch.placement import Devices
 async def test_what_a_job_held_is_on_record_at_once(tmp_path):
     """So that a controller that fails before its first charge has charged the time since the job's start."""
 
-    meter = Meter(
-        open_ledger(tmp_path),
-        Devices(trainer=2, engine=1, unit="gpu_hours"),
-        ResumePoint(),
-        since=-3600.0,
-        clock=StandInClock(),
-    )
+    meter, _ = meter_of(tmp_path, engine=1, since=-3600.0)
     beating = asyncio.create_task(meter.beat())
     await passes(1)
     beating.cancel()
@@ -31,6 +25,13 @@ async def test_what_a_job_held_is_on_record_at_once(tmp_path):
 
 def open_ledger(tmp_path, incarnation="a"):
     return Ledger(tmp_path / "ledger.jsonl", "gpu_hours", incarnation=incarnation)
+
+
+def meter_of(tmp_path, *, trainer=2, engine=6, since=None):
+    """(a meter of these devices, its clock)."""
+    clock = StandInClock()
+    devices = Devices(unit="gpu_hours", trainer=trainer, engine=engine)
+    return Meter(open_ledger(tmp_path), devices, ResumePoint(), since=since, clock=clock), clock
 
 
 def charge(ledger, batch, *, seconds=3600, phase="train", **devices):
@@ -78,42 +79,38 @@ def test_an_incomplete_window_and_heartbeats_are_lost(tmp_path):
     assert not any("heartbeat" in r for r in read_jsonl(tmp_path / "ledger.jsonl"))
 
 
-def test_a_heartbeat_before_the_last_charge_is_included_in_it(tmp_path):
-    ledger = open_ledger(tmp_path)
-    ledger.heartbeat(batch=0, step=0, devices=3, seconds=1800)
-    charge(ledger, 1, engine=2, trainer=1)
-    ledger.close()
-    assert open_ledger(tmp_path).hours() == pytest.approx(3.0)
+BEAT = {"batch": 0, "step": 0, "devices": 3, "seconds": 1800}
 
 
-def test_a_first_window_without_its_end_is_lost_whole(tmp_path):
+@pytest.mark.parametrize(
+    ("beat", "devices", "hours"),
+    [
+        (True, {"engine": 2, "trainer": 1}, {"engine": 2, "trainer": 1}),  # the charge includes it
+        (True, {}, {"lost": 1.5}),  # before the first charge
+        (False, {"engine": 2, "validation": 1}, {"lost": 3}),  # a first window without its end
+    ],
+)
+def test_a_heartbeat_and_a_first_window(tmp_path, beat, devices, hours):
     ledger = open_ledger(tmp_path)
-    charge(ledger, 1, engine=2, validation=1)
+    if beat:
+        ledger.heartbeat(**BEAT)
+    if devices:
+        charge(ledger, 1, **devices)
     ledger.close()
     again = open_ledger(tmp_path)
-    assert (again.hours("trainer", "engine"), again.hours("validation"), again.hours("lost")) == (
-        0,
-        0,
-        pytest.approx(3.0),
-    )
+    assert {role: again.hours(role) for role in hours} == pytest.approx(hours)
+    assert again.hours() == pytest.approx(sum(hours.values()))
 
 
 def test_time_lost_in_a_crash_belongs_to_the_attempt_of_the_last_charge(tmp_path):
     for incarnation, devices in (("a", {"engine": 2, "trainer": 1}), ("b", {"startup": 3})):
         ledger = open_ledger(tmp_path, incarnation)
         charge(ledger, 1, **devices)
-    ledger.heartbeat(batch=1, step=1, devices=3, seconds=1800)
+    ledger.heartbeat(**BEAT)
     ledger.close()
     open_ledger(tmp_path, "c").close()
     lost = [r for r in read_jsonl(tmp_path / "ledger.jsonl")[1:] if r["role"] == "lost"]
     assert [(r["incarnation"], r["phase"], r["hours"]) for r in lost] == [("b", "crash", 1.5)]
-
-
-def test_time_lost_before_the_first_charge_is_counted(tmp_path):
-    ledger = open_ledger(tmp_path)
-    ledger.heartbeat(batch=0, step=0, devices=3, seconds=1800)
-    ledger.close()
-    assert open_ledger(tmp_path).hours("lost") == pytest.approx(1.5)
 
 
 def test_a_batch_is_charged_once_its_training_is(tmp_path):
@@ -128,7 +125,7 @@ def test_a_batch_is_charged_once_its_training_is(tmp_path):
 def test_rows_are_exact_to_the_microsecond(tmp_path):
     ledger = open_ledger(tmp_path)
     charge(ledger, 1, seconds=1.23456789, trainer=2 / 3)
-    ledger.heartbeat(batch=1, step=1, devices=3, seconds=2.34567891)
+    ledger.heartbeat(**BEAT | {"seconds": 2.34567891})
     ledger.close()
     row, heartbeat = read_jsonl(tmp_path / "ledger.jsonl")[1:]
     assert (row["seconds"], row["devices"], heartbeat["heartbeat"]) == (1.234568, 0.666667, 2.345679)
@@ -143,9 +140,7 @@ def test_another_unit_is_refused(tmp_path):
 
 
 def test_a_validation_takes_its_share_of_the_window(tmp_path):
-    clock = StandInClock()
-    devices = Devices(unit="gpu_hours", trainer=2, engine=6)
-    meter = Meter(open_ledger(tmp_path), devices, ResumePoint(), clock=clock)
+    meter, clock = meter_of(tmp_path)
     meter.count_training(300)
     meter.count_measured("validation", 100)
     meter.pinned_seconds = 900
@@ -160,10 +155,7 @@ def test_a_validation_takes_its_share_of_the_window(tmp_path):
 
 def test_the_time_between_two_attempts_of_a_process_is_charged(tmp_path):
     """Its devices are held while the second one reads checkpoint and journal."""
-    clock = StandInClock()
-    devices = Devices(unit="gpu_hours", trainer=2, engine=6)
-    clock.now = 1800.0
-    meter = Meter(open_ledger(tmp_path), devices, ResumePoint(), since=1200.0, clock=clock)
+    meter, clock = meter_of(tmp_path, since=1200.0)
     clock.now = 3000.0
     meter.charge_startup()
     clock.now = 4800.0
@@ -173,8 +165,7 @@ def test_the_time_between_two_attempts_of_a_process_is_charged(tmp_path):
 
 
 def test_engines_are_charged_from_when_they_join_until_they_are_gone(tmp_path):
-    clock = StandInClock()
-    meter = Meter(open_ledger(tmp_path), Devices(unit="gpu_hours", trainer=1, engine=2), ResumePoint(), clock=clock)
+    meter, clock = meter_of(tmp_path, trainer=1, engine=2)
     clock.now = 1800.0
     meter.hold_engine_devices(4)
     clock.now = 3600.0

@@ -89,22 +89,6 @@ async def test_the_failure_of_the_step_ends_the_sending(ready):
         assert sender.cancelled == ready
 
 
-async def test_a_cancelled_step_ends_the_sending():
-    async with nothing_left():
-        sender = StandInSender()
-
-        async def step():
-            async with EarlyBatch(sender, StandInStream(ready=True).take, 4):
-                await asyncio.Event().wait()
-
-        stepping = asyncio.create_task(step())
-        await passes()
-        stepping.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await stepping
-        assert sender.cancelled
-
-
 async def test_the_failure_of_the_sending_is_raised_after_the_step():
     async with nothing_left():
         sender = StandInSender(OSError("segment-00000.bin: no such file"))

@@ -1,6 +1,7 @@
 """User errors before a run starts: one line with key or row, expected and found; no file is written."""
 
 import json
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -18,7 +19,6 @@ from megatron_scalerl.recipe.sections import LoraSection
 from megatron_scalerl.recipe.tasks import tasks_of
 
 ROOT = Path(__file__).parents[2]
-GOOD_ROW = json.dumps({"prompt": "1;+2=", "answer": "3"})
 
 
 def settings(tiny, *more):
@@ -32,6 +32,11 @@ def settings(tiny, *more):
 
 def recipe(tiny, *more):
     return load_recipe(ROOT / "recipes/tiny_cpu.yaml", settings(tiny, *more))
+
+
+def resolved(tiny, *more):
+    given = recipe(tiny, *more)
+    return check_inputs(given).resolved(given)
 
 
 def refusal(tiny, *more):
@@ -53,15 +58,14 @@ def test_prompts_that_render_otherwise_than_before_are_refused(tiny, tmp_path):
     """The tokenizer's template, a prompt file, the date: whatever changes one token."""
     folder = shutil.copytree(tiny, tmp_path / "tiny")
     more = ("prompts.chat_template=true", f"output_dir={tmp_path / 'runs'}")
-    begun = check_inputs(recipe(folder, *more)).resolved(recipe(folder, *more))
+    begun = resolved(folder, *more)
     RunFolder(begun).close()
-    check_recipe(check_inputs(recipe(folder, *more)).resolved(recipe(folder, *more)))
+    check_recipe(resolved(folder, *more))
     assert check_inputs(begun).prompts.digest() == begun.prompts.digest
     template = folder / "base_policy" / "chat_template.jinja"
     template.write_text(template.read_text().replace("{% for", "1{% for", 1))
-    changed = check_inputs(recipe(folder, *more)).resolved(recipe(folder, *more))
     with pytest.raises(ValueError, match=r"a prompt file, the tokenizer or its template has changed since the run"):
-        check_recipe(changed)
+        check_recipe(resolved(folder, *more))
     with pytest.raises(
         ValueError, match=rf"prompts.digest: a prompt file.*they were {begun.prompts.digest}, and are"
     ):
@@ -69,18 +73,16 @@ def test_prompts_that_render_otherwise_than_before_are_refused(tiny, tmp_path):
 
 
 def test_a_run_with_the_workspace_that_was_the_default_goes_on(tiny, tmp_path):
-    more = (f"output_dir={tmp_path / 'runs'}",)
-    before = recipe(tiny, *more, "trainer.logit_workspace_mb=512")
-    RunFolder(check_inputs(before).resolved(before)).close()
-    check_recipe(check_inputs(recipe(tiny, *more)).resolved(recipe(tiny, *more)))
+    folder = f"output_dir={tmp_path / 'runs'}"
+    RunFolder(resolved(tiny, folder, "trainer.logit_workspace_mb=512")).close()
+    check_recipe(resolved(tiny, folder))
 
 
 def test_a_run_with_an_option_that_has_left_goes_on_without_it(tiny, tmp_path):
-    more = (f"output_dir={tmp_path / 'runs'}",)
-    checked = check_inputs(recipe(tiny, *more))
-    before = recipe(tiny, *more, "megatron.model.moe_use_legacy_grouped_gemm=true")
-    RunFolder(checked.resolved(before)).close()
-    check_recipe(checked.resolved(recipe(tiny, *more)))
+    folder = f"output_dir={tmp_path / 'runs'}"
+    checked = check_inputs(recipe(tiny, folder))
+    RunFolder(checked.resolved(recipe(tiny, folder, "megatron.model.moe_use_legacy_grouped_gemm=true"))).close()
+    check_recipe(checked.resolved(recipe(tiny, folder)))
 
 
 def test_a_run_is_not_resumed_with_other_adapters(tiny, tmp_path, monkeypatch):
@@ -89,32 +91,29 @@ def test_a_run_is_not_resumed_with_other_adapters(tiny, tmp_path, monkeypatch):
     weights = folder / "adapter_model.safetensors"
     monkeypatch.chdir(tmp_path)
 
-    def resolved(adapter):
-        given = recipe(tiny, f"output_dir={tmp_path / 'runs'}", "policy.lora={}", f"policy.adapter={adapter}")
-        return check_inputs(given).resolved(given)
-
-    begun = resolved(folder)
+    more = (f"output_dir={tmp_path / 'runs'}", "policy.lora={}")
+    begun = resolved(tiny, *more, f"policy.adapter={folder}")
     RunFolder(begun).close()
-    check_recipe(resolved("adapter"))
+    check_recipe(resolved(tiny, *more, "policy.adapter=adapter"))
     content = bytearray(weights.read_bytes())
     content[-1] ^= 0x80  # the sign of the last number
     weights.write_bytes(content)
     with pytest.raises(ValueError, match=rf"policy.digest is '{begun.policy.digest}'"):
-        check_recipe(resolved(folder))
+        check_recipe(resolved(tiny, *more, f"policy.adapter={folder}"))
 
 
 def test_a_run_records_its_policy_and_is_not_resumed_with_another(tiny, tmp_path):
     folder = shutil.copytree(tiny, tmp_path / "tiny")
-    more = (f"output_dir={tmp_path / 'runs'}",)
-    begun = check_inputs(recipe(folder, *more)).resolved(recipe(folder, *more))
+    runs = f"output_dir={tmp_path / 'runs'}"
+    begun = resolved(folder, runs)
     RunFolder(begun).close()
     (folder / "base_policy" / "README.md").write_text("What is no part of the policy does not count.")
-    check_recipe(check_inputs(recipe(folder, *more)).resolved(recipe(folder, *more)))
+    check_recipe(resolved(folder, runs))
     [weights] = (folder / "base_policy").glob("*.safetensors")
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    changed = check_inputs(recipe(folder, *more)).resolved(recipe(folder, *more))
+    changed = resolved(folder, runs)
     message = rf"policy.digest is '{begun.policy.digest}' .* '{changed.policy.digest}' here"
     with pytest.raises(ValueError, match=message):
         check_recipe(changed)
@@ -124,33 +123,9 @@ def test_a_run_records_its_policy_and_is_not_resumed_with_another(tiny, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("empty.jsonl", "", "empty.jsonl"),
-        ("broken.jsonl", f"\n{GOOD_ROW[:-4]}\n", "line 2"),
-    ],
-)
-def test_prompts_file(tiny, tmp_path, name, text, message):
-    path = tmp_path / name
-    if text is not None:
-        path.write_text(text)
-    assert message in refusal(tiny, f"prompts.path={path}")
-
-
-def test_too_long_prompts_are_skipped_counted_and_named(tiny, tmp_path):
-    path = tmp_path / "p.jsonl"
-    path.write_text(GOOD_ROW + "\n" + json.dumps({"prompt": "1" + ";+1" * 40 + "=", "answer": "41"}) + "\n")
-    report = check_inputs(recipe(tiny, f"prompts.path={path}")).prompts.reports[0]
-    assert len(report.too_long) == 1 and "line 2" in report.too_long[0]
-
-
-@pytest.mark.parametrize(
     ("override", "message"),
     [
-        (
-            "trainer.micro_batch_tokens=64",
-            "trainer.micro_batch_tokens: 64 is too short for the longest sequence, 91 tokens",
-        ),
+        ("trainer.micro_batch_tokens=64", "trainer.micro_batch_tokens: 64 is too short for the longest sequence, 91"),
         ("interruption.thinking_tokens=[4000, 5000]", "max_position_embeddings of the policy: .* is too short"),
         (
             "engine.vllm.max_model_len=89",
@@ -163,8 +138,6 @@ def test_too_long_prompts_are_skipped_counted_and_named(tiny, tmp_path):
     ],
 )
 def test_settings_that_cannot_work(tiny, override, message):
-    import re
-
     assert re.search(message, refusal(tiny, override))
 
 

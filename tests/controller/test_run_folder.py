@@ -18,6 +18,15 @@ def recipe(tmp_path, **changes):
     return small_recipe(**{"output_dir": str(tmp_path / "runs"), "steps": 3} | changes)
 
 
+def opened(made):
+    RunFolder(made).close()
+
+
+def refused(made, said):
+    with pytest.raises(RecipeError, match=said):
+        RunFolder(made)
+
+
 def test_attempts_are_counted_and_share_the_run_id(tmp_path):
     first = RunFolder(recipe(tmp_path))
     first.close()
@@ -28,20 +37,19 @@ def test_attempts_are_counted_and_share_the_run_id(tmp_path):
 
 
 def test_another_recipe_is_refused_by_its_key(tmp_path):
-    RunFolder(recipe(tmp_path)).close()
-    with pytest.raises(RecipeError, match=r"loss.name is 'cispo' .* 'dapo' here"):
-        RunFolder(recipe(tmp_path, loss={"name": "dapo"}))
+    opened(recipe(tmp_path))
+    refused(recipe(tmp_path, loss={"name": "dapo"}), r"loss.name is 'cispo' .* 'dapo' here")
 
 
 PLAYED = {"name": "calculator:Calculator"}
 
 
 def test_limits_and_processes_of_an_environment_may_change(tmp_path):
-    RunFolder(recipe(tmp_path, environment=PLAYED["name"])).close()
+    opened(recipe(tmp_path, environment=PLAYED["name"]))
     changes = {"timeout_s": 5, "episode_timeout_s": 9, "workers": 2, "memory_mb": 64, "variables": ["KEY"]}
     file = tmp_path / "runs" / "r" / "recipe.yaml"
     for settings in (changes, {}):
-        RunFolder(recipe(tmp_path, environment=PLAYED | settings)).close()
+        opened(recipe(tmp_path, environment=PLAYED | settings))
         assert yaml.safe_load(file.read_text())["environment"].items() >= (PLAYED | settings).items()
 
 
@@ -57,11 +65,9 @@ def test_limits_and_processes_of_an_environment_may_change(tmp_path):
     ],
 )
 def test_what_an_episode_is_may_not_change(key, value, tmp_path):
-    RunFolder(recipe(tmp_path, environment=PLAYED)).close()
-    with pytest.raises(RecipeError, match=rf"environment.{key} is .* {value!r} here"):
-        RunFolder(recipe(tmp_path, environment=PLAYED | {key: value}))
-    with pytest.raises(RecipeError, match=r"environment.name is 'calculator:Calculator' .* None here"):
-        RunFolder(recipe(tmp_path))
+    opened(recipe(tmp_path, environment=PLAYED))
+    refused(recipe(tmp_path, environment=PLAYED | {key: value}), rf"environment.{key} is .* {value!r} here")
+    refused(recipe(tmp_path), r"environment.name is 'calculator:Calculator' .* None here")
 
 
 def layout(tmp_path, world, model=None, **parallel):
@@ -71,7 +77,7 @@ def layout(tmp_path, world, model=None, **parallel):
 
 def test_the_trainers_layout_may_change(tmp_path):
     """Both ways between one rank and each layout of two; empty sections, and sizes of 1 that are stated, too."""
-    RunFolder(layout(tmp_path, 1)).close()
+    opened(layout(tmp_path, 1))
     sequence = {"sequence_parallel": True}
     uneven = {"num_layers_in_first_pipeline_stage": 1}
     for world, model, parallel in (
@@ -80,23 +86,19 @@ def test_the_trainers_layout_may_change(tmp_path):
         (2, None, {"pipeline_model": 2}),
         (2, uneven, {"pipeline_model": 2}),
         (2, None, {"context": 2}),
-        (1, None, {"tensor_model": 1, "expert_model": 1, "expert_tensor": 1}),
+        (1, None, {"tensor_model": 1, "expert_tensor": 1}),
     ):
-        RunFolder(layout(tmp_path, world, model, **parallel)).close()
-        RunFolder(layout(tmp_path, 1)).close()
-        RunFolder(layout(tmp_path, world, model, **parallel)).close()
+        opened(layout(tmp_path, world, model, **parallel))
+        opened(layout(tmp_path, 1))
+        opened(layout(tmp_path, world, model, **parallel))
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
-def test_another_expert_parallel_size_is_refused_with_both_layouts(tmp_path, before, after):
-    RunFolder(layout(tmp_path, 4, expert_model=before)).close()
-    said = (
-        rf"expert_model_parallel_size was {before} \(TP 1, PP 1, CP 1, EP {before}\) "
-        rf"and is {after} \(TP 2, PP 1, CP 1, EP {after}\); "
-    )
-    with pytest.raises(RecipeError, match=said):
-        RunFolder(layout(tmp_path, 8, {"sequence_parallel": True}, tensor_model=2, expert_model=after))
-    RunFolder(layout(tmp_path, 8, expert_model=before)).close()
+def test_another_expert_parallel_size_is_refused(tmp_path, before, after):
+    opened(layout(tmp_path, 4, expert_model=before))
+    said = f"expert_model_parallel_size is {before} in the run's recipe and {after} here"
+    refused(layout(tmp_path, 8, {"sequence_parallel": True}, tensor_model=2, expert_model=after), said)
+    opened(layout(tmp_path, 8, expert_model=before))
 
 
 @pytest.mark.parametrize(
@@ -107,28 +109,27 @@ def test_another_expert_parallel_size_is_refused_with_both_layouts(tmp_path, bef
     ],
 )
 def test_what_no_test_loads_is_refused(tmp_path, megatron, said):
-    RunFolder(recipe(tmp_path)).close()
-    with pytest.raises(RecipeError, match=said):
-        RunFolder(recipe(tmp_path, megatron=megatron))
+    opened(recipe(tmp_path))
+    refused(recipe(tmp_path, megatron=megatron), said)
 
 
 def test_a_run_goes_on_whose_recipe_has_keys_that_have_left(tmp_path):
-    RunFolder(recipe(tmp_path)).close()
+    opened(recipe(tmp_path))
     file = Path(recipe(tmp_path).run_dir) / "recipe.yaml"
     written = yaml.safe_load(file.read_text())
     written["weights"] |= {"store": "", "store_gib": 64.0, "anchor_every": 20, "transaction": "staged"}
     written["telemetry"] |= {"trace_steps": []}
     file.write_text(yaml.safe_dump(written))
-    RunFolder(recipe(tmp_path)).close()
+    opened(recipe(tmp_path))
 
 
 def test_a_run_goes_on_whose_recipe_has_a_key_under_its_old_name(tmp_path):
     changed = recipe(tmp_path, rewards={"variables": ["KEY"]})
-    RunFolder(changed).close()
+    opened(changed)
     file = Path(changed.run_dir) / "recipe.yaml"
     file.write_text(file.read_text().replace("  variables:\n  - KEY", "  environment:\n  - KEY"))
     assert "environment:\n  - KEY" in file.read_text()
-    RunFolder(changed).close()
+    opened(changed)
     assert load_run_recipe(changed.run_dir) == changed
 
 
@@ -142,16 +143,14 @@ def test_a_folder_in_use_is_refused(tmp_path):
 def test_a_folder_that_cannot_be_made_is_one_line_with_its_key(tmp_path):
     (tmp_path / "file").touch()
     for folder in ("/proc/x", tmp_path / "file"):
-        with pytest.raises(RecipeError, match=rf"^output_dir: {folder}/.* cannot be made: \w[^/]*$"):
-            RunFolder(recipe(tmp_path, output_dir=str(folder)))
+        refused(recipe(tmp_path, output_dir=str(folder)), rf"^output_dir: {folder}/.* cannot be made: \w[^/]*$")
 
 
 def test_a_folder_with_other_files_is_refused(tmp_path):
     target = tmp_path / "runs" / "r"
     target.mkdir(parents=True)
     (target / "thesis.tex").write_text("mine")
-    with pytest.raises(RecipeError, match=r"files and no recipe.yaml"):
-        RunFolder(recipe(tmp_path))
+    refused(recipe(tmp_path), r"files and no recipe.yaml")
 
 
 def test_a_start_killed_before_the_recipe_was_written_leaves_a_usable_folder(tmp_path):
@@ -161,11 +160,10 @@ def test_a_start_killed_before_the_recipe_was_written_leaves_a_usable_folder(tmp
         (target / name).mkdir(parents=True)
     (target / "lock").touch()
     (target / ".recipe.yaml.draft").write_text("name: r")
-    RunFolder(recipe(tmp_path)).close()
+    opened(recipe(tmp_path))
     (target / "recipe.yaml").unlink()
     (target / "checkpoints" / "step_000001").mkdir()
-    with pytest.raises(RecipeError, match=r"files and no recipe.yaml"):
-        RunFolder(recipe(tmp_path))
+    refused(recipe(tmp_path), r"files and no recipe.yaml")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
@@ -174,21 +172,19 @@ def test_a_file_system_without_locks_is_one_line(tmp_path, monkeypatch, number):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    with pytest.raises(RecipeError, match=r"r/lock cannot be locked .*; choose"):
-        RunFolder(recipe(tmp_path))
+    refused(recipe(tmp_path), r"r/lock cannot be locked .*; choose")
 
 
 def test_a_recipe_written_before_a_key_existed_is_the_same_run(tmp_path):
-    RunFolder(recipe(tmp_path)).close()
+    opened(recipe(tmp_path))
     path = tmp_path / "runs" / "r" / "recipe.yaml"
     older = yaml.safe_load(path.read_text())
     del older["weights"]["probe_every"]
     path.write_text(yaml.safe_dump(older))
-    RunFolder(recipe(tmp_path)).close()
+    opened(recipe(tmp_path))
     older["weights"]["probe_every"] = 11
     path.write_text(yaml.safe_dump(older))
-    with pytest.raises(RecipeError, match=r"weights\.probe_every is 11 .* 10 here"):
-        RunFolder(recipe(tmp_path))
+    refused(recipe(tmp_path), r"weights\.probe_every is 11 .* 10 here")
 
 
 def test_a_mixture_keeps_its_tasks_but_for_their_workers(tmp_path):
@@ -196,11 +192,10 @@ def test_a_mixture_keeps_its_tasks_but_for_their_workers(tmp_path):
         tasks = {"math": {"path": "m", "weight": 1}, "code": {"path": "c", "weight": 1, **code}}
         return recipe(tmp_path, prompts={"tasks": tasks})
 
-    RunFolder(mixture(workers=2, cpu_s=9)).close()
-    RunFolder(mixture(workers=3, cpu_s=9)).close()
+    opened(mixture(workers=2, cpu_s=9))
+    opened(mixture(workers=3, cpu_s=9))
     for key, changed in (("cpu_s", {"cpu_s": 8}), ("weight", {"weight": 2, "cpu_s": 9})):
-        with pytest.raises(RecipeError, match=rf"prompts\.tasks\.code\.{key} is "):
-            RunFolder(mixture(**changed))
+        refused(mixture(**changed), rf"prompts\.tasks\.code\.{key} is ")
 
 
 def test_a_finished_run_is_recognized(tmp_path):

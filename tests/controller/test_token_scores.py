@@ -11,37 +11,28 @@ from recipe_files import small_recipe
 from rollout_groups import group_of, rollout
 from stored_episodes import FORKED
 
-from megatron_scalerl.batching.rollout_bytes import arrays_of, write
 from megatron_scalerl.controller.token_scores import TokenScores
 from megatron_scalerl.rollouts.history import read_groups, read_history
-from megatron_scalerl.rollouts.store import GroupHeader, StoreWriter, block_bytes
 from megatron_scalerl.rollouts.token_scores import read_scores
 from megatron_scalerl.types import Prompt, Score
 
 
-def made_store(run_dir):
-    (run_dir / "rollouts").mkdir()
-    return StoreWriter(run_dir / "rollouts")
-
-
-def stored_group(writer, number, rewards):
+def completions(number, count):
     """Completion i of group n has the tokens 100 n + 10 i, + 1, ...: i + 1 of them."""
-    prompt = Prompt(prompt_id=f"p{number}", text="", answer="", token_ids=(7, 8))
-    rollouts = [
-        rollout(tokens=tuple(range(100 * number + 10 * i, 100 * number + 11 * i + 1))) for i in range(len(rewards))
-    ]
-    scores = tuple(Score(correct=r > 0, reward=float(r)) for r in rewards)
-    group = group_of(rollouts, scores, prompt=prompt, group_id=number)
-    header = GroupHeader(
-        prompt=prompt,
-        scores=scores,
-        epoch=0,
-        first_token_version=0,
-        lost_completions=0,
-        completions=group.completions,
-    )
-    stored = writer.append(block_bytes(number, header, [write(arrays_of(each)) for each in rollouts]))
-    return replace(group, stored=stored)
+    return [rollout(tokens=range(100 * number + 10 * i, 100 * number + 11 * i + 1)) for i in range(count)]
+
+
+def stored(run_dir, **rollouts):
+    """Groups as a batch reads them. rollouts: gN -> (rewards, completions) of group N."""
+    groups = []
+    for name, (rewards, made) in rollouts.items():
+        number = int(name[1:])
+        prompt = Prompt(prompt_id=f"p{number}", text="", answer="", token_ids=(7, 8))
+        scores = [Score(correct=r > 0, reward=float(r)) for r in rewards]
+        groups.append((group_of(made, scores, prompt=prompt, group_id=number), made))
+    write_journal(run_dir, groups=groups)
+    read = read_groups(run_dir, read_history(run_dir), [group.group_id for group, _ in groups])
+    return [read[group.group_id] for group, _ in groups]
 
 
 @pytest.fixture
@@ -53,12 +44,8 @@ def scorer(tmp_path):
 
 def test_best_and_worst_of_groups_that_tell_something_are_scored(scorer, tmp_path):
     scores, trainer = scorer
-    writer = made_store(tmp_path)
-    groups = [
-        stored_group(writer, 2, [-1, 1, -1]),
-        stored_group(writer, 1, [1, 1]),
-        stored_group(writer, 0, [1, 0, -1]),
-    ]
+    rewards = {2: [-1, 1, -1], 1: [1, 1], 0: [1, 0, -1]}
+    groups = stored(tmp_path, **{f"g{n}": (given, completions(n, len(given))) for n, given in rewards.items()})
     filtered = replace(
         groups[0], completions=groups[0].completions[1:], positions=(1, 2), scores=groups[0].scores[1:]
     )
@@ -76,27 +63,16 @@ def test_best_and_worst_of_groups_that_tell_something_are_scored(scorer, tmp_pat
 
 def test_every_part_of_a_forked_episode_is_scored(scorer, tmp_path):
     scores, trainer = scorer
-    journal_group = group_of(
-        (rollout(tokens=(9,)), FORKED, rollout(tokens=(7, 2))),
-        [Score(correct=r > 0, reward=r) for r in (0.0, 1.0, -1.0)],
-        prompt=Prompt(prompt_id="p", text="", answer="", token_ids=(7, 8)),
-    )
-    write_journal(tmp_path, groups=[(journal_group, (rollout(tokens=(9,)), FORKED, rollout(tokens=(7, 2))))])
-    [group] = read_groups(tmp_path, read_history(tmp_path), [0]).values()
-    asyncio.run(scores.record(2, [group]))
-    assert trainer.asked == [[[7, 8, *part.token_ids] for part in (*FORKED, rollout(tokens=(7, 2)))]]
+    made = rollout(tokens=(9,)), FORKED, rollout(tokens=(7, 2))
+    asyncio.run(scores.record(2, stored(tmp_path, g0=((0, 1, -1), made))))
+    assert trainer.asked == [[[7, 8, *part.token_ids] for part in (*FORKED, made[2])]]
     found = read_scores(tmp_path, 2)
-    assert [(key, len(row.logprobs)) for key, row in found.items()] == [
-        ((0, 1), 3),
-        ((0, 2), 5),
-        ((0, 3), 8),
-        ((0, 4), 2),
-    ]
+    assert {key: len(row.logprobs) for key, row in found.items()} == {(0, 1): 3, (0, 2): 5, (0, 3): 8, (0, 4): 2}
 
 
 def test_nothing_is_asked_for_where_all_rewards_are_equal(scorer, tmp_path):
     scores, trainer = scorer
-    asyncio.run(scores.record(2, [stored_group(made_store(tmp_path), 1, [1, 1])]))
+    asyncio.run(scores.record(2, stored(tmp_path, g1=([1, 1], completions(1, 2)))))
     assert trainer.asked == [] and not (tmp_path / "token_scores").exists()
 
 

@@ -27,6 +27,10 @@ def trainer(*fails):
     return StandInTrainer(fails=fails, manifest=MANIFEST)
 
 
+def publish(sender, members, recipe, version):
+    return asyncio.run(WeightSync(sender, members, recipe).publish(version))
+
+
 def frozen():
     made = trainer()
     made.frozen = True
@@ -42,7 +46,7 @@ def recipe():
 def test_engines_that_had_started_an_update_take_part_in_the_next_one(recipe, path):
     engines = [engine(), engine("engine-1", fails=path), engine("engine-2")]
     sender, members = trainer(), Membership.of(engines)
-    update = asyncio.run(WeightSync(sender, members, recipe).publish(3))
+    update = publish(sender, members, recipe, 3)
     assert members.serving == [engines[0], engines[2]] and sender.world_size == 3
     # of the attempt that succeeded
     assert list(update.phases) == ["needs", "connect", "pause", "start", "update", "finish", "verify", "resume"]
@@ -56,8 +60,8 @@ def test_a_trainer_that_fails_while_it_sends_leaves_engines_that_the_next_traine
     engines = [engine(), engine("engine-1")]
     members = Membership.of(engines)
     with pytest.raises(TrainerError):
-        asyncio.run(WeightSync(trainer(TrainerError("rank 0 exited")), members, recipe).publish(3))
-    asyncio.run(WeightSync(trainer(), members, recipe).publish(2))
+        publish(trainer(TrainerError("rank 0 exited")), members, recipe, 3)
+    publish(trainer(), members, recipe, 2)
     assert members.serving == engines and [e.label for e in engines] == ["2", "2"]
 
 
@@ -65,7 +69,7 @@ def test_a_broadcast_that_fails_at_the_trainer_alone_evicts_no_engine(recipe):
     engines = [engine(), engine("engine-1")]
     members = Membership.of(engines)
     failing = trainer(*[WeightGroupFailed("the group was closed")] * 2)
-    asyncio.run(WeightSync(failing, members, recipe).publish(3))
+    publish(failing, members, recipe, 3)
     assert members.serving == engines
 
 
@@ -154,7 +158,7 @@ def test_tensors_that_are_not_the_engines_end_the_run_at_its_first_update(recipe
     for each in engines:
         each.needs = answers
     with pytest.raises(WeightsRefused, match=f"^engine-0: needs: .*{reason}"):
-        asyncio.run(WeightSync(trainer(), Membership.of(engines), recipe).publish(0))
+        publish(trainer(), Membership.of(engines), recipe, 0)
 
 
 def test_one_engine_of_another_model_does_not_end_a_run_that_others_can_go_on_with(recipe):
@@ -162,7 +166,7 @@ def test_one_engine_of_another_model_does_not_end_a_run_that_others_can_go_on_wi
     engines = [engine(), engine("extra-0")]
     engines[1].needs = REFUSALS[0][0]
     members = Membership.of(engines)
-    asyncio.run(WeightSync(trainer(), members, recipe).publish(0))
+    publish(trainer(), members, recipe, 0)
     assert members.serving == engines[:1] and "4 values" in members.members[1].reason
 
 
@@ -173,7 +177,7 @@ def test_workers_of_all_data_parallel_ranks_take_part(recipe, world_size, serves
     engines[1].world_size = world_size
     engines[1].needs *= 1 if serves else 2
     members, sender = Membership.of(engines), trainer()
-    asyncio.run(WeightSync(sender, members, recipe).publish(0))
+    publish(sender, members, recipe, 0)
     assert members.serving == engines[: 1 + serves] and sender.world_size == (1 + 1 + 2 * serves)
 
 
@@ -193,6 +197,6 @@ def test_an_engine_that_holds_other_values_than_were_sent_never_serves_them(reci
     good, corrupt = engine(), engine("engine-1")
     corrupt.live = "feed"
     members = Membership.of([good, corrupt])
-    asyncio.run(WeightSync(trainer(), members, recipe).publish(3))
+    publish(trainer(), members, recipe, 3)
     assert members.serving == [good] and corrupt.paused
     assert re.fullmatch("engine-1: verify: worker 0: .* feed, .* v3", members.members[1].reason)

@@ -10,7 +10,7 @@ from megatron_scalerl.evaluation.problems import read_problems, split_schema
     ("rows", "ids", "answers"),
     [
         (AIME_2024, ["2024-I-1", "2024-II-4"], ["33", "1"]),
-        (AIME_H4, ["60"], ["76"]),
+        (AIME_H4, ["60"], ["076"]),
         (AIME_25, ["0"], ["4"]),
         (AIME_25_OC, ["1"], ["4"]),
         (AIME_25_MA, ["1"], ["4"]),
@@ -21,7 +21,7 @@ def test_every_variant_of_aime_is_recognized(tmp_path, rows, ids, answers):
     found = read_problems(path)
     assert found.schema == "aime" and found == read_problems(path, "aime")
     assert [p.problem_id for p in found.problems] == ids
-    assert [p.answer for p in found.problems] == answers, "without leading zeros"
+    assert [p.answer for p in found.problems] == answers
     assert [p.text for p in found.problems] == [r.get("Problem") or r.get("problem") or r["question"] for r in rows]
 
 
@@ -41,31 +41,6 @@ def test_any_columns(tmp_path):
     assert [(p.problem_id, p.text, p.answer) for p in found.problems] == [("x", "1+1", "2"), ("y", "2+2", "4.5")]
     plain = read_problems(written(tmp_path, "p.jsonl", [{"prompt": "1+1", "answer": "2"}]))
     assert plain.schema == "prompt,answer" and plain.problems[0].problem_id == "1"
-    words = read_problems(written(tmp_path, "w.jsonl", [{"question": "1+1", "answer": "two"}]))
-    assert words.schema == "question,answer", "AIME's columns, but no integer"
-
-
-@pytest.mark.parametrize(
-    ("answers", "schema"),
-    [
-        ((18, "3", "070"), "aime"),
-        ((18, 3, 70000), "question,answer"),  # as GSM8K's
-        (("18", "-3", "70"), "question,answer"),
-        (("18", "3", "2.5"), "question,answer"),
-    ],
-)
-def test_all_answers_decide_whether_a_file_is_aime(tmp_path, answers, schema):
-    rows = [{"question": f"{n}?", "answer": answer, "level": None} for n, answer in enumerate(answers)]
-    found = read_problems(written(tmp_path, "gsm.jsonl", rows))
-    assert found.schema == schema
-    assert [p.answer for p in found.problems] == [str(a).lstrip("0") if schema == "aime" else str(a) for a in answers]
-
-
-def test_a_row_without_an_answer_does_not_decide(tmp_path):
-    for missing in (None, ""):
-        rows = [AIME_25[0] | {"id": str(n), "answer": answer} for n, answer in enumerate(("4", missing))]
-        with pytest.raises(ValueError, match=r"line 2: 'answer' is .*, not an integer from 0 to 999"):
-            read_problems(written(tmp_path, "aime.jsonl", rows))
 
 
 def test_the_digest_is_of_problems_and_answers(tmp_path):
@@ -92,7 +67,7 @@ def test_the_schema_follows_the_last_colon(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "schema", "message"),
     [
-        ([AIME_2024[0] | {"Answer": True}], "aime", "'Answer' is True, not an integer from 0 to 999"),
+        ([AIME_2024[0], AIME_2024[1] | {"Answer": None}], "aime", "line 2: .*'Answer'"),
         ([{"Problem": "x"}], "aime", r"no column 'Answer' or 'answer', only \(Problem\)"),
     ],
 )

@@ -1,7 +1,6 @@
 """The result on disk: resumed, never half-written, of one evaluation; every row of one policy version."""
 
 import asyncio
-import json
 from dataclasses import replace
 
 import pytest
@@ -31,18 +30,24 @@ def row(number, index=0, *, correct=True, lost=""):
     return Row(key=key(number, index), problem_id=str(number), correct=correct, tokens=4, lost=lost, text="x")
 
 
-def test_rows_are_kept_and_a_torn_one_is_dropped(tmp_path):
-    with ResultFile(tmp_path, HEADER) as result:
-        result.append(row(1))
-        result.append(row(2, correct=False))
+def written(folder, *rows, torn=b""):
+    """The file of a result with these rows and bytes at its end."""
+    with ResultFile(folder, HEADER) as result:
+        for each in rows:
+            result.append(each)
     with result.path.open("ab") as file:
-        file.write(b'{"key": {"file": "a", "num')
+        file.write(torn)
+    return result.path
+
+
+def test_rows_are_kept_and_a_torn_one_is_dropped(tmp_path):
+    path = written(tmp_path, row(1), row(2, correct=False), torn=b'{"key": {"file": "a", "num')
     with ResultFile(tmp_path, HEADER) as again:
         assert set(again.rows) == {key(1), key(2)} and again.rows[key(1)] == row(1)
         again.append(row(3))
     with ResultFile(tmp_path, HEADER) as last:
         assert [r.key.number for r in last.rows.values()] == [1, 2, 3]
-    assert result.path.stat().st_mode & 0o777 == 0o600, "prompts' answers and completions are their owner's"
+    assert path.stat().st_mode & 0o777 == 0o600, "prompts' answers and completions are their owner's"
 
 
 @pytest.mark.parametrize(
@@ -54,30 +59,19 @@ def test_rows_are_kept_and_a_torn_one_is_dropped(tmp_path):
     ],
 )
 def test_another_evaluation_is_refused_and_changes_nothing(tmp_path, changed, named):
-    with ResultFile(tmp_path, HEADER) as result:
-        result.append(row(1))
-    before = result.path.read_bytes()
+    path = written(tmp_path, row(1))
+    before = path.read_bytes()
     with pytest.raises(OtherResult, match=r"completions\.jsonl: it is the result of another evaluation: ") as error:
         ResultFile(tmp_path, changed)
-    assert named in str(error.value) and result.path.read_bytes() == before
+    assert named in str(error.value) and path.read_bytes() == before
     with ResultFile(tmp_path, replace(HEADER, policy="moved/p")) as moved:
         assert len(moved.rows) == 1, "the digest says what the policy is"
 
 
 def test_a_damaged_row_names_its_line(tmp_path):
-    with ResultFile(tmp_path, HEADER) as result:
-        result.append(row(1))
-    with result.path.open("ab") as file:
-        file.write(b'{"key": 5}\n')
+    written(tmp_path, row(1), torn=b'{"key": 5}\n')
     with pytest.raises(OtherResult, match=r"completions.jsonl line 3: it is not a completion: "):
         ResultFile(tmp_path, HEADER)
-
-
-def test_the_summary_is_written_whole(tmp_path):
-    with ResultFile(tmp_path, HEADER) as result:
-        path = result.finish({"mean": 0.5})
-    assert json.loads(path.read_text()) == {"mean": 0.5}
-    assert not list(tmp_path.glob(".*draft"))
 
 
 def test_a_cell_needs_every_completion():

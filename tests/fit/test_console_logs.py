@@ -1,10 +1,9 @@
 """Console logs as other trainers print them, and several starts in one log: which lines are rows."""
 
-import json
 from pathlib import Path
 
 import pytest
-from other_tools import RATES, STEPS, write
+from other_tools import RATES, STEPS, lines, write
 
 from megatron_scalerl.fit.inputs import read_curves
 
@@ -31,10 +30,6 @@ def test_a_log_without_metrics_is_refused(tmp_path):
         read_curves(write(tmp_path, "other.log", "[06:01] done\n"))
 
 
-def lines(rows):
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
 @pytest.mark.parametrize(
     ("steps", "points"),
     [
@@ -52,15 +47,3 @@ def test_the_last_of_several_starts_counts(tmp_path, steps, points):
     rows = [{"step": step, "loss": 0.1, "reward": 0.2 + n / 100} for n, step in enumerate(steps)]
     (curve,) = read_curves(write(tmp_path, "a.jsonl", lines(rows)))
     assert len(curve.compute) == points and len(curve.notes) == (1 if points != 2 else 2)
-
-
-def test_text_on_the_axis_of_a_second_run_is_refused_with_its_row(tmp_path):
-    rows = [{"step": step, "loss": 0.1, "reward": 0.5} for step in (1, 2, 3, 4, "x", 1, 2, 3)]
-    with pytest.raises(ValueError, match=r"row 5: step: 'x'"):
-        read_curves(write(tmp_path, "a.jsonl", lines(rows)))
-
-
-def test_kinds_of_rows_are_no_runs(tmp_path):
-    rows = [{"step": s, "type": kind, "acc": r} for kind in ("train", "eval") for s, r in zip(STEPS, RATES)]
-    (curve,) = read_curves(write(tmp_path, "kinds.jsonl", lines(rows)))
-    assert curve.name == "kinds" and curve.notes == ()

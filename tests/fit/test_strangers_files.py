@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from other_tools import RATES, STEPS, write
+from other_tools import RATES, STEPS, lines, write
 
 from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
 from megatron_scalerl.fit.table_file import scores
@@ -28,10 +28,6 @@ def table(columns, **options):
     return out.getvalue()
 
 
-def lines(rows):
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
 def chart(x, xs, *columns):
     """CSV of a W&B chart; columns: (run, metric, values)."""
     header = {x: xs}
@@ -39,14 +35,18 @@ def chart(x, xs, *columns):
     return table(header, quoting=csv.QUOTE_ALL)
 
 
+def read(tmp_path, data, name="run.csv", **options):
+    """The one curve of a file. options: of the columns."""
+    [curve] = read_curves(write(tmp_path, name, data), ColumnOptions(**options))
+    return curve
+
+
 @pytest.mark.parametrize(
     ("x", "factor", "unit"),
     [
         ("Step", 1, "steps"),
-        ("training/global_step", 1, "steps"),
         ("trainer/global_step", 1, "steps"),
         ("Relative Time (Process)", 61.5, "seconds"),
-        ("Relative Time (Wall)", 61.5, "seconds"),
         ("train/epoch", 0.01, "train/epoch"),
         ("my_counter", 3, "my_counter"),
     ],
@@ -78,13 +78,13 @@ def test_a_chart_of_one_metric_of_any_name_is_taken_and_a_time_of_day_is_not(tmp
     assert "my/own_metric" in read_curves(path)[0].read
     wall = chart("Wall Time", [1.77e9 + step for step in STEPS], ("run", "eval/accuracy", RATES))
     with pytest.raises(ValueError, match="row 2: Wall Time: a time of day"):
-        read_curves(write(tmp_path, "chart.csv", wall))
+        read(tmp_path, wall, "chart.csv")
 
 
 def test_a_run_of_a_chart_that_has_just_begun_is_left_out_with_a_word(tmp_path):
     begun = [0.1, 0.2] + [""] * 8
     columns = ("old", "eval/accuracy", RATES), ("new", "eval/accuracy", begun), ("empty", "eval/accuracy", [""] * 10)
-    (curve,) = read_curves(write(tmp_path, "chart.csv", chart("Step", STEPS, *columns)))
+    curve = read(tmp_path, chart("Step", STEPS, *columns), "chart.csv")
     assert curve.name == "old" and "2 runs of chart.csv were left out" in curve.notes[-1]
 
 
@@ -146,12 +146,12 @@ def test_a_sum_of_rewards_is_refused_and_its_range_can_be_given(tmp_path):
 
 @pytest.mark.parametrize("x", ["Training compute (GPU-hours)", "gpu_h", "H100 GPU hours"])
 def test_gpu_hours_by_other_names_and_the_only_other_column(tmp_path, x):
-    (curve,) = read_curves(write(tmp_path, "run.csv", table({x: STEPS, "GSM8K": RATES})))
+    curve = read(tmp_path, table({x: STEPS, "GSM8K": RATES}))
     assert curve.unit == "gpu_hours" and "points of GSM8K over" in curve.read
     with pytest.raises(ValueError, match="--score"):
-        read_curves(write(tmp_path, "run.csv", table({x: STEPS, "loss": RATES})))
+        read(tmp_path, table({x: STEPS, "loss": RATES}))
     with pytest.raises(ValueError, match="--score"):
-        read_curves(write(tmp_path, "chart.csv", chart(x, STEPS, ("run", "train/loss", RATES))))
+        read(tmp_path, chart(x, STEPS, ("run", "train/loss", RATES)), "chart.csv")
 
 
 def test_a_folder_with_metrics_whose_last_line_is_being_written(tmp_path):
@@ -201,24 +201,24 @@ def test_tables_as_spreadsheets_and_pandas_write_them(path):
 def test_what_is_no_number_is_skipped_and_counted_and_text_is_not(tmp_path):
     cells = ["", "NaN", "nan", "None", "inf", "-Infinity", "n/a", "null", "0.5", "0.6", "0.7"]
     text = table({"step": range(1, 12), "score": cells})
-    (curve,) = read_curves(write(tmp_path, "run.csv", text))
+    curve = read(tmp_path, text)
     assert curve.pass_rate.tolist() == [0.5, 0.6, 0.7]
     assert "skipped rows: 8 without a number" in curve.read
     with pytest.raises(ValueError, match="row 2: score: 'oops'"):
-        read_curves(write(tmp_path, "run.csv", "step,score\n1,oops\n2,0.5\n"))
+        read(tmp_path, "step,score\n1,oops\n2,0.5\n")
     with pytest.raises(ValueError, match=r"run.csv: .* score"):
-        read_curves(write(tmp_path, "run.csv", "step,score\n1,nan\n2,\n"))
+        read(tmp_path, "step,score\n1,nan\n2,\n")
 
 
 def test_the_rounding_of_single_precision_is_no_mistake(tmp_path):
-    (curve,) = read_curves(write(tmp_path, "run.csv", "step,reward\n1,-1e-7\n2,0.5\n3,1.0000001\n"))
+    curve = read(tmp_path, "step,reward\n1,-1e-7\n2,0.5\n3,1.0000001\n")
     assert curve.pass_rate.tolist() == [0.0, 0.5, 1.0]
-    assert len(read_curves(write(tmp_path, "run", '{"step": 1, "acc": 0.5}\n' * 2))[0].compute) == 1
+    assert len(read(tmp_path, '{"step": 1, "acc": 0.5}\n' * 2, "run").compute) == 1
 
 
 def test_percent_is_converted_and_said_where_its_name_says_so_and_refused_otherwise(tmp_path):
     percent = [100 * rate for rate in RATES]
-    (curve,) = read_curves(write(tmp_path, "run.csv", table({"step": STEPS, "accuracy_pct": percent})))
+    curve = read(tmp_path, table({"step": STEPS, "accuracy_pct": percent}))
     assert "percent, divided by 100" in curve.read
     np.testing.assert_allclose(curve.pass_rate, RATES)
     path = write(tmp_path, "run.csv", table({"step": STEPS, "accuracy": percent}))
@@ -227,19 +227,13 @@ def test_percent_is_converted_and_said_where_its_name_says_so_and_refused_otherw
     np.testing.assert_allclose(read_curves(path, ColumnOptions(score_range=(0, 100)))[0].pass_rate, RATES)
 
 
-def test_rows_of_one_kind_are_read_and_equal_kinds_are_refused(tmp_path):
+def test_rows_of_one_kind_are_read_and_kinds_that_follow_one_another_are_one(tmp_path):
     rows = [{"type": "train", "step": s, "accuracy": 0.9} for s in range(1, 101)]
     rows += [{"type": "eval", "step": s, "accuracy": r} for s, r in zip(STEPS, RATES)]
-    (curve,) = read_curves(write(tmp_path, "run.jsonl", lines(rows)))
+    curve = read(tmp_path, lines(rows), "run.jsonl")
     assert curve.pass_rate.tolist() == RATES and "rows with type = eval, not train" in curve.read
-    rows = [{"dataset": d, "step": s, "accuracy": r} for d in ("aime", "math") for s, r in zip(STEPS, RATES)]
-    path = write(tmp_path, "run.jsonl", lines(rows))
-    with pytest.raises(ValueError, match="dataset: aime, math; choose with --series dataset=VALUE"):
-        read_curves(path)
-    assert len(read_curves(path, ColumnOptions(series=(("dataset", "math"),)))[0].compute) == 10
-    assert len(read_curves(path, ColumnOptions(series=(("dataset", "*"),)))) == 2
-    rows = [{"phase": "warmup" if s < 50 else "main", "step": s, "accuracy": r} for s, r in zip(STEPS, RATES)]
-    assert len(read_curves(write(tmp_path, "run.jsonl", lines(rows)))[0].compute) == 10
+    rows = [{"phase": "train" if s < 50 else "extended", "step": s, "accuracy": r} for s, r in zip(STEPS, RATES)]
+    assert len(read(tmp_path, lines(rows), "run.jsonl").compute) == 10
 
 
 def test_a_long_table_and_a_table_of_runs(tmp_path):
@@ -252,14 +246,6 @@ def test_a_long_table_and_a_table_of_runs(tmp_path):
     assert [c.name for c in read_curves(write(tmp_path, "runs.csv", table(columns)))] == ["a", "b"]
     runs = {name: [{"step": s, "acc": r} for s, r in zip(STEPS, RATES)] for name in ("lr 1", "lr 2")}
     assert [c.name for c in read_curves(write(tmp_path, "runs.json", json.dumps(runs)))] == ["lr 1", "lr 2"]
-
-
-def test_a_step_logged_again_counts_once_with_its_last_value(tmp_path):
-    again = STEPS + STEPS[5:] + [110]
-    rates = RATES + [0.5] * 6
-    (curve,) = read_curves(write(tmp_path, "run.csv", table({"step": again, "score": rates})))
-    assert curve.compute.tolist() == [*STEPS, 110] and curve.pass_rate.tolist() == [*RATES[:5], *[0.5] * 6]
-    assert curve.notes == ("run.csv: 5 rows have a step that a later row has again; the last counts",)
 
 
 def test_hours_per_step_is_applied_or_refused(tmp_path):
@@ -300,6 +286,20 @@ def test_the_nearest_names_are_proposed_where_none_fits(tmp_path):
             "gzip",
         ),
         ("a.csv", b"step,acc\n1,0.1\xff\n", "0xff"),
+        ("a.csv", "", "empty"),
+        ("a.csv", "gpu_hours,pass_rate\n1,0.4\n-2,0.5\n", "row 3: gpu_hours: -2"),
+        ("a.csv", "gpu_hours,pass_rate\n1,0.4\n2\n", "row 3: 1 cell"),
+        ("a.csv", "x,pass_rate\n1,0.4\n", "row 1: .*--compute.* x, pass_rate"),
+        (
+            "a.csv",
+            "compute,pass_rate,unit\n1,0.4,tflops\n2,0.5,hours\n",
+            "row 3: unit: hours .* tflops in row 2",
+        ),
+        ("a.csv", "compute,pass_rate,prompts\n1,0.4,200\n2,0.5,20\n", "row 3: prompts: 20 .* 200 in row 2"),
+        ("a.csv", "compute,pass_rate,generations\n1,0.4,1.5\n", "row 2: generations: 1.5"),
+        ("a.csv", "compute,pass_rate,within_variance\n1,0.4,9\n", r"row 2: within_variance: 9 .*\[0, 0.5\]"),
+        ("a.jsonl", '{"gpu_hours": 1\n', "row 1: .*JSON object"),
+        ("a.jsonl", '{"gpu_hours": "x", "pass_rate": 0.4}\n', "row 1: gpu_hours: 'x'"),
         (
             "a.json",
             '{"rows": 3, "x": [1, 2], "y": [1]}',
@@ -308,9 +308,10 @@ def test_the_nearest_names_are_proposed_where_none_fits(tmp_path):
     ],
 )
 def test_other_files_are_refused_in_one_line(tmp_path, name, data, message):
+    path = write(tmp_path, name, data)
     with pytest.raises(ValueError, match=message) as caught:
-        read_curves(write(tmp_path, name, data))
-    assert "\n" not in str(caught.value)
+        read_curves(path)
+    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
 
 
 def test_the_ranked_table_of_names():
@@ -326,14 +327,13 @@ def rising(n):
 @pytest.mark.parametrize("name", NAMES["better_lower"])
 def test_a_measure_that_is_better_lower_is_no_pass_rate(tmp_path, name):
     with pytest.raises(ValueError, match="--score"):
-        read_curves(write(tmp_path, "a.csv", table({"step": STEPS, name: RATES[::-1]})))
+        read(tmp_path, table({"step": STEPS, name: RATES[::-1]}))
 
 
 @pytest.mark.parametrize(
     ("column", "kinds", "outcome"),
     [
         ("variable", ("loss", "accuracy"), "rows with variable = accuracy, not loss"),
-        ("name", ("train/loss", "eval/accuracy"), "rows with name = eval/accuracy, not train/loss"),
         ("domain", ("algebra", "geometry"), "domain: algebra, geometry; choose with"),
         ("dataset", ("aime", "math"), "dataset: aime, math; choose with"),
         ("k", (1, 4), "k: 1, 4; choose with"),
@@ -348,11 +348,13 @@ def test_rows_that_differ_in_one_column_are_not_mixed(tmp_path, column, kinds, o
     else:
         with pytest.raises(ValueError, match=outcome):
             read_curves(path)
+        assert len(read_curves(path, ColumnOptions(series=((column, str(kinds[1])),)))[0].compute) == 20
+        assert len(read_curves(path, ColumnOptions(series=((column, "*"),)))) == 2
 
 
 def test_single_answers_are_averaged(tmp_path):
     answers = [{"step": 10 * n, "correct": i < n} for n in range(1, 11) for i in range(20)]
-    (curve,) = read_curves(write(tmp_path, "answers.jsonl", lines(answers)))
+    curve = read(tmp_path, lines(answers), "answers.jsonl")
     assert curve.pass_rate == pytest.approx([n / 20 for n in range(1, 11)])
     assert curve.notes == ("answers.jsonl: several rows of one step: their mean was fitted",)
 
@@ -361,14 +363,14 @@ def test_single_answers_are_averaged(tmp_path):
 @pytest.mark.parametrize(("column", "compute"), [("checkpoint", None), ("model", "model")])
 def test_names_of_checkpoints_are_steps(tmp_path, name, column, compute):
     data = table({column: [name.format(step) for step in STEPS], "accuracy": RATES})
-    [curve] = read_curves(write(tmp_path, "t.csv", data), ColumnOptions(compute=compute))
+    curve = read(tmp_path, data, compute=compute)
     assert curve.compute.tolist() == STEPS and curve.unit == "steps" and curve.pass_rate.tolist() == RATES
 
 
 def test_commas_between_thousands(tmp_path):
     data = table({"step": [f"{100 * step:,}" for step in STEPS], "accuracy": RATES})
     assert '"1,000"' in data
-    [curve] = read_curves(write(tmp_path, "t.csv", data))
+    curve = read(tmp_path, data)
     assert curve.compute.tolist() == [100 * step for step in STEPS]
 
 
@@ -376,6 +378,6 @@ def test_commas_between_thousands(tmp_path):
 def test_dates_are_refused_as_an_axis_and_no_obstacle_beside_one(tmp_path, column):
     days = [f"2026-01-{step // 10:02d}T10:00:00Z" for step in STEPS]
     with pytest.raises(ValueError, match=rf"row 1: no column is a compute \(name it with --compute\).*{column}"):
-        read_curves(write(tmp_path, "t.csv", table({column: days, "accuracy": RATES})))
-    [curve] = read_curves(write(tmp_path, "u.csv", table({column: days, "step": STEPS, "accuracy": RATES})))
+        read(tmp_path, table({column: days, "accuracy": RATES}))
+    curve = read(tmp_path, table({column: days, "step": STEPS, "accuracy": RATES}))
     assert curve.compute.tolist() == STEPS

@@ -152,6 +152,14 @@ def write_page_run(folder, *, validations=20, long_tokens=3):
     return folder
 
 
+def add_step(run, *groups, **options):
+    """Groups from 6 on, and the fourth step, which has all of them. groups: numbers, or groups with their parts."""
+    made = [made_group(group) if isinstance(group, int) else group for group in groups]
+    batch = BatchRecord(batch=3, step=4, policy_version=3, group_ids=tuple(group.group_id for group, _ in made))
+    write_journal(run, groups=made, batches=[batch], **options)
+    return run
+
+
 def write_plain_run(folder, *, steps=6, **recipe):
     """A run with `steps` validations after step 0; `recipe` is merged into its recipe."""
     folder.mkdir(parents=True)

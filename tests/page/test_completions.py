@@ -1,8 +1,10 @@
 """What the reader of the page shows: groups by step, tokens with their facts, texts that do no harm."""
 
+from dataclasses import replace
+
 import pytest
 from journals import write_journal
-from page_runs import HOSTILE, episode_group, made_group, write_page_run
+from page_runs import HOSTILE, add_step, episode_group, made_group, write_page_run
 
 from megatron_scalerl.page.completions import Reader, token_texts
 from megatron_scalerl.page.groups import GroupIndex
@@ -23,11 +25,9 @@ def run(tmp_path_factory):
     return write_page_run(tmp_path_factory.mktemp("reader") / "run")
 
 
-def test_groups_are_found_by_their_step(run):
-    index, _ = opened(run)
-    assert index.steps == [1, 2, 3]
-    assert index.of_step(2) == [{"id": 2, "pass_rate": 0.5}, {"id": 3, "pass_rate": 0.5}]
-    assert index.of_step(9) == []
+@pytest.fixture(scope="module")
+def reader(run):
+    return opened(run)[1]
 
 
 def test_the_index_follows_the_journal(tmp_path):
@@ -42,8 +42,7 @@ def test_the_index_follows_the_journal(tmp_path):
     assert reader.group(6)["step"] == 4 and reader.group(6)["completions"][0]["advantage"] == 1.0
 
 
-def test_a_group_says_how_it_was_trained(run):
-    _, reader = opened(run)
+def test_a_group_says_how_it_was_trained(reader):
     group = reader.group(0)
     assert (group["step"], group["policy_version"], group["pass_rate"], group["prompt"]) == (1, 0, 0.5, "a=")
     right, wrong = group["completions"]
@@ -55,8 +54,7 @@ def test_a_group_says_how_it_was_trained(run):
 
 def test_groups_that_retention_has_deleted(tmp_path):
     run = write_page_run(tmp_path / "run")
-    together = BatchRecord(batch=3, step=4, policy_version=3, group_ids=(6, 7))
-    write_journal(run, groups=map(made_group, (6, 7)), batches=[together], segment_bytes=1)
+    add_step(run, 6, 7, segment_bytes=1)
     finished = read_history(run).finished
     remove(run / "rollouts", {finished[group_id].segment for group_id in (0, 7)})
     index, reader = opened(run)
@@ -70,42 +68,30 @@ def test_groups_that_retention_has_deleted(tmp_path):
 def test_filtered_groups_have_no_advantage(tmp_path):
     run = write_page_run(tmp_path / "run")
     group, rollouts = made_group(6)
-    even = tuple(type(score)(correct=True, reward=1.0) for score in group.scores)
-    equal = type(group)(**{name: getattr(group, name) for name in group.__slots__ if name != "scores"}, scores=even)
-    write_journal(
-        run, groups=[(equal, rollouts)], batches=[BatchRecord(batch=3, step=4, policy_version=3, group_ids=(6,))]
-    )
+    equal = replace(group, scores=(group.scores[0],) * 2)
+    add_step(run, (equal, rollouts))
     _, reader = opened(run)
     first = reader.group(6)["completions"][0]
     assert first["advantage"] is None and first["untrained"] == "a filter left it out of its batch"
 
 
-def test_a_completion_token_by_token(run):
-    _, reader = opened(run)
+def test_a_completion_token_by_token(reader):
     found = reader.completion(0, 1)
     assert found["pieces"] == ["b", "=", "4"] and found["logprobs"] == [-2.0, 0.0, 0.0]
     assert found["spans"] == [(0, 0, ""), (1, 1, "forced")] and found["ids"] == [1, 3, 4]
 
 
-def test_control_and_bidi_characters_are_made_visible(run):
-    _, reader = opened(run)
+def test_control_and_bidi_characters_are_made_visible(reader):
     found = reader.completion(1, 0)["pieces"]
     assert found[0] == HOSTILE[0]  # the page writes it as text
     assert found[2] == "\\x1b]0;title\\x07\\x1b[2J" and found[3] == "\\u202eright to left\\u2066"
     assert reader.group(1)["answer"] == "</script>4\\x1b"
 
 
-def test_a_line_of_a_megabyte_is_read(run):
-    _, reader = opened(run)
-    assert len(reader.completion(2, 0)["pieces"][1]) == 1_000_000
-
-
 @pytest.fixture(scope="module")
 def episodes(tmp_path_factory):
-    """The run with a fourth step, whose group 6 has an episode that forked, one that did not, and a single turn."""
-    run = write_page_run(tmp_path_factory.mktemp("episodes") / "run")
-    batch = BatchRecord(batch=3, step=4, policy_version=3, group_ids=(6,))
-    write_journal(run, groups=[episode_group(6)], batches=[batch])
+    """A reader of group 6 of a fourth step: an episode that forked, one that did not, and a single turn."""
+    run = add_step(write_page_run(tmp_path_factory.mktemp("episodes") / "run"), episode_group(6))
     sizes = {0: 2, 1: 4, 2: 6}
     rows = [
         CompletionScores(
@@ -114,21 +100,19 @@ def episodes(tmp_path_factory):
         for n, size in sizes.items()
     ]
     write_scores(run, 4, rows)
-    return run
+    return opened(run)[1]
 
 
 def test_what_an_environment_wrote_is_marked_and_made_visible(episodes):
-    _, reader = opened(episodes)
-    found = reader.completion(6, 1)
+    found = episodes.completion(6, 1)
     assert found["spans"] == [(0, 0, ""), (1, 0, "forced"), (2, 0, "environment"), (8, 1, "")]
-    assert found["pieces"][2:8] == [reader.completion(1, 0)["pieces"][n] for n in range(6)]
+    assert found["pieces"][2:8] == episodes.completion(1, 0)["pieces"][:6]
     assert found["pieces"][4] == "\\x1b]0;title\\x07\\x1b[2J" and found["parts"] == [0]
     assert (found["mismatch"], found["entropies"]) == (None, None)
 
 
 def test_a_forked_episode_is_read_part_after_part(episodes):
-    _, reader = opened(episodes)
-    found = reader.completion(6, 0)
+    found = episodes.completion(6, 0)
     assert found["parts"] == [0, 2, 6] and found["ids"] == [0, 3, 7, 8, 1, 4, 5, 6, 7, 8, 2, 4]
     assert found["spans"] == [
         (0, 0, ""),
@@ -140,26 +124,23 @@ def test_a_forked_episode_is_read_part_after_part(episodes):
     assert found["mismatch"][:3] == [-0.5, -0.5, -2.0] and found["mismatch"][10] == -2.5
     assert found["entropies"] == [0.5] * 2 + [1.5] * 4 + [2.5] * 6
     with pytest.raises(ValueError, match="group 6 has no completion 3; its last one is 2"):
-        reader.completion(6, 3)
+        episodes.completion(6, 3)
 
 
 def test_a_group_counts_the_turns_of_its_episodes(episodes):
-    _, reader = opened(episodes)
-    forked, whole, single = reader.group(6)["completions"]
+    group = episodes.group(6)
+    forked, whole, single = group["completions"]
     columns = ("tokens", "sampled", "turns", "environment_tokens")
     assert [forked[name] for name in columns] == [12, 6, 3, 6]
     assert [whole[name] for name in columns] == [10, 3, 2, 6]
     assert [single[name] for name in columns] == [2, 2, 1, 0]
     assert [each["scored"] for each in (forked, whole, single)] == [True, False, False]
     assert [each["advantage"] for each in (forked, whole, single)] == [1.4142, -0.7071, -0.7071]
-    assert reader.group(6)["pass_rate"] == pytest.approx(1 / 3)
+    assert group["pass_rate"] == pytest.approx(1 / 3)
 
 
-def test_scores_of_a_part_that_is_missing_are_named(episodes, tmp_path):
-    run = write_page_run(tmp_path / "run")
-    write_journal(
-        run, groups=[episode_group(6)], batches=[BatchRecord(batch=3, step=4, policy_version=3, group_ids=(6,))]
-    )
+def test_scores_of_a_part_that_is_missing_are_named(tmp_path):
+    run = add_step(write_page_run(tmp_path / "run"), episode_group(6))
     write_scores(
         run, 4, [CompletionScores(group_id=6, position=1, policy_version=3, logprobs=[-1.0] * 4, entropies=[0.5] * 4)]
     )
@@ -172,8 +153,7 @@ def test_scores_of_a_part_that_is_missing_are_named(episodes, tmp_path):
     ("group_id", "position", "said"),
     [(99, 0, "journal.jsonl: no group 99 "), (0, 2, "group 0 has no completion 2")],
 )
-def test_what_is_not_there_is_named(run, group_id, position, said):
-    _, reader = opened(run)
+def test_what_is_not_there_is_named(reader, group_id, position, said):
     with pytest.raises(ValueError, match=said):
         reader.completion(group_id, position)
 

@@ -4,18 +4,26 @@ import asyncio
 import json
 
 import pytest
-from journals import write_journal
 from json_lines import append
-from page_runs import TOKEN, answers, made_group, served, step_record, write_page_run
+from page_runs import TOKEN, add_step, answers, served, step_record, write_page_run
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.page.server import PageServer, RunPage, RunsPage
-from megatron_scalerl.rollouts.history import BatchRecord
 
 
 @pytest.fixture
 def run(tmp_path):
     return write_page_run(tmp_path / "run", validations=6)
+
+
+@pytest.fixture
+def ask(run):
+    """Gives (status, headers, text) of one request with the token."""
+
+    def asked(path, **query):
+        return answers(PageServer(RunPage(run)), [(path, TOKEN | query)])[0]
+
+    return asked
 
 
 @pytest.fixture
@@ -54,20 +62,18 @@ def test_without_the_token_there_is_nothing(both, kind, path):
     ],
 )
 def test_a_name_that_is_bound_to_this_address_is_refused(run, host, status):
-    [(found, _, _)] = answers(
-        PageServer(RunPage(run)), [("/api/data", {**TOKEN, "since": "0", "generation": "0"}, {"Host": host})]
-    )
+    [(found, _, _)] = answers(PageServer(RunPage(run)), [("/", TOKEN, {"Host": host})])
     assert found == status
 
 
-@pytest.mark.parametrize(("host", "status"), [("127.0.0.1", 200), ("localhost", 200), ("example.org", 403)])
-async def test_clients_leave_out_the_port_of_http(run, monkeypatch, host, status):
+async def test_clients_leave_out_the_port_of_http(run, monkeypatch):
     """`--port 80` cannot be tried by every user: the server's own port stands for it."""
 
     async with served(PageServer(RunPage(run))) as (server, session):
         monkeypatch.setattr("megatron_scalerl.page.server.HTTP_PORT", server.port)
-        async with session.get(server.url, headers={"Host": host}) as answer:
-            assert answer.status == status
+        for host, status in (("127.0.0.1", 200), ("localhost", 200), ("example.org", 403)):
+            async with session.get(server.url, headers={"Host": host}) as answer:
+                assert answer.status == status
 
 
 def test_the_token_is_new_at_every_start(run):
@@ -75,8 +81,8 @@ def test_the_token_is_new_at_every_start(run):
     assert len(tokens) == 3 and all(len(token) >= 43 for token in tokens)
 
 
-def test_nothing_is_stored_and_nothing_else_may_run(run):
-    [(status, headers, text)] = answers(PageServer(RunPage(run)), [("/", TOKEN, {})])
+def test_nothing_is_stored_and_nothing_else_may_run(ask):
+    status, headers, text = ask("/")
     assert status == 200 and headers["Cache-Control"] == "no-store"
     policy = headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy and "unsafe" not in policy
@@ -84,19 +90,11 @@ def test_nothing_is_stored_and_nothing_else_may_run(run):
     assert headers["Referrer-Policy"] == "no-referrer" and headers["X-Content-Type-Options"] == "nosniff"
 
 
-def test_groups_and_completions_are_read_when_they_are_asked_for(run):
-    groups, group, completion = answers(
-        PageServer(RunPage(run)),
-        [
-            ("/api/groups", {**TOKEN, "step": "2"}, {}),
-            ("/api/group", {**TOKEN, "id": "3"}, {}),
-            ("/api/completion", {**TOKEN, "id": "3", "index": "1"}, {}),
-        ],
-    )
-    assert [each["id"] for each in json.loads(groups[2])["groups"]] == [2, 3]
-    assert json.loads(group[2])["completions"][1]["reason"] == "no_answer"
-    assert json.loads(completion[2])["pieces"] == ["b", "=", "4"]
-    assert completion[1]["Cache-Control"] == "no-store"
+def test_groups_and_completions_are_read_when_they_are_asked_for(ask):
+    assert [each["id"] for each in json.loads(ask("/api/groups", step="2")[2])["groups"]] == [2, 3]
+    assert json.loads(ask("/api/group", id="3")[2])["completions"][1]["reason"] == "no_answer"
+    _, headers, text = ask("/api/completion", id="3", index="1")
+    assert json.loads(text)["pieces"] == ["b", "=", "4"] and headers["Cache-Control"] == "no-store"
 
 
 @pytest.mark.parametrize(
@@ -109,17 +107,18 @@ def test_groups_and_completions_are_read_when_they_are_asked_for(run):
         ("/api/other", {}, 404, "Not Found"),
     ],
 )
-def test_what_is_wrong_is_one_line(run, path, query, status, said):
-    [(found, _, text)] = answers(PageServer(RunPage(run)), [(path, {**TOKEN, **query}, {})])
+def test_what_is_wrong_is_one_line(ask, path, query, status, said):
+    found, _, text = ask(path, **query)
     assert found == status and said in json.loads(text)["error"] and "\n" not in text
 
 
-def test_only_new_steps_are_sent(run):
-    asked = [{**TOKEN, "since": s, "generation": g} for s, g in (("2", "0"), ("9", "0"), ("2", "4"))]
-    known, again, other = answers(PageServer(RunPage(run)), [("/api/data", query, {}) for query in asked])
-    assert json.loads(known[2])["steps"]["step"] == [3] and json.loads(known[2])["since"] == 2
-    for whole in (again, other):  # of a page that knows more than there is, or records that were dropped
-        assert json.loads(whole[2])["steps"]["step"] == [1, 2, 3] and json.loads(whole[2])["since"] == 0
+@pytest.mark.parametrize(
+    ("since", "generation", "begin"),
+    [("2", "0", 2), ("9", "0", 0), ("2", "4", 0)],  # a page that knows more than there is; dropped records
+)
+def test_only_new_steps_are_sent(ask, since, generation, begin):
+    sent = json.loads(ask("/api/data", since=since, generation=generation)[2])
+    assert sent["since"] == begin and sent["steps"]["step"] == [1, 2, 3][begin:]
 
 
 async def test_a_page_hears_of_new_records_and_of_damage(run):
@@ -164,8 +163,7 @@ def test_a_failure_of_the_following_task_is_said(run, monkeypatch, caplog):
 def test_a_batch_that_is_composed_while_the_page_is_open_can_be_read(run):
     async def follow():
         async with served(PageServer(RunPage(run))) as (server, session):
-            record = BatchRecord(batch=3, step=4, policy_version=3, group_ids=(6,))
-            await asyncio.to_thread(write_journal, run, groups=[made_group(6)], batches=[record])
+            await asyncio.to_thread(add_step, run, 6)
             while True:
                 await asyncio.sleep(0.02)
                 query = {"token": server.token, "step": 4}

@@ -1,18 +1,17 @@
 """The closing report on a synthetic run: gain, ledger, and the forecast compared with points that it did not fit."""
 
-import json
-
 import numpy as np
 import pytest
 from report_runs import CURVE, printed_report, write_run
 from rich.console import Console
 
+from megatron_scalerl.checkpoints.jsonl import read_jsonl, rewrite
 from megatron_scalerl.page.report import evaluate, gain, gains_by_task, report, split
 
 
 def test_a_noiseless_sigmoid_is_forecast(tmp_path):
     write_run(tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
+    rows = read_jsonl(tmp_path / "validation.jsonl")
     fitted, unseen = split(rows, {"fit_from_steps": 0, "fit_until_share": 0.5})
     assert [r["step"] for r in fitted] == list(range(5, 55, 5))
     assert [r["step"] for r in unseen] == list(range(55, 105, 5))
@@ -28,7 +27,7 @@ def test_a_noiseless_sigmoid_is_forecast(tmp_path):
 def test_rows_without_sizes_are_forecast(tmp_path):
     """Validations of another program: what a point is worth is not known."""
     write_run(tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
+    rows = read_jsonl(tmp_path / "validation.jsonl")
     for row in rows[3:]:
         del row["prompts"], row["generations"]
     evaluation = evaluate(rows[0], rows[1:11], rows[11:], method="robust", name="r")
@@ -69,22 +68,22 @@ def test_the_report_prints_gain_ledger_forecast_and_what_came(tmp_path):
     assert "device-hours: 4 in total: trainer 3 (75%), engine 1 (25%)" in text
     assert "robust: error of the forecast mean" in text and "paper: error of the forecast mean" in text
     assert (tmp_path / "forecast.png").read_bytes().startswith(b"\x89PNG")
-    came = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()][-1]["pass_rate"]
+    came = read_jsonl(tmp_path / "validation.jsonl")[-1]["pass_rate"]
     assert f"Forecasts of step 100 after each validation; {came:.3f} came" in text
     assert "the forecast of the run's end moved by " in text
     assert f" from the first one to the last; measured at the end: {came:.3f}, inside " in text
     assert "of 16 forecast intervals" in text
 
 
-def rewrite_pass_rates(folder, changed):
+def rewrite_validations(folder, changed):
+    """changed: gives the columns that become others of a row."""
     path = folder / "validation.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(row | {"pass_rate": changed(row["pass_rate"])}) + "\n" for row in rows))
+    rewrite(path, [row | changed(row) for row in read_jsonl(path)])
 
 
 def test_a_run_that_begins_at_one_has_the_rest_of_its_report(tmp_path):
     write_run(tmp_path)
-    rewrite_pass_rates(tmp_path, lambda _: 1.0)
+    rewrite_validations(tmp_path, lambda _: {"pass_rate": 1.0})
     out = printed_report(tmp_path)
     assert "device-hours: 4 in total" in out and out.endswith("No forecast: the pass rate at step 0 is already 1.\n")
 
@@ -93,7 +92,7 @@ def test_a_run_that_begins_at_one_has_the_rest_of_its_report(tmp_path):
 @pytest.mark.parametrize("start", [0.85, 0.97])
 def test_a_run_that_begins_above_the_papers_asymptotes_has_the_rest_of_its_report(tmp_path, start):
     write_run(tmp_path, noise=0.01)
-    rewrite_pass_rates(tmp_path, lambda rate: start + (1 - start) * (rate - 0.4))
+    rewrite_validations(tmp_path, lambda row: {"pass_rate": start + (1 - start) * (row["pass_rate"] - 0.4)})
     out = printed_report(tmp_path)
     assert "device-hours: 4 in total" in out and "robust: error of the forecast mean" in out
     [line] = [line for line in out.splitlines() if line.startswith("paper: ")]
@@ -109,12 +108,12 @@ def test_a_missing_file_is_named(tmp_path):
 @pytest.mark.slow
 def test_the_gain_of_each_task_is_over_its_own_prompts(tmp_path):
     write_run(tmp_path)
-    lines = (tmp_path / "validation.jsonl").read_text().splitlines()
+    last = read_jsonl(tmp_path / "validation.jsonl")[-1]
     tasks = {"prompts/code": 100, "pass_rate/code": 0.4, "prompts/math": 100, "pass_rate/math": 0.5}
-    (tmp_path / "validation.jsonl").write_text("".join(json.dumps(json.loads(x) | tasks) + "\n" for x in lines))
-    found = gains_by_task(tmp_path, json.loads(lines[-1]) | tasks)
+    rewrite_validations(tmp_path, lambda _: tasks)
+    found = gains_by_task(tmp_path, last | tasks)
     assert (found["math"].first, found["math"].last, found["math"].high) == (0.5, 0.5, 0.0)
     assert found["code"].first == pytest.approx(0.4) and found["code"].last > 0.7
-    assert gains_by_task(tmp_path, json.loads(lines[-1])) == {}
+    assert gains_by_task(tmp_path, last) == {}
     out = printed_report(tmp_path)
     assert "\ncode: held-out pass rate 0.400 at step 0" in out and "\nmath: held-out pass rate 0.500" in out

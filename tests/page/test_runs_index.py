@@ -7,7 +7,6 @@ import time
 import pytest
 from page_runs import step_record, write_plain_run
 
-from megatron_scalerl.page import find_runs as find_module
 from megatron_scalerl.page.find_runs import find_runs
 from megatron_scalerl.page.growing_file import last_row
 from megatron_scalerl.page.runs_index import run_row
@@ -24,15 +23,6 @@ def test_runs_are_found_at_any_depth_and_nothing_is_searched_inside_one(tmp_path
     found = find_runs(tmp_path)
     assert [str(path.relative_to(tmp_path)) for path in found.runs] == ["1/2/3/4", "a", "half", "study/runs/b"]
     assert found.left_out == ""
-
-
-def test_a_search_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(find_module, "MOST_RUNS", 3)
-    for number in range(5):
-        (tmp_path / f"run{number}").mkdir()
-        (tmp_path / f"run{number}" / "recipe.yaml").write_text("{}")
-    found = find_runs(tmp_path)
-    assert len(found.runs) == 3 and found.left_out == "only the first 4 folders and 3 runs are shown"
 
 
 def test_a_row_says_state_step_and_validation(tmp_path):

@@ -8,7 +8,6 @@ from markupsafe import escape
 from page_runs import TOKEN, answers, served, write_page_run, write_plain_run
 
 from megatron_scalerl.__main__ import main
-from megatron_scalerl.page import server as server_module
 from megatron_scalerl.page.server import PageServer, RunsPage
 
 HOSTILE = "<img src=x onerror='window.broken = 1'>"
@@ -66,28 +65,6 @@ async def test_a_run_that_came_later_is_in_the_list_and_the_numbers_stay(folder)
         assert await rows(session, server.token) == [("0", "hostile"), ("1", "study/runs/plain")]
         write_plain_run(folder / "a")
         assert await rows(session, server.token) == [("2", "a"), ("0", "hostile"), ("1", "study/runs/plain")]
-
-
-async def test_few_pages_of_runs_are_followed_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(server_module, "MOST_PAGES", 2)
-    for name in "abc":
-        write_plain_run(tmp_path / name)
-
-    async with served(PageServer(RunsPage(tmp_path))) as (server, session):
-        for path in ("/", "/run/0/", "/run/1/", "/run/0/", "/run/2/"):
-            async with session.get(path, params={"token": server.token}) as answer:
-                assert answer.status == 200
-        assert list(server.page.pages) == [0, 2]
-
-
-def test_a_damaged_run_opens_with_a_line(folder):
-    """Its page shows what can be read, as that of `watch RUN`."""
-    (folder / "hostile" / "ledger.jsonl").write_text("damaged\n")
-    _, page, data = answers(
-        PageServer(RunsPage(folder)),
-        [("/", TOKEN), ("/run/0/", TOKEN), ("/run/0/api/data", {**TOKEN, "since": "0", "generation": "0"})],
-    )
-    assert page[0] == 200 and json.loads(data[2])["steps"]["step"] == [1, 2, 3]
 
 
 def test_the_list_as_a_file(folder, tmp_path, capsys):

@@ -46,14 +46,6 @@ function showLedger() {
     el("tbody", {}, ledger.map((each) => el("tr", {}, el("th", { scope: "row" }, each.role), el("td", { class: "number" }, short(each.hours)), el("td", { class: "number" }, `${Math.round((100 * each.hours) / total)} %`), el("td", {}, bar(each.hours / total))))));
 }
 
-function showUpdates() {
-  const { updates } = RUN.data;
-  byId("weight-updates").hidden = !updates;
-  if (!updates) return;
-  byId("updates-note").textContent = updates.notes.join(" ");
-  tableInto("updates", updates);
-}
-
 function showEvents() {
   const row = (each) => el("tr", {}, el("td", {}, each.time === null ? "" : new Date(each.time * 1000).toISOString().slice(0, 19).replace("T", " ") + " UTC"), el("td", { class: each.kind === "fault" ? "fault" : null }, each.kind), el("td", {}, each.text));
   fill("events", el("table", {}, el("tbody", {}, RUN.data.events.toReversed().map(row))));
@@ -63,7 +55,6 @@ function showAll() {
   showHeader();
   showLedger();
   showEvaluations();
-  showUpdates();
   showEvents();
 }
 
@@ -96,7 +87,6 @@ showAll();
 drawFigures();
 for (const input of document.querySelectorAll("#axis input")) input.addEventListener("change", () => { RUN.axis = input.value; redrawFigures(); });
 byId("controls").addEventListener("submit", (event) => event.preventDefault());
-if (DATA.every > 1) byId("thinned").textContent = ` Every ${DATA.every}th step record is in this file.`;
 byId("reader-note").textContent = DATA.live
   ? "Read from the run's store when they are opened. The store has the engine's log-probabilities; mismatch and entropy are recorded per step, in the charts above."
   : `${DATA.groups.length} groups are in this file${DATA.missing_groups ? `, ${DATA.missing_groups} were left out: no longer stored, unreadable, or no room` : ""}; megatron-scalerl watch reads all. The store has the engine's log-probabilities; mismatch and entropy are recorded per step, in the charts above.`;
