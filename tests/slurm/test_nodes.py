@@ -76,22 +76,6 @@ def test_a_short_outage_of_a_nodes_network_ends_nothing(stand_in, on_login_node,
     assert len(starts(run)) == 1
 
 
-def test_two_jobs_on_the_same_nodes_do_not_meet(stand_in, capsys):
-    jobs = {}
-    for name in ("a", "b"):
-        words, run = stand_in("wait", *TWO, "--cpus", "4", *FLEET, name=name)
-        jobs[run] = submitted(words, capsys)[0]
-    for run, job in jobs.items():
-        wait_for(lambda run=run: starts(run), "the start of the program")
-        assert f"job {job}: RUNNING" in status(run, capsys)
-    slurm.cancel(jobs.values())
-    assert [wait_for_end(slurm.last_state, job) for job in jobs.values()] == ["CANCELLED"] * 2
-    first = [starts(run)[0] for run in jobs]
-    assert nodes_of(first[0]) == nodes_of(first[1]) == ["node1", "node2"]
-    gpus = [start["environment"]["CUDA_VISIBLE_DEVICES"] for start in first]
-    assert sorted(gpus) == ["0,1,2,3", "4,5,6,7"]
-
-
 def test_a_budget_that_is_spent_ends_the_requeues(stand_in, capsys):
     """Also: the job asks for a save where a start would spend it, and a job without a budget left starts nothing."""
     words, run = stand_in("wait spend=0.5", "--gpus", "0", "--startup-seconds", "1")
