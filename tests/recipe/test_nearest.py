@@ -140,5 +140,5 @@ def test_too_many_keys_are_not_listed_in_the_line():
     assert unknown_key("zz", many, expected="a key") == "zz is not a key"
     assert unknown_key("zz", many, expected="a key", listed="FILE") == "zz is not a key; all keys are listed in FILE"
     assert unknown_key("zz", many[:12], expected="a key").endswith("k_option, l_option")
-    assert unknown_key("option", many, expected="a key")== "option is not a key", "it is near to all"
+    assert unknown_key("option", many, expected="a key") == "option is not a key", "it is near to all"
     assert unknown_key("zz", [], expected="a key") == "zz is not a key"

@@ -222,7 +222,7 @@ def test_mistakes_in_tasks_are_one_line(path, override, said):
         ("engine.vllm={gpu_memory_utilization: 0.2}", "engine.vllm.kv_cache_memory_bytes is missing"),
         ("engine.vllm={kv_cache_memory_bytes: 1}", "engine.vllm.gpu_memory_utilization is missing"),
     ],
-)  # fmt: skip
+)
 def test_engines_on_the_trainers_devices_need_their_share_of_them(path, override, said):
     given = ["engine.colocate=true", "engine.vllm={kv_cache_memory_bytes: 1, gpu_memory_utilization: 0.2}"]
     assert load_recipe(path, given).devices == 1
