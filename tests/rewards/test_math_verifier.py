@@ -3,11 +3,12 @@
 import asyncio
 
 import pytest
+from verifier_pools import prompt
 
 from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.rewards.math import extract_answer, verify_math
 from megatron_scalerl.rewards.pool import VerifierPool
-from megatron_scalerl.types import Prompt, Score
+from megatron_scalerl.types import Score
 
 RIGHT = [
     ("7", "7"),
@@ -74,9 +75,8 @@ def test_the_answer_is_the_text_after_the_first_closing_tag():
 
 
 async def score_all(answers, reference, **rewards):
-    prompt = Prompt(prompt_id="p", text="t", answer=reference, token_ids=())
     async with VerifierPool(RewardsSection(timeout_s=600, **rewards)) as pool:
-        return await asyncio.gather(*(pool.score(answer, prompt) for answer in answers))
+        return await asyncio.gather(*(pool.score(answer, prompt(answer=reference)) for answer in answers))
 
 
 HEAVY = ["\\frac{9^{9^9}}{8^{9^9}}", "9^{9^9}", "99999999!"]
