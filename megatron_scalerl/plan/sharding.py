@@ -69,12 +69,12 @@ def layout_of(recipe: Recipe, family: Family, world_size: int) -> Layout:
     sizes = sizes_of(recipe.megatron.parallel)
     check_world(sizes, world_size)
     check_sharding(family, recipe.megatron.parallel, recipe.megatron.model)
-    by_chunk = zip(*counts_of(recipe.megatron.model, len(family.layers), sizes))
+    by_chunk = counts_of(recipe.megatron.model, len(family.layers), sizes) * sizes.chunks
     return Layout(
         **asdict(sizes),
         world_size=world_size,
         sequence_parallel=bool(recipe.megatron.model.get("sequence_parallel", False)),
         distributed_optimizer=bool(recipe.megatron.ddp.get("use_distributed_optimizer", True)),
         stages=stages_of(recipe.megatron.model, len(family.layers), sizes),
-        places=tuple(place for chunk in by_chunk for layers in chunk for place in range(layers)),
+        places=tuple(place for layers in by_chunk for place in range(layers)),
     )

@@ -76,10 +76,12 @@ _NEAR_SIBLING = 0.8
 """Least likeness of a name of the same section to be suggested."""
 _NEAR_OTHER = 0.9
 """Least likeness of a name of another section, where only a name that is nearly equal was meant."""
+_FAR_SIBLING = 0.65
+"""Least likeness of a name of the same section, if no name of any section is near."""
 _MOST_LISTED = 12
 """Keys of a section that an error lists."""
 _MOST_NEAREST = 3
-"""Names that an error suggests; where more are equally near, it suggests none."""
+"""Names that an error suggests; where more are near, it suggests none."""
 
 
 def setting_of(key: str) -> str:
@@ -144,8 +146,7 @@ def unknown_key(
 ) -> str:
     """`KEY is not ...; the nearest is ...`, and without a near one `...; keys here: a, b, c`.
 
-    Dotted keys are compared with the keys of their section, then by their last part with all others, last with the
-    words of the section's keys (a short name is somewhat like many). expected: the
+    Dotted keys are compared with the keys of their section, then by their last part with all others. expected: the
     kind of the `valid` names, as in "a recipe key"; kind: the same in one word. setting: the names that KEY has here
     (`setting_of`). listed: a file that lists the keys, if they are too many for a line.
     """
@@ -156,17 +157,18 @@ def unknown_key(
     section, last = key.rpartition(".")[::2]
     siblings = [name for name in names if name.rpartition(".")[0] == section]
     others = [name for name in names if ".NAME." not in name]
-    nearest = _nearest(last, siblings, _NEAR_SIBLING) or _nearest(last, others, _NEAR_OTHER)
-    nearest = nearest or [name for name in siblings if f"_{last}_" in f"_{name.rpartition('.')[2]}_"]
-    if 0 < len(nearest) <= _MOST_NEAREST:
-        return f"{text}; the nearest is {' or '.join(nearest)}"
+    # in this order: a short name is somewhat like many, so that only a name of its section may be far from it
+    for among, least in ((siblings, _NEAR_SIBLING), (others, _NEAR_OTHER), (siblings, _FAR_SIBLING)):
+        if nearest := _nearest(last, among, least):
+            return f"{text}; the nearest is {' or '.join(nearest)}"
     if 0 < len(siblings) <= _MOST_LISTED:
         return f"{text}; {kind} here: {', '.join(name.rpartition('.')[2] for name in siblings)}"
     return f"{text}; all {kind} are listed in {listed}" if listed else text
 
 
 def _nearest(last: str, names: Sequence[str], least: float) -> list[str]:
-    """The names whose last part is most like `last`; none if its likeness is below `least`."""
+    """The names whose last part has at least this likeness to `last`; none if they are too many."""
     lasts = {name.rpartition(".")[2] for name in names}
-    alike = get_close_matches(last, lasts, n=1, cutoff=least)
-    return [name for name in names if name.rpartition(".")[2] in alike]
+    alike = get_close_matches(last, lasts, n=_MOST_NEAREST + 1, cutoff=least)
+    nearest = [name for name in names if name.rpartition(".")[2] in alike]
+    return nearest if len(nearest) <= _MOST_NEAREST else []

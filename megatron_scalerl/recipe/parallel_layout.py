@@ -131,15 +131,15 @@ def stages_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> St
     stages: list[list[int]] = [[] for _ in range(sizes.pp)]
     first = 0
     # chunk by chunk over all stages: with a virtual pipeline the layers go through the stages several times
-    for chunk in range(sizes.chunks):
-        for stage, of_stage in zip(stages, counts):
-            stage += range(first, first + of_stage[chunk])
-            first += of_stage[chunk]
+    for _ in range(sizes.chunks):
+        for stage, count in zip(stages, counts):
+            stage += range(first, first + count)
+            first += count
     return tuple(map(tuple, stages))
 
 
-def counts_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> list[list[int]]:
-    """[pp][chunks] number of layers. Raises ValueError as `stages_of` does."""
+def counts_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> list[int]:
+    """[pp] number of layers in each chunk of a stage. Raises ValueError as `stages_of` does."""
     whole = [0] * sizes.pp
     given = {place: key for place, key in zip((0, -1), _ENDS) if model.get(key) is not None}
     if len(given) > sizes.pp:
@@ -159,13 +159,13 @@ def counts_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> li
     return [_in_chunks(size or left // middle, sizes) for size in whole]
 
 
-def _check_uniform(model: Mapping[str, Any], counts: list[list[int]]) -> None:
+def _check_uniform(model: Mapping[str, Any], counts: list[int]) -> None:
     """Raises ValueError where groups of recomputed layers do not fill a model chunk."""
     # TransformerBlock._checkpointed_forward would read past the chunk's last layer
     if (model.get("recompute_granularity"), model.get("recompute_method")) != ("full", "uniform"):
         return
     group = _positive("megatron.model.recompute_num_layers", model.get("recompute_num_layers") or 1)
-    for layers in (chunk for stage in counts for chunk in stage):
+    for layers in counts:
         if layers % group:
             raise ValueError(
                 f"megatron.model.recompute_num_layers: {group} does not divide the {layers} layers of a model chunk, "
@@ -173,7 +173,7 @@ def _check_uniform(model: Mapping[str, Any], counts: list[list[int]]) -> None:
             )
 
 
-def _in_chunks(layers: int, sizes: ParallelSizes) -> list[int]:
+def _in_chunks(layers: int, sizes: ParallelSizes) -> int:
     if layers % sizes.chunks:
         raise ValueError(f"{_CHUNKS}: {sizes.chunks} does not divide the {layers} layers of a stage")
-    return [layers // sizes.chunks] * sizes.chunks
+    return layers // sizes.chunks

@@ -32,7 +32,7 @@ class TrainerSection(Section):
     """Memory for blocks of logits, in addition to hidden states, head and gradients (MiB). null: 2048 on a GPU of at
     least 64 GiB without engine.colocate, else 512. Smaller is slower: logits of a micro-batch that do not fit it are
     computed again in the backward pass without `loss_in_chunk`."""
-    logit_backend: Literal["auto", "cuda", "torch"] = "auto"
+    logit_backend: Annotated[str, Field(pattern="^(auto|cuda|torch)$")] = "auto"
     """Backend of the logit projection: cuda (NVIDIA GPUs), torch (any device, slow on GPUs), or auto: cuda where
     it can run."""
     logit_gradient: Literal["bf16", "bf16x2", "fp32"] = "bf16"

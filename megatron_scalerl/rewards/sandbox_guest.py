@@ -17,6 +17,7 @@ from __future__ import annotations
 import __future__
 
 import _operator
+import _symtable  # symtable is slow to import
 import _thread
 import builtins
 import io
@@ -35,7 +36,6 @@ REQUESTS = 4
 REPLIES = 5
 VERDICT = 6
 PASSED = b"passed"
-_ONLY_AST = 0x400  # ast.PyCF_ONLY_AST
 SITE_MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json", "typing"),
@@ -155,25 +155,15 @@ def receive(file: BinaryIO) -> Any:
     return json.loads(file.read(int.from_bytes(head))) if len(head) == _HEAD else None
 
 
-def site_names(tree: ast.AST) -> dict[str, Any]:
+def site_names(source: str) -> dict[str, Any]:
     """Names of `SITE_MODULES`, and these modules, that a program uses and nothing else gives it."""
     used: set[str] = set()
     bound = set(dir(builtins))
-    nodes = [tree]
-    for node in nodes:  # ast.walk, without importing ast
-        values: list[Any] = [getattr(node, field, None) for field in node._fields]
-        for value in values:
-            items = value if isinstance(value, list) else [value]
-            nodes += [item for item in items if hasattr(item, "_fields")]
-        kind = type(node).__name__
-        if kind == "Name":
-            (used if type(node.ctx).__name__ == "Load" else bound).add(node.id)  # type: ignore[attr-defined]
-        elif kind == "alias":
-            bound.add((node.asname or node.name).split(".")[0])  # type: ignore[attr-defined]
-        elif kind in ("FunctionDef", "AsyncFunctionDef", "ClassDef"):
-            bound.add(node.name)  # type: ignore[attr-defined]
-        elif kind == "arg":
-            bound.add(node.arg)  # type: ignore[attr-defined]
+    tables = [_symtable.symtable(source, "<text>", "exec")]
+    for table in tables:
+        tables += table.children
+        for name, flags in table.symbols.items():
+            (bound if flags & _symtable.DEF_BOUND else used).add(name)
     missing = {name for name in used - bound if not name.startswith("_")}
     names: dict[str, Any] = {}
     for module in map(__import__, SITE_MODULES if missing else ()):
@@ -204,7 +194,7 @@ def run_as(name: str, source: str, given: dict[str, Any], tree: ast.Module | Non
 
 def run_program(source: str, name: str) -> dict[str, Any]:
     """Run a program; returns the names that it binds. name: "__main__", or that of a module that is imported."""
-    return run_as(name, source, site_names(compile(source, "<text>", "exec", _ONLY_AST, dont_inherit=True)))
+    return run_as(name, source, site_names(source))
 
 
 class Solution:

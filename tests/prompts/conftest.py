@@ -1,8 +1,7 @@
 """A tokenizer of bytes, and a cache of checks for the tests alone."""
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from byte_tokenizers import byte_tokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
@@ -10,11 +9,7 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<ass
 @pytest.fixture(scope="module")
 def tokenizer():
     """A token a byte, with a chat template that shows roles."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=TEMPLATE)
+    return byte_tokenizer(TEMPLATE)
 
 
 @pytest.fixture(autouse=True)

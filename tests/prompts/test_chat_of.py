@@ -3,10 +3,9 @@
 import json
 
 import pytest
+from byte_tokenizers import byte_tokenizer
 from chat_templates import CHATML, GPT_OSS, IGNORING, LLAMA3, MAGISTRAL, MISTRAL, OPEN, QWEN3, R1_DISTILL, TURNS
 from recipe_files import SETTLED, small_recipe
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from megatron_scalerl.prompts.chat import chat_of, chat_of_recipe
 from megatron_scalerl.prompts.rendering import PromptRenderer
@@ -18,11 +17,7 @@ NONE = ("", "")
 
 def tokenizer_with(template, tokens=(), end="<|im_end|>"):
     """Without tags in its vocabulary unless `tokens` has some. end: its end of sequence."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=template)
+    tokenizer = byte_tokenizer(template)
     tokenizer.add_tokens(list(tokens))
     tokenizer.add_special_tokens({"eos_token": end})
     return tokenizer

@@ -198,7 +198,7 @@ def test_a_recipe_with_a_path_has_one_task(path):
             "prompts.tasks.math.weigth is not a recipe key; the nearest is prompts.tasks.math.weight",
         ),
         ("prompts.tasks.x={path: a}", "prompts.tasks.x.weight is missing"),
-        ("trainer.logit_backend=triton", "trainer.logit_backend is 'triton'; it should be 'auto', 'cuda' or 'torch'"),
+        ("trainer.logit_backend=triton", "trainer.logit_backend is 'triton'; it should match pattern .*auto"),
         ("prompts.tasks.Math={path: a, weight: 1}", "prompts.tasks.Math is 'Math'; it should match pattern"),
         ("rewards.memory_mb=null", "rewards.memory_mb is null"),
     ],
@@ -222,7 +222,7 @@ def test_mistakes_in_tasks_are_one_line(path, override, said):
         ("engine.vllm={gpu_memory_utilization: 0.2}", "engine.vllm.kv_cache_memory_bytes is missing"),
         ("engine.vllm={kv_cache_memory_bytes: 1}", "engine.vllm.gpu_memory_utilization is missing"),
     ],
-)  # fmt: skip
+)
 def test_engines_on_the_trainers_devices_need_their_share_of_them(path, override, said):
     given = ["engine.colocate=true", "engine.vllm={kv_cache_memory_bytes: 1, gpu_memory_utilization: 0.2}"]
     assert load_recipe(path, given).devices == 1

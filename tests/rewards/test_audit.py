@@ -1,15 +1,14 @@
 """The second judge: what it confirms, and that it changes no reward."""
 
-import asyncio
-
 import pytest
 from answer_forms import NUMBERS, OPEN, RIGHT, SAYINGS
+from verifier_pools import prompt
 
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.tasks import AUDITS, tasks_of
 from megatron_scalerl.rewards.audit import confirm_math
 from megatron_scalerl.rewards.pool import TaskPools
-from megatron_scalerl.types import Prompt, Score
+from megatron_scalerl.types import Score
 
 
 @pytest.mark.parametrize(("reference", "other"), NUMBERS)
@@ -47,31 +46,24 @@ def test_the_verifier_math_has_a_second_judge_and_others_have_the_one_that_is_na
 LENIENT = "def pays(text, reference, extra):\n    return reference in text\n"
 
 
-def test_a_correct_answer_is_shown_to_the_second_judge_and_keeps_its_reward(tmp_path, monkeypatch):
+async def test_a_correct_answer_is_shown_to_the_second_judge_and_keeps_its_reward(tmp_path, monkeypatch):
     (tmp_path / "lenient.py").write_text(LENIENT)
     monkeypatch.syspath_prepend(str(tmp_path))
     settings = {"rewards": {"verifier": "lenient:pays", "workers": 1}, "validation": {"audit": AUDITS["math"]}}
-    prompt = Prompt(prompt_id="p", text="t", answer="14", token_ids=())
-
-    async def main():
-        async with TaskPools(tasks_of(recipe(**settings))) as pools:
-            return [await pools.score(text, prompt) for text in ("It is 14.", "14 or 13", "15")]
-
-    right, unconfirmed, wrong = asyncio.run(main())
+    row = prompt(answer="14")
+    async with TaskPools(tasks_of(recipe(**settings))) as pools:
+        right, unconfirmed, wrong = [await pools.score(text, row) for text in ("It is 14.", "14 or 13", "15")]
     assert right == Score(correct=True, reward=1.0, confirmed=True)
     assert unconfirmed == Score(correct=True, reward=1.0, confirmed=False)
     assert wrong == Score(correct=False, reward=-1.0)
 
 
-def test_an_answer_without_a_verdict_of_the_second_judge_is_neither(tmp_path, monkeypatch, caplog):
+async def test_an_answer_without_a_verdict_of_the_second_judge_is_neither(tmp_path, monkeypatch, caplog):
     (tmp_path / "away.py").write_text("async def judge(text, reference, extra):\n    raise ConnectionError('down')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("megatron_scalerl.rewards.outages.PAUSES_S", (0.0, 0.0))
     [task] = tasks_of(recipe(rewards={"workers": 1}, validation={"audit": "away:judge"}))
-
-    async def main():
-        async with TaskPools([task]) as pools:
-            return await pools.score("\\boxed{14}", Prompt(prompt_id="p", text="t", answer="14", token_ids=()))
-
-    assert asyncio.run(main()) == Score(correct=True, reward=1.0)
+    async with TaskPools([task]) as pools:
+        score = await pools.score("\\boxed{14}", prompt(answer="14"))
+    assert score == Score(correct=True, reward=1.0)
     assert "validation.audit: no verdict on an answer" in caplog.text

@@ -6,17 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 from sandboxed import LIMITS, answer
-from verifier_pools import RIGHT
+from verifier_pools import RIGHT, prompt, task
 
-from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
-from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.rewards import code_checks
 from megatron_scalerl.rewards.code_checks import check_tests, problem_of
 from megatron_scalerl.rewards.code_tests import parse_tests
 from megatron_scalerl.rewards.limits import VerifierUnavailable
 from megatron_scalerl.rewards.math import check_references
 from megatron_scalerl.rewards.pool import TaskPools
-from megatron_scalerl.types import Prompt
 
 PYTEST, ENTRY = "import pytest\n", {"entry_point": "f"}
 NOTHING, VALUE, RAISES = (
@@ -153,12 +150,8 @@ def test_within_a_limit_of_time_the_same_sample_is_tried(cache, monkeypatch):
     [("code", "assert f(1)", EQUAL, answer(OK)), ("math", "see the figure", "7", "\\boxed{7}")],
 )
 async def test_a_prompt_that_was_not_checked_is_checked_in_the_verifiers_process(verifier, bad, good, reply):
-    section = RewardsSection(verifier=verifier, workers=1, timeout_s=60.0)
-    prompts = {
-        name: Prompt(prompt_id=name, text="Write f.", answer=text, token_ids=())
-        for name, text in {"bad": bad, "good": good}.items()
-    }
-    async with TaskPools([Task(name="", weight=1.0, prompts=PromptsSection(path="p"), rewards=section)]) as pools:
-        assert await pools.problem_of(prompts["bad"]) == (VALUE if verifier == "code" else check_references([bad])[0])
-        assert await pools.problem_of(prompts["good"]) == ""
-        assert await pools.score(reply, prompts["good"]) == RIGHT
+    refused, accepted = (prompt(prompt_id=text, text="Write f.", answer=text) for text in (bad, good))
+    async with TaskPools([task(verifier)]) as pools:
+        assert await pools.problem_of(refused) == (VALUE if verifier == "code" else check_references([bad])[0])
+        assert await pools.problem_of(accepted) == ""
+        assert await pools.score(reply, accepted) == RIGHT

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from own_processes import sandboxes
 from sandboxed import LIMITS, answer, verdict
-from verifier_pools import RIGHT, WRONG, wrong
+from verifier_pools import RIGHT, WRONG, prompt, wrong
 from waiting import wait_until
 from worker_pools import count_restarts, shorten
 
@@ -18,7 +18,6 @@ from megatron_scalerl.rewards.code import extract_program, verify_code
 from megatron_scalerl.rewards.code_tests import parse_tests
 from megatron_scalerl.rewards.limits import VerifierUnavailable
 from megatron_scalerl.rewards.pool import VerifierPool
-from megatron_scalerl.types import Prompt
 
 SUM = "print(sum(map(int, input().split())))"
 ADD = "def add(a, b):\n    return a + b\n"
@@ -164,10 +163,9 @@ def test_every_case_has_to_pass_and_the_program_may_not_fail():
 
 async def ask(texts, **settings):
     """(scores, processes that were replaced) of answers to one problem, one after another."""
-    prompt = Prompt(prompt_id="p", text="t", answer=json.dumps(CASES), token_ids=())
     section = {"workers": 1, "cpu_s": 5.0, "timeout_s": 60.0, **settings}
     async with count_restarts(VerifierPool(RewardsSection(verifier="code", **section))) as pool:
-        return [await pool.score(text, prompt) for text in texts], pool.restarts
+        return [await pool.score(text, prompt(answer=json.dumps(CASES))) for text in texts], pool.restarts
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """The length penalty by hand: where it begins and ends, what it is added to, and what it leaves alone."""
 
-import asyncio
 import dataclasses
 
 import pytest
@@ -48,22 +47,17 @@ def test_only_correct_completions_pay():
     assert penalized(RIGHT, 99, None) == RIGHT
 
 
-def test_the_pool_scores_equal_texts_of_other_lengths_apart():
+async def test_the_pool_scores_equal_texts_of_other_lengths_apart():
     """The check is made once; the penalty is no part of what is kept of it."""
-
-    async def main():
-        async with pool_of("same", length_penalty=SMALL) as pool:
-            calls = [("7", 6, False), ("7", 8, False), ("7", 10, False), ("8", 10, False), ("7", 10, True)]
-            scores = [await pool.score(text, prompt(), tokens=n, truncated=cut) for text, n, cut in calls]
-            return scores, pool._workers._workers[0]._number
-
-    scores, requests = asyncio.run(main())
+    async with pool_of("same", length_penalty=SMALL) as pool:
+        calls = [("7", 6, False), ("7", 8, False), ("7", 10, False), ("8", 10, False), ("7", 10, True)]
+        scores = [await pool.score(text, prompt(), tokens=n, truncated=cut) for text, n, cut in calls]
+        assert pool._workers._workers[0]._number == 1 + 2, "the setup and two checks"
     assert [s.reward for s in scores] == [1.0, 0.5, 0.0, -1.0, -1.0]
     assert [s.correct for s in scores] == [True, True, True, False, False]
-    assert requests == 1 + 2, "the setup and two checks"
 
 
-def test_forced_tokens_and_the_policys_own_end_of_sequence_are_told_apart():
+async def test_forced_tokens_and_the_policys_own_end_of_sequence_are_told_apart():
     """Seven tokens of which three were forced: four count."""
     found = rollout(tokens=range(10, 17), mask=(True, True, False, False, False, True, True))
     data = rollout_bytes.write(found)
@@ -86,7 +80,7 @@ def test_forced_tokens_and_the_policys_own_end_of_sequence_are_told_apart():
             return None
 
     sampler = Sampler(Plans(), decoders=None, verifier=Verifier())
-    asyncio.run(sampler.complete(Engine(), prompt(), None, priority=0))
+    await sampler.complete(Engine(), prompt(), None, priority=0)
     assert asked == [("7", False, 4)] and completion.tokens == 7
 
 

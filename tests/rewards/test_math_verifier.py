@@ -3,11 +3,12 @@
 import asyncio
 
 import pytest
+from verifier_pools import prompt
 
 from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.rewards.math import extract_answer, verify_math
 from megatron_scalerl.rewards.pool import VerifierPool
-from megatron_scalerl.types import Prompt, Score
+from megatron_scalerl.types import Score
 
 RIGHT = [
     ("7", "7"),
@@ -73,21 +74,16 @@ def test_the_answer_is_the_text_after_the_first_closing_tag():
     assert extract_answer("plan [/THINK] done", "[/THINK]") == " done"
 
 
-def score_all(answers, reference, **rewards):
-    prompt = Prompt(prompt_id="p", text="t", answer=reference, token_ids=())
-
-    async def main():
-        async with VerifierPool(RewardsSection(timeout_s=600, **rewards)) as pool:
-            return await asyncio.gather(*(pool.score(answer, prompt) for answer in answers))
-
-    return asyncio.run(main())
+async def score_all(answers, reference, **rewards):
+    async with VerifierPool(RewardsSection(timeout_s=600, **rewards)) as pool:
+        return await asyncio.gather(*(pool.score(answer, prompt(answer=reference)) for answer in answers))
 
 
 HEAVY = ["\\frac{9^{9^9}}{8^{9^9}}", "9^{9^9}", "99999999!"]
 
 
-def test_the_pool_runs_it_by_name_and_kills_a_check_that_does_not_end():
-    scores = score_all(
+async def test_the_pool_runs_it_by_name_and_kills_a_check_that_does_not_end():
+    scores = await score_all(
         [*(f"\\boxed{{{heavy}}}" for heavy in HEAVY), "$\\frac{\\pi}{2}$", "2"], "0.5\\pi", workers=2, cpu_s=0.5
     )
     assert all(score == Score(correct=False, reward=-1.0, reason=score.reason) for score in scores[:3])
@@ -95,8 +91,8 @@ def test_the_pool_runs_it_by_name_and_kills_a_check_that_does_not_end():
     assert scores[3:] == [Score(correct=True, reward=1.0), Score(correct=False, reward=-1.0)]
 
 
-def test_degenerate_repetition_is_checked_within_the_limits():
+async def test_degenerate_repetition_is_checked_within_the_limits():
     """Quadratic work on 20,000 repetitions takes minutes."""
     answers = [repeated * 20_000 for repeated in ("\\boxed{", "\\boxed ", "\\boxed{1}", "\\{\\boxed{", "$ ", "}{")]
-    scores = score_all(answers, "7", workers=1, cpu_s=10)
+    scores = await score_all(answers, "7", workers=1, cpu_s=10)
     assert scores == [Score(correct=False, reward=-1.0)] * len(answers)

@@ -2,22 +2,21 @@
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
 import pytest
 import sixty_verifiers
 from fakes.clock import VirtualTimeLoop, virtual_seconds
 from fakes.verifier_workers import WorkersInThisProcess
+from verifier_pools import prompt, task
 
 from megatron_scalerl.plan import verifier_trial
-from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
-from megatron_scalerl.recipe.tasks import Task
+from megatron_scalerl.recipe.sections import PromptsSection
 from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.rewards.worker import check_verifier
-from megatron_scalerl.types import CompletionLost, Prompt
+from megatron_scalerl.types import CompletionLost
 
-ROWS = [
-    Prompt(prompt_id=f"a.jsonl:{n}", text="3 + 4 =", answer="7", token_ids=(), extra={"row": n}) for n in range(1, 6)
-]
+ROWS = [prompt({"row": n}, prompt_id=f"a.jsonl:{n}", text="3 + 4 =") for n in range(1, 6)]
 REFUSED = {
     **dict.fromkeys(("tuple", "text", "nan"), "it returned "),
     **dict.fromkeys(("none", "raises"), "gives no reward for any of 35 answers"),
@@ -33,16 +32,16 @@ def in_virtual_time(main):
 
 
 def pool_of(kind, n):
-    rewards = RewardsSection(verifier=f"sixty_verifiers:{kind}_{n}", workers=1)
-    pool = VerifierPool(rewards)
+    of_kind = task(f"sixty_verifiers:{kind}_{n}")
+    pool = VerifierPool(of_kind.rewards)
     pool._workers = WorkersInThisProcess(sixty_verifiers.KINDS[kind][n])
-    return pool, Task(name="", weight=1.0, prompts=PromptsSection(path="a.jsonl"), rewards=rewards)
+    return pool, of_kind
 
 
 def trial(kind, n):
-    pool, task = pool_of(kind, n)
-    check_verifier(task.rewards.verifier)
-    in_virtual_time(verifier_trial._try_rows(pool, task, ROWS))
+    pool, of_kind = pool_of(kind, n)
+    check_verifier(of_kind.rewards.verifier)
+    in_virtual_time(verifier_trial._try_rows(pool, of_kind, ROWS))
 
 
 @pytest.mark.parametrize(("kind", "n"), [case for case in SIXTY if case[0] in REFUSED or case == ("dict", 4)])
@@ -88,7 +87,7 @@ def test_a_verifier_that_fails_for_sixteen_rows_ends_the_run_with_its_traceback(
     async def main():
         ends = []
         for n in range(16):
-            row = Prompt(prompt_id=str(n), text="t", answer=str(n), token_ids=())
+            row = prompt(prompt_id=str(n), answer=str(n))
             for text in ("seven", "eight"):
                 with pytest.raises(CompletionLost, match="NameError: name 'np' is not defined"):
                     await pool.score(text, row)
@@ -102,11 +101,11 @@ def test_a_verifier_that_fails_for_sixteen_rows_ends_the_run_with_its_traceback(
 
 
 def test_a_judge_that_cannot_be_reached_is_a_warning(caplog):
-    pool, task = pool_of("raises_for_ten_seconds", 3)
+    pool, of_kind = pool_of("raises_for_ten_seconds", 3)
 
     async def main():
         await virtual_seconds(101.0)
-        await verifier_trial._try_rows(pool, task, ROWS)
+        await verifier_trial._try_rows(pool, of_kind, ROWS)
 
     in_virtual_time(main())
     assert "was not tried: ConnectionRefusedError" in caplog.text
@@ -114,14 +113,13 @@ def test_a_judge_that_cannot_be_reached_is_a_warning(caplog):
 
 def test_a_variable_that_is_not_set_here_is_a_warning(tmp_path, caplog):
     (tmp_path / "a.jsonl").touch()
-    rewards = RewardsSection(verifier="sixty_verifiers:number_0", variables=("NO_SUCH_KEY",))
-    prompts = PromptsSection(path=str(tmp_path / "a.jsonl"))
-    verifier_trial.try_verifier(Task(name="", weight=1.0, prompts=prompts, rewards=rewards))
+    unset = task("sixty_verifiers:number_0", variables=("NO_SUCH_KEY",))
+    verifier_trial.try_verifier(replace(unset, prompts=PromptsSection(path=str(tmp_path / "a.jsonl"))))
     assert "was not tried: rewards.variables: the environment variable 'NO_SUCH_KEY'" in caplog.text
 
 
 def test_references_that_score_as_wrong_are_a_warning(caplog):
-    pool, task = pool_of("number", 0)
-    rows = [Prompt(prompt_id="a.jsonl:1", text="3 + 4 =", answer="seven", token_ids=())]
-    in_virtual_time(verifier_trial._try_rows(pool, task, rows))
+    pool, of_kind = pool_of("number", 0)
+    rows = [prompt(prompt_id="a.jsonl:1", text="3 + 4 =", answer="seven")]
+    in_virtual_time(verifier_trial._try_rows(pool, of_kind, rows))
     assert "no reference of the first 1 rows is scored as right" in caplog.text

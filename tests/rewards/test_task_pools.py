@@ -5,37 +5,23 @@ import json
 
 import pytest
 from sandboxed import answer
-from verifier_pools import RIGHT, WRONG
+from verifier_pools import RIGHT, WRONG, prompt, task
 
-from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
-from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.rewards.pool import TaskPools
-from megatron_scalerl.types import Prompt
 
 TESTS = json.dumps([{"input": "", "output": "7"}])
 
 
-def task(name, verifier, **rewards):
-    section = RewardsSection(verifier=verifier, workers=1, timeout_s=60.0, **rewards)
-    return Task(name=name, weight=1.0, prompts=PromptsSection(path="p"), rewards=section)
+def of(name, reference):
+    return prompt(prompt_id=name, answer=reference, task=name)
 
 
-def prompt(name, reference):
-    return Prompt(prompt_id=name, text="t", answer=reference, token_ids=(), task=name)
-
-
-def test_the_verifier_is_that_of_the_prompts_task():
-    async def main():
-        async with TaskPools([task("code", "code"), task("math", "math")]) as pools:
-            asked = [
-                ("\\boxed{7}", prompt("math", "7")),
-                ("\\boxed{7}", prompt("code", TESTS)),
-                (answer("print(7)"), prompt("code", TESTS)),
-                (answer("print(8)"), prompt("code", TESTS)),
-            ]
-            return [await pools.score(text, of) for text, of in asked]
-
-    assert asyncio.run(main()) == [RIGHT, WRONG, RIGHT, WRONG]
+async def test_the_verifier_is_that_of_the_prompts_task():
+    code = of("code", TESTS)
+    async with TaskPools([task("code", "code"), task("math", "math")]) as pools:
+        assert await pools.score("\\boxed{7}", of("math", "7")) == RIGHT
+        texts = ("\\boxed{7}", answer("print(7)"), answer("print(8)"))
+        assert [await pools.score(text, code) for text in texts] == [WRONG, RIGHT, WRONG]
 
 
 @pytest.fixture
@@ -48,23 +34,19 @@ def waits_for(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_slow_check_does_not_hold_up_another_task(waits_for):
+async def test_a_slow_check_does_not_hold_up_another_task(waits_for):
     """The check of `slow` waits for a file, which is made after those of `fast` are answered."""
-
-    async def main():
-        slow = prompt("slow", str(waits_for / "go"))
-        async with TaskPools([task("slow", "waits_for:file"), task("fast", "math")]) as pools:
-            waiting = asyncio.create_task(pools.score("x", slow))
-            scores = [await pools.score(f"\\boxed{{{n}}}", prompt("fast", "7")) for n in (7, 8)]
-            assert not waiting.done()
-            (waits_for / "go").touch()
-            return [*scores, await waiting]
-
-    assert asyncio.run(main()) == [RIGHT, WRONG, RIGHT]
+    slow = of("slow", str(waits_for / "go"))
+    async with TaskPools([task("waits_for:file", "slow"), task("math", "fast")]) as pools:
+        waiting = asyncio.create_task(pools.score("x", slow))
+        assert [await pools.score(f"\\boxed{{{n}}}", of("fast", "7")) for n in (7, 8)] == [RIGHT, WRONG]
+        assert not waiting.done()
+        (waits_for / "go").touch()
+        assert await waiting == RIGHT
 
 
-def test_one_verifier_that_does_not_load_closes_the_other_pools():
-    pools = TaskPools([task("code", "math"), task("math", "nosuch:check")])
+async def test_one_verifier_that_does_not_load_closes_the_other_pools():
+    pools = TaskPools([task("math", "code"), task("nosuch:check", "math")])
     with pytest.raises(ValueError, match=r"rewards.verifier 'nosuch:check': the module cannot be imported"):
-        asyncio.run(pools.__aenter__())
+        await pools.__aenter__()
     assert not any(pool._workers.pids for pool in pools._pools.values())

@@ -4,7 +4,8 @@ import asyncio
 
 from worker_pools import count_restarts
 
-from megatron_scalerl.recipe.sections import RewardsSection
+from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
+from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.types import Prompt, Score
 
@@ -16,9 +17,16 @@ def wrong(reason):
     return Score(correct=False, reward=-1.0, reason=reason)
 
 
-def prompt(extra=None):
+def prompt(extra=None, *, answer="7", **changes):
     """A prompt whose reference answer is 7."""
-    return Prompt(prompt_id="p", text="t", answer="7", token_ids=(), extra=extra or {})
+    values = {"prompt_id": "p", "text": "t"} | changes
+    return Prompt(answer=answer, token_ids=(), extra=extra or {}, **values)
+
+
+def task(verifier, name="", **rewards):
+    """A task with one worker."""
+    section = RewardsSection(verifier=verifier, **{"workers": 1, "timeout_s": 60.0} | rewards)
+    return Task(name=name, weight=1.0, prompts=PromptsSection(path="p"), rewards=section)
 
 
 def pool_of(function, *, start_timeout_s=60.0, **rewards):
