@@ -181,9 +181,3 @@ def test_an_interrupted_completion_can_be_asked_for(run_dir, capsys):
     assert "completion 1 of 2" in out and "cut after 2 tokens, interrupted" in out
     assert main([str(run_dir), "--interrupted", "--index", "0"]) == 0
     assert "completion 0 of 2" in capsys.readouterr().out
-
-
-def test_a_completion_does_not_steer_the_terminal():
-    assert tool.printable("a\x1b]52;c;eA==\x07b\x1b[2Jc\u202ed\n\te\u00e9") == (
-        "a\\x1b]52;c;eA==\\x07b\\x1b[2Jc\\u202ed\n\te\u00e9"
-    )
