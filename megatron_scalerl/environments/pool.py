@@ -437,7 +437,8 @@ class Episode:
                     raise
                 before = failure.end.reason
                 if not alone:
-                    tried[process] = begun_s
+                    # of an outage no success elsewhere counts: what the process asked has failed, not the process
+                    tried[process] = -1.0 if before == "unavailable" else begun_s
                 if before in PAUSED:
                     await asyncio.sleep(pause_s)
             else:
