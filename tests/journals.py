@@ -31,7 +31,6 @@ def write_journal(
                 await journal.batch(record)
             if retain is not None:
                 await journal.retain(retain)
-                await journal.removed()
         finally:
             await journal.close()
 

@@ -326,7 +326,6 @@ class Controller:
         await self._measurements.finish(self._overlap.while_waiting, self._publish)
         async with self._saving.uninterrupted():
             await self._saver.save_last(self._state.step, self._state.batches)
-        await self._journal.removed()
         self._meter.charge_validation()
         self._folder.end(reason, step=self._state.step, final=final, gave_up=gave_up)
         return reason

@@ -13,13 +13,12 @@ with the fewest episodes, of those whose last call did not fail. It is reset the
 replayed: what the environment returns has to equal what it returned before, else the episode has `changed`. Then
 the call is made. If one of these calls fails, the episode leaves its process, and all of this is tried again, TRIES
 times in all, with pauses where the environment was `unavailable` or `hung`. A call that was outstanding when a
-process ended is tried alone from then on: in an extra process, one call at a time. The episode leaves the extra
-process with its answer, and loses nothing by the next suspect. n calls that hang there take n * (TRIES - 1) *
-timeout_s.
+process ended is tried alone from then on: in one of as many extra processes, one call at a time. The episode leaves
+the extra process with its answer, and loses nothing by the next suspect.
 
 A class with `run` has one call, which may take as long as its agent asks the policy (`Session`). It has no earlier
 responses to replay: it begins anew, and its session answers what it asked before. It is tried alone after two ends of
-its process, as a run takes minutes, and there are as many extra processes as others.
+its process, as a run takes minutes.
 
 After its last try an episode fails, and is lost: no share of failures tells an outage from a policy that breaks its
 tool. The exception is a class that says `repeated_failure = "wrong"`. There the last try is made alone in a fresh
@@ -300,7 +299,7 @@ class EnvironmentPool:
         count = section.workers or default_workers()
         self._processes = [_Process(f"environment-{n}", program, self.counters) for n in range(count)]
         self.extra = [_Process(f"environment-{count + n}", program, self.counters) for n in range(count)]
-        """For calls that are made alone; for steps the first, unless their failures may be wrong."""
+        """For calls that are made alone."""
         self.alone: asyncio.Queue[_Process] = asyncio.Queue()
         """Those of `extra` that no call uses. Filled at the start."""
 
@@ -317,10 +316,7 @@ class EnvironmentPool:
             raise
         declared = msgspec.json.decode(self._processes[0].greeting, type=Declared)
         self.tools, self.repeated_failure, self.agent = declared
-        extra = self.extra
-        if not self.agent and self.repeated_failure == "lost":
-            extra = extra[:1]
-        for process in extra:
+        for process in self.extra:
             self.alone.put_nowait(process)
         return self
 
@@ -441,7 +437,8 @@ class Episode:
                     raise
                 before = failure.end.reason
                 if not alone:
-                    tried[process] = begun_s
+                    # of an outage no success elsewhere counts: what the process asked has failed, not the process
+                    tried[process] = -1.0 if before == "unavailable" else begun_s
                 if before in PAUSED:
                     await asyncio.sleep(pause_s)
             else:

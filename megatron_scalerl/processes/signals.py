@@ -4,9 +4,8 @@ Life of a signal, in `run_until_signal`:
 
     first       SIGINT and SIGTERM cancel the coroutine at once, SIGUSR1 once its state is saved (`SaveAndExit`)
     later       each later signal kills all child processes, so that the cleanup waits for none of them
-    after       a signal after the cleanup is ignored for EXIT_S, in which Python ends with the first signal's code;
-                then it ends the process with this code at once, while Python waits for its threads (`_Late`).
-                After THREADS_S the process ends without one: exit code 1, with the stacks of the threads
+    after       a signal after the cleanup is ignored: Python ends with the first signal's code. If it waits for a
+                thread for THREADS_S, the process ends with exit code 1 and the stacks of the threads
 
 `Takeover` detects a later attempt of the run's job, which began while this attempt still lives, on a node that Slurm
 has lost.
@@ -18,15 +17,12 @@ the end of the program before, if that program has charged anything.
 """
 
 import asyncio
-import atexit
 import contextlib
 import faulthandler
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 from megatron_scalerl.processes.child_process import cancelled, kill_all
@@ -36,10 +32,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAVE_SIGNAL = signal.SIGUSR1
 SAVED_CODE = 75
 """Exit code after SAVE_SIGNAL: the run is not finished, and the same command goes on with it."""
-EXIT_S = 5.0
-"""Seconds for the interpreter to end after the cleanup, in which further signals are ignored."""
-THREADS_S = 30.0
-"""Seconds for the loop's threads to end after a signal; one may read a file system that hangs."""
+THREADS_S = 60.0
+"""Seconds for the process to end after the cleanup; a thread may read a file system that hangs."""
 IN_USE_CODE = 76
 """Exit code where another controller has the run's folder: the same command may succeed later."""
 HOSTS_LEFT_CODE = 77
@@ -142,29 +136,6 @@ def exit_code_of(number: int) -> int:
     return 128 + number
 
 
-class _Late:
-    """The handler of signals after the cleanup, in which the end of Python may wait for a thread for ever."""
-
-    def __init__(self, code: int):
-        self._code = code
-        self._end = time.monotonic() + EXIT_S
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if time.monotonic() > self._end:
-            os._exit(self._code)
-
-
-@atexit.register
-def _ignore_to_the_end() -> None:
-    """Python has waited for its threads, and is about to restore the default actions, which change the exit code.
-
-    From here on only SIGKILL ends a process whose destructors hang.
-    """
-    for number in (*SIGNALS, SAVE_SIGNAL):
-        if isinstance(signal.getsignal(number), _Late):
-            signal.signal(number, signal.SIG_IGN)
-
-
 def run_until_signal(
     coroutine: Coroutine[Any, Any, T],
     saving: SaveAndExit | None = None,
@@ -211,7 +182,7 @@ def run_until_signal(
         try:
             return await coroutine
         finally:
-            _handle_late(loop, numbers, stopped_by)
+            _handle_late(loop, numbers, stopped=stopped_by() is not None)
 
     try:
         return asyncio.run(guarded())
@@ -224,21 +195,18 @@ def run_until_signal(
         if not received:
             raise
         raise Stopped(received[0], again(), error) from error
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
-def _handle_late(
-    loop: asyncio.AbstractEventLoop, numbers: Sequence[int], stopped_by: Callable[[], int | None]
-) -> None:
-    """Take the handlers of signals off a loop; after a first signal, later ones and threads that hang end it all."""
+def _handle_late(loop: asyncio.AbstractEventLoop, numbers: Sequence[int], *, stopped: bool) -> None:
+    """Take the handlers of signals off a loop; after a first signal, ignore later ones, and bound the end."""
     # asyncio restores the default action, which would end the process, before another one can be set.
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     for number in numbers:
         loop.remove_signal_handler(number)
-        if (first := stopped_by()) is not None:
-            signal.signal(number, _Late(exit_code_of(first)))
-            faulthandler.dump_traceback_later(THREADS_S, exit=True, file=2)
+        if stopped:
+            signal.signal(number, signal.SIG_IGN)
+    if stopped:
+        faulthandler.dump_traceback_later(THREADS_S, exit=True, file=2)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 

@@ -381,17 +381,9 @@ class Worker(asyncio.Protocol):
         return self._child is not None and self._child.running and not self._ending
 
     async def start(self) -> None:
-        """Start the process and wait until it is ready; if a signal ends it meanwhile, start it once more.
-
-        Raises as `WorkerPool.start`.
-        """
+        """Start the process and wait until it is ready. Raises as `WorkerPool.start`."""
         try:
-            try:
-                refusal = await self._start()
-            except WorkerDied as death:
-                if death.code is None or death.code >= 0:
-                    raise
-                refusal = await self._start()
+            refusal = await self._start()
         except WorkerDied as death:
             end = "" if self._program.logs is None else log_end(self._log)
             raise ProcessDied(

@@ -181,6 +181,10 @@ class StalenessGate:
         """Count a finished group as ready, which was read from the journal after a restart."""
         self._ready[group_id] = first_token_version + self.max_staleness_steps
 
+    def forget_ready(self) -> None:
+        """Discard the restored groups, which start again."""
+        self._ready.clear()
+
     def exhaust(self) -> None:
         """Note that no group will start any more. Nothing to do: no batch of this gate waits for new groups."""
 

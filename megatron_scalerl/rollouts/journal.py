@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter
-from megatron_scalerl.processes.child_process import cancelled
 from megatron_scalerl.record import record
 from megatron_scalerl.rollouts.history import Admit, BatchRecord, Finish, History, read_history
 from megatron_scalerl.rollouts.retention import Policy, Retention, remove
@@ -82,7 +81,6 @@ class Journal:
         self._store = StoreWriter(self._folder, last_segment=history.last_segment, segment_bytes=segment_bytes)
         self._on_disk = self._store.segment
         self._retention = Retention(policy, self._folder, history)
-        self._retaining: asyncio.Task[None] | None = None
         self._waiting: list[_Waiting] = []
         self._writing: asyncio.Task[None] | None = None
         self._in_threads: set[asyncio.Future[Any]] = set()
@@ -132,8 +130,6 @@ class Journal:
 
         Raises OSError naming the file.
         """
-        if self._retaining is not None and self._retaining.done():
-            await self.removed()
         self._events.append(record)
         self._retention.batched(record)
         await self._in_thread(self._events.sync)
@@ -147,31 +143,21 @@ class Journal:
         return Position(journal_bytes=size)
 
     async def retain(self, batches: int) -> None:
-        """Begin to remove the segments that no resume needs.
+        """Remove the segments that no resume needs. Raises OSError naming the file.
 
-        batches: those that every kept checkpoint includes. Waits for the removal before, and raises its failure: as
-        the next call of `retain`, `batch` or `removed` does for this one (OSError naming the file).
+        batches: those that every kept checkpoint includes.
         """
-        await self.removed()
         expired = self._retention.take_expired(batches, self._on_disk)
         if self._retention.policy != "keep":
             self._store.complete_segment()  # so that the groups up to this checkpoint are soon a whole segment
         if expired:
-            work = partial(remove, self._folder, expired)
-            self._retaining = asyncio.create_task(self._in_thread(work), name="retention")
-
-    async def removed(self) -> None:
-        """Return once the removal that `retain` began has ended; raises its failure."""
-        if self._retaining is not None:
-            await asyncio.shield(self._retaining)
+            await self._in_thread(partial(remove, self._folder, expired))
 
     async def close(self) -> None:
         """Wait for the blocks that are being written and close every file; groups that still wait are not written."""
         for waiting in self._waiting:
             waiting.done.cancel()
         self._waiting.clear()
-        if self._retaining is not None:  # one that has not begun must not begin under the next attempt
-            await cancelled(self._retaining)
         if self._writing is not None:
             await asyncio.wait([self._writing])
         if self._in_threads:
@@ -210,10 +196,5 @@ class Journal:
         # a thread cannot be cancelled, and must not write to a file that `close` has closed
         running = asyncio.ensure_future(asyncio.to_thread(work))
         self._in_threads.add(running)
-        running.add_done_callback(self._ran)
+        running.add_done_callback(self._in_threads.discard)
         return await asyncio.shield(running)
-
-    def _ran(self, running: asyncio.Future[Any]) -> None:
-        self._in_threads.discard(running)
-        if not running.cancelled():
-            running.exception()  # so that asyncio does not report it as never retrieved where the caller is gone

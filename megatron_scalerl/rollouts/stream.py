@@ -6,7 +6,7 @@
 The life of a group:
 
     _draw        a prompt of the curriculum, written to the journal; or a group that is issued again
-    _submit      to the free engine with the least work, as soon as the gate admits it
+    _submit      to the free engine with the fewest completions, as soon as the gate admits it
     _group       its completions are generated and scored, all by one engine, which shares its prefix cache
     _finish      it is on the disk, then in the gate, and ready
     _take        it leaves in the batch that the gate releases: the earliest deadlines first
@@ -37,7 +37,7 @@ finished completions keeps its deadline and stays in the gate.
 
 With `rollouts.deterministic`, admission is `_admit_in_rounds`: whole rounds (`engine.rounds`), each after the last
 one has ended. After a restart the round that was interrupted is generated again as a whole, those of its groups that
-had finished too, since the others shared batches of the engines with them. The recorded groups are trained on.
+had finished too, since the others shared batches of the engines with them. The new groups are trained on.
 
 The first other failure in admission or a group task is raised by `next_batch`. `close` cancels all tasks.
 
@@ -84,7 +84,7 @@ Results = dict[int, ScoredCompletion | CompletionLost]
 
 @record
 class Admission:
-    """A group on its way to an engine: new, issued again after an eviction, or repeated after a restart."""
+    """A group on its way to an engine: new, or issued again after an eviction or a restart."""
 
     group_id: int
     prompt: Prompt
@@ -93,13 +93,11 @@ class Admission:
     """Completions that finished, or were lost, before their engine was evicted."""
     redraws: int = 0
     """How often all completions of the group were lost: each time, they get draws that it has not had."""
-    recorded: RolloutGroup | None = None
-    """The group as it had finished before a restart, if it is generated only for the others of its round."""
 
     @property
     def counted(self) -> bool:
-        """True if the gate counts the group: it is recorded, or a kept completion fixes its deadline."""
-        return self.recorded is not None or any(isinstance(result, ScoredCompletion) for result in self.kept.values())
+        """True if the gate counts the group: a kept completion fixes its deadline."""
+        return any(isinstance(result, ScoredCompletion) for result in self.kept.values())
 
 
 class RolloutStream:
@@ -141,13 +139,10 @@ class RolloutStream:
             engines,
             group_size=self._group_size,
             max_in_flight=recipe.rollouts.max_in_flight,
-            expected_tokens=float(recipe.max_completion_tokens),
         )
         self._reissue: list[Admission] = []
         self._put_off = 0
         """Groups on their way to `_reissue`."""
-        self._repeating = 0
-        """Recorded groups that are still to be generated once more, for the others of their round."""
         self._ready: dict[int, RolloutGroup] = {}
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -174,8 +169,9 @@ class RolloutStream:
         again = list(unfinished)
         # without a full batch the round was interrupted: its finished groups shared batches with the others
         if self._rounds is not None and self._gate.batch(self.policy_version) is None:
-            again += [Admission(group_id=g.group_id, prompt=g.prompt, epoch=g.epoch, recorded=g) for g in ready]
-            self._repeating = len(ready)
+            again += [Admission(group_id=g.group_id, prompt=g.prompt, epoch=g.epoch) for g in ready]
+            self._ready.clear()
+            self._gate.forget_ready()
         self._reissue = sorted(again, key=lambda admission: admission.group_id)
 
     async def trained(self, policy_version: int) -> None:
@@ -198,7 +194,7 @@ class RolloutStream:
                 if batch is not None:
                     return batch
                 # nothing can become ready any more; groups that do not fill a batch are left
-                left = self._gate.in_flight or self._reissue or self._put_off or self._repeating
+                left = self._gate.in_flight or self._reissue or self._put_off
                 if self.exhausted and not left:
                     return None
                 await self._changed.wait()
@@ -215,8 +211,6 @@ class RolloutStream:
             return batch
 
     def _take(self, policy_version: int) -> list[RolloutGroup] | None:
-        if self._repeating:  # an update would change the version in the middle of the repeated round
-            return None
         group_ids = self._gate.batch(policy_version)
         if group_ids is None:
             return None
@@ -282,9 +276,9 @@ class RolloutStream:
                 self._submit(engine, admission, TRAINING_PRIORITY)
 
     def _submit(self, engine: EngineClient, admission: Admission, priority: int) -> asyncio.Task[None]:
-        weight = self._loads.add(engine, admission.prompt, self._group_size - len(admission.kept))
+        self._loads.add(engine, self._group_size - len(admission.kept))
         name = f"group {admission.group_id}"
-        task = asyncio.create_task(self._guarded(self._group, engine, admission, weight, priority), name=name)
+        task = asyncio.create_task(self._guarded(self._group, engine, admission, priority), name=name)
         self._tasks.add(task)  # asyncio itself keeps weak references to tasks only
         task.add_done_callback(self._tasks.discard)
         return task
@@ -340,7 +334,7 @@ class RolloutStream:
             admission = self._next()
             if admission is None:
                 return None
-            if admission.recorded or not self._problems.get(admission.prompt.prompt_id):
+            if not self._problems.get(admission.prompt.prompt_id):
                 if not admission.counted:
                     self._gate.start(admission.group_id, self.policy_version)
                 return admission
@@ -361,18 +355,14 @@ class RolloutStream:
         self._journal.admit(group_id, prompt.prompt_id, epoch)
         return Admission(group_id=group_id, prompt=prompt, epoch=epoch)
 
-    async def _group(self, engine: EngineClient, admission: Admission, weight: float, priority: int) -> None:
+    async def _group(self, engine: EngineClient, admission: Admission, priority: int) -> None:
         """Generate the missing completions of a group; then finish it, issue it again, or drop it.
 
-        weight: of each completion in `_loads`. priority: of the first completion; in a round, those of the others
-        follow it.
+        priority: of the first completion; in a round, those of the others follow it.
         """
-        results = await self._completions(engine, admission, weight, priority)
+        results = await self._completions(engine, admission, priority)
         kept = [result for _, result in sorted(results.items()) if isinstance(result, ScoredCompletion)]
         evicted = len(results) < self._group_size
-        if admission.recorded is not None:
-            await self._repeated(admission.recorded, kept, evicted=evicted)
-            return
         problem = await self._problem_of(admission.prompt, again=not kept and not evicted)
         if problem:
             logger.warning(
@@ -393,7 +383,7 @@ class RolloutStream:
             results = {}  # lost completions are not kept alone: they would fix no deadline
         await self._reissue_group(admission, results, evicted=evicted)
 
-    async def _completions(self, engine: EngineClient, admission: Admission, weight: float, priority: int) -> Results:
+    async def _completions(self, engine: EngineClient, admission: Admission, priority: int) -> Results:
         """The kept and the new completions of a group; arguments as for `_group`.
 
         The indices that an eviction has left unfinished are missing.
@@ -408,7 +398,6 @@ class RolloutStream:
                     engine,
                     admission.prompt,
                     self._sampler.draw(self._seed, admission.group_id, drawn + index),
-                    weight=weight,
                     priority=priority if self._rounds is None else priority + index,
                     where=f"group {admission.group_id}, completion {drawn + index}",
                 )
@@ -497,19 +486,8 @@ class RolloutStream:
                 self._start_admission()
             self._changed.notify_all()
 
-    async def _repeated(self, recorded: RolloutGroup, kept: Sequence[ScoredCompletion], *, evicted: bool) -> None:
-        """Compare a recorded group with its completions from the repeated round."""
-        if not evicted and tuple(scored.completion for scored in kept) != recorded.completions:
-            logger.warning(
-                "group %d: the completions differ from those before the restart: this run is not deterministic",
-                recorded.group_id,
-            )
-        async with self._changed:
-            self._repeating -= 1
-            self._changed.notify_all()
-
     async def _completion(
-        self, engine: EngineClient, prompt: Prompt, draw: Draw, *, weight: float, priority: int, where: str
+        self, engine: EngineClient, prompt: Prompt, draw: Draw, *, priority: int, where: str
     ) -> ScoredCompletion | CompletionLost | EngineError:
         """A scored completion; the exception if it is lost, or if its engine was evicted before it finished."""
         result: ScoredCompletion | CompletionLost | EngineError
@@ -530,7 +508,6 @@ class RolloutStream:
                     f"served version {served} when the request was sent"
                 )
             self._count_tokens(completion.generated_tokens)
-            self._loads.observe(completion.tokens)
         except CompletionLost as lost:
             logger.warning("%s is left out: %s", where, lost)
             result = lost
@@ -538,6 +515,6 @@ class RolloutStream:
             self._engines.evict(engine, str(error))
             result = error
         async with self._changed:
-            self._loads.remove(engine, weight)
+            self._loads.remove(engine)
             self._changed.notify_all()
         return result

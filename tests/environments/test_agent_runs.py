@@ -10,7 +10,6 @@ from megatron_scalerl.environments import pool as pools
 from megatron_scalerl.environments.pool import EnvironmentFailed
 from megatron_scalerl.environments.response import Agent
 from megatron_scalerl.rewards import outages
-from megatron_scalerl.types import ENDS
 
 
 class Session:
@@ -42,25 +41,34 @@ def no_pauses(monkeypatch):
 
 
 async def ran(pool, text, session=None):
-    """What run returns, or its failure."""
+    """What run returns, with its metrics if it has some, or its failure."""
     try:
         async with pool.episode({"text": text}) as episode:
-            return await episode.run(session or Session())
+            reward = await episode.run(session or Session())
+            return (reward, episode.metrics) if episode.metrics else reward
     except EnvironmentFailed as failure:
         return failure
 
 
-REWARDS = {"True": True, "0.5": 0.5, "None": None, "__import__('numpy').float32(2)": 2.0}
-
-
-@pytest.mark.parametrize("name", ["Runs", "RunsAsync"])
-async def test_a_reward_may_come_with_metrics(name, tmp_path):
-    """Of which the latest value of each name counts."""
-    async with pool_of(name, tmp_path) as pool:
-        async with pool.episode({"text": "(0.5, {'short': True, 'digits': 3})"}) as episode:
-            assert await episode.run(Session()) == 0.5 and episode.metrics == {"short": 1.0, "digits": 3.0}
-        for text in ("(0.5, {'x': float('nan')})", "(0.5, {'x': 'y'})", "(0.5, 1)", "(0.5,)"):
-            assert (await ran(pool, text)).end.reason == "invalid"
+REWARDS = {
+    "True": True,
+    "0.5": 0.5,
+    "None": None,
+    "__import__('numpy').float32(2)": 2.0,
+    "(0.5, {'short': True, 'digits': 3})": (0.5, {"short": 1.0, "digits": 3.0}),
+}
+FAILURES = {"1 / 0": "raised"} | dict.fromkeys(
+    (
+        "float('nan')",
+        "'x'",
+        "2e6",
+        "(0.5, {'x': float('nan')})",
+        "(0.5, {'x': 'y'})",
+        "(0.5, 1)",
+        "(0.5,)",
+    ),
+    "invalid",
+)
 
 
 @pytest.mark.parametrize("name", ["Runs", "RunsAsync"])
@@ -71,13 +79,8 @@ async def test_what_a_run_returns_is_the_reward(name, tmp_path):
             result = await ran(pool, text)
             assert result == reward and type(result) is type(reward)
         assert await ran(pool, "(agent.base_url, agent.api_key, agent.model)[1] == 'k'") is True
-        assert pool.counters == {"episodes": 5}
-        for text, reason in (
-            ("float('nan')", "invalid"),
-            ("'x'", "invalid"),
-            ("2e6", "invalid"),
-            ("1 / 0", "raised"),
-        ):
+        assert pool.counters == {"episodes": 6}
+        for text, reason in FAILURES.items():
             session = Session()
             assert (await ran(pool, text, session)).end.reason == reason
             assert session.tries == session.ends == 3
@@ -95,28 +98,6 @@ async def test_a_coroutine_that_hangs_is_cancelled_and_its_process_lives(tmp_pat
         session.quiet.set()
         assert (await call).end.reason == "hung"
         assert pool.pids == pids and pool.counters == {"episodes": 1, "hung": 1}
-
-
-async def test_a_thread_that_hangs_costs_its_process_and_other_runs_are_made_again(tmp_path):
-    async with pool_of("Runs", tmp_path) as pool:
-        hanging, other = Session(), Session()
-        calls = [asyncio.create_task(ran(pool, "hang", hanging))]
-        calls.append(asyncio.create_task(ran(pool, "time.sleep(1) or True", other)))
-        await until(lambda: hanging.tries and other.tries)
-        hanging.quiet.set()
-        failure, reward = await asyncio.gather(*calls)
-        assert failure.end.reason == "hung" and reward is True and other.tries >= 2
-
-
-async def test_a_run_that_ends_its_process_is_tried_alone_at_last_only(tmp_path):
-    async with pool_of("Runs", tmp_path, workers=2) as pool:
-        for n in range(20):
-            assert await ran(pool, str(n)) == n
-        session = Session()
-        failure = await ran(pool, "exit", session)
-        assert (failure.end, session.tries) == (ENDS["died"], 3)
-        assert [process.pid for process in pool._processes] == [None, None]
-        assert [process._started for process in pool.extra] == [True, False]
 
 
 async def test_the_run_of_a_cancelled_caller_is_cancelled(tmp_path, monkeypatch):

@@ -3,10 +3,11 @@
 import asyncio
 import json
 import random
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
-from fakes.environment_process import stand_in_pool
+from fakes.environment_process import StandInSession, stand_in_pool
 from fakes.run import in_virtual_time
 from sampling import sampled
 
@@ -28,8 +29,8 @@ class Player:
     """The step of the fault; 0 is reset."""
     tries: int = 0
     """Of the step with the fault."""
-    suspect: bool = False
-    """Whether its process ended while it made a call which has not succeeded since."""
+    deaths: int = 0
+    """How often its process ended while it made a call which has not succeeded since."""
     failures: int = 0
     """Tries of this step that failed, by whatever cause."""
     outages: int = 0
@@ -41,15 +42,29 @@ class Player:
 class World:
     """Its outages fail every call of a moment, so as the world fails it for a class that pays its own failures."""
 
-    def __init__(self, seed, wrong):
+    def __init__(self, seed, wrong, agents):
+        """agents: episodes have one call each, which is tried alone after two ends of its process."""
+        self.lives_of_a_call = 1 + agents
+        self.wrong_tries = []
+        steps = STEPS * (not agents)
         kinds = ("unavailable",) if wrong else ("raised", "unavailable", "invalid")
         draw = random.Random(seed)
-        self.players = [Player(fault=draw.choice(FAULTS), at=draw.randrange(STEPS + 1)) for _ in range(EPISODES)]
-        self.outages = [(start, start + draw.uniform(0.1, 8.0), draw.choice(kinds))
-                        for start in (draw.uniform(0.0, 30.0) for _ in range(draw.randrange(3)))]  # fmt: skip
-        self.deaths = 0
+        self.players = [Player(fault=draw.choice(FAULTS), at=draw.randrange(steps + 1)) for _ in range(EPISODES)]
+        self.leave_s = [draw.uniform(0.0, 20.0) * draw.randrange(2) for _ in range(EPISODES // 5)]
+        """When the callers of the first episodes are cancelled; 0: never."""
+        self.outages = []
+        """(begin, end, what each call returns meanwhile, end of the names of the processes in which it does)."""
+        for _ in range(draw.randrange(3)):
+            start = draw.uniform(0.0, 30.0)
+            failure = draw.choice(kinds)
+            if failure == "unavailable" and draw.random() < 0.5:
+                self.outages.append((start / 6, start + 30.0, failure, "-0"))
+            else:
+                self.outages.append((start, start + draw.uniform(0.1, 8.0), failure, ""))
+        self.crashes = Counter()
+        """Of each process."""
         self.lives = {}
-        """Process that many episodes share -> number of its lives."""
+        """Process that many episodes share -> its lives and ends so far."""
         self.draw = draw
 
     async def script(self, process, request):
@@ -62,21 +77,23 @@ class World:
         if shared:
             self.lives[process.name] = process.life
         alone = len(process._replies) == 1 and not shared
-        assert alone or not player.suspect, "a call that was there when its process ended is tried alone"
-        assert not player.changed, "what has changed is not tried again"
+        if player.deaths >= self.lives_of_a_call and not alone:
+            self.wrong_tries.append((player, "where its process ended, a call is tried alone"))
+        if player.changed:
+            self.wrong_tries.append((player, "what has changed is not tried again"))
         await asyncio.sleep(self.draw.uniform(0.05, 0.5))
         now = asyncio.get_running_loop().time()
-        for start, end, failure in self.outages:
-            if start <= now < end:
+        for start, end, failure, where in self.outages:
+            if start <= now < end and process.name.endswith(where):
                 player.outages += 1
                 player.failures += 1
                 return failure, b"null"
         if step == player.at and player.fault:
             player.tries += 1
             if player.fault == "kills" or (player.fault == "dies once" and player.tries == 1):
-                self.deaths += 1
+                self.crashes[process.name] += 1
                 for number, _ in (place for key, place in process.objects.items() if key in self.busy(process)):
-                    self.players[number].suspect = True
+                    self.players[number].deaths += 1
                     self.players[number].failures += 1
                 await process.crash()
             if player.fault in OWN or (player.fault == "fails once" and player.tries == 1):
@@ -86,10 +103,11 @@ class World:
             if player.fault in OWN:
                 return player.fault, b"null"
         text = f"{place[0]} {step}"
-        if player.fault == "changes" and player.failures and step < player.at:
+        if player.fault == "changes" and player.failures and step < min(player.at, player.step):
             text = f"{now}"
             player.changed = True
-        player.suspect = player.suspect and step < player.step
+        if step >= player.step:
+            player.deaths = 0
         messages = [{"role": "user", "content": text}]
         return "", json.dumps({"messages": messages, "reward": None, "done": False}).encode()
 
@@ -101,6 +119,10 @@ class World:
 async def played(pool, world, number):
     player = world.players[number]
     async with pool.episode({"player": number, "row": number // 3}) as episode:
+        if pool.agent:
+            await asyncio.sleep(world.draw.uniform(0.0, 20.0))
+            await episode.run(StandInSession())
+            return
         await episode.reset()
         for player.step in range(1, STEPS + 1):
             player.failures = 0
@@ -110,32 +132,40 @@ async def played(pool, world, number):
 
 async def all_played(seed, folder):
     wrong = seed % 2 == 1
-    world = World(seed, wrong)
-    ends = []
+    agents = seed % 4 > 1
+    world = World(seed, wrong, agents)
 
     async def script(process, request):
         return await world.script(process, request)
 
     said = ("lost", "wrong")[wrong]
-    async with stand_in_pool(script, folder, repeated_failure=said, workers=2) as pool:
-        for result in await asyncio.gather(
-            *(played(pool, world, n) for n in range(EPISODES)), return_exceptions=True
-        ):
-            assert result is None or isinstance(result, EnvironmentFailed), result
-            ends.append(result and result.end)
-    for player, end in zip(world.players, ends, strict=True):
+    async with stand_in_pool(script, folder, agent=agents, repeated_failure=said, workers=2) as pool:
+        calls = [asyncio.create_task(played(pool, world, n)) for n in range(EPISODES)]
+        for call, leave_s in zip(calls, world.leave_s):
+            if leave_s:
+                asyncio.get_running_loop().call_later(leave_s, call.cancel)
+        results = await asyncio.gather(*calls, return_exceptions=True)
+    assert not world.wrong_tries, world.wrong_tries
+    fatal = {"kills", "changes"}
+    if agents:  # a run has three tries, of which its neighbours may take two
+        fatal |= {"dies once", "fails once"}
+    for player, result in zip(world.players, results, strict=True):
+        if isinstance(result, asyncio.CancelledError):
+            continue
+        assert result is None or isinstance(result, EnvironmentFailed), result
+        end = result and result.end
         own = player.fault in OWN
         if end is None:
             assert not own and player.fault != "kills", "what fails again and again does not end well"
         elif end.paid:
-            assert wrong and own and player.fault != "hung" and player.at > 0, "paid is what the policy did"
+            assert wrong and own and player.fault != "hung", "paid is what the policy did"
+            assert agents or player.at > 0, "it has said nothing before reset"
             assert end.by == "class" and end.reason == player.fault
         else:
             assert player.changed or player.failures >= 3, (player, end)
-            assert own or player.fault in ("kills", "changes") or player.outages, (player, end)
-    if not world.deaths and not wrong:
-        assert set(world.lives.values()) == {1}, "an outage ends no process that episodes share"
-    return sum(end is not None and end.paid for end in ends), sum(end is not None for end in ends)
+            assert own or player.fault in fatal or player.outages, (player, end)
+    for name, number in world.lives.items():
+        assert number <= 1 + 2 * world.crashes[name], "an outage ends no process that episodes share"
 
 
 @pytest.mark.parametrize("seed", sampled("faults of environments", range(400), 12))

@@ -9,8 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-from dataclasses import replace
 from pathlib import Path
 
 from megatron_scalerl.processes.worker import FRAME, REPLY
@@ -104,35 +102,12 @@ class Echo:
         return repr(response), None, False
 
 
-class Tool(Counting):
-    """At the word tool its tool is broken while the row's file exists."""
-
-    def step(self, response):
-        broken = response.text == "tool" and Path(self.row["broken"]).exists()
-        return super().step(replace(response, text=self.row["word"] if broken else "1"))
-
-
-class Held(Counting):
-    """Writes its process to a file at the word hold, and goes on once another file is there."""
-
-    def step(self, response):
-        if response.text == "hold":
-            folder = Path(self.row["folder"])
-            (folder / f"{self.row['n']}.pid").write_text(str(os.getpid()))
-            while not (folder / "go").exists():
-                time.sleep(0.01)
-            return f"held at {self.total}", 0.5, False
-        return super().step(response)
-
-
 class Runs:
     """An agent that returns what Python makes of the row's text, or hangs."""
 
     def run(self, row, agent):
         if row["text"] == "hang":
             time.sleep(10**6)
-        if row["text"] == "exit":
-            os._exit(3)
         return eval(row["text"])
 
 
@@ -209,16 +184,6 @@ def _refused(_):
     raise ConnectionRefusedError("nobody listens")
 
 
-def _until(path):
-    """503 until the file has two lines, one for each try."""
-    with open(path, "a+") as file:
-        file.seek(0)
-        tries = len(file.readlines())
-        file.write("try\n")
-    if tries < 2:
-        raise urllib.error.HTTPError("http://judge", 503, "busy", {}, None)
-
-
 def _once(path):
     """Ends the process the first time."""
     try:
@@ -265,7 +230,6 @@ FORGED = {
 FAULTS = {
     "raise": _raise,
     "refused": _refused,
-    "until": _until,
     "once": _once,
     "exit": lambda _: os._exit(0),
     "quit": lambda _: sys.exit("enough"),

@@ -8,9 +8,7 @@ from megatron_scalerl.processes.signals import ATTEMPT_FILE, Takeover
 @pytest.mark.parametrize(
     ("before", "after", "happened"),
     [
-        (None, None, False),
         ("7.0\n", "7.0\n", False),
-        ("7.0\n", "7.1\n", True),
         ("7.0\n", "9.0\n", True),
         ("7.0\n", None, False),
         ("7.0\n", "", False),

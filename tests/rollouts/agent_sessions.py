@@ -25,11 +25,14 @@ class Policy:
             self.go.set()
         self.asked = []
         self.error = error
+        self.problem = None
         self.said = ()
         self.decoded = arrays("9<eos>", 0)
         self.rendered = []
 
     async def render(self, messages, turns, *, tools):
+        if self.problem is not None:
+            raise self.problem
         self.rendered.append((list(map(list, messages)), turns))
         return np.array([7]), True
 

@@ -1,18 +1,15 @@
 """Agents that ask the policy over the route: real decoders, processes and verifier, and an engine with a script."""
 
-import asyncio
 import dataclasses
-import json
 
 import pytest
 from chat_templates import QWEN3_TURNS
 from scripted_episodes import QUESTION, THREE, completed, ids, prompt, said
 from turn_policies import ids_of, save_policy
-from waiting import passes
 
 from megatron_scalerl.batching.rollout_bytes import read, rollout_of
 from megatron_scalerl.environments.episode_record import EpisodeRecord
-from megatron_scalerl.types import CompletionLost, Score
+from megatron_scalerl.types import Score
 
 pytestmark = pytest.mark.slow
 RENDERED = (1, *ids(f"{QUESTION}<think>"))
@@ -92,59 +89,6 @@ def turn(tokenizer, text):
     return {"token_ids": token_ids, "logprobs": [-0.5] * len(token_ids), "weight_versions": spans}
 
 
-def test_an_agent_that_forks_in_every_way_has_each_sampled_token_in_the_loss_once(tmp_path):
-    texts = [f"</think>{digit}<eos>" for digit in "01234567"]
-    spans = [((3, None),)] * 4 + [((4, None),), ((3, None),), *[((4, None),)] * 2]
-    both = asyncio.Event()
-
-    async def wait():
-        asked.append(1)
-        if len(asked) == 5:
-            both.set()
-            await passes()  # the first of both is answered first
-        if len(asked) >= 4:
-            await both.wait()
-
-    asked = []
-    script = [said(text, versions=version) for text, version in zip(texts, spans, strict=True)]
-    result, engine, _ = run(tmp_path, "Forks", *script, wait=wait, options={"max_turns": 8})
-    assert not isinstance(result, CompletionLost), result
-    turns = [ids(text) for text in texts]
-    begin, third = (1, *ids("7+2=<think>")), ids("3<think>")
-    main = (*begin, *turns[0], *third, *turns[2])
-    contexts = [context for context, _ in engine.asked]
-    # the branches come in either order
-    order = [contexts[n][len(main) :][:1] for n in (3, 4)]
-    assert sorted(order) == [ids("4"), ids("5")]
-    branches = [(*main, *ids(f"{TOKEN[0]}<think>")) for TOKEN in (("4",), ("5",))]
-    if order[0] == ids("5"):
-        branches.reverse()
-    summary = (1, *ids("7+2=;8<think>"))
-    edited = (*begin, *turns[0], *ids("6<think>"))
-    rewritten = (*begin[:-1], *ids("73<think>"))
-    sub_agent = (1, *ids("9-2=<think>"))
-    assert contexts == [
-        begin, sub_agent, (*begin, *turns[0], *third), *branches, summary, edited, rewritten
-    ]  # fmt: skip
-    expected = [
-        (*branches[0], *turns[3]), (*sub_agent, *turns[1]), (*branches[1], *turns[4]), (*summary, *turns[5]),
-        (*edited, *turns[6]), (*rewritten, *turns[7]),
-    ]  # fmt: skip
-    parts = [rollout_of(read(part)) for part in result.parts]
-    wholes = [
-        (*RENDERED[: fact.prompt_tokens], *part.token_ids) for fact, part in zip(result.completion.parts, parts)
-    ]
-    assert sorted(wholes) == sorted(expected)
-    sampled = [
-        token for part in parts for token, sampled in zip(part.token_ids, part.loss_mask, strict=True) if sampled
-    ]
-    assert sorted(sampled) == sorted(token for turn in turns for token in turn)
-    facts = result.completion
-    assert (facts.turns, facts.sampled_tokens, facts.first_version, facts.last_version) == (8, 24, 3, 4)
-    # one reward, and so one advantage and one weight, for the episode
-    assert result.score == Score(correct=False, reward=0.5)
-
-
 @pytest.mark.parametrize("how", ["raise", "exit"])
 def test_what_was_asked_before_a_failure_is_answered_from_the_record(how, tmp_path):
     (tmp_path / "count").write_text("")
@@ -163,57 +107,24 @@ def test_a_run_that_asks_something_else_after_a_failure_begins_anew(then, tmp_pa
     assert len(engine.asked) == {"other": 5, "less": 3}[then] and (tmp_path / "count").read_text() == "xxx"
 
 
-def hostile(folder, how, script, **options):
-    return run(folder, "Hostile", *script, row=row_of(how=how, folder=str(folder)), options=options)
-
-
-TURN = said("</think>2<eos>")
-
-
-def test_what_is_refused_says_why_and_the_episode_goes_on(tmp_path):
-    result, engine, _ = hostile(tmp_path, "refused", [TURN] * 2, max_turns=16)
-    assert result.completion.turns == 2 and len(engine.asked) == 2
-    answers = json.loads((tmp_path / "refused.json").read_text())
-    assert [status for status, _ in answers] == [400] * 10 + [413]
-    words = ["n:", "$.stop[0]", "image_url", "messages:", "prompts.chat_template", "token_ids:", "token_ids", "n:"]
-    for word, (_, text) in zip([*words, "", "", "4194304"], answers, strict=True):
-        assert word in text, (word, text)
-
-
-def test_the_ids_of_another_session_are_a_context_without_a_loss(tmp_path):
-    result, _, _ = hostile(tmp_path, "ids", [TURN] * 3)
-    assert (result.completion.turns, result.completion.sampled_tokens) == (3, 9)
-    assert [part.sampled_tokens for part in result.completion.parts] == [6, 3]
-
-
-@pytest.mark.parametrize(
-    ("how", "turns", "options"),
-    [("million", 1, {}), ("refused", 1, {"max_turns": 4})],
-)
-def test_what_a_limit_ends_is_truncated(how, turns, options, tmp_path):
-    result, engine, _ = hostile(tmp_path, how, [TURN] * 2, **options)
-    assert result.completion.truncated and result.completion.turns == len(engine.asked) == turns
-    assert result.score == Score(correct=False, reward=-1.0, reason="truncated")
-
-
-def test_an_agent_that_asks_too_much_at_first_or_nothing_is_lost(tmp_path, monkeypatch):
+def test_an_agent_that_asks_nothing_or_too_much_at_first_is_lost(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_scalerl.rollouts.episodes.OWN_FAILURES", 1)
-    result, engine, problem = hostile(tmp_path, "nothing", [])
+    result, engine, problem = run(tmp_path, "Ids", row=row_of(ids=[]))
     assert (result.reason, engine.asked, problem) == ("environment_silent", [], "")
     result, _, problem = run(tmp_path, "Ids", row=row_of(ids=[[1] * 400]))
     assert result.reason == "environment_prompt" and "environment.episode_tokens" in problem
 
 
-@pytest.mark.parametrize(("how", "reason"), [("nan", "invalid"), ("hang", "hung")])
-def test_an_agent_that_fails_is_lost_and_nothing_is_sampled_again(how, reason, tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_scalerl.environments.pool.GRACE_S", 0.5)
-    result, engine, _ = hostile(tmp_path, how, [TURN] * 2, timeout_s=2.0)
-    assert result.reason == f"environment_{reason}"
-    assert len(engine.asked) == (2 if how == "nan" else 1)
-
-
-def test_a_failure_of_an_agent_that_says_so_is_wrong(tmp_path, monkeypatch):
+def test_an_agent_that_fails_and_says_so_is_wrong_and_nothing_is_sampled_again(tmp_path, monkeypatch):
     monkeypatch.setattr(EpisodeRecord, "others_succeed", lambda record, row: True)
-    result, _, _ = run(tmp_path, "Strict", *[TURN] * 2, row=row_of(how="nan", folder=str(tmp_path)))
+    script = [said("</think>7<eos>"), said("</think>2<eos>")]
+    result, engine, _ = run(tmp_path, "Strict", *script, row=row_of(messages=["3"], reward="no number"))
     assert result.score == Score(correct=False, reward=-1.0, reason="environment_invalid")
-    assert result.completion.turns == 2 and not result.completion.truncated
+    assert result.completion.turns == len(engine.asked) == 2 and not result.completion.truncated
+
+
+def test_an_agent_that_asks_too_often_is_truncated(tmp_path):
+    script = [said("</think>7<eos>"), said("</think>2<eos>")]
+    result, engine, _ = run(tmp_path, "Talks", *script, row=row_of(messages=["3", "4"]), options={"max_turns": 2})
+    assert result.completion.truncated and result.completion.turns == len(engine.asked) == 2
+    assert result.score == Score(correct=False, reward=-1.0, reason="truncated")

@@ -4,7 +4,7 @@ import contextlib
 
 import openai
 import pytest
-from agent_sessions import ASK, Policy, serving
+from agent_sessions import ASK, Policy, answer, serving
 
 from megatron_scalerl.rollouts.agents import LimitReached
 
@@ -39,7 +39,9 @@ VALUES = {
     "tools": ["f"],
     "messages": [{"role": "user", "content": [IMAGE]}],
 }
+IDS = [[], [1, 2**40], [1, -1], [20]]
 MESSAGES = [[], [*ASK["messages"], {"role": "assistant", "content": "9"}], [{"role": "function", "content": "9"}]]
+REQUESTS = len(SETTINGS) + len(BODIES) + len(VALUES) + len(MESSAGES) + len(IDS) + 3
 NO_ROUTES = {
     "completions": {"prompt": "1"},
     "responses": {"input": "1"},
@@ -62,16 +64,17 @@ async def refusal(call, kind):
 
 @contextlib.asynccontextmanager
 async def route():
-    """(client, session, policy)."""
+    """(client, session, policy, client of another kind, what its agent has)."""
     policy = Policy(go=True)
-    async with serving(policy) as (_, _, session):
-        session._settings = session._settings.model_copy(update={"max_turns": 50})
-        async with client_of(session.begin()) as client:
-            yield client, session, policy
+    async with serving(policy) as (_, plain, session):
+        session._settings = session._settings.model_copy(update={"max_turns": REQUESTS})
+        agent = session.begin()
+        async with client_of(agent) as client:
+            yield client, session, policy, plain, agent
 
 
-async def test_a_request_that_is_refused_names_its_setting_and_what_to_do():
-    async with route() as (client, _, policy):
+async def test_a_request_that_is_refused_names_its_setting_and_what_to_do_and_counts():
+    async with route() as (client, session, policy, plain, agent):
         chat = client.chat.completions.create
         for name, value in SETTINGS.items():
             text = await refusal(chat(model="policy", **ASK, **{name: value}), openai.BadRequestError)
@@ -85,11 +88,26 @@ async def test_a_request_that_is_refused_names_its_setting_and_what_to_do():
         for messages in MESSAGES:
             text = await refusal(chat(model="policy", messages=messages), openai.BadRequestError)
             assert "messages" in text and "docs/environments.md" in text, text
+        for ids in IDS:
+            code, body = await answer(plain, agent, "/inference/v1/generate", token_ids=ids)
+            assert code == 400 and "token_ids" in body["error"]["message"], body
+        deep = b'{"messages": ' + b"[" * 50_000
+        async with plain.post(
+            f"{client.base_url}chat/completions", data=deep, headers=client.auth_headers
+        ) as response:
+            assert response.status == 400
+        policy.problem = ValueError("prompts.chat_template: it has no tools")
+        text = await refusal(chat(model="policy", **ASK), openai.BadRequestError)
+        assert "prompts.chat_template: it has no tools" in text
+        policy.problem = None
         assert not policy.asked
+        assert (await chat(model="policy", **ASK, temperature=0.1, seed=1, stop=None)).choices
+        await refusal(chat(model="policy", **ASK), openai.APIStatusError)
+        assert isinstance(session.over.exception(), LimitReached) and len(policy.asked) == 1
 
 
 async def test_what_is_no_route_names_the_routes():
-    async with route() as (client, _, _):
+    async with route() as (client, *_):
         calls = [getattr(client, name).create(model="policy", **options) for name, options in NO_ROUTES.items()]
         for call in (*calls, client.models.retrieve("policy")):
             text = await refusal(call, openai.NotFoundError)
@@ -97,7 +115,7 @@ async def test_what_is_no_route_names_the_routes():
 
 
 async def test_a_key_a_body_and_an_end_say_what_they_are():
-    async with route() as (client, _, policy):
+    async with route() as (client, _, policy, *_):
         chat = client.chat.completions.create
         long = [{"role": "user", "content": "1" * 2**22}]
         assert "4194304" in await refusal(chat(model="policy", messages=long), openai.APIStatusError)

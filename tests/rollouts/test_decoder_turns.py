@@ -1,9 +1,6 @@
 """Decoder processes render messages and read calls of tools, whatever happens to the processes."""
 
-import asyncio
 import json
-import os
-import signal
 import subprocess
 import sys
 
@@ -13,11 +10,9 @@ from decoder_pools import TOKENIZER
 from fakes.server import answer
 from recipe_files import SETTLED, small_recipe
 from turn_policies import TOOL, ids_of, past, save_policy
-from waiting import until
 from worker_pools import count_restarts
 
 from megatron_scalerl.batching.rollout_bytes import read
-from megatron_scalerl.environments.response import ToolCall
 from megatron_scalerl.prompts.turns import PastTurn
 from megatron_scalerl.rollouts.decoder_pool import DecoderPool
 from megatron_scalerl.rollouts.plans import Plans
@@ -48,38 +43,6 @@ async def decoded(pool, tokenizer, text, **fields):
 
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-
-
-@pytest.mark.slow
-async def test_an_episode_through_a_process_that_is_killed_in_between(tmp_path):
-    tokenizer, pool = pool_of(tmp_path)
-    async with pool:
-        first, whole = await pool.render([USER], [])
-        prompt = tokenizer.decode(first)
-        assert not whole and prompt.endswith("1+1<|im_end|>\n<|im_start|>assistant\n<think>") and "<tools>" in prompt
-        said = await decoded(pool, tokenizer, f"\nadd</think>\n\n{CALL}<|im_end|>")
-        assert said.tool_calls == (ToolCall(name="add", arguments={"a": 1}, raw=CALL[11:-12]),)
-        assert (said.text, said.before_calls) == (f"\n\n{CALL}", "\n\n") and said.answer_start == len("\nadd") + 1
-        [pid] = pool.pids
-        os.kill(pid, signal.SIGSTOP)
-        turn = past(tokenizer, f"\n\n{CALL}<|im_end|>", thought="add")
-        assert read(said.data).token_ids.tolist()[-3:] == [*turn.token_ids[-3:]]
-        call = asyncio.create_task(pool.render([USER, OUTPUT], [turn]))
-        await until(lambda: pool._workers._outstanding and not pool._workers._queue.qsize())
-        os.kill(pid, signal.SIGKILL)
-        ids, whole = await call
-        assert not whole and pool.restarts == 1
-        assert tokenizer.decode(ids) == (
-            "\n<|im_start|>user\n<tool_response>\n2<|im_end|>\n</tool_response><|im_end|>\n"
-            "<|im_start|>assistant\n<think>"
-        )
-        other = past(tokenizer, "\n\n2", thought="the sum is 2")
-        ids, whole = await pool.render([USER, OUTPUT, USER], [turn, other])
-        assert whole and ids.dtype == "uint32"
-        assert tokenizer.decode(ids).startswith(f"{prompt.removesuffix('<think>')}{CALL}<|im_end|>\n")
-        assert tokenizer.decode(ids).endswith(
-            "<|im_start|>assistant\n2<|im_end|>\n<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n<think>"
-        )
 
 
 @pytest.mark.slow

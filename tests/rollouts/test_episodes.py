@@ -13,10 +13,15 @@ from megatron_scalerl.rollouts.trace import Trace
 from megatron_scalerl.types import ENDS, CompletionLost, Part, Score
 
 
-@pytest.mark.slow
-def test_an_episode_of_three_turns_equals_the_hand(tmp_path, monkeypatch):
-    """Two calls of a tool and a forced end of thinking: [tokens, their origin, version, log-prob] by hand."""
+@pytest.fixture(autouse=True)
+def modules(monkeypatch):
     monkeypatch.syspath_prepend("tests/rollouts")
+    monkeypatch.setattr("megatron_scalerl.rewards.outages.PAUSES_S", (0.0, 0.0))
+
+
+@pytest.mark.slow
+def test_an_episode_of_three_turns_equals_the_hand(tmp_path):
+    """Two calls of a tool and a forced end of thinking: [tokens, their origin, version, log-prob] by hand."""
     result, engine, _ = completed(tmp_path, "Said", *THREE, row=prompt(messages=["2", "9"]))
     first = (1, 13, 20, 16, 8, 20, 17, 13, 19, 3)
     turns = ((4, 13, 16, 8, 17, 13, 19, 2), (13, 20, 5, 4, 13, 16, 8, 19, 2), (4, 8, 2))
@@ -54,8 +59,7 @@ LAST = said("</think>2<eos>")
 
 
 @pytest.mark.slow
-def test_without_rewards_the_verifier_scores_the_last_response(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend("tests/rollouts")
+def test_without_rewards_the_verifier_scores_the_last_response(tmp_path):
     result, engine, _ = completed(tmp_path, "Echo", SUM, LAST)
     assert result.score == Score(correct=True, reward=1.0) and result.completion.turns == 2
     assert engine.asked[1][0][-3:] == ids("8=<think>")
@@ -69,7 +73,6 @@ def test_without_rewards_the_verifier_scores_the_last_response(tmp_path, monkeyp
 def test_a_failure_is_lost_but_where_the_class_says_wrong_and_others_succeed(
     environment, others, expected, tmp_path, monkeypatch
 ):
-    monkeypatch.syspath_prepend("tests/rollouts")
     if others:
         monkeypatch.setattr(EpisodeRecord, "others_succeed", lambda record, row: True)
     result, _, problem = completed(tmp_path, environment, said("</think>7=<eos>"), SUM, row=prompt(how="raise"))
@@ -84,7 +87,6 @@ def test_a_failure_is_lost_but_where_the_class_says_wrong_and_others_succeed(
 
 @pytest.mark.slow
 def test_a_row_that_is_too_long_is_left_out_and_one_whose_environment_fails_is_not(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend("tests/rollouts")
     monkeypatch.setattr("megatron_scalerl.rollouts.episodes.OWN_FAILURES", 1)
     monkeypatch.setattr(EpisodeRecord, "others_succeed", lambda record, row: True)
     for kind in ("Fails", "Strict"):
@@ -96,8 +98,7 @@ def test_a_row_that_is_too_long_is_left_out_and_one_whose_environment_fails_is_n
 
 
 @pytest.mark.slow
-def test_what_a_limit_ends_is_truncated_and_ends_with_a_turn(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend("tests/rollouts")
+def test_what_a_limit_ends_is_truncated_and_ends_with_a_turn(tmp_path):
     section = {"name": "episode_environments:Echo", "workers": 1}
     by_turns, _, _ = completed(tmp_path, "", *[SUM] * 2, environment=section | {"max_turns": 2})
     # 4 sampled, 3 of the environment, 4 sampled: no room for a third turn in 14 tokens and those of one turn
@@ -119,10 +120,8 @@ def test_what_a_limit_ends_is_truncated_and_ends_with_a_turn(tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_an_environment_that_begins_differently_each_time_begins_the_episode_anew(tmp_path, monkeypatch):
+def test_an_environment_that_begins_differently_each_time_begins_the_episode_anew(tmp_path):
     """A step is refused, and the replay of the one before it gives something else."""
-    monkeypatch.syspath_prepend("tests/rollouts")
-    monkeypatch.setattr("megatron_scalerl.rewards.outages.PAUSES_S", (0.0, 0.0))
     count = tmp_path / "count"
     count.write_text("")
     row = prompt(how="changes", file=str(count))
@@ -146,7 +145,6 @@ def test_an_environment_that_begins_differently_each_time_begins_the_episode_ane
     ],
 )
 def test_what_several_rewards_are_together(rewards, last, score, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend("tests/rollouts")
     monkeypatch.setattr(EpisodeRecord, "others_succeed", lambda record, row: True)
     section = {"name": "episode_environments:Pays", "workers": 1, "max_turns": 2}
     script = [said(f"</think>{digit}<eos>") for digit in ("7", last)]
@@ -187,3 +185,29 @@ def test_an_episode_whose_history_is_rewritten_forks_by_exact_prefix():
         Part(tokens=8, sampled_tokens=3, prompt_tokens=8),
     )
     assert (facts.turns, facts.sampled_tokens, facts.truncated) == (2, 11, False)
+
+
+def test_a_context_continues_the_longest_part_that_it_repeats_and_else_forks():
+    """A sub-agent, two branches at once, a summary, an edited answer, and a turn that came to nothing."""
+    trace = Trace(ids("7;+2=<think>"))
+    main = "7;+2=<think>0<eos>"
+    add(trace, "7;+2=<think>", "0<eos>", 0)
+    add(trace, "7;-2=<think>", "1<eos>", 0)
+    with trace.turn(list(ids(f"{main}3<think>"))):
+        add(trace, f"{main}4<think>", "2<eos>", 0)
+    add(trace, f"{main}4<think>2<eos>5<think>", "6<eos>", 0)
+    add(trace, f"{main}3<think>", "7<eos>", 0)
+    add(trace, "7;+2=8<think>", "8<eos>", 0)
+    add(trace, "7;+2=<think>9<eos>5<think>", "9<eos>", 0)
+    trace.end = ENDS["done"]
+    parts = trace.parts(Draw(seed=5, thinking_cut=4))
+    wholes = [(*trace.prompt[:shared], *part.token_ids) for shared, part in zip(trace.shared, parts, strict=True)]
+    assert wholes == [
+        ids(f"{main}3<think>7<eos>"),
+        ids("7;-2=<think>1<eos>"),
+        ids(f"{main}4<think>2<eos>5<think>6<eos>"),
+        ids("7;+2=8<think>8<eos>"),
+        ids("7;+2=<think>9<eos>5<think>9<eos>"),
+    ]
+    sampled = [token for part in parts for token, policy in zip(part.token_ids, part.loss_mask) if policy]
+    assert sorted(sampled) == sorted(ids("0<eos>1<eos>2<eos>6<eos>7<eos>8<eos>9<eos>"))

@@ -11,7 +11,7 @@ from megatron_scalerl.batching import rollout_bytes
 from megatron_scalerl.batching.advantages import samples_of
 from megatron_scalerl.batching.filters import drop_truncated
 from megatron_scalerl.rollouts.completions import completions_of
-from megatron_scalerl.rollouts.group_files import listed_groups, spans
+from megatron_scalerl.rollouts.group_files import listed_groups
 from megatron_scalerl.rollouts.history import BatchRecord, read_batch, read_history
 from megatron_scalerl.rollouts.store import (
     GroupHeader,
@@ -127,17 +127,3 @@ def test_a_listed_group_has_an_episodes_parts_one_after_another(run):
     assert forked["parts"] == {1: 0, 2: 3, 3: 8} and episode["parts"] == {4: 0}
     assert (forked["turns"], forked["environment_tokens"]) == (3, 8)
     assert (episode["turns"], episode["environment_tokens"]) == (3, 3)
-    assert [*spans(episode)] == [
-        (0, 1, 1, 3, ""),
-        (1, 3, 1, 3, "forced"),
-        (3, 5, 1, 3, "environment"),
-        (5, 7, 1, 3, ""),
-        (7, 8, 1, 4, "environment"),
-        (8, 11, 1, 4, ""),
-    ]
-    assert [(first, part, origin) for first, _, part, _, origin in spans(forked)][2:] == [
-        (3, 2, "environment"),
-        (6, 2, ""),
-        (8, 3, "environment"),
-        (13, 3, ""),
-    ]

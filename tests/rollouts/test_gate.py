@@ -168,15 +168,6 @@ def test_never_older_than_k_never_stuck_and_nothing_lost(
     assert k > 0 or run.taken_ahead == 0
 
 
-@pytest.mark.parametrize("k", [1, 3, 8])
-def test_a_slow_trainer_takes_nearly_every_batch_ahead(k):
-    def chance(name, number):
-        return 0.5 if name == "step" else random.Random(f"{name}{number}").random()
-
-    run = Simulation(k, 3, 40, 1.0, 10.0, chance, looks=1.0).run(40)
-    assert run.taken_ahead >= 39
-
-
 def test_a_batch_taken_ahead_is_outstanding_and_no_third_one_is_taken():
     """k = 1: a group that started at version 0 beside both batches would be due at version 1, when one trains."""
     gate = StalenessGate(groups_per_batch=1, max_staleness_steps=1)
@@ -227,45 +218,6 @@ def phase_gate(groups_per_batch, updates, groups=0, version=0):
     for group in reversed(range(groups)):
         gate.finish(group, version)
     return gate
-
-
-def test_within_a_phase_a_batch_is_taken_ahead_and_across_its_end_none_is():
-    gate = phase_gate(1, 2, groups=2)
-    gate.take(gate.batch(0))
-    assert gate.batch(1) == (1,)
-    gate.take((1,))
-    assert gate.batch(2) is None and not gate.may_start()
-    gate.trained()
-    assert gate.batch(2) is None and not gate.may_start(), "the second batch of the phase is in training"
-    gate.trained()
-    assert gate.may_start()
-
-
-def test_a_phase_waits_for_its_slowest_group_and_for_one_that_is_abandoned():
-    gate = PhaseGate(groups_per_batch=1, updates_per_phase=3)
-    for group in range(3):
-        gate.start(group, 0)
-    gate.finish(0, 0)
-    gate.finish(2, 0)
-    assert gate.batch(0) is None
-    gate.abandon(1)
-    assert gate.batch(0) is None and gate.may_start()
-    gate.start(1, 0)
-    gate.finish(1, 0)
-    assert gate.batch(0) == (0,)
-
-
-@pytest.mark.parametrize(("batches", "left"), [(0, 6), (1, 4), (5, 2), (6, 6)])
-def test_a_restart_goes_on_within_the_phase(batches, left):
-    """Three batches of two groups: after five batches of the run one is left of the second phase."""
-    gate = PhaseGate(groups_per_batch=2, updates_per_phase=3)
-    gate.resume(batches)
-    for group in range(left - 1):
-        gate.restore(group, 9)
-    assert gate.batch(9) is None and gate.may_start()
-    gate.start(left - 1, 9)
-    gate.finish(left - 1, 9)
-    assert gate.batch(9) == (0, 1) and not gate.may_start()
 
 
 def test_where_the_prompts_end_the_phase_has_the_groups_that_it_has():
@@ -353,9 +305,3 @@ def test_nothing_starts_above_the_bound_either():
     for group in range(3):
         gate.restore(group, 0)
     assert not gate.may_start()
-
-
-@pytest.mark.parametrize(("groups_per_batch", "k"), [(0, 0), (0, -1), (1, -1)])
-def test_a_gate_without_a_batch_or_with_a_negative_bound_is_refused(groups_per_batch, k):
-    with pytest.raises(AssertionError):
-        StalenessGate(groups_per_batch=groups_per_batch, max_staleness_steps=k)

@@ -99,16 +99,6 @@ def test_without_seeds_for_training_only_validation_sends_its_seed(tiny, monkeyp
     assert (training["seed"], validation["seed"]) == (draw.seed if cpus else None, draw.seed)
 
 
-@pytest.mark.parametrize(
-    "change", [{"think_start": "<think>"}, {"interruption": {**SECTIONS["interruption"], "enabled": True}}]
-)
-def test_without_a_closing_tag_nothing_opens_thinking_or_cuts_it(tiny, change):
-    tags = {key: value for key, value in change.items() if key == "think_start"}
-    sections = NO_TAGS | {"prompts": NO_TAGS["prompts"] | tags} | {k: v for k, v in change.items() if k not in tags}
-    with pytest.raises(ValueError, match=r"prompts\.think_end is empty, but a tag has to close thinking"):
-        plans(tiny, **sections)
-
-
 def test_interruption_off_shares_one_budget(tiny):
     off = plans(tiny, interruption={**SECTIONS["interruption"], "enabled": False})
     draw = off.draw(1, 0, 0)

@@ -28,30 +28,28 @@ def group(group_id):
     return group_of((natural, forced), scores, prompt=prompt, group_id=group_id), (natural, forced)
 
 
+def run_of(folder, *groups, **events):
+    """A run's folder as the journal writes it."""
+    save_tokenizer(folder / "policy")
+    (folder / "recipe.yaml").write_text(f"policy:\n  path: {folder / 'policy'}\n")
+    write_journal(folder, groups=groups, **events)
+    return folder
+
+
 def test_what_is_paid_and_not_confirmed_is_shown(tmp_path, capsys):
     listed, rollouts = group(0)
     denied = replace(listed, scores=(listed.scores[1], Score(correct=True, reward=1.0, confirmed=False)))
-    write_journal(tmp_path, groups=[(denied, rollouts), group(1)], batches=[])
-    save_tokenizer(tmp_path / "policy")
-    (tmp_path / "recipe.yaml").write_text(f"policy:\n  path: {tmp_path / 'policy'}\n")
-    assert main([str(tmp_path), "--unconfirmed"]) == 0
+    assert main([str(run_of(tmp_path, (denied, rollouts), group(1))), "--unconfirmed"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("group      0,") and out[1].startswith("completion 1 of 2")
     assert out[2] == "reward     +1 (paid, and not confirmed by the second judge), reference 9"
 
 
-def batches():
-    return [BatchRecord(batch=n, step=n + 1, policy_version=n, group_ids=(n,)) for n in (0, 1)]
-
-
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """A run's folder as the journal writes it: groups 0 to 2, of which 0 and 1 were trained."""
-    folder = tmp_path_factory.mktemp("run")
-    save_tokenizer(folder / "policy")
-    (folder / "recipe.yaml").write_text(f"policy:\n  path: {folder / 'policy'}\n")
-    write_journal(folder, groups=map(group, range(3)), batches=batches())
-    return folder
+    """Groups 0 to 2, of which 0 and 1 were trained."""
+    batches = [BatchRecord(batch=n, step=n + 1, policy_version=n, group_ids=(n,)) for n in (0, 1)]
+    return run_of(tmp_path_factory.mktemp("run"), *map(group, range(3)), batches=batches)
 
 
 def test_the_newest_groups_first_completion_is_shown_without_arguments(run_dir, capsys):
@@ -67,14 +65,11 @@ def test_the_newest_groups_first_completion_is_shown_without_arguments(run_dir, 
     ]
 
 
-def test_the_failure_of_an_environment_that_is_paid_is_shown(run_dir, tmp_path, capsys):
-    save_tokenizer(tmp_path / "policy")
-    (tmp_path / "recipe.yaml").write_text(f"policy:\n  path: {tmp_path / 'policy'}\n")
+def test_the_failure_of_an_environment_that_is_paid_is_shown(tmp_path, capsys):
     _, rollouts = group(0)
     score = Score(correct=False, reward=-1.0, reason="environment_raised", problem="Traceback ...\nValueError: b")
     failed = group_of(rollouts, (score, score), prompt=group(0)[0].prompt, group_id=0)
-    write_journal(tmp_path, groups=[(failed, rollouts)], batches=[])
-    assert main([str(tmp_path)]) == 0
+    assert main([str(run_of(tmp_path, (failed, rollouts)))]) == 0
     out = capsys.readouterr().out
     assert "reward     -1 (environment_raised)" in out and "failure    Traceback ...\nValueError: b\n" in out
 
@@ -104,21 +99,19 @@ def test_text_that_looks_like_markup_is_printed_as_it_is():
 
 
 @pytest.fixture(scope="module")
-def episodes(run_dir, tmp_path_factory):
+def episodes(tmp_path_factory):
     """A run whose newest group has an episode of three turns, whole and forked."""
-    folder = tmp_path_factory.mktemp("episodes")
-    (folder / "recipe.yaml").write_text((run_dir / "recipe.yaml").read_text())
     made, (plain, _) = group(0)
     right, wrong = made.scores
     measured = replace(right, metrics={"found": 1.0, "short": 0.25})
     turns = group_of((EPISODE, FORKED, plain), (measured, wrong, wrong), prompt=made.prompt)
-    write_journal(folder, groups=[(turns, (EPISODE, FORKED, plain))])
-    return folder
+    return run_of(tmp_path_factory.mktemp("episodes"), (turns, (EPISODE, FORKED, plain)))
 
 
 def test_what_the_environment_wrote_is_marked_and_counted(episodes, capsys):
     assert main([str(episodes)]) == 0
-    assert capsys.readouterr().out.splitlines()[:8] == [
+    out = capsys.readouterr().out
+    assert out.splitlines()[:8] == [
         "group      0, epoch 0, in no batch yet, pass rate 1/3",
         "completion 0 of 3, 11 tokens, seed 0",
         "reward     +1 (right), reference 9",
@@ -128,9 +121,8 @@ def test_what_the_environment_wrote_is_marked_and_counted(episodes, capsys):
         "metrics    found 1, short 0.25",
         "prompt     <bos>7;+2=<think>",
     ]
-    assert main([str(episodes)]) == 0
     text = f"‹v3›7⟦{PHRASE}</think>⟧\n⟪2=⟫\n0<eos>‹v4›\n⟪+⟫\n29<eos>\n"
-    assert capsys.readouterr().out.endswith(text)
+    assert out.endswith(text)
     assert main([str(episodes), "--index", "2"]) == 0
     assert "turns" not in capsys.readouterr().out, "one turn"
 
@@ -189,9 +181,3 @@ def test_an_interrupted_completion_can_be_asked_for(run_dir, capsys):
     assert "completion 1 of 2" in out and "cut after 2 tokens, interrupted" in out
     assert main([str(run_dir), "--interrupted", "--index", "0"]) == 0
     assert "completion 0 of 2" in capsys.readouterr().out
-
-
-def test_a_completion_does_not_steer_the_terminal():
-    assert tool.printable("a\x1b]52;c;eA==\x07b\x1b[2Jc\u202ed\n\te\u00e9") == (
-        "a\\x1b]52;c;eA==\\x07b\\x1b[2Jc\\u202ed\n\te\u00e9"
-    )

@@ -65,6 +65,27 @@ def make_stream(tmp_path, *, k=2, engines=None, **settings):
     )
 
 
+def batches(tmp_path, *, version=0, most=1, moves=False, engines=None, **settings):
+    """(batches until there are none, the stream). moves: whether the one engine has a new version after each."""
+    engines = engines or [StandInEngine(version=version)]
+
+    async def run():
+        stream = make_stream(tmp_path, engines=engines, **settings)
+        stream.start(version)
+        found = []
+        try:
+            while len(found) < most and (groups := await stream.next_batch()):
+                found.append(groups)
+                if moves:
+                    engines[0].version += 1
+                await stream.trained(version + moves * len(found))
+        finally:
+            await stream.close()
+        return found, stream
+
+    return in_virtual_time(run())
+
+
 @pytest.mark.parametrize("k", [0, 1, 3, 8])
 def test_batches_taken_ahead_keep_the_bound_and_an_attempt_that_is_given_up_loses_nothing(tmp_path, k):
     """The steps end at random moments: attempts are given up while they wait, and when they could just take."""
@@ -104,15 +125,7 @@ def test_batches_taken_ahead_keep_the_bound_and_an_attempt_that_is_given_up_lose
 def test_the_tokens_that_are_counted_are_those_of_the_policy(tmp_path):
     mask, counted = (True, False, False, True), []
     sampler = StandInSampler(tokens=lambda draw: (5, 6, 7, 8), mask=mask, environment=((1, 2),))
-
-    async def run():
-        stream = make_stream(tmp_path, k=0, sampler=sampler, count_tokens=counted.append)
-        stream.start(0)
-        groups = await stream.next_batch()
-        await stream.close()
-        return groups
-
-    groups = in_virtual_time(run())
+    [groups], _ = batches(tmp_path, k=0, sampler=sampler, count_tokens=counted.append)
     assert counted == [3] * 12 and [g.positions for g in groups] == [(0, 1, 2, 3)] * 3
     assert {c.environment_tokens for g in groups for c in g.completions} == {1}
 
@@ -144,38 +157,16 @@ def test_only_engines_that_serve_are_idle(tmp_path):
 
 
 def test_a_failing_verifier_ends_the_stream_with_its_error(tmp_path):
-    async def run():
-        engine = StandInEngine()
-        stream = make_stream(tmp_path, sampler=sampler_of(fail_at=9), engines=[engine])
-        stream.start(0)
-        try:
-            for version in range(5):
-                await stream.next_batch()
-                engine.version = version + 1
-                await stream.trained(version + 1)
-        finally:
-            await stream.close()
-
     with pytest.raises(RuntimeError, match=r"rewards.verifier: no process left"):
-        in_virtual_time(run())
+        batches(tmp_path, sampler=sampler_of(fail_at=9), most=5, moves=True)
 
 
 @pytest.mark.parametrize(("ahead", "accepted"), [(1, True), (2, False), (999999, False)])
 def test_an_engine_with_an_unpublished_version_is_evicted(tmp_path, ahead, accepted):
-    async def run():
-        wrong = StandInEngine(version=3 + ahead)
-        members = Membership.of([wrong, StandInEngine(version=3)])
-        stream = make_stream(tmp_path, engines=members)
-        stream.start(3)
-        batches = []
-        for _ in range(3):
-            batches.append(await stream.next_batch())
-            await stream.trained(3)
-        await stream.close()
-        return members.members[0], batches
-
-    member, batches = in_virtual_time(run())
-    newest = max(c.last_version for groups in batches for g in groups for c in g.completions)
+    members = Membership.of([StandInEngine(version=3 + ahead), StandInEngine(version=3)])
+    found, _ = batches(tmp_path, engines=members, version=3, most=3)
+    member = members.members[0]
+    newest = max(c.last_version for groups in found for g in groups for c in g.completions)
     if accepted:  # its weight update is in progress
         assert member.state == "serving" and newest <= 4
         return
@@ -184,47 +175,22 @@ def test_an_engine_with_an_unpublished_version_is_evicted(tmp_path, ahead, accep
 
 
 def test_an_engine_with_an_old_version_is_evicted(tmp_path):
-    async def run():
-        members = Membership.of([StandInEngine(version=2), StandInEngine(version=3)])
-        stream = make_stream(tmp_path, engines=members)
-        stream.start(3)
-        groups = await stream.next_batch()
-        await stream.close()
-        return members.members[0], groups
-
-    member, groups = in_virtual_time(run())
-    assert member.state == "draining"
-    assert re.match("engine-0: .* policy version 2, .* version 3 when the request", member.reason)
+    members = Membership.of([StandInEngine(version=2), StandInEngine(version=3)])
+    [groups], _ = batches(tmp_path, engines=members, version=3)
+    assert members.members[0].state == "draining"
+    assert re.match("engine-0: .* policy version 2, .* version 3 when the request", members.members[0].reason)
     assert {v for g in groups for c in g.completions for v in (c.first_version, c.last_version)} == {3}
 
 
 def test_an_exhausted_curriculum_ends_the_stream_with_its_reason(tmp_path):
-    async def run():
-        engine = StandInEngine()
-        stream = make_stream(tmp_path, prompts=7, max_epochs=1, engines=[engine])
-        stream.start(0)
-        batches = []
-        for version in range(3):
-            batches.append(await stream.next_batch())
-            engine.version = version + 1
-            await stream.trained(version + 1)
-        return batches, stream.exhausted
-
-    batches, reason = in_virtual_time(run())
-    assert [b and len(b) for b in batches] == [3, 3, None]
-    assert reason == "curriculum.max_epochs 1 reached"
+    found, stream = batches(tmp_path, prompts=7, max_epochs=1, most=9, moves=True)
+    assert list(map(len, found)) == [3, 3] and stream.exhausted == "curriculum.max_epochs 1 reached"
 
 
 def test_a_group_whose_draws_are_always_lost_gets_others(tmp_path):
-    async def run():
-        losses = sampler_of(lost=lambda draw: draw.group == 1 and draw.index < 8)  # of its first two rounds
-        stream = make_stream(tmp_path, k=0, sampler=losses)  # the batch has all groups
-        stream.start(0)
-        groups = await stream.next_batch()
-        await stream.close()
-        return groups
-
-    groups = {g.group_id: g for g in in_virtual_time(run())}
+    losses = sampler_of(lost=lambda draw: draw.group == 1 and draw.index < 8)  # of its first two rounds
+    [batch], _ = batches(tmp_path, k=0, sampler=losses)  # the batch has all groups
+    groups = {g.group_id: g for g in batch}
     assert len(groups[1].completions) == 4 and groups[1].lost_completions == 0
 
 
@@ -243,16 +209,8 @@ def test_the_reasons_of_lost_completions_outlive_an_eviction_and_a_restart(tmp_p
             raise EngineError(f"{engine.name}: gone")
 
     sampler = StandInSampler(wait)
-
-    async def run():
-        engines = [StandInEngine(), StandInEngine("engine-1")]
-        stream = make_stream(tmp_path, k=0, engines=engines, sampler=sampler)
-        stream.start(0)
-        groups = await stream.next_batch()
-        await stream.close()
-        return groups
-
-    group, *others = sorted(in_virtual_time(run()), key=lambda group: group.group_id)
+    [batch], _ = batches(tmp_path, k=0, engines=[StandInEngine(), StandInEngine("engine-1")], sampler=sampler)
+    group, *others = sorted(batch, key=lambda group: group.group_id)
     assert group.lost_reasons == {"no_logprobs": 1, "environment_hung": 1}
     assert (group.lost_completions, len(group.completions), len(evicted)) == (2, 2, 1)
     assert Counter(draw.index for _, draw in sampler.asked if draw.group == 0) == {0: 1, 1: 2, 2: 1, 3: 1}
@@ -275,44 +233,23 @@ class ChangingSampler(StandInSampler):
 
 
 def test_an_episode_that_began_with_other_messages_is_lost(tmp_path):
-    async def run():
-        stream = make_stream(tmp_path, k=0, sampler=ChangingSampler({2}))
-        stream.start(0)
-        groups = await stream.next_batch()
-        await stream.close()
-        return groups
-
-    for group in in_virtual_time(run()):
+    [groups], _ = batches(tmp_path, k=0, sampler=ChangingSampler({2}))
+    for group in groups:
         assert group.prompt.token_ids == (1,) and len(group.completions) == 3
         assert (group.lost_completions, group.lost_reasons) == (1, {"prompt_changed": 1})
 
 
 def test_messages_that_differ_in_half_of_a_group_end_the_run(tmp_path):
-    async def run():
-        stream = make_stream(tmp_path, k=0, sampler=ChangingSampler({2, 3}))
-        stream.start(0)
-        try:
-            await stream.next_batch()
-        finally:
-            await stream.close()
-
     with pytest.raises(RuntimeError, match="let the messages depend on the row alone"):
-        in_virtual_time(run())
+        batches(tmp_path, k=0, sampler=ChangingSampler({2, 3}))
 
 
 def test_a_prompt_whose_problem_appears_later_is_left_out(tmp_path):
     """Its problem was asked for once, when all was well; then a whole group is lost."""
     sampler = sampler_of(lost=lambda draw: draw.group == 0)
-
-    async def run():
-        stream = make_stream(tmp_path, k=0, sampler=sampler, problems={f"p{i:03d}": "" for i in range(500)})
-        sampler.unusable.add(Curriculum(prompts(500), 7, None, None).draw()[0].prompt_id)
-        stream.start(0)
-        groups = await stream.next_batch()
-        await stream.close()
-        return groups
-
-    assert [group.group_id for group in in_virtual_time(run())] == [1, 2, 3]
+    sampler.unusable.add(Curriculum(prompts(500), 7, None, None).draw()[0].prompt_id)
+    [groups], _ = batches(tmp_path, k=0, sampler=sampler, problems={f"p{i:03d}": "" for i in range(500)})
+    assert [group.group_id for group in groups] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("rollouts", [{}, {"schedule": "ppo_off_policy", "updates_per_phase": 2}])
@@ -320,29 +257,11 @@ def test_a_prompt_that_cannot_be_learned_from_leaves_no_group_and_is_not_drawn_a
     problems = {"p001": "known before", "p002": None, "p003": None}
     sampler = sampler_of()
     sampler.unusable = {"p002"}
-
-    async def run():
-        engine = StandInEngine()
-        stream = make_stream(
-            tmp_path,
-            k=1,
-            prompts=6,
-            max_epochs=3,
-            engines=[engine],
-            rollouts=rollouts,
-            problems=problems,
-            sampler=sampler,
-        )
-        stream.start(0)
-        groups = []
-        while batch := await stream.next_batch():
-            groups += batch
-            engine.version += 1
-            await stream.trained(engine.version)
-        return groups
-
-    groups = in_virtual_time(run())
-    assert Counter(group.prompt.prompt_id for group in groups) == {f"p{i:03d}": 3 for i in (0, 3, 4, 5)}
+    options = {"rollouts": rollouts, "problems": problems, "sampler": sampler}
+    found, _ = batches(tmp_path, k=1, prompts=6, max_epochs=3, most=9, moves=True, **options)
+    assert Counter(group.prompt.prompt_id for groups in found for group in groups) == {
+        f"p{i:03d}": 3 for i in (0, 3, 4, 5)
+    }
     assert problems == {"p001": "known before", "p002": sampler.problem, "p003": ""}
     admitted = {e.group_id: e.prompt_id for e in read_history(tmp_path).events if isinstance(e, Admit)}
     assert Counter(admitted.values()) == {f"p{i:03d}": 3 for i in range(6)}
@@ -352,10 +271,5 @@ def test_a_prompt_that_cannot_be_learned_from_leaves_no_group_and_is_not_drawn_a
 
 
 def test_a_stream_of_prompts_that_cannot_be_learned_from_fails(tmp_path):
-    async def run():
-        stream = make_stream(tmp_path, prompts=4, problems={f"p{i:03d}": "its tests pay all" for i in range(4)})
-        stream.start(0)
-        await stream.next_batch()
-
     with pytest.raises(RuntimeError, match="the last 1000 prompts that were drawn"):
-        in_virtual_time(run())
+        batches(tmp_path, prompts=4, problems={f"p{i:03d}": "its tests pay all" for i in range(4)})

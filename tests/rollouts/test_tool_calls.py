@@ -277,9 +277,3 @@ def test_a_long_answer_is_read_in_time(family):
 def test_a_template_with_another_format_is_refused(template):
     with pytest.raises(ValueError, match=r"formats that can be read: qwen3\.5, glm, qwen3, kimi_k2, llama_3;"):
         calls(template, "")
-
-
-def test_without_tools_nothing_is_read():
-    tokenizer = turns_tokenizer(CHATML)
-    ids = ids_of(tokenizer, call("{}"))
-    assert tool_parser(tokenizer, (), ())(ids) == ("", ())
