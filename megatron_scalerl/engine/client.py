@@ -154,6 +154,8 @@ class EngineClient:
         self.secret = secret
         self.in_flight = 0
         """Generations that this client is waiting for."""
+        self.ended = 0
+        """Generations that this client waits for no more, in total."""
         self.paused = False
         """True from the request to pause until the engine has resumed."""
         self.produced_tokens = 0
@@ -311,6 +313,7 @@ class EngineClient:
             yield
         finally:
             self.in_flight -= 1
+            self.ended += 1
 
     def _where(self, path: str) -> str:
         return f"{self.name}: {path}"

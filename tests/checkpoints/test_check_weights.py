@@ -45,8 +45,6 @@ FAULTS = {
     "another head": ({HEAD: lambda w: w[EMBEDDING] + 1e-6}, "config.json ties the head to the embedding"),
     "a head of another type": ({HEAD: lambda w: w[EMBEDDING].half()}, "config.json ties the head to the embedding"),
     "a missing tensor": ({EMBEDDING: lambda w: None}, "has no tensor model.embed_tokens.weight"),
-    "an unknown tensor": ({"model.scale": lambda w: torch.ones(3)}, "does not have the tensors model.scale"),
-    "another shape": ({EMBEDDING: lambda w: w[EMBEDDING][1:].clone()}, "its shape is"),
     "quantized": ({"config": lambda w: {"quantization_config": {"quant_method": "fp8"}}}, r"are quantized \(fp8\)"),
 }
 

@@ -44,47 +44,26 @@ def test_without_commit_it_is_refused(tmp_path):
         read_commit(tmp_path / "nowhere")
 
 
-def test_a_missing_or_short_shard_is_named(tmp_path):
-    path = make(tmp_path, 3)
-    (path / "shards" / "a.distcp").write_bytes(b"x" * 9)
-    with pytest.raises(ValueError, match=r"step_000003/shards/a.distcp: it has 9 bytes, and 10 were committed"):
-        read_commit(path)
-    (path / "shards" / "a.distcp").unlink()
-    with pytest.raises(ValueError, match=r"step_000003/shards/a.distcp: .* is missing"):
-        read_commit(path)
-
-
-def test_a_broken_commit_is_named(tmp_path):
-    path = make(tmp_path, 3)
-    (path / COMMIT).write_text('{"step": 3')
-    with pytest.raises(ValueError, match=r"step_000003/COMMIT: .* as JSON: "):
-        read_commit(path)
-
-
 @pytest.mark.parametrize(
     ("content", "found"),
     [
         ("[" * 200_000, "array"),
         ('{"files": ' + '{"a":' * 200_000, "recursion"),
+        ('{"files": {}', "truncated"),
         ("[]", "array"),
-        ("7", "int"),
         ("\xff", "malformed"),
         ("{}", "missing required field `files`"),
         ('{"files": [["a", 1]]}', "array` - at `$.files`"),
         ('{"files": {"a": "10"}}', "str` - at `$.files[...]`"),
-        ('{"files": {"a": true}}', "bool` - at `$.files[...]`"),
         ('{"files": {"a": 1e400}}', "out of range"),
         ('{"files": {"a": -1}}', ">= 0 - at `$.files[...]`"),
-        ('{"files": {"a": [[]]}}', "array` - at `$.files[...]`"),
         ('{"files": {"a": ' + "9" * 5000 + "}}", "out of range"),
         ('{"files": {"../../outside": 6}}', "'../../outside' is not the path"),
         ('{"files": {"/etc/passwd": 6}}', "'/etc/passwd' is not the path"),
         ('{"files": {"a\\u0000": 6}}', r"'a\x00' is not the path"),
         ('{"files": {"' + "a" * 300 + '": 6}}', "aaa' is not the path"),
         ('{"files": {}, "sha256": {"a": 3}}', "int` - at `$.sha256[...]`"),
-        ('{"files": {}, "sha256": null}', "null` - at `$.sha256`"),
         ('{"files": {}, "step": 1e400}', "out of range"),
-        ('{"files": {}, "step": "3"}', "str` - at `$.step`"),
         ('{"files": {}, "step": -3}', ">= 0 - at `$.step`"),
     ],
     ids=lambda v: v[:24],
@@ -98,6 +77,23 @@ def test_a_commit_of_other_content_is_one_error(content, found, tmp_path):
     said = str(refused.value)
     assert said.startswith(f"{path / COMMIT}: ") and found in said
     assert "\n" not in said and len(said) < 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line"),
+    [
+        ("shards/a.distcp", b"x" * 9, "it has 9 bytes, and 10 were committed"),
+        ("shards/a.distcp", None, ".* is missing"),
+        ("extra.json", b"[]", "its content is not what was committed"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, name, content, line):
+    file = make(tmp_path, 3) / name
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"step_000003/{name}: {line}"):
+        read_commit(tmp_path / "step_000003")
 
 
 def test_a_commit_without_the_newer_fields_is_read(tmp_path):
@@ -114,6 +110,7 @@ def test_a_very_large_commit_is_not_read(tmp_path):
 
 
 def test_latest_and_prune_use_the_step_and_delete_the_uncommitted(tmp_path):
+    assert latest(tmp_path) is latest(tmp_path / "nowhere") is None
     for step in (2, 10, 9):
         make(tmp_path, step)
     unfinished = make(tmp_path, 11, commit=False)
@@ -122,13 +119,6 @@ def test_latest_and_prune_use_the_step_and_delete_the_uncommitted(tmp_path):
     assert [p.name for p in prune(tmp_path, 2, newest=10)] == ["step_000002", "step_000011"]
     assert not checkpoint_path(tmp_path, 2).exists() and not unfinished.exists()
     assert latest(tmp_path) == checkpoint_path(tmp_path, 10) and (tmp_path / "step_x").exists()
-
-
-def test_other_content_of_the_same_size_is_named(tmp_path):
-    path = make(tmp_path, 3)
-    (path / "extra.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"extra.json: its content is not what was committed"):
-        read_commit(path)
 
 
 def test_a_commit_covers_only_synced_files(tmp_path, monkeypatch):
@@ -182,11 +172,6 @@ def test_an_unreadable_checkpoint_is_skipped(tmp_path, error):
     path, damaged = latest_whole(tmp_path, check)
     assert path == checkpoint_path(tmp_path, 3)
     assert damaged == [f"{checkpoint_path(tmp_path, 6)}: {error}"]
-
-
-def test_latest_of_nothing(tmp_path):
-    assert latest(tmp_path) is None
-    assert latest(tmp_path / "nowhere") is None
 
 
 def test_discard_ignores_a_missing_folder(tmp_path):

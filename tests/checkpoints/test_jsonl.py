@@ -1,70 +1,13 @@
 """Every growing file of a run survives a crash at any byte, and a disk that is full."""
 
-import asyncio
 import contextlib
 import json
 import os
 import resource
-import shutil
 
 import pytest
-from fakes.run import attempt, recipe
 
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, recover, rewrite
-from megatron_scalerl.controller.ledger import Ledger
-from megatron_scalerl.controller.metrics import Metrics
-from megatron_scalerl.controller.run_folder import RunFolder
-from megatron_scalerl.rollouts.history import read_groups, read_history
-from megatron_scalerl.rollouts.journal import Journal
-
-FILES = (
-    "journal.jsonl",
-    "ledger.jsonl",
-    "metrics.jsonl",
-    "validation.jsonl",
-    "validation_by_prompt.jsonl",
-    "attempts.jsonl",
-)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    root = tmp_path_factory.mktemp("whole")
-    settings = recipe(root, steps=2)
-    attempt(settings, kill_at_s=16)
-    return root
-
-
-def open_all(root):
-    """Everything that a start opens, in its order; one row more in every file."""
-    folder = RunFolder(recipe(root, steps=2))
-    folder.close()
-    history = read_history(folder.path)
-    Ledger(folder.path / "ledger.jsonl", "device_hours", incarnation="b").close()
-    Metrics(folder.path, "r", step=2, batches=2, last_step=2).close()
-    asyncio.run(Journal(folder.path, history).close())
-    read_groups(folder.path, history, history.finished)
-    for name in FILES:
-        with contextlib.closing(JsonlWriter(folder.path / name)) as file:
-            file.append({"step": 1, "batches": 1, "more": True})
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_each_file_of_a_run_may_be_torn(tmp_path, whole, name):
-    """Cut within its last two rows, through everything that a start opens; every byte: see below."""
-    content = (whole / "r" / name).read_bytes()
-    lines = content.splitlines(keepends=True)
-    first = len(content) - sum(map(len, lines[-2:]))
-    for cut in {*range(first, len(content), max(1, (len(content) - first) // 10)), len(content) - 1}:
-        root = tmp_path / str(cut)
-        shutil.copytree(whole, root)
-        settings = (root / "r" / "recipe.yaml").read_text().replace(str(whole), str(root))
-        (root / "r" / "recipe.yaml").write_text(settings)
-        (root / "r" / name).write_bytes(content[:cut])
-        open_all(root)
-        rows = read_jsonl(root / "r" / name)
-        assert rows[-1] == {"step": 1, "batches": 1, "more": True}, "no row is glued to the torn one"
-        shutil.rmtree(root)
 
 
 def test_a_file_may_be_cut_at_every_byte(tmp_path):

@@ -18,11 +18,6 @@ class CommandProcess:
         assert self._process is not None, "start first"
         return self._process.returncode
 
-    @property
-    def pid(self):
-        assert self._process is not None, "start first"
-        return self._process.pid
-
     async def start(self):
         pipe = asyncio.subprocess.PIPE
         environment = os.environ | {"OMP_NUM_THREADS": "1"}

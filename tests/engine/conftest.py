@@ -1,17 +1,9 @@
 """One real vLLM server for the tests of this folder."""
 
 import asyncio
-import os
-from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
-from engine_recipes import SECRET, recipe_for
-
-from megatron_scalerl.launch.process import EngineProcess
-
-Run = Callable[[Awaitable[Any]], Any]
+from engine_recipes import recipe_for, served
 
 
 @pytest.fixture(scope="session")
@@ -34,11 +26,6 @@ def policies(tmp_path_factory):
 @pytest.fixture(scope="session")
 def engine(run, policies, tmp_path_factory):
     """A server of policy dense_a in float32; tests that change its weights restore them."""
-    log = tmp_path_factory.mktemp("engine") / "engine.log"
     recipe = recipe_for(policies["dense_a"], vllm={"middleware": "server_insight.Insight"})
-    process = EngineProcess.local(recipe, secret=SECRET, log_path=log)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
-        run(process.start())
-    yield process
-    run(process.stop())
+    with served(run, recipe, tmp_path_factory.mktemp("engine") / "engine.log") as process:
+        yield process

@@ -1,7 +1,14 @@
-"""Recipes for engines that serve tiny policies."""
+"""Recipes for engines that serve tiny policies, and such engines."""
 
+import contextlib
+import os
+import re
+from pathlib import Path
+
+import pytest
 from recipe_files import SETTLED
 
+from megatron_scalerl.launch.process import EngineProcess
 from megatron_scalerl.recipe import Recipe
 
 SECRET = "the-run-s-secret"
@@ -19,3 +26,21 @@ def recipe_for(folder, *, vllm=None, **sections):
         },
     }
     return Recipe(name="test", steps=1, **{k: defaults.get(k, {}) | sections.get(k, {}) for k in defaults | sections})
+
+
+@contextlib.contextmanager
+def served(run, recipe, log):
+    """A server of the recipe, whose processes may import the modules of this folder."""
+    process = EngineProcess.local(recipe, secret=SECRET, log_path=log)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+        run(process.start())
+    yield process
+    run(process.stop())
+
+
+async def cache_hits(client):
+    """Tokens that the engine has taken from its prefix cache, in all."""
+    text = (await client.get("/metrics")).decode()
+    [count] = re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (.*)$", text, re.MULTILINE)
+    return float(count)

@@ -60,6 +60,14 @@ class SenderProcess:
         return answer["value"]
 
 
+def digest_of(folder):
+    """Digest of the values of a policy's file."""
+    from safetensors.torch import load_file
+    from weights.transfers import digest_of
+
+    return f"{digest_of(load_file(folder / 'model.safetensors')):016x}"
+
+
 def _faulty(sender, fault):
     """Stand-in faults on the wire: a flipped bit after the digest was taken, or death after the first bucket."""
     ship = sender._ship
@@ -109,17 +117,11 @@ def _send(sender, plan, weights, version):
         for shard in range(len(plan.needs))
     )
     values = tuple(f"{sender.values[shard]:016x}" for shard in range(len(plan.needs)))
-    whole = sum(bucket.nbytes for bucket in order)
-    received = [
-        sum(size for size, bucket in zip(sender.sizes, order) if bucket.shard == shard)
-        for shard in range(len(plan.needs))
-    ]
     return SendReport(
-        seconds=0.0,
         bytes=sender.bytes,
-        whole_bytes=whole,
+        whole_bytes=sum(bucket.nbytes for bucket in order),
         most_sent=sender.bytes,
-        most_received=max(received),
+        most_received=sender.bytes,
         digests=of_shards,
         values=values,
     )

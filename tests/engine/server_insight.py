@@ -5,8 +5,6 @@ import json
 from starlette.routing import Mount, WebSocketRoute
 
 PATH = "/test/insight"
-BODIES = "/test/bodies"
-GENERATE = "/inference/v1/generate"
 
 
 class Insight:
@@ -36,31 +34,3 @@ def _routes(routes, prefix):
             yield from _routes(route.routes or [], path)
         else:
             yield ["websocket" if isinstance(route, WebSocketRoute) else "http", path]
-
-
-class Bodies:
-    """A middleware that answers with the bodies of the generations since it was last asked."""
-
-    def __init__(self, app):
-        self._app = app
-        self._bodies = []
-
-    async def __call__(self, scope, receive, send):
-        if scope.get("path") == BODIES:
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": json.dumps(self._bodies).encode()})
-            self._bodies.clear()
-        elif scope.get("path") != GENERATE:
-            await self._app(scope, receive, send)
-        else:
-            data = b""
-
-            async def received():
-                nonlocal data
-                message = await receive()
-                data += message.get("body", b"")
-                if message["type"] == "http.request" and not message.get("more_body"):
-                    self._bodies.append(json.loads(data))
-                return message
-
-            await self._app(scope, received, send)

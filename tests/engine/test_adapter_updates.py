@@ -1,21 +1,17 @@
 """Updates of adapters alone into a real engine with a prefix cache, verified by what it then generates."""
 
 import asyncio
-import os
-import re
-from pathlib import Path
 
 import pytest
 import tiny_policies
 import torch
-from engine_recipes import SECRET, recipe_for
+from engine_recipes import cache_hits, recipe_for, served
 from safetensors.torch import save_file
 from sender_process import SenderProcess
 
 from megatron_scalerl.controller.weight_sync import WeightSync
 from megatron_scalerl.engine.client import SamplingSpec
 from megatron_scalerl.engine.membership import Membership
-from megatron_scalerl.launch.process import EngineProcess
 
 pytestmark = pytest.mark.slow
 
@@ -25,8 +21,6 @@ BLOCK = 32
 PREFIX = [1, *(30 + number % 40 for number in range(9 * BLOCK))]
 """Shared by all prompts."""
 TOLERANCE = 2e-5
-FAR = 1e-2
-"""Nats by which log-probs differ at least, somewhere, after a prefix of another version."""
 VERSIONS = 50
 
 
@@ -51,14 +45,8 @@ def base(policies):
 @pytest.fixture(scope="module")
 def engine(run, base, tmp_path_factory):
     """A server that is sent adapters."""
-    process = EngineProcess.local(
-        recipe_of(base), secret=SECRET, log_path=tmp_path_factory.mktemp("adapters") / "engine.log"
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
-        run(process.start())
-    yield process
-    run(process.stop())
+    with served(run, recipe_of(base), tmp_path_factory.mktemp("adapters") / "engine.log") as process:
+        yield process
 
 
 class Adapters:
@@ -106,22 +94,8 @@ def adapters(base, tmp_path_factory):
     return Adapters(base, tmp_path_factory.mktemp("adapters"))
 
 
-def error(model, prompt, rollout):
-    """Largest |engine - transformers log-prob| of a completion."""
-    tokens = list(rollout.token_ids)
-    expected = tiny_policies.logprobs(model, prompt, tokens)
-    return max(abs(expected[i, token].item() - rollout.rollout_logprobs[i]) for i, token in enumerate(tokens))
-
-
 def sample(tokens, seed=0):
     return SamplingSpec(max_tokens=tokens, seed=seed, ignore_eos=True)
-
-
-async def hits(client):
-    """Tokens that the engine has taken from its prefix cache, in all."""
-    text = (await client.get("/metrics")).decode()
-    [count] = re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (.*)$", text, re.MULTILINE)
-    return float(count)
 
 
 def test_fifty_updates_in_flight_with_a_shared_prefix(engine, adapters, base, run):
@@ -135,16 +109,16 @@ def test_fifty_updates_in_flight_with_a_shared_prefix(engine, adapters, base, ru
             await sync.publish(0)
             for version in range(1, VERSIONS + 1):
                 await client.generate(PREFIX + [28], sampling=sample(2))
-                cached = await hits(client)
+                cached = await cache_hits(client)
                 running.append(asyncio.create_task(client.generate(PREFIX + [29], sampling=sample(60, version))))
-                while await hits(client) == cached:  # until it has begun, with the first one's prefix
+                while await cache_hits(client) == cached:  # until it has begun, with the first one's prefix
                     await asyncio.sleep(0.002)
                 sender.folder = adapters.folder(version)
                 update = await sync.publish(version)
-                before = await hits(client)
+                before = await cache_hits(client)
                 prompts = [[*PREFIX, 70 + version % 8], [*PREFIX, 80 + version % 8]]
                 pair = [await client.generate(prompt, sampling=sample(6, version)) for prompt in prompts]
-                answers.append((version, prompts, pair, await hits(client) - before, update))
+                answers.append((version, prompts, pair, await cache_hits(client) - before, update))
             return answers, await asyncio.gather(*running)
 
     answers, running = run(scenario())
@@ -154,7 +128,7 @@ def test_fifty_updates_in_flight_with_a_shared_prefix(engine, adapters, base, ru
         model = adapters.merged(version)
         for prompt, rollout in zip(prompts, pair):
             assert set(rollout.policy_versions) == {version}
-            assert error(model, prompt, rollout) <= TOLERANCE, version
+            assert tiny_policies.error_of(model, prompt, rollout) <= TOLERANCE, version
         # the second prompt's prefix is the first one's, and neither is an older version's
         assert hit == 9 * BLOCK
         assert 4 * values <= update.bytes < 4 * values + 16 * 100
@@ -162,21 +136,6 @@ def test_fifty_updates_in_flight_with_a_shared_prefix(engine, adapters, base, ru
     assert len(digests) == VERSIONS
     switched = [rollout for rollout in running if len(set(rollout.policy_versions)) > 1]
     assert len(switched) >= VERSIONS // 2
-
-
-def test_without_a_new_salt_an_old_prefix_answers(engine, adapters, base, run, monkeypatch):
-    async def scenario():
-        client = engine.client
-        async with SenderProcess(adapters.folder(0)) as sender:
-            sync = WeightSync(sender, Membership.of([client]), recipe_of(base))
-            await sync.publish(0)
-            await client.generate(PREFIX, sampling=sample(2))
-            monkeypatch.setattr(client, "note_version", lambda version: None)
-            sender.folder = adapters.folder(1)
-            await sync.publish(1)
-            return await client.generate([*PREFIX, 70], sampling=sample(6))
-
-    assert error(adapters.merged(1), [*PREFIX, 70], run(scenario())) > FAR
 
 
 @pytest.mark.parametrize("sections", [{"transport": "gloo"}, {"deltas": "absolute"}])
@@ -191,4 +150,4 @@ def test_an_update_over_every_way(engine, adapters, base, run, sections):
             await sync.publish(3)
             return await engine.client.generate([*PREFIX, 70], sampling=sample(6))
 
-    assert error(adapters.merged(3), [*PREFIX, 70], run(scenario())) <= TOLERANCE
+    assert tiny_policies.error_of(adapters.merged(3), [*PREFIX, 70], run(scenario())) <= TOLERANCE

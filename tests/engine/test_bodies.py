@@ -61,7 +61,7 @@ def found(respond):
         async with StandInServer(respond, stall_timeout_s=1.0 if respond in (slow, silent) else 240.0) as client:
             with pytest.raises(EngineError) as error:
                 await client.generate([1], sampling=SPEC)
-            assert client.in_flight == 0
+            assert (client.in_flight, client.ended) == (0, 1)
             return str(error.value)
 
     return asyncio.run(main())

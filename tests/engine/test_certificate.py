@@ -73,52 +73,43 @@ def test_the_pinned_certificate_is_accepted():
     assert asyncio.run(scenario()) == [SECRET]
 
 
-def test_another_certificate_is_refused_before_the_secret_is_sent():
+def issued(pinned, other):
+    """A certificate of the other key that the pinned one has signed; the agents hold the pinned key."""
+    own, foreign = (x509.load_pem_x509_certificate(c.certificate.encode()) for c in (pinned, other))
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([]))
+        .issuer_name(own.subject)
+        .public_key(foreign.public_key())
+        .serial_number(7)
+        .not_valid_before(datetime.datetime(2001, 1, 1))
+        .not_valid_after(datetime.datetime(2099, 1, 1))
+        .sign(load_pem_private_key(pinned.key.encode(), None), hashes.SHA256())
+    )
+    pem = certificate.public_bytes(serialization.Encoding.PEM).decode()
+    return Certificate(certificate=pem, key=other.key)
+
+
+NOT_VERIFIED = "certificate verify failed"
+REFUSED = {
+    "another": lambda pinned, other: (other, "https", pinned.trusting(), NOT_VERIFIED),
+    "not pinned": lambda pinned, other: (other, "https", None, NOT_VERIFIED),
+    "signed": lambda pinned, other: (issued(pinned, other), "https", pinned.trusting(), NOT_VERIFIED),
+    "plain server": lambda pinned, other: (None, "https", pinned.trusting(), r"(?i)ssl"),
+    "plain client": lambda pinned, other: (pinned, "http", None, None),
+}
+"""(the server's certificate, scheme and context of the client, the error)"""
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_all_but_the_pinned_certificate_is_refused_before_the_secret_is_sent(kind):
+    certificate, scheme, tls, line = REFUSED[kind](make_certificate(), make_certificate())
+
     async def scenario():
-        async with serving(make_certificate()) as (port, received):
-            for tls in (make_certificate().trusting(), None):
-                with pytest.raises(EngineError, match="certificate verify failed"):
-                    await asked("https", port, tls)
+        async with serving(certificate) as (port, received):
+            with pytest.raises(EngineError, match=line):
+                await asked(scheme, port, tls)
             return received
-
-    assert asyncio.run(scenario()) == []
-
-
-def test_a_certificate_that_the_pinned_key_has_signed_is_refused():
-    """The agents hold the key; what it signs is not the pinned certificate."""
-
-    async def scenario():
-        pinned, other = make_certificate(), make_certificate()
-        own, foreign = (x509.load_pem_x509_certificate(c.certificate.encode()) for c in (pinned, other))
-        issued = (
-            x509.CertificateBuilder()
-            .subject_name(x509.Name([]))
-            .issuer_name(own.subject)
-            .public_key(foreign.public_key())
-            .serial_number(7)
-            .not_valid_before(datetime.datetime(2001, 1, 1))
-            .not_valid_after(datetime.datetime(2099, 1, 1))
-            .sign(load_pem_private_key(pinned.key.encode(), None), hashes.SHA256())
-        )
-        pem = issued.public_bytes(serialization.Encoding.PEM).decode()
-        async with serving(Certificate(certificate=pem, key=other.key)) as (port, received):
-            with pytest.raises(EngineError, match="certificate verify failed"):
-                await asked("https", port, pinned.trusting())
-            return received
-
-    assert asyncio.run(scenario()) == []
-
-
-def test_plain_http_is_refused():
-    async def scenario():
-        certificate = make_certificate()
-        async with serving() as (port, received):
-            with pytest.raises(EngineError, match=r"(?i)ssl"):
-                await asked("https", port, certificate.trusting())
-        async with serving(certificate) as (port, also):
-            with pytest.raises(EngineError):
-                await asked("http", port, certificate.trusting())
-        return received + also
 
     assert asyncio.run(scenario()) == []
 

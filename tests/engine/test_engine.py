@@ -13,7 +13,7 @@ import pytest
 import server_insight
 import tiny_policies
 from engine_recipes import SECRET, recipe_for
-from tiny_policies import ENDS, EOS, HOSTILE, PHRASE, THINK_END
+from tiny_policies import ENDS, EOS, HOSTILE, PHRASE, THINK_END, error_of
 
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import SECRET_HEADER, SamplingSpec
@@ -41,20 +41,13 @@ def free(seed=0, tokens=40):
     return SamplingSpec(max_tokens=tokens, seed=seed, ignore_eos=True)
 
 
-def error_against(model, prompt, rollout):
-    """Largest |engine - transformers log-prob| over the sampled tokens."""
-    expected = tiny_policies.logprobs(model, prompt, list(rollout.token_ids))
-    triples = zip(expected, rollout.token_ids, rollout.rollout_logprobs)
-    return max(abs(row[t].item() - p) for (row, t, p), m in zip(triples, rollout.loss_mask) if m)
-
-
 def test_raw_logprobs_equal_log_softmax_and_seeds_decide(engine, policies, run):
     async def scenario():
         return await asyncio.gather(*(engine.client.generate(PROMPT, sampling=free(s)) for s in (0, 0, 1)))
 
     first, same, other = run(scenario())
     assert first.token_ids == same.token_ids != other.token_ids
-    assert error_against(tiny_policies.load(policies["dense_a"]), PROMPT, first) <= 1e-4
+    assert error_of(tiny_policies.load(policies["dense_a"]), PROMPT, first) <= 1e-4
     assert first.loss_mask == (True,) * 40 and first.truncated and not first.interrupted
     assert first.policy_versions == (0,) * 40 and first.thinking_cut == 0
 
@@ -75,7 +68,7 @@ def test_the_policys_generation_config_changes_no_probability(engine, policies, 
     outside, expected = 0, 0.0
     for rollout in run(scenario()):
         assert len(rollout.token_ids) == 60 > HOSTILE["max_new_tokens"]
-        assert error_against(model, PROMPT, rollout) <= 1e-4
+        assert error_of(model, PROMPT, rollout) <= 1e-4
         rows = tiny_policies.logprobs(model, PROMPT, list(rollout.token_ids))
         top = rows.topk(HOSTILE["top_k"])
         expected += (1 - top.values.exp().sum(-1)).sum().item()
@@ -97,7 +90,7 @@ def test_every_token_that_the_policy_ends_with_ends_a_completion(engine, policie
     for rollout in run(scenario()):
         if not rollout.truncated and not rollout.interrupted:
             assert rollout.token_ids[-1] in ENDS and not set(rollout.token_ids[:-1]) & set(ENDS)
-            assert all(rollout.loss_mask) and error_against(model, PROMPT, rollout) <= 1e-4
+            assert all(rollout.loss_mask) and error_of(model, PROMPT, rollout) <= 1e-4
             last.add(rollout.token_ids[-1])
     assert last == set(ENDS)
 
@@ -138,7 +131,7 @@ def test_the_phrase_is_forced_at_the_cut_in_many_requests(engine, policies, run)
         answer = rollout.token_ids[end:]
         assert len(answer) == 8 if rollout.truncated else answer[-1] in ENDS
         assert not set(ENDS) & set(answer if rollout.truncated else answer[:-1])
-        assert error_against(model, [*PROMPT, 50 + i], rollout) <= 1e-4
+        assert error_of(model, [*PROMPT, 50 + i], rollout) <= 1e-4
 
 
 def test_a_natural_end_never_gets_the_phrase(engine, run):

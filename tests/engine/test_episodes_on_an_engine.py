@@ -2,33 +2,26 @@
 
 import asyncio
 import contextlib
-import copy
-import json
-import os
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-import server_insight
 import talking_policies
 import tiny_policies
 import torch
-from engine_recipes import SECRET, recipe_for
+from engine_recipes import cache_hits, recipe_for, served
 from sender_process import SenderProcess
+from tiny_policies import error_of
 from turn_policies import ids_of
 
 from megatron_scalerl.batching.rollout_bytes import read, rollout_of
 from megatron_scalerl.controller.weight_sync import WeightSync
 from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.engine.membership import Membership
-from megatron_scalerl.launch.process import EngineProcess
 from megatron_scalerl.prompts.tokenizer import load_tokenizer
 from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.rollouts.episodes import EpisodeSampler, sampling
-from megatron_scalerl.rollouts.plans import TRAINING_PRIORITY, VALIDATION_PRIORITY, Plans
-from megatron_scalerl.rollouts.sampler import Sampler
+from megatron_scalerl.rollouts.plans import TRAINING_PRIORITY, Plans
 from megatron_scalerl.types import Prompt
 
 pytestmark = pytest.mark.slow
@@ -51,7 +44,7 @@ def talking(folder, **sections):
         "rollouts": {"decoders": 1},
         "rewards": {"workers": 1},
     }
-    vllm = {"block_size": BLOCK, "disable_log_stats": False, "middleware": "server_insight.Bodies"}
+    vllm = {"block_size": BLOCK, "disable_log_stats": False}
     both = defaults | sections
     return recipe_for(folder, vllm=vllm, **{name: defaults.get(name, {}) | both[name] for name in both})
 
@@ -69,17 +62,16 @@ class Talks:
         self.tokenizer = load_tokenizer(folders[0])
         self.turns = []
         """(context, arrays of what the engine sampled and forced) of every turn of the last episode."""
-        self.sent = []
-        """The version whose salt each of these turns has."""
+        self.cuts = []
+        """The thinking after which each of them is cut."""
         self.before = {}
         self.within = {}
 
-    async def episode(self, sampler, prompt, index=0, **options):
+    async def episode(self, sampler, prompt):
         """(what the sampler returns, its parts as rollouts)."""
         self.turns = []
-        self.sent = []
-        options = {"priority": TRAINING_PRIORITY} | options
-        result = await sampler.complete(self, prompt, sampler.draw(7, 0, index), **options)
+        self.cuts = []
+        result = await sampler.complete(self, prompt, sampler.draw(7, 0, 0), priority=TRAINING_PRIORITY)
         return result, [rollout_of(read(data)) for data in result.parts]
 
     async def generate(self, context, *, sampling, decoder):
@@ -87,23 +79,13 @@ class Talks:
         number = len(self.turns)
         if number in self.before:
             await self.before[number]()
-        self.sent.append(int(self.client._salt["cache_salt"].partition("-")[0]))
+        self.cuts.append(sampling.interruption.cut)
         turn = asyncio.create_task(self.client.generate(context, sampling=sampling, decoder=decoder))
         if number in self.within:
             await self.within[number]()
         decoded = await turn
         self.turns.append((list(context), read(decoded.data)))
         return decoded
-
-    async def bodies(self):
-        """The bodies of the generations since the last call."""
-        return json.loads(await self.client.get(server_insight.BODIES))
-
-    async def hits(self):
-        """Tokens that the engine has taken from its prefix cache, in all."""
-        text = (await self.client.get("/metrics")).decode()
-        [count] = re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (.*)$", text, re.MULTILINE)
-        return float(count)
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +97,8 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def talks(run, folders, tmp_path_factory):
     """A server of the first policy, whose prefix cache is on as the recipe's environment says."""
-    log = tmp_path_factory.mktemp("talks") / "engine.log"
-    process = EngineProcess.local(talking(folders[0]), secret=SECRET, log_path=log)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
-        run(process.start())
-    yield Talks(process, folders)
-    run(process.stop())
+    with served(run, talking(folders[0]), tmp_path_factory.mktemp("talks") / "engine.log") as process:
+        yield Talks(process, folders)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +108,7 @@ def samplers(run, folders, talks, tmp_path_factory):
     verifier = run(running.enter_async_context(VerifierPool(talking(folders[0]).rewards)))
     pools = {}
 
-    def sampler(thinking="keep", *, kind=EpisodeSampler, environment=(), **sections):
+    def sampler(thinking="keep", *, environment=(), **sections):
         environment = {"thinking": thinking} | dict(environment)
         recipe = talking(folders[0], environment=environment, **sections)
         plans = Plans(recipe, talks.tokenizer)
@@ -141,22 +118,10 @@ def samplers(run, folders, talks, tmp_path_factory):
                 running.enter_async_context(sampling(recipe, talks.tokenizer, plans, verifier=verifier, logs=logs))
             )
             pools[thinking] = make.keywords
-        if kind is Sampler:
-            decoders = pools[thinking]["decoders"]
-            return Sampler(plans, decoders=decoders, verifier=verifier)
         return EpisodeSampler(recipe, plans, **pools[thinking])
 
     yield sampler
     run(running.aclose())
-
-
-@torch.no_grad()
-def largest_error(model, prompt, rollout):
-    """Largest |engine - model's log-prob| of the sampled tokens, the model reading prompt and rollout as one text."""
-    ids = torch.tensor([[*prompt, *rollout.token_ids]])
-    rows = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    expected = rows.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
-    return np.abs(expected - rollout.rollout_logprobs)[np.array(rollout.loss_mask)].max()
 
 
 def cached_tokens(turns):
@@ -184,9 +149,9 @@ def test_an_episode_is_one_text_to_the_trainer_and_its_turns_hit_the_cache(talks
     sampler = samplers()
 
     async def scenario():
-        before = await talks.hits()
+        before = await cache_hits(talks.client)
         result, [rollout] = await talks.episode(sampler, question(USER, TOOL))
-        return result, rollout, await talks.hits() - before
+        return result, rollout, await cache_hits(talks.client) - before
 
     result, rollout, hits = run(scenario())
     prompt, turns = list(result.prompt.token_ids), talks.turns
@@ -195,13 +160,13 @@ def test_an_episode_is_one_text_to_the_trainer_and_its_turns_hit_the_cache(talks
         [*prompt, *rollout.token_ids[:start]] for start in (0, *(end for _, end in rollout.environment))
     ]
     assert sampled([rollout]) == sampled(arrays for _, arrays in turns) and len(sampled([rollout])) > 150
-    assert largest_error(talks.models[0], prompt, rollout) <= TOLERANCE
+    assert error_of(talks.models[0], prompt, rollout) <= TOLERANCE
     assert hits == cached_tokens(turns) > 300
     # without one salt for all turns nothing is hit, and the trainer sees no difference
     numbers = iter(range(100))
     salted(monkeypatch, lambda: f"alone {next(numbers)}")
     result, rollout, hits = run(scenario())
-    assert largest_error(talks.models[0], prompt, rollout) <= TOLERANCE
+    assert error_of(talks.models[0], prompt, rollout) <= TOLERANCE
     assert hits == 0 < cached_tokens(talks.turns)
 
 
@@ -213,7 +178,7 @@ def test_each_part_of_a_forked_episode_is_a_text_to_the_trainer(talks, samplers,
     for rollout, part in zip(parts, result.completion.parts):
         assert part.sampled_tokens == sum(rollout.loss_mask) > 100
         prompt = result.prompt.token_ids[: part.prompt_tokens]
-        assert largest_error(talks.models[0], prompt, rollout) <= TOLERANCE
+        assert error_of(talks.models[0], prompt, rollout) <= TOLERANCE
     # the second part begins with another text than the one that the policy has written
     context = [*result.prompt.token_ids[: result.completion.parts[1].prompt_tokens], *parts[1].token_ids]
     assert context[: len(talks.turns[2][0])] == talks.turns[2][0]
@@ -222,11 +187,11 @@ def test_each_part_of_a_forked_episode_is_a_text_to_the_trainer(talks, samplers,
 
 
 @torch.no_grad()
-def replay_error(models, context, arrays, *, kept=(0, 0)):
+def replay_error(models, context, arrays):
     """Largest error of a turn against the models of its versions, on the schedule of its labels.
 
-    Its context is computed with the weights of its first token, or its first tokens with others: kept, (version,
-    tokens). What weights of one version have computed, those of the next one go on with.
+    Its context is computed with the weights of its first token. What weights of one version have computed, those of
+    the next one go on with.
     """
     ids = torch.tensor([[*context, *arrays.token_ids.tolist()]])
     versions = arrays.policy_versions.tolist()
@@ -234,11 +199,10 @@ def replay_error(models, context, arrays, *, kept=(0, 0)):
         (label, len(context) + versions.index(label) + versions.count(label) - 1) for label in sorted({*versions})
     ]
     keys, done, rows = None, 0, []
-    for version, end in [kept, *ends]:
-        if end > done:
-            output = models[version](ids[:, done:end], past_key_values=keys, use_cache=True)
-            rows.append(output.logits[0])
-            keys, done = output.past_key_values, end
+    for version, end in ends:
+        output = models[version](ids[:, done:end], past_key_values=keys, use_cache=True)
+        rows.append(output.logits[0])
+        keys, done = output.past_key_values, end
     replayed = torch.cat(rows)[len(context) - 1 :].log_softmax(-1).gather(1, ids[0, len(context) :, None])[:, 0]
     return np.abs(replayed.numpy() - arrays.rollout_logprobs)[arrays.loss_mask].max()
 
@@ -269,7 +233,7 @@ async def updated_episode(talks, sampler, sender, folders, first, tries=3):
         await publish(2)
 
     await publish(0)
-    before = await talks.hits()
+    before = await cache_hits(talks.client)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(talks, "before", {1: between})
         patch.setattr(talks, "within", {1: within})
@@ -279,7 +243,7 @@ async def updated_episode(talks, sampler, sender, folders, first, tries=3):
         assert tries > 1, "the turn has ended"
         return await updated_episode(talks, sampler, sender, folders, first + 3, tries - 1)
     models = dict(enumerate(talks.models, first))
-    return update.tokens - begin.tokens, await talks.hits() - before, models, rollout
+    return update.tokens - begin.tokens, await cache_hits(talks.client) - before, models, rollout
 
 
 def test_weight_updates_between_two_turns_and_within_one(talks, samplers, folders, run, monkeypatch):
@@ -313,87 +277,12 @@ def test_weight_updates_between_two_turns_and_within_one(talks, samplers, folder
     assert errors[0] <= TOLERANCE and min(errors[1:]) > FAR and other_hits > 0
 
 
-def test_many_episodes_at_once_and_updates_at_any_moment(talks, samplers, folders, run):
-    """In one batch; a turn that is sent while the engine is paused may go on with a context of the version before."""
-    sampler = samplers()
-    first = 51
-    speakers = [copy.copy(talks) for _ in range(8)]
-
-    async def scenario():
-        async with SenderProcess(folders[0]) as sender:
-            sync = WeightSync(sender, Membership.of([talks.client]), talking(folders[0]))
-            await sync.publish(first)
-            prompt = question(USER, TOOL, USER)
-            episodes = asyncio.gather(*(one.episode(sampler, prompt, index) for index, one in enumerate(speakers)))
-            version = first
-            while not episodes.done():
-                tokens = (await talks.client.progress()).tokens
-                while (await talks.client.progress()).tokens < tokens + 400 and not episodes.done():
-                    await asyncio.sleep(0.01)
-                version += 1
-                sender.folder = folders[(version - first) % 3]
-                await sync.publish(version)
-            sender.folder = folders[0]
-            await sync.publish(version + 1)
-            return version
-
-    last = run(scenario())
-    models = {version: talks.models[(version - first) % 3] for version in range(first, last + 1)}
-    errors, within = [], 0
-    for speaker in speakers:
-        known = (0, 0)
-        for (context, arrays), salt in zip(speaker.turns, speaker.sent, strict=True):
-            labels = set(arrays.policy_versions.tolist())
-            error = replay_error(models, context, arrays)
-            if error > FAR and salt < min(labels):
-                assert known[0] == salt
-                error = replay_error(models, context, arrays, kept=known)
-            known = salt, (len(context) + len(arrays.token_ids) - 1) // BLOCK * BLOCK
-            errors.append(error)
-            within += len(labels) > 1
-    assert len(errors) == 32 and max(errors) <= 5e-5
-    assert within >= 2 and last - first >= 4
-
-
-def test_every_request_has_the_salt_of_its_version(talks, samplers, run):
-    """Episodes, single turns of training and validation, the probe's completions, and scores.
-
-    A version that comes again, as after a trainer's restart, has another salt: its weights may differ.
-    """
-    episodes, single = samplers(), samplers(kind=Sampler)
-    prompt = question(TOOL)
-    short = Prompt(prompt_id="p", text="", answer="2", token_ids=tuple(ids_of(talks.tokenizer, "7+2-7=")))
-
-    async def scenario(version):
-        await talks.client.set_version(version)
-        before = await talks.hits()
-        await talks.episode(episodes, prompt)
-        cached = cached_tokens(talks.turns), await talks.hits() - before
-        await talks.episode(episodes, short, priority=VALIDATION_PRIORITY, max_tokens=16)
-        await talks.episode(single, short)
-        await talks.episode(single, short, priority=VALIDATION_PRIORITY)
-        await talks.client.score([1, 2, 3])
-        return await talks.bodies(), *cached
-
-    salts = []
-    run(talks.bodies())
-    for version in (91, 92, 91):
-        bodies, cached, hits = run(scenario(version))
-        assert [body["sampling_params"]["max_tokens"] for body in bodies][2::3] == [16, 1]
-        [salt] = {body["cache_salt"] for body in bodies}
-        assert len(bodies) == 6 and salt.startswith(f"{version}-") and hits == cached > 0
-        salts.append(salt)
-    assert len(set(salts)) == 3
-
-
 def test_thinking_of_all_turns_has_one_budget(talks, samplers, run):
     budget = 100
     sampler = samplers(environment={"thinking_tokens": budget})
     phrase = ids_of(talks.tokenizer, "Time. </think>")
-    run(talks.bodies())
     result, [rollout] = run(talks.episode(sampler, question(TOOL, USER, TOOL)))
-    cuts = [body["sampling_params"]["extra_args"]["msrl_interruption"]["cut"] for body in run(talks.bodies())]
-    print(cuts, [repr(talks.tokenizer.decode(a.token_ids)) for _, a in talks.turns])
+    cuts = talks.cuts
     assert 60 <= cuts[0] <= 90 and cuts[2:] == [1, 1]
     assert cuts[1] == budget - cuts[0] - len(phrase)
     for cut, (_, arrays) in zip(cuts, talks.turns, strict=True):
@@ -403,7 +292,7 @@ def test_thinking_of_all_turns_has_one_budget(talks, samplers, run):
         assert np.flatnonzero(~arrays.loss_mask).tolist() == list(range(forced.start, forced.stop))
     assert rollout.interrupted and not rollout.truncated
     assert sampled([rollout]) == sampled(arrays for _, arrays in talks.turns)
-    assert largest_error(talks.models[0], result.prompt.token_ids, rollout) <= TOLERANCE
+    assert error_of(talks.models[0], result.prompt.token_ids, rollout) <= TOLERANCE
 
 
 def test_a_text_ends_a_turn_and_its_tokens_stay_in_it(run, talks):

@@ -18,11 +18,10 @@ from engine_recipes import recipe_for
 from receiver_process import ReceiverProcess
 from safetensors.torch import load_file, save_file
 from sampling import sampled
-from sender_process import SenderProcess
+from sender_process import SenderProcess, digest_of
 
 from megatron_scalerl.controller.weight_sync import WeightSync
 from megatron_scalerl.engine.membership import EngineState, Membership
-from megatron_scalerl.weights.digest import total, value_digest
 
 pytestmark = pytest.mark.slow
 
@@ -48,12 +47,6 @@ def versions_in(folder, count):
 def bits_of(folder):
     weights = load_file(folder / "model.safetensors")
     return {name: hashlib.sha256(values.numpy().tobytes()).hexdigest() for name, values in weights.items()}
-
-
-def digest_of(folder):
-    weights = load_file(folder / "model.safetensors").values()
-    parts = [value_digest(t, n, range(t.dim()), [range(size) for size in t.shape]) for n, t in enumerate(weights)]
-    return f"{total(parts):016x}"
 
 
 class Scene:

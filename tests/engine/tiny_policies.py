@@ -82,6 +82,14 @@ def logprobs(model, prompt, completion):
     return logits.float().log_softmax(-1)[len(prompt) - 1 : -1]
 
 
+def error_of(model, prompt, rollout, start=0, end=None):
+    """Largest |engine - transformers log-prob| of the sampled tokens from index `start` to `end`."""
+    rows = logprobs(model, list(prompt), list(rollout.token_ids))
+    expected = rows.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+    errors = (expected - torch.tensor(rollout.rollout_logprobs)).abs() * torch.tensor(rollout.loss_mask)
+    return errors[start:end].max().item()
+
+
 def make_nan(policy, folder):
     """The same policy with a head of NaN, so that no log-probability can be computed."""
     model = load(policy)

@@ -18,21 +18,6 @@ from megatron_scalerl.weights.live_weights import live_views
 from megatron_scalerl.weights.plan import manifest_of, whole
 
 ROWS, WIDTH = 40, 24
-aten = torch.ops.aten
-VIEWS = {
-    getattr(aten, name).default
-    for name in (
-        "view",
-        "as_strided",
-        "unsqueeze",
-        "detach",
-        "t",
-        "alias",
-        "lift_fresh",
-        "expand",
-        "split_with_sizes",
-    )
-} | {aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.view.dtype, aten.transpose.int, aten.unbind.int}
 
 
 class Operations(TorchDispatchMode):
@@ -41,7 +26,7 @@ class Operations(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func not in VIEWS
+        self.count += not func.is_view
         return func(*args, **(kwargs or {}))
 
 

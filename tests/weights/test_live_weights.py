@@ -26,27 +26,18 @@ def pieces(shape, rng):
 
 @pytest.mark.parametrize("seed", sampled("live weights", range(5), 2))
 @pytest.mark.parametrize(("rank", "tp"), [(0, 1), (0, 2), (1, 2)])
-def test_pieces_in_any_order_are_what_the_loader_writes(rank, tp, seed):
+def test_pieces_in_any_order_are_what_the_loader_writes_and_have_the_digest_of_what_was_sent(rank, tp, seed):
     rng, values = random.Random(seed), weights(seed)
     expected, parameters = live(tp), live(tp)
     loader(expected, rank, tp)(values.items())
-    parts = live_views(record_copies(loader(parameters, rank, tp), MANIFEST, parameters), MANIFEST, parameters)
+    scatters = record_copies(loader(parameters, rank, tp), MANIFEST, parameters)
+    parts, needed = live_views(scatters, MANIFEST, parameters), needs(scatters, MANIFEST)
     for name, shape in SHAPES.items():
         for ranges in pieces(shape, rng):
             for part in parts[name]:
                 part.write(ranges, values[name][tuple(slice(a, b) for a, b in ranges)])
     assert all(torch.equal(parameters[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("seed", sampled("live weights", range(5), 2))
-@pytest.mark.parametrize(("rank", "tp"), [(0, 1), (0, 2), (1, 2)])
-def test_the_digest_of_what_is_held(rank, tp, seed):
-    rng, values, parameters = random.Random(seed), weights(seed), live(tp)
-    scatters = record_copies(loader(parameters, rank, tp), MANIFEST, parameters)
-    parts, needed = live_views(scatters, MANIFEST, parameters), needs(scatters, MANIFEST)
     for number, (name, value) in enumerate(values.items()):
-        for part in parts[name]:
-            part.write(tuple((0, size) for size in value.shape), value)
         held = total([part.digest(number, torch.float32) for part in parts[name]])
         sent = []
         for ranges in needed[name]:
@@ -59,22 +50,25 @@ def test_the_digest_of_what_is_held(rank, tp, seed):
         assert total([part.digest(number, torch.float32) for part in parts[name]]) != held
 
 
-def test_a_wider_parameter_holds_values_of_the_tensors_type():
-    parameters = {"norm": torch.zeros(6)}
-    manifest, values = manifest_of([("plain", "bfloat16", (6,))]), torch.randn(6).bfloat16()
-    [part] = live_views(record_copies(loader(parameters, 0), manifest, parameters), manifest, parameters)["plain"]
-    part.write(((0, 6),), values)
-    sent = value_digest(values, 0, (0,), (range(6),))
-    assert part.digest(0, torch.bfloat16) == sent
-    parameters["norm"].view(torch.int32)[2] ^= 1  # below the resolution of bfloat16
-    assert part.digest(0, torch.bfloat16) != sent
-
-
-def test_a_wider_parameter_with_other_values_is_not_taken_for_zeros():
+def wider():
+    """A parameter in float32, and the view of a tensor in bfloat16 in it."""
     parameters = {"norm": torch.full((6,), 0.1)}
     manifest = manifest_of([("plain", "bfloat16", (6,))])
     [part] = live_views(record_copies(loader(parameters, 0), manifest, parameters), manifest, parameters)["plain"]
-    assert value_digest(torch.zeros(6).bfloat16(), 0, (0,), (range(6),)) == 0 != part.digest(0, torch.bfloat16)
+    return parameters["norm"], part
+
+
+def test_a_wider_parameter_holds_values_of_the_tensors_type():
+    (parameter, part), values = wider(), torch.randn(6).bfloat16()
+    zeros = value_digest(torch.zeros(6).bfloat16(), 0, (0,), (range(6),))
+    assert zeros == 0 != part.digest(0, torch.bfloat16), "other values are not taken for zeros"
+    part.write(((0, 6),), values)
+    sent = value_digest(values, 0, (0,), (range(6),))
+    assert part.digest(0, torch.bfloat16) == sent
+    parameter.view(torch.int32)[2] ^= 1  # below the resolution of bfloat16
+    assert part.digest(0, torch.bfloat16) != sent
+    part.write(((2, 5),), torch.tensor([1.0, 2.0, 3.0]).bfloat16())
+    assert parameter[2:5].tolist() == [1, 2, 3]
 
 
 class Quantized(torch.nn.Module):
@@ -143,14 +137,6 @@ def test_a_piece_changes_nothing_else():
     assert changed == [[1, 2], [1, 3], [2, 2], [2, 3]]
     part.write(((4, 8), (0, 6)), torch.zeros(4, 6))  # the other worker's
     assert len((parameters["gate_up"] != -1.0).nonzero()) == 4
-
-
-def test_bfloat16_from_the_wire_becomes_the_parameters_type():
-    parameters = {"norm": torch.zeros(6)}
-    manifest = manifest_of([("plain", "bfloat16", (6,))])
-    parts = live_views(record_copies(loader(parameters, 0), manifest, parameters), manifest, parameters)
-    parts["plain"][0].write(((2, 5),), torch.tensor([1.0, 2.0, 3.0]).bfloat16())
-    assert parameters["norm"].tolist() == [0, 0, 1, 2, 3, 0]
 
 
 def test_a_copy_across_dimensions_is_refused():

@@ -97,12 +97,7 @@ def test_every_layout_sends_the_checkpoint(kind, tp, pp, dp, ep):
             plan = send_plan(found, places, stages(found, pp), needs, dtype="float32", most_senders=most)
             check_sent(found, places, plan)
             names = {name for rule in found.rules if rule.exported for name in rule.hf_shapes}
-            assert {meta.name for meta in plan.plan.parameters} == names
-
-
-def test_a_tied_head_is_sent_once():
-    names = [m.name for m in _plan(FAMILIES["llama tied"](), tp=2, pp=2, dp=1).plan.parameters]
-    assert "lm_head.weight" not in names and names.count("model.embed_tokens.weight") == 1
+            assert sorted(meta.name for meta in plan.plan.parameters) == sorted(names)
 
 
 def _plan(found, *, tp, pp, dp, most=64, **more):

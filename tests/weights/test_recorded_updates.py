@@ -1,10 +1,8 @@
 """Updates of changes that an optimizer recorded: what receivers hold, what is sent whole, and what is noticed."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 from recorded import stepped, write
-from transfers import Held, digest_of, equal, joined, plan_of, reader, tensors
+from transfers import Held, digest_of, equal, joined, plan_of, tensors, update
 
 from megatron_scalerl.weights.change_record import ChangeRecord
 from megatron_scalerl.weights.plan import buckets
@@ -19,7 +17,7 @@ class Sending:
     def __init__(self, connection, watched="all"):
         [self.sender], [self.groups] = joined(connection)
         self.weights, self.written = tensors(), ChangeRecord()
-        self.held, self.plan = Held(self.weights), plan_of(self.weights)
+        self.held = Held(self.weights)
         self.written.want(True)
         self.written.forget()
         self.memory = {name: w.t() if name == "c" else w for name, w in self.weights.items()}
@@ -37,11 +35,7 @@ class Sending:
 
     def update(self, version):
         """What was sent and what was taken: digests, or errors."""
-        with ThreadPoolExecutor(2) as pool:
-            read = reader(self.weights, self.plan)
-            sent = pool.submit(self.sender.send, self.plan, read, version, self.written)
-            taken = pool.submit(self.held.take, self.groups, self.plan, version)
-            found = [sent.exception() or sent.result(), taken.exception() or taken.result()]
+        found = update([self.sender], [self.groups], [self.held], self.weights, version, self.written)
         self.written.forget()
         return found
 

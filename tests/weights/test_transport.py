@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 from fakes.nccl import NcclProcessGroup
-from transfers import KINDS, joined, manifest, or_leaves, plan_of, reader, tensors
+from transfers import KINDS, flip, joined, manifest, or_leaves, plan_of, reader, tensors
 
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, address_of, listen_on, private_folder, serve_store
 from megatron_scalerl.weights import transport
@@ -24,17 +24,9 @@ from megatron_scalerl.weights.transport.frames import assembled, receive
 from megatron_scalerl.weights.transport.gloo import NcclGroup
 
 
-def transfer(senders, receivers, weights, *, plan=None, sent_version=1, version=1, expected=None, flip=None):
+def transfer(senders, receivers, weights, *, plan=None, sent_version=1, version=1, expected=None):
     """(each sender's digests or error, what each receiver got or its error)"""
     plan = plan or plan_of(weights)
-    if flip is not None:
-        ship = senders[0]._ship
-
-        def faulty(shard, packed):
-            packed[flip] ^= 1
-            return ship(shard, packed)
-
-        senders[0]._ship = faulty
 
     def take(groups):
         digests = []
@@ -72,7 +64,6 @@ def test_two_receivers_get_two_updates_bit_for_bit(spec, where):
 
 def test_three_senders_make_up_the_same_tensors(spec):
     weights, cuts = tensors(), (0, 100, 250, 1000)
-    names = list(weights)
     parts = [Part(0, 2, 0, ((0, 3), (0, 5))), Part(2, 1, 0, ())]
     parts += [Part(1, n % 3, 0, ((n * 1000, (n + 1) * 1000),)) for n in range(300)]
     parts += [Part(3, n, 0, (rows, (0, 400))) for n, rows in enumerate(zip(cuts, cuts[1:]))]
@@ -84,37 +75,7 @@ def test_three_senders_make_up_the_same_tensors(spec):
         by_sender = [[d for d, b in zip(first[1], order) if b.sender == number] for number in range(3)]
         assert by_sender == sent and first[1] == second[1]
         for got in (first[0], second[0]):
-            assert sorted(got) == sorted(names) and all(torch.equal(got[name], weights[name]) for name in names)
-
-
-def test_two_shards_get_their_own_halves_and_share_what_both_need(spec):
-    weights = tensors()
-    shared = plan_of(weights).parts[:3]
-    halves = [((500 * shard, 500 * (shard + 1)), (0, 400)) for shard in (0, 1)]
-    parts = [Part(p.tensor, 0, shard, p.ranges) for p in shared for shard in (0, 1)]
-    parts += [Part(3, 1, shard, ranges) for shard, ranges in enumerate(halves)]
-    needs = tuple((*((p.ranges,) for p in shared), (ranges,)) for ranges in halves)
-    plan = WeightPlan(parameters=manifest(weights), senders=2, needs=needs, parts=tuple(parts))
-    connection = spec(world_sizes=(2, 3))  # one worker of the first shard, two of the second
-
-    def work(shard, rank):
-        groups = {sender: KINDS[connection.backend](connection, rank, sender, shard) for sender in (0, 1)}
-        digests, own = [], plan.of_shard(shard)
-        return dict(assembled(receive(groups, own, 1, digests), own)), digests
-
-    def send(number):
-        return make_sender(connection, number, (0, 1)).send(plan, reader(weights, plan), 1)
-
-    with ThreadPoolExecutor(5) as pool:
-        sent = [pool.submit(send, number) for number in (0, 1)]
-        working = [pool.submit(work, *place) for place in ((0, 1), (1, 1), (1, 2))]
-        first, second, third = (future.result() for future in working)
-        of_senders = [digest for future in sent for digest in future.result()]
-    assert second[1] == third[1] and sorted(first[1] + second[1]) == sorted(of_senders)
-    for shard, (got, _) in ((0, first), (1, second), (1, third)):
-        rows = slice(*halves[shard][0])
-        assert torch.equal(got["c"][rows], weights["c"][rows])
-        assert all(torch.equal(got[name], weights[name]) for name in ("a", "b", "scalar"))
+            assert got.keys() == weights.keys() and all(torch.equal(got[name], weights[name]) for name in got)
 
 
 def test_a_sender_that_leaves_ends_the_update_of_all(spec):
@@ -133,7 +94,8 @@ def test_a_sender_that_leaves_ends_the_update_of_all(spec):
 @pytest.mark.parametrize("byte", [0, -1])
 def test_a_flipped_bit_is_noticed(spec, byte):
     senders, receivers = joined(spec())
-    _, error = transfer(senders, receivers, tensors(), flip=byte)
+    flip(senders[0], byte)
+    _, error = transfer(senders, receivers, tensors())
     assert isinstance(error, RuntimeError) and "bucket 0 of 3 has digest" in str(error)
 
 

@@ -95,11 +95,11 @@ class Held:
                 cut.copy_(part.values)
 
 
-def update(senders, receivers, held, weights, version, plan=None):
+def update(senders, receivers, held, weights, version, written=None):
     """Each sender's digests, each receiver's; or their errors."""
-    plan = plan or plan_of(weights)
+    plan = plan_of(weights)
     with ThreadPoolExecutor(8) as pool:
-        sent = [pool.submit(sender.send, plan, reader(weights, plan), version) for sender in senders]
+        sent = [pool.submit(sender.send, plan, reader(weights, plan), version, written) for sender in senders]
         taken = [pool.submit(each.take, groups, plan, version) for each, groups in zip(held, receivers)]
         return [f.exception() or f.result() for f in (*sent, *taken)]
 
@@ -122,6 +122,17 @@ def stepped(weights, seed, share=0.01):
         flat[places] += flat[places].abs() * 0.01 + 1e-3
         found[name] = flat.view(weights[name].shape)
     return found
+
+
+def flip(sender, byte):
+    """A bit of each bucket changes after its digest was taken."""
+    ship = sender._ship
+
+    def faulty(shard, packed):
+        packed[byte] ^= 4
+        return ship(shard, packed)
+
+    sender._ship = faulty
 
 
 def equal(held, weights):
