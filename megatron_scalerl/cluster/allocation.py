@@ -1,5 +1,6 @@
 """The resources that a job requests from Slurm: nodes, and the GPUs or slots and the CPUs of each node."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -97,13 +98,41 @@ def allocate(
 def assumed(asked: Request, gres: str) -> Partition:
     """A partition that Slurm cannot be asked about. gres: a node's GPUs by the site file."""
     number = asked.gpus_per_node or gpus_of(gres) or ASSUMED_GPUS
+    types = re.findall(r"(?:^|,)gpu:([A-Za-z][^:,]*)", gres)
     return Partition(
         name=asked.partition,
         gpus=number,
         cpus=asked.cpus or ASSUMED_CPUS * number,
         nodes=1 << 20,  # no bound: nobody can be asked
+        gpu_type=next(iter(types), None),
         limit_s=None,
     )
+
+
+def check_plan(recipe: Recipe, recipe_file: str | None, partition: Partition, gpus: int) -> str:
+    """The verdict of `plan --check` about a run on GPUs. gpus: of a node; 0 for a run on CPUs.
+
+    Returns its verdict, or why it has none. Raises ValueError for a recipe that does not fit.
+    """
+    from megatron_scalerl.plan.hardware import GPUS
+
+    if not gpus:
+        return "skipped without GPUs"
+    kind = (partition.gpu_type or "").lower()
+    models = [key for key in GPUS if key == kind or key.split("-")[0] == kind]
+    if len(models) != 1:
+        names = ", ".join(GPUS)
+        return f"skipped: Slurm calls the GPUs of {partition.name} {kind or 'nothing'}, which is none of {names}"
+    from megatron_scalerl.plan.assumptions import Assumptions
+    from megatron_scalerl.plan.command import config_folder
+    from megatron_scalerl.plan.planner import make_plan
+    from megatron_scalerl.plan.text import verdict
+
+    folder = config_folder(recipe.policy.path, recipe_file or Path.cwd() / "recipe.yaml")
+    plan = make_plan(recipe, folder, recipe.devices, GPUS[models[0]], Assumptions())
+    if problems := plan.problems():
+        raise ValueError(f"{recipe.name}: plan --check: {problems[0]}")
+    return verdict(plan)
 
 
 def _gpus(recipe: Recipe, partition: Partition, asked: Request) -> int:

@@ -25,6 +25,8 @@ class Partition:
     """CPUs of a node."""
     nodes: int
     """Nodes, those that are down too."""
+    gpu_type: str | None
+    """Slurm's name of the GPUs, such as h100; None if it has no name for them."""
     limit_s: int | None
     """Longest time limit of a job (s), None for none."""
 
@@ -60,6 +62,7 @@ def partitions() -> dict[str, Partition]:
             gpus=gpus_of(gres),
             cpus=int(re.sub(r"\D.*", "", cpus) or 0),
             nodes=int(count),
+            gpu_type=gpu_type_of(gres),
             limit_s=limit_s,
         )
         # sinfo prints a line for each kind of node of a partition
@@ -79,6 +82,7 @@ def least_of(candidates: Sequence[Partition]) -> Partition:
         gpus=min(partition.gpus for partition in candidates),
         cpus=min(partition.cpus for partition in candidates),
         nodes=min(partition.nodes for partition in candidates),
+        gpu_type=_only({partition.gpu_type for partition in candidates}),
         limit_s=min(limits, default=None),
     )
 
@@ -90,6 +94,20 @@ def gpus_of(gres: str) -> int:
     (12, 0, 2)
     """
     return sum(int(number) for number in re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)(?=$|[,(])", gres))
+
+
+def gpu_type_of(gres: str) -> str | None:
+    """The type of a node's GPUs in Slurm's description, if it has one and only one.
+
+    >>> gpu_type_of("gpu:h100:8(S:0-1),tmp:1"), gpu_type_of("gpu:8"), gpu_type_of("gpu:a100:4,gpu:h100:4")
+    ('h100', None, None)
+    """
+    return _only(set(re.findall(r"(?:^|,)gpu:([^:,()]+):\d+", gres)))
+
+
+def _only(types: set[str | None]) -> str | None:
+    """The type of GPU, where there is one and only one."""
+    return types.pop() if len(types) == 1 else None
 
 
 def seconds_of(limit: str) -> int:

@@ -144,7 +144,7 @@ def _submit(arguments: argparse.Namespace) -> Iterator[str]:
     if array and request.throttle is None:
         request = replace(request, throttle=len(recipes))
     name = array_name(source, arguments.base) if array else recipes[0].name
-    yield from submit(recipes, name, request, dry_run=arguments.dry_run)
+    yield from submit(recipes, name, request, recipe_file=arguments.recipe, dry_run=arguments.dry_run)
 
 
 def _request(arguments: argparse.Namespace) -> Request:

@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.jsonl import append_row, read_jsonl
 from megatron_scalerl.cluster import cluster
-from megatron_scalerl.cluster.allocation import Request, allocate, assumed
+from megatron_scalerl.cluster.allocation import Request, allocate, assumed, check_plan
 from megatron_scalerl.cluster.cluster import Job, Partition, least_of, seconds_of
 from megatron_scalerl.cluster.job import MARGIN_S, JobPlan, render
 from megatron_scalerl.cluster.site import Site, read_site
@@ -68,10 +68,12 @@ def array_name(folder: str, base: str | None) -> str:
     return name if base is None else f"{name}_{Path(base).stem}"
 
 
-def submit(recipes: Sequence[Recipe], name: str, request: Request, *, dry_run: bool) -> Iterator[str]:
+def submit(
+    recipes: Sequence[Recipe], name: str, request: Request, *, recipe_file: str | None, dry_run: bool
+) -> Iterator[str]:
     """Check everything, write the job script, submit it; yields what to tell the user.
 
-    More than one recipe, or a throttle: an array. name: of the job. Raises
+    More than one recipe, or a throttle: an array. name: of the job. recipe_file: of the only recipe. Raises
     ValueError for user errors, before which nothing is submitted, and RuntimeError where Slurm fails.
     """
     site = read_site(request.site)
@@ -87,8 +89,8 @@ def submit(recipes: Sequence[Recipe], name: str, request: Request, *, dry_run: b
         missing = str(error)
     has_slurm = not missing
     plan = _plan(recipes, name, request, site, partition)
-    resolved, checks = _resolved(recipes, has_slurm=has_slurm)
-    yield f"checks of settings, policy and prompts: {checks}"
+    resolved, lines = _resolved(recipes, plan, partition, recipe_file, has_slurm=has_slurm)
+    yield from lines
     queued = cluster.queued() if has_slurm else None
     for run in plan.runs:
         check_free(run, queued)
@@ -117,24 +119,28 @@ def submit(recipes: Sequence[Recipe], name: str, request: Request, *, dry_run: b
     yield from (f"megatron-scalerl submit --status {run_dir}" for run_dir in plan.runs)
 
 
-def _resolved(recipes: Sequence[Recipe], *, has_slurm: bool) -> tuple[list[Recipe], str]:
-    """The recipes as their runs record them, and how their checks ended. Raises ValueError for user errors."""
+def _resolved(
+    recipes: Sequence[Recipe], plan: JobPlan, partition: Partition, recipe_file: str | None, *, has_slurm: bool
+) -> tuple[list[Recipe], list[str]]:
+    """The recipes as their runs record them, and what to tell the user. Raises ValueError for user errors."""
     from megatron_scalerl.controller.preflight import check_inputs  # imports transformers
 
     resolved = []
     checks = "passed"
+    fits = "not reached"
     for recipe in recipes:
         whole = recipe
         try:
             whole = check_inputs(recipe, on_this_host=False).resolved(recipe)
             check_recipe(whole)
+            fits = check_plan(recipe, recipe_file, partition, plan.nodes.gpus)
         except ValueError as error:
             # a dry run on another machine may lack the policy and the prompts: it still writes the script
             if has_slurm:
                 raise
             checks = f"not finished here: {error}"
         resolved.append(whole)
-    return resolved, checks
+    return resolved, [f"checks of settings, policy and prompts: {checks}", f"plan --check: {fits}"]
 
 
 def _plan(

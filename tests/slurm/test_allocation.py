@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_scalerl.cluster.allocation import Allocation, Request, allocate
+from megatron_scalerl.cluster.allocation import Allocation, Request, allocate, check_plan
 from megatron_scalerl.cluster.cluster import Partition
 from megatron_scalerl.cluster.slurm_status import attempts, seconds_left, spent, unfit
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
-H100 = Partition(name="gpu", gpus=8, cpus=96, nodes=10, limit_s=None)
-CPUS = Partition(name="cpu", gpus=0, cpus=32, nodes=10, limit_s=None)
+H100 = Partition(name="gpu", gpus=8, cpus=96, nodes=10, gpu_type="h100", limit_s=None)
+CPUS = Partition(name="cpu", gpus=0, cpus=32, nodes=10, gpu_type=None, limit_s=None)
 
 
 def recipe(ranks=2, engines=1, devices=1, name="tiny_cpu"):
@@ -83,6 +83,19 @@ def test_what_does_not_fit_is_refused_with_what_would(fleet, partition, wanted, 
 def test_an_array_gets_what_its_largest_run_needs():
     found = allocate([recipe_like(2, 2, 1), recipe_like(8, 4, 1)], H100, asked(3, gpus_per_node=4))
     assert (found.nodes, found.slots) == (3, 4)
+
+
+@pytest.mark.slow
+def test_the_planner_is_asked_where_it_knows_the_gpus(tmp_path):
+    file = ROOT / "recipes" / "scalerl_llama3_8b.yaml"
+    fits = load_recipe(file)
+    assert check_plan(fits, str(file), H100, 0) == "skipped without GPUs"
+    other = Partition(name="old", gpus=8, cpus=96, nodes=10, gpu_type="v100", limit_s=None)
+    assert "skipped: Slurm calls the GPUs of old v100" in check_plan(fits, str(file), other, 8)
+    assert "skipped" not in check_plan(fits, str(file), H100, 8)
+    tight = load_recipe(file, ["trainer.micro_batch_tokens=2000000"])
+    with pytest.raises(ValueError, match=r"plan --check: .* GiB too much; try a larger .*size$"):
+        check_plan(tight, str(file), H100, 8)
 
 
 def test_the_ledger_is_summed_up_to_its_last_heartbeat(tmp_path):
