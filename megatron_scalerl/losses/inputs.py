@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_scalerl.record import record
@@ -44,6 +45,8 @@ class LossOutput:
     """Importance weight before capping or clipping, without gradient, 1 off the loss mask."""
     capped: Bool[Tensor, " N"]
     """True where the cap or clip is active."""
+    metrics: Mapping[str, Float[Tensor, " N"]] = field(default_factory=dict)
+    """Numbers of the loss's own, each [N] without gradient, reduced over the loss mask as `ScaleRL.metrics` says."""
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

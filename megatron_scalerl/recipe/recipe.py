@@ -24,6 +24,7 @@ from megatron_scalerl.recipe.sections import (
     AUTO,
     MICRO_BATCH_MULTIPLE,
     AdvantagesSection,
+    AlgorithmSection,
     CheckpointSection,
     CostSection,
     CurriculumSection,
@@ -82,6 +83,7 @@ class Recipe(Section):
     interruption: InterruptionSection = InterruptionSection()
     environment: Annotated[EnvironmentSection, BeforeValidator(section_of)] = EnvironmentSection()
     rewards: RewardsSection = RewardsSection()
+    algorithm: Annotated[AlgorithmSection, BeforeValidator(section_of)] = AlgorithmSection()
     filters: FiltersSection = FiltersSection()
     advantages: AdvantagesSection = AdvantagesSection()
     loss: LossSection = LossSection()

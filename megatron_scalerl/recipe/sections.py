@@ -380,6 +380,21 @@ class RewardsSection(Section):
     they always count as wrong. (Inferred from "effective batch size (after excluding truncated samples)".)"""
 
 
+class AlgorithmSection(Section):
+    """Which completions are trained, and how: `name` alone, or a mapping with it and the algorithm's own settings."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = "scalerl"
+    """scalerl, whose settings are the sections advantages, filters, loss and rewards.truncated, or `module:Class` of
+    your own, a subclass of `megatron_scalerl.algorithms.ScaleRL`, whose fields are further keys of this section."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The algorithm's own settings, by name."""
+        return dict(self.model_extra or {})
+
+
 class AdvantagesSection(Section):
     """How advantages are computed from rewards."""
 

@@ -10,6 +10,7 @@ from policy_rows import greedy
 from random_policy import batches_of, random_samples
 from transformers import AutoModelForCausalLM
 
+from megatron_scalerl.algorithms import ScaleRL
 from megatron_scalerl.batching.packing import filler_micro_batch
 from megatron_scalerl.distributed.parallel import unwrap
 from megatron_scalerl.recipe.sections import OptimizerSection
@@ -314,3 +315,24 @@ def test_interleaved_stages_get_micro_batches_in_multiples_of_their_number(
         with pytest.raises(EOFError):
             work()
     assert given == [(expected, [False] * (expected - 3), train) for train in (True, False)]
+
+
+class Twice(ScaleRL):
+    """Twice the recipe's loss, without a mark: it is not computed in the chunks of the logits."""
+
+    def loss(self, inputs):
+        whole = super().loss(inputs)
+        return replace(whole, loss=2 * whole.loss)
+
+
+def test_a_step_of_a_users_algorithm_has_its_loss_and_its_numbers(new_trainer):
+    samples = random_samples(2, count=8)
+    [batch] = batches_of(samples, micro_batch_tokens=64)
+    names = ("scalerl", "rloo:RLOO", f"{__name__}:Twice")
+    paper, rloo, twice = [new_trainer(algorithm=name).step(batch) for name in names]
+    assert rloo.loss == paper.loss and rloo.grad_norm == paper.grad_norm
+    assert twice.loss == pytest.approx(2 * paper.loss, rel=1e-6)
+    tokens = [(sample.advantage > 0, sum(sample.rollout.loss_mask)) for sample in samples]
+    share = sum(count for positive, count in tokens if positive) / sum(count for _, count in tokens)
+    assert 0 < share < 1 and rloo.metrics["loss/positive_share"] == pytest.approx(share)
+    assert rloo.metrics.keys() - paper.metrics.keys() == {"loss/positive_share"}
