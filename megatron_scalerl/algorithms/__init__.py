@@ -28,6 +28,9 @@ def algorithm_of(recipe: Recipe) -> ScaleRL:
         loss_name=recipe.loss.name,
         loss_options=recipe.loss.arguments,
     )
+    for name in chosen.columns:
+        if not (name.isascii() and name.isidentifier() and len(name) < 64):
+            raise ValueError(f"algorithm: {section.name} has a column {name!r}; letters, digits and _ name columns")
     for key in section.settings:
         if key in paper:
             raise ValueError(f"algorithm.{key}: set it in its own section (advantages, filters, loss or rewards)")

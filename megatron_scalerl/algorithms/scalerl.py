@@ -1,10 +1,11 @@
 """The algorithm of ScaleRL, and the interface of every other: which completions are trained, and how.
 
-The order of a batch, in calls of `batching.samples`:
+The life of a group and of its batch:
 
+    score         once, when its completions are scored and before it is stored: the columns of its tokens
     trains        of each completion: whether it is in the batch
     drop_reason   of each group of what is left: why it teaches nothing, or ""
-    advantages    of the groups that stay, a number for each completion
+    advantages    of the groups that stay, a number for each completion, or for each of its tokens
     weights       of the groups that stay, the weight of each completion's tokens in the summed loss
     loss          on the trainer's ranks, for each micro-batch
 
@@ -26,6 +27,7 @@ from megatron_scalerl.losses.reduction import Reduction, token_weights
 from megatron_scalerl.types import Completion, RolloutGroup
 
 if TYPE_CHECKING:
+    from megatron_scalerl.batching.rollout_bytes import RolloutArrays
     from megatron_scalerl.losses import LossInputs, LossOutput
 
 
@@ -41,6 +43,9 @@ class ScaleRL:
     metrics: ClassVar[Mapping[str, Literal["sum", "mean", "max"]]] = {}
     """Name of a number in `LossOutput.metrics` -> its reduction over the tokens of a step, in metrics.jsonl as
     loss/NAME. Declared, so that ranks without tokens have it; of "max" the values are not negative."""
+    columns: ClassVar[tuple[str, ...]] = ()
+    """Names of the columns, [tokens] of float32, that `score` fills and `loss` gets as `LossInputs.columns`. They are
+    stored with the group, so that a resume and `show` have them; without any nothing is stored or sent."""
     normalize: Literal["batch", "prompt", "none"] = "batch"
     """Recipe: advantages.normalize."""
     truncated: Literal["exclude", "wrong"] = "exclude"
@@ -55,6 +60,17 @@ class ScaleRL:
     """Recipe: loss.name."""
     loss_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the loss, by name (recipe: the other keys of `loss`)."""
+
+    async def score(
+        self, group: RolloutGroup, samples: Sequence[RolloutArrays]
+    ) -> Sequence[Mapping[str, Sequence[float]]]:
+        """[samples] the columns of each sample, by name: may ask a judge, a teacher, a reference.
+
+        samples: of the group's completions in order; an episode that forked has several (`Completion.samples`). The
+        verifier has scored the completions already, and scores them in validations, too. It is called again after an
+        exception, at last after a minute; then the run ends.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has columns {self.columns} and no score")
 
     def trains(self, completion: Completion) -> bool:
         """Whether a completion is in loss and group mean. A group's pass rate counts it in either case."""
@@ -75,7 +91,7 @@ class ScaleRL:
             return "equal_rewards"
         return "all_correct" if True in correct else "all_incorrect"
 
-    def advantages(self, groups: Sequence[RolloutGroup]) -> list[list[float]]:
+    def advantages(self, groups: Sequence[RolloutGroup]) -> Sequence[Sequence[float | Sequence[float]]]:
         """[groups][completions] rewards less their group's mean, over a standard deviation (eq. 2, section 3.2)."""
         centered = [centered_rewards(group) for group in groups]
         if self.normalize == "none":

@@ -1,5 +1,6 @@
 """From scored groups to the samples of a step, as the run's algorithm says."""
 
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ class BatchPlan:
     sources: tuple[tuple[BlockRef | None, int], ...]
     """[samples] where the group of the sample is stored, and the sample's position there."""
     advantages: Mapping[int, Mapping[int, float]]
-    """Group id -> position of a trained completion in the group's block -> its advantage."""
+    """Group id -> position of a trained completion in the group's block -> its advantage, by tokens their mean."""
     dropped: Mapping[int, str]
     """Group id -> why the group is not trained, one word."""
     stats: Mapping[str, float]
@@ -44,11 +45,18 @@ def samples_of(groups: Sequence[RolloutGroup], algorithm: ScaleRL) -> BatchPlan:
     for group, group_advantages, group_weights in zip(kept, advantages, algorithm.weights(kept), strict=True):
         members = zip(group.completions, group.positions, group_advantages, group_weights, strict=True)
         for completion, position, advantage, weight in members:
+            start = 0  # of the part's tokens in the completion's
             for number, part in enumerate(completion.samples, position):
+                of_part: float | tuple[float, ...]
+                if isinstance(advantage, Sequence):
+                    of_part = tuple(advantage[start : start + part.tokens])
+                    start += part.tokens
+                else:
+                    of_part = advantage
                 sample = SampleFacts(
                     prompt_token_ids=group.prompt.token_ids[: part.prompt_tokens],
                     tokens=part.tokens,
-                    advantage=advantage,
+                    advantage=of_part,
                     token_weight=weight,
                 )
                 samples.append(sample)
@@ -68,10 +76,17 @@ def samples_of(groups: Sequence[RolloutGroup], algorithm: ScaleRL) -> BatchPlan:
     return BatchPlan(
         samples=tuple(samples),
         sources=tuple(sources),
-        advantages={group.group_id: dict(zip(group.positions, values)) for group, values in zip(kept, advantages)},
+        advantages={
+            group.group_id: dict(zip(group.positions, map(_mean, values))) for group, values in zip(kept, advantages)
+        },
         dropped=dropped,
         stats=stats,
     )
+
+
+def _mean(advantage: float | Sequence[float]) -> float:
+    """The advantage of a completion; of several, one for each token, their mean."""
+    return statistics.fmean(advantage) if isinstance(advantage, Sequence) else float(advantage)
 
 
 def trained_part(group: RolloutGroup, algorithm: ScaleRL) -> RolloutGroup:

@@ -7,7 +7,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_scalerl.record import record
-from megatron_scalerl.types import Bool, Float, Int64
+from megatron_scalerl.types import Bool, Float, Int32, Int64
 
 if TYPE_CHECKING:  # the controller imports `losses.reduction` without torch
     from torch import Tensor
@@ -33,6 +33,10 @@ class LossInputs:
     """float32: weight in the sum, see `reduction.token_weights`."""
     sequence_ids: Int64[Tensor, " N"]
     """int64: number of the position's sequence, from 0; below N, since no sequence is empty."""
+    staleness: Int32[Tensor, " N"] | None = None
+    """int32: optimizer steps from the version that sampled the token to the one that is trained."""
+    columns: Mapping[str, Float[Tensor, " N"]] = field(default_factory=dict)
+    """float32: the columns of the run's algorithm, by name (`ScaleRL.columns`)."""
 
 
 @record

@@ -115,6 +115,7 @@ class BatchFrames:
         self._parallel = parallel
         self._limits = Limits(micro_batch_tokens=trainer.micro_batch_tokens, experts=trainer.experts)
         self._pad_multiple: int = trainer.pad_multiple
+        self._columns: Sequence[str] = trainer.columns
         self._held: ReceivedBatch | None = None
 
     def hold(self, frames: Sequence[Buffer]) -> int:
@@ -152,7 +153,7 @@ class BatchFrames:
             batch = checked(frames, self._limits)
             if batch.plan.step != step:
                 raise InvalidMessage(f"step {step}: the peer sent the batch of step {batch.plan.step}")
-        return build(batch.plan, batch.completions, pad_multiple=self._pad_multiple)
+        return build(batch.plan, batch.completions, pad_multiple=self._pad_multiple, columns=self._columns)
 
 
 def shared(frames: Sequence[Buffer] | None, parallel: Parallel) -> Sequence[Buffer]:

@@ -65,7 +65,7 @@ class Trainer:
 
     `chunks` are the DDP-wrapped model chunks of this rank (one, except in interleaved pipelines). `temperature`
     divides the logits, as it does when the engine samples. `loss_in_chunk`: the loss is a sum over tokens and is
-    computed inside the projection, see `logits.api.token_loss`. `loss_metrics` as `ScaleRL.metrics`.
+    computed inside the projection, see `logits.api.token_loss`. `loss_metrics` and `columns` as of `ScaleRL`.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Trainer:
         parallel: Parallel,
         loss: Loss,
         loss_metrics: Mapping[str, str] | None = None,
+        columns: Sequence[str] = (),
         learning_rate: Schedule,
         weight_decay: float,
         micro_batch_tokens: int,
@@ -91,6 +92,7 @@ class Trainer:
         self.steps_made = 0
         self._loss = loss
         self._loss_metrics = loss_metrics
+        self.columns = columns
         self._learning_rate = learning_rate
         self._weight_decay = weight_decay
         self.micro_batch_tokens = micro_batch_tokens
@@ -200,7 +202,7 @@ class Trainer:
         loss = None
         if isinstance(output, tuple):
             loss, output = output
-        inputs = row.loss_inputs(output[0])
+        inputs = row.loss_inputs(output[0], names=self.columns)
         result = self._loss(inputs)
         metrics.add(inputs, result, output[1].detach(), row.staleness, row.places)
         if loss is None:
@@ -210,7 +212,7 @@ class Trainer:
 
     def _chunk_loss(self, row: Row, logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:
         """The loss of some tokens of a row."""
-        return self._loss(row.loss_inputs(logprobs, places)).loss
+        return self._loss(row.loss_inputs(logprobs, places, names=self.columns)).loss
 
     def _filled(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches, filled up to a multiple of the stages, which Megatron requires of interleaved ones."""
@@ -293,6 +295,7 @@ def make_trainer(
         parallel=parallel,
         loss=loss or algorithm.loss,
         loss_metrics=algorithm.metrics if loss is None else None,
+        columns=algorithm.columns if loss is None else (),
         learning_rate=learning_rate or constant_with_warmup(recipe.optimizer),
         weight_decay=recipe.optimizer.weight_decay,
         micro_batch_tokens=recipe.micro_batch_tokens,

@@ -207,7 +207,7 @@ def rank(*, holds_batch=True, experts=None):
     """What one rank keeps; it has no peers."""
     alone = SimpleNamespace(size=lambda: 1)
     place = SimpleNamespace(holds_batch=holds_batch, groups=SimpleNamespace(mp=alone, cp=alone))
-    return BatchFrames(SimpleNamespace(micro_batch_tokens=64, experts=experts, pad_multiple=1), place)
+    return BatchFrames(SimpleNamespace(columns=(), micro_batch_tokens=64, experts=experts, pad_multiple=1), place)
 
 
 def test_a_rank_holds_one_batch_for_its_step():
