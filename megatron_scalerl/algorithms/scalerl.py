@@ -27,7 +27,6 @@ from megatron_scalerl.losses.reduction import Reduction, token_weights
 from megatron_scalerl.types import Completion, RolloutGroup
 
 if TYPE_CHECKING:
-    from megatron_scalerl.batching.rollout_bytes import RolloutArrays
     from megatron_scalerl.losses import LossInputs, LossOutput
 
 
@@ -61,14 +60,12 @@ class ScaleRL:
     loss_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the loss, by name (recipe: the other keys of `loss`)."""
 
-    async def score(
-        self, group: RolloutGroup, samples: Sequence[RolloutArrays]
-    ) -> Sequence[Mapping[str, Sequence[float]]]:
+    async def score(self, group: RolloutGroup, samples: Sequence[Any]) -> Sequence[Mapping[str, Sequence[float]]]:
         """[samples] the columns of each sample, by name: may ask a judge, a teacher, a reference.
 
-        samples: of the group's completions in order; an episode that forked has several (`Completion.samples`). The
-        verifier has scored the completions already, and scores them in validations, too. It is called again after an
-        exception, at last after a minute; then the run ends.
+        samples: `batching.rollout_bytes.RolloutArrays` of the group's completions in order; an episode that forked
+        has several (`Completion.samples`). The verifier has scored the completions already, and scores them in
+        validations, too. The call is repeated after an exception, at last after a minute; then the run ends.
         """
         raise NotImplementedError(f"{type(self).__name__} has columns {self.columns} and no score")
 

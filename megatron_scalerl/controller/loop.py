@@ -46,7 +46,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_scalerl.batching.samples import why_empty
 from megatron_scalerl.controller.measure import Measurements
 from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.controller.metrics import Metrics, Sink, batch_metrics, engine_metrics, step_metrics
@@ -54,6 +53,7 @@ from megatron_scalerl.controller.overlap import Overlap
 from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.run_folder import Resumed, RunFolder, RunState
+from megatron_scalerl.controller.samples import why_empty
 from megatron_scalerl.controller.saver import Saver
 from megatron_scalerl.controller.token_scores import TokenScores
 from megatron_scalerl.controller.weight_sync import NO_UPDATE, WeightSync

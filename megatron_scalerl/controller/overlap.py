@@ -22,10 +22,10 @@ from typing import TypeVar
 
 from megatron_scalerl.algorithms import algorithm_of
 from megatron_scalerl.batching.assignment import plan_step
-from megatron_scalerl.batching.samples import BatchPlan, samples_of
 from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.run_folder import RunState
+from megatron_scalerl.controller.samples import BatchPlan, samples_of
 from megatron_scalerl.controller.weight_sync import WeightSync
 from megatron_scalerl.launch.placement import Fleet
 from megatron_scalerl.processes.child_process import cancelled

@@ -56,11 +56,11 @@ def _checked_name(name: str) -> str:
     return name
 
 
-def section_of(environment: object) -> object:
-    """The section of an environment that is given by its name alone."""
-    if isinstance(environment, str):
-        return {"name": environment}
-    return environment
+def section_of(value: object) -> object:
+    """The section of an environment or algorithm that is given by its name alone."""
+    if isinstance(value, str):
+        return {"name": value}
+    return value
 
 
 class Recipe(Section):

@@ -14,7 +14,7 @@ FOLDER = "advantages"
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True):
-    """The decisions about the groups of one batch. Produced by `batching.samples`."""
+    """The decisions about the groups of one batch. Produced by `controller.samples`."""
 
     advantages: Mapping[int, Mapping[int, float]]
     """Group id -> position of a trained completion in the group's block -> its advantage."""

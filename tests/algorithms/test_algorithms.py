@@ -8,7 +8,7 @@ import pytest
 from rollout_groups import group
 
 from megatron_scalerl.algorithms import ScaleRL, algorithm_of
-from megatron_scalerl.batching.samples import samples_of, why_empty
+from megatron_scalerl.controller.samples import samples_of, why_empty
 from megatron_scalerl.recipe import Recipe
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -47,7 +47,8 @@ def test_the_sections_of_a_recipe_are_the_fields_of_its_algorithm():
         ({"algorithm": "rloo:REINFORCE"}, "algorithm.name: 'rloo:REINFORCE' cannot be imported"),
         ({"algorithm": "pathlib:Path"}, "algorithm.name: pathlib:Path is no subclass"),
         ({"algorithm": {"name": "rloo:RLOO", "size": 2}}, "algorithm: rloo:RLOO does not take {'size': 2}"),
-        ({"algorithm": {"normalize": "none"}}, "algorithm.normalize: set it in its own section"),
+        ({"algorithm": {"name": "rloo:RLOO", "normalize": "none"}}, "algorithm.normalize: set it in its own section"),
+        ({"algorithm": {"normalize": "none"}}, "algorithm.normalize"),
         ({"loss": {"name": "ppo"}}, "loss.name: 'ppo'"),
         ({"loss": {"clip_low": 0.2}}, "loss.clip_low is 0.2, but loss.name cispo"),
     ],

@@ -7,7 +7,7 @@ import pytest
 from rollout_groups import group
 
 from megatron_scalerl.algorithms import ScaleRL
-from megatron_scalerl.batching.samples import samples_of, trained_part, why_empty
+from megatron_scalerl.controller.samples import samples_of, trained_part, why_empty
 from megatron_scalerl.types import Score
 
 

@@ -12,7 +12,7 @@ from megatron_scalerl.algorithms import ScaleRL
 from megatron_scalerl.batching.assignment import SampleFacts, plan_step
 from megatron_scalerl.batching.packing import build
 from megatron_scalerl.batching.rollout_bytes import arrays_of, joined, read, write
-from megatron_scalerl.batching.samples import samples_of
+from megatron_scalerl.controller.samples import samples_of
 from megatron_scalerl.rollouts import columns as scoring
 from megatron_scalerl.rollouts.columns import with_columns
 from megatron_scalerl.types import Score

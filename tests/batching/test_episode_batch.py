@@ -14,7 +14,7 @@ from megatron_scalerl.algorithms import ScaleRL
 from megatron_scalerl.batching.assignment import plan_step
 from megatron_scalerl.batching.packing import build, real_tokens, sequence_ids
 from megatron_scalerl.batching.rollout_bytes import arrays_of
-from megatron_scalerl.batching.samples import samples_of
+from megatron_scalerl.controller.samples import samples_of
 from megatron_scalerl.losses import LossInputs, cispo
 from megatron_scalerl.trainer.batch_frames import Limits, checked
 from megatron_scalerl.types import Prompt, Sample, Score

@@ -9,8 +9,8 @@ from random_policy import of_rollouts
 from megatron_scalerl.algorithms import ScaleRL
 from megatron_scalerl.batching.assignment import plan_step
 from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of
-from megatron_scalerl.batching.samples import samples_of
 from megatron_scalerl.controller.run_folder import RunFolder
+from megatron_scalerl.controller.samples import samples_of
 from megatron_scalerl.controller.weight_sync import WeightSync
 from megatron_scalerl.engine.client import SamplingSpec
 from megatron_scalerl.launch.launcher import launching

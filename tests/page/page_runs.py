@@ -12,7 +12,7 @@ from rollout_groups import group_of, rollout
 from tokenizers import Tokenizer, decoders, models
 
 from megatron_scalerl.algorithms import ScaleRL
-from megatron_scalerl.batching.samples import samples_of
+from megatron_scalerl.controller.samples import samples_of
 from megatron_scalerl.rollouts.history import BatchRecord
 from megatron_scalerl.rollouts.token_scores import CompletionScores, write_scores
 from megatron_scalerl.rollouts.trained import Trained, write_trained

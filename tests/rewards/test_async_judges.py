@@ -18,7 +18,7 @@ from waiting import until
 from worker_pools import starts
 
 from megatron_scalerl.algorithms import ScaleRL
-from megatron_scalerl.batching.samples import samples_of
+from megatron_scalerl.controller.samples import samples_of
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.processes import worker_pool
 from megatron_scalerl.prompts.curriculum import Curriculum

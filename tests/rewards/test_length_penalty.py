@@ -9,7 +9,7 @@ from verifier_pools import RIGHT, WRONG, pool_of, prompt, wrong
 
 from megatron_scalerl.algorithms import ScaleRL
 from megatron_scalerl.batching import rollout_bytes
-from megatron_scalerl.batching.samples import samples_of
+from megatron_scalerl.controller.samples import samples_of
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.sections import LengthPenaltySection

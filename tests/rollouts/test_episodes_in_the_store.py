@@ -9,7 +9,7 @@ from stored_episodes import BEFORE, EPISODE, FORKED, SEGMENT_BEFORE
 
 from megatron_scalerl.algorithms import ScaleRL
 from megatron_scalerl.batching import rollout_bytes
-from megatron_scalerl.batching.samples import samples_of, trained_part
+from megatron_scalerl.controller.samples import samples_of, trained_part
 from megatron_scalerl.rollouts.completions import completions_of
 from megatron_scalerl.rollouts.group_files import listed_groups, spans
 from megatron_scalerl.rollouts.history import BatchRecord, read_batch, read_history
