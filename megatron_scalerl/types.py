@@ -374,6 +374,9 @@ class MicroBatch:
     """[N] int32 optimizer steps from the version that sampled the target to the one trained, -1 off mask."""
     expert_choices: np.ndarray | None = None
     """[N, L, K] int32 expert of each token as chosen by the engine, -1 where the trainer's router chooses."""
+    columns: np.ndarray | None = None
+    """[N, C] float32 the columns of the run's algorithm, in the order of `ScaleRL.columns`, 0 where loss_mask is
+    False; None without any, and in a filler."""
 
 
 @record

@@ -11,7 +11,7 @@ FLOORS = [
     "record",
     "types processes models distributed",
     "__main__ recipe checkpoints losses logits",
-    "weights fit rewards prompts batching tiny",
+    "weights fit rewards prompts algorithms batching tiny",
     "trainer engine environments",
     "rollouts launch",
     "plan evaluation",

@@ -30,8 +30,8 @@ class SampleFacts:
     """[P] token ids of the prompt."""
     tokens: int
     """T, tokens of the completion."""
-    advantage: float
-    """Normalized advantage, the same for every token of the completion."""
+    advantage: float | tuple[float, ...]
+    """Normalized advantage: of every token of the completion, or [T] of each."""
     token_weight: float
     """Weight of each loss-mask token in the summed loss."""
 

@@ -46,23 +46,30 @@ def pack(
     return batches
 
 
-def build(plan: RankPlan, completions: Sequence[RolloutArrays], *, pad_multiple: int) -> Batch:
-    """The plan's `Batch`, from the completions of `plan.samples` in this order.
+def build(
+    plan: RankPlan, completions: Sequence[RolloutArrays], *, pad_multiple: int, columns: Sequence[str] = ()
+) -> Batch:
+    """The plan's `Batch`, from the completions of `plan.samples` in this order, with these columns of theirs.
 
     Each micro-batch is padded to a multiple of `pad_multiple`, and may exceed `plan_step`'s limit by less than that
-    multiple; fillers are that long. The arrays own their memory and are writable.
+    multiple; fillers are that long. The arrays own their memory and are writable. Raises ValueError for a completion
+    without one of the columns.
     """
     assert len(completions) == len(plan.samples), (len(completions), len(plan.samples))
     left = iter(completions)
     rows = []
     for members in plan.micro_batches:
         arrays = list(islice(left, len(members)))
-        rows.append(_micro_batch(members, arrays, pad_multiple, plan.policy_version))
+        rows.append(_micro_batch(members, arrays, pad_multiple, plan.policy_version, columns))
     return Batch(step=plan.step, micro_batches=tuple(rows))
 
 
 def _micro_batch(
-    samples: Sequence[SampleFacts], completions: Sequence[RolloutArrays], pad_multiple: int, policy_version: int
+    samples: Sequence[SampleFacts],
+    completions: Sequence[RolloutArrays],
+    pad_multiple: int,
+    policy_version: int,
+    columns: Sequence[str] = (),
 ) -> MicroBatch:
     """The samples in one row, padded with a sequence of zero weight to a multiple of `pad_multiple`.
 
@@ -70,9 +77,12 @@ def _micro_batch(
     """
     if not samples:
         return filler_micro_batch(pad_multiple)
-    packed = [_sequence(sample, arrays, policy_version) for sample, arrays in zip(samples, completions, strict=True)]
-    sizes = [len(columns["tokens"]) for columns in packed]
-    joined = {key: np.concatenate([columns[key] for columns in packed]) for key in packed[0]}
+    packed = [
+        _sequence(sample, arrays, policy_version, columns)
+        for sample, arrays in zip(samples, completions, strict=True)
+    ]
+    sizes = [len(arrays["tokens"]) for arrays in packed]
+    joined = {key: np.concatenate([arrays[key] for arrays in packed]) for key in packed[0]}
     joined |= _joined_choices(sizes, completions)
     # int32 is what the attention kernels of Transformer Engine take.
     cu_seqlens = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
@@ -81,7 +91,9 @@ def _micro_batch(
     return pad_to(micro_batch, -(-total // pad_multiple) * pad_multiple)
 
 
-def _sequence(sample: SampleFacts, completion: RolloutArrays, policy_version: int) -> dict[str, np.ndarray]:
+def _sequence(
+    sample: SampleFacts, completion: RolloutArrays, policy_version: int, columns: Sequence[str]
+) -> dict[str, np.ndarray]:
     """The arrays of a micro-batch for one completion: position i describes the token that it predicts."""
     prompt = len(sample.prompt_token_ids)
     size = sample.length
@@ -97,17 +109,30 @@ def _sequence(sample: SampleFacts, completion: RolloutArrays, policy_version: in
     logprobs[predicts] = completion.rollout_logprobs
     staleness = np.full(size, -1, np.int32)
     staleness[predicts] = policy_version - completion.policy_versions
+    advantages = np.zeros(size, np.float32)
+    if isinstance(sample.advantage, tuple):
+        advantages[predicts] = sample.advantage
+    else:
+        advantages[:] = sample.advantage
+    named = np.zeros((size, len(columns)), np.float32)
+    for number, name in enumerate(columns):
+        if name not in completion.columns:
+            raise ValueError(f"a completion has no column {name}: its group was stored before the algorithm had one")
+        named[predicts, number] = np.where(completion.loss_mask, completion.columns[name], np.float32(0))
     # Off the mask every column has its neutral value; the target 0 of the last position is never used.
-    return {
+    row = {
         "tokens": tokens,
         "position_ids": np.arange(size, dtype=np.int64),
         "targets": np.append(tokens[1:], 0),
         "loss_mask": mask,
         "rollout_logprobs": np.where(mask, logprobs, np.float32(0)),
-        "advantages": np.full(size, sample.advantage, np.float32),
+        "advantages": advantages,
         "token_weights": np.where(mask, np.float32(sample.token_weight), np.float32(0)),
         "staleness": np.where(mask, staleness, np.int32(-1)),
     }
+    if columns:
+        row["columns"] = named
+    return row
 
 
 def _joined_choices(

@@ -10,13 +10,14 @@ Little-endian, without padding:
     token ids        [T] u32
     log-probs        [T] f32; f64 if a value is not exactly representable in f32
     expert choices   [P + T - 1, L, K] u8 or u16, if there are any
+    columns          with a flag: their number u8; of each its name (length u8, ASCII); then [T] f32 of each
 
 That is 8 bytes a token without expert choices, and 52 bytes for the rest in a completion of one version. Both
 directions are exact: `rollout_of(read(write(rollout))) == rollout`.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal, cast
@@ -32,6 +33,7 @@ _INTERRUPTED = 1
 _TRUNCATED = 2
 _FLOAT64 = 4
 _EXPERTS = 8
+_COLUMNS = 16
 _VERSION_RUN = np.dtype([("version", "<i8"), ("tokens", "<u4")])
 
 
@@ -54,6 +56,8 @@ class RolloutArrays:
     expert_choices: ExpertChoices | None = None
     environment: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     """[E, 2] int64 ranges [start, end) of tokens that the environment wrote."""
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Name -> [T] float32, what the run's algorithm knows about each token (`ScaleRL.columns`)."""
 
 
 def arrays_of(rollout: Rollout) -> RolloutArrays:
@@ -120,6 +124,8 @@ def joined(parts: Sequence[RolloutArrays]) -> RolloutArrays:
     starts = accumulate((len(part.token_ids) for part in parts), initial=0)
     by_token = ("token_ids", "rollout_logprobs", "policy_versions", "loss_mask")
     arrays: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in by_token}
+    names = parts[0].columns
+    arrays["columns"] = {name: np.concatenate([part.columns[name] for part in parts]) for name in names}
     return replace(
         parts[0],
         **arrays,
@@ -169,6 +175,10 @@ def write(rollout: Rollout | RolloutArrays) -> bytes:
         flags |= _EXPERTS
         expert_shape = (experts.layers, experts.topk, experts.width)
         expert_bytes = experts.data
+    columns = b""
+    if rollout.columns:
+        flags |= _COLUMNS
+        columns = _column_bytes(rollout.columns, len(rollout.token_ids))
     versions = _version_runs(rollout.policy_versions)
     forced = _forced_ranges(rollout.loss_mask)
     header = _HEADER.pack(
@@ -186,7 +196,7 @@ def write(rollout: Rollout | RolloutArrays) -> bytes:
     logprobs = rollout.rollout_logprobs.astype(logprob_type)
     environment = rollout.environment.astype("<u4")
     arrays = (versions, forced, environment, rollout.token_ids.astype("<u4"), logprobs)
-    return b"".join([header, *(array.tobytes() for array in arrays), expert_bytes])
+    return b"".join([header, *(array.tobytes() for array in arrays), expert_bytes, columns])
 
 
 def read(data: bytes | memoryview) -> RolloutArrays:
@@ -195,7 +205,7 @@ def read(data: bytes | memoryview) -> RolloutArrays:
         raise ValueError(f"rollout: {len(data)} bytes are shorter than a header of {_HEADER.size}")
     fields = _HEADER.unpack_from(data)
     layout, flags, written, tokens, runs, ranges, cut, seed, layers, topk, width, expert_bytes = fields
-    if layout != _FORMAT or flags >= 16:
+    if layout != _FORMAT or flags >= 32:
         raise ValueError(f"rollout: format {layout} with flags {flags} cannot be read; this is format {_FORMAT}")
     value: np.dtype[Any] = np.dtype("<f4")
     if flags & _FLOAT64:
@@ -203,7 +213,10 @@ def read(data: bytes | memoryview) -> RolloutArrays:
     sizes = [runs * _VERSION_RUN.itemsize, ranges * 8, written * 8, tokens * 4, tokens * value.itemsize]
     starts = np.cumsum([_HEADER.size, *sizes, expert_bytes]).tolist()
     # The counts are not trusted: nothing is allocated from them before they agree with the bytes received.
-    if starts[-1] != len(data):
+    columns = {}
+    if flags & _COLUMNS:
+        columns = _columns(data, starts[-1], tokens)
+    elif starts[-1] != len(data):
         raise ValueError(f"rollout: {len(data)} bytes arrived, the header says {starts[-1]}")
     version_runs = np.frombuffer(data, _VERSION_RUN, runs, starts[0])
     mask = _mask(_ranges(data, ranges, starts[1], tokens), tokens)
@@ -222,7 +235,7 @@ def read(data: bytes | memoryview) -> RolloutArrays:
                 f"rollout: {expert_bytes} bytes are no expert choices of {layers} x {topk} x {width} bytes"
             )
         choices = ExpertChoices(
-            layers=layers, topk=topk, width=cast(Literal[1, 2], width), data=bytes(data[starts[5] :])
+            layers=layers, topk=topk, width=cast(Literal[1, 2], width), data=bytes(data[starts[5] : starts[6]])
         )
     elif expert_bytes:
         raise ValueError(f"rollout: it has {expert_bytes} bytes of expert choices, but no flag for them")
@@ -238,7 +251,36 @@ def read(data: bytes | memoryview) -> RolloutArrays:
         seed=seed,
         expert_choices=choices,
         environment=environment,
+        columns=columns,
     )
+
+
+def _column_bytes(columns: Mapping[str, np.ndarray], tokens: int) -> bytes:
+    names = b"".join(bytes([len(name)]) + name.encode("ascii") for name in columns)
+    values = []
+    for name, column in columns.items():
+        if np.shape(column) != (tokens,):
+            raise ValueError(
+                f"column {name} has shape {np.shape(column)}; it needs one number for each of {tokens} tokens"
+            )
+        values.append(np.asarray(column, "<f4").tobytes())
+    return b"".join([bytes([len(columns)]), names, *values])
+
+
+def _columns(data: bytes | memoryview, start: int, tokens: int) -> dict[str, np.ndarray]:
+    """The columns at the end of the bytes. Raises ValueError for other bytes."""
+    whole = bytes(data[start:])
+    names = []
+    offset = 1
+    for _ in range(whole[0] if whole else 0):
+        end = offset + 1 + whole[offset] if offset < len(whole) else len(whole) + 1
+        names.append(whole[offset + 1 : end])
+        offset = end
+    expected = offset + 4 * tokens * len(names)
+    if not names or len({*names}) != len(names) or len(whole) != expected or not b"".join(names).isascii():
+        raise ValueError(f"rollout: {len(whole)} bytes are no columns of {tokens} tokens with the names {names[:4]}")
+    values = np.frombuffer(whole, "<f4", offset=offset).reshape(len(names), tokens)
+    return {name.decode(): column for name, column in zip(names, values)}
 
 
 def _version_runs(versions: Int64[np.ndarray, " T"]) -> np.ndarray:

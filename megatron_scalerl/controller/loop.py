@@ -46,7 +46,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_scalerl.batching.advantages import why_empty
 from megatron_scalerl.controller.measure import Measurements
 from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.controller.metrics import Metrics, Sink, batch_metrics, engine_metrics, step_metrics
@@ -54,6 +53,7 @@ from megatron_scalerl.controller.overlap import Overlap
 from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.run_folder import Resumed, RunFolder, RunState
+from megatron_scalerl.controller.samples import why_empty
 from megatron_scalerl.controller.saver import Saver
 from megatron_scalerl.controller.token_scores import TokenScores
 from megatron_scalerl.controller.weight_sync import NO_UPDATE, WeightSync
@@ -70,6 +70,7 @@ from megatron_scalerl.rollouts.history import NO_HISTORY, BatchRecord, read_batc
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.rollouts.stream import Admission, RolloutStream
+from megatron_scalerl.rollouts.trained import Trained, write_trained
 from megatron_scalerl.types import Prompt, RolloutGroup, StepReport
 
 logger = logging.getLogger(__name__)
@@ -222,10 +223,12 @@ class Controller:
     async def _train_batch(self, groups: Sequence[RolloutGroup], waited: float) -> None:
         await self._saver.commit(wait=False)  # the trainer is idle
         batch = await self._overlap.send(groups)  # after filters, advantages, assignment
+        decided = Trained(advantages=batch.plan.advantages, dropped=batch.plan.dropped)
+        await asyncio.to_thread(write_trained, self._folder.path, self._state.batches, decided)
         self._state.batches += 1
         record = {"batches": self._state.batches, "wait_for_batch_seconds": waited}
         record |= {"prompts_skipped": self._curriculum.skipped}
-        record |= batch_metrics(groups, batch.stats, self._state.step) | NO_UPDATE
+        record |= batch_metrics(groups, batch.plan.stats, self._state.step) | NO_UPDATE
         report = None
         if batch.step is not None:
             await self._scorer.record(batch.step, groups)
@@ -235,7 +238,7 @@ class Controller:
             record["send_seconds"] = self._overlap.send_seconds
         if self._phase_over:
             record |= await self._publish()  # pause, send, label, verify, resume, probe
-        self._note(record | self._charge(), report, batch.stats)
+        self._note(record | self._charge(), report, batch.plan.stats)
         if self._phase_over:
             self._measurements.begin()
 

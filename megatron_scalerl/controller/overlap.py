@@ -16,15 +16,16 @@ before the step that trains on it. A crash or a failure in between costs the sen
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from megatron_scalerl.batching.advantages import samples_of
+from megatron_scalerl.algorithms import algorithm_of
 from megatron_scalerl.batching.assignment import plan_step
 from megatron_scalerl.controller.meter import Meter
 from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.run_folder import RunState
+from megatron_scalerl.controller.samples import BatchPlan, samples_of
 from megatron_scalerl.controller.weight_sync import WeightSync
 from megatron_scalerl.launch.placement import Fleet
 from megatron_scalerl.processes.child_process import cancelled
@@ -44,8 +45,8 @@ class SentBatch:
 
     groups: tuple[RolloutGroup, ...]
     """All of its groups, in order."""
-    stats: Mapping[str, float]
-    """Counts of the filters (`batching.advantages.BatchPlan`)."""
+    plan: BatchPlan
+    """Its samples, and what the algorithm decided."""
     step: int | None
     """The optimizer step for which the trainer holds it; None if nothing is left to train on and nothing was sent."""
 
@@ -55,6 +56,7 @@ class Sender:
 
     def __init__(self, recipe: Recipe, fleet: Fleet, run_dir: Path):
         self._recipe = recipe
+        self._algorithm = algorithm_of(recipe)
         self._fleet = fleet
         self._run_dir = run_dir
 
@@ -64,15 +66,9 @@ class Sender:
         Raises as `TrainerClient.prepare`, `plan_step` and the reader of `completions_of` do.
         """
         recipe = self._recipe
-        plan = samples_of(
-            groups,
-            normalize=recipe.advantages.normalize,
-            truncated=recipe.rewards.truncated,
-            zero_variance=recipe.filters.zero_variance,
-            reduction=recipe.loss.reduction,
-        )
+        plan = samples_of(groups, self._algorithm)
         if not plan.samples:
-            return SentBatch(groups=tuple(groups), stats=plan.stats, step=None)
+            return SentBatch(groups=tuple(groups), plan=plan, step=None)
         step = plan_step(
             plan.samples,
             step=policy_version + 1,
@@ -81,7 +77,7 @@ class Sender:
             policy_version=policy_version,
         )
         await self._fleet.trainer.prepare(step, completions_of(self._run_dir, plan.sources))
-        return SentBatch(groups=tuple(groups), stats=plan.stats, step=step.step)
+        return SentBatch(groups=tuple(groups), plan=plan, step=step.step)
 
 
 class EarlyBatch:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_scalerl.record import record
-from megatron_scalerl.types import Bool, Float, Int64
+from megatron_scalerl.types import Bool, Float, Int32, Int64
 
 if TYPE_CHECKING:  # the controller imports `losses.reduction` without torch
     from torch import Tensor
@@ -32,6 +33,10 @@ class LossInputs:
     """float32: weight in the sum, see `reduction.token_weights`."""
     sequence_ids: Int64[Tensor, " N"]
     """int64: number of the position's sequence, from 0; below N, since no sequence is empty."""
+    staleness: Int32[Tensor, " N"] | None = None
+    """int32: optimizer steps from the version that sampled the token to the one that is trained."""
+    columns: Mapping[str, Float[Tensor, " N"]] = field(default_factory=dict)
+    """float32: the columns of the run's algorithm, by name (`ScaleRL.columns`)."""
 
 
 @record
@@ -44,6 +49,8 @@ class LossOutput:
     """Importance weight before capping or clipping, without gradient, 1 off the loss mask."""
     capped: Bool[Tensor, " N"]
     """True where the cap or clip is active."""
+    metrics: Mapping[str, Float[Tensor, " N"]] = field(default_factory=dict)
+    """Numbers of the loss's own, each [N] without gradient, reduced over the loss mask as `ScaleRL.metrics` says."""
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -2,7 +2,8 @@
 
 The store has the engine's log-probability, the policy version and the loss mask of each token. The trainer's
 log-probabilities and the entropy of each token are known of the completions that it scored, with
-telemetry.token_scores_every. The advantage is computed again from the scores of the batch, as the trainer got it.
+telemetry.token_scores_every. Advantages and reasons are those
+that the controller wrote with the batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,19 +12,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.batching.advantages import samples_of
 from megatron_scalerl.page.groups import GroupIndex
 from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.rollouts.group_files import spans
 from megatron_scalerl.rollouts.history import BatchRecord
 from megatron_scalerl.rollouts.run_text import RunTokenizer, decode, load_tokenizer, raw_text
 from megatron_scalerl.rollouts.token_scores import CompletionScores, read_scores
+from megatron_scalerl.rollouts.trained import read_trained
 
 LONGEST_CHARACTER = 4
 """Tokens that one character may take: bytes of UTF-8."""
-CACHED_BATCHES = 16
-Advantages = Mapping[tuple[int, int], float]
-"""(group id, position in the store) -> advantage, of samples that were trained."""
 
 
 class Reader:
@@ -34,8 +32,6 @@ class Reader:
         self.index = index
         self._run_dir = run_dir
         self._recipe = recipe
-        # an advantage needs the scores of the whole batch, which are read from its groups
-        self._advantages = lru_cache(CACHED_BATCHES)(self._batch_advantages)
         # the last group is kept, since its completions are read next
         self._fields = lru_cache(1)(lambda group_id, _record: index.read(group_id))
 
@@ -52,10 +48,18 @@ class Reader:
         fields = self._fields(group_id, record)
         tokenizer = self._tokenizer
         scored = self._scores(record)
-        advantages: Advantages | str = "the group is in no batch yet"
+        advantages: Mapping[int, float] = {}
+        untrained = "the group is in no batch yet"
         batch: dict[str, Any] = dict.fromkeys(("step", "batch", "policy_version"))
         if record is not None:
-            advantages = self._advantages(record)
+            trained = read_trained(self._run_dir, record.batch)
+            untrained = "the algorithm left it out of its batch"
+            if trained is None:
+                untrained = "nothing is recorded about its batch"
+            else:
+                advantages = trained.advantages.get(group_id, {})
+                if group_id in trained.dropped:
+                    untrained = f"the algorithm left its group out of the batch: {trained.dropped[group_id]}"
             batch = {"step": record.step, "batch": record.batch, "policy_version": record.policy_version}
         completions = []
         for i, (rollout, score) in enumerate(zip(fields["rollouts"], fields["scores"])):
@@ -65,12 +69,10 @@ class Reader:
                 "untrained": "",
                 "scored": sample in scored,
             }
-            if isinstance(advantages, str):
-                facts["untrained"] = advantages
-            elif sample in advantages:
-                facts["advantage"] = round(advantages[sample], 4)
+            if sample[1] in advantages:
+                facts["advantage"] = round(advantages[sample[1]], 4)
             else:
-                facts["untrained"] = "a filter left it out of its batch"
+                facts["untrained"] = untrained
             if texts:
                 facts["text"] = decode(tokenizer, rollout["token_ids"])
             completions.append(facts)
@@ -130,26 +132,6 @@ class Reader:
     def _scores(self, record: BatchRecord | None) -> dict[tuple[int, int], CompletionScores]:
         """The trainer's scores of tokens of a batch. Raises ValueError for a damaged file."""
         return {} if record is None else read_scores(self._run_dir, record.step)
-
-    def _batch_advantages(self, record: BatchRecord) -> Advantages | str:
-        """The advantages of a batch's completions; or why they are unknown, if a group of the batch is not stored."""
-        try:
-            groups = self.index.read_batch(record)
-        except ValueError:
-            return "groups of its batch are deleted"
-        recipe = self._recipe
-        plan = samples_of(
-            groups,
-            normalize=recipe["advantages"]["normalize"],
-            truncated=recipe["rewards"]["truncated"],
-            zero_variance=recipe["filters"]["zero_variance"],
-            reduction=recipe["loss"]["reduction"],
-        )
-        group_ids = {group.stored: group.group_id for group in groups}
-        return {
-            (group_ids[stored], position): sample.advantage
-            for (stored, position), sample in zip(plan.sources, plan.samples)
-        }
 
 
 def token_texts(tokenizer: RunTokenizer, token_ids: Sequence[int]) -> list[str]:

@@ -10,9 +10,9 @@ largest one is the peak.
 
 from dataclasses import replace
 
+from megatron_scalerl.algorithms import algorithm_of
 from megatron_scalerl.logits.choice import workspace_mb
 from megatron_scalerl.logits.torch_backend import LARGEST, LARGEST_CHUNK, TILE
-from megatron_scalerl.losses import is_separable
 from megatron_scalerl.models.family import Family, padded_vocab_size
 from megatron_scalerl.plan import activations
 from megatron_scalerl.plan.activations import Recompute, norm_bytes
@@ -236,7 +236,7 @@ def _ends(family: Family, layout: Layout, width: int, kernels: Kernels, stage: i
 
 def in_chunk(recipe: Recipe) -> bool:
     """True if the loss is computed in the chunks of the logits, which are then computed once."""
-    return recipe.trainer.loss_in_chunk and is_separable(recipe.loss.name)
+    return recipe.trainer.loss_in_chunk and algorithm_of(recipe).separable
 
 
 def logit_bytes(

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.algorithms import algorithm_of
 from megatron_scalerl.engine.options import check_options
 from megatron_scalerl.environments.worker import load
-from megatron_scalerl.losses import make_loss
 from megatron_scalerl.models import family, read_hf_config
 from megatron_scalerl.plan.counting import trained_family
 from megatron_scalerl.plan.verifier_trial import try_verifier
@@ -41,7 +41,7 @@ class Settings:
 
 
 def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned: bool = False) -> Settings:
-    """Check options of vLLM and Megatron, loss, verifiers, environment, layout, think tags, templates and lengths.
+    """Check algorithm, options of vLLM and Megatron, verifiers, environment, layout, tags, templates and lengths.
 
     config: folder of a config.json that stands for the policy's, without a tokenizer. planned: for a plan, which may
     lack modules of the environment. Raises ValueError, in one line with the key.
@@ -56,7 +56,7 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
             if not (planned and isinstance(problem.__context__, ModuleNotFoundError)):
                 raise
     check_options(recipe.engine.vllm)
-    make_loss(recipe.loss.name, recipe.loss.arguments)
+    algorithm_of(recipe)
     hf_config = read_hf_config(config or recipe.policy.path)
     policy = family(hf_config)
     if recipe.adapters_alone and policy.transformer.get("num_moe_experts"):

@@ -80,7 +80,8 @@ def _overridden(data: dict[str, Any], files: Iterable[Path], overrides: Iterable
     """The recipe of `data`, which comes from `files`, after the overrides."""
     files = list(files)
     for item in overrides:
-        data["environment"] = section_of(data.get("environment", {}))  # its keys may follow
+        for section in ("environment", "algorithm"):
+            data[section] = section_of(data.get(section, {}))  # its keys may follow
         key, _, value = item.partition("=")
         if key == OVERLAY:
             over = read_yaml(Path(value))

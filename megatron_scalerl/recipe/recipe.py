@@ -24,6 +24,7 @@ from megatron_scalerl.recipe.sections import (
     AUTO,
     MICRO_BATCH_MULTIPLE,
     AdvantagesSection,
+    AlgorithmSection,
     CheckpointSection,
     CostSection,
     CurriculumSection,
@@ -55,11 +56,11 @@ def _checked_name(name: str) -> str:
     return name
 
 
-def section_of(environment: object) -> object:
-    """The section of an environment that is given by its name alone."""
-    if isinstance(environment, str):
-        return {"name": environment}
-    return environment
+def section_of(value: object) -> object:
+    """The section of an environment or algorithm that is given by its name alone."""
+    if isinstance(value, str):
+        return {"name": value}
+    return value
 
 
 class Recipe(Section):
@@ -82,6 +83,7 @@ class Recipe(Section):
     interruption: InterruptionSection = InterruptionSection()
     environment: Annotated[EnvironmentSection, BeforeValidator(section_of)] = EnvironmentSection()
     rewards: RewardsSection = RewardsSection()
+    algorithm: Annotated[AlgorithmSection, BeforeValidator(section_of)] = AlgorithmSection()
     filters: FiltersSection = FiltersSection()
     advantages: AdvantagesSection = AdvantagesSection()
     loss: LossSection = LossSection()

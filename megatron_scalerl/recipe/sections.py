@@ -380,6 +380,25 @@ class RewardsSection(Section):
     they always count as wrong. (Inferred from "effective batch size (after excluding truncated samples)".)"""
 
 
+class AlgorithmSection(Section):
+    """Which completions are trained, and how: `name` alone, or a mapping with it and the algorithm's own settings."""
+
+    name: str = "scalerl"
+    """scalerl, whose settings are the sections advantages, filters, loss and rewards.truncated, or `module:Class` of
+    your own, a subclass of `megatron_scalerl.algorithms.ScaleRL`."""
+    settings: dict[str, Any] = {}
+    """Fields of a class of your own, which may also stand beside `name`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settings_beside_the_name(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or ":" not in str(data.get("name", "")):
+            return data
+        own = {key: value for key, value in data.items() if key not in cls.model_fields}
+        rest = {key: value for key, value in data.items() if key in cls.model_fields}
+        return rest | {"settings": rest.get("settings", {}) | own}
+
+
 class AdvantagesSection(Section):
     """How advantages are computed from rewards."""
 

@@ -13,7 +13,7 @@ Source = tuple[BlockRef | None, int]
 
 
 def completions_of(run_dir: Path, sources: Sequence[Source]) -> ReadCompletions:
-    """Reads samples by their numbers in `sources` (`batching.advantages.BatchPlan`), in a thread.
+    """Reads samples by their numbers in `sources` (`controller.samples.BatchPlan`), in a thread.
 
     Only the bytes of these completions are read, and verified. The reader raises ValueError naming the file for a
     group that is damaged, and OSError.

@@ -65,9 +65,11 @@ def checked(frames: Sequence[Buffer]) -> ReceivedBatch:
 class BatchFrames:
     """The batch that a rank holds for its next step: at most one. Filled by `hold`, emptied by `take`."""
 
-    def __init__(self, parallel: Parallel, *, pad_multiple: int):
+    def __init__(self, parallel: Parallel, *, pad_multiple: int, columns: Sequence[str] = ()):
+        """columns: of the run's algorithm."""
         self._parallel = parallel
         self._pad_multiple = pad_multiple
+        self._columns = columns
         self._held: ReceivedBatch | None = None
 
     def hold(self, frames: Sequence[Buffer]) -> int:
@@ -88,7 +90,7 @@ class BatchFrames:
         else:
             shared(batch.frames, self._parallel)
         assert batch.plan.step == step, f"step {step}: this rank holds the batch of step {batch.plan.step}"
-        return build(batch.plan, batch.completions, pad_multiple=self._pad_multiple)
+        return build(batch.plan, batch.completions, pad_multiple=self._pad_multiple, columns=self._columns)
 
 
 def shared(frames: Sequence[Buffer] | None, parallel: Parallel) -> Sequence[Buffer]:

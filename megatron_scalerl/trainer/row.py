@@ -1,6 +1,6 @@
 """A micro-batch as the trainer computes it: columns and plan, prepared on the host, copied to the device at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -14,7 +14,7 @@ from megatron_scalerl.trainer.layers.packing import Plan
 from megatron_scalerl.types import MicroBatch
 
 _COLUMNS = tuple(field.name for field in fields(MicroBatch) if field.name not in ("position_ids", "cu_seqlens"))
-_LOSS_COLUMNS = ("rollout_logprobs", "advantages", "loss_mask", "token_weights", "sequence_ids")
+_LOSS_COLUMNS = ("rollout_logprobs", "advantages", "loss_mask", "token_weights", "sequence_ids", "staleness")
 
 
 @record
@@ -30,16 +30,26 @@ class Row:
     staleness: Tensor
     sequence_ids: Tensor
     expert_choices: Tensor | None = None
+    columns: Tensor | None = None
     plan: Plan
     places: Tensor
     """[K] int64 positions where loss_mask is True, ascending."""
 
-    def loss_inputs(self, trainer_logprobs: Tensor, places: Tensor | None = None) -> LossInputs:
-        """The loss's inputs at all positions, or at `places` [C] with their log-probabilities [C]."""
+    def loss_inputs(
+        self, trainer_logprobs: Tensor, places: Tensor | None = None, *, names: Sequence[str] = ()
+    ) -> LossInputs:
+        """The loss's inputs at all positions, or at `places` [C] with their log-probabilities [C].
+
+        names: of the algorithm's columns, which a filler lacks: they are 0 there.
+        """
         columns = {name: getattr(self, name) for name in _LOSS_COLUMNS}
+        named = self.columns
+        if named is None:
+            named = self.advantages.new_zeros(len(self.tokens), len(names))
         if places is not None:
             columns = {name: values[places] for name, values in columns.items()}
-        return LossInputs(trainer_logprobs=trainer_logprobs, **columns)
+            named = named[places]
+        return LossInputs(trainer_logprobs=trainer_logprobs, columns=dict(zip(names, named.unbind(1))), **columns)
 
 
 def host_row(m: MicroBatch, plan_of: Callable[[list[int], Tensor, Tensor], Plan]) -> Row:

@@ -14,7 +14,7 @@ the result is the sum of the ranks' gradients, each from its own tokens.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,10 +25,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megatron_scalerl.algorithms import algorithm_of
 from megatron_scalerl.batching.packing import filler_micro_batch, pad_to, real_tokens, scoring_micro_batches
 from megatron_scalerl.distributed import device
 from megatron_scalerl.distributed.parallel import Parallel, unwrap
-from megatron_scalerl.losses import LossInputs, LossOutput, is_separable, make_loss
+from megatron_scalerl.losses import LossInputs, LossOutput
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.sections import OptimizerSection
 from megatron_scalerl.trainer.agreement import agree, check_tokens
@@ -64,7 +65,7 @@ class Trainer:
 
     `chunks` are the DDP-wrapped model chunks of this rank (one, except in interleaved pipelines). `temperature`
     divides the logits, as it does when the engine samples. `loss_in_chunk`: the loss is a sum over tokens and is
-    computed inside the projection, see `logits.api.token_loss`.
+    computed inside the projection, see `logits.api.token_loss`. `loss_metrics` and `columns` as of `ScaleRL`.
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class Trainer:
         optimizer: Any,
         parallel: Parallel,
         loss: Loss,
+        loss_metrics: Mapping[str, str] | None = None,
+        columns: Sequence[str] = (),
         learning_rate: Schedule,
         weight_decay: float,
         micro_batch_tokens: int,
@@ -88,6 +91,8 @@ class Trainer:
         self.pad_multiple = pad_multiple
         self.steps_made = 0
         self._loss = loss
+        self._loss_metrics = loss_metrics
+        self.columns = columns
         self._learning_rate = learning_rate
         self._weight_decay = weight_decay
         self.micro_batch_tokens = micro_batch_tokens
@@ -119,7 +124,7 @@ class Trainer:
             # Megatron's own scheduler would apply both multipliers; wd_mult is 0 for vectors.
             group["lr"] = rate * group["lr_mult"]
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
-        running = StepMetrics(self.parallel.device)
+        running = StepMetrics(self.parallel.device, self._loss_metrics)
         rows = self._filled(batch.micro_batches)
         with device.labelled("forward and backward"):
             self._schedule(rows, partial(self._train_loss, running, len(rows)), train=True)
@@ -190,7 +195,7 @@ class Trainer:
         loss = None
         if isinstance(output, tuple):
             loss, output = output
-        inputs = row.loss_inputs(output[0])
+        inputs = row.loss_inputs(output[0], names=self.columns)
         result = self._loss(inputs)
         metrics.add(inputs, result, output[1].detach(), row.staleness, row.places)
         if loss is None:
@@ -200,7 +205,7 @@ class Trainer:
 
     def _chunk_loss(self, row: Row, logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:
         """The loss of some tokens of a row."""
-        return self._loss(row.loss_inputs(logprobs, places)).loss
+        return self._loss(row.loss_inputs(logprobs, places, names=self.columns)).loss
 
     def _filled(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches, filled up to a multiple of the stages, which Megatron requires of interleaved ones."""
@@ -276,18 +281,20 @@ def make_trainer(
     are random, as Megatron initializes them, and only config.json is read from the policy's folder.
     """
     chunks = build_policy(recipe.policy.path, recipe, parallel, load_weights=load_weights)
-    section = recipe.loss
+    algorithm = algorithm_of(recipe)
     return Trainer(
         chunks=chunks,
         optimizer=build_optimizer(chunks, recipe),
         parallel=parallel,
-        loss=loss or make_loss(section.name, section.arguments),
+        loss=loss or algorithm.loss,
+        loss_metrics=algorithm.metrics if loss is None else None,
+        columns=algorithm.columns if loss is None else (),
         learning_rate=learning_rate or constant_with_warmup(recipe.optimizer),
         weight_decay=recipe.optimizer.weight_decay,
         micro_batch_tokens=recipe.micro_batch_tokens,
         pad_multiple=pad_multiple(parallel),
         temperature=recipe.rollouts.temperature,
-        loss_in_chunk=recipe.trainer.loss_in_chunk and loss is None and is_separable(section.name),
+        loss_in_chunk=recipe.trainer.loss_in_chunk and loss is None and algorithm.separable,
     )
 
 

@@ -103,6 +103,8 @@ class Max(Metric):
 
 
 Kinds = Mapping[str, type[Metric]]
+OF_LOSS: Mapping[str, type[Metric]] = {"sum": Sum, "mean": Mean, "max": Max}
+"""Kinds of `ScaleRL.metrics` by their names."""
 
 STALENESS_BUCKETS: tuple[tuple[str, int], ...] = (("0", 0), ("1", 1), ("2", 2), ("3_4", 4), ("5_8", 8))
 """Name and largest staleness (optimizer steps) of each bucket; older tokens fall into `over_8`."""
@@ -133,9 +135,12 @@ STEP_METRICS: Kinds = {"tokens": Sum, "seconds": Max, "weights_changed": Mean}
 class StepMetrics:
     """The metrics of one step on one rank."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, of_loss: Mapping[str, str] | None = None):
+        """of_loss: the loss's own metrics, as `ScaleRL.metrics`."""
+        self._of_loss = {name: OF_LOSS[kind] for name, kind in (of_loss or {}).items()}
+        self._kinds = {**MICRO_BATCH_METRICS, **{f"loss/{name}": kind for name, kind in self._of_loss.items()}}
         self._vectors = {
-            op: torch.zeros(_length(MICRO_BATCH_METRICS, op), dtype=torch.float64, device=device) for op in (SUM, MAX)
+            op: torch.zeros(_length(self._kinds, op), dtype=torch.float64, device=device) for op in (SUM, MAX)
         }
         self._edges = staged(torch.tensor([last for _, last in STALENESS_BUCKETS], dtype=torch.int32), device)
 
@@ -147,6 +152,14 @@ class StepMetrics:
         wait for its count.
         """
         metrics = _micro_batch_metrics(inputs, output, entropy, staleness, places, self._edges)
+        for name, kind in self._of_loss.items():
+            values = output.metrics[name].index_select(0, places).double()
+            if kind is Max:
+                metrics[f"loss/{name}"] = Max.of(values)
+            elif kind is Mean:
+                metrics[f"loss/{name}"] = Mean(values.sum(), inputs.loss_mask.sum().double())
+            else:
+                metrics[f"loss/{name}"] = Sum(values.sum())
         self._vectors[SUM] += _flat(metrics, SUM)
         torch.maximum(self._vectors[MAX], _flat(metrics, MAX), out=self._vectors[MAX])
 
@@ -158,7 +171,7 @@ class StepMetrics:
         the maximum is returned. `changes` [2]: elements of the weights that this rank changed, and wrote. Buckets of
         staleness without tokens are left out, and `weights_changed` where nothing was counted.
         """
-        metrics = _named(MICRO_BATCH_METRICS, self._vectors)
+        metrics = _named(self._kinds, self._vectors)
         sums = self._vectors[SUM]
         metrics["tokens"] = Sum(sums.new_full((), tokens))
         metrics["seconds"] = Max(sums.new_full((), seconds))
@@ -173,7 +186,7 @@ class StepMetrics:
         # One vector, so that the host waits for the device once.
         read = torch.cat([vectors[SUM], vectors[MAX]]).tolist()
         split = len(vectors[SUM])
-        reduced = _named({**MICRO_BATCH_METRICS, **STEP_METRICS}, {SUM: read[:split], MAX: read[split:]})
+        reduced = _named({**self._kinds, **STEP_METRICS}, {SUM: read[:split], MAX: read[split:]})
         values = {name: metric.value() for name, metric in reduced.items()}
         for bucket in _BUCKETS:
             if not values[f"loss_tokens_staleness_{bucket}"]:

@@ -118,7 +118,9 @@ class Worker:
         self.sending = WeightSending(
             self.source, bucket_mib=recipe.weights.bucket_mib, written=self.trainer.changes.written
         )
-        self._batches = BatchFrames(self.parallel, pad_multiple=self.trainer.pad_multiple)
+        self._batches = BatchFrames(
+            self.parallel, pad_multiple=self.trainer.pad_multiple, columns=self.trainer.columns
+        )
 
     def info(self) -> messages.TrainerInfo:
         """Facts for the controller, requested once."""

@@ -6,15 +6,13 @@ from dataclasses import replace
 import pytest
 from rollout_groups import group
 
-from megatron_scalerl.batching.advantages import samples_of
-from megatron_scalerl.batching.filters import drop_truncated, drop_zero_variance
+from megatron_scalerl.algorithms import ScaleRL
+from megatron_scalerl.controller.samples import samples_of, trained_part, why_empty
 from megatron_scalerl.types import Score
-
-DEFAULTS = {"normalize": "batch", "truncated": "exclude", "zero_variance": True, "reduction": "prompt_mean"}
 
 
 def plan(groups, **options):
-    return samples_of(groups, **{**DEFAULTS, **options})
+    return samples_of(groups, ScaleRL(**options))
 
 
 def advantages(groups, **options):
@@ -127,15 +125,18 @@ def test_groups_of_one_are_zero_variance():
 
 
 def test_drop_truncated_keeps_pairs_together():
-    kept, dropped = drop_truncated([group([1, -1, 1], lengths=[4, 5, 6], truncated={1})])
-    assert dropped == 1
-    assert [c.tokens for c in kept[0].completions] == [4, 6] and kept[0].positions == (0, 2)
-    assert [s.reward for s in kept[0].scores] == [1.0, 1.0]
+    kept = trained_part(group([1, -1, 1], lengths=[4, 5, 6], truncated={1}), ScaleRL())
+    assert [c.tokens for c in kept.completions] == [4, 6] and kept.positions == (0, 2)
+    assert [s.reward for s in kept.scores] == [1.0, 1.0]
 
 
-def test_drop_zero_variance_names_its_reasons():
+def test_a_dropped_group_has_its_reason():
     equal = replace(group([1, 1]), scores=(Score(correct=True, reward=1.0), Score(correct=False, reward=1.0)))
     groups = [group([1, -1]), group([1, 1]), group([-1, -1]), group([1]), group([]), equal]
-    kept, reasons = drop_zero_variance(groups)
-    assert kept == groups[:1]
-    assert reasons == {"all_correct": 1, "all_incorrect": 1, "too_few": 2, "equal_rewards": 1}
+    reasons = ["", "all_correct", "all_incorrect", "too_few", "too_few", "equal_rewards"]
+    assert [ScaleRL().drop_reason(each) for each in groups] == reasons
+    groups = [replace(each, group_id=number) for number, each in enumerate(groups)]
+    result = plan(groups, normalize="none")
+    assert result.dropped == {n: reason for n, reason in enumerate(reasons) if reason}
+    assert result.advantages == {0: {0: 1.0, 1: -1.0}} and result.stats["groups_dropped_too_few"] == 2
+    assert "2 of 6 groups with fewer than two completions" in why_empty(result.stats)

@@ -16,7 +16,7 @@ from megatron_scalerl.batching.packing import (
 )
 from megatron_scalerl.types import ExpertChoices, MicroBatch, Sample
 
-COLUMNS = [f.name for f in fields(MicroBatch) if f.name not in ("cu_seqlens", "expert_choices")]
+COLUMNS = [f.name for f in fields(MicroBatch) if f.name not in ("cu_seqlens", "expert_choices", "columns")]
 
 
 def sample(prompt=(1, 2, 3), *, advantage=0.5, weight=0.25, **kw):

@@ -10,10 +10,11 @@ from batch_messages import frames_of, planned
 from rollout_groups import group_of, parts_of, rollout
 from stored_episodes import EPISODE, FORKED
 
-from megatron_scalerl.batching.advantages import samples_of
+from megatron_scalerl.algorithms import ScaleRL
 from megatron_scalerl.batching.assignment import plan_step
 from megatron_scalerl.batching.packing import build, real_tokens, sequence_ids
 from megatron_scalerl.batching.rollout_bytes import arrays_of
+from megatron_scalerl.controller.samples import samples_of
 from megatron_scalerl.losses import LossInputs, cispo
 from megatron_scalerl.trainer.batch_frames import Limits, checked
 from megatron_scalerl.types import Prompt, Sample, Score
@@ -71,13 +72,7 @@ def loss_of(made, reduction):
     for number, members in enumerate([(PLAIN, made), (replace(PLAIN, seed=1), PLAIN)]):
         prompt = Prompt(prompt_id=f"p{number}", text="", answer="", token_ids=(1, 2))
         groups.append((group_of(members, scores, prompt=prompt, group_id=number), members))
-    plan = samples_of(
-        [group for group, _ in groups],
-        normalize="batch",
-        truncated="exclude",
-        zero_variance=True,
-        reduction=reduction,
-    )
+    plan = samples_of([group for group, _ in groups], ScaleRL(reduction=reduction))
     parts = [arrays_of(part) for _, members in groups for one in members for part in parts_of(one)]
     step = plan_step(plan.samples, step=1, dp_size=1, micro_batch_tokens=14, policy_version=4)
     batch = build(step.ranks[0], [parts[i] for i in step.numbers[0]], pad_multiple=1)

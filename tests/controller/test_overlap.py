@@ -25,7 +25,7 @@ class StandInSender:
             raise
         if self.failure is not None:
             raise self.failure
-        return SentBatch(groups=tuple(groups), stats={}, step=policy_version + 1)
+        return SentBatch(groups=tuple(groups), plan=None, step=policy_version + 1)
 
 
 class StandInStream:
@@ -56,7 +56,7 @@ async def test_a_batch_that_is_there_is_sent_beside_the_step():
         async with EarlyBatch(sender, stream.take, 4) as early:
             await passes()  # the step
             asyncio.get_running_loop().call_later(0.05, sender.free.set)
-            assert await early.batch() == SentBatch(groups=("a", "b"), stats={}, step=5)
+            assert await early.batch() == SentBatch(groups=("a", "b"), plan=None, step=5)
 
 
 async def test_a_batch_that_is_not_there_when_the_step_ends_is_not_taken():

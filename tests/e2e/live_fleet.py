@@ -6,10 +6,11 @@ import contextlib
 import numpy as np
 from random_policy import of_rollouts
 
-from megatron_scalerl.batching.advantages import samples_of
+from megatron_scalerl.algorithms import ScaleRL
 from megatron_scalerl.batching.assignment import plan_step
 from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of
 from megatron_scalerl.controller.run_folder import RunFolder
+from megatron_scalerl.controller.samples import samples_of
 from megatron_scalerl.controller.weight_sync import WeightSync
 from megatron_scalerl.engine.client import SamplingSpec
 from megatron_scalerl.launch.launcher import launching
@@ -62,9 +63,7 @@ async def one_step(fleet, recipe, prompts, rollouts):
         )
         for i in range(half)
     ]
-    plan = samples_of(
-        groups, normalize="batch", truncated="wrong", zero_variance=True, reduction=recipe.loss.reduction
-    )
+    plan = samples_of(groups, ScaleRL(truncated="wrong", reduction=recipe.loss.reduction))
     planned = plan_step(
         plan.samples,
         step=1,

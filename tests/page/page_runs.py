@@ -11,8 +11,11 @@ from report_runs import write_run
 from rollout_groups import group_of, rollout
 from tokenizers import Tokenizer, decoders, models
 
+from megatron_scalerl.algorithms import ScaleRL
+from megatron_scalerl.controller.samples import samples_of
 from megatron_scalerl.rollouts.history import BatchRecord
 from megatron_scalerl.rollouts.token_scores import CompletionScores, write_scores
+from megatron_scalerl.rollouts.trained import Trained, write_trained
 from megatron_scalerl.types import Prompt, Score
 
 HOSTILE = (
@@ -122,6 +125,12 @@ def episode_group(number):
     return group_of(made, scores, prompt=prompt, group_id=number), made
 
 
+def write_decisions(folder, batch, groups):
+    """What ScaleRL decides about a batch, as a run records it."""
+    plan = samples_of(groups, ScaleRL())
+    write_trained(folder, batch, Trained(advantages=plan.advantages, dropped=plan.dropped))
+
+
 def write_page_run(folder, *, validations=20, long_tokens=3):
     """The run: three steps with two groups each; group 1 is hostile, group 2 has a line of 1 MB.
 
@@ -145,6 +154,8 @@ def write_page_run(folder, *, validations=20, long_tokens=3):
     groups[2] = made_group(2, ((0, LONG_LINE, 4), (1, 3, 4)))
     batches = [BatchRecord(batch=n, step=n + 1, policy_version=n, group_ids=(2 * n, 2 * n + 1)) for n in range(3)]
     write_journal(folder, groups=groups, batches=batches)
+    for record in batches:
+        write_decisions(folder, record.batch, [groups[number][0] for number in record.group_ids])
     scores = CompletionScores(
         group_id=0, position=1, policy_version=0, logprobs=[-2.3, -1.0, -1.0], entropies=[0.7, 0.0, 0.0]
     )

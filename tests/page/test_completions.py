@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from journals import write_journal
-from page_runs import HOSTILE, add_step, episode_group, made_group, write_page_run
+from page_runs import HOSTILE, add_step, episode_group, made_group, write_decisions, write_page_run
 
 from megatron_scalerl.page.completions import Reader, token_texts
 from megatron_scalerl.page.groups import GroupIndex
@@ -39,6 +39,8 @@ def test_the_index_follows_the_journal(tmp_path):
     assert reader.group(6)["completions"][0]["untrained"] == "the group is in no batch yet"
     write_journal(run, batches=[BatchRecord(batch=3, step=4, policy_version=3, group_ids=(6,))])
     assert index.update() and index.steps[-1] == 4
+    assert reader.group(6)["completions"][0]["untrained"] == "nothing is recorded about its batch"
+    write_decisions(run, 3, [made_group(6)[0]])
     assert reader.group(6)["step"] == 4 and reader.group(6)["completions"][0]["advantage"] == 1.0
 
 
@@ -57,9 +59,10 @@ def test_groups_that_retention_has_deleted(tmp_path):
     add_step(run, 6, 7, segment_bytes=1)
     finished = read_history(run).finished
     remove(run / "rollouts", {finished[group_id].segment for group_id in (0, 7)})
+    write_decisions(run, 3, [made_group(number)[0] for number in (6, 7)])
     index, reader = opened(run)
     assert index.chosen(24) == [6]
-    assert reader.group(6)["completions"][0]["untrained"] == "groups of its batch are deleted"
+    assert reader.group(6)["completions"][0]["advantage"] == 1.0
     for group_id in (0, 7):
         with pytest.raises(ValueError, match=rf"group {group_id} is no longer stored \(checkpoint.rollouts\)"):
             reader.group(group_id)
@@ -70,9 +73,11 @@ def test_filtered_groups_have_no_advantage(tmp_path):
     group, rollouts = made_group(6)
     equal = replace(group, scores=(group.scores[0],) * 2)
     add_step(run, (equal, rollouts))
+    write_decisions(run, 3, [equal])
     _, reader = opened(run)
     first = reader.group(6)["completions"][0]
-    assert first["advantage"] is None and first["untrained"] == "a filter left it out of its batch"
+    assert first["advantage"] is None
+    assert first["untrained"] == "the algorithm left its group out of the batch: all_correct"
 
 
 def test_a_completion_token_by_token(reader):
@@ -92,6 +97,7 @@ def test_control_and_bidi_characters_are_made_visible(reader):
 def episodes(tmp_path_factory):
     """A reader of group 6 of a fourth step: an episode that forked, one that did not, and a single turn."""
     run = add_step(write_page_run(tmp_path_factory.mktemp("episodes") / "run"), episode_group(6))
+    write_decisions(run, 3, [episode_group(6)[0]])
     sizes = {0: 2, 1: 4, 2: 6}
     rows = [
         CompletionScores(

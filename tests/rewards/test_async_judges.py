@@ -17,7 +17,8 @@ from verifier_pools import RIGHT, WRONG, pool_of, prompt, run_pool, wrong
 from waiting import until
 from worker_pools import starts
 
-from megatron_scalerl.batching.advantages import samples_of
+from megatron_scalerl.algorithms import ScaleRL
+from megatron_scalerl.controller.samples import samples_of
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.processes import worker_pool
 from megatron_scalerl.prompts.curriculum import Curriculum
@@ -441,5 +442,5 @@ async def test_the_groups_mean_is_that_of_the_completions_that_were_judged(tmp_p
         [group] = await stream.next_batch()
         await stream.close()
     assert group.lost_reasons == {"verifier_lost": 1} and [score.reward for score in group.scores] == [1.0, 0.5, 0.0]
-    plan = samples_of([group], normalize="none", truncated="exclude", zero_variance=True, reduction="prompt_mean")
+    plan = samples_of([group], ScaleRL(normalize="none"))
     assert [sample.advantage for sample in plan.samples] == [0.5, 0.0, -0.5]

@@ -6,8 +6,9 @@ import pytest
 from rollout_groups import group_of, rollout
 from verifier_pools import RIGHT, WRONG, pool_of, prompt, wrong
 
+from megatron_scalerl.algorithms import ScaleRL
 from megatron_scalerl.batching import rollout_bytes
-from megatron_scalerl.batching.advantages import samples_of
+from megatron_scalerl.controller.samples import samples_of
 from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.sections import LengthPenaltySection
@@ -95,8 +96,7 @@ def solved(lengths, truncated=()):
 
 
 def batch(*groups):
-    options = {"normalize": "none", "truncated": "exclude", "zero_variance": True, "reduction": "prompt_mean"}
-    return samples_of(groups, **options)
+    return samples_of(groups, ScaleRL(normalize="none"))
 
 
 def test_the_zero_variance_filter_keeps_correct_completions_whose_lengths_differ_near_the_limit():

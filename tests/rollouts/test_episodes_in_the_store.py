@@ -7,9 +7,9 @@ from journals import write_journal
 from rollout_groups import group_of, parts_of, rollout
 from stored_episodes import BEFORE, EPISODE, FORKED, SEGMENT_BEFORE
 
+from megatron_scalerl.algorithms import ScaleRL
 from megatron_scalerl.batching import rollout_bytes
-from megatron_scalerl.batching.advantages import samples_of
-from megatron_scalerl.batching.filters import drop_truncated
+from megatron_scalerl.controller.samples import samples_of, trained_part
 from megatron_scalerl.rollouts.completions import completions_of
 from megatron_scalerl.rollouts.group_files import listed_groups
 from megatron_scalerl.rollouts.history import BatchRecord, read_batch, read_history
@@ -34,7 +34,7 @@ SCORES = (
     Score(correct=True, reward=1.0),
 )
 MADE = (PLAIN, FORKED, EPISODE, replace(PLAIN, truncated=True))
-OPTIONS = {"normalize": "none", "truncated": "exclude", "zero_variance": True, "reduction": "prompt_mean"}
+ALGORITHM = ScaleRL(normalize="none")
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_group_of_the_journal_has_its_episodes(run):
 async def test_the_samples_of_a_batch_are_parts_with_the_bytes_of_the_store(run):
     folder, _ = run
     history = read_history(folder)
-    plan = samples_of(read_batch(folder, history, history.batches[0]), **OPTIONS)
+    plan = samples_of(read_batch(folder, history, history.batches[0]), ALGORITHM)
     assert [number for _, number in plan.sources] == [0, 1, 2, 3, 4], "the truncated one is not trained"
     assert [sample.tokens for sample in plan.samples] == [2, 3, 5, 8, 11]
     assert [sample.advantage for sample in plan.samples] == [-1.0, 1.0, 1.0, 1.0, 0.0]
@@ -88,9 +88,8 @@ async def test_the_samples_of_a_batch_are_parts_with_the_bytes_of_the_store(run)
 def test_a_filter_leaves_the_positions_of_an_episode():
     cut = (*FORKED[:2], replace(FORKED[2], truncated=True))
     group = group_of((PLAIN, cut, EPISODE), SCORES[:3], prompt=PROMPT)
-    [kept], dropped = drop_truncated([group])
-    assert (kept.positions, dropped) == ((0, 4), 1)
-    plan = samples_of([group], **OPTIONS)
+    assert trained_part(group, ALGORITHM).positions == (0, 4)
+    plan = samples_of([group], ALGORITHM)
     assert [number for _, number in plan.sources] == [0, 4]
 
 

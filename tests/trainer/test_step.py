@@ -1,23 +1,30 @@
 """One optimizer step against a plain reference, and what must not change it."""
 
 import math
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from policy_rows import greedy
 from random_policies import of_targets
-from random_policy import batches_of, random_samples
+from random_policy import batches_of, plan_of, random_samples
 from transformers import AutoModelForCausalLM
 
-from megatron_scalerl.batching.packing import filler_micro_batch
+from megatron_scalerl.algorithms import ScaleRL
+from megatron_scalerl.batching.packing import build, filler_micro_batch
+from megatron_scalerl.batching.rollout_bytes import arrays_of
 from megatron_scalerl.distributed.parallel import unwrap
+from megatron_scalerl.losses.inputs import separable
 from megatron_scalerl.recipe.sections import OptimizerSection
 from megatron_scalerl.trainer.step import constant_with_warmup
 from megatron_scalerl.trainer.weight_changes import WeightChanges
 from megatron_scalerl.types import Batch
 
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 NO_CLIP = {"optimizer": {"clip_grad": 0}}
 
 
@@ -300,3 +307,55 @@ def test_interleaved_stages_get_micro_batches_in_multiples_of_their_number(
         with pytest.raises(EOFError):
             work()
     assert given == [(expected, [False] * (expected - 3), train) for train in (True, False)]
+
+
+class Twice(ScaleRL):
+    """Twice the recipe's loss, without a mark: it is not computed in the chunks of the logits."""
+
+    def loss(self, inputs):
+        whole = super().loss(inputs)
+        return replace(whole, loss=2 * whole.loss)
+
+
+def test_a_step_of_a_users_algorithm_has_its_loss_and_its_numbers(new_trainer):
+    samples = random_samples(2, count=8)
+    [batch] = batches_of(samples, micro_batch_tokens=64)
+    names = ("scalerl", "rloo:RLOO", f"{__name__}:Twice")
+    paper, rloo, twice = [new_trainer(algorithm=name).step(batch) for name in names]
+    assert rloo.loss == paper.loss and rloo.grad_norm == paper.grad_norm
+    assert twice.loss == pytest.approx(2 * paper.loss, rel=1e-6)
+    tokens = [(sample.advantage > 0, sum(sample.rollout.loss_mask)) for sample in samples]
+    share = sum(count for positive, count in tokens if positive) / sum(count for _, count in tokens)
+    assert 0 < share < 1 and rloo.metrics["loss/positive_share"] == pytest.approx(share)
+    assert rloo.metrics.keys() - paper.metrics.keys() == {"loss/positive_share"}
+
+
+class Gap(ScaleRL):
+    """The advantage of a token is its column."""
+
+    columns = ("gap",)
+
+    @separable
+    def loss(self, inputs):
+        assert inputs.staleness is not None and inputs.staleness.shape == inputs.advantages.shape
+        return super().loss(replace(inputs, advantages=inputs.columns["gap"]))
+
+
+@pytest.mark.parametrize("in_chunk", [True, False])
+def test_a_column_reaches_the_loss_of_every_token(new_trainer, in_chunk):
+    samples = random_samples(2, count=8)
+    trainer = {"loss_in_chunk": in_chunk}
+    [batch] = batches_of(samples, micro_batch_tokens=64)
+    rank = plan_of([replace(each, advantage=7.0) for each in samples], micro_batch_tokens=64).ranks[0]
+    order = plan_of(samples, micro_batch_tokens=64).numbers[0]
+    arrays = [arrays_of(samples[i].rollout) for i in order]
+    named = [
+        replace(rollout, columns={"gap": np.full(len(rollout.token_ids), samples[i].advantage)})
+        for i, rollout in zip(order, arrays)
+    ]
+    built = build(rank, named, pad_multiple=1, columns=("gap",))
+    built = Batch(step=1, micro_batches=(*built.micro_batches, filler_micro_batch(2)))
+    paper = new_trainer(trainer=trainer, **NO_CLIP).step(batch)
+    by_column = new_trainer(trainer=trainer, algorithm=f"{__name__}:Gap", **NO_CLIP).step(built)
+    assert by_column.loss == pytest.approx(paper.loss, rel=1e-6)
+    assert by_column.grad_norm == pytest.approx(paper.grad_norm, rel=1e-6)

@@ -1,0 +1,35 @@
+"""An algorithm of your own: REINFORCE leave-one-out instead of ScaleRL's advantages, with a number of its own.
+
+    PYTHONPATH=examples megatron-scalerl train recipes/tiny_cpu.yaml algorithm=rloo:RLOO ...
+
+The baseline of a completion is the mean reward of the others of its prompt (Ahmadian et al. 2024, arXiv 2402.14740,
+eq. 8); nothing is divided. Filters, weights and loss are those of the recipe.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from megatron_scalerl.algorithms import ScaleRL
+from megatron_scalerl.losses.inputs import separable
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOO(ScaleRL):
+    """Rewards less the mean of the other rewards of the group."""
+
+    metrics: ClassVar = {"positive_share": "mean"}
+    scale: float = 1.0
+    """algorithm.scale: factor of every advantage."""
+
+    def advantages(self, groups):
+        advantages = []
+        for group in groups:
+            rewards = [score.reward for score in group.scores]
+            others = max(len(rewards) - 1, 1)
+            advantages.append([self.scale * (r - (sum(rewards) - r) / others) for r in rewards])
+        return advantages
+
+    @separable  # a sum of independent token losses, as cispo is
+    def loss(self, inputs):
+        output = super().loss(inputs)
+        return replace(output, metrics={"positive_share": (inputs.advantages > 0).float()})

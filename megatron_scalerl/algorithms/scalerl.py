@@ -1,0 +1,143 @@
+"""The algorithm of ScaleRL, and the interface of every other: which completions are trained, and how.
+
+The life of a group and of its batch:
+
+    score         once, when its completions are scored and before it is stored: the columns of its tokens
+    trains        of each completion: whether it is in the batch
+    drop_reason   of each group of what is left: why it teaches nothing, or ""
+    advantages    of the groups that stay, a number for each completion, or for each of its tokens
+    weights       of the groups that stay, the weight of each completion's tokens in the summed loss
+    loss          on the trainer's ranks, for each micro-batch
+
+Not specified in the paper and chosen here: the spread is the population standard deviation over one value per
+completion that remains after filtering.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from megatron_scalerl.losses import Loss, is_separable, make_loss
+from megatron_scalerl.losses.reduction import Reduction, token_weights
+from megatron_scalerl.types import Completion, RolloutGroup
+
+if TYPE_CHECKING:
+    from megatron_scalerl.losses import LossInputs, LossOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleRL:
+    """ScaleRL (Khatri et al. 2025, arXiv 2510.13786, section 3.2, eq. 2 and 4); other fields are its baselines.
+
+    A subclass is another algorithm (recipe: algorithm.name `module:Class`): it overrides a method, and its fields are
+    settings of the recipe's section. The controller has one object and each rank of the trainer another; a resume
+    composes batches again. So the methods are pure functions of their arguments and of the fields.
+    """
+
+    metrics: ClassVar[Mapping[str, Literal["sum", "mean", "max"]]] = {}
+    """Name of a number in `LossOutput.metrics` -> its reduction over the tokens of a step, in metrics.jsonl as
+    loss/NAME. Declared, so that ranks without tokens have it; of "max" the values are not negative."""
+    columns: ClassVar[tuple[str, ...]] = ()
+    """Names of the columns, [tokens] of float32, that `score` fills and `loss` gets as `LossInputs.columns`. They are
+    stored with the group, so that a resume and `show` have them; without any nothing is stored or sent."""
+    normalize: Literal["batch", "prompt", "none"] = "batch"
+    """Recipe: advantages.normalize."""
+    truncated: Literal["exclude", "wrong"] = "exclude"
+    """Recipe: rewards.truncated. "exclude" leaves truncated completions out of loss and group mean; "wrong" keeps
+    them with the incorrect reward of their score."""
+    zero_variance: bool = True
+    """Recipe: filters.zero_variance. False: groups with equal rewards stay, with advantage 0, and count in the mean
+    over prompts."""
+    reduction: Reduction = "prompt_mean"
+    """Recipe: loss.reduction."""
+    loss_name: str = "cispo"
+    """Recipe: loss.name."""
+    loss_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the loss, by name (recipe: the other keys of `loss`)."""
+
+    async def score(self, group: RolloutGroup, samples: Sequence[Any]) -> Sequence[Mapping[str, Sequence[float]]]:
+        """[samples] the columns of each sample, by name: may ask a judge, a teacher, a reference.
+
+        samples: `batching.rollout_bytes.RolloutArrays` of the group's completions in order; an episode that forked
+        has several (`Completion.samples`). The verifier has scored the completions already, and scores them in
+        validations, too. The call is repeated after an exception, at last after a minute; then the run ends.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has columns {self.columns} and no score")
+
+    def trains(self, completion: Completion) -> bool:
+        """Whether a completion is in loss and group mean. A group's pass rate counts it in either case."""
+        return self.truncated == "wrong" or not completion.truncated
+
+    def drop_reason(self, group: RolloutGroup) -> str:
+        """Why a group teaches nothing, one word; empty: it is trained. `group` has the completions that train alone.
+
+        too_few: no completion, or with `zero_variance` fewer than two, so there is no spread. all_correct,
+        all_incorrect, equal_rewards (although correctness differs). Nothing is refilled (section 3.2).
+        """
+        if len(group.scores) < (2 if self.zero_variance else 1):
+            return "too_few"
+        if not self.zero_variance or len({score.reward for score in group.scores}) > 1:
+            return ""
+        correct = {score.correct for score in group.scores}
+        if len(correct) > 1:
+            return "equal_rewards"
+        return "all_correct" if True in correct else "all_incorrect"
+
+    def advantages(self, groups: Sequence[RolloutGroup]) -> Sequence[Sequence[float | Sequence[float]]]:
+        """[groups][completions] rewards less their group's mean, over a standard deviation (eq. 2, section 3.2)."""
+        centered = [centered_rewards(group) for group in groups]
+        if self.normalize == "none":
+            return centered
+        if self.normalize == "batch":
+            spread = reward_spread(groups)
+            return [_divided(values, spread) for values in centered]
+        assert self.normalize == "prompt", self.normalize
+        return [_divided(values, statistics.pstdev(values)) for values in centered]
+
+    def weights(self, groups: Sequence[RolloutGroup]) -> list[list[float]]:
+        """[groups][completions] weight of a loss-mask token; they count groups and tokens that are left (N_eff)."""
+        lengths = [[completion.sampled_tokens for completion in group.completions] for group in groups]
+        return token_weights(lengths, self.reduction)
+
+    def loss(self, inputs: LossInputs) -> LossOutput:
+        """The loss of a micro-batch, a sum with the given weights."""
+        return self._loss(inputs)
+
+    @property
+    def separable(self) -> bool:
+        """Whether the loss is a sum of independent token losses: the mark `losses.inputs.separable` of its function.
+
+        Where a subclass overrides `loss`, the mark of that method counts.
+        """
+        method = type(self).loss
+        if method is not ScaleRL.loss:
+            return getattr(method, "separable", False)
+        return is_separable(self.loss_name)
+
+    @cached_property
+    def _loss(self) -> Loss:
+        return make_loss(self.loss_name, self.loss_options)
+
+
+def reward_spread(groups: Sequence[RolloutGroup]) -> float:
+    """Standard deviation over all rewards of the groups, each less its group's mean; 0 without any."""
+    return statistics.pstdev(list(chain.from_iterable(map(centered_rewards, groups))) or [0.0])
+
+
+def centered_rewards(group: RolloutGroup) -> list[float]:
+    """[completions] rewards minus their mean. Equal rewards give exact zeros, not the mean's rounding error."""
+    rewards = [score.reward for score in group.scores]
+    if len(set(rewards)) == 1:
+        return [0.0] * len(rewards)
+    mean = statistics.fmean(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def _divided(values: list[float], spread: float) -> list[float]:
+    """`values` over `spread`. With a spread of 0 every value is 0, and stays so."""
+    return [value / (spread or 1.0) for value in values]

@@ -1,0 +1,44 @@
+"""What the algorithm decided about a batch, for the page: it reads this file, and runs no code of a user.
+
+RUN/advantages/batch_00000012.json      written before the step; a resume that trains the batch again replaces it
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from megatron_scalerl.checkpoints.atomic_io import write_durably
+
+FOLDER = "advantages"
+
+
+class Trained(msgspec.Struct, frozen=True, kw_only=True):
+    """The decisions about the groups of one batch. Produced by `controller.samples`."""
+
+    advantages: Mapping[int, Mapping[int, float]]
+    """Group id -> position of a trained completion in the group's block -> its advantage."""
+    dropped: Mapping[int, str]
+    """Group id -> why the group is not trained, one word."""
+
+
+def write_trained(run_dir: Path, batch: int, trained: Trained) -> None:
+    """Write a batch's file, or replace it. Raises OSError."""
+    path = _path(run_dir, batch)
+    path.parent.mkdir(exist_ok=True)
+    write_durably(path, msgspec.json.encode(trained))
+
+
+def read_trained(run_dir: Path, batch: int) -> Trained | None:
+    """The decisions about a batch; None without a file. Raises ValueError, naming the file, for another content."""
+    path = _path(run_dir, batch)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Trained)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _path(run_dir: Path, batch: int) -> Path:
+    return run_dir / FOLDER / f"batch_{batch:08}.json"

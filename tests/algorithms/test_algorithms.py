@@ -1,0 +1,74 @@
+"""The algorithm of a recipe, those of users among them."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from rollout_groups import group
+
+from megatron_scalerl.algorithms import ScaleRL, algorithm_of
+from megatron_scalerl.controller.samples import samples_of, why_empty
+from megatron_scalerl.recipe import Recipe
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+
+
+def recipe(**sections):
+    return Recipe(name="r", steps=1, policy={"path": "p"}, prompts={"path": "p.jsonl"}, **sections)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneGroup(ScaleRL):
+    """Trains the groups with a solved completion, at most `most` completions long."""
+
+    most: int = 2
+
+    def drop_reason(self, group):
+        return "" if group.pass_rate and len(group.scores) <= self.most else "no completion of use"
+
+    def loss(self, inputs):
+        return super().loss(inputs)
+
+
+def test_the_sections_of_a_recipe_are_the_fields_of_its_algorithm():
+    sections = {"advantages": {"normalize": "prompt"}, "filters": {"zero_variance": False}}
+    sections |= {"loss": {"name": "dapo", "clip_high": 0.3, "reduction": "token_mean"}}
+    expected = dict(normalize="prompt", zero_variance=False, reduction="token_mean", loss_name="dapo")
+    assert algorithm_of(recipe(**sections)) == ScaleRL(**expected, loss_options={"clip_high": 0.3})
+    assert algorithm_of(recipe()) == ScaleRL() == algorithm_of(recipe(algorithm="scalerl"))
+    assert algorithm_of(recipe()).separable and not algorithm_of(recipe(loss={"name": "gspo"})).separable
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"algorithm": "ppo"}, "algorithm.name: 'ppo' is neither scalerl nor module:Class"),
+        ({"algorithm": "rloo:REINFORCE"}, "algorithm.name: 'rloo:REINFORCE' cannot be imported"),
+        ({"algorithm": "pathlib:Path"}, "algorithm.name: pathlib:Path is no subclass"),
+        ({"algorithm": {"name": "rloo:RLOO", "size": 2}}, "algorithm: rloo:RLOO does not take {'size': 2}"),
+        ({"algorithm": {"name": "rloo:RLOO", "normalize": "none"}}, "algorithm.normalize: set it in its own section"),
+        ({"algorithm": {"normalize": "none"}}, "algorithm.normalize"),
+        ({"loss": {"name": "ppo"}}, "loss.name: 'ppo'"),
+        ({"loss": {"clip_low": 0.2}}, "loss.clip_low is 0.2, but loss.name cispo"),
+    ],
+)
+def test_an_algorithm_that_cannot_be_made_is_refused_with_its_key(sections, said):
+    with pytest.raises(ValueError, match=said):
+        algorithm_of(recipe(**sections))
+
+
+def test_a_subclass_chooses_groups_and_its_reason_is_said():
+    algorithm = algorithm_of(recipe(algorithm={"name": f"{__name__}:OneGroup", "most": 3}))
+    groups = [group([1, 1, 1]), group([1] * 4, group_id=1), group([-1, -1], group_id=2)]
+    plan = samples_of(groups, algorithm)
+    assert list(plan.advantages) == [0] and plan.dropped == {1: "no completion of use", 2: "no completion of use"}
+    assert why_empty(plan.stats) == "2 of 3 groups no completion of use"
+    assert not algorithm.separable, "its loss has no mark"
+
+
+def test_leave_one_out_by_hand():
+    algorithm = algorithm_of(recipe(algorithm={"name": "rloo:RLOO", "scale": 2.0}))
+    plan = samples_of([group([1, -1, -1]), group([1, -1], group_id=1)], algorithm)
+    assert [sample.advantage for sample in plan.samples] == pytest.approx([4, -2, -2, 4, -4])
+    assert algorithm.separable and algorithm.loss_name == "cispo"

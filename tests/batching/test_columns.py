@@ -1,0 +1,127 @@
+"""Named columns of tokens, from the algorithm's score to the loss, and advantages of single tokens."""
+
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import numpy as np
+import pytest
+from rollout_groups import group, group_of, parts_of, rollout
+from stored_episodes import FORKED
+
+from megatron_scalerl.algorithms import ScaleRL
+from megatron_scalerl.batching.assignment import SampleFacts, plan_step
+from megatron_scalerl.batching.packing import build
+from megatron_scalerl.batching.rollout_bytes import arrays_of, joined, read, write
+from megatron_scalerl.controller.samples import samples_of
+from megatron_scalerl.rollouts import columns as scoring
+from megatron_scalerl.rollouts.columns import with_columns
+from megatron_scalerl.types import Score
+
+PLAIN = rollout(tokens=(5, 6, 7), mask=(True, False, True))
+NAMED = {"teacher": np.array([-1.5, np.nan, -0.25], np.float32), "turn": np.array([1, 2, 3], np.float32)}
+
+
+def test_columns_are_exact_in_the_bytes_and_cost_nothing_without():
+    found = read(write(replace(arrays_of(PLAIN), columns=NAMED)))
+    assert list(found.columns) == ["teacher", "turn"]
+    for name, column in NAMED.items():
+        assert found.columns[name].tobytes() == column.tobytes()
+    assert write(replace(found, columns={})) == write(PLAIN) and read(write(PLAIN)).columns == {}
+    twice = joined([found, found])
+    assert twice.columns["turn"].tolist() == [1, 2, 3, 1, 2, 3]
+
+
+@pytest.mark.parametrize("cut", [*range(1, 39), -1, -5])
+def test_bytes_that_are_no_columns_are_refused(cut):
+    """Too few or too many bytes, names that run over the end, and no name at all."""
+    data = write(replace(arrays_of(PLAIN), columns=NAMED))
+    start = len(write(PLAIN))
+    changed = data[: len(data) - cut] if cut > 0 else data + bytes(-cut)
+    if len(changed) < start:
+        changed = data[:start]
+    with pytest.raises(ValueError, match="are no columns of 3 tokens"):
+        read(changed)
+    for count in (0, 1, 3, 255):
+        with pytest.raises(ValueError, match="are no columns"):
+            read(data[:start] + bytes([count]) + data[start + 1 :])
+
+
+def test_a_column_of_another_length_is_refused():
+    with pytest.raises(ValueError, match=r"column turn has shape \(2,\)"):
+        write(replace(arrays_of(PLAIN), columns={"turn": np.zeros(2)}))
+
+
+def test_columns_and_advantages_of_tokens_stand_where_their_token_is_predicted():
+    facts = SampleFacts(prompt_token_ids=(1, 2), tokens=3, advantage=(0.5, -9.0, 1.5), token_weight=0.25)
+    step = plan_step([facts, facts], step=1, dp_size=2, micro_batch_tokens=16, policy_version=0)
+    arrays = replace(arrays_of(PLAIN), columns=NAMED)
+    [row] = build(step.ranks[0], [arrays], pad_multiple=8, columns=("turn", "teacher")).micro_batches
+    assert row.columns.dtype == np.float32 and len(row.tokens) == 8
+    assert row.columns[:, 0].tolist() == [0, 1, 0, 3, 0, 0, 0, 0], "masked tokens and padding have 0"
+    assert row.columns[:, 1].tolist() == [0, -1.5, 0, -0.25, 0, 0, 0, 0]
+    assert row.advantages.tolist() == [0, 0.5, -9.0, 1.5, 0, 0, 0, 0]
+    with pytest.raises(ValueError, match="a completion has no column teacher"):
+        build(step.ranks[0], [arrays_of(PLAIN)], pad_multiple=1, columns=("teacher",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByToken(ScaleRL):
+    """The advantage of a token is its number in the completion; its score gives that number, too."""
+
+    columns = ("number",)
+
+    def advantages(self, groups):
+        return [[[float(n) for n in range(c.tokens)] for c in members.completions] for members in groups]
+
+    async def score(self, group, samples):
+        calls.append(group.group_id)
+        if len(calls) < 3:
+            raise OSError("the teacher is down")
+        return [{"number": range(len(sample.token_ids))} for sample in samples]
+
+
+calls = []
+
+
+def test_the_parts_of_an_episode_share_the_advantages_of_its_tokens():
+    made = (FORKED, PLAIN)
+    scores = [Score(correct=right, reward=float(right)) for right in (True, False)]
+    members = group_of(made, scores, prompt=group([1]).prompt)
+    plan = samples_of([members], ByToken())
+    sizes = [len(part.token_ids) for part in FORKED]
+    numbers = [list(sample.advantage) for sample in plan.samples]
+    assert [len(part) for part in numbers] == [*sizes, 3]
+    assert list(chain(*numbers[:-1])) == list(range(sum(sizes))) and numbers[-1] == [0, 1, 2]
+    assert plan.advantages == {0: {0: (sum(sizes) - 1) / 2, len(FORKED): 1.0}}
+
+
+async def test_a_score_that_fails_is_asked_again_and_every_part_gets_its_columns(monkeypatch):
+    monkeypatch.setattr(scoring, "PAUSES_S", (0.0,) * 4)
+    calls.clear()
+    samples = [write(part) for made in (FORKED, PLAIN) for part in parts_of(made)]
+    scored = await with_columns(ByToken(), group([1, -1], group_id=7), samples)
+    assert calls == [7] * 3 and len(scored) == len(samples)
+    for before, after in zip(map(read, samples), map(read, scored)):
+        assert after.columns["number"].tolist() == list(range(len(before.token_ids)))
+        assert write(replace(after, columns={})) == write(before)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([{"number": [0.0] * 3}], "of 1 samples; it has to give .'number'. of each of 2"),
+        ([{"number": [0.0] * 3}, {"other": [0.0] * 3}], "score gave columns"),
+        ([{"number": [0.0] * 3}, {"number": [0.0]}], r"group 0: column number has shape \(1,\)"),
+        (None, "score of group 0 failed 5 times"),
+    ],
+)
+async def test_a_score_without_its_columns_ends_the_run(monkeypatch, given, said):
+    async def score(self, group, samples):
+        if given is None:
+            raise OSError("the teacher is down")
+        return given
+
+    monkeypatch.setattr(scoring, "PAUSES_S", (0.0,) * 4)
+    monkeypatch.setattr(ByToken, "score", score)
+    with pytest.raises(RuntimeError, match=said):
+        await with_columns(ByToken(), group([1, -1]), [write(PLAIN)] * 2)
