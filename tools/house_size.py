@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TREES = ("megatron_scalerl", "tools", "tests", "examples")
-CEILINGS = {"package": 360_000, "tools": 45_000, "tests": 499_000, "tree": 908_000}
+CEILINGS = {"package": 350_000, "tools": 41_000, "tests": 462_000, "tree": 857_500}
 """Tokens. A change that does not fit deletes something; the ceilings only fall."""
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 LAYOUT |= {tokenize.ENCODING}
