@@ -21,7 +21,7 @@ from megatron_scalerl.fit.table_file import read_tables
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.rollouts.history import read_history
 from megatron_scalerl.trainer import messages
-from megatron_scalerl.trainer.batch_frames import Limits, ReceivedBatch, checked
+from megatron_scalerl.trainer.batch_frames import ReceivedBatch, checked
 from megatron_scalerl.types import CompletionLost
 from megatron_scalerl.weights import plan as weight_plans
 
@@ -124,7 +124,7 @@ def test_a_changed_response_is_a_whole_completion_or_an_error(data):
 def test_a_changed_batch_is_a_whole_batch_or_refused(head, data, first):
     frames = [head, DATA] if first else [HEAD, data]
     try:
-        held = checked(frames, Limits(micro_batch_tokens=64, experts=None))
+        held = checked(frames)
     except (messages.InvalidMessage, AssertionError) as error:
         assert isinstance(error, messages.InvalidMessage) or first, "another command is the receiver's to refuse"
     else:

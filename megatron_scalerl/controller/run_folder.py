@@ -18,8 +18,9 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -34,14 +35,14 @@ from megatron_scalerl.prompts.dataset import PROMPTS_CHANGED
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError, dump_recipe, read_run_recipe
 from megatron_scalerl.recipe.other_names import OF_OLD_MEGATRON
-from megatron_scalerl.recipe.parallel_layout import MODEL_KEYS
+from megatron_scalerl.recipe.parallel_layout import MODEL_KEYS, sizes_of
 from megatron_scalerl.record import record
 from megatron_scalerl.rollouts.history import History, check_groups
 from megatron_scalerl.rollouts.journal import Position
 
 logger = logging.getLogger(__name__)
 
-_SIZES = ("tensor_model", "pipeline_model", "context", "expert_tensor")
+_SIZES = ("tensor_model", "pipeline_model", "context", "expert_tensor", "expert_model")
 _LAYOUT = frozenset(
     {
         "trainer.world_size",
@@ -292,6 +293,7 @@ def check_recipe(recipe: Recipe) -> None:
             )
         return
     settings = read_run_recipe(folder)
+    _check_experts(folder, (settings.get("megatron") or {}).get("parallel") or {}, recipe)
     if not (settings.get("policy") or {}).get("digest"):  # the run was begun before digests were recorded
         recipe = recipe.model_copy(update={"policy": recipe.policy.model_copy(update={"digest": None})})
     differences = differing(settings, recipe.model_dump(mode="json"))
@@ -394,6 +396,18 @@ def controller_state(checkpoint: Path) -> ControllerState:
         return msgspec.json.decode(file.read_bytes(), type=ControllerState)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: the controller's state cannot be read: {error!r}") from None
+
+
+def _check_experts(folder: Path, before: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raises RecipeError where the expert-parallel size is another: no test shows that such a checkpoint loads."""
+    old = sizes_of(before)
+    new = sizes_of(recipe.megatron.parallel)
+    if old.ep != new.ep:
+        was, now = (f"TP {s.tp}, PP {s.pp}, CP {s.cp}, EP {s.ep}" for s in (old, new))
+        raise RecipeError(
+            f"{folder}: megatron.parallel.expert_model_parallel_size was {old.ep} ({was}) and is {new.ep} ({now}); "
+            "within a run, only tensor, pipeline, context and data-parallel sizes may change"
+        )
 
 
 def _may_change(key: str) -> bool:

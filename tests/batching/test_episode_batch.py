@@ -16,7 +16,7 @@ from megatron_scalerl.batching.packing import build, real_tokens, sequence_ids
 from megatron_scalerl.batching.rollout_bytes import arrays_of
 from megatron_scalerl.controller.samples import samples_of
 from megatron_scalerl.losses import LossInputs, cispo
-from megatron_scalerl.trainer.batch_frames import Limits, checked
+from megatron_scalerl.trainer.batch_frames import checked
 from megatron_scalerl.types import Prompt, Sample, Score
 
 PLAIN = rollout(tokens=(9, 2))
@@ -40,7 +40,7 @@ def test_an_episode_of_three_turns_beside_a_single_turn():
         Sample(prompt_token_ids=(1, 13), rollout=EPISODE, advantage=0.5, token_weight=0.125),
     ]
     frames = frames_of(planned(samples, micro_batch_tokens=16, policy_version=5), samples)
-    received = checked(frames, Limits(micro_batch_tokens=16, experts=None))
+    received = checked(frames)
     batch = build(received.plan, received.completions, pad_multiple=6)
     [row] = batch.micro_batches
     assert batch.step == 4

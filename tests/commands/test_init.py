@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import random_policies
+import yaml
 from e2e.whole_runs import run
 from huggingface_hub import constants
 
@@ -227,8 +228,8 @@ def test_names_on_the_hub_stay_names(tmp_path, monkeypatch):
     (tmp_path / "datasets--my--sums" / "snapshots" / ("0" * 40)).mkdir(parents=True)
     file_of(sums(30), tmp_path / "datasets--my--sums" / "snapshots" / ("0" * 40) / "train.jsonl")
     assert init("Qwen/Qwen3-8B", "my/sums") == 0
-    recipe = load_recipe("my_run.yaml")
-    assert (recipe.policy.path, recipe.prompts.path) == ("Qwen/Qwen3-8B", "my/sums")
+    data = yaml.safe_load(Path("my_run.yaml").read_text())
+    assert (data["policy"]["path"], data["prompts"]["path"]) == ("Qwen/Qwen3-8B", "my/sums")
     assert main(["prompts", "my_run.yaml", "--count", "1"]) == 0
 
 

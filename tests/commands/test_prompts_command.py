@@ -127,7 +127,7 @@ def test_what_train_would_refuse_is_refused(tiny, capsys):
             "prompts.template_arguments has no effect without prompts.chat_template true",
         ),
         ("prompts.think_start=", "prompts.think_start is empty; for an empty text write think_start: '' in a file"),
-        ("prompts.path=[a.jsonl, b.jsonl]", "prompts.path is a list; name one file"),
+        ("prompts.path=[a.jsonl, b.jsonl]", "prompts.path is ['a.jsonl', 'b.jsonl']; it should be a valid string"),
         (
             "prompts.path=~/p.jsonl",
             "p.jsonl: there is no such file or folder of prompts; ~ and patterns are not expa",

@@ -94,11 +94,15 @@ def test_the_trainers_layout_may_change(tmp_path):
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
-def test_another_expert_parallel_size_is_refused(tmp_path, before, after):
-    opened(layout(tmp_path, 4, expert_model=before))
-    said = f"expert_model_parallel_size is {before} in the run's recipe and {after} here"
-    refused(layout(tmp_path, 8, {"sequence_parallel": True}, tensor_model=2, expert_model=after), said)
-    opened(layout(tmp_path, 8, expert_model=before))
+def test_another_expert_parallel_size_is_refused_with_both_layouts(tmp_path, before, after):
+    RunFolder(layout(tmp_path, 4, expert_model=before)).close()
+    said = (
+        rf"expert_model_parallel_size was {before} \(TP 1, PP 1, CP 1, EP {before}\) "
+        rf"and is {after} \(TP 2, PP 1, CP 1, EP {after}\); "
+    )
+    with pytest.raises(RecipeError, match=said):
+        RunFolder(layout(tmp_path, 8, {"sequence_parallel": True}, tensor_model=2, expert_model=after))
+    RunFolder(layout(tmp_path, 8, expert_model=before)).close()
 
 
 @pytest.mark.parametrize(

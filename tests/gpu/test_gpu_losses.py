@@ -50,9 +50,12 @@ def loss_inputs(tokens):
     )
 
 
+FIELDS = [name for name in LossInputs.__dataclass_fields__ if name not in ("staleness", "columns")]
+
+
 def taken(name, inputs, device, dtype):
     """(output of the loss, gradient of the trainer's log-probs)."""
-    columns = {field: getattr(inputs, field).to(device, copy=True) for field in LossInputs.__dataclass_fields__}
+    columns = {field: getattr(inputs, field).to(device, copy=True) for field in FIELDS}
     columns = {field: v.to(dtype) if v.is_floating_point() else v for field, v in columns.items()}
     logprobs = columns["trainer_logprobs"].requires_grad_()
     clips = dict(zip(("clip_low", "clip_high"), CLIPS.get(name, ()))) or dict(max_is_weight=CAP)
