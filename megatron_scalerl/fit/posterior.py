@@ -87,11 +87,7 @@ class Posterior:
             # Gaussian process regression: mean K* K^-1 r and variance K** - K* K^-1 K*^T of the deviation
             inverse = np.linalg.inv(covariance(obs, hypothesis))
             cross = obs.deviation(new, obs.log_compute, hypothesis)
-            deviation = residual[rows] @ (inverse @ cross.T)
-            if hypothesis.turn > 0.0:  # a straight line in log C without end: beyond the points it only falls
-                last = residual[rows] @ (inverse @ obs.deviation(np.zeros(1), obs.log_compute, hypothesis).T)
-                deviation = np.where(new > 0.0, np.minimum(deviation, last), deviation)
-            mean[rows] += deviation
+            mean[rows] += residual[rows] @ (inverse @ cross.T)
             prior = np.diag(obs.deviation(new, new, hypothesis))
             left = prior - ((cross @ inverse) * cross).sum(axis=1)
             variance[rows] = np.maximum(left, 0.0) * self.noise_variance[rows, None]

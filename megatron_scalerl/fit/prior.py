@@ -22,8 +22,7 @@ class Discrepancy:
     walk: float = 0.0
     """Standard deviation that a random walk from the first point on gains per unit of log compute."""
     turn: float = 0.0
-    """Standard deviation of a change of slope, per unit of log compute: the run is past its peak, or speeds up.
-    Beyond the fitted points the deviation only falls: a run that speeds up is not forecast to keep its speed."""
+    """Standard deviation of a change of slope, per unit of log compute: the run is past its peak, or speeds up."""
     turn_from: float = 1.0
     """Share of the fitted compute at which the slope changes."""
     level: float = 0.0
@@ -64,7 +63,7 @@ class Prior:
     decide. The same few prompts, decoded greedily, differ less than independent samples."""
     noise_share: float = 0.4
     """Noise of a validation as a share of p (1 - p) / (prompts x generations) where it was not measured."""
-    unknown_noise: float = 0.01
+    unknown_noise: float = 0.005
     """Center of the noise (standard deviation, in pass rate) for an unknown validation size."""
     unknown_noise_shape: float = 1.0
     """Shape of the inverse-gamma prior for an unknown validation size."""
@@ -110,9 +109,9 @@ def kind(
 DEFAULT_PRIOR = Prior(
     kinds=(
         # a ceiling below 1
-        kind(0.5509, (0.5477, 0.25), (-0.5179, 0.5), (6.8626, 17.1374)),
+        kind(0.5509, (0.5527, 0.25), (-1.0480, 0.5), (6.8376, 17.1624)),
         # close to 1
-        kind(0.1806, (0.4261, 0.25), (-0.7225, 0.6283), (6.0, 1.0)),
+        kind(0.1806, (0.4331, 0.25), (-1.2705, 0.5), (6.0, 1.0)),
         # no gain
         kind(0.1806, (0.6, 0.5), (0.0, 1.2), (1.0, 20.0)),
         # anything
@@ -129,7 +128,6 @@ FLAT_PRIOR = Prior(
     discrepancies=(Discrepancy(weight=1.0),),
     # a shape of 1/2 weighs as much as one point: the residuals set the noise
     noise_shape=0.5,
-    unknown_noise=0.005,
     unknown_noise_shape=0.5,
 )
 """Flat, with independent noise: its intervals are the narrowest that the paper's least squares justifies."""

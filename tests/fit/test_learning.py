@@ -77,34 +77,6 @@ def test_evidence_distinguishes_a_run_with_discrepancy_from_one_without():
     assert shares[0] < 0.05 and shares[1] > 0.999
 
 
-@pytest.mark.parametrize(
-    ("deviation", "beyond", "expected"),
-    [
-        # a turn from 0.83 of the fitted compute: upward it is held, downward it goes on
-        ({"turn": 0.2, "turn_from": 0.83}, 0.02, "held"),
-        ({"turn": 0.2, "turn_from": 0.83}, -0.02, "falls"),
-        # a run that has left its sigmoid is where it was last, whatever its curve still gains
-        ({"walk": 0.1, "level": 1.0}, -0.1, "held"),
-    ],
-)
-def test_a_turn_is_forecast_to_go_on_downward_alone(deviation, beyond, expected):
-    compute = np.linspace(1.0, 30.0, 30)
-    moved = np.where(compute > 25.0, beyond * np.log(compute / 25.0) / np.log(30.0 / 25.0), 0.0)
-    measured = 0.4 + 0.4 / (1.0 + (12.0 / compute) ** 1.5) + moved
-    prior = replace(DEFAULT_PRIOR, discrepancies=(Discrepancy(weight=1.0, **deviation),))
-    posterior = sample(observe(curve_of(compute, measured, prompts=4000, initial=0.4), prior), prior=prior)
-    at, later = (np.array([30.0]), np.array([90.0]))
-    change = posterior.true_pass_rate(later)[0] - posterior.true_pass_rate(at)[0]
-    gain = posterior.curves(later) - posterior.curves(at)
-    assert gain.mean() > 0.02
-    if "level" in deviation:
-        assert change.mean() == pytest.approx(0.0, abs=1e-6)
-    elif expected == "held":
-        assert change == pytest.approx(gain, abs=1e-9)
-    else:
-        assert change.mean() < gain.mean() - 0.03
-
-
 def test_reweighted_draws_are_draws_from_the_other_prior():
     run = next(s for s in published_series() if s.run == "MiniMax")
     known = {"initial": run.initial, "prompts": 1000, "generations": 16, "draws": 8000}

@@ -251,11 +251,10 @@ def test_a_batch_that_is_wrong_by_chance_has_the_noise_of_its_neighbors():
 def test_the_size_of_a_validation_does_not_widen_a_quiet_run():
     """The same few prompts, decoded greedily, differ less from step to step than independent samples."""
     compute = np.arange(1.0, 16.0)
+    quiet = 0.53 + 0.01 * compute / (compute + 4.0) + np.random.default_rng(0).normal(0.0, 0.002, 15)
+    [forecast] = fit(compute, quiet, initial=None, prompts=500, generations=1).predict([22.0])
     binomial = 2 * 1.645 * np.sqrt(0.25 / 500)
-    for seed in range(4):
-        quiet = 0.53 + 0.01 * compute / (compute + 4.0) + np.random.default_rng(seed).normal(0.0, 0.002, 15)
-        [forecast] = fit(compute, quiet, initial=None, prompts=500, generations=1).predict([22.0])
-        assert forecast.hi - forecast.lo < 0.45 * binomial
+    assert forecast.hi - forecast.lo < 0.4 * binomial
 
 
 def test_a_run_without_gain_is_forecast_to_stay():

@@ -5,9 +5,8 @@ and every physical run of one world the same, however many figures show it. Lear
 
 * the kind of every known run, by a rule (`Shape.kind`) on the sigmoid of the whole run under a wide prior, and from
   them the weights of the kinds;
-* center and spread of log B and log(C_mid / fitted compute), and the mean gain, of the two kinds whose runs tell
-  them: the distribution that explains the posteriors of its runs best (EM, each run's draws being reweighted), each
-  run being asked about at each of `ASKED` of its compute: who asks has seen a part, and not the whole run;
+* center and spread of log B and log(C_mid / compute of the run), and the mean gain, of the two kinds whose runs tell
+  them: the distribution that explains the posteriors of its runs best (EM, each run's draws being reweighted);
 
 The hypotheses on deviations are chosen, not learned (`megatron_scalerl.fit.prior.DISCREPANCIES`).
 
@@ -37,8 +36,6 @@ LEAST_GAIN = 0.05
 """Rise in pass rate over the whole run below which it is of `NO_GAIN`."""
 WIDE_EXPONENT, WIDE_MIDPOINT = (0.6, 0.5), (0.0, 1.2)
 """(center, spread) of log B and log(C_mid / compute of the run) where a kind says nothing about them."""
-ASKED = (1 / 3, 1 / 2, 3 / 4, 1.0)
-"""Shares of a known run's compute that are the fitted part of a forecast: the prior is learned for them all."""
 LEAST_SPREADS = (0.25, 0.5)
 """Spreads of log B and log C_mid that a kind has at least: its runs are few, the next one can differ."""
 PSEUDO_SHARE = 0.05
@@ -63,8 +60,7 @@ def learn(without: Iterable[str] = ()) -> Prior:
     kinds = []
     for name in SHAPES:
         of_kind = np.array([shape.kind == name for shape in shapes])
-        asked = [shape.asked(share) for shape in shapes if shape.kind == name for share in ASKED]
-        found = _kind(name, asked, np.repeat(weights[of_kind], len(ASKED)))
+        found = _kind(name, [shape for shape in shapes if shape.kind == name], weights[of_kind])
         share = float(weights[of_kind].sum() + PSEUDO_SHARE) / (1.0 + len(SHAPES) * PSEUDO_SHARE)
         kinds.append(replace(found, weight=share))
     return Prior(kinds=tuple(kinds), discrepancies=DISCREPANCIES)
@@ -93,10 +89,6 @@ class Shape:
         if np.median(self.log_midpoint) > 0.0:
             return ANYTHING  # its ceiling was not seen
         return SOLVED if np.median(self.gain) > SOLVED_FROM else CEILING
-
-    def asked(self, share: float) -> "Shape":
-        """The same sigmoid relative to this share of the run's compute."""
-        return replace(self, log_midpoint=self.log_midpoint - np.log(share))
 
 
 @cache
