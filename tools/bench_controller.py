@@ -148,7 +148,7 @@ async def trainer_of(folder, step_seconds):
 def prompts():
     """More prompts than a run draws."""
     created = (Prompt(prompt_id=f"p{i}", text=str(i), answer="0", token_ids=(1,) * 100) for i in range(10**5))
-    return PromptSet(training=tuple(created), held_out=(), report=None)
+    return PromptSet(training=tuple(created), held_out=(), reports=())
 
 
 async def elapse(running, seconds):
