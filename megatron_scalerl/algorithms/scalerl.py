@@ -35,8 +35,8 @@ class ScaleRL:
     """ScaleRL (Khatri et al. 2025, arXiv 2510.13786, section 3.2, eq. 2 and 4); other fields are its baselines.
 
     A subclass is another algorithm (recipe: algorithm.name `module:Class`): it overrides a method, and its fields are
-    settings of the recipe's section. The controller has one object and each rank of the trainer another; a resume
-    composes batches again. So the methods are pure functions of their arguments and of the fields.
+    settings of the recipe's section. Controller and ranks of the trainer make equal objects, and a resume
+    composes batches again: the methods are pure functions of their arguments and of the fields.
     """
 
     metrics: ClassVar[Mapping[str, Literal["sum", "mean", "max"]]] = {}
@@ -65,7 +65,7 @@ class ScaleRL:
 
         samples: `batching.rollout_bytes.RolloutArrays` of the group's completions in order; an episode that forked
         has several (`Completion.samples`). The verifier has scored the completions already, and scores them in
-        validations, too. The call is repeated after an exception, at last after a minute; then the run ends.
+        validations, too. The call is repeated after an exception or ten minutes, four times; then the run ends.
         """
         raise NotImplementedError(f"{type(self).__name__} has columns {self.columns} and no score")
 
@@ -106,21 +106,20 @@ class ScaleRL:
 
     def loss(self, inputs: LossInputs) -> LossOutput:
         """The loss of a micro-batch, a sum with the given weights."""
-        return self._loss(inputs)
+        return self.paper_loss(inputs)
 
     @property
     def separable(self) -> bool:
         """Whether the loss is a sum of independent token losses: the mark `losses.inputs.separable` of its function.
 
-        Where a subclass overrides `loss`, the mark of that method counts.
+        Where a subclass overrides `loss`, that method needs the mark, too: it may call the recipe's loss.
         """
         method = type(self).loss
-        if method is not ScaleRL.loss:
-            return getattr(method, "separable", False)
-        return is_separable(self.loss_name)
+        return is_separable(self.loss_name) and (method is ScaleRL.loss or getattr(method, "separable", False))
 
     @cached_property
-    def _loss(self) -> Loss:
+    def paper_loss(self) -> Loss:
+        """The loss of the recipe's section, with its options. Raises ValueError for another name or option."""
         return make_loss(self.loss_name, self.loss_options)
 
 

@@ -178,7 +178,7 @@ def write(rollout: Rollout | RolloutArrays) -> bytes:
     columns = b""
     if rollout.columns:
         flags |= _COLUMNS
-        columns = _column_bytes(rollout.columns, len(rollout.token_ids))
+        columns = _column_bytes(rollout.columns)
     versions = _version_runs(rollout.policy_versions)
     forced = _forced_ranges(rollout.loss_mask)
     header = _HEADER.pack(
@@ -255,15 +255,9 @@ def read(data: bytes | memoryview) -> RolloutArrays:
     )
 
 
-def _column_bytes(columns: Mapping[str, np.ndarray], tokens: int) -> bytes:
+def _column_bytes(columns: Mapping[str, np.ndarray]) -> bytes:
     names = b"".join(bytes([len(name)]) + name.encode("ascii") for name in columns)
-    values = []
-    for name, column in columns.items():
-        if np.shape(column) != (tokens,):
-            raise ValueError(
-                f"column {name} has shape {np.shape(column)}; it needs one number for each of {tokens} tokens"
-            )
-        values.append(np.asarray(column, "<f4").tobytes())
+    values = [column.astype("<f4").tobytes() for column in columns.values()]
     return b"".join([bytes([len(columns)]), names, *values])
 
 

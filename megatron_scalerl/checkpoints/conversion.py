@@ -62,9 +62,9 @@ class Copier:
     on_bytes: Callable[[int], None]
     """Called with the number of bytes of every band that was written."""
 
-    def checksum(self, assembly: Assembly, *, policy: bool = True) -> str:
-        """The checksum of a tensor. Raises ValueError for a tensor of the policy with NaN or Inf."""
-        return self._checksum(assembly, policy, lambda rows: None)
+    def checksum(self, assembly: Assembly) -> str:
+        """The checksum of a tensor of the policy. Raises ValueError for NaN or Inf."""
+        return self._checksum(assembly, True, lambda rows: None)
 
     def write(self, file: IO[bytes], assembly: Assembly, *, policy: bool = True) -> str:
         """Append a tensor to a file and return its checksum. Raises like `checksum`."""

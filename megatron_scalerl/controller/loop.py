@@ -70,7 +70,7 @@ from megatron_scalerl.rollouts.history import NO_HISTORY, BatchRecord, read_batc
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.rollouts.stream import Admission, RolloutStream
-from megatron_scalerl.rollouts.trained import Trained, write_trained
+from megatron_scalerl.rollouts.trained import write_trained
 from megatron_scalerl.types import Prompt, RolloutGroup, StepReport
 
 logger = logging.getLogger(__name__)
@@ -223,8 +223,7 @@ class Controller:
     async def _train_batch(self, groups: Sequence[RolloutGroup], waited: float) -> None:
         await self._saver.commit(wait=False)  # the trainer is idle
         batch = await self._overlap.send(groups)  # after filters, advantages, assignment
-        decided = Trained(advantages=batch.plan.advantages, dropped=batch.plan.dropped)
-        await asyncio.to_thread(write_trained, self._folder.path, self._state.batches, decided)
+        await asyncio.to_thread(write_trained, self._folder.path, self._state.batches, batch.plan.trained)
         self._state.batches += 1
         record = {"batches": self._state.batches, "wait_for_batch_seconds": waited}
         record |= {"prompts_skipped": self._curriculum.skipped}

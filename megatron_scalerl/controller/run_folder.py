@@ -35,7 +35,7 @@ from megatron_scalerl.prompts.dataset import PROMPTS_CHANGED
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import RecipeError, dump_recipe, read_run_recipe
 from megatron_scalerl.recipe.other_names import OF_OLD_MEGATRON
-from megatron_scalerl.recipe.parallel_layout import MODEL_KEYS, sizes_of
+from megatron_scalerl.recipe.parallel_layout import LEFT_KEYS, MODEL_KEYS, sizes_of
 from megatron_scalerl.record import record
 from megatron_scalerl.rollouts.history import History, check_groups
 from megatron_scalerl.rollouts.journal import Position
@@ -103,6 +103,9 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "weights.timeout_s",
         "weights.connect_timeout_s",
         *OF_OLD_MEGATRON,
+        # have left: first and last stage say the same, or the checkpoint's layout changes
+        *(f"megatron.model.{key}" for key in LEFT_KEYS),
+        "engine.vllm.override_generation_config",
     }
 )
 """Keys that may differ between attempts of a run: its length, limits of time and restarts, the trainer's layout, and

@@ -1,14 +1,16 @@
 """From scored groups to the samples of a step, as the run's algorithm says."""
 
-import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from megatron_scalerl.algorithms.scalerl import ScaleRL, reward_spread
 from megatron_scalerl.batching.assignment import SampleFacts
 from megatron_scalerl.record import record
-from megatron_scalerl.types import BlockRef, RolloutGroup
+from megatron_scalerl.rollouts.trained import Trained
+from megatron_scalerl.types import BlockRef, Completion, RolloutGroup
 
 
 @record
@@ -18,10 +20,8 @@ class BatchPlan:
     samples: tuple[SampleFacts, ...]
     sources: tuple[tuple[BlockRef | None, int], ...]
     """[samples] where the group of the sample is stored, and the sample's position there."""
-    advantages: Mapping[int, Mapping[int, float]]
-    """Group id -> position of a trained completion in the group's block -> its advantage, by tokens their mean."""
-    dropped: Mapping[int, str]
-    """Group id -> why the group is not trained, one word."""
+    trained: Trained
+    """The advantages and the dropped groups, for the page."""
     stats: Mapping[str, float]
     """Counts for the metrics: groups, groups_kept, groups_dropped_REASON, completions, truncated_dropped,
     samples, loss_tokens, and advantage_std (standard deviation of the remaining centered rewards)."""
@@ -45,28 +45,18 @@ def samples_of(groups: Sequence[RolloutGroup], algorithm: ScaleRL) -> BatchPlan:
     for group, group_advantages, group_weights in zip(kept, advantages, algorithm.weights(kept), strict=True):
         members = zip(group.completions, group.positions, group_advantages, group_weights, strict=True)
         for completion, position, advantage, weight in members:
-            start = 0  # of the part's tokens in the completion's
-            for number, part in enumerate(completion.samples, position):
-                of_part: float | tuple[float, ...]
-                if isinstance(advantage, Sequence):
-                    of_part = tuple(advantage[start : start + part.tokens])
-                    start += part.tokens
-                else:
-                    of_part = advantage
-                sample = SampleFacts(
-                    prompt_token_ids=group.prompt.token_ids[: part.prompt_tokens],
-                    tokens=part.tokens,
-                    advantage=of_part,
-                    token_weight=weight,
-                )
-                samples.append(sample)
-                sources.append((group.stored, number))
-    completions = sum(len(group.completions) for group in groups)
+            parts = list(_sample_facts(group, completion, advantage, weight))
+            samples += parts
+            sources += [(group.stored, position + number) for number in range(len(parts))]
     stats = {
         "groups": len(groups),
         "groups_kept": len(kept),
-        "completions": completions,
-        "truncated_dropped": completions - sum(len(group.completions) for group in trained),
+        "completions": sum(len(group.completions) for group in groups),
+        "truncated_dropped": sum(
+            completion.truncated and not algorithm.trains(completion)
+            for group in groups
+            for completion in group.completions
+        ),
         "samples": len(samples),
         "loss_tokens": sum(completion.sampled_tokens for group in kept for completion in group.completions),
         "advantage_std": reward_spread(kept),
@@ -76,17 +66,42 @@ def samples_of(groups: Sequence[RolloutGroup], algorithm: ScaleRL) -> BatchPlan:
     return BatchPlan(
         samples=tuple(samples),
         sources=tuple(sources),
-        advantages={
-            group.group_id: dict(zip(group.positions, map(_mean, values))) for group, values in zip(kept, advantages)
-        },
-        dropped=dropped,
+        trained=Trained(
+            advantages={
+                group.group_id: dict(zip(group.positions, map(float, map(np.mean, values))))
+                for group, values in zip(kept, advantages)
+            },
+            dropped=dropped,
+        ),
         stats=stats,
     )
 
 
-def _mean(advantage: float | Sequence[float]) -> float:
-    """The advantage of a completion; of several, one for each token, their mean."""
-    return statistics.fmean(advantage) if isinstance(advantage, Sequence) else float(advantage)
+def _sample_facts(
+    group: RolloutGroup, completion: Completion, advantage: float | Sequence[float], weight: float
+) -> Iterator[SampleFacts]:
+    """The samples of a completion. advantage: of all its tokens, or [tokens].
+
+    Raises RuntimeError for another number of advantages, and for one that is not finite.
+    """
+    values = np.asarray(advantage, np.float64)
+    if values.shape not in ((), (completion.tokens,)) or not np.isfinite(values).all():
+        raise RuntimeError(
+            f"algorithm: group {group.group_id} has an advantage of shape {values.shape} for a completion of "
+            f"{completion.tokens} tokens; give a finite number, or one for each token"
+        )
+    start = 0
+    for part in completion.samples:
+        of_part = values.tolist()  # a number, for all tokens alike
+        if values.ndim:
+            of_part = tuple(of_part[start : start + part.tokens])
+            start += part.tokens
+        yield SampleFacts(
+            prompt_token_ids=group.prompt.token_ids[: part.prompt_tokens],
+            tokens=part.tokens,
+            advantage=of_part,
+            token_weight=weight,
+        )
 
 
 def trained_part(group: RolloutGroup, algorithm: ScaleRL) -> RolloutGroup:

@@ -83,6 +83,9 @@ _MASK = "forbids tokens, which the trainer does not compute"
 _REQUEST = "is set in every request"
 _HOSTS = "spreads an engine over hosts, and its processes listen on loopback alone; take smaller engines, or more"
 
+_ONE_HOST = {"nnodes": 1, "node_rank": 0, "headless": False}
+"""Values of options for several hosts that say that there is one."""
+
 CHANGES_SAMPLING = {
     # engine and server options
     "logits_processors": "changes logits before sampling, which the trainer does not compute",
@@ -198,7 +201,7 @@ def check_options(options: dict[str, Any]) -> None:
         if options.get(name) == "ray":
             raise ValueError(f"engine.vllm.{name}: the launcher starts and ends an engine's processes itself")
     for name in options:
-        if name in CHANGES_SAMPLING and options[name] is not None:
+        if name in CHANGES_SAMPLING and options[name] not in (None, _ONE_HOST.get(name)):
             raise ValueError(f"engine.vllm.{name} cannot be set: it {CHANGES_SAMPLING[name]}")
         if name in OURS:
             key = OURS[name]

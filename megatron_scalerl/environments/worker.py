@@ -27,10 +27,11 @@ from typing import Any, Literal
 import msgspec
 
 from megatron_scalerl.environments.response import Agent, Response
+from megatron_scalerl.processes.imports import imported
 from megatron_scalerl.processes.worker import Answer, pool_socket, receive_setup, send, serve_concurrently
 from megatron_scalerl.record import record
 from megatron_scalerl.rewards.limits import MIB, lower
-from megatron_scalerl.rewards.worker import check_signature, imported, is_unavailable
+from megatron_scalerl.rewards.worker import check_signature, is_unavailable
 
 TURN_BYTES = 2**20
 """Most bytes of what a call returns, as JSON in UTF-8."""

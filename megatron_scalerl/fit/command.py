@@ -114,6 +114,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
         )
         content["comparison"] = comparison_json(comparison)
     ladder = None
+    if options.next is not None and not options.across_sizes:
+        raise ValueError("--next: give the sizes of the runs, too (--across-sizes)")
     if options.across_sizes:
         sizes = _numbers(options.across_sizes, "--across-sizes")
         ladder = ladder_of([run.fit for run in runs], sizes, options.next)

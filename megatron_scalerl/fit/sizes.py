@@ -69,8 +69,8 @@ class Ladder:
     """Failures of a policy as a share of the failures of one of half its size."""
     next_size: float | None
     """N of the size that is forecast."""
-    next_level: Estimate
-    """Its level; where there is no next size, that of the largest again."""
+    next_level: Estimate | None
+    """Its level."""
 
     def lines(self) -> list[Table | str]:
         """The sizes, each by the others, and then the forecast."""
@@ -85,7 +85,7 @@ class Ladder:
             f"Each size left out: mean error {self.line_error:.3f}, as the largest {self.largest_error:.3f}.",
             f"Twice the size leaves {_text(self.doubling)} of the failures.",
         ]
-        if self.next_size is not None:
+        if self.next_level is not None:
             lines.append(f"forecast of size {self.next_size:g}: {_text(self.next_level)} at the end of its run")
         return lines
 
@@ -100,8 +100,8 @@ def ladder_of(fits: Sequence[FitResult], sizes: Sequence[float], next_size: floa
     if len(sizes) != len(fits):
         listed = ", ".join(fit.name for fit in fits)
         raise ValueError(f"--across-sizes: {len(sizes)} sizes were given for {len(fits)} runs, which are {listed}")
-    wanted = [] if next_size is None else [next_size]
-    if min([*sizes, *wanted]) <= 0.0:
+    asked = max(sizes) if next_size is None else next_size
+    if min(*sizes, asked) <= 0.0:
         raise ValueError("--across-sizes: every size has to be greater than 0")
     groups = defaultdict[float, list[FitResult]](list)
     for size, fit in zip(sizes, fits):
@@ -118,7 +118,7 @@ def ladder_of(fits: Sequence[FitResult], sizes: Sequence[float], next_size: floa
     if line_error > largest_error:
         errors = f"{line_error:.3f}, is larger than that of 'as the largest', {largest_error:.3f}"
         raise ValueError(f"--across-sizes: no line, as its mean error for a size that is left out, {errors}")
-    next_level, doubling = line_at(rungs, (rungs[-1].parameters, *wanted)[-1])
+    forecast, doubling = line_at(rungs, asked)
     return Ladder(
         sizes=rungs,
         by_line=by_line,
@@ -127,7 +127,7 @@ def ladder_of(fits: Sequence[FitResult], sizes: Sequence[float], next_size: floa
         largest_error=largest_error,
         doubling=doubling,
         next_size=next_size,
-        next_level=next_level,
+        next_level=None if next_size is None else forecast,
     )
 
 

@@ -5,7 +5,6 @@ line in LOSSES; `separable` marks a loss that is a sum over tokens. A loss may l
 `module:function`. Nothing here imports torch at run time.
 """
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,6 +15,7 @@ from megatron_scalerl.losses.dapo import dapo
 from megatron_scalerl.losses.grpo import grpo
 from megatron_scalerl.losses.gspo import gspo
 from megatron_scalerl.losses.inputs import LossInputs, LossOutput
+from megatron_scalerl.processes.imports import imported
 
 Loss = Callable[..., LossOutput]
 
@@ -27,14 +27,7 @@ def loss_named(name: str) -> Loss:
     """The loss called `name`, or the function `module:function`. Raises ValueError if there is none."""
     if name in LOSSES:
         return LOSSES[name]
-    module, separator, function = name.partition(":")
-    if not separator:
-        raise ValueError(f"loss.name: {name!r} is neither {', '.join(LOSSES)} nor module:function")
-    try:
-        loss: Loss = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"loss.name: {name!r} cannot be imported ({error})") from None
-    return loss
+    return imported(f"loss.name {name!r}", name, f"{', '.join(LOSSES)} or 'module:function'")
 
 
 def make_loss(name: str, options: Mapping[str, Any]) -> Callable[[LossInputs], LossOutput]:

@@ -185,7 +185,9 @@ def run_until_signal(
             _handle_late(loop, numbers, stopped=stopped_by() is not None)
 
     try:
-        return asyncio.run(guarded())
+        result = asyncio.run(guarded())
+        faulthandler.cancel_dump_traceback_later()  # a signal came too late to stop it: the caller has work to do
+        return result
     except asyncio.CancelledError:
         # Without a signal, somebody else has cancelled the coroutine.
         if (number := stopped_by()) is None:

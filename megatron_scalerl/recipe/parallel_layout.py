@@ -80,6 +80,12 @@ def _positive(key: str, value: Any) -> int:
     return value
 
 
+LEFT_KEYS = (
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Fields of megatron.model that are refused since: a run that was begun with one resumes without it."""
 MODEL_KEYS = frozenset({*_ENDS, "sequence_parallel"})
 """Fields of megatron.model that are meaningful only with the sizes of megatron.parallel."""
 

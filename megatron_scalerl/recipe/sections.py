@@ -395,8 +395,7 @@ class AlgorithmSection(Section):
         if not isinstance(data, dict) or ":" not in str(data.get("name", "")):
             return data
         own = {key: value for key, value in data.items() if key not in cls.model_fields}
-        rest = {key: value for key, value in data.items() if key in cls.model_fields}
-        return rest | {"settings": rest.get("settings", {}) | own}
+        return {"name": data["name"], "settings": (data.get("settings") or {}) | own}
 
 
 class AdvantagesSection(Section):

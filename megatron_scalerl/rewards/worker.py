@@ -9,7 +9,6 @@ the pool wrote and are passed on as str. What the verifier prints goes to stdout
 
 import errno
 import functools
-import importlib
 import inspect
 import pickle
 import resource
@@ -21,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from megatron_scalerl.processes.imports import imported
 from megatron_scalerl.processes.worker import Answer, serve
 from megatron_scalerl.record import record
 from megatron_scalerl.rewards.limits import (
@@ -130,21 +130,6 @@ def _custom(spec: str) -> Verifier:
         raise ValueError(f"{head}: it is a {type(verifier).__name__}; it has to be a function")
     check_signature(head, verifier, "answer_text", "reference", "extra")
     return verifier
-
-
-def imported(head: str, spec: str, forms: str) -> Any:
-    """What `module:name` names. head: begin of errors. Raises ValueError, in one line, if it cannot be imported."""
-    module_name, separator, name = spec.partition(":")
-    if not (module_name and separator and name):
-        raise ValueError(f"{head}: it has to be {forms}")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module raises on import
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(f"{head}: the module cannot be imported: {reason}") from None
-    if not hasattr(module, name):
-        raise ValueError(f"{head}: {module_name} has no {name}")
-    return getattr(module, name)
 
 
 def check_signature(head: str, function: Callable[..., Any], *arguments: str) -> None:

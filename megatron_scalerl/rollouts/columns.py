@@ -2,47 +2,58 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from megatron_scalerl.algorithms import ScaleRL
-from megatron_scalerl.batching.rollout_bytes import read, write
+from megatron_scalerl.batching.rollout_bytes import RolloutArrays, read, write
 from megatron_scalerl.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 PAUSES_S = (1.0, 4.0, 15.0, 60.0)
 """Pauses between the tries: a judge or teacher that is down for a minute ends no run."""
+SCORE_S = 600.0
+"""Limit of one try: a judge that accepts a connection and never answers would hold the batch for ever."""
 
 
 async def with_columns(algorithm: ScaleRL, group: RolloutGroup, samples: Sequence[bytes]) -> list[bytes]:
     """The samples of a group, as `rollout_bytes.write` writes them, with the columns of `ScaleRL.score`.
 
-    Raises RuntimeError, which ends the run, where `score` raised in each try, or gave other columns.
+    Raises RuntimeError, which ends the run, where in each try `score` raised, took more than `SCORE_S`, or gave other
+    columns.
     """
     arrays = [read(sample) for sample in samples]
     for pause_s in (*PAUSES_S, None):
         try:
-            columns = await algorithm.score(group, arrays)
-            break
+            async with asyncio.timeout(SCORE_S):
+                columns = await algorithm.score(group, arrays)
+            return [write(scored(sample, named, algorithm)) for sample, named in zip(arrays, columns, strict=True)]
         except Exception as error:
             if pause_s is None:
                 raise RuntimeError(
-                    f"algorithm: score of group {group.group_id} failed {len(PAUSES_S) + 1} times"
+                    f"algorithm: score of group {group.group_id} failed in every try, at last by {error!r}"
                 ) from error
             logger.warning("algorithm: score of group %d failed and is tried again: %r", group.group_id, error)
             await asyncio.sleep(pause_s)
-    if len(columns) != len(arrays) or any({*names} != {*algorithm.columns} for names in columns):
-        raise RuntimeError(
-            f"algorithm: score gave columns {[sorted(names) for names in columns[:2]]} of {len(columns)} samples; it "
-            f"has to give {sorted(algorithm.columns)} of each of {len(arrays)}"
-        )
-    scored = []
-    for sample, named in zip(arrays, columns):
-        values = {name: np.asarray(named[name], np.float32) for name in algorithm.columns}
-        try:
-            scored.append(write(replace(sample, columns=values)))
-        except ValueError as error:
-            raise RuntimeError(f"algorithm: score of group {group.group_id}: {error}") from None
-    return scored
+    raise AssertionError("the last try returns or raises")
+
+
+def scored(sample: RolloutArrays, named: Mapping[str, Any], algorithm: ScaleRL) -> RolloutArrays:
+    """A sample with its columns. Raises ValueError for other names, and for a sampled token without a finite number.
+
+    What is stored is trained on after every restart: a NaN in it would end the run again and again.
+    """
+    if {*named} != {*algorithm.columns}:
+        raise ValueError(f"score gave the columns {sorted(named)}; they have to be {sorted(algorithm.columns)}")
+    with np.errstate(over="ignore"):
+        columns = {name: np.asarray(named[name], np.float32) for name in algorithm.columns}
+    for name, column in columns.items():
+        if column.shape != sample.loss_mask.shape or not np.isfinite(column[sample.loss_mask]).all():
+            raise ValueError(
+                f"column {name} has shape {column.shape}; it needs a finite number for each of "
+                f"{len(sample.loss_mask)} tokens"
+            )
+    return replace(sample, columns=columns)

@@ -297,6 +297,9 @@ def read_completions(path: Path, stored: BlockRef, positions: Iterable[int]) -> 
 
 
 def _head_at(path: Path, offset: int, available: int) -> BlockHead:
+    left = path.stat().st_size - offset
+    if left < available:  # a head alone would be read, and the loss met once its completions are sent
+        raise ValueError(f"{max(0, left)} of {available} bytes are left")
     data = _pread(path, offset, min(_FIRST_READ, available))
     size = head_bytes(data)
     if size > len(data):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_scalerl.checkpoints.atomic_io import write_durably
+from megatron_scalerl.checkpoints.atomic_io import naming
 
 FOLDER = "advantages"
 
@@ -17,16 +17,19 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
     """The decisions about the groups of one batch. Produced by `controller.samples`."""
 
     advantages: Mapping[int, Mapping[int, float]]
-    """Group id -> position of a trained completion in the group's block -> its advantage."""
+    """Group id -> position of a trained completion in the group's block -> its advantage, of tokens their mean."""
     dropped: Mapping[int, str]
     """Group id -> why the group is not trained, one word."""
 
 
 def write_trained(run_dir: Path, batch: int, trained: Trained) -> None:
-    """Write a batch's file, or replace it. Raises OSError."""
+    """Write a batch's file, or replace it. Raises OSError naming the file."""
     path = _path(run_dir, batch)
     path.parent.mkdir(exist_ok=True)
-    write_durably(path, msgspec.json.encode(trained))
+    draft = path.with_suffix(".draft")
+    with naming(path):  # not synced: the trainer waits, and a resume trains the last batches again
+        draft.write_bytes(msgspec.json.encode(trained))
+        draft.replace(path)
 
 
 def read_trained(run_dir: Path, batch: int) -> Trained | None:

@@ -46,13 +46,18 @@ def save(path: str | Path, trainer: Trainer, extra: dict[str, Any]) -> None:
 
     `extra` is JSON data; rank 0's is written.
     """
-    begin_save(path, trainer, extra).finish(wait=True)
+    begin_save(path, trainer, extra, copied=False).finish(wait=True)
 
 
-def begin_save(path: str | Path, trainer: Trainer, extra: dict[str, Any]) -> "CheckpointWriting":
-    """Copy what `save` writes, and begin to write it. Costs host memory: as many bytes as this rank writes."""
+def begin_save(
+    path: str | Path, trainer: Trainer, extra: dict[str, Any], *, copied: bool = True
+) -> "CheckpointWriting":
+    """Copy what `save` writes, and begin to write it. Costs host memory: as many bytes as this rank writes.
+
+    copied: False for a trainer that makes no step before `finish`: state that lies in host memory is not copied.
+    """
     state = _sharded_state(trainer, loading=False, generators=True)
-    live = live_storages(_inside_ddp(trainer.chunks), trainer.optimizer)
+    live = live_storages(_inside_ddp(trainer.chunks), trainer.optimizer) if copied else set[int]()
     return CheckpointWriting(path, state, trainer.parallel, {"step": trainer.steps_made}, extra, live)
 
 

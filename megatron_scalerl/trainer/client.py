@@ -185,7 +185,7 @@ class TrainerClient:
 
         `asynchronous`: copy it, and write while the trainer goes on; `finish_save` comes before the next one.
         """
-        await self._call(partial(messages.Save, path=str(path), extra=extra), None)
+        await self._call(partial(messages.Save, path=str(path), extra=extra, copied=asynchronous), None)
         if not asynchronous:
             await self.finish_save(wait=True)
 

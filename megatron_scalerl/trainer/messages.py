@@ -141,11 +141,12 @@ class ScoreTokens(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Save(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Copy what a checkpoint has, and begin to write it."""
+    """Begin to write a checkpoint. copied: of a copy, as steps follow before FinishSave."""
 
     call: int
     path: str
     extra: dict[str, Any]
+    copied: bool
 
 
 class FinishSave(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -156,9 +156,9 @@ class Worker:
                 return self.sending.connect(connection)
             case messages.SendWeights(version=version):
                 return self.sending.send(version)
-            case messages.Save(path=path, extra=extra):
+            case messages.Save(path=path, extra=extra, copied=copied):
                 assert self._saving is None, "a checkpoint was begun and not finished"
-                self._saving = checkpoint.begin_save(path, self.trainer, extra)
+                self._saving = checkpoint.begin_save(path, self.trainer, extra, copied=copied)
                 return None
             case messages.FinishSave(wait=wait):
                 assert self._saving is not None, "no checkpoint was begun"

@@ -43,13 +43,15 @@ def test_the_sections_of_a_recipe_are_the_fields_of_its_algorithm():
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"algorithm": "ppo"}, "algorithm.name: 'ppo' is neither scalerl nor module:Class"),
-        ({"algorithm": "rloo:REINFORCE"}, "algorithm.name: 'rloo:REINFORCE' cannot be imported"),
-        ({"algorithm": "pathlib:Path"}, "algorithm.name: pathlib:Path is no subclass"),
+        ({"algorithm": "ppo"}, "algorithm.name 'ppo': it has to be scalerl or 'module:Class'"),
+        ({"algorithm": "rloo:REINFORCE"}, "algorithm.name 'rloo:REINFORCE': rloo has no REINFORCE"),
+        ({"algorithm": "pathlib:Path"}, "algorithm.name 'pathlib:Path': it has to be a subclass"),
         ({"algorithm": {"name": "rloo:RLOO", "size": 2}}, "algorithm: rloo:RLOO does not take {'size': 2}"),
         ({"algorithm": {"name": "rloo:RLOO", "normalize": "none"}}, "algorithm.normalize: set it in its own section"),
         ({"algorithm": {"normalize": "none"}}, "algorithm.normalize"),
-        ({"loss": {"name": "ppo"}}, "loss.name: 'ppo'"),
+        ({"algorithm": "no.such:Class"}, "algorithm.name 'no.such:Class': the module cannot be imported: "),
+        ({"loss": {"name": "ppo"}}, "loss.name 'ppo': it has to be cispo, .* or 'module:function'"),
+        ({"algorithm": "rloo:RLOO", "loss": {"name": "ppo"}}, "loss.name 'ppo'"),
         ({"loss": {"clip_low": 0.2}}, "loss.clip_low is 0.2, but loss.name cispo"),
     ],
 )
@@ -62,7 +64,10 @@ def test_a_subclass_chooses_groups_and_its_reason_is_said():
     algorithm = algorithm_of(recipe(algorithm={"name": f"{__name__}:OneGroup", "most": 3}))
     groups = [group([1, 1, 1]), group([1] * 4, group_id=1), group([-1, -1], group_id=2)]
     plan = samples_of(groups, algorithm)
-    assert list(plan.advantages) == [0] and plan.dropped == {1: "no completion of use", 2: "no completion of use"}
+    assert list(plan.trained.advantages) == [0] and plan.trained.dropped == {
+        1: "no completion of use",
+        2: "no completion of use",
+    }
     assert why_empty(plan.stats) == "2 of 3 groups no completion of use"
     assert not algorithm.separable, "its loss has no mark"
 
@@ -72,3 +77,5 @@ def test_leave_one_out_by_hand():
     plan = samples_of([group([1, -1, -1]), group([1, -1], group_id=1)], algorithm)
     assert [sample.advantage for sample in plan.samples] == pytest.approx([4, -2, -2, 4, -4])
     assert algorithm.separable and algorithm.loss_name == "cispo"
+    of_sequences = algorithm_of(recipe(algorithm="rloo:RLOO", loss={"name": "gspo"}))
+    assert not of_sequences.separable, "a ratio of a sequence is none of a chunk's tokens"

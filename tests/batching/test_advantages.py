@@ -137,6 +137,6 @@ def test_a_dropped_group_has_its_reason():
     assert [ScaleRL().drop_reason(each) for each in groups] == reasons
     groups = [replace(each, group_id=number) for number, each in enumerate(groups)]
     result = plan(groups, normalize="none")
-    assert result.dropped == {n: reason for n, reason in enumerate(reasons) if reason}
-    assert result.advantages == {0: {0: 1.0, 1: -1.0}} and result.stats["groups_dropped_too_few"] == 2
+    assert result.trained.dropped == {n: reason for n, reason in enumerate(reasons) if reason}
+    assert result.trained.advantages == {0: {0: 1.0, 1: -1.0}} and result.stats["groups_dropped_too_few"] == 2
     assert "2 of 6 groups with fewer than two completions" in why_empty(result.stats)

@@ -86,13 +86,3 @@ def test_two_steps_with_a_real_engine(kind, tmp_path, monkeypatch):
     assert before.keys() == after.keys()
     for name in before:
         assert equal(before[name], after[name]) == name.endswith("e_score_correction_bias"), name
-
-
-@pytest.mark.full
-def test_an_engine_with_another_attention_temperature_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    make_run("llama4_tied", tmp_path)
-    other = 'engine.vllm.override_generation_config={"attn_temperature_tuning": false}'
-    done = train("llama4_tied", tmp_path, other, check=False)
-    expected = "config.json: attn_temperature_tuning: the trainer has True, and the engine False"
-    assert done.returncode == 2 and expected in done.stderr

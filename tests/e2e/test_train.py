@@ -15,6 +15,7 @@ from megatron_scalerl.recipe.file import load_run_recipe
 from megatron_scalerl.rollouts.history import read_groups, read_history
 from megatron_scalerl.rollouts.store import read_arrays, segment_path
 from megatron_scalerl.rollouts.token_scores import read_scores
+from megatron_scalerl.rollouts.trained import read_trained
 
 pytestmark = pytest.mark.slow
 
@@ -32,6 +33,9 @@ def check_run(folder):
     assert records[0]["mismatch_max"] <= 1e-4
     assert all(r["staleness_max"] <= 8 for r in records)
     assert all(r["weight_bytes"] > 0 and r["grad_norm"] > 0 for r in records)
+    for batch in read_history(folder).batches:
+        trained = read_trained(folder, batch.batch)
+        assert sorted([*trained.advantages, *trained.dropped]) == sorted(batch.group_ids)
     return records
 
 

@@ -114,7 +114,7 @@ def test_refused_options(options, line):
 @pytest.mark.parametrize("name", engine_options.CHANGES_SAMPLING)
 def test_what_changes_sampling_is_refused_with_its_reason(name):
     with pytest.raises(ValueError) as error:
-        check_options({name: 1})
+        check_options({name: 2})
     text = str(error.value)
     assert text.startswith(f"engine.vllm.{name} cannot be set: it ")
     assert text.endswith(engine_options.CHANGES_SAMPLING[name]) and "\n" not in text

@@ -15,7 +15,7 @@ from megatron_scalerl.algorithms import ScaleRL
 from megatron_scalerl.controller.samples import samples_of
 from megatron_scalerl.rollouts.history import BatchRecord
 from megatron_scalerl.rollouts.token_scores import CompletionScores, write_scores
-from megatron_scalerl.rollouts.trained import Trained, write_trained
+from megatron_scalerl.rollouts.trained import write_trained
 from megatron_scalerl.types import Prompt, Score
 
 HOSTILE = (
@@ -127,8 +127,7 @@ def episode_group(number):
 
 def write_decisions(folder, batch, groups):
     """What ScaleRL decides about a batch, as a run records it."""
-    plan = samples_of(groups, ScaleRL())
-    write_trained(folder, batch, Trained(advantages=plan.advantages, dropped=plan.dropped))
+    write_trained(folder, batch, samples_of(groups, ScaleRL()).trained)
 
 
 def write_page_run(folder, *, validations=20, long_tokens=3):
