@@ -226,6 +226,9 @@ class Score:
     confirmed: bool | None = None
     """Whether the second judge (recipe: validation.audit) confirms a correct answer; None where it was not asked, or
     gave no verdict."""
+    turn_rewards: tuple[float, ...] = field(default=(), compare=False)
+    """What the environment paid for each turn, 0 where nothing; an agent's turns, and one that a limit ended, have
+    none."""
     problem: str = field(default="", compare=False)
     """End of the traceback with which the environment of an episode failed that is paid as wrong."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)

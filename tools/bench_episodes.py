@@ -191,7 +191,7 @@ async def measure(folder, o):
     """Figures of each arm in each round, and with slow tools."""
     tokenizer = write_policy(folder)
     recipes = {arm: recipe(folder, o, arm) for arm in ARMS}
-    plans = {arm: Plans(recipes[arm], tokenizer) for arm in ARMS}
+    plans = Plans(recipes["episodes"], tokenizer)
     process = EngineProcess.local(recipes["episodes"], secret="bench", log_path=folder / "engine.log")
     figures = {arm: [] for arm in ARMS}
     samplers = {}
@@ -200,11 +200,11 @@ async def measure(folder, o):
         await process.start()
         verifier = await running.enter_async_context(VerifierPool(recipes["single"].rewards))
         for arm in ARMS:
-            pools = sampling(recipes[arm], tokenizer, plans[arm], verifier=verifier, logs=folder)
-            samplers[arm] = (await running.enter_async_context(pools))(plans[arm])
+            pools = sampling(recipes[arm], tokenizer, verifier=verifier, logs=folder)
+            samplers[arm] = (await running.enter_async_context(pools))(recipes[arm])
 
         def run(arm, seconds=0.0):
-            work = jobs(o, arm, plans["episodes"], tokenizer, seconds)
+            work = jobs(o, arm, plans, tokenizer, seconds)
             return figures_of(process, samplers[arm], work, o.in_flight)
 
         for number, arm in harness.turns(ARMS, 1 + o.rounds):

@@ -117,6 +117,21 @@ def facts_of(arrays: RolloutArrays) -> Completion:
     )
 
 
+def turn_numbers(samples: Sequence[RolloutArrays]) -> list[np.ndarray]:
+    """[samples][T] number of the policy's turn that each token is of, from 0; -1 for the environment's tokens.
+
+    samples: of an episode of `reset` and `step`, in order.
+    """
+    numbers = []
+    before = 0
+    for sample in samples:
+        policy = _mask(sample.environment, len(sample.token_ids))
+        turns = np.cumsum(np.diff(policy, prepend=False) & policy)
+        numbers.append(np.where(policy, before + turns - 1, -1))
+        before += int(turns[-1])
+    return numbers
+
+
 def joined(parts: Sequence[RolloutArrays]) -> RolloutArrays:
     """The parts of an episode in one, one after another, without expert choices; a single part as it is."""
     if len(parts) == 1:

@@ -77,11 +77,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         if recipe.validation.every_steps and report.held_out < asked:
             console.print(f"{task.key}: validation.prompts is {asked}, and {report.held_out} prompts are held out")
         if task.episodes:
-            asyncio.run(_show_episode(recipe, prompts_of_task[0], arguments.response, tokenizer, console))
+            asyncio.run(_show_episode(task.recipe, prompts_of_task[0], arguments.response, tokenizer, console))
         else:
             _show_task(task, prompts_of_task, arguments.count, tokenizer, console)
-    low, high = recipe.interruption.thinking_tokens
-    if recipe.interruption.enabled:
+    for low, high in {r.interruption.thinking_tokens for r in recipe.by_task if r.interruption.enabled}:
         _show(f"forced after {low} to {high} tokens of thinking", tokenizer, phrase_ids, console)
     _show("tokens that end a completion", tokenizer, ends, console)
     if recipe.sft.path is not None and Path(recipe.sft.path).exists():
@@ -165,7 +164,7 @@ async def _show_episode(
                     "no episode is shown: the agent of environment.name would need a policy that answers it"
                 )
                 return
-            renderer, calls = turns_of(tokenizer, turn_settings(recipe, tokenizer), pool.tools)
+            renderer, calls = turns_of(tokenizer, turn_settings(recipe, tokenizer, pool.tools))
             messages = [await episode.reset()]
             _show(f"prompt {prompt.prompt_id}", tokenizer, renderer.first(messages[0]), console)
             for text in responses or [prompt.answer]:

@@ -134,7 +134,7 @@ class HeldOut:
             Request(
                 key=Key(file="validation", number=number, index=index),
                 prompt=prompt,
-                draw=self._sampler.draw(seed, number, index),
+                draw=self._sampler.draw(prompt, seed, number, index),
                 sampler=self._sampler,
             )
             for number, prompt in enumerate(self._prompts)

@@ -87,8 +87,10 @@ def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
         _check_host(recipe)
     check_weights(recipe.policy.path)
     prompts = checked_prompts(settings.recipe, settings.tokenizer)
-    if on_this_host and recipe.environment.name is not None:
-        asyncio.run(try_out(recipe.environment, prompts.training[0]))
+    for task in tasks_of(recipe):
+        if on_this_host and task.episodes:
+            first = next(prompt for prompt in prompts.training if prompt.task == task.name)
+            asyncio.run(try_out(task.recipe.environment, first))
     evaluation = evaluation_inputs(settings.recipe, settings.tokenizer, prompts.training)
     return Inputs(**vars(settings), prompts=prompts, evaluation=evaluation)
 

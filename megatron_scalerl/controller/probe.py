@@ -122,7 +122,7 @@ class Probe:
                         self._sampler.complete(
                             engine,
                             prompt,
-                            self._sampler.draw(self._seed, -1, index),
+                            self._sampler.draw(prompt, self._seed, -1, index),
                             priority=VALIDATION_PRIORITY,
                             max_tokens=TOKENS,
                         )

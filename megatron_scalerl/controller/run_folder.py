@@ -415,8 +415,9 @@ def _check_experts(folder: Path, before: Mapping[str, Any], recipe: Recipe) -> N
 
 def _may_change(key: str) -> bool:
     parts = key.split(".")
-    if parts[:2] == ["prompts", "tasks"] and len(parts) == 4:
-        return f"rewards.{parts[3]}" in MAY_CHANGE
+    if parts[:2] == ["prompts", "tasks"]:
+        key = ".".join(parts[3:])
+        return key in MAY_CHANGE or f"rewards.{key}" in MAY_CHANGE
     return key in MAY_CHANGE
 
 

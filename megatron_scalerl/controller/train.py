@@ -64,7 +64,6 @@ from megatron_scalerl.record import record
 from megatron_scalerl.rewards.pool import TaskPools
 from megatron_scalerl.rollouts.episodes import sampling
 from megatron_scalerl.rollouts.history import read_history
-from megatron_scalerl.rollouts.plans import Plans
 from megatron_scalerl.rollouts.sampler import Sampler
 from megatron_scalerl.trainer.client import TrainerError
 
@@ -183,16 +182,15 @@ async def _train(
             write_contamination(folder.path, inputs.evaluation)
             # a damaged folder is found before any device is held
             resumed = await _resume(folder, console)
-            plans = Plans(recipe, inputs.tokenizer)
             async with (
                 serving_metrics(recipe, folder.path, run_id=folder.attempt.run_id) as collector,
-                sampling(recipe, inputs.tokenizer, plans, verifier=verifier, logs=folder.path / "logs") as sampler_of,
+                sampling(recipe, inputs.tokenizer, verifier=verifier, logs=folder.path / "logs") as sampler_of,
             ):
                 run = _Run(
                     recipe=recipe,
                     inputs=inputs,
                     folder=folder,
-                    sampler=sampler_of(plans),
+                    sampler=sampler_of(recipe),
                     console=console,
                     saving=saving,
                     hosts=hosts,

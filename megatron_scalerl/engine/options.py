@@ -270,7 +270,7 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int) -> list[str]:
         "worker_extension_cls": f"{PLUGIN}.WorkerExtension",
         # for the turns of episodes; every request has the salt of its policy version, or a cached prefix would
         # outlive the weights that computed it
-        "enable_prefix_caching": recipe.environment.name is not None,
+        "enable_prefix_caching": recipe.episodes,
         "scheduling_policy": "priority",
         "enable_scale_out": True,
     }

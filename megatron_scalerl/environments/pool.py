@@ -274,8 +274,8 @@ class EnvironmentPool:
     runs), steps, replays, restarts of processes, and failed episodes by reason.
     """
 
-    def __init__(self, section: EnvironmentSection, *, logs: Path):
-        """logs: folder of the logs, environment-N.log. Raises ValueError if one of `variables` is not set."""
+    def __init__(self, section: EnvironmentSection, *, logs: Path, name: str = "environment"):
+        """logs: folder of the logs, NAME-N.log. Raises ValueError if one of `variables` is not set."""
         self.counters: Counter[str] = Counter()
         self.numbers = itertools.count()
         """Of episodes in their processes."""
@@ -286,7 +286,7 @@ class EnvironmentPool:
         assert section.name is not None
         setup: Setup = (section.name, section.memory_mb, section.timeout_s)
         program = Program(
-            name="environment",
+            name=name,
             module="megatron_scalerl.environments.worker",
             setup=msgspec.json.encode(setup),
             environment=child_environment("environment.variables", section.variables),
@@ -297,8 +297,8 @@ class EnvironmentPool:
             logs=logs,
         )
         count = section.workers or default_workers()
-        self._processes = [_Process(f"environment-{n}", program, self.counters) for n in range(count)]
-        self.extra = [_Process(f"environment-{count + n}", program, self.counters) for n in range(count)]
+        self._processes = [_Process(f"{name}-{n}", program, self.counters) for n in range(count)]
+        self.extra = [_Process(f"{name}-{count + n}", program, self.counters) for n in range(count)]
         """For calls that are made alone."""
         self.alone: asyncio.Queue[_Process] = asyncio.Queue()
         """Those of `extra` that no call uses. Filled at the start."""

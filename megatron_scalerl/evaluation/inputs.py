@@ -79,8 +79,8 @@ class EvaluationInputs:
         requests = []
         for key in result.missing(self.keys(k)):
             sampler = samplers[key.budget]
-            draw = sampler.draw(seed, key.number, key.index)
             prompt = self.prompts[key.file][key.number - 1]
+            draw = sampler.draw(prompt, seed, key.number, key.index)
             requests.append(Request(key=key, prompt=prompt, draw=draw, sampler=sampler))
 
         def take(request: Request, completion: ScoredCompletion | CompletionLost) -> None:
@@ -127,7 +127,7 @@ def recipe_of_task(recipe: Recipe) -> Recipe:
             raise ValueError(f"evaluation.task: there is no task {name}: the recipe has no prompts.tasks")
         raise ValueError(f"evaluation.task: expected one of {names}, found {name or 'none'}")
     section = recipe.evaluation.model_copy(update={"task": None})
-    return recipe.model_copy(update={"prompts": task.prompts, "rewards": task.rewards, "evaluation": section})
+    return task.recipe.model_copy(update={"evaluation": section})
 
 
 def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequence[int] = ()) -> EvaluationInputs:

@@ -22,7 +22,6 @@ from megatron_scalerl.launch.placement import Attempt, Placement
 from megatron_scalerl.recipe.file import dump_recipe
 from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.rollouts.episodes import sampling
-from megatron_scalerl.rollouts.plans import Plans
 
 VERSION = 0
 """The policy version of a folder's weights."""
@@ -48,14 +47,12 @@ async def generate(
     logs = result.folder / "logs"
     logs.mkdir(exist_ok=True)
     write_durably(result.folder / "recipe.yaml", dump_recipe(recipe).encode())
-    plans = {budget: Plans(at_budget(recipe, budget), evaluated.tokenizer) for budget in evaluated.budgets}
-    any_plans = next(iter(plans.values()))
     async with (
         VerifierPool(recipe.rewards) as verifier,
-        sampling(recipe, evaluated.tokenizer, any_plans, verifier=verifier, logs=logs) as sampler_of,
+        sampling(recipe, evaluated.tokenizer, verifier=verifier, logs=logs) as sampler_of,
         _engines(evaluated, result.folder) as engines,
     ):
-        samplers = {budget: sampler_of(plan) for budget, plan in plans.items()}
+        samplers = {budget: sampler_of(at_budget(recipe, budget)) for budget in evaluated.budgets}
         at_once = recipe.rollouts.max_in_flight * recipe.engine.count
         completer = Completer(members=engines.members, version=VERSION, at_once=at_once)
 

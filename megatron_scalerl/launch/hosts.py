@@ -300,7 +300,7 @@ def files_needed(recipe: Recipe) -> int:
     workers = (recipe.rewards.workers or default_workers()) + (recipe.rollouts.decoders or default_workers())
     processes = engines + recipe.trainer.world_size + workers
     needed = completions + PER_PROCESS * processes + MARGIN
-    if recipe.environment.name is not None:
+    if recipe.episodes:
         needed *= 2  # half of them for agents (`rollouts.agents.AgentServer`)
     return needed
 

@@ -187,7 +187,7 @@ def make_plan(
 
 def _counting(recipe: Recipe, sources: Mapping[str, str]) -> dict[str, str]:
     """The sources of assumptions that count: those of episodes only with an environment."""
-    return {name: source for name, source in sources.items() if recipe.environment.name or name not in OF_EPISODES}
+    return {name: source for name, source in sources.items() if recipe.episodes or name not in OF_EPISODES}
 
 
 @record

@@ -49,9 +49,9 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
     for task in tasks_of(recipe):
         check_verifier(task.rewards.verifier)
         try_verifier(task)
-    if recipe.environment.name is not None:
         try:
-            load(recipe.environment.name)
+            if task.recipe.environment.name is not None:
+                load(task.recipe.environment.name)
         except ValueError as problem:
             if not (planned and isinstance(problem.__context__, ModuleNotFoundError)):
                 raise

@@ -14,6 +14,7 @@ from megatron_scalerl.plan.hardware import Gpu
 from megatron_scalerl.plan.memory import in_chunk
 from megatron_scalerl.plan.sharding import Layout
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.tasks import tasks_of
 from megatron_scalerl.record import record
 
 DRAWN = 20_000
@@ -52,30 +53,42 @@ class Lengths:
 
 
 def assumed_lengths(recipe: Recipe, assumed: Assumptions) -> Lengths:
-    """Log-normal thinking, interrupted as in the recipe, and a log-normal answer within its budget, in each turn."""
+    """Log-normal thinking, interrupted as in the recipe, and a log-normal answer within its budget, in each turn.
+
+    A task of a mixture has its share of the completions.
+    """
     rng = random.Random(0)
-    section = recipe.interruption
-    environment = recipe.environment
-    turns = 1.0
-    if environment.name:
-        turns = min(assumed.turns, environment.max_turns)
-    replies = turns - 1
-    written = min(replies * assumed.reply_tokens, recipe.max_completion_tokens - 1)
-    low, high = section.thinking_tokens
-    median = math.log(assumed.thinking_median * high)
-    answer_median = math.log(max(1.0, assumed.answer_median * section.answer_tokens))
+    tasks = tasks_of(recipe)
+    whole = sum(task.weight for task in tasks)
     tokens = []
-    for number in range(DRAWN):
-        sampled = 0
-        # whole numbers of turns with the mean `turns`
-        for _ in range(int((number + 1) * turns) - int(number * turns)):
-            thinking = rng.lognormvariate(median, assumed.thinking_sigma)
-            answer = min(rng.lognormvariate(answer_median, 0.5), section.answer_tokens)
-            if section.enabled:
-                thinking = min(thinking, rng.randint(low, high))
-            sampled += int(max(1.0, min(thinking + answer, environment.turn_tokens or math.inf)))
-        tokens.append(min(sampled, int(recipe.max_completion_tokens - written)))
+    replies = 0.0
+    written = 0.0
+    for task in tasks:
+        share = task.weight / whole
+        environment = task.recipe.environment
+        turns = min(assumed.turns, environment.max_turns) if environment.name else 1.0
+        most = task.recipe.max_completion_tokens
+        written_by_task = min((turns - 1) * assumed.reply_tokens, most - 1)
+        replies += share * (turns - 1)
+        written += share * written_by_task
+        for number in range(round(share * DRAWN)):
+            # whole numbers of turns with the mean `turns`
+            count = int((number + 1) * turns) - int(number * turns)
+            sampled = sum(_turn_tokens(task.recipe, assumed, rng) for _ in range(count))
+            tokens.append(min(sampled, int(most - written_by_task)))
     return Lengths(tuple(tokens), replies, written, replies * assumed.reply_seconds)
+
+
+def _turn_tokens(recipe: Recipe, assumed: Assumptions, rng: random.Random) -> int:
+    """Tokens of a turn. recipe: of the task."""
+    section = recipe.interruption
+    low, high = section.thinking_tokens
+    thinking = rng.lognormvariate(math.log(assumed.thinking_median * high), assumed.thinking_sigma)
+    answer_median = max(1.0, assumed.answer_median * section.answer_tokens)
+    answer = min(rng.lognormvariate(math.log(answer_median), 0.5), section.answer_tokens)
+    if section.enabled:
+        thinking = min(thinking, rng.randint(low, high))
+    return int(max(1.0, min(thinking + answer, recipe.environment.turn_tokens or math.inf)))
 
 
 @record

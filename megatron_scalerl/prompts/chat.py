@@ -61,7 +61,8 @@ class Chat:
             interruption = interruption.model_copy(update={"enabled": bool(self.think_end.strip())})
         recipe = recipe.model_copy(update={"prompts": prompts, "interruption": interruption})
         # pydantic's model_copy runs no validators
-        check_tags(recipe)
+        for task in recipe.by_task:
+            check_tags(task)
         return recipe
 
 

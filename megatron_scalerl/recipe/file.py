@@ -8,6 +8,7 @@ Checks that the files that a recipe names exist, before heavy packages are impor
 
 import functools
 import logging
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -20,8 +21,7 @@ from megatron_scalerl.models.adapters import CONFIG, refuse_adapter
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.hub import hint, local_recipe
 from megatron_scalerl.recipe.other_names import innermost, setting_of, unknown_key
-from megatron_scalerl.recipe.recipe import section_of
-from megatron_scalerl.recipe.sections import PromptsSection, TaskSection
+from megatron_scalerl.recipe.sections import PromptsSection, TaskSection, section_of
 from megatron_scalerl.recipe.tasks import tasks_of
 
 LISTED = "megatron_scalerl/recipe/sections.py and process_sections.py"
@@ -189,13 +189,14 @@ def override(data: dict[str, Any], item: str) -> None:
     if not separator or not key:
         raise RecipeError(f"override {item!r}: write it as key.path=value")
     value = _parsed(text, f"override {item[:100]!r}")
-    if key == "environment" and isinstance(value, str):
-        key = "environment.name"
+    if re.fullmatch(r"(prompts\.tasks\.\w+\.)?environment", key) and isinstance(value, str):
+        key += ".name"
     *parents, last = key.split(".")
     # sections that no file states begin here; the schema refuses unknown ones later, by their nearest key
     node = data
     for name in parents:
-        node = node.setdefault(name, {})
+        node[name] = section_of(node.get(name, {})) if name == "environment" else node.get(name, {})
+        node = node[name]
         if not isinstance(node, dict):
             raise RecipeError(f"override {item!r}: {name} is a value, not a section")
     node[last] = value

@@ -44,6 +44,7 @@ from megatron_scalerl.recipe.sections import (
     Section,
     SftSection,
     ValidationSection,
+    section_of,
 )
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,99}")
@@ -54,13 +55,6 @@ def _checked_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not usable; take at most 100 letters, digits and . _ + = @ -")
     return name
-
-
-def section_of(value: object) -> object:
-    """The section of an environment or algorithm that is given by its name alone."""
-    if isinstance(value, str):
-        return {"name": value}
-    return value
 
 
 class Recipe(Section):
@@ -113,15 +107,60 @@ class Recipe(Section):
             return {**data, "optimizer": {"lr": ADAPTERS_LR, **optimizer}}
         return data
 
+    @model_validator(mode="before")
+    @classmethod
+    def _sections_of_tasks(cls, data: Any) -> Any:
+        """A task's environment and interruption begin with the recipe's."""
+        prompts = data.get("prompts") if isinstance(data, Mapping) else None
+        tasks = prompts.get("tasks") if isinstance(prompts, Mapping) else None
+        if not isinstance(tasks, Mapping):
+            return data
+        filled = {}
+        for name, task in tasks.items():
+            filled[name] = task
+            for key in {"environment", "interruption"} & (task.keys() if isinstance(task, Mapping) else set()):
+                shared = section_of(data.get(key, {}))
+                own = section_of(task[key])
+                if isinstance(shared, Mapping) and isinstance(own, Mapping):
+                    filled[name] = {**filled[name], key: {**shared, **own}}
+        return {**data, "prompts": {**(prompts or {}), "tasks": filled}}
+
     @property
     def adapters_alone(self) -> bool:
         """Whether engines get adapters alone and not whole weights."""
         return self.policy.lora is not None and self.weights.adapters == "alone"
 
     @property
+    def by_task(self) -> "list[Recipe]":
+        """The recipe as it holds for each task, by name; without prompts.tasks itself alone."""
+        return [self.of_task(name) for name in sorted(self.prompts.tasks or {})] or [self]
+
+    def of_task(self, name: str) -> "Recipe":
+        """The recipe with the settings of a task of prompts.tasks in its sections."""
+        task = (self.prompts.tasks or {})[name]
+        values = {key: value for key, value in task if value is not None}
+        prompts = {key: values[key] for key in values.keys() & PromptsSection.model_fields}
+        rewards = {key: values[key] for key in values.keys() & RewardsSection.model_fields}
+        interruption = task.interruption or self.interruption
+        if interruption.enabled == AUTO:
+            interruption = interruption.model_copy(update={"enabled": self.interruption.enabled})
+        sections = {
+            "prompts": self.prompts.model_copy(update={"tasks": None, **prompts}),
+            "rewards": self.rewards.model_copy(update=rewards),
+            "environment": task.environment or self.environment,
+            "interruption": interruption,
+        }
+        return self.model_copy(update=sections)
+
+    @property
+    def episodes(self) -> bool:
+        """Whether an environment answers the policy, in any task."""
+        return any(recipe.environment.name is not None for recipe in self.by_task)
+
+    @property
     def max_completion_tokens(self) -> int:
         """Longest possible completion, or episode after its prompt, without forced tokens (tokens)."""
-        return self.environment.episode_tokens or self.max_turn_tokens
+        return max(recipe.environment.episode_tokens or recipe.max_turn_tokens for recipe in self.by_task)
 
     @property
     def max_turn_tokens(self) -> int:
@@ -144,6 +183,8 @@ class Recipe(Section):
         phrase_tokens: length of the phrase and the closing tag in the policy's tokenizer. None, without a tokenizer:
         one token per byte, which no tokenizer exceeds. 0: a lower bound.
         """
+        if self.prompts.tasks:
+            return max(recipe.longest_sequence(phrase_tokens) for recipe in self.by_task)
         forced = 0
         # auto counts as enabled: nobody knows yet whether the policy thinks in tags
         if self.interruption.enabled:
@@ -201,17 +242,18 @@ class Recipe(Section):
                 "policy.megatron_path does not go with policy.lora, whose W engines and exports read from "
                 "policy.path; `megatron-scalerl convert to-hf` makes a folder for policy.path"
             )
-        check_tags(self)
         _check_tasks(self)
-        _check_environment(self)
+        for recipe in self.by_task:
+            check_tags(recipe)
+            _check_environment(recipe)
+            penalty = recipe.length_penalty
+            if penalty is not None and (penalty.cache_tokens or 0) > (penalty.max_tokens or 0):
+                raise ValueError(
+                    f"rewards.length_penalty.cache_tokens: {penalty.cache_tokens} is more than max_tokens "
+                    f"{penalty.max_tokens}"
+                )
         _check_evaluation(self)
         _check_colocation(self)
-        penalty = self.length_penalty
-        if penalty is not None and (penalty.cache_tokens or 0) > (penalty.max_tokens or 0):
-            raise ValueError(
-                f"rewards.length_penalty.cache_tokens: {penalty.cache_tokens} is more than max_tokens "
-                f"{penalty.max_tokens}"
-            )
         if self.engine.min_engines > self.engine.count:
             raise ValueError(
                 f"engine.min_engines: {self.engine.min_engines} is more than the "
@@ -235,20 +277,16 @@ def check_tags(recipe: Recipe) -> None:
 
 
 def _check_environment(recipe: Recipe) -> None:
-    """Raises ValueError for settings of no environment, and for an episode that is shorter than one turn."""
+    """Raises ValueError for settings that an environment excludes, and for episodes shorter than a turn."""
     section = recipe.environment
     if section.name is None:
-        if section != EnvironmentSection():
-            raise ValueError("environment.name is missing; name the class, as module:Class")
         return
     if recipe.rollouts.deterministic:
         raise ValueError(
             "rollouts.deterministic does not go with an environment: when its answers come decides which requests "
             "share a batch; set it to false"
         )
-    tasks = (recipe.prompts.tasks or {}).values()
-    templates = {recipe.prompts.prompt_template, *(task.prompt_template for task in tasks)}
-    if templates - {None, "{prompt}"}:
+    if recipe.prompts.prompt_template != "{prompt}":
         raise ValueError(
             "prompts.prompt_template does not go with an environment, whose reset writes the first messages; write "
             "it there"
@@ -310,6 +348,8 @@ def _check_colocation(recipe: Recipe) -> None:
 def _check_tasks(recipe: Recipe) -> None:
     """Raises ValueError unless one of prompts.path and prompts.tasks is set, for what tasks cannot share."""
     prompts = recipe.prompts
+    if recipe.environment.name is None and recipe.environment != EnvironmentSection() and not prompts.tasks:
+        raise ValueError("environment.name is missing; name the class, as module:Class")
     if prompts.path is None and prompts.tasks is None:
         raise ValueError("prompts.path is missing; name a file of prompts, or set prompts.tasks")
     if prompts.tasks is not None:

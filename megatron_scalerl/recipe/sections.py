@@ -7,7 +7,7 @@ one, the docstring of the field says so. The sections about the processes of a r
 from datetime import date
 from typing import Annotated, Any, Final, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MICRO_BATCH_MULTIPLE = 128
 """The default of trainer.micro_batch_tokens is rounded up to a multiple of this (tokens)."""
@@ -19,53 +19,17 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
+def section_of(value: object) -> object:
+    """The section of an environment or algorithm that is given by its name alone."""
+    if isinstance(value, str):
+        return {"name": value}
+    return value
+
+
 class Section(BaseModel):
     """A section of the recipe: unknown keys are errors, values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-TaskName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")]
-"""Name of a task, in metrics and in the journal."""
-
-
-class TaskSection(Section):
-    """A task of a mixture. Its keys are keys of `prompts` and `rewards`, whose values it has where it sets none."""
-
-    path: str
-    """Its training prompts, as prompts.path."""
-    weight: PositiveFloat
-    """Its share of the drawn prompts, relative to the other tasks'."""
-    split: str | None = None
-    """prompts.split for this task."""
-    preset: str | None = None
-    """prompts.preset for this task."""
-    prompt_column: str | None = None
-    """prompts.prompt_column for this task."""
-    answer_column: str | None = None
-    """prompts.answer_column for this task."""
-    prompt_template: str | None = None
-    """prompts.prompt_template for this task."""
-    system: str | None = None
-    """prompts.system for this task."""
-    held_out_path: str | None = None
-    """prompts.held_out_path for this task; it cannot be set for all tasks."""
-    held_out: NonNegativeInt | Annotated[float, Field(gt=0, lt=1)] | None = None
-    """prompts.held_out for this task's prompts."""
-    verifier: str | None = None
-    """rewards.verifier for this task. Each task has its verifier processes."""
-    workers: PositiveInt | None = None
-    """rewards.workers for this task."""
-    concurrency: PositiveInt | None = None
-    """rewards.concurrency for this task."""
-    cpu_s: PositiveFloat | None = None
-    """rewards.cpu_s for this task."""
-    timeout_s: PositiveFloat | None = None
-    """rewards.timeout_s for this task."""
-    memory_mb: PositiveInt | None = None
-    """rewards.memory_mb for this task."""
-    file_mb: NonNegativeInt | None = None
-    """rewards.file_mb for this task."""
 
 
 PAPER_PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer now. "
@@ -119,6 +83,121 @@ class PolicySection(Section):
     """Train adapters instead of the weights; {}: with their defaults. null: train the weights."""
     adapter: str | None = None
     """PEFT folder with the adapters to start from, with the rank, alpha and targets of `lora`. null: new ones."""
+
+
+class InterruptionSection(Section):
+    """Forced length interruption (section 2 of the paper).
+
+    The paper specifies an output of 14,336 tokens, 12,288 of thinking and 2,048 of answer, and that thinking is
+    interrupted at 10k to 12k tokens. It does not specify the budget of an answer after thinking ended by itself: see
+    `after_natural_end`.
+    """
+
+    enabled: bool | Literal["auto"] = AUTO
+    """False: thinking and answer share one budget of thinking_tokens[1] + answer_tokens. auto: true for a policy that
+    thinks in tags, false for one without."""
+    thinking_tokens: tuple[NonNegativeInt, NonNegativeInt] = (10240, 12288)
+    """Range of the interruption point, both ends included (tokens; section 2 of the paper: [10k, 12k]). Not specified
+    by the paper: it is drawn uniformly per completion from the run's seed."""
+    phrase: str = PAPER_PHRASE
+    """Forced when the interruption point is reached while thinking. The closing think tag follows immediately, so a
+    space before the tag has to be the phrase's last character. Forced tokens are masked out of the loss (not
+    specified by the paper)."""
+    answer_tokens: PositiveInt = 2048
+    """Budget after a forced end of thinking (tokens; section 2 of the paper: 2,048)."""
+    after_natural_end: Literal["rest_of_budget", "answer_tokens"] = "rest_of_budget"
+    """Budget after thinking ended by itself: the rest of thinking_tokens[1] + answer_tokens for the whole completion,
+    or answer_tokens as after a forced end. Not specified by the paper."""
+
+    @model_validator(mode="after")
+    def _range(self) -> "InterruptionSection":
+        low, high = self.thinking_tokens
+        if not 1 <= low <= high:
+            raise ValueError(f"thinking_tokens is [{low}, {high}]; it has to be [low, high] with 1 <= low <= high")
+        return self
+
+
+class EnvironmentSection(Section):
+    """Episodes of several turns, in place of one answer to each prompt (docs/environments.md).
+
+    `environment: module:Class` alone sets the name. The paper has one turn.
+    """
+
+    name: str | None = None
+    """`module:Class` with reset(row) and step(response), or with run(row, agent); `verifiers:NAME`, an environment of
+    that library (docs/environments.md). null: single turns."""
+    thinking: Literal["keep", "strip"] = "keep"
+    """Thinking of earlier turns. keep: it stays in the context, whatever the chat template does. strip: it leaves the
+    context where the chat template drops it, and the episode forks into several samples there."""
+    max_turns: PositiveInt = 16
+    """Turns of the policy, or requests of an agent, after which an episode is truncated."""
+    turn_tokens: PositiveInt | None = None
+    """Tokens of one turn of the policy. null: what is left of the episode."""
+    episode_tokens: PositiveInt | None = None
+    """Tokens of an episode after its first prompt, of policy and environment together; of each conversation of an
+    agent beyond as many as the row's prompt has. null: as many as a completion has without an environment,
+    interruption.thinking_tokens[1] + answer_tokens."""
+    thinking_tokens: PositiveInt | None = None
+    """Thinking of an episode (tokens); interruption.thinking_tokens holds for each turn. null: no limit."""
+    timeout_s: PositiveFloat = 60.0
+    """Wall-clock limit of one reset or step, or of an agent's time without a request (s). Beyond it the environment
+    has failed."""
+    episode_timeout_s: PositiveFloat | None = None
+    """Wall-clock limit of an episode (s), after which it is truncated, generation included: it favors short episodes.
+    null: none."""
+    workers: PositiveInt | None = None
+    """Processes, each of which holds many episodes. null: one for each CPU available to the controller, at most 8."""
+    memory_mb: PositiveInt | None = None
+    """Address space of each process (MiB). null: no limit."""
+    variables: tuple[str, ...] = ()
+    """Names of environment variables to pass to the processes, as rewards.variables."""
+
+
+TaskName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")]
+"""Name of a task, in metrics and in the journal."""
+
+
+class TaskSection(Section):
+    """A task of a mixture: keys of `prompts` and `rewards`, and sections, whose values it has where it sets none."""
+
+    path: str
+    """Its training prompts, as prompts.path."""
+    weight: PositiveFloat
+    """Its share of the drawn prompts, relative to the other tasks'."""
+    split: str | None = None
+    """prompts.split for this task."""
+    preset: str | None = None
+    """prompts.preset for this task."""
+    prompt_column: str | None = None
+    """prompts.prompt_column for this task."""
+    answer_column: str | None = None
+    """prompts.answer_column for this task."""
+    prompt_template: str | None = None
+    """prompts.prompt_template for this task."""
+    system: str | None = None
+    """prompts.system for this task."""
+    held_out_path: str | None = None
+    """prompts.held_out_path for this task; it cannot be set for all tasks."""
+    held_out: NonNegativeInt | Annotated[float, Field(gt=0, lt=1)] | None = None
+    """prompts.held_out for this task's prompts."""
+    verifier: str | None = None
+    """rewards.verifier for this task. Each task has its verifier processes."""
+    workers: PositiveInt | None = None
+    """rewards.workers for this task."""
+    concurrency: PositiveInt | None = None
+    """rewards.concurrency for this task."""
+    cpu_s: PositiveFloat | None = None
+    """rewards.cpu_s for this task."""
+    timeout_s: PositiveFloat | None = None
+    """rewards.timeout_s for this task."""
+    memory_mb: PositiveInt | None = None
+    """rewards.memory_mb for this task."""
+    file_mb: NonNegativeInt | None = None
+    """rewards.file_mb for this task."""
+    environment: Annotated[EnvironmentSection | None, BeforeValidator(section_of)] = None
+    """`environment` for this task: its keys over the recipe's. {name: null}: single turns."""
+    interruption: InterruptionSection | None = None
+    """`interruption` for this task: its keys over the recipe's."""
 
 
 class PromptsSection(Section):
@@ -256,74 +335,6 @@ class RolloutsSection(Section):
             values = f"{self.max_staleness_steps} and {str(self.routing_replay).lower()}"
             raise ValueError(f"deterministic needs max_staleness_steps 0 and routing_replay false; they are {values}")
         return self
-
-
-class InterruptionSection(Section):
-    """Forced length interruption (section 2 of the paper).
-
-    The paper specifies an output of 14,336 tokens, 12,288 of thinking and 2,048 of answer, and that thinking is
-    interrupted at 10k to 12k tokens. It does not specify the budget of an answer after thinking ended by itself: see
-    `after_natural_end`.
-    """
-
-    enabled: bool | Literal["auto"] = AUTO
-    """False: thinking and answer share one budget of thinking_tokens[1] + answer_tokens. auto: true for a policy that
-    thinks in tags, false for one without."""
-    thinking_tokens: tuple[NonNegativeInt, NonNegativeInt] = (10240, 12288)
-    """Range of the interruption point, both ends included (tokens; section 2 of the paper: [10k, 12k]). Not specified
-    by the paper: it is drawn uniformly per completion from the run's seed."""
-    phrase: str = PAPER_PHRASE
-    """Forced when the interruption point is reached while thinking. The closing think tag follows immediately, so a
-    space before the tag has to be the phrase's last character. Forced tokens are masked out of the loss (not
-    specified by the paper)."""
-    answer_tokens: PositiveInt = 2048
-    """Budget after a forced end of thinking (tokens; section 2 of the paper: 2,048)."""
-    after_natural_end: Literal["rest_of_budget", "answer_tokens"] = "rest_of_budget"
-    """Budget after thinking ended by itself: the rest of thinking_tokens[1] + answer_tokens for the whole completion,
-    or answer_tokens as after a forced end. Not specified by the paper."""
-
-    @model_validator(mode="after")
-    def _range(self) -> "InterruptionSection":
-        low, high = self.thinking_tokens
-        if not 1 <= low <= high:
-            raise ValueError(f"thinking_tokens is [{low}, {high}]; it has to be [low, high] with 1 <= low <= high")
-        return self
-
-
-class EnvironmentSection(Section):
-    """Episodes of several turns, in place of one answer to each prompt (docs/environments.md).
-
-    `environment: module:Class` alone sets the name. The paper has one turn.
-    """
-
-    name: str | None = None
-    """`module:Class` with reset(row) and step(response), or with run(row, agent); `verifiers:NAME`, an environment of
-    that library (docs/environments.md). null: single turns."""
-    thinking: Literal["keep", "strip"] = "keep"
-    """Thinking of earlier turns. keep: it stays in the context, whatever the chat template does. strip: it leaves the
-    context where the chat template drops it, and the episode forks into several samples there."""
-    max_turns: PositiveInt = 16
-    """Turns of the policy, or requests of an agent, after which an episode is truncated."""
-    turn_tokens: PositiveInt | None = None
-    """Tokens of one turn of the policy. null: what is left of the episode."""
-    episode_tokens: PositiveInt | None = None
-    """Tokens of an episode after its first prompt, of policy and environment together; of each conversation of an
-    agent beyond as many as the row's prompt has. null: as many as a completion has without an environment,
-    interruption.thinking_tokens[1] + answer_tokens."""
-    thinking_tokens: PositiveInt | None = None
-    """Thinking of an episode (tokens); interruption.thinking_tokens holds for each turn. null: no limit."""
-    timeout_s: PositiveFloat = 60.0
-    """Wall-clock limit of one reset or step, or of an agent's time without a request (s). Beyond it the environment
-    has failed."""
-    episode_timeout_s: PositiveFloat | None = None
-    """Wall-clock limit of an episode (s), after which it is truncated, generation included: it favors short episodes.
-    null: none."""
-    workers: PositiveInt | None = None
-    """Processes, each of which holds many episodes. null: one for each CPU available to the controller, at most 8."""
-    memory_mb: PositiveInt | None = None
-    """Address space of each process (MiB). null: no limit."""
-    variables: tuple[str, ...] = ()
-    """Names of environment variables to pass to the processes, as rewards.variables."""
 
 
 class LengthPenaltySection(Section):

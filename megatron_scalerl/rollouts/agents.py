@@ -45,7 +45,7 @@ from megatron_scalerl.processes.child_process import cancelled, time_limit
 from megatron_scalerl.prompts.turns import PastTurn
 from megatron_scalerl.recipe.sections import EnvironmentSection
 from megatron_scalerl.record import record
-from megatron_scalerl.rollouts.decoder import Decoded
+from megatron_scalerl.rollouts.decoder import Decoded, TurnSettings
 from megatron_scalerl.rollouts.decoder_pool import DecoderPool
 from megatron_scalerl.rollouts.trace import Part
 from megatron_scalerl.types import CompletionLost
@@ -200,6 +200,7 @@ class Session:
         settings: EnvironmentSection,
         ask: Ask,
         decoders: DecoderPool,
+        talk: TurnSettings,
         *,
         vocabulary: int,
         tokens: int,
@@ -211,6 +212,7 @@ class Session:
         self._agent = agent
         self._ask = ask
         self._decoders = decoders
+        self._talk = talk
         self._most_bytes = tokens * TOKEN_BYTES + OTHER_BYTES
         self._rendering = asyncio.Lock()
         self._sessions = sessions
@@ -359,7 +361,7 @@ class Session:
                 known = size
         said = replace(before, messages=(*before.messages, messages[known:]))
         async with self._rendering:
-            ids, whole = await self._decoders.render(said.messages, said.turns, tools=tools)
+            ids, whole = await self._decoders.render(said.messages, said.turns, replace(self._talk, tools=tools))
         context = ids.tolist()
         if not whole:
             context = [*said.part.context[: said.tokens], *context]

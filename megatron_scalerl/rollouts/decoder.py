@@ -78,6 +78,8 @@ class TurnSettings:
     """The recipe's section, settled, as JSON."""
     end_ids: tuple[int, ...]
     thinking: Literal["keep", "strip"]
+    tools: str = "[]"
+    """Those that the template shows and whose calls are read, as JSON."""
 
 
 @record
@@ -89,8 +91,8 @@ class Setup:
     """tokenizer.json of the policy; None if it has none: transformers then loads the tokenizer from `policy`."""
     policy: str
     """Hugging Face folder of the policy."""
-    turns: TurnSettings | None = None
-    """None for single turns."""
+    episodes: bool = False
+    """Whether there are requests with `talk`."""
 
 
 @record
@@ -106,8 +108,8 @@ class Request:
     messages: tuple[tuple[Message, ...], ...] = ()
     """[turns + 1] the environment's messages before each turn."""
     turns: tuple[PastTurn, ...] = ()
-    tools: str = "[]"
-    """Those that the template shows and whose calls are read, as JSON."""
+    talk: TurnSettings | None = None
+    """Of the task; None: a single turn."""
 
 
 @record
@@ -149,13 +151,11 @@ class Decoding:
         self._format = setup.answer
         self._text = _text_decoder(setup)
         self._request = msgspec.json.Decoder(Request)
-        self._turns = setup.turns
-        if setup.turns is not None:
+        if setup.episodes:
             from megatron_scalerl.prompts.tokenizer import load_tokenizer  # imports transformers
 
-            of_tools = partial(turns_of, load_tokenizer(setup.policy), setup.turns)
             # agents choose their tools
-            self._talk = lru_cache(TOOL_SETS)(lambda tools: of_tools(msgspec.json.decode(tools)))
+            self._talk = lru_cache(TOOL_SETS)(partial(turns_of, load_tokenizer(setup.policy)))
 
     def __call__(self, head: bytes, body: bytes) -> Answer:
         """The reply to a request and its bytes."""
@@ -177,8 +177,8 @@ class Decoding:
         answer_start = self._format.answer_start(arrays.token_ids) or 0
         if not arrays.truncated:  # a truncated completion counts as wrong, whatever it says
             text = self._format.answer_text(arrays.token_ids, self._text)
-        if text is not None and self._turns:
-            _, read = self._talk(request.tools)
+        if text is not None and request.talk is not None:
+            _, read = self._talk(request.talk)
             before_calls, calls = read(arrays.token_ids[answer_start:].tolist())
         decoded = Decoded(
             completion=facts_of(arrays),
@@ -191,15 +191,16 @@ class Decoding:
 
     def _rendered(self, request: Request) -> Answer:
         """Raises ValueError, and RecursionError for nested messages and tools."""
-        renderer, _ = self._talk(request.tools)
+        renderer, _ = self._talk(request.talk)
         ids, rewritten = renderer.next(request.messages, request.turns)
         return Answer(head=Reply(rewritten=rewritten), body=np.array(ids, dtype="<u4").tobytes())
 
 
-def turns_of(tokenizer: Any, turns: TurnSettings, tools: Sequence[dict[str, Any]]) -> tuple[TurnRenderer, ToolParser]:
+def turns_of(tokenizer: Any, turns: TurnSettings) -> tuple[TurnRenderer, ToolParser]:
     """(renderer of the turns, parser of their calls of tools). Raises ValueError as both, and for tools that no
     template shows."""
     prompts = PromptsSection.model_validate_json(turns.prompts)
+    tools = msgspec.json.decode(turns.tools)
     if tools and not prompts.chat_template:
         raise ValueError("environment: tools need prompts.chat_template true, since the template shows them")
     parser = tool_parser(tokenizer, tools, turns.end_ids)

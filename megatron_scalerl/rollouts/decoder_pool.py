@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
@@ -66,22 +66,15 @@ class DecoderPool:
         plans: Plans,
         *,
         logs: Path,
-        tools: Sequence[dict[str, Any]] = (),
         timeout_s: float = TIMEOUT_S,
     ):
-        """logs: folder of the processes' logs, `decoder-N.log`. tools: those of requests that have none of their own.
-
-        Raises ValueError if the recipe has an environment and the tokenizer cannot have turns or these tools.
-        """
-        turns = None
-        self._tools = msgspec.json.encode(tools).decode()
-        if recipe.environment.name is not None:
-            turns = turn_settings(recipe, tokenizer)
-            turns_of(tokenizer, turns, tools)
+        """logs: folder of the processes' logs, `decoder-N.log`."""
         fast: Any = getattr(tokenizer, "backend_tokenizer", None)
         # with this text the processes need no transformers, whose import takes seconds
         text = fast.to_str() if hasattr(fast, "to_str") else None
-        setup = Setup(answer=plans.answer_format(), tokenizer=text, policy=recipe.policy.path, turns=turns)
+        setup = Setup(
+            answer=plans.answer_format(), tokenizer=text, policy=recipe.policy.path, episodes=recipe.episodes
+        )
         workers = recipe.rollouts.decoders or min(MAX_DEFAULT_WORKERS, default_workers())
         program = Program(
             name="decoder",
@@ -115,21 +108,21 @@ class DecoderPool:
         """A slot, to be held from before a body is read until it is decoded."""
         return self._slots
 
-    def with_tools(self, tools: str | None) -> Decoder[Decoded]:
-        """The interface for `EngineClient.generate`. tools: as JSON; None: the pool's."""
-        return SimpleNamespace(slot=self.slot, decode=partial(self.decode, tools=tools))  # type: ignore[return-value]
+    def of_turns(self, talk: TurnSettings) -> Decoder[Decoded]:
+        """The interface for `EngineClient.generate` of a turn in an episode."""
+        return SimpleNamespace(slot=self.slot, decode=partial(self.decode, talk=talk))  # type: ignore[return-value]
 
     async def decode(
-        self, body: bytes, *, plan: Plan | None, seed: int, where: str, tools: str | None = None
+        self, body: bytes, *, plan: Plan | None, seed: int, where: str, talk: TurnSettings | None = None
     ) -> tuple[Decoded, int]:
         """(the completion in the response to a generation request, its tokens); the caller holds a slot.
 
-        plan, seed: of the request. where: engine and path. tools: as JSON; None: the pool's. Raises EngineError for a
-        malformed response, CompletionLost if a token has no log-probability (`no_logprobs`) or the body ended two
-        processes (`decoder_lost`), RuntimeError if the pool ended.
+        plan, seed: of the request. where: engine and path. talk: of an episode. Raises EngineError for a malformed
+        response, CompletionLost if a token has no log-probability (`no_logprobs`) or the body ended two processes
+        (`decoder_lost`), RuntimeError if the pool ended.
         """
         problem = f"{where}: the answer of {len(body)} bytes cannot be decoded"
-        request = Request(plan=plan, seed=seed, where=where, tools=tools or self._tools)
+        request = Request(plan=plan, seed=seed, where=where, talk=talk)
         reply, data = await self._ask(request, body, problem)
         if reply.decoded is not None:
             return replace(reply.decoded, data=data), reply.decoded.completion.tokens
@@ -138,14 +131,14 @@ class DecoderPool:
         raise CompletionLost(reply.lost, reason=reply.lost_reason)
 
     async def render(
-        self, messages: Sequence[Sequence[Message]], turns: Sequence[PastTurn], *, tools: str | None = None
+        self, messages: Sequence[Sequence[Message]], turns: Sequence[PastTurn], talk: TurnSettings
     ) -> tuple[np.ndarray, bool]:
         """(tokens, u32, whether they are the whole context; else they are appended to it).
 
-        messages: [turns + 1] those of the environment before each turn, the last ones new. tools: as for `decode`.
-        Raises ValueError as `prompts.turns.TurnRenderer`, CompletionLost and RuntimeError as `decode`.
+        messages: [turns + 1] those of the environment before each turn, the last ones new. Raises ValueError as
+        `prompts.turns.TurnRenderer`, CompletionLost and RuntimeError as `decode`.
         """
-        request = Request(messages=tuple(map(tuple, messages)), turns=tuple(turns), tools=tools or self._tools)
+        request = Request(messages=tuple(map(tuple, messages)), turns=tuple(turns), talk=talk)
         reply, data = await self._ask(request, b"", "the environment's messages cannot be rendered")
         if reply.error:
             raise ValueError(reply.error)
@@ -170,13 +163,21 @@ class DecoderPool:
         return end
 
 
-def turn_settings(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> TurnSettings:
-    """The settings of the turns of a recipe with an environment."""
-    return TurnSettings(
+def turn_settings(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
+) -> TurnSettings:
+    """The settings of the turns of a task with an environment. recipe: of the task.
+
+    Raises ValueError where the tokenizer cannot have turns or these tools.
+    """
+    talk = TurnSettings(
         prompts=recipe.prompts.model_dump_json(),
         end_ids=end_token_ids(recipe.policy.path, tokenizer),
         thinking=recipe.environment.thinking,
+        tools=msgspec.json.encode(tools).decode(),
     )
+    turns_of(tokenizer, talk)
+    return talk
 
 
 def _warn(death: WorkerDied) -> bool:

@@ -42,12 +42,14 @@ from megatron_scalerl.environments.response import Message, Response
 from megatron_scalerl.processes.child_process import race
 from megatron_scalerl.prompts.turns import PastTurn
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.sections import EnvironmentSection
+from megatron_scalerl.recipe.tasks import Task, tasks_of
 from megatron_scalerl.rewards.pool import TaskPools, VerifierPool
 from megatron_scalerl.rollouts.agents import AgentServer, AnswerCut, Ask, LimitReached
-from megatron_scalerl.rollouts.decoder import Decoded
-from megatron_scalerl.rollouts.decoder_pool import DecoderPool
+from megatron_scalerl.rollouts.decoder import Decoded, TurnSettings
+from megatron_scalerl.rollouts.decoder_pool import DecoderPool, turn_settings
 from megatron_scalerl.rollouts.plans import Draw, Plans
-from megatron_scalerl.rollouts.sampler import Sampler, ScoredCompletion, unconfirmed_text
+from megatron_scalerl.rollouts.sampler import Sampler, ScoredCompletion, TaskSamplers, unconfirmed_text
 from megatron_scalerl.rollouts.trace import Part, Trace
 from megatron_scalerl.types import ENDS, CompletionLost, Prompt
 
@@ -63,11 +65,19 @@ class EpisodeSampler(Sampler):
     """Runs the episodes of prompts on engines, and scores them."""
 
     def __init__(
-        self, recipe: Recipe, plans: Plans, *, environments: EnvironmentPool, agents: AgentServer, **pools: Any
+        self,
+        recipe: Recipe,
+        plans: Plans,
+        *,
+        environments: EnvironmentPool,
+        agents: AgentServer,
+        talk: TurnSettings,
+        **pools: Any,
     ):
-        """pools: decoders and verifier, as for `Sampler`."""
+        """recipe: of the task. pools: decoders and verifier, as for `Sampler`."""
         super().__init__(plans, **pools)
         self._environments = environments
+        self._talk = talk
         self._agents = agents
         self._settings = recipe.environment
         self._most_tokens = plans.most_tokens
@@ -166,6 +176,7 @@ class EpisodeSampler(Sampler):
         for left in reversed(range(self._settings.max_turns)):
             part, _, decoded = await ask(context, number=len(trace.turns))
             turn = await environment.step(Response(text=decoded.text or "", tool_calls=decoded.tool_calls))
+            trace.turn_rewards.append(float(turn.reward or 0))
             if turn.reward is not None:
                 trace.rewards.append(turn.reward)
             if turn.done:
@@ -183,7 +194,7 @@ class EpisodeSampler(Sampler):
         tokens = len(trace.prompt) + self._most_tokens
         limits = {"vocabulary": self._plans.vocabulary, "tokens": tokens}
         async with (
-            self._agents.session(self._settings, ask, self._decoders, **limits) as session,
+            self._agents.session(self._settings, ask, self._decoders, self._talk, **limits) as session,
             race(environment.run(session), asyncio.shield(session.over)) as (run, _),
         ):
             outcome = session.over if session.over.done() else run
@@ -201,7 +212,7 @@ class EpisodeSampler(Sampler):
     ) -> tuple[np.ndarray, bool]:
         """As `DecoderPool.render`. Raises EnvironmentFailed for messages that the chat template refuses."""
         try:
-            return await self._decoders.render(messages, turns)
+            return await self._decoders.render(messages, turns, self._talk)
         except ValueError as problem:
             raise EnvironmentFailed(str(problem), reason="template") from None
 
@@ -235,7 +246,10 @@ class EpisodeSampler(Sampler):
         budgets = (spec.max_tokens, room, self._settings.turn_tokens, most)
         spec = replace(spec, max_tokens=min(filter(None, budgets)), stop=stop)
         with trace.turn(context) as part:
-            decoded = await engine.generate(context, sampling=spec, decoder=self._decoders.with_tools(tools))
+            talk = self._talk
+            if tools is not None:
+                talk = replace(talk, tools=tools)
+            decoded = await engine.generate(context, sampling=spec, decoder=self._decoders.of_turns(talk))
             turn = trace.add(part, context, decoded)
         if decoded.completion.truncated:
             if most and len(turn.token_ids) >= most:
@@ -275,7 +289,7 @@ class EpisodeSampler(Sampler):
             prompt=prompt,
             completion=completion,
             parts=tuple(map(write, parts)),
-            score=replace(score, metrics=trace.metrics),
+            score=replace(score, metrics=trace.metrics, turn_rewards=tuple(trace.turn_rewards)),
             unconfirmed_text=unconfirmed_text(score, trace.text),
         )
 
@@ -284,24 +298,38 @@ class EpisodeSampler(Sampler):
 async def sampling(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
-    plans: Plans,
     *,
     verifier: VerifierPool | TaskPools,
     logs: Path,
-) -> AsyncIterator[Callable[[Plans], Sampler]]:
+) -> AsyncIterator[Callable[[Recipe], Sampler]]:
     """Makes samplers that share decoders and environments, whose processes run in the block.
 
-    plans: of which all others differ in budgets alone. Raises as `DecoderPool` and `EnvironmentPool`.
+    recipe: that of each sampler differs from it in budgets alone. Raises as `DecoderPool`, `EnvironmentPool` and
+    `turn_settings`.
     """
     async with contextlib.AsyncExitStack() as running:
-        tools: Sequence[dict[str, Any]] = ()
-        sampler: Callable[..., Sampler] = Sampler
-        if recipe.environment.name is not None:
-            environments = await running.enter_async_context(EnvironmentPool(recipe.environment, logs=logs))
-            tools = environments.tools
-            agents = AgentServer()
-            if environments.agent:
-                await running.enter_async_context(agents)
-            sampler = partial(EpisodeSampler, recipe, environments=environments, agents=agents)
-        decoders = await running.enter_async_context(DecoderPool(recipe, tokenizer, plans, logs=logs, tools=tools))
-        yield partial(sampler, decoders=decoders, verifier=verifier)
+        pools: dict[EnvironmentSection, EnvironmentPool] = {}
+        episodes: dict[str, dict[str, Any]] = {}
+        agents = AgentServer()
+        for task in tasks_of(recipe):
+            section = task.recipe.environment
+            if section.name is None:
+                continue
+            if section not in pools:
+                pool = EnvironmentPool(section, logs=logs, name="_".join(filter(None, ("environment", task.name))))
+                pools[section] = await running.enter_async_context(pool)
+            talk = turn_settings(task.recipe, tokenizer, pools[section].tools)
+            episodes[task.name] = {"environments": pools[section], "agents": agents, "talk": talk}
+        if any(pool.agent for pool in pools.values()):
+            await running.enter_async_context(agents)
+        plans = Plans(recipe, tokenizer)
+        decoders = await running.enter_async_context(DecoderPool(recipe, tokenizer, plans, logs=logs))
+
+        def sampler_of(task: Task) -> Sampler:
+            plans = Plans(task.recipe, tokenizer)
+            if task.name not in episodes:
+                return Sampler(plans, decoders=decoders, verifier=verifier)
+            own = episodes[task.name]
+            return EpisodeSampler(task.recipe, plans, **own, decoders=decoders, verifier=verifier)
+
+        yield lambda recipe: TaskSamplers({task.name: sampler_of(task) for task in tasks_of(recipe)})

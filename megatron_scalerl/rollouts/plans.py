@@ -52,8 +52,12 @@ def longest_sequence(recipe: Recipe, hf_config: Any, tokenizer: Any, *, capacity
 
     capacity: trainer.micro_batch_tokens. Raises ValueError for a limit that is shorter.
     """
-    phrase_tokens = len(forced_ids(recipe, tokenizer)[0]) if tokenizer else 0
-    longest = recipe.longest_sequence(phrase_tokens)
+    longest = 0
+    for task in recipe.by_task:
+        phrase_tokens = len(forced_ids(task, tokenizer)[0]) if tokenizer else 0
+        if task.longest_sequence(phrase_tokens) > longest:
+            longest = task.longest_sequence(phrase_tokens)
+            recipe = task
     positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     for key, limit, remedy in (
         ("engine.vllm.max_model_len", recipe.engine.vllm.get("max_model_len"), "raise it"),

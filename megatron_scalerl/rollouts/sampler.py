@@ -3,6 +3,7 @@
 Training rollouts and validations share it, so that they differ only in seeds and priority.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron_scalerl.engine.client import EngineClient
@@ -35,8 +36,8 @@ class Sampler:
         self._decoders = decoders
         self._verifier = verifier
 
-    def draw(self, seed: int, group_id: int, index: int) -> Draw:
-        """The random choices for completion `index` of a group, a function of these three numbers."""
+    def draw(self, prompt: Prompt, seed: int, group_id: int, index: int) -> Draw:
+        """The random choices for completion `index` of a group, a function of these numbers and of the task."""
         return self._plans.draw(seed, group_id, index)
 
     async def problem_of(self, prompt: Prompt) -> str:
@@ -67,6 +68,29 @@ class Sampler:
             score=score,
             unconfirmed_text=unconfirmed_text(score, decoded.text),
         )
+
+
+class TaskSamplers(Sampler):
+    """Completes each prompt with the sampler of its task."""
+
+    def __init__(self, samplers: Mapping[str, Sampler]):
+        """samplers: by the name of the task."""
+        self._samplers = samplers
+
+    def draw(self, prompt: Prompt, seed: int, group_id: int, index: int) -> Draw:
+        """As `Sampler.draw`."""
+        return self._samplers[prompt.task].draw(prompt, seed, group_id, index)
+
+    async def problem_of(self, prompt: Prompt) -> str:
+        """As `Sampler.problem_of`."""
+        return await self._samplers[prompt.task].problem_of(prompt)
+
+    async def complete(
+        self, engine: EngineClient, prompt: Prompt, draw: Draw, *, priority: int, max_tokens: int | None = None
+    ) -> ScoredCompletion:
+        """As `Sampler.complete`."""
+        sampler = self._samplers[prompt.task]
+        return await sampler.complete(engine, prompt, draw, priority=priority, max_tokens=max_tokens)
 
 
 def unconfirmed_text(score: Score, text: str | None) -> str:

@@ -400,7 +400,7 @@ class RolloutStream:
                 completion = self._completion(
                     engine,
                     admission.prompt,
-                    self._sampler.draw(self._seed, admission.group_id, drawn + index),
+                    self._sampler.draw(admission.prompt, self._seed, admission.group_id, drawn + index),
                     priority=priority if self._rounds is None else priority + index,
                     where=f"group {admission.group_id}, completion {drawn + index}",
                 )

@@ -46,6 +46,7 @@ class Trace:
         self.prompt = list(prompt)
         self.turns: list[PastTurn] = []
         self.rewards: list[bool | float] = []
+        self.turn_rewards: list[float] = []
         self.metrics: dict[str, float] = {}
         self.text: str | None = None
         """The answer in the last turn."""

@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from rollout_groups import group
+from rollout_groups import group, group_of, rollout
+from stored_episodes import FORKED
 
 from megatron_scalerl.algorithms import ScaleRL, algorithm_of
+from megatron_scalerl.batching.rollout_bytes import arrays_of
 from megatron_scalerl.controller.samples import samples_of, why_empty
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.types import Prompt, Score
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
@@ -79,3 +82,23 @@ def test_leave_one_out_by_hand():
     assert algorithm.separable and algorithm.loss_name == "cispo"
     of_sequences = algorithm_of(recipe(algorithm="rloo:RLOO", loss={"name": "gspo"}))
     assert not of_sequences.separable, "a ratio of a sequence is none of a chunk's tokens"
+
+
+async def test_a_turns_credit_is_what_is_paid_from_it_on_less_the_mean_over_the_group():
+    from turn_credit import TurnCredit
+
+    one_turn = rollout(tokens=(7, 8), mask=(True, False))
+    scores = [Score(correct=True, reward=1.5, turn_rewards=(0.25, 0.25, 1.0)), Score(correct=False, reward=-1.0)]
+    prompt = Prompt(prompt_id="p", text="", answer="", token_ids=(1,))
+    group = group_of([FORKED, one_turn], scores, prompt=prompt)
+    samples = [arrays_of(sample) for sample in (*FORKED, one_turn)]
+    first, second, third, alone = [c["turn_credit"].tolist() for c in await TurnCredit().score(group, samples)]
+    # of the first turn 1.5 and -1 are to come, of the others the first episode's alone
+    assert first == [1.25] * 3 and alone == [-1.25] * 2
+    assert second == [0.0] * 5 and third == [0.0] * 8
+    cut = [scores[0], Score(correct=False, reward=-1.0, reason="truncated", turn_rewards=(0.5, 0.25))]
+    of_both = await TurnCredit().score(group_of([FORKED, FORKED], cut, prompt=prompt), 2 * samples[:3])
+    credits = [column["turn_credit"].tolist() for column in of_both]
+    assert [credits[0], credits[3]] == [[0.375] * 3, [-0.375] * 3]
+    assert [credits[1], credits[4]] == [[0, 0, 0, 0.5, 0.5], [0, 0, 0, -0.5, -0.5]]
+    assert [credits[2][-1], credits[5][-1]] == [0.0, 0.0], "the turn that a limit ended has none"

@@ -58,12 +58,14 @@ def read(listed):
     return listed.read()
 
 
-def check_episodes(folder):
-    """Check that the calculator says what stands between the turns of each stored episode; how often it is asked."""
+def check_episodes(folder, task=""):
+    """Check what the calculator says between the turns of each stored episode of a task; how often it is asked."""
     tokenizer = load_tokenizer(folder)
     answered = 0
     for listed in listed_groups(folder):
         group = listed.read()
+        if group["prompt"]["task"] != task:
+            continue
         for rollout, score in zip(group["rollouts"], group["scores"], strict=True):
             calculator = Calculator()
             calculator.reset(group["prompt"])
@@ -104,23 +106,27 @@ def answer(said):
     return Response(text=said.partition("</think>")[2].removesuffix("<eos>"))
 
 
-def test_a_run_of_agents_has_the_episodes_that_the_calculator_has(tiny_dense, asking, tmp_path, monkeypatch):
+def test_an_agent_and_single_turns_train_in_one_run_each_with_its_validation(
+    tiny_dense, asking, tmp_path, monkeypatch
+):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples"))
-    settings = [
-        *RECIPE,
-        "overlay=examples/agent.yaml",
-        *overrides(tiny_dense, tmp_path, "agent", "steps=2", "validation.every_steps=0"),
-        f"policy.path={asking}",
-        "environment.workers=1",
-        "rollouts.decoders=1",
-    ]
-    assert "all 2 steps are made" in product("train", *settings).stdout
-    folder = tmp_path / "agent"
-    assert check_episodes(folder) > 3
+    overlay = tmp_path / "mixture.yaml"
+    overlay.write_text((ROOT / "examples" / "mixture.yaml").read_text().replace("runs/tiny_1", str(tiny_dense)))
+    settings = [f"policy.path={asking}", "environment.workers=1", "rollouts.decoders=1", "steps=2"]
+    common = [word for word in overrides(tiny_dense, tmp_path, "mixture") if not word.startswith("prompts.")]
+    product("train", "recipes/tiny_cpu.yaml", *common, f"overlay={overlay}", *settings, "name=mixture")
+    folder = tmp_path / "mixture"
+    assert check_episodes(folder, "asked") > 3
     groups = [listed.read() for listed in listed_groups(folder)]
-    assert {len(rollout["parts"]) for group in groups for rollout in group["rollouts"]} == {1}
+    for task, turns, cuts in (("asked", {1, 2, 3}, range(8, 13)), ("sums", {1}, range(44, 53))):
+        rollouts = [r for group in groups if group["prompt"]["task"] == task for r in group["rollouts"]]
+        assert rollouts and {len(rollout["parts"]) for rollout in rollouts} == {1}
+        assert {rollout["turns"] for rollout in rollouts} <= turns
+        assert {rollout["thinking_cut"] for rollout in rollouts} <= set(cuts)
     metrics = [row for row in read_jsonl(folder / "metrics.jsonl") if "skipped" not in row]
     assert [row["step"] for row in metrics] == [1, 2] and max(row.get("turns_mean", 1) for row in metrics) > 1
+    [first, last] = read_jsonl(folder / "validation.jsonl")
+    assert first["step"] == 0 and last["step"] == 2 and last["pass_rate/sums"] >= 0 <= last["pass_rate/asked"]
 
 
 def test_a_killed_run_of_episodes_is_resumed_shown_and_evaluated(tiny_dense, asking, tmp_path, monkeypatch):

@@ -20,8 +20,8 @@ from megatron_scalerl.engine.client import EngineClient, SamplingSpec
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.prompts.tokenizer import load_tokenizer
 from megatron_scalerl.rewards.pool import VerifierPool
-from megatron_scalerl.rollouts.episodes import EpisodeSampler, sampling
-from megatron_scalerl.rollouts.plans import TRAINING_PRIORITY, Plans
+from megatron_scalerl.rollouts.episodes import sampling
+from megatron_scalerl.rollouts.plans import TRAINING_PRIORITY
 from megatron_scalerl.types import Prompt
 
 pytestmark = pytest.mark.slow
@@ -71,7 +71,7 @@ class Talks:
         """(what the sampler returns, its parts as rollouts)."""
         self.turns = []
         self.cuts = []
-        result = await sampler.complete(self, prompt, sampler.draw(7, 0, 0), priority=TRAINING_PRIORITY)
+        result = await sampler.complete(self, prompt, sampler.draw(prompt, 7, 0, 0), priority=TRAINING_PRIORITY)
         return result, [rollout_of(read(data)) for data in result.parts]
 
     async def generate(self, context, *, sampling, decoder):
@@ -111,14 +111,11 @@ def samplers(run, folders, talks, tmp_path_factory):
     def sampler(thinking="keep", *, environment=(), **sections):
         environment = {"thinking": thinking} | dict(environment)
         recipe = talking(folders[0], environment=environment, **sections)
-        plans = Plans(recipe, talks.tokenizer)
         if thinking not in pools:
             logs = tmp_path_factory.mktemp(thinking)
-            make = run(
-                running.enter_async_context(sampling(recipe, talks.tokenizer, plans, verifier=verifier, logs=logs))
-            )
-            pools[thinking] = make.keywords
-        return EpisodeSampler(recipe, plans, **pools[thinking])
+            shared = sampling(recipe, talks.tokenizer, verifier=verifier, logs=logs)
+            pools[thinking] = run(running.enter_async_context(shared))
+        return pools[thinking](recipe)
 
     yield sampler
     run(running.aclose())

@@ -54,7 +54,7 @@ class StandInSampler:
         """Prompts that cannot be learned from, for `problem`."""
         self.problem = "found at its first use"
 
-    def draw(self, seed, group_id, index):
+    def draw(self, prompt, seed, group_id, index):
         return StandInDraw(seed, group_id, index)
 
     async def problem_of(self, prompt):

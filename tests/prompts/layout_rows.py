@@ -8,11 +8,11 @@ from pathlib import Path
 import datasets
 import pyarrow
 import pyarrow.parquet
-from recipe_files import SETTLED
+from recipe_files import SETTLED, small_recipe
 
 from megatron_scalerl.controller.preflight import check_answers
 from megatron_scalerl.prompts.dataset import load_prompts
-from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
+from megatron_scalerl.recipe.sections import PromptsSection
 from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.rewards.limits import Limits
 
@@ -120,5 +120,5 @@ def write(folder, file, rows):
 def load(tokenizer, path, verifier="math", **settings):
     """The prompts of a file."""
     prompts = PromptsSection(path=path, **SETTLED | {"held_out": 0, "chat_template": True} | settings)
-    task = Task(name="", weight=1.0, prompts=prompts, rewards=RewardsSection(verifier=verifier))
+    task = Task(name="", weight=1.0, recipe=small_recipe(prompts=prompts, rewards={"verifier": verifier}))
     return load_prompts(tokenizer, [task], check_answers)

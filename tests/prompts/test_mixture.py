@@ -6,11 +6,11 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recipe_files import SETTLED
+from recipe_files import SETTLED, small_recipe
 
 from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
 from megatron_scalerl.prompts.dataset import first_of_each_task, load_prompts, prompt_id
-from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
+from megatron_scalerl.recipe.sections import PromptsSection
 from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.tiny.tokenizer import build_tokenizer
 from megatron_scalerl.types import Prompt
@@ -81,7 +81,7 @@ def task(tmp_path, name, rows, **values):
     path = tmp_path / f"{name}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     section = PromptsSection(path=str(path), **SETTLED | {"held_out": 0} | values)
-    return Task(name=name, weight=1.0, prompts=section, rewards=RewardsSection())
+    return Task(name=name, weight=1.0, recipe=small_recipe(prompts=section))
 
 
 def test_prompts_of_several_files_know_their_task(tmp_path):

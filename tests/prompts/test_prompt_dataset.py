@@ -11,7 +11,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from recipe_files import SETTLED
+from recipe_files import SETTLED, small_recipe
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -19,7 +19,7 @@ from megatron_scalerl.prompts import sources
 from megatron_scalerl.prompts.dataset import load_prompts, split_held_out
 from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.prompts.sources import Row, read_rows
-from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
+from megatron_scalerl.recipe.sections import PromptsSection
 from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.tiny.task import prompt_rows
 from megatron_scalerl.tiny.tokenizer import build_tokenizer
@@ -39,7 +39,7 @@ def write_jsonl(path, rows):
 
 def task(path, name="", weight=1.0, **values):
     prompts = PromptsSection(path=str(path), **SETTLED | {"held_out": 0} | values)
-    return Task(name=name, weight=weight, prompts=prompts, rewards=RewardsSection())
+    return Task(name=name, weight=weight, recipe=small_recipe(prompts=prompts))
 
 
 def section(path, **values):

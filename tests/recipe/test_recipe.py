@@ -172,10 +172,30 @@ def test_tasks_have_the_settings_of_prompts_and_rewards_and_their_own(path):
 
 
 def test_every_key_of_a_task_is_one_of_prompts_or_rewards():
-    own = TaskSection.model_fields.keys() - {"weight"}
+    own = TaskSection.model_fields.keys() - {"weight", "environment", "interruption"}
     assert own <= PromptsSection.model_fields.keys() | RewardsSection.model_fields.keys()
     assert not PromptsSection.model_fields.keys() & RewardsSection.model_fields.keys()
     assert all(info.description for info in TaskSection.model_fields.values())
+
+
+def test_a_task_has_its_own_environment_and_interruption_over_the_recipes(path):
+    path.write_text(TASKS + CODE)
+    game = "{path: g, weight: 1, environment: games:Game, interruption: {answer_tokens: 7, enabled: auto}}"
+    shared = ["environment.max_turns=3", "interruption.thinking_tokens=[4, 5]", "interruption.enabled=false"]
+    recipe = load_recipe(path, [*shared, f"prompts.tasks.game={game}"])
+    code, task, math = tasks_of(recipe)
+    assert [code.episodes, task.episodes, math.episodes, recipe.episodes] == [False, True, False, True]
+    assert (task.recipe.environment.name, task.recipe.environment.max_turns) == ("games:Game", 3)
+    assert math.recipe.interruption == recipe.interruption
+    own = task.recipe.interruption
+    assert (own.thinking_tokens, own.answer_tokens, own.enabled) == ((4, 5), 7, False)
+    assert recipe.max_completion_tokens == math.recipe.max_completion_tokens == 2053
+    assert task.recipe.max_completion_tokens == 12
+    assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
+    everywhere = load_recipe(path, ["environment=a:A", "prompts.tasks.math.environment={name: null}"])
+    assert [task.episodes for task in tasks_of(everywhere)] == [True, False]
+    longer = ["prompts.tasks.game.environment.episode_tokens=3000", f"prompts.tasks.game={game}"]
+    assert load_recipe(path, [*shared, *reversed(longer)]).max_completion_tokens == 3000
 
 
 def test_a_recipe_with_a_path_has_one_task(path):

@@ -2,9 +2,10 @@
 
 import asyncio
 
+from recipe_files import small_recipe
 from worker_pools import count_restarts
 
-from megatron_scalerl.recipe.sections import PromptsSection, RewardsSection
+from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.recipe.tasks import Task
 from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.types import Prompt, Score
@@ -26,7 +27,7 @@ def prompt(extra=None, *, answer="7", **changes):
 def task(verifier, name="", **rewards):
     """A task with one worker."""
     section = RewardsSection(verifier=verifier, **{"workers": 1, "timeout_s": 60.0} | rewards)
-    return Task(name=name, weight=1.0, prompts=PromptsSection(path="p"), rewards=section)
+    return Task(name=name, weight=1.0, recipe=small_recipe(rewards=section))
 
 
 def pool_of(function, *, start_timeout_s=60.0, **rewards):

@@ -10,6 +10,7 @@ from scripted_episodes import arrays
 from megatron_scalerl.prompts.turns import PastTurn
 from megatron_scalerl.recipe.sections import EnvironmentSection
 from megatron_scalerl.rollouts.agents import AgentServer
+from megatron_scalerl.rollouts.decoder import TurnSettings
 from megatron_scalerl.rollouts.trace import Part
 
 SETTINGS = EnvironmentSection(name="m:C", max_turns=4, timeout_s=0.3)
@@ -30,7 +31,7 @@ class Policy:
         self.decoded = arrays("9<eos>", 0)
         self.rendered = []
 
-    async def render(self, messages, turns, *, tools):
+    async def render(self, messages, turns, talk):
         if self.problem is not None:
             raise self.problem
         self.rendered.append((list(map(list, messages)), turns))
@@ -44,8 +45,11 @@ class Policy:
         return Part(context, 0), PastTurn(token_ids=(*self.said, 4, 2), answer_start=0), self.decoded
 
 
+TALK = TurnSettings(prompts="{}", end_ids=(2,), thinking="keep")
+
+
 def session_of(server, policy, tokens=20):
-    return server.session(SETTINGS, policy.ask, policy, vocabulary=20, tokens=tokens)
+    return server.session(SETTINGS, policy.ask, policy, TALK, vocabulary=20, tokens=tokens)
 
 
 @contextlib.asynccontextmanager

@@ -18,7 +18,6 @@ from megatron_scalerl.batching.rollout_bytes import RolloutArrays, facts_of, wri
 from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.rollouts.decoder_pool import Decoded, DecoderPool
 from megatron_scalerl.rollouts.episodes import sampling
-from megatron_scalerl.rollouts.plans import Plans
 from megatron_scalerl.tiny.tokenizer import build_tokenizer
 from megatron_scalerl.types import CompletionLost, Prompt
 
@@ -97,18 +96,17 @@ async def sampler_of(recipe, tokenizer=TOKENIZER):
     folder = Path(recipe.policy.path)
     if tokenizer is TOKENIZER:
         save_tokenizer(folder)
-    plans = Plans(recipe, tokenizer)
     async with (
         VerifierPool(recipe.rewards) as verifier,
-        sampling(recipe, tokenizer, plans, verifier=verifier, logs=folder) as samplers,
+        sampling(recipe, tokenizer, verifier=verifier, logs=folder) as samplers,
     ):
-        yield samplers(plans)
+        yield samplers(recipe)
 
 
 async def outcome(sampler, engine, row, sample=0):
     """What the sampler returns or raises."""
     try:
-        return await sampler.complete(engine, row, sampler.draw(1, 0, sample), priority=1)
+        return await sampler.complete(engine, row, sampler.draw(row, 1, 0, sample), priority=1)
     except CompletionLost as lost:
         return lost
 

@@ -195,7 +195,7 @@ async def test_one_request_of_a_session_is_rendered_at_a_time():
     rendering = []
     most = []
 
-    async def render(messages, turns, *, tools):
+    async def render(messages, turns, talk):
         rendering.append(1)
         most.append(len(rendering))
         await passes()

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from chat_templates import CHATML, QWEN3_TURNS
@@ -14,7 +15,7 @@ from worker_pools import count_restarts
 
 from megatron_scalerl.batching.rollout_bytes import read
 from megatron_scalerl.prompts.turns import PastTurn
-from megatron_scalerl.rollouts.decoder_pool import DecoderPool
+from megatron_scalerl.rollouts.decoder_pool import DecoderPool, turn_settings
 from megatron_scalerl.rollouts.plans import Plans
 
 USER = ({"role": "user", "content": "1+1"},)
@@ -22,7 +23,7 @@ OUTPUT = ({"role": "tool", "content": "2<|im_end|>"},)
 
 
 def pool_of(folder, template=QWEN3_TURNS, *, chat=True):
-    """(the tokenizer, a pool for a policy with this template)."""
+    """(the tokenizer, a pool for a policy with this template, its turns)."""
     tokenizer = save_policy(folder, template)
     recipe = small_recipe(
         policy={"path": str(folder)},
@@ -31,15 +32,15 @@ def pool_of(folder, template=QWEN3_TURNS, *, chat=True):
         interruption={"enabled": False},
         environment={"name": "games:Game", "thinking": "strip"},
     )
-    pool = DecoderPool(recipe, tokenizer, Plans(recipe, tokenizer), logs=folder, tools=[TOOL])
-    return tokenizer, count_restarts(pool)
+    pool = DecoderPool(recipe, tokenizer, Plans(recipe, tokenizer), logs=folder)
+    return tokenizer, count_restarts(pool), turn_settings(recipe, tokenizer, [TOOL])
 
 
-async def decoded(pool, tokenizer, text, **fields):
+async def decoded(pool, tokenizer, talk, text, **fields):
     ids = ids_of(tokenizer, text)
     body = json.dumps(answer(token_ids=ids, logprobs=(-0.5,) * len(ids), **fields)).encode()
     async with pool.slot():
-        return (await pool.decode(body, plan=None, seed=0, where="engine-0"))[0]
+        return (await pool.decode(body, plan=None, seed=0, where="engine-0", talk=talk))[0]
 
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -47,11 +48,11 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 @pytest.mark.slow
 async def test_a_text_that_does_not_count_has_no_calls(tmp_path):
-    tokenizer, pool = pool_of(tmp_path)
+    tokenizer, pool, talk = pool_of(tmp_path)
     async with pool:
-        cut = await decoded(pool, tokenizer, f"\nadd</think>{CALL}", finish_reason="length")
+        cut = await decoded(pool, tokenizer, talk, f"\nadd</think>{CALL}", finish_reason="length")
         assert (cut.text, cut.tool_calls, cut.answer_start) == (None, (), 5)
-        thinking = await decoded(pool, tokenizer, f"{CALL}<|im_end|>")
+        thinking = await decoded(pool, tokenizer, talk, f"{CALL}<|im_end|>")
         assert (thinking.text, thinking.tool_calls, thinking.answer_start) == (None, (), 0)
 
 
@@ -61,18 +62,18 @@ async def test_messages_that_the_template_refuses_are_an_error_and_the_process_g
     refusing = source.replace(
         "{% else %}<|im_start|>", "{% elif m.content == 'no' %}{{ raise_exception('no') }}{% else %}<|im_start|>"
     )
-    tokenizer, pool = pool_of(tmp_path, refusing)
+    tokenizer, pool, talk = pool_of(tmp_path, refusing)
     turn = past(tokenizer, "2<|im_end|>")
     async with pool:
         with pytest.raises(ValueError, match=r"^prompts\.chat_template: the tokenizer's template fails: no$"):
-            await pool.render([USER, ({"role": "user", "content": "no"},)], [turn])
-        assert len((await pool.render([USER, USER], [turn]))[0]) and not pool.restarts
+            await pool.render([USER, ({"role": "user", "content": "no"},)], [turn], talk)
+        assert len((await pool.render([USER, USER], [turn], talk))[0]) and not pool.restarts
 
 
 @pytest.mark.slow
 async def test_what_is_nested_too_deeply_is_an_error_and_the_process_goes_on(tmp_path):
     """Arguments that the policy wrote, in an answer of an agent, and tools."""
-    tokenizer, pool = pool_of(tmp_path)
+    tokenizer, pool, talk = pool_of(tmp_path)
     turn = past(tokenizer, "2<|im_end|>")
     errors = 0
     async with pool:
@@ -84,22 +85,22 @@ async def test_what_is_nested_too_deeply_is_an_error_and_the_process_goes_on(tmp
             function = {"name": "add", "arguments": arguments}
             message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
             for ask in (
-                pool.render([USER, (message, *USER)], [turn]),
-                pool.render([USER], [], tools=f"[{nested}]"),
+                pool.render([USER, (message, *USER)], [turn], talk),
+                pool.render([USER], [], replace(talk, tools=f"[{nested}]")),
             ):
                 try:
                     await ask
                 except (ValueError, RecursionError):
                     errors += 1
             text = f'<tool_call>{{"name": "add", "arguments": {nested}}}</tool_call>'
-            await decoded(pool, tokenizer, f"</think>{text}<|im_end|>")
-        assert len(await pool.render([USER], [])) == 2 and errors and not pool.restarts
+            await decoded(pool, tokenizer, talk, f"</think>{text}<|im_end|>")
+        assert len(await pool.render([USER], [], talk)) == 2 and errors and not pool.restarts
 
 
 @pytest.mark.slow
 async def test_ids_that_the_tokenizer_does_not_have_are_decoded_and_rendered(tmp_path):
     """An engine samples any row of the embedding, which is padded in many policies."""
-    tokenizer, pool = pool_of(tmp_path)
+    tokenizer, pool, talk = pool_of(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 5000}}))
     recipe = small_recipe(policy={"path": str(tmp_path)}, interruption={"enabled": False})
     assert Plans(recipe, tokenizer).vocabulary == 5000 > len(tokenizer)
@@ -109,10 +110,10 @@ async def test_ids_that_the_tokenizer_does_not_have_are_decoded_and_rendered(tmp
     body = json.dumps(answer(token_ids=ids, logprobs=(-0.5,) * len(ids))).encode()
     async with pool:
         async with pool.slot():
-            said, _ = await pool.decode(body, plan=None, seed=0, where="engine-0")
+            said, _ = await pool.decode(body, plan=None, seed=0, where="engine-0", talk=talk)
         assert said.text == "2" and read(said.data).token_ids.tolist() == ids
         turn = PastTurn(token_ids=tuple(ids), answer_start=said.answer_start)
-        assert len((await pool.render([USER, USER], [turn]))[0])
+        assert len((await pool.render([USER, USER], [turn], talk))[0])
         assert not pool.restarts
 
 

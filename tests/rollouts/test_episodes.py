@@ -135,6 +135,7 @@ def test_an_environment_that_begins_differently_each_time_begins_the_episode_ane
 @pytest.mark.parametrize(
     ("rewards", "last", "score"),
     [
+        ((None, 0.5), "7", Score(correct=False, reward=0.5)),
         ((False, False), "7", Score(correct=False, reward=-1.0)),
         ((False, True), "7", Score(correct=True, reward=1.0)),
         ((0.5, True), "7", Score(correct=True, reward=1.5)),
@@ -150,6 +151,8 @@ def test_what_several_rewards_are_together(rewards, last, score, tmp_path, monke
     script = [said(f"</think>{digit}<eos>") for digit in ("7", last)]
     result, _, _ = completed(tmp_path, "", *script, row=prompt(rewards=rewards), environment=section)
     assert result.score == score
+    answered = 1 if last == "8" else 2
+    assert result.score.turn_rewards == tuple(float(reward or 0) for reward in rewards[:answered])
 
 
 def test_thinking_that_does_not_end_counts_as_a_whole():

@@ -1,0 +1,56 @@
+"""An algorithm with credit for each turn of an episode, on a game that pays for turns (examples/guess.py).
+
+    source .venv/bin/activate        # after examples/quickstart.sh and examples/guess.sh
+    PYTHONPATH=examples megatron-scalerl train recipes/tiny_cpu.yaml overlay=examples/guess.yaml name=turn_credit \
+      algorithm=turn_credit:TurnCredit environment.name=turn_credit:ConsistentGuess steps=20 \
+      policy.path=runs/tiny_1/guess_policy prompts.path=runs/tiny_1/prompts.jsonl \
+      prompts.held_out_path=runs/tiny_1/held_out.jsonl sft.path=runs/tiny_1/guess_sft.jsonl
+
+The advantage of a turn is the sum of the rewards from this turn on, less the mean of that sum over the episodes of
+the group that reached the turn: what was paid before is no merit of the turn. Nothing is divided.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+from guess import Guess
+
+from megatron_scalerl.algorithms import ScaleRL
+from megatron_scalerl.batching.rollout_bytes import turn_numbers
+
+
+class ConsistentGuess(Guess):
+    """The game; a guess that the answers so far leave possible pays 0.1."""
+
+    def reset(self, row):
+        self.possible = set(range(7))
+        return super().reset(row)
+
+    def step(self, response):
+        messages, right, done = super().step(response)
+        guess = int(response.text) if len(response.text) == 1 and response.text in "0123456" else 7
+        paid = 0.1 * (guess in self.possible) + bool(right)
+        self.possible = {n for n in self.possible if n != guess and (n > guess) == (self.number > guess)}
+        return messages, paid, done
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnCredit(ScaleRL):
+    """Advantages of turns, from what the environment pays for each of them."""
+
+    columns = ("turn_credit",)
+
+    async def score(self, group, samples):
+        paid = [np.array(score.turn_rewards or (score.reward,)) for score in group.scores]
+        to_go = [rewards[::-1].cumsum()[::-1] for rewards in paid]
+        columns, rest = [], iter(samples)
+        for completion, own in zip(group.completions, to_go):
+            means = [np.mean([other[n] for other in to_go if len(other) > n]) for n in range(len(own))]
+            credit = np.pad(own - means, (0, completion.turns))  # a turn that a limit ended has no reward
+            of_tokens = turn_numbers(list(islice(rest, len(completion.samples))))
+            columns += [{"turn_credit": np.where(turns < 0, 0, credit[turns])} for turns in of_tokens]
+        return columns
+
+    def loss(self, inputs):
+        return super().loss(replace(inputs, advantages=inputs.columns["turn_credit"]))
