@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_scalerl.logits.arguments import Settings, checked
 from megatron_scalerl.logits.chunk_loss import ChunkLoss, TokenLoss
+from megatron_scalerl.logits.divergence import SecondPolicy
 from megatron_scalerl.logits.function import TokenLogprobs
 from megatron_scalerl.types import Float, Int64
 
@@ -42,9 +43,15 @@ def token_loss(
     weight: Float[Tensor, "rows H"],
     targets: Int64[Tensor, " T"],
     loss: ChunkLoss,
+    *,
+    second: SecondPolicy | None = None,
     **options: Any,
-) -> tuple[Float[Tensor, ""], Float[Tensor, " T"], Float[Tensor, " T"]]:
-    """A loss that is a sum over tokens, with log-probabilities and entropies as from `token_logprobs`.
+) -> tuple[Tensor, ...]:
+    """A loss that is a sum over tokens, [], with log-probabilities and entropies as from `token_logprobs`.
+
+    second: another policy; the weighted sum of the exact divergences of the tokens (`logits.divergence`) is added to
+    the loss, and the divergences [T] (nats) are a fourth result. It takes the backend torch, and a third of the
+    workspace for each of three matrices of a chunk's logits.
 
     Only the loss has a gradient. It is computed here, chunk by chunk, while the logits are in memory, and scaled in
     the backward pass: three GEMMs instead of four, for an fp32 gradient of the head that is kept until then.
@@ -56,10 +63,14 @@ def token_loss(
 
     Other arguments and errors as `token_logprobs`.
     """
+    if second is not None:
+        options["backend"] = "torch"
     call = checked(hidden, weight, targets, Settings(**options))
-    if not call.shape.tokens or call.chunk_tokens(weight):
-        return TokenLoss.apply(hidden, weight, loss, call)
+    if second is not None or not call.shape.tokens or call.chunk_tokens(weight):
+        results = TokenLoss.apply(hidden, weight, loss, call, second)
+        return results if second is not None else results[:3]
     # The loss comes after the merge of all ranks: it needs log-probabilities of the whole vocabulary.
     logprobs, entropies = TokenLogprobs.apply(hidden, weight, call)
     places = call.places(hidden.device)
-    return loss(logprobs[places], entropies[places], places), logprobs.detach(), entropies.detach()
+    value = loss(logprobs[places], entropies[places], places)
+    return value, logprobs.detach(), entropies.detach()

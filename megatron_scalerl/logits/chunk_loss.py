@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_scalerl.logits.divergence import Divergence, SecondPolicy
 from megatron_scalerl.logits.function import Call, added_to_main_grad
 from megatron_scalerl.logits.projection import TokenGradients, no_columns, part_of, slices
 
@@ -27,11 +28,14 @@ class TokenLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, loss: ChunkLoss, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss, and log-probabilities and entropies [tokens]."""
+        ctx: Any, hidden: Tensor, weight: Tensor, loss: ChunkLoss, call: Call, second: SecondPolicy | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The loss, and log-probabilities, entropies and divergences from the second policy, [tokens] each."""
         p = call.projection(hidden)
-        size = max(1, call.chunk_tokens(weight))
+        size = call.chunk_tokens(weight)
+        if second is not None:
+            size //= 3  # two more matrices of a chunk's logits
+        size = max(1, size)
         logits = p.hidden.new_empty((min(size, p.tokens), p.count), dtype=p.accumulator)
         grad_hidden = None
         grad_weight = None
@@ -44,6 +48,10 @@ class TokenLoss(torch.autograd.Function):
         total = p.hidden.new_zeros((), dtype=p.accumulator)
         logprobs = p.hidden.new_zeros(p.tokens, dtype=p.accumulator)
         entropies = torch.zeros_like(logprobs)
+        divergences = torch.zeros_like(logprobs)
+        divergence = None
+        if second is not None:
+            divergence = Divergence(call, second, p.accumulator, len(logits))
         places = call.places(p.hidden.device)
         for rows in slices(p.tokens, size):
             part = p.of_tokens(rows)
@@ -54,11 +62,15 @@ class TokenLoss(torch.autograd.Function):
             lse, logprobs[rows], entropies[rows] = call.merged(stats)
             value, given = _differentiated(loss, call, lse, logprobs[rows], entropies[rows], places[rows])
             total += value
+            added = None
+            if divergence is not None:
+                divergences[rows], added = divergence.of_chunk(rows, block, stats, lse)
+                total += divergence.weighted(rows, divergences[rows])
             if grad_hidden is not None and p.count:
                 # Before the next chunk, which overwrites the logits.
-                call.backend.chunk_gradients(part, block, stats, given, grad_hidden[rows], into)
+                call.backend.chunk_gradients(part, block, stats, given, grad_hidden[rows], into, added)
         # The workspace is free again before the gradient is summed over the ranks.
-        del logits
+        del logits, divergence
         if grad_hidden is not None:
             grad_hidden = call.grad_of_hidden(grad_hidden, p.accumulator)
         ctx.save_for_backward(weight, grad_hidden, grad_weight)
@@ -66,12 +78,12 @@ class TokenLoss(torch.autograd.Function):
         ctx.dtype = hidden.dtype
         if not p.entropy:
             entropies.zero_()
-        reported = call.at_all_tokens(logprobs), call.at_all_tokens(entropies)
+        reported = tuple(map(call.at_all_tokens, (logprobs, entropies, divergences)))
         ctx.mark_non_differentiable(*reported)
         return total, *reported
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of the forward pass times the gradient of the loss, rounded once."""
         weight, grad_hidden, grad_weight = ctx.saved_tensors
         scale = grads[0]
@@ -81,7 +93,7 @@ class TokenLoss(torch.autograd.Function):
             result = added_to_main_grad(weight)
         elif grad_weight is not None:
             result = _scaled(grad_weight, scale, torch.empty_like(weight))
-        return (grad_hidden * scale).to(ctx.dtype), result, None, None
+        return (grad_hidden * scale).to(ctx.dtype), result, None, None, None
 
 
 def _scaled(grad: Tensor, scale: Tensor, out: Tensor) -> Tensor:

@@ -157,8 +157,10 @@ class CudaBackend:
         given: TokenGradients,
         grad_hidden: Tensor,
         grad_weight: Tensor | None,
+        added: Tensor | None = None,
     ) -> None:
         """Adds to both gradients, CHUNK_COLUMNS at a time."""
+        assert added is None
         maker = _GradientMaker(p, given, p.tokens * min(p.count, CHUNK_COLUMNS))
         for cols in slices(p.count, CHUNK_COLUMNS):
             maker.add(logits[:, cols], slice(0, p.tokens), cols, grad_hidden, grad_weight)

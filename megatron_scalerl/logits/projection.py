@@ -174,10 +174,11 @@ class Backend(Protocol):
         given: TokenGradients,
         grad_hidden: Float[Tensor, "T H"],
         grad_weight: Float[Tensor, "n H"] | None,
+        added: Float[Tensor, "T n"] | None = None,
     ) -> None:
         """Adds to both gradients as `gradients` does, from the `logits` and `stats` of `chunk_statistics`.
 
-        May overwrite `logits`.
+        May overwrite `logits`. added: another gradient of hidden @ weight.T, for the backend torch alone.
         """
         ...
 

@@ -157,9 +157,12 @@ class TorchBackend:
         given: TokenGradients,
         grad_hidden: Tensor,
         grad_weight: Tensor | None,
+        added: Tensor | None = None,
     ) -> None:
         """Overwrites `logits` by their gradient and adds to both gradients."""
         _to_gradient(p, slice(0, p.count), logits, given, given.lse - stats[0])
+        if added is not None:
+            logits += added
         for _, cols, hidden, head in _operands(p, p.tokens, _head_columns(p)):
             _add_gradients(p, logits[:, cols], hidden, head, grad_hidden, part_of(grad_weight, cols))
 
