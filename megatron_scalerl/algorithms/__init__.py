@@ -37,6 +37,8 @@ def algorithm_of(recipe: Recipe) -> ScaleRL:
         algorithm: ScaleRL = chosen(**paper, **section.settings)
     except TypeError as error:
         raise ValueError(f"algorithm: {section.name} does not take {section.settings} ({error})") from None
+    if section.kl is not None and not algorithm.separable:
+        raise ValueError("algorithm.kl needs a loss of independent tokens (`losses.inputs.separable`); gspo is none")
     algorithm.paper_loss  # noqa: B018 - an unknown loss or option is a mistake of the recipe, found here
     return algorithm
 

@@ -29,7 +29,7 @@ class TokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, loss: ChunkLoss, call: Call, second: SecondPolicy | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """The loss, and log-probabilities, entropies and divergences from the second policy, [tokens] each."""
         p = call.projection(hidden)
         size = call.chunk_tokens(weight)

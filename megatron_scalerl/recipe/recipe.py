@@ -254,6 +254,7 @@ class Recipe(Section):
                 )
         _check_evaluation(self)
         _check_colocation(self)
+        _check_kl(self)
         if self.engine.min_engines > self.engine.count:
             raise ValueError(
                 f"engine.min_engines: {self.engine.min_engines} is more than the "
@@ -343,6 +344,24 @@ def _check_colocation(recipe: Recipe) -> None:
                 f"engine.vllm.{key} is missing; engine.colocate needs it, because vLLM would measure what the "
                 "trainer leaves of its device, which changes"
             )
+
+
+def _check_kl(recipe: Recipe) -> None:
+    """Raises ValueError for a divergence without its second policy, and for layouts that cannot compute it."""
+    section = recipe.algorithm.kl
+    if section is None:
+        return
+    if section.to == "base" and recipe.policy.lora is None:
+        raise ValueError(
+            "algorithm.kl.to: base is the policy without its adapters, and policy.lora is not set; name a policy's "
+            "folder"
+        )
+    stages = sizes_of(recipe.megatron.parallel).pp
+    if stages > 1 or not recipe.trainer.loss_in_chunk or recipe.rollouts.routing_replay:
+        raise ValueError(
+            "algorithm.kl needs one pipeline stage (megatron.parallel.pipeline_model_parallel_size 1), "
+            "trainer.loss_in_chunk true and rollouts.routing_replay false"
+        )
 
 
 def _check_tasks(recipe: Recipe) -> None:

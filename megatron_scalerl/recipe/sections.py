@@ -391,6 +391,19 @@ class RewardsSection(Section):
     they always count as wrong. (Inferred from "effective batch size (after excluding truncated samples)".)"""
 
 
+class KLSection(Section):
+    """The divergence from a second policy, exact over the vocabulary, added to the loss (docs/algorithms.md)."""
+
+    to: str = "base"
+    """base: the policy without its adapters (policy.lora). Else the Hugging Face folder of a frozen policy with the
+    same tokenizer, which every rank holds beside the policy: a teacher, or the policy as it began."""
+    coefficient: PositiveFloat
+    """A token's divergence is multiplied by this and by the token's weight in the loss."""
+    direction: Literal["reverse", "forward"] = "reverse"
+    """reverse: KL(policy || second), as in DeepSeekMath's GRPO (arXiv 2402.03300, eq. 3) and on-policy distillation.
+    forward: KL(second || policy)."""
+
+
 class AlgorithmSection(Section):
     """Which completions are trained, and how: `name` alone, or a mapping with it and the algorithm's own settings."""
 
@@ -399,6 +412,9 @@ class AlgorithmSection(Section):
     your own, a subclass of `megatron_scalerl.algorithms.ScaleRL`."""
     settings: dict[str, Any] = {}
     """Fields of a class of your own, which may also stand beside `name`."""
+    kl: KLSection | None = None
+    """A divergence in the loss. Groups that `filters` leave out have none: distillation sets filters.zero_variance
+    false. null: none."""
 
     @model_validator(mode="before")
     @classmethod
@@ -406,7 +422,7 @@ class AlgorithmSection(Section):
         if not isinstance(data, dict) or ":" not in str(data.get("name", "")):
             return data
         own = {key: value for key, value in data.items() if key not in cls.model_fields}
-        return {"name": data["name"], "settings": (data.get("settings") or {}) | own}
+        return {"name": data["name"], "settings": (data.get("settings") or {}) | own, "kl": data.get("kl")}
 
 
 class AdvantagesSection(Section):

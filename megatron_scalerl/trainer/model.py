@@ -19,13 +19,14 @@ from megatron_scalerl.distributed.parallel import Parallel, unwrap, virtual_pipe
 from megatron_scalerl.logits import token_logprobs, token_loss
 from megatron_scalerl.logits.choice import LARGE_GPU, workspace_mb
 from megatron_scalerl.logits.chunk_loss import ChunkLoss
+from megatron_scalerl.logits.divergence import Direction, SecondPolicy
 from megatron_scalerl.logits.projection import Entropy
 from megatron_scalerl.models.adapters import adapter_family, is_adapter
 from megatron_scalerl.models.family import Family, padded_vocab_size
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.trainer.layers import routing
 from megatron_scalerl.trainer.layers.context import share_of
-from megatron_scalerl.trainer.layers.lora import fill_adapters
+from megatron_scalerl.trainer.layers.lora import fill_adapters, without_adapters
 from megatron_scalerl.trainer.layers.packing import PackedRow, Plan, packed_row
 from megatron_scalerl.trainer.layers.spec import block_submodules
 from megatron_scalerl.trainer.options import ModelOptions, ddp_config, model_options
@@ -88,6 +89,8 @@ class PolicyModel(GPTModel):
         if self.post_process:
             # GPTModel itself materializes [N, vocab] logits.
             self.output_layer.forward = self._use_head
+        self.second: tuple[PolicyModel, ...] = ()
+        """The frozen policy of algorithm.kl, which is no part of this module; empty: the base of the adapters."""
         self.parallel = parallel
         self.inv_freq = family.inv_freq.to(parallel.device)
         routing.install(self.decoder)
@@ -102,13 +105,16 @@ class PolicyModel(GPTModel):
         entropy: Entropy = "metric",
         expert_choices: Tensor | None = None,
         loss: ChunkLoss | None = None,
+        kl_weights: Tensor | None = None,
+        kl_direction: Direction = "reverse",
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Log-probabilities of `targets` and entropies, [2, N] fp32, nats, on the last stage.
 
         tokens and targets [N]; `plan` is what `plan` made of the row, on this device. Row 0 of the result: the
         log-probability of each target given its sequence so far; row 1: the entropy. Off the plan's loss mask both
         are 0. With `loss` (see `logits.api.token_loss`) the result is the loss and these two, which then carry no
-        gradient. expert_choices [N, L, K] are the engine's (`layers.routing`); None: routers choose by themselves.
+        gradient; with kl_weights [N], of the second policy's divergence in the loss, row 2 has the divergences.
+        expert_choices [N, L, K] are the engine's (`layers.routing`); None: routers choose by themselves.
         Earlier stages return hidden states.
 
         All ranks of a tensor-, context- or pipeline-parallel group get the same arguments. With context parallelism
@@ -116,6 +122,9 @@ class PolicyModel(GPTModel):
         Nothing is read back from the device: the caller has checked the targets (`trainer.agreement`).
         """
         share = plan.share
+        second = None
+        if kl_weights is not None:
+            second = self._second_policy(plan, tokens, share.of_row(kl_weights), kl_direction)
         hidden = self.hidden_states(plan, tokens, expert_choices)
         if not self.post_process:
             return hidden
@@ -133,8 +142,18 @@ class PolicyModel(GPTModel):
             return share.whole(torch.stack(pair, dim=1)).t()
         if share.places is not None:
             loss = partial(_loss_of_row, loss, share.places)
-        total, *pair = self.output_layer(partial(token_loss, hidden[:, 0], loss=loss, **options))
+        total, *pair = self.output_layer(partial(token_loss, hidden[:, 0], loss=loss, second=second, **options))
         return total, share.whole(torch.stack(pair, dim=1)).t()
+
+    @torch.no_grad()
+    def _second_policy(self, plan: Plan, tokens: Tensor, weights: Tensor, direction: Direction) -> SecondPolicy:
+        model = self
+        if self.second:
+            [model] = self.second
+        with without_adapters(model):
+            hidden = model.hidden_states(plan, tokens)
+        head = model._use_head(lambda weight: weight)
+        return SecondPolicy(hidden=hidden[:, 0], weight=head, token_weights=weights, direction=direction)
 
     def plan(self, starts: list[int], position_ids: Tensor, loss_mask: Tensor | None) -> Plan:
         """How this rank computes a row. All tensors are in host memory.
@@ -259,6 +278,10 @@ def build_policy(
         load_megatron(models, recipe.policy.megatron_path)
     elif load_weights:
         load_hf(models, family, hf_path, parallel)
+    section = recipe.algorithm.kl
+    if section is not None and section.to != "base":
+        for model in models:
+            model.second = (frozen_policy(section.to, recipe, parallel),)
     if models[0].adapters is not None:
         fill_adapters(models, models[0].adapters, recipe, parallel)
     chunks: list[torch.nn.Module] = [
@@ -270,6 +293,24 @@ def build_policy(
         accumulate_in_linears(chunks)
     _sync_functions(config, ddp, chunks)
     return chunks
+
+
+def frozen_policy(hf_path: str, recipe: Recipe, parallel: Parallel) -> PolicyModel:
+    """A second policy on this rank, in the recipe's data type. Raises ValueError for another vocabulary."""
+    family = family_of_folder(hf_path)
+    vocabulary = family_of_folder(recipe.policy.path).vocab_size
+    if family.vocab_size != vocabulary:
+        raise ValueError(
+            f"algorithm.kl.to: the vocabulary of {hf_path} has {family.vocab_size} ids, the policy's {vocabulary}"
+        )
+    recipe = recipe.model_copy(update={"policy": recipe.policy.model_copy(update={"lora": None})})
+    options = model_options(family, recipe, parallel)
+    model = PolicyModel(options, family, recipe=recipe, parallel=parallel).to(parallel.device)
+    if options.config.bf16:
+        Float16Module(options.config, model)  # casts the model in place
+    routing.freeze_biases(model.decoder)
+    load_hf([model], family, hf_path, parallel)
+    return model.requires_grad_(False).eval()
 
 
 def accumulate_in_linears(chunks: Sequence[torch.nn.Module]) -> None:

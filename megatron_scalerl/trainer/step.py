@@ -15,6 +15,7 @@ the result is the sum of the ranks' gradients, each from its own tokens.
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,8 +31,9 @@ from megatron_scalerl.batching.packing import filler_micro_batch, pad_to, real_t
 from megatron_scalerl.distributed import device
 from megatron_scalerl.distributed.parallel import Parallel, unwrap
 from megatron_scalerl.losses import LossInputs, LossOutput
+from megatron_scalerl.losses.inputs import weighted_sum
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.sections import OptimizerSection
+from megatron_scalerl.recipe.sections import KLSection, OptimizerSection
 from megatron_scalerl.trainer.agreement import agree, check_tokens
 from megatron_scalerl.trainer.model import build_policy
 from megatron_scalerl.trainer.optimizer import build_optimizer
@@ -65,7 +67,8 @@ class Trainer:
 
     `chunks` are the DDP-wrapped model chunks of this rank (one, except in interleaved pipelines). `temperature`
     divides the logits, as it does when the engine samples. `loss_in_chunk`: the loss is a sum over tokens and is
-    computed inside the projection, see `logits.api.token_loss`. `loss_metrics` and `columns` as of `ScaleRL`.
+    computed inside the projection, see `logits.api.token_loss`; `kl` joins it there. `loss_metrics` and `columns` as
+    of `ScaleRL`.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Trainer:
         pad_multiple: int,
         temperature: float = 1.0,
         loss_in_chunk: bool = False,
+        kl: KLSection | None = None,
     ):
         self.chunks = chunks
         self.optimizer = optimizer
@@ -98,6 +102,9 @@ class Trainer:
         self.micro_batch_tokens = micro_batch_tokens
         self._temperature = temperature
         self._loss_in_chunk = loss_in_chunk
+        self._kl = kl
+        if kl is not None:
+            self._loss_metrics = {**(loss_metrics or {}), "kl": "mean"}
         self._config = get_model_config(chunks[0])
         self._config.finalize_model_grads_func = _finalize
         # The gradient buffers average over data-parallel ranks (distributed_data_parallel.py:212). With
@@ -197,8 +204,12 @@ class Trainer:
             loss, output = output
         inputs = row.loss_inputs(output[0], names=self.columns)
         result = self._loss(inputs)
+        if self._kl is not None:
+            divergences = output[2].detach()
+            value = result.loss + self._kl.coefficient * weighted_sum(divergences, inputs)
+            result = replace(result, loss=value, metrics={**result.metrics, "kl": divergences})
         metrics.add(inputs, result, output[1].detach(), row.staleness, row.places)
-        if loss is None:
+        if loss is None:  # never with a divergence
             loss = result.loss
         # A new tensor: the schedule changes it in place (pipeline_parallel/schedules.py:340).
         return loss * (count * self._averaged_ranks), {}
@@ -227,8 +238,12 @@ class Trainer:
             # Prepared on the host while the device computes what was queued before.
             row = staged(host_row(next(rows), unwrap(model).plan), self.parallel.device)
             chunk_loss = None
+            kl: dict[str, Any] = {}
             if train and self._loss_in_chunk:
                 chunk_loss = partial(self._chunk_loss, row)
+            if train and self._kl is not None:
+                weights = row.token_weights * self._kl.coefficient
+                kl = {"kl_weights": weights, "kl_direction": self._kl.direction}
             output = model(
                 row.tokens,
                 row.targets,
@@ -236,6 +251,7 @@ class Trainer:
                 temperature=self._temperature,
                 expert_choices=row.expert_choices,
                 loss=chunk_loss,
+                **kl,
             )
             return output, partial(loss, row)
 
@@ -295,6 +311,7 @@ def make_trainer(
         pad_multiple=pad_multiple(parallel),
         temperature=recipe.rollouts.temperature,
         loss_in_chunk=recipe.trainer.loss_in_chunk and loss is None and algorithm.separable,
+        kl=recipe.algorithm.kl if loss is None else None,
     )
 
 

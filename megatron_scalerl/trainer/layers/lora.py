@@ -16,9 +16,10 @@ PyTorch computes the factors' gradients and DDP adds them to its buffers, so tha
 sums.
 """
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -83,6 +84,8 @@ class Adapters(torch.nn.Module):
         by_rows = name in _BY_ROWS
         sequence_parallel = config.sequence_parallel and not is_expert
         self.sums_gradients = is_expert and group.size() > 1
+        self.off = False
+        """True: the layer is that of the base."""
         self.exchange: Callable[..., Tensor] | None = None
         if group.size() > 1 and not is_expert:
             self.exchange = _EXCHANGES[by_rows, sequence_parallel]
@@ -122,7 +125,7 @@ class Adapters(torch.nn.Module):
 
     def forward(self, x: Tensor, result: Tensor) -> Tensor:
         """`result` of the layer for x, with what the adapters add to it."""
-        if not self.sharded:
+        if not self.sharded or self.off:
             return result
         low = F.linear(x, torch.cat(self._factors("A"))) * self.scale
         if self.exchange is not None:
@@ -171,6 +174,19 @@ class Adapters(torch.nn.Module):
             tp_group=self.group,
             dp_cp_group=metadata["dp_cp_group"],
         )
+
+
+@contextlib.contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """A block in which a model computes as its base does."""
+    adapters = [module for module in model.modules() if isinstance(module, Adapters)]
+    for module in adapters:
+        module.off = True
+    try:
+        yield
+    finally:
+        for module in adapters:
+            module.off = False
 
 
 def with_adapters(linear: type, lora: LoraSection) -> type:

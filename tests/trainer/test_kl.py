@@ -1,0 +1,67 @@
+"""The divergence of algorithm.kl in a step: its value, its gradient, and the base of adapters."""
+
+import math
+
+import pytest
+import torch
+from random_policies import write_policy
+from random_policy import batches_of, random_samples
+from test_step import NO_CLIP, reference_cispo
+from transformers import AutoModelForCausalLM
+
+COEFFICIENT = 0.3
+
+
+def reference_kl(model, second, samples, direction):
+    """(sum of weighted divergences with its gradient left in the model, mean over sampled tokens)."""
+    total = 0.0
+    divergences = []
+    for sample in samples:
+        ids = torch.tensor([sample.prompt_token_ids + sample.rollout.token_ids])
+        s = model(ids).logits[0].double().log_softmax(-1)
+        t = second(ids).logits[0].detach().double().log_softmax(-1)
+        pair = (s, t) if direction == "reverse" else (t, s)
+        by_position = (pair[0].exp() * (pair[0] - pair[1])).sum(-1)[len(sample.prompt_token_ids) - 1 : -1]
+        divergences.append(by_position[torch.tensor(sample.rollout.loss_mask)])
+        total = total + COEFFICIENT * sample.token_weight * divergences[-1].sum()
+    total.backward()
+    return total.item(), torch.cat(divergences).mean().item()
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_the_divergence_from_a_frozen_policy_is_that_of_the_plain_sum(direction, new_trainer, policy, tmp_path):
+    other = write_policy(tmp_path / "other", seed=5)
+    samples = random_samples(1)
+    model, second = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (policy, other))
+    loss = reference_cispo(model, samples)
+    divergence, mean = reference_kl(model, second, samples, direction)
+    norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters()))
+    section = {"kl": {"to": str(other), "coefficient": COEFFICIENT, "direction": direction}}
+    [batch] = batches_of(samples, micro_batch_tokens=64)
+    report = new_trainer(**NO_CLIP, algorithm=section).step(batch)
+    assert report.loss == pytest.approx(loss + divergence, rel=1e-5) and divergence > 0.1 * abs(loss)
+    assert report.grad_norm == pytest.approx(norm, rel=1e-5)
+    assert report.metrics["loss/kl"] == pytest.approx(mean, rel=1e-5)
+
+
+def test_the_base_of_new_adapters_is_the_policy_and_later_it_is_not(new_trainer):
+    samples = random_samples(2)
+    [batch] = batches_of(samples, micro_batch_tokens=64)
+    lora = {"policy": {"lora": {"rank": 4}}}
+    plain = new_trainer(**lora).step(batch)
+    trainer = new_trainer(**lora, algorithm={"kl": {"coefficient": COEFFICIENT}})
+    report = trainer.step(batch)
+    assert (report.loss, report.grad_norm) == (plain.loss, plain.grad_norm) and report.metrics["loss/kl"] == 0.0
+    [again] = batches_of(samples, micro_batch_tokens=64, step=2)
+    assert trainer.step(again).metrics["loss/kl"] > 0.0
+
+
+def test_training_on_the_divergence_alone_reaches_the_second_policy(new_trainer, tmp_path):
+    other = write_policy(tmp_path / "other", seed=5)
+    samples = random_samples(3, count=8)
+    trainer = new_trainer(
+        loss={"max_is_weight": 1e-9}, optimizer={"lr": 3e-3}, algorithm={"kl": {"to": str(other), "coefficient": 1.0}}
+    )
+    steps = [batches_of(samples, step=step)[0] for step in range(1, 41)]
+    divergences = [trainer.step(batch).metrics["loss/kl"] for batch in steps]
+    assert divergences[-1] < 0.5 * divergences[0]
