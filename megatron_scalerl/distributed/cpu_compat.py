@@ -131,11 +131,7 @@ def rng_state() -> None:
     _set(torch.cuda, "manual_seed", torch.manual_seed)
     _set(random, "_get_cuda_rng_state", lambda device=None, clone=False, graph_safe=False: torch.get_rng_state())
     _set(random, "_set_cuda_rng_state", lambda state, device=-1, graph_safe=False: torch.set_rng_state(state))
-    logging.getLogger(random.__name__).addFilter(_not_the_rng_warning)
-
-
-def _not_the_rng_warning(record: logging.LogRecord) -> bool:
-    return "CPU RNG state changed" not in record.getMessage()
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
 LITERAL_FILES = (

@@ -88,12 +88,13 @@ class GroupIndex:
 
         Of each step, the groups are chosen whose pass rate is nearest to one half.
         """
-        deleted = self._deleted()
+        kept = segments(self._folder)
+        deleted = {g for g, event in self._finished.items() if event.segment not in kept}
         steps = sorted({record.step for record in self._records.values() if set(record.group_ids) - deleted})
         if not steps or count < 1:
             return []
         number = min(count, len(steps))
-        chosen: list[int] = []
+        chosen = []
         for i in range(number):
             step = steps[round(i * (len(steps) - 1) / max(1, number - 1))]
             stored = [group for group in self.of_step(step) if group["id"] not in deleted]
@@ -102,11 +103,6 @@ class GroupIndex:
             share = math.ceil((count - i) / number)
             chosen += [group["id"] for group in stored[:share]]
         return chosen
-
-    def _deleted(self) -> set[int]:
-        """Groups whose segment is gone."""
-        kept = segments(self._folder)
-        return {g for g, event in self._finished.items() if event.segment not in kept}
 
     def read_batch(self, record: BatchRecord) -> list[RolloutGroup]:
         """The facts about the groups of a batch. Raises ValueError for one that is no longer stored, or damaged."""

@@ -56,7 +56,7 @@ class PolicyModel(GPTModel):
                 lora=recipe.policy.lora,
             ),
             vocab_size=padded_vocab_size(family.vocab_size, parallel.tp_size),
-            pre_process=parallel.is_first_stage and vp_stage in (None, 0),
+            pre_process=parallel.pp_rank == 0 and vp_stage in (None, 0),
             post_process=parallel.is_last_stage and vp_stage in (None, chunks - 1),
             position_embedding_type="rope",
             parallel_output=True,
