@@ -7,8 +7,6 @@ validation.fresh_seeds off, the same completion of two validations has the same 
 correlated: that is in the single outcomes, not in the pass rates. They are in RUN/validation_by_prompt.jsonl.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import logging

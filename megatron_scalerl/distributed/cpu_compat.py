@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any
 
@@ -203,11 +203,6 @@ class _Stream:
         pass
 
 
-@contextlib.contextmanager
-def _on_stream(stream: _Stream) -> Iterator[None]:
-    yield
-
-
 STREAM_FILES = (
     "transformer.moe.token_dispatcher",  # 469, 922-946: the all-to-all's side stream
     "distributed.param_and_grad_buffer",  # 632: gradients of CUDA graphs are waited for, there are none
@@ -223,7 +218,7 @@ def streams() -> None:
         torch.cuda,
         Stream=lambda: idle,
         current_stream=lambda: idle,
-        stream=_on_stream,
+        stream=contextlib.nullcontext,
         current_device=lambda: CPU,
     )
     for name in STREAM_FILES:

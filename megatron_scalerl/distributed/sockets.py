@@ -97,9 +97,8 @@ class RefusedError(RuntimeError):
     """The controller did not accept this peer, or gave it up."""
 
 
-def encode(message: Any) -> bytes:
-    """A message or a plain value as msgpack."""
-    return msgspec.msgpack.encode(message)
+encode = msgspec.msgpack.encode
+"""A message or a plain value as msgpack."""
 
 
 def decode(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[Buffer | msgspec.Raw]) -> Any:

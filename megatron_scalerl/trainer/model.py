@@ -171,9 +171,7 @@ class PolicyModel(GPTModel):
             row.expert_choices = plan.share.of_row(expert_choices, fill=routing.UNKNOWN)
             # Routers then see the tokens of this tensor-parallel rank only.
             if self.config.sequence_parallel:
-                row.expert_choices = routing.of_rank(
-                    row.expert_choices, rank=self.parallel.tp_rank, size=self.parallel.tp_size
-                )
+                row.expert_choices = row.expert_choices.chunk(self.parallel.tp_size)[self.parallel.tp_rank]
         embedded = None
         if self.pre_process:
             tokens = plan.share.of_row(tokens)[None]
