@@ -233,7 +233,7 @@ def optimizer_config(recipe: Recipe) -> OptimizerConfig:
 
 
 def _device_settings() -> dict[str, Any]:
-    """What all policies have in common; fusions that require Transformer Engine, apex or a GPU are off without them."""
+    """What all policies have in common. Fusions that require Transformer Engine, apex or a GPU are off without it."""
     return dict(
         normalization="RMSNorm",
         gated_linear_unit=True,
