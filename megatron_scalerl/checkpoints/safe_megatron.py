@@ -96,8 +96,7 @@ def load(wanted: dict[str, Any], path: Path, *, common: bool) -> dict[str, Any]:
         raise failure from None
     if text:
         raise ValueError(text)
-    loaded: dict[str, Any] = apply_factory_merges(state, factories)
-    return loaded
+    return apply_factory_merges(state, factories)
 
 
 def _check_tensors(index: CheckpointIndex, wanted: set[str], *, whole: bool) -> None:

@@ -11,9 +11,8 @@ import msgspec
 
 from megatron_scalerl.page.growing_file import Rows, json_row
 from megatron_scalerl.rollouts.group_files import stored_group
-from megatron_scalerl.rollouts.history import Admit, BatchRecord, Finish, History, read_batch
+from megatron_scalerl.rollouts.history import Admit, BatchRecord, Finish
 from megatron_scalerl.rollouts.store import segment_path, segments
-from megatron_scalerl.types import RolloutGroup
 
 _EVENT: msgspec.json.Decoder[Admit | Finish | BatchRecord] = msgspec.json.Decoder(Admit | Finish | BatchRecord)
 
@@ -103,10 +102,6 @@ class GroupIndex:
             share = math.ceil((count - i) / number)
             chosen += [group["id"] for group in stored[:share]]
         return chosen
-
-    def read_batch(self, record: BatchRecord) -> list[RolloutGroup]:
-        """The facts about the groups of a batch. Raises ValueError for one that is no longer stored, or damaged."""
-        return read_batch(self.run_dir, History(events=(), batches=(), finished=self._finished), record)
 
 
 def _event(line: bytes) -> Finish | BatchRecord | None:

@@ -155,8 +155,7 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
     if same_layout:
         _set_generators(state["generators"])
     trainer.steps_made = int(facts["step"])
-    extra: dict[str, Any] = json.loads((path / EXTRA).read_text(encoding="utf8"))
-    return extra
+    return json.loads((path / EXTRA).read_text(encoding="utf8"))
 
 
 def _sharded_state(trainer: Trainer, *, loading: bool, generators: bool) -> dict[str, Any]:
