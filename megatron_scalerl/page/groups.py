@@ -21,7 +21,6 @@ class GroupIndex:
     """Steps of the trained groups, and places of all groups in the store. Not safe for several threads."""
 
     def __init__(self, run_dir: Path):
-        self.run_dir = run_dir
         self._folder = run_dir / "rollouts"
         self._journal: Rows[Finish | BatchRecord] = Rows(run_dir / "journal.jsonl", _event)
         self._generation = 0
