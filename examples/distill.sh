@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A fixed policy behind a URL at a small scale, after examples/quickstart.sh: a student that was hardly warm-started learns
-# from the quickstart's policy. With --kl that policy itself is trained, with adapters and a penalty for leaving it.
+# A fixed policy behind a URL at a small scale, after examples/quickstart.sh: a student that was hardly warm-started
+# learns from the quickstart's policy. With --kl that policy itself is trained, with adapters and a penalty for leaving it.
 #
 #   [TEACHER=FOLDER] examples/distill.sh [--kl] [SEED] [key=value ...]
 #
@@ -38,10 +38,11 @@ case "$what" in
 esac
 
 port=$($python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-env OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind TORCHDYNAMO_DISABLE=1 VLLM_NO_USAGE_STATS=1 \
-  VLLM_HOST_IP=127.0.0.1 GLOO_SOCKET_IFNAME=lo HF_HUB_OFFLINE=1 $python -m vllm.entrypoints.openai.api_server \
-  --model "$teacher" --host 127.0.0.1 --port "$port" --dtype float32 --enforce-eager --no-enable-chunked-prefill \
-  --kv-cache-memory-bytes 67108864 --uvicorn-log-level warning > "$tiny/teacher.log" 2>&1 &
+variables=(OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind TORCHDYNAMO_DISABLE=1 VLLM_NO_USAGE_STATS=1
+  VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_HOST_IP=127.0.0.1 GLOO_SOCKET_IFNAME=lo HF_HUB_OFFLINE=1)
+env "${variables[@]}" $python -m vllm.entrypoints.openai.api_server --model "$teacher" --host 127.0.0.1 \
+  --port "$port" --dtype float32 --enforce-eager --no-enable-chunked-prefill --kv-cache-memory-bytes 67108864 \
+  --uvicorn-log-level warning > "$tiny/teacher.log" 2>&1 &
 server=$!
 trap 'kill "$server"; wait "$server" || true' EXIT
 echo "waiting for the server of $teacher; its log is $tiny/teacher.log"
