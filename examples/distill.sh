@@ -31,9 +31,9 @@ warm_start "$teacher" "$@"
 case "$what" in
   distill)
     warm_start "$tiny/student" "$@" sft.steps=150
-    set -- policy.path="$tiny/student" algorithm.name=distill:Distill "$@" ;;
+    set -- "policy.path=$tiny/student" optimizer.lr=5e-4 optimizer.warmup_steps=2 algorithm.name=distill:Distill "$@" ;;
   kl)
-    set -- policy.path="$teacher" policy.lora={} weights.adapters=merged optimizer.lr=1e-3 \
+    set -- "policy.path=$teacher" policy.lora={} weights.adapters=merged optimizer.lr=1e-3 \
       algorithm.name=kl_to_base:KLToBase "$@" ;;
 esac
 
@@ -42,12 +42,12 @@ variables=(OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind TORCHDYNAMO_DISABL
   VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_HOST_IP=127.0.0.1 GLOO_SOCKET_IFNAME=lo HF_HUB_OFFLINE=1)
 env "${variables[@]}" $python -m vllm.entrypoints.openai.api_server --model "$teacher" --host 127.0.0.1 \
   --port "$port" --dtype float32 --enforce-eager --no-enable-chunked-prefill --kv-cache-memory-bytes 67108864 \
-  --uvicorn-log-level warning > "$tiny/teacher.log" 2>&1 &
+  --uvicorn-log-level warning > "$tiny/${what}_server.log" 2>&1 &
 server=$!
 trap 'kill "$server"; wait "$server" || true' EXIT
-echo "waiting for the server of $teacher; its log is $tiny/teacher.log"
+echo "waiting for the server of $teacher; its log is $tiny/${what}_server.log"
 until $python -c "import urllib.request; urllib.request.urlopen('http://127.0.0.1:$port/health')" 2> /dev/null; do
-  kill -0 "$server" || { tail "$tiny/teacher.log"; exit 1; }
+  kill -0 "$server" || { tail "$tiny/${what}_server.log"; exit 1; }
   sleep 1
 done
 
