@@ -1,14 +1,20 @@
 """The algorithm of a recipe, those of users among them."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from rollout_groups import group
+import torch
+from aiohttp import web
+from aiohttp.test_utils import RawTestServer
+from rollout_groups import group, rollout
+from stored_episodes import FORKED
 
 from megatron_scalerl.algorithms import ScaleRL, algorithm_of
+from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of, facts_of_parts
 from megatron_scalerl.controller.samples import samples_of, why_empty
+from megatron_scalerl.losses import LossInputs
 from megatron_scalerl.recipe import Recipe
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -79,3 +85,50 @@ def test_leave_one_out_by_hand():
     assert algorithm.separable and algorithm.loss_name == "cispo"
     of_sequences = algorithm_of(recipe(algorithm="rloo:RLOO", loss={"name": "gspo"}))
     assert not of_sequences.separable, "a ratio of a sequence is none of a chunk's tokens"
+
+
+async def answer(request):
+    """As vLLM answers, null for the first token; the log-probability of each other is its place, negative."""
+    asked = await request.json()
+    tokens = asked.pop("prompt")
+    assert request.path == "/v1/completions" and asked == {"max_tokens": 1, "prompt_logprobs": 0}
+    places = [{str(token): {"logprob": -place}} for place, token in enumerate(tokens)]
+    return web.json_response({"choices": [{"prompt_logprobs": [None, *places[1:]]}]})
+
+
+async def test_each_sampled_token_has_the_servers_log_probability_of_its_place():
+    """A completion of one token, one with a forced token, and an episode whose second part begins without prompt."""
+    samples = [*map(arrays_of, (rollout(tokens=(7,)), rollout(mask=(True, False, True)), *FORKED[:2]))]
+    completions = (*map(facts_of, samples[:2]), facts_of_parts(samples[2:], (None, 0)))
+    async with RawTestServer(answer) as server:
+        settings = {"name": "distill:Distill", "url": f"http://127.0.0.1:{server.port}"}
+        teacher = algorithm_of(recipe(algorithm=settings))
+        columns = await teacher.score(replace(group([1] * 3), completions=completions), samples)
+    expected = [[-2], [-2, 0, -4], [-2, 0, 0], [0, 0, 0, -3, -4]]
+    assert columns == [{"teacher_logprobs": column} for column in expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "advantages", "dropped"),
+    [
+        ("distill:Distill", {"weight": 2.0}, [1.0, -4.0, 0.0], ""),
+        ("kl_to_base:KLToBase", {"coefficient": 0.5}, [1.25, 0.0, 0.0], "all_correct"),
+    ],
+)
+def test_the_advantage_of_a_token_by_hand(name, setting, advantages, dropped):
+    """The policy gives the tokens -1 and -2 nats, the server -0.5 and -4; ScaleRL's advantage is 1."""
+    algorithm = algorithm_of(recipe(algorithm={"name": name, "url": "", **setting}))
+    logprobs = torch.tensor([-1.0, -2.0, torch.nan], requires_grad=True)
+    inputs = LossInputs(
+        trainer_logprobs=logprobs,
+        rollout_logprobs=logprobs.detach(),
+        advantages=torch.ones(3),
+        loss_mask=torch.tensor([True, True, False]),
+        token_weights=torch.ones(3),
+        sequence_ids=torch.zeros(3).long(),
+        columns={"teacher_logprobs": torch.tensor([-0.5, -4.0, 0.0])},
+    )
+    output = algorithm.loss(inputs)
+    output.loss.backward()
+    assert (-logprobs.grad).tolist() == advantages and algorithm.drop_reason(group([1, 1])) == dropped
+    assert [output.metrics[name][:2].tolist() for name in algorithm.metrics] == [[-0.5, 2.0], [0.5, 2.0]]
