@@ -7,7 +7,8 @@
 The advantage of a token is the teacher's log-probability less the policy's own: the gradient is that of the reverse
 KL of the token, on texts that the policy wrote (Lu and Thinking Machines Lab, "On-Policy Distillation", 2025; nothing
 is discounted from later tokens). No reward is in it; validations score answers as ever, and groups of equal rewards
-teach. vLLM gives log-probabilities at temperature 1, whatever a request says: leave rollouts.temperature at 1, its
+teach. `loss/teacher_gap` is the mean of that KL's samples, as far as they are fresh: set rollouts.max_staleness_steps
+to 1. vLLM gives log-probabilities at temperature 1, whatever a request says: leave rollouts.temperature at 1, its
 default. A teacher in bfloat16 has logits as the recipe's engines with --hf-overrides '{"head_dtype": "float32"}'.
 """
 

@@ -10,7 +10,7 @@ Divergence", 2020), and it is a cost in the advantage. As a term of the loss k1 
 and the gradient of k3 is not that of this KL but of the one in the other direction; in the reward k1 is unbiased
 (Shah et al. 2025, arXiv 2512.21852). Here a token pays for its own KL, not for that of later tokens. Groups that the
 filter leaves out pay nothing; with filters.zero_variance=false those of equal rewards pay. rollouts.temperature has
-to be 1, as in distill.py.
+to be 1, and samples fresh, as in distill.py: the mean over stale ones is less than the KL, and may be negative.
 """
 
 from dataclasses import dataclass, replace
