@@ -23,11 +23,12 @@ set -- "name=${what}_$seed" "seed=$seed" "policy.path=$policy" "prompts.path=$ti
 case "$what" in
   distill)
     teacher="${TEACHER:-$tiny/trained}"
-    set -- algorithm.name=distill:Distill optimizer.warmup_steps=2 "$@"
+    set -- algorithm.name=distill:Distill optimizer.lr=3e-4 optimizer.warmup_steps=2 "$@"
     [ -e "$teacher/config.json" ] || $python -m megatron_scalerl export "runs/quickstart_$seed" --out "$teacher" ;;
   kl)
     teacher="$policy"
-    set -- algorithm.name=kl_to_base:KLToBase policy.lora={} weights.adapters=merged optimizer.lr=1e-3 "$@" ;;
+    set -- algorithm.name=kl_to_base:KLToBase algorithm.coefficient=0.3 policy.lora={} weights.adapters=merged \
+      optimizer.lr=1e-3 "$@" ;;
 esac
 
 port=$($python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
