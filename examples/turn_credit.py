@@ -2,7 +2,7 @@
 
     source .venv/bin/activate        # after examples/quickstart.sh and examples/guess.sh
     PYTHONPATH=examples megatron-scalerl train recipes/tiny_cpu.yaml overlay=examples/guess.yaml name=turn_credit \
-      algorithm=turn_credit:TurnCredit environment.name=turn_credit:ConsistentGuess steps=20 \
+      algorithm=turn_credit:TurnCredit environment.name=turn_credit:ConsistentGuess steps=20 optimizer.lr=3e-4 \
       policy.path=runs/tiny_1/guess_policy prompts.path=runs/tiny_1/prompts.jsonl \
       prompts.held_out_path=runs/tiny_1/held_out.jsonl sft.path=runs/tiny_1/guess_sft.jsonl
 

@@ -145,7 +145,10 @@ def result_folder(out: Path, nbytes: int) -> Iterator[Path]:
     try:
         if result.exists():
             shutil.rmtree(result)
-        _check_space(out, nbytes)
+        free = shutil.disk_usage(out.parent).free
+        needed = nbytes + _RESERVE
+        if needed > free:
+            raise ValueError(f"{out}: the disk has {size(free)} free; the conversion needs {size(needed)}")
         result.mkdir()
         yield result
         publish_folder(result, out)
@@ -153,9 +156,3 @@ def result_folder(out: Path, nbytes: int) -> Iterator[Path]:
         # While the lock is held, so that no other conversion is in the folder.
         shutil.rmtree(state)
         os.close(lock)
-
-
-def _check_space(out: Path, needed: int) -> None:
-    free = shutil.disk_usage(out.parent).free
-    if needed + _RESERVE > free:
-        raise ValueError(f"{out}: the disk has {size(free)} free; the conversion needs {size(needed + _RESERVE)}")

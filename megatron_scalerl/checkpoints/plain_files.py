@@ -1,7 +1,5 @@
 """Reading files of a folder that another party may have written: regular files inside it, never links out of it."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

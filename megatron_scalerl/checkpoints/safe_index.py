@@ -11,8 +11,6 @@ torch pickles its own classes in `.metadata`, in a protocol that its weights-onl
 A hostile pickle runs no code; it can waste memory and time, up to the end of the process. Imports no torch.
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections.abc import Mapping
@@ -192,7 +190,11 @@ def _index(path: Path, metadata: _Metadata) -> CheckpointIndex:
             continue
         chunks = []
         for part in entry.chunks:
-            _check_inside(key, entry.size, part)
+            fits = len(part.offsets) == len(part.sizes) == len(entry.size)
+            if not fits or any(o + n > size for o, n, size in zip(part.offsets, part.sizes, entry.size)):
+                raise ValueError(
+                    f"a part of shape {part.sizes} at {part.offsets} is outside {key} of shape {entry.size}"
+                )
             place = _take(ranges, key, part.offsets)
             chunks.append(Chunk(offset=part.offsets, shape=part.sizes, place=place))
         elements = sum(prod(chunk.shape) for chunk in chunks)
@@ -208,9 +210,3 @@ def _take(ranges: dict[_Item, ByteRange], key: str, offset: Shape | None) -> Byt
     if taken is None:
         raise ValueError(f"{key} at {offset} has no byte range")
     return taken
-
-
-def _check_inside(key: str, shape: Shape, part: _Part) -> None:
-    fits = len(part.offsets) == len(part.sizes) == len(shape)
-    if not fits or any(o + n > size for o, n, size in zip(part.offsets, part.sizes, shape)):
-        raise ValueError(f"a part of shape {part.sizes} at {part.offsets} is outside {key} of shape {shape}")

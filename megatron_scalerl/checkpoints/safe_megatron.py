@@ -46,7 +46,6 @@ from megatron_scalerl.checkpoints.safe_index import (
     ByteRange,
     CheckpointIndex,
     Chunk,
-    StoredTensor,
     read_index,
 )
 from megatron_scalerl.checkpoints.safe_values import read_object, read_tensor, read_value
@@ -69,7 +68,7 @@ def load(wanted: dict[str, Any], path: Path, *, common: bool) -> dict[str, Any]:
     folder of another format, one that lacks a part of `wanted`, and for a part with content that is not allowed.
     """
     index = read_index(path)
-    state: dict[str, Any] = {}
+    state = {}
     if common:
         state = _common(index)
     sharded, unsharded, factories = load_preprocess(wanted)
@@ -97,8 +96,7 @@ def load(wanted: dict[str, Any], path: Path, *, common: bool) -> dict[str, Any]:
         raise failure from None
     if text:
         raise ValueError(text)
-    loaded: dict[str, Any] = apply_factory_merges(state, factories)
-    return loaded
+    return apply_factory_merges(state, factories)
 
 
 def _check_tensors(index: CheckpointIndex, wanted: set[str], *, whole: bool) -> None:
@@ -174,7 +172,11 @@ class _Reader(FileSystemReader):
         self._metadata = Metadata(state_dict_metadata={}, storage_data={})
         # torch looks a chunk up by key and offset, an object by its key alone.
         for key, tensor in index.tensors.items():
-            self._metadata.state_dict_metadata[key] = _described(tensor)
+            self._metadata.state_dict_metadata[key] = TensorStorageMetadata(
+                properties=TensorProperties(dtype=getattr(torch, tensor.dtype)),
+                size=torch.Size(tensor.shape),
+                chunks=[ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.shape)) for c in tensor.chunks],
+            )
             self._metadata.storage_data |= {MetadataIndex(key, chunk.offset): chunk for chunk in tensor.chunks}
         for key, place in index.objects.items():
             self._metadata.state_dict_metadata[key] = BytesStorageMetadata()
@@ -206,14 +208,6 @@ class _Reader(FileSystemReader):
         target = planner.resolve_tensor(item).detach()
         target.copy_(tensor)
         planner.commit_tensor(item, target)
-
-
-def _described(tensor: StoredTensor) -> TensorStorageMetadata:
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=getattr(torch, tensor.dtype)),
-        size=torch.Size(tensor.shape),
-        chunks=[ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.shape)) for c in tensor.chunks],
-    )
 
 
 def _set(planner: Any, key: str, value: list[Any]) -> None:

@@ -61,7 +61,12 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
     Raises ValueError for wrong arguments, OSError for a report that cannot be written.
     """
-    _check(arguments)
+    if bool(arguments.hosts) != bool(arguments.reports) or (arguments.hosts and arguments.json):
+        raise ValueError("--hosts and --reports need each other, and every node writes its --json to that folder")
+    if not arguments.within > 0:
+        raise ValueError(f"--within is {arguments.within:g}; it has to be more than 0 seconds")
+    if arguments.gpus is not None and arguments.gpus < 0:
+        raise ValueError(f"--gpus is {arguments.gpus}; it has to be at least 0")
     from megatron_scalerl.recipe.file import load_recipe
 
     # checked before any node is asked
@@ -114,13 +119,3 @@ def _examine_nodes(arguments: argparse.Namespace, console: Console) -> int:
         line = f"{len(bad)} of {len(nodes)} nodes are unfit: {reasons}"
     console.print(line)
     return int(bool(bad))
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    """Raises ValueError for arguments that contradict each other or cannot be used."""
-    if bool(arguments.hosts) != bool(arguments.reports) or (arguments.hosts and arguments.json):
-        raise ValueError("--hosts and --reports need each other, and every node writes its --json to that folder")
-    if not arguments.within > 0:
-        raise ValueError(f"--within is {arguments.within:g}; it has to be more than 0 seconds")
-    if arguments.gpus is not None and arguments.gpus < 0:
-        raise ValueError(f"--gpus is {arguments.gpus}; it has to be at least 0")

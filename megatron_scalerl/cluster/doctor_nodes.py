@@ -47,43 +47,32 @@ def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, w
     (folder / BAD).unlink(missing_ok=True)
     steps: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        return _examined(nodes, folder, words, within_s, steps)
+        for node in nodes:
+            (folder / f"{node}.json").unlink(missing_ok=True)  # of an earlier call
+            argv = [*PROGRAM, "doctor", *words, f"--json={folder / node}.json"]
+            if node != nodes[0]:
+                argv = [*step_words(node), *argv]
+            # SIGTERM makes srun end its step
+            argv = ["timeout", "--kill-after=5", str(within_s), *argv]
+            with open(folder / f"{node}.log", "wb") as log:
+                steps[node] = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        reports = {}
+        silent = {}
+        for node, step in steps.items():
+            code = step.wait()
+            try:
+                reports[node] = msgspec.json.decode((folder / f"{node}.json").read_bytes(), type=list[Check])
+            except (OSError, msgspec.DecodeError):
+                end = f"exit code {code}; 124: it took longer than {within_s:g} s"
+                silent[node] = f"no report ({end}): {own_line(folder / f'{node}.log')}"
+        bad = unfit(reports, silent)
+        if 0 < len(bad) < len(nodes):
+            write_durably(folder / BAD, "".join(f"{node}\t{why}\n" for node, why in bad.items()).encode())
+        return bad
     finally:
         for step in steps.values():
             if step.poll() is None:
                 step.terminate()  # which `timeout` hands on
-
-
-def _examined(
-    nodes: Sequence[str],
-    folder: Path,
-    words: Sequence[str],
-    within_s: float,
-    steps: dict[str, subprocess.Popen[bytes]],
-) -> dict[str, str]:
-    """As `examine_nodes`, which ends the `steps` that are begun here."""
-    for node in nodes:
-        (folder / f"{node}.json").unlink(missing_ok=True)  # of an earlier call
-        argv = [*PROGRAM, "doctor", *words, f"--json={folder / node}.json"]
-        if node != nodes[0]:
-            argv = [*step_words(node), *argv]
-        # SIGTERM makes srun end its step
-        argv = ["timeout", "--kill-after=5", str(within_s), *argv]
-        with open(folder / f"{node}.log", "wb") as log:
-            steps[node] = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
-    reports = {}
-    silent = {}
-    for node, step in steps.items():
-        code = step.wait()
-        try:
-            reports[node] = msgspec.json.decode((folder / f"{node}.json").read_bytes(), type=list[Check])
-        except (OSError, msgspec.DecodeError):
-            end = f"exit code {code}; 124: it took longer than {within_s:g} s"
-            silent[node] = f"no report ({end}): {own_line(folder / f'{node}.log')}"
-    bad = unfit(reports, silent)
-    if 0 < len(bad) < len(nodes):
-        write_durably(folder / BAD, "".join(f"{node}\t{why}\n" for node, why in bad.items()).encode())
-    return bad
 
 
 def unfit(reports: Mapping[str, Sequence[Check]], silent: Mapping[str, str]) -> dict[str, str]:

@@ -125,27 +125,23 @@ def _faults(nvml: Any, gpu: Gpu) -> Iterator[str]:
         yield gpu.name.strip("()")
         return
     try:
-        yield from _answered_faults(nvml, gpu.handle)
+        # version 2 is without the driver's own memory
+        memory = _answer(nvml, nvml.nvmlDeviceGetMemoryInfo, gpu.handle, nvml.nvmlMemory_v2)
+        if memory and memory.used // MIB >= FOREIGN_MIB:
+            processes = _answer(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, gpu.handle)
+            # in a container the driver counts memory of processes that it does not list
+            pids = ", ".join(f"pid {process.pid}" for process in processes or ())
+            yield f"{memory.used // MIB} MiB in use by {pids or 'processes that are not visible here'}"
+        kinds = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
+        errors = _answer(nvml, nvml.nvmlDeviceGetTotalEccErrors, gpu.handle, *kinds)
+        if errors:
+            yield f"{errors} uncorrected memory errors since the driver was loaded"
+        # (corrected rows, uncorrected rows, a remapping waits for a reset, a remapping failed)
+        rows = _answer(nvml, nvml.nvmlDeviceGetRemappedRows, gpu.handle)
+        if rows and any(rows[2:]):
+            yield "row remapping is pending or has failed"
     except nvml.NVMLError as error:
         yield str(error)
-
-
-def _answered_faults(nvml: Any, handle: Any) -> Iterator[str]:
-    # version 2 is without the driver's own memory
-    memory = _answer(nvml, nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
-    if memory and memory.used // MIB >= FOREIGN_MIB:
-        processes = _answer(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle)
-        # in a container the driver counts memory of processes that it does not list
-        pids = ", ".join(f"pid {process.pid}" for process in processes or ())
-        yield f"{memory.used // MIB} MiB in use by {pids or 'processes that are not visible here'}"
-    kinds = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
-    errors = _answer(nvml, nvml.nvmlDeviceGetTotalEccErrors, handle, *kinds)
-    if errors:
-        yield f"{errors} uncorrected memory errors since the driver was loaded"
-    # (corrected rows, uncorrected rows, a remapping waits for a reset, a remapping failed)
-    rows = _answer(nvml, nvml.nvmlDeviceGetRemappedRows, handle)
-    if rows and any(rows[2:]):
-        yield "row remapping is pending or has failed"
 
 
 def _answer(nvml: Any, query: Callable[..., Any], *arguments: Any) -> Any:

@@ -64,18 +64,13 @@ def status(run_dir: Path) -> Iterator[str]:
         yield "no sbatch on the path: the state of the job is unknown, what follows is from the run's folder"
     if not jobs:
         yield from (f"finished: {row.get('reason')}" for row in read_jsonl(run / END)[-1:])
-    yield from node_lines(run)
-    yield from _progress(run, newest.get("gpu_hours"), running=any(job.state == "RUNNING" for job in jobs))
-    if (error := last_error(run)) is not None:
-        yield f"last error: {error}"
-
-
-def node_lines(run: Path) -> Iterator[str]:
-    """The nodes that the checks of the attempts found unfit, and first nodes that were lost."""
     for attempt in attempts(run):
         for node, why in unfit(attempt).items():
             yield f"attempt {attempt.name}: {node} was unfit: {why[:_LONGEST]}"
         yield from (f"attempt {attempt.name}: {line}" for line in _lines(attempt / FIRST_NODE))
+    yield from _progress(run, newest.get("gpu_hours"), running=any(job.state == "RUNNING" for job in jobs))
+    if (error := last_error(run)) is not None:
+        yield f"last error: {error}"
 
 
 def attempts(run: Path) -> list[Path]:
@@ -148,15 +143,13 @@ def last_error(run: Path) -> str | None:
     started = sorted((run / SLURM).glob("*/started"), key=os.path.getmtime)
     details = {"controller": run / "logs" / "controller.log"}
     for newest in started[-1:]:
-        for role, code in _exit_codes(newest.parent).items():
+        for role in ROLES:
+            exit_file = newest.with_name(f"{role}.exit")
+            if not exit_file.exists():
+                continue
+            code = exit_file.read_text().strip()
             if code not in ("0", "75"):
                 log = newest.with_name(f"{role}.log")
                 more = details.get(role, newest.with_name("nodes"))
                 return f"{role}: exit code {code}: {own_line(log)} ({log}, {more})"
     return None
-
-
-def _exit_codes(attempt: Path) -> dict[str, str]:
-    """Exit codes of an attempt's roles that have ended, in the order of their starts."""
-    files = {role: attempt / f"{role}.exit" for role in ROLES}
-    return {role: file.read_text().strip() for role, file in files.items() if file.exists()}

@@ -106,16 +106,16 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         if left:
             console.print("starting the engines")
 
-        def ready() -> None:
-            console.print(f"generating {left} completions")
-
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("completions", total=len(keys), completed=len(keys) - left)
-
-            def finished() -> None:
-                bar.advance(task)
-
-            work = generate(evaluated, result, k=k, seed=arguments.seed, ready=ready, finished=finished)
+            work = generate(
+                evaluated,
+                result,
+                k=k,
+                seed=arguments.seed,
+                ready=lambda: console.print(f"generating {left} completions"),
+                finished=lambda: bar.advance(task),
+            )
             run_until_signal(work, None, lambda: f"goes on with the completions in {arguments.out}")
         _report(arguments, evaluated, result, contaminations, header, console)
     return 0

@@ -112,8 +112,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         devices = f"{gpus} x {GPUS[arguments.gpu].name}"
         number = f"--gpus {recipe.devices} --gpu {arguments.gpu}"
     head = f"# Written by `megatron-scalerl init` for {devices}.\n# {cost}\n"
-    out.write_text(head + _text(choices, doubts), encoding="utf8")
-    for line in _text(choices, doubts).splitlines():
+    text = _text(choices, doubts)
+    out.write_text(head + text, encoding="utf8")
+    for line in text.splitlines():
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(
         f"{out} is written for {devices}. {cost}\nNext:\n  megatron-scalerl plan {out} {number} --check\n"

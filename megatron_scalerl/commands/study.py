@@ -85,8 +85,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     for recipe in recipes:
         files[recipe.name].parent.mkdir(parents=True, exist_ok=True)
         write_durably(files[recipe.name], dump_recipe(recipe).encode())
-    failed: list[Path] = []
-    finished: list[Path] = []
+    failed = []
+    finished = []
     for recipe in recipes:
         ends = read_jsonl(recipe.run_dir / END)
         code = int(any(end.get("gave_up") for end in ends))

@@ -56,7 +56,7 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
     """
     stopped_by = []
     early = []
-    codes: list[int] = []
+    codes = []
     variables = dict(os.environ)
     child: subprocess.Popen[bytes] | None = None
 

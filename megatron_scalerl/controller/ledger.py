@@ -153,7 +153,7 @@ def _row(charge: Charge) -> dict[str, Any]:
 
 def _recovered(path: Path, rows: Iterable[dict[str, Any]]) -> list[Charge]:
     """The charges of a file. An incomplete last window and the time until the last heartbeat become `lost`."""
-    charges: list[Charge] = []
+    charges = []
     complete = 0
     heartbeat: Charge | None = None
     incarnation = ""

@@ -65,10 +65,9 @@ class _Hold:
         training = max(0, self._engine.received_tokens - self._received - sum(self.measured.values()))
         tokens = {**self.measured, "engine": training}
         total = sum(tokens.values())
-        purpose: Role = self.purpose
         self._begin(now)
         if not total:
-            return {purpose: seconds}, 0
+            return {self.purpose: seconds}, 0
         return {role: seconds * (count / total) for role, count in tokens.items()}, training
 
 
@@ -231,7 +230,7 @@ class Meter:
         """Charge the window to the roles that used its devices; each charge is a mean number of devices."""
         self._close_holds()
         seconds = self.elapsed
-        on_held: dict[Role, float] = {}
+        on_held = {}
         pinned = 0.0
         if seconds > 0:
             on_held = {role: device_seconds / seconds for role, device_seconds in self._held_seconds.items()}

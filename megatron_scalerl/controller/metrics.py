@@ -7,8 +7,6 @@ validation.fresh_seeds off, the same completion of two validations has the same 
 correlated: that is in the single outcomes, not in the pass rates. They are in RUN/validation_by_prompt.jsonl.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import logging
@@ -20,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Any, Protocol
 
 from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
@@ -132,7 +130,12 @@ class Metrics:
         self._sinks: list[Sink] = [*sinks]
         if importlib.util.find_spec("tensorboard"):
             with _guarded("TensorBoardSink", "start"):
-                self._sinks.append(self._tensorboard(run_dir))
+                sink = TensorBoardSink(run_dir)
+                for row in read_jsonl(steps):
+                    sink.write(row["step"], _finite(row))
+                for row in rows:
+                    sink.write(row["step"], _finite(_validation_scalars(row)))
+                self._sinks.append(sink)
         if importlib.util.find_spec("wandb") and os.environ.get("WANDB_MODE") != "disabled":
             with _guarded("WandbSink", "start", "; this attempt goes on without W&B (WANDB_MODE=offline needs none)"):
                 self._sinks.append(WandbSink(run_dir, name, last_step=last_step))
@@ -184,14 +187,6 @@ class Metrics:
         for sink in self._sinks:
             with _guarded(type(sink).__name__, "close"):
                 sink.close()
-
-    def _tensorboard(self, run_dir: Path) -> TensorBoardSink:
-        sink = TensorBoardSink(run_dir)
-        for row in read_jsonl(self._steps.path):
-            sink.write(row["step"], _finite(row))
-        for row in read_jsonl(self._validations.path):
-            sink.write(row["step"], _finite(_validation_scalars(row)))
-        return sink
 
     def _to_sinks(self, step: int, record: Mapping[str, Any]) -> None:
         scalars = _finite(record)
@@ -372,10 +367,8 @@ def within_variance(outcomes: Iterable[Sequence[bool | None]]) -> float | None:
     variances = []
     for row in outcomes:
         kept = [outcome for outcome in row if outcome is not None]
-        count = len(kept)
-        correct = sum(kept)
-        if count > 1:
-            variances.append(correct * (count - correct) / (count * (count - 1)))
+        if len(kept) > 1:
+            variances.append(variance(kept))
     if not variances:
         return None
     return sum(variances) / len(variances)

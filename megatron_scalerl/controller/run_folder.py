@@ -66,6 +66,7 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "prompts.preset",  # prompts.digest holds its effect, and that of the columns
         "prompts.prompt_column",
         "prompts.answer_column",
+        "algorithm.settings.url",  # the same server may be elsewhere
         "environment.timeout_s",
         "environment.episode_timeout_s",
         "environment.workers",

@@ -165,7 +165,7 @@ class Endpoint:
     def __init__(self, collector: RunCollector, run_dir: Path, *, name: str, address: str, token: str | None):
         """name: of the run. address: host:port at which Prometheus finds the endpoint. token: the bearer token of
         requests; None if they need none."""
-        folder = _folder(run_dir).absolute()
+        folder = (run_dir / "metrics").absolute()
         folder.mkdir(mode=0o700, exist_ok=True)
         folder.chmod(0o700)  # an earlier start may have made it
         self._registry = collector.registry
@@ -231,13 +231,9 @@ async def serving_metrics(recipe: Recipe, run_dir: Path, *, run_id: str) -> Asyn
             await runner.cleanup()
 
 
-def _folder(run_dir: Path) -> Path:
-    return run_dir / "metrics"
-
-
 def _token(run_dir: Path) -> str:
     """The run's token; a run without one gets one. Raises ValueError for a file that others own or may read."""
-    path = _folder(run_dir) / "token"
+    path = run_dir / "metrics" / "token"
     if path.is_file() and not path.is_symlink() and path.stat().st_size == 0:
         path.unlink()  # a start was killed while it wrote it
     try:
@@ -253,7 +249,7 @@ def _list_nothing(run_dir: Path) -> bool:
 
     Returns whether an earlier start had an endpoint. Raises OSError.
     """
-    path = _folder(run_dir) / "targets.json"
+    path = run_dir / "metrics" / "targets.json"
     if path.exists():
         write_durably(path, b"[]")
         return True

@@ -36,7 +36,10 @@ class TokenScores:
         """
         if not self._every or step % self._every:
             return
-        chosen = [(group, *sample) for group in _with_contrast(groups) for sample in _ends(group)]
+        # most groups that are trained on have completions of different rewards
+        stored = [g for g in groups if isinstance(g.stored, BlockRef) and len({s.reward for s in g.scores}) > 1]
+        first = sorted(stored, key=lambda group: group.group_id)[:_GROUPS]
+        chosen = [(group, *sample) for group in first for sample in _ends(group)]
         if not chosen:
             return
         tokens = await asyncio.to_thread(lambda: [self._tokens(group, position) for group, position, _ in chosen])
@@ -59,12 +62,6 @@ class TokenScores:
         path = segment_path(self._run_dir / "rollouts", group.stored.segment)
         [data] = read_completions(path, group.stored, [position])
         return [int(token) for token in rollout_bytes.read(data).token_ids]
-
-
-def _with_contrast(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    """The first groups whose completions have different rewards, as most groups that are trained on."""
-    chosen = [g for g in groups if isinstance(g.stored, BlockRef) and len({s.reward for s in g.scores}) > 1]
-    return sorted(chosen, key=lambda group: group.group_id)[:_GROUPS]
 
 
 def _ends(group: RolloutGroup) -> list[tuple[int, int | None]]:

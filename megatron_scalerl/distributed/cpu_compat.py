@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any
 
@@ -131,11 +131,7 @@ def rng_state() -> None:
     _set(torch.cuda, "manual_seed", torch.manual_seed)
     _set(random, "_get_cuda_rng_state", lambda device=None, clone=False, graph_safe=False: torch.get_rng_state())
     _set(random, "_set_cuda_rng_state", lambda state, device=-1, graph_safe=False: torch.set_rng_state(state))
-    logging.getLogger(random.__name__).addFilter(_not_the_rng_warning)
-
-
-def _not_the_rng_warning(record: logging.LogRecord) -> bool:
-    return "CPU RNG state changed" not in record.getMessage()
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
 LITERAL_FILES = (
@@ -207,11 +203,6 @@ class _Stream:
         pass
 
 
-@contextlib.contextmanager
-def _on_stream(stream: _Stream) -> Iterator[None]:
-    yield
-
-
 STREAM_FILES = (
     "transformer.moe.token_dispatcher",  # 469, 922-946: the all-to-all's side stream
     "distributed.param_and_grad_buffer",  # 632: gradients of CUDA graphs are waited for, there are none
@@ -227,7 +218,7 @@ def streams() -> None:
         torch.cuda,
         Stream=lambda: idle,
         current_stream=lambda: idle,
-        stream=_on_stream,
+        stream=contextlib.nullcontext,
         current_device=lambda: CPU,
     )
     for name in STREAM_FILES:

@@ -50,11 +50,6 @@ class Parallel:
     """Megatron's process groups by name: tp, pp, ep, expt_tp, dp, dp_cp, mp ..."""
 
     @property
-    def is_first_stage(self) -> bool:
-        """True for the stage with the embedding."""
-        return self.pp_rank == 0
-
-    @property
     def is_last_stage(self) -> bool:
         """True for the stage with the head, which returns log-probabilities."""
         return self.pp_rank == self.pp_size - 1

@@ -173,8 +173,7 @@ def local_address(host: str) -> str:
     [(family, kind, *_, address), *_] = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
     with socket.socket(family, kind) as probe:  # sends nothing: connecting a datagram socket only looks up the route
         probe.connect(address)
-        local: str = probe.getsockname()[0]
-    return local
+        return probe.getsockname()[0]
 
 
 def check_private(folder: str) -> None:

@@ -55,7 +55,11 @@ _ZAP_DOMAIN = b"megatron_scalerl"
 Buffer = bytes | memoryview
 
 
-class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Message(msgspec.Struct, tag=True, frozen=True):
+    """A message; the name of its class tells it from the others."""
+
+
+class Hello(Message, frozen=True):
     """Peer to controller: first message. Each kind of peer adds who it is."""
 
     run_id: str
@@ -71,17 +75,17 @@ class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         return None
 
 
-class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Welcome(Message, frozen=True):
     """Controller to peer: accepted."""
 
 
-class Refused(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Refused(Message, frozen=True):
     """Controller to peer: exit, for this reason."""
 
     reason: str
 
 
-class Ping(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Ping(Message, frozen=True):
     """Controller to peer: no operation; sending it shows whether the peer is still connected."""
 
 
@@ -93,9 +97,8 @@ class RefusedError(RuntimeError):
     """The controller did not accept this peer, or gave it up."""
 
 
-def encode(message: Any) -> bytes:
-    """A message or a plain value as msgpack."""
-    return msgspec.msgpack.encode(message)
+encode = msgspec.msgpack.encode
+"""A message or a plain value as msgpack."""
 
 
 def decode(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[Buffer | msgspec.Raw]) -> Any:

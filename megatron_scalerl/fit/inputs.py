@@ -65,8 +65,8 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
         return [_read_run_folder(path, options)]
     if (path / "recipe.yaml").is_file():
         raise refused(path, "the run has no validation.jsonl, as its first validation has not ended")
-    curves: list[Curve] = []
-    problems: list[ValueError] = []
+    curves = []
+    problems = []
     for table in read_tables(path):
         try:
             for name, rows in selections(table, options):

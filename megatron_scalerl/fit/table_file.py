@@ -288,7 +288,7 @@ def _rows_of(value: Any) -> tuple[str, list[Any]]:
 
 def _flat(row: Row) -> Row:
     """The row with the keys of its objects joined by "/"."""
-    flat: Row = {}
+    flat = {}
     for key, value in row.items():
         if not isinstance(value, dict):
             flat[key] = value
@@ -305,8 +305,8 @@ def _from_console(path: Path, text: str) -> TableFile:
     Of step lines, literals, and points below headings the first kind that has a few rows is read, and no other one: a
     log with step lines prints its configuration as a literal.
     """
-    lined: list[tuple[int, Row]] = []
-    literals: list[tuple[int, Row]] = []
+    lined = []
+    literals = []
     headed: list[tuple[int, Row]] = [(0, {})]
     for number, line in _console_lines(text):
         for validation, step, metrics in _STEP_LINE.findall(line):

@@ -72,7 +72,7 @@ JOINING = "extra-"
 """Names of engines that the controller did not start begin so; those of the others are engine-N."""
 
 
-class Hello(sockets.Hello, tag=True, frozen=True, kw_only=True):
+class Hello(sockets.Hello, frozen=True):
     """Agent to controller: first message."""
 
     name: Annotated[str, msgspec.Meta(pattern=_NAME)]
@@ -85,7 +85,7 @@ class Hello(sockets.Hello, tag=True, frozen=True, kw_only=True):
     """Devices of the engine."""
 
 
-class Welcome(sockets.Welcome, tag=True, frozen=True, kw_only=True):
+class Welcome(sockets.Welcome, frozen=True):
     """Controller to agent: accepted, start the server."""
 
     certificate: str
@@ -98,21 +98,21 @@ class Welcome(sockets.Welcome, tag=True, frozen=True, kw_only=True):
     """The engine's devices, as indices into its host's visible GPUs; None without GPUs."""
 
 
-class Up(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Up(sockets.Message, frozen=True):
     """Agent to controller: the server is up."""
 
     url: Annotated[str, msgspec.Meta(pattern=_URL)]
     """https://ADDRESS:PORT"""
 
 
-class Exited(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Exited(sockets.Message, frozen=True):
     """Agent to controller: there is no server, and the agent exits next."""
 
     how: Annotated[str, msgspec.Meta(max_length=HOW_CHARACTERS)]
     """The end of the server, as in "exited with code 1": continues the name of the engine."""
 
 
-class Stop(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Stop(sockets.Message, frozen=True):
     """Controller to agent: end the server and exit with 0."""
 
     grace_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]

@@ -147,6 +147,10 @@ class Engines:
 
     async def _supervise(self, index: int) -> None:
         """Keep one engine running until it is given up."""
+        # an engine that ran for longer had no fault at its start: one is found within the longest limit
+        engine = self._recipe.engine
+        limits = (engine.stall_timeout_s, engine.first_token_timeout_s, self._recipe.weights.timeout_s)
+        healthy_s = HEALTHY_S + max(limits)
         failures = 0
         barren = 0
         started = time.monotonic()
@@ -158,8 +162,8 @@ class Engines:
                 barren = 0
             if barren == MOST_BARREN:
                 reason = f"{reason}; in its last {barren} starts no engine completed a request"
-                failures = self._recipe.engine.max_restarts  # no more
-            elif time.monotonic() - started > self._healthy_s:
+                failures = engine.max_restarts  # no more
+            elif time.monotonic() - started > healthy_s:
                 failures = 0
             failures += 1
             lost = time.monotonic()
@@ -178,12 +182,6 @@ class Engines:
         """Whether an engine has ever completed a request."""
         self._completed |= any(process.client.received_tokens for process in self._processes)
         return self._completed
-
-    @property
-    def _healthy_s(self) -> float:
-        """An engine that ran for longer (s) had no fault at its start: one is found within the longest limit."""
-        engine = self._recipe.engine
-        return HEALTHY_S + max(engine.stall_timeout_s, engine.first_token_timeout_s, self._recipe.weights.timeout_s)
 
     async def _until_evicted(self, process: EngineProcess) -> str:
         """Wait until the engine fails or is evicted; it is evicted then. Returns the reason."""

@@ -177,7 +177,8 @@ def hosts_of(
     if in_slurm:
         listed = hosts_of_allocation()
         if slots is None:
-            slots = _gpus_of_node()
+            # Slurm's `8` or `h100:8`
+            slots = int(os.environ.get("SLURM_GPUS_ON_NODE", "0").rpartition(":")[2]) or None
     else:
         listed = _listed(names)
         words = tuple(shlex.split(run_on or DEFAULT_COMMAND))
@@ -214,11 +215,6 @@ def _listed(names: str) -> list[str]:
     return listed
 
 
-def _gpus_of_node() -> int | None:
-    """Slurm's `8` or `h100:8`; None without GPUs."""
-    return int(os.environ.get("SLURM_GPUS_ON_NODE", "0").rpartition(":")[2]) or None
-
-
 def _assignments(env: Mapping[str, str]) -> list[str]:
     return [f"{name}={value}" for name, value in sorted(env.items())]
 
@@ -244,7 +240,11 @@ def hosts_of_allocation() -> list[str]:
         raise ValueError(f"--hosts {SLURM}: this process is in no allocation; SLURM_JOB_NODELIST is not set")
     if "SLURM_HET_SIZE" in os.environ:
         raise ValueError(f"--hosts {SLURM}: heterogeneous jobs are not supported; use one job of one kind of node")
-    return _hostnames(os.environ["SLURM_JOB_NODELIST"])
+    nodes = os.environ["SLURM_JOB_NODELIST"]
+    try:
+        return _scontrol("hostnames", nodes).split()
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ValueError(f"--hosts {SLURM}: scontrol does not list the hosts of {nodes}: {error}") from None
 
 
 def _this_job() -> str | None:
@@ -255,13 +255,6 @@ def _this_job() -> str | None:
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
-
-
-def _hostnames(nodes: str) -> list[str]:
-    try:
-        return _scontrol("hostnames", nodes).split()
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ValueError(f"--hosts {SLURM}: scontrol does not list the hosts of {nodes}: {error}") from None
 
 
 def _scontrol(*words: str, within_s: float = _TIMEOUT_S) -> str:

@@ -5,7 +5,7 @@ values may convert them back to bf16 for a CPU's matrix unit: only the order of 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -23,7 +23,10 @@ def fp32_products(device: torch.device, *, of_bf16: bool = False) -> Iterator[No
     on_cpu = device.type == "cpu"
     user = None
     if not on_cpu:
-        user = _older_setting()
+        # It raises where the user has set one backend separately. The two must not be mixed: with the older one at
+        # "high" and an accelerator's own at "ieee", a query whether TF32 is allowed (the profiler makes one) raises.
+        with suppress(RuntimeError):
+            user = torch.get_float32_matmul_precision()
     switch = _switch(device)
     precision = "ieee"
     if of_bf16 and on_cpu:
@@ -51,18 +54,6 @@ def bf16_may_be_faster() -> bool:
     """
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return not capabilities.get("cpu_name", "").startswith("Intel") or bool(capabilities.get("amx_bf16", True))
-
-
-def _older_setting() -> str | None:
-    """PyTorch's setting for all backends; None if the user has set one backend separately.
-
-    The two must not be mixed: with the older one at "high" and an accelerator's own at "ieee", a query whether TF32
-    is allowed (the profiler makes one) raises RuntimeError.
-    """
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return None
 
 
 def _switch(device: torch.device) -> Any:

@@ -147,8 +147,11 @@ class TokenLogprobs(torch.autograd.Function):
         )
         grad_hidden = torch.zeros_like(projection.hidden, dtype=projection.accumulator)
         grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = head_gradient(weight, projection, call)
+        # Backends add the head's gradient in the accumulator's dtype: to main_grad itself, or to zeros.
+        if ctx.needs_input_grad[1] and call.main_grad and weight.main_grad.dtype == projection.accumulator:
+            grad_weight = weight.main_grad
+        elif ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=projection.accumulator)
         into = part_of(grad_weight, slice(projection.count))
         kept = ctx.kept
         # The backend overwrites the logits: another backward pass has to recompute them.
@@ -166,13 +169,6 @@ class TokenLogprobs(torch.autograd.Function):
         elif grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return call.grad_of_hidden(grad_hidden, hidden.dtype), grad_weight, None
-
-
-def head_gradient(weight: Any, projection: Projection, call: Call) -> Tensor:
-    """Where backends add the head's gradient, in the accumulator's dtype: main_grad itself, or zeros."""
-    if call.main_grad and weight.main_grad.dtype == projection.accumulator:
-        return weight.main_grad
-    return torch.zeros_like(weight, dtype=projection.accumulator)
 
 
 def added_to_main_grad(weight: Tensor) -> Tensor:

@@ -9,8 +9,6 @@ tokens. Each block's statistics are merged into the running ones. Operations aft
 rows that stay in a CPU's cache.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager

@@ -98,7 +98,7 @@ def _latent_attention(config: Any) -> dict[str, Any]:
 def _router(config: Any) -> dict[str, Any]:
     """Fields of TransformerConfig for experts. Raises ValueError for groups that Megatron-Core scores otherwise."""
     topk = config.num_experts_per_tok
-    groups: dict[str, int] = {}
+    groups = {}
     if config.n_group > config.topk_group:
         if topk // config.topk_group != 2:
             raise ValueError(

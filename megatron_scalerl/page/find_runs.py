@@ -43,7 +43,7 @@ def find_runs(folder: Path) -> FoundRuns:
 
     Raises OSError if the folder itself cannot be read.
     """
-    left_out: list[str] = []
+    left_out = []
 
     def skip(error: OSError) -> None:
         path = Path(error.filename)
@@ -51,7 +51,7 @@ def find_runs(folder: Path) -> FoundRuns:
             raise error
         left_out.append(f"{printable(str(path.relative_to(folder)))} cannot be read: {error.strerror}")
 
-    runs: list[Path] = []
+    runs = []
     places = set()
     for name, folders, files in os.walk(folder, onerror=skip, followlinks=True):
         path = Path(name)

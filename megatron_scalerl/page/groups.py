@@ -11,9 +11,8 @@ import msgspec
 
 from megatron_scalerl.page.growing_file import Rows, json_row
 from megatron_scalerl.rollouts.group_files import stored_group
-from megatron_scalerl.rollouts.history import Admit, BatchRecord, Finish, History, read_batch
+from megatron_scalerl.rollouts.history import Admit, BatchRecord, Finish
 from megatron_scalerl.rollouts.store import segment_path, segments
-from megatron_scalerl.types import RolloutGroup
 
 _EVENT: msgspec.json.Decoder[Admit | Finish | BatchRecord] = msgspec.json.Decoder(Admit | Finish | BatchRecord)
 
@@ -22,7 +21,6 @@ class GroupIndex:
     """Steps of the trained groups, and places of all groups in the store. Not safe for several threads."""
 
     def __init__(self, run_dir: Path):
-        self.run_dir = run_dir
         self._folder = run_dir / "rollouts"
         self._journal: Rows[Finish | BatchRecord] = Rows(run_dir / "journal.jsonl", _event)
         self._generation = 0
@@ -88,12 +86,13 @@ class GroupIndex:
 
         Of each step, the groups are chosen whose pass rate is nearest to one half.
         """
-        deleted = self._deleted()
+        kept = segments(self._folder)
+        deleted = {g for g, event in self._finished.items() if event.segment not in kept}
         steps = sorted({record.step for record in self._records.values() if set(record.group_ids) - deleted})
         if not steps or count < 1:
             return []
         number = min(count, len(steps))
-        chosen: list[int] = []
+        chosen = []
         for i in range(number):
             step = steps[round(i * (len(steps) - 1) / max(1, number - 1))]
             stored = [group for group in self.of_step(step) if group["id"] not in deleted]
@@ -102,15 +101,6 @@ class GroupIndex:
             share = math.ceil((count - i) / number)
             chosen += [group["id"] for group in stored[:share]]
         return chosen
-
-    def _deleted(self) -> set[int]:
-        """Groups whose segment is gone."""
-        kept = segments(self._folder)
-        return {g for g, event in self._finished.items() if event.segment not in kept}
-
-    def read_batch(self, record: BatchRecord) -> list[RolloutGroup]:
-        """The facts about the groups of a batch. Raises ValueError for one that is no longer stored, or damaged."""
-        return read_batch(self.run_dir, History(events=(), batches=(), finished=self._finished), record)
 
 
 def _event(line: bytes) -> Finish | BatchRecord | None:

@@ -137,7 +137,6 @@ def last_row(path: Path, row_of: Callable[[bytes], Any] = json_row) -> dict[str,
     if not lines:
         return None
     try:
-        row: dict[str, Any] | None = row_of(lines[-1])
+        return row_of(lines[-1])
     except ValueError as error:
         raise ValueError(f"{path}: last line: {error}") from None
-    return row

@@ -63,15 +63,11 @@ def report(run_dir: Path, console: Console) -> None:
         say(line)
     say(cost_text(hours_by_role(ledger), str(ledger[0]["unit"]), recipe["cost"]))
     try:
-        updates = updates_of(read_jsonl(run_dir / "metrics.jsonl"))
+        for item in updates_of(read_jsonl(run_dir / "metrics.jsonl")) or ():
+            say(item)
     except (ValueError, RecursionError) as error:
         # the table of weight updates is no reason to show nothing
         say(printable(f"Weight updates are not shown: {error}"))
-        updates = None
-    if updates is not None:
-        table, note = updates
-        say(table)
-        say(note)
     steps = last_step(rows, recipe)
     forecasts = outlooks(rows, steps=steps, fit_from_steps=recipe["forecast"]["fit_from_steps"])
     if forecasts:

@@ -218,16 +218,11 @@ class RunsPage:
         number = int(match[1])
         # one at a time: two requests of a page that is not made yet would make it twice
         async with self._opening:
-            run_page = await self._opened(number)
-        return await run_page.handler(match[2])
-
-    async def _opened(self, number: int) -> RunPage:
-        """The page of a run, opened and followed if it is not."""
-        if number not in self._pages:
-            run_page = await asyncio.to_thread(partial(RunPage, self._runs[number], home="../../"))
-            await self._open.enter_async_context(run_page.following())
-            self._pages[number] = run_page
-        return self._pages[number]
+            if number not in self._pages:
+                run_page = await asyncio.to_thread(partial(RunPage, self._runs[number], home="../../"))
+                await self._open.enter_async_context(run_page.following())
+                self._pages[number] = run_page
+        return await self._pages[number].handler(match[2])
 
     async def _page(self, request: web.Request) -> web.Response:
         found = await asyncio.to_thread(find_runs, self._folder)

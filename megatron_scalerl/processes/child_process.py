@@ -141,7 +141,10 @@ class ChildProcess:
         if not self.running and Path(f"/proc/{self.pid}").exists():
             self._group_gone = True
         if not self._group_gone:
-            self._group_gone = not signal_group(self.pid, sig)
+            try:
+                os.killpg(self.pid, sig)
+            except ProcessLookupError:
+                self._group_gone = True
         return not self._group_gone
 
 
@@ -161,15 +164,6 @@ async def stop_all(processes: Sequence[Any], *grace_s: float) -> None:
     for process, error in zip(processes, results):
         if isinstance(error, BaseException):
             logger.warning("%s could not be stopped: %s", process.name, str(error) or type(error).__name__)
-
-
-def signal_group(pid: int, sig: int = signal.SIGKILL) -> bool:
-    """Send a signal to the process group led by `pid`; False if no process of the group is left."""
-    try:
-        os.killpg(pid, sig)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def open_log(path: Path) -> BinaryIO:

@@ -27,8 +27,7 @@ def log_level() -> int:
     name = os.environ.get(LEVEL_VARIABLE, "info").lower()
     if name not in LEVELS:
         raise ValueError(f"{LEVEL_VARIABLE}: expected one of {', '.join(LEVELS)}, found {name!r}")
-    level: int = LEVELS[name]
-    return level
+    return LEVELS[name]
 
 
 def log_to_stderr(*others: str) -> None:

@@ -172,7 +172,7 @@ def remembered(keys: Sequence[str], limits: Limits | None, check: Callable[[], d
     whole = msgspec.json.encode([keys, limits, sources, sys.version])
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = Path(folder, "megatron_scalerl", "checks", f"{hashlib.sha256(whole).hexdigest()[:16]}.json")
-    results: dict[str, str] = {}
+    results = {}
     with contextlib.suppress(OSError, msgspec.DecodeError):
         results = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
     if not results or not results.keys() <= {*keys}:

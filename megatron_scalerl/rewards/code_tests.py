@@ -243,7 +243,7 @@ def _reached(tree: ast.Module, entry_point: str) -> Iterator[ast.AST]:
             required = len(node.args.posonlyargs + node.args.args) - len(node.args.defaults)
             if (node.name.startswith("test") and (given or not required)) or (node.name == "check" and entry_point):
                 waiting.append(node)
-    reached: set[str] = set()
+    reached = set()
     while waiting:
         node = waiting.pop()
         yield node

@@ -139,8 +139,8 @@ def is_number(reference: str) -> bool:
 
 def _closing_braces(text: str) -> dict[int, int]:
     """Position of each opening brace that is closed -> position of its closing brace."""
-    closing: dict[int, int] = {}
-    opened: list[int] = []
+    closing = {}
+    opened = []
     for brace in _BRACE.finditer(text):
         if brace.group() == "{":
             opened.append(brace.start())

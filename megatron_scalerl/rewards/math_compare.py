@@ -54,8 +54,7 @@ def parsed(text: str, units: bool = True, timeout_s: int | None = None) -> list[
 
     rules = NormalizationConfig(units=units, malformed_operators=True, nits=True)
     configs = (LatexExtractionConfig(normalization_config=rules), ExprExtractionConfig())
-    parts: list[Any] = parse(text, configs, parsing_timeout=timeout_s)
-    return parts
+    return parse(text, configs, parsing_timeout=timeout_s)
 
 
 def is_text(reading: Reading) -> bool:

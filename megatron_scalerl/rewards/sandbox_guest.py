@@ -219,8 +219,8 @@ class Solution:
                 error = exception(request["kind"], request["message"])
                 setattr(error, _NUMBER, request["raised"])
                 raise error
-            arguments: list[Any] = []
-            keywords: dict[str, Any] = {}
+            arguments = []
+            keywords = {}
             self._awaits = False
             reply: dict[str, Any]
             try:

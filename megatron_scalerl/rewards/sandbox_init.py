@@ -152,21 +152,18 @@ class _Programs:
 
     def run(self) -> None:
         """Write a result for each run. Raises _NotStarted."""
+        program = self._request["program"].encode(errors="replace")
+        tests = self._request["tests"]
         try:
-            self._run()
+            if tests is not None:
+                self._run_tests(program, tests.encode(errors="replace"), self._request["entry_point"])
+                return
+            for text, limit in zip(self._request["inputs"], self._request["output_bytes"]):
+                self._run_once(program, text.encode(errors="replace"), limit)
         except _NotStarted:
             if not self._started:
                 raise
             self._results.result(127, self._cpu_left, b"")
-
-    def _run(self) -> None:
-        program = self._request["program"].encode(errors="replace")
-        if self._request["tests"] is not None:
-            entry_point = self._request["entry_point"]
-            self._run_tests(program, self._request["tests"].encode(errors="replace"), entry_point)
-            return
-        for text, limit in zip(self._request["inputs"], self._request["output_bytes"]):
-            self._run_once(program, text.encode(errors="replace"), limit)
 
     def _run_once(self, program: bytes, text: bytes, limit: int) -> None:
         source = os.pipe()

@@ -60,7 +60,8 @@ class ChangesGather:
         longest = max(sum(number for number in numbers if number != _DENSE) for numbers in rank_counts)
         if not longest:
             return
-        mine = joined(sparse or [_nothing(self._device)])
+        none = torch.empty(0, dtype=torch.int64, device=self._device)
+        mine = joined(sparse or [ChangedElements(positions=none, bits=none.to(torch.int16))])
         positions = mine.positions.to(torch.int32)
         # In windows, which bound the memory; all ranks make as many as the rank with the most changes needs.
         window = max(WINDOW // self._group.size(), 1)
@@ -104,11 +105,6 @@ class ChangesGather:
         lengths = torch.cat(sizes).tolist()
         padded = self._window(values, max(*lengths, 1))
         return [part[:length] for part, length in zip(padded, lengths)]
-
-
-def _nothing(device: torch.device) -> ChangedElements:
-    none = torch.empty(0, dtype=torch.int64, device=device)
-    return ChangedElements(positions=none, bits=none.to(torch.int16))
 
 
 def _places(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[tuple[int, int, int]]:

@@ -83,7 +83,10 @@ class CheckpointWriting:
         self._parallel = parallel
         self._facts = facts
         self._extra = extra
-        _make_folder(self._path, parallel)
+        if parallel.rank == 0:
+            discard(self._path)
+            self._path.mkdir(parents=True)
+        dist.barrier()
         # Inside `writing_in_process` Megatron prepares the files and starts nothing; the thread is ours.
         with writing_in_process():
             request = dist_checkpointing.save(state, str(self._path), async_sharded_save=True, async_strategy="mcore")
@@ -104,7 +107,12 @@ class CheckpointWriting:
             return None
         with _full_disk_named(self._path):
             self._writing.complete()
-        _commit(self._path, self._parallel, self._facts, self._extra)
+        if self._parallel.rank == 0:
+            # The commit file is last: a folder without it counts as never written.
+            if self._extra is not None:
+                write_durably(self._path / EXTRA, json.dumps(self._extra).encode())
+            write_commit(self._path, {**self._facts, "layout": _layout(self._parallel)})
+        dist.barrier()
         return -seconds
 
 
@@ -119,24 +127,6 @@ def _full_disk_named(path: Path) -> Iterator[None]:
                 if f"[Errno {code}]" in str(cause):
                     raise OSError(code, os.strerror(code), str(path)) from None
         raise
-
-
-def _make_folder(path: Path, parallel: Parallel) -> None:
-    """An empty folder at `path`, on all ranks."""
-    if parallel.rank == 0:
-        discard(path)
-        path.mkdir(parents=True)
-    dist.barrier()
-
-
-def _commit(path: Path, parallel: Parallel, facts: dict[str, Any], extra: dict[str, Any] | None) -> None:
-    """Mark the folder as complete, once all ranks have written."""
-    if parallel.rank == 0:
-        # The commit file is last: a folder without it counts as never written.
-        if extra is not None:
-            write_durably(path / EXTRA, json.dumps(extra).encode())
-        write_commit(path, {**facts, "layout": _layout(parallel)})
-    dist.barrier()
 
 
 def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
@@ -165,8 +155,7 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
     if same_layout:
         _set_generators(state["generators"])
     trainer.steps_made = int(facts["step"])
-    extra: dict[str, Any] = json.loads((path / EXTRA).read_text(encoding="utf8"))
-    return extra
+    return json.loads((path / EXTRA).read_text(encoding="utf8"))
 
 
 def _sharded_state(trainer: Trainer, *, loading: bool, generators: bool) -> dict[str, Any]:
@@ -184,8 +173,14 @@ def _sharded_state(trainer: Trainer, *, loading: bool, generators: bool) -> dict
     with gathered_with_few_copies(trainer.optimizer):
         state["optimizer"] = trainer.optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata)
     if generators:
+        generator_states = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+            "tensor_parallel": {name: s.clone() for name, s in get_cuda_rng_tracker().get_states().items()},
+        }
         shape = (trainer.parallel.world_size,)
-        state["generators"] = ShardedObject("generators", _generators(), shape, (trainer.parallel.rank,))
+        state["generators"] = ShardedObject("generators", generator_states, shape, (trainer.parallel.rank,))
     return state
 
 
@@ -196,16 +191,6 @@ def _inside_ddp(chunks: Sequence[Any]) -> list[Any]:
 def _layout(parallel: Parallel) -> dict[str, int]:
     names = ("world_size", "tp_size", "pp_size", "ep_size", "etp_size", "dp_size", "cp_size")
     return {name: getattr(parallel, name) for name in names}
-
-
-def _generators() -> dict[str, Any]:
-    """RNG states of this rank."""
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "tensor_parallel": {name: s.clone() for name, s in get_cuda_rng_tracker().get_states().items()},
-    }
 
 
 def _set_generators(states: dict[str, Any]) -> None:

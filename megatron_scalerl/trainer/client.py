@@ -243,7 +243,7 @@ class TrainerClient:
                     if leaves:
                         del self._identities[message.rank]
         try:
-            return messages.decode_value(answers[0], kind)
+            return messages.decode(msgspec.msgpack.Decoder(kind), [answers[0]])
         except messages.InvalidMessage as error:
             raise TrainerError(f"trainer rank 0: {error}") from error
 
@@ -350,10 +350,10 @@ class TrainerClient:
             return sender, None
         if isinstance(message, messages.Hello):
             return sender, message
-        if rank is not None and message.rank != rank:
-            raise TrainerError(f"trainer rank {rank}: it sent a message of rank {message.rank}")
         if rank is None:
             return sender, None
+        if message.rank != rank:
+            raise TrainerError(f"trainer rank {rank}: it sent a message of rank {message.rank}")
         return sender, message
 
     async def _blame(self, first: messages.Failed) -> TrainerError:

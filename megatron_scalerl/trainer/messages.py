@@ -12,7 +12,16 @@ import msgspec
 from megatron_scalerl.batching.assignment import RankPlan
 from megatron_scalerl.distributed import sockets
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, Rendezvous
-from megatron_scalerl.distributed.sockets import Buffer, InvalidMessage, Ping, Refused, Welcome, decode, encode
+from megatron_scalerl.distributed.sockets import (
+    Buffer,
+    InvalidMessage,
+    Message,
+    Ping,
+    Refused,
+    Welcome,
+    decode,
+    encode,
+)
 from megatron_scalerl.record import record
 from megatron_scalerl.weights.plan import Connection, Needs
 
@@ -33,7 +42,7 @@ class TrainerInfo:
     """Precision of the logit projection: fp32 or model."""
 
 
-class Hello(sockets.Hello, tag=True, frozen=True, kw_only=True):
+class Hello(sockets.Hello, frozen=True):
     """Rank to controller: first message."""
 
     rank: int
@@ -42,14 +51,14 @@ class Hello(sockets.Hello, tag=True, frozen=True, kw_only=True):
     """On several hosts, from rank 0: address where it has bound the run's store."""
 
 
-class Meet(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Meet(Message, frozen=True):
     """Controller to rank: join the process group and build the trainer."""
 
     rendezvous: Rendezvous
     """On several hosts the address in rank 0's Hello, for which the others wait."""
 
 
-class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Ready(Message, frozen=True):
     """Rank to controller: the trainer is built."""
 
     rank: int
@@ -59,14 +68,14 @@ class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     info: TrainerInfo
 
 
-class BatchReceived(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class BatchReceived(Message, frozen=True):
     """Rank to controller: the batch of this step has arrived, whole and valid."""
 
     rank: int
     step: int
 
 
-class Done(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Done(Message, frozen=True):
     """Rank to controller: the command succeeded."""
 
     call: int
@@ -76,7 +85,7 @@ class Done(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The result as msgpack, from rank 0; nil from the others."""
 
 
-class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Failed(Message, frozen=True):
     """Rank to controller: an exception ended this rank; the process exits next."""
 
     rank: int
@@ -86,7 +95,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The file for which there was no space; empty after another exception."""
 
 
-class Prepare(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Prepare(Message, frozen=True):
     """Keep a batch until its Step; to the rank of each data-parallel rank that `Ready.holds_batch`.
 
     Answer: BatchReceived. A frame for each completion follows, in the order of `plan.samples` and the bytes of
@@ -98,79 +107,79 @@ class Prepare(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Bytes of each completion."""
 
 
-class Step(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Train on the batch that was prepared for this step. Answer: StepReport."""
+class Command(Message, frozen=True):
+    """Controller to rank: all ranks execute it; rank 0 answers with its result."""
 
     call: int
+    """Number of the command."""
+
+
+class Step(Command, frozen=True):
+    """Train on the batch that was prepared for this step. Answer: StepReport."""
+
     step: int
 
 
-class DescribeWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class DescribeWeights(Command, frozen=True):
     """List names, types and shapes of the weights. Answer: weights.plan.Manifest."""
 
-    call: int
 
-
-class PlanWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class PlanWeights(Command, frozen=True):
     """Plan updates of workers with these needs. Answer: weights.plan.WeightPlan."""
 
-    call: int
     needs: tuple[Needs, ...]
     """[shards] the tensors that each engine worker needs."""
 
 
-class ConnectWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class ConnectWeights(Command, frozen=True):
     """Open the weight transport to the engines. Answer: why it failed, empty if it did not."""
 
-    call: int
     connection: Connection
 
 
-class SendWeights(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class SendWeights(Command, frozen=True):
     """Send all weights as a version. Answer: SendReport."""
 
-    call: int
     version: int
 
 
-class ScoreTokens(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class ScoreTokens(Command, frozen=True):
     """Score token lists. Answer: log-probabilities and entropies (nats) of each list's tokens from the second on."""
 
-    call: int
     token_ids: list[list[int]]
 
 
-class Save(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Save(Command, frozen=True):
     """Begin to write a checkpoint. copied: of a copy, as steps follow before FinishSave."""
 
-    call: int
     path: str
     extra: dict[str, Any]
     copied: bool
 
 
-class FinishSave(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class FinishSave(Command, frozen=True):
     """Commit the checkpoint that was begun. Answer: seconds for which it was written; nil if a rank still writes."""
 
-    call: int
     wait: bool
 
 
-class Load(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Load(Command, frozen=True):
     """Read a checkpoint. Answer: its `extra`."""
 
-    call: int
     path: str
 
 
-class Stop(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class Stop(Command, frozen=True):
     """Leave the process groups and exit with 0."""
 
-    call: int
 
-
-Command = (
-    Step
+ToRank = (
+    Welcome
+    | Meet
+    | Ping
+    | Refused
+    | Prepare
+    | Step
     | DescribeWeights
     | PlanWeights
     | ConnectWeights
@@ -181,7 +190,6 @@ Command = (
     | Load
     | Stop
 )
-ToRank = Welcome | Meet | Ping | Refused | Prepare | Command
 ToController = Hello | Ready | BatchReceived | Done | Failed
 
 _to_rank = msgspec.msgpack.Decoder(ToRank)
@@ -223,8 +231,3 @@ def _check_sizes(message: Prepare, completions: Sequence[Buffer]) -> None:
 def decode_for_controller(frames: Sequence[bytes]) -> ToController:
     """A message of a rank, in one frame. Raises InvalidMessage for anything else."""
     return decode(_to_controller, frames)
-
-
-def decode_value(data: msgspec.Raw, kind: Any) -> Any:
-    """The value of a Done. Raises InvalidMessage if it is not of type `kind`."""
-    return decode(msgspec.msgpack.Decoder(kind), [data])

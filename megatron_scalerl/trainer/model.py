@@ -57,7 +57,7 @@ class PolicyModel(GPTModel):
                 lora=recipe.policy.lora,
             ),
             vocab_size=padded_vocab_size(family.vocab_size, parallel.tp_size),
-            pre_process=parallel.is_first_stage and vp_stage in (None, 0),
+            pre_process=parallel.pp_rank == 0 and vp_stage in (None, 0),
             post_process=parallel.is_last_stage and vp_stage in (None, chunks - 1),
             position_embedding_type="rope",
             parallel_output=True,
@@ -190,9 +190,7 @@ class PolicyModel(GPTModel):
             row.expert_choices = plan.share.of_row(expert_choices, fill=routing.UNKNOWN)
             # Routers then see the tokens of this tensor-parallel rank only.
             if self.config.sequence_parallel:
-                row.expert_choices = routing.of_rank(
-                    row.expert_choices, rank=self.parallel.tp_rank, size=self.parallel.tp_size
-                )
+                row.expert_choices = row.expert_choices.chunk(self.parallel.tp_size)[self.parallel.tp_rank]
         embedded = None
         if self.pre_process:
             tokens = plan.share.of_row(tokens)[None]

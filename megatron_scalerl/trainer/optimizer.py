@@ -46,5 +46,4 @@ def use_fused_adamw(optimizer: MegatronOptimizer) -> None:
 
 def parts_of(optimizer: Any) -> Sequence[Any]:
     """The optimizers that a chained one consists of, else the optimizer itself."""
-    parts: Sequence[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
-    return parts
+    return getattr(optimizer, "chained_optimizers", [optimizer])

@@ -61,7 +61,7 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
     defaults = option_defaults()
     expected = "a field of TransformerConfig or GPTModel"
     check_keys("megatron.model", given, sorted(defaults), expected=expected, in_recipe=True)
-    settings = {**_common(), **_device_settings(), **family.transformer, "variable_seq_lengths": parallel.pp_size > 1}
+    settings = {**_device_settings(), **family.transformer, "variable_seq_lengths": parallel.pp_size > 1}
     settings["deterministic_mode"] = HAVE_GPU and recipe.trainer.deterministic
     if family.transformer.get("num_moe_experts"):
         settings |= _moe_settings()
@@ -232,7 +232,8 @@ def optimizer_config(recipe: Recipe) -> OptimizerConfig:
     return OptimizerConfig(**settings, **given)
 
 
-def _common() -> dict[str, Any]:
+def _device_settings() -> dict[str, Any]:
+    """What all policies have in common. Fusions that require Transformer Engine, apex or a GPU are off without it."""
     return dict(
         normalization="RMSNorm",
         gated_linear_unit=True,
@@ -242,12 +243,6 @@ def _common() -> dict[str, Any]:
         hidden_dropout=0.0,
         # For dense models, too: TransformerConfig refuses variable lengths with the default dispatcher.
         moe_token_dispatcher_type="alltoall",
-    )
-
-
-def _device_settings() -> dict[str, Any]:
-    """Fusions that require Transformer Engine, apex or a GPU are off without them."""
-    return dict(
         use_cpu_initialization=not HAVE_GPU,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,

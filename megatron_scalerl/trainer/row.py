@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +57,7 @@ def host_row(m: MicroBatch, plan_of: Callable[[list[int], Tensor, Tensor], Plan]
     `plan_of` returns the plan for sequence starts, positions [N] and loss mask [N].
     """
     plan = plan_of(m.cu_seqlens.tolist(), torch.from_numpy(m.position_ids), torch.from_numpy(m.loss_mask))
-    columns: dict[str, Any] = {}
+    columns = {}
     for name in _COLUMNS:
         array = getattr(m, name)
         if array is not None:

@@ -209,19 +209,21 @@ def serve(link: sockets.ControllerLink, settings: WorkerSettings, listening: soc
             link.send(worker.hold(frames))
             continue
         assert not isinstance(command, messages.Welcome | messages.Meet), command
+        value = None
         if isinstance(command, messages.Stop):
             # Groups first: their end is collective, and the store serves it. The answer is last.
             shutdown_parallel()
             del store
             link.leave()
-            link.send(messages.Done(call=command.call, rank=settings.rank, value=msgspec.Raw(messages.encode(None))))
-            return
-        value = worker.run(command)
+        else:
+            value = worker.run(command)
         # Rank 0 answers for all ranks.
         if settings.rank != 0:
             value = None
         answer = msgspec.Raw(messages.encode(value))
         link.send(messages.Done(call=command.call, rank=settings.rank, value=answer))
+        if isinstance(command, messages.Stop):
+            return
 
 
 def main() -> int:

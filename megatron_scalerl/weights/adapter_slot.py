@@ -45,8 +45,7 @@ class AdapterSlot(torch.nn.Module):
 
     def _parsed(self, name: str) -> tuple[str, bool]:
         """(vLLM's name of the projection, whether this is its A)"""
-        projection, is_a = parse_fine_tuned_lora_name(name, self._mapper)
-        return projection, is_a
+        return parse_fine_tuned_lora_name(name, self._mapper)
 
     def _parts(self) -> Iterator[tuple[Any, list[str]]]:
         """Layers, and the projections that each is packed from."""

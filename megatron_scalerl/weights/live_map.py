@@ -23,11 +23,12 @@ from dataclasses import field
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_scalerl.record import record
 from megatron_scalerl.weights.digest import Along, at, mixed, value_digest
-from megatron_scalerl.weights.plan import Manifest, ParamMeta, Ranges, merged
+from megatron_scalerl.weights.plan import Manifest, Ranges, merged
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """A model's load_weights."""
@@ -73,7 +74,7 @@ class Scatter:
 
     def needed(self, shape: tuple[int, ...]) -> Ranges:
         """The smallest rectangle with all elements that the copy reads. shape: of the tensor."""
-        first = _coordinates(self.source_offset, shape)
+        first = [int(index) for index in np.unravel_index(self.source_offset, shape)]
         low = [*first]
         high = [*first]
         for steps in self.steps:
@@ -186,7 +187,11 @@ def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, torch
         nonlocal name  # the tensor that the loader is at, for errors
         for meta in manifest:
             name = meta.name
-            yield name, _recording(meta, copied)
+            empty = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta")
+            recording = empty.as_subclass(_Recording)
+            recording.hf_name = name
+            recording.on_copy = copied
+            yield name, recording
 
     try:
         load(recordings())
@@ -243,14 +248,6 @@ def needs(scatters: Iterable[Scatter], manifest: Manifest) -> dict[str, tuple[Ra
     return {name: merged(rectangles) for name, rectangles in read.items()}
 
 
-def _coordinates(flat: int, shape: tuple[int, ...]) -> list[int]:
-    coordinates = []
-    for size in reversed(shape):
-        flat, index = divmod(flat, size)
-        coordinates.append(index)
-    return coordinates[::-1]
-
-
 class _Recording(torch.Tensor):
     """A tensor without values that knows which elements of a checkpoint's tensor it stands for.
 
@@ -260,7 +257,7 @@ class _Recording(torch.Tensor):
 
     hf_name: str
     on_copy: Copied
-    flat_index: torch.Tensor | None
+    flat_index: torch.Tensor | None = None
 
     def steps_in(self, shape: tuple[int, ...]) -> tuple[int, tuple[torch.Tensor, ...]]:
         """(offset, steps of each dimension) of the elements, read in `shape`. Raises NotImplementedError."""
@@ -324,15 +321,6 @@ class _Recording(torch.Tensor):
                 if not isinstance(out, torch.Tensor | tuple | list) or _shares(source, out):
                     return _wrapped(source, out)
         return _moved(source, func, args, kwargs)
-
-
-def _recording(meta: ParamMeta, copied: Copied) -> _Recording:
-    empty = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta")
-    recording: _Recording = empty.as_subclass(_Recording)
-    recording.hf_name = meta.name
-    recording.on_copy = copied
-    recording.flat_index = None
-    return recording
 
 
 def _flat(values: Any) -> Iterator[Any]:

@@ -19,6 +19,7 @@ from functools import cache
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_scalerl.models.llama4 import VISION
@@ -56,11 +57,7 @@ def live_views(
 
 def _aligned(scatter: Scatter, shape: tuple[int, ...], parameter: torch.Tensor) -> LiveView:
     strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    start = []
-    flat = scatter.source_offset
-    for stride in strides:
-        start.append(flat // stride)
-        flat %= stride
+    start = [int(index) for index in np.unravel_index(scatter.source_offset, shape)]
     # A dimension of one element has no direction; its index is `fixed`.
     dims = [dim for dim, size in enumerate(scatter.shape) if size > 1]
     axes: list[int] = []

@@ -82,7 +82,7 @@ def send_plan(
     first_copies = {candidate.ranks[0] for candidate in candidates}
     sent = dict.fromkeys(first_copies | _further_copies(candidates, first_copies, most_senders), 0)
     # The sender is still open: -1 stands for it.
-    cuts: list[tuple[_Candidates, Part]] = []
+    cuts = []
     for candidate in candidates:
         for shard, shard_needs in enumerate(needs):
             common = (overlap(candidate.holding.ranges, needed) for needed in shard_needs[candidate.tensor])

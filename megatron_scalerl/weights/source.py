@@ -163,7 +163,7 @@ class MegatronWeightSource:
 
 def _adapted(chunks: Sequence[Any]) -> dict[int, Callable[[torch.Tensor], torch.Tensor]]:
     """id of a parameter -> what is sent in its place, of weights with adapters and of the adapters' B."""
-    functions: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
+    functions = {}
     for chunk in chunks:
         for linear in unwrap(chunk).modules():
             if not hasattr(linear, "lora"):

@@ -5,8 +5,6 @@
 It runs on a GPU, or on CPU tensors in Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

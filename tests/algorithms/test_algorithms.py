@@ -1,16 +1,20 @@
 """The algorithm of a recipe, those of users among them."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
+from aiohttp import web
+from aiohttp.test_utils import RawTestServer
 from rollout_groups import group, group_of, rollout
 from stored_episodes import FORKED
 
 from megatron_scalerl.algorithms import ScaleRL, algorithm_of
-from megatron_scalerl.batching.rollout_bytes import arrays_of
+from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of, facts_of_parts
 from megatron_scalerl.controller.samples import samples_of, why_empty
+from megatron_scalerl.losses import LossInputs
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import Prompt, Score
 
@@ -90,9 +94,9 @@ async def test_a_turns_credit_is_what_is_paid_from_it_on_less_the_mean_over_the_
     one_turn = rollout(tokens=(7, 8), mask=(True, False))
     scores = [Score(correct=True, reward=1.5, turn_rewards=(0.25, 0.25, 1.0)), Score(correct=False, reward=-1.0)]
     prompt = Prompt(prompt_id="p", text="", answer="", token_ids=(1,))
-    group = group_of([FORKED, one_turn], scores, prompt=prompt)
+    both = group_of([FORKED, one_turn], scores, prompt=prompt)
     samples = [arrays_of(sample) for sample in (*FORKED, one_turn)]
-    first, second, third, alone = [c["turn_credit"].tolist() for c in await TurnCredit().score(group, samples)]
+    first, second, third, alone = [c["turn_credit"].tolist() for c in await TurnCredit().score(both, samples)]
     # of the first turn 1.5 and -1 are to come, of the others the first episode's alone
     assert first == [1.25] * 3 and alone == [-1.25] * 2
     assert second == [0.0] * 5 and third == [0.0] * 8
@@ -102,3 +106,50 @@ async def test_a_turns_credit_is_what_is_paid_from_it_on_less_the_mean_over_the_
     assert [credits[0], credits[3]] == [[0.375] * 3, [-0.375] * 3]
     assert [credits[1], credits[4]] == [[0, 0, 0, 0.5, 0.5], [0, 0, 0, -0.5, -0.5]]
     assert [credits[2][-1], credits[5][-1]] == [0.0, 0.0], "the turn that a limit ended has none"
+
+
+async def answer(request):
+    """As vLLM answers, null for the first token; the log-probability of each other is its place, negative."""
+    asked = await request.json()
+    tokens = asked.pop("prompt")
+    assert request.path == "/v1/completions" and asked == {"max_tokens": 1, "prompt_logprobs": 0}
+    places = [{str(token): {"logprob": -place}} for place, token in enumerate(tokens)]
+    return web.json_response({"choices": [{"prompt_logprobs": [None, *places[1:]]}]})
+
+
+async def test_each_sampled_token_has_the_servers_log_probability_of_its_place():
+    """A completion of one token, one with a forced token, and an episode whose second part begins without prompt."""
+    samples = [*map(arrays_of, (rollout(tokens=(7,)), rollout(mask=(True, False, True)), *FORKED[:2]))]
+    completions = (*map(facts_of, samples[:2]), facts_of_parts(samples[2:], (None, 0)))
+    async with RawTestServer(answer) as server:
+        settings = {"name": "distill:Distill", "url": f"http://127.0.0.1:{server.port}"}
+        teacher = algorithm_of(recipe(algorithm=settings))
+        columns = await teacher.score(replace(group([1] * 3), completions=completions), samples)
+    expected = [[-2], [-2, 0, -4], [-2, 0, 0], [0, 0, 0, -3, -4]]
+    assert columns == [{"teacher_logprobs": column} for column in expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "advantages", "dropped"),
+    [
+        ("distill:Distill", {"weight": 2.0}, [1.0, -4.0, 0.0], ""),
+        ("kl_to_base:KLToBase", {"coefficient": 0.5}, [1.25, 0.0, 0.0], "all_correct"),
+    ],
+)
+def test_the_advantage_of_a_token_by_hand(name, setting, advantages, dropped):
+    """The policy gives the tokens -1 and -2 nats, the server -0.5 and -4; ScaleRL's advantage is 1."""
+    algorithm = algorithm_of(recipe(algorithm={"name": name, "url": "", **setting}))
+    logprobs = torch.tensor([-1.0, -2.0, torch.nan], requires_grad=True)
+    inputs = LossInputs(
+        trainer_logprobs=logprobs,
+        rollout_logprobs=logprobs.detach(),
+        advantages=torch.ones(3),
+        loss_mask=torch.tensor([True, True, False]),
+        token_weights=torch.ones(3),
+        sequence_ids=torch.zeros(3).long(),
+        columns={"teacher_logprobs": torch.tensor([-0.5, -4.0, 0.0])},
+    )
+    output = algorithm.loss(inputs)
+    output.loss.backward()
+    assert (-logprobs.grad).tolist() == advantages and algorithm.drop_reason(group([1, 1])) == dropped
+    assert [output.metrics[name][:2].tolist() for name in algorithm.metrics] == [[-0.5, 2.0], [0.5, 2.0]]

@@ -98,9 +98,3 @@ def check_replay(config: TransformerConfig, *, pipeline_size: int) -> None:
             "rollouts.routing_replay: in a pipeline the recomputation of moe would meet another micro-batch's "
             "experts; take moe out of megatron.model.recompute_modules"
         )
-
-
-def of_rank(choices: torch.Tensor, *, rank: int, size: int) -> torch.Tensor:
-    """[n / size, L, K], the part of choices [n, L, K] for the routers of a tensor-parallel rank (size 1: all)."""
-    share = choices.shape[0] // size
-    return choices[rank * share : (rank + 1) * share]

@@ -78,7 +78,11 @@ class Sender:
                 digests.append(0)
                 if packed.numel():
                     digests[-1] = bucket_digest(packed, version, sequence[number])
-                self._add_values(plan, bucket, values)
+                for slot, slot_values in zip(bucket.slots, values):
+                    along = [range(a, b) for a, b in slot.ranges]
+                    tensor = plan.parts[slot.part].tensor
+                    slot_digest = value_digest(slot_values, tensor, range(len(along)), along)
+                    self.values[bucket.shard] = total((self.values[bucket.shard], slot_digest))
                 # This bucket was coded while the one before was on the wire.
                 for finish in in_flight:
                     finish()
@@ -116,13 +120,6 @@ class Sender:
             count = sum(bucket.shard == shard for bucket in self._buckets)
             group.broadcast(header(plan, shard, version, count, base).to(group.device))
         return base
-
-    def _add_values(self, plan: WeightPlan, bucket: Bucket, values: Sequence[torch.Tensor]) -> None:
-        """Add the digests of a bucket's values to its shard's."""
-        for slot, slot_values in zip(bucket.slots, values):
-            along = [range(a, b) for a, b in slot.ranges]
-            slot_digest = value_digest(slot_values, plan.parts[slot.part].tensor, range(len(along)), along)
-            self.values[bucket.shard] = total((self.values[bucket.shard], slot_digest))
 
     def _changes(
         self, number: int, values: Sequence[torch.Tensor], written: ChangeRecord | None
