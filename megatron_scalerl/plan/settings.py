@@ -12,7 +12,7 @@ from megatron_scalerl.plan.counting import trained_family
 from megatron_scalerl.plan.verifier_trial import try_verifier
 from megatron_scalerl.prompts.chat import chat_of_recipe
 from megatron_scalerl.prompts.rendering import PromptRenderer
-from megatron_scalerl.prompts.tokenizer import policy_tokenizer
+from megatron_scalerl.prompts.tokenizer import load_tokenizer, policy_tokenizer
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import read_run_recipe
 from megatron_scalerl.recipe.tasks import tasks_of
@@ -74,6 +74,7 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
     tokenizer = chat = None
     if config is None:
         tokenizer = policy_tokenizer(recipe, hf_config)
+        _check_second_policy(recipe, tokenizer)
         chat = chat_of_recipe(recipe, tokenizer)
         recipe = chat.settled(recipe)
         for task in tasks_of(recipe):
@@ -83,6 +84,15 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
     return Settings(
         recipe=recipe, chat=chat, tokenizer=tokenizer, longest_sequence=longest, micro_batch_tokens=capacity
     )
+
+
+def _check_second_policy(recipe: Recipe, tokenizer: Any) -> None:
+    """Raises ValueError where the ids of algorithm.kl's policy are other tokens than the policy's."""
+    section = recipe.algorithm.kl
+    if section is None or section.to == "base":
+        return
+    if load_tokenizer(section.to).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(f"algorithm.kl.to: the tokenizer of {section.to} has other tokens than the policy's")
 
 
 def _micro_batch_tokens(recipe: Recipe) -> int:

@@ -129,7 +129,12 @@ class TokenFlops:
         return 3 * (self.body + self.head) - self.frozen
 
     def hardware(self, recipe: Recipe) -> float:
-        """Forward and backward with recomputation of layers and, outside a chunk's loss, of logits."""
+        """Forward and backward with recomputation of layers and, outside a chunk's loss, of logits.
+
+        A second policy (algorithm.kl) is counted as a forward pass of one as large.
+        """
+        if recipe.algorithm.kl is not None:
+            return self.model + self.again + self.body + self.head
         if in_chunk(recipe):
             return self.model + self.again
         # Outside of a chunk's loss, logits are computed again for the backward pass.

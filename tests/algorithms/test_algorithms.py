@@ -79,6 +79,23 @@ def test_a_subclass_chooses_groups_and_its_reason_is_said():
     assert not algorithm.separable, "its loss has no mark"
 
 
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({}, "algorithm.kl.to: base is the policy without its adapters"),
+        (
+            {"policy": {"path": "p", "lora": {}}, "trainer": {"loss_in_chunk": False}},
+            "algorithm.kl needs one pipeline",
+        ),
+        ({"policy": {"path": "p", "lora": {}}, "loss": {"name": "gspo"}}, "algorithm.kl needs a loss of independent"),
+    ],
+)
+def test_a_divergence_that_cannot_be_computed_is_refused(sections, said):
+    given = {"name": "r", "steps": 1, "policy": {"path": "p"}, "prompts": {"path": "p.jsonl"}} | sections
+    with pytest.raises(ValueError, match=said):
+        algorithm_of(Recipe.model_validate(given | {"algorithm": {"kl": {"coefficient": 0.1}}}))
+
+
 def test_leave_one_out_by_hand():
     algorithm = algorithm_of(recipe(algorithm={"name": "rloo:RLOO", "scale": 2.0}))
     plan = samples_of([group([1, -1, -1]), group([1, -1], group_id=1)], algorithm)

@@ -18,6 +18,8 @@ LAYOUTS = {
         "llama_tied tp2 cp2",
     ),
 }
+SECOND = {"llama": "llama_tied", "llama_tied": "llama", "olmo2_tied": "olmo2_tied"}
+"""Policy -> its frozen one; olmo2_tied, whose heads four ranks divide, has the policy as it began."""
 KINDS = ("frozen", "forward", "base")
 
 
@@ -27,7 +29,7 @@ def sections(kind, row, policies, world_size):
     if kind == "base":
         more = {"policy": {"lora": {"rank": 4}}}
     else:
-        kl["to"] = policies["llama_tied" if kind_of(row) == "llama" else "llama"]
+        kl["to"] = policies[SECOND[kind_of(row)]]
         kl["direction"] = "forward" if kind == "forward" else "reverse"
     # a chunk has few tokens
     trainer = {"world_size": world_size, "micro_batch_tokens": 128, "logit_workspace_mb": 0.05}
@@ -50,9 +52,13 @@ def steps(policies):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("row", [row for rows in LAYOUTS.values() for row in rows if " " in row])
 def test_a_layout_has_the_steps_of_one_rank(row, kind, steps):
-    for found, expected in zip(steps[f"{row} {kind}"], steps[f"{kind_of(row)} {kind}"], strict=True):
-        assert found[0] == pytest.approx(expected[0], rel=1e-5, abs=1e-7)
-        assert found[1] == pytest.approx(expected[1], rel=2e-5)
-        assert found[2]["loss/kl"] == pytest.approx(expected[2]["loss/kl"], rel=1e-4, abs=1e-9)
+    for step, (found, expected) in enumerate(
+        zip(steps[f"{row} {kind}"], steps[f"{kind_of(row)} {kind}"], strict=True)
+    ):
+        # AdamW's steps are signs where a gradient is as small as rounding
+        rel = 1e-4 if step else 1e-5
+        assert found[0] == pytest.approx(expected[0], rel=rel, abs=1e-7)
+        assert found[1] == pytest.approx(expected[1], rel=2 * rel)
+        assert found[2]["loss/kl"] == pytest.approx(expected[2]["loss/kl"], rel=rel, abs=1e-9)
     first, *_, last = steps[f"{row} {kind}"]
-    assert last[2]["loss/kl"] > 0 and (first[2]["loss/kl"] == 0) == (kind == "base")
+    assert last[2]["loss/kl"] > 0 and (first[2]["loss/kl"] == 0) == (kind == "base" or "olmo2" in row)
