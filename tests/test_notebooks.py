@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-COURSE = Path(__file__).parent.parent / "docs" / "course"
+COURSE = Path(__file__).parent.parent / "docs/course"
 NOTEBOOKS = ("figure1", "own_loop", "worth_it")
 MOST_BYTES = 100_000
 """Of a picture."""

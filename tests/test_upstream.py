@@ -15,7 +15,7 @@ from programs import ROOT
 PACKAGE = ROOT / "megatron_scalerl"
 VLLM, MEGATRON = (
     re.findall(r"^\| ([\w/]+\.py):(\d+) \| (\w+) \| ([^|]+) \|", part, re.MULTILINE)
-    for part in (ROOT / "docs" / "upstream.md").read_text(encoding="utf8").split("## Megatron-Core")
+    for part in (ROOT / "docs/upstream.md").read_text(encoding="utf8").split("## Megatron-Core")
 )
 
 
@@ -26,7 +26,7 @@ def upstream(package, file):
 
 
 @pytest.mark.parametrize(
-    ("package", "file", "line", "name"),
+    "package, file, line, name",
     [(package, *row[:3]) for package, rows in (("vllm", VLLM), ("megatron.core", MEGATRON)) for row in rows],
 )
 def test_upstream_has_the_name_on_its_line(package, file, line, name):

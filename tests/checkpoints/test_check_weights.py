@@ -62,9 +62,7 @@ def test_a_folder_with_other_weights_is_refused_in_one_line(policy, tmp_path, fa
 def test_train_and_sft_refuse_it_before_any_process(tiny, tmp_path):
     folder = changed(tiny / "base_policy", tmp_path / "p", **{"model.norm.scale": torch.ones(3)})
     paths = [f"policy.path={folder}", f"prompts.path={tiny / 'prompts.jsonl'}", f"sft.path={tiny / 'sft.jsonl'}"]
-    recipe = load_recipe(
-        ROOT / "recipes" / "tiny_cpu.yaml", [*paths, f"prompts.held_out_path={tiny / 'held_out.jsonl'}"]
-    )
+    recipe = load_recipe(ROOT / "recipes/tiny_cpu.yaml", [*paths, f"prompts.held_out_path={tiny / 'held_out.jsonl'}"])
     for refused in (lambda: check_inputs(recipe), lambda: run_sft(recipe, tmp_path / "out")):
         with pytest.raises(ValueError, match=r"does not have the tensors"):
             refused()

@@ -8,7 +8,6 @@ import pytest
 from megatron_scalerl.checkpoints.commit import (
     COMMIT,
     checkpoint_path,
-    discard,
     latest,
     latest_whole,
     prune,
@@ -20,7 +19,7 @@ from megatron_scalerl.checkpoints.commit import (
 def make(folder, step, *, commit=True):
     path = checkpoint_path(folder, step)
     (path / "shards").mkdir(parents=True)
-    (path / "shards" / "a.distcp").write_bytes(b"x" * 10)
+    (path / "shards/a.distcp").write_bytes(b"x" * 10)
     (path / "extra.json").write_text("{}")
     if commit:
         write_commit(path, {"step": step})
@@ -45,7 +44,7 @@ def test_without_commit_it_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "found"),
+    "content, found",
     [
         ("[" * 200_000, "array"),
         ('{"files": ' + '{"a":' * 200_000, "recursion"),
@@ -80,7 +79,7 @@ def test_a_commit_of_other_content_is_one_error(content, found, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "line"),
+    "name, content, line",
     [
         ("shards/a.distcp", b"x" * 9, "it has 9 bytes, and 10 were committed"),
         ("shards/a.distcp", None, ".* is missing"),
@@ -132,7 +131,7 @@ def test_a_commit_covers_only_synced_files(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", fsync)
     path = make(tmp_path, 3)
     before_commit = synced[: synced.index(str(path / f".{COMMIT}.draft"))]
-    vouched = (path, path / "shards", path / "shards" / "a.distcp", path / "extra.json", tmp_path)
+    vouched = (path, path / "shards", path / "shards/a.distcp", path / "extra.json", tmp_path)
     assert {str(p) for p in vouched} <= set(before_commit)
     assert synced[-1] == str(path), "the name of COMMIT"
 
@@ -172,10 +171,3 @@ def test_an_unreadable_checkpoint_is_skipped(tmp_path, error):
     path, damaged = latest_whole(tmp_path, check)
     assert path == checkpoint_path(tmp_path, 3)
     assert damaged == [f"{checkpoint_path(tmp_path, 6)}: {error}"]
-
-
-def test_discard_ignores_a_missing_folder(tmp_path):
-    discard(tmp_path / "nowhere")
-    path = make(tmp_path, 1)
-    discard(path)
-    assert not path.exists()

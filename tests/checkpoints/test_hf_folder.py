@@ -30,15 +30,6 @@ def source(tmp_path):
     return folder
 
 
-def test_a_slice_is_read_and_an_expert_drops_its_dimension(source):
-    reader = HfReader(open_folder(source))
-    assert set(reader.folder.tensors) == set(TENSORS)
-    found = reader.read("a.weight", (slice(1, 3), slice(2, 6)), (4, 6))
-    assert torch.equal(found, TENSORS["a.weight"][1:3, 2:6])
-    expert = reader.read("b.weight", (2, slice(0, 4), slice(1, 3)), (3, 4, 5))
-    assert torch.equal(expert, TENSORS["b.weight"][2, :, 1:3])
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_every_float_type_is_read_bit_for_bit(dtype, tmp_path):
     tensor = torch.randn(5, 7).to(dtype)
@@ -68,7 +59,7 @@ def entry(low, high, shape=(1,)):
 
 
 @pytest.mark.parametrize(
-    ("header", "data"),
+    "header, data",
     [
         (json.dumps({"a": entry(0, 8, [2]), "b": entry(4, 8)}), 8),  # they overlap
         (json.dumps({"a": entry(0, 4), "b": entry(8, 12)}), 12),  # a hole

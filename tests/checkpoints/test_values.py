@@ -38,7 +38,7 @@ def test_states_of_generators_are_read(read):
 
 
 @pytest.mark.parametrize(
-    ("value", "found"),
+    "value, found",
     [
         (Namespace(lr=1), "the name argparse.Namespace is not"),
         (np.zeros(2), "the name numpy._core.multiarray._reconstruct is not"),

@@ -27,7 +27,7 @@ def output(tiny, capsys, *settings):
     paths = {"policy.path": tiny / "base_policy", "prompts.path": tiny / "p.jsonl", "prompts.held_out": 0}
     given = [f"{key}={value}" for key, value in paths.items()]
     more = ["prompts.held_out_path=null", "validation.every_steps=0", *settings]
-    code = main(["prompts", str(ROOT / "recipes" / "tiny_cpu.yaml"), *given, *more])
+    code = main(["prompts", str(ROOT / "recipes/tiny_cpu.yaml"), *given, *more])
     return code, capsys.readouterr()
 
 
@@ -104,7 +104,7 @@ def test_a_judge_is_asked_about_the_first_prompts(tiny, capsys, monkeypatch, tmp
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("plain", "returned a coroutine"), ("text", "returned '1'"), ("judge", "")]
+    "name, message", [("plain", "returned a coroutine"), ("text", "returned '1'"), ("judge", "")]
 )
 def test_a_judge_is_shown_as_a_run_would_judge(tiny, capsys, monkeypatch, tmp_path, name, message):
     (tmp_path / "kinds.py").write_text(
@@ -142,7 +142,7 @@ def test_what_train_would_refuse_is_refused(tiny, capsys):
 
 
 @pytest.mark.parametrize(
-    ("settings", "takes"),
+    "settings, takes",
     [
         ((), "take"),
         (("prompts.chat_template=false",), "do not take"),
@@ -192,7 +192,7 @@ def test_an_episode_with_a_script_is_shown(tiny, capsys, monkeypatch):
 
 
 def test_what_an_environment_returns_cannot_write_to_the_terminal(tiny, capsys, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "tests" / "environments")
+    monkeypatch.syspath_prepend(ROOT / "tests/environments")
     row = {"problem": "7;+2=", "solution": "(chr(27), 0.5, 0 > 1)", "first": "chr(27)"}
     (tiny / "e.jsonl").write_text(json.dumps(row) + "\n")
     episode = ("environment=users_environments:Messages", f"prompts.path={tiny / 'e.jsonl'}")

@@ -34,7 +34,7 @@ STEPS = 12
 def task(tmp_path):
     """A base recipe whose files exist, and two overlays in a folder."""
     (tmp_path / "policy").mkdir()
-    (tmp_path / "policy" / "config.json").write_text("{}")
+    (tmp_path / "policy/config.json").write_text("{}")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
     base = {
         "name": "base",
@@ -44,8 +44,8 @@ def task(tmp_path):
     }
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
     (tmp_path / "arms").mkdir()
-    (tmp_path / "arms" / "dapo.yaml").write_text("loss: {name: dapo, clip_low: 0.2, clip_high: 0.26}\n")
-    (tmp_path / "arms" / "plain.yaml").write_text("loss: {name: cispo}\n")
+    (tmp_path / "arms/dapo.yaml").write_text("loss: {name: dapo, clip_low: 0.2, clip_high: 0.26}\n")
+    (tmp_path / "arms/plain.yaml").write_text("loss: {name: cispo}\n")
     return tmp_path
 
 
@@ -73,20 +73,20 @@ def ran(task, *more, **environment):
 
 
 def starts(task, run):
-    file = task / "study" / "runs" / run / "starts"
+    file = task / "study/runs" / run / "starts"
     return len(file.read_text()) if file.exists() else 0
 
 
 def wait_for_steps(task, run, steps, process):
     end = time.monotonic() + 240
-    while len(read_jsonl(task / "study" / "runs" / run / "metrics.jsonl")) < steps:
+    while len(read_jsonl(task / "study/runs" / run / "metrics.jsonl")) < steps:
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.02)
 
 
 @pytest.mark.slow
 def test_a_study_from_its_start_to_its_results(task):
-    (task / "arms" / "z_same.yaml").write_text("loss: {name: cispo}\nseed: 4\n")
+    (task / "arms/z_same.yaml").write_text("loss: {name: cispo}\nseed: 4\n")
     references = ("--reference", "dapo=z_same", "--reference", "plain")
     code, said = ran(task, *references)
     assert code == 0 and said.splitlines()[0] == "z_same: it is the same recipe as plain and is left out"
@@ -108,13 +108,13 @@ def test_a_study_from_its_start_to_its_results(task):
     assert code == 0 and re.findall(r"(\w+): starts", said) == ["dapo_seed3", "plain_seed3"]
     assert {len(arm["runs"]) for arm in compared(task)["arms"]} == {3}
     # what a finished run was made of is not changed below it
-    (task / "arms" / "dapo.yaml").write_text("loss: {name: dapo, clip_low: 0.2, clip_high: 0.3}\n")
+    (task / "arms/dapo.yaml").write_text("loss: {name: dapo, clip_low: 0.2, clip_high: 0.3}\n")
     code, said = ran(task, *references)
     assert code == 2 and "dapo_seed1.yaml: loss.clip_high: 0.3 is not that of the run, 0.26; take another" in said
 
 
 def compared(task):
-    return json.loads((task / "study" / "comparison.json").read_text())["comparison"]
+    return json.loads((task / "study/comparison.json").read_text())["comparison"]
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_a_run_that_fails_stops_no_other_one(task):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 75)], ids=lambda v: str(int(v))
+    "number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 75)], ids=lambda v: str(int(v))
 )
 def test_signals_end_it_with_the_code_of_the_other_commands(task, number, code):
     process = start(task, STAND_IN_STOPS="dapo_seed1:3")
@@ -153,24 +153,24 @@ def test_signals_end_it_with_the_code_of_the_other_commands(task, number, code):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    "more, said",
     [
         (
-            ["--set", "validation.every_steps=0"],
+            "--set validation.every_steps=0",
             "validation.every_steps: 0 leaves nothing to compare; take at least 1",
         ),
-        (["--seeds", "0"], "--seeds: 0 is too few; take at least 1"),
-        (["--reference", "gspo"], "--reference: gspo is none of the recipes dapo, plain"),
-        (["--set", "gspo:steps=3"], "--set: gspo is none of the recipes dapo, plain"),
+        ("--seeds 0", "--seeds: 0 is too few; take at least 1"),
+        ("--reference gspo", "--reference: gspo is none of the recipes dapo, plain"),
+        ("--set gspo:steps=3", "--set: gspo is none of the recipes dapo, plain"),
         (
-            ["--set", "plain:validation.every_steps=3"],
+            "--set plain:validation.every_steps=3",
             "plain_seed1: validation.every_steps: 3 is not that of dapo_seed1",
         ),
     ],
 )
 def test_mistakes_are_one_line(task, more, said, capsys):
     try:
-        assert main(words(task, *more)) == 2
+        assert main(words(task, *more.split())) == 2
     except SystemExit as error:  # of the options' parser
         assert error.code == 2
     assert said in capsys.readouterr().err.splitlines()[-1] and not (task / "study").exists()

@@ -88,7 +88,7 @@ def test_a_run_started_with_another_default_keeps_it(tiny, tmp_path):
 def test_a_run_folder_that_cannot_be_read_is_one_line(tiny, tmp_path):
     unset = recipe(tiny, output_dir=str(tmp_path))
     (tmp_path / "r").mkdir()
-    (tmp_path / "r" / "recipe.yaml").write_text("a: [1")
+    (tmp_path / "r/recipe.yaml").write_text("a: [1")
     with pytest.raises(ValueError, match=r"r/recipe.yaml: .*not valid YAML") as error:
         check_inputs(unset)
     assert "\n" not in str(error.value)

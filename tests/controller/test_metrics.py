@@ -98,7 +98,7 @@ def test_train_pass_rates_are_recorded_by_task():
 
 
 @pytest.mark.parametrize(
-    ("step", "batches", "last_step", "records", "validations"),
+    "step, batches, last_step, records, validations",
     [
         (2, 2, 3, [1, 2], [0, 2]),
         (3, 3, 3, [1, 2, 3], [0, 2]),  # a batch that was skipped after the checkpoint of its step
@@ -207,7 +207,7 @@ def install_wandb(tmp_path, monkeypatch):
 
     def install(text):
         (tmp_path / "site").mkdir()
-        (tmp_path / "site" / "wandb.py").write_text(text)
+        (tmp_path / "site/wandb.py").write_text(text)
         monkeypatch.syspath_prepend(tmp_path / "site")
         monkeypatch.delitem(sys.modules, "wandb", raising=False)
 
@@ -351,7 +351,7 @@ def test_a_wandb_that_cannot_start_costs_one_warning_at_each_start(
     assert [event.step for event in events(tmp_path).Scalars("loss")] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("terminal", "steps"), [(True, range(1, 11)), (False, (5, 10))])
+@pytest.mark.parametrize("terminal, steps", [(True, range(1, 11)), (False, (5, 10))])
 def test_a_terminal_shows_each_step_and_a_log_file_every_fifth(terminal, steps):
     console = Console(file=io.StringIO(), force_terminal=terminal, color_system=None, width=200)
     progress = Progress(console, steps=10)

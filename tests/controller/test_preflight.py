@@ -62,7 +62,7 @@ def test_prompts_that_render_otherwise_than_before_are_refused(tiny, tmp_path):
     RunFolder(begun).close()
     check_recipe(resolved(folder, *more))
     assert check_inputs(begun).prompts.digest() == begun.prompts.digest
-    template = folder / "base_policy" / "chat_template.jinja"
+    template = folder / "base_policy/chat_template.jinja"
     template.write_text(template.read_text().replace("{% for", "1{% for", 1))
     with pytest.raises(ValueError, match=r"a prompt file, the tokenizer or its template has changed since the run"):
         check_recipe(resolved(folder, *more))
@@ -107,7 +107,7 @@ def test_a_run_records_its_policy_and_is_not_resumed_with_another(tiny, tmp_path
     runs = f"output_dir={tmp_path / 'runs'}"
     begun = resolved(folder, runs)
     RunFolder(begun).close()
-    (folder / "base_policy" / "README.md").write_text("What is no part of the policy does not count.")
+    (folder / "base_policy/README.md").write_text("What is no part of the policy does not count.")
     check_recipe(resolved(folder, runs))
     [weights] = (folder / "base_policy").glob("*.safetensors")
     content = bytearray(weights.read_bytes())
@@ -123,7 +123,7 @@ def test_a_run_records_its_policy_and_is_not_resumed_with_another(tiny, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    "override, message",
     [
         ("trainer.micro_batch_tokens=64", "trainer.micro_batch_tokens: 64 is too short for the longest sequence, 91"),
         ("interruption.thinking_tokens=[4000, 5000]", "max_position_embeddings of the policy: .* is too short"),
@@ -209,7 +209,7 @@ def test_tests_that_pay_wrong_programs_are_reported_and_change_no_digest(tiny, t
     assert prompts.reports[0].unusable == (said,) and prompts.reports[0].training == 3 and len(prompts.training) == 4
     assert prompts.problems == {prompts.training[0].prompt_id: said.partition("'answer': ")[2]}
     monkeypatch.setattr("megatron_scalerl.rewards.code_checks.LOAD_S", -1.0)
-    next((tmp_path / "megatron_scalerl" / "checks").iterdir()).unlink()
+    next((tmp_path / "megatron_scalerl/checks").iterdir()).unlink()
     unknown = check_inputs(recipe(tiny, *settings, "validation.every_steps=0")).prompts
     assert unknown.digest() == prompts.digest() and [*unknown.problems.values()] == [None] * 4
     assert any("0 of 4 references were checked" in line for line in unknown.lines())

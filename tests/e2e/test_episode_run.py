@@ -125,7 +125,7 @@ def test_a_run_of_agents_has_the_episodes_that_the_calculator_has(tiny_dense, as
 
 def test_a_killed_run_of_episodes_is_resumed_shown_and_evaluated(tiny_dense, asking, tmp_path, monkeypatch):
     requests = tmp_path / "requests.jsonl"
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "examples"), str(ROOT / "tests" / "e2e")]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "examples"), str(ROOT / "tests/e2e")]))
     monkeypatch.setenv("REQUEST_LOG", str(requests))
     settings = [
         *RECIPE,

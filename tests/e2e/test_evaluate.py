@@ -55,22 +55,15 @@ def test_budgets_of_a_folder(tiny_dense, problems, tmp_path):
 @pytest.mark.full
 def test_an_evaluation_beside_a_training_is_of_its_steps_weights(tiny_dense, problems, tmp_path):
     shutil.copy(problems / "tiny.jsonl", tmp_path / "tiny.jsonl")
-    more = (
-        "steps=4",
-        "engine.count=2",
-        "validation.every_steps=2",
-        "validation.end_generations=1",
-        "evaluation.every_steps=2",
-        f"evaluation.files=[{tmp_path / 'tiny.jsonl'}:aime]",
-        "evaluation.generations=2",
-    )
-    product("train", "recipes/tiny_cpu.yaml", *overrides(tiny_dense, tmp_path, "beside", *more))
+    more = f"""steps=4 engine.count=2 validation.every_steps=2 validation.end_generations=1 evaluation.every_steps=2
+        evaluation.files=[{tmp_path}/tiny.jsonl:aime] evaluation.generations=2"""
+    product("train", "recipes/tiny_cpu.yaml", *overrides(tiny_dense, tmp_path, "beside", *more.split()))
     folder = tmp_path / "beside"
     rows = read_jsonl(folder / "evaluation.jsonl")
     assert rows[0]["step"] == 0 and rows[-1]["step"] in (2, 3, 4) and not any("lost" in row for row in rows)
     digests = {r["step"]: r["weight_digest"] for r in read_jsonl(folder / "metrics.jsonl")}
     for row in rows:
-        header, completions = read_result(folder / "evaluations" / f"step-{row['step']:06d}")
+        header, completions = read_result(folder / f"evaluations/step-{row['step']:06d}")
         assert header.version == row["step"] and {c.versions for c in completions} == {(row["step"],) * 2}
         assert header.digest == row["weight_digest"] == digests.get(row["step"], header.digest)
     states = [(row["name"], row["state"]) for row in read_jsonl(folder / "engines.jsonl")]

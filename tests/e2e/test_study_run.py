@@ -20,7 +20,7 @@ def test_two_recipes_with_two_seeds(policy, tmp_path):
     more = ("steps=8", "validation.every_steps=1", "checkpoint.every_steps=2")
     words += [word for setting in overrides(policy, "", "", *more)[2:] for word in ("--set", setting)]
     process = start(*map(str, words))
-    metrics = study / "runs" / "dapo_loss_seed1" / "metrics.jsonl"
+    metrics = study / "runs/dapo_loss_seed1/metrics.jsonl"
     wait_until(lambda: process.poll() is not None or len(read_jsonl(metrics)) >= 4, 1500)
     process.kill()
     process.wait()

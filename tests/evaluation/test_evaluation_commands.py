@@ -88,7 +88,7 @@ def test_budgets_are_ascending_numbers_of_tokens(text):
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    "argv, message",
     [
         (
             ["evaluate", "none", "--data", "none.jsonl", "--out", "o"],

@@ -64,13 +64,6 @@ def test_one_outlier_hardly_moves_the_forecast():
     assert moved < 0.01
 
 
-def test_fixed_asymptote_is_held_and_moves_the_exponent():
-    compute, measured = synthetic()
-    low, high = (fit(compute, measured, initial=0.4, fixed_asymptote=a) for a in (0.61, 0.66))
-    assert low.asymptote == 0.61 and low.intervals["asymptote"] == (0.61, 0.61)
-    assert low.exponent > high.exponent
-
-
 def test_missing_r0_is_averaged_over_with_a_warning():
     compute, measured = synthetic()
     unknown = fit(compute, measured, initial=None, prompts=1000, generations=16)
@@ -129,7 +122,7 @@ def test_a_long_noisy_rising_run_does_not_fall():
 
 
 @pytest.mark.parametrize(
-    ("level", "method"), [(0.0, "robust"), (0.3, "robust"), (1.0, "robust"), (0.0, "paper"), (0.3, "paper")]
+    "level, method", [(0.0, "robust"), (0.3, "robust"), (1.0, "robust"), (0.0, "paper"), (0.3, "paper")]
 )
 def test_degenerate_runs_are_fitted_without_numerical_errors(level, method):
     with np.errstate(all="raise", under="ignore"):
@@ -162,7 +155,7 @@ def test_truncations_above_ten_percent_are_a_warning():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change, message",
     [
         ({"pass_rate": [0.5, 0.6, 1.2]}, r"^pass_rate is 1.2 at point 3;"),
         ({"compute": [1.0, -2.0, 3.0]}, "^compute is -2.0 at point 2;"),
@@ -294,7 +287,7 @@ def test_an_unknown_r0_near_zero_is_the_mean_of_its_draws():
 
 
 @pytest.mark.parametrize(
-    ("compute", "completions", "message"),
+    "compute, completions, message",
     [
         ([2.0, 3.0], [800, np.nan], "nan at point 2"),
         ([2.0], [800, 80, 8], r"\(3,\)"),

@@ -129,7 +129,7 @@ def test_a_host_that_slurm_has_taken_out_of_the_job_has_left(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("names", "options", "message"),
+    "names, options, message",
     [
         (None, {}, "--slots requires --hosts"),
         ("a,-oProxyCommand=x", {}, "--hosts: 'a,-oProxyCommand=x' is no list of host names"),

@@ -89,7 +89,7 @@ def colocated(ranks, engines, each=1):
     return small_recipe(trainer={"world_size": ranks}, engine=engine)
 
 
-@pytest.mark.parametrize(("ranks", "engines", "found"), [(1, 1, ["4"]), (4, 2, ["4,5", "6,7"])])
+@pytest.mark.parametrize("ranks, engines, found", [(1, 1, ["4"]), (4, 2, ["4,5", "6,7"])])
 def test_colocated_engines_are_on_the_trainers_devices(ranks, engines, found, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(["4", "5", "6", "7"][:ranks]))
     monkeypatch.setattr("megatron_scalerl.distributed.device.HAVE_GPU", True)

@@ -156,7 +156,7 @@ def test_scores_of_a_part_that_is_missing_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("group_id", "position", "said"),
+    "group_id, position, said",
     [(99, 0, "journal.jsonl: no group 99 "), (0, 2, "group 0 has no completion 2")],
 )
 def test_what_is_not_there_is_named(reader, group_id, position, said):
@@ -166,7 +166,7 @@ def test_what_is_not_there_is_named(reader, group_id, position, said):
 
 def test_a_damaged_block_is_named(tmp_path):
     run = write_page_run(tmp_path / "run")
-    segment = run / "rollouts" / "segment-00000.bin"
+    segment = run / "rollouts/segment-00000.bin"
     data = bytearray(segment.read_bytes())
     data[-1] ^= 1
     segment.write_bytes(data)

@@ -12,7 +12,7 @@ from megatron_scalerl.plan.assumptions_file import Measured, read_assumptions
 ROOT = Path(__file__).parents[2]
 main = command("plan")
 H100 = "NVIDIA H100 80GB HBM3"
-RECIPE = [str(ROOT / "recipes" / "scalerl_llama3_8b.yaml"), "--gpus", "80", "--no-build"]
+RECIPE = [str(ROOT / "recipes/scalerl_llama3_8b.yaml"), "--gpus", "80", "--no-build"]
 
 
 MEASURED = f"""
@@ -89,7 +89,7 @@ GOOD = f"gpu: {H100}\nassumptions:\n  packing:\n    value: 0.8\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text, said",
     [
         ("gpu: [", "line 1: not valid YAML"),
         (

@@ -28,8 +28,8 @@ FUSED = Kernels(layers="te", device="gpu")
 
 
 def plan_of(*overrides, name="scalerl_llama3_8b", kernels=FUSED):
-    recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml", overrides)
-    family = load_family(ROOT / "recipes" / "configs" / Path(recipe.policy.path).name)
+    recipe = load_recipe(ROOT / f"recipes/{name}.yaml", overrides)
+    family = load_family(ROOT / "recipes/configs" / Path(recipe.policy.path).name)
     layout = layout_of(recipe, family, recipe.trainer.world_size)
     return recipe, family, layout, trainer_memory(recipe, family, layout, Assumptions(), kernels=kernels)
 
@@ -67,7 +67,7 @@ def test_context_parallelism_halves_activations_and_shares_optimizer():
 def test_saved_bytes_of_a_dense_layer_by_hand():
     _, family, layout, _ = plan_of()
     shape = shape_of(family, family.layers[0])
-    one = layout_of(load_recipe(ROOT / "recipes" / "tiny_cpu.yaml"), family, 1)
+    one = layout_of(load_recipe(ROOT / "recipes/tiny_cpu.yaml"), family, 1)
     # plain, fp32: two norms (2 fp32 copies and a number), their outputs, projection input, angles, padded q k v and
     # output with its log-sum-exp, five widths of the MLP
     plain = layer_bytes(shape, one, width=4, kernels=Kernels(layers="plain", device="cpu"), imbalance=1.0)
@@ -80,13 +80,13 @@ def test_saved_bytes_of_a_dense_layer_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "workspace", "numbers"), [(100, 512, 100 * 128_256), (100, 40, 2**23), (400, 512, 2**23)]
+    "tokens, workspace, numbers", [(100, 512, 100 * 128_256), (100, 40, 2**23), (400, 512, 2**23)]
 )
 def test_a_loss_of_whole_sequences_keeps_all_logits_that_fit(tokens, workspace, numbers):
     """On a CPU, if the workspace holds them and they are at most 2^25 numbers; else blocks of at most 2^23."""
     settings = ["loss.name=gspo", "policy.dtype=float32", f"trainer.logit_workspace_mb={workspace}"]
     recipe, family, _, _ = plan_of(*settings)
-    one = layout_of(load_recipe(ROOT / "recipes" / "tiny_cpu.yaml"), family, 1)
+    one = layout_of(load_recipe(ROOT / "recipes/tiny_cpu.yaml"), family, 1)
     _, found = logit_bytes(recipe, family, one, tokens, kernels=Kernels(layers="plain", device="cpu"))
     assert found == 4 * tokens * 4096 + min(workspace * 2**20, 4 * numbers + 8 * 2**18)
 
@@ -96,7 +96,7 @@ def test_plain_layers_on_a_gpu_keep_what_layers_and_device_say():
     _, family, _, _ = plan_of()
     shape = shape_of(family, family.layers[0])
     recipe = load_recipe(
-        ROOT / "recipes" / "scalerl_llama3_8b.yaml",
+        ROOT / "recipes/scalerl_llama3_8b.yaml",
         ["megatron.parallel={}", "megatron.model={}", "trainer.world_size=1"],
     )
     one = layout_of(recipe, family, 1)
@@ -139,7 +139,7 @@ def test_clipping_may_be_the_peak_of_a_gpu_and_the_optimizer_is_not():
 
 
 @pytest.mark.parametrize(
-    ("name", "overrides", "said"),
+    "name, overrides, said",
     [
         ("scalerl_llama3_8b", ["policy.dtype=float32"], "policy.dtype: .*float32 .*set bfloat16"),
         ("scalerl_llama3_8b_32k", [], "context_parallel_size: .* 2 with plain layers on a GPU"),
@@ -158,7 +158,7 @@ def test_transformer_engine_needs_a_gpu():
 def test_a_prediction_is_the_plans():
     """The fullest rank, and the model FLOPs that the plan's step has."""
     recipe, family, layout, [rank] = plan_of()
-    folder = ROOT / "recipes" / "configs" / "Llama-3.1-8B"
+    folder = ROOT / "recipes/configs/Llama-3.1-8B"
     found = predict_trainer(recipe, folder, layers="te", device="gpu", sequence_tokens=4096)
     assert found.terms == rank.terms and found.total_bytes == rank.total
     assert found.parameters == rank.parameters.total == 4_015_263_744
@@ -193,8 +193,8 @@ def test_recompute_keeps_less():
 
 
 def test_an_engine_has_narrow_projections_and_routers_on_each_device():
-    recipe = load_recipe(ROOT / "recipes" / "kimi_k2_1024gpus.yaml")
-    family = load_family(ROOT / "recipes" / "configs" / "Kimi-K2-Instruct")
+    recipe = load_recipe(ROOT / "recipes/kimi_k2_1024gpus.yaml")
+    family = load_family(ROOT / "recipes/configs/Kimi-K2-Instruct")
     p = count(family)
     e = engine_memory(recipe, family, p, GPUS["b300"], Assumptions())
     narrow = 61 * (7168 * (1536 + 576) + 1536 + 512)
@@ -238,7 +238,7 @@ CASES = ("dense-fp32", "dense-fp32-recompute", "dense-bf16", "dense-bf16-selecti
 @pytest.mark.slow
 @pytest.mark.parametrize("case", sampled("peak", CASES, 1))
 def test_the_peak_of_real_runs(case):
-    argv = [sys.executable, str(ROOT / "tools" / "bench_plan.py"), "memory", "--only", case]
+    argv = [sys.executable, str(ROOT / "tools/bench_plan.py"), "memory", "--only", case]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.strip().splitlines()[-1])

@@ -65,10 +65,10 @@ def family_of(path):
     return family, count(family)
 
 
-def flops(recipe, tokens=8192):
+def flops(recipe):
     family, _ = family_of(recipe.policy.path)
     layout = layout_of(recipe, family, recipe.trainer.world_size)
-    return token_flops(recipe, family, layout, [tokens]).hardware(recipe)
+    return token_flops(recipe, family, layout, [8192]).hardware(recipe)
 
 
 def gpu_of(path):
@@ -133,7 +133,7 @@ PP2 = ["megatron.parallel.pipeline_model_parallel_size=2"]
 VPP2 = [*PP2, "megatron.parallel.virtual_pipeline_model_parallel_size=2"]
 
 
-@pytest.mark.parametrize(("parallel", "recomputed"), [([], 4), (PP2, 8), (VPP2, 16)])
+@pytest.mark.parametrize("parallel, recomputed", [([], 4), (PP2, 8), (VPP2, 16)])
 def test_block_is_for_each_model_chunk_of_each_stage(parallel, recomputed):
     """Megatron-Core's TransformerBlock counts its own layers: one of each virtual stage of each pipeline stage."""
     base = load_recipe(LLAMA, parallel)

@@ -13,7 +13,7 @@ from waiting import passes
 
 from megatron_scalerl.processes.child_process import ChildProcess, ProcessDied, fatal_error, open_log
 
-CONTROLLER = ROOT / "tests" / "launch" / "controller.py"
+CONTROLLER = ROOT / "tests/launch/controller.py"
 
 
 @pytest.fixture

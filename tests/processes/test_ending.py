@@ -21,7 +21,7 @@ def ended(body, **options):
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "output", "errors"),
+    "body, code, output, errors",
     [
         ("print('done')", 0, "done\n", ""),
         ("print('done', end='')\n    return 75", 75, "done", ""),

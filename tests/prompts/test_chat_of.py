@@ -115,14 +115,6 @@ def test_a_closing_tag_that_nobody_writes_is_refused(settings, warm_start):
         chat_of(tokenizer_with(CHATML), prompts, messages=True, warm_start=warm_start)
 
 
-@pytest.mark.parametrize("template", [CHATML, QWEN3, LLAMA3, R1_DISTILL, GPT_OSS, MISTRAL, CHATML + "<assistant>"])
-def test_a_template_that_opens_the_assistants_turn_is_accepted(template):
-    tokenizer = tokenizer_with(template)
-    chat = chat_of(tokenizer, PromptsSection(), messages=True)
-    settings = {"think_start": chat.think_start, "think_end": chat.think_end, "chat_template": True}
-    assert "1+1" in PromptRenderer(tokenizer, PromptsSection(**settings)).text("1+1")
-
-
 ALTERNATING = "{% if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}"
 
 

@@ -16,7 +16,7 @@ def write(folder, **files):
 
 
 @pytest.mark.parametrize(
-    ("files", "more"),
+    "files, more",
     [
         ({}, ()),
         ({"generation_config": {"eos_token_id": EOS_ID}}, ()),
@@ -31,7 +31,7 @@ def test_the_tokenizers_first_then_the_folders(tmp_path, files, more):
 
 
 @pytest.mark.parametrize(
-    ("content", "line"),
+    "content, line",
     [
         ({"eos_token_id": "</s>"}, r"eos_token_id is '</s>'; it has to be"),
         ({"eos_token_id": [2, -1]}, r"eos_token_id is \[2, -1\]; it has to be"),

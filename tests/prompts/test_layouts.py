@@ -10,26 +10,22 @@ from decimal import Decimal
 import pyarrow
 import pyarrow.parquet
 import pytest
-from layout_rows import ADD, ASK, CODE, LIMITS, MATH, SYSTEM, USER, load, rows
+from layout_rows import ASK, CODE, LIMITS, MATH, PROGRAMS, SYSTEM, USER, load, rows
 from sampling import sampled
 
 from megatron_scalerl.rewards.worker import load_verifier
 
 LEFT_OPEN = (
-    *(
-        "1/2 + 1/4",
-        "The answer is 1/2 + 1/4.",
-        r"\boxed{\frac12+\frac14}",
-        r"\boxed{3\cdot\frac14}",
-        r"\boxed{\sqrt{9/16}}",
-    ),
-    *(
-        "3/4 or 1/4",
-        r"\boxed{\frac14=\frac34}",
-        "It is 3/4. Wait, it is 1/4.",
-        "Perhaps 3/4.",
-        r"\boxed{3/4}, or maybe 1/4",
-    ),
+    "1/2 + 1/4",
+    "The answer is 1/2 + 1/4.",
+    r"\boxed{\frac12+\frac14}",
+    r"\boxed{3\cdot\frac14}",
+    r"\boxed{\sqrt{9/16}}",
+    "3/4 or 1/4",
+    r"\boxed{\frac14=\frac34}",
+    "It is 3/4. Wait, it is 1/4.",
+    "Perhaps 3/4.",
+    r"\boxed{3/4}, or maybe 1/4",
 )
 """Answers to ASK that leave something to compute or to choose."""
 
@@ -43,14 +39,9 @@ def test_a_published_layout_loads_and_scores(name, tokenizer, prompts_of):
     assert f"layout {layout}: " in loaded.lines()[0]
     assert len(loaded.reports[0].unusable) == 1
     verify = load_verifier(verifier, LIMITS)
-    right, wrong = (
-        (f"```\n{text}\n```" for text in (*program, "print(7)"))
-        if program
-        else (
-            "So \\boxed{\\frac{3}{4}}.",
-            "So \\boxed{\\frac{1}{4}}.",
-        )
-    )
+    right, wrong = "So \\boxed{\\frac{3}{4}}.", "So \\boxed{\\frac{1}{4}}."
+    if program:
+        right, wrong = (f"```\n{text}\n```" for text in (PROGRAMS[program[0]], "print(7)"))
     assert verify(right, prompt.answer, dict(prompt.extra))
     assert not verify(wrong, prompt.answer, dict(prompt.extra))
     shown = tokenizer.decode(prompt.token_ids)
@@ -60,7 +51,7 @@ def test_a_published_layout_loads_and_scores(name, tokenizer, prompts_of):
         assert ASK in shown
         columns = {**prompt.extra, "prompt": prompt.text}
         assert [text for text in LEFT_OPEN if verify(text, prompt.answer, columns)] == []
-    elif program[0].startswith(ADD[:7]):
+    elif program == ["ADD"]:
         assert "add(" in shown or "assert add" in prompt.answer, "the name of the function is told"
 
 
@@ -135,13 +126,6 @@ def test_rows_of_another_task_do_not_refuse_a_mixed_file(prompts_of):
     assert len(others.reports[0].unusable) == 9
     with pytest.raises(ValueError, match="there is no prompt: all rows are for other verifiers"):
         prompts_of([code], preset="intellect")
-
-
-def test_a_file_of_which_nothing_is_left_says_why(prompts_of):
-    with pytest.raises(
-        ValueError, match=r"1 of 4 rows cannot be learned from, such as .* is text; it has to be a number"
-    ):
-        prompts_of([{"prompt": ASK, "answer": "see the figure"}] * 4)
 
 
 def test_several_messages_need_a_chat_template(tokenizer, prompts_of):

@@ -145,7 +145,7 @@ def test_thinking_that_did_not_end_leaves_nothing_of_its_turn():
 
 
 @pytest.mark.parametrize(
-    ("said", "after"),
+    "said, after",
     [
         ("4<|im_end|>", "\n<|im_start|>user\nb"),
         ("4", "<|im_end|>\n<|im_start|>user\nb"),

@@ -93,7 +93,7 @@ def test_several_nodes_of_a_chain_or_of_an_array(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sbatch", "has", "lacks"),
+    "sbatch, has, lacks",
     [
         ({"gres": "nvme:1,gpu:h100"}, ["--gres=nvme:1,gpu:h100:8"], ["--gpus-per-node"]),
         ({"gpus-per-node": "h100"}, ["--gpus-per-node=h100:8"], []),
@@ -136,7 +136,7 @@ def test_a_template_of_ones_own_extends_the_jobs_and_stays(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("site", "words"),
+    "site, words",
     [
         (
             Site(container="pyxis", image="/i.sqsh", mounts=("/data:/data",)),
@@ -220,7 +220,7 @@ KEY = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text, said",
     [
         ("acount: lab", unknown_key("acount", KEYS, expected=KEY)),
         ("modules: cuda", "modules: 'cuda': Input should be a valid tuple"),
@@ -293,23 +293,13 @@ def test_a_dry_run_without_slurm_renders_the_job_and_says_what_was_not_checked(
 ):
     run = write_recipe(tmp_path / "r.yaml", tiny, output_dir=tmp_path)
     (tmp_path / "site.yaml").write_text('sbatch: {gres: "gpu:h100:4", account: lab}\n')
-    words = [
-        "submit",
-        str(tmp_path / "r.yaml"),
-        "engine.count=6",
-        "--nodes",
-        "2",
-        "--partition",
-        "a,b",
-        "--time",
-        "1-0",
-    ]
+    words = f"submit {tmp_path}/r.yaml engine.count=6 --nodes 2 --partition a,b --time 1-0".split()
     words += ["--site", str(tmp_path / "site.yaml"), *(["policy.path=/none"] if policy == "missing" else [])]
     assert main([*words, "--dry-run"]) == 0
     said = capsys.readouterr().out.replace("\n", " ")
     assert "not checked, since this machine has no Slurm: that a,b exists, with nodes of 4 GPUs and 48 CPUs" in said
     assert ("not finished here: policy.path: /none" in said) is (policy == "missing")
-    script = run / "slurm" / "job.sbatch"
+    script = run / "slurm/job.sbatch"
     cluster.check_syntax(script)
     assert "#SBATCH --partition=a,b\n" in script.read_text() and "#SBATCH --gres=gpu:h100:4\n" in script.read_text()
     assert main(["submit", "--status", str(run)]) == 0
@@ -318,7 +308,7 @@ def test_a_dry_run_without_slurm_renders_the_job_and_says_what_was_not_checked(
         "not started yet",
     ]
     assert main(words) == 2, "nothing is submitted"
-    (run / "slurm" / "jobs.jsonl").write_text('{"jobs": ["7"]}\n')
+    (run / "slurm/jobs.jsonl").write_text('{"jobs": ["7"]}\n')
     before = script.with_name("recipe.yaml").read_bytes()
     assert main([*words, "--dry-run", "steps=5"]) == 2
     assert script.with_name("recipe.yaml").read_bytes() == before, "of a job that may be queued"
@@ -331,11 +321,11 @@ def test_a_dry_run_goes_on_where_slurm_does_not_answer(tmp_path, tiny, without_s
     for name in ("sbatch", "sinfo", "squeue", "scontrol"):
         (tmp_path / "programs" / name).write_text(f'#!/bin/sh\necho "{why}" >&2; exit 1\n')
         (tmp_path / "programs" / name).chmod(0o755)
-    words = ["submit", str(tmp_path / "r.yaml"), "--partition", "a", "--time", "1-0", "--gpus", "0"]
+    words = f"submit {tmp_path}/r.yaml --partition a --time 1-0 --gpus 0".split()
     assert main([*words, "--dry-run"]) == 0
     said = capsys.readouterr().out.replace("\n", " ")
     assert f"not checked, since sinfo failed: {why}: that a exists" in said
-    cluster.check_syntax(run / "slurm" / "job.sbatch")
+    cluster.check_syntax(run / "slurm/job.sbatch")
     assert main(words) == 1 and why in capsys.readouterr().err, "nothing is submitted"
 
 
@@ -355,27 +345,21 @@ def test_the_status_of_a_folder_without_slurm(tmp_path, tiny, without_slurm, cap
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "words, said",
     [
-        ([], "give one of RECIPE, --array FOLDER and --status RUN"),
-        (["r.yaml", "--array", "f"], "give one of RECIPE"),
-        (["r.yaml", "--time", "60"], "--partition is missing"),
-        (["r.yaml", "--partition", "p"], "--time is missing"),
-        (["r.yaml", "--partition", "p", "--time", "60", "--throttle", "2"], "--throttle requires --array"),
-        (
-            ["--array", "f", "--partition", "p", "--time", "60", "--throttle", "0"],
-            "--throttle is 0; it has to be at least 1",
-        ),
-        (["--seconds-left", "f"], "--seconds-left requires --gpu-hours"),
-        (
-            ["r.yaml", "--partition", "p", "--time", "60", "--gpu-hours", "0"],
-            "--gpu-hours is 0; it has to be more than 0",
-        ),
-        (["r.yaml", "--partition", "p", "--time", "60", "--nodes", "0"], "--nodes is 0; it has to be at least 1"),
+        ("", "give one of RECIPE, --array FOLDER and --status RUN"),
+        ("r.yaml --array f", "give one of RECIPE"),
+        ("r.yaml --time 60", "--partition is missing"),
+        ("r.yaml --partition p", "--time is missing"),
+        ("r.yaml --partition p --time 60 --throttle 2", "--throttle requires --array"),
+        ("--array f --partition p --time 60 --throttle 0", "--throttle is 0; it has to be at least 1"),
+        ("--seconds-left f", "--seconds-left requires --gpu-hours"),
+        ("r.yaml --partition p --time 60 --gpu-hours 0", "--gpu-hours is 0; it has to be more than 0"),
+        ("r.yaml --partition p --time 60 --nodes 0", "--nodes is 0; it has to be at least 1"),
     ],
 )
 def test_options_that_contradict_each_other_are_one_line(words, said, capsys):
-    assert main(["submit", *words]) == 2
+    assert main(["submit", *words.split()]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert said in line
 
@@ -388,7 +372,7 @@ def test_a_time_limit_is_written_as_slurm_does(limit):
 
 def written(folder, program, modules=(), container="none", **changes):
     """A job script in `folder`, with `program` in place of megatron-scalerl: a command of bash, or words."""
-    script = folder / "slurm" / "job.sbatch"
+    script = folder / "slurm/job.sbatch"
     script.parent.mkdir(parents=True)
     words = ("bash", "-c", program) if isinstance(program, str) else program
     site = Site(program=words, modules=modules, container=container, local=f"{folder}/local")
@@ -400,28 +384,28 @@ def alone(folder, program, *, env=None, **changes):
     """What a job script did without Slurm, and without waiting."""
     script = written(folder, program, **changes)
     (folder / "bin").mkdir()
-    (folder / "bin" / "sleep").symlink_to("/bin/true")
+    (folder / "bin/sleep").symlink_to("/bin/true")
     (folder / "ledger.jsonl").touch()
-    (folder / "bin" / "scontrol").write_text(f'#!/bin/sh\necho "$@" >>{folder}/requeued\n')
-    (folder / "bin" / "scontrol").chmod(0o755)
+    (folder / "bin/scontrol").write_text(f'#!/bin/sh\necho "$@" >>{folder}/requeued\n')
+    (folder / "bin/scontrol").chmod(0o755)
     env = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"} | (env or {})
     return subprocess.run(["bash", script], env=env, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_a_controller_of_an_earlier_attempt_is_waited_for(tmp_path):
     """76 says that another controller has the run."""
-    exit_file = tmp_path / "slurm" / "7.0" / "controller.exit"
+    exit_file = tmp_path / "slurm/7.0/controller.exit"
     program = f'ls {exit_file}; echo >>{tmp_path}/starts; [ "$(wc -l <{tmp_path}/starts)" -gt 2 ] || exit 76'
     done = alone(tmp_path, program)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "slurm" / "attempt").read_text() == "7.0\n"
+    assert (tmp_path / "slurm/attempt").read_text() == "7.0\n"
     said = exit_file.with_name("controller.log").read_text()
     assert said.count("No such file") == 3, "a status in between would show an error"
     assert done.stdout.count(f"another controller has {tmp_path}") == 2
-    assert (tmp_path / "slurm" / "7.0" / "controller.exit").read_text() == "0\n"
+    assert (tmp_path / "slurm/7.0/controller.exit").read_text() == "0\n"
 
 
-@pytest.mark.parametrize(("gave_up", "code"), [(True, 1), (False, 0)])
+@pytest.mark.parametrize("gave_up, code", [(True, 1), (False, 0)])
 def test_the_next_job_of_a_chain_ends_as_the_run_did(tmp_path, gave_up, code):
     program = f"touch {tmp_path}/started"
     script = written(tmp_path, program, chain=True)
@@ -432,7 +416,7 @@ def test_the_next_job_of_a_chain_ends_as_the_run_did(tmp_path, gave_up, code):
     assert not (tmp_path / "started").exists()
 
 
-@pytest.mark.parametrize(("beat_s_ago", "hangs"), [(90, True), (5, False)])
+@pytest.mark.parametrize("beat_s_ago, hangs", [(90, True), (5, False)])
 def test_a_controller_that_hangs_at_the_time_limit_is_queued_again(tmp_path, beat_s_ago, hangs):
     """It does not answer; the ledger's last heartbeat says whether it hangs, or still saves."""
     ledger, asked = tmp_path / "ledger.jsonl", tmp_path / "asked"
@@ -449,7 +433,7 @@ def test_a_program_that_is_missing_has_the_shells_exit_code(tmp_path):
     """143 would say that somebody stopped the job."""
     done = alone(tmp_path, (f"{tmp_path}/venv/bin/python", "-m", "megatron_scalerl"))
     assert done.returncode == 127, done.stdout + done.stderr
-    assert (tmp_path / "slurm" / "7.0" / "controller.exit").read_text() == "127\n"
+    assert (tmp_path / "slurm/7.0/controller.exit").read_text() == "127\n"
     assert "venv/bin/python: No such file or directory" in last_error(tmp_path)
 
 
@@ -468,7 +452,7 @@ def test_a_module_that_cannot_be_loaded_is_named(tmp_path):
 
 def test_an_attempt_that_never_had_the_run_leaves_it_to_the_controller_that_has(tmp_path):
     done = alone(tmp_path, f"echo >>{tmp_path}/starts; exit 76")
-    assert done.returncode == 76 and not (tmp_path / "slurm" / "attempt").exists()
+    assert done.returncode == 76 and not (tmp_path / "slurm/attempt").exists()
     assert len((tmp_path / "starts").read_text()) == 41 and not (tmp_path / "requeued").exists()
 
 
@@ -481,7 +465,7 @@ def test_what_is_left_of_an_earlier_attempt_queues_nothing_again(tmp_path, code)
     assert (tmp_path / "starts").read_text() == "\n" and not (tmp_path / "requeued").exists()
 
 
-@pytest.mark.parametrize(("first", "requeued", "code"), [("echo 100", True, 75), ("exit 2", False, 1)])
+@pytest.mark.parametrize("first, requeued, code", [("echo 100", True, 75), ("exit 2", False, 1)])
 def test_a_ledger_that_cannot_be_read_ends_a_job_at_its_start_only(tmp_path, first, requeued, code):
     """After the save the budget is unknown: the next attempt reads the ledger again."""
     asked = f"[ ! -e {tmp_path}/asked ] || exit 2; touch {tmp_path}/asked; {first}"
@@ -492,7 +476,7 @@ def test_a_ledger_that_cannot_be_read_ends_a_job_at_its_start_only(tmp_path, fir
     assert ("the ledger could not be read" in done.stdout) is not requeued
 
 
-@pytest.mark.parametrize(("code", "stays"), [(0, False), (75, True)])
+@pytest.mark.parametrize("code, stays", [(0, False), (75, True)])
 def test_what_is_compiled_on_a_node_stays_for_a_job_that_is_queued_again(tmp_path, code, stays):
     done = alone(tmp_path, f'mkdir -p "$MSRL_LOCAL"; exit {code}')
     assert done.returncode == code and bool([*tmp_path.glob("local/*/7")]) is stays
@@ -500,8 +484,8 @@ def test_what_is_compiled_on_a_node_stays_for_a_job_that_is_queued_again(tmp_pat
 
 def test_a_folder_behind_a_link_is_not_that_of_the_user(tmp_path):
     (tmp_path / "local").mkdir()
-    (tmp_path / "local" / f"megatron-scalerl-{os.getuid()}").symlink_to("elsewhere")
-    (tmp_path / "local" / "elsewhere").mkdir()
+    (tmp_path / f"local/megatron-scalerl-{os.getuid()}").symlink_to("elsewhere")
+    (tmp_path / "local/elsewhere").mkdir()
     done = alone(tmp_path, "true", container=("env",))
     assert done.returncode == 1 and "has to be a folder of this user: l" in last_error(tmp_path)
 
@@ -518,7 +502,7 @@ def test_a_name_that_is_no_word_is_refused_where_the_recipe_is_read(name, tmp_pa
 @pytest.mark.parametrize("folder", ["a$(touch hacked)b", "a`touch hacked`", "50%j s&"])
 def test_no_folder_is_executed_or_changed(folder, tmp_path):
     run = tmp_path / folder / "r"
-    script = run / "slurm" / "job.sbatch"
+    script = run / "slurm/job.sbatch"
     plan = changed(PLAN, script=script, runs=(run,), cwd=tmp_path / folder)
     text = render(plan)
     output = next(line for line in text.splitlines() if line.startswith("#SBATCH --output="))

@@ -73,7 +73,7 @@ def test_a_preempted_run_saves_within_the_grace_time_and_goes_on(at_a_site, tmp_
     high = slurm.submit(script, ["--partition=high", "--exclusive", "--nodelist=node1", "--output=/dev/null"])
     assert wait_for_end(slurm.last_state, high) == "COMPLETED"
     assert wait_for_end(slurm.last_state, job) == "COMPLETED", output_of(run, job)
-    assert (run / "slurm" / f"{job}.0" / "controller.exit").read_text() == "75\n", "saved"
+    assert (run / f"slurm/{job}.0/controller.exit").read_text() == "75\n", "saved"
     assert len(starts(run)) == 2 and "saved; queued again" in output_of(run, job)
 
 
