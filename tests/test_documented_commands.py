@@ -36,12 +36,12 @@ COMMAND = re.compile(rf"(?:\w+=\S+ )*(?:{WORDS})(?: |$)")
 
 def included(match):
     """The file that a line of pymdownx.snippets names."""
-    return (ROOT / match[1]).read_text(encoding="utf8")
+    return (ROOT / match[1]).read_text()
 
 
 def text_of(page):
     """A page's Markdown; of a notebook its cells of text: test_notebooks.py runs the others."""
-    text = page.read_text(encoding="utf8")
+    text = page.read_text()
     if page.suffix == ".ipynb":
         cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
         text = "\n\n".join("".join(cell["source"]) for cell in cells)

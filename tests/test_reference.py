@@ -58,4 +58,4 @@ def test_the_list_of_pages_for_language_models_is_up_to_date():
     text = build_step("llms").text()
     links = re.findall(r"\]\((\S+)\)", text)
     assert len(links) >= 40 and all((ROOT / "docs" / link).is_file() for link in links)
-    assert (ROOT / "docs/llms.txt").read_text(encoding="utf8") == text, ".venv/bin/python docs/llms.py writes it anew"
+    assert (ROOT / "docs/llms.txt").read_text() == text, ".venv/bin/python docs/llms.py writes it anew"

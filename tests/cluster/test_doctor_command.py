@@ -192,7 +192,7 @@ def test_a_folder_that_may_not_be_read_fails_and_ends_nothing(monkeypatch):
 def test_a_real_node_is_examined_in_processes(tmp_path):
     """This machine with a recipe, by the command itself; the policy and the prompts do not exist."""
     words = f"-m megatron_scalerl doctor {RECIPE} output_dir={tmp_path}/runs --json -"
-    done = subprocess.run([sys.executable, *words.split()], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, *words.split()], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     report = {check.name: check for check in msgspec.json.decode(done.stdout, type=list[Check])}
     assert report["packages"].found and ", recipe " in report["digests"].found

@@ -20,7 +20,7 @@ SCALERL = [*RECIPES, "--series", "series=ScaleRL"]
 
 def tool(*arguments):
     command = [sys.executable, "-m", "megatron_scalerl", "fit", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 def test_json_to_standard_output_and_nothing_else(capsys):

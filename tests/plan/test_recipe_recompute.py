@@ -73,7 +73,7 @@ def flops(recipe):
 
 def gpu_of(path):
     """The GPU of the command in the recipe's first comment."""
-    named = re.search(r"^#.* plan .*--gpu (\S+)", path.read_text(encoding="utf8"), re.MULTILINE)
+    named = re.search(r"^#.* plan .*--gpu (\S+)", path.read_text(), re.MULTILINE)
     return GPUS[named[1] if named else "h100-80g"]
 
 

@@ -30,9 +30,7 @@ def missing():
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
     if absent:
         return f"a Slurm for tests needs {', '.join(absent)} (apt-get install slurm-wlm munge iproute2)"
-    done = subprocess.run(
-        ["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False
-    )
+    done = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True)
     return None if done.returncode == 0 else "a Slurm for tests needs namespaces (unshare), which are forbidden here"
 
 
@@ -101,7 +99,7 @@ class MiniCluster:
 
     def ask(self, name, *words):
         """Standard output of a client program."""
-        return subprocess.run([self.bin / name, *words], capture_output=True, text=True, check=False).stdout
+        return subprocess.run([self.bin / name, *words], capture_output=True, text=True).stdout
 
     def link(self, node, state):
         """Take a node's only network link down, or up again."""
@@ -166,35 +164,37 @@ def write_settings(folder, nodes, silence_s, *, preemption):
 def serve(folder, nodes):
     """In the new namespaces: network, daemons; never returns."""
 
-    def run(*words):
-        subprocess.run([str(word) for word in words], check=True)
+    def run(text):
+        subprocess.run(text.split(), check=True)
 
     for name in ("hosts", "nsswitch.conf"):
-        run("mount", "--bind", folder / "etc" / name, f"/etc/{name}")
+        run(f"mount --bind {folder}/etc/{name} /etc/{name}")
     # slurmd starts a login shell for each job, to which this machine's scripts may do anything
     for name in (".profile", ".bash_profile", ".bash_login"):
         if (Path("/root") / name).exists():
-            run("mount", "--bind", "/dev/null", Path("/root") / name)
-    run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
+            run(f"mount --bind /dev/null /root/{name}")
+    run("mount -t tmpfs tmpfs /dev/shm")
     Path("/run/netns").mkdir(exist_ok=True)
-    run("mount", "-t", "tmpfs", "tmpfs", "/run/netns")
-    run("hostname", "head")
-    run("ip", "link", "set", "lo", "up")
-    run("ip", "link", "add", "bridge0", "type", "bridge")
-    run("ip", "addr", "add", f"{NETWORK}.1/24", "dev", "bridge0")
-    run("ip", "link", "set", "bridge0", "up")
+    run("mount -t tmpfs tmpfs /run/netns")
+    run("hostname head")
+    run("ip link set lo up")
+    run("ip link add bridge0 type bridge")
+    run(f"ip addr add {NETWORK}.1/24 dev bridge0")
+    run("ip link set bridge0 up")
     # --force: only root uses the socket, so the folders above it need not be open to others
-    files = f"--pid-file={folder}/run/munged.pid --log-file={folder}/log/munged --seed-file={folder}/state/seed"
-    run("munged", "--force", f"--socket={folder}/run/munge", f"--key-file={folder}/etc/munge.key", *files.split())
+    run(
+        f"munged --force --socket={folder}/run/munge --key-file={folder}/etc/munge.key "
+        f"--pid-file={folder}/run/munged.pid --log-file={folder}/log/munged --seed-file={folder}/state/seed"
+    )
     for number, name in enumerate(nodes):
-        run("ip", "netns", "add", name)
-        run("ip", "link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", name)
-        run("ip", "link", "set", f"to-{name}", "master", "bridge0", "up")
-        run("ip", "-n", name, "link", "set", "lo", "up")
-        run("ip", "-n", name, "addr", "add", f"{NETWORK}.{10 + number}/24", "dev", "eth0")
-        run("ip", "-n", name, "link", "set", "eth0", "up")
-        run(*slurmd(folder, name))
-    run("slurmctld", "-c")
+        run(f"ip netns add {name}")
+        run(f"ip link add to-{name} type veth peer name eth0 netns {name}")
+        run(f"ip link set to-{name} master bridge0 up")
+        run(f"ip -n {name} link set lo up")
+        run(f"ip -n {name} addr add {NETWORK}.{10 + number}/24 dev eth0")
+        run(f"ip -n {name} link set eth0 up")
+        subprocess.run(slurmd(folder, name), check=True)
+    run("slurmctld -c")
     while True:  # the first process of the namespaces adopts orphans
         try:
             os.wait()

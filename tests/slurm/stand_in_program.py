@@ -23,7 +23,7 @@ BEAT_S = 0.1
 
 
 def note(file):
-    with open(file, "a", encoding="utf8") as opened:
+    with open(file, "a") as opened:
         opened.write(json.dumps({"argv": sys.argv[1:], "node": NODE, "environment": dict(os.environ)}) + "\n")
 
 
@@ -38,14 +38,14 @@ def spend(run, hours):
     rows = [{"role": "trainer", "phase": "train", "hours": hours, "step": 1}]
     if not ledger.exists():
         rows.insert(0, {"unit": "device_hours"})
-    with open(ledger, "a", encoding="utf8") as file:
+    with open(ledger, "a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     sys.exit(75)
 
 
 def beat(run):
     """In a step: a line a moment, so that a test sees it go on."""
-    with open(run / f"slurm/beats-{NODE}", "a", encoding="utf8") as file:
+    with open(run / f"slurm/beats-{NODE}", "a") as file:
         while not (run / "slurm/enough").exists():
             file.write(".\n")
             file.flush()

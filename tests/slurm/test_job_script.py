@@ -177,7 +177,7 @@ def test_steps_of_a_container_get_what_the_job_has_exported(tmp_path):
     step = "$outside/srun --nodes=1 env true; kill $relay"
     done = subprocess.run(
         ["bash", "-c", f"logs={tmp_path} run=r MSRL_LOCAL=/l/7\n{variable}\n{relay}\n{step}"],
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True, timeout=240, check=False,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.stdout == "=mlx5_0:1: --nodes=1 env env true\n", done.stderr
 
@@ -389,7 +389,7 @@ def alone(folder, program, *, env=None, **changes):
     (folder / "bin/scontrol").write_text(f'#!/bin/sh\necho "$@" >>{folder}/requeued\n')
     (folder / "bin/scontrol").chmod(0o755)
     env = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"} | (env or {})
-    return subprocess.run(["bash", script], env=env, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(["bash", script], env=env, capture_output=True, text=True, timeout=240)
 
 
 def test_a_controller_of_an_earlier_attempt_is_waited_for(tmp_path):

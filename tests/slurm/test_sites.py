@@ -85,7 +85,7 @@ def test_a_run_in_an_allocation_of_ones_own(tmp_path, tiny, on_login_node):
     done = subprocess.run(
         ["salloc", *JOB[:4], "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=8", *words, "engine.count=2"],
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-        capture_output=True, text=True, timeout=600, check=False, cwd=ROOT,
+        capture_output=True, text=True, timeout=600, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert steps(run) == 2

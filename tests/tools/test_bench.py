@@ -2,15 +2,11 @@
 
 import json
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from programs import ROOT, ended
 
 pytestmark = pytest.mark.slow
-Figures = list[dict[str, Any]]
-Bench = Callable[[str], Figures]
 
 
 @pytest.fixture
