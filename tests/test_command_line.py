@@ -40,14 +40,8 @@ TOOLS = sorted(p.name for p in (ROOT / "tools").glob("*.py") if p.name not in NO
 
 
 def settings(tiny, out):
-    return [
-        RECIPE,
-        f"output_dir={out}",
-        "name=r",
-        f"policy.path={tiny / 'base_policy'}",
-        f"prompts.path={tiny / 'prompts.jsonl'}",
-        f"prompts.held_out_path={tiny / 'held_out.jsonl'}",
-    ]
+    paths = f"policy.path={tiny}/base_policy prompts.path={tiny}/prompts.jsonl"
+    return f"{RECIPE} output_dir={out} name=r {paths} prompts.held_out_path={tiny}/held_out.jsonl".split()
 
 
 ONE_AFTER_ANOTHER = """

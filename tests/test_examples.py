@@ -53,8 +53,8 @@ def test_a_piece_prints_what_the_course_shows(name):
 
 @pytest.mark.slow
 def test_the_logit_projection_over_two_ranks():
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    told = ran(*torchrun, sys.executable, "-c", ENDED, "examples/logit_projection.py")
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 --no-python"
+    told = ran(*torchrun.split(), sys.executable, "-c", ENDED, "examples/logit_projection.py")
     assert "2 rank(s), head (8192, 256) each" in told and "8.9e-06 nats" in told
 
 

@@ -19,8 +19,8 @@ def small_disk(tmp_path):
     def resize(kib):
         return subprocess.run(["mount", "-o", f"remount,size={kib}k", tmp_path]).returncode == 0
 
-    options = ["-t", "tmpfs", "-o", "size=64k", "none", tmp_path]
-    if os.geteuid() != 0 or subprocess.run(["mount", *options], capture_output=True).returncode:
+    mount = f"mount -t tmpfs -o size=64k none {tmp_path}".split()
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("needs the right to mount a tmpfs")
     yield tmp_path, resize
     subprocess.run(["umount", "-l", tmp_path], check=True)

@@ -92,11 +92,11 @@ def test_the_wheel_installs_and_its_quickstart_runs(archives, tmp_path):
     where = run(python, "-c", "import megatron_scalerl; print(megatron_scalerl.__file__)", folder=tmp_path)
     assert Path(where.strip()).is_relative_to(site)
     curve = ROOT / "examples/curves/points.csv"
-    told = run(program, "fit", curve, "--series", "figure=fig1a_scalerl_100k", "--series",
-               "series=ScaleRL-bs2048-8B", "--r0", "0.4018", "--html", "report.html", folder=tmp_path)  # fmt: skip
+    words = f"fit {curve} --series figure=fig1a_scalerl_100k --series series=ScaleRL-bs2048-8B --r0 0.4018"
+    told = run(program, *words.split(), "--html", "report.html", folder=tmp_path)
     assert "verdict: " in told and (tmp_path / "report.html").stat().st_size
-    few = ("--train-prompts", "200", "--held-out", "120", "--sft-examples", "10")
-    run(python, "-m", "megatron_scalerl.tiny", "tiny", "--seed", "1", *few, folder=tmp_path)
+    few = "-m megatron_scalerl.tiny tiny --seed 1 --train-prompts 200 --held-out 120 --sft-examples 10"
+    run(python, *few.split(), folder=tmp_path)
     told = run(program, "prompts", "tiny/recipe.yaml", "policy.path=tiny/base_policy", folder=tmp_path)
     assert "the reference itself, " in told and "tokens that end a completion" in told
 

@@ -202,12 +202,12 @@ def test_a_gguf_file_as_a_policy_says_how_it_is_converted(path, capsys):
     data = file_of(sums(30))
     recipe = file_of([{"name": "r", "steps": 1, "policy": {"path": path}, "prompts": {"path": data}}], "r.yaml")
     for words in (
-        ["init", "--policy", path, "--data", data],
-        ["plan", recipe, "--gpus", "1"],
-        ["train", recipe],
-        ["convert", "to-megatron", path, "out"],
+        f"init --policy {path} --data {data}",
+        f"plan {recipe} --gpus 1",
+        f"train {recipe}",
+        f"convert to-megatron {path} out",
     ):
-        assert main(words) == 2
+        assert main(words.split()) == 2
         error = capsys.readouterr().err
         assert "no config.json" in error and "docs/checkpoints.md#gguf" in error and error.count("\n") == 1, words
 

@@ -50,8 +50,7 @@ def task(tmp_path):
 
 
 def words(task, *more):
-    files = ["--base", str(task / "base.yaml"), "--out", str(task / "study")]
-    return ["study", str(task / "arms"), *files, "--seeds", "2", *more]
+    return [*f"study {task}/arms --base {task}/base.yaml --out {task}/study --seeds 2".split(), *more]
 
 
 def start(task, *more, **environment):
@@ -180,10 +179,10 @@ def test_a_setting_of_one_recipe_alone_and_a_study_that_goes_on_however_its_path
     monkeypatch.chdir(task)
     options = argparse.ArgumentParser()
     study.add_arguments(options)
-    more = ["--set", "dapo:rollouts.groups_per_batch=27", "--set", "optimizer.lr=1e-5", "--seeds", "1"]
+    more = "--set dapo:rollouts.groups_per_batch=27 --set optimizer.lr=1e-5 --seeds 1"
     for out, policy in (("study", "policy"), ("./study", "./policy"), (str(task / "study"), str(task / "policy"))):
-        text = ["arms", "--base", "base.yaml", "--out", out, *more, "--set", f"policy.path={policy}"]
-        recipes, same = study._recipes(options.parse_args(text))
+        text = f"arms --base base.yaml --out {out} {more} --set policy.path={policy}"
+        recipes, same = study._recipes(options.parse_args(text.split()))
         assert [(recipe.name, recipe.rollouts.groups_per_batch) for recipe in recipes] == [
             ("dapo_seed1", 27),
             ("plain_seed1", 48),

@@ -90,15 +90,12 @@ def test_budgets_are_ascending_numbers_of_tokens(text):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (
-            ["evaluate", "none", "--data", "none.jsonl", "--out", "o"],
-            "none.jsonl: there is no such file or folder of prompts",
-        ),
-        (["evaluate", "none", "--data", "x", "--out", "o", "--k", "0"], "--k: 0 is too small"),
+        ("evaluate none --data none.jsonl --out o", "none.jsonl: there is no such file or folder of prompts"),
+        ("evaluate none --data x --out o --k 0", "--k: 0 is too small"),
     ],
 )
 def test_errors_of_the_user_are_one_line(argv, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(argv) == 2
+    assert main(argv.split()) == 2
     found = capsys.readouterr().err
     assert message in found and found.count("\n") == 1 and not list(tmp_path.iterdir())

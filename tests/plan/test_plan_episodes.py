@@ -155,8 +155,8 @@ def test_the_printed_plan_says_what_episodes_cost():
 def test_flags_and_a_missing_module(tmp_path, capsys):
     recipe = str(ROOT / f"recipes/{SMALL}.yaml")
     out = tmp_path / "plan.json"
-    flags = ["--turns", "2", "--reply-tokens", "10", "--reply-seconds", "1", "--json", str(out)]
-    words = ["plan", recipe, "--gpus", "2", "--check", "--no-build", "environment=nowhere.at_all:Game"]
+    flags = f"--turns 2 --reply-tokens 10 --reply-seconds 1 --json {out}".split()
+    words = f"plan {recipe} --gpus 2 --check --no-build environment=nowhere.at_all:Game".split()
     assert main([*words, *flags]) == 0
     numbers = json.loads(out.read_text())
     assert numbers["assumptions"]["turns"] == {"value": 2, "source": "given on the command line"}

@@ -34,14 +34,19 @@ MISTAKES = [
 ]
 
 
+def words_of(tiny, tmp_path, override):
+    """A recipe with files that exist, and its settings."""
+    files = f"policy.path={tiny}/base_policy prompts.path={tiny}/prompts.jsonl"
+    given = f"{ROOT}/recipes/tiny_cpu.yaml {files} prompts.held_out_path={tiny}/held_out.jsonl"
+    return [*given.split(), f"output_dir={tmp_path / 'runs'}", override]
+
+
 @pytest.mark.parametrize("override, said", MISTAKES)
 def test_four_commands_refuse_a_setting_with_one_line(override, said, tiny, tmp_path, capsys, monkeypatch):
     (tmp_path / "programs").mkdir()
     for name in ("bash", "env", "sh"):
         (tmp_path / "programs" / name).symlink_to(shutil.which(name))
-    files = {"policy.path": "base_policy", "prompts.path": "prompts.jsonl", "prompts.held_out_path": "held_out.jsonl"}
-    given = [f"{key}={tiny / name}" for key, name in files.items()]
-    words = [str(ROOT / "recipes/tiny_cpu.yaml"), *given, f"output_dir={tmp_path / 'runs'}", override]
+    words = words_of(tiny, tmp_path, override)
     lines = {}
     for command in (["plan", "--gpus", "2", "--check", "--no-build"], ["prompts"], ["train"]):
         assert main([*command, *words]) == 2, command
@@ -108,9 +113,7 @@ def test_adapters_are_checked_without_a_megatron_section():
 
 def test_only_a_plan_does_without_the_module_of_the_environment(tiny, tmp_path, capsys):
     """`plan`: test_plan_episodes.py."""
-    files = {"policy.path": "base_policy", "prompts.path": "prompts.jsonl", "prompts.held_out_path": "held_out.jsonl"}
-    words = [str(ROOT / "recipes/tiny_cpu.yaml"), *(f"{key}={tiny / name}" for key, name in files.items())]
-    words += [f"output_dir={tmp_path / 'runs'}", "environment=nowhere.at_all:Game"]
+    words = words_of(tiny, tmp_path, "environment=nowhere.at_all:Game")
     for command in ("prompts", "train"):
         assert main([command, *words]) == 2
         said = "environment.name 'nowhere.at_all:Game': the module cannot be imported: ModuleNotFoundError: "

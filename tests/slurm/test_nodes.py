@@ -29,8 +29,8 @@ def test_an_unfit_node_is_named_and_excluded(stand_in, capsys):
     assert wait_for_end(slurm.last_state, job) == "COMPLETED", output_of(run, job)
     [start] = starts(run)
     assert nodes_of(start) == ["node1", "node3"] and start["node"] == "node1"
-    assert start["argv"] == ["train", "--supervise", "--max-failures", "3", "--hosts", "slurm", "--slots", "4",
-                             str(run / "slurm/recipe.yaml")]  # fmt: skip
+    train = f"train --supervise --max-failures 3 --hosts slurm --slots 4 {run}/slurm/recipe.yaml"
+    assert start["argv"] == train.split()
     folders = [run / f"slurm/{job}.{attempt}" for attempt in (0, 1)]
     assert [(folder / "preflight.exit").read_text() for folder in folders] == ["1\n", "0\n"]
     assert not (folders[0] / "controller.exit").exists()
