@@ -1,9 +1,9 @@
 """Evaluation files with the columns of AIME and MATH-500 on the hub; the problems are made up."""
 
-import json
 from pathlib import Path
 
 import msgspec
+from json_lines import write
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.evaluation.results import COMPLETIONS, Header, Row
@@ -21,9 +21,7 @@ AIME_2024, MATH_500 = published("Maxwell-Jia_AIME_2024"), published("HuggingFace
 
 def written(folder, name, rows):
     """The path of a JSONL file with these rows."""
-    path = folder / name
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write(folder / name, rows)
 
 
 def read_result(folder):

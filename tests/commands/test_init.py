@@ -9,6 +9,7 @@ import random_policies
 import yaml
 from e2e.whole_runs import run
 from huggingface_hub import constants
+from json_lines import write
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
@@ -44,8 +45,7 @@ def programs(count):
 
 
 def file_of(rows, name="data.jsonl"):
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return name
+    return write(Path(name), rows)
 
 
 def policy_of(name, folder, *, template=None):

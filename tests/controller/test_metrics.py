@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from json_lines import write as write_lines
 from rich.console import Console
 from rollout_groups import group, group_of, rollout
 from stored_episodes import EPISODE, FORKED
@@ -118,7 +119,7 @@ def test_records_that_a_restart_repeats_are_dropped_and_the_others_stay(
 def test_records_without_a_count_of_batches_are_dropped_by_their_step(tmp_path):
     """Those of runs before a step could have skipped batches."""
     rows = [{"step": step, "loss": 0.5} for step in (1, 2, 3)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "metrics.jsonl", rows)
     reopen(tmp_path, step=2, batches=2, last_step=3)
     assert column(tmp_path, "metrics") == [1, 2]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from adapter_folders import save_adapter
+from json_lines import write
 from rich.console import Console
 
 from megatron_scalerl.checkpoints.hf_folder import family_of_folder
@@ -164,7 +165,7 @@ def test_a_port_in_use(tiny):
 
 def code_file(tmp_path, *answers):
     file = tmp_path / "code.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"{n};+2=", "answer": a}) + "\n" for n, a in enumerate(answers)))
+    write(file, [{"prompt": f"{n};+2=", "answer": a} for n, a in enumerate(answers)])
     return file
 
 
@@ -202,7 +203,7 @@ def test_tests_that_pay_wrong_programs_are_reported_and_change_no_digest(tiny, t
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     file = tmp_path / "code.jsonl"
     tests = ("assert f(1)", *(f"assert f({number}) == 2" for number in range(3)))
-    file.write_text("".join(json.dumps({"prompt": "Write f.", "answer": text}) + "\n" for text in tests))
+    write(file, [{"prompt": "Write f.", "answer": text} for text in tests])
     settings = (f"prompts.path={file}", "prompts.held_out_path=null", "prompts.held_out=0", "rewards.verifier=code")
     prompts = check_inputs(recipe(tiny, *settings, "validation.every_steps=0")).prompts
     said = f"{file}: line 1: 'answer': its tests pass a program that returns a wrong value"

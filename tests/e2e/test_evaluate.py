@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from evaluation_files import AIME_2024, read_result
+from json_lines import write
 from whole_runs import overrides, product
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
@@ -19,8 +20,8 @@ def problems(tiny_dense, tmp_path_factory):
     held_out = read_jsonl(tiny_dense / "held_out.jsonl")[:9] + read_jsonl(tiny_dense / "prompts.jsonl")[:1]
     rows = [{"id": f"p{i}", "problem": r["prompt"], "answer": abs(int(r["answer"]))} for i, r in enumerate(held_out)]
     rows[0]["id"] = HOSTILE
-    (folder / "tiny.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "aime.jsonl").write_text("".join(json.dumps(row) + "\n" for row in AIME_2024))
+    write(folder / "tiny.jsonl", rows)
+    write(folder / "aime.jsonl", AIME_2024)
     return folder
 
 

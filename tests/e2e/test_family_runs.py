@@ -1,11 +1,11 @@
 """RL steps with every family: trainer ranks, a real engine, live updates; both sides compute the same log-probs."""
 
-import json
 import random
 from pathlib import Path
 
 import pytest
 import random_policies
+from json_lines import write
 from safetensors.torch import load_file
 from sampling import sampled
 from torch import equal
@@ -47,7 +47,7 @@ def make_run(kind, folder):
     rng = random.Random(1)
     for name, count in (("prompts", 40), ("held_out", 8)):
         rows = [{"prompt": "".join(rng.choices("0123456789+-", k=length)), "answer": "0"} for _ in range(count)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write(folder / f"{name}.jsonl", rows)
 
 
 def train(kind, tmp_path, *more, **keywords):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import random_policies
+from json_lines import write
 from recipe_files import ROOT
 from transformers import AutoConfig
 from whole_runs import product, words
@@ -66,7 +67,7 @@ def make_prompts(layout, file):
             for problem in problems
         ]
     file.parent.mkdir()
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(file, rows)
 
 
 @pytest.mark.parametrize("name", RECIPES)

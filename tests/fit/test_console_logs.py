@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from other_tools import RATES, STEPS, lines, write
+from json_lines import lines
+from other_tools import RATES, STEPS, write
 
 from megatron_scalerl.fit.inputs import read_curves
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from other_tools import RATES, STEPS, lines, write
+from json_lines import lines
+from other_tools import RATES, STEPS, write
 
 from megatron_scalerl.fit.inputs import ColumnOptions, read_curves
 from megatron_scalerl.fit.table_file import scores

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from engine.engine_recipes import recipe_for
+from json_lines import write
 from launch import other_hosts
 from launch.other_hosts import SECRET, STAND_IN_HOST, agents, engines_of, none_left, with_children
 from launch.stand_ins import environment
@@ -245,7 +246,7 @@ async def test_no_engine_joins_a_deterministic_run(policy, run_folder, monkeypat
 def test_an_end_of_an_earlier_attempt_does_not_end_a_run_that_was_extended(run_folder):
     assert (engine.ATTEMPTS, engine.END) == (run_folder_module.ATTEMPTS, run_folder_module.END)
     rows = [{"run_id": "run", "incarnation": f"local.{number}"} for number in range(2)]
-    (run_folder / "attempts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(run_folder / "attempts.jsonl", rows)
     assert not has_ended(run_folder)
     (run_folder / "end.json").write_text(json.dumps({"reason": "done", "incarnation": "local.0"}) + "\n")
     assert not has_ended(run_folder)

@@ -9,6 +9,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import yaml
+from json_lines import lines
 from recipe_files import SETTLED
 
 from megatron_scalerl.controller.preflight import check_answers
@@ -42,7 +43,7 @@ def rows(name):
 def write(folder, file, rows):
     """The path of a prompts file or folder with these rows, in the kind that its name says."""
     path = folder / file
-    text = "".join(json.dumps(row) + "\n" for row in rows)
+    text = lines(rows)
     if file in ("hub", "shards"):
         path.mkdir()
         kind = {"hub": "parquet", "shards": "jsonl"}[file]

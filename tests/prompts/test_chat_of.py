@@ -1,10 +1,9 @@
 """Chat template and think tags follow from tokenizer, rows and warm start; what nobody can answer is refused."""
 
-import json
-
 import pytest
 from byte_tokenizers import byte_tokenizer
 from chat_templates import CHATML, GPT_OSS, IGNORING, LLAMA3, MAGISTRAL, MISTRAL, OPEN, QWEN3, R1_DISTILL, TURNS
+from json_lines import write
 from recipe_files import SETTLED, small_recipe
 
 from megatron_scalerl.prompts.chat import chat_of, chat_of_recipe
@@ -125,11 +124,6 @@ def test_a_template_that_ignores_the_generation_prompt_is_refused(template):
     settings = SETTLED | {"chat_template": True, "think_start": "", "think_end": ""}
     with pytest.raises(ValueError, match=r"ignores add_generation_prompt: the prompt ends with '.*<\|im_end\|>'"):
         PromptRenderer(tokenizer_with(template), PromptsSection(**settings))
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 TEXT = {"problem": "1+1", "answer": "2"}

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from byte_pair import PAPER_TEXT, byte_level, sentence_piece
+from json_lines import write
 from recipe_files import SETTLED
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizer
@@ -18,7 +19,7 @@ PHRASE = PAPER_TEXT.removesuffix(" </think>")
 
 def examples(folder, completions, tokenizer, sft=None, **sections):
     rows = [{"prompt": "4+2=", "completion": completion} for completion in completions]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(folder / "rows.jsonl", rows)
     defaults = {"name": "w", "steps": 1, "policy": {"path": str(folder)}, "prompts": {"path": "p", **SETTLED}}
     sft = {"path": str(folder / "rows.jsonl"), "add_eos": False, **(sft or {})}
     return read_examples(Recipe.model_validate({**defaults, "sft": sft, **sections}), tokenizer)
