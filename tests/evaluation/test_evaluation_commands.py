@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from evaluation_files import AIME_2024, written
+from refusals import refused
 from rich.console import Console
 
 from megatron_scalerl.__main__ import main
@@ -53,9 +54,9 @@ def test_a_mixture_is_evaluated_with_the_template_and_the_verifier_of_one_task(t
     tasks = "{a: {path: a, weight: 1, prompt_template: 'A {prompt}', verifier: code}, b: {path: b, weight: 1}}"
     path = tmp_path / "run.yaml"
     path.write_text(f"name: r\nsteps: 9\npolicy: {{path: p}}\nprompts: {{tasks: {tasks}}}\n")
-    with pytest.raises(ValueError, match=r"^evaluation.task: expected one of a, b, found none$"):
+    with refused(r"^evaluation.task: expected one of a, b, found none$"):
         check_evaluation(load_recipe_for("new", path), [])
-    with pytest.raises(ValueError, match=r"^evaluation.task: expected one of a, b, found c$"):
+    with refused(r"^evaluation.task: expected one of a, b, found c$"):
         recipe_of_task(load_recipe_for("new", path, ["evaluation.task=c"]))
     of_a, of_b = (recipe_of_task(load_recipe_for("new", path, [f"evaluation.task={name}"])) for name in "ab")
     assert recipe_of_task(of_a) == of_a, "OUT/recipe.yaml is a recipe of one task"
@@ -82,7 +83,7 @@ def test_the_first_of_several_failures_is_raised():
 
 @pytest.mark.parametrize("text", ["", "a", "0", "8,4", "8,8", "8,-4", "1.5"])
 def test_budgets_are_ascending_numbers_of_tokens(text):
-    with pytest.raises(ValueError, match=f"--budgets: {text!r} "):
+    with refused(f"--budgets: {text!r} "):
         _budgets(text)
     assert _budgets("4, 8,16") == [4, 8, 16] and _budgets(None) == []
 

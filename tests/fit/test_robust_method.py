@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from published import published_run, published_series
 from recipe_runs import curve_of
+from refusals import refused
 from remembered_fits import MADE
 
 from megatron_scalerl.fit.checks import falling_tail
@@ -170,9 +171,8 @@ def test_truncations_above_ten_percent_are_a_warning():
 )
 def test_invalid_input_is_one_line(change, message):
     arguments = {"compute": [1.0, 2.0, 3.0], "pass_rate": [0.5, 0.55, 0.58], "initial": 0.4, **change}
-    with pytest.raises(ValueError, match=message) as caught:
+    with refused(message):
         fit(**arguments)
-    assert "\n" not in str(caught.value)
 
 
 SIZES = {"prompts": 200, "generations": 4}
@@ -295,13 +295,13 @@ def test_an_unknown_r0_near_zero_is_the_mean_of_its_draws():
 )
 def test_sizes_of_new_measurements_are_checked(compute, completions, message):
     found = fit(*rising(0.6, 0.25), initial=0.4, draws=200, **SIZES)
-    with pytest.raises(ValueError, match="^predict: completions: .*" + message):
+    with refused("^predict: completions: .*" + message):
         found.predict(compute, completions=completions)
 
 
 def test_what_a_forecast_is_compared_with_is_checked():
     found = fit(*rising(0.6, 0.25), initial=0.4, draws=200)
-    with pytest.raises(ValueError, match=r"^predict: completions: .* no prompts"):
+    with refused(r"^predict: completions: .* no prompts"):
         found.predict([2.0], completions=[800])
-    with pytest.raises(ValueError, match=r"^evaluate: 1 pass rates .* 2 computes"):
+    with refused(r"^evaluate: 1 pass rates .* 2 computes"):
         found.evaluate([2.0, 3.0], [0.7])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from family_configs import CONFIGS, DEEPSEEK, LLAMA, LLAMA4, QWEN3_MOE, family_of, shard_shape
+from refusals import refused
 from transformers import (
     DeepseekV3Config,
     Llama4TextConfig,
@@ -251,7 +252,7 @@ FP8 = {"quantization_config": {"quant_method": "fp8"}}
     ],
 )
 def test_what_the_map_does_not_cover_is_refused(kind, keys, line):
-    with pytest.raises(ValueError, match=line):
+    with refused(line):
         family(kind(**BASES[kind] | keys))
 
 
@@ -271,7 +272,7 @@ KNOWN = (
 def test_unknown_and_broken_configs_are_one_line(tmp_path):
     unknown = PretrainedConfig()
     unknown.model_type = "mamba"
-    with pytest.raises(ValueError, match=rf"'mamba' is not supported: it has state-space layers \(mamba\); {KNOWN}"):
+    with refused(rf"'mamba' is not supported: it has state-space layers \(mamba\); {KNOWN}"):
         family(unknown)
     path = tmp_path / "config.json"
     for text, line in (
@@ -294,9 +295,8 @@ def test_unknown_and_broken_configs_are_one_line(tmp_path):
         ('{"model_type": "llama4_text", "attn_temperature_tuning": 4}', r"attn_temperature_tuning.* expected bool"),
     ):
         path.write_text(text)
-        with pytest.raises(ValueError, match=line) as caught:
+        with refused(line):
             read_hf_config(tmp_path)
-        assert "\n" not in str(caught.value)
 
 
 def test_a_long_context_is_no_number_of_parts(tmp_path):
@@ -314,11 +314,11 @@ def test_a_long_context_is_no_number_of_parts(tmp_path):
     ],
 )
 def test_parallel_sizes_divide_what_they_cut(kind, sizes, line):
-    with pytest.raises(ValueError, match=line):
+    with refused(line):
         check_layout(family_of(kind), **sizes)
     check_layout(family_of(kind), tp_size=2)
     rule = next(rule for rule in family_of(kind).rules if rule.megatron.endswith("linear_qkv.weight"))
-    with pytest.raises(ValueError, match=r"num_key_value_heads: 2 is not a multiple of the parallel size 4"):
+    with refused(r"num_key_value_heads: 2 is not a multiple of the parallel size 4"):
         rule.pieces(0, 4)
 
 

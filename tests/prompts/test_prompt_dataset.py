@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 from layout_rows import write
 from recipe_files import SETTLED
+from refusals import refused
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -127,9 +128,9 @@ def test_a_tokenizer_without_chat_template_and_a_template_without_prompt_are_ref
     bare = build_tokenizer()
     bare.chat_template = None
     path = write(tmp_path, "p.jsonl", ROWS)
-    with pytest.raises(ValueError, match=r"prompts\.chat_template is true, but the tokenizer has no chat template"):
+    with refused(r"prompts\.chat_template is true, but the tokenizer has no chat template"):
         load_prompts(bare, section(path, chat_template=True))
-    with pytest.raises(ValueError, match=r"prompts\.prompt_template: 'Q:' has no \{prompt\}"):
+    with refused(r"prompts\.prompt_template: 'Q:' has no \{prompt\}"):
         load_prompts(bare, section(path, prompt_template="Q:"))
 
 
@@ -145,7 +146,7 @@ def test_duplicates_and_long_prompts_are_skipped_and_counted(tmp_path, read):
         "prompts: 1 too long and skipped:",
         f"  {path}: line 4: 13 tokens, at most 10 allowed",
     ]
-    with pytest.raises(ValueError, match=r"prompts are longer than prompts\.max_prompt_tokens 6"):
+    with refused(r"prompts are longer than prompts\.max_prompt_tokens 6"):
         read(path, max_prompt_tokens=6)
 
 
@@ -211,9 +212,8 @@ def test_an_invalid_file_is_one_line_with_its_location(case, tmp_path, read):
     """Where most rows are invalid; a row among valid ones is skipped and reported."""
     name, content, message = BROKEN_FILES[case]
     (tmp_path / name).write_bytes(content.encode("latin-1"))
-    with pytest.raises(ValueError, match=message) as caught:
+    with refused(message):
         read(tmp_path / name)
-    assert "\n" not in str(caught.value)
     if name == "p.jsonl" and content:
         (tmp_path / name).write_bytes(content.encode("latin-1") + f"\n{GOOD}\n{json.dumps(ROWS[1])}".encode())
         report = read(tmp_path / name).reports[0]
@@ -228,31 +228,31 @@ def test_an_invalid_file_is_one_line_with_its_location(case, tmp_path, read):
 def test_a_file_in_another_encoding_loses_no_row(encoding, name, tmp_path, read):
     content = "".join(json.dumps(row) + "\n" for row in ROWS).encode(encoding)
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    with pytest.raises(ValueError, match=rf"{name}: the file is in UTF-(16|32).*: iconv -f utf-(16|32).* -t utf-8"):
+    with refused(rf"{name}: the file is in UTF-(16|32).*: iconv -f utf-(16|32).* -t utf-8"):
         read(tmp_path / name)
 
 
 def test_a_prompt_without_tokens_is_refused(tmp_path):
     path = write(tmp_path, "p.jsonl", ROWS)
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
-    with pytest.raises(ValueError, match="line 1: the prompt has 0 tokens"):
+    with refused("line 1: the prompt has 0 tokens"):
         load_prompts(bare, section(path, think_start=""))
 
 
 def test_missing_paths_columns_and_splits_are_named(tmp_path, read):
-    with pytest.raises(ValueError, match=r"absent\.jsonl: there is no such file or folder of prompts"):
+    with refused(r"absent\.jsonl: there is no such file or folder of prompts"):
         read(tmp_path / "absent.jsonl")
-    with pytest.raises(ValueError, match=r"the folder has no file ending in \.jsonl, "):
+    with refused(r"the folder has no file ending in \.jsonl, "):
         read(tmp_path)
     write(tmp_path, "p.parquet", ROWS)
-    with pytest.raises(ValueError, match="there is no column 'problem'; the columns are prompt, answer, level"):
+    with refused("there is no column 'problem'; the columns are prompt, answer, level"):
         read(tmp_path / "p.parquet", prompt_column="problem")
     (tmp_path / "two").mkdir()
     for name, row in zip(("train", "test"), ROWS):
         write(tmp_path / "two", f"{name}.jsonl", [row])
-    with pytest.raises(ValueError, match=r"the splits are .*; choose one with prompts\.split"):
+    with refused(r"the splits are .*; choose one with prompts\.split"):
         read(tmp_path / "two")
-    with pytest.raises(ValueError, match=r"there is no split 'dev' \(prompts\.split\); the splits are test, train"):
+    with refused(r"there is no split 'dev' \(prompts\.split\); the splits are test, train"):
         read(tmp_path / "two", split="dev")
     assert read(tmp_path / "two", split="test").training[0].answer == "7"
 
@@ -262,7 +262,7 @@ def test_configurations_of_a_dataset_are_not_read_as_one(tmp_path, read):
     for name in ("main", "socratic"):
         (tmp_path / "gsm8k" / name).mkdir(parents=True)
         write(tmp_path / "gsm8k" / name, "train-00000-of-00001.parquet", ROWS)
-    with pytest.raises(ValueError, match="several datasets; name one of main, socratic"):
+    with refused("several datasets; name one of main, socratic"):
         read(tmp_path / "gsm8k")
     assert len(read(tmp_path / "gsm8k/main").training) == 2
 
@@ -298,5 +298,5 @@ def test_a_file_that_holds_far_more_than_its_size_is_refused(tmp_path, monkeypat
         Row(where=ANY, values={"prompt": "1+1=", "answer": "2"})
     ], "one of 256 MiB and less may"
     monkeypatch.setattr(sources, "LEAST_BOUND", 10**6)
-    with pytest.raises(ValueError, match=rf"{name}: the file holds more than [\d,]+ bytes, far more than texts"):
+    with refused(rf"{name}: the file holds more than [\d,]+ bytes, far more than texts"):
         list(read_rows(tmp_path / name))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 from recipe_files import ROOT, SETTLED
+from refusals import refused
 
 from megatron_scalerl.prompts.end_tokens import end_token_ids
 from megatron_scalerl.prompts.rendering import PromptRenderer
@@ -116,14 +117,14 @@ def test_the_chat_template_renders_and_no_text_is_lost(policy):
 
 def test_the_templates_tags_and_arguments_are_known(policy):
     published, folder = policy
-    with pytest.raises(ValueError, match="effort is not in the chat template"):
+    with refused("effort is not in the chat template"):
         renderer(folder, template_arguments={"effort": 1})
     if published.tag != 1:  # the template opens no thinking
         assert renderer(folder, think_start="", think_end="").text(ASK) == published.turn
         return
-    with pytest.raises(ValueError, match="thinks in '<think>' and '</think>', not in '' and ''"):
+    with refused("thinks in '<think>' and '</think>', not in '' and ''"):
         renderer(folder, think_start="", think_end="")
-    with pytest.raises(ValueError, match="ends with </think>, so the policy could not think"):
+    with refused("ends with </think>, so the policy could not think"):
         renderer(folder, template_arguments={"enable_thinking": False})
     without = renderer(folder, template_arguments={"enable_thinking": False}, think_start="", think_end="")
     assert without.text(ASK) == published.turn + "<think>\n\n</think>\n\n"

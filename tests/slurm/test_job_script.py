@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from refusals import refused
 from slurm_runs import write_recipe
 
 from megatron_scalerl.__main__ import main
@@ -114,7 +115,7 @@ def test_options_of_the_site_take_the_place_of_the_jobs_own(tmp_path, sbatch, ha
 
 def test_fewer_gpus_than_the_run_takes_are_refused_and_a_run_on_cpus_asks_for_none():
     site = Site(sbatch={"gres": "gpu:h100:4", "mem-per-gpu": "64G", "account": "lab"})
-    with pytest.raises(ValueError, match="sbatch: gpu:h100:4 gives fewer GPUs of a node than the 8"):
+    with refused("sbatch: gpu:h100:4 gives fewer GPUs of a node than the 8"):
         render(changed(PLAN, site=site))
     text = render(changed(PLAN, site=site, gpus=0, cpus=4))
     assert "--account=lab" in text and "gres" not in text and "mem-per-gpu" not in text
@@ -131,7 +132,7 @@ def test_a_template_of_ones_own_extends_the_jobs_and_stays(tmp_path):
     assert "#SBATCH --comment=ours\n" in text and "\nulimit -l unlimited\n" in text
     assert len(text.splitlines()) == len(render(PLAN).splitlines()) + 1
     (tmp_path / "my.sbatch").write_text("#!/bin/bash\n{% for x %}\n")
-    with pytest.raises(ValueError, match=r"my\.sbatch, line 2: "):
+    with refused(r"my\.sbatch, line 2: "):
         render(changed(PLAN, site=site))
 
 
@@ -366,7 +367,7 @@ def test_options_that_contradict_each_other_are_one_line(words, said, capsys):
 
 @pytest.mark.parametrize("limit", ["", "1:2:3:4", "1-"])
 def test_a_time_limit_is_written_as_slurm_does(limit):
-    with pytest.raises(ValueError, match=f"--time: {limit!r} is not a time limit"):
+    with refused(f"--time: {limit!r} is not a time limit"):
         cluster.seconds_of(limit)
 
 
@@ -494,9 +495,8 @@ def test_a_folder_behind_a_link_is_not_that_of_the_user(tmp_path):
 def test_a_name_that_is_no_word_is_refused_where_the_recipe_is_read(name, tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(f"{{name: {json.dumps(name)}, steps: 1, policy: {{path: p}}, prompts: {{path: q}}}}")
-    with pytest.raises(ValueError, match=r"name: .* is not usable; take at most 100 letters, digits") as caught:
+    with refused(r"name: .* is not usable; take at most 100 letters, digits"):
         load_recipe(recipe)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("folder", ["a$(touch hacked)b", "a`touch hacked`", "50%j s&"])
@@ -519,5 +519,5 @@ def test_no_folder_is_executed_or_changed(folder, tmp_path):
 
 @pytest.mark.parametrize("folder", ["a\nb", 'a"b', "a\\b"])
 def test_a_folder_that_a_script_cannot_name_is_refused(folder):
-    with pytest.raises(ValueError, match=r"^submit: "):
+    with refused(r"^submit: "):
         render(changed(PLAN, script=Path("/runs") / folder / "job.sbatch"))
