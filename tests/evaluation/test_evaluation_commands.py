@@ -3,11 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+from command_line import refusal
 from evaluation_files import AIME_2024, written
 from refusals import refused
 from rich.console import Console
 
-from megatron_scalerl.__main__ import main
 from megatron_scalerl.commands.evaluate import _budgets, _print_examples
 from megatron_scalerl.evaluation.inputs import check_evaluation, recipe_of_task, settings
 from megatron_scalerl.evaluation.offline import _first
@@ -19,9 +19,8 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J[bold red]hens [/nothing]\u202e\r overwritten"
 
 
 def test_the_command_that_is_gone_names_its_successors(capsys):
-    assert main(["contamination", "train.jsonl", "--data", "eval.jsonl"]) == 2
-    said = capsys.readouterr().err
-    assert "evaluate --training FILE" in said and "RUN/contamination.json" in said and said.count("\n") == 1
+    line = refusal(["contamination", "train.jsonl", "--data", "eval.jsonl"], capsys)
+    assert "evaluate --training FILE" in line and "RUN/contamination.json" in line
 
 
 def test_hostile_completions_are_printed_as_text(tmp_path, capsys):
@@ -97,6 +96,4 @@ def test_budgets_are_ascending_numbers_of_tokens(text):
 )
 def test_errors_of_the_user_are_one_line(argv, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(argv.split()) == 2
-    found = capsys.readouterr().err
-    assert message in found and found.count("\n") == 1 and not list(tmp_path.iterdir())
+    assert message in refusal(argv.split(), capsys) and not list(tmp_path.iterdir())

@@ -4,6 +4,7 @@ import contextlib
 import json
 import subprocess
 
+import command_line
 import pytest
 from slurm_runs import (
     JOB,
@@ -33,8 +34,7 @@ pytestmark = pytest.mark.slow
 
 
 def refusal(words, capsys):
-    assert main(words) == 2
-    [line] = capsys.readouterr().err.splitlines()
+    line = command_line.refusal(words, capsys)
     assert slurm.queued() == []
     return line
 
