@@ -125,6 +125,11 @@ def test_rows_of_another_task_do_not_refuse_a_mixed_file(prompts_of):
         prompts_of([code], preset="intellect")
 
 
+def test_a_file_of_which_nothing_is_left_says_why(prompts_of):
+    with refused("1 of 4 rows cannot be learned from, such as .* is text; it has to be a number"):
+        prompts_of([{"prompt": ASK, "answer": "see the figure"}] * 4)
+
+
 def test_several_messages_need_a_chat_template(tokenizer, prompts_of):
     with refused(r"line 1: the row has several messages, which need prompts\.chat_template true"):
         prompts_of([{"prompt": SYSTEM, "answer": "3/4"}], chat_template=False)
