@@ -38,7 +38,7 @@ def changed(commit):
 
 @functools.cache
 def tree(path):
-    return ast.parse((ROOT / path).read_text(encoding="utf8"))
+    return ast.parse((ROOT / path).read_text())
 
 
 @functools.cache
@@ -97,7 +97,7 @@ class Closures:
         """conftest.py files with a fixture whose name stands in a test file."""
         if not Path(path).name.startswith("test_"):
             return set()
-        source = (ROOT / path).read_text(encoding="utf8")
+        source = (ROOT / path).read_text()
         above = {f"{folder}/conftest.py" for folder in Path(path).parents} & self.sources
         return {
             conftest for conftest in above if any(re.search(rf"\b{name}\b", source) for name in fixtures(conftest))

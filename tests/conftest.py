@@ -9,7 +9,6 @@ Tests marked `gpu` are deselected where PyTorch sees no GPU. After a session wit
 import asyncio
 import importlib.util
 import inspect
-from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,9 +21,9 @@ from megatron_scalerl.tiny.build import TinyArguments, build
 
 LONG = ("e2e", "engine", "slurm", "tools")
 """Folders whose files take minutes: pytest's workers take them first, so that none ends long after the others."""
-ON_GPU: set[str] = set()
+ON_GPU = set()
 """Tests marked `gpu` that can run here; a report's keywords have the names of folders too."""
-REPORTS: list[pytest.TestReport] = []
+REPORTS = []
 """One for each of these that has finished."""
 
 
@@ -43,7 +42,7 @@ def tiny(tmp_path_factory):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+def pytest_pyfunc_call(pyfuncitem):
     """A test that is a coroutine runs on an event loop of its own."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
@@ -52,15 +51,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def pytest_report_header() -> str:
+def pytest_report_header():
     return f"cases of {SEED}: MSRL_TEST_SEED"
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption("--gpu-report", metavar="FOLDER", default="runs/gpu", help="for the page of the gpu tests")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Deselect `gpu` without a GPU; skip what lacks GPUs or packages, with the reason. Long tests come first."""
     items.sort(key=lambda item: item.path.parent.name not in LONG)  # stable: a file's tests stay together
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -78,7 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
-def _lacks(item: pytest.Item, found: int) -> Iterator[str]:
+def _lacks(item, found):
     needed = item.get_closest_marker("gpus")
     if needed and item.get_closest_marker("gpu") and found < needed.args[0]:
         yield f"needs {needed.args[0]} GPUs, found {found}"
@@ -87,12 +86,12 @@ def _lacks(item: pytest.Item, found: int) -> Iterator[str]:
             yield f"{package} is not installed"
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+def pytest_runtest_logreport(report):
     if report.nodeid in ON_GPU and (report.when == "call" or report.outcome != "passed"):
         REPORTS.append(report)
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session):
     """Write the page and the planner's constants."""
     if not REPORTS:
         return
@@ -111,7 +110,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     lines += [
         f"| {report.nodeid} | {report.outcome} | {report.duration:.0f} | {_said(report)} |" for report in REPORTS
     ]
-    (folder / "gpu_report.md").write_text("\n".join(lines) + "\n", encoding="utf8")
+    (folder / "gpu_report.md").write_text("\n".join(lines) + "\n")
     measured = [
         (dict(report.user_properties).get("layers"), dict(report.user_properties))
         for report in REPORTS
@@ -120,11 +119,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     harness.write_constants(folder / "assumptions.yaml", measured, gpu=next(iter(names), ""), source="tests/gpu")
 
 
-def _text(value: object) -> str:
+def _text(value):
     return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 
-def _said(report: pytest.TestReport) -> str:
+def _said(report):
     """Recorded figures and, unless the check passed, the reason: one line without the home folder's path."""
     words = [
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"

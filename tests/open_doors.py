@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import TypeVar
 
 import psutil
 
@@ -34,9 +33,6 @@ for thread in threads:  # at a port that is no store the client waits without en
 print(json.dumps(found), flush=True)
 os._exit(0)
 """
-
-
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ def ended(*argv, cwd=ROOT, timeout=300, **variables):
     """A program that has ended, with its output as text. variables: more of its environment."""
     argv = [*map(str, argv)]
     env = os.environ | variables
-    return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+    return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 
 
 def printed(*argv, **options):

@@ -36,7 +36,7 @@ def problems(path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "read", "said"),
+    "name, content, read, said",
     [
         ("p.jsonl", "", problems, "the file has no problem"),
         ("p.jsonl", PROBLEM * 2, problems, "line 2: an earlier row has the id 'a', too"),

@@ -10,7 +10,7 @@ def closures():
 
 
 @pytest.mark.parametrize(
-    ("test", "needs", "ignores"),
+    "test, needs, ignores",
     [
         ("tests/rollouts/test_gate.py", "megatron_scalerl/rollouts/gate.py", "megatron_scalerl/fit/sigmoid.py"),
         ("tests/fit/test_sigmoid.py", "megatron_scalerl/fit/sigmoid.py", "megatron_scalerl/trainer/step.py"),

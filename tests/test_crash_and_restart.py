@@ -69,7 +69,7 @@ def uncrashed(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("k", "at_s"), sampled("save and exit", itertools.product([0, 2], [START_S + 1.5 * n for n in range(17)]), 4)
+    "k, at_s", sampled("save and exit", itertools.product([0, 2], [START_S + 1.5 * n for n in range(17)]), 4)
 )
 def test_a_run_that_is_asked_to_save_and_exit_repeats_no_step(tmp_path, uncrashed, k, at_s):
     """The step in progress is finished, with the validation that its weight update waits for, and saved.
@@ -81,7 +81,7 @@ def test_a_run_that_is_asked_to_save_and_exit_repeats_no_step(tmp_path, uncrashe
     start = resume_point(tmp_path / "r")
     assert first.reason is None and first.seconds < at_s + VALIDATE_S + PUBLISH_S + SAVE_S + 0.01
     assert start.step == max(first.trained, default=0)
-    saves = read_jsonl(tmp_path / "r" / "checkpoints.jsonl")
+    saves = read_jsonl(tmp_path / "r/checkpoints.jsonl")
     assert all(row["seconds"] == SAVE_S for row in saves) and bool(saves) == bool(start.step)
     assert [*first.trained, *finish(settings).trained] == list(range(1, 7))
     if k == 0:  # nothing is generated during a step; what was in flight is generated again
@@ -93,7 +93,7 @@ def test_a_run_that_is_asked_to_save_and_exit_repeats_no_step(tmp_path, uncrashe
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("step", "inside_s", "power_loss"),
+    "step, inside_s, power_loss",
     sampled(
         "crash in a step",
         [(step, *crash) for step in range(1, 7) for crash in ((0.1, False), (1.9, False), (2.1, False), (1.9, True))],
@@ -113,14 +113,14 @@ def test_a_crash_in_any_step_does_not_change_the_curve(tmp_path, uncrashed, step
     finish(settings)
     for found, expected in zip(curve(tmp_path / "r"), curve(uncrashed[0])):
         assert found == pytest.approx(expected, abs=1e-3)
-    lost = sum(3600 * r["hours"] for r in read_jsonl(tmp_path / "r" / "ledger.jsonl")[1:] if r.get("role") == "lost")
+    lost = sum(3600 * r["hours"] for r in read_jsonl(tmp_path / "r/ledger.jsonl")[1:] if r.get("role") == "lost")
     replayed = DEVICES * 2.25 * (step - 1 if step <= 3 else step - 4)
     assert power_loss or replayed - 1e-3 <= lost <= replayed + DEVICES * (inside_s + 3.5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("power_loss", "async_save", "at_s"),
+    "power_loss, async_save, at_s",
     sampled("crash", itertools.product([False, True], [False, True], [0.5 + 1.3 * i for i in range(25)]), 8),
 )
 def test_a_crash_at_any_moment_costs_at_most_the_repeated_work(tmp_path, uncrashed, at_s, async_save, power_loss):
@@ -182,7 +182,7 @@ def test_records_before_a_checkpoint_are_on_disk_before_it(tmp_path, uncrashed):
     attempt(settings, kill_at_s=at + SAVE_S + 0.1, power_loss=True)
     finish(settings)
     assert curve(tmp_path / "r")[0][3] == pytest.approx(curve(uncrashed[0])[0][3], abs=1e-3)
-    charged = [r for r in read_jsonl(tmp_path / "r" / "ledger.jsonl")[1:] if r.get("role") in ("trainer", "engine")]
+    charged = [r for r in read_jsonl(tmp_path / "r/ledger.jsonl")[1:] if r.get("role") in ("trainer", "engine")]
     until = sum(3600 * r["hours"] for r in charged if r["batch"] <= 3)
     assert until == pytest.approx(curve(uncrashed[0])[0][3], abs=1e-3)
 
@@ -195,9 +195,9 @@ def test_an_asynchronous_checkpoint_stops_nothing(tmp_path, every_steps):
         (root := tmp_path / str(async_save)).mkdir()
         checkpoint = {"every_steps": every_steps, "keep": 9, "async_save": async_save}
         outcome = finish(recipe(root, checkpoint=checkpoint))
-        rows = read_jsonl(root / "r" / "checkpoints.jsonl")
+        rows = read_jsonl(root / "r/checkpoints.jsonl")
         assert [row["step"] for row in rows] == list(range(every_steps, 7, every_steps))
-        assert [step for step, _ in committed(root / "r" / "checkpoints")] == [row["step"] for row in rows]
+        assert [step for step, _ in committed(root / "r/checkpoints")] == [row["step"] for row in rows]
         assert all(row["seconds"] == SAVE_S for row in rows)
         assert {row["stopped_seconds"] for row in rows} == {0.0 if async_save else SAVE_S}
         seconds[async_save] = outcome.seconds
@@ -208,7 +208,7 @@ def test_a_save_that_outlasts_the_steps_delays_the_next_one_alone(tmp_path, monk
     monkeypatch.setattr("fakes.trainer.SAVE_S", 5.0)
     checkpoint = {"every_steps": 1, "keep": 9, "async_save": True}
     finish(recipe(tmp_path, checkpoint=checkpoint))
-    assert [step for step, _ in committed(tmp_path / "r" / "checkpoints")] == list(range(1, 7))
+    assert [step for step, _ in committed(tmp_path / "r/checkpoints")] == list(range(1, 7))
 
 
 @pytest.mark.slow
@@ -226,9 +226,9 @@ def test_restarting_a_finished_run_records_nothing_twice(tmp_path):
     before = {p.name: p.read_text() for p in (tmp_path / "r").glob("*.jsonl")}
     again = attempt(settings)
     assert again.reason == "all 5 steps are made" and again.trained == []
-    assert (tmp_path / "r" / "validation.jsonl").read_text() == before["validation.jsonl"]
-    assert (tmp_path / "r" / "metrics.jsonl").read_text() == before["metrics.jsonl"]
-    assert [r["step"] for r in read_jsonl(tmp_path / "r" / "validation.jsonl")] == [0, 2, 4, 5]
+    assert (tmp_path / "r/validation.jsonl").read_text() == before["validation.jsonl"]
+    assert (tmp_path / "r/metrics.jsonl").read_text() == before["metrics.jsonl"]
+    assert [r["step"] for r in read_jsonl(tmp_path / "r/validation.jsonl")] == [0, 2, 4, 5]
 
 
 def test_a_finished_run_resumes_when_steps_is_raised(tmp_path, uncrashed):
@@ -245,7 +245,7 @@ def test_skipped_batches_after_a_checkpoint_are_recorded_once(tmp_path):
     settings = at_k(0, tmp_path)
     flat = {6, 7, 8, 9}
     assert attempt(settings, flat_groups=flat).reason == "all 6 steps are made"
-    whole = [(r["batches"], r["step"], "skipped" in r) for r in read_jsonl(tmp_path / "r" / "metrics.jsonl")]
+    whole = [(r["batches"], r["step"], "skipped" in r) for r in read_jsonl(tmp_path / "r/metrics.jsonl")]
     assert whole == [
         (1, 1, False),
         (2, 2, False),
@@ -261,10 +261,10 @@ def test_skipped_batches_after_a_checkpoint_are_recorded_once(tmp_path):
     assert attempt(again, flat_groups=flat, kill_at_s=48).reason is None
     assert len(read_history(tmp_path / "again").batches) > 5
     attempt(again, flat_groups=flat)
-    found = [(r["batches"], r["step"], "skipped" in r) for r in read_jsonl(tmp_path / "again" / "metrics.jsonl")]
+    found = [(r["batches"], r["step"], "skipped" in r) for r in read_jsonl(tmp_path / "again/metrics.jsonl")]
     assert found == whole
     assert curve(tmp_path / "again")[1][2] == pytest.approx(expected[1][2], abs=1e-3)
-    events = EventAccumulator(str(tmp_path / "again" / "tensorboard")).Reload()
+    events = EventAccumulator(str(tmp_path / "again/tensorboard")).Reload()
     assert [e.step for e in events.Scalars("reward")] == [step for _, step, _ in whole]
 
 
@@ -273,10 +273,10 @@ def test_a_run_with_nothing_to_train_on_ends_without_a_step(tmp_path):
     said = "gave up at step 0 of 6: 2 batches in a row had nothing left to train on: 2 of 2 groups all "
     with pytest.raises(RuntimeError, match=said):
         attempt(settings, flat_groups=range(99))
-    records = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    records = read_jsonl(tmp_path / "r/metrics.jsonl")
     assert [(r["step"], r["skipped"]) for r in records] == [(0, 1), (0, 1)]
     assert all(r["batch/samples"] == 0 and r["batch/groups"] == 2 for r in records)
-    batches = [e for e in read_jsonl(tmp_path / "r" / "journal.jsonl") if e["event"] == "batch"]
+    batches = [e for e in read_jsonl(tmp_path / "r/journal.jsonl") if e["event"] == "batch"]
     assert [(b["batch"], b["step"], b["policy_version"]) for b in batches] == [(0, 1, 0), (1, 1, 0)]
     history = read_history(tmp_path / "r")
     groups = read_groups(tmp_path / "r", history, history.finished)
@@ -284,7 +284,7 @@ def test_a_run_with_nothing_to_train_on_ends_without_a_step(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    "settings, message",
     [
         ({}, "none of the first 8 completions that end closes its thinking with '</think>', so no answer can"),
         ({"sft": {"path": "warm.jsonl"}}, "had nothing left to train on"),
@@ -304,18 +304,18 @@ def test_a_run_that_gives_up_fails_and_says_so(tmp_path):
     said = "gave up at step 2 of 6: 2 batches in a row had nothing left to train on: 2 of 2 groups all "
     with pytest.raises(RuntimeError, match=said):
         attempt(settings, flat_groups=range(4, 99))
-    [end] = read_jsonl(tmp_path / "r" / "end.json")
+    [end] = read_jsonl(tmp_path / "r/end.json")
     assert end["reason"].startswith(said) and end["gave_up"] and not end["final"] and end["step"] == 2
     assert resume_point(tmp_path / "r").step == 2
     assert attempt(settings).reason == "all 6 steps are made", "the same command may go on"
-    [end] = read_jsonl(tmp_path / "r" / "end.json")
+    [end] = read_jsonl(tmp_path / "r/end.json")
     assert not end["gave_up"]
 
 
 def test_a_journal_behind_its_checkpoint_is_refused(tmp_path):
     settings = recipe(tmp_path)
     attempt(settings, kill_at_s=26)
-    path = tmp_path / "r" / "journal.jsonl"
+    path = tmp_path / "r/journal.jsonl"
     rows = path.read_text().splitlines(keepends=True)
     path.write_text("".join(rows[: len(rows) // 4]))
     with pytest.raises(RuntimeError, match=r"journal.jsonl: has \d batches, and had 3 when .*step_000003"):
@@ -326,7 +326,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path):
     settings = recipe(tmp_path)
     attempt(settings)
     folder = tmp_path / "r"
-    newest = folder / "checkpoints" / "step_000006" / "controller.json"
+    newest = folder / "checkpoints/step_000006/controller.json"
     whole = newest.read_bytes()
     newest.write_bytes(whole.replace(b'"step": 6', b'"step": 9'))  # same size, other content
     point = resume_point(folder)
@@ -349,17 +349,17 @@ def test_lost_completions_leave_their_group_and_nothing_else(tmp_path):
     assert len(groups[0].completions) == 3 and groups[0].lost_completions == 1
     assert [s.correct for s in groups[0].scores] == [True, False, False]
     assert len(groups[1].completions) == 4 and groups[1].lost_completions == 0
-    records = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    records = read_jsonl(tmp_path / "r/metrics.jsonl")
     assert [r["lost_completions"] for r in records] == [1, 0, 0, 0, 0, 0]
     assert [r.get("lost/no_logprobs") for r in records] == [1.0, *[None] * 5]
-    event = next(e for e in read_jsonl(tmp_path / "r" / "journal.jsonl") if e["event"] == "finish")
+    event = next(e for e in read_jsonl(tmp_path / "r/journal.jsonl") if e["event"] == "finish")
     assert event["group_id"] == 0 and event["pass_rate"] == pytest.approx(1 / 3)
 
 
 def test_validation_tries_a_lost_completion_again_and_leaves_out_the_second_loss(tmp_path):
     settings = at_k(0, tmp_path, steps=2, validation={"seed": 5})
     finish(settings, lost={(5, 0, 0): 1, (5, 1, 1): 2})
-    first = read_jsonl(tmp_path / "r" / "validation.jsonl")[0]
+    first = read_jsonl(tmp_path / "r/validation.jsonl")[0]
     # each of four prompts has one right and one wrong completion; the wrong one of prompt 1 is missing
     assert first["lost_completions"] == 1 and first["pass_rate"] == pytest.approx((0.5 * 3 + 1) / 4)
     assert first["entropy"] == pytest.approx(0.5), "forced tokens do not count"
@@ -400,7 +400,7 @@ def replaced(path):
 @pytest.mark.parametrize("name", ["ledger.jsonl", "metrics.jsonl", "validation.jsonl", "validation_by_prompt.jsonl",
                                   "journal.jsonl", "rollouts/segment-00000.bin"])  # fmt: skip
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    "damage, said",
     [
         (Path.unlink, "was removed or replaced while the run wrote it; what the run wrote is in"),
         (replaced, "was removed or replaced while the run wrote it; what the run wrote is in"),
@@ -413,7 +413,7 @@ def test_a_record_that_is_lost_under_a_running_run_ends_it_before_its_checkpoint
     settings, record = recipe(tmp_path), tmp_path / "r" / name
     with pytest.raises(OSError, match=f"{record}: {said}"):
         attempt(settings, changes=[(17.0, lambda _: damage(record))])
-    assert not committed(tmp_path / "r" / "checkpoints")
+    assert not committed(tmp_path / "r/checkpoints")
     if "removed" in said:
         record.with_name(f"{record.name}.kept").rename(record)
         finish(settings)
@@ -422,7 +422,7 @@ def test_a_record_that_is_lost_under_a_running_run_ends_it_before_its_checkpoint
 def test_a_ledger_that_is_lost_before_the_first_checkpoint_is_missed(tmp_path):
     settings = recipe(tmp_path)
     attempt(settings, kill_at_s=17)
-    assert not committed(tmp_path / "r" / "checkpoints") and read_history(tmp_path / "r").batches
-    (tmp_path / "r" / "ledger.jsonl").unlink()
+    assert not committed(tmp_path / "r/checkpoints") and read_history(tmp_path / "r").batches
+    (tmp_path / "r/ledger.jsonl").unlink()
     with pytest.raises(RuntimeError, match=r"ledger.jsonl: has charges of 0 batches, and the journal \d batches"):
         attempt(settings)

@@ -25,7 +25,7 @@ from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.rollouts.history import BatchRecord
 from megatron_scalerl.tiny.build import TinyArguments, build
 
-COURSE = ROOT / "docs" / "course"
+COURSE = ROOT / "docs/course"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(COURSE.glob("*.md"))]
 PAGES += sorted(COURSE.glob("*.ipynb"))
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -36,12 +36,12 @@ COMMAND = re.compile(rf"(?:\w+=\S+ )*(?:{WORDS})(?: |$)")
 
 def included(match):
     """The file that a line of pymdownx.snippets names."""
-    return (ROOT / match[1]).read_text(encoding="utf8")
+    return (ROOT / match[1]).read_text()
 
 
 def text_of(page):
     """A page's Markdown; of a notebook its cells of text: test_notebooks.py runs the others."""
-    text = page.read_text(encoding="utf8")
+    text = page.read_text()
     if page.suffix == ".ipynb":
         cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
         text = "\n\n".join("".join(cell["source"]) for cell in cells)
@@ -82,13 +82,13 @@ def place(tmp_path_factory):
     for name in ("tools", "examples", "recipes", "megatron_scalerl", "tests"):
         (root / name).symlink_to(ROOT / name)
     build(root / "tiny", TinyArguments(seed=1, train_prompts=40, held_out=10, sft_examples=4))
-    policy = root / "models" / "my_policy"
+    policy = root / "models/my_policy"
     policy.parent.mkdir()
-    (root / "tiny" / "base_policy").rename(policy)
+    (root / "tiny/base_policy").rename(policy)
     config = json.loads((policy / "config.json").read_text())
     (policy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32768}))
     (root / "data").mkdir()
-    (root / "data" / "math.jsonl").write_bytes((root / "tiny" / "prompts.jsonl").read_bytes())
+    (root / "data/math.jsonl").write_bytes((root / "tiny/prompts.jsonl").read_bytes())
     for name in ("my_run", "a", "b", "c"):
         written(root / "runs" / name, policy)
     [(_, text)] = [block for block in blocks(ROOT / "README.md") if block[0] == "yaml"]

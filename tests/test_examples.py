@@ -25,9 +25,9 @@ def ran(*command):
 
 
 def test_the_quickstart_on_one_gpu_has_settings_of_a_recipe():
-    text = (ROOT / "examples" / "quickstart.sh").read_text()
+    text = (ROOT / "examples/quickstart.sh").read_text()
     [given] = re.findall(r"^    --gpu\) gpu=\((.*?)\)", text, re.MULTILINE)
-    recipe = load_recipe(ROOT / "recipes" / "tiny_cpu.yaml", given.split())
+    recipe = load_recipe(ROOT / "recipes/tiny_cpu.yaml", given.split())
     assert recipe.policy.dtype == "bfloat16" and recipe.devices == 1
     printed("bash", "-n", "examples/quickstart.sh")
 
@@ -45,16 +45,16 @@ def test_the_quickstart_on_a_gpu_says_where_there_is_none_before_it_installs(tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PIECES)
 def test_a_piece_prints_what_the_course_shows(name):
-    program = (ROOT / "examples" / f"{name}.py").read_text()
-    cells = json.loads((ROOT / "docs" / "course" / "own_loop.ipynb").read_text())["cells"]
+    program = (ROOT / f"examples/{name}.py").read_text()
+    cells = json.loads((ROOT / "docs/course/own_loop.ipynb").read_text())["cells"]
     [shown] = [cell["outputs"] for cell in cells if "".join(cell["source"]) == program.rstrip()]
     assert ran(sys.executable, f"examples/{name}.py") == "".join(shown[0]["text"])
 
 
 @pytest.mark.slow
 def test_the_logit_projection_over_two_ranks():
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    told = ran(*torchrun, sys.executable, "-c", ENDED, "examples/logit_projection.py")
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 --no-python"
+    told = ran(*torchrun.split(), sys.executable, "-c", ENDED, "examples/logit_projection.py")
     assert "2 rank(s), head (8192, 256) each" in told and "8.9e-06 nats" in told
 
 
@@ -100,4 +100,4 @@ def test_a_number_is_guessed_by_its_hints(monkeypatch):
     rows = list(map(json.loads, ran(sys.executable, "examples/guess.py").splitlines()))
     assert len(rows) == 4000 and all(re.fullmatch(r"</think>\d<eos>", row["completion"]) for row in rows)
     assert {len(re.findall(r"<eos>[+-]", row["prompt"])) for row in rows} == {0, 1, 2}
-    assert load_recipe(ROOT / "recipes" / "tiny_cpu.yaml", ["overlay=examples/guess.yaml"]).environment.max_turns == 3
+    assert load_recipe(ROOT / "recipes/tiny_cpu.yaml", ["overlay=examples/guess.yaml"]).environment.max_turns == 3

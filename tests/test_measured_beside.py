@@ -73,7 +73,7 @@ def running(folder, **changes):
 
 
 def rows(folder, name):
-    return read_jsonl(folder / "r" / f"{name}.jsonl")
+    return read_jsonl(folder / f"r/{name}.jsonl")
 
 
 def check_evaluations(folder):
@@ -82,7 +82,7 @@ def check_evaluations(folder):
     steps = [(row["step"], row["file"]) for row in found]
     assert len(set(steps)) == len(steps), "none twice"
     for row in found:
-        path = folder / "r" / "evaluations" / f"step-{row['step']:06d}"
+        path = folder / f"r/evaluations/step-{row['step']:06d}"
         header, completions = read_result(path)
         assert header.version == row["policy_version"] == row["step"]
         assert header.digest == row["weight_digest"] == f"weights-{row['step']}"
@@ -173,7 +173,7 @@ def test_a_kill_at_any_moment_neither_loses_nor_repeats_silently(
     assert [row["step"] for row in rows(folder, "metrics")] == list(range(1, STEPS + 1))
     check_evaluations(folder)
     said = {row["step"] for row in rows(folder, "evaluation")}
-    begun = {int(p.name.split("-")[1].split(".")[0]) for p in (folder / "r" / "evaluations").glob("step-*")}
+    begun = {int(p.name.split("-")[1].split(".")[0]) for p in (folder / "r/evaluations").glob("step-*")}
     assert begun == said, "each that was begun is recorded, or its loss is"
     for first in range(0, STEPS + 1, every):
         assert any(first <= step < first + every + 3 for step in said) or first + every + 3 > STEPS
@@ -191,7 +191,7 @@ def test_a_problem_without_a_completion_ends_the_evaluation_and_not_the_run(tmp_
 def test_a_damaged_evaluation_begins_anew_and_keeps_what_was_there(tmp_path):
     run = running(tmp_path)
     run(kill_at_s=9.0)
-    evaluated = tmp_path / "r" / "evaluations" / "step-000000"
+    evaluated = tmp_path / "r/evaluations/step-000000"
     with (evaluated / COMPLETIONS).open("ab") as file:
         file.write(b'{"key": 5}\n')
     damaged = (evaluated / COMPLETIONS).read_bytes()
@@ -203,7 +203,7 @@ def test_a_damaged_evaluation_begins_anew_and_keeps_what_was_there(tmp_path):
 def test_an_evaluation_that_another_process_writes_stays_where_it_is(tmp_path):
     run = running(tmp_path)
     run(kill_at_s=1.0)
-    folder = tmp_path / "r" / "evaluations" / "step-000000"
+    folder = tmp_path / "r/evaluations/step-000000"
     other = Header(policy="p", digest="d", version=0, files=(), seed=0, settings={})
     with ResultFile(folder, other), pytest.raises(ResultInUse, match="step-000000: another evaluation"):
         run()
@@ -215,11 +215,11 @@ def test_an_evaluation_that_another_process_writes_stays_where_it_is(tmp_path):
 def test_rows_that_a_power_loss_tore_off_come_from_the_summary(tmp_path):
     run = running(tmp_path)
     run(kill_at_s=30.0)
-    path = tmp_path / "r" / "evaluation.jsonl"
+    path = tmp_path / "r/evaluation.jsonl"
     before = path.read_bytes()
     assert before.count(b"\n") == 4, "two evaluations of two files"
     path.write_bytes(before[: before.rindex(b'{"step"') + 40])
-    (tmp_path / "r" / "evaluations" / "step-000000-copy").mkdir()
+    (tmp_path / "r/evaluations/step-000000-copy").mkdir()
     run()
     assert path.read_bytes().startswith(before)
     check_evaluations(tmp_path)

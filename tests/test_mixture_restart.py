@@ -34,18 +34,16 @@ def mixture(folder):
 
 
 def drawn(folder):
-    return [
-        (e["group_id"], e["prompt_id"]) for e in read_jsonl(folder / "r" / "journal.jsonl") if e["event"] == "admit"
-    ]
+    return [(e["group_id"], e["prompt_id"]) for e in read_jsonl(folder / "r/journal.jsonl") if e["event"] == "admit"]
 
 
 def test_a_run_draws_by_weight_and_records_by_task(tmp_path):
     assert attempt(mixture(tmp_path)).reason == "all 6 steps are made"
-    rows = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    rows = read_jsonl(tmp_path / "r/metrics.jsonl")
     assert {(row["batch/groups/math"], row["batch/groups/code"]) for row in rows} == {(3.0, 1.0)}
     by_task = [0.75 * row["train_pass_rate/math"] + 0.25 * row["train_pass_rate/code"] for row in rows]
     assert by_task == pytest.approx([row["train_pass_rate"] for row in rows])
-    for row in read_jsonl(tmp_path / "r" / "validation.jsonl"):
+    for row in read_jsonl(tmp_path / "r/validation.jsonl"):
         assert (row["prompts/math"], row["prompts/code"], row["prompts"]) == (2, 2, 4)
         assert (row["pass_rate/math"] + row["pass_rate/code"]) / 2 == pytest.approx(row["pass_rate"])
 
@@ -61,6 +59,6 @@ def test_a_killed_run_goes_on_with_the_same_draws(tmp_path, write):
     columns = ("step", "batch/groups/math", "train_pass_rate/math", "train_pass_rate/code")
 
     def records(name):
-        return [[row[c] for c in columns] for row in read_jsonl(tmp_path / name / "r" / "metrics.jsonl")]
+        return [[row[c] for c in columns] for row in read_jsonl(tmp_path / name / "r/metrics.jsonl")]
 
     assert records("killed") == records("whole")

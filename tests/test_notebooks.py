@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-COURSE = Path(__file__).parent.parent / "docs" / "course"
+COURSE = Path(__file__).parent.parent / "docs/course"
 NOTEBOOKS = ("figure1", "own_loop", "worth_it")
 MOST_BYTES = 100_000
 """Of a picture."""
@@ -15,7 +15,7 @@ MOST_BYTES = 100_000
 
 def cells_of(name):
     """The cells with code."""
-    notebook = json.loads((COURSE / f"{name}.ipynb").read_text(encoding="utf8"))
+    notebook = json.loads((COURSE / f"{name}.ipynb").read_text())
     assert (notebook["nbformat"], notebook["metadata"]["kernelspec"]["name"]) == (4, "python3")
     return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 

@@ -43,11 +43,11 @@ def test_generation_and_training_alternate_and_a_batch_is_as_old_as_its_place_in
     outcome = attempt(phases(tmp_path, steps=7), send_s=0.5)
     assert outcome.reason == "all 7 steps are made"
     assert check(tmp_path / "r", 7) == [0, 1, 2, 0, 1, 2, 0]
-    rows = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    rows = read_jsonl(tmp_path / "r/metrics.jsonl")
     assert [r["staleness_max"] for r in rows] == [r["staleness_mean"] for r in rows] == [0, 1, 2, 0, 1, 2, 0]
     assert [r["publish_seconds"] for r in rows] == [0, 0, PUBLISH_S, 0, 0, PUBLISH_S, 0]
     assert outcome.sent_ahead == [2, 3, 5, 6], "none across the end of a phase; the run ends with step 7"
-    events = [(e["event"], e.get("group_id", e.get("batch"))) for e in read_jsonl(tmp_path / "r" / "journal.jsonl")]
+    events = [(e["event"], e.get("group_id", e.get("batch"))) for e in read_jsonl(tmp_path / "r/journal.jsonl")]
     finished = [group for name, group in events[:12] if name == "finish"]
     assert finished != sorted(finished), "groups finish in another order than they are trained on"
     for phase in range(3):
@@ -63,11 +63,11 @@ def test_generation_and_training_alternate_and_a_batch_is_as_old_as_its_place_in
 def test_a_validation_that_is_due_within_a_phase_is_made_at_its_end_of_the_version_there(tmp_path):
     """Every second step, phases of three: due at 2, 4, 6 and 8; the engines get the versions 3, 6 and, last, 8."""
     attempt(phases(tmp_path, steps=8))
-    rows = read_jsonl(tmp_path / "r" / "validation.jsonl")
+    rows = read_jsonl(tmp_path / "r/validation.jsonl")
     assert [(r["step"], r["policy_version"]) for r in rows] == [(0, 0), (3, 3), (6, 6), (8, 8)]
-    steps = {r["step"]: r for r in read_jsonl(tmp_path / "r" / "metrics.jsonl")}
+    steps = {r["step"]: r for r in read_jsonl(tmp_path / "r/metrics.jsonl")}
     assert all(r["pinned_seconds"] == 0 for r in steps.values()), "no weight update waits for one"
-    ledger = [r for r in read_jsonl(tmp_path / "r" / "ledger.jsonl") if r.get("role") == "validation"]
+    ledger = [r for r in read_jsonl(tmp_path / "r/ledger.jsonl") if r.get("role") == "validation"]
     assert {r["phase"] for r in ledger} == {"validate"}, "nothing else is charged in the time of a validation"
     between = [3600 * r["hours"] for r in ledger if r["step"] in (3, 6)]
     # of two engine devices and the trainer, but for the checkpoint that it writes beside
@@ -76,7 +76,7 @@ def test_a_validation_that_is_due_within_a_phase_is_made_at_its_end_of_the_versi
 
 def test_engines_that_idle_while_a_phase_is_trained_on_are_charged_as_engines(tmp_path):
     attempt(phases(tmp_path, steps=6, validation={"every_steps": 0}))
-    rows = [r for r in read_jsonl(tmp_path / "r" / "ledger.jsonl") if r.get("phase") == "train"]
+    rows = [r for r in read_jsonl(tmp_path / "r/ledger.jsonl") if r.get("phase") == "train"]
     charged = {role: sum(3600 * r["hours"] for r in rows if r["role"] == role) for role in ("engine", "trainer")}
     train_s = 6 * TRAIN_S + 2 * PUBLISH_S
     assert charged == pytest.approx({"engine": 2 * train_s, "trainer": train_s}, abs=1e-3)
@@ -88,7 +88,7 @@ def test_a_phase_of_one_batch_is_the_synchronous_pipeline(tmp_path):
     one, other = (read_history(tmp_path / name / "r") for name in "ab")
     assert one.batches == other.batches
     assert one.events == other.events[: len(one.events)], "at its end the pipeline draws two more groups"
-    validations = [[r["step"] for r in read_jsonl(tmp_path / n / "r" / "validation.jsonl")] for n in "ab"]
+    validations = [[r["step"] for r in read_jsonl(tmp_path / n / "r/validation.jsonl")] for n in "ab"]
     assert validations[0] == validations[1] == [0, 2, 4, 6]
 
 
@@ -96,7 +96,7 @@ def test_a_batch_without_a_step_is_one_of_the_phase(tmp_path):
     """Groups 2, 3 and 10, 11 have no variance: the middle of the first phase and the end of the second."""
     outcome = attempt(phases(tmp_path, steps=5), flat_groups={2, 3, 10, 11})
     assert outcome.reason == "all 5 steps are made"
-    rows = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    rows = read_jsonl(tmp_path / "r/metrics.jsonl")
     found = [(r["batches"], r["step"], "skipped" in r, r["staleness_max"], r.get("publish_seconds", 0)) for r in rows]
     assert found == [
         (1, 1, False, 0, 0),
@@ -108,7 +108,7 @@ def test_a_batch_without_a_step_is_one_of_the_phase(tmp_path):
         (7, 5, False, 0, 0),
     ]
     assert check(tmp_path / "r", 7) == [0, 1, 1, 0, 1, 2, 0]
-    assert [r["step"] for r in read_jsonl(tmp_path / "r" / "validation.jsonl")] == [0, 2, 4, 5]
+    assert [r["step"] for r in read_jsonl(tmp_path / "r/validation.jsonl")] == [0, 2, 4, 5]
 
 
 def test_the_last_phase_has_the_prompts_that_are_left(tmp_path):
@@ -116,7 +116,7 @@ def test_the_last_phase_has_the_prompts_that_are_left(tmp_path):
     outcome = attempt(phases(tmp_path, steps=99, curriculum={"max_epochs": 1, "no_positive_resampling": None}))
     assert outcome.reason == "curriculum.max_epochs 1 reached"
     assert check(tmp_path / "r", 20) == [0, 1, 2] * 6 + [0, 1]
-    assert read_jsonl(tmp_path / "r" / "validation.jsonl")[-1]["policy_version"] == 20
+    assert read_jsonl(tmp_path / "r/validation.jsonl")[-1]["policy_version"] == 20
 
 
 @pytest.mark.parametrize("steps", [4, 5, 6])
@@ -135,7 +135,7 @@ def test_a_run_that_is_asked_to_save_and_exit_repeats_no_step(tmp_path, at_s):
     second = attempt(made)
     assert [*first.trained, *second.trained] == list(range(1, 7))
     assert check(tmp_path / "r", 6) == [0, 1, 2, 0, 1, 2]
-    assert [r["step"] for r in read_jsonl(tmp_path / "r" / "validation.jsonl")] == [0, 3, 6]
+    assert [r["step"] for r in read_jsonl(tmp_path / "r/validation.jsonl")] == [0, 3, 6]
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_a_journal_of_a_run_that_was_killed_within_a_phase_says_what_is_left(tmp
     in none; the next attempt draws nothing before it has trained on them."""
     made = phases(tmp_path, steps=6, checkpoint={"every_steps": 1}, validation={"every_steps": 0})
     whole = attempt(phases(tmp_path, name="whole", steps=6, validation={"every_steps": 0}))
-    rows = [r for r in read_jsonl(tmp_path / "whole" / "ledger.jsonl") if r.get("role") in ("startup", "trainer")]
+    rows = [r for r in read_jsonl(tmp_path / "whole/ledger.jsonl") if r.get("role") in ("startup", "trainer")]
     at_s = sum(r["seconds"] for r in rows if r["batch"] <= 1) + SAVE_S + 0.5 * TRAIN_S
     assert attempt(made, kill_at_s=at_s).reason is None
     journal = read_history(tmp_path / "r")
@@ -186,7 +186,7 @@ def test_a_journal_of_a_run_that_was_killed_within_a_phase_says_what_is_left(tmp
     assert journal.unbatched() == (4, 5) and journal.admitted == 6
     second = attempt(made)
     assert second.trained == [2, 3, 4, 5, 6] and whole.trained == [1, 2, 3, 4, 5, 6]
-    after = read_jsonl(tmp_path / "r" / "journal.jsonl")[14:]
+    after = read_jsonl(tmp_path / "r/journal.jsonl")[14:]
     assert after[0] == {"event": "batch", "batch": 2, "step": 3, "policy_version": 2, "group_ids": [4, 5]}
     assert {e["event"] for e in after[1:7]} <= {"admit", "finish"}
     assert check(tmp_path / "r", 6) == [0, 1, 2, 0, 1, 2]
@@ -204,10 +204,10 @@ def test_an_engine_that_is_lost_while_a_phase_is_trained_on_gets_the_weights_at_
 
     made = phases(tmp_path, steps=6, validation={"every_steps": 0})
     attempt(phases(tmp_path, name="whole", steps=6, validation={"every_steps": 0}))
-    rows = [r for r in read_jsonl(tmp_path / "whole" / "ledger.jsonl") if r.get("role") in ("startup", "trainer")]
+    rows = [r for r in read_jsonl(tmp_path / "whole/ledger.jsonl") if r.get("role") in ("startup", "trainer")]
     first_step_s = sum(r["seconds"] for r in rows if r["phase"] != "train" and r["batch"] <= 1)
     outcome = attempt(made, changes=[(first_step_s + 0.5, lose), (first_step_s + 1.0, join)])
     assert outcome.reason == "all 6 steps are made" and outcome.trained == [1, 2, 3, 4, 5, 6]
     assert check(tmp_path / "r", 6) == [0, 1, 2, 0, 1, 2]
-    serving = [r["engines_serving"] for r in read_jsonl(tmp_path / "r" / "metrics.jsonl")]
+    serving = [r["engines_serving"] for r in read_jsonl(tmp_path / "r/metrics.jsonl")]
     assert serving == [0, 0, 1, 1, 1, 1]

@@ -12,7 +12,7 @@ from megatron_scalerl.recipe import Recipe
 
 
 def build_step(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -36,7 +36,7 @@ def test_every_setting_has_a_row_with_its_default_and_meaning(reference):
 
 
 def test_every_module_of_the_reference_is_there():
-    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
     modules = re.findall(r"^::: (\S+)$", pages, re.MULTILINE)
     assert modules and [name for name in modules if importlib.util.find_spec(name) is None] == []
 
@@ -58,6 +58,4 @@ def test_the_list_of_pages_for_language_models_is_up_to_date():
     text = build_step("llms").text()
     links = re.findall(r"\]\((\S+)\)", text)
     assert len(links) >= 40 and all((ROOT / "docs" / link).is_file() for link in links)
-    assert (ROOT / "docs" / "llms.txt").read_text(encoding="utf8") == text, (
-        ".venv/bin/python docs/llms.py writes it anew"
-    )
+    assert (ROOT / "docs/llms.txt").read_text() == text, ".venv/bin/python docs/llms.py writes it anew"

@@ -84,19 +84,19 @@ def test_the_wheel_installs_and_its_quickstart_runs(archives, tmp_path):
     """In an environment that has nothing else; the dependencies are those of this one, on the path behind it."""
     wheel, _ = archives
     venv.create(tmp_path / "env", with_pip=True)
-    python, program = tmp_path / "env" / "bin" / "python", tmp_path / "env" / "bin" / "megatron-scalerl"
+    python, program = tmp_path / "env/bin/python", tmp_path / "env/bin/megatron-scalerl"
     run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel, folder=tmp_path)
     assert VERSION in run(program, "--version", folder=tmp_path)
-    [site] = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    [site] = (tmp_path / "env/lib").glob("python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     where = run(python, "-c", "import megatron_scalerl; print(megatron_scalerl.__file__)", folder=tmp_path)
     assert Path(where.strip()).is_relative_to(site)
-    curve = ROOT / "examples" / "curves" / "points.csv"
-    told = run(program, "fit", curve, "--series", "figure=fig1a_scalerl_100k", "--series",
-               "series=ScaleRL-bs2048-8B", "--r0", "0.4018", "--html", "report.html", folder=tmp_path)  # fmt: skip
+    curve = ROOT / "examples/curves/points.csv"
+    words = f"fit {curve} --series figure=fig1a_scalerl_100k --series series=ScaleRL-bs2048-8B --r0 0.4018"
+    told = run(program, *words.split(), "--html", "report.html", folder=tmp_path)
     assert "verdict: " in told and (tmp_path / "report.html").stat().st_size
-    few = ("--train-prompts", "200", "--held-out", "120", "--sft-examples", "10")
-    run(python, "-m", "megatron_scalerl.tiny", "tiny", "--seed", "1", *few, folder=tmp_path)
+    few = "-m megatron_scalerl.tiny tiny --seed 1 --train-prompts 200 --held-out 120 --sft-examples 10"
+    run(python, *few.split(), folder=tmp_path)
     told = run(program, "prompts", "tiny/recipe.yaml", "policy.path=tiny/base_policy", folder=tmp_path)
     assert "the reference itself, " in told and "tokens that end a completion" in told
 
@@ -107,9 +107,9 @@ def test_the_core_alone_installs_under_python_3_11_and_forecasts(archives, tmp_p
     wheel, _ = archives
     found = ended("tools/find_python.sh", "3.11")
     run(found.stdout.strip() or sys.executable, "-m", "venv", "env", folder=tmp_path)
-    python, program = tmp_path / "env" / "bin" / "python", tmp_path / "env" / "bin" / "megatron-scalerl"
+    python, program = tmp_path / "env/bin/python", tmp_path / "env/bin/megatron-scalerl"
     run(python, "-m", "pip", "install", "-q", wheel, folder=tmp_path)
     packages = run(python, "-m", "pip", "list", "--format", "freeze", folder=tmp_path).splitlines()
     assert not {"torch", "vllm", "megatron-core"} & {line.partition("==")[0] for line in packages}
-    told = run(program, "fit", ROOT / "examples" / "verl_console.log", "--predict", "200", folder=tmp_path)
+    told = run(program, "fit", ROOT / "examples/verl_console.log", "--predict", "200", folder=tmp_path)
     assert "verdict: " in told

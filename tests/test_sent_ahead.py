@@ -35,7 +35,7 @@ def test_a_run_sends_batches_ahead_and_waits_for_none_of_them(tmp_path, k):
     outcome = attempt(recipe(tmp_path, rollouts={"max_staleness_steps": k}), send_s=0.5)
     check(tmp_path / "r", k, [outcome])
     assert bool(outcome.sent_ahead) == (k > 0) and set(outcome.sent_ahead) <= set(range(2, STEPS + 1))
-    for row in read_jsonl(tmp_path / "r" / "metrics.jsonl"):
+    for row in read_jsonl(tmp_path / "r/metrics.jsonl"):
         ahead = row["step"] in outcome.sent_ahead
         assert not ahead or row["wait_for_batch_seconds"] == 0.0
         assert ahead or row["send_seconds"] >= 0.5 - 1e-9
@@ -46,7 +46,7 @@ def test_a_sending_that_outlasts_the_step_is_waited_for(tmp_path):
     outcome = attempt(recipe(tmp_path, rollouts={"max_staleness_steps": 8}), send_s=TRAIN_S + 1)
     check(tmp_path / "r", 8, [outcome])
     assert outcome.sent_ahead
-    rows = {row["step"]: row for row in read_jsonl(tmp_path / "r" / "metrics.jsonl")}
+    rows = {row["step"]: row for row in read_jsonl(tmp_path / "r/metrics.jsonl")}
     for step in outcome.sent_ahead:
         assert rows[step]["wait_for_batch_seconds"] == 0.0
         assert rows[step - 1]["send_seconds"] - (TRAIN_S + 1) * (step - 1 not in outcome.sent_ahead) >= 1.0 - 1e-9
@@ -57,7 +57,7 @@ def test_a_batch_sent_ahead_without_anything_to_train_on_is_skipped_in_its_turn(
     settings = recipe(tmp_path, rollouts={"max_staleness_steps": 8})
     outcome = attempt(settings, flat_groups=set(range(4, 9)))
     assert outcome.reason == "all 6 steps are made"
-    rows = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    rows = read_jsonl(tmp_path / "r/metrics.jsonl")
     assert [r["batches"] for r in rows] == list(range(1, len(rows) + 1))
     assert [r["step"] for r in rows if "skipped" not in r] == list(range(1, STEPS + 1))
     skipped = [r for r in rows if "skipped" in r]

@@ -24,7 +24,7 @@ if end == "commit":
     folder.mkdir(parents=True)
     (folder / "COMMIT").write_text("{}")
     sys.exit(1)
-if end == "taken over":
+if end == "taken_over":
     (Path(run) / "slurm").mkdir()
     (Path(run) / "slurm" / "attempt").write_text("7.1")
     sys.exit(1)
@@ -33,7 +33,7 @@ if end == "kept":
     (Path(run) / "rollouts" / "journal.jsonl.kept").touch()
     sys.exit(1)
 if end.startswith("end"):
-    gave_up = "true" if end == "end, gave up" else "false"
+    gave_up = "true" if end == "end_gave_up" else "false"
     (Path(run) / "end.json").write_text('{"reason": "", "gave_up": %s}' % gave_up)
     sys.exit(1)
 if end.startswith("SIG"):
@@ -49,35 +49,35 @@ def no_delay(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ends", "restarts", "code", "starts"),
+    "ends, restarts, code, starts",
     [
-        (["0"], 2, 0, 1),
-        (["2"], 2, 2, 1),
-        (["76"], 2, 76, 1),
-        (["1", "76", "0"], 2, 0, 3),
-        (["1", "77", "0"], 2, 77, 2),
-        (["taken over", "0"], 2, 1, 1),
-        (["SIGKILL", "taken over", "0"], 2, 1, 2),
-        (["143"], 2, 143, 1),
-        (["SIGTERM"], 2, 143, 1),
-        (["SIGINT"], 2, 130, 1),
-        (["75"], 2, 75, 1),
-        (["SIGUSR1"], 2, 75, 1),
-        (["SIGKILL", "2", "0"], 2, 0, 3),
-        (["SIGKILL", "2", "2", "0"], 4, 2, 3),
-        (["1", "2", "1", "2", "0"], 4, 0, 5),
-        (["1", "kept", "0"], 2, 1, 2),
-        (["1", "SIGKILL", "0"], 2, 0, 3),
-        (["1", "1", "1", "0"], 2, 1, 3),
-        (["1", "SIGKILL", "0"], 1, 1, 2),
-        (["1", "commit", "1", "commit", "1", "0"], 2, 0, 6),
-        (["1", "end, gave up", "0"], 2, 1, 2),
-        (["end, done", "0"], 2, 0, 2),
-        (["end, gave up"] * 2, 2, 1, 1),
+        ("0", 2, 0, 1),
+        ("2", 2, 2, 1),
+        ("76", 2, 76, 1),
+        ("1 76 0", 2, 0, 3),
+        ("1 77 0", 2, 77, 2),
+        ("taken_over 0", 2, 1, 1),
+        ("SIGKILL taken_over 0", 2, 1, 2),
+        ("143", 2, 143, 1),
+        ("SIGTERM", 2, 143, 1),
+        ("SIGINT", 2, 130, 1),
+        ("75", 2, 75, 1),
+        ("SIGUSR1", 2, 75, 1),
+        ("SIGKILL 2 0", 2, 0, 3),
+        ("SIGKILL 2 2 0", 4, 2, 3),
+        ("1 2 1 2 0", 4, 0, 5),
+        ("1 kept 0", 2, 1, 2),
+        ("1 SIGKILL 0", 2, 0, 3),
+        ("1 1 1 0", 2, 1, 3),
+        ("1 SIGKILL 0", 1, 1, 2),
+        ("1 commit 1 commit 1 0", 2, 0, 6),
+        ("1 end_gave_up 0", 2, 1, 2),
+        ("end_done 0", 2, 0, 2),
+        ("end_gave_up end_gave_up", 2, 1, 1),
     ],
 )
 def test_a_failed_run_is_started_again_while_it_makes_progress(tmp_path, ends, restarts, code, starts, caplog):
-    command = [sys.executable, "-c", STAND_IN_CONTROLLER, str(tmp_path), *ends]
+    command = [sys.executable, "-c", STAND_IN_CONTROLLER, str(tmp_path), *ends.split()]
     assert supervise(command, tmp_path, restarts=restarts) == code
     assert len((tmp_path / "starts").read_text()) == starts
     if "kept" in ends:
@@ -95,7 +95,7 @@ sys.exit(supervise(child, Path("/nonexistent"), restarts=3))
 
 
 @pytest.mark.parametrize(
-    ("number", "childs", "code"),
+    "number, childs, code",
     [(signal.SIGTERM, 1, 143), (signal.SIGUSR1, 1, 75), (signal.SIGUSR1, 77, 75), (signal.SIGKILL, 1, -9)],
 )
 def test_a_signal_to_the_supervisor_ends_the_run(tmp_path, number, childs, code):
@@ -133,7 +133,7 @@ sys.exit(module.supervise([sys.executable, "-c", "raise SystemExit(1)"], Path("/
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 75)])
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGUSR1, 75)])
 def test_a_signal_between_two_starts_ends_the_delay(number, code):
     process = subprocess.Popen([sys.executable, "-c", DELAYED], env=environment(), stderr=subprocess.PIPE)
     assert b"restart 1 of at most 3 in 300 s" in process.stderr.readline()

@@ -15,18 +15,18 @@ from programs import ROOT
 PACKAGE = ROOT / "megatron_scalerl"
 VLLM, MEGATRON = (
     re.findall(r"^\| ([\w/]+\.py):(\d+) \| (\w+) \| ([^|]+) \|", part, re.MULTILINE)
-    for part in (ROOT / "docs" / "upstream.md").read_text(encoding="utf8").split("## Megatron-Core")
+    for part in (ROOT / "docs/upstream.md").read_text().split("## Megatron-Core")
 )
 
 
 def upstream(package, file):
     spec = find_spec(package)  # imports no more than the parent package
     assert spec is not None and spec.submodule_search_locations
-    return (Path(next(iter(spec.submodule_search_locations))) / file).read_text(encoding="utf8").splitlines()
+    return (Path(next(iter(spec.submodule_search_locations))) / file).read_text().splitlines()
 
 
 @pytest.mark.parametrize(
-    ("package", "file", "line", "name"),
+    "package, file, line, name",
     [(package, *row[:3]) for package, rows in (("vllm", VLLM), ("megatron.core", MEGATRON)) for row in rows],
 )
 def test_upstream_has_the_name_on_its_line(package, file, line, name):
@@ -36,7 +36,7 @@ def test_upstream_has_the_name_on_its_line(package, file, line, name):
 def test_the_files_that_are_listed_with_a_name_use_it():
     for _, _, name, users in VLLM + MEGATRON:
         for user in users.split(", "):
-            assert re.search(rf"\b{name}\b", (PACKAGE / user).read_text(encoding="utf8")), (name, user)
+            assert re.search(rf"\b{name}\b", (PACKAGE / user).read_text()), (name, user)
 
 
 PUBLIC = {

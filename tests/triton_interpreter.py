@@ -13,19 +13,14 @@ first, as Triton 3.7 and newer do.
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any
-
 import numpy as np
-import pytest
-import torch
 import triton.experimental.gluon  # noqa: F401  (looks at the library's jitted functions when it is first imported)
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
 
-def interpret(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+def interpret(monkeypatch, *modules):
     """Interprets the kernels of these modules until the monkeypatch is undone."""
     # Warnings of numpy about infinities that the kernels select away.
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", _quiet(interpreter.GridExecutor.__call__))
@@ -37,17 +32,17 @@ def interpret(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
                 monkeypatch.setattr(module, name, interpreter.InterpretedFunction(value.fn))
 
 
-def bf16_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def bf16_as_on_a_gpu(monkeypatch):
     """Makes the interpreter multiply and round bf16 numbers as tensor cores and casts do."""
     builder = interpreter.InterpreterBuilder
     dot, cast = builder.create_dot, builder.cast_impl
 
-    def widened(operand: Any) -> Any:
+    def widened(operand):
         if operand.dtype != tl.bfloat16:
             return operand
         return interpreter.TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
-    def rounded(self: Any, source: Any, dtype: Any) -> Any:
+    def rounded(self, source, dtype):
         if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
             return cast(self, source, dtype)
         bits = np.ascontiguousarray(source.data).view(np.uint32)
@@ -58,7 +53,7 @@ def bf16_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "cast_impl", rounded)
 
 
-def _tidy_call(self: interpreter.InterpretedFunction, *arguments: Any, **keywords: Any) -> Any:
+def _tidy_call(self, *arguments, **keywords):
     """A call between interpreted functions; the original never undoes its patches, and nothing compiles after it."""
     scope = interpreter._patch_lang(self.fn)
     try:
@@ -67,23 +62,23 @@ def _tidy_call(self: interpreter.InterpretedFunction, *arguments: Any, **keyword
         scope.restore()
 
 
-def _patch_indices(patch_tensor: Any) -> Any:
-    def patched(tensor: Any, scope: Any) -> None:
+def _patch_indices(patch_tensor):
+    def patched(tensor, scope):
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     return patched
 
 
-def _quiet(call: Any) -> Any:
-    def quiet(*arguments: Any, **keywords: Any) -> Any:
+def _quiet(call):
+    def quiet(*arguments, **keywords):
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
             return call(*arguments, **keywords)
 
     return quiet
 
 
-def truth(z: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def truth(z, targets):
     """Log-sum-exp, log-probability of the targets and entropy of logits [T, V], in fp64."""
     log_p = z.double().log_softmax(-1)
     return z.double().logsumexp(-1), log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)

@@ -117,7 +117,7 @@ KEYS = "model.layers.3.self_attn.k_proj.weight"
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "line"),
+    "changes, options, line",
     [
         (
             lambda t: {"model.extra": torch.ones(2), "score.weight": torch.ones(2)},
@@ -160,9 +160,9 @@ def test_weights_that_are_not_finite(bad, source, refused, tmp_path, capsys):
 
 def test_an_output_that_exists_is_not_touched(source, refused, tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "precious").write_text("x")
+    (tmp_path / "out/precious").write_text("x")
     assert f"{tmp_path / 'out'}: this path exists, and nothing is overwritten" in refused()
-    assert (tmp_path / "out" / "precious").read_text() == "x"
+    assert (tmp_path / "out/precious").read_text() == "x"
 
 
 def test_an_output_folder_that_does_not_exist(refused, tmp_path):
@@ -233,7 +233,7 @@ def test_a_difference_is_named(megatron, source, capsys):
 
 
 @pytest.mark.parametrize(
-    ("change", "shapes"),
+    "change, shapes",
     [
         (
             dict(num_key_value_heads=4, head_dim=16),
@@ -243,7 +243,7 @@ def test_a_difference_is_named(megatron, source, capsys):
     ],
 )
 def test_a_checkpoint_of_another_config(megatron, refused, change, shapes):
-    edit_json(megatron / "hugging_face" / "config.json", lambda c: c.update(change))
+    edit_json(megatron / "hugging_face/config.json", lambda c: c.update(change))
     (megatron / "COMMIT").unlink()
     assert f"linear_qkv.{shapes}" in refused(command="to-hf", origin=megatron)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from random_policies import make
+from refusals import refused
 from safetensors.torch import load_file, save_file
 
 from megatron_scalerl.checkpoints.weight_map import check_weights
@@ -54,18 +55,15 @@ def test_a_folder_with_other_weights_is_refused_in_one_line(policy, tmp_path, fa
     changes, said = FAULTS[fault]
     weights = load_file(policy / "model.safetensors")
     folder = changed(policy, tmp_path / "p", **{name: value(weights) for name, value in changes.items()})
-    with pytest.raises(ValueError, match=said) as caught:
+    with refused(said):
         check_weights(folder)
-    assert "\n" not in str(caught.value)
 
 
 def test_train_and_sft_refuse_it_before_any_process(tiny, tmp_path):
     folder = changed(tiny / "base_policy", tmp_path / "p", **{"model.norm.scale": torch.ones(3)})
     paths = [f"policy.path={folder}", f"prompts.path={tiny / 'prompts.jsonl'}", f"sft.path={tiny / 'sft.jsonl'}"]
-    recipe = load_recipe(
-        ROOT / "recipes" / "tiny_cpu.yaml", [*paths, f"prompts.held_out_path={tiny / 'held_out.jsonl'}"]
-    )
-    for refused in (lambda: check_inputs(recipe), lambda: run_sft(recipe, tmp_path / "out")):
-        with pytest.raises(ValueError, match=r"does not have the tensors"):
-            refused()
+    recipe = load_recipe(ROOT / "recipes/tiny_cpu.yaml", [*paths, f"prompts.held_out_path={tiny / 'held_out.jsonl'}"])
+    for command in (lambda: check_inputs(recipe), lambda: run_sft(recipe, tmp_path / "out")):
+        with refused(r"does not have the tensors"):
+            command()
     assert not (tmp_path / "out").exists()

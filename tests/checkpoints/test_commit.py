@@ -4,11 +4,11 @@ import hashlib
 import os
 
 import pytest
+from refusals import refused
 
 from megatron_scalerl.checkpoints.commit import (
     COMMIT,
     checkpoint_path,
-    discard,
     latest,
     latest_whole,
     prune,
@@ -20,7 +20,7 @@ from megatron_scalerl.checkpoints.commit import (
 def make(folder, step, *, commit=True):
     path = checkpoint_path(folder, step)
     (path / "shards").mkdir(parents=True)
-    (path / "shards" / "a.distcp").write_bytes(b"x" * 10)
+    (path / "shards/a.distcp").write_bytes(b"x" * 10)
     (path / "extra.json").write_text("{}")
     if commit:
         write_commit(path, {"step": step})
@@ -38,14 +38,14 @@ def test_a_committed_folder_reads_back(tmp_path):
 
 def test_without_commit_it_is_refused(tmp_path):
     path = make(tmp_path, 3, commit=False)
-    with pytest.raises(ValueError, match=r"step_000003/COMMIT: this file does not exist"):
+    with refused(r"step_000003/COMMIT: this file does not exist"):
         read_commit(path)
-    with pytest.raises(ValueError, match="COMMIT: this file does not exist"):
+    with refused("COMMIT: this file does not exist"):
         read_commit(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
-    ("content", "found"),
+    "content, found",
     [
         ("[" * 200_000, "array"),
         ('{"files": ' + '{"a":' * 200_000, "recursion"),
@@ -80,7 +80,7 @@ def test_a_commit_of_other_content_is_one_error(content, found, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "line"),
+    "name, content, line",
     [
         ("shards/a.distcp", b"x" * 9, "it has 9 bytes, and 10 were committed"),
         ("shards/a.distcp", None, ".* is missing"),
@@ -92,7 +92,7 @@ def test_a_damaged_file_is_named(tmp_path, name, content, line):
     file.unlink()
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"step_000003/{name}: {line}"):
+    with refused(rf"step_000003/{name}: {line}"):
         read_commit(tmp_path / "step_000003")
 
 
@@ -105,7 +105,7 @@ def test_a_commit_without_the_newer_fields_is_read(tmp_path):
 def test_a_very_large_commit_is_not_read(tmp_path):
     path = make(tmp_path, 3)
     os.truncate(path / COMMIT, 1 << 40)
-    with pytest.raises(ValueError, match=r"COMMIT: 1099511627776 bytes are too many"):
+    with refused(r"COMMIT: 1099511627776 bytes are too many"):
         read_commit(path)
 
 
@@ -132,7 +132,7 @@ def test_a_commit_covers_only_synced_files(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", fsync)
     path = make(tmp_path, 3)
     before_commit = synced[: synced.index(str(path / f".{COMMIT}.draft"))]
-    vouched = (path, path / "shards", path / "shards" / "a.distcp", path / "extra.json", tmp_path)
+    vouched = (path, path / "shards", path / "shards/a.distcp", path / "extra.json", tmp_path)
     assert {str(p) for p in vouched} <= set(before_commit)
     assert synced[-1] == str(path), "the name of COMMIT"
 
@@ -172,10 +172,3 @@ def test_an_unreadable_checkpoint_is_skipped(tmp_path, error):
     path, damaged = latest_whole(tmp_path, check)
     assert path == checkpoint_path(tmp_path, 3)
     assert damaged == [f"{checkpoint_path(tmp_path, 6)}: {error}"]
-
-
-def test_discard_ignores_a_missing_folder(tmp_path):
-    discard(tmp_path / "nowhere")
-    path = make(tmp_path, 1)
-    discard(path)
-    assert not path.exists()

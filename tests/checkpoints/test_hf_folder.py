@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from refusals import refused
 from safetensors.torch import save_file
 
 from megatron_scalerl.checkpoints.hf_folder import INDEX, HfReader, open_folder
@@ -30,15 +31,6 @@ def source(tmp_path):
     return folder
 
 
-def test_a_slice_is_read_and_an_expert_drops_its_dimension(source):
-    reader = HfReader(open_folder(source))
-    assert set(reader.folder.tensors) == set(TENSORS)
-    found = reader.read("a.weight", (slice(1, 3), slice(2, 6)), (4, 6))
-    assert torch.equal(found, TENSORS["a.weight"][1:3, 2:6])
-    expert = reader.read("b.weight", (2, slice(0, 4), slice(1, 3)), (3, 4, 5))
-    assert torch.equal(expert, TENSORS["b.weight"][2, :, 1:3])
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_every_float_type_is_read_bit_for_bit(dtype, tmp_path):
     tensor = torch.randn(5, 7).to(dtype)
@@ -46,20 +38,20 @@ def test_every_float_type_is_read_bit_for_bit(dtype, tmp_path):
     reader = HfReader(open_folder(tmp_path))
     found = reader.read("w", (slice(1, 4), 2), (5, 7))
     assert found.dtype == dtype and torch.equal(found, tensor[1:4, 2])
-    with pytest.raises(ValueError, match=r"model.safetensors: b: expected one of F64, F32, BF16, F16, found U8"):
+    with refused(r"model.safetensors: b: expected one of F64, F32, BF16, F16, found U8"):
         reader.read("b", (slice(0, 3),), (3,))
 
 
 def test_wrong_folders_are_refused_in_one_line(source, tmp_path):
     reader = HfReader(open_folder(source))
-    with pytest.raises(ValueError, match=r"the folder has no tensor c\.weight"):
+    with refused(r"the folder has no tensor c\.weight"):
         reader.read("c.weight", (slice(0, 1),), (1,))
-    with pytest.raises(ValueError, match=r"a.weight: its shape is \[4, 6\] in place of \[5, 6\]"):
+    with refused(r"a.weight: its shape is \[4, 6\] in place of \[5, 6\]"):
         reader.read("a.weight", (slice(0, 1), slice(0, 1)), (5, 6))
     (source / "part-1.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"part-1.safetensors: this file does not exist"):
+    with refused(r"part-1.safetensors: this file does not exist"):
         open_folder(source)
-    with pytest.raises(ValueError, match=r"the folder has no \*.safetensors.*GGUF"):
+    with refused(r"the folder has no \*.safetensors.*GGUF"):
         open_folder(tmp_path)
 
 
@@ -68,7 +60,7 @@ def entry(low, high, shape=(1,)):
 
 
 @pytest.mark.parametrize(
-    ("header", "data"),
+    "header, data",
     [
         (json.dumps({"a": entry(0, 8, [2]), "b": entry(4, 8)}), 8),  # they overlap
         (json.dumps({"a": entry(0, 4), "b": entry(8, 12)}), 12),  # a hole
@@ -79,5 +71,5 @@ def entry(low, high, shape=(1,)):
 def test_a_header_that_safetensors_refuses_is_refused(header, data, tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(data))
-    with pytest.raises(ValueError, match=r"model\.safetensors: it is not a complete safetensors file"):
+    with refused(r"model\.safetensors: it is not a complete safetensors file"):
         open_folder(tmp_path)

@@ -54,7 +54,7 @@ def refused(originals, folder, marker, tmp_path, capsys):
             run_dir = run_of(folder, originals[0], tmp_path)
             lines.append(refusal(product, ["export", str(run_dir), "--out", str(out)]))
         assert not marker.exists() and not out.exists()
-        of_run = str(tmp_path / "run" / "checkpoints" / "step_000001")
+        of_run = str(tmp_path / "run/checkpoints/step_000001")
         lines = [line.split(": ", 1)[1].replace(of_run, str(folder)) for line in lines]
         assert len(set(lines)) == 1, lines
         return lines[0]
@@ -71,9 +71,9 @@ def refused(originals, folder, marker, tmp_path, capsys):
 def run_of(folder, policy, tmp_path):
     """A run's folder whose checkpoint is `folder`."""
     run_dir = tmp_path / "run"
-    shutil.copytree(folder, run_dir / "checkpoints" / "step_000001", symlinks=True, copy_function=copy_any)
-    (run_dir / "checkpoints" / "step_000001" / "COMMIT").unlink()
-    write_commit(run_dir / "checkpoints" / "step_000001", {"step": 1})
+    shutil.copytree(folder, run_dir / "checkpoints/step_000001", symlinks=True, copy_function=copy_any)
+    (run_dir / "checkpoints/step_000001/COMMIT").unlink()
+    write_commit(run_dir / "checkpoints/step_000001", {"step": 1})
     recipe = {"name": "run", "steps": 1, "policy": {"path": str(policy)}, "prompts": {"path": "none.jsonl"}}
     (run_dir / "recipe.yaml").write_text(json.dumps(recipe))
     return run_dir
@@ -113,7 +113,7 @@ def test_parts_that_are_not_needed_are_not_opened(originals, folder, marker, tmp
 
 
 @pytest.mark.parametrize(
-    ("info", "found"),
+    "info, found",
     [
         (("../outside", 0, 10), "at `$.storage_data[...].relative_path`"),
         (("/etc/passwd", 0, 10), "at `$.storage_data[...].relative_path`"),
@@ -150,13 +150,13 @@ def test_a_pipe_does_not_block(folder, refused):
 
 def test_a_link_beside_the_config_is_not_copied_out(folder, refused):
     (folder.parent / "secret").write_text("secret")
-    (folder / "hugging_face" / "chat_template.jinja").symlink_to(folder.parent / "secret")
+    (folder / "hugging_face/chat_template.jinja").symlink_to(folder.parent / "secret")
     recommit(folder)
     assert "hugging_face/chat_template.jinja: it is a link" in refused(like=False)
 
 
 @pytest.mark.parametrize(
-    ("change", "found"),
+    "change, found",
     [
         (
             lambda c: c["shards"][0].update(file="../../escaped.safetensors"),

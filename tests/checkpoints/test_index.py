@@ -100,7 +100,7 @@ def refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "found"),
+    "change, found",
     [
         (lambda m: [m], "Expected `object`, got `array`"),
         (lambda m: Metadata(state_dict_metadata=3), "Expected `object`, got `int` - at `$.state_dict_metadata`"),
@@ -130,7 +130,7 @@ def entry(metadata):
 
 
 @pytest.mark.parametrize(
-    ("value", "name"),
+    "value, name",
     [
         (Evil("made_by_a_pickle"), "posix.mkdir"),
         (functools.partial(print), "functools.partial"),

@@ -54,7 +54,7 @@ def test_anything_but_a_contiguous_tensor_is_refused(value, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "compression"),
+    "change, compression",
     [
         (lambda name, content: content, zipfile.ZIP_DEFLATED),
         (lambda name, content: content[:-4] if name.endswith("data/0") else content, zipfile.ZIP_STORED),

@@ -70,4 +70,4 @@ def test_a_runs_checkpoint_is_exported_as_the_trainer_has_it(dtype, policy, para
     assert found.keys() == expected.keys()
     assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
     assert any(not torch.equal(value.float(), before[name]) for name, value in found.items())
-    assert f'"dtype": "{dtype}"' in (tmp_path / "out" / "config.json").read_text()
+    assert f'"dtype": "{dtype}"' in (tmp_path / "out/config.json").read_text()

@@ -12,7 +12,7 @@ from megatron_scalerl.recipe.file import load_recipe
 
 
 def test_the_output_folder_is_tried_and_left_as_it_was(tmp_path):
-    assert place_of(tmp_path / "runs" / "mine") == tmp_path
+    assert place_of(tmp_path / "runs/mine") == tmp_path
     check = canary(tmp_path)
     assert check.status == "ok" and check.found.startswith(f"{tmp_path}: 65,536 bytes written")
     assert list(tmp_path.iterdir()) == []
@@ -51,14 +51,14 @@ def test_space_that_is_missing_fails_and_what_the_run_holds_counts(tmp_path):
     run = tmp_path / "run"
     assert output_space(run, free // 2).status == "ok"
     assert output_space(run, 2 * free).status == "failed"
-    (run / "checkpoints" / "step_1").mkdir(parents=True)
-    with open(run / "checkpoints" / "step_1" / "sparse", "wb") as file:
+    (run / "checkpoints/step_1").mkdir(parents=True)
+    with open(run / "checkpoints/step_1/sparse", "wb") as file:
         file.truncate(2 * free)
     assert output_space(run, 2 * free).status == "ok"
     assert output_space(run, "no config.json").status == "skipped"
 
 
-@pytest.mark.parametrize(("free", "status"), [(64 * MIB, "failed"), (512 * MIB, "warning"), (GIB, "ok")])
+@pytest.mark.parametrize("free, status", [(64 * MIB, "failed"), (512 * MIB, "warning"), (GIB, "ok")])
 def test_small_shared_memory_and_temporary_folders(free, status, monkeypatch):
     monkeypatch.setattr(node, "_free", lambda _: free)
     assert {node.node_space(name).status for name in ("temporary folder", "shared memory")} == {status}

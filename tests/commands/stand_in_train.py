@@ -48,7 +48,7 @@ def main():
         with open(folder / "metrics.jsonl", "a") as metrics:
             metrics.write(json.dumps({"step": step}) + "\n")
         if step % 2 == 0:
-            checkpoint = folder / "checkpoints" / f"step_{step:06d}"
+            checkpoint = folder / f"checkpoints/step_{step:06d}"
             checkpoint.mkdir(parents=True)
             (checkpoint / "COMMIT").write_text("{}")
         wait(recipe["name"], step)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from json_lines import write
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.recipe.sections import PAPER_PHRASE
@@ -17,9 +18,7 @@ def tiny(tmp_path_factory):
     root = tmp_path_factory.mktemp("tiny")
     build(root, TinyArguments(seed=1, train_prompts=8, held_out=4, sft_examples=4))
     rows = [{"problem": "7;+2=", "solution": "9"}, {"problem": "3;*3=", "solution": "see the figure"}]
-    (root / "p.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in [*rows, {"problem": "1;+1=", "solution": "2"}])
-    )
+    write(root / "p.jsonl", [*rows, {"problem": "1;+1=", "solution": "2"}])
     return root
 
 
@@ -27,7 +26,7 @@ def output(tiny, capsys, *settings):
     paths = {"policy.path": tiny / "base_policy", "prompts.path": tiny / "p.jsonl", "prompts.held_out": 0}
     given = [f"{key}={value}" for key, value in paths.items()]
     more = ["prompts.held_out_path=null", "validation.every_steps=0", *settings]
-    code = main(["prompts", str(ROOT / "recipes" / "tiny_cpu.yaml"), *given, *more])
+    code = main(["prompts", str(ROOT / "recipes/tiny_cpu.yaml"), *given, *more])
     return code, capsys.readouterr()
 
 
@@ -72,7 +71,7 @@ def test_lists_and_a_validation_with_fewer_prompts_than_asked_for_are_said(tiny,
         "3,14",
     )
     rows = [{"problem": f"{n};+1=", "answer": answer} for n, answer in enumerate(answers)]
-    (tiny / "lists.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(tiny / "lists.jsonl", rows)
     path = f"prompts.path={tiny / 'lists.jsonl'}"
     shown = printed(tiny, capsys, path)
     assert "prompts: 5 references are lists, paid in any order; (1, 2) keeps the order\n" in shown
@@ -104,7 +103,7 @@ def test_a_judge_is_asked_about_the_first_prompts(tiny, capsys, monkeypatch, tmp
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("plain", "returned a coroutine"), ("text", "returned '1'"), ("judge", "")]
+    "name, message", [("plain", "returned a coroutine"), ("text", "returned '1'"), ("judge", "")]
 )
 def test_a_judge_is_shown_as_a_run_would_judge(tiny, capsys, monkeypatch, tmp_path, name, message):
     (tmp_path / "kinds.py").write_text(
@@ -142,7 +141,7 @@ def test_what_train_would_refuse_is_refused(tiny, capsys):
 
 
 @pytest.mark.parametrize(
-    ("settings", "takes"),
+    "settings, takes",
     [
         ((), "take"),
         (("prompts.chat_template=false",), "do not take"),
@@ -151,7 +150,7 @@ def test_what_train_would_refuse_is_refused(tiny, capsys):
 )
 def test_messages_take_the_template_and_it_is_said(tiny, capsys, settings, takes):
     rows = [{"prompt": [{"role": "user", "content": "7;+2="}], "answer": "9"}]
-    (tiny / "m.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(tiny / "m.jsonl", rows)
     shown = printed(tiny, capsys, f"prompts.path={tiny / 'm.jsonl'}", *settings)
     first, *lines = shown.splitlines()
     assert first.startswith(f"prompts: rows of messages {takes} the tokenizer's chat template")
@@ -192,7 +191,7 @@ def test_an_episode_with_a_script_is_shown(tiny, capsys, monkeypatch):
 
 
 def test_what_an_environment_returns_cannot_write_to_the_terminal(tiny, capsys, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "tests" / "environments")
+    monkeypatch.syspath_prepend(ROOT / "tests/environments")
     row = {"problem": "7;+2=", "solution": "(chr(27), 0.5, 0 > 1)", "first": "chr(27)"}
     (tiny / "e.jsonl").write_text(json.dumps(row) + "\n")
     episode = ("environment=users_environments:Messages", f"prompts.path={tiny / 'e.jsonl'}")

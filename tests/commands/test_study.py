@@ -34,7 +34,7 @@ STEPS = 12
 def task(tmp_path):
     """A base recipe whose files exist, and two overlays in a folder."""
     (tmp_path / "policy").mkdir()
-    (tmp_path / "policy" / "config.json").write_text("{}")
+    (tmp_path / "policy/config.json").write_text("{}")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
     base = {
         "name": "base",
@@ -44,14 +44,13 @@ def task(tmp_path):
     }
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
     (tmp_path / "arms").mkdir()
-    (tmp_path / "arms" / "dapo.yaml").write_text("loss: {name: dapo, clip_low: 0.2, clip_high: 0.26}\n")
-    (tmp_path / "arms" / "plain.yaml").write_text("loss: {name: cispo}\n")
+    (tmp_path / "arms/dapo.yaml").write_text("loss: {name: dapo, clip_low: 0.2, clip_high: 0.26}\n")
+    (tmp_path / "arms/plain.yaml").write_text("loss: {name: cispo}\n")
     return tmp_path
 
 
 def words(task, *more):
-    files = ["--base", str(task / "base.yaml"), "--out", str(task / "study")]
-    return ["study", str(task / "arms"), *files, "--seeds", "2", *more]
+    return [*f"study {task}/arms --base {task}/base.yaml --out {task}/study --seeds 2".split(), *more]
 
 
 def start(task, *more, **environment):
@@ -73,20 +72,20 @@ def ran(task, *more, **environment):
 
 
 def starts(task, run):
-    file = task / "study" / "runs" / run / "starts"
+    file = task / "study/runs" / run / "starts"
     return len(file.read_text()) if file.exists() else 0
 
 
 def wait_for_steps(task, run, steps, process):
     end = time.monotonic() + 240
-    while len(read_jsonl(task / "study" / "runs" / run / "metrics.jsonl")) < steps:
+    while len(read_jsonl(task / "study/runs" / run / "metrics.jsonl")) < steps:
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.02)
 
 
 @pytest.mark.slow
 def test_a_study_from_its_start_to_its_results(task):
-    (task / "arms" / "z_same.yaml").write_text("loss: {name: cispo}\nseed: 4\n")
+    (task / "arms/z_same.yaml").write_text("loss: {name: cispo}\nseed: 4\n")
     references = ("--reference", "dapo=z_same", "--reference", "plain")
     code, said = ran(task, *references)
     assert code == 0 and said.splitlines()[0] == "z_same: it is the same recipe as plain and is left out"
@@ -108,13 +107,13 @@ def test_a_study_from_its_start_to_its_results(task):
     assert code == 0 and re.findall(r"(\w+): starts", said) == ["dapo_seed3", "plain_seed3"]
     assert {len(arm["runs"]) for arm in compared(task)["arms"]} == {3}
     # what a finished run was made of is not changed below it
-    (task / "arms" / "dapo.yaml").write_text("loss: {name: dapo, clip_low: 0.2, clip_high: 0.3}\n")
+    (task / "arms/dapo.yaml").write_text("loss: {name: dapo, clip_low: 0.2, clip_high: 0.3}\n")
     code, said = ran(task, *references)
     assert code == 2 and "dapo_seed1.yaml: loss.clip_high: 0.3 is not that of the run, 0.26; take another" in said
 
 
 def compared(task):
-    return json.loads((task / "study" / "comparison.json").read_text())["comparison"]
+    return json.loads((task / "study/comparison.json").read_text())["comparison"]
 
 
 @pytest.mark.slow
@@ -141,7 +140,7 @@ def test_a_run_that_fails_stops_no_other_one(task):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 75)], ids=lambda v: str(int(v))
+    "number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 75)], ids=lambda v: str(int(v))
 )
 def test_signals_end_it_with_the_code_of_the_other_commands(task, number, code):
     process = start(task, STAND_IN_STOPS="dapo_seed1:3")
@@ -153,24 +152,24 @@ def test_signals_end_it_with_the_code_of_the_other_commands(task, number, code):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    "more, said",
     [
         (
-            ["--set", "validation.every_steps=0"],
+            "--set validation.every_steps=0",
             "validation.every_steps: 0 leaves nothing to compare; take at least 1",
         ),
-        (["--seeds", "0"], "--seeds: 0 is too few; take at least 1"),
-        (["--reference", "gspo"], "--reference: gspo is none of the recipes dapo, plain"),
-        (["--set", "gspo:steps=3"], "--set: gspo is none of the recipes dapo, plain"),
+        ("--seeds 0", "--seeds: 0 is too few; take at least 1"),
+        ("--reference gspo", "--reference: gspo is none of the recipes dapo, plain"),
+        ("--set gspo:steps=3", "--set: gspo is none of the recipes dapo, plain"),
         (
-            ["--set", "plain:validation.every_steps=3"],
+            "--set plain:validation.every_steps=3",
             "plain_seed1: validation.every_steps: 3 is not that of dapo_seed1",
         ),
     ],
 )
 def test_mistakes_are_one_line(task, more, said, capsys):
     try:
-        assert main(words(task, *more)) == 2
+        assert main(words(task, *more.split())) == 2
     except SystemExit as error:  # of the options' parser
         assert error.code == 2
     assert said in capsys.readouterr().err.splitlines()[-1] and not (task / "study").exists()
@@ -180,10 +179,10 @@ def test_a_setting_of_one_recipe_alone_and_a_study_that_goes_on_however_its_path
     monkeypatch.chdir(task)
     options = argparse.ArgumentParser()
     study.add_arguments(options)
-    more = ["--set", "dapo:rollouts.groups_per_batch=27", "--set", "optimizer.lr=1e-5", "--seeds", "1"]
+    more = "--set dapo:rollouts.groups_per_batch=27 --set optimizer.lr=1e-5 --seeds 1"
     for out, policy in (("study", "policy"), ("./study", "./policy"), (str(task / "study"), str(task / "policy"))):
-        text = ["arms", "--base", "base.yaml", "--out", out, *more, "--set", f"policy.path={policy}"]
-        recipes, same = study._recipes(options.parse_args(text))
+        text = f"arms --base base.yaml --out {out} {more} --set policy.path={policy}"
+        recipes, same = study._recipes(options.parse_args(text.split()))
         assert [(recipe.name, recipe.rollouts.groups_per_batch) for recipe in recipes] == [
             ("dapo_seed1", 27),
             ("plain_seed1", 48),

@@ -16,7 +16,7 @@ from megatron_scalerl.controller.ledger import Ledger
 from megatron_scalerl.controller.telemetry import RunCollector
 from megatron_scalerl.engine.membership import Membership
 
-BOARD = ROOT / "recipes" / "grafana" / "megatron_scalerl.json"
+BOARD = ROOT / "recipes/grafana/megatron_scalerl.json"
 
 
 def collector(**changes):
@@ -52,8 +52,8 @@ def everything():
 def test_a_run_exports_what_its_records_and_its_ledger_say(tmp_path):
     shown = collector()
     attempt(recipe(tmp_path), collector=shown)
-    rows = read_jsonl(tmp_path / "r" / "metrics.jsonl")
-    validations = read_jsonl(tmp_path / "r" / "validation.jsonl")
+    rows = read_jsonl(tmp_path / "r/metrics.jsonl")
+    validations = read_jsonl(tmp_path / "r/validation.jsonl")
     last = rows[-1]
     assert value(shown, "step") == value(shown, "policy_version") == value(shown, "planned_steps") == 6
     assert value(shown, "last", key="reward") == last["reward"]
@@ -69,7 +69,7 @@ def test_a_run_exports_what_its_records_and_its_ledger_say(tmp_path):
     assert value(shown, "sum_total", key="wait_for_batch_seconds") == pytest.approx(waited)
     assert value(shown, "weight_updates_total") == 6
     assert value(shown, "sum_total", key="weight_update_seconds") == pytest.approx(6 * 0.25)
-    ledger = Ledger(tmp_path / "r" / "ledger.jsonl", "device_hours", incarnation="later")
+    ledger = Ledger(tmp_path / "r/ledger.jsonl", "device_hours", incarnation="later")
     for role in ("startup", "trainer", "engine", "validation", "lost"):
         assert value(shown, "device_seconds_total", role=role) == pytest.approx(3600 * ledger.hours(role))
     ledger.close()

@@ -83,7 +83,7 @@ BEAT = {"batch": 0, "step": 0, "devices": 3, "seconds": 1800}
 
 
 @pytest.mark.parametrize(
-    ("beat", "devices", "hours"),
+    "beat, devices, hours",
     [
         (True, {"engine": 2, "trainer": 1}, {"engine": 2, "trainer": 1}),  # the charge includes it
         (True, {}, {"lost": 1.5}),  # before the first charge

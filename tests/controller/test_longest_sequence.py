@@ -2,9 +2,9 @@
 
 import math
 
-import pytest
 import yaml
 from recipe_files import SETTLED
+from refusals import refused
 
 from megatron_scalerl.controller.preflight import check_inputs
 from megatron_scalerl.controller.run_folder import RunFolder
@@ -88,7 +88,6 @@ def test_a_run_started_with_another_default_keeps_it(tiny, tmp_path):
 def test_a_run_folder_that_cannot_be_read_is_one_line(tiny, tmp_path):
     unset = recipe(tiny, output_dir=str(tmp_path))
     (tmp_path / "r").mkdir()
-    (tmp_path / "r" / "recipe.yaml").write_text("a: [1")
-    with pytest.raises(ValueError, match=r"r/recipe.yaml: .*not valid YAML") as error:
+    (tmp_path / "r/recipe.yaml").write_text("a: [1")
+    with refused(r"r/recipe.yaml: .*not valid YAML"):
         check_inputs(unset)
-    assert "\n" not in str(error.value)

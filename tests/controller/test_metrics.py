@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from json_lines import write as write_lines
 from rich.console import Console
 from rollout_groups import group, group_of, rollout
 from stored_episodes import EPISODE, FORKED
@@ -98,7 +99,7 @@ def test_train_pass_rates_are_recorded_by_task():
 
 
 @pytest.mark.parametrize(
-    ("step", "batches", "last_step", "records", "validations"),
+    "step, batches, last_step, records, validations",
     [
         (2, 2, 3, [1, 2], [0, 2]),
         (3, 3, 3, [1, 2, 3], [0, 2]),  # a batch that was skipped after the checkpoint of its step
@@ -118,7 +119,7 @@ def test_records_that_a_restart_repeats_are_dropped_and_the_others_stay(
 def test_records_without_a_count_of_batches_are_dropped_by_their_step(tmp_path):
     """Those of runs before a step could have skipped batches."""
     rows = [{"step": step, "loss": 0.5} for step in (1, 2, 3)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "metrics.jsonl", rows)
     reopen(tmp_path, step=2, batches=2, last_step=3)
     assert column(tmp_path, "metrics") == [1, 2]
 
@@ -207,7 +208,7 @@ def install_wandb(tmp_path, monkeypatch):
 
     def install(text):
         (tmp_path / "site").mkdir()
-        (tmp_path / "site" / "wandb.py").write_text(text)
+        (tmp_path / "site/wandb.py").write_text(text)
         monkeypatch.syspath_prepend(tmp_path / "site")
         monkeypatch.delitem(sys.modules, "wandb", raising=False)
 
@@ -351,7 +352,7 @@ def test_a_wandb_that_cannot_start_costs_one_warning_at_each_start(
     assert [event.step for event in events(tmp_path).Scalars("loss")] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("terminal", "steps"), [(True, range(1, 11)), (False, (5, 10))])
+@pytest.mark.parametrize("terminal, steps", [(True, range(1, 11)), (False, (5, 10))])
 def test_a_terminal_shows_each_step_and_a_log_file_every_fifth(terminal, steps):
     console = Console(file=io.StringIO(), force_terminal=terminal, color_system=None, width=200)
     progress = Progress(console, steps=10)

@@ -47,14 +47,14 @@ PLAYED = {"name": "calculator:Calculator"}
 def test_limits_and_processes_of_an_environment_may_change(tmp_path):
     opened(recipe(tmp_path, environment=PLAYED["name"]))
     changes = {"timeout_s": 5, "episode_timeout_s": 9, "workers": 2, "memory_mb": 64, "variables": ["KEY"]}
-    file = tmp_path / "runs" / "r" / "recipe.yaml"
+    file = tmp_path / "runs/r/recipe.yaml"
     for settings in (changes, {}):
         opened(recipe(tmp_path, environment=PLAYED | settings))
         assert yaml.safe_load(file.read_text())["environment"].items() >= (PLAYED | settings).items()
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    "key, value",
     [
         ("name", "other:Class"),
         ("thinking", "strip"),
@@ -93,7 +93,7 @@ def test_the_trainers_layout_may_change(tmp_path):
         opened(layout(tmp_path, world, model, **parallel))
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (2, 4)])
 def test_another_expert_parallel_size_is_refused_with_both_layouts(tmp_path, before, after):
     RunFolder(layout(tmp_path, 4, expert_model=before)).close()
     said = (
@@ -106,7 +106,7 @@ def test_another_expert_parallel_size_is_refused_with_both_layouts(tmp_path, bef
 
 
 @pytest.mark.parametrize(
-    ("megatron", "said"),
+    "megatron, said",
     [
         ({"ddp": {"use_distributed_optimizer": False}}, "ddp.use_distributed_optimizer is None .* False here"),
         ({"model": {"layernorm_epsilon": 1e-3}}, "megatron.model.layernorm_epsilon is None .* 0.001 here"),
@@ -151,7 +151,7 @@ def test_a_folder_that_cannot_be_made_is_one_line_with_its_key(tmp_path):
 
 
 def test_a_folder_with_other_files_is_refused(tmp_path):
-    target = tmp_path / "runs" / "r"
+    target = tmp_path / "runs/r"
     target.mkdir(parents=True)
     (target / "thesis.tex").write_text("mine")
     refused(recipe(tmp_path), r"files and no recipe.yaml")
@@ -159,14 +159,14 @@ def test_a_folder_with_other_files_is_refused(tmp_path):
 
 def test_a_start_killed_before_the_recipe_was_written_leaves_a_usable_folder(tmp_path):
     """The lock is there, the folders may be, recipe.yaml is not."""
-    target = tmp_path / "runs" / "r"
+    target = tmp_path / "runs/r"
     for name in ("logs", "checkpoints"):
         (target / name).mkdir(parents=True)
     (target / "lock").touch()
     (target / ".recipe.yaml.draft").write_text("name: r")
     opened(recipe(tmp_path))
     (target / "recipe.yaml").unlink()
-    (target / "checkpoints" / "step_000001").mkdir()
+    (target / "checkpoints/step_000001").mkdir()
     refused(recipe(tmp_path), r"files and no recipe.yaml")
 
 
@@ -181,7 +181,7 @@ def test_a_file_system_without_locks_is_one_line(tmp_path, monkeypatch, number):
 
 def test_a_recipe_written_before_a_key_existed_is_the_same_run(tmp_path):
     opened(recipe(tmp_path))
-    path = tmp_path / "runs" / "r" / "recipe.yaml"
+    path = tmp_path / "runs/r/recipe.yaml"
     older = yaml.safe_load(path.read_text())
     del older["weights"]["probe_every"]
     path.write_text(yaml.safe_dump(older))

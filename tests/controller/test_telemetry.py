@@ -28,7 +28,7 @@ async def endpoint(folder, **telemetry):
     """(collector, get): get(path, headers) -> (status, text, content type)."""
     made, run = settings(folder, **telemetry)
     async with serving_metrics(made, run, run_id="1f") as collector, aiohttp.ClientSession() as session:
-        [target] = json.loads((run / "metrics" / "targets.json").read_text())[0]["targets"]
+        [target] = json.loads((run / "metrics/targets.json").read_text())[0]["targets"]
 
         async def get(path="/metrics", headers=None, method="GET"):
             async with session.request(method, f"http://{target}{path}", headers=headers) as answer:
@@ -45,10 +45,10 @@ async def test_nothing_listens_by_default(tmp_path):
     async with serving_metrics(recipe(tmp_path), tmp_path, run_id="1f") as collector:
         assert collector is None and list(tmp_path.iterdir()) == []
     (tmp_path / "metrics").mkdir()
-    (tmp_path / "metrics" / "targets.json").write_text('[{"targets": ["127.0.0.1:9"]}]')  # of an earlier start
+    (tmp_path / "metrics/targets.json").write_text('[{"targets": ["127.0.0.1:9"]}]')  # of an earlier start
     async with serving_metrics(recipe(tmp_path), tmp_path, run_id="1f") as collector:
         assert collector is None
-    assert (tmp_path / "metrics" / "targets.json").read_text() == "[]", "Prometheus has the token"
+    assert (tmp_path / "metrics/targets.json").read_text() == "[]", "Prometheus has the token"
 
 
 async def test_only_the_token_opens_it(tmp_path):
@@ -73,13 +73,13 @@ async def test_only_the_token_opens_it(tmp_path):
         assert status == 200 and "scalerl_run_info" in text
         assert (await get("/", right))[0] == (await get("/metrics/token", right))[0] == 404
         assert (await get(headers=right, method="POST"))[0] == 405
-    assert (tmp_path / "r" / "metrics" / "targets.json").read_text() == "[]", "the port may be another program's now"
+    assert (tmp_path / "r/metrics/targets.json").read_text() == "[]", "the port may be another program's now"
 
 
 async def test_without_a_token_where_the_recipe_opens_it(tmp_path):
     async with endpoint(tmp_path, metrics_access="open") as (_, get):
         assert (await get())[0] == 200
-    assert not (tmp_path / "r" / "metrics" / "token").exists()
+    assert not (tmp_path / "r/metrics/token").exists()
 
 
 async def test_the_files_are_for_their_owner_and_the_token_stays(tmp_path):
@@ -91,7 +91,7 @@ async def test_the_files_are_for_their_owner_and_the_token_stays(tmp_path):
             second = bearer(tmp_path)
     finally:
         os.umask(before)
-    folder = tmp_path / "r" / "metrics"
+    folder = tmp_path / "r/metrics"
     assert first == second and len(first["Authorization"]) == 64 + len("Bearer ")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / "token").stat().st_mode) == 0o600
@@ -99,7 +99,7 @@ async def test_the_files_are_for_their_owner_and_the_token_stays(tmp_path):
 
 async def test_a_token_that_others_may_read_is_refused(tmp_path):
     async with endpoint(tmp_path):
-        (tmp_path / "r" / "metrics" / "token").chmod(0o644)
+        (tmp_path / "r/metrics/token").chmod(0o644)
     with pytest.raises(ValueError, match=r"metrics/token .* 0644.* 0600"):
         async with endpoint(tmp_path):
             pass
@@ -132,7 +132,7 @@ async def test_a_restart_whose_port_is_taken_goes_on_without_metrics(tmp_path, c
         made, folder = settings(tmp_path, metrics_port=port)
         with socket.create_server(("127.0.0.1", port)):
             async with serving_metrics(made, folder, run_id="1f") as collector:
-                assert collector is None and (folder / "metrics" / "targets.json").read_text() == "[]"
+                assert collector is None and (folder / "metrics/targets.json").read_text() == "[]"
     [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said.startswith("the run goes on without its endpoint for metrics: telemetry.metrics_host, telemetry.")
     assert f"127.0.0.1, port {port}: Address already in use" in said
@@ -152,7 +152,7 @@ async def test_connections_that_ask_for_nothing_are_few_and_do_not_stay(tmp_path
     monkeypatch.setattr("megatron_scalerl.controller.telemetry.MOST_CONNECTIONS", 3)
     monkeypatch.setattr("megatron_scalerl.controller.telemetry.CONNECTION_S", 1.0)
     async with endpoint(tmp_path) as (_, get):
-        target = json.loads((tmp_path / "r" / "metrics" / "targets.json").read_text())[0]["targets"][0]
+        target = json.loads((tmp_path / "r/metrics/targets.json").read_text())[0]["targets"][0]
         host, port = target.split(":")
         opened = [await asyncio.open_connection(host, int(port)) for _ in range(5)]
         closed = [await asyncio.wait_for(reader.read(), 240) for reader, _ in opened]
@@ -166,7 +166,7 @@ async def test_connections_that_ask_for_nothing_are_few_and_do_not_stay(tmp_path
 async def test_an_empty_token_of_a_start_that_was_killed_is_made_again(tmp_path):
     _, run = settings(tmp_path)
     (run / "metrics").mkdir(mode=0o700)
-    (run / "metrics" / "token").touch(mode=0o600)
+    (run / "metrics/token").touch(mode=0o600)
     async with endpoint(tmp_path) as (_, get):
         assert (await get(headers=bearer(tmp_path)))[0] == 200
-    assert len((run / "metrics" / "token").read_text().strip()) == 64
+    assert len((run / "metrics/token").read_text().strip()) == 64

@@ -117,7 +117,7 @@ class Earlier:
         return [{"step": 0, "confirmed_share": None}, {"step": 1, "confirmed_share": 0.6}]
 
 
-@pytest.mark.parametrize(("share", "warned"), [(0.75, False), (0.5, True)])
+@pytest.mark.parametrize("share, warned", [(0.75, False), (0.5, True)])
 def test_where_references_are_expressions_the_share_may_not_fall(share, warned, caplog):
     expressions = [replace(prompt, answer="2\\sqrt{3}") for prompt in PROMPTS]
     result = audited(share, prompts=expressions, metrics=Earlier())

@@ -99,7 +99,7 @@ def test_a_step_with_a_gradient_that_changes_no_value_is_an_error(recipe):
         after_a_step(recipe, frozen(), grad_norm=0.3, learning_rate=5e-7)
 
 
-@pytest.mark.parametrize(("grad_norm", "learning_rate"), [(0.0, 5e-7), (0.3, 0.0), (0.3, 4e-7)])
+@pytest.mark.parametrize("grad_norm, learning_rate", [(0.0, 5e-7), (0.3, 0.0), (0.3, 4e-7)])
 def test_a_step_that_moves_nothing_need_not_change_a_value(recipe, grad_norm, learning_rate):
     after_a_step(recipe, frozen(), grad_norm=grad_norm, learning_rate=learning_rate)
 
@@ -152,7 +152,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("answers", "reason"), REFUSALS)
+@pytest.mark.parametrize("answers, reason", REFUSALS)
 def test_tensors_that_are_not_the_engines_end_the_run_at_its_first_update(recipe, answers, reason):
     engines = [engine(), engine("engine-1")]
     for each in engines:
@@ -170,7 +170,7 @@ def test_one_engine_of_another_model_does_not_end_a_run_that_others_can_go_on_wi
     assert members.serving == engines[:1] and "4 values" in members.members[1].reason
 
 
-@pytest.mark.parametrize(("world_size", "serves"), [(2, True), (3, False)])
+@pytest.mark.parametrize("world_size, serves", [(2, True), (3, False)])
 def test_workers_of_all_data_parallel_ranks_take_part(recipe, world_size, serves):
     """vLLM answers for those of the first rank."""
     engines = [engine(), engine("engine-1")]

@@ -2,7 +2,7 @@
 
 import pytest
 from waiting import wait_until
-from whole_runs import overrides, run, start
+from whole_runs import overrides, run, start, words
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.commands.export import export
@@ -16,19 +16,12 @@ PHASES = ("rollouts.schedule=ppo_off_policy", "rollouts.updates_per_phase=2")
 
 
 def settings(tiny, out, name, schedule):
-    more = (
-        "rollouts.deterministic=true",
-        *schedule,
-        "rollouts.max_in_flight=16",  # a batch is two rounds
-        "rewards.verifier=tests.e2e.coin:toss_until_held",
-        "rewards.variables=[HELD_AT]",
-        "rewards.timeout_s=600",
-        "steps=4",
-        "validation.every_steps=2",
-        "checkpoint.every_steps=2",
-        "weights.probe_every=2",
-    )
-    return ["-m", "megatron_scalerl", "train", "recipes/tiny_cpu.yaml", *overrides(tiny, out, name, *more)]
+    # a batch is two rounds
+    more = """rollouts.deterministic=true rollouts.max_in_flight=16 rewards.verifier=tests.e2e.coin:toss_until_held
+        rewards.variables=[HELD_AT] rewards.timeout_s=600 steps=4 validation.every_steps=2 checkpoint.every_steps=2
+        weights.probe_every=2"""
+    command = words("-m megatron_scalerl train recipes/tiny_cpu.yaml")
+    return [*command, *overrides(tiny, out, name, *schedule, *words(more))]
 
 
 def finished(events):
@@ -46,7 +39,7 @@ def bits(folder):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "groups"),
+    "schedule, groups",
     [(PIPELINE, 12), (PHASES, 16), (ADAPTERS, 12)],
     ids=["pipeline", "phases", "adapters"],
 )
@@ -71,7 +64,7 @@ def test_a_killed_run_has_the_bits_of_one_that_was_not(tiny_dense, tmp_path, mon
     monkeypatch.setenv("HELD_AT", "")
     run(*settings(tiny_dense, tmp_path, "interrupted", schedule))
     assert bits(interrupted) == expected
-    assert "not deterministic" not in (interrupted / "logs" / "controller.log").read_text()
+    assert "not deterministic" not in (interrupted / "logs/controller.log").read_text()
     exported = []
     for name in ("whole", "interrupted"):
         export(tmp_path / name, tmp_path / f"{name}_exported")

@@ -131,7 +131,7 @@ def test_an_agent_and_single_turns_train_in_one_run_each_with_its_validation(
 
 def test_a_killed_run_of_episodes_is_resumed_shown_and_evaluated(tiny_dense, asking, tmp_path, monkeypatch):
     requests = tmp_path / "requests.jsonl"
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "examples"), str(ROOT / "tests" / "e2e")]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "examples"), str(ROOT / "tests/e2e")]))
     monkeypatch.setenv("REQUEST_LOG", str(requests))
     settings = [
         *RECIPE,

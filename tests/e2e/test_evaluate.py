@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from evaluation_files import AIME_2024, read_result
+from json_lines import write
 from whole_runs import overrides, product
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
@@ -19,8 +20,8 @@ def problems(tiny_dense, tmp_path_factory):
     held_out = read_jsonl(tiny_dense / "held_out.jsonl")[:9] + read_jsonl(tiny_dense / "prompts.jsonl")[:1]
     rows = [{"id": f"p{i}", "problem": r["prompt"], "answer": abs(int(r["answer"]))} for i, r in enumerate(held_out)]
     rows[0]["id"] = HOSTILE
-    (folder / "tiny.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "aime.jsonl").write_text("".join(json.dumps(row) + "\n" for row in AIME_2024))
+    write(folder / "tiny.jsonl", rows)
+    write(folder / "aime.jsonl", AIME_2024)
     return folder
 
 
@@ -55,22 +56,15 @@ def test_budgets_of_a_folder(tiny_dense, problems, tmp_path):
 @pytest.mark.full
 def test_an_evaluation_beside_a_training_is_of_its_steps_weights(tiny_dense, problems, tmp_path):
     shutil.copy(problems / "tiny.jsonl", tmp_path / "tiny.jsonl")
-    more = (
-        "steps=4",
-        "engine.count=2",
-        "validation.every_steps=2",
-        "validation.end_generations=1",
-        "evaluation.every_steps=2",
-        f"evaluation.files=[{tmp_path / 'tiny.jsonl'}:aime]",
-        "evaluation.generations=2",
-    )
-    product("train", "recipes/tiny_cpu.yaml", *overrides(tiny_dense, tmp_path, "beside", *more))
+    more = f"""steps=4 engine.count=2 validation.every_steps=2 validation.end_generations=1 evaluation.every_steps=2
+        evaluation.files=[{tmp_path}/tiny.jsonl:aime] evaluation.generations=2"""
+    product("train", "recipes/tiny_cpu.yaml", *overrides(tiny_dense, tmp_path, "beside", *more.split()))
     folder = tmp_path / "beside"
     rows = read_jsonl(folder / "evaluation.jsonl")
     assert rows[0]["step"] == 0 and rows[-1]["step"] in (2, 3, 4) and not any("lost" in row for row in rows)
     digests = {r["step"]: r["weight_digest"] for r in read_jsonl(folder / "metrics.jsonl")}
     for row in rows:
-        header, completions = read_result(folder / "evaluations" / f"step-{row['step']:06d}")
+        header, completions = read_result(folder / f"evaluations/step-{row['step']:06d}")
         assert header.version == row["step"] and {c.versions for c in completions} == {(row["step"],) * 2}
         assert header.digest == row["weight_digest"] == digests.get(row["step"], header.digest)
     states = [(row["name"], row["state"]) for row in read_jsonl(folder / "engines.jsonl")]

@@ -1,11 +1,11 @@
 """RL steps with every family: trainer ranks, a real engine, live updates; both sides compute the same log-probs."""
 
-import json
 import random
 from pathlib import Path
 
 import pytest
 import random_policies
+from json_lines import write
 from safetensors.torch import load_file
 from sampling import sampled
 from torch import equal
@@ -47,25 +47,15 @@ def make_run(kind, folder):
     rng = random.Random(1)
     for name, count in (("prompts", 40), ("held_out", 8)):
         rows = [{"prompt": "".join(rng.choices("0123456789+-", k=length)), "answer": "0"} for _ in range(count)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write(folder / f"{name}.jsonl", rows)
 
 
 def train(kind, tmp_path, *more, **keywords):
     _, length, layout = FAMILIES[kind]
-    settings = overrides(
-        tmp_path,
-        tmp_path,
-        "run",
-        "steps=2",
-        f"prompts.max_prompt_tokens={length + 20}",
-        "rewards.verifier=coin:toss",
-        "rewards.truncated=wrong",
-        "interruption.answer_tokens=40",
-        "validation.every_steps=0",
-        "optimizer.lr=1e-2",
-        "trainer.micro_batch_tokens=1024",
-    )
-    return product("train", "recipes/tiny_cpu.yaml", *settings, *layout, *more, **keywords)
+    own = f"""steps=2 prompts.max_prompt_tokens={length + 20} rewards.verifier=coin:toss rewards.truncated=wrong
+        interruption.answer_tokens=40 validation.every_steps=0 optimizer.lr=1e-2 trainer.micro_batch_tokens=1024"""
+    settings = overrides(tmp_path, tmp_path, "run", *own.split(), *layout, *more)
+    return product("train", "recipes/tiny_cpu.yaml", *settings, **keywords)
 
 
 @pytest.mark.parametrize("kind", sampled("family", FAMILIES, 1))
@@ -73,7 +63,7 @@ def test_two_steps_with_a_real_engine(kind, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     make_run(kind, tmp_path)
     train(kind, tmp_path)
-    records = [record for record in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "skipped" not in record]
+    records = [record for record in read_jsonl(tmp_path / "run/metrics.jsonl") if "skipped" not in record]
     assert [record["step"] for record in records] == [1, 2]
     # completions of the first step came from the weights that trainer and engine started with
     assert records[0]["mismatch_max"] <= 1e-4

@@ -46,7 +46,7 @@ answer = dict(
 )
 print("answer", json.dumps(answer))
 """
-MOONLIGHT = ROOT / "recipes" / "moonlight_16b_a3b_8gpus.yaml"
+MOONLIGHT = ROOT / "recipes/moonlight_16b_a3b_8gpus.yaml"
 EXPERTS = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 LAYOUTS = {
     "PP 2, layers 1 + 2": {
@@ -58,24 +58,15 @@ LAYOUTS = {
 
 
 def train(folder, steps, layout):
+    more = f"""steps={steps} prompts.max_prompt_tokens=64 rewards.verifier=coin:toss rewards.truncated=wrong
+        interruption.thinking_tokens=[20,20] interruption.answer_tokens=20 rollouts.max_staleness_steps=0
+        validation.every_steps=0 validation.prompts=8 checkpoint.every_steps=2 optimizer.lr=1e-2
+        trainer.micro_batch_tokens=1024 trainer.world_size=2 engine.vllm.attention_backend=CPU_MLA"""
     settings = overrides(
         folder,
         folder,
         "run",
-        f"steps={steps}",
-        "prompts.max_prompt_tokens=64",
-        "rewards.verifier=coin:toss",
-        "rewards.truncated=wrong",
-        "interruption.thinking_tokens=[20, 20]",
-        "interruption.answer_tokens=20",
-        "rollouts.max_staleness_steps=0",
-        "validation.every_steps=0",
-        "validation.prompts=8",
-        "checkpoint.every_steps=2",
-        "optimizer.lr=1e-2",
-        "trainer.micro_batch_tokens=1024",
-        "trainer.world_size=2",
-        "engine.vllm.attention_backend=CPU_MLA",
+        *more.split(),
         f"engine.vllm.hf_overrides={json.dumps(load_recipe(MOONLIGHT).engine.vllm['hf_overrides'])}",
         f"megatron={json.dumps(layout)}",
     )
@@ -132,7 +123,7 @@ def test_trainer_engine_and_export_agree_after_live_updates_and_a_restart(tmp_pa
     assert initial and exported.keys() == initial.keys()
     assert all(torch.equal(exported[name], bias) for name, bias in initial.items())
     train(tmp_path, 4, after)
-    records = [record for record in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "skipped" not in record]
+    records = [record for record in read_jsonl(tmp_path / "run/metrics.jsonl") if "skipped" not in record]
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert all(record["grad_norm"] > 0 for record in records)
     live = max(max(record["mismatch_max"], record["probe_mismatch_max"]) for record in records)

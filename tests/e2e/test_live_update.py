@@ -71,7 +71,7 @@ def test_engine_equals_trainer_before_and_after_an_update(kind, request, tmp_pat
     ours = run_ranks(
         1,
         "e2e.greedy_ranks:greedy_tokens",
-        str(tmp_path / "live" / "recipe.yaml"),
+        str(tmp_path / "live/recipe.yaml"),
         str(out),
         [list(p.token_ids) for p in prompts],
         TOKENS,

@@ -15,12 +15,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.full]
 @pytest.mark.timeout(3000)
 def test_two_recipes_with_two_seeds(policy, tmp_path):
     study = tmp_path / "study"
-    words = ["-m", "megatron_scalerl", "study", "recipes/ablations/scalerl.yaml", "recipes/ablations/dapo_loss.yaml"]
-    words += ["--base", "recipes/tiny_cpu.yaml", "--seeds", "2", "--out", study]
+    recipes = "recipes/ablations/scalerl.yaml recipes/ablations/dapo_loss.yaml --base recipes/tiny_cpu.yaml"
+    words = f"-m megatron_scalerl study {recipes} --seeds 2 --out {study}".split()
     more = ("steps=8", "validation.every_steps=1", "checkpoint.every_steps=2")
     words += [word for setting in overrides(policy, "", "", *more)[2:] for word in ("--set", setting)]
     process = start(*map(str, words))
-    metrics = study / "runs" / "dapo_loss_seed1" / "metrics.jsonl"
+    metrics = study / "runs/dapo_loss_seed1/metrics.jsonl"
     wait_until(lambda: process.poll() is not None or len(read_jsonl(metrics)) >= 4, 1500)
     process.kill()
     process.wait()

@@ -5,7 +5,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file
 from torch import equal
-from whole_runs import overrides, product
+from whole_runs import overrides, product, words
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.plan.counting import load_family
@@ -70,18 +70,17 @@ def check_scores(folder, *steps):
 @pytest.mark.full
 def test_tensor_parallel_trainer_and_engine_with_updates_of_changes(tiny_dense, tmp_path):
     train(
-        *overrides(tiny_dense, tmp_path, "tp2", "trainer.world_size=2"),
-        "megatron.parallel.tensor_model_parallel_size=2",
-        "megatron.model.sequence_parallel=true",
-        "engine.vllm.tensor_parallel_size=2",
-        "weights.deltas=absolute",
-        "telemetry.token_scores_every=1",
+        *overrides(tiny_dense, tmp_path, "tp2"),
+        *words(
+            "trainer.world_size=2 megatron.parallel.tensor_model_parallel_size=2 engine.vllm.tensor_parallel_size=2 "
+            "megatron.model.sequence_parallel=true weights.deltas=absolute telemetry.token_scores_every=1"
+        ),
     )
     records = check_run(tmp_path / "tp2")
     check_scores(tmp_path / "tp2", 1)
     assert all(len(set(r["weight_digest"].split("-"))) == 2 for r in records), "a digest of each worker's shard"
     check_bytes(tmp_path / "tp2", records[-1])
-    validations = read_jsonl(tmp_path / "tp2" / "validation.jsonl")
+    validations = read_jsonl(tmp_path / "tp2/validation.jsonl")
     assert [v["step"] for v in validations] == [0, 3]
     assert validations[1]["compute"] > validations[0]["compute"] == 0
     assert [v["unit"] for v in validations] == ["device_hours"] * 2
@@ -94,10 +93,10 @@ def test_a_restart_replays_the_journal_to_the_same_bits(tiny_dense, tmp_path):
     whole = tmp_path / "whole"
     check_run(whole)
     check_scores(whole, 1, 2, 3)
-    again = tmp_path / "again" / "whole"
+    again = tmp_path / "again/whole"
     shutil.copytree(whole, again)
     for step in (2, 3):
-        shutil.rmtree(again / "checkpoints" / f"step_{step:06d}")
+        shutil.rmtree(again / f"checkpoints/step_{step:06d}")
     # the folder's recipe names where it lies; everything else is the same run
     recipe = (again / "recipe.yaml").read_text().replace(str(tmp_path), str(tmp_path / "again"), 1)
     (again / "recipe.yaml").write_text(recipe)
@@ -105,10 +104,10 @@ def test_a_restart_replays_the_journal_to_the_same_bits(tiny_dense, tmp_path):
 
     for folder in (whole, again):
         product("export", folder, "--out", folder / "hf")
-    first, second = (load_file(f / "hf" / "model.safetensors") for f in (whole, again))
+    first, second = (load_file(f / "hf/model.safetensors") for f in (whole, again))
     assert first.keys() == second.keys()
     assert all(equal(first[name], second[name]) for name in first)
-    start = load_file(tiny_dense / "policy" / "model.safetensors")
+    start = load_file(tiny_dense / "policy/model.safetensors")
     assert not equal(start["lm_head.weight"], first["lm_head.weight"])
 
     attempts = read_jsonl(again / "attempts.jsonl")

@@ -29,39 +29,22 @@ def make_tiny(folder, *, moe, sft_steps):
     """Task files, an untrained policy, and a policy after a short warm start."""
     flags = ["--moe"] if moe else []
     run("-m", "megatron_scalerl.tiny", folder, "--seed", 1, "--sft-examples", 32 * sft_steps, *flags)
-    product(
-        "sft",
-        "recipes/tiny_cpu.yaml",
-        "--out",
-        folder / "policy",
-        f"policy.path={folder / 'base_policy'}",
-        f"sft.path={folder / 'sft.jsonl'}",
-        f"sft.steps={sft_steps}",
-        "sft.threads=1",
-    )
+    paths = f"--out {folder}/policy policy.path={folder}/base_policy sft.path={folder}/sft.jsonl"
+    product("sft", "recipes/tiny_cpu.yaml", *paths.split(), f"sft.steps={sft_steps}", "sft.threads=1")
     return folder
 
 
 def overrides(tiny, out, name, *more):
     """A run of three steps on a tiny policy."""
-    return [
-        f"name={name}",
-        f"output_dir={out}",
-        "steps=3",
-        f"policy.path={tiny / 'policy'}",
-        f"prompts.path={tiny / 'prompts.jsonl'}",
-        f"prompts.held_out_path={tiny / 'held_out.jsonl'}",
-        "rollouts.groups_per_batch=4",
-        "rollouts.group_size=8",
-        "rollouts.max_in_flight=64",
-        "validation.every_steps=3",
-        "validation.prompts=20",
-        "validation.generations=2",
-        "checkpoint.every_steps=0",
-        "optimizer.warmup_steps=1",
-        "optimizer.lr=1e-3",
-        "weights.probe_every=1",
-        "weights.probe_tolerance=1e-4",
-        "trainer.micro_batch_tokens=512",
-        *more,
-    ]
+    own = f"""name={name} output_dir={out} steps=3
+        policy.path={tiny}/policy prompts.path={tiny}/prompts.jsonl prompts.held_out_path={tiny}/held_out.jsonl
+        rollouts.groups_per_batch=4 rollouts.group_size=8 rollouts.max_in_flight=64
+        validation.every_steps=3 validation.prompts=20 validation.generations=2 checkpoint.every_steps=0
+        optimizer.warmup_steps=1 optimizer.lr=1e-3 weights.probe_every=1 weights.probe_tolerance=1e-4
+        trainer.micro_batch_tokens=512"""
+    return [*own.split(), *more]
+
+
+def words(text):
+    """The words of a command line, none of which has a blank."""
+    return text.split()

@@ -3,10 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+from command_line import refusal
 from evaluation_files import AIME_2024, written
+from refusals import refused
 from rich.console import Console
 
-from megatron_scalerl.__main__ import main
 from megatron_scalerl.commands.evaluate import _budgets, _print_examples
 from megatron_scalerl.evaluation.inputs import check_evaluation, recipe_of_task, settings
 from megatron_scalerl.evaluation.offline import _first
@@ -18,9 +19,8 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J[bold red]hens [/nothing]\u202e\r overwritten"
 
 
 def test_the_command_that_is_gone_names_its_successors(capsys):
-    assert main(["contamination", "train.jsonl", "--data", "eval.jsonl"]) == 2
-    said = capsys.readouterr().err
-    assert "evaluate --training FILE" in said and "RUN/contamination.json" in said and said.count("\n") == 1
+    line = refusal(["contamination", "train.jsonl", "--data", "eval.jsonl"], capsys)
+    assert "evaluate --training FILE" in line and "RUN/contamination.json" in line
 
 
 def test_hostile_completions_are_printed_as_text(tmp_path, capsys):
@@ -53,9 +53,9 @@ def test_a_mixture_is_evaluated_with_the_template_and_the_verifier_of_one_task(t
     tasks = "{a: {path: a, weight: 1, prompt_template: 'A {prompt}', verifier: code}, b: {path: b, weight: 1}}"
     path = tmp_path / "run.yaml"
     path.write_text(f"name: r\nsteps: 9\npolicy: {{path: p}}\nprompts: {{tasks: {tasks}}}\n")
-    with pytest.raises(ValueError, match=r"^evaluation.task: expected one of a, b, found none$"):
+    with refused(r"^evaluation.task: expected one of a, b, found none$"):
         check_evaluation(load_recipe_for("new", path), [])
-    with pytest.raises(ValueError, match=r"^evaluation.task: expected one of a, b, found c$"):
+    with refused(r"^evaluation.task: expected one of a, b, found c$"):
         recipe_of_task(load_recipe_for("new", path, ["evaluation.task=c"]))
     of_a, of_b = (recipe_of_task(load_recipe_for("new", path, [f"evaluation.task={name}"])) for name in "ab")
     assert recipe_of_task(of_a) == of_a, "OUT/recipe.yaml is a recipe of one task"
@@ -82,23 +82,18 @@ def test_the_first_of_several_failures_is_raised():
 
 @pytest.mark.parametrize("text", ["", "a", "0", "8,4", "8,8", "8,-4", "1.5"])
 def test_budgets_are_ascending_numbers_of_tokens(text):
-    with pytest.raises(ValueError, match=f"--budgets: {text!r} "):
+    with refused(f"--budgets: {text!r} "):
         _budgets(text)
     assert _budgets("4, 8,16") == [4, 8, 16] and _budgets(None) == []
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    "argv, message",
     [
-        (
-            ["evaluate", "none", "--data", "none.jsonl", "--out", "o"],
-            "none.jsonl: there is no such file or folder of prompts",
-        ),
-        (["evaluate", "none", "--data", "x", "--out", "o", "--k", "0"], "--k: 0 is too small"),
+        ("evaluate none --data none.jsonl --out o", "none.jsonl: there is no such file or folder of prompts"),
+        ("evaluate none --data x --out o --k 0", "--k: 0 is too small"),
     ],
 )
 def test_errors_of_the_user_are_one_line(argv, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(argv) == 2
-    found = capsys.readouterr().err
-    assert message in found and found.count("\n") == 1 and not list(tmp_path.iterdir())
+    assert message in refusal(argv.split(), capsys) and not list(tmp_path.iterdir())

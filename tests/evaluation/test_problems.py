@@ -1,22 +1,23 @@
 """Evaluation files: the columns of AIME and MATH-500 as on the hub, and any other."""
 
 import pytest
-from evaluation_files import AIME_25, AIME_25_MA, AIME_25_OC, AIME_2024, AIME_H4, MATH_500, written
+from evaluation_files import AIME_2024, MATH_500, published, written
 
 from megatron_scalerl.evaluation.problems import read_problems, split_schema
 
 
 @pytest.mark.parametrize(
-    ("rows", "ids", "answers"),
+    "name, ids, answers",
     [
-        (AIME_2024, ["2024-I-1", "2024-II-4"], ["33", "1"]),
-        (AIME_H4, ["60"], ["076"]),
-        (AIME_25, ["0"], ["4"]),
-        (AIME_25_OC, ["1"], ["4"]),
-        (AIME_25_MA, ["1"], ["4"]),
+        ("Maxwell-Jia_AIME_2024", ["2024-I-1", "2024-II-4"], ["33", "1"]),
+        ("HuggingFaceH4_aime_2024", ["60"], ["076"]),
+        ("math-ai_aime25", ["0"], ["4"]),
+        ("opencompass_AIME2025", ["1"], ["4"]),
+        ("MathArena_aime_2025", ["1"], ["4"]),
     ],
 )
-def test_every_variant_of_aime_is_recognized(tmp_path, rows, ids, answers):
+def test_every_variant_of_aime_is_recognized(tmp_path, name, ids, answers):
+    rows = published(name)
     path = written(tmp_path, "aime.jsonl", rows)
     found = read_problems(path)
     assert found.schema == "aime" and found == read_problems(path, "aime")
@@ -65,7 +66,7 @@ def test_the_schema_follows_the_last_colon(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "schema", "message"),
+    "rows, schema, message",
     [
         ([AIME_2024[0], AIME_2024[1] | {"Answer": None}], "aime", "line 2: .*'Answer'"),
         ([{"Problem": "x"}], "aime", r"no column 'Answer' or 'answer', only \(Problem\)"),

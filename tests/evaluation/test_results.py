@@ -51,7 +51,7 @@ def test_rows_are_kept_and_a_torn_one_is_dropped(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "named"),
+    "changed, named",
     [
         (replace(HEADER, digest="e"), "digest: 'd', not 'e'"),
         (replace(HEADER, settings={"k": 4, "dtype": "float32"}), "settings.k: 2, not 4"),

@@ -1,13 +1,7 @@
 """Files of other tools, made by hand, for the tests of what is read in them."""
 
-import json
-
 STEPS = list(range(10, 110, 10))
 RATES = [round(0.1 + 0.5 * step / (step + 40), 4) for step in STEPS]
-
-
-def lines(rows):
-    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def write(tmp_path, name, text):

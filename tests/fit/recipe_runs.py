@@ -28,17 +28,9 @@ def write_run(folder, *, seed, recipe="", asymptote=0.8, exponent=2.0, midpoint=
     compute = np.linspace(0.2 / points, 0.2, points)
     curve = sigmoid(compute, asymptote=asymptote, exponent=exponent, midpoint=midpoint, initial=0.38)
     measured = rng.binomial(prompts * 8, curve) / (prompts * 8)
-    rows = [
-        {
-            "step": 5 * n,
-            "pass_rate": float(y),
-            "prompts": prompts,
-            "generations": 8,
-            "compute": float(c),
-            "unit": "device_hours",
-        }
-        for n, (c, y) in enumerate(zip([0.0, *compute], [0.38, *measured]))
-    ]
+    same = {"prompts": prompts, "generations": 8, "unit": "device_hours"}
+    points = enumerate(zip([0.0, *compute], [0.38, *measured]))
+    rows = [{**same, "step": 5 * n, "pass_rate": float(y), "compute": float(c)} for n, (c, y) in points]
     append(folder / "validation.jsonl", *rows)
     (folder / "recipe.yaml").write_text(
         f"name: {folder.name}\nseed: {seed}\nsteps: 70\npolicy: {{path: p}}\nprompts: {{path: q}}\n{recipe}\n"

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_scalerl.fit.compare import ERROR, Difference, adjusted, mean_of, spread
+from megatron_scalerl.fit.compare import ERROR, Difference, adjusted, mean_of
 
 
 def mean(values, *, fit_sd=1e-6):
@@ -45,11 +45,6 @@ def test_holms_limits():
     assert {n: each.p for n, each in found.items()} == {7: pytest.approx(0.03), 5: pytest.approx(0.04), 9: 0.5}
 
 
-def test_the_spread_between_runs():
-    assert spread([[0.63, 0.97, 0.89]]) == pytest.approx(np.std([0.63, 0.97, 0.89], ddof=1))
-    assert math.isnan(spread([[0.5], [0.9]]))
-
-
 def drawn(rng, recipes, seeds, *, deviation=0.03, shift=0.0, scatter="alike"):
     """Recipes with one mean but for the second one's shift."""
     factors = {
@@ -68,7 +63,7 @@ def differences(means):
 
 
 @pytest.mark.parametrize("scatter", ["alike", "of their own", "the reference's larger"])
-@pytest.mark.parametrize(("recipes", "seeds"), [(2, 2), (2, 3), (5, 3), (13, 3)])
+@pytest.mark.parametrize("recipes, seeds", [(2, 2), (2, 3), (5, 3), (13, 3)])
 def test_errors_and_coverage_of_recipes_that_do_not_differ(recipes, seeds, scatter):
     rng, trials = np.random.default_rng([recipes, seeds, len(scatter)]), 300
     declared = covered = 0.0

@@ -41,12 +41,9 @@ def two_recipes(tmp_path, *, seeds=(1, 2, 3), deviation=0.003, **dapo):
 
 
 def test_runs_of_one_recipe_are_an_arm(tmp_path):
+    runs = ("quick_1", 1, CISPO), ("other", 1, DAPO), ("quick_2", 2, CISPO)
     rng = np.random.default_rng(0)
-    written = [
-        write_run(tmp_path / "quick_1", seed=1, recipe=CISPO, rng=rng),
-        write_run(tmp_path / "other", seed=1, recipe=DAPO, rng=rng),
-        write_run(tmp_path / "quick_2", seed=2, recipe=CISPO, rng=rng),
-    ]
+    written = [write_run(tmp_path / name, seed=seed, recipe=recipe, rng=rng) for name, seed, recipe in runs]
     longer = (written[2] / "recipe.yaml").read_text().replace("steps: 70", "steps: 90").replace("path: q", "path: q2")
     (written[2] / "recipe.yaml").write_text(longer + "engine: {start_timeout_s: 7}\nsft: {path: x}\n")
     arms = arms_of(read(reversed(written)))

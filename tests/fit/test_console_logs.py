@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from other_tools import RATES, STEPS, lines, write
+from json_lines import lines
+from other_tools import RATES, STEPS, write
 
 from megatron_scalerl.fit.inputs import read_curves
 
@@ -31,7 +32,7 @@ def test_a_log_without_metrics_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("steps", "points"),
+    "steps, points",
     [
         ([*range(1, 10), *range(1, 20)], 19),
         ([0, *range(10, 60, 10), *range(10, 90, 10)], 8),

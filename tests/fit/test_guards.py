@@ -30,7 +30,7 @@ def test_no_stop_rests_on_a_start_that_was_assumed():
     assert not any("below R_0" in warning for warning in assumed.warnings)
 
 
-@pytest.mark.parametrize(("last", "gain", "warned"), [(0.5, 0.1, True), (0.5, 0.01, False), (0.6, 0.1, False)])
+@pytest.mark.parametrize("last, gain, warned", [(0.5, 0.1, True), (0.5, 0.01, False), (0.6, 0.1, False)])
 def test_a_forecast_that_rises_beside_points_that_do_not_is_said(last, gain, warned):
     rates = np.concatenate([np.linspace(0.2, 0.5, 12), np.linspace(0.5, last, 6)])
     posterior = SimpleNamespace(true_pass_rate=lambda compute: (np.array([[0.5, 0.5 + gain]]), None))
@@ -52,9 +52,9 @@ def test_curves_of_others_are_read_from_their_folder(tmp_path):
     rows = ["a,val,someone/repo,100,2,", "b,train,someone/repo,,,", "c,val,someone/repo,,,yes", "d,train,one/more,,,"]
     (tmp_path / "sources.csv").write_text("\n".join([columns, *rows]))
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "a.csv").write_text("step,score\n0,0.1\n20,0.3\n10,0.2\n30,\n")
-    (tmp_path / "data" / "b.csv").write_text("step,score\n0,0.1\n1,0.3\n")
-    (tmp_path / "data" / "d.csv").write_text("step,score\n0,-0.1\n1,0.3\n")
+    (tmp_path / "data/a.csv").write_text("step,score\n0,0.1\n20,0.3\n10,0.2\n30,\n")
+    (tmp_path / "data/b.csv").write_text("step,score\n0,0.1\n1,0.3\n")
+    (tmp_path / "data/d.csv").write_text("step,score\n0,-0.1\n1,0.3\n")
     known, batches = others(tmp_path)
     assert (known.setting, known.curve.initial, known.curve.prompts) == ("someone/repo", 0.1, 100)
     assert (batches.setting, batches.curve.initial) == ("someone/repo, training batches", None)

@@ -12,7 +12,7 @@ TINY = CURVES / "tiny"
 
 
 def table():
-    with open(TINY / "table.csv", encoding="utf8", newline="") as file:
+    with open(TINY / "table.csv", newline="") as file:
         return list(csv.DictReader(file))
 
 

@@ -7,7 +7,7 @@ import yaml
 
 from megatron_scalerl.fit.inputs import read_curves
 
-LOGS = Path(__file__).parents[1] / "data" / "logs"
+LOGS = Path(__file__).parents[1] / "data/logs"
 READ = yaml.safe_load((LOGS / "read.yaml").read_text())
 
 

@@ -7,14 +7,13 @@ from megatron_scalerl.fit.outlook import outlook, outlooks
 from megatron_scalerl.fit.sigmoid import sigmoid
 
 
-def rows(steps=20, size=(400, 8), seed=6):
-    rng, compute = np.random.default_rng(seed), np.linspace(0.02, 0.4, steps)
+def rows(steps=20):
+    compute = np.linspace(0.02, 0.4, steps)
     curve = sigmoid(compute, asymptote=0.8, exponent=1.8, midpoint=0.08, initial=0.4)
-    measured = rng.binomial(size[0] * size[1], curve) / (size[0] * size[1])
-    values = zip([0.0, *compute], [0.4, *measured])
+    measured = np.random.default_rng(6).binomial(3200, curve) / 3200
     return [
-        {"step": 5 * n, "compute": float(c), "pass_rate": float(y), "prompts": size[0], "generations": size[1]}
-        for n, (c, y) in enumerate(values)
+        {"step": 5 * n, "compute": float(c), "pass_rate": float(y), "prompts": 400, "generations": 8}
+        for n, (c, y) in enumerate(zip([0.0, *compute], [0.4, *measured]))
     ]
 
 
@@ -48,7 +47,7 @@ def test_each_of_many_validations_counts():
 
 
 @pytest.mark.parametrize(
-    ("given", "options"),
+    "given, options",
     [
         (rows()[:4], {"steps": 100}),  # three validations
         (rows()[1:9], {"steps": 100}),  # no step 0

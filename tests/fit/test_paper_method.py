@@ -44,14 +44,6 @@ def test_grids_are_the_ones_behind_the_published_midpoints():
     assert ASYMPTOTES[0] == 0.45 and ASYMPTOTES[-1] == 0.8 and len(ASYMPTOTES) == 71
 
 
-def test_large_midpoints_come_from_the_second_grid():
-    run = published_run("fig5c_batch/ScaleRL-bs2048")
-    kept = run.compute <= 50000
-    found = fit(run.compute[kept], run.pass_rate[kept], initial=run.initial, method="paper", draws=300)
-    assert found.asymptote == pytest.approx(0.645, abs=0.02)
-    assert 9900 <= found.midpoint <= 10950
-
-
 def test_window_excludes_the_first_1500_gpu_hours():
     run = published_run("fig2_recipes/ScaleRL")
     result = fit(run.compute, run.pass_rate, initial=run.initial, method="paper", draws=300)
@@ -81,7 +73,7 @@ def test_intervals_come_from_the_points_and_not_from_the_prior_of_the_robust_fit
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "asymptote", "margin"),
+    "low, high, asymptote, margin",
     [(1500, 50000, 1.0, 0.005), (5000, 50000, 0.73, 0.01), (30000, 60000, 0.64, 0.01)],
 )
 def test_power_law_needs_the_right_window(low, high, asymptote, margin):

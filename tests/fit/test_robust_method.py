@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from published import published_run, published_series
 from recipe_runs import curve_of
+from refusals import refused
 from remembered_fits import MADE
 
 from megatron_scalerl.fit.checks import falling_tail
@@ -62,13 +63,6 @@ def test_one_outlier_hardly_moves_the_forecast():
     before, after = (fit(compute, y, initial=0.4, prompts=1000, generations=16) for y in (measured, outlying))
     moved = abs(before.predict([2.0])[0].pass_rate - after.predict([2.0])[0].pass_rate)
     assert moved < 0.01
-
-
-def test_fixed_asymptote_is_held_and_moves_the_exponent():
-    compute, measured = synthetic()
-    low, high = (fit(compute, measured, initial=0.4, fixed_asymptote=a) for a in (0.61, 0.66))
-    assert low.asymptote == 0.61 and low.intervals["asymptote"] == (0.61, 0.61)
-    assert low.exponent > high.exponent
 
 
 def test_missing_r0_is_averaged_over_with_a_warning():
@@ -129,7 +123,7 @@ def test_a_long_noisy_rising_run_does_not_fall():
 
 
 @pytest.mark.parametrize(
-    ("level", "method"), [(0.0, "robust"), (0.3, "robust"), (1.0, "robust"), (0.0, "paper"), (0.3, "paper")]
+    "level, method", [(0.0, "robust"), (0.3, "robust"), (1.0, "robust"), (0.0, "paper"), (0.3, "paper")]
 )
 def test_degenerate_runs_are_fitted_without_numerical_errors(level, method):
     with np.errstate(all="raise", under="ignore"):
@@ -162,7 +156,7 @@ def test_truncations_above_ten_percent_are_a_warning():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change, message",
     [
         ({"pass_rate": [0.5, 0.6, 1.2]}, r"^pass_rate is 1.2 at point 3;"),
         ({"compute": [1.0, -2.0, 3.0]}, "^compute is -2.0 at point 2;"),
@@ -177,9 +171,8 @@ def test_truncations_above_ten_percent_are_a_warning():
 )
 def test_invalid_input_is_one_line(change, message):
     arguments = {"compute": [1.0, 2.0, 3.0], "pass_rate": [0.5, 0.55, 0.58], "initial": 0.4, **change}
-    with pytest.raises(ValueError, match=message) as caught:
+    with refused(message):
         fit(**arguments)
-    assert "\n" not in str(caught.value)
 
 
 SIZES = {"prompts": 200, "generations": 4}
@@ -294,7 +287,7 @@ def test_an_unknown_r0_near_zero_is_the_mean_of_its_draws():
 
 
 @pytest.mark.parametrize(
-    ("compute", "completions", "message"),
+    "compute, completions, message",
     [
         ([2.0, 3.0], [800, np.nan], "nan at point 2"),
         ([2.0], [800, 80, 8], r"\(3,\)"),
@@ -302,13 +295,13 @@ def test_an_unknown_r0_near_zero_is_the_mean_of_its_draws():
 )
 def test_sizes_of_new_measurements_are_checked(compute, completions, message):
     found = fit(*rising(0.6, 0.25), initial=0.4, draws=200, **SIZES)
-    with pytest.raises(ValueError, match="^predict: completions: .*" + message):
+    with refused("^predict: completions: .*" + message):
         found.predict(compute, completions=completions)
 
 
 def test_what_a_forecast_is_compared_with_is_checked():
     found = fit(*rising(0.6, 0.25), initial=0.4, draws=200)
-    with pytest.raises(ValueError, match=r"^predict: completions: .* no prompts"):
+    with refused(r"^predict: completions: .* no prompts"):
         found.predict([2.0], completions=[800])
-    with pytest.raises(ValueError, match=r"^evaluate: 1 pass rates .* 2 computes"):
+    with refused(r"^evaluate: 1 pass rates .* 2 computes"):
         found.evaluate([2.0, 3.0], [0.7])

@@ -26,12 +26,12 @@ def levels_of(sizes, slope=-0.4, walk=0.0, rng=None):
     return 1.0 - 0.3 * np.asarray(sizes) ** slope * np.exp(departures)
 
 
-def run_to(asymptote, seed, name="run"):
+def run_to(asymptote, seed):
     """A run that ends at its ceiling, measured with binomial noise."""
     compute = np.linspace(2.0, 40.0, 20)
     true = sigmoid(compute, asymptote=asymptote, exponent=3.0, midpoint=5.0, initial=0.2)
     measured = np.random.default_rng(seed).binomial(8000, true) / 8000
-    return curve_of(compute, measured, initial=0.2, generations=8, name=name)
+    return curve_of(compute, measured, initial=0.2, generations=8)
 
 
 def written(folder, levels):
@@ -104,7 +104,7 @@ def test_order_and_unit_of_the_sizes_do_not_matter_and_seeds_of_one_size_are_ave
 
 
 @pytest.mark.parametrize(
-    ("levels", "sizes", "next_size", "refusal"),
+    "levels, sizes, next_size, refusal",
     [
         ([0.6, 0.8], "1,2", "16", "a line takes at least 3 sizes, and 2 were given"),
         ([0.6, 0.7, 0.8], "1,2,2", "16", "a line takes at least 3 sizes, and 2 were given"),

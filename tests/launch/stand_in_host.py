@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ADDRESSES = {"b": "127.0.0.2", "c": "127.0.0.3"}
-PROGRAM = Path(__file__).parents[1] / "fakes" / "run_with_stand_ins.py"
+PROGRAM = Path(__file__).parents[1] / "fakes/run_with_stand_ins.py"
 
 if __name__ == "__main__":
     host, command = sys.argv[1:]

@@ -30,7 +30,7 @@ def stand_in(pids):
 
 def environment(**more):
     """The environment of a controller in these tests."""
-    folders = (ROOT, ROOT / "tests", ROOT / "tests" / "launch")
+    folders = (ROOT, ROOT / "tests", ROOT / "tests/launch")
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), **more}
 
 

@@ -129,7 +129,7 @@ async def test_a_wrong_key_gets_no_answer(peer):
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    "changes, reason",
     [
         ({"run_id": "other"}, "its run id is other, .* run$"),
         ({"incarnation": "0.0"}, "its incarnation is 0.0, .* 1.0$"),
@@ -299,7 +299,7 @@ def command(script, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("script", "within_s", "said"),
+    "script, within_s, said",
     [
         ("echo no route to host; exit 255", 240.0, r"lost the command that started its agent, .* code 255"),
         ("echo no route to host; sleep 100", 0.5, r"sent no message through its agent within 0\.5 s"),

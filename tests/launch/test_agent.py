@@ -57,7 +57,7 @@ def test_an_engine_that_joins_survives_a_file_system_that_fails_for_a_while(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("code", "finished"), [(4, False), (3, True)], ids=["never taken in", "taken in each time"])
+@pytest.mark.parametrize("code, finished", [(4, False), (3, True)], ids=["never taken in", "taken in each time"])
 def test_an_engine_that_no_controller_takes_in_gives_up(tmp_path, monkeypatch, code, finished):
     """The run ends long after the time in which an engine has to be taken in."""
     (tmp_path / "logs").mkdir()

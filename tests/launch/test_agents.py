@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from engine.engine_recipes import recipe_for
+from json_lines import write
 from launch import other_hosts
 from launch.other_hosts import SECRET, STAND_IN_HOST, agents, engines_of, none_left, with_children
 from launch.stand_ins import environment
@@ -30,7 +31,7 @@ from megatron_scalerl.tiny.policy import make_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-PROGRAM = Path(__file__).parents[1] / "fakes" / "run_with_stand_ins.py"
+PROGRAM = Path(__file__).parents[1] / "fakes/run_with_stand_ins.py"
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +113,7 @@ def controller_process(policy, run_folder, **env):
 
 
 @pytest.mark.parametrize(
-    ("number", "limits"),
+    "number, limits",
     [
         pytest.param(signal.SIGKILL, {}, id="gone"),
         pytest.param(signal.SIGSTOP, {"STAND_IN_LIMIT_S": "20"}, id="cut off", marks=pytest.mark.full),
@@ -155,9 +156,9 @@ async def test_an_engine_whose_host_is_away_for_a_while_is_not_given_up(policy, 
     recipe = recipe_for(policy, engine={"vllm": {"max_model_len": 2048}, "max_restarts": 1})
     async with engines_of(recipe, run_folder) as engines:
         lose_host_b(run_folder)
-        log = run_folder / "logs" / "agent-0.log"
+        log = run_folder / "logs/agent-0.log"
         await until(lambda: log.read_text().count("no route to host") >= 3)
-        (tmp_path / "down" / "b").unlink()
+        (tmp_path / "down/b").unlink()
         await engines.members.until(lambda: bool(engines.members.stale))
         assert engines.members.members[0].restarts > recipe.engine.max_restarts
 
@@ -185,7 +186,7 @@ async def test_an_engine_whose_host_is_gone_is_given_up_and_its_devices_are_not_
         lose_host_b(run_folder)
         with pytest.raises(EngineDied, match=r"0 engines .*\(engine-0: engine-0 \(host b\) lost the command .* 1\)"):
             await engines.watch()
-        assert "no route to host" in (run_folder / "logs" / "agent-0.log").read_text()
+        assert "no route to host" in (run_folder / "logs/agent-0.log").read_text()
     assert held == [0]
 
 
@@ -234,7 +235,7 @@ async def test_no_engine_joins_a_deterministic_run(policy, run_folder, monkeypat
     deterministic = {"deterministic": True, "max_staleness_steps": 0}
     async with engines_of(recipe_for(policy, rollouts=deterministic), run_folder) as engines:
         joined = joining(run_folder, SLURM_JOB_ID="7")
-        log = run_folder / "logs" / "extra-7-0.log"
+        log = run_folder / "logs/extra-7-0.log"
         await until(lambda: log.exists() and "refused this process" in log.read_text())
         joined.terminate()
         await asyncio.to_thread(joined.wait, 180)
@@ -245,7 +246,7 @@ async def test_no_engine_joins_a_deterministic_run(policy, run_folder, monkeypat
 def test_an_end_of_an_earlier_attempt_does_not_end_a_run_that_was_extended(run_folder):
     assert (engine.ATTEMPTS, engine.END) == (run_folder_module.ATTEMPTS, run_folder_module.END)
     rows = [{"run_id": "run", "incarnation": f"local.{number}"} for number in range(2)]
-    (run_folder / "attempts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(run_folder / "attempts.jsonl", rows)
     assert not has_ended(run_folder)
     (run_folder / "end.json").write_text(json.dumps({"reason": "done", "incarnation": "local.0"}) + "\n")
     assert not has_ended(run_folder)

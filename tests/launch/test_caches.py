@@ -45,7 +45,7 @@ def test_nothing_is_compiled_where_another_user_can_write(monkeypatch, tmp_path,
     """Who writes to such a cache has code run by its reader."""
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o777)
-    monkeypatch.setenv("MSRL_LOCAL", str(tmp_path / "shared" / "job"))
+    monkeypatch.setenv("MSRL_LOCAL", str(tmp_path / "shared/job"))
     assert cache_variables("engine-0") == {}
     (tmp_path / "shared").chmod(0o755)
     assert set(cache_variables("engine-0")) == set(CACHES)

@@ -27,7 +27,7 @@ def test_a_controller_deletes_its_own_files_and_not_those_of_a_later_start(tmp_p
 
 def test_the_controllers_file_is_private_and_anything_else_in_it_is_refused(tmp_path):
     announced(tmp_path, "mine")
-    path = tmp_path / "control" / "controller.json"
+    path = tmp_path / "control/controller.json"
     assert [each.stat().st_mode & 0o777 for each in (path.parent, path)] == [0o700, 0o600]
     for other in (b"", b"{}", b"[1]", b"\xff", b'{"engines": "tcp://192.0.2.1:1"}', path.read_bytes()[:20]):
         path.write_bytes(other)
@@ -63,7 +63,7 @@ def test_the_secret_of_this_start_is_waited_for(tmp_path, monkeypatch, earlier):
 
 
 @pytest.mark.parametrize(
-    ("secret", "error"),
+    "secret, error",
     [(None, "No such file"), ("another", "this is not the secret of the controller that started")],
 )
 def test_a_secret_that_never_appears_is_named(tmp_path, monkeypatch, secret, error):

@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 from recipe_files import small_recipe
+from refusals import refused
 
 from megatron_scalerl.launch.hosts import ONE_HOST, Host, Hosts, HostsLeft, hosts_of
 from megatron_scalerl.launch.placement import Placement
@@ -74,7 +75,7 @@ def test_in_an_allocation_hosts_and_gpus_are_slurms(tmp_path, monkeypatch):
     assert command[0] == "srun" and "--nodelist=gpu2" in command and "--cpus-per-task=96" in command
     assert command[-4:] == ["env", "A=b c", "program", "it's"]
     monkeypatch.setenv("SLURM_JOB_NODELIST", "another")
-    with pytest.raises(ValueError, match="--hosts slurm: scontrol does not list the hosts of another: "):
+    with refused("--hosts slurm: scontrol does not list the hosts of another: "):
         named("slurm")
 
 
@@ -94,14 +95,14 @@ def test_a_run_that_lost_hosts_says_what_they_had(monkeypatch):
     with pytest.raises(HostsLeft, match="b: Slurm removed this node, which had trainer ranks, from the job"):
         placement.check_present(hosts)
     weights = WeightsSection(transport="shm")
-    with pytest.raises(ValueError, match=r"^weights\.transport: shm works on one host alone, and the run has 3$"):
+    with refused(r"^weights\.transport: shm works on one host alone, and the run has 3$"):
         Placement.of(recipe_on_three_nodes().model_copy(update={"weights": weights}), hosts)
 
 
 def test_a_heterogeneous_job_is_refused(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-2]")
     monkeypatch.setenv("SLURM_HET_SIZE", "2")
-    with pytest.raises(ValueError, match=r"--hosts slurm: heterogeneous jobs .*; use one job of one kind of node"):
+    with refused(r"--hosts slurm: heterogeneous jobs .*; use one job of one kind of node"):
         named("slurm")
 
 
@@ -129,7 +130,7 @@ def test_a_host_that_slurm_has_taken_out_of_the_job_has_left(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("names", "options", "message"),
+    "names, options, message",
     [
         (None, {}, "--slots requires --hosts"),
         ("a,-oProxyCommand=x", {}, "--hosts: 'a,-oProxyCommand=x' is no list of host names"),

@@ -221,7 +221,7 @@ def no_supervisor(process):
 
 
 @pytest.mark.parametrize(
-    ("broken", "starts", "error", "said"),
+    "broken, starts, error, said",
     [
         (no_start, None, EngineDied, r"0 engines .*\(engine-0: engine-0 \(port 1\) exited with code 1\)$"),
         (no_end, 1, EngineDied, r"0 engines .*\(engine-0: engine-0 \(process 7\) is still running"),
@@ -244,7 +244,7 @@ async def test_an_engine_that_cannot_serve_again_is_given_up_and_ends_the_run(
         assert starts is None or len(made) == starts
 
 
-@pytest.mark.parametrize(("completed", "starts"), [(0, 2), (64, 3)])
+@pytest.mark.parametrize("completed, starts", [(0, 2), (64, 3)])
 async def test_an_engine_that_ends_with_its_first_requests_is_given_up_with_the_last_error_of_its_log(
     recipe, tmp_path, monkeypatch, completed, starts
 ):

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipe_files import small_recipe
+from refusals import refused
 
 from megatron_scalerl.launch.hosts import ONE_HOST, Host, Hosts
 from megatron_scalerl.launch.local_server import gpus_at
@@ -37,7 +38,7 @@ def test_the_least_number_of_hosts_is_enough_and_one_less_is_not(ranks, engines,
     asked, needed = recipe(ranks, engines, each), hosts_needed(recipe(ranks, engines, each), slots)
     if needed is None:
         assert each > slots
-        with pytest.raises(ValueError, match="too few for one engine"):
+        with refused("too few for one engine"):
             Placement.of(asked, several(99, slots))
         return
     made = Placement.of(asked, several(needed, slots))
@@ -48,9 +49,8 @@ def test_the_least_number_of_hosts_is_enough_and_one_less_is_not(ranks, engines,
     numbers = [number for rank in made.trainer for number in range(rank.first, rank.first + rank.count)]
     assert numbers == list(range(ranks))
     if needed > 1:
-        with pytest.raises(
-            ValueError,
-            match=f"--hosts: {needed - 1} hosts with {slots} GPUs each are too few: .* take at least {needed} hosts",
+        with refused(
+            f"--hosts: {needed - 1} hosts with {slots} GPUs each are too few: .* take at least {needed} hosts"
         ):
             Placement.of(asked, several(needed - 1, slots))
 
@@ -60,7 +60,7 @@ def test_one_host_has_the_gpus_that_are_visible(monkeypatch):
     made = Placement.of(recipe(1, 3), ONE_HOST)
     assert [gpus_at(place.positions) for place in made.engines] == ["5", "GPU-uuid", "7"]
     message = "engine.count: 4 visible GPUs are too few: the engines take 4, the trainer 1 more; engine.colocate: "
-    with pytest.raises(ValueError, match=f"{message}true .* needs engine.vllm.gpu_memory_utilization and "):
+    with refused(f"{message}true .* needs engine.vllm.gpu_memory_utilization and "):
         Placement.of(recipe(1, 4), ONE_HOST)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr("megatron_scalerl.distributed.device.gpu_count", lambda: 2)
@@ -71,7 +71,7 @@ def test_an_evaluation_has_the_visible_gpus_for_its_engines(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     made = Placement.of(recipe(8, 2), ONE_HOST, trainer=False)
     assert made.trainer == () and [gpus_at(place.positions) for place in made.engines] == ["4", "5"]
-    with pytest.raises(ValueError, match=r"engine\.count: 2 visible GPUs are too few: the engines take 3$"):
+    with refused(r"engine\.count: 2 visible GPUs are too few: the engines take 3$"):
         Placement.of(recipe(8, 3), ONE_HOST, trainer=False)
 
 
@@ -79,7 +79,7 @@ def test_an_evaluation_has_the_visible_gpus_for_its_engines(monkeypatch):
 def test_a_host_without_gpus_is_refused_for_nccl(trainer, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("megatron_scalerl.distributed.device.gpu_count", lambda: 0)
-    with pytest.raises(ValueError, match="0 visible GPUs are too few: the engines take 1"):
+    with refused("0 visible GPUs are too few: the engines take 1"):
         Placement.of(recipe(1, 1), ONE_HOST, trainer=trainer)
 
 
@@ -89,7 +89,7 @@ def colocated(ranks, engines, each=1):
     return small_recipe(trainer={"world_size": ranks}, engine=engine)
 
 
-@pytest.mark.parametrize(("ranks", "engines", "found"), [(1, 1, ["4"]), (4, 2, ["4,5", "6,7"])])
+@pytest.mark.parametrize("ranks, engines, found", [(1, 1, ["4"]), (4, 2, ["4,5", "6,7"])])
 def test_colocated_engines_are_on_the_trainers_devices(ranks, engines, found, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(["4", "5", "6", "7"][:ranks]))
     monkeypatch.setattr("megatron_scalerl.distributed.device.HAVE_GPU", True)
@@ -99,9 +99,9 @@ def test_colocated_engines_are_on_the_trainers_devices(ranks, engines, found, mo
     assert [gpus_at(place.positions) for place in made.engines] == found
     devices = Devices.of(asked)
     assert (devices.unit, devices.trainer, devices.engine) == ("gpu_hours", ranks / 2, ranks / 2), "each once"
-    with pytest.raises(ValueError, match=r"engine\.colocate works on one host alone, and the run has 2"):
+    with refused(r"engine\.colocate works on one host alone, and the run has 2"):
         Placement.of(asked, several(2, 8))
-    with pytest.raises(ValueError, match=f"{ranks} visible GPUs are too few: the engines take {2 * ranks}$"):
+    with refused(f"{ranks} visible GPUs are too few: the engines take {2 * ranks}$"):
         Placement.of(colocated(2 * ranks, 2 * engines, ranks // engines), ONE_HOST)
 
 
@@ -114,7 +114,7 @@ def test_gpus_are_shared_out_whatever_carries_the_weights(transport, monkeypatch
     made = Placement.of(asked, ONE_HOST)
     assert [place.positions for place in made.engines] == [(4, 5), (6, 7)]
     assert Devices.of(asked).unit == "gpu_hours"
-    with pytest.raises(ValueError, match="8 visible GPUs are too few: the engines take 6, the trainer 4 more"):
+    with refused("8 visible GPUs are too few: the engines take 6, the trainer 4 more"):
         Placement.of(recipe(4, 3, 2, transport), ONE_HOST)
 
 
@@ -130,5 +130,5 @@ def test_without_gpus_one_host_has_room_for_all(caplog):
 def test_more_slots_than_this_host_has_gpus_are_refused(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     hosts = Hosts(hosts=(Host(name="a", here=True), Host(name="b")), slots=8, address="10.0.0.1")
-    with pytest.raises(ValueError, match="--slots: 8 is more than the 2 GPUs visible"):
+    with refused("--slots: 8 is more than the 2 GPUs visible"):
         Placement.of(recipe(8, 1), hosts)

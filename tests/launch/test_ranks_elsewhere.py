@@ -80,7 +80,7 @@ async def test_they_meet_at_rank_0s_store_and_end_with_the_run(policy, tmp_path,
         assert [each for each in outside if SECRET in str(each.environ())] == []
         assert open_doors.leaks([os.getpid(), *(each.pid for each in running)], SECRET) == []
     await none_left(running)
-    assert "STAND_IN_HOST" not in (tmp_path / "logs" / "trainer-1.log").read_text()
+    assert "STAND_IN_HOST" not in (tmp_path / "logs/trainer-1.log").read_text()
 
 
 async def test_a_rank_that_dies_is_named_and_ends_the_others(policy, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 
-from e2e.whole_runs import ROOT, make_tiny, overrides
+from e2e.whole_runs import ROOT, make_tiny, overrides, words
 from own_processes import adopt_orphans, own_processes
 from waiting import wait_until
 
@@ -87,15 +87,9 @@ def start(cluster, tiny, out, *more):
     """A controller whose trainer ranks Ray starts on one node, and whose engine on the other."""
     return subprocess.Popen(
         [
-            *(sys.executable, "-m", "megatron_scalerl", "train", "recipes/tiny_cpu.yaml", "--hosts", "ray"),
-            *(
-                "--slots",
-                "2",
-                *overrides(tiny, out, "r"),
-                "trainer.world_size=2",
-                "engine.count=1",
-                "weights.transport=gloo",
-            ),
+            *(sys.executable, *words("-m megatron_scalerl train recipes/tiny_cpu.yaml --hosts ray --slots 2")),
+            *overrides(tiny, out, "r"),
+            *words("trainer.world_size=2 engine.count=1 weights.transport=gloo"),
             *("megatron.parallel.tensor_model_parallel_size=2", *more),
         ],
         cwd=ROOT,
@@ -106,7 +100,7 @@ def start(cluster, tiny, out, *more):
 
 
 def steps(out):
-    path = out / "r" / "metrics.jsonl"
+    path = out / "r/metrics.jsonl"
     return max((row["step"] for row in read_jsonl(path)), default=0) if path.exists() else 0
 
 

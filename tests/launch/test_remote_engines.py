@@ -25,8 +25,8 @@ def policy(tmp_path_factory):
     return tiny_policies.make(tmp_path_factory.mktemp("policy") / "dense", "dense", 0)
 
 
-async def generate(client, tokens=20):
-    return await client.generate(PROMPT, sampling=SamplingSpec(max_tokens=tokens, seed=3, ignore_eos=True))
+async def generate(client):
+    return await client.generate(PROMPT, sampling=SamplingSpec(max_tokens=20, seed=3, ignore_eos=True))
 
 
 async def refusals(client):

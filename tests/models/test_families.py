@@ -3,6 +3,7 @@
 import pytest
 import torch
 from family_configs import CONFIGS, DEEPSEEK, LLAMA, LLAMA4, QWEN3_MOE, family_of, shard_shape
+from refusals import refused
 from transformers import (
     DeepseekV3Config,
     Llama4TextConfig,
@@ -181,54 +182,52 @@ def test_the_vocabulary_is_padded_to_the_ranks(rank, rows):
     assert (piece.hf_index[0].start, piece.hf_index[0].stop) == rows
 
 
+BASES = {
+    LlamaConfig: LLAMA,
+    Qwen2Config: LLAMA,
+    Qwen3Config: LLAMA,
+    MistralConfig: LLAMA,
+    Qwen3MoeConfig: QWEN3_MOE,
+    Llama4TextConfig: LLAMA4,
+    DeepseekV3Config: DEEPSEEK,
+}
+FP8 = {"quantization_config": {"quant_method": "fp8"}}
+
+
 @pytest.mark.parametrize(
-    "config, line",
+    "kind, keys, line",
     [
-        (lambda: LlamaConfig(**LLAMA, mlp_bias=True), r"config.json: mlp_bias: True is not supported, only False"),
+        (LlamaConfig, {"mlp_bias": True}, "config.json: mlp_bias: True is not supported, only False"),
+        (Qwen2Config, {"attention_bias": True}, "config.json: attention_bias: True is not supported, only False"),
         (
-            lambda: Qwen2Config(**LLAMA, attention_bias=True),
-            r"config.json: attention_bias: True is not supported, only False",
+            Qwen2Config,
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+            "config.json: use_sliding_window: True is not supported, only False",
+        ),
+        (LlamaConfig, {"sliding_window": 8}, "config.json: sliding_window: 8 is not supported, only None or 0"),
+        (LlamaConfig, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported, only 1"),
+        (Qwen3Config, {"is_causal": False}, "config.json: is_causal: False is not supported, only True"),
+        (Qwen2Config, FP8, r"config.json: the weights are quantized \(fp8\); take the policy's bf16 release"),
+        (MistralConfig, {}, "config.json: sliding_window: 4096 is not supported, only None or 0"),
+        (
+            Qwen3Config,
+            {"use_sliding_window": True, "max_window_layers": 1},
+            "use_sliding_window: True is not supported, only False",
         ),
         (
-            lambda: Qwen2Config(**LLAMA, use_sliding_window=True, sliding_window=8, max_window_layers=0),
-            r"config.json: use_sliding_window: True is not supported, only False",
+            Qwen3Config,
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types has full_attention, sliding_attention; ",
         ),
         (
-            lambda: LlamaConfig(**LLAMA, sliding_window=8),
-            r"config.json: sliding_window: 8 is not supported, only None or 0",
+            Qwen3MoeConfig,
+            {"num_experts_per_tok": 1, "norm_topk_prob": True},
+            "num_experts_per_tok: 1 is too few with norm_topk_prob",
         ),
-        (
-            lambda: LlamaConfig(**LLAMA, partial_rotary_factor=0.5),
-            r"partial_rotary_factor: 0.5 is not supported, only 1",
-        ),
-        (lambda: Qwen3Config(**LLAMA, is_causal=False), r"config.json: is_causal: False is not supported, only True"),
-        (
-            lambda: Qwen2Config(**LLAMA, quantization_config={"quant_method": "fp8"}),
-            r"config.json: the weights are quantized \(fp8\); take the policy's bf16 release",
-        ),
-        (lambda: MistralConfig(**LLAMA), r"config.json: sliding_window: 4096 is not supported, only None or 0"),
-        (
-            lambda: Qwen3Config(**LLAMA, use_sliding_window=True, max_window_layers=1),
-            r"use_sliding_window: True is not supported, only False",
-        ),
-        (
-            lambda: Qwen3Config(**LLAMA, layer_types=["full_attention", "sliding_attention"]),
-            r"layer_types has full_attention, sliding_attention; ",
-        ),
-        (
-            lambda: Qwen3MoeConfig(**{**QWEN3_MOE, "num_experts_per_tok": 1}, norm_topk_prob=True),
-            r"num_experts_per_tok: 1 is too few with norm_topk_prob",
-        ),
-        (
-            lambda: Llama4TextConfig(**LLAMA4, num_experts_per_tok=2),
-            r"num_experts_per_tok: 2 is not supported, only 1",
-        ),
-        (
-            lambda: Llama4TextConfig(**LLAMA4, rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0)),
-            r"rope_type: 'yarn' is not supported for Llama 4",
-        ),
+        (Llama4TextConfig, {"num_experts_per_tok": 2}, "num_experts_per_tok: 2 is not supported, only 1"),
+        (Llama4TextConfig, {"rope_parameters": YARN}, "rope_type: 'yarn' is not supported for Llama 4"),
         *(
-            (lambda keys=keys: DeepseekV3Config(**DEEPSEEK | keys), line)
+            (DeepseekV3Config, keys, line)
             for keys, line in (
                 ({"rope_interleave": False}, "rope_interleave: False is not supported"),
                 ({"norm_topk_prob": False}, "norm_topk_prob: False is not supported"),
@@ -236,7 +235,7 @@ def test_the_vocabulary_is_padded_to_the_ranks(rank, rows):
                 ({"topk_method": None}, "topk_method: .*'noaux_tc'"),
                 ({"num_experts_per_tok": 1}, "num_experts_per_tok: 1 is too few"),
                 ({"n_group": 4, "topk_group": 2}, "num_experts_per_tok: 2 experts from 2 groups"),
-                ({"quantization_config": {"quant_method": "fp8"}}, r"are quantized \(fp8\)"),
+                (FP8, r"are quantized \(fp8\)"),
                 ({"rope_parameters": YARN | {"mscale": 1.0}}, "rope_scaling: mscale and mscale_all_dim"),
                 ({"rope_parameters": YARN | {"attention_factor": 1.0}}, "attention_factor"),
                 ({"rope_parameters": YARN | {"mscale": 0, "mscale_all_dim": 0}}, "mscale and mscale_all_dim"),
@@ -252,9 +251,9 @@ def test_the_vocabulary_is_padded_to_the_ranks(rank, rows):
         ),
     ],
 )
-def test_what_the_map_does_not_cover_is_refused(config, line):
-    with pytest.raises(ValueError, match=line):
-        family(config())
+def test_what_the_map_does_not_cover_is_refused(kind, keys, line):
+    with refused(line):
+        family(kind(**BASES[kind] | keys))
 
 
 def test_other_unknown_keys_change_nothing():
@@ -273,7 +272,7 @@ KNOWN = (
 def test_unknown_and_broken_configs_are_one_line(tmp_path):
     unknown = PretrainedConfig()
     unknown.model_type = "mamba"
-    with pytest.raises(ValueError, match=rf"'mamba' is not supported: it has state-space layers \(mamba\); {KNOWN}"):
+    with refused(rf"'mamba' is not supported: it has state-space layers \(mamba\); {KNOWN}"):
         family(unknown)
     path = tmp_path / "config.json"
     for text, line in (
@@ -296,9 +295,8 @@ def test_unknown_and_broken_configs_are_one_line(tmp_path):
         ('{"model_type": "llama4_text", "attn_temperature_tuning": 4}', r"attn_temperature_tuning.* expected bool"),
     ):
         path.write_text(text)
-        with pytest.raises(ValueError, match=line) as caught:
+        with refused(line):
             read_hf_config(tmp_path)
-        assert "\n" not in str(caught.value)
 
 
 def test_a_long_context_is_no_number_of_parts(tmp_path):
@@ -316,11 +314,11 @@ def test_a_long_context_is_no_number_of_parts(tmp_path):
     ],
 )
 def test_parallel_sizes_divide_what_they_cut(kind, sizes, line):
-    with pytest.raises(ValueError, match=line):
+    with refused(line):
         check_layout(family_of(kind), **sizes)
     check_layout(family_of(kind), tp_size=2)
     rule = next(rule for rule in family_of(kind).rules if rule.megatron.endswith("linear_qkv.weight"))
-    with pytest.raises(ValueError, match=r"num_key_value_heads: 2 is not a multiple of the parallel size 4"):
+    with refused(r"num_key_value_heads: 2 is not a multiple of the parallel size 4"):
         rule.pieces(0, 4)
 
 

@@ -28,7 +28,7 @@ PUBLISHED = {
 
 def published(name):
     """config.json of a published policy: the one with which the recipes of full size plan, or the tests' own."""
-    of_recipes = ROOT / "recipes" / "configs" / name / "config.json"
+    of_recipes = ROOT / "recipes/configs" / name / "config.json"
     return json.loads((of_recipes if of_recipes.exists() else ROOT / f"tests/data/configs/{name}.json").read_text())
 
 

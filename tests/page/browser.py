@@ -85,15 +85,10 @@ async def _first_page(session, file):
 async def opened(profile):
     """A browser with one empty page, ended with the block. profile: an empty folder."""
     assert CHROMIUM is not None
-    options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--remote-debugging-port=0",
-        "--disable-background-networking",
-    ]
+    options = "--headless --no-sandbox --disable-gpu --remote-debugging-port=0 --disable-background-networking "
+    options += f"--user-data-dir={profile} about:blank"
     browser = await asyncio.create_subprocess_exec(
-        CHROMIUM, *options, f"--user-data-dir={profile}", "about:blank",
+        CHROMIUM, *options.split(),
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
     try:

@@ -186,7 +186,7 @@ def test_something_else_than_a_file_is_named_and_hides_nothing_else(run, name):
 
 
 @pytest.mark.parametrize(
-    ("attempts", "ended"), [((), None), (("local.0",), "all steps are made"), (("local.0", "local.1"), None)]
+    "attempts, ended", [((), None), (("local.0",), "all steps are made"), (("local.0", "local.1"), None)]
 )
 def test_a_run_is_over_while_no_attempt_follows_its_end(tmp_path, attempts, ended):
     run = write_plain_run(tmp_path / "a")

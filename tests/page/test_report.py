@@ -35,7 +35,7 @@ def test_rows_without_sizes_are_forecast(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("section", "fitted", "unseen"),
+    "section, fitted, unseen",
     [
         ({"fit_from_steps": 20, "fit_until_share": 0.5}, 7, 10),
         ({"fit_from_steps": 45, "fit_until_share": 0.5}, 0, 0),  # two points are too few

@@ -17,7 +17,7 @@ def test_runs_are_found_at_any_depth_and_nothing_is_searched_inside_one(tmp_path
         (tmp_path / path).mkdir(parents=True)
         (tmp_path / path / "recipe.yaml").write_text("{}")
     (tmp_path / "half").mkdir()
-    (tmp_path / "half" / "attempts.jsonl").touch()
+    (tmp_path / "half/attempts.jsonl").touch()
     (tmp_path / "foreign").mkdir()
     (tmp_path / "again").symlink_to(tmp_path)
     found = find_runs(tmp_path)
@@ -34,7 +34,7 @@ def test_a_row_says_state_step_and_validation(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "age", "state"),
+    "files, age, state",
     [
         ({}, 0, "running"),
         ({}, 3600, "stopped"),

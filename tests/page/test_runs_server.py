@@ -15,8 +15,8 @@ HOSTILE = "<img src=x onerror='window.broken = 1'>"
 
 @pytest.fixture
 def folder(tmp_path):
-    write_page_run(tmp_path / "runs" / "hostile", validations=6)
-    write_plain_run(tmp_path / "runs" / "study" / "runs" / "plain", loss={"name": "dapo"})
+    write_page_run(tmp_path / "runs/hostile", validations=6)
+    write_plain_run(tmp_path / "runs/study/runs/plain", loss={"name": "dapo"})
     return tmp_path / "runs"
 
 

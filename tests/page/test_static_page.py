@@ -30,7 +30,7 @@ def test_data_cannot_end_its_element():
 
 
 def test_the_command_writes_a_file_that_asks_for_nothing(run, tmp_path, capsys):
-    path = tmp_path / "new" / "page.html"
+    path = tmp_path / "new/page.html"
     assert main(["report", str(run), "--html", str(path), "--group", "1"]) == 0
     assert capsys.readouterr().out == f"page: {path}, with 6 groups\n"
     text = path.read_text()

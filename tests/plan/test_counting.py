@@ -15,18 +15,12 @@ from megatron_scalerl.plan.sharding import layout_of
 from megatron_scalerl.recipe.file import load_recipe
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = ROOT / "recipes" / "configs"
+CONFIGS = ROOT / "recipes/configs"
 DENSE, SCOUT = "scalerl_llama3_8b", "scalerl_llama4_scout_17bx16"
 
 
 def recipe_of(name, *overrides):
-    return load_recipe(ROOT / "recipes" / f"{name}.yaml", overrides)
-
-
-def test_llama_3_1_8b_has_its_published_number():
-    p = count(load_family(CONFIGS / "Llama-3.1-8B"))
-    assert (p.total, p.active, p.experts, p.passthrough) == (8_030_261_248, 8_030_261_248, 0, 0)
-    assert p.embedding == p.head == 128_256 * 4_096
+    return load_recipe(ROOT / f"recipes/{name}.yaml", overrides)
 
 
 def test_scout_total_and_active():
@@ -37,7 +31,7 @@ def test_scout_total_and_active():
 
 
 @pytest.mark.parametrize(
-    ("name", "total", "active", "with_mtp"),
+    "name, total, active, with_mtp",
     [
         ("DeepSeek-V3", 671_026_404_352, 37_552_282_624, 684_489_830_400),
         ("Kimi-K2-Instruct", 1_026_408_209_408, 32_861_477_888, 1_026_408_209_408),
@@ -106,12 +100,6 @@ def test_ranks_add_up_to_the_whole():
     # tensor parallelism cuts all but norms and routers, which each of the four ranks holds whole
     whole = 48 * (2 * 5_120 + 16 * 5_120) + 5_120
     assert sum(s.dense for s in stages) * 4 - 3 * whole == 107_769_861_120 - 96_636_764_160
-
-
-def test_a_head_of_another_size_is_padded_per_rank():
-    family = load_family(CONFIGS / "Llama-3.1-8B")
-    layout = layout_of(recipe_of(DENSE), family, 16)
-    assert of_stage(family, layout, 0).total == 4_015_263_744
 
 
 def test_uneven_pipeline_stages():

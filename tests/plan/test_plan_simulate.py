@@ -37,15 +37,6 @@ def phases(updates, **settings):
     return replace(BASE, rollouts=BASE.rollouts.model_copy(update=schedule), **settings)
 
 
-def test_synchronous_is_the_sum_of_its_parts():
-    # 16 completions of 1,000 tokens at 10 ms each: all at once on two engines
-    t = simulate(pipeline(0))
-    assert t.step_seconds == pytest.approx(10.0 + 1.0 + 0.5)
-    assert t.trainer_waits == pytest.approx(10.0 / 11.5)
-    assert t.engines_idle == pytest.approx(1.0 / 11.5)  # they wait while the trainer works, pauses are not idle
-    assert (t.staleness_mean, t.staleness_max) == (0, 0)
-
-
 @pytest.mark.parametrize("updates", [1, 4])
 def test_phases_are_the_sum_of_their_parts(updates):
     """16 completions of 10 s on two engines with room for 64 each, one step of 1 s after another, one update."""
@@ -90,12 +81,6 @@ def test_pipelining_is_faster_until_the_longest_completion_holds_it():
     assert steps[0] > steps[1] > steps[2]
     # 19 s for 1,900 tokens: no k steps can be shorter than the longest completion in them
     assert steps[1] > 19 / 2 * 0.8
-
-
-def test_completions_beyond_the_cache_wait():
-    few = replace(SPEED, running=2)
-    t = simulate(pipeline(0, decoding=few))
-    assert t.step_seconds == pytest.approx(4 * 10.0 + 1.5)  # 8 on each engine, 2 at a time
 
 
 def test_prompts_cost_time():

@@ -65,15 +65,15 @@ def family_of(path):
     return family, count(family)
 
 
-def flops(recipe, tokens=8192):
+def flops(recipe):
     family, _ = family_of(recipe.policy.path)
     layout = layout_of(recipe, family, recipe.trainer.world_size)
-    return token_flops(recipe, family, layout, [tokens]).hardware(recipe)
+    return token_flops(recipe, family, layout, [8192]).hardware(recipe)
 
 
 def gpu_of(path):
     """The GPU of the command in the recipe's first comment."""
-    named = re.search(r"^#.* plan .*--gpu (\S+)", path.read_text(encoding="utf8"), re.MULTILINE)
+    named = re.search(r"^#.* plan .*--gpu (\S+)", path.read_text(), re.MULTILINE)
     return GPUS[named[1] if named else "h100-80g"]
 
 
@@ -133,7 +133,7 @@ PP2 = ["megatron.parallel.pipeline_model_parallel_size=2"]
 VPP2 = [*PP2, "megatron.parallel.virtual_pipeline_model_parallel_size=2"]
 
 
-@pytest.mark.parametrize(("parallel", "recomputed"), [([], 4), (PP2, 8), (VPP2, 16)])
+@pytest.mark.parametrize("parallel, recomputed", [([], 4), (PP2, 8), (VPP2, 16)])
 def test_block_is_for_each_model_chunk_of_each_stage(parallel, recomputed):
     """Megatron-Core's TransformerBlock counts its own layers: one of each virtual stage of each pipeline stage."""
     base = load_recipe(LLAMA, parallel)

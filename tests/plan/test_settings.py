@@ -34,14 +34,19 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("override", "said"), MISTAKES)
+def words_of(tiny, tmp_path, override):
+    """A recipe with files that exist, and its settings."""
+    files = f"policy.path={tiny}/base_policy prompts.path={tiny}/prompts.jsonl"
+    given = f"{ROOT}/recipes/tiny_cpu.yaml {files} prompts.held_out_path={tiny}/held_out.jsonl"
+    return [*given.split(), f"output_dir={tmp_path / 'runs'}", override]
+
+
+@pytest.mark.parametrize("override, said", MISTAKES)
 def test_four_commands_refuse_a_setting_with_one_line(override, said, tiny, tmp_path, capsys, monkeypatch):
     (tmp_path / "programs").mkdir()
     for name in ("bash", "env", "sh"):
         (tmp_path / "programs" / name).symlink_to(shutil.which(name))
-    files = {"policy.path": "base_policy", "prompts.path": "prompts.jsonl", "prompts.held_out_path": "held_out.jsonl"}
-    given = [f"{key}={tiny / name}" for key, name in files.items()]
-    words = [str(ROOT / "recipes" / "tiny_cpu.yaml"), *given, f"output_dir={tmp_path / 'runs'}", override]
+    words = words_of(tiny, tmp_path, override)
     lines = {}
     for command in (["plan", "--gpus", "2", "--check", "--no-build"], ["prompts"], ["train"]):
         assert main([*command, *words]) == 2, command
@@ -58,7 +63,7 @@ def test_four_commands_refuse_a_setting_with_one_line(override, said, tiny, tmp_
 
 
 def test_a_plan_of_another_split_says_what_to_set(capsys):
-    words = [str(ROOT / "recipes" / "qwen3_8b_8gpus.yaml"), "--check", "--no-build", "--gpus"]
+    words = [str(ROOT / "recipes/qwen3_8b_8gpus.yaml"), "--check", "--no-build", "--gpus"]
     assert main(["plan", *words, "8"]) == 0
     assert "chosen by the planner" not in capsys.readouterr().out
     assert main(["plan", *words, "6"]) == 0
@@ -67,8 +72,8 @@ def test_a_plan_of_another_split_says_what_to_set(capsys):
 
 
 def test_a_folder_with_a_config_alone_is_planned_as_such(tmp_path, capsys):
-    words = [str(ROOT / "recipes" / "qwen3_8b_8gpus.yaml"), "--check", "--no-build", "--gpus", "8"]
-    folder = ROOT / "recipes" / "configs" / "Qwen3-8B"
+    words = [str(ROOT / "recipes/qwen3_8b_8gpus.yaml"), "--check", "--no-build", "--gpus", "8"]
+    folder = ROOT / "recipes/configs/Qwen3-8B"
     assert main(["plan", *words, f"policy.path={folder}"]) == 2
     assert "tokenizer" in capsys.readouterr().err
     assert main(["plan", *words, f"policy.path={folder}", "--config", str(folder)]) == 0
@@ -77,14 +82,14 @@ def test_a_folder_with_a_config_alone_is_planned_as_such(tmp_path, capsys):
 def test_an_interleaved_pipeline_is_planned_without_a_gpu(tiny):
     paths = [f"policy.path={tiny / 'base_policy'}", f"prompts.path={tiny / 'prompts.jsonl'}"]
     layout = [f"megatron.parallel={PIPELINE}", "trainer.world_size=3", "megatron.model.variable_seq_lengths=true"]
-    check_settings(load_recipe(ROOT / "recipes" / "tiny_cpu.yaml", [*paths, *layout]))
+    check_settings(load_recipe(ROOT / "recipes/tiny_cpu.yaml", [*paths, *layout]))
 
 
-MOONLIGHT = ROOT / "recipes" / "configs" / "Moonlight-16B-A3B-Instruct"
+MOONLIGHT = ROOT / "recipes/configs/Moonlight-16B-A3B-Instruct"
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    "override, said",
     [
         ("policy.lora={}", r"policy\.lora: .*latent attention"),
         ("megatron.model.apply_rope_fusion=true", r"megatron\.model\.apply_rope_fusion: True "),
@@ -94,23 +99,21 @@ MOONLIGHT = ROOT / "recipes" / "configs" / "Moonlight-16B-A3B-Instruct"
 )
 def test_what_latent_attention_has_not_is_refused(override, said):
     merged = ["weights.adapters=merged", override]
-    recipe = load_recipe(ROOT / "recipes" / "moonlight_16b_a3b_8gpus.yaml", merged)
+    recipe = load_recipe(ROOT / "recipes/moonlight_16b_a3b_8gpus.yaml", merged)
     with pytest.raises(ValueError, match=said):
         check_settings(recipe, MOONLIGHT, planned=True)
 
 
 def test_adapters_are_checked_without_a_megatron_section():
     settings = ["megatron.parallel={}", "megatron.model={}", "policy.lora={}", "weights.adapters=merged"]
-    recipe = load_recipe(ROOT / "recipes" / "moonlight_16b_a3b_8gpus.yaml", settings)
+    recipe = load_recipe(ROOT / "recipes/moonlight_16b_a3b_8gpus.yaml", settings)
     with pytest.raises(ValueError, match=r"policy\.lora: .*latent attention"):
         check_settings(recipe, MOONLIGHT)
 
 
 def test_only_a_plan_does_without_the_module_of_the_environment(tiny, tmp_path, capsys):
     """`plan`: test_plan_episodes.py."""
-    files = {"policy.path": "base_policy", "prompts.path": "prompts.jsonl", "prompts.held_out_path": "held_out.jsonl"}
-    words = [str(ROOT / "recipes" / "tiny_cpu.yaml"), *(f"{key}={tiny / name}" for key, name in files.items())]
-    words += [f"output_dir={tmp_path / 'runs'}", "environment=nowhere.at_all:Game"]
+    words = words_of(tiny, tmp_path, "environment=nowhere.at_all:Game")
     for command in ("prompts", "train"):
         assert main([command, *words]) == 2
         said = "environment.name 'nowhere.at_all:Game': the module cannot be imported: ModuleNotFoundError: "

@@ -20,16 +20,16 @@ ITEM = 2
 
 
 def family_of(name):
-    return load_family(ROOT / "recipes" / "configs" / name)
+    return load_family(ROOT / "recipes/configs" / name)
 
 
 def work_of(name, *overrides):
-    recipe, family = load_recipe(ROOT / "recipes" / f"{RECIPES[name]}.yaml", overrides), family_of(name)
+    recipe, family = load_recipe(ROOT / f"recipes/{RECIPES[name]}.yaml", overrides), family_of(name)
     return update_work(recipe, family, layout_of(recipe, family, recipe.trainer.world_size))
 
 
 @pytest.mark.parametrize(
-    ("world", "sizes"),
+    "world, sizes",
     [
         (16, {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "pipeline_model_parallel_size": 2}),
         (64, {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 8, "pipeline_model_parallel_size": 2}),
@@ -48,7 +48,7 @@ def test_ranks_stand_where_megatron_puts_them(world, sizes):
     name = SCOUT if "expert_model_parallel_size" in sizes else DENSE
     overrides = [f"megatron.parallel={sizes}".replace("'", ""), "megatron.model={sequence_parallel: true}"]
     overrides.append(f"trainer.world_size={world}")
-    recipe = load_recipe(ROOT / "recipes" / f"{RECIPES[name]}.yaml", overrides)
+    recipe = load_recipe(ROOT / f"recipes/{RECIPES[name]}.yaml", overrides)
     layout = layout_of(recipe, family_of(name), world)
     places = places_of(layout)
     order = "tp-cp-ep-dp-pp"

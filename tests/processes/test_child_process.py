@@ -13,7 +13,7 @@ from waiting import passes
 
 from megatron_scalerl.processes.child_process import ChildProcess, ProcessDied, fatal_error, open_log
 
-CONTROLLER = ROOT / "tests" / "launch" / "controller.py"
+CONTROLLER = ROOT / "tests/launch/controller.py"
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_a_second_signal_kills_the_children_at_once(controller, tmp_path):
 
 def ended(program, *words):
     argv = [sys.executable, "-c", program, *words]
-    return subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=240)
 
 
 def test_a_signal_after_the_cleanup_changes_no_exit_code():

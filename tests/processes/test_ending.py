@@ -15,13 +15,11 @@ def ended(body, **options):
     program += f"def main():\n    {body}\n"
     program += "atexit.register(print, 'cleanup')\nend_with(main)\n"
     options = {"stdout": subprocess.PIPE, **options}
-    return subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False, **options
-    )
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True, **options)
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "output", "errors"),
+    "body, code, output, errors",
     [
         ("print('done')", 0, "done\n", ""),
         ("print('done', end='')\n    return 75", 75, "done", ""),
@@ -51,7 +49,7 @@ def test_output_that_cannot_be_written_is_a_failure():
 def test_a_stream_that_was_closed_at_the_start_is_no_failure():
     program = "from megatron_scalerl.processes.child_process import end_with\nend_with(lambda: 75)"
     closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-c", program]
-    assert subprocess.run(closed, cwd=ROOT, check=False).returncode == 75
+    assert subprocess.run(closed, cwd=ROOT).returncode == 75
 
 
 def test_threads_and_what_waits_for_them_end_with_the_program():

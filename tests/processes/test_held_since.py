@@ -17,7 +17,7 @@ sys.exit(1)"""
 
 
 @pytest.mark.parametrize(
-    ("ago", "held"), [("0", 0.0), ("40.5", 40.5), ("-9", 0.0), (None, 0.0), ("x", 0.0), ("nan", 0.0)]
+    "ago, held", [("0", 0.0), ("40.5", 40.5), ("-9", 0.0), (None, 0.0), ("x", 0.0), ("nan", 0.0)]
 )
 def test_a_job_has_held_its_devices_since_its_start(ago, held, monkeypatch):
     monkeypatch.setattr(signals, "_uptime", lambda: 1000.0)

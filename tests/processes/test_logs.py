@@ -59,7 +59,7 @@ def test_an_unknown_level_is_one_line(monkeypatch):
         logs.log_level()
 
 
-@pytest.mark.parametrize(("level", "seen"), [(None, ["late"]), ("info", ["begun", "late"])])
+@pytest.mark.parametrize("level, seen", [(None, ["late"]), ("info", ["begun", "late"])])
 def test_the_terminal_shows_warnings_and_no_traceback_and_the_file_shows_all(monkeypatch, capsys, level, seen):
     monkeypatch.delenv("MSRL_LOG_LEVEL", raising=False)
     if level:

@@ -6,7 +6,7 @@ from megatron_scalerl.processes.signals import ATTEMPT_FILE, Takeover
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "happened"),
+    "before, after, happened",
     [
         ("7.0\n", "7.0\n", False),
         ("7.0\n", "9.0\n", True),

@@ -5,6 +5,7 @@ import re
 import pytest
 from chat_templates import GPT_OSS, LLAMA3, MAGISTRAL, QWEN3, R1_DISTILL, TURNS
 from recipe_files import SETTLED
+from refusals import refused
 
 from megatron_scalerl.prompts.layouts import Question
 from megatron_scalerl.prompts.rendering import PromptRenderer
@@ -113,9 +114,8 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_setting_that_has_no_effect_or_loses_the_answer_is_refused(case):
     template, settings, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message) as caught:
+    with refused(message):
         renderer(template, **settings)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -129,5 +129,5 @@ def test_a_setting_that_has_no_effect_or_loses_the_answer_is_refused(case):
     ],
 )
 def test_a_template_that_fails_is_one_line(source):
-    with pytest.raises(ValueError, match=r"^prompts\.chat_template: the tokenizer's template fails: "):
+    with refused(r"^prompts\.chat_template: the tokenizer's template fails: "):
         renderer(source)

@@ -53,15 +53,6 @@ def test_without_a_threshold_solved_prompts_are_drawn_again():
     assert sorted(draw_ids(curriculum, 2)) == ["id0", "id1"]
 
 
-def test_a_group_scored_after_the_epoch_began_counts_at_the_draw():
-    curriculum = Curriculum(prompts(3), 1, 0.9)
-    draw_ids(curriculum, 3)
-    first, *rest = draw_ids(Curriculum(prompts(3), 1, None), 6)[3:]
-    assert draw_ids(curriculum, 1) == [first], "epoch 1 has begun"
-    curriculum.observe(rest[0], 1.0)  # the group of epoch 0 is scored only now
-    assert draw_ids(curriculum, 1) == [rest[1]]
-
-
 def test_the_latest_scored_group_decides_and_removal_is_permanent():
     curriculum = Curriculum(prompts(2), 1, 0.9)
     draw_ids(curriculum, 2)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from refusals import refused
 from transformers import PreTrainedTokenizerFast
 
 from megatron_scalerl.prompts.end_tokens import end_token_ids
@@ -16,7 +17,7 @@ def write(folder, **files):
 
 
 @pytest.mark.parametrize(
-    ("files", "more"),
+    "files, more",
     [
         ({}, ()),
         ({"generation_config": {"eos_token_id": EOS_ID}}, ()),
@@ -31,7 +32,7 @@ def test_the_tokenizers_first_then_the_folders(tmp_path, files, more):
 
 
 @pytest.mark.parametrize(
-    ("content", "line"),
+    "content, line",
     [
         ({"eos_token_id": "</s>"}, r"eos_token_id is '</s>'; it has to be"),
         ({"eos_token_id": [2, -1]}, r"eos_token_id is \[2, -1\]; it has to be"),
@@ -41,15 +42,13 @@ def test_the_tokenizers_first_then_the_folders(tmp_path, files, more):
     ],
 )
 def test_an_invalid_token_id_is_refused(tmp_path, content, line):
-    with pytest.raises(ValueError, match=f"generation_config.json: {line}"):
+    with refused(f"generation_config.json: {line}"):
         end_token_ids(write(tmp_path, generation_config=content), build_tokenizer())
 
 
 def test_an_end_token_outside_the_vocabulary_is_refused(tmp_path):
     write(tmp_path, generation_config={"eos_token_id": [2, 64]}, config={"vocab_size": 64})
-    with pytest.raises(
-        ValueError, match=r"generation_config.json: eos_token_id is \[2, 64\]; .* below vocab_size 64"
-    ):
+    with refused(r"generation_config.json: eos_token_id is \[2, 64\]; .* below vocab_size 64"):
         end_token_ids(tmp_path, build_tokenizer())
 
 
@@ -57,5 +56,5 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path):
     build_tokenizer().save_pretrained(tmp_path)
     nameless = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     nameless.eos_token = None
-    with pytest.raises(ValueError, match="the tokenizer has no end-of-sequence token"):
+    with refused("the tokenizer has no end-of-sequence token"):
         end_token_ids(tmp_path, nameless)

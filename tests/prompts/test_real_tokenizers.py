@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 from recipe_files import ROOT, SETTLED
+from refusals import refused
 
 from megatron_scalerl.prompts.end_tokens import end_token_ids
 from megatron_scalerl.prompts.rendering import PromptRenderer
@@ -47,7 +48,7 @@ class Published:
 
 PUBLISHED = {
     "llama3_1": Published(
-        config=json.loads((ROOT / "recipes" / "configs" / "Llama-3.1-8B" / "config.json").read_text()),
+        config=json.loads((ROOT / "recipes/configs/Llama-3.1-8B/config.json").read_text()),
         turn="<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nWhat is 1+1?<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
         tag=3,
@@ -55,14 +56,14 @@ PUBLISHED = {
         generation={"eos_token_id": [128001, 128008, 128009]},
     ),
     "qwen2_5": Published(
-        config=json.loads((ROOT / "recipes" / "configs" / "Qwen2.5-Math-1.5B" / "config.json").read_text()),
+        config=json.loads((ROOT / "recipes/configs/Qwen2.5-Math-1.5B/config.json").read_text()),
         turn="<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
         "<|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n",
         tag=3,
         ends=(151645, 151643),
     ),
     "qwen3": Published(
-        config=json.loads((ROOT / "recipes" / "configs" / "Qwen3-8B" / "config.json").read_text()),
+        config=json.loads((ROOT / "recipes/configs/Qwen3-8B/config.json").read_text()),
         turn="<|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n",
         tag=1,
         ends=(151645,),
@@ -116,14 +117,14 @@ def test_the_chat_template_renders_and_no_text_is_lost(policy):
 
 def test_the_templates_tags_and_arguments_are_known(policy):
     published, folder = policy
-    with pytest.raises(ValueError, match="effort is not in the chat template"):
+    with refused("effort is not in the chat template"):
         renderer(folder, template_arguments={"effort": 1})
     if published.tag != 1:  # the template opens no thinking
         assert renderer(folder, think_start="", think_end="").text(ASK) == published.turn
         return
-    with pytest.raises(ValueError, match="thinks in '<think>' and '</think>', not in '' and ''"):
+    with refused("thinks in '<think>' and '</think>', not in '' and ''"):
         renderer(folder, think_start="", think_end="")
-    with pytest.raises(ValueError, match="ends with </think>, so the policy could not think"):
+    with refused("ends with </think>, so the policy could not think"):
         renderer(folder, template_arguments={"enable_thinking": False})
     without = renderer(folder, template_arguments={"enable_thinking": False}, think_start="", think_end="")
     assert without.text(ASK) == published.turn + "<think>\n\n</think>\n\n"
@@ -132,7 +133,7 @@ def test_the_templates_tags_and_arguments_are_known(policy):
 def test_the_forced_phrase_and_the_ends_of_a_turn(policy):
     published, folder = policy
     tokenizer = load_tokenizer(folder)
-    recipe = load_recipe(ROOT / "recipes" / "tiny_cpu.yaml", [f"policy.path={folder}", "prompts.think_end=</think>"])
+    recipe = load_recipe(ROOT / "recipes/tiny_cpu.yaml", [f"policy.path={folder}", "prompts.think_end=</think>"])
     phrase, tag = forced_ids(recipe, tokenizer)
     assert tokenizer.decode(phrase) == PAPER_PHRASE + "</think>" and tokenizer.decode(tag) == "</think>"
     assert len(tag) == published.tag

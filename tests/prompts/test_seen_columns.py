@@ -1,7 +1,8 @@
 """What a policy should see of a row, and what a row is scored by: read, refused or said, never dropped in silence."""
 
 import pytest
-from layout_rows import ADD, ASK, LIMITS, SUM, USER, rows
+import yaml
+from layout_rows import ADD, ASK, LIMITS, ROWS, SUM, USER, rows
 
 from megatron_scalerl.rewards.math import verify_math
 from megatron_scalerl.rewards.worker import load_verifier
@@ -19,46 +20,10 @@ PUBLISHED = {
     "INTELLECT-3": (ASK, "3/4"),
     "SciBench": (ASK, "0.75"),
 }
-READ = [
-    # a row, its question, its reference
-    ({"prompt": [{"role": "user", "content": PRIME}], "options": ["4", "7"], "answer": "B"}, SHOWN, "B"),
-    ({"prompt": ASK, "answer": "<think>1/4 twice</think><answer> 3/4 </answer>"}, ASK, "3/4"),
-    ({"problem": ASK, "answer": "3/4", "image": {"bytes": None, "path": ""}}, ASK, "3/4"),  # MathVerse
-    ({"prompt": ASK, "answer": "3/4", "tools": "[]", "images": []}, ASK, "3/4"),
-    ({"article": "He has 3.", "question": "How many?", "answer": "3"}, "He has 3.\n\nHow many?", "3"),
-    # choices: SuperGPQA, MedQA, AGIEval, MMLU, C-Eval, MedMCQA
-    ({**TWO, "answer": "7", "answer_letter": "B"}, SHOWN, "B"),
-    ({**TWO, "options": {"A": "4", "B": "7"}, "answer": "7", "answer_idx": "B"}, SHOWN, "B"),
-    ({"query": PRIME, "choices": ["(A)4", "(B)7"], "gold": [1]}, SHOWN, "B"),
-    ({**TWO, "answer": ["b"]}, SHOWN, "B"),
-    ({**TWO, "answer": "(B) 7."}, SHOWN, "B"),
-    ({**TWO, "options": ["$4$", "$7$"], "answer": "7"}, f"{PRIME}\n\nA. $4$\nB. $7$", "B"),
-    ({"question": PRIME, "A": "4", "B": "7", "answer": "B"}, SHOWN, "B"),
-    ({"question": PRIME, "option1": "4", "option2": "7", "answer": "7"}, SHOWN, "B"),
-    ({"question": PRIME, "opa": "4", "opb": "7", "opc": None, "opd": None, "answer": 1}, SHOWN, "B"),
-    ({**TWO, "answer": 2}, SHOWN, "B"),  # counted from 1
-    ({"question": PRIME, "choices": ["4", "7"], "answer": 1}, SHOWN, "B"),
-    ({"question": PRIME, "options": [4, 7], "answer": "B"}, SHOWN, "B"),
-    ({"question": PRIME, "options": {"A": "4", "B": "7", "C": None}, "answer": "B"}, SHOWN, "B"),
-    ({"question": PRIME, "choices": {"text": ["4", "7"], "label": ["A", "B"]}, "answerKey": "B"}, SHOWN, "B"),
-    ({"question": PRIME, "options": "['4', '7']", "answer": "B"}, SHOWN, "B"),
-    ({"question": PRIME, "options": "a) 4 b) 7", "answer": "b"}, f"a) 4 b) 7\n\n{PRIME}", "b"),
-    ({"question": f"{PRIME} (A) 4 (B) 7", "options": ["4", "7"], "answer": "B"}, f"{PRIME} (A) 4 (B) 7", "B"),
-    ({"question": PRIME, "choices": ["4", "7"], "answer": 7}, SHOWN, "B"),
-    ({"question": PRIME, "choices": [{"text": "4"}], "answer": 7}, PRIME, "7"),
-    ({"question": PRIME, "choices": {"*": "4", "label": 1, "text": [2]}, "answer": 7}, PRIME, "7"),
-    ({"question": PRIME, "options": ["A)4", "B)7"], "correct": "B", "rationale": "7."}, SHOWN, "B"),
-    ({"question": PRIME, "options": {"A": "(A) 4", "B": "(B) 7"}, "answer": "B"}, SHOWN, "B"),
-    ({"question": PRIME, "choices": ["A. 4", "7"], "answer": 1}, f"{PRIME}\n\nA. A. 4\nB. 7", "B"),
-    ({"Body": "He has 3.", "Question": "How many?", "Answer": "3"}, "He has 3.\n\nHow many?", "3"),
-    ({"question": "How many?", "context": None, "final_answer": ["3"]}, "How many?", "3"),
-    ({"context": "He has 3.", "question": "He has 3. Sum?", "answer": "3"}, "He has 3. Sum?", "3"),
-]
+READ = [list(case.values()) for case in yaml.safe_load((ROWS / "seen.yaml").read_text())]
 
 
-@pytest.mark.parametrize(
-    ("row", "text", "answer"), [*((rows(name)[0], *read) for name, read in PUBLISHED.items()), *READ]
-)
+@pytest.mark.parametrize("row, text, answer", [*((rows(name)[0], *read) for name, read in PUBLISHED.items()), *READ])
 def test_a_row_is_read(row, text, answer, prompts_of):
     (prompt,) = prompts_of([row]).training
     assert (prompt.text, prompt.answer) == (text, answer)

@@ -4,7 +4,9 @@ import json
 
 import pytest
 from byte_pair import PAPER_TEXT, byte_level, sentence_piece
+from json_lines import write
 from recipe_files import SETTLED
+from refusals import refused
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizer
 
@@ -18,7 +20,7 @@ PHRASE = PAPER_TEXT.removesuffix(" </think>")
 
 def examples(folder, completions, tokenizer, sft=None, **sections):
     rows = [{"prompt": "4+2=", "completion": completion} for completion in completions]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(folder / "rows.jsonl", rows)
     defaults = {"name": "w", "steps": 1, "policy": {"path": str(folder)}, "prompts": {"path": "p", **SETTLED}}
     sft = {"path": str(folder / "rows.jsonl"), "add_eos": False, **(sft or {})}
     return read_examples(Recipe.model_validate({**defaults, "sft": sft, **sections}), tokenizer)
@@ -80,7 +82,7 @@ def test_a_custom_phrase_with_its_whitespace(tmp_path):
 def test_a_phrase_without_its_tag_is_an_error_that_names_the_line(tmp_path):
     line = r"rows.jsonl: line 2: '</think>' has to follow the forced phrase 'Okay, "
     for text in (f"4 {PHRASE} So 6", f"4 {PHRASE} So {PAPER_TEXT}6"):
-        with pytest.raises(ValueError, match=line):
+        with refused(line):
             examples(tmp_path, ["6", text], byte_level())
 
 
@@ -108,7 +110,7 @@ class _NoOffsets(PreTrainedTokenizer):
 def test_a_slow_tokenizer_is_refused_only_where_it_matters(tmp_path):
     slow = _NoOffsets()
     assert len(examples(tmp_path, ["so 6"], slow).samples) == 1
-    with pytest.raises(ValueError, match=r"line 2: _NoOffsets gives no character offsets"):
+    with refused(r"line 2: _NoOffsets gives no character offsets"):
         examples(tmp_path, ["6", f"4{PAPER_TEXT}6"], slow)
 
 
@@ -124,7 +126,7 @@ def test_an_end_of_sequence_is_appended_where_it_is_missing(tmp_path):
         assert after.token_ids == before.token_ids + added
         assert after.loss_mask == before.loss_mask + (True,) * len(added)
     assert [r.token_ids[-1] for _, r in ended] == [eos, eos, eot, eos]
-    with pytest.raises(ValueError, match=r"line 1: token 2 of 3 ends the sequence"):
+    with refused(r"line 1: token 2 of 3 ends the sequence"):
         examples(tmp_path, ["6<eot>\n"], tokenizer, {"add_eos": True})
     assert len(examples(tmp_path, ["6<eot>\n"], tokenizer).samples) == 1
 
@@ -139,7 +141,7 @@ def test_too_long_rows_are_refused_or_skipped_and_counted(tmp_path, limited_by):
     texts = ["0" * 9, "0" * 10, "0" * 11]
     line = rf"rows.jsonl: line 3: 17 tokens are more than 16 \({limited_by}\)"
     tokenizer = build_tokenizer()
-    with pytest.raises(ValueError, match=line):
+    with refused(line):
         examples(tmp_path, texts, tokenizer, **sections)
     found = examples(tmp_path, texts * 12, tokenizer, {"too_long": "skip"}, **sections)
     assert [len(r.token_ids) for _, r in found.samples] == [9, 10] * 12
@@ -148,12 +150,12 @@ def test_too_long_rows_are_refused_or_skipped_and_counted(tmp_path, limited_by):
     assert lines[1].endswith(f"rows.jsonl: line 3: 17 tokens are more than 16 ({limited_by})")
     assert lines[-1] == "  and 2 more"
     # the end of sequence counts
-    with pytest.raises(ValueError, match=r"line 2: 17 tokens are more than 16"):
+    with refused(r"line 2: 17 tokens are more than 16"):
         examples(tmp_path, texts, tokenizer, {"add_eos": True}, **sections)
-    with pytest.raises(ValueError, match=r"rows.jsonl: all rows have more than 16 tokens"):
+    with refused(r"rows.jsonl: all rows have more than 16 tokens"):
         examples(tmp_path, texts[2:], tokenizer, {"too_long": "skip"}, **sections)
 
 
 def test_columns_that_are_not_texts(tmp_path):
-    with pytest.raises(ValueError, match="line 1: 'completion' has half of a surrogate pair"):
+    with refused("line 1: 'completion' has half of a surrogate pair"):
         examples(tmp_path, ["6\ud83d"], build_tokenizer())

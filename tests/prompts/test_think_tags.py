@@ -1,6 +1,7 @@
 """Think tags may be several tokens but must decode to themselves; the model needs a row per token."""
 
 import pytest
+from refusals import refused
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -26,9 +27,9 @@ def test_tags_of_one_token_and_of_several_are_accepted():
 
 def test_tags_that_do_not_survive_are_refused():
     lossy = character_tokenizer("<>think")
-    with pytest.raises(ValueError, match=r"prompts\.think_end: '</think>' becomes '<<unk>think>'"):
+    with refused(r"prompts\.think_end: '</think>' becomes '<<unk>think>'"):
         check_think_tags(lossy, "<think>", "</think>")
-    with pytest.raises(ValueError, match=r"prompts\.think_start: .* when the tokenizer encodes and decodes it"):
+    with refused(r"prompts\.think_start: .* when the tokenizer encodes and decodes it"):
         check_think_tags(lossy, "<Think>", "<think>")
 
 
@@ -41,14 +42,12 @@ def test_a_padded_model_vocabulary_is_accepted_and_a_small_one_is_not():
     tokenizer = build_tokenizer()
     check_vocabulary(tokenizer, 64)
     check_vocabulary(tokenizer, 22)
-    with pytest.raises(
-        ValueError, match="the model has a vocabulary of 21 tokens, fewer than the 22 of the tokenizer"
-    ):
+    with refused("the model has a vocabulary of 21 tokens, fewer than the 22 of the tokenizer"):
         check_vocabulary(tokenizer, 21)
 
 
 def test_holes_in_the_vocabulary_count():
     inner = Tokenizer(models.WordLevel(vocab={"a": 0, "<unk>": 9}, unk_token="<unk>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
-    with pytest.raises(ValueError, match="fewer than the 10 of the tokenizer"):
+    with refused("fewer than the 10 of the tokenizer"):
         check_vocabulary(tokenizer, 9)

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from megatron_scalerl.prompts.tokenizer import PROBE, load_tokenizer
 
-CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
+CONFIGS = Path(__file__).parents[2] / "recipes/configs"
 TEXT = "def f(x):\n    return x + 1  # 12 * 13"
 
 
@@ -54,7 +54,7 @@ def test_no_space_is_lost_whatever_class_is_named(folder, name, caplog):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "message"),
+    "model_type, message",
     [
         ("llama", "has no tokenizer that can be read"),
         *((kind, "there is no tokenizer in .*: it has none of ") for kind in ("qwen2", "qwen3_moe", "gemma2", "t5")),
@@ -100,7 +100,7 @@ def release(folder, named):
     code = {"AutoTokenizer": ["tokenization_moonshot.TikTokenTokenizer", None]}
     settings = dict(added_tokens_decoder=added, eos_token="[EOS]", chat_template="{{ messages }}", auto_map=code)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    config = json.loads((CONFIGS / "Moonlight-16B-A3B-Instruct" / "config.json").read_text())
+    config = json.loads((CONFIGS / "Moonlight-16B-A3B-Instruct/config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": len(ranks) + 16}))
     return len(ranks)
 
@@ -110,7 +110,7 @@ def test_the_programs_of_the_page_make_and_compare_a_releases_tokenizer(tmp_path
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     first = release(tmp_path / "models/moonlight", {0: "[BOS]", 1: "[EOS]", 4: "<|im_end|>", 15: "[PAD]"})
-    page = (CONFIGS.parents[1] / "docs" / "families.md").read_text()
+    page = (CONFIGS.parents[1] / "docs/families.md").read_text()
     section = page.split("### Moonlight, step by step\n")[1].split("\n### ")[0]
     make, compare = (textwrap.dedent(block) for block in re.findall(r"```python\n(.*?)```", section, re.DOTALL))
     assert make.count('PATTERN = r""') == 1

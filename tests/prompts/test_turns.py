@@ -16,6 +16,7 @@ from chat_templates import (
     TURNS,
 )
 from recipe_files import SETTLED
+from refusals import refused
 from turn_policies import KIMI, LLAMA, TOOL, ids_of, past, turns_tokenizer
 
 from megatron_scalerl.prompts.turns import PastTurn, TurnRenderer
@@ -124,9 +125,7 @@ def test_a_turn_that_keeps_its_thinking_is_there_as_it_was_sampled():
 
 def test_a_template_that_opens_earlier_turns_otherwise_is_refused_where_it_matters():
     source = CHATML.replace("{{ m.content", "{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content")
-    with pytest.raises(
-        ValueError, match=r"opens them otherwise than the prompt, which ends with .*assistant.n<think>"
-    ):
+    with refused(r"opens them otherwise than the prompt, which ends with .*assistant.n<think>"):
         renderer(source, thinking="strip")
     tokenizer, turns = renderer(source)
     ids, _ = turns.next(AB, [past(tokenizer, "7", thought="t")])
@@ -145,7 +144,7 @@ def test_thinking_that_did_not_end_leaves_nothing_of_its_turn():
 
 
 @pytest.mark.parametrize(
-    ("said", "after"),
+    "said, after",
     [
         ("4<|im_end|>", "\n<|im_start|>user\nb"),
         ("4", "<|im_end|>\n<|im_start|>user\nb"),
@@ -326,9 +325,8 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_template_without_several_turns_is_refused_at_the_start(case):
     template, settings, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message) as caught:
+    with refused(message):
         renderer(template, **NO_TAGS | settings)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_template_that_renders_a_message_by_what_came_before_is_refused_at_that_turn():
@@ -338,5 +336,5 @@ def test_a_template_that_renders_a_message_by_what_came_before_is_refused_at_tha
     messages = [user("a"), user("b"), user("c"), user("d")]
     assert len(contexts(turns, messages[:3], said)) == 3
     problem = "renders the messages before turn 4 differently by what came before them"
-    with pytest.raises(ValueError, match=re.escape(problem)):
+    with refused(re.escape(problem)):
         turns.next(messages, said)

@@ -52,7 +52,7 @@ def stand_in(tmp_path, tiny, on_login_node):
     def made(ends, *options, name="r", **changes):
         run = write_recipe(tmp_path / f"{name}.yaml", tiny, name=name, output_dir=tmp_path, **changes)
         (run / "slurm").mkdir(parents=True)
-        (run / "slurm" / "ends").write_text(ends)
+        (run / "slurm/ends").write_text(ends)
         variables = {"NCCL_DEBUG": "WARN x", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
         site = write_site(tmp_path / "site.yaml", STAND_IN_PROGRAM, environment=variables)
         return ["submit", str(tmp_path / f"{name}.yaml"), *JOB, "--site", site, *options], run

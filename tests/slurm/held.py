@@ -14,7 +14,7 @@ STEPS = 2
 
 def holds(run):
     metrics = run / "metrics.jsonl"
-    return metrics.exists() and metrics.read_text().count("\n") >= STEPS and not (run / "slurm" / "go on").exists()
+    return metrics.exists() and metrics.read_text().count("\n") >= STEPS and not (run / "slurm/go on").exists()
 
 
 def verify(answer_text, reference, extra):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from string import Template
 
 from megatron_scalerl.processes.parent_death import tied_command
 
@@ -29,9 +30,7 @@ def missing():
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
     if absent:
         return f"a Slurm for tests needs {', '.join(absent)} (apt-get install slurm-wlm munge iproute2)"
-    done = subprocess.run(
-        ["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False
-    )
+    done = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True)
     return None if done.returncode == 0 else "a Slurm for tests needs namespaces (unshare), which are forbidden here"
 
 
@@ -51,7 +50,7 @@ class MiniCluster:
         folder.chmod(0o755)
         write_settings(folder, nodes, silence_s, preemption=preemption)
         spaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child"]
-        with open(folder / "log" / "init", "wb") as log:
+        with open(folder / "log/init", "wb") as log:
             self._process = subprocess.Popen(
                 tied_command(["unshare", *spaces, sys.executable, __file__, str(folder), *nodes]),
                 stdin=subprocess.DEVNULL,
@@ -60,7 +59,7 @@ class MiniCluster:
                 env={
                     "PATH": os.environ["PATH"],
                     "PYTHONPATH": str(Path(__file__).parents[2]),
-                    "SLURM_CONF": str(folder / "etc" / "slurm.conf"),
+                    "SLURM_CONF": str(folder / "etc/slurm.conf"),
                 },
                 start_new_session=True,
             )
@@ -81,7 +80,7 @@ class MiniCluster:
             time.sleep(0.01)
         self._inner = inner[0]
         enter = f"nsenter --target {inner[0]} --net --mount --uts --ipc --pid --"
-        conf = self.folder / "etc" / "slurm.conf"
+        conf = self.folder / "etc/slurm.conf"
         for name in CLIENTS:
             program = self.bin / name
             real = shutil.which(name)
@@ -100,7 +99,7 @@ class MiniCluster:
 
     def ask(self, name, *words):
         """Standard output of a client program."""
-        return subprocess.run([self.bin / name, *words], capture_output=True, text=True, check=False).stdout
+        return subprocess.run([self.bin / name, *words], capture_output=True, text=True).stdout
 
     def link(self, node, state):
         """Take a node's only network link down, or up again."""
@@ -108,7 +107,7 @@ class MiniCluster:
 
     def kill_daemon(self, node):
         """SIGKILL to a node's slurmd: Slurm loses the node, whose processes go on."""
-        self._inside("kill", "-9", (self.folder / "run" / f"{node}.pid").read_text().strip())
+        self._inside("kill", "-9", (self.folder / f"run/{node}.pid").read_text().strip())
 
     def _inside(self, *words):
         enter = ["nsenter", "--target", self._inner, "--net", "--mount", "--uts", "--ipc", "--pid", "--"]
@@ -132,51 +131,20 @@ def slurmd(folder, node):
 def write_settings(folder, nodes, silence_s, *, preemption):
     """Slurm's and munge's files."""
     for index in range(GPUS):
-        os.mknod(folder / "dev" / f"gpu{index}", 0o666 | 0o020000, os.makedev(1, 3))
-    key = folder / "etc" / "munge.key"
+        os.mknod(folder / f"dev/gpu{index}", 0o666 | 0o020000, os.makedev(1, 3))
+    key = folder / "etc/munge.key"
     key.touch(0o600)
     key.write_bytes(os.urandom(128))
     addresses = {name: f"{NETWORK}.{10 + number}" for number, name in enumerate(nodes)}
     hosts = "".join(f"{address} {name}\n" for name, address in addresses.items())
-    (folder / "etc" / "hosts").write_text(f"127.0.0.1 localhost\n{NETWORK}.1 head\n{hosts}")
-    (folder / "etc" / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
+    (folder / "etc/hosts").write_text(f"127.0.0.1 localhost\n{NETWORK}.1 head\n{hosts}")
+    (folder / "etc/nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
     names = ",".join(nodes)
-    settings = {
-        "ClusterName": "mini",
-        "SlurmctldHost": f"head({NETWORK}.1)",
-        "SlurmUser": "root",
-        "AuthType": "auth/munge",
-        # a requeued job is held until its credential has expired: 120 s by default
-        "AuthInfo": f"socket={folder}/run/munge,cred_expire=5",
-        "CredType": "cred/munge",
-        "StateSaveLocation": f"{folder}/state",
-        "SlurmdSpoolDir": f"{folder}/spool/%n",
-        "SlurmctldPidFile": f"{folder}/run/slurmctld.pid",
-        "SlurmdPidFile": f"{folder}/run/%n.pid",
-        "SlurmctldLogFile": f"{folder}/log/slurmctld",
-        "SlurmdLogFile": f"{folder}/log/%n",
-        "ProctrackType": "proctrack/linuxproc",
-        "TaskPlugin": "task/none",
-        "MpiDefault": "none",
-        "SelectType": "select/cons_tres",
-        "SelectTypeParameters": "CR_Core",
-        "GresTypes": "gpu",
-        "SchedulerParameters": "sched_interval=1,sched_min_interval=10000,batch_sched_delay=0,requeue_delay=1,"
-        "bf_interval=1",
-        "SlurmdParameters": "config_overrides",  # more CPUs than the machine has
-        "ReturnToService": "2",
-        "SlurmdTimeout": str(silence_s),
-        "MessageTimeout": "30",
-        "KillWait": "10",
-        "MinJobAge": "3600",
-        "JobRequeue": "1",
-        "AccountingStorageType": "accounting_storage/none",
-    }
+    settings = Template((Path(__file__).parents[1] / "data/slurm.conf").read_text())
+    lines = [settings.substitute(folder=folder, network=NETWORK, silence_s=silence_s)]
     if preemption is not None:
-        settings |= {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
-        settings |= {"SlurmctldParameters": preemption} if preemption else {}
+        lines += ["PreemptType=preempt/partition_prio", "PreemptMode=REQUEUE", f"SlurmctldParameters={preemption}"]
     kind = "" if preemption is None else "h100:"
-    lines = [f"{key}={value}" for key, value in settings.items()]
     lines += [
         f"NodeName={name} NodeAddr={address} CPUs={CPUS} RealMemory=1000 Gres=gpu:{kind}{GPUS} Weight={1 + number}"
         for number, (name, address) in enumerate(addresses.items())  # a job gets the first nodes that are free
@@ -186,52 +154,47 @@ def write_settings(folder, nodes, silence_s, *, preemption):
     if preemption is not None:
         lines[-2] += " PriorityTier=1 GraceTime=60"
         lines.append(f"PartitionName=high Nodes={names} MaxTime=1-0 State=UP PriorityTier=9")
-    (folder / "etc" / "slurm.conf").write_text("\n".join(lines) + "\n")
-    (folder / "etc" / "gres.conf").write_text(
+    (folder / "etc/slurm.conf").write_text("\n".join(lines) + "\n")
+    (folder / "etc/gres.conf").write_text(
         f"NodeName={names} Name=gpu {f'Type={kind[:-1]} ' if kind else ''}File={folder}/dev/gpu[0-{GPUS - 1}]\n"
     )
-    (folder / "etc" / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+    (folder / "etc/cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 
 
 def serve(folder, nodes):
     """In the new namespaces: network, daemons; never returns."""
 
-    def run(*words):
-        subprocess.run([str(word) for word in words], check=True)
+    def run(text):
+        subprocess.run(text.split(), check=True)
 
     for name in ("hosts", "nsswitch.conf"):
-        run("mount", "--bind", folder / "etc" / name, f"/etc/{name}")
+        run(f"mount --bind {folder}/etc/{name} /etc/{name}")
     # slurmd starts a login shell for each job, to which this machine's scripts may do anything
     for name in (".profile", ".bash_profile", ".bash_login"):
         if (Path("/root") / name).exists():
-            run("mount", "--bind", "/dev/null", Path("/root") / name)
-    run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
+            run(f"mount --bind /dev/null /root/{name}")
+    run("mount -t tmpfs tmpfs /dev/shm")
     Path("/run/netns").mkdir(exist_ok=True)
-    run("mount", "-t", "tmpfs", "tmpfs", "/run/netns")
-    run("hostname", "head")
-    run("ip", "link", "set", "lo", "up")
-    run("ip", "link", "add", "bridge0", "type", "bridge")
-    run("ip", "addr", "add", f"{NETWORK}.1/24", "dev", "bridge0")
-    run("ip", "link", "set", "bridge0", "up")
+    run("mount -t tmpfs tmpfs /run/netns")
+    run("hostname head")
+    run("ip link set lo up")
+    run("ip link add bridge0 type bridge")
+    run(f"ip addr add {NETWORK}.1/24 dev bridge0")
+    run("ip link set bridge0 up")
     # --force: only root uses the socket, so the folders above it need not be open to others
     run(
-        "munged",
-        "--force",
-        f"--socket={folder}/run/munge",
-        f"--key-file={folder}/etc/munge.key",
-        f"--pid-file={folder}/run/munged.pid",
-        f"--log-file={folder}/log/munged",
-        f"--seed-file={folder}/state/seed",
+        f"munged --force --socket={folder}/run/munge --key-file={folder}/etc/munge.key "
+        f"--pid-file={folder}/run/munged.pid --log-file={folder}/log/munged --seed-file={folder}/state/seed"
     )
     for number, name in enumerate(nodes):
-        run("ip", "netns", "add", name)
-        run("ip", "link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", name)
-        run("ip", "link", "set", f"to-{name}", "master", "bridge0", "up")
-        run("ip", "-n", name, "link", "set", "lo", "up")
-        run("ip", "-n", name, "addr", "add", f"{NETWORK}.{10 + number}/24", "dev", "eth0")
-        run("ip", "-n", name, "link", "set", "eth0", "up")
-        run(*slurmd(folder, name))
-    run("slurmctld", "-c")
+        run(f"ip netns add {name}")
+        run(f"ip link add to-{name} type veth peer name eth0 netns {name}")
+        run(f"ip link set to-{name} master bridge0 up")
+        run(f"ip -n {name} link set lo up")
+        run(f"ip -n {name} addr add {NETWORK}.{10 + number}/24 dev eth0")
+        run(f"ip -n {name} link set eth0 up")
+        subprocess.run(slurmd(folder, name), check=True)
+    run("slurmctld -c")
     while True:  # the first process of the namespaces adopts orphans
         try:
             os.wait()

@@ -12,7 +12,7 @@ from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.cluster import cluster
 
 ROOT = Path(__file__).parents[2]
-WITH_STAND_INS = ROOT / "tests" / "fakes" / "run_with_stand_ins.py"
+WITH_STAND_INS = ROOT / "tests/fakes/run_with_stand_ins.py"
 STAND_IN_PROGRAM = Path(__file__).with_name("stand_in_program.py")
 JOB = ["--partition", "gpu", "--time", "30", "--startup-seconds", "10", "--save-seconds", "5"]
 TWO = ["--nodes", "2", "--gpus-per-node", "4"]
@@ -23,7 +23,7 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 
 def write_recipe(path, tiny, *, name="r", output_dir, **changes):
     """A run of six steps at k = 0 with two trainer ranks and one stand-in engine; returns its folder."""
-    data = yaml.safe_load((ROOT / "recipes" / "tiny_cpu.yaml").read_text())
+    data = yaml.safe_load((ROOT / "recipes/tiny_cpu.yaml").read_text())
     data |= {
         "name": name,
         "output_dir": str(output_dir),
@@ -49,7 +49,7 @@ def write_recipe(path, tiny, *, name="r", output_dir, **changes):
 
 def starts(run):
     """What the stand-in program noted at each start."""
-    return read_jsonl(run / "slurm" / "starts")
+    return read_jsonl(run / "slurm/starts")
 
 
 def nodes_of(start):
@@ -69,7 +69,7 @@ def hostnames(nodes):
 
 def output_of(run, job):
     """What the job's script has said so far."""
-    file = run / "slurm" / f"{job}.out"
+    file = run / f"slurm/{job}.out"
     return file.read_text() if file.exists() else ""
 
 

@@ -23,7 +23,7 @@ BEAT_S = 0.1
 
 
 def note(file):
-    with open(file, "a", encoding="utf8") as opened:
+    with open(file, "a") as opened:
         opened.write(json.dumps({"argv": sys.argv[1:], "node": NODE, "environment": dict(os.environ)}) + "\n")
 
 
@@ -33,20 +33,20 @@ def finish(run):
 
 
 def spend(run, hours):
-    (run / "recipe.yaml").write_bytes((run / "slurm" / "recipe.yaml").read_bytes())
+    (run / "recipe.yaml").write_bytes((run / "slurm/recipe.yaml").read_bytes())
     ledger = run / "ledger.jsonl"
     rows = [{"role": "trainer", "phase": "train", "hours": hours, "step": 1}]
     if not ledger.exists():
         rows.insert(0, {"unit": "device_hours"})
-    with open(ledger, "a", encoding="utf8") as file:
+    with open(ledger, "a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     sys.exit(75)
 
 
 def beat(run):
     """In a step: a line a moment, so that a test sees it go on."""
-    with open(run / "slurm" / f"beats-{NODE}", "a", encoding="utf8") as file:
-        while not (run / "slurm" / "enough").exists():
+    with open(run / f"slurm/beats-{NODE}", "a") as file:
+        while not (run / "slurm/enough").exists():
             file.write(".\n")
             file.flush()
             time.sleep(BEAT_S)
@@ -59,9 +59,9 @@ def steps(run):
         subprocess.Popen([*step_words(node), sys.executable, __file__, "beat", str(run)])
         for node in hosts_of_allocation()
     ]
-    while not (run / "slurm" / "enough").exists():
+    while not (run / "slurm/enough").exists():
         time.sleep(BEAT_S)
-        if (run / "slurm" / "broken").exists():
+        if (run / "slurm/broken").exists():
             sys.exit(1)
     for step in started:
         step.wait()
@@ -69,10 +69,10 @@ def steps(run):
 
 
 def train(run):
-    starts = run / "slurm" / "starts"
+    starts = run / "slurm/starts"
     if not starts.exists():
         starts.touch()
-    end = (run / "slurm" / "ends").read_text().split()[len(starts.read_text().splitlines())]
+    end = (run / "slurm/ends").read_text().split()[len(starts.read_text().splitlines())]
     if end == "wait":
         signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(75))
     note(starts)

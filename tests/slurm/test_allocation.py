@@ -16,11 +16,6 @@ H100 = Partition(name="gpu", gpus=8, cpus=96, nodes=10, gpu_type="h100", limit_s
 CPUS = Partition(name="cpu", gpus=0, cpus=32, nodes=10, gpu_type=None, limit_s=None)
 
 
-def recipe(ranks=2, engines=1, devices=1, name="tiny_cpu"):
-    changes = [f"trainer.world_size={ranks}", f"engine.count={engines}", f"engine.devices_per_engine={devices}"]
-    return load_recipe(ROOT / "recipes" / f"{name}.yaml", [*changes, "weights.transport=auto"])
-
-
 UNSAID = dict.fromkeys(field.name for field in fields(Request))
 
 
@@ -35,11 +30,11 @@ def recipe_like(ranks, engines, devices):
     return BASE.model_copy(update={"trainer": one, "engine": other})
 
 
-BASE = recipe()
+BASE = load_recipe(ROOT / "recipes/tiny_cpu.yaml", ["weights.transport=auto"])
 
 
 @pytest.mark.parametrize(
-    ("fleet", "partition", "wanted", "found"),
+    "fleet, partition, wanted, found",
     [
         ((2, 1, 1), H100, asked(), Allocation(nodes=1, gpus=3, slots=None, cpus=36)),
         ((4, 4, 1), H100, asked(), Allocation(nodes=1, gpus=8, slots=None, cpus=None)),
@@ -54,7 +49,7 @@ def test_nodes_are_alike_and_filled(fleet, partition, wanted, found):
 
 
 @pytest.mark.parametrize(
-    ("fleet", "partition", "wanted", "said"),
+    "fleet, partition, wanted, said",
     [
         ((16, 8, 2), H100, asked(3), "--nodes: 3 is too few: 16 trainer ranks and 8 engines of 2"),
         ((16, 8, 2), H100, asked(5), "--nodes: 5 is too many: the fleet fills 4 with 8 devices each"),
@@ -87,7 +82,7 @@ def test_an_array_gets_what_its_largest_run_needs():
 
 @pytest.mark.slow
 def test_the_planner_is_asked_where_it_knows_the_gpus(tmp_path):
-    file = ROOT / "recipes" / "scalerl_llama3_8b.yaml"
+    file = ROOT / "recipes/scalerl_llama3_8b.yaml"
     fits = load_recipe(file)
     assert check_plan(fits, str(file), H100, 0) == "skipped without GPUs"
     other = Partition(name="old", gpus=8, cpus=96, nodes=10, gpu_type="v100", limit_s=None)
@@ -112,18 +107,18 @@ def test_the_ledger_is_summed_up_to_its_last_heartbeat(tmp_path):
 
 
 def test_attempts_are_those_since_the_last_submission_in_order(tmp_path):
-    script = tmp_path / "slurm" / "job.sbatch"
+    script = tmp_path / "slurm/job.sbatch"
     assert attempts(tmp_path) == []
     for when, name in ((5, "6.0"), (30, "7.10"), (20, "7.9")):
         file = tmp_path / "slurm" / name / "started"
         file.parent.mkdir(parents=True)
         file.touch()
         os.utime(file, (when, when))
-    (tmp_path / "slurm" / "8.0").mkdir()  # the run was finished, and the job ended at once
+    (tmp_path / "slurm/8.0").mkdir()  # the run was finished, and the job ended at once
     script.touch()
     os.utime(script, (10, 10))
     assert [folder.name for folder in attempts(tmp_path)] == ["7.9", "7.10"]
-    assert unfit(tmp_path / "slurm" / "7.9") == {}
-    (tmp_path / "slurm" / "7.9" / "nodes").mkdir()
-    (tmp_path / "slurm" / "7.9" / "nodes" / "bad").write_text("n1\tGPUs: none\nn2\ttoo\tlate\n")
-    assert unfit(tmp_path / "slurm" / "7.9") == {"n1": "GPUs: none", "n2": "too\tlate"}
+    assert unfit(tmp_path / "slurm/7.9") == {}
+    (tmp_path / "slurm/7.9/nodes").mkdir()
+    (tmp_path / "slurm/7.9/nodes/bad").write_text("n1\tGPUs: none\nn2\ttoo\tlate\n")
+    assert unfit(tmp_path / "slurm/7.9") == {"n1": "GPUs: none", "n2": "too\tlate"}

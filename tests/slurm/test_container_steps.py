@@ -16,7 +16,7 @@ from megatron_scalerl.cluster import cluster as slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NODES = ["--nodes", "3", "--gpus-per-node", "0", "--slots", "1"]
-STAND_IN_SRUN = ROOT / "tests" / "fakes" / "srun_without_pyxis"
+STAND_IN_SRUN = ROOT / "tests/fakes/srun_without_pyxis"
 SLURMS_OWN = [shutil.which(name) for name in ("srun", "scontrol")]
 
 
@@ -49,7 +49,7 @@ def test_a_run_of_three_nodes_in_containers(kind, tmp_path, tiny, on_login_node,
     [job] = submitted(words, capsys)
     assert wait_for_end(slurm.last_state, job, 800) == "COMPLETED", output_of(run, job)
     assert steps(run) == 2
-    assert list((run / "slurm" / f"{job}.0" / "outside").glob("asked.*")) == [], "every use of srun has ended"
+    assert list((run / f"slurm/{job}.0/outside").glob("asked.*")) == [], "every use of srun has ended"
     if kind == "bubblewrap":
         assert not recorded.exists()
         return

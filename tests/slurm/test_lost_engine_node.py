@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from e2e.whole_runs import overrides
+from e2e.whole_runs import overrides, words
 from slurm_runs import held_by, rows, steps, submitted, wait_for, wait_for_end
 
 from megatron_scalerl.cluster import cluster as slurm
@@ -22,25 +22,13 @@ def cluster(new_cluster):
 @pytest.fixture
 def run(policy, tmp_path, cluster, on_login_node, capsys):
     """A run with ranks on node1 and engines on node2 and node3 that has made a step: its folder and its job."""
-    settings = overrides(
-        policy,
-        tmp_path,
-        "r",
-        "steps=100000",
-        "engine.count=2",
-        "engine.stall_timeout_s=10",
-        "engine.first_token_timeout_s=10",
-        "engine.max_restarts=2",
-        "weights.timeout_s=15",
-        "rollouts.max_staleness_steps=4",
-        "rewards.verifier=tests.e2e.coin:toss",
-        "optimizer.lr=1e-6",  # what the coin teaches would carry the policy to where two implementations differ
-        "weights.probe_every=0",
-        "validation.every_steps=0",
-        "checkpoint.every_steps=5",
-    )
-    words = ["submit", "recipes/tiny_cpu.yaml", *settings, "--partition", "gpu", "--time", "120", "--nodes", "3"]
-    [job] = submitted([*words, "--gpus-per-node", "0", "--slots", "1"], capsys)
+    # at a larger rate, what the coin teaches would carry the policy to where two implementations differ
+    more = """steps=100000 engine.count=2 engine.stall_timeout_s=10 engine.first_token_timeout_s=10
+        engine.max_restarts=2 weights.timeout_s=15 rollouts.max_staleness_steps=4 rewards.verifier=tests.e2e.coin:toss
+        optimizer.lr=1e-6 weights.probe_every=0 validation.every_steps=0 checkpoint.every_steps=5"""
+    job_words = words("--partition gpu --time 120 --nodes 3 --gpus-per-node 0 --slots 1")
+    settings = overrides(policy, tmp_path, "r", *words(more))
+    [job] = submitted(["submit", "recipes/tiny_cpu.yaml", *settings, *job_words], capsys)
     folder = tmp_path / "r"
     wait_for(lambda: steps(folder) >= 2, "two steps", LIMIT_S)
     assert states(folder) == {"engine-0": "serving", "engine-1": "serving"}

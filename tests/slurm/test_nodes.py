@@ -24,14 +24,14 @@ def link_down(cluster):
 
 def test_an_unfit_node_is_named_and_excluded(stand_in, capsys):
     words, run = stand_in("finish", *TWO, *FLEET)
-    (run / "slurm" / "gpus-node2").write_text("pending remap")
+    (run / "slurm/gpus-node2").write_text("pending remap")
     [job] = submitted(words, capsys)
     assert wait_for_end(slurm.last_state, job) == "COMPLETED", output_of(run, job)
     [start] = starts(run)
     assert nodes_of(start) == ["node1", "node3"] and start["node"] == "node1"
-    assert start["argv"] == ["train", "--supervise", "--max-failures", "3", "--hosts", "slurm", "--slots", "4",
-                             str(run / "slurm" / "recipe.yaml")]  # fmt: skip
-    folders = [run / "slurm" / f"{job}.{attempt}" for attempt in (0, 1)]
+    train = f"train --supervise --max-failures 3 --hosts slurm --slots 4 {run}/slurm/recipe.yaml"
+    assert start["argv"] == train.split()
+    folders = [run / f"slurm/{job}.{attempt}" for attempt in (0, 1)]
     assert [(folder / "preflight.exit").read_text() for folder in folders] == ["1\n", "0\n"]
     assert not (folders[0] / "controller.exit").exists()
     assert {file.name for file in (folders[1] / "nodes").glob("*.json")} == {"node1.json", "node3.json"}
@@ -43,11 +43,11 @@ def test_an_unfit_node_is_named_and_excluded(stand_in, capsys):
 
 def test_where_all_nodes_are_unfit_none_is_excluded(stand_in, capsys):
     words, run = stand_in("finish", *TWO, *FLEET)
-    (run / "slurm" / "gpus-node1").write_text("volatile ecc")
-    (run / "slurm" / "gpus-node2").write_text("foreign memory")
+    (run / "slurm/gpus-node1").write_text("volatile ecc")
+    (run / "slurm/gpus-node2").write_text("foreign memory")
     [job] = submitted(words, capsys)
     assert wait_for_end(slurm.last_state, job) == "FAILED"
-    assert starts(run) == [] and not (run / "slurm" / "requeues").exists()
+    assert starts(run) == [] and not (run / "slurm/requeues").exists()
     assert "2 of 2 nodes are unfit: " in output_of(run, job)
     assert "last error: preflight: exit code 1: 2 of 2 nodes are unfit: " in status(run, capsys)
 
@@ -65,13 +65,13 @@ def test_a_node_on_which_the_check_never_starts_is_named(stand_in, on_login_node
 def test_a_short_outage_of_a_nodes_network_ends_nothing(stand_in, on_login_node, capsys):
     words, run = stand_in("steps", *TWO, *FLEET)
     [job] = submitted(words, capsys)
-    beats = run / "slurm" / "beats-node2"
+    beats = run / "slurm/beats-node2"
     wait_for(beats.exists, "the step on node2")
     with link_down(on_login_node):
         before = len(beats.read_text())
         wait_for(lambda: len(beats.read_text()) > before + 10, "a second of the step without its network")
     assert f"job {job}: RUNNING" in status(run, capsys)
-    (run / "slurm" / "enough").touch()
+    (run / "slurm/enough").touch()
     assert wait_for_end(slurm.last_state, job) == "COMPLETED"
     assert len(starts(run)) == 1
 

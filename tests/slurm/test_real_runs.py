@@ -24,20 +24,10 @@ def cluster(new_cluster):
 
 
 def settings(policy, folder, name, *more):
-    return overrides(
-        policy,
-        folder,
-        name,
-        f"steps={STEPS}",
-        "rollouts.deterministic=true",
-        "rollouts.max_staleness_steps=0",
-        "rollouts.max_in_flight=16",
-        "rewards.verifier=tests.e2e.coin:toss",  # a weak policy's groups have both rewards, too
-        "validation.every_steps=0",
-        "optimizer.lr=1e-6",  # else the coin teaches the policy one answer, and batches without a difference
-        "trainer.start_timeout_s=120",
-        *more,
-    )
+    # a weak policy's groups have both rewards, too, by a coin, and at a larger rate it would teach one answer alone
+    own = f"""steps={STEPS} rollouts.deterministic=true rollouts.max_staleness_steps=0 rollouts.max_in_flight=16
+        rewards.verifier=tests.e2e.coin:toss validation.every_steps=0 optimizer.lr=1e-6 trainer.start_timeout_s=120"""
+    return overrides(policy, folder, name, *own.split(), *more)
 
 
 def check_whole(folder):
@@ -62,7 +52,7 @@ def test_a_run_resumes_on_the_nodes_that_are_left(policy, tmp_path, cluster, on_
         print(f"\n{lost}: {time.monotonic() - lost_at:.0f} s from the loss to two further steps")
     assert wait_for_end(slurm.last_state, job, 1500) == "COMPLETED", output_of(folder, job)
     check_whole(folder)
-    waited = rows(folder / "attempts.jsonl")[0]["unix_time"] - rows(folder / "slurm" / "jobs.jsonl")[0]["unix_time"]
+    waited = rows(folder / "attempts.jsonl")[0]["unix_time"] - rows(folder / "slurm/jobs.jsonl")[0]["unix_time"]
     with capsys.disabled():
         print(f"{waited:.1f} s from the submission to the controller's start, the check of three nodes included")
     attempts = [row["incarnation"] for row in rows(folder / "attempts.jsonl")]
@@ -83,7 +73,7 @@ def test_a_run_that_its_time_limit_ends_twice_completes_as_one_without_a_limit(
         check_whole(tmp_path / name)
         metrics = rows(tmp_path / name / "metrics.jsonl")
         steps_of[name] = [(row["step"], row["train_pass_rate"], row["weight_digest"]) for row in metrics]
-    attempts = [row["incarnation"] for row in rows(tmp_path / "limited" / "attempts.jsonl")]
+    attempts = [row["incarnation"] for row in rows(tmp_path / "limited/attempts.jsonl")]
     assert len(attempts) >= 3, attempts
     assert steps_of["limited"] == steps_of["whole"]
 

@@ -13,22 +13,11 @@ STEPS = 20
 
 
 def settings(policy, out, name):
-    return overrides(
-        policy,
-        out,
-        name,
-        f"steps={STEPS}",
-        "trainer.world_size=2",
-        "megatron.parallel.tensor_model_parallel_size=2",
-        "engine.count=2",
-        "rollouts.deterministic=true",
-        "rewards.verifier=tests.e2e.coin:toss",  # a weak policy's groups have both rewards, too
-        "optimizer.lr=1e-6",  # else the coin teaches the policy one answer, and batches without a difference
-        "rollouts.max_staleness_steps=0",
-        "rollouts.max_in_flight=16",
-        "validation.every_steps=5",
-        "checkpoint.every_steps=10",
-    )
+    # a weak policy's groups have both rewards, too, by a coin, and at a larger rate it would teach one answer alone
+    more = f"""steps={STEPS} trainer.world_size=2 megatron.parallel.tensor_model_parallel_size=2 engine.count=2
+        rollouts.deterministic=true rewards.verifier=tests.e2e.coin:toss optimizer.lr=1e-6
+        rollouts.max_staleness_steps=0 rollouts.max_in_flight=16 validation.every_steps=5 checkpoint.every_steps=10"""
+    return overrides(policy, out, name, *more.split())
 
 
 def curve(folder):
@@ -52,11 +41,11 @@ def test_a_run_on_four_nodes_equals_the_same_run_on_one_host(policy, one_host, t
     words += ["--nodes", "4", "--slots", "1", "--gpus-per-node", "0"]
     [job] = submitted(words, capsys)
     state = wait_for_end(slurm.last_state, job, 2400)
-    output = (tmp_path / "four" / "slurm" / f"{job}.out").read_text()
+    output = (tmp_path / f"four/slurm/{job}.out").read_text()
     assert state == "COMPLETED", output + status(tmp_path / "four", capsys)
-    reports = {file.stem for file in (tmp_path / "four" / "slurm" / f"{job}.0" / "nodes").glob("node*.json")}
+    reports = {file.stem for file in (tmp_path / f"four/slurm/{job}.0/nodes").glob("node*.json")}
     assert reports == {f"node{number}" for number in (1, 2, 3, 4)}
-    logs = sorted(file.name for file in (tmp_path / "four" / "logs").iterdir())
+    logs = sorted(file.name for file in (tmp_path / "four/logs").iterdir())
     assert {"engine-0.log", "engine-1.log"} <= set(logs)
 
     steps, validations = curve(tmp_path / "four")

@@ -73,7 +73,7 @@ def test_a_preempted_run_saves_within_the_grace_time_and_goes_on(at_a_site, tmp_
     high = slurm.submit(script, ["--partition=high", "--exclusive", "--nodelist=node1", "--output=/dev/null"])
     assert wait_for_end(slurm.last_state, high) == "COMPLETED"
     assert wait_for_end(slurm.last_state, job) == "COMPLETED", output_of(run, job)
-    assert (run / "slurm" / f"{job}.0" / "controller.exit").read_text() == "75\n", "saved"
+    assert (run / f"slurm/{job}.0/controller.exit").read_text() == "75\n", "saved"
     assert len(starts(run)) == 2 and "saved; queued again" in output_of(run, job)
 
 
@@ -85,7 +85,7 @@ def test_a_run_in_an_allocation_of_ones_own(tmp_path, tiny, on_login_node):
     done = subprocess.run(
         ["salloc", *JOB[:4], "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=8", *words, "engine.count=2"],
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-        capture_output=True, text=True, timeout=600, check=False, cwd=ROOT,
+        capture_output=True, text=True, timeout=600, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert steps(run) == 2

@@ -4,6 +4,7 @@ import contextlib
 import json
 import subprocess
 
+import command_line
 import pytest
 from slurm_runs import (
     JOB,
@@ -33,39 +34,33 @@ pytestmark = pytest.mark.slow
 
 
 def refusal(words, capsys):
-    assert main(words) == 2
-    [line] = capsys.readouterr().err.splitlines()
+    line = command_line.refusal(words, capsys)
     assert slurm.queued() == []
     return line
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    "options, said",
     [
-        (["--partition", "gqu"], "gqu is not a partition of this cluster; the nearest is gpu"),
-        (["--partition", "k"], "k is not a partition of this cluster; partitions here: gpu, others"),
-        (["--time", "1"], "use at least 75 s"),
-        (["--time", "2-0"], "more than the limit of partition gpu, 86400 s"),
+        ("--partition gqu", "gqu is not a partition of this cluster; the nearest is gpu"),
+        ("--partition k", "k is not a partition of this cluster; partitions here: gpu, others"),
+        ("--time 1", "use at least 75 s"),
+        ("--time 2-0", "more than the limit of partition gpu, 86400 s"),
         (
-            [
-                "--nodes",
-                "2",
-                "engine.colocate=true",
-                "engine.count=2",
-                "engine.vllm={kv_cache_memory_bytes: 1, gpu_memory_utilization: 0.1}",
-            ],
+            "--nodes 2 engine.colocate=true engine.count=2 "
+            "engine.vllm.kv_cache_memory_bytes=1 engine.vllm.gpu_memory_utilization=0.1",
             "--nodes: 2 is too many: engine.colocate runs on one node",
         ),
-        (["steps=none"], "steps"),
-        (["policy.path=/nonexistent"], "/nonexistent"),
+        ("steps=none", "steps"),
+        ("policy.path=/nonexistent", "/nonexistent"),
     ],
 )
 def test_what_cannot_run_is_refused(stand_in, capsys, options, said):
     """What the nodes do not hold: test_allocation.py has all of it."""
     words, run = stand_in("0")
-    line = refusal([*words, *options], capsys)
+    line = refusal([*words, *options.split()], capsys)
     assert said in line
-    assert not (run / "slurm" / "job.sbatch").exists()
+    assert not (run / "slurm/job.sbatch").exists()
 
 
 def test_what_slurm_refuses_is_refused_by_the_dry_run(stand_in, tmp_path, capsys):
@@ -78,7 +73,7 @@ def test_a_dry_run_submits_nothing(stand_in, capsys):
     words, run = stand_in("0", "--dry-run")
     assert main(words) == 0
     assert "nothing is submitted" in capsys.readouterr().out
-    assert (run / "slurm" / "job.sbatch").exists() and slurm.queued() == [] and not starts(run)
+    assert (run / "slurm/job.sbatch").exists() and slurm.queued() == [] and not starts(run)
     assert main(["submit", "--status", str(run)]) == 0
     assert "not submitted" in capsys.readouterr().out
 
@@ -109,9 +104,9 @@ def test_a_job_is_queued_again_until_its_bound(stand_in, capsys, monkeypatch):
     slurm._run("scancel", "--batch", "--signal=USR1", job)
     assert wait_for_end(slurm.last_state, job) == "FAILED"
     assert len(starts(run)) == 2
-    folders = [run / "slurm" / f"{job}.{n}" for n in (0, 1)]
+    folders = [run / f"slurm/{job}.{n}" for n in (0, 1)]
     assert [(folder / "controller.exit").read_text() for folder in folders] == ["75\n", "75\n"]
-    output = (run / "slurm" / f"{job}.out").read_text()
+    output = (run / f"slurm/{job}.out").read_text()
     assert "its bound: go on with: sbatch" in output
     assert main(["submit", "--status", str(run)]) == 0
     assert f"job {job}: FAILED, queued again 1 of at most 1 times" in capsys.readouterr().out
@@ -179,11 +174,11 @@ def test_a_run_that_is_saved_and_queued_again_equals_one_that_is_not(tmp_path, t
         [jobs[name]] = submitted(["submit", str(recipe), *JOB, "--site", site, "--gpus", "0"], capsys)
     wait_for(lambda: len(read_jsonl(runs["saved"] / "metrics.jsonl")) >= 2, "two steps")
     slurm._run("scancel", "--batch", "--signal=USR1", jobs["saved"])
-    wait_for((runs["saved"] / "slurm" / f"{jobs['saved']}.0" / "controller.exit").exists, "the end of the attempt")
-    (runs["saved"] / "slurm" / "go on").touch()
+    wait_for((runs["saved"] / f"slurm/{jobs['saved']}.0/controller.exit").exists, "the end of the attempt")
+    (runs["saved"] / "slurm/go on").touch()
     for name, job in jobs.items():
         state = wait_for_end(slurm.last_state, job)
-        assert state == "COMPLETED", (runs[name] / "slurm" / f"{job}.out").read_text()
+        assert state == "COMPLETED", (runs[name] / f"slurm/{job}.out").read_text()
     attempts = [row["incarnation"] for row in read_jsonl(runs["saved"] / "attempts.jsonl")]
     assert attempts == [f"{jobs['saved']}.0", f"{jobs['saved']}.1"]
     saves = [row["step"] for row in read_jsonl(runs["saved"] / "checkpoints.jsonl")]
@@ -203,7 +198,7 @@ def test_a_hung_controller_is_ended_and_its_job_goes_on(tmp_path, tiny, on_login
     wait_for(lambda: steps(run) >= 1, "a step", 600)
     said = status(run, capsys)
     assert "last heartbeat 0:00:" in said and "s late in the last batch" in said
-    assert wait_for_end(slurm.last_state, job, 600) == "COMPLETED", (run / "slurm" / f"{job}.out").read_text()
+    assert wait_for_end(slurm.last_state, job, 600) == "COMPLETED", (run / f"slurm/{job}.out").read_text()
     assert (run / "hung").exists() and "last heartbeat" not in status(run, capsys)
     [log] = (run / "slurm").glob("*/controller.log")
     text = log.read_text()

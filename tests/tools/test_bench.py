@@ -2,15 +2,11 @@
 
 import json
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from programs import ROOT, ended
 
 pytestmark = pytest.mark.slow
-Figures = list[dict[str, Any]]
-Bench = Callable[[str], Figures]
 
 
 @pytest.fixture
@@ -36,7 +32,7 @@ def bench(tmp_path):
 def warm(tiny, tmp_path):
     """The tiny task with a policy where a warm one would be."""
     (tmp_path / "warm").mkdir()
-    (tmp_path / "warm" / "policy").symlink_to(tiny / "base_policy")
+    (tmp_path / "warm/policy").symlink_to(tiny / "base_policy")
     for name in ("prompts.jsonl", "held_out.jsonl"):
         (tmp_path / "warm" / name).symlink_to(tiny / name)
     return tmp_path / "warm"

@@ -10,7 +10,7 @@ from megatron_scalerl.fit.sigmoid import sigmoid
 
 
 def ran(*arguments, cwd):
-    return ended(sys.executable, ROOT / "tools" / "fit_curve.py", *arguments, cwd=cwd, PYTHONPATH="")
+    return ended(sys.executable, ROOT / "tools/fit_curve.py", *arguments, cwd=cwd, PYTHONPATH="")
 
 
 def test_a_csv_is_fitted_and_bad_input_is_one_line(tmp_path):
@@ -34,4 +34,4 @@ def test_the_clone_needs_no_installation(tmp_path):
     (tmp_path / "tools").mkdir()
     for name in ("fit_curve.py", "checkout.py"):
         shutil.copy(ROOT / "tools" / name, tmp_path / "tools" / name)
-    assert printed(sys.executable, tmp_path / "tools" / "fit_curve.py", "x", cwd=tmp_path) == "stub fit x\n"
+    assert printed(sys.executable, tmp_path / "tools/fit_curve.py", "x", cwd=tmp_path) == "stub fit x\n"

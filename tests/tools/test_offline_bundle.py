@@ -12,7 +12,7 @@ def test_a_part_that_is_cut_writes_what_it_has_found(tmp_path):
     )
     tests = "import time\ndef test_a(): pass\ndef test_b(): open('begun', 'w'); time.sleep(600)\n"
     (tmp_path / "test_slow.py").write_text(tests)
-    text = (ROOT / "tools" / "offline_try.sh").read_text()
+    text = (ROOT / "tools/offline_try.sh").read_text()
     function = text[text.index("part() {") : text.index("\nchecks()")]
     script = f'results=.\n{function}\npart cut 20 "$0" -m pytest -q -p no:cacheprovider test_slow.py\n'
     done = ended("bash", "-c", script, sys.executable, cwd=tmp_path)

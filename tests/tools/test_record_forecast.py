@@ -4,6 +4,7 @@ import hashlib
 import json
 import sys
 
+from json_lines import lines
 from programs import ended, printed
 
 from megatron_scalerl.fit.outlook import outlook
@@ -22,7 +23,7 @@ def test_the_forecast_of_the_validations_so_far_is_appended(tmp_path):
         }
         for step in range(0, 32, 4)
     ]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
+    text = lines(rows)
     (run / "validation.jsonl").write_text(text)
     (run / "recipe.yaml").write_text("forecast: {fit_from_steps: 4}\n")
     out = tmp_path / "forecasts.jsonl"

@@ -55,21 +55,13 @@ def test_unconfirmed_completions_are_counted_by_form(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_lenient_judge_is_found_out_by_training(tiny, tmp_path):
     (tmp_path / "lenient.py").write_text(LENIENT)
-    settings = [
-        f"output_dir={tmp_path}",
-        f"policy.path={tiny / 'base_policy'}",
-        f"prompts.path={tiny / 'prompts.jsonl'}",
-        f"prompts.held_out_path={tiny / 'held_out.jsonl'}",
-        "validation.prompts=8",
-        "validation.end_generations=1",
-        "rollouts.groups_per_batch=4",
-        "rollouts.group_size=4",
-        "rollouts.max_in_flight=16",
-    ]
-    words = ["tools/red_team.py", "lenient:pays", "--recipe", "recipes/tiny_cpu.yaml", "--steps", "2"]
-    words += ["--audit", "megatron_scalerl.rewards.audit:confirm_math", *settings]
+    words = f"""tools/red_team.py lenient:pays --recipe recipes/tiny_cpu.yaml --steps 2
+        --audit megatron_scalerl.rewards.audit:confirm_math output_dir={tmp_path}
+        policy.path={tiny}/base_policy prompts.path={tiny}/prompts.jsonl prompts.held_out_path={tiny}/held_out.jsonl
+        validation.prompts=8 validation.end_generations=1
+        rollouts.groups_per_batch=4 rollouts.group_size=4 rollouts.max_in_flight=16"""
     variables = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
-    done = ended(sys.executable, *words, timeout=500, **variables)
+    done = ended(sys.executable, *words.split(), timeout=500, **variables)
     assert done.returncode == 1, done.stderr[-2000:]
     assert "read some with show --unconfirmed" in done.stdout + done.stderr
     assert "not confirmed\n" in done.stdout and "step     2: held-out pass rate" in done.stdout
