@@ -6,27 +6,17 @@ import json
 import os
 import signal
 import socket
-from dataclasses import replace
 
 import pytest
 from aiohttp import web
-from fakes.engine import StandInEngine
-from fakes.sampler import StandInSampler
-from recipe_files import small_recipe
 from verifier_pools import RIGHT, WRONG, pool_of, prompt, run_pool, wrong
 from waiting import until
 from worker_pools import starts
 
-from megatron_scalerl.algorithms import ScaleRL
-from megatron_scalerl.controller.samples import samples_of
-from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.processes import worker_pool
-from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.rewards import outages
 from megatron_scalerl.rewards import pool as verifier_pool
 from megatron_scalerl.rewards.worker import MOST_FAILURES
-from megatron_scalerl.rollouts.journal import Journal
-from megatron_scalerl.rollouts.stream import RolloutStream
 from megatron_scalerl.types import CompletionLost
 
 
@@ -398,49 +388,3 @@ def test_a_key_reaches_the_judge_only_by_its_name(monkeypatch):
     names = ["JUDGE_API_KEY"]
     assert run_pool("users_judges:keyed", names)[0] == [WRONG]
     assert run_pool("users_judges:keyed", names, variables=tuple(names))[0] == [RIGHT]
-
-
-class JudgedSampler(StandInSampler):
-    """Completions of an engine without tokens of a policy, scored by a pool."""
-
-    def __init__(self, pool, score):
-        super().__init__()
-        self._score = score
-        self.problem_of = pool.problem_of
-
-    async def complete(self, engine, prompt, draw, **options):
-        completion = await super().complete(engine, prompt, draw, **options)
-        return replace(completion, score=await self._score(f"{draw.index % 4} of {draw.index}"))
-
-
-async def test_the_groups_mean_is_that_of_the_completions_that_were_judged(tmp_path, monkeypatch):
-    """The judge is away for completion 3 of each group at its first tries, and once for a whole group."""
-    down = 4 * outages.TRIES  # all tries of the first group
-
-    async def answer(text, tries):
-        if len(judge.asked) <= down or text.startswith("3"):
-            return web.Response(status=503)
-        return score_of({"0": 1.0, "1": 0.5, "2": 0.0}[text[0]])
-
-    recipe = small_recipe(
-        policy={"path": "p"},
-        rollouts={"groups_per_batch": 1, "group_size": 4, "max_in_flight": 4, "max_staleness_steps": 0},
-    )
-
-    async with judging(answer) as (judge, pool, score):
-        stream = RolloutStream(
-            recipe,
-            curriculum=Curriculum([prompt()], 7, None, None),
-            engines=Membership.of([StandInEngine()]),
-            sampler=JudgedSampler(pool, score),
-            journal=Journal(tmp_path),
-            next_group_id=0,
-            problems={},
-            count_tokens=lambda tokens: None,
-        )
-        stream.start(0)
-        [group] = await stream.next_batch()
-        await stream.close()
-    assert group.lost_reasons == {"verifier_lost": 1} and [score.reward for score in group.scores] == [1.0, 0.5, 0.0]
-    plan = samples_of([group], ScaleRL(normalize="none"))
-    assert [sample.advantage for sample in plan.samples] == [0.5, 0.0, -0.5]
