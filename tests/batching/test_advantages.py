@@ -29,7 +29,7 @@ SPREAD = math.sqrt((0.25 * 3 + 2.25) / 4)
 
 
 @pytest.mark.parametrize(
-    ("normalize", "first", "second"), [("batch", STD, STD), ("prompt", SPREAD, 1.0), ("none", 1.0, 1.0)]
+    "normalize, first, second", [("batch", STD, STD), ("prompt", SPREAD, 1.0), ("none", 1.0, 1.0)]
 )
 def test_centered_rewards_are_divided_by_one_population_std_or_each_groups(normalize, first, second):
     expected = [0.5 / first] * 3 + [-1.5 / first, 1 / second, -1 / second]

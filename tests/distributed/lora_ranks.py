@@ -134,12 +134,7 @@ def _went_on(trainer, source, checkpoint):
     before = gathered(source)
     report = _step(trainer, 3)
     stored = {key: t.clone() for key, t in load_plain_tensors(checkpoint).items() if isinstance(t, torch.Tensor)}
-    return {
-        "before": before,
-        "after": gathered(source),
-        "report": (report.loss, report.grad_norm),
-        "stored": stored,
-    }
+    return {"before": before, "after": gathered(source), "report": (report.loss, report.grad_norm), "stored": stored}
 
 
 def changed(path, layout):

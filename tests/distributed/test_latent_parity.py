@@ -74,7 +74,7 @@ def measured(theirs):
     return Worlds("parity_ranks:many", jobs)
 
 
-@pytest.mark.parametrize(("world_size", "name"), [(size, row) for size, of_size in ROWS.items() for row in of_size])
+@pytest.mark.parametrize("world_size, name", [(size, row) for size, of_size in ROWS.items() for row in of_size])
 def test_every_layout_is_transformers(world_size, name, measured, theirs):
     """Log-probabilities to 2e-5, gradients to 1e-5 of their norm, the weights to the bit."""
     logprobs, grads = theirs[kind_of(name)]

@@ -117,7 +117,7 @@ def same_as_peft(found, expected, *, whole):
 
 
 @pytest.mark.parametrize(
-    ("row", "world_size"),
+    "row, world_size",
     [
         pytest.param(*p.values, size, marks=p.marks)
         for size, count in ((1, 2), (2, 4), (4, 1))

@@ -72,7 +72,7 @@ def together(request, policies):
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size"),
+    "name, world_size",
     [
         *(pytest.param(*p.values, 2, marks=p.marks) for p in sampled("parity of two ranks", TWO_RANKS, 3)),
         *(pytest.param(name, 4, marks=pytest.mark.full) for name in FOUR_RANKS),

@@ -14,11 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from megatron_scalerl.engine.answers import EngineError
-from megatron_scalerl.engine.certificate import (
-    Certificate,
-    certificate_arguments,
-    make_certificate,
-)
+from megatron_scalerl.engine.certificate import Certificate, certificate_arguments, make_certificate
 from megatron_scalerl.engine.client import SECRET_HEADER, EngineClient
 
 SECRET = "the secret of this run"

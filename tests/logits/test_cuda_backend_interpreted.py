@@ -72,7 +72,7 @@ def both_passes(dtype, *, main_grad=None, workspace=TIGHT, **options):
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("workspace", [TIGHT, ROOMY])
-@pytest.mark.parametrize(("mode", "bound"), [("bf16", 3e-3), ("bf16x2", 1e-5), ("fp32", 1e-6)])
+@pytest.mark.parametrize("mode, bound", [("bf16", 3e-3), ("bf16x2", 1e-5), ("fp32", 1e-6)])
 def test_bf16_head_against_fp64(workspace, mode, bound):
     """Values within 1e-5 nats; the head's gradient, in an fp32 main_grad, within the bound of its kind."""
     options = dict(grad_logits=mode, workspace=workspace, temperature=0.7)

@@ -90,7 +90,7 @@ def test_padding_gets_nothing_in_main_grad():
     assert (head.main_grad[9:] == 0.5).all() and (head.main_grad[:9] != 0.5).all()
 
 
-@pytest.mark.parametrize(("rows", "where"), [(11, "main_grad"), (10, "grad"), (None, "grad")])
+@pytest.mark.parametrize("rows, where", [(11, "main_grad"), (10, "grad"), (None, "grad")])
 def test_where_the_gradient_goes(rows, where):
     """Into a main_grad of the weight's shape, if there is one."""
     h, w, y = problem(dtype=torch.float32)

@@ -28,7 +28,7 @@ def test_a_number_as_temperature_is_exact_in_fp64():
     assert (found - expected).abs().max() < 1e-13
 
 
-@pytest.mark.parametrize(("entropy", "temperature"), [("none", 0.7), ("metric", 2.0), ("grad", 1.0)])
+@pytest.mark.parametrize("entropy, temperature", [("none", 0.7), ("metric", 2.0), ("grad", 1.0)])
 def test_gradients_in_fp64(entropy, temperature):
     h, w, y = leaves()
 

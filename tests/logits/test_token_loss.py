@@ -4,7 +4,7 @@ import pytest
 import torch
 from logit_problems import as_megatron_parameter, leaves, relative
 
-from megatron_scalerl.logits import token_logprobs, token_loss, torch_backend
+from megatron_scalerl.logits import token_logprobs, token_loss
 from megatron_scalerl.losses import LOSSES, LossInputs, is_separable, make_loss
 
 TOKENS = 50
@@ -25,7 +25,7 @@ def rows(seed=2):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", filter(is_separable, LOSSES))
 def test_equals_two_passes(name, dtype, chunk, monkeypatch):
-    monkeypatch.setattr(torch_backend, "LARGEST_CHUNK", chunk * 70)
+    monkeypatch.setattr("megatron_scalerl.logits.torch_backend.LARGEST_CHUNK", chunk * 70)
     loss, columns = make_loss(name, {"max_is_weight": 1.5} if name == "cispo" else {}), rows()
     h, w, y = leaves(TOKENS, 16, 70, dtype)
     places = columns["loss_mask"].nonzero()[:, 0]

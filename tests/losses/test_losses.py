@@ -59,7 +59,7 @@ def test_cispo_caps_the_weight_and_keeps_the_gradient():
 
 
 @pytest.mark.parametrize(
-    ("rollout_prob", "advantage", "options", "weight"),
+    "rollout_prob, advantage, options, weight",
     [
         (0.05, 1.0, {"max_is_weight": 100.0}, 10.0),  # rho = .5/.05 = 10, below the cap
         (0.05, 1.0, {}, 5.0),  # the paper's cap
@@ -83,7 +83,7 @@ FOUR = {
 }
 
 
-@pytest.mark.parametrize(("loss", "high"), [(dapo, 1.26), (grpo, 1.2)])
+@pytest.mark.parametrize("loss, high", [(dapo, 1.26), (grpo, 1.2)])
 def test_clipped_losses_take_the_pessimistic_branch(loss, high):
     output, grad = run(loss, **FOUR)
     # min: high*1 (clipped), 2*-1 (free), .5*1 (free), .8*-1 (clipped)

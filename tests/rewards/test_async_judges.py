@@ -13,9 +13,7 @@ from verifier_pools import RIGHT, WRONG, pool_of, prompt, run_pool, wrong
 from waiting import until
 from worker_pools import starts
 
-from megatron_scalerl.processes import worker_pool
 from megatron_scalerl.rewards import outages
-from megatron_scalerl.rewards import pool as verifier_pool
 from megatron_scalerl.rewards.worker import MOST_FAILURES
 from megatron_scalerl.types import CompletionLost
 
@@ -80,7 +78,7 @@ async def judged(answer, texts, **rewards):
         return await asyncio.gather(*map(score, texts), return_exceptions=True), judge
 
 
-@pytest.mark.parametrize(("workers", "concurrency"), [(1, 5), (2, 5), (4, 3)])
+@pytest.mark.parametrize("workers, concurrency", [(1, 5), (2, 5), (4, 3)])
 async def test_the_judge_sees_the_bound_and_no_more(workers, concurrency):
     full = asyncio.Barrier(concurrency)  # nobody is answered before so many ask at once
 
@@ -242,8 +240,8 @@ def test_an_exception_without_a_text_takes_no_other_with_it(monkeypatch):
 @pytest.mark.parametrize("fault", ["spin", "block"])
 def test_a_coroutine_that_does_not_yield_ends_alone(fault, monkeypatch):
     """A busy one is wrong as any check that exceeds its limit; one that waits is lost, after three tries."""
-    monkeypatch.setattr(worker_pool, "GRACE_S", 1.0)
-    monkeypatch.setattr(verifier_pool, "WAITING_SHARE", 0.01)  # a busy machine gives it little more
+    monkeypatch.setattr("megatron_scalerl.processes.worker_pool.GRACE_S", 1.0)
+    monkeypatch.setattr("megatron_scalerl.rewards.pool.WAITING_SHARE", 0.01)  # a busy machine gives it little more
     started = starts(monkeypatch)
     answers = ["7 a", fault, "7 b", "8"]
     [first, faulty, *others] = results(answers, timeout_s=2.0)
@@ -275,8 +273,8 @@ async def test_a_process_that_is_killed_from_outside_loses_nothing_and_holds_not
 
 
 async def test_checks_are_lost_where_the_process_that_would_repeat_them_does_not_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(worker_pool, "START_PAUSE_S", 0.01)
-    monkeypatch.setattr(worker_pool, "ROUND_PAUSE_S", 0.01)
+    monkeypatch.setattr("megatron_scalerl.processes.worker_pool.START_PAUSE_S", 0.01)
+    monkeypatch.setattr("megatron_scalerl.processes.worker_pool.ROUND_PAUSE_S", 0.01)
     extra = {"file": str(tmp_path / "file")}
 
     async def refuses():
@@ -297,7 +295,7 @@ async def test_checks_are_lost_where_the_process_that_would_repeat_them_does_not
 
 async def test_a_check_is_not_lost_by_the_death_of_others(tmp_path, monkeypatch):
     """A stopped process reads nothing more; it is killed while it has another check."""
-    monkeypatch.setattr(worker_pool, "MAX_EARLY_LOSSES", 1)
+    monkeypatch.setattr("megatron_scalerl.processes.worker_pool.MAX_EARLY_LOSSES", 1)
     extra = {"file": str(tmp_path / "file")}
 
     async with pool_of("users_judges:held", concurrency=2) as pool:

@@ -12,7 +12,6 @@ from verifier_pools import RIGHT, WRONG, prompt, wrong
 from waiting import wait_until
 from worker_pools import count_restarts, shorten
 
-import megatron_scalerl.rewards.sandbox as sandbox
 from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.rewards.code import extract_program, verify_code
 from megatron_scalerl.rewards.code_tests import parse_tests
@@ -94,7 +93,7 @@ def test_the_documented_row_and_forms_are_read():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text, said",
     [
         ("4", "unit tests have to be a JSON list of cases or Python with assert"),
         ("[]", "unit tests have to be a JSON list of cases or Python with assert"),
@@ -130,7 +129,7 @@ def test_tests_in_another_form_are_refused_in_one_line(text, said):
 
 
 @pytest.mark.parametrize(
-    ("text", "program"),
+    "text, program",
     [
         ("```python\na\n```", "a\n"),
         ("```py\na\n```\ntext\n```\nb()\n```\n", "a\n"),
@@ -188,7 +187,7 @@ def test_a_sandbox_that_cannot_be_made_is_no_verdict(monkeypatch):
     def stand_in(*arguments, **options):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(sandbox.subprocess, "Popen", stand_in)
+    monkeypatch.setattr("megatron_scalerl.rewards.sandbox.subprocess.Popen", stand_in)
     with pytest.raises(VerifierUnavailable, match=r"the process of a sandbox cannot be started: .*temporarily"):
         verdict(ADD, "assert add(1, 2) == 3")
 
@@ -269,7 +268,7 @@ def test_programs_run_as_on_competition_sites(idiom):
 
 
 @pytest.mark.parametrize(
-    ("result", "output", "right"),
+    "result, output, right",
     [
         ("(2, 3)", "[2, 3]", True),
         ("[(2, 3)]", "[[2, 3]]", True),
@@ -292,7 +291,7 @@ POINT = "from dataclasses import dataclass\n@dataclass\nclass Point:\n    x: int
 
 
 @pytest.mark.parametrize(
-    ("program", "tests", "wrong"),
+    "program, tests, wrong",
     [
         (FRACTION + "def f(): return Fraction(1, 2)", FRACTION + "assert f() == Fraction(1, 2)", ("1, 2", "1, 3")),
         ("import decimal\ndef f(): return decimal.Decimal('0.5')", "assert f() == 1 / 2", ("/ 2", "/ 3")),
@@ -338,7 +337,7 @@ def build(values):
 
 
 @pytest.mark.parametrize(
-    ("tests", "wrong"),
+    "tests, wrong",
     [
         ("assert build([1, 2]) == ListNode(1, ListNode(2))", ("ListNode(2)", "ListNode(3)")),
         ("node = build([1])\nnode.next = build([2])\nassert node.next.val == 2", ("== 2", "== 1")),
@@ -459,9 +458,7 @@ METADATA = [{"testtype": "functional", "metadata": "[" * 5000, "input": "1", "ou
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["[" * 5000, "assert " + "-" * 200_000 + "1", json.dumps(METADATA)],
-    ids=["brackets", "signs", "metadata"],
+    "text", ["[" * 5000, "assert " + "-" * 200_000 + "1", json.dumps(METADATA)], ids=["brackets", "signs", "metadata"]
 )
 def test_a_row_that_no_parser_can_read_is_one_line(text):
     with pytest.raises(ValueError) as caught:

@@ -24,7 +24,7 @@ SMALL = {"max_tokens": 10, "cache_tokens": 4}
 
 
 @pytest.mark.parametrize(
-    ("tokens", "expected"),
+    "tokens, expected",
     [
         (1, 0.0),
         (12_288, 0.0),

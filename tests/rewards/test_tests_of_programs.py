@@ -324,7 +324,7 @@ OTHER = [
 """What a program printed, and what it had to print."""
 
 
-@pytest.mark.parametrize(("rows", "same"), [(SAME, True), (OTHER, False)])
+@pytest.mark.parametrize("rows, same", [(SAME, True), (OTHER, False)])
 def test_outputs_are_compared_by_words_and_numbers_by_their_places(rows, same):
     assert [row for row in rows if same_output(*row) is not same] == []
 

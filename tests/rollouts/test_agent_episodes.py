@@ -8,7 +8,6 @@ from scripted_episodes import QUESTION, THREE, completed, ids, prompt, said
 from turn_policies import ids_of, save_policy
 
 from megatron_scalerl.batching.rollout_bytes import read, rollout_of
-from megatron_scalerl.environments.episode_record import EpisodeRecord
 from megatron_scalerl.types import Score
 
 pytestmark = pytest.mark.slow
@@ -116,7 +115,9 @@ def test_an_agent_that_asks_nothing_or_too_much_at_first_is_lost(tmp_path, monke
 
 
 def test_an_agent_that_fails_and_says_so_is_wrong_and_nothing_is_sampled_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(EpisodeRecord, "others_succeed", lambda record, row: True)
+    monkeypatch.setattr(
+        "megatron_scalerl.environments.episode_record.EpisodeRecord.others_succeed", lambda record, row: True
+    )
     script = [said("</think>7<eos>"), said("</think>2<eos>")]
     result, engine, _ = run(tmp_path, "Strict", *script, row=row_of(messages=["3"], reward="no number"))
     assert result.score == Score(correct=False, reward=-1.0, reason="environment_invalid")

@@ -83,10 +83,7 @@ async def test_what_is_nested_too_deeply_is_an_error_and_the_process_goes_on(tmp
                 arguments = {"a": arguments}
             function = {"name": "add", "arguments": arguments}
             message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
-            for ask in (
-                pool.render([USER, (message, *USER)], [turn]),
-                pool.render([USER], [], tools=f"[{nested}]"),
-            ):
+            for ask in (pool.render([USER, (message, *USER)], [turn]), pool.render([USER], [], tools=f"[{nested}]")):
                 try:
                     await ask
                 except (ValueError, RecursionError):

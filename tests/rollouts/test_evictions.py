@@ -5,7 +5,6 @@ engines and the same weights.
 """
 
 import asyncio
-import os
 import random
 
 import pytest
@@ -27,7 +26,7 @@ G, SIZE = 3, 4
 def stand_in_disk():
     """Its syncs return at once: thousands of groups are finished here, and none of it is read after a crash."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(os, "fsync", lambda handle: None)
+        patched.setattr("os.fsync", lambda handle: None)
         yield
 
 

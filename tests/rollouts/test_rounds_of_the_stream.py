@@ -149,7 +149,7 @@ async def on_disk(folder, groups):
 
 
 @pytest.mark.parametrize(
-    ("updates", "max_in_flight", "stop_after"),
+    "updates, max_in_flight, stop_after",
     [(None, 4, 5), (None, 8, 11), (None, 64, 0), (None, 64, 11), (2, 4, 23), (2, 8, 5), (2, 8, 17), (2, 64, 17)],
 )
 def test_what_is_interrupted_is_generated_as_without_the_interruption(tmp_path, updates, max_in_flight, stop_after):

@@ -140,7 +140,7 @@ def test_a_failing_verifier_ends_the_stream_with_its_error(tmp_path):
         batches(tmp_path, sampler=sampler_of(fail_at=9), most=5, moves=True)
 
 
-@pytest.mark.parametrize(("ahead", "accepted"), [(1, True), (2, False), (999999, False)])
+@pytest.mark.parametrize("ahead, accepted", [(1, True), (2, False), (999999, False)])
 def test_an_engine_with_an_unpublished_version_is_evicted(tmp_path, ahead, accepted):
     members = Membership.of([StandInEngine(version=3 + ahead), StandInEngine(version=3)])
     found, _ = batches(tmp_path, engines=members, version=3, most=3)

@@ -67,7 +67,7 @@ def test_the_socket_of_several_hosts_may_have_an_address_of_ipv6():
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    "changes, reason",
     [
         ({"run_id": "other"}, "this controller's is run"),
         ({"incarnation": "1.1"}, "this controller's is 1.0"),
@@ -175,7 +175,7 @@ def test_what_a_stranger_says_does_not_end_the_controller(frames):
 
 
 @pytest.mark.parametrize(
-    ("message", "error"),
+    "message, error",
     [
         ([b"\xc1"], r"^trainer rank 1: the 1 bytes that have arrived are no message"),
         ([b"a", b"b"], r"^trainer rank 1: a message has one frame, and 2"),

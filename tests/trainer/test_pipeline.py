@@ -54,7 +54,7 @@ def test_sequence_parallel_stages_exchange_a_part(new_trainer):
 
 
 @pytest.mark.parametrize(
-    ("changes", "stages"),
+    "changes, stages",
     [({}, 1), ({"variable_seq_lengths": False}, 2), ({"virtual_pipeline_model_parallel_size": 2}, 2)],
 )
 def test_elsewhere_megatron_goes_on_alone(changes, stages, new_trainer):

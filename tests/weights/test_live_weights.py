@@ -25,7 +25,7 @@ def pieces(shape, rng):
 
 
 @pytest.mark.parametrize("seed", sampled("live weights", range(5), 2))
-@pytest.mark.parametrize(("rank", "tp"), [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("rank, tp", [(0, 1), (0, 2), (1, 2)])
 def test_pieces_in_any_order_are_what_the_loader_writes_and_have_the_digest_of_what_was_sent(rank, tp, seed):
     rng, values = random.Random(seed), weights(seed)
     expected, parameters = live(tp), live(tp)
@@ -94,7 +94,7 @@ class Quantized(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "line"),
+    "kind, line",
     [
         ("method", "weights: .*Int8Method"),
         ("scale", "weights: scale: .*torch.float8_e4m3fn"),

@@ -7,7 +7,6 @@ import pytest
 import torch
 from sampling import sampled
 
-from megatron_scalerl.weights import sum_kernel
 from megatron_scalerl.weights.digest import at, mixed, total, value_digest
 
 MASK = (1 << 64) - 1
@@ -37,8 +36,8 @@ def random_values(shape, dtype=torch.float32, seed=0):
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """So that a kernel has several programs for a row."""
-    monkeypatch.setattr(sum_kernel, "BLOCK", 4)
-    monkeypatch.setattr(sum_kernel, "SPAN", 8)
+    monkeypatch.setattr("megatron_scalerl.weights.sum_kernel.BLOCK", 4)
+    monkeypatch.setattr("megatron_scalerl.weights.sum_kernel.SPAN", 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
