@@ -9,8 +9,6 @@ from gathered_weights import gathered
 from policy_rows import arguments
 from random_policy import make_recipe
 
-Row = dict[str, torch.Tensor]
-
 
 def recipe(path, world_size, layout):
     """The smallest recipe with this layout: keys of megatron.parallel, and model=, ddp=, dtype=, logits=."""
