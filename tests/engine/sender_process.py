@@ -15,10 +15,10 @@ from command_process import CommandProcess
 
 
 class SenderProcess:
-    """The trainer's side of `WeightSync`, run in the process. `folder` and `fault` apply to each send."""
+    """The trainer's side of `WeightSync`, run in the process. `folder` is sent; `dies`: after the first bucket."""
 
     def __init__(self, folder):
-        self.folder, self.fault = folder, ""
+        self.folder, self.dies = folder, False
         self._process = CommandProcess(__file__)
         self._resources = contextlib.ExitStack()
 
@@ -49,7 +49,7 @@ class SenderProcess:
     async def send_weights(self, version):
         from megatron_scalerl.weights.plan import SendReport
 
-        report = await self._ask("send", folder=str(self.folder), version=version, fault=self.fault)
+        report = await self._ask("send", folder=str(self.folder), version=version, dies=self.dies)
         _raise(report["failure"])
         return msgspec.convert(report, SendReport)
 
@@ -76,20 +76,15 @@ def digest_of(folder):
     return f"{digest_of(load_file(folder / 'model.safetensors')):016x}"
 
 
-def _faulty(sender, fault):
-    """Stand-in faults on the wire: a flipped bit after the digest was taken, or death after the first bucket."""
+def _die(sender):
+    """With the first bucket on its way."""
     ship = sender._ship
 
-    def faulty(shard, packed):
-        if fault == "flip":
-            packed[1000] ^= 1
-        finish = ship(shard, packed)
-        if fault == "die":
-            finish()
-            os._exit(1)
-        return finish
+    def dying(shard, packed):
+        ship(shard, packed)()
+        os._exit(1)
 
-    sender._ship = faulty
+    sender._ship = dying
 
 
 class Source:
@@ -148,7 +143,8 @@ def main():
             elif kind == "connect":
                 value = sending.connect(msgspec.convert(command["connection"], plans.Connection))
             else:
-                _faulty(sending._sender, command["fault"])
+                if command["dies"]:
+                    _die(sending._sender)
                 value = msgspec.to_builtins(sending.send(command["version"]))
             answer = {"value": value}
         except (RuntimeError, ValueError) as err:

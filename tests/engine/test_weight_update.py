@@ -141,18 +141,14 @@ def kept_cache_error(old, new, rollout, switch):
     )
 
 
-FAULTS = [("flip", "engine-0: update: .*has digest"), ("die", "the sending process ended")]
-
-
-@pytest.mark.parametrize("fault, reason", FAULTS)
-def test_a_failed_update_raises_and_a_later_one_succeeds(engine, policies, run, fault, reason):
+def test_a_failed_update_raises_and_a_later_one_succeeds(engine, policies, run):
     recipe = recipe_for(policies["dense_a"])
 
     async def scenario():
         async with SenderProcess(policies["dense_b"]) as sender:
             sync = sync_of(sender, [engine.client], recipe)
-            sender.fault = fault
-            with pytest.raises(RuntimeError, match=reason):
+            sender.dies = True
+            with pytest.raises(RuntimeError, match="the sending process ended"):
                 await sync.publish(1)
             # no new version, and still paused: nothing is sampled from half-loaded weights
             info = await engine.client.info()

@@ -79,7 +79,7 @@ def test_padded_columns_have_probability_zero():
     expected = by_log_softmax(h, w, y)
     assert torch.allclose(logprob, expected[0]) and torch.allclose(entropy, expected[1])
     (logprob.sum() + entropy.sum()).backward()
-    assert padded.grad is not None and padded.grad[11:].abs().max() == 0 and padded.grad[:11].abs().min() > 0
+    assert padded.grad[11:].abs().max() == 0 and padded.grad[:11].abs().min() > 0
 
 
 def test_tokens_without_loss_are_left_out():
@@ -139,7 +139,7 @@ def test_a_certain_token_keeps_its_gradient(workspace_mb):
     h = torch.tensor([[20.0]], requires_grad=True)
     w = torch.tensor([[1.0], *[[-10.0]] * 8, [0.0]])
     token_logprobs(h, w, torch.tensor([0]), workspace_mb=workspace_mb)[0].sum().backward()
-    assert h.grad is not None and h.grad.item() == pytest.approx(math.exp(-20.0), rel=1e-3)
+    assert h.grad.item() == pytest.approx(math.exp(-20.0), rel=1e-3)
 
 
 def test_fp32_logits_are_exact_and_model_logits_are_rounded():

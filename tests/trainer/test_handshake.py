@@ -45,7 +45,6 @@ async def outcome(trainer, env, *, fails):
         waiting.cancel()
     [failure] = await asyncio.gather(waiting, return_exceptions=True)
     trainer.close()
-    assert process.returncode is not None
     return process.returncode, errors.decode().strip().splitlines()[-1], str(failure)
 
 

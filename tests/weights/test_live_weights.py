@@ -14,6 +14,11 @@ from megatron_scalerl.weights.live_weights import LiveWeights, live_views
 from megatron_scalerl.weights.plan import manifest_of
 
 
+def held(parts, number):
+    """The digest of a tensor's live parts."""
+    return total([part.digest(number, torch.float32) for part in parts])
+
+
 def pieces(shape, rng):
     """Rectangles that make up a tensor: cut at random, shuffled."""
     found = [()]
@@ -38,16 +43,16 @@ def test_pieces_in_any_order_are_what_the_loader_writes_and_have_the_digest_of_w
                 part.write(ranges, values[name][tuple(slice(a, b) for a, b in ranges)])
     assert all(torch.equal(parameters[name], expected[name]) for name in expected)
     for number, (name, value) in enumerate(values.items()):
-        held = total([part.digest(number, torch.float32) for part in parts[name]])
+        before = held(parts[name], number)
         sent = []
         for ranges in needed[name]:
             rectangle, along = value[tuple(slice(a, b) for a, b in ranges)], [range(a, b) for a, b in ranges]
             sent.append(value_digest(rectangle, number, range(value.dim()), along))
-        assert held == total(sent)
+        assert before == total(sent)
         part = rng.choice(parts[name])
         place = tuple(rng.randrange(size) for size in part.live.shape)
         part.live.view(torch.int32)[place] ^= 1 << rng.randrange(31)
-        assert total([part.digest(number, torch.float32) for part in parts[name]]) != held
+        assert held(parts[name], number) != before
 
 
 def wider():
@@ -125,7 +130,7 @@ def test_experts_in_blocks_of_rows(fused, seed):
     for number, (name, value) in enumerate(values.items()):
         along = [range(size) for size in value.shape]
         whole = value_digest(value, number, range(value.dim()), along)
-        assert total([part.digest(number, torch.float32) for part in parts[name]]) == whole
+        assert held(parts[name], number) == whole
 
 
 def test_a_piece_changes_nothing_else():
