@@ -47,19 +47,14 @@ def test_one_value_per_completion_not_per_token():
     assert advantages(long) == pytest.approx(advantages(MIXED))
 
 
-def test_truncated_leave_loss_and_group_mean():
-    groups = [group([1, -1, -1], truncated={2})]
-    result = plan(groups)
-    assert [s.advantage for s in result.samples] == pytest.approx([1.0, -1.0])
-    assert result.stats["truncated_dropped"] == 1
-    assert result.stats["completions"] == 3
-
-
-def test_truncated_count_as_wrong_when_asked():
-    groups = [group([1, -1, -1], truncated={2})]
-    result = plan(groups, truncated="wrong", normalize="none")
-    assert [s.advantage for s in result.samples] == pytest.approx([4 / 3, -2 / 3, -2 / 3])
-    assert result.stats["truncated_dropped"] == 0
+@pytest.mark.parametrize(
+    "options, expected, dropped",
+    [({}, [1.0, -1.0], 1), ({"truncated": "wrong", "normalize": "none"}, [4 / 3, -2 / 3, -2 / 3], 0)],
+)
+def test_truncated_leave_loss_and_group_mean_or_count_as_wrong(options, expected, dropped):
+    result = plan([group([1, -1, -1], truncated={2})], **options)
+    assert [s.advantage for s in result.samples] == pytest.approx(expected)
+    assert (result.stats["truncated_dropped"], result.stats["completions"]) == (dropped, 3)
 
 
 def test_truncated_leave_before_the_variance_is_judged():

@@ -197,9 +197,7 @@ def test_a_thin_chunk_computes_the_logits_twice(fewest, monkeypatch):
 @pytest.mark.parametrize("mode", ["bf16", "bf16x2", "fp32"])
 def test_a_chunk_fits_the_workspace(mode, workspace_mb):
     """Logits and what is made of them; a chunk is not thinner than 1,024 tokens."""
-    hidden = torch.empty(1, 4096, dtype=torch.bfloat16).expand(16_384, -1)
-    weight = torch.empty(1, 4096, dtype=torch.bfloat16).expand(128_256, -1)
-    p = projection_of(hidden, weight, torch.empty(0), grad_logits=mode, workspace_bytes=workspace_mb * 2**20)
+    p = shape_of(16_384, 128_256, 4096, grad_logits=mode, workspace_bytes=workspace_mb * 2**20)
     tokens, apart = CudaBackend().chunk_tokens(p), {"bf16": 2, "bf16x2": 4, "fp32": 0}[mode]
     columns = 8192
     assert tokens >= 1024 or (tokens == 0 and workspace_mb == 512)
@@ -240,6 +238,12 @@ def projection_of(hidden, weight, targets, **changes):
     return Projection(hidden=hidden, weight=weight, targets=targets, **{**options, **changes})
 
 
+def shape_of(tokens, columns, width, **changes):
+    """A projection of this size, without its memory."""
+    hidden, weight = (torch.empty(1, width, dtype=torch.bfloat16).expand(rows, -1) for rows in (tokens, columns))
+    return projection_of(hidden, weight, torch.empty(0), **changes)
+
+
 @in_the_interpreter
 def test_the_workspace_is_honoured():
     """fp32 operands (no casts): beside results and numbers per token nothing exceeds it, a quarter of all logits."""
@@ -269,9 +273,7 @@ def test_the_workspace_is_honoured():
 )
 def test_blocks_fit_into_every_workspace(tokens, columns, width, mode, rounded, room):
     """From the smallest workspace that is allowed to 2^12 times it; whole rows or whole columns where they fit."""
-    hidden = torch.empty(1, width, dtype=torch.bfloat16).expand(tokens, -1)
-    weight = torch.empty(1, width, dtype=torch.bfloat16).expand(columns, -1)
-    p = projection_of(hidden, weight, torch.empty(0), grad_logits=mode, round_logits=rounded)
+    p = shape_of(tokens, columns, width, grad_logits=mode, round_logits=rounded)
     p = replace(p, workspace_bytes=int(CudaBackend().workspace(p) * 2**room))
     element = 6 if rounded else 4
     rows, cols = statistics_block(p)

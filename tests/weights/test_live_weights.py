@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from live_model import MANIFEST, SHAPES, experts, in_blocks, live, loader, weights
+from live_model import MANIFEST, experts, in_blocks, live, loader, weights
 from sampling import sampled
 
 from megatron_scalerl.weights.digest import total, value_digest
@@ -29,6 +29,14 @@ def pieces(shape, rng):
     return found
 
 
+def write(parts, values, rng):
+    """Every tensor, piece by piece."""
+    for name, value in values.items():
+        for ranges in pieces(value.shape, rng):
+            for part in parts[name]:
+                part.write(ranges, value[tuple(slice(a, b) for a, b in ranges)])
+
+
 @pytest.mark.parametrize("seed", sampled("live weights", range(5), 2))
 @pytest.mark.parametrize("rank, tp", [(0, 1), (0, 2), (1, 2)])
 def test_pieces_in_any_order_are_what_the_loader_writes_and_have_the_digest_of_what_was_sent(rank, tp, seed):
@@ -37,10 +45,7 @@ def test_pieces_in_any_order_are_what_the_loader_writes_and_have_the_digest_of_w
     loader(expected, rank, tp)(values.items())
     scatters = record_copies(loader(parameters, rank, tp), MANIFEST, parameters)
     parts, needed = live_views(scatters, MANIFEST, parameters), needs(scatters, MANIFEST)
-    for name, shape in SHAPES.items():
-        for ranges in pieces(shape, rng):
-            for part in parts[name]:
-                part.write(ranges, values[name][tuple(slice(a, b) for a, b in ranges)])
+    write(parts, values, rng)
     assert all(torch.equal(parameters[name], expected[name]) for name in expected)
     for number, (name, value) in enumerate(values.items()):
         before = held(parts[name], number)
@@ -122,10 +127,7 @@ def test_experts_in_blocks_of_rows(fused, seed):
     load(values.items(), expected)
     scatters = record_copies(lambda given: load(given, parameter), manifest, {"w13": parameter})
     parts = live_views(scatters, manifest, {"w13": parameter}, {"w13"})
-    for name, value in values.items():
-        for ranges in pieces(value.shape, rng):
-            for part in parts[name]:
-                part.write(ranges, value[tuple(slice(a, b) for a, b in ranges)])
+    write(parts, values, rng)
     assert torch.equal(parameter, in_blocks(expected))
     for number, (name, value) in enumerate(values.items()):
         along = [range(size) for size in value.shape]
