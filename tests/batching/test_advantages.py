@@ -7,7 +7,7 @@ import pytest
 from rollout_groups import group
 
 from megatron_scalerl.algorithms import ScaleRL
-from megatron_scalerl.controller.samples import samples_of, trained_part, why_empty
+from megatron_scalerl.controller.samples import samples_of, why_empty
 from megatron_scalerl.types import Score
 
 
@@ -117,12 +117,6 @@ def test_nothing_left_is_an_empty_plan():
 def test_groups_of_one_are_zero_variance():
     assert plan([group([1])], normalize="none").samples == ()
     assert advantages([group([1])], normalize="none", zero_variance=False) == [0.0]
-
-
-def test_drop_truncated_keeps_pairs_together():
-    kept = trained_part(group([1, -1, 1], lengths=[4, 5, 6], truncated={1}), ScaleRL())
-    assert [c.tokens for c in kept.completions] == [4, 6] and kept.positions == (0, 2)
-    assert [s.reward for s in kept.scores] == [1.0, 1.0]
 
 
 def test_a_dropped_group_has_its_reason():

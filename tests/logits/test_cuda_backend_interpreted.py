@@ -118,22 +118,6 @@ def test_kept_logits_give_the_gradients_of_recomputed_ones(mode, monkeypatch):
 
 
 @in_the_interpreter
-@pytest.mark.parametrize("workspace", [TIGHT, ROOMY])
-def test_accumulating_twice_is_accumulating_both(workspace):
-    """main_grad += 2 micro-batches = the sum of each alone, on top of what was there."""
-    grads = []
-    for seeds in ((1,), (2,), (1, 2)):
-        weight = problem(torch.bfloat16)[1].requires_grad_()
-        weight.main_grad, weight.grad_added_to_main_grad = torch.ones(VOCAB, WIDTH), False
-        for seed in seeds:
-            hidden, _, targets = problem(torch.bfloat16, seed)
-            logprob, _ = token_logprobs(hidden, weight, targets, workspace_mb=workspace / 2**20, backend="cuda")
-            logprob.sum().backward()
-        grads.append(weight.main_grad - 1)
-    assert torch.allclose(grads[0] + grads[1], grads[2], atol=1e-5) and grads[2].abs().max() > 0.1
-
-
-@in_the_interpreter
 @pytest.mark.parametrize("main_grad", [True, False])
 def test_a_narrow_gradient_is_rounded_once(main_grad):
     """Blocks are summed in fp32 beside a bf16 gradient and added to what it holds: 1/2 + sum, to bf16."""

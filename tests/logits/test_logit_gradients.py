@@ -71,17 +71,6 @@ def test_products_of_bf16_numbers_are_exact_in_any_mode():
     assert torch.equal(fast, (a.double() @ b.double()).float())
 
 
-def test_main_grad_is_added_to_in_fp32():
-    """Twice the same call: twice the gradient, to fp32; a bf16 .grad would be off by 1e-3."""
-    h, w, y = problem(TOKENS, WIDTH, VOCAB, torch.bfloat16)
-    head = as_megatron_parameter(w)
-    for _ in range(2):
-        token_logprobs(h, head, y, grad_logits="bf16x2")[0].sum().backward()
-        assert head.grad_added_to_main_grad
-    _, expected = gradients_by_log_softmax(h, w, y, torch.full((TOKENS,), 2.0))
-    assert relative(head.main_grad, expected) < 1e-5
-
-
 def test_padding_gets_nothing_in_main_grad():
     h, w, y = problem(dtype=torch.float32)
     head = as_megatron_parameter(w)

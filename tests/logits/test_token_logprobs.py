@@ -13,14 +13,6 @@ from megatron_scalerl.logits import token_logprobs
 KIB = 1 / 1024
 
 
-def test_two_words_by_hand():
-    """Logits (ln 3, 0): probabilities 3/4 and 1/4."""
-    h, w = torch.tensor([[math.log(3.0)]] * 2), torch.tensor([[1.0], [0.0]])
-    logprob, entropy = token_logprobs(h, w, torch.tensor([0, 1]), entropy="metric")
-    assert logprob.tolist() == pytest.approx([math.log(0.75), math.log(0.25)], rel=1e-6)
-    assert entropy.tolist() == pytest.approx([-0.75 * math.log(0.75) - 0.25 * math.log(0.25)] * 2, rel=1e-6)
-
-
 def test_a_number_as_temperature_is_exact_in_fp64():
     h, w, y = problem()
     found, _ = token_logprobs(h, w, y, temperature=0.7)

@@ -74,17 +74,6 @@ def test_without_room_for_a_row_the_logits_are_computed_twice(masked):
     assert all(relative(twice, once) < 1e-12 for twice, once in zip(*found))
 
 
-def test_the_loss_may_read_the_entropy():
-    h, w, y = leaves(TOKENS, 16, 70)
-    logprob, entropy = token_logprobs(h, w, y, entropy="grad")
-    (logprob.square().sum() + 0.1 * entropy.exp().sum()).backward()
-    expected = h.grad, w.grad
-    h, w, y = leaves(TOKENS, 16, 70)
-    value, _, _ = token_loss(h, w, y, lambda lp, e, _: lp.square().sum() + 0.1 * e.exp().sum(), entropy="grad")
-    value.backward()
-    assert relative(h.grad, expected[0]) < 1e-12 and relative(w.grad, expected[1]) < 1e-12
-
-
 def test_without_a_gradient_there_is_only_the_value():
     h, w, y = leaves(TOKENS, 16, 70, torch.float32)
     with torch.no_grad():

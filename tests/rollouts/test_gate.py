@@ -236,15 +236,6 @@ def test_a_last_phase_waits_for_an_abandoned_group_too():
     assert gate.batch(0) == (0,)
 
 
-def test_earliest_deadline_first():
-    gate = StalenessGate(groups_per_batch=1, max_staleness_steps=4)
-    gate.start(0, 1)
-    gate.start(1, 1)
-    gate.finish(0, 3)
-    gate.finish(1, 2)
-    assert gate.batch(3) == (1,)
-
-
 def test_an_abandoned_group_holds_up_no_batch_and_may_start_again():
     gate = StalenessGate(groups_per_batch=1, max_staleness_steps=1)
     gate.start(0, 0)
