@@ -7,7 +7,7 @@ import pytest
 from rollout_groups import group
 
 from megatron_scalerl.algorithms import ScaleRL
-from megatron_scalerl.controller.samples import samples_of, trained_part, why_empty
+from megatron_scalerl.controller.samples import samples_of, why_empty
 from megatron_scalerl.types import Score
 
 
@@ -29,7 +29,7 @@ SPREAD = math.sqrt((0.25 * 3 + 2.25) / 4)
 
 
 @pytest.mark.parametrize(
-    ("normalize", "first", "second"), [("batch", STD, STD), ("prompt", SPREAD, 1.0), ("none", 1.0, 1.0)]
+    "normalize, first, second", [("batch", STD, STD), ("prompt", SPREAD, 1.0), ("none", 1.0, 1.0)]
 )
 def test_centered_rewards_are_divided_by_one_population_std_or_each_groups(normalize, first, second):
     expected = [0.5 / first] * 3 + [-1.5 / first, 1 / second, -1 / second]
@@ -47,19 +47,14 @@ def test_one_value_per_completion_not_per_token():
     assert advantages(long) == pytest.approx(advantages(MIXED))
 
 
-def test_truncated_leave_loss_and_group_mean():
-    groups = [group([1, -1, -1], truncated={2})]
-    result = plan(groups)
-    assert [s.advantage for s in result.samples] == pytest.approx([1.0, -1.0])
-    assert result.stats["truncated_dropped"] == 1
-    assert result.stats["completions"] == 3
-
-
-def test_truncated_count_as_wrong_when_asked():
-    groups = [group([1, -1, -1], truncated={2})]
-    result = plan(groups, truncated="wrong", normalize="none")
-    assert [s.advantage for s in result.samples] == pytest.approx([4 / 3, -2 / 3, -2 / 3])
-    assert result.stats["truncated_dropped"] == 0
+@pytest.mark.parametrize(
+    "options, expected, dropped",
+    [({}, [1.0, -1.0], 1), ({"truncated": "wrong", "normalize": "none"}, [4 / 3, -2 / 3, -2 / 3], 0)],
+)
+def test_truncated_leave_loss_and_group_mean_or_count_as_wrong(options, expected, dropped):
+    result = plan([group([1, -1, -1], truncated={2})], **options)
+    assert [s.advantage for s in result.samples] == pytest.approx(expected)
+    assert (result.stats["truncated_dropped"], result.stats["completions"]) == (dropped, 3)
 
 
 def test_truncated_leave_before_the_variance_is_judged():
@@ -122,12 +117,6 @@ def test_nothing_left_is_an_empty_plan():
 def test_groups_of_one_are_zero_variance():
     assert plan([group([1])], normalize="none").samples == ()
     assert advantages([group([1])], normalize="none", zero_variance=False) == [0.0]
-
-
-def test_drop_truncated_keeps_pairs_together():
-    kept = trained_part(group([1, -1, 1], lengths=[4, 5, 6], truncated={1}), ScaleRL())
-    assert [c.tokens for c in kept.completions] == [4, 6] and kept.positions == (0, 2)
-    assert [s.reward for s in kept.scores] == [1.0, 1.0]
 
 
 def test_a_dropped_group_has_its_reason():

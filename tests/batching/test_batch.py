@@ -8,12 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_groups import rollout
 
-from megatron_scalerl.batching.packing import (
-    pack,
-    pad_to,
-    real_tokens,
-    scoring_micro_batches,
-)
+from megatron_scalerl.batching.packing import pack, pad_to, real_tokens, scoring_micro_batches
 from megatron_scalerl.types import ExpertChoices, MicroBatch, Sample
 
 COLUMNS = [f.name for f in fields(MicroBatch) if f.name not in ("cu_seqlens", "expert_choices", "columns")]

@@ -14,7 +14,6 @@ from megatron_scalerl.batching.assignment import SampleFacts, plan_step
 from megatron_scalerl.batching.packing import build
 from megatron_scalerl.batching.rollout_bytes import arrays_of, joined, read, write
 from megatron_scalerl.controller.samples import samples_of
-from megatron_scalerl.rollouts import columns as scoring
 from megatron_scalerl.rollouts.columns import with_columns
 from megatron_scalerl.types import Score
 
@@ -92,7 +91,7 @@ def test_the_parts_of_an_episode_share_the_advantages_of_its_tokens():
 
 
 async def test_a_score_that_fails_is_asked_again_and_every_part_gets_its_columns(monkeypatch):
-    monkeypatch.setattr(scoring, "PAUSES_S", (0.0,) * 4)
+    monkeypatch.setattr("megatron_scalerl.rollouts.columns.PAUSES_S", (0.0,) * 4)
     calls.clear()
     samples = [write(part) for made in (FORKED, PLAIN) for part in parts_of(made)]
     scored = await with_columns(ByToken(), group([1, -1], group_id=7), samples)
@@ -106,7 +105,7 @@ THREE = {"number": [0.0, np.nan, 2.0]}
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    "given, said",
     [
         ([THREE], r"ValueError\('zip"),
         ([THREE, {"other": [0.0] * 3}], r"score gave the columns \['other'\]; they have to be \['number'\]"),
@@ -127,8 +126,8 @@ async def test_a_score_without_its_columns_ends_the_run(monkeypatch, given, said
             raise given
         return given
 
-    monkeypatch.setattr(scoring, "PAUSES_S", (0.0,) * 4)
-    monkeypatch.setattr(scoring, "SCORE_S", 0.01 if given is None else 60.0)
+    monkeypatch.setattr("megatron_scalerl.rollouts.columns.PAUSES_S", (0.0,) * 4)
+    monkeypatch.setattr("megatron_scalerl.rollouts.columns.SCORE_S", 0.01 if given is None else 60.0)
     monkeypatch.setattr(ByToken, "score", score)
     with pytest.raises(RuntimeError, match=said):
         await with_columns(ByToken(), group([1, -1]), [write(PLAIN)] * 2)

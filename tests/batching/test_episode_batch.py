@@ -81,7 +81,7 @@ def loss_of(made, reduction):
 
 
 @pytest.mark.parametrize(
-    ("reduction", "weight"), [("prompt_mean", 1 / 16), ("sequence_mean", 1 / 24), ("token_mean", 1 / 12)]
+    "reduction, weight", [("prompt_mean", 1 / 16), ("sequence_mean", 1 / 24), ("token_mean", 1 / 12)]
 )
 def test_a_forked_episode_weighs_what_it_weighs_without_the_fork(reduction, weight):
     whole, whole_weights, whole_plan = loss_of(EPISODE, reduction)

@@ -127,7 +127,7 @@ def test_a_range_of_the_environment_takes_eight_bytes_more():
 
 
 @pytest.mark.parametrize(
-    ("ranges", "said"),
+    "ranges, said",
     [
         ([[7, 8], [3, 5]], r"ranges have to ascend within 11 tokens, these are \[7, 8, 3, 5\]"),
         ([[3, 4], [4, 5]], r"ranges have to ascend within 11 tokens, these are \[3, 4, 4, 5\]"),

@@ -1,13 +1,9 @@
 """What each rank does for the converter's tests: open a checkpoint the stock way, train from it, save one."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from parity_ranks import built
-
-Job = tuple[str, str, dict[str, Any]]
-"""Hugging Face folder, Megatron folder, layout."""
 
 
 def differing_parameters(jobs):

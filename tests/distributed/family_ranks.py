@@ -1,7 +1,6 @@
 """What each rank does for the families' parity tests: load, whole logits through the pipeline, save."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from gathered_weights import gathered
@@ -9,9 +8,6 @@ from parity_ranks import built
 from policy_rows import arguments, full_logits
 from random_policies import rows
 from safetensors.torch import save_file
-
-Job = tuple[str, str, dict[str, Any], str]
-"""Name, policy path, layout, safetensors file to save into ("" for none)."""
 
 
 def logits_and_saved(jobs):

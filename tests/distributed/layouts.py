@@ -34,6 +34,11 @@ WORDS = {
 """Word -> keys of megatron.parallel, and model=, ddp=, dtype=."""
 
 
+def grid(text):
+    """The rows of a text, between commas."""
+    return tuple(row.strip() for row in text.split(","))
+
+
 def layout(words):
     """The keys of all words together."""
     found = {}

@@ -5,6 +5,7 @@ import torch
 from gathered_weights import gathered
 from lora_ranks import settings_of
 from policy_rows import full_logits
+from trainer_ranks import trainer_of
 
 
 def save(path, layout, folder):
@@ -15,15 +16,15 @@ def save(path, layout, folder):
     from megatron_scalerl.trainer.model import sharded_models
     from megatron_scalerl.weights.source import fill
 
-    parallel, trainer = _trainer(path, layout)
+    trainer = trainer_of(settings_of(path, layout))
     generator = torch.Generator().manual_seed(11)
     family = unwrap(trainer.chunks[0]).adapters
     shapes = {name: shape for rule in family.rules for name, shape in rule.hf_shapes.items()}
     drawn = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
-    fill(trainer.chunks, family, lambda name, index, shape: drawn[name][index], parallel)
+    fill(trainer.chunks, family, lambda name, index, shape: drawn[name][index], trainer.parallel)
     chunks = [chunk.module for chunk in trainer.chunks]
     state = sharded_models(chunks, adapters=True)
-    checkpoint.CheckpointWriting(folder, state, parallel, {}, None, set()).finish(wait=True)
+    checkpoint.CheckpointWriting(folder, state, trainer.parallel, {}, None, set()).finish(wait=True)
     return drawn, _logits(trainer)
 
 
@@ -32,22 +33,13 @@ def start(path, layout):
     from megatron_scalerl.distributed.parallel import unwrap
     from megatron_scalerl.weights.source import MegatronWeightSource
 
-    parallel, trainer = _trainer(path, layout)
+    trainer = trainer_of(settings_of(path, layout))
     sent = []
     for family in (unwrap(trainer.chunks[0]).adapters, None):
-        source = MegatronWeightSource(trainer.chunks, parallel, family=family)
+        source = MegatronWeightSource(trainer.chunks, trainer.parallel, family=family)
         source.read = source.as_sent
         sent.append(gathered(source))
     return _logits(trainer), *sent
-
-
-def _trainer(path, layout):
-    from megatron_scalerl.trainer.ranks import init_parallel
-    from megatron_scalerl.trainer.step import make_trainer
-
-    settings = settings_of(path, layout)
-    parallel = init_parallel(settings)
-    return parallel, make_trainer(settings, parallel)
 
 
 def _logits(trainer):

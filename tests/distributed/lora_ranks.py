@@ -8,7 +8,7 @@ import torch
 from gathered_weights import gathered
 from lora_reference import SETTINGS, STEPS
 from parity_ranks import _forward_backward, built, gradients_of, recipe
-from trainer_ranks import _step, release
+from trainer_ranks import _step, release, trainer_of
 
 
 def settings_of(path, layout, **optimizer):
@@ -68,12 +68,9 @@ def _digests(source, chunks, parallel):
 def _built(path, layout, **optimizer):
     """(trainer, source of its adapters); the layout as in `measure`."""
     from megatron_scalerl.distributed.parallel import unwrap
-    from megatron_scalerl.trainer.ranks import init_parallel
-    from megatron_scalerl.trainer.step import make_trainer
     from megatron_scalerl.weights.source import MegatronWeightSource
 
-    settings = settings_of(path, layout, **optimizer)
-    trainer = make_trainer(settings, init_parallel(settings))
+    trainer = trainer_of(settings_of(path, layout, **optimizer))
     return trainer, MegatronWeightSource(trainer.chunks, trainer.parallel, family=unwrap(trainer.chunks[0]).adapters)
 
 
@@ -137,12 +134,7 @@ def _went_on(trainer, source, checkpoint):
     before = gathered(source)
     report = _step(trainer, 3)
     stored = {key: t.clone() for key, t in load_plain_tensors(checkpoint).items() if isinstance(t, torch.Tensor)}
-    return {
-        "before": before,
-        "after": gathered(source),
-        "report": (report.loss, report.grad_norm),
-        "stored": stored,
-    }
+    return {"before": before, "after": gathered(source), "report": (report.loss, report.grad_norm), "stored": stored}
 
 
 def changed(path, layout):

@@ -7,24 +7,19 @@ import random_policies
 import torch
 from gathered_weights import gathered
 from policy_rows import arguments
-
-from megatron_scalerl.recipe import Recipe
-
-Row = dict[str, torch.Tensor]
+from random_policy import make_recipe
 
 
 def recipe(path, world_size, layout):
     """The smallest recipe with this layout: keys of megatron.parallel, and model=, ddp=, dtype=, logits=."""
     layout = dict(layout)
-    policy = dict(path=str(path), dtype=layout.pop("dtype", "float32"), logits=layout.pop("logits", "fp32"))
+    policy = dict(dtype=layout.pop("dtype", "float32"), logits=layout.pop("logits", "fp32"))
     megatron = dict(model=layout.pop("model", {}), ddp=layout.pop("ddp", {}), parallel=layout)
-    return Recipe(
-        name="parity",
-        steps=1,
+    return make_recipe(
+        path,
         policy=policy,
-        prompts=dict(path="none"),
         trainer=dict(world_size=world_size),
-        optimizer=dict(lr=1e-3, clip_grad=1.0),
+        optimizer=dict(clip_grad=1.0, warmup_steps=100),
         megatron=megatron,
     )
 

@@ -27,14 +27,7 @@ IMPORTED_ONCE = [
 """Modules that every rank shares with the server."""
 
 
-def run_ranks(
-    world_size,
-    target,
-    *args,
-    timeout_s=480.0,
-    env=None,
-    spawn=False,
-):
+def run_ranks(world_size, target, *args, timeout_s=480.0, env=None, spawn=False):
     """Results, by rank, of `target` ("module:function", importable here) called with `args` in every process.
 
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, one thread each. The first rank that fails ends all

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 from hostile import Evil, first_key, place, saved
-from layouts import kind_of, layout_of
+from layouts import grid, kind_of, layout_of
 from random_policies import make
 from runner import run_ranks
 from safetensors.torch import load_file
@@ -23,9 +23,11 @@ from megatron_scalerl.checkpoints.verify import verify
 
 pytestmark = pytest.mark.slow
 
-KINDS = (
-    *("llama", "llama_tied", "llama_biased", "mistral", "qwen2_tied", "qwen3_tied"),
-    *("qwen3_moe", "qwen3_moe_tied", "llama4", "llama4_tied"),
+KINDS = grid(
+    """
+    llama, llama_tied, llama_biased, mistral, qwen2_tied, qwen3_tied, qwen3_moe, qwen3_moe_tied,
+    llama4, llama4_tied
+    """
 )
 MOE = ("qwen3_moe", "llama4")
 BY_TWO = [

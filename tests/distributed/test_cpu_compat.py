@@ -4,13 +4,12 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from megatron_scalerl.distributed import cpu_compat
 
 
 def test_a_visible_gpu_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ValueError, match="cpu_compat: a GPU is visible"):
         cpu_compat.install()
 

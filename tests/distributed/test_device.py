@@ -61,11 +61,7 @@ def test_unavailable_layers_are_refused_in_one_line(asked, monkeypatch):
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-DETERMINISTIC = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    "NCCL_ALGO": "Ring",
-}
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
 
 
 def recipe(**sections):
@@ -73,10 +69,7 @@ def recipe(**sections):
 
 
 def two(kind):
-    return {
-        "trainer": {"world_size": 2},
-        "megatron": {"parallel": {f"{kind}_parallel_size": 2}},
-    }
+    return {"trainer": {"world_size": 2}, "megatron": {"parallel": {f"{kind}_parallel_size": 2}}}
 
 
 def test_a_rank_of_a_run_on_cpus_takes_no_gpu_of_its_host(monkeypatch):
@@ -86,7 +79,7 @@ def test_a_rank_of_a_run_on_cpus_takes_no_gpu_of_its_host(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("sections", "expected"),
+    "sections, expected",
     [
         ({}, EXPANDABLE),
         (two("tensor_model"), EXPANDABLE | ONE_CONNECTION),

@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 
 import pytest
-import torch
 
 from megatron_scalerl.distributed import device
 
@@ -11,8 +10,8 @@ from megatron_scalerl.distributed import device
 def test_memory_is_written_after_an_exception_too(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(device, "HAVE_GPU", True)
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: asked.append(options))
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", asked.append)
+    monkeypatch.setattr("torch.cuda.memory._record_memory_history", lambda **options: asked.append(options))
+    monkeypatch.setattr("torch.cuda.memory._dump_snapshot", asked.append)
     with pytest.raises(RuntimeError, match="out of memory"), device.recorded_memory(tmp_path / "memory"):
         raise RuntimeError("out of memory")
     assert asked == [{"max_entries": 100_000}, str(tmp_path / "memory"), {"enabled": None}]
@@ -22,7 +21,7 @@ def test_memory_is_written_after_an_exception_too(monkeypatch, tmp_path):
 def test_a_range_is_in_nvtx_on_a_gpu_alone(monkeypatch, gpu):
     named = []
     monkeypatch.setattr(device, "HAVE_GPU", gpu)
-    monkeypatch.setattr(torch.cuda.nvtx, "range", lambda name: named.append(name) or nullcontext())
+    monkeypatch.setattr("torch.cuda.nvtx.range", lambda name: named.append(name) or nullcontext())
     with device.labelled("optimizer"):
         pass
     assert named == ["optimizer"] * gpu

@@ -145,7 +145,7 @@ def test_a_checkpoint_goes_on_under_another_layout(layout_changes, row, way):
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), sampled("another expert-parallel size", [("ep2", "dp2"), ("dp2", "ep2")], 1)
+    "saved, loaded", sampled("another expert-parallel size", [("ep2", "dp2"), ("dp2", "ep2")], 1)
 )
 def test_a_checkpoint_of_another_expert_parallel_size_is_refused_in_a_line(policies, tmp_path, saved, loaded):
     path = str(tmp_path / "step_000002")

@@ -10,7 +10,7 @@ import pytest
 import random_policies
 import torch
 from chosen import Worlds, chosen
-from layouts import kind_of, layout_of
+from layouts import grid, kind_of, layout_of
 from runner import run_ranks
 from safetensors.torch import load_file
 from sampling import sampled
@@ -22,7 +22,7 @@ from megatron_scalerl.checkpoints.to_megatron import to_megatron
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 KINDS = tuple(random_policies.KINDS)
-HEADS = ("llama", "llama_tied", "mistral", "qwen2", "qwen3", "qwen3_moe", "llama4")
+HEADS = grid("llama, llama_tied, mistral, qwen2, qwen3, qwen3_moe, llama4")
 """Policies whose log-probabilities and entropies are compared, too."""
 
 

@@ -9,15 +9,17 @@ from itertools import product
 import pytest
 import torch
 from chosen import chosen
-from layouts import kind_of, layout, layout_of
+from layouts import grid, kind_of, layout, layout_of
 from runner import run_ranks
 from sampling import sampled
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-LAYOUTS = (
-    *("llama dp2", "llama dp2 reduced-early", "llama_tied dp2", "llama_tied dp2 reduced-early", "llama_tied pp2"),
-    *("llama tp2 sp", "llama_tied tp2"),
+LAYOUTS = grid(
+    """
+    llama dp2, llama dp2 reduced-early, llama_tied dp2, llama_tied dp2 reduced-early, llama_tied pp2,
+    llama tp2 sp, llama_tied tp2
+    """
 )
 """One micro-batch on each data-parallel rank, or two on one."""
 WAYS = {"autograd": (False, False), "straight": (True, False), "in chunk": (True, True), "chunk grad": (False, True)}

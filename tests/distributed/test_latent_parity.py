@@ -9,7 +9,7 @@ import pytest
 import random_policies
 import torch
 from chosen import Worlds
-from layouts import gradients_whole, kind_of, same_weights
+from layouts import gradients_whole, grid, kind_of, same_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -17,11 +17,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 KINDS = ("kimi", "deepseek", "moonlight")
 ROWS = {
     1: KINDS,
-    2: (
-        *("kimi tp2 sp", "kimi ep2", "kimi pp2", "kimi pp2 1+3 experts", "kimi pp2 3+1 experts", "kimi cp2"),
-        *("deepseek tp2 sp", "deepseek ep2 recomputed", "moonlight tp2 sp", "moonlight pp2 3+1"),
+    2: grid(
+        """
+        kimi tp2 sp, kimi ep2, kimi pp2, kimi pp2 1+3 experts, kimi pp2 3+1 experts, kimi cp2,
+        deepseek tp2 sp, deepseek ep2 recomputed, moonlight tp2 sp, moonlight pp2 3+1
+        """
     ),
-    4: ("kimi tp2 sp ep2", "kimi tp2 pp2 3+1 sp", "deepseek tp2 sp ep2 etp1"),
+    4: grid("kimi tp2 sp ep2, kimi tp2 pp2 3+1 sp, deepseek tp2 sp ep2 etp1"),
 }
 """World size -> rows."""
 
@@ -66,13 +68,13 @@ def theirs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def measured(theirs):
     def jobs(size):
-        rows = [row for row in ROWS[size] if theirs[kind_of(row)]]
-        return [(row, str(theirs.root / kind_of(row)), gradients_whole(row)) for row in rows]
+        chosen = [row for row in ROWS[size] if theirs[kind_of(row)]]
+        return [(row, str(theirs.root / kind_of(row)), gradients_whole(row)) for row in chosen]
 
     return Worlds("parity_ranks:many", jobs)
 
 
-@pytest.mark.parametrize(("world_size", "name"), [(size, row) for size, rows in ROWS.items() for row in rows])
+@pytest.mark.parametrize("world_size, name", [(size, row) for size, of_size in ROWS.items() for row in of_size])
 def test_every_layout_is_transformers(world_size, name, measured, theirs):
     """Log-probabilities to 2e-5, gradients to 1e-5 of their norm, the weights to the bit."""
     logprobs, grads = theirs[kind_of(name)]

@@ -12,7 +12,7 @@ import pytest
 import random_policies
 import torch
 from chosen import Worlds, chosen
-from layouts import kind_of, layout_of
+from layouts import grid, kind_of, layout_of
 from sampling import sampled
 
 pytest.importorskip("peft", reason="peft is not installed")
@@ -22,20 +22,25 @@ TOLERANCE = 1e-5
 """Of the norm of what differs, relative to that of the reference."""
 SOME = ["q_proj", "v_proj", "down_proj"]
 ROWS = {
-    1: (
-        *("qwen2", "qwen3_moe", "llama_tied", "olmo2", "llama4", "qwen2 unpacked", "qwen2 recomputed"),
-        *("qwen2 first-layer", "qwen2 mlp", "qwen3_moe recomputed", "qwen3_moe experts"),
+    1: grid(
+        """
+        qwen2, qwen3_moe, llama_tied, olmo2, llama4, qwen2 unpacked, qwen2 recomputed, qwen2 first-layer,
+        qwen2 mlp, qwen3_moe recomputed, qwen3_moe experts
+        """
     ),
-    2: (
-        *("qwen2 tp2", "qwen2 tp2 sp", "qwen2 tp2 recomputed", "qwen2 cp2", "qwen2 cp2 recomputed", "qwen2 pp2"),
-        *("qwen2 pp2 recomputed", "qwen2 dp2", "some tp2 sp", "llama_tied tp2 sp", "llama_tied pp2"),
-        *("olmo2 tp2 sp", "qwen3_moe ep2", "qwen3_moe tp2 sp", "qwen3_moe tp2 etp1 sp", "qwen3_moe etp2"),
-        *("qwen3_moe cp2", "qwen3_moe pp2", "llama4 ep2", "llama4 tp2 sp"),
+    2: grid(
+        """
+        qwen2 tp2, qwen2 tp2 sp, qwen2 tp2 recomputed, qwen2 cp2, qwen2 cp2 recomputed, qwen2 pp2,
+        qwen2 pp2 recomputed, qwen2 dp2, some tp2 sp, llama_tied tp2 sp, llama_tied pp2, olmo2 tp2 sp,
+        qwen3_moe ep2, qwen3_moe tp2 sp, qwen3_moe tp2 etp1 sp, qwen3_moe etp2, qwen3_moe cp2,
+        qwen3_moe pp2, llama4 ep2, llama4 tp2 sp
+        """
     ),
-    4: (
-        *("qwen2 tp2 pp2 sp", "qwen2 tp2 cp2 sp", "qwen2 tp2 dp2", "qwen2 cp2 pp2", "qwen2 cp4"),
-        *("qwen3_moe tp2 ep2 sp", "qwen3_moe tp2 ep2 etp1 sp", "qwen3_moe cp2 ep2", "qwen3_moe pp2 ep2"),
-        "llama4 tp2 ep2 sp",
+    4: grid(
+        """
+        qwen2 tp2 pp2 sp, qwen2 tp2 cp2 sp, qwen2 tp2 dp2, qwen2 cp2 pp2, qwen2 cp4, qwen3_moe tp2 ep2 sp,
+        qwen3_moe tp2 ep2 etp1 sp, qwen3_moe cp2 ep2, qwen3_moe pp2 ep2, llama4 tp2 ep2 sp
+        """
     ),
 }
 """World size -> rows; the policy `some` is qwen2 with adapters of SOME."""
@@ -112,7 +117,7 @@ def same_as_peft(found, expected, *, whole):
 
 
 @pytest.mark.parametrize(
-    ("row", "world_size"),
+    "row, world_size",
     [
         pytest.param(*p.values, size, marks=p.marks)
         for size, count in ((1, 2), (2, 4), (4, 1))

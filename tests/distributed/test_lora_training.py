@@ -8,17 +8,19 @@ import lora_reference
 import pytest
 import random_policies
 import torch
-from layouts import kind_of, layout, layout_of
+from layouts import grid, kind_of, layout, layout_of
 from runner import run_ranks
 from sampling import sampled
 
 pytest.importorskip("peft", reason="peft is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-ROWS = ("qwen2 dp2", "qwen2 tp2 sp", "qwen2 pp2", "qwen3_moe ep2", "qwen3_moe etp2")
+ROWS = grid("qwen2 dp2, qwen2 tp2 sp, qwen2 pp2, qwen3_moe ep2, qwen3_moe etp2")
 MERGED = ("qwen2 tp2 sp", "qwen3_moe etp2")
-RESUMES = (
-    *("qwen2 tp2 sp to cp2", "qwen2 dp2 to pp2", "qwen3_moe etp2 to tp2 etp1 sp"),
-    "qwen3_moe tp2 ep2 etp1 sp to ep2",
+RESUMES = grid(
+    """
+    qwen2 tp2 sp to cp2, qwen2 dp2 to pp2, qwen3_moe etp2 to tp2 etp1 sp,
+    qwen3_moe tp2 ep2 etp1 sp to ep2
+    """
 )
 
 
@@ -37,8 +39,8 @@ def peft(tmp_path_factory):
     return found
 
 
-def run(function, rows, peft):
-    jobs = [(row, *peft[kind_of(row)][:2], layout_of(row)) for row in rows]
+def run(function, chosen, peft):
+    jobs = [(row, *peft[kind_of(row)][:2], layout_of(row)) for row in chosen]
     return run_ranks(2, f"lora_ranks:{function}", jobs)
 
 

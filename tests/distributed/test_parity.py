@@ -13,29 +13,35 @@ import pytest
 import random_policies
 import torch
 from chosen import Worlds, chosen
-from layouts import gradients_whole, kind_of, layout, same_step, same_weights
+from layouts import gradients_whole, grid, kind_of, layout, same_step, same_weights
 from runner import run_ranks
 from sampling import sampled
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-TWO_RANKS = (
-    *("llama tp2", "llama tp2 sp", "llama tp2 sp sharded", "llama pp2", "llama dp2", "llama dp2 sharded"),
-    *("llama dp2 overlapped", "llama_tied tp2", "llama_tied pp2", "llama_biased tp2", "llama_biased tp2 sp"),
-    *("mistral tp2 sp", "olmo2 tp2", "olmo2 tp2 sp", "olmo2 pp2", "qwen2 tp2 sp", "qwen2 pp2"),
-    *("qwen3 tp2", "qwen3 tp2 sp", "qwen3 pp2", "qwen3_moe ep2", "qwen3_moe pp2", "qwen3_moe tp2 sp"),
-    *("llama4 ep2", "llama4 ep2 sharded", "llama4 pp2", "llama4 tp2 sp", "llama cp2", "llama cp2 sharded"),
-    *("llama cp2 recomputed", "llama4 cp2", "llama4 cp2 recomputed", "qwen2 cp2", "qwen3_moe cp2"),
+TWO_RANKS = grid(
+    """
+    llama tp2, llama tp2 sp, llama tp2 sp sharded, llama pp2, llama dp2, llama dp2 sharded,
+    llama dp2 overlapped, llama_tied tp2, llama_tied pp2, llama_biased tp2, llama_biased tp2 sp,
+    mistral tp2 sp, olmo2 tp2, olmo2 tp2 sp, olmo2 pp2, qwen2 tp2 sp, qwen2 pp2, qwen3 tp2,
+    qwen3 tp2 sp, qwen3 pp2, qwen3_moe ep2, qwen3_moe pp2, qwen3_moe tp2 sp, llama4 ep2,
+    llama4 ep2 sharded, llama4 pp2, llama4 tp2 sp, llama cp2, llama cp2 sharded, llama cp2 recomputed,
+    llama4 cp2, llama4 cp2 recomputed, qwen2 cp2, qwen3_moe cp2
+    """
 )
-IN_BF16 = (
-    *("llama bf16 tp2 sp", "llama_tied bf16 pp2", "llama_biased bf16 pp2", "mistral bf16 pp2", "olmo2 bf16 tp2 sp"),
-    *("qwen2 bf16 tp2 sp", "qwen3 bf16 tp2 sp", "qwen3_moe bf16 ep2", "llama4 bf16 cp2"),
+IN_BF16 = grid(
+    """
+    llama bf16 tp2 sp, llama_tied bf16 pp2, llama_biased bf16 pp2, mistral bf16 pp2, olmo2 bf16 tp2 sp,
+    qwen2 bf16 tp2 sp, qwen3 bf16 tp2 sp, qwen3_moe bf16 ep2, llama4 bf16 cp2
+    """
 )
 """Layouts in bf16, with fp32 main weights in the distributed optimizer."""
-FOUR_RANKS = (
-    *("llama tp2 pp2 sp", "llama tp2 dp2", "qwen3_moe tp2 ep2 sp", "qwen3_moe pp2 ep2", "llama4 tp2 ep2 sp"),
-    *("llama4 tp2 ep2 sp etp1", "llama4 pp2 ep2", "llama cp2 tp2 sp", "llama4 cp2 tp2 sp", "llama cp2 pp2"),
-    *("llama4 cp2 pp2", "llama cp2 dp2", "llama cp2 dp2 sharded", "llama4 cp2 ep2", "llama4 cp4"),
+FOUR_RANKS = grid(
+    """
+    llama tp2 pp2 sp, llama tp2 dp2, qwen3_moe tp2 ep2 sp, qwen3_moe pp2 ep2, llama4 tp2 ep2 sp,
+    llama4 tp2 ep2 sp etp1, llama4 pp2 ep2, llama cp2 tp2 sp, llama4 cp2 tp2 sp, llama cp2 pp2,
+    llama4 cp2 pp2, llama cp2 dp2, llama cp2 dp2 sharded, llama4 cp2 ep2, llama4 cp4
+    """
 )
 SOME_KINDS = sampled("kinds of the parity", map(kind_of, IN_BF16), 2)
 BY_WORLD = {2: TWO_RANKS, 4: FOUR_RANKS}
@@ -66,7 +72,7 @@ def together(request, policies):
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size"),
+    "name, world_size",
     [
         *(pytest.param(*p.values, 2, marks=p.marks) for p in sampled("parity of two ranks", TWO_RANKS, 3)),
         *(pytest.param(name, 4, marks=pytest.mark.full) for name in FOUR_RANKS),

@@ -138,21 +138,17 @@ def test_a_store_on_every_interface_is_refused(host):
         listen_on(host)
 
 
-def test_collectives_use_the_interface_that_leads_to_their_peers(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+@pytest.mark.parametrize("given, nccl", [({}, "lo"), ({"NCCL_SOCKET_IFNAME": "ib0"}, "ib0")])
+def test_collectives_use_the_interface_that_leads_to_their_peers_and_nccl_the_users_between_hosts(
+    monkeypatch, given, nccl
+):
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    for name, value in {"GLOO_SOCKET_IFNAME": "eth7", **given}.items():
+        monkeypatch.setenv(name, value)
     use_interface(HostRendezvous(host="127.0.0.1", port=1))
-    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", nccl)
     with private_folder() as where:
         assert interface_of(where) == "lo"
-
-
-def test_between_hosts_nccl_uses_the_interface_that_the_user_names_and_on_one_host_loopback(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    use_interface(HostRendezvous(host="127.0.0.1", port=1))
-    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "ib0")
-    with private_folder() as where:
         use_interface(where)
     assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import random_policies
 import torch
-from layouts import layout
+from layouts import grid, layout
 from runner import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LAYERS, MOE = 4, (0, 2, 3)
 LENGTHS = ((40, 48), (30, 58))
 LAYOUTS = {"plain": "", "recompute": "recomputed"}
-PAIRS = ("whole ep2", "pp2", "tp2 sp", "pp2 recomputed", "whole cp2")
+PAIRS = grid("whole ep2, pp2, tp2 sp, pp2 recomputed, whole cp2")
 
 
 def engine(model, rows, *, noisy):

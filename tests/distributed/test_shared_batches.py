@@ -31,7 +31,7 @@ def ran(policies):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "row"),
+    "world_size, row",
     [
         pytest.param(size, row, marks=pytest.mark.full if size == 4 else ())
         for size, rows in HOLDING.items()

@@ -60,13 +60,12 @@ def test_senders_and_workers_carry_their_share_and_what_the_plan_counts(tmp_path
     jobs = [(str(tmp_path / kind_of(row)), layout_of(row), workers) for row, workers in CASES]
     with private_folder() as rendezvous:
         ranks = run_ranks(4, "weight_ranks:carried", jobs, rendezvous)
-    for number, (row, workers) in enumerate(CASES):
+    for number, (_, workers) in enumerate(CASES):
         of_case = [rank[number] for rank in ranks]
         assert sorted(rank["sender"] for rank in of_case) == [0, 1, 2, 3]
         for version in range(len(of_case[0]["versions"])):
             check_transport(of_case, version)
             total, most_sent, most_received = check_report(of_case, version)
-            print(row, version, total, total / 4, most_sent, total / workers, most_received)
             if version == 0:
                 assert most_sent <= 1.5 * total / 4 and most_received <= 1.1 * total / workers
             else:  # of one element in fifty, and of none

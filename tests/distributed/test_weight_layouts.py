@@ -37,7 +37,7 @@ def rows(world, kinds):
 
 
 @pytest.mark.parametrize(
-    ("world", "kinds", "engines"),
+    "world, kinds, engines",
     [
         pytest.param(2, ("qwen2_tied", "qwen3_moe"), (2,), id="some"),
         *(pytest.param(n, (*DENSE, *MOE), (1, 2), id=f"all of {n}", marks=pytest.mark.full) for n in (1, 2)),

@@ -18,7 +18,6 @@ from megatron_scalerl.weights.transport.frames import receive
 from megatron_scalerl.weights.transport.gloo import Group
 
 VERSIONS = 3
-Received = dict[str, torch.Tensor]
 
 
 class Worker:

@@ -11,11 +11,9 @@ class CommandProcess:
 
     def __init__(self, program, *arguments):
         self._command = [sys.executable, program, *arguments]
-        self._process = None
 
     @property
     def returncode(self):
-        assert self._process is not None, "start first"
         return self._process.returncode
 
     async def start(self):
@@ -26,13 +24,11 @@ class CommandProcess:
         )
 
     async def stop(self):
-        assert self._process is not None and self._process.stdin is not None
         self._process.stdin.close()
         await self._process.wait()
 
     async def ask(self, command):
         """The answer; None if the process has ended."""
-        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
             await self._process.stdin.drain()

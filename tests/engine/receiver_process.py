@@ -12,8 +12,6 @@ from types import SimpleNamespace
 
 from command_process import CommandProcess
 
-Shapes = dict[str, tuple[int, ...]]
-
 
 class ReceiverProcess:
     """What `WeightSync` and `Membership` need of an engine's client; every call goes to the process."""

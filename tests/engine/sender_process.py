@@ -8,16 +8,17 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 from command_process import CommandProcess
 
 
 class SenderProcess:
-    """The trainer's side of `WeightSync`, run in the process. `folder` and `fault` apply to each send."""
+    """The trainer's side of `WeightSync`, run in the process. `folder` is sent; `dies`: after the first bucket."""
 
     def __init__(self, folder):
-        self.folder, self.fault = folder, ""
+        self.folder, self.dies = folder, False
         self._process = CommandProcess(__file__)
         self._resources = contextlib.ExitStack()
 
@@ -43,12 +44,13 @@ class SenderProcess:
         return from_json(await self._ask("plan", folder=str(self.folder), needs=msgspec.to_builtins(needs)))
 
     async def connect_weights(self, connection):
-        await self._ask("connect", connection=msgspec.to_builtins(connection))
+        _raise(await self._ask("connect", connection=msgspec.to_builtins(connection)))
 
     async def send_weights(self, version):
         from megatron_scalerl.weights.plan import SendReport
 
-        report = await self._ask("send", folder=str(self.folder), version=version, fault=self.fault)
+        report = await self._ask("send", folder=str(self.folder), version=version, dies=self.dies)
+        _raise(report["failure"])
         return msgspec.convert(report, SendReport)
 
     async def _ask(self, command, **values):
@@ -60,6 +62,12 @@ class SenderProcess:
         return answer["value"]
 
 
+def _raise(failure):
+    """As the trainer's client."""
+    if failure:
+        raise RuntimeError(failure)
+
+
 def digest_of(folder):
     """Digest of the values of a policy's file."""
     from safetensors.torch import load_file
@@ -68,63 +76,47 @@ def digest_of(folder):
     return f"{digest_of(load_file(folder / 'model.safetensors')):016x}"
 
 
-def _faulty(sender, fault):
-    """Stand-in faults on the wire: a flipped bit after the digest was taken, or death after the first bucket."""
+def _die(sender):
+    """With the first bucket on its way."""
     ship = sender._ship
 
-    def faulty(shard, packed):
-        if fault == "flip":
-            packed[1000] ^= 1
-        finish = ship(shard, packed)
-        if fault == "die":
-            finish()
-            os._exit(1)
-        return finish
+    def dying(shard, packed):
+        ship(shard, packed)()
+        os._exit(1)
 
-    sender._ship = faulty
+    sender._ship = dying
 
 
-def _plan(weights, needs):
-    """The plan of one sender that has every tensor as a whole."""
-    from megatron_scalerl.weights.plan import Part, WeightPlan, manifest_of
+class Source:
+    """What a sending side reads: every tensor of a file as a whole, of a trainer of one rank."""
 
-    parts = [
-        Part(number, 0, shard, ranges)
-        for number in range(len(weights))
-        for shard, of_shard in enumerate(needs)
-        for ranges in of_shard[number]
-    ]
-    return WeightPlan(parameters=manifest_of(_named(weights)), senders=1, needs=needs, parts=tuple(parts))
+    sender = 0
+    parallel = SimpleNamespace(world_size=1, rank=0, device="cpu")
 
+    def begin(self):
+        """There is nothing to gather."""
 
-def _named(weights):
-    return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in weights.items()]
+    def parts(self):
+        return []
 
+    def named(self):
+        return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in self.weights.items()]
 
-def _send(sender, plan, weights, version):
-    from megatron_scalerl.weights.digest import combine
-    from megatron_scalerl.weights.plan import SendReport, buckets
+    def plan_for(self, needs):
+        from megatron_scalerl.weights.plan import Part, WeightPlan, manifest_of
 
-    tensors = list(weights.values())
+        parts = [
+            Part(number, 0, shard, ranges)
+            for number in range(len(self.weights))
+            for shard, of_shard in enumerate(needs)
+            for ranges in of_shard[number]
+        ]
+        self.plan = WeightPlan(parameters=manifest_of(self.named()), senders=1, needs=needs, parts=tuple(parts))
+        return self.plan
 
-    def read(number):
-        part = plan.parts[number]
-        return tensors[part.tensor][tuple(slice(a, b) for a, b in part.ranges)]
-
-    digests, order = sender.send(plan, read, version), buckets(plan, next(iter(sender.groups.values())).bucket_mib)
-    of_shards = tuple(
-        combine(digest for digest, bucket in zip(digests, order) if bucket.shard == shard)
-        for shard in range(len(plan.needs))
-    )
-    values = tuple(f"{sender.values[shard]:016x}" for shard in range(len(plan.needs)))
-    return SendReport(
-        bytes=sender.bytes,
-        whole_bytes=sum(bucket.nbytes for bucket in order),
-        most_sent=sender.bytes,
-        most_received=sender.bytes,
-        digests=of_shards,
-        values=values,
-    )
+    def as_sent(self, number):
+        part = self.plan.parts[number]
+        return list(self.weights.values())[part.tensor][tuple(slice(a, b) for a, b in part.ranges)]
 
 
 def main():
@@ -132,28 +124,28 @@ def main():
     import torch
 
     from megatron_scalerl.weights import plan as plans
-    from megatron_scalerl.weights.plan import Connection
-    from megatron_scalerl.weights.transport import make_sender
+    from megatron_scalerl.weights import sending as module
 
     torch.set_num_threads(1)
-    sender = None
-    needs = ()
+    module.dist = SimpleNamespace(all_reduce=lambda table: table)  # stands in for a world of one
+    source = Source()
+    sending = module.WeightSending(source, bucket_mib=1)
     for line in sys.stdin:
         command = json.loads(line)
         try:
-            kind, value = command["command"], None
+            kind = command["command"]
             if "folder" in command:
-                weights = safetensors.torch.load_file(Path(command["folder"]) / "model.safetensors")
+                source.weights = safetensors.torch.load_file(Path(command["folder"]) / "model.safetensors")
             if kind == "manifest":
-                value = _named(weights)
+                value = source.named()
             elif kind == "plan":
-                needs = msgspec.convert(command["needs"], tuple[plans.Needs, ...])
-                value = plans.to_json(_plan(weights, needs))
+                value = plans.to_json(source.plan_for(msgspec.convert(command["needs"], tuple[plans.Needs, ...])))
             elif kind == "connect":
-                sender = make_sender(msgspec.convert(command["connection"], Connection), 0, range(len(needs)))
+                value = sending.connect(msgspec.convert(command["connection"], plans.Connection))
             else:
-                _faulty(sender, command["fault"])
-                value = msgspec.to_builtins(_send(sender, _plan(weights, needs), weights, command["version"]))
+                if command["dies"]:
+                    _die(sending._sender)
+                value = msgspec.to_builtins(sending.send(command["version"]))
             answer = {"value": value}
         except (RuntimeError, ValueError) as err:
             answer = {"error": f"{type(err).__name__}: {err}"}

@@ -56,25 +56,18 @@ CASES = {
 }
 
 
-def found(respond):
-    async def main():
-        async with StandInServer(respond, stall_timeout_s=1.0 if respond in (slow, silent) else 240.0) as client:
-            with pytest.raises(EngineError) as error:
-                await client.generate([1], sampling=SPEC)
-            assert (client.in_flight, client.ended) == (0, 1)
-            return str(error.value)
-
-    return asyncio.run(main())
-
-
 @pytest.mark.parametrize("respond", CASES, ids=lambda respond: respond.__name__)
-def test_it_is_an_engine_error_in_one_line(respond):
-    line = found(respond)
+async def test_it_is_an_engine_error_in_one_line(respond):
+    async with StandInServer(respond, stall_timeout_s=1.0 if respond in (slow, silent) else 240.0) as client:
+        with pytest.raises(EngineError) as error:
+            await client.generate([1], sampling=SPEC)
+        assert (client.in_flight, client.ended) == (0, 1)
+    line = str(error.value)
     assert line.startswith("engine-4: ")
     assert re.match(CASES[respond], line) and "\n" not in line
 
 
-def test_an_engine_that_has_answered_is_not_waited_for(tmp_path):
+async def test_an_engine_that_has_answered_is_not_waited_for():
     """`in_flight` is what the watchdog expects tokens for."""
     begun, go_on = asyncio.Event(), asyncio.Event()
 
@@ -86,17 +79,14 @@ def test_an_engine_that_has_answered_is_not_waited_for(tmp_path):
         await response.write(json.dumps(answer()).encode())
         return response
 
-    async def main():
-        async with StandInServer(respond) as client:
-            call = asyncio.create_task(client.generate([1], sampling=SPEC))
-            await passes(1)
-            assert client.in_flight == 1
-            await begun.wait()
-            await until(lambda: not client.in_flight)
-            go_on.set()
-            return await call
-
-    assert asyncio.run(main()).token_ids == (5, 6)
+    async with StandInServer(respond) as client:
+        call = asyncio.create_task(client.generate([1], sampling=SPEC))
+        await passes(1)
+        assert client.in_flight == 1
+        await begun.wait()
+        await until(lambda: not client.in_flight)
+        go_on.set()
+        assert (await call).token_ids == (5, 6)
 
 
 class StandInDecoder:
@@ -114,19 +104,16 @@ class StandInDecoder:
         return "decoded", 2
 
 
-def test_an_evicted_engine_loses_what_it_has_not_answered_and_keeps_what_is_being_decoded():
-    async def main():
-        decoder = StandInDecoder()
-        async with StandInServer(answer(), silent) as client:
-            calls = []
-            for _ in range(2):
-                calls.append(asyncio.create_task(client.generate([1], sampling=SPEC, decoder=decoder)))
-                await decoder.has_body.wait()
-            await until(lambda: not client.in_flight)
-            client.abort("killed")
-            decoder.go_on.set()
-            return await asyncio.gather(*calls, return_exceptions=True), client.received_tokens
-
-    (kept, lost), received = asyncio.run(main())
-    assert (kept, received) == ("decoded", 2)
+async def test_an_evicted_engine_loses_what_it_has_not_answered_and_keeps_what_is_being_decoded():
+    decoder = StandInDecoder()
+    async with StandInServer(answer(), silent) as client:
+        calls = []
+        for _ in range(2):
+            calls.append(asyncio.create_task(client.generate([1], sampling=SPEC, decoder=decoder)))
+            await decoder.has_body.wait()
+        await until(lambda: not client.in_flight)
+        client.abort("killed")
+        decoder.go_on.set()
+        kept, lost = await asyncio.gather(*calls, return_exceptions=True)
+        assert (kept, client.received_tokens) == ("decoded", 2)
     assert isinstance(lost, EngineLost) and str(lost) == "engine-4: killed"

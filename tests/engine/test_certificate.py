@@ -1,6 +1,5 @@
 """The pinned certificate: the client accepts it and nothing else, and files of it do not stay."""
 
-import asyncio
 import contextlib
 import datetime
 import ssl
@@ -15,11 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from megatron_scalerl.engine.answers import EngineError
-from megatron_scalerl.engine.certificate import (
-    Certificate,
-    certificate_arguments,
-    make_certificate,
-)
+from megatron_scalerl.engine.certificate import Certificate, certificate_arguments, make_certificate
 from megatron_scalerl.engine.client import SECRET_HEADER, EngineClient
 
 SECRET = "the secret of this run"
@@ -63,14 +58,11 @@ def test_nothing_but_making_one_needs_the_package():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_the_pinned_certificate_is_accepted():
-    async def scenario():
-        certificate = make_certificate()
-        async with serving(certificate) as (port, received):
-            await asked("https", port, certificate.trusting())
-            return received
-
-    assert asyncio.run(scenario()) == [SECRET]
+async def test_the_pinned_certificate_is_accepted():
+    certificate = make_certificate()
+    async with serving(certificate) as (port, received):
+        await asked("https", port, certificate.trusting())
+    assert received == [SECRET]
 
 
 def issued(pinned, other):
@@ -102,37 +94,29 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_all_but_the_pinned_certificate_is_refused_before_the_secret_is_sent(kind):
+async def test_all_but_the_pinned_certificate_is_refused_before_the_secret_is_sent(kind):
     certificate, scheme, tls, line = REFUSED[kind](make_certificate(), make_certificate())
-
-    async def scenario():
-        async with serving(certificate) as (port, received):
-            with pytest.raises(EngineError, match=line):
-                await asked(scheme, port, tls)
-            return received
-
-    assert asyncio.run(scenario()) == []
+    async with serving(certificate) as (port, received):
+        with pytest.raises(EngineError, match=line):
+            await asked(scheme, port, tls)
+    assert received == []
 
 
 def test_an_old_version_of_tls_is_refused():
     assert make_certificate().trusting().minimum_version is ssl.TLSVersion.TLSv1_3
 
 
-def test_a_redirection_is_not_followed():
+async def test_a_redirection_is_not_followed():
     """It would carry the secret to another place."""
+    async with serving() as (other, received):
 
-    async def scenario():
-        async with serving() as (other, received):
+        def elsewhere():
+            return web.HTTPTemporaryRedirect(f"http://127.0.0.1:{other}/msrl/progress")
 
-            def elsewhere():
-                return web.HTTPTemporaryRedirect(f"http://127.0.0.1:{other}/msrl/progress")
-
-            async with serving(answer=elsewhere) as (port, _):
-                with pytest.raises(EngineError, match="307"):
-                    await asked("http", port, None)
-        return received
-
-    assert asyncio.run(scenario()) == []
+        async with serving(answer=elsewhere) as (port, _):
+            with pytest.raises(EngineError, match="307"):
+                await asked("http", port, None)
+    assert received == []
 
 
 def test_files_of_a_certificate_are_private_and_do_not_stay():

@@ -82,12 +82,9 @@ TLS = ("keyfile", "certfile", "ca_certs", "cert_reqs", "ciphers")
 
 
 @pytest.mark.parametrize(
-    ("options", "line"),
+    "options, line",
     [
-        (
-            {"max_model_length": 5},
-            r"engine\.vllm: max_model_length is not .*; the nearest is max_model_len$",
-        ),
+        ({"max_model_length": 5}, r"engine\.vllm: max_model_length is not .*; the nearest is max_model_len$"),
         ({"max_num_seq": 5}, r"engine\.vllm: max_num_seq is not .*; the nearest is max_num_seqs$"),
         ({"dtype": "float32"}, r"engine\.vllm\.dtype: .*set by policy\.dtype"),
         ({"enable_prefix_caching": True}, "enable_prefix_caching: True cannot be set here; the option is fixed"),
@@ -251,7 +248,7 @@ def test_environment(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "given", "nccl"),
+    "options, given, nccl",
     [({}, "=ib0", "lo"), ({"interface": "eth1"}, None, "eth1"), ({"interface": "eth1"}, "=ib0", "=ib0")],
 )
 def test_between_hosts_nccl_uses_the_route_or_what_the_user_set(tmp_path, monkeypatch, options, given, nccl):
@@ -263,7 +260,7 @@ def test_between_hosts_nccl_uses_the_route_or_what_the_user_set(tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "expected"), [("async_scheduling", True, "false"), ("data_parallel_size", 2, "1")]
+    "name, given, expected", [("async_scheduling", True, "false"), ("data_parallel_size", 2, "1")]
 )
 def test_deterministic_refuses_options_that_make_batches_depend_on_time(tmp_path, name, given, expected):
     message = f"engine.vllm.{name}: {given} does not go with rollouts.deterministic, which needs {expected}"

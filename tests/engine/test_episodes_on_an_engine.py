@@ -16,7 +16,7 @@ from turn_policies import ids_of
 
 from megatron_scalerl.batching.rollout_bytes import read, rollout_of
 from megatron_scalerl.controller.weight_sync import WeightSync
-from megatron_scalerl.engine.client import EngineClient, SamplingSpec
+from megatron_scalerl.engine.client import SamplingSpec
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.prompts.tokenizer import load_tokenizer
 from megatron_scalerl.rewards.pool import VerifierPool
@@ -129,7 +129,9 @@ def cached_tokens(turns):
 
 def salted(monkeypatch, salt):
     """Let every request carry another salt than its version's."""
-    monkeypatch.setattr(EngineClient, "_salted", lambda self, body: body | {"cache_salt": salt()})
+    monkeypatch.setattr(
+        "megatron_scalerl.engine.client.EngineClient._salted", lambda self, body: body | {"cache_salt": salt()}
+    )
 
 
 def sampled(parts):

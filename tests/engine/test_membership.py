@@ -13,36 +13,30 @@ from megatron_scalerl.engine.membership import EngineState, Member, Membership
 from megatron_scalerl.engine.watchdog import EngineDied
 
 
-def test_an_eviction_that_cannot_be_recorded_still_ends_requests_and_waits():
+async def test_an_eviction_that_cannot_be_recorded_still_ends_requests_and_waits():
     def full(member):
         if member.state is EngineState.DRAINING:
             raise OSError(28, "No space left on device")
 
-    async def scenario():
-        members = Membership(1, record=full)
-        client = EngineClient(url="http://127.0.0.1:1", secret="s")
-        members.join(0, client)
-        waiting = asyncio.create_task(members.evicted(client))
-        await passes()
-        with pytest.raises(OSError, match="No space left"):
-            members.evict(client, "garbage")
-        with pytest.raises(EngineLost, match="garbage"):
-            await client.generate([1], sampling=SamplingSpec(max_tokens=1))
-        return await asyncio.wait_for(waiting, 120)
-
-    assert asyncio.run(scenario()) == "garbage"
+    members = Membership(1, record=full)
+    client = client_of("engine-0")
+    members.join(0, client)
+    waiting = asyncio.create_task(members.evicted(client))
+    await passes()
+    with pytest.raises(OSError, match="No space left"):
+        members.evict(client, "garbage")
+    with pytest.raises(EngineLost, match="garbage"):
+        await client.generate([1], sampling=SamplingSpec(max_tokens=1))
+    assert await asyncio.wait_for(waiting, 120) == "garbage"
 
 
-def test_a_client_of_an_evicted_engine_opens_no_session():
-    async def scenario():
-        client = EngineClient(url="http://127.0.0.1:1", secret="s")
-        client.abort("garbage")
-        await client.close()
-        with pytest.raises(EngineLost):
-            await client.get("/health")
-        return client._session
-
-    assert asyncio.run(scenario()) is None
+async def test_a_client_of_an_evicted_engine_opens_no_session():
+    client = client_of("engine-0")
+    client.abort("garbage")
+    await client.close()
+    with pytest.raises(EngineLost):
+        await client.get("/health")
+    assert client._session is None
 
 
 def test_a_change_of_an_engine_is_recorded_unless_the_disk_is_full(tmp_path, monkeypatch, caplog):
@@ -90,23 +84,20 @@ def test_an_engine_that_joined_leaves_and_comes_back_under_its_number():
         members.add("extra-7-0", 1)
 
 
-def test_engines_that_leave_are_never_too_few_but_one_that_is_there_counts():
-    async def scenario():
-        members = Membership(2, minimum=2)
-        few = asyncio.create_task(members.too_few())
-        index = members.add("extra-7-0", 1)
-        members.lose(index, "left")
-        await passes()
-        assert not few.done() and members.left == 2
-        members.add("extra-7-0", 1)
-        members.lose(0, "broken", given_up=True)
-        await passes()
-        assert not few.done() and members.left == 2
-        members.lose(index, "left")
-        with pytest.raises(EngineDied, match=r"1 engines are left, and the run needs 2 \(engine-0: broken\)"):
-            await asyncio.wait_for(few, 120)
-
-    asyncio.run(scenario())
+async def test_engines_that_leave_are_never_too_few_but_one_that_is_there_counts():
+    members = Membership(2, minimum=2)
+    few = asyncio.create_task(members.too_few())
+    index = members.add("extra-7-0", 1)
+    members.lose(index, "left")
+    await passes()
+    assert not few.done() and members.left == 2
+    members.add("extra-7-0", 1)
+    members.lose(0, "broken", given_up=True)
+    await passes()
+    assert not few.done() and members.left == 2
+    members.lose(index, "left")
+    with pytest.raises(EngineDied, match=r"1 engines are left, and the run needs 2 \(engine-0: broken\)"):
+        await asyncio.wait_for(few, 120)
 
 
 def test_devices_are_held_until_an_engine_is_given_up_and_its_host_is_gone():

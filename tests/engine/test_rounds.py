@@ -11,13 +11,13 @@ from megatron_scalerl.engine.membership import EngineState, Membership
 from megatron_scalerl.engine.rounds import Rounds
 
 
-def test_engines_resume_once_they_hold_their_requests():
-    engines = [StandInEngine("engine-0"), StandInEngine("engine-1")]
+def test_engines_resume_once_they_hold_their_requests_or_have_none():
+    engines = [StandInEngine(f"engine-{number}") for number in range(3)]
 
     async def run():
         together = await Rounds(Membership.of(engines), timeout_s=240).begin()
-        assert [e.calls for e in engines] == [["pause"], ["pause"]]
-        assert [together.engine(rank) for rank in range(3)] == [engines[0], engines[1], engines[0]]
+        assert [e.calls for e in engines] == [["pause"]] * 3
+        assert [together.engine(rank) for rank in range(4)] == [*engines, engines[0]]
         going = asyncio.create_task(together.go([engines[0], engines[1], engines[0]]))
         engines[1].held = ["a"]
         await until(lambda: "resume" in engines[1].calls)
@@ -28,19 +28,7 @@ def test_engines_resume_once_they_hold_their_requests():
         await going
 
     in_virtual_time(run())
-    assert engines[0].calls[-1] == "resume"
-
-
-def test_an_engine_without_requests_is_resumed():
-    engines = [StandInEngine("engine-0"), StandInEngine("engine-1")]
-
-    async def run():
-        together = await Rounds(Membership.of(engines), timeout_s=240).begin()
-        engines[0].held = ["a"]
-        await together.go([engines[0]])
-
-    in_virtual_time(run())
-    assert engines[1].calls[-1] == "resume"
+    assert engines[0].calls[-1] == engines[2].calls[-1] == "resume"
 
 
 def test_a_round_waits_for_every_engine_that_is_not_given_up():

@@ -11,7 +11,6 @@ from fakes.run import in_virtual_time
 from fakes.server import StandInHungServer
 from waiting import passes
 
-from megatron_scalerl.engine import watchdog
 from megatron_scalerl.engine.answers import CoreProgress, EngineError, EngineProgress
 from megatron_scalerl.engine.client import SamplingSpec
 from megatron_scalerl.engine.watchdog import EngineDied, StallClock, watch_progress
@@ -114,7 +113,7 @@ def watched_in_virtual_time(monkeypatch, progress, *, paused=False):
 
     async def scenario():
         loop = asyncio.get_running_loop()
-        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=loop.time))
+        monkeypatch.setattr("megatron_scalerl.engine.watchdog.time", SimpleNamespace(monotonic=loop.time))
         engine.progress = lambda: progress(loop)
         settings = EngineSection(stall_timeout_s=2, first_token_timeout_s=1e6)
         await asyncio.wait_for(watch_progress(engine, settings), 600)
@@ -123,9 +122,7 @@ def watched_in_virtual_time(monkeypatch, progress, *, paused=False):
 
 
 @pytest.mark.parametrize(
-    ("pace_s", "waiting", "paused"),
-    [(0.5, 0, False), (1e9, 0, True), (1e9, 1, False)],
-    ids=["slow", "paused", "prompt"],
+    "pace_s, waiting, paused", [(0.5, 0, False), (1e9, 0, True), (1e9, 1, False)], ids=["slow", "paused", "prompt"]
 )
 def test_slow_tokens_a_pause_and_a_long_prompt_are_not_stalls(monkeypatch, pace_s, waiting, paused):
     async def progress(loop):

@@ -141,18 +141,14 @@ def kept_cache_error(old, new, rollout, switch):
     )
 
 
-FAULTS = [("flip", "engine-0: update: .*has digest"), ("die", "the sending process ended")]
-
-
-@pytest.mark.parametrize(("fault", "reason"), FAULTS)
-def test_a_failed_update_raises_and_a_later_one_succeeds(engine, policies, run, fault, reason):
+def test_a_failed_update_raises_and_a_later_one_succeeds(engine, policies, run):
     recipe = recipe_for(policies["dense_a"])
 
     async def scenario():
         async with SenderProcess(policies["dense_b"]) as sender:
             sync = sync_of(sender, [engine.client], recipe)
-            sender.fault = fault
-            with pytest.raises(RuntimeError, match=reason):
+            sender.dies = True
+            with pytest.raises(RuntimeError, match="the sending process ended"):
                 await sync.publish(1)
             # no new version, and still paused: nothing is sampled from half-loaded weights
             info = await engine.client.info()
@@ -205,7 +201,7 @@ def test_another_models_tensors_are_refused_by_name(engine, policies, run, tmp_p
 WORKERS = [("moe", 1, "shm"), ("dense", 2, "shm"), ("moe", 2, "gloo")]
 
 
-@pytest.mark.parametrize(("kind", "tp", "transport"), sampled("workers", WORKERS, 1))
+@pytest.mark.parametrize("kind, tp, transport", sampled("workers", WORKERS, 1))
 def test_every_tensor_parallel_worker_gets_its_own_parts(policies, run, tmp_path, kind, tp, transport):
     weights = {"bucket_mib": 1, "timeout_s": 120, "deltas": "absolute", "transport": transport}
     recipe = recipe_for(policies[f"{kind}_a"], vllm={"tensor_parallel_size": tp}, weights=weights)

@@ -6,10 +6,8 @@ import pytest
 from environment_pools import pool_of
 from waiting import until
 
-from megatron_scalerl.environments import pool as pools
 from megatron_scalerl.environments.pool import EnvironmentFailed
 from megatron_scalerl.environments.response import Agent
-from megatron_scalerl.rewards import outages
 
 
 class Session:
@@ -36,8 +34,8 @@ class Session:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(outages, "PAUSES_S", (0.0, 0.0))
-    monkeypatch.setattr(pools, "GRACE_S", 0.5)
+    monkeypatch.setattr("megatron_scalerl.rewards.outages.PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("megatron_scalerl.environments.pool.GRACE_S", 0.5)
 
 
 async def ran(pool, text, session=None):
@@ -58,16 +56,7 @@ REWARDS = {
     "(0.5, {'short': True, 'digits': 3})": (0.5, {"short": 1.0, "digits": 3.0}),
 }
 FAILURES = {"1 / 0": "raised"} | dict.fromkeys(
-    (
-        "float('nan')",
-        "'x'",
-        "2e6",
-        "(0.5, {'x': float('nan')})",
-        "(0.5, {'x': 'y'})",
-        "(0.5, 1)",
-        "(0.5,)",
-    ),
-    "invalid",
+    ("float('nan')", "'x'", "2e6", "(0.5, {'x': float('nan')})", "(0.5, {'x': 'y'})", "(0.5, 1)", "(0.5,)"), "invalid"
 )
 
 
@@ -87,7 +76,7 @@ async def test_what_a_run_returns_is_the_reward(name, tmp_path):
 
 
 async def test_a_coroutine_that_hangs_is_cancelled_and_its_process_lives(tmp_path, monkeypatch):
-    monkeypatch.setattr(pools, "GRACE_S", 60.0)
+    monkeypatch.setattr("megatron_scalerl.environments.pool.GRACE_S", 60.0)
     async with pool_of("RunsAsync", tmp_path, timeout_s=0.5) as pool:
         pids = pool.pids
         session = Session()
@@ -101,7 +90,7 @@ async def test_a_coroutine_that_hangs_is_cancelled_and_its_process_lives(tmp_pat
 
 
 async def test_the_run_of_a_cancelled_caller_is_cancelled(tmp_path, monkeypatch):
-    monkeypatch.setattr(pools, "GRACE_S", 60.0)
+    monkeypatch.setattr("megatron_scalerl.environments.pool.GRACE_S", 60.0)
     async with pool_of("RunsAsync", tmp_path) as pool:
         pids = pool.pids
         session = Session()

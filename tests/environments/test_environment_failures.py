@@ -12,16 +12,14 @@ from own_processes import own_processes
 from users_environments import FORGED
 from waiting import until
 
-from megatron_scalerl.environments import pool as pools
 from megatron_scalerl.environments.pool import EnvironmentFailed
 from megatron_scalerl.environments.response import Response
-from megatron_scalerl.rewards import outages
 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(outages, "PAUSES_S", (0.0, 0.0))
-    monkeypatch.setattr(pools, "GRACE_S", 0.5)
+    monkeypatch.setattr("megatron_scalerl.rewards.outages.PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("megatron_scalerl.environments.pool.GRACE_S", 0.5)
 
 
 async def others(pool, count=5):
@@ -58,8 +56,8 @@ async def test_a_step_that_hangs_costs_its_process_and_no_other_episode(name, tm
 
 
 async def test_a_coroutine_that_hangs_is_cancelled_and_its_process_lives(tmp_path, monkeypatch):
-    monkeypatch.setattr(outages, "TRIES", 2)
-    monkeypatch.setattr(pools, "GRACE_S", 60.0)
+    monkeypatch.setattr("megatron_scalerl.rewards.outages.TRIES", 2)
+    monkeypatch.setattr("megatron_scalerl.environments.pool.GRACE_S", 60.0)
     async with pool_of("CountingAsync", tmp_path, timeout_s=0.5) as pool:
         pids = pool.pids
         assert facts(await played(pool, {}, ["1", "sleep"])) == ("hung", False)
@@ -127,7 +125,7 @@ async def test_processes_that_an_episode_has_spoiled_are_left_to_the_last(tmp_pa
 
 
 async def test_a_process_in_which_all_fails_that_succeeds_elsewhere_is_replaced_and_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(pools, "MOST_FAILURES", 3)
+    monkeypatch.setattr("megatron_scalerl.environments.pool.MOST_FAILURES", 3)
     async with pool_of("Spoiling", tmp_path, workers=1) as pool:
         assert (await played(pool, {}, ["spoil"])).end.reason == "raised"
         [process] = pool._processes
@@ -141,7 +139,7 @@ async def test_a_process_in_which_all_fails_that_succeeds_elsewhere_is_replaced_
 
 
 async def test_what_is_no_turn_is_invalid(tmp_path, monkeypatch):
-    monkeypatch.setattr(outages, "TRIES", 1)
+    monkeypatch.setattr("megatron_scalerl.rewards.outages.TRIES", 1)
     async with pool_of("Messages", tmp_path) as pool:
         for text, problem in INVALID.items():
             failure = await played(pool, {"first": "'x'"}, [text])
@@ -154,7 +152,7 @@ async def test_what_is_no_turn_is_invalid(tmp_path, monkeypatch):
 
 
 async def test_the_pool_ends_where_only_failures_are_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(outages, "MAX_UNAVAILABLE", 4)
+    monkeypatch.setattr("megatron_scalerl.rewards.outages.MAX_UNAVAILABLE", 4)
     async with pool_of("Counting", tmp_path) as pool, pool.episode({}) as waiting:
         await waiting.reset()
         for _ in range(3):

@@ -131,7 +131,7 @@ async def test_a_variable_is_passed_only_by_name(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "problem"),
+    "name, problem",
     [("Gymnasium", "step returned five values, as Gymnasium's does"), ("DoneNumber", "Expected `bool`, got `int`")],
 )
 async def test_a_class_that_returns_no_turn_is_refused_before_the_run(name, problem):

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import sys
-import tempfile
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -99,7 +98,7 @@ async def test_a_folder_with_a_long_name_for_temporary_files_takes_a_server(agen
     async with agents() as kind:
         folder = tmp_path / ("d" * 100)
         folder.mkdir()
-        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        monkeypatch.setattr("tempfile.tempdir", str(folder))
         await kind.start_server()
         assert await run_of(kind, *scored(0.5)) == (0.25, {"turns": 3.0, "found": 0.5})
 
@@ -109,14 +108,13 @@ async def test_a_server_that_has_no_folder_says_why(agents, monkeypatch):
         raise OSError("no space")
 
     async with agents() as kind:
-        monkeypatch.setattr(tempfile, "mkdtemp", refuses)
+        monkeypatch.setattr("tempfile.mkdtemp", refuses)
         with pytest.raises(ConnectionError, match="no space"):
             await kind.start_server()
 
 
 @pytest.mark.parametrize(
-    ("frame", "cause"),
-    [((b"reply", {"traces": [{"id": "unknown"}]}), "KeyError"), ((b"reply", b"\xc1"), "DecodeError")],
+    "frame, cause", [((b"reply", {"traces": [{"id": "unknown"}]}), "KeyError"), ((b"reply", b"\xc1"), "DecodeError")]
 )
 async def test_garbage_ends_the_server_and_its_runs_say_why(frame, cause, agents, tmp_path):
     async with agents() as kind:
@@ -146,7 +144,7 @@ async def test_a_cancelled_run_is_cancelled_in_the_server_and_others_go_on(agent
 
 
 @pytest.mark.parametrize(
-    ("frames", "failure", "error"),
+    "frames, failure, error",
     [
         (scored(float("nan")), "invalid", "ValueError"),
         (scored(None), "raised", "LibraryFailed: the taskset"),

@@ -13,7 +13,6 @@ from sampling import sampled
 
 from megatron_scalerl.environments.pool import EnvironmentFailed
 from megatron_scalerl.environments.response import Response
-from megatron_scalerl.rewards import outages
 
 EPISODES = 1024
 SHARES = (0.02, 0.09, 0.2, 0.43, 1.0)
@@ -128,13 +127,13 @@ def check(folder, chosen):
     return found
 
 
-@pytest.mark.parametrize(("what", "share", "lasting_s", "calls", "in_flight", "kind"), sampled("outages", CELLS, 3))
+@pytest.mark.parametrize("what, share, lasting_s, calls, in_flight, kind", sampled("outages", CELLS, 3))
 def test_an_outage_is_paid_to_nobody(what, share, lasting_s, calls, in_flight, kind, tmp_path):
     check(tmp_path, (what, share, lasting_s, calls, in_flight, kind))
 
 
 @pytest.mark.parametrize(
-    ("what", "share", "calls", "in_flight"),
+    "what, share, calls, in_flight",
     sampled("breakers", itertools.product(("class", "agent"), (0.02, 0.15, 0.4), CALLS, IN_FLIGHT), 1),
 )
 def test_a_policy_that_breaks_its_tool_pays_where_the_class_says_so(what, share, calls, in_flight, tmp_path):
@@ -143,9 +142,9 @@ def test_a_policy_that_breaks_its_tool_pays_where_the_class_says_so(what, share,
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("share", "word"), itertools.product((0.09, 0.2, 0.43, 1.0), ("raise", "refused", "exit")))
+@pytest.mark.parametrize("share, word", itertools.product((0.09, 0.2, 0.43, 1.0), ("raise", "refused", "exit")))
 async def test_an_outage_of_real_processes_is_paid_to_nobody(share, word, tmp_path, monkeypatch):
-    monkeypatch.setattr(outages, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("megatron_scalerl.rewards.outages.PAUSES_S", (0.0, 0.0))
     draw = random.Random(f"{share}{word}")
     broken = tmp_path / "broken"
     calls = [["1", "tool" if draw.random() < share else "1"] for _ in range(128)]

@@ -6,7 +6,6 @@ neither uniform nor deterministic, so that a wrong kernel changes the log-probs.
 
 import math
 import statistics
-from collections.abc import Sequence
 from functools import partial
 
 import random_policies
@@ -120,9 +119,6 @@ class Reference:
         own = [v for p, r in each for v in self.logprobs(p, r, exact=False)]
         exact = [v for p, r in each for v in self.logprobs(p, r)]
         return statistics.fmean(apart), _ROUNDINGS * statistics.fmean(abs(a - b) for a, b in zip(own, exact))
-
-
-Pairs = Sequence[tuple[float, float]]
 
 
 def sampled(rollout, logprobs):

@@ -8,7 +8,6 @@ import math
 import os
 import random
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -192,10 +191,6 @@ def _watch(gaps, chosen):
         gaps.append(float((ranked[:, chosen - 1] - ranked[:, chosen]).min()))
 
     return watch
-
-
-Distances = Mapping[str, tuple[float, float]]
-"""Quantity -> (how far it is from its reference, the bound)."""
 
 
 def judge(record, distances):

@@ -6,7 +6,6 @@ such runs on CPUs.
 """
 
 import functools
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -113,20 +112,6 @@ def read_run(folder):
 def test_the_settings_of_every_run_are_valid(name, tmp_path):
     recipe = load_recipe(ROOT / RECIPE, settings(name, tmp_path, tmp_path))
     check_options(recipe.engine.vllm)
-
-
-def test_what_a_run_leaves_is_read(tmp_path):
-    """By hand: a skipped step, one without tokens of staleness 0."""
-    each = {"reward": 0.5, "probe_mismatch_max": 1e-3}
-    rows = [{"skipped": "no group"}, {"step": 1, **each, "mismatch_staleness_0": 0.1, "loss_tokens_staleness_0": 1.0}]
-    rows += [{"step": 2, **each}, {"step": 3, **each, "mismatch_staleness_0": 0.2, "loss_tokens_staleness_0": 3.0}]
-    for name, content in (("metrics", rows), ("validation", [{"step": 0, "pass_rate": 0.25}])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "engine-0.log").write_text("of the engine")
-    found = read_run(tmp_path)
-    assert (found.steps, found.probe, found.pass_rates) == ([1, 2, 3], 1e-3, [0.25])
-    assert found.mismatch(2) == 0.1 and found.mismatch() == pytest.approx(0.175)
 
 
 @ON_GPU

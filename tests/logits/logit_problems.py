@@ -33,13 +33,7 @@ def by_log_softmax(h, w, y, temperature=1.0):
     return log_p.gather(1, y[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-def gradients_by_log_softmax(
-    h,
-    w,
-    y,
-    of_logprob,
-    of_entropy=None,
-):
+def gradients_by_log_softmax(h, w, y, of_logprob, of_entropy=None):
     """Gradients, in fp64, of sum(of_logprob * logprob) + sum(of_entropy * entropy)."""
     h, w = h.detach().double().requires_grad_(), w.detach().double().requires_grad_()
     logprob, entropy = by_log_softmax(h, w, y)
@@ -47,7 +41,6 @@ def gradients_by_log_softmax(
     if of_entropy is not None:
         total = total + (of_entropy.double() * entropy).sum()
     total.backward()
-    assert h.grad is not None and w.grad is not None
     return h.grad, w.grad
 
 

@@ -4,7 +4,6 @@ Everything of it runs here but `torch.mm(out_dtype=)`, `torch.addmm(out_dtype=)`
 """
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -30,6 +29,9 @@ def interpreted(monkeypatch):
     small = {"TOKEN_STEP": 8, "COLUMN_STEP": 16, "FEWEST_TOKENS": 16, "FEWEST_COLUMNS": 32, "CHUNK_COLUMNS": 64}
     for name, value in {**small, "FEWEST_CHUNK_TOKENS": 8}.items():
         monkeypatch.setattr(cuda_backend, name, value)
+
+
+in_the_interpreter = pytest.mark.usefixtures("interpreted")
 
 
 def problem(dtype, seed=0):
@@ -70,9 +72,9 @@ def both_passes(dtype, *, main_grad=None, workspace=TIGHT, **options):
     return *(x.detach() for x in pair), hidden.grad, weight.grad if main_grad is None else main_grad
 
 
-@pytest.mark.usefixtures("interpreted")
+@in_the_interpreter
 @pytest.mark.parametrize("workspace", [TIGHT, ROOMY])
-@pytest.mark.parametrize(("mode", "bound"), [("bf16", 3e-3), ("bf16x2", 1e-5), ("fp32", 1e-6)])
+@pytest.mark.parametrize("mode, bound", [("bf16", 3e-3), ("bf16x2", 1e-5), ("fp32", 1e-6)])
 def test_bf16_head_against_fp64(workspace, mode, bound):
     """Values within 1e-5 nats; the head's gradient, in an fp32 main_grad, within the bound of its kind."""
     options = dict(grad_logits=mode, workspace=workspace, temperature=0.7)
@@ -93,7 +95,7 @@ def assert_same(found, expected, bound):
     assert all(relative(a, b.double()) < bound for a, b in zip(found[2:], expected[2:]))
 
 
-@pytest.mark.usefixtures("interpreted")
+@in_the_interpreter
 @pytest.mark.parametrize("logits", ["fp32", "model"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_the_torch_backend(logits, dtype):
@@ -105,7 +107,7 @@ def test_equals_the_torch_backend(logits, dtype):
     assert_same(found, expected, 1e-6 if dtype == torch.float32 else 6e-3)
 
 
-@pytest.mark.usefixtures("interpreted")
+@in_the_interpreter
 @pytest.mark.parametrize("mode", ["bf16", "bf16x2", "fp32"])
 def test_kept_logits_give_the_gradients_of_recomputed_ones(mode, monkeypatch):
     """Into bf16 gradients, of a padded vocabulary with tokens without loss; recomputing them is not called."""
@@ -115,23 +117,7 @@ def test_kept_logits_give_the_gradients_of_recomputed_ones(mode, monkeypatch):
     assert_same(both_passes(torch.bfloat16, keep_logits=True, **options), recomputed, 6e-3)
 
 
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("workspace", [TIGHT, ROOMY])
-def test_accumulating_twice_is_accumulating_both(workspace):
-    """main_grad += 2 micro-batches = the sum of each alone, on top of what was there."""
-    grads = []
-    for seeds in ((1,), (2,), (1, 2)):
-        weight = problem(torch.bfloat16)[1].requires_grad_()
-        weight.main_grad, weight.grad_added_to_main_grad = torch.ones(VOCAB, WIDTH), False
-        for seed in seeds:
-            hidden, _, targets = problem(torch.bfloat16, seed)
-            logprob, _ = token_logprobs(hidden, weight, targets, workspace_mb=workspace / 2**20, backend="cuda")
-            logprob.sum().backward()
-        grads.append(weight.main_grad - 1)
-    assert torch.allclose(grads[0] + grads[1], grads[2], atol=1e-5) and grads[2].abs().max() > 0.1
-
-
-@pytest.mark.usefixtures("interpreted")
+@in_the_interpreter
 @pytest.mark.parametrize("main_grad", [True, False])
 def test_a_narrow_gradient_is_rounded_once(main_grad):
     """Blocks are summed in fp32 beside a bf16 gradient and added to what it holds: 1/2 + sum, to bf16."""
@@ -142,7 +128,7 @@ def test_a_narrow_gradient_is_rounded_once(main_grad):
     assert torch.equal(narrow, exact.bfloat16()) and (exact - held).abs().max() > 0.1
 
 
-@pytest.mark.usefixtures("interpreted")
+@in_the_interpreter
 @pytest.mark.parametrize("workspace", [10_000, ROOMY])
 @pytest.mark.parametrize("logits", ["fp32", "model"])
 def test_a_bf16_head_inside_the_chunk_against_fp64(workspace, logits, monkeypatch):
@@ -150,8 +136,8 @@ def test_a_bf16_head_inside_the_chunk_against_fp64(workspace, logits, monkeypatc
     hidden, weight, targets = problem(torch.bfloat16)
     hidden.requires_grad_(), weight.requires_grad_()
     temperature, mask = 0.7, torch.arange(TOKENS) != 5
-    chunks: list[int] = []
-    products: list[int] = []
+    chunks = []
+    products = []
     multiply = cuda_backend.add_product
     monkeypatch.setattr(cuda_backend, "add_product", lambda *given: (products.append(1), multiply(*given)))
 
@@ -159,7 +145,7 @@ def test_a_bf16_head_inside_the_chunk_against_fp64(workspace, logits, monkeypatc
         chunks.append(len(places))
         return weighted_chunk(logprob, entropy, places)
 
-    options: dict[str, Any] = dict(entropy="grad", vocab_size=VOCAB - 20, temperature=temperature)
+    options = dict(entropy="grad", vocab_size=VOCAB - 20, temperature=temperature)
     options |= dict(workspace_mb=workspace / 2**20, logits=logits, backend="cuda", places=mask.nonzero()[:, 0])
     loss, *pair = token_loss(hidden, weight, targets % 130, of_chunk, **options)
     loss.backward()
@@ -174,7 +160,7 @@ def test_a_bf16_head_inside_the_chunk_against_fp64(workspace, logits, monkeypatc
     assert len(products) == 2 * len(chunks) * 3
 
 
-@pytest.mark.usefixtures("interpreted")
+@in_the_interpreter
 @pytest.mark.parametrize("fewest", [8, 9])
 def test_a_thin_chunk_computes_the_logits_twice(fewest, monkeypatch):
     """Where chunks of 8 tokens fit and fewer than 9 are thin; all tokens of a short row are never too few."""
@@ -184,20 +170,18 @@ def test_a_thin_chunk_computes_the_logits_twice(fewest, monkeypatch):
     assert CudaBackend().chunk_tokens(p) == (8 if fewest == 8 else 0)
     assert CudaBackend().chunk_tokens(p.of_tokens(slice(0, 5))) == 5
     monkeypatch.delattr(CudaBackend, "gradients" if fewest == 8 else "chunk_gradients")
-    options: dict[str, Any] = dict(workspace_mb=6_500 / 2**20, backend="cuda", entropy="grad")
+    options = dict(workspace_mb=6_500 / 2**20, backend="cuda", entropy="grad")
     token_loss(hidden.requires_grad_(), weight, targets, weighted_chunk, **options)[0].backward()
     exact = truth(hidden, weight, targets)
     weighted(*exact[:2]).backward()
-    assert hidden.grad is not None and relative(hidden.grad, exact[2].grad) < 1e-6
+    assert relative(hidden.grad, exact[2].grad) < 1e-6
 
 
 @pytest.mark.parametrize("workspace_mb", [512, 2048])
 @pytest.mark.parametrize("mode", ["bf16", "bf16x2", "fp32"])
 def test_a_chunk_fits_the_workspace(mode, workspace_mb):
     """Logits and what is made of them; a chunk is not thinner than 1,024 tokens."""
-    hidden = torch.empty(1, 4096, dtype=torch.bfloat16).expand(16_384, -1)
-    weight = torch.empty(1, 4096, dtype=torch.bfloat16).expand(128_256, -1)
-    p = projection_of(hidden, weight, torch.empty(0), grad_logits=mode, workspace_bytes=workspace_mb * 2**20)
+    p = shape_of(16_384, 128_256, 4096, grad_logits=mode, workspace_bytes=workspace_mb * 2**20)
     tokens, apart = CudaBackend().chunk_tokens(p), {"bf16": 2, "bf16x2": 4, "fp32": 0}[mode]
     columns = 8192
     assert tokens >= 1024 or (tokens == 0 and workspace_mb == 512)
@@ -206,7 +190,7 @@ def test_a_chunk_fits_the_workspace(mode, workspace_mb):
     assert not tokens or tokens % 128 == 0
 
 
-@pytest.mark.usefixtures("interpreted")
+@in_the_interpreter
 def test_two_shards_give_what_one_does():
     """Tensor parallelism of 2 by hand: merged statistics, and the shards' gradients of hidden summed."""
     hidden, weight, targets = problem(torch.float32)
@@ -226,7 +210,7 @@ def test_two_shards_give_what_one_does():
 
 
 def projection_of(hidden, weight, targets, **changes):
-    options: dict[str, Any] = dict(
+    options = dict(
         scale=torch.tensor(1.0),
         first=0,
         round_logits=False,
@@ -238,7 +222,13 @@ def projection_of(hidden, weight, targets, **changes):
     return Projection(hidden=hidden, weight=weight, targets=targets, **{**options, **changes})
 
 
-@pytest.mark.usefixtures("interpreted")
+def shape_of(tokens, columns, width, **changes):
+    """A projection of this size, without its memory."""
+    hidden, weight = (torch.empty(1, width, dtype=torch.bfloat16).expand(rows, -1) for rows in (tokens, columns))
+    return projection_of(hidden, weight, torch.empty(0), **changes)
+
+
+@in_the_interpreter
 def test_the_workspace_is_honoured():
     """fp32 operands (no casts): beside results and numbers per token nothing exceeds it, a quarter of all logits."""
     hidden, weight, targets = problem(torch.float32)
@@ -267,9 +257,7 @@ def test_the_workspace_is_honoured():
 )
 def test_blocks_fit_into_every_workspace(tokens, columns, width, mode, rounded, room):
     """From the smallest workspace that is allowed to 2^12 times it; whole rows or whole columns where they fit."""
-    hidden = torch.empty(1, width, dtype=torch.bfloat16).expand(tokens, -1)
-    weight = torch.empty(1, width, dtype=torch.bfloat16).expand(columns, -1)
-    p = projection_of(hidden, weight, torch.empty(0), grad_logits=mode, round_logits=rounded)
+    p = shape_of(tokens, columns, width, grad_logits=mode, round_logits=rounded)
     p = replace(p, workspace_bytes=int(CudaBackend().workspace(p) * 2**room))
     element = 6 if rounded else 4
     rows, cols = statistics_block(p)
@@ -285,7 +273,7 @@ def test_blocks_fit_into_every_workspace(tokens, columns, width, mode, rounded, 
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("interpreted")
+@in_the_interpreter
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_shape_against_fp64(data):
@@ -310,7 +298,7 @@ def test_any_shape_against_fp64(data):
         assert (found - leaf.grad).abs().max() < 1e-5 * max(1.0, leaf.grad.abs().max().item())
 
 
-@pytest.mark.usefixtures("interpreted")
+@in_the_interpreter
 def test_fp64_is_left_to_the_torch_backend():
     hidden, weight, targets = problem(torch.float64)
     with pytest.raises(ValueError, match=r"bfloat16 or float32 on a CUDA GPU, not torch\.float64 on cpu"):

@@ -4,7 +4,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from megatron_scalerl.logits.exact import bf16_may_be_faster
 
@@ -33,12 +32,8 @@ print(outside, inside, state(), sep="|")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("setting", "readable"),
-    [
-        ("pass", True),
-        ("torch.set_float32_matmul_precision('high')", True),
-        ("matmul.fp32_precision = 'tf32'", False),
-    ],
+    "setting, readable",
+    [("pass", True), ("torch.set_float32_matmul_precision('high')", True), ("matmul.fp32_precision = 'tf32'", False)],
 )
 def test_tf32_is_off_inside_and_the_setting_is_back_outside(setting, readable):
     program = PROGRAM.format(setting=setting)
@@ -50,7 +45,7 @@ def test_tf32_is_off_inside_and_the_setting_is_back_outside(setting, readable):
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "faster"),
+    "capabilities, faster",
     [
         ({"cpu_name": "Intel Xeon", "amx_bf16": True}, True),
         ({"cpu_name": "Intel Xeon", "amx_bf16": False}, False),
@@ -62,7 +57,7 @@ def test_tf32_is_off_inside_and_the_setting_is_back_outside(setting, readable):
 def test_only_intel_s_cpus_without_amx_multiply_bf16_values_as_fp32(capabilities, faster, monkeypatch):
     """An older PyTorch does not tell."""
     if capabilities is None:
-        monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+        monkeypatch.delattr("torch.cpu.get_capabilities", raising=False)
     else:
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+        monkeypatch.setattr("torch.cpu.get_capabilities", lambda: capabilities, raising=False)
     assert bf16_may_be_faster.__wrapped__() is faster

@@ -20,10 +20,7 @@ MISTAKES = {
     "width": (dict(weight=W[:, :2]), r"hidden is \[7, 5\] and weight \[11, 2\]"),
     "tokens": (dict(targets=Y[:6]), r"targets is \[6\]; .* \[7\]"),
     "type of targets": (dict(targets=Y.int()), "targets is torch.int32; .* int64"),
-    "target above": (
-        dict(targets=with_target(4, 11)),
-        r"targets: id 11 at position 4 .* 11 ids .*of 1\)",
-    ),
+    "target above": (dict(targets=with_target(4, 11)), r"targets: id 11 at position 4 .* 11 ids .*of 1\)"),
     "target with loss": (
         dict(targets=with_target(5, 99), places=torch.arange(4, 7)),
         "targets: id 99 at position 5 .* 11 ids",
@@ -40,10 +37,7 @@ MISTAKES = {
     ),
     "logits": (dict(logits="bf16"), "logits is 'bf16'; .* fp32 or model"),
     "backend": (dict(backend="numpy"), "backend is 'numpy'; .* auto or cuda or torch"),
-    "workspace": (
-        dict(workspace_mb=0.0001),
-        r"workspace_mb is 0.0001; .* 0\.001",
-    ),
+    "workspace": (dict(workspace_mb=0.0001), r"workspace_mb is 0.0001; .* 0\.001"),
 }
 
 

@@ -26,7 +26,7 @@ def peaks(dtype, workspace_mb, grad_logits, entropy):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "grad_logits"),
+    "dtype, grad_logits",
     [(torch.float32, "fp32"), (torch.bfloat16, "bf16"), (torch.bfloat16, "bf16x2"), (torch.bfloat16, "fp32")],
 )
 @pytest.mark.parametrize("workspace", [2**18, 2**20])

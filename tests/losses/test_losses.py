@@ -59,7 +59,7 @@ def test_cispo_caps_the_weight_and_keeps_the_gradient():
 
 
 @pytest.mark.parametrize(
-    ("rollout_prob", "advantage", "options", "weight"),
+    "rollout_prob, advantage, options, weight",
     [
         (0.05, 1.0, {"max_is_weight": 100.0}, 10.0),  # rho = .5/.05 = 10, below the cap
         (0.05, 1.0, {}, 5.0),  # the paper's cap
@@ -83,7 +83,7 @@ FOUR = {
 }
 
 
-@pytest.mark.parametrize(("loss", "high"), [(dapo, 1.26), (grpo, 1.2)])
+@pytest.mark.parametrize("loss, high", [(dapo, 1.26), (grpo, 1.2)])
 def test_clipped_losses_take_the_pessimistic_branch(loss, high):
     output, grad = run(loss, **FOUR)
     # min: high*1 (clipped), 2*-1 (free), .5*1 (free), .8*-1 (clipped)
@@ -92,13 +92,6 @@ def test_clipped_losses_take_the_pessimistic_branch(loss, high):
     expected = [[0.0, 0.0], [0.25, -0.25], [-0.0625, 0.0625], [0.0, 0.0]]
     torch.testing.assert_close(grad, torch.tensor(expected, dtype=torch.float64))
     assert output.capped.tolist() == [True, False, False, True]
-
-
-def test_dapo_keeps_a_gradient_where_grpo_clips():
-    # rho = .5/.4065 = 1.23 lies between 1.2 and 1.26
-    case = {**TWO, "rollout_probs": [0.5 / 1.23, 0.75], "advantages": [1.0, 0.0]}
-    assert run(dapo, **case)[1][0].tolist() == pytest.approx([-0.25 * 1.23 * 0.5, 0.25 * 1.23 * 0.5])
-    assert run(grpo, **case)[1][0].tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", ["dapo", "grpo"])
@@ -135,11 +128,6 @@ def test_gspo_clips_below_at_its_lower_distance_when_the_advantage_is_negative()
     assert (grad == 0).all()
 
 
-def test_gspo_leaves_masked_tokens_out_of_the_length():
-    output, _ = run_gspo([0.004, 20.0], weights=[1.0, 0.0], mask=[True, False])
-    assert output.loss.item() == pytest.approx(-math.exp(0.004))
-
-
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_masked_positions_reach_neither_value_nor_gradient(name):
     loss = make_loss(name, {})
@@ -151,16 +139,6 @@ def test_masked_positions_reach_neither_value_nor_gradient(name):
     assert grad == pytest.approx([-0.5, 0.0, 0.0, 0.25])
     assert output.is_weights.tolist() == [1.0] * 4
     assert not output.capped.any()
-
-
-@pytest.mark.parametrize("name", sorted(LOSSES))
-@pytest.mark.parametrize("rollout", [-1e4, 0.0])
-def test_an_overflowing_log_ratio_stays_finite(name, rollout):
-    trainer = [-1e4 if rollout == 0.0 else -0.1, -0.5]
-    rest = [-1.0, 1.0], [0.5, 0.5], None, [0, 1]
-    output, grad = of_logprobs(make_loss(name, {}), trainer, [rollout, -0.5], *rest)
-    assert torch.isfinite(output.loss) and all(map(math.isfinite, grad))
-    assert torch.isfinite(output.is_weights).all()
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
@@ -186,13 +164,6 @@ def test_make_loss_refuses_what_does_not_exist():
         make_loss("ppo", {})
     with pytest.raises(ValueError, match=r"loss.clip_high is 0.2, .* cispo takes max_is_weight;"):
         make_loss("cispo", dict(max_is_weight=5.0, clip_high=0.2))
-
-
-@pytest.mark.parametrize("cap", [4.0, 8.0])
-def test_make_loss_binds_the_cap(cap):
-    bound = make_loss("cispo", dict(max_is_weight=cap))
-    _, grad = run(bound, **TWO, rollout_probs=[0.05, 0.5], advantages=[1.0, -2.0])
-    assert grad[0, 1].item() == pytest.approx(0.125 * cap)
 
 
 @separable

@@ -15,7 +15,7 @@ def total(weights, lengths):
 
 
 @pytest.mark.parametrize(
-    ("reduction", "lengths", "expected"),
+    "reduction, lengths, expected",
     [
         ("prompt_mean", LENGTHS, [[1 / 16] * 2, [1 / 16] * 3]),
         ("prompt_mean", [[4], [1, 1]], [[1 / 8], [1 / 4] * 2]),

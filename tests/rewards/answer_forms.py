@@ -29,13 +29,7 @@ NUMBERS = {
     (r"25\%", r"30\%"): [r"10\% + 15\%", r"5^2 \%", r"50\%/2"],
     ("1{,}250", "1300"): ["1000 + 250", r"50 \cdot 25", "2500/2", r"1.25 \cdot 1000"],
 }
-SAYINGS = [
-    r"\boxed{{{}}}",
-    "The answer is {}.",
-    "The final answer is ${}$.",
-    "<answer>{}</answer>",
-    "Work.\n#### {}",
-]
+SAYINGS = [r"\boxed{{{}}}", "The answer is {}.", "The final answer is ${}$.", "<answer>{}</answer>", "Work.\n#### {}"]
 OPEN = [
     r"\boxed{{{other}={right}}}",
     "{other} = {right}",

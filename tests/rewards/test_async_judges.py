@@ -6,27 +6,15 @@ import json
 import os
 import signal
 import socket
-from dataclasses import replace
 
 import pytest
 from aiohttp import web
-from fakes.engine import StandInEngine
-from fakes.sampler import StandInSampler
-from recipe_files import small_recipe
 from verifier_pools import RIGHT, WRONG, pool_of, prompt, run_pool, wrong
 from waiting import until
 from worker_pools import starts
 
-from megatron_scalerl.algorithms import ScaleRL
-from megatron_scalerl.controller.samples import samples_of
-from megatron_scalerl.engine.membership import Membership
-from megatron_scalerl.processes import worker_pool
-from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.rewards import outages
-from megatron_scalerl.rewards import pool as verifier_pool
 from megatron_scalerl.rewards.worker import MOST_FAILURES
-from megatron_scalerl.rollouts.journal import Journal
-from megatron_scalerl.rollouts.stream import RolloutStream
 from megatron_scalerl.types import CompletionLost
 
 
@@ -90,7 +78,7 @@ async def judged(answer, texts, **rewards):
         return await asyncio.gather(*map(score, texts), return_exceptions=True), judge
 
 
-@pytest.mark.parametrize(("workers", "concurrency"), [(1, 5), (2, 5), (4, 3)])
+@pytest.mark.parametrize("workers, concurrency", [(1, 5), (2, 5), (4, 3)])
 async def test_the_judge_sees_the_bound_and_no_more(workers, concurrency):
     full = asyncio.Barrier(concurrency)  # nobody is answered before so many ask at once
 
@@ -252,8 +240,8 @@ def test_an_exception_without_a_text_takes_no_other_with_it(monkeypatch):
 @pytest.mark.parametrize("fault", ["spin", "block"])
 def test_a_coroutine_that_does_not_yield_ends_alone(fault, monkeypatch):
     """A busy one is wrong as any check that exceeds its limit; one that waits is lost, after three tries."""
-    monkeypatch.setattr(worker_pool, "GRACE_S", 1.0)
-    monkeypatch.setattr(verifier_pool, "WAITING_SHARE", 0.01)  # a busy machine gives it little more
+    monkeypatch.setattr("megatron_scalerl.processes.worker_pool.GRACE_S", 1.0)
+    monkeypatch.setattr("megatron_scalerl.rewards.pool.WAITING_SHARE", 0.01)  # a busy machine gives it little more
     started = starts(monkeypatch)
     answers = ["7 a", fault, "7 b", "8"]
     [first, faulty, *others] = results(answers, timeout_s=2.0)
@@ -285,8 +273,8 @@ async def test_a_process_that_is_killed_from_outside_loses_nothing_and_holds_not
 
 
 async def test_checks_are_lost_where_the_process_that_would_repeat_them_does_not_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(worker_pool, "START_PAUSE_S", 0.01)
-    monkeypatch.setattr(worker_pool, "ROUND_PAUSE_S", 0.01)
+    monkeypatch.setattr("megatron_scalerl.processes.worker_pool.START_PAUSE_S", 0.01)
+    monkeypatch.setattr("megatron_scalerl.processes.worker_pool.ROUND_PAUSE_S", 0.01)
     extra = {"file": str(tmp_path / "file")}
 
     async def refuses():
@@ -307,7 +295,7 @@ async def test_checks_are_lost_where_the_process_that_would_repeat_them_does_not
 
 async def test_a_check_is_not_lost_by_the_death_of_others(tmp_path, monkeypatch):
     """A stopped process reads nothing more; it is killed while it has another check."""
-    monkeypatch.setattr(worker_pool, "MAX_EARLY_LOSSES", 1)
+    monkeypatch.setattr("megatron_scalerl.processes.worker_pool.MAX_EARLY_LOSSES", 1)
     extra = {"file": str(tmp_path / "file")}
 
     async with pool_of("users_judges:held", concurrency=2) as pool:
@@ -398,49 +386,3 @@ def test_a_key_reaches_the_judge_only_by_its_name(monkeypatch):
     names = ["JUDGE_API_KEY"]
     assert run_pool("users_judges:keyed", names)[0] == [WRONG]
     assert run_pool("users_judges:keyed", names, variables=tuple(names))[0] == [RIGHT]
-
-
-class JudgedSampler(StandInSampler):
-    """Completions of an engine without tokens of a policy, scored by a pool."""
-
-    def __init__(self, pool, score):
-        super().__init__()
-        self._score = score
-        self.problem_of = pool.problem_of
-
-    async def complete(self, engine, prompt, draw, **options):
-        completion = await super().complete(engine, prompt, draw, **options)
-        return replace(completion, score=await self._score(f"{draw.index % 4} of {draw.index}"))
-
-
-async def test_the_groups_mean_is_that_of_the_completions_that_were_judged(tmp_path, monkeypatch):
-    """The judge is away for completion 3 of each group at its first tries, and once for a whole group."""
-    down = 4 * outages.TRIES  # all tries of the first group
-
-    async def answer(text, tries):
-        if len(judge.asked) <= down or text.startswith("3"):
-            return web.Response(status=503)
-        return score_of({"0": 1.0, "1": 0.5, "2": 0.0}[text[0]])
-
-    recipe = small_recipe(
-        policy={"path": "p"},
-        rollouts={"groups_per_batch": 1, "group_size": 4, "max_in_flight": 4, "max_staleness_steps": 0},
-    )
-
-    async with judging(answer) as (judge, pool, score):
-        stream = RolloutStream(
-            recipe,
-            curriculum=Curriculum([prompt()], 7, None, None),
-            engines=Membership.of([StandInEngine()]),
-            sampler=JudgedSampler(pool, score),
-            journal=Journal(tmp_path),
-            next_group_id=0,
-            problems={},
-            count_tokens=lambda tokens: None,
-        )
-        stream.start(0)
-        [group] = await stream.next_batch()
-        await stream.close()
-    assert group.lost_reasons == {"verifier_lost": 1} and [score.reward for score in group.scores] == [1.0, 0.5, 0.0]
-    plan = samples_of([group], ScaleRL(normalize="none"))
-    assert [sample.advantage for sample in plan.samples] == [0.5, 0.0, -0.5]

@@ -11,7 +11,7 @@ from megatron_scalerl.rewards.pool import TaskPools
 from megatron_scalerl.types import Score
 
 
-@pytest.mark.parametrize(("reference", "other"), NUMBERS)
+@pytest.mark.parametrize("reference, other", NUMBERS)
 def test_a_number_that_is_left_to_compute_is_not_confirmed(reference, other):
     texts = [saying.format(form) for form in NUMBERS[reference, other] for saying in SAYINGS]
     assert [text for text in texts if confirm_math(text, reference, {})] == []

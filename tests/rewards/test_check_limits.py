@@ -45,7 +45,7 @@ def test_a_library_that_aborts_is_out_of_memory_unless_memory_has_no_limit():
     assert restarts in (3, 4), "the last process may not have been replaced yet"
 
 
-@pytest.mark.parametrize(("memory_mb", "score"), [(100, wrong("memory")), (None, RIGHT)])
+@pytest.mark.parametrize("memory_mb, score", [(100, wrong("memory")), (None, RIGHT)])
 async def test_without_a_limit_a_check_may_use_more(memory_mb, score):
     async with pool_of("hungry", memory_mb=memory_mb) as pool:
         assert await ask(pool, "7", mb=300) == score

@@ -65,13 +65,13 @@ ACCEPTED = [
 ]
 
 
-@pytest.mark.parametrize(("tests", "columns", "problem"), [*REFUSED, *((*row, "") for row in ACCEPTED)])
+@pytest.mark.parametrize("tests, columns, problem", [*REFUSED, *((*row, "") for row in ACCEPTED)])
 def test_tests_that_pay_a_wrong_program_or_not_their_solution_are_refused(tests, columns, problem):
     assert problem_of('def f(x):\n    """Add 1."""\n', tests, columns, LIMITS) == problem
 
 
 @pytest.mark.parametrize(
-    ("tests", "outputs"),
+    "tests, outputs",
     [
         ('[{"input": "1", "output": ""}, {"input": "2", "output": "\\n"}]', "empty"),
         ('{"fn_name": "f", "inputs": [[1], [2]], "outputs": [null, [null]]}', "null"),
@@ -146,7 +146,7 @@ def test_within_a_limit_of_time_the_same_sample_is_tried(cache, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("verifier", "bad", "good", "reply"),
+    "verifier, bad, good, reply",
     [("code", "assert f(1)", EQUAL, answer(OK)), ("math", "see the figure", "7", "\\boxed{7}")],
 )
 async def test_a_prompt_that_was_not_checked_is_checked_in_the_verifiers_process(verifier, bad, good, reply):

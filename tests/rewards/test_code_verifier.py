@@ -12,7 +12,6 @@ from verifier_pools import RIGHT, WRONG, prompt, wrong
 from waiting import wait_until
 from worker_pools import count_restarts, shorten
 
-import megatron_scalerl.rewards.sandbox as sandbox
 from megatron_scalerl.recipe.sections import RewardsSection
 from megatron_scalerl.rewards.code import extract_program, verify_code
 from megatron_scalerl.rewards.code_tests import parse_tests
@@ -94,7 +93,7 @@ def test_the_documented_row_and_forms_are_read():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text, said",
     [
         ("4", "unit tests have to be a JSON list of cases or Python with assert"),
         ("[]", "unit tests have to be a JSON list of cases or Python with assert"),
@@ -130,7 +129,7 @@ def test_tests_in_another_form_are_refused_in_one_line(text, said):
 
 
 @pytest.mark.parametrize(
-    ("text", "program"),
+    "text, program",
     [
         ("```python\na\n```", "a\n"),
         ("```py\na\n```\ntext\n```\nb()\n```\n", "a\n"),
@@ -188,7 +187,7 @@ def test_a_sandbox_that_cannot_be_made_is_no_verdict(monkeypatch):
     def stand_in(*arguments, **options):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(sandbox.subprocess, "Popen", stand_in)
+    monkeypatch.setattr("megatron_scalerl.rewards.sandbox.subprocess.Popen", stand_in)
     with pytest.raises(VerifierUnavailable, match=r"the process of a sandbox cannot be started: .*temporarily"):
         verdict(ADD, "assert add(1, 2) == 3")
 
@@ -269,7 +268,7 @@ def test_programs_run_as_on_competition_sites(idiom):
 
 
 @pytest.mark.parametrize(
-    ("result", "output", "right"),
+    "result, output, right",
     [
         ("(2, 3)", "[2, 3]", True),
         ("[(2, 3)]", "[[2, 3]]", True),
@@ -291,22 +290,14 @@ FRACTION = "from fractions import Fraction\n"
 POINT = "from dataclasses import dataclass\n@dataclass\nclass Point:\n    x: int\ndef f(): return [Point(1)]"
 
 
-@pytest.mark.parametrize(
-    ("program", "tests", "wrong"),
-    [
-        (FRACTION + "def f(): return Fraction(1, 2)", FRACTION + "assert f() == Fraction(1, 2)", ("1, 2", "1, 3")),
-        ("import decimal\ndef f(): return decimal.Decimal('0.5')", "assert f() == 1 / 2", ("/ 2", "/ 3")),
-        ("def f(): return deque([1, 2])", "from collections import deque\nassert f() == deque([1, 2])", ("1,", "2,")),
-        ("import datetime as d\ndef f(): return [d.date(2024, 2, 29)]", "assert f()[0].day == 29", ("29", "28")),
-        (POINT, "assert f() == [Point(1)]", ("(1)", "(2)")),
-        ("def f(): return Counter('aab')", "assert f() == {'a': 2, 'b': 1}", ("2", "3")),
-    ],
-)
-def test_equal_values_are_equal_for_the_tests(program, tests, wrong):
-    assert verdict(program, tests) is True
-    assert verdict(program, tests.replace(*wrong)) is False
-
-
+VALUES = [
+    (FRACTION + "def f(): return Fraction(1, 2)", FRACTION + "assert f() == Fraction(1, 2)", ("1, 2", "1, 3")),
+    ("import decimal\ndef f(): return decimal.Decimal('0.5')", "assert f() == 1 / 2", ("/ 2", "/ 3")),
+    ("def f(): return deque([1, 2])", "from collections import deque\nassert f() == deque([1, 2])", ("1,", "2,")),
+    ("import datetime as d\ndef f(): return [d.date(2024, 2, 29)]", "assert f()[0].day == 29", ("29", "28")),
+    (POINT, "assert f() == [Point(1)]", ("(1)", "(2)")),
+    ("def f(): return Counter('aab')", "assert f() == {'a': 2, 'b': 1}", ("2", "3")),
+]
 NODE = """
 class ListNode:
     def __init__(self, val, next=None): self.val, self.next = val, next
@@ -337,32 +328,32 @@ def build(values):
 """
 
 
-@pytest.mark.parametrize(
-    ("tests", "wrong"),
-    [
-        ("assert build([1, 2]) == ListNode(1, ListNode(2))", ("ListNode(2)", "ListNode(3)")),
-        ("node = build([1])\nnode.next = build([2])\nassert node.next.val == 2", ("== 2", "== 1")),
-        ("assert isinstance(build([1]), ListNode) and build([]) is None", ("([1])", "([])")),
-        ("assert Vector(1) + Vector(2) == Vector(3)", ("(3)", "(4)")),
-        ("assert [v.x for v in sorted([Vector(2), Vector(1)])] == [1, 2]", ("[1, 2]", "[2, 1]")),
-        ("assert float(Vector(2)) == 2.0", ("2.0", "3.0")),
-        ("bag = Bag()\nassert not bag\nbag['a'] = 1\nassert bag and bag['a'] == 1", ("bag and", "not bag and")),
-        (
-            "bag = Bag()\nwith bag as inside:\n    inside[4] = 5\n    assert 4 in bag\nassert 4 not in bag",
-            ("not in", "in"),
-        ),
-        ("numbers = count()\nassert next(numbers) == 1 and [next(numbers), next(numbers)] == [2, 3]", ("[2", "[1")),
-        ("from itertools import islice\nassert list(islice(count(), 3)) == [1, 2, 3]", ("3]", "4]")),
-        (
-            "class TestBuild:\n    def setup_method(self, method):\n        self.name = method\n"
-            "    def test_it(self):\n        assert build([1]).val == 1 and self.name",
-            (".val == 1", ".val == 2"),
-        ),
-    ],
-)
-def test_objects_of_the_program_do_what_its_classes_say(tests, wrong):
-    assert verdict(NODE, tests) is True
-    assert verdict(NODE, tests.replace(*wrong)) is False
+OBJECTS = [
+    ("assert build([1, 2]) == ListNode(1, ListNode(2))", ("ListNode(2)", "ListNode(3)")),
+    ("node = build([1])\nnode.next = build([2])\nassert node.next.val == 2", ("== 2", "== 1")),
+    ("assert isinstance(build([1]), ListNode) and build([]) is None", ("([1])", "([])")),
+    ("assert Vector(1) + Vector(2) == Vector(3)", ("(3)", "(4)")),
+    ("assert [v.x for v in sorted([Vector(2), Vector(1)])] == [1, 2]", ("[1, 2]", "[2, 1]")),
+    ("assert float(Vector(2)) == 2.0", ("2.0", "3.0")),
+    ("bag = Bag()\nassert not bag\nbag['a'] = 1\nassert bag and bag['a'] == 1", ("bag and", "not bag and")),
+    (
+        "bag = Bag()\nwith bag as inside:\n    inside[4] = 5\n    assert 4 in bag\nassert 4 not in bag",
+        ("not in", "in"),
+    ),
+    ("numbers = count()\nassert next(numbers) == 1 and [next(numbers), next(numbers)] == [2, 3]", ("[2", "[1")),
+    ("from itertools import islice\nassert list(islice(count(), 3)) == [1, 2, 3]", ("3]", "4]")),
+    (
+        "class TestBuild:\n    def setup_method(self, method):\n        self.name = method\n"
+        "    def test_it(self):\n        assert build([1]).val == 1 and self.name",
+        (".val == 1", ".val == 2"),
+    ),
+]
+
+
+@pytest.mark.parametrize("program, tests, wrong", [*VALUES, *((NODE, *row) for row in OBJECTS)])
+def test_values_and_objects_of_a_program_are_for_the_tests_what_it_says(program, tests, wrong):
+    assert verdict(program, tests) is True
+    assert verdict(program, tests.replace(*wrong)) is False
 
 
 def test_no_object_of_the_program_hides_an_assertion_that_fails():
@@ -459,9 +450,7 @@ METADATA = [{"testtype": "functional", "metadata": "[" * 5000, "input": "1", "ou
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["[" * 5000, "assert " + "-" * 200_000 + "1", json.dumps(METADATA)],
-    ids=["brackets", "signs", "metadata"],
+    "text", ["[" * 5000, "assert " + "-" * 200_000 + "1", json.dumps(METADATA)], ids=["brackets", "signs", "metadata"]
 )
 def test_a_row_that_no_parser_can_read_is_one_line(text):
     with pytest.raises(ValueError) as caught:

@@ -10,7 +10,7 @@ def paid(texts, reference):
     return [text for text in texts if verify_math(text, reference, {})]
 
 
-@pytest.mark.parametrize(("reference", "other"), NUMBERS)
+@pytest.mark.parametrize("reference, other", NUMBERS)
 def test_a_number_that_is_left_to_compute_or_to_choose_is_no_answer(reference, other):
     right = reference.replace("{,}", ",")
     texts = [saying.format(form) for form in NUMBERS[reference, other] for saying in SAYINGS]
@@ -32,7 +32,7 @@ def test_a_numeral_of_the_same_value_is_paid(reference):
     assert paid(texts, reference) == texts
 
 
-@pytest.mark.parametrize(("rows", "right"), [(LEFT_OPEN, False), (FINISHED, True)])
+@pytest.mark.parametrize("rows, right", [(LEFT_OPEN, False), (FINISHED, True)])
 def test_what_readers_tried(rows, right):
     wrong = [row for row in rows if verify_math(row[1], row[0], {"prompt": row[2]}) is not right]
     assert wrong == []

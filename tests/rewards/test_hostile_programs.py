@@ -371,10 +371,7 @@ def test_another_architecture_is_refused(monkeypatch):
 
 
 FAULTS = {
-    "a filter that does not apply": (
-        "sandbox_init.restrict_calls = lambda: None",
-        "a program has a new process",
-    ),
+    "a filter that does not apply": ("sandbox_init.restrict_calls = lambda: None", "a program has a new process"),
     "an environment that leaks": (
         "import os; e = os.execve; os.execve = lambda p, a, env: e(p, a, env | {'HF_TOKEN': 'x'})",
         "a program has an environment: HF_TOKEN",

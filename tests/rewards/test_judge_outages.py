@@ -19,11 +19,7 @@ ANSWERS = 1024
 GROUP = 16
 CELLS = list(
     itertools.product(
-        (0.02, 0.09, 0.2, 0.43, 1.0),
-        (10.0, 60.0, math.inf),
-        (1, 8, 30),
-        (64, 768),
-        ("raised", "unavailable", "died"),
+        (0.02, 0.09, 0.2, 0.43, 1.0), (10.0, 60.0, math.inf), (1, 8, 30), (64, 768), ("raised", "unavailable", "died")
     )
 )
 """Share of answers for the judge, seconds of its outage, calls an answer, checks in flight, kind of failure."""
@@ -62,7 +58,7 @@ def scored(workers, answers, in_flight, seed):
     return scores
 
 
-@pytest.mark.parametrize(("share", "seconds", "calls", "in_flight", "kind"), sampled("outages", CELLS, 3))
+@pytest.mark.parametrize("share, seconds, calls, in_flight, kind", sampled("outages", CELLS, 3))
 def test_an_outage_is_never_paid(share, seconds, calls, in_flight, kind):
     seed = f"{share} {seconds} {calls} {in_flight} {kind}"
     begin = random.Random(seed).uniform(0.0, 25.0)
@@ -77,9 +73,7 @@ def test_an_outage_is_never_paid(share, seconds, calls, in_flight, kind):
         assert any(getattr(score, "correct", False) for score in asked), "the judge came back"
 
 
-@pytest.mark.parametrize(
-    ("share", "kind"), list(itertools.product((0.02, 0.15, 0.4), ("raised", "unavailable", "died")))
-)
+@pytest.mark.parametrize("share, kind", list(itertools.product((0.02, 0.15, 0.4), ("raised", "unavailable", "died"))))
 def test_an_answer_that_breaks_its_judge_is_wrong(share, kind):
     workers = StandInWorkers(kind, 1, (math.inf, math.inf))
     answers = answers_of(share, "judge breaks", f"breaks {share} {kind}")

@@ -14,7 +14,6 @@ import pytest
 import requests
 from verifier_pools import RIGHT, pool_of, prompt, run_pool, wrong
 
-from megatron_scalerl.rewards import outages
 from megatron_scalerl.rewards.worker import is_unavailable
 from megatron_scalerl.types import CompletionLost
 
@@ -98,7 +97,7 @@ def test_what_a_completion_can_cause_is_wrong(error):
 
 @pytest.fixture
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(outages, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("megatron_scalerl.rewards.outages.PAUSES_S", (0.0, 0.0))
 
 
 @pytest.mark.parametrize("fault", ["refused", "status 503", "unavailable", "hang"])
@@ -113,7 +112,7 @@ def test_a_judge_that_fails_on_one_answer_alone_makes_it_wrong(no_pauses):
 
 
 async def test_the_run_ends_where_half_of_the_checks_cannot_be_made(no_pauses, monkeypatch):
-    monkeypatch.setattr(outages, "RECENT", 8)
+    monkeypatch.setattr("megatron_scalerl.rewards.outages.RECENT", 8)
     async with pool_of("judged") as pool:
         for answer in (f"{word} {n}" for n in range(6) for word in ("7", "refused", "status 503")):
             [score] = await asyncio.gather(pool.score(answer, prompt()), return_exceptions=True)

@@ -1,6 +1,7 @@
 """The length penalty by hand: where it begins and ends, what it is added to, and what it leaves alone."""
 
 import dataclasses
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from rollout_groups import group_of, rollout
@@ -24,7 +25,7 @@ SMALL = {"max_tokens": 10, "cache_tokens": 4}
 
 
 @pytest.mark.parametrize(
-    ("tokens", "expected"),
+    "tokens, expected",
     [
         (1, 0.0),
         (12_288, 0.0),
@@ -63,26 +64,12 @@ async def test_forced_tokens_and_the_policys_own_end_of_sequence_are_told_apart(
     found = rollout(tokens=range(10, 17), mask=(True, True, False, False, False, True, True))
     data = rollout_bytes.write(found)
     completion = rollout_bytes.facts_of(rollout_bytes.arrays_of(found))
-    asked = []
-
-    class Engine:
-        name = "engine-0"
-
-        async def generate(self, ids, *, sampling, decoder):
-            return Decoded(completion=completion, data=data, text="7")
-
-    class Verifier:
-        async def score(self, text, prompt, *, truncated, tokens):
-            asked.append((text, truncated, tokens))
-            return RIGHT
-
-    class Plans:
-        def spec(self, draw, priority):
-            return None
-
-    sampler = Sampler(Plans(), decoders=None, verifier=Verifier())
-    await sampler.complete(Engine(), prompt(), None, priority=0)
-    assert asked == [("7", False, 4)] and completion.tokens == 7
+    engine, verifier = AsyncMock(), AsyncMock()
+    engine.generate.return_value = Decoded(completion=completion, data=data, text="7")
+    verifier.score.return_value = RIGHT
+    await Sampler(Mock(), decoders=None, verifier=verifier).complete(engine, prompt(), None, priority=0)
+    verifier.score.assert_awaited_once_with("7", prompt(), truncated=False, tokens=4)
+    assert completion.tokens == 7
 
 
 def solved(lengths, truncated=()):

@@ -5,7 +5,6 @@ import errno
 import os
 import random
 import signal
-import sys
 
 import pytest
 from sampling import sampled
@@ -14,7 +13,6 @@ from waiting import until
 from worker_pools import shorten
 
 from megatron_scalerl.processes import worker_pool
-from megatron_scalerl.rewards import outages
 from megatron_scalerl.types import CompletionLost
 
 
@@ -102,7 +100,7 @@ async def test_a_process_that_hangs_before_a_check_is_replaced_and_no_answer_is_
 async def test_processes_that_hang_before_each_check_end_the_run(monkeypatch):
     shorten(monkeypatch, [2])
     monkeypatch.setattr(worker_pool, "MAX_EARLY_LOSSES", 1)
-    monkeypatch.setattr(outages, "MAX_UNAVAILABLE", 1)
+    monkeypatch.setattr("megatron_scalerl.rewards.outages.MAX_UNAVAILABLE", 1)
     async with pool_of("same") as pool:
         os.kill(pool._workers.pids[0], signal.SIGSTOP)
         with pytest.raises(CompletionLost, match="no verifier process took"):
@@ -113,7 +111,7 @@ async def test_processes_that_hang_before_each_check_end_the_run(monkeypatch):
 
 async def test_a_surviving_child_in_another_session_delays_nothing(tmp_path, monkeypatch):
     shorten(monkeypatch, [2, 7], ready=lambda: os.listdir(tmp_path))
-    monkeypatch.setattr(outages, "PAUSES_S", ())
+    monkeypatch.setattr("megatron_scalerl.rewards.outages.PAUSES_S", ())
     async with pool_of("faulty") as pool:
         answers = [f"escape {tmp_path}", "7", *(["8" * 100_000] * 3)]  # more than a pipe holds
         calls = [pool.score(answer, prompt()) for answer in answers]
@@ -154,7 +152,7 @@ async def test_a_process_that_cannot_be_replaced_loses_the_current_check_and_no_
 
 async def test_a_pool_that_can_no_longer_start_a_process_ends_the_run_in_one_line(monkeypatch):
     async with pool_of("faulty", workers=2) as pool:
-        monkeypatch.setattr(sys, "executable", "/no/such/python")
+        monkeypatch.setattr("sys.executable", "/no/such/python")
         answers = ["exit 1", "exit 2", *map(str, range(30))]
         calls = [pool.score(answer, prompt()) for answer in answers]
         results = await asyncio.gather(*calls, return_exceptions=True)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from megatron_scalerl.rewards import math
 from megatron_scalerl.rewards.math import check_references, verify_math
 
 KINDS = [
@@ -113,10 +112,23 @@ KINDS = [
         (),
         ("\\begin{pmatrix} 2\\cdot 10^{-20} \\\\ 1 \\end{pmatrix}",),
     ),
+    ("\\$36", ("36", "36.00"), ("37",)),
+    ("1e-07", ("1 \\times 10^{-7}",), ("2.5e-7",)),
+    ("1.5E+3", ("1500",), ("2.5e-7",)),
+    ("0.00015", ("1.5e-4",), ("2.5e-7",)),
+    ("ln(2)", ("\\ln 2",), ("2.5e-7",)),
+    ("2 log(x)", ("2\\log x",), ("2.5e-7",)),
+    ("sin(pi/6)", ("\\frac{1}{2}",), ("2.5e-7",)),
+    ("arctan(2)", (), ("2.5e-7",)),
+    ("\\exp(2)", ("exp(2)",), ("2.5e-7",)),
+    ("1 000 000", ("1000000",), ("0",)),
+    ("2 1/2", ("2.5",), ("1.5",)),
+    ("pi/2", ("\\frac{\\pi}{2}",), ("ip/2",)),
+    ("2pi", ("2\\pi",), ("2",)),
 ]
 
 
-@pytest.mark.parametrize(("reference", "right", "wrong"), KINDS)
+@pytest.mark.parametrize("reference, right, wrong", KINDS)
 def test_answers_of_each_kind(reference, right, wrong):
     assert check_references([reference]) == [""]
     answers = (reference, *right, *wrong)
@@ -136,7 +148,7 @@ OTHER_WORDS = [
 ]
 
 
-@pytest.mark.parametrize(("rows", "right"), [(WORDS, True), (OTHER_WORDS, False)])
+@pytest.mark.parametrize("rows, right", [(WORDS, True), (OTHER_WORDS, False)])
 def test_a_word_or_a_letter_is_the_whole_answer(rows, right):
     for reference, answers in rows:
         assert [verify_math(answer, reference, {}) for answer in answers] == [right] * len(answers), answers
@@ -148,9 +160,9 @@ def test_a_reference_that_is_taken_for_another_one_is_refused():
 
 
 @pytest.mark.parametrize("reference", ["12 cm^2", "\\frac{x}{3}", "0.1\\overline{6}", "(1,2]"])
-@pytest.mark.parametrize(("equal", "problem"), [(False, "do not compare as equal"), (True, " compare as equal")])
+@pytest.mark.parametrize("equal, problem", [(False, "do not compare as equal"), (True, " compare as equal")])
 def test_each_reference_is_tried_on_its_own_forms_and_on_a_neighbour(reference, equal, problem, monkeypatch):
-    monkeypatch.setattr(math, "same", lambda *_: equal)
+    monkeypatch.setattr("megatron_scalerl.rewards.math.same", lambda *_: equal)
     assert problem in check_references([reference])[0]
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from megatron_scalerl.rewards import math
 from megatron_scalerl.rewards.math import check_references, verify_math
 
 OBJECTS = (
@@ -64,30 +63,6 @@ def test_every_reference_that_is_accepted_scores_its_own_text_right(text):
     assert verify_math("\\boxed{777}", text, {}) is False
 
 
-@pytest.mark.parametrize(
-    ("reference", "answer"),
-    [
-        ("1e-07", "1 \\times 10^{-7}"),
-        ("1.5E+3", "1500"),
-        ("0.00015", "1.5e-4"),
-        ("ln(2)", "\\ln 2"),
-        ("2 log(x)", "2\\log x"),
-        ("sin(pi/6)", "\\frac{1}{2}"),
-        ("arctan(2)", "arctan(2)"),
-        ("\\exp(2)", "exp(2)"),
-    ],
-)
-def test_numbers_and_functions_may_be_written_as_programs_do(reference, answer):
-    assert not any(check_references([reference]))
-    assert verify_math(f"\\boxed{{{answer}}}", reference, {}) is True
-    assert verify_math("\\boxed{2.5e-7}", reference, {}) is False
-
-
-def test_an_escaped_dollar_is_an_amount():
-    for answer in ("\\boxed{36}", "\\boxed{\\$36}", "\\boxed{36.00}"):
-        assert verify_math(answer, "\\$36", {}) is True and verify_math(answer, "\\$37", {}) is False
-
-
 RIGHT = [
     "<answer>34</answer>",
     "I am 95% sure. <answer> $34$ </answer> Confidence: 95",
@@ -106,11 +81,7 @@ RIGHT = [
     "<answer>Total: 34</answer>",
     "The answer is 34.",
 ]
-WRONG = [
-    "<answer>35</answer> 34",
-    "34\n#### 35",
-    "\\boxed{35} <answer>34</answer>",
-]
+WRONG = ["<answer>35</answer> 34", "34\n#### 35", "\\boxed{35} <answer>34</answer>"]
 
 
 @pytest.mark.parametrize("reference", ["34", "She has 30 + 4 = <<30+4=34>>34 apples.\n#### 34"])
@@ -129,28 +100,13 @@ def test_the_reference_of_gsm8k_is_what_follows_its_mark():
 
 
 def test_many_references_are_parsed_in_several_processes(monkeypatch):
-    monkeypatch.setattr(math, "_FEW", 1)
+    monkeypatch.setattr("megatron_scalerl.rewards.math._FEW", 1)
     assert [bool(problem) for problem in check_references(["x+1", "proof", "7", "x+2"])] == [
         False,
         True,
         False,
         False,
     ]
-
-
-@pytest.mark.parametrize(
-    ("reference", "right", "wrong"),
-    [
-        ("1 000 000", "1000000", "0"),
-        ("2 1/2", "2.5", "1.5"),
-        ("pi/2", "\\frac{\\pi}{2}", "ip/2"),
-        ("2pi", "2\\pi", "2"),
-    ],
-)
-def test_what_a_person_writes_is_read_as_meant(reference, right, wrong):
-    assert check_references([reference]) == [""]
-    assert verify_math(f"\\boxed{{{right}}}", reference, {}) is True
-    assert verify_math(f"\\boxed{{{wrong}}}", reference, {}) is False
 
 
 @pytest.mark.parametrize("text", ["[" * 5000, "(" * 900 + "1" + ")" * 900, "1," * 100_000, "9" * 3000])

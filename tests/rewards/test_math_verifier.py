@@ -60,7 +60,7 @@ WRONG_BOX = [
 ]
 
 
-@pytest.mark.parametrize(("rows", "right"), [(RIGHT, True), (WRONG, False), (RIGHT_BOX, True), (WRONG_BOX, False)])
+@pytest.mark.parametrize("rows, right", [(RIGHT, True), (WRONG, False), (RIGHT_BOX, True), (WRONG_BOX, False)])
 def test_answers_are_compared_as_mathematics_and_the_last_box_is_the_answer(rows, right):
     """rows: reference and answer."""
     assert [row for row in rows if verify_math(row[1], row[0], {}) is not right] == []

@@ -6,8 +6,6 @@ from verifier_pools import RIGHT, WRONG, pool_of, prompt, wrong
 from waiting import passes
 from worker_pools import shorten
 
-from megatron_scalerl.rewards import pool as verifier_pool
-
 
 def ask(pool, text, extra=None):
     return pool.score(text, prompt(extra))
@@ -64,7 +62,7 @@ async def test_a_check_whose_callers_were_all_cancelled_runs_again():
 
 
 async def test_cached_scores_are_bounded(monkeypatch):
-    monkeypatch.setattr(verifier_pool, "CACHE_SIZE", 2)
+    monkeypatch.setattr("megatron_scalerl.rewards.pool.CACHE_SIZE", 2)
     async with pool_of("counting") as pool:
         rewards = [(await ask(pool, text)).reward for text in ("a", "b", "a", "c", "a", "b")]
         assert rewards == [1.0, 2.0, 1.0, 3.0, 1.0, 4.0], "b was the least recently used when c came"

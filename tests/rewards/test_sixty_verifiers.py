@@ -44,14 +44,14 @@ def trial(kind, n):
     in_virtual_time(verifier_trial._try_rows(pool, of_kind, ROWS))
 
 
-@pytest.mark.parametrize(("kind", "n"), [case for case in SIXTY if case[0] in REFUSED or case == ("dict", 4)])
+@pytest.mark.parametrize("kind, n", [case for case in SIXTY if case[0] in REFUSED or case == ("dict", 4)])
 def test_a_verifier_that_pays_nobody_is_refused_before_the_run(kind, n):
     with pytest.raises(ValueError, match=r"rewards\.verifier") as refusal:
         trial(kind, n)
     assert REFUSED.get(kind, "it returned {'reward'") in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(("kind", "n"), [case for case in SIXTY if case[0] not in REFUSED and case != ("dict", 4)])
+@pytest.mark.parametrize("kind, n", [case for case in SIXTY if case[0] not in REFUSED and case != ("dict", 4)])
 def test_a_verifier_that_fails_now_and_then_pays_what_is_due(kind, n, caplog):
     """Malformed answers are wrong, not lost; during an outage all that the verifier fails for are lost."""
     trial(kind, n)

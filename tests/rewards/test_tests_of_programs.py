@@ -107,6 +107,23 @@ FORMS = {
         "def f(x):\n    return x + 1\n",
         "x + 1",
     ),
+    "async for": (
+        "async def test_it():\n    assert [x async for x in f(3)] == [0, 1, 2]",
+        "async def f(n):\n    for i in range(n):\n        yield i\n",
+        "yield i",
+    ),
+    "asynchronous objects": (
+        "async def test_it():\n    assert [x.n async for x in f(2)] == [0, 1]",
+        "class C:\n    def __init__(self, n):\n        self.n = n\n"
+        "async def f(n):\n    for i in range(n):\n        yield C(i)\n",
+        "C(i)",
+    ),
+    "an asynchronous class of its own": (
+        "async def test_it():\n    assert [x async for x in f()] == [3]",
+        "class f:\n    done = False\n    def __aiter__(self):\n        return self\n    async def __anext__(self):\n"
+        "        if self.done:\n            raise StopAsyncIteration\n        self.done = True\n        return 3\n",
+        "return 3",
+    ),
     "expected failure": (
         "import unittest\nclass TestIt(unittest.TestCase):\n    @unittest.expectedFailure\n    def test_no(self):\n"
         "        self.assertEqual(f(), 4)\n    def test_yes(self):\n        self.assertEqual(f(), 3)",
@@ -193,35 +210,6 @@ def test_a_type_that_a_program_forges_is_no_way_into_the_tests():
     named = f"{counter}Counter.__module__ = 'collections'\ndef f():\n    return Counter()\n"
     assert verdict(named, "assert f() == {}") is False
     assert verdict(named, "from collections import Counter\nassert f() == Counter('x = 1')") is True, "plain data"
-
-
-ASYNC = {
-    "async for": (
-        "[x async for x in f(3)] == [0, 1, 2]",
-        "async def f(n):\n    for i in range(n):\n        yield i\n",
-        "yield i",
-    ),
-    "objects": (
-        "[x.n async for x in f(2)] == [0, 1]",
-        "class C:\n    def __init__(self, n):\n        self.n = n\n"
-        "async def f(n):\n    for i in range(n):\n        yield C(i)\n",
-        "C(i)",
-    ),
-    "its own class": (
-        "[x async for x in f()] == [3]",
-        "class f:\n    done = False\n    def __aiter__(self):\n        return self\n    async def __anext__(self):\n"
-        "        if self.done:\n            raise StopAsyncIteration\n        self.done = True\n        return 3\n",
-        "return 3",
-    ),
-}
-
-
-@pytest.mark.parametrize("form", ASYNC)
-def test_asynchronous_objects_of_a_program_are_used(form):
-    asserted, right, part = ASYNC[form]
-    tests = f"async def test_it():\n    assert {asserted}"
-    assert verdict(right, tests) is True
-    assert verdict(right.replace(part, "None"), tests) is False
 
 
 STARTED = {
@@ -324,7 +312,7 @@ OTHER = [
 """What a program printed, and what it had to print."""
 
 
-@pytest.mark.parametrize(("rows", "same"), [(SAME, True), (OTHER, False)])
+@pytest.mark.parametrize("rows, same", [(SAME, True), (OTHER, False)])
 def test_outputs_are_compared_by_words_and_numbers_by_their_places(rows, same):
     assert [row for row in rows if same_output(*row) is not same] == []
 

@@ -17,7 +17,6 @@ from worker_pools import shorten, unread
 
 from megatron_scalerl.processes.worker import FRAME
 from megatron_scalerl.processes.worker_pool import Worker
-from megatron_scalerl.rewards import outages
 from megatron_scalerl.types import CompletionLost
 
 PROMPT = prompt()
@@ -58,7 +57,7 @@ def test_a_hung_check_is_killed_with_its_child_processes(tmp_path, monkeypatch):
     os.mkfifo(fifo)
     read = subprocess.Popen(["cat", str(fifo)], stdout=subprocess.PIPE, text=True)
     shorten(monkeypatch, [2], ready=lambda: unread(read.stdout))
-    monkeypatch.setattr(outages, "PAUSES_S", ())
+    monkeypatch.setattr("megatron_scalerl.rewards.outages.PAUSES_S", ())
     [lost], _ = run_pool("faulty", [f"fifo {fifo}"])
     assert isinstance(lost, CompletionLost)
     pids, _ = read.communicate(timeout=60)
@@ -214,7 +213,7 @@ async def test_a_closed_pool_fails_outstanding_and_later_checks():
             await check
 
 
-@pytest.mark.parametrize(("cpus", "workers"), [(1, 1), (3, 3), (64, 8)])
+@pytest.mark.parametrize("cpus, workers", [(1, 1), (3, 3), (64, 8)])
 def test_there_is_a_process_for_each_cpu_up_to_eight(cpus, workers, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)))
     assert len(pool_of("same", workers=None)._workers._workers) == workers

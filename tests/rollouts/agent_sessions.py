@@ -55,11 +55,7 @@ def session_of(server, policy, tokens=20):
 @contextlib.asynccontextmanager
 async def serving(policy):
     """(server, client, session)."""
-    async with (
-        AgentServer() as server,
-        aiohttp.ClientSession() as client,
-        session_of(server, policy) as session,
-    ):
+    async with AgentServer() as server, aiohttp.ClientSession() as client, session_of(server, policy) as session:
         yield server, client, session
 
 

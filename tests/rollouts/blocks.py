@@ -3,10 +3,7 @@
 from rollout_groups import rollout
 
 from megatron_scalerl.batching import rollout_bytes
-from megatron_scalerl.rollouts.store import (
-    GroupHeader,
-    block_bytes,
-)
+from megatron_scalerl.rollouts.store import GroupHeader, block_bytes
 from megatron_scalerl.types import Prompt, Score
 
 

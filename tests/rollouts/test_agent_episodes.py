@@ -8,7 +8,6 @@ from scripted_episodes import QUESTION, THREE, completed, ids, prompt, said
 from turn_policies import ids_of, save_policy
 
 from megatron_scalerl.batching.rollout_bytes import read, rollout_of
-from megatron_scalerl.environments.episode_record import EpisodeRecord
 from megatron_scalerl.types import Score
 
 pytestmark = pytest.mark.slow
@@ -89,22 +88,17 @@ def turn(tokenizer, text):
     return {"token_ids": token_ids, "logprobs": [-0.5] * len(token_ids), "weight_versions": spans}
 
 
-@pytest.mark.parametrize("how", ["raise", "exit"])
-def test_what_was_asked_before_a_failure_is_answered_from_the_record(how, tmp_path):
+@pytest.mark.parametrize(
+    "how, then, asked, tries",
+    [("raise", "same", 2, 2), ("exit", "same", 2, 2), ("raise", "other", 5, 3), ("raise", "less", 3, 3)],
+)
+def test_what_was_asked_before_a_failure_is_answered_from_the_record(how, then, asked, tries, tmp_path):
+    """A run that asks something else after it, or less, begins anew."""
     (tmp_path / "count").write_text("")
-    row = row_of(file=str(tmp_path / "count"), how=how, then="same")
-    result, engine, _ = run(tmp_path, "Again", said("</think>7<eos>"), said("</think>2<eos>"), row=row)
-    assert result.score == Score(correct=True, reward=1.0) and result.completion.turns == 2
-    assert len(engine.asked) == 2 and (tmp_path / "count").read_text() == "xx"
-
-
-@pytest.mark.parametrize("then", ["other", "less"])
-def test_a_run_that_asks_something_else_after_a_failure_begins_anew(then, tmp_path):
-    (tmp_path / "count").write_text("")
-    row = row_of(file=str(tmp_path / "count"), how="raise", then=then)
+    row = row_of(file=str(tmp_path / "count"), how=how, then=then)
     result, engine, _ = run(tmp_path, "Again", *[said("</think>7<eos>")] * 5, row=row)
     assert result.score == Score(correct=True, reward=1.0) and result.completion.turns == 2
-    assert len(engine.asked) == {"other": 5, "less": 3}[then] and (tmp_path / "count").read_text() == "xxx"
+    assert len(engine.asked) == asked and (tmp_path / "count").read_text() == "x" * tries
 
 
 def test_an_agent_that_asks_nothing_or_too_much_at_first_is_lost(tmp_path, monkeypatch):
@@ -116,7 +110,9 @@ def test_an_agent_that_asks_nothing_or_too_much_at_first_is_lost(tmp_path, monke
 
 
 def test_an_agent_that_fails_and_says_so_is_wrong_and_nothing_is_sampled_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(EpisodeRecord, "others_succeed", lambda record, row: True)
+    monkeypatch.setattr(
+        "megatron_scalerl.environments.episode_record.EpisodeRecord.others_succeed", lambda record, row: True
+    )
     script = [said("</think>7<eos>"), said("</think>2<eos>")]
     result, engine, _ = run(tmp_path, "Strict", *script, row=row_of(messages=["3"], reward="no number"))
     assert result.score == Score(correct=False, reward=-1.0, reason="environment_invalid")

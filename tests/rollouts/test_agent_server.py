@@ -14,7 +14,6 @@ from turn_policies import KIMI, LLAMA, TOOL, ids_of, turns_tokenizer
 from waiting import passes, until
 
 from megatron_scalerl.environments.response import ROUTE_HEADER
-from megatron_scalerl.rollouts import agents
 from megatron_scalerl.rollouts.agents import BODY_BYTES, AgentServer, AnswerCut, LimitReached
 from megatron_scalerl.rollouts.tool_calls import tool_parser
 
@@ -210,7 +209,7 @@ async def test_one_request_of_a_session_is_rendered_at_a_time():
 
 
 async def test_a_body_that_does_not_arrive_is_given_up(monkeypatch):
-    monkeypatch.setattr(agents, "BODY_S", 0.3)
+    monkeypatch.setattr("megatron_scalerl.rollouts.agents.BODY_S", 0.3)
     policy = Policy(go=True)
     async with serving(policy) as (_, _, session):
         agent = session.begin()
@@ -235,7 +234,7 @@ async def test_a_slow_body_does_not_hold_the_end_of_the_run():
 
 
 async def test_connections_take_at_most_half_of_the_files_of_the_process(monkeypatch):
-    monkeypatch.setattr(agents.resource, "getrlimit", lambda _: (20, 20))
+    monkeypatch.setattr("megatron_scalerl.rollouts.agents.resource.getrlimit", lambda _: (20, 20))
     async with serving(Policy(go=True)) as (server, client, session):
         agent = session.begin()
         assert await status(client, agent) == 200
@@ -280,7 +279,7 @@ async def test_a_request_with_its_key_in_the_body_is_answered_from_the_record():
 
 
 @pytest.mark.parametrize(
-    ("template", "tokens", "text", "name"),
+    "template, tokens, text, name",
     [
         (QWEN3_TURNS, (), '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "call_0_0"),
         (
@@ -327,8 +326,8 @@ async def test_no_body_is_read_without_a_known_key():
 
 
 async def test_connections_without_a_known_key_are_few_and_harm_no_agent(monkeypatch):
-    monkeypatch.setattr(agents, "MOST_STRANGERS", 5)
-    monkeypatch.setattr(agents, "STRANGER_S", 0.0)
+    monkeypatch.setattr("megatron_scalerl.rollouts.agents.MOST_STRANGERS", 5)
+    monkeypatch.setattr("megatron_scalerl.rollouts.agents.STRANGER_S", 0.0)
     policy = Policy()
     async with serving(policy) as (server, client, session):
         agent = session.begin()
@@ -379,7 +378,7 @@ async def test_a_text_that_ends_a_turn_is_no_part_of_the_answer_and_the_talk_goe
 
 
 async def test_a_limit_of_the_requests_that_ends_nearly_all_episodes_is_warned_of(monkeypatch, caplog):
-    monkeypatch.setattr(agents, "ENDS", 4)
+    monkeypatch.setattr("megatron_scalerl.rollouts.agents.ENDS", 4)
     async with AgentServer() as server, aiohttp.ClientSession() as client:
         for error in (None, *[AnswerCut("x")] * 4, None):
             assert not caplog.records

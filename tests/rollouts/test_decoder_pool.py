@@ -16,7 +16,6 @@ from megatron_scalerl.engine.answers import EngineError, completion
 from megatron_scalerl.engine.client import SamplingSpec
 from megatron_scalerl.engine.interruption import Plan
 from megatron_scalerl.processes.worker_pool import MAX_EARLY_LOSSES, Worker
-from megatron_scalerl.rollouts import decoder_pool
 from megatron_scalerl.rollouts.decoder_pool import SLOTS
 from megatron_scalerl.types import CompletionLost
 
@@ -120,7 +119,7 @@ def die_with(monkeypatch, *, times):
 
 
 def test_a_body_that_ends_its_processes_is_lost_and_the_others_are_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(decoder_pool, "MAX_LOST_IN_A_ROW", 2)
+    monkeypatch.setattr("megatron_scalerl.rollouts.decoder_pool.MAX_LOST_IN_A_ROW", 2)
     found, restarts = decoded(tmp_path, answer(), die_with(monkeypatch, times=MAX_EARLY_LOSSES), answer())
     assert found[0].data == found[2].data
     assert restarts == MAX_EARLY_LOSSES
@@ -130,7 +129,7 @@ def test_a_body_that_ends_its_processes_is_lost_and_the_others_are_not(tmp_path,
 
 
 def test_bodies_that_end_every_process_end_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(decoder_pool, "MAX_LOST_IN_A_ROW", 2)
+    monkeypatch.setattr("megatron_scalerl.rollouts.decoder_pool.MAX_LOST_IN_A_ROW", 2)
     body = die_with(monkeypatch, times=99)
     with pytest.raises(RuntimeError, match=r"its exit with code -9 \(Killed\), 2 times in a row"):
         decoded(tmp_path, body, body, body)

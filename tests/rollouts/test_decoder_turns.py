@@ -19,7 +19,6 @@ from megatron_scalerl.rollouts.decoder_pool import DecoderPool, turn_settings
 from megatron_scalerl.rollouts.plans import Plans
 
 USER = ({"role": "user", "content": "1+1"},)
-OUTPUT = ({"role": "tool", "content": "2<|im_end|>"},)
 
 
 def pool_of(folder, template=QWEN3_TURNS, *, chat=True):

@@ -7,7 +7,6 @@ from recipe_files import small_recipe
 from scripted_episodes import THREE, arrays, completed, ids, prompt, said
 
 from megatron_scalerl.batching.rollout_bytes import facts_of_parts, read, rollout_of
-from megatron_scalerl.environments.episode_record import EpisodeRecord
 from megatron_scalerl.rollouts.plans import Draw
 from megatron_scalerl.rollouts.trace import Trace
 from megatron_scalerl.types import ENDS, CompletionLost, Part, Score
@@ -67,14 +66,16 @@ def test_without_rewards_the_verifier_scores_the_last_response(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("environment", "others", "expected"),
+    "environment, others, expected",
     [("Strict", True, "environment_raised"), ("Fails", True, CompletionLost), ("Strict", False, CompletionLost)],
 )
 def test_a_failure_is_lost_but_where_the_class_says_wrong_and_others_succeed(
     environment, others, expected, tmp_path, monkeypatch
 ):
     if others:
-        monkeypatch.setattr(EpisodeRecord, "others_succeed", lambda record, row: True)
+        monkeypatch.setattr(
+            "megatron_scalerl.environments.episode_record.EpisodeRecord.others_succeed", lambda record, row: True
+        )
     result, _, problem = completed(tmp_path, environment, said("</think>7=<eos>"), SUM, row=prompt(how="raise"))
     assert problem == ""
     if expected is CompletionLost:
@@ -88,7 +89,9 @@ def test_a_failure_is_lost_but_where_the_class_says_wrong_and_others_succeed(
 @pytest.mark.slow
 def test_a_row_that_is_too_long_is_left_out_and_one_whose_environment_fails_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_scalerl.rollouts.episodes.OWN_FAILURES", 1)
-    monkeypatch.setattr(EpisodeRecord, "others_succeed", lambda record, row: True)
+    monkeypatch.setattr(
+        "megatron_scalerl.environments.episode_record.EpisodeRecord.others_succeed", lambda record, row: True
+    )
     for kind in ("Fails", "Strict"):
         result, engine, problem = completed(tmp_path, kind, row=prompt(how="reset"))
         assert (result.reason, engine.asked, problem) == ("environment_raised", [], "")
@@ -133,7 +136,7 @@ def test_an_environment_that_begins_differently_each_time_begins_the_episode_ane
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rewards", "last", "score"),
+    "rewards, last, score",
     [
         ((None, 0.5), "7", Score(correct=False, reward=0.5)),
         ((False, False), "7", Score(correct=False, reward=-1.0)),
@@ -146,7 +149,9 @@ def test_an_environment_that_begins_differently_each_time_begins_the_episode_ane
     ],
 )
 def test_what_several_rewards_are_together(rewards, last, score, tmp_path, monkeypatch):
-    monkeypatch.setattr(EpisodeRecord, "others_succeed", lambda record, row: True)
+    monkeypatch.setattr(
+        "megatron_scalerl.environments.episode_record.EpisodeRecord.others_succeed", lambda record, row: True
+    )
     section = {"name": "episode_environments:Pays", "workers": 1, "max_turns": 2}
     script = [said(f"</think>{digit}<eos>") for digit in ("7", last)]
     result, _, _ = completed(tmp_path, "", *script, row=prompt(rewards=rewards), environment=section)

@@ -5,7 +5,6 @@ engines and the same weights.
 """
 
 import asyncio
-import os
 import random
 
 import pytest
@@ -14,15 +13,11 @@ from fakes.engine import StandInEngine
 from fakes.sampler import StandInSampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from streams import make_stream
 
 from megatron_scalerl.engine.answers import EngineLost
 from megatron_scalerl.engine.membership import EngineState, Membership
-from megatron_scalerl.prompts.curriculum import Curriculum
-from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.history import Admit, Finish, read_history
-from megatron_scalerl.rollouts.journal import Journal
-from megatron_scalerl.rollouts.stream import RolloutStream
-from megatron_scalerl.types import Prompt
 
 G, SIZE = 3, 4
 
@@ -31,7 +26,7 @@ G, SIZE = 3, 4
 def stand_in_disk():
     """Its syncs return at once: thousands of groups are finished here, and none of it is read after a crash."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(os, "fsync", lambda handle: None)
+        patched.setattr("os.fsync", lambda handle: None)
         yield
 
 
@@ -74,19 +69,11 @@ async def batches_of(folder, loop, *, k, batches, kills, engines=2, restart_s=7.
     """The groups of each batch, with the staleness bound checked; one step takes 10 s. phases: of k + 1 batches."""
     made = [StandInEngine(f"engine-{i}") for i in range(engines)]
     members = Membership.of(made)
-    rollouts = {"groups_per_batch": G, "group_size": SIZE, "max_in_flight": 16, "max_staleness_steps": k}
+    rollouts = {"max_in_flight": 16}
     if phases:
         rollouts |= {"schedule": "ppo_off_policy", "updates_per_phase": k + 1}
     served, sampler = 0, sampler_of()
-    stream = RolloutStream(
-        Recipe(name="r", steps=1, seed=1, policy={"path": "p"}, prompts={"path": "q"}, rollouts=rollouts),
-        curriculum=Curriculum(
-            [Prompt(prompt_id=f"p{i:03d}", text="", answer="", token_ids=(1,)) for i in range(2000)], 7, None, None
-        ),
-        engines=members,
-        sampler=sampler,
-        journal=Journal(folder),
-    )
+    stream = make_stream(folder, k=k, engines=members, count=2000, sampler=sampler, rollouts=rollouts)
     supervisor = asyncio.create_task(supervise(members, made, kills, restart_s, loop))
     found = []
 

@@ -44,7 +44,7 @@ def test_a_torn_last_event_is_removed_and_the_journal_continues(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    "line, found",
     [
         ('{"event": \n', "Input data was truncated"),
         (

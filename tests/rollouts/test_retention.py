@@ -30,7 +30,7 @@ def retained(run_dir, batches, policy, **options):
 
 
 @pytest.mark.parametrize(
-    ("batches", "policy", "segments"),
+    "batches, policy, segments",
     [
         (0, "resume", [0, 1, 2, 3, 4, 5]),
         (1, "resume", [2, 3, 4, 5]),

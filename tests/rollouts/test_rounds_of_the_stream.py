@@ -11,6 +11,7 @@ import pytest
 from fakes.engine import StandInEngine
 from fakes.sampler import StandInSampler
 from recipe_files import small_recipe
+from streams import prompts
 from waiting import passes, until
 
 from megatron_scalerl.controller.measured_prompts import HeldOut, PinnedVersion
@@ -21,7 +22,6 @@ from megatron_scalerl.prompts.curriculum import Curriculum
 from megatron_scalerl.rollouts.history import BatchRecord, read_groups, read_history, replay_draws
 from megatron_scalerl.rollouts.journal import Journal
 from megatron_scalerl.rollouts.stream import Admission, RolloutStream
-from megatron_scalerl.types import Prompt
 
 GROUPS, SIZE = 3, 4
 
@@ -77,23 +77,15 @@ class RoundsSampler(StandInSampler):
 
 
 def recipe(max_in_flight, updates=None):
-    rollouts = {"groups_per_batch": GROUPS, "group_size": SIZE, "max_in_flight": max_in_flight}
+    schedule = {"max_staleness_steps": 0}
     if updates is not None:
-        return recipe_of(rollouts | {"schedule": "ppo_off_policy", "updates_per_phase": updates})
-    return recipe_of(rollouts | {"max_staleness_steps": 0})
+        schedule = {"schedule": "ppo_off_policy", "updates_per_phase": updates}
+    rollouts = {"groups_per_batch": GROUPS, "group_size": SIZE, "max_in_flight": max_in_flight, "deterministic": True}
+    validation = {"prompts": 5, "generations": 3, "end_generations": 3}
+    return small_recipe(seed=1, rollouts=rollouts | schedule, engine={"count": 2}, validation=validation)
 
 
-def recipe_of(rollouts):
-    rollouts = rollouts | {"deterministic": True}
-    return small_recipe(
-        seed=1,
-        rollouts=rollouts,
-        engine={"count": 2},
-        validation={"prompts": 5, "generations": 3, "end_generations": 3},
-    )
-
-
-PROMPTS = [Prompt(prompt_id=f"p{i:03d}", text=str(i), answer="0", token_ids=(1,)) for i in range(50)]
+PROMPTS = prompts(50)
 
 
 async def train(folder, versions, *, max_in_flight, stop_after=None, updates=None, prompts=None, finished=0):
@@ -157,7 +149,7 @@ async def on_disk(folder, groups):
 
 
 @pytest.mark.parametrize(
-    ("updates", "max_in_flight", "stop_after"),
+    "updates, max_in_flight, stop_after",
     [(None, 4, 5), (None, 8, 11), (None, 64, 0), (None, 64, 11), (2, 4, 23), (2, 8, 5), (2, 8, 17), (2, 64, 17)],
 )
 def test_what_is_interrupted_is_generated_as_without_the_interruption(tmp_path, updates, max_in_flight, stop_after):

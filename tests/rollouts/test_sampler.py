@@ -12,7 +12,6 @@ from recipe_files import SETTLED
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_scalerl.engine import options as engine_options
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.client import _sampling
 from megatron_scalerl.recipe import Recipe
@@ -59,7 +58,7 @@ def test_draws_depend_only_on_seed_group_and_index(tiny):
     assert s.draw(2, 2, 3) != s.draw(1, 2, 3)
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(None, 10**6), (9, 9), (10**6, 10**6)])
+@pytest.mark.parametrize("limit, expected", [(None, 10**6), (9, 9), (10**6, 10**6)])
 def test_a_request_may_have_a_lower_budget_than_the_run(tiny, limit, expected):
     s = plans(tiny)
     draw = s.draw(1, 0, 0)
@@ -92,7 +91,7 @@ def test_without_tags_the_whole_completion_is_the_answer(tiny):
 
 @pytest.mark.parametrize("cpus", [True, False])
 def test_without_seeds_for_training_only_validation_sends_its_seed(tiny, monkeypatch, cpus):
-    monkeypatch.setattr(engine_options, "on_cpu", lambda: cpus)
+    monkeypatch.setattr("megatron_scalerl.engine.options.on_cpu", lambda: cpus)
     s = plans(tiny)
     draw = s.draw(1, 0, 0)
     training, validation = (_sampling(s.spec(draw, number)) for number in (TRAINING_PRIORITY, VALIDATION_PRIORITY))

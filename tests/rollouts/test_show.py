@@ -161,7 +161,7 @@ def test_an_environment_does_not_steer_the_terminal(episodes):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments, message",
     [
         (["--group", "9"], "none of the 3 finished groups matches --group"),
         (["--group", "1", "--step", "1"], "none of the 3 finished groups matches --group --step"),

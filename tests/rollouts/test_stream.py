@@ -10,16 +10,14 @@ import pytest
 from fakes.engine import StandInEngine
 from fakes.run import in_virtual_time
 from fakes.sampler import StandInSampler
+from streams import make_stream, prompts
 from waiting import passes
 
 from megatron_scalerl.engine.answers import EngineError
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.prompts.curriculum import Curriculum
-from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.rollouts.history import Admit, read_groups, read_history, replay_draws
-from megatron_scalerl.rollouts.journal import Journal
-from megatron_scalerl.rollouts.stream import RolloutStream
-from megatron_scalerl.types import CompletionLost, Prompt
+from megatron_scalerl.types import CompletionLost
 
 
 def sampler_of(*, seed=0, slowest_s=0.01, fail_at=None, lost=lambda draw: False):
@@ -46,31 +44,12 @@ async def step(seconds):
     await asyncio.sleep(seconds)
 
 
-def prompts(count):
-    return [Prompt(prompt_id=f"p{i:03d}", text=str(i), answer="0", token_ids=(1,)) for i in range(count)]
-
-
-def make_stream(tmp_path, *, k=2, engines=None, **settings):
-    rollouts = {"groups_per_batch": 3, "group_size": 4, "max_in_flight": 8, "max_staleness_steps": k}
-    rollouts |= settings.get("rollouts", {})
-    return RolloutStream(
-        Recipe(name="r", steps=1, seed=1, policy={"path": "p"}, prompts={"path": "q"}, rollouts=rollouts),
-        curriculum=Curriculum(prompts(settings.get("prompts", 500)), 7, None, settings.get("max_epochs")),
-        engines=engines if isinstance(engines, Membership) else Membership.of(engines or [StandInEngine()]),
-        sampler=settings.get("sampler") or sampler_of(),
-        journal=Journal(tmp_path),
-        next_group_id=settings.get("next_group_id", 0),
-        problems=settings.get("problems", {}),
-        count_tokens=settings.get("count_tokens", lambda tokens: None),
-    )
-
-
-def batches(tmp_path, *, version=0, most=1, moves=False, engines=None, **settings):
+def batches(tmp_path, *, version=0, most=1, moves=False, engines=None, k=2, **settings):
     """(batches until there are none, the stream). moves: whether the one engine has a new version after each."""
     engines = engines or [StandInEngine(version=version)]
 
     async def run():
-        stream = make_stream(tmp_path, engines=engines, **settings)
+        stream = make_stream(tmp_path, k=k, engines=engines, **{"sampler": sampler_of()} | settings)
         stream.start(version)
         found = []
         try:
@@ -140,7 +119,7 @@ def test_only_engines_that_serve_are_idle(tmp_path):
     async def run():
         first = StandInEngine()
         joined(first)
-        stream = make_stream(tmp_path, k=0, engines=engines)
+        stream = make_stream(tmp_path, k=0, engines=engines, sampler=sampler_of())
         stream.start(0)
         await stream.next_batch()
         found = []
@@ -161,7 +140,7 @@ def test_a_failing_verifier_ends_the_stream_with_its_error(tmp_path):
         batches(tmp_path, sampler=sampler_of(fail_at=9), most=5, moves=True)
 
 
-@pytest.mark.parametrize(("ahead", "accepted"), [(1, True), (2, False), (999999, False)])
+@pytest.mark.parametrize("ahead, accepted", [(1, True), (2, False), (999999, False)])
 def test_an_engine_with_an_unpublished_version_is_evicted(tmp_path, ahead, accepted):
     members = Membership.of([StandInEngine(version=3 + ahead), StandInEngine(version=3)])
     found, _ = batches(tmp_path, engines=members, version=3, most=3)
@@ -183,7 +162,7 @@ def test_an_engine_with_an_old_version_is_evicted(tmp_path):
 
 
 def test_an_exhausted_curriculum_ends_the_stream_with_its_reason(tmp_path):
-    found, stream = batches(tmp_path, prompts=7, max_epochs=1, most=9, moves=True)
+    found, stream = batches(tmp_path, count=7, max_epochs=1, most=9, moves=True)
     assert list(map(len, found)) == [3, 3] and stream.exhausted == "curriculum.max_epochs 1 reached"
 
 
@@ -258,7 +237,7 @@ def test_a_prompt_that_cannot_be_learned_from_leaves_no_group_and_is_not_drawn_a
     sampler = sampler_of()
     sampler.unusable = {"p002"}
     options = {"rollouts": rollouts, "problems": problems, "sampler": sampler}
-    found, _ = batches(tmp_path, k=1, prompts=6, max_epochs=3, most=9, moves=True, **options)
+    found, _ = batches(tmp_path, k=1, count=6, max_epochs=3, most=9, moves=True, **options)
     assert Counter(group.prompt.prompt_id for groups in found for group in groups) == {
         f"p{i:03d}": 3 for i in (0, 3, 4, 5)
     }
@@ -272,4 +251,4 @@ def test_a_prompt_that_cannot_be_learned_from_leaves_no_group_and_is_not_drawn_a
 
 def test_a_stream_of_prompts_that_cannot_be_learned_from_fails(tmp_path):
     with pytest.raises(RuntimeError, match="the last 1000 prompts that were drawn"):
-        batches(tmp_path, prompts=4, problems={f"p{i:03d}": "its tests pay all" for i in range(4)})
+        batches(tmp_path, count=4, problems={f"p{i:03d}": "its tests pay all" for i in range(4)})

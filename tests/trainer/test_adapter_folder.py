@@ -128,7 +128,7 @@ FOLDERS = [
 """Changes of a folder, and the line with which it is refused; None: it is read."""
 
 
-@pytest.mark.parametrize(("changes", "line"), FOLDERS)
+@pytest.mark.parametrize("changes, line", FOLDERS)
 def test_a_folder_is_read_or_refused_in_a_line(tmp_path, changes, line):
     given = folder(tmp_path, **changes)
     if line is None:
@@ -172,7 +172,7 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    ("base", "policy", "same"),
+    "base, policy, same",
     [
         ("Qwen/Qwen3-8B", "/data/models/qwen3-8b/", True),
         ("/a/b/policy", "policy", True),
@@ -222,7 +222,7 @@ def test_a_plan_compares_the_adapter_with_the_recipe(recipe, tmp_path, capsys, c
 
 
 @pytest.mark.parametrize(
-    ("key", "own"),
+    "key, own",
     [
         ("policy.lora.r=16", "policy.lora.rank"),
         ("policy.lora.lora_alpha=16", "policy.lora.alpha"),

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 from random_policy import batches_of, random_samples
 
 from megatron_scalerl.trainer.agreement import _digest, agree, check_tokens
@@ -47,7 +46,7 @@ def test_the_digest_sees_every_array_and_the_order():
 
 
 @pytest.mark.parametrize(
-    ("facts", "message"),
+    "facts, message",
     [
         ([0, 7, 2, 11], None),
         ([1, 7, 2, 99], None),  # another data-parallel rank: another batch
@@ -65,7 +64,7 @@ def test_ranks_that_differ_are_named(facts, message, new_trainer, monkeypatch):
         everyone[: len(mine)] = mine
         everyone[len(mine) :] = mine.new_tensor(facts)
 
-    monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
+    monkeypatch.setattr("torch.distributed.all_gather_into_tensor", gather)
     parallel = replace(new_trainer().parallel, world_size=2)
     if message is None:
         agree(given, parallel, step=7)

@@ -119,10 +119,7 @@ def bad_batches():
         "a completion missing": (frames[:-1], where + "1 completions and 2 sizes .* 2$"),
         "a completion too many": ([*frames, frames[1]], where + "3 completions and 2 sizes .* 2$"),
         "no completions": (frames[:1], where + "0 completions and 2 sizes .* 2$"),
-        "a completion cut": (
-            [frames[0], frames[1][:-1], frames[2]],
-            where + "completion 0 has 75 bytes, .* 76$",
-        ),
+        "a completion cut": ([frames[0], frames[1][:-1], frames[2]], where + "completion 0 has 75 bytes, .* 76$"),
         "completions exchanged": ([frames[0], *frames[:0:-1]], where + "completion 0 has 68 bytes, .* 76$"),
         "another completion": (with_first(frames, rollout(tokens=(1, 2, 3, 4))), where[:-1] + longer),
         "a damaged completion": (

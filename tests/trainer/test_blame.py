@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("last_words", "error"),
+    "last_words, error",
     [
         (None, r"^trainer rank 1: the process exited unexpectedly \(rank 0: a collective failed\)$"),
         ("my peer is gone", r"^trainer rank 0: a collective failed$"),

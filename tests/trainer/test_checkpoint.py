@@ -48,7 +48,7 @@ def state(trainer):
 
 
 @pytest.mark.parametrize(
-    ("sections", "fused"), [({}, False), (MIXED, False), (MIXED, True)], ids=["fp32", "bf16", "bf16 with fused AdamW"]
+    "sections, fused", [({}, False), (MIXED, False), (MIXED, True)], ids=["fp32", "bf16", "bf16 with fused AdamW"]
 )
 def test_resumed_equals_uninterrupted(new_trainer, tmp_path, monkeypatch, sections, fused):
     monkeypatch.setattr("megatron_scalerl.trainer.optimizer.HAVE_GPU", fused)
@@ -165,7 +165,7 @@ WHOLE = {"megatron": {"ddp": {"use_distributed_optimizer": False}}}
 
 
 @pytest.mark.parametrize(
-    ("saved", "sections", "said"),
+    "saved, sections, said",
     [({}, WHOLE, "this trainer has no optimizer.state.param."), (WHOLE, {}, "it has no optimizer.state.param.")],
     ids=["sharded", "whole"],
 )

@@ -35,7 +35,7 @@ def test_without_context_parallelism_a_share_is_the_row():
     assert filled.position_ids.tolist() == [*range(5), *range(8), 0, 1, 2]
 
 
-@pytest.mark.parametrize(("size", "divisor"), [(2, 1), (2, 2), (4, 1), (3, 2), (2, 3)])
+@pytest.mark.parametrize("size, divisor", [(2, 1), (2, 2), (4, 1), (3, 2), (2, 3)])
 @pytest.mark.parametrize("lengths", [[7, 1, 30, 29, 12, 3], [64], [5, 0, 9]])
 def test_ranks_hold_every_token_once_and_the_way_back(lengths, size, divisor):
     shares = [share(lengths, rank, size, divisor) for rank in range(size)]

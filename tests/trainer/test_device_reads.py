@@ -16,7 +16,6 @@ from random_policy import batches_of, make_recipe, random_samples
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_scalerl.distributed.parallel import unwrap
-from megatron_scalerl.trainer import staging
 from megatron_scalerl.trainer import step as step_module
 from megatron_scalerl.trainer.step_metrics import StepMetrics
 from megatron_scalerl.types import Batch
@@ -104,7 +103,7 @@ def on_meta(trainer, monkeypatch):
     trainer.parallel = model.parallel = replace(trainer.parallel, device=META)
     monkeypatch.setattr(trainer._config, "finalize_model_grads_func", None)
     # There is no pinned memory without a GPU.
-    monkeypatch.setattr(staging, "_pinned", partial(torch.empty, dtype=torch.uint8))
+    monkeypatch.setattr("megatron_scalerl.trainer.staging._pinned", partial(torch.empty, dtype=torch.uint8))
     return trainer
 
 

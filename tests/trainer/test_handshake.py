@@ -45,7 +45,6 @@ async def outcome(trainer, env, *, fails):
         waiting.cancel()
     [failure] = await asyncio.gather(waiting, return_exceptions=True)
     trainer.close()
-    assert process.returncode is not None
     return process.returncode, errors.decode().strip().splitlines()[-1], str(failure)
 
 
@@ -67,7 +66,7 @@ def test_the_socket_of_several_hosts_may_have_an_address_of_ipv6():
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    "changes, reason",
     [
         ({"run_id": "other"}, "this controller's is run"),
         ({"incarnation": "1.1"}, "this controller's is 1.0"),
@@ -175,7 +174,7 @@ def test_what_a_stranger_says_does_not_end_the_controller(frames):
 
 
 @pytest.mark.parametrize(
-    ("message", "error"),
+    "message, error",
     [
         ([b"\xc1"], r"^trainer rank 1: the 1 bytes that have arrived are no message"),
         ([b"a", b"b"], r"^trainer rank 1: a message has one frame, and 2"),

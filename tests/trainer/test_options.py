@@ -9,7 +9,6 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from transformers import LlamaConfig, Qwen3MoeConfig
 
-from megatron_scalerl.distributed import device
 from megatron_scalerl.distributed.parallel import Parallel
 from megatron_scalerl.models import family
 from megatron_scalerl.recipe import Recipe
@@ -19,14 +18,7 @@ from megatron_scalerl.trainer.options import check_megatron, ddp_config, model_o
 from megatron_scalerl.trainer.ranks import init_parallel
 
 
-def recipe(
-    megatron=None,
-    *,
-    dtype="float32",
-    world_size=1,
-    optimizer=None,
-    lora=None,
-):
+def recipe(megatron=None, *, dtype="float32", world_size=1, optimizer=None, lora=None):
     return Recipe(
         name="options",
         steps=1,
@@ -118,7 +110,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("key", "value", "line"), REFUSED)
+@pytest.mark.parametrize("key, value, line", REFUSED)
 def test_what_would_train_another_model_or_count_wrong_in_silence_is_refused(key, value, line):
     with pytest.raises(ValueError, match=rf"megatron\.model\.{key}:? .*{line}"):
         of_model(mixture, {key: value})
@@ -201,7 +193,7 @@ def test_a_world_that_cannot_be_cut_is_one_clear_line(monkeypatch):
 
 
 def test_an_interleaved_pipeline_is_refused_on_cpus(monkeypatch):
-    monkeypatch.setattr(device, "HAVE_GPU", False)
+    monkeypatch.setattr("megatron_scalerl.distributed.device.HAVE_GPU", False)
     parallel = dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     with pytest.raises(ValueError, match=r"virtual_pipeline_model_parallel_size: 2 needs a GPU"):
         init_parallel(recipe(dict(parallel=parallel), world_size=2))

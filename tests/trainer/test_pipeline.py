@@ -32,29 +32,24 @@ def test_upstream_still_asks_where_we_answer():
     assert "_communicate_shapes" in vars(P2PCommunicator) and "_communicate_shapes" in vars(KnownShapes)
 
 
-def test_shapes_come_in_the_order_of_the_micro_batches(new_trainer):
+@pytest.mark.parametrize("tp", [1, 4])
+def test_shapes_come_in_the_order_of_the_micro_batches(tp, new_trainer):
+    """Sequence-parallel stages exchange a part."""
     [batch] = batches_of(random_samples(1), micro_batch_tokens=64)
     lengths = [len(m.tokens) for m in batch.micro_batches]
     assert len(set(lengths)) > 1
-    found = keywords(new_trainer, config(), pp_size=2)
+    settings = config(sequence_parallel=tp > 1, tensor_model_parallel_size=tp)
+    found = keywords(new_trainer, settings, pp_size=2, tp_size=tp)
     assert set(found) == {"p2p_communicator", "pg_collection"}
     ask = found["p2p_communicator"]._communicate_shapes
-    first, second, *_ = [(length, 1, 32) for length in lengths]
+    first, second, *_ = [(-(-length // tp), 1, 32) for length in lengths]
     assert ask(None, None, True, False) == (first, (0, 0, 0))
     assert ask(None, None, True, True) == (second, first)
     assert ask(None, None, False, True) == ((0, 0, 0), second)
 
 
-def test_sequence_parallel_stages_exchange_a_part(new_trainer):
-    settings = config(sequence_parallel=True, tensor_model_parallel_size=4)
-    found = keywords(new_trainer, settings, pp_size=2, tp_size=4)["p2p_communicator"]
-    [batch] = batches_of(random_samples(1), micro_batch_tokens=64)
-    shape, _ = found._communicate_shapes(None, None, True, False)
-    assert shape == (-(-len(batch.micro_batches[0].tokens) // 4), 1, 32)
-
-
 @pytest.mark.parametrize(
-    ("changes", "stages"),
+    "changes, stages",
     [({}, 1), ({"variable_seq_lengths": False}, 2), ({"virtual_pipeline_model_parallel_size": 2}, 2)],
 )
 def test_elsewhere_megatron_goes_on_alone(changes, stages, new_trainer):

@@ -80,7 +80,7 @@ def test_forced_tokens_are_masked_and_nothing_else(tiny):
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    "override, said",
     [
         ("loss.name=no_loss", "loss.name"),
         ("rewards.verifier=no.module:f", "rewards.verifier"),
@@ -161,7 +161,7 @@ def test_the_same_seed_gives_the_same_policy(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content, message",
     [
         ("", "the file has no warm-start examples"),
         ('{"prompt": "1+1=", "completion": "2"}\n{"prompt"', r"line 2: the line is not JSON: "),

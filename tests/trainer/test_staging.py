@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_scalerl.trainer import staging
 from megatron_scalerl.trainer.layers.packing import packed_row
 from megatron_scalerl.trainer.staging import ALIGNMENT, staged
 
@@ -57,7 +56,7 @@ def one_copy(monkeypatch):
     def of_device(*shape, device=None, **keywords):
         return empty(*shape, **keywords)
 
-    monkeypatch.setattr(staging, "_pinned", pinned)
+    monkeypatch.setattr("megatron_scalerl.trainer.staging._pinned", pinned)
     monkeypatch.setattr(torch, "empty", of_device)
     return buffers
 
@@ -95,7 +94,7 @@ def test_the_device_does_not_see_what_is_written_afterwards(one_copy):
 
 
 def test_a_packed_row_keeps_what_megatron_reads(monkeypatch):
-    monkeypatch.setattr(staging, "_pinned", partial(torch.empty, dtype=torch.uint8))
+    monkeypatch.setattr("megatron_scalerl.trainer.staging._pinned", partial(torch.empty, dtype=torch.uint8))
     positions = torch.cat([torch.arange(n) for n in (5, 30, 8)])
     fused = staged(packed_row([0, 5, 35, 43], positions, chunk=16, fused=True), META)
     assert (fused.qkv_format, fused.max_seqlen_q, fused.longest, fused.cu_seqlens_q.device) == ("thd", 64, 30, META)

@@ -284,7 +284,7 @@ def test_fused_adamw_differs_by_rounding(new_trainer, monkeypatch):
         torch.testing.assert_close(theirs[name], weight, rtol=3e-7, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize(("stages", "expected"), [(1, 3), (2, 4), (4, 4)])
+@pytest.mark.parametrize("stages, expected", [(1, 3), (2, 4), (4, 4)])
 def test_interleaved_stages_get_micro_batches_in_multiples_of_their_number(
     new_trainer, monkeypatch, stages, expected
 ):

@@ -218,7 +218,7 @@ def test_a_rank_that_raises_is_named_and_exits(tmp_path, policy):
 
 
 @pytest.mark.parametrize(
-    ("busy", "bind_host"), [(False, "127.0.0.1"), (True, None)], ids=["idle, met at a store", "in a step"]
+    "busy, bind_host", [(False, "127.0.0.1"), (True, None)], ids=["idle, met at a store", "in a step"]
 )
 def test_a_killed_rank_is_named_and_the_others_exit_with_their_controller(
     tmp_path, policy, busy, bind_host, monkeypatch

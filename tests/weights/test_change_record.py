@@ -25,10 +25,16 @@ VIEWS = {
 }
 
 
+def known(recorder, view):
+    """What is recorded of a view; None if that is not all."""
+    [found] = recorder.of([view])
+    return found
+
+
 def check(recorder, view, before, name):
     """What is recorded of a view is what a comparison with the values before finds."""
     expected = find(bits_of(before.contiguous().view(-1).clone()), view)
-    found = recorder.of([view])[0]
+    found = known(recorder, view)
     for column in ("positions", "bits"):
         assert torch.equal(getattr(found, column), getattr(expected, column)), (name, column)
 
@@ -94,7 +100,7 @@ def test_what_is_not_all_in_shards_is_not_covered(recorder):
     assert covered == [True, True, False, True, False, False]
     assert not recorder.covers(memory[10:50].view(torch.int32)), "another type"
     assert not recorder.covers(memory[10:40].as_strided((10, 10), (2, 1))), "elements that are there twice"
-    assert recorder.of([memory[40:95]])[0] is None and not ChangeRecord().covers(memory)
+    assert known(recorder, memory[40:95]) is None and not ChangeRecord().covers(memory)
 
 
 def test_what_another_rank_wrote_is_known_where_it_was_asked_for(recorder):
@@ -105,8 +111,8 @@ def test_what_another_rank_wrote_is_known_where_it_was_asked_for(recorder):
     recorder.begin_step()
     assert [recorder.needs(weights[first : first + 50]) for first in (0, 50)] == [False, True]
     write(recorder, weights[50:], stepped(weights[50:], 0.3, 0))
-    assert recorder.of([weights[50:]])[0].positions.numel() and recorder.of([weights[:50]])[0] is None
-    assert recorder.of([weights])[0] is None
+    assert known(recorder, weights[50:]).positions.numel() and known(recorder, weights[:50]) is None
+    assert known(recorder, weights) is None
 
 
 def test_more_than_one_in_eight_is_unknown(recorder):
@@ -114,9 +120,9 @@ def test_more_than_one_in_eight_is_unknown(recorder):
     recorder.watch(weights)
     recorder.begin_step()
     write(recorder, weights, stepped(weights, 0.2, 0), chunk=1 << 16)
-    assert recorder.of([weights[:5]])[0] is None
+    assert known(recorder, weights[:5]) is None
     recorder.forget()
-    assert recorder.of([weights])[0].positions.numel() == 0
+    assert known(recorder, weights).positions.numel() == 0
 
 
 def test_changes_are_known_since_the_last_update_and_of_the_optimizer_alone(recorder):
@@ -128,16 +134,16 @@ def test_changes_are_known_since_the_last_update_and_of_the_optimizer_alone(reco
         write(recorder, weights, stepped(weights, 0.05, 1))
 
     step()
-    assert recorder.of([weights])[0].positions.numel()
+    assert known(recorder, weights).positions.numel()
     recorder.lose()
-    assert recorder.of([weights])[0] is None, "a checkpoint was loaded"
+    assert known(recorder, weights) is None, "a checkpoint was loaded"
     recorder.forget()
-    assert recorder.of([weights])[0].positions.numel() == 0
+    assert known(recorder, weights).positions.numel() == 0
     recorder.want(False)
     step()
-    assert recorder.of([weights])[0] is None, "nothing was recorded"
+    assert known(recorder, weights) is None, "nothing was recorded"
     recorder.want(True)
-    assert recorder.of([weights])[0] is None, "... nor then"
+    assert known(recorder, weights) is None, "... nor then"
     recorder.forget()
     step()
-    assert recorder.of([weights])[0].positions.numel()
+    assert known(recorder, weights).positions.numel()

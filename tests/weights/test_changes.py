@@ -56,16 +56,6 @@ def test_what_arrives_makes_the_new_bits(dtype, n, share, near, seed):
     assert torch.equal(result, bits_of(new))
 
 
-def test_what_is_found_are_the_elements_that_differ():
-    old = random_bits(10_000, torch.bfloat16, 0)
-    new = changed(old, torch.arange(3, 10_000, 9), 1, near=False)
-    held = bits_of(old).clone()
-    found = find(held, new.view(100, 100))
-    differ = (bits_of(old) != bits_of(new)).nonzero().flatten()
-    assert torch.equal(found.positions, differ) and torch.equal(held, bits_of(new))
-    assert torch.equal(found.bits, bits_of(new)[differ])
-
-
 def test_all_are_sent_where_many_changed():
     assert module.most_coded(8 * module.SMALL + 8) == module.SMALL + 1
     assert module.most_coded(module.SMALL) == module.SMALL and module.most_coded(3) == 3

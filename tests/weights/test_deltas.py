@@ -7,11 +7,18 @@ import pytest
 from transfers import Held, digest_of, equal, flip, joined, stepped, tensors, update
 
 
-def test_nothing_is_sent_where_nothing_changed_and_all_where_much_did(spec):
+def begun(spec, updates):
+    """(senders, receivers, the tensors, what one holds) after whole updates of the same values."""
     senders, receivers = joined(spec(deltas="absolute"))
     weights = tensors()
     held = Held(weights)
-    update(senders, receivers, [held], weights, 1)
+    for version in range(1, updates + 1):
+        update(senders, receivers, [held], weights, version)
+    return senders, receivers, weights, held
+
+
+def test_nothing_is_sent_where_nothing_changed_and_all_where_much_did(spec):
+    senders, receivers, weights, held = begun(spec, 1)
     sent, taken = update(senders, receivers, [held], weights, 2)
     assert sent == taken == [0, 0, 0] and senders[0].bytes == 0 and held.kinds == []
     weights = stepped(weights, 0)
@@ -23,11 +30,7 @@ def test_nothing_is_sent_where_nothing_changed_and_all_where_much_did(spec):
 
 @pytest.mark.parametrize("holds", [None, 1, 5])
 def test_changes_of_a_version_that_a_receiver_does_not_hold_are_refused(spec, holds):
-    senders, receivers = joined(spec(deltas="absolute"))
-    weights = tensors()
-    held = Held(weights)
-    for version in (1, 2):
-        update(senders, receivers, [held], weights, version)
+    senders, receivers, weights, held = begun(spec, 2)
     before = {name: tensor.clone() for name, tensor in held.weights.items()}
     held.version = holds
     _, error = update(senders, receivers, [held], stepped(weights, 0), 3)
@@ -38,10 +41,7 @@ def test_changes_of_a_version_that_a_receiver_does_not_hold_are_refused(spec, ho
 
 @pytest.mark.slow
 def test_a_flipped_bit_in_changes_is_noticed_before_one_is_written(spec):
-    senders, receivers = joined(spec(deltas="absolute"))
-    weights = tensors()
-    held = Held(weights)
-    update(senders, receivers, [held], weights, 1)
+    senders, receivers, weights, held = begun(spec, 1)
     flip(senders[0], 17)
     _, error = update(senders, receivers, [held], stepped(weights, 0), 2)
     assert "bucket 0 of 3 has digest" in str(error) and equal(held, weights)

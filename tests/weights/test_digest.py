@@ -39,19 +39,6 @@ def test_later_chunks_depend_on_their_position():
     assert digest(data.view(torch.uint8)) == 77 * (mixed(2) | 1) * (mixed(1) | 1) & MASK
 
 
-def test_a_flipped_bit_and_swapped_pieces_are_detected():
-    data = torch.randn(4096, generator=torch.Generator().manual_seed(0)).bfloat16().float()
-    before = digest(data.view(torch.uint8))
-    for byte in (0, 9000, 16383):
-        flipped = data.clone().view(torch.uint8)
-        flipped[byte] ^= 16
-        assert digest(flipped) != before
-    # 1,024 floats swapped for others at a power of two's distance
-    swapped = torch.cat([data[2048:3072], data[1024:2048], data[:1024], data[3072:]])
-    assert digest(swapped.view(torch.uint8)) != before
-    assert digest(torch.roll(data, 2).view(torch.uint8)) != before
-
-
 def test_an_update_s_digest_depends_on_order_and_number_of_buckets():
     assert len({combine(d) for d in ([1, 2], [2, 1], [1], [1, 2, 0], [0], [])}) == 6
     assert combine([1, 2]) == f"{mixed(mixed(1) ^ 2):016x}"

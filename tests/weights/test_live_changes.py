@@ -43,7 +43,7 @@ def cut_in_two(ranges, rng):
 
 
 @pytest.mark.parametrize("seed", sampled("live changes", range(8), 3))
-@pytest.mark.parametrize(("rank", "tp"), [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("rank, tp", [(0, 1), (0, 2), (1, 2)])
 def test_changes_are_what_the_loader_writes(rank, tp, seed):
     rng, old = random.Random(seed), weights(seed)
     new = {name: some_changed(values, rng) for name, values in old.items()}

@@ -9,7 +9,7 @@ from live_model import MANIFEST, SHAPES, live, loader
 from megatron_scalerl.weights.live_map import Scatter, needs, record_copies, unwritten
 
 
-@pytest.mark.parametrize(("rank", "tp"), [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("rank, tp", [(0, 1), (0, 2), (1, 2)])
 def test_recording_copies_nothing_and_finds_the_padding(rank, tp):
     parameters = live(tp)
     scatters = record_copies(loader(parameters, rank, tp), MANIFEST, parameters)
@@ -63,7 +63,7 @@ def test_needs_that_overlap_are_sent_once():
 
 
 @pytest.mark.parametrize(
-    ("load", "message"),
+    "load, message",
     [
         (lambda p, w: p["norm"].data.copy_(w * 2), "plain: .*mul"),
         (lambda p, w: torch.empty(6).copy_(w), "plain: .*no parameter"),

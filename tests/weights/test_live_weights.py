@@ -5,13 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from live_model import MANIFEST, SHAPES, experts, in_blocks, live, loader, weights
+from live_model import MANIFEST, experts, in_blocks, live, loader, weights
 from sampling import sampled
 
 from megatron_scalerl.weights.digest import total, value_digest
 from megatron_scalerl.weights.live_map import needs, record_copies
 from megatron_scalerl.weights.live_weights import LiveWeights, live_views
 from megatron_scalerl.weights.plan import manifest_of
+
+
+def held(parts, number):
+    """The digest of a tensor's live parts."""
+    return total([part.digest(number, torch.float32) for part in parts])
 
 
 def pieces(shape, rng):
@@ -24,30 +29,35 @@ def pieces(shape, rng):
     return found
 
 
+def write(parts, values, rng):
+    """Every tensor, piece by piece."""
+    for name, value in values.items():
+        for ranges in pieces(value.shape, rng):
+            for part in parts[name]:
+                part.write(ranges, value[tuple(slice(a, b) for a, b in ranges)])
+
+
 @pytest.mark.parametrize("seed", sampled("live weights", range(5), 2))
-@pytest.mark.parametrize(("rank", "tp"), [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("rank, tp", [(0, 1), (0, 2), (1, 2)])
 def test_pieces_in_any_order_are_what_the_loader_writes_and_have_the_digest_of_what_was_sent(rank, tp, seed):
     rng, values = random.Random(seed), weights(seed)
     expected, parameters = live(tp), live(tp)
     loader(expected, rank, tp)(values.items())
     scatters = record_copies(loader(parameters, rank, tp), MANIFEST, parameters)
     parts, needed = live_views(scatters, MANIFEST, parameters), needs(scatters, MANIFEST)
-    for name, shape in SHAPES.items():
-        for ranges in pieces(shape, rng):
-            for part in parts[name]:
-                part.write(ranges, values[name][tuple(slice(a, b) for a, b in ranges)])
+    write(parts, values, rng)
     assert all(torch.equal(parameters[name], expected[name]) for name in expected)
     for number, (name, value) in enumerate(values.items()):
-        held = total([part.digest(number, torch.float32) for part in parts[name]])
+        before = held(parts[name], number)
         sent = []
         for ranges in needed[name]:
             rectangle, along = value[tuple(slice(a, b) for a, b in ranges)], [range(a, b) for a, b in ranges]
             sent.append(value_digest(rectangle, number, range(value.dim()), along))
-        assert held == total(sent)
+        assert before == total(sent)
         part = rng.choice(parts[name])
         place = tuple(rng.randrange(size) for size in part.live.shape)
         part.live.view(torch.int32)[place] ^= 1 << rng.randrange(31)
-        assert total([part.digest(number, torch.float32) for part in parts[name]]) != held
+        assert held(parts[name], number) != before
 
 
 def wider():
@@ -94,7 +104,7 @@ class Quantized(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "line"),
+    "kind, line",
     [
         ("method", "weights: .*Int8Method"),
         ("scale", "weights: scale: .*torch.float8_e4m3fn"),
@@ -117,15 +127,12 @@ def test_experts_in_blocks_of_rows(fused, seed):
     load(values.items(), expected)
     scatters = record_copies(lambda given: load(given, parameter), manifest, {"w13": parameter})
     parts = live_views(scatters, manifest, {"w13": parameter}, {"w13"})
-    for name, value in values.items():
-        for ranges in pieces(value.shape, rng):
-            for part in parts[name]:
-                part.write(ranges, value[tuple(slice(a, b) for a, b in ranges)])
+    write(parts, values, rng)
     assert torch.equal(parameter, in_blocks(expected))
     for number, (name, value) in enumerate(values.items()):
         along = [range(size) for size in value.shape]
         whole = value_digest(value, number, range(value.dim()), along)
-        assert total([part.digest(number, torch.float32) for part in parts[name]]) == whole
+        assert held(parts[name], number) == whole
 
 
 def test_a_piece_changes_nothing_else():

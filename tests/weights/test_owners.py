@@ -85,7 +85,7 @@ LAYOUTS = [(tp, pp, dp, ep) for tp, pp, dp, ep in product((1, 2), (1, 2), (1, 2,
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.parametrize(("tp", "pp", "dp", "ep"), sampled("owners", LAYOUTS, 7))
+@pytest.mark.parametrize("tp, pp, dp, ep", sampled("owners", LAYOUTS, 7))
 def test_every_layout_sends_the_checkpoint(kind, tp, pp, dp, ep):
     found = FAMILIES[kind]()
     for etp in (1, tp):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_scalerl.weights.transport import make_sender, shm
+from megatron_scalerl.weights.transport import make_sender
 from megatron_scalerl.weights.transport.shm import ShmGroup
 
 
@@ -24,7 +24,7 @@ def the_limit_of_a_sender_passes_once_a_member_is_there(monkeypatch):
 
     monkeypatch.setattr(ShmGroup, "_check", checked)
     clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: time.monotonic() + getattr(late, "by", 0))
-    monkeypatch.setattr(shm, "time", clock)
+    monkeypatch.setattr("megatron_scalerl.weights.transport.shm.time", clock)
 
 
 @pytest.mark.usefixtures("the_limit_of_a_sender_passes_once_a_member_is_there")

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,6 @@ from fakes.nccl import NcclProcessGroup
 from transfers import KINDS, flip, joined, manifest, or_leaves, plan_of, reader, tensors
 
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, address_of, listen_on, private_folder, serve_store
-from megatron_scalerl.weights import transport
 from megatron_scalerl.weights.plan import Connection, Part, WeightPlan, buckets
 from megatron_scalerl.weights.transport import join_sender, make_sender, resolve_transport
 from megatron_scalerl.weights.transport.frames import assembled, receive
@@ -179,7 +177,7 @@ def test_groups_of_one_folder_do_not_mix(spec):
 def test_a_long_path_of_the_temporary_folder(spec, monkeypatch, tmp_path):
     long = tmp_path / ("x" * 120)
     long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setattr("tempfile.tempdir", str(long))
     with private_folder() as rendezvous:
         connection = spec(rendezvous=rendezvous)
         [sender], [groups] = joined(connection)
@@ -314,7 +312,7 @@ def test_a_group_that_is_not_formed_closes_the_others_of_its_sender(spec, monkey
         limit = 1 if shard == 1 else 240
         return KINDS[connection.backend](replace(connection, connect_timeout_s=limit), rank, sender, shard)
 
-    monkeypatch.setattr(transport, "_group_class", lambda *_: group)
+    monkeypatch.setattr("megatron_scalerl.weights.transport._group_class", lambda *_: group)
     with ThreadPoolExecutor(2) as pool:
         sender = pool.submit(make_sender, connection, 0, (0, 1))
         receiver = pool.submit(join_sender, connection, 1, 0, 0).result()  # nobody joins for shard 1

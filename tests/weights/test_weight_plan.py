@@ -4,15 +4,7 @@ import msgspec
 import pytest
 
 from megatron_scalerl.weights import plan as plans
-from megatron_scalerl.weights.plan import (
-    Part,
-    WeightPlan,
-    buckets,
-    manifest_of,
-    overlap,
-    volume,
-    whole,
-)
+from megatron_scalerl.weights.plan import Part, WeightPlan, buckets, manifest_of, overlap, volume, whole
 
 ITEMS = [("a", "float32", (3,)), ("b", "bfloat16", (2, 5)), ("c", "float32", (1 << 18,)), ("d", "float32", ())]
 
@@ -67,13 +59,10 @@ def test_json_round_trip_and_a_digest_that_changes_with_every_field():
 
 
 @pytest.mark.parametrize(
-    ("parts", "line"),
+    "parts, line",
     [
         ([(0, 0, ((0, 2), (0, 3)))], "m: .*not sent"),
-        (
-            [(0, 0, ((0, 4), (0, 3))), (0, 0, ((3, 4), (1, 2)))],
-            "m: .*sent twice",
-        ),
+        ([(0, 0, ((0, 4), (0, 3))), (0, 0, ((3, 4), (1, 2)))], "m: .*sent twice"),
         ([(0, 0, ((0, 4), (0, 4)))], r"m: the rectangle .*\(4, 3\)"),
         ([(0, 0, ((-1, 4), (0, 3)))], r"m: the rectangle .*\(4, 3\)"),
         ([(0, 0, ((2, 2), (0, 3)))], r"m: the rectangle .*\(4, 3\)"),
@@ -105,7 +94,7 @@ def test_what_an_engine_takes_is_counted_and_not_compared_pair_by_pair():
 
 
 @pytest.mark.parametrize(
-    ("items", "line"),
+    "items, line",
     [
         ([], "weights: .*no tensor"),
         ([("a", "float32", (1,)), ("a", "float32", (1,))], "weights: a .*twice"),
@@ -141,7 +130,7 @@ def test_a_shard_gets_what_it_needs_and_nothing_else():
 
 
 @pytest.mark.parametrize(
-    ("needs", "line"),
+    "needs, line",
     [
         ([[ROWS[0], ((0, 2), (1, 2))]], "m: .*needed twice"),
         ([[((0, 5), (0, 3))]], r"m: the rectangle .*\(4, 3\)"),
