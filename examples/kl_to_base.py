@@ -1,8 +1,8 @@
-"""A penalty for leaving the base: ScaleRL with adapters, whose base policy a vLLM server has.
+r"""A penalty for leaving the base: ScaleRL with adapters, whose base policy a vLLM server has.
 
 `examples/distill.sh --kl` starts the server and trains 20 steps. By hand, with `vllm serve models/my_policy`:
 
-    PYTHONPATH=examples megatron-scalerl train my_run.yaml policy.lora={} \\
+    PYTHONPATH=examples megatron-scalerl train my_run.yaml policy.lora={} \
       algorithm='{name: kl_to_base:KLToBase, url: http://host:8000, coefficient: 0.01}'
 
 The estimate of a token's KL is log p_policy - log p_base of the sampled token (k1 of Schulman, "Approximating KL

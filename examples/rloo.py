@@ -1,8 +1,8 @@
-"""An algorithm of your own: REINFORCE leave-one-out instead of ScaleRL's advantages, with a number of its own.
+r"""An algorithm of your own: REINFORCE leave-one-out instead of ScaleRL's advantages, with a number of its own.
 
     source .venv/bin/activate        # after examples/quickstart.sh
-    PYTHONPATH=examples megatron-scalerl train recipes/tiny_cpu.yaml name=rloo algorithm=rloo:RLOO steps=20 \\
-      policy.path=runs/tiny_1/policy prompts.path=runs/tiny_1/prompts.jsonl \\
+    PYTHONPATH=examples megatron-scalerl train recipes/tiny_cpu.yaml name=rloo algorithm=rloo:RLOO steps=20 \
+      policy.path=runs/tiny_1/policy prompts.path=runs/tiny_1/prompts.jsonl \
       prompts.held_out_path=runs/tiny_1/held_out.jsonl sft.path=runs/tiny_1/sft.jsonl
 
 The baseline of a completion is the mean reward of the others of its prompt (Ahmadian et al. 2024, arXiv 2402.14740,

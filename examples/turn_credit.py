@@ -1,4 +1,4 @@
-"""An algorithm with credit for each turn of an episode, on a game that pays for turns (examples/guess.py).
+r"""An algorithm with credit for each turn of an episode, on a game that pays for turns (examples/guess.py).
 
     source .venv/bin/activate        # after examples/quickstart.sh and examples/guess.sh
     PYTHONPATH=examples megatron-scalerl train recipes/tiny_cpu.yaml overlay=examples/guess.yaml name=turn_credit \
@@ -18,6 +18,7 @@ from guess import Guess
 
 from megatron_scalerl.algorithms import ScaleRL
 from megatron_scalerl.batching.rollout_bytes import turn_numbers
+from megatron_scalerl.losses.inputs import separable
 
 
 class ConsistentGuess(Guess):
@@ -30,7 +31,7 @@ class ConsistentGuess(Guess):
     def step(self, response):
         messages, right, done = super().step(response)
         guess = int(response.text) if len(response.text) == 1 and response.text in "0123456" else 7
-        paid = 0.1 * (guess in self.possible) + bool(right)
+        paid = (0.1 if guess in self.possible else 0.0) + (1.0 if right else 0.0)
         self.possible = {n for n in self.possible if n != guess and (n > guess) == (self.number > guess)}
         return messages, paid, done
 
@@ -42,15 +43,20 @@ class TurnCredit(ScaleRL):
     columns = ("turn_credit",)
 
     async def score(self, group, samples):
-        paid = [np.array(score.turn_rewards or (score.reward,)) for score in group.scores]
-        to_go = [rewards[::-1].cumsum()[::-1] for rewards in paid]
+        to_go = []
+        for completion, score in zip(group.completions, group.scores):
+            paid = np.zeros(completion.turns)
+            paid[: len(score.turn_rewards)] = score.turn_rewards
+            paid[-1] += score.reward - paid.sum()  # of a verifier, or an agent's
+            to_go.append(paid[::-1].cumsum()[::-1])
         columns, rest = [], iter(samples)
         for completion, own in zip(group.completions, to_go):
             means = [np.mean([other[n] for other in to_go if len(other) > n]) for n in range(len(own))]
-            credit = np.pad(own - means, (0, completion.turns))  # a turn that a limit ended has no reward
+            credit = own - means
             of_tokens = turn_numbers(list(islice(rest, len(completion.samples))))
             columns += [{"turn_credit": np.where(turns < 0, 0, credit[turns])} for turns in of_tokens]
         return columns
 
+    @separable
     def loss(self, inputs):
         return super().loss(replace(inputs, advantages=inputs.columns["turn_credit"]))

@@ -227,8 +227,8 @@ class Score:
     """Whether the second judge (recipe: validation.audit) confirms a correct answer; None where it was not asked, or
     gave no verdict."""
     turn_rewards: tuple[float, ...] = field(default=(), compare=False)
-    """What the environment paid for each turn, 0 where nothing; an agent's turns, and one that a limit ended, have
-    none."""
+    """What the environment's `step` paid for each turn: 0 for no reward, True as 1. The verifier's reward is in none.
+    Empty for an agent; a turn that a limit ended has no entry."""
     problem: str = field(default="", compare=False)
     """End of the traceback with which the environment of an episode failed that is paid as wrong."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)

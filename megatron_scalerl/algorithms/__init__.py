@@ -37,9 +37,14 @@ def algorithm_of(recipe: Recipe) -> ScaleRL:
         algorithm: ScaleRL = chosen(**paper, **section.settings)
     except TypeError as error:
         raise ValueError(f"algorithm: {section.name} does not take {section.settings} ({error})") from None
-    if section.kl is not None and not algorithm.separable:
-        raise ValueError("algorithm.kl needs a loss of independent tokens (`losses.inputs.separable`); gspo is none")
     algorithm.paper_loss  # noqa: B018 - an unknown loss or option is a mistake of the recipe, found here
+    if section.kl is not None and not algorithm.separable:
+        raise ValueError(
+            f"algorithm.kl needs a loss of independent tokens; {recipe.loss.name} of {section.name} has no such mark "
+            "(losses.inputs.separable)"
+        )
+    if section.kl is not None and "kl" in algorithm.metrics:
+        raise ValueError(f"algorithm.kl reports loss/kl, and so does {section.name}; rename the class's number")
     return algorithm
 
 

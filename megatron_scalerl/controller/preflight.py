@@ -52,6 +52,9 @@ class Inputs(Settings):
         digest = policy_digest(recipe.policy.path)
         if recipe.policy.adapter is not None:
             digest += policy_digest(recipe.policy.adapter, end=1 << 40)
+        second = recipe.algorithm.kl
+        if second is not None and second.to != "base":
+            digest += policy_digest(second.to)
         policy = recipe.policy.model_copy(update={"digest": digest})
         changed = {"engine": engine, "trainer": trainer, "policy": policy, "prompts": prompts}
         return recipe.model_copy(update=changed)

@@ -151,7 +151,7 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[s
     changed = []
     for key in sorted(old.keys() | new.keys()):
         values = (old.get(key), new.get(key))
-        is_path = key.endswith(("path", "policy.adapter")) and None not in values
+        is_path = key.endswith(("path", "policy.adapter", "kl.to")) and None not in values
         one_place = is_path and len({os.path.abspath(str(value)) for value in values}) == 1
         if values[0] != values[1] and {} not in values and not one_place:
             changed.append((key, *values))

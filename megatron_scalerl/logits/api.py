@@ -50,8 +50,8 @@ def token_loss(
     """A loss that is a sum over tokens, [], with log-probabilities and entropies as from `token_logprobs`.
 
     second: another policy; the weighted sum of the exact divergences of the tokens (`logits.divergence`) is added to
-    the loss, and the divergences [T] (nats) are a fourth result. It takes the backend torch, and a third of the
-    workspace for each of three matrices of a chunk's logits.
+    the loss, and the divergences [T] (nats) are a fourth result. It takes the backend torch, and a fifth of the
+    workspace for each of five matrices of a chunk's logits.
 
     Only the loss has a gradient. It is computed here, chunk by chunk, while the logits are in memory, and scaled in
     the backward pass: three GEMMs instead of four, for an fp32 gradient of the head that is kept until then.

@@ -34,7 +34,7 @@ class TokenLoss(torch.autograd.Function):
         p = call.projection(hidden)
         size = call.chunk_tokens(weight)
         if second is not None:
-            size //= 3  # two more matrices of a chunk's logits
+            size //= 5  # four more matrices of a chunk's logits, two of them for a moment
         size = max(1, size)
         logits = p.hidden.new_empty((min(size, p.tokens), p.count), dtype=p.accumulator)
         grad_hidden = None
@@ -65,7 +65,7 @@ class TokenLoss(torch.autograd.Function):
             added = None
             if divergence is not None:
                 divergences[rows], added = divergence.of_chunk(rows, block, stats, lse)
-                total += divergence.weighted(rows, divergences[rows])
+                total += divergence.weights[rows] @ divergences[rows]
             if grad_hidden is not None and p.count:
                 # Before the next chunk, which overwrites the logits.
                 call.backend.chunk_gradients(part, block, stats, given, grad_hidden[rows], into, added)

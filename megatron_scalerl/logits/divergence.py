@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_scalerl.logits.function import Call
-from megatron_scalerl.logits.projection import Projection, no_columns
+from megatron_scalerl.logits.projection import no_columns
 from megatron_scalerl.record import record
 from megatron_scalerl.types import Float
 
@@ -37,7 +37,7 @@ class SecondPolicy:
     weight: Float[Tensor, "rows H2"]
     """This rank's rows of its head, as many as the policy's, in hidden's dtype."""
     token_weights: Float[Tensor, " T"]
-    """What a token's divergence is multiplied by in the loss."""
+    """Weight of each token's divergence in the loss."""
     direction: Direction = "reverse"
 
 
@@ -49,12 +49,13 @@ class Divergence:
         self._call = call
         self._direction = second.direction
         count = call.shape.count
-        self._p: Projection = replace(
+        self._p = replace(
             call.projection(second.hidden),
             weight=second.weight.detach()[:count],
             round_logits=call.shape.round_logits,
         )
-        self._weights = call.with_loss(second.token_weights).to(accumulator)
+        self.weights = call.with_loss(second.token_weights).to(accumulator)
+        """[kept tokens] factors of the divergences in the loss."""
         self._second = self._p.hidden.new_empty((rows, count), dtype=accumulator)
         self._gradient = torch.empty_like(self._second)
 
@@ -74,7 +75,7 @@ class Divergence:
         # the backend leaves z - m
         torch.sub(logits, (lse - stats[0])[:, None], out=s)
         t -= (lse_t - stats_t[0])[:, None]
-        scale = (self._weights[rows] * p.scale)[:, None]
+        scale = (self.weights[rows] * p.scale)[:, None]
         if self._direction == "forward":
             p_t = t.exp()
             divergence = self._summed(torch.linalg.vecdot(p_t, t.sub_(s)))
@@ -97,7 +98,3 @@ class Divergence:
         for part in parts[1:]:
             total = total + part
         return total
-
-    def weighted(self, rows: slice, divergence: Tensor) -> Tensor:
-        """The chunk's part of the loss, a scalar."""
-        return self._weights[rows] @ divergence

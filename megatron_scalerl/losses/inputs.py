@@ -26,7 +26,7 @@ class LossInputs:
     rollout_logprobs: Float[Tensor, " N"]
     """float32: log-probability under the engine that sampled the token (nats)."""
     advantages: Float[Tensor, " N"]
-    """float32: normalized advantage of the completion."""
+    """float32: advantage of the token, its completion's or its own."""
     loss_mask: Bool[Tensor, " N"]
     """True for a sampled token. Elsewhere the other fields may have any value, NaN included."""
     token_weights: Float[Tensor, " N"]

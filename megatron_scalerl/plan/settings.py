@@ -8,6 +8,7 @@ from megatron_scalerl.algorithms import algorithm_of
 from megatron_scalerl.engine.options import check_options
 from megatron_scalerl.environments.worker import load
 from megatron_scalerl.models import family, read_hf_config
+from megatron_scalerl.models.family import Family
 from megatron_scalerl.plan.counting import trained_family
 from megatron_scalerl.plan.verifier_trial import try_verifier
 from megatron_scalerl.prompts.chat import chat_of_recipe
@@ -74,7 +75,7 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
     tokenizer = chat = None
     if config is None:
         tokenizer = policy_tokenizer(recipe, hf_config)
-        _check_second_policy(recipe, tokenizer)
+        _check_second_policy(recipe, policy, tokenizer)
         chat = chat_of_recipe(recipe, tokenizer)
         recipe = chat.settled(recipe)
         for task in tasks_of(recipe):
@@ -86,13 +87,22 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
     )
 
 
-def _check_second_policy(recipe: Recipe, tokenizer: Any) -> None:
-    """Raises ValueError where the ids of algorithm.kl's policy are other tokens than the policy's."""
+def _check_second_policy(recipe: Recipe, policy: Family, tokenizer: Any) -> None:
+    """Raises ValueError where the ids of algorithm.kl's policy are other tokens than the policy's, or rows differ."""
     section = recipe.algorithm.kl
     if section is None or section.to == "base":
         return
+    if not Path(section.to, "config.json").is_file():
+        raise ValueError(f"algorithm.kl.to: {section.to} is not a Hugging Face folder: it has no config.json")
     if load_tokenizer(section.to).get_vocab() != tokenizer.get_vocab():
         raise ValueError(f"algorithm.kl.to: the tokenizer of {section.to} has other tokens than the policy's")
+    second = family(read_hf_config(section.to))
+    for name in ("vocab_size", "attention_chunk_size"):
+        if getattr(second, name) != getattr(policy, name):
+            raise ValueError(
+                f"algorithm.kl.to: {name} of {section.to} is {getattr(second, name)}, and the policy's is "
+                f"{getattr(policy, name)}; they have to be equal"
+            )
 
 
 def _micro_batch_tokens(recipe: Recipe) -> int:

@@ -71,6 +71,8 @@ def load_recipe_for(
     # a run's megatron_path holds the weights that it began with, not those of `policy`, which has its adapters merged
     begun = {"megatron_path": None, "lora": None, "adapter": None}
     data["policy"] = data.get("policy", {}) | begun | {"path": str(policy)}
+    if isinstance(data.get("algorithm"), dict):  # of the training alone
+        data["algorithm"] = data["algorithm"] | {"kl": None}
     if "tasks" not in data.get("prompts", {}):
         data["prompts"] = {"path": prompts} | data.get("prompts", {})
     return _overridden(data, files, overrides)
@@ -189,13 +191,13 @@ def override(data: dict[str, Any], item: str) -> None:
     if not separator or not key:
         raise RecipeError(f"override {item!r}: write it as key.path=value")
     value = _parsed(text, f"override {item[:100]!r}")
-    if re.fullmatch(r"(prompts\.tasks\.\w+\.)?environment", key) and isinstance(value, str):
+    if re.fullmatch(r"algorithm|(prompts\.tasks\.\w+\.)?environment", key) and isinstance(value, str):
         key += ".name"
     *parents, last = key.split(".")
     # sections that no file states begin here; the schema refuses unknown ones later, by their nearest key
     node = data
     for name in parents:
-        node[name] = section_of(node.get(name, {})) if name == "environment" else node.get(name, {})
+        node[name] = section_of(node.get(name) or {}) if name == "environment" else node.get(name, {})
         node = node[name]
         if not isinstance(node, dict):
             raise RecipeError(f"override {item!r}: {name} is a value, not a section")

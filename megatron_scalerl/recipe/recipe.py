@@ -121,8 +121,14 @@ class Recipe(Section):
             for key in {"environment", "interruption"} & (task.keys() if isinstance(task, Mapping) else set()):
                 shared = section_of(data.get(key, {}))
                 own = section_of(task[key])
-                if isinstance(shared, Mapping) and isinstance(own, Mapping):
-                    filled[name] = {**filled[name], key: {**shared, **own}}
+                if not (isinstance(shared, Mapping) and isinstance(own, Mapping)):
+                    continue
+                if key == "environment" and "name" not in {**shared, **own}:
+                    raise ValueError(
+                        f"prompts.tasks.{name}.environment.name is missing; name the class, as module:Class, or null "
+                        "for single turns"
+                    )
+                filled[name] = {**filled[name], key: {**shared, **own}}
         return {**data, "prompts": {**(prompts or {}), "tasks": filled}}
 
     @property
@@ -132,7 +138,7 @@ class Recipe(Section):
 
     @property
     def by_task(self) -> "list[Recipe]":
-        """The recipe as it holds for each task, by name; without prompts.tasks itself alone."""
+        """[tasks] the recipe with each task's settings, sorted by name; [self] without prompts.tasks."""
         return [self.of_task(name) for name in sorted(self.prompts.tasks or {})] or [self]
 
     def of_task(self, name: str) -> "Recipe":
@@ -144,10 +150,13 @@ class Recipe(Section):
         interruption = task.interruption or self.interruption
         if interruption.enabled == AUTO:
             interruption = interruption.model_copy(update={"enabled": self.interruption.enabled})
+        environment = task.environment or self.environment
+        if environment.name is None:  # single turns, to which no limit of episodes holds
+            environment = EnvironmentSection()
         sections = {
             "prompts": self.prompts.model_copy(update={"tasks": None, **prompts}),
             "rewards": self.rewards.model_copy(update=rewards),
-            "environment": task.environment or self.environment,
+            "environment": environment,
             "interruption": interruption,
         }
         return self.model_copy(update=sections)
@@ -367,7 +376,7 @@ def _check_kl(recipe: Recipe) -> None:
 def _check_tasks(recipe: Recipe) -> None:
     """Raises ValueError unless one of prompts.path and prompts.tasks is set, for what tasks cannot share."""
     prompts = recipe.prompts
-    if recipe.environment.name is None and recipe.environment != EnvironmentSection() and not prompts.tasks:
+    if not recipe.episodes and recipe.environment != EnvironmentSection():
         raise ValueError("environment.name is missing; name the class, as module:Class")
     if prompts.path is None and prompts.tasks is None:
         raise ValueError("prompts.path is missing; name a file of prompts, or set prompts.tasks")
@@ -381,6 +390,11 @@ def _check_tasks(recipe: Recipe) -> None:
                 f"prompts.held_out_path: {prompts.held_out_path} belongs to no task; in a mixture set "
                 "prompts.tasks.NAME.held_out_path"
             )
+    if any(task.interruption.phrase != recipe.interruption.phrase for task in recipe.by_task):
+        raise ValueError(
+            "prompts.tasks.NAME.interruption.phrase differs from interruption.phrase; the policy learns one phrase, "
+            "which the warm start masks: leave it out of the task"
+        )
     rewards = recipe.rewards
     tasks = [(task.verifier, task.memory_mb) for task in (prompts.tasks or {}).values()] or [(None, None)]
     if any((name or rewards.verifier) == "code" and not (memory or rewards.memory_mb) for name, memory in tasks):

@@ -158,7 +158,7 @@ TaskName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")]
 
 
 class TaskSection(Section):
-    """A task of a mixture: keys of `prompts` and `rewards`, and sections, whose values it has where it sets none."""
+    """A task of a mixture. A key that is not set has the value of `prompts`, `rewards`, or the recipe's section."""
 
     path: str
     """Its training prompts, as prompts.path."""

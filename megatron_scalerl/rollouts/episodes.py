@@ -304,8 +304,8 @@ async def sampling(
 ) -> AsyncIterator[Callable[[Recipe], Sampler]]:
     """Makes samplers that share decoders and environments, whose processes run in the block.
 
-    recipe: that of each sampler differs from it in budgets alone. Raises as `DecoderPool`, `EnvironmentPool` and
-    `turn_settings`.
+    The recipe of each sampler may differ from `recipe` in token budgets alone. Raises as `DecoderPool`,
+    `EnvironmentPool` and `turn_settings`.
     """
     async with contextlib.AsyncExitStack() as running:
         pools: dict[EnvironmentSection, EnvironmentPool] = {}

@@ -294,13 +294,8 @@ def build_policy(
 
 
 def frozen_policy(hf_path: str, recipe: Recipe, parallel: Parallel) -> PolicyModel:
-    """A second policy on this rank, in the recipe's data type. Raises ValueError for another vocabulary."""
+    """A second policy on this rank, in the recipe's data type (`plan.settings` has compared its vocabulary)."""
     family = family_of_folder(hf_path)
-    vocabulary = family_of_folder(recipe.policy.path).vocab_size
-    if family.vocab_size != vocabulary:
-        raise ValueError(
-            f"algorithm.kl.to: the vocabulary of {hf_path} has {family.vocab_size} ids, the policy's {vocabulary}"
-        )
     recipe = recipe.model_copy(update={"policy": recipe.policy.model_copy(update={"lora": None})})
     options = model_options(family, recipe, parallel)
     model = PolicyModel(options, family, recipe=recipe, parallel=parallel).to(parallel.device)

@@ -120,9 +120,10 @@ async def test_a_turns_credit_is_what_is_paid_from_it_on_less_the_mean_over_the_
     cut = [scores[0], Score(correct=False, reward=-1.0, reason="truncated", turn_rewards=(0.5, 0.25))]
     of_both = await TurnCredit().score(group_of([FORKED, FORKED], cut, prompt=prompt), 2 * samples[:3])
     credits = [column["turn_credit"].tolist() for column in of_both]
-    assert [credits[0], credits[3]] == [[0.375] * 3, [-0.375] * 3]
-    assert [credits[1], credits[4]] == [[0, 0, 0, 0.5, 0.5], [0, 0, 0, -0.5, -0.5]]
-    assert [credits[2][-1], credits[5][-1]] == [0.0, 0.0], "the turn that a limit ended has none"
+    # the second episode's turns end with -1, -1.5 and -1.75 to come: its third turn pays what the verdict lacks
+    assert [credits[0], credits[3]] == [[1.25] * 3, [-1.25] * 3]
+    assert [credits[1], credits[4]] == [[0, 0, 0, 1.375, 1.375], [0, 0, 0, -1.375, -1.375]]
+    assert [credits[2][-1], credits[5][-1]] == [1.375, -1.375]
 
 
 async def answer(request):

@@ -192,8 +192,12 @@ def test_a_task_has_its_own_environment_and_interruption_over_the_recipes(path):
     assert recipe.max_completion_tokens == math.recipe.max_completion_tokens == 2053
     assert task.recipe.max_completion_tokens == 12
     assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
-    everywhere = load_recipe(path, ["environment=a:A", "prompts.tasks.math.environment={name: null}"])
+    everywhere = load_recipe(
+        path, ["environment={name: a:A, episode_tokens: 20000}", "prompts.tasks.math.environment={name: null}"]
+    )
     assert [task.episodes for task in tasks_of(everywhere)] == [True, False]
+    longest = [task.recipe.max_completion_tokens for task in tasks_of(everywhere)]
+    assert longest == [20000, 14336], "a limit of episodes is none of single turns"
     longer = ["prompts.tasks.game.environment.episode_tokens=3000", f"prompts.tasks.game={game}"]
     assert load_recipe(path, [*shared, *reversed(longer)]).max_completion_tokens == 3000
 
@@ -221,6 +225,9 @@ def test_a_recipe_with_a_path_has_one_task(path):
         ("trainer.logit_backend=triton", "trainer.logit_backend is 'triton'; it should match pattern .*auto"),
         ("prompts.tasks.Math={path: a, weight: 1}", "prompts.tasks.Math is 'Math'; it should match pattern"),
         ("rewards.memory_mb=null", "rewards.memory_mb is null"),
+        ("environment.max_turns=3", "environment.name is missing"),
+        ("prompts.tasks.code.environment={max_turns: 3}", "prompts.tasks.code.environment.name is missing"),
+        ("prompts.tasks.code.interruption={phrase: 'Stop. '}", "the policy learns one phrase"),
     ],
 )
 def test_mistakes_in_tasks_are_one_line(path, override, said):

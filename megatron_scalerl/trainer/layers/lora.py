@@ -85,7 +85,7 @@ class Adapters(torch.nn.Module):
         sequence_parallel = config.sequence_parallel and not is_expert
         self.sums_gradients = is_expert and group.size() > 1
         self.off = False
-        """True: the layer is that of the base."""
+        """True while the layer computes without adapters."""
         self.exchange: Callable[..., Tensor] | None = None
         if group.size() > 1 and not is_expert:
             self.exchange = _EXCHANGES[by_rows, sequence_parallel]
