@@ -8,10 +8,10 @@ import pytest
 import sixty_verifiers
 from fakes.clock import VirtualTimeLoop, virtual_seconds
 from fakes.verifier_workers import WorkersInThisProcess
+from recipe_files import small_recipe
 from verifier_pools import prompt, task
 
 from megatron_scalerl.plan import verifier_trial
-from megatron_scalerl.recipe.sections import PromptsSection
 from megatron_scalerl.rewards.pool import VerifierPool
 from megatron_scalerl.rewards.worker import check_verifier
 from megatron_scalerl.types import CompletionLost
@@ -114,7 +114,8 @@ def test_a_judge_that_cannot_be_reached_is_a_warning(caplog):
 def test_a_variable_that_is_not_set_here_is_a_warning(tmp_path, caplog):
     (tmp_path / "a.jsonl").touch()
     unset = task("sixty_verifiers:number_0", variables=("NO_SUCH_KEY",))
-    verifier_trial.try_verifier(replace(unset, prompts=PromptsSection(path=str(tmp_path / "a.jsonl"))))
+    there = small_recipe(prompts={"path": str(tmp_path / "a.jsonl")}, rewards=unset.rewards)
+    verifier_trial.try_verifier(replace(unset, recipe=there))
     assert "was not tried: rewards.variables: the environment variable 'NO_SUCH_KEY'" in caplog.text
 
 
