@@ -51,7 +51,10 @@ def test_the_base_of_new_adapters_is_the_policy_and_later_it_is_not(new_trainer)
     plain = new_trainer(**lora).step(batch)
     trainer = new_trainer(**lora, algorithm={"kl": {"coefficient": COEFFICIENT}})
     report = trainer.step(batch)
-    assert (report.loss, report.grad_norm) == (plain.loss, plain.grad_norm) and report.metrics["loss/kl"] == 0.0
+    assert report.metrics["loss/kl"] == 0.0
+    # chunks of other sizes round otherwise
+    assert report.loss == pytest.approx(plain.loss, rel=1e-6)
+    assert report.grad_norm == pytest.approx(plain.grad_norm, rel=1e-6)
     [again] = batches_of(samples, micro_batch_tokens=64, step=2)
     assert trainer.step(again).metrics["loss/kl"] > 0.0
 
