@@ -27,9 +27,13 @@ def write_trained(run_dir: Path, batch: int, trained: Trained) -> None:
     path = _path(run_dir, batch)
     path.parent.mkdir(exist_ok=True)
     draft = path.with_suffix(".draft")
-    with naming(path):  # not synced: the trainer waits, and a resume trains the last batches again
-        draft.write_bytes(msgspec.json.encode(trained))
-        draft.replace(path)
+    try:
+        with naming(path):  # not synced: the trainer waits, and a resume trains the last batches again
+            draft.write_bytes(msgspec.json.encode(trained))
+            draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def read_trained(run_dir: Path, batch: int) -> Trained | None:
