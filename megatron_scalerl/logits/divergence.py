@@ -49,11 +49,7 @@ class Divergence:
         self._call = call
         self._direction = second.direction
         count = call.shape.count
-        self._p = replace(
-            call.projection(second.hidden),
-            weight=second.weight.detach()[:count],
-            round_logits=call.shape.round_logits,
-        )
+        self._p = replace(call.projection(second.hidden), weight=second.weight.detach()[:count])
         self.weights = call.with_loss(second.token_weights).to(accumulator)
         """[kept tokens] factors of the divergences in the loss."""
         self._second = self._p.hidden.new_empty((rows, count), dtype=accumulator)
