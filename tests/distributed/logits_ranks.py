@@ -22,6 +22,8 @@ class Case:
     masked: bool = False
     in_chunks: bool = False
     workspace_mb: float = 0.003
+    direction: str = ""
+    """Of the divergence from a second policy, whose weighted sum is then all of the loss; "": there is none."""
 
 
 def problem(level, dtype):
@@ -64,11 +66,51 @@ def run(case, group=None):
     def loss(logprobs, entropies, places):
         return (logprobs * weights[places]).sum() + (entropies * weights.flip(0)[places]).sum()
 
-    if case.in_chunks:
+    divergences = {}
+    if case.direction:
+        options |= dict(grad_logits="fp32", temperature=0.7, second=second(case, rank, size, share, weights))
+        value, logprob, entropy, kl = token_loss(
+            hidden, weight, y, lambda logprobs, *_: 0 * logprobs.sum(), **options
+        )
+        divergences = {"kl": kl.detach()}
+    elif case.in_chunks:
         value, logprob, entropy = token_loss(hidden, weight, y, loss, **options)
     else:
         logprob, entropy = token_logprobs(hidden, weight, y, **options)
         value = loss(logprob, entropy, torch.arange(TOKENS))
     value.backward()
     found = dict(value=value.detach(), logprob=logprob.detach(), entropy=entropy.detach())
-    return dict(found, grad_h=hidden.grad, grad_w=weight.grad)
+    return dict(found, **divergences, grad_h=hidden.grad, grad_w=weight.grad)
+
+
+def second_problem(dtype):
+    """Hidden states and head of the second policy, wider than the first."""
+    generator = torch.Generator().manual_seed(12)
+    hidden, head = (torch.randn(rows, 10, generator=generator, dtype=torch.float64) for rows in (TOKENS, VOCAB))
+    return hidden.to(dtype), (head / 3).to(dtype)  # a few nats apart, as policies of one family are
+
+
+def second(case, rank, size, share, weights):
+    """The second policy of a case, with this rank's rows of its head, and its share of the tokens."""
+    from megatron_scalerl.logits.divergence import SecondPolicy
+
+    hidden, head = second_problem(case.dtype)
+    head = torch.cat([head, head.new_full((case.padded - VOCAB, head.shape[1]), 5.0)]).chunk(size)[rank]
+    hidden = hidden.chunk(size)[rank] if share else hidden
+    return SecondPolicy(hidden=hidden, weight=head, token_weights=weights, direction=case.direction)
+
+
+def exact_divergence(case):
+    """(value, divergences, gradients of hidden and of the head's VOCAB rows) by log_softmax in float64."""
+    h, w, _ = problem(case.level, case.dtype)
+    h, w = h.double().requires_grad_(), w.double().requires_grad_()
+    other, head = (tensor.double() for tensor in second_problem(case.dtype))
+    s, t = ((a @ b.t() / 0.7).log_softmax(-1) for a, b in ((h, w), (other, head)))
+    p, q = (s, t) if case.direction == "reverse" else (t, s)
+    divergences = (p.exp() * (p - q)).sum(-1)
+    weights = torch.linspace(-1.0, 2.0, TOKENS, dtype=torch.float64)
+    if case.masked:
+        divergences = divergences * torch.tensor([i % 3 != 1 for i in range(TOKENS)])
+    value = (weights * divergences).sum()
+    value.backward()
+    return dict(value=value.detach(), kl=divergences.detach(), grad_h=h.grad, grad_w=w.grad)

@@ -74,16 +74,30 @@ def test_equal_policies_have_no_divergence_and_no_gradient_of_it(direction, dtyp
     assert not divergences.any() and not value.any() and not h.grad.any() and not w.grad.any()
 
 
-def test_the_mean_of_sampled_gaps_has_the_exact_gradient_in_its_interval():
-    """One position; 100,000 drawn tokens: E[(s - t) grad s] is the reverse divergence's gradient."""
+def test_the_mean_of_sampled_gaps_has_the_exact_gradient_and_k1_and_k3_in_the_loss_have_not():
+    """One position; 100,000 drawn tokens: E[(s - t) grad s] is the reverse divergence's gradient.
+
+    k1 = s - t in the loss has none in expectation (NeMo-RL#2506), k3 = t - s + exp(t - s) - 1 backwards the other
+    direction's (TRL#4967).
+    """
     h, w, y, other_h, other_w = (each[:1] if each.shape[0] == TOKENS else each for each in policies(torch.float64))
-    second = SecondPolicy(hidden=other_h, weight=other_w, token_weights=torch.ones(1))
-    h = h.requires_grad_()
-    token_loss(h, w, y, nothing, second=second)[0].backward()
-    s = (h.detach() @ w.t()).log_softmax(-1)[0]
+    exact = {}
+    for direction in ("reverse", "forward"):
+        leaf = h.clone().requires_grad_()
+        second = SecondPolicy(hidden=other_h, weight=other_w, token_weights=torch.ones(1), direction=direction)
+        token_loss(leaf, w, y, nothing, second=second)[0].backward()
+        exact[direction] = leaf.grad[0]
+    s = (h @ w.t()).log_softmax(-1)[0]
     t = (other_h @ other_w.t()).log_softmax(-1)[0]
     drawn = torch.multinomial(s.exp(), 100_000, replacement=True, generator=torch.Generator().manual_seed(3))
     # grad of s at token x with respect to the hidden state: w_x - sum p w
-    gradients = (s - t)[drawn, None] * (w[drawn] - s.exp() @ w)
-    error = gradients.std(0) / len(drawn) ** 0.5
-    assert ((gradients.mean(0) - h.grad[0]).abs() < 4 * error).all() and (h.grad[0].abs() > 8 * error).any()
+    slopes = w[drawn] - s.exp() @ w
+    gap = (s - t)[drawn, None]
+    estimates = {"gap": gap * slopes, "k1": slopes, "k3": (1 - (-gap).exp()) * slopes}
+    unbiased = {"gap": exact["reverse"], "k1": torch.zeros_like(exact["reverse"]), "k3": exact["forward"]}
+    for name, gradients in estimates.items():
+        error = gradients.std(0) / len(drawn) ** 0.5
+        assert ((gradients.mean(0) - unbiased[name]).abs() < 4 * error).all(), name
+        off = (gradients.mean(0) - exact["reverse"]).abs()
+        assert name == "gap" or (off > 5 * error).any(), name
+    assert exact["reverse"].abs().max() > 0.1
