@@ -5,6 +5,7 @@ Nothing here imports torch at run time: the controller has the object, too.
 
 from typing import Any
 
+from megatron_scalerl.algorithms.distilled import Distilled
 from megatron_scalerl.algorithms.scalerl import ScaleRL
 from megatron_scalerl.processes.imports import imported
 from megatron_scalerl.recipe import Recipe
@@ -16,10 +17,10 @@ def algorithm_of(recipe: Recipe) -> ScaleRL:
     Raises ValueError, naming the key, for an unknown algorithm, loss or setting.
     """
     section = recipe.algorithm
-    chosen: Any = ScaleRL
-    if section.name != "scalerl":
+    chosen: Any = {"scalerl": ScaleRL, "distilled": Distilled}.get(section.name)
+    if chosen is None:
         head = f"algorithm.name {section.name!r}"
-        chosen = imported(head, section.name, "scalerl or 'module:Class'")
+        chosen = imported(head, section.name, "scalerl, distilled or 'module:Class'")
         if not (isinstance(chosen, type) and issubclass(chosen, ScaleRL)):
             raise ValueError(f"{head}: it has to be a subclass of megatron_scalerl.algorithms.ScaleRL")
     paper: dict[str, Any] = dict(
@@ -38,6 +39,11 @@ def algorithm_of(recipe: Recipe) -> ScaleRL:
     except TypeError as error:
         raise ValueError(f"algorithm: {section.name} does not take {section.settings} ({error})") from None
     algorithm.paper_loss  # noqa: B018 - an unknown loss or option is a mistake of the recipe, found here
+    if section.teachers and not isinstance(algorithm, Distilled):
+        raise ValueError(
+            f"algorithm.teachers: {section.name} has no use for them; it has to be a subclass of "
+            "megatron_scalerl.algorithms.Distilled"
+        )
     if section.kl is not None and not algorithm.separable:
         raise ValueError(
             f"algorithm.kl needs a loss of independent tokens; {recipe.loss.name} of {section.name} has no such mark "
@@ -48,4 +54,4 @@ def algorithm_of(recipe: Recipe) -> ScaleRL:
     return algorithm
 
 
-__all__ = ["ScaleRL", "algorithm_of"]
+__all__ = ["Distilled", "ScaleRL", "algorithm_of"]

@@ -26,7 +26,7 @@ from megatron_scalerl.checkpoints.jsonl import JsonlWriter, read_jsonl, rewrite
 from megatron_scalerl.record import record
 from megatron_scalerl.types import ComputeUnit
 
-Role = Literal["startup", "trainer", "engine", "validation", "evaluation", "lost"]
+Role = Literal["startup", "trainer", "engine", "teacher", "validation", "evaluation", "lost"]
 Phase = Literal["startup", "produce", "train", "validate", "replay", "crash"]
 
 

@@ -97,6 +97,7 @@ class Meter:
         self._step = start.step
         self._trainer = devices.trainer
         self._engine = devices.engine
+        self._teacher = devices.teacher
         self._holds: dict[EngineClient, _Hold] = {}
         self._clear()
 
@@ -218,13 +219,13 @@ class Meter:
                 self.ledger.heartbeat(
                     batch=self._batches,
                     step=self._step,
-                    devices=self._trainer + self._engine_devices,
+                    devices=self._trainer + self._teacher + self._engine_devices,
                     seconds=self.elapsed,
                 )
             await asyncio.sleep(HEARTBEAT_S)
 
     def _charge_all(self, phase: Phase, role: Role) -> None:
-        self._write(phase, self.elapsed, [(role, self._trainer + self._engine_devices)])
+        self._write(phase, self.elapsed, [(role, self._trainer + self._teacher + self._engine_devices)])
 
     def _split(self, phase: Phase) -> None:
         """Charge the window to the roles that used its devices; each charge is a mean number of devices."""
@@ -242,6 +243,7 @@ class Meter:
         devices: list[tuple[Role, float]] = [
             ("validation", validating + pinned + on_held.get("validation", 0.0)),
             ("evaluation", on_held.get("evaluation", 0.0)),
+            ("teacher", self._teacher),
         ]
         devices = [charge for charge in devices if charge[1]]
         # the trainer's charge is the last: it marks the window as complete (`ledger`)

@@ -55,6 +55,8 @@ class Inputs(Settings):
         second = recipe.algorithm.kl
         if second is not None and second.to != "base":
             digest += policy_digest(second.to)
+        for _, teacher in sorted(recipe.algorithm.teachers.items()):
+            digest += policy_digest(teacher.path)
         policy = recipe.policy.model_copy(update={"digest": digest})
         changed = {"engine": engine, "trainer": trainer, "policy": policy, "prompts": prompts}
         return recipe.model_copy(update=changed)
@@ -122,7 +124,7 @@ def _check_host(recipe: Recipe) -> None:
         if task.rewards.verifier == "code":
             check_sandbox(limits_of(task.rewards))
     if recipe.engine.port:
-        for index in range(recipe.engine.count):
+        for index in range(len(recipe.engine_devices)):
             bind_server(recipe.engine.host, recipe.engine.port + index).close()
 
 

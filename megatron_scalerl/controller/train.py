@@ -358,8 +358,9 @@ def _read_run(folder: RunFolder, console: Console) -> Resumed:
 def _print_fleet(fleet: Fleet, console: Console) -> None:
     info = fleet.info
     devices = fleet.devices
+    teachers = f", {devices.teacher:g} teacher" if devices.teacher else ""
     console.print(
-        f"{info.parameters:,} parameters, {devices.trainer:g} trainer and {devices.engine:g} engine devices "
-        f"({info.device}, {info.backend}), logits {info.logits}",
+        f"{info.parameters:,} parameters, {devices.trainer:g} trainer and {devices.engine:g} engine{teachers} "
+        f"devices ({info.device}, {info.backend}), logits {info.logits}",
         highlight=False,
     )

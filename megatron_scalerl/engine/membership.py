@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_scalerl.engine.client import EngineClient
@@ -55,7 +55,7 @@ class Member:
     """An engine at an epoch."""
 
     name: str
-    """engine-N; of an engine that joined, extra-..."""
+    """engine-N; of a teacher teacher-..., of an engine that joined extra-..."""
     state: EngineState
     epoch: int
     """Number of changes of all engines up to its last one."""
@@ -73,6 +73,8 @@ class Member:
     """True if it is not started again."""
     joined: bool = False
     """True for an engine that the run did not start: it may leave, and come back under its name."""
+    teacher: bool = False
+    """True for a teacher: it keeps its weights, and takes no rollouts."""
     devices: float = 0
     """Devices that the run holds for it: of one that joined while it is there, of the others until they are given up
     and their host is gone. Half of those that the trainer shares."""
@@ -87,10 +89,12 @@ class Membership:
         *,
         minimum: int = 1,
         devices: float = 1,
+        teachers: Mapping[str, float] | None = None,
         record: Callable[[Member], None] = lambda member: None,
     ):
         """minimum: fewer engines that are not given up end the run. devices: of each of the `count` engines.
 
+        teachers: devices of each teacher, by its engine's name; a teacher that is given up ends the run, too.
         record: called with every changed member.
         """
         self.epoch = 0
@@ -103,6 +107,8 @@ class Membership:
             Member(name=f"engine-{index}", state=EngineState.STARTING, epoch=0, devices=devices)
             for index in range(count)
         ]
+        for name, size in (teachers or {}).items():
+            self._members.append(Member(name=name, state=EngineState.STARTING, epoch=0, devices=size, teacher=True))
         self._changed = asyncio.Event()
 
     @classmethod
@@ -149,7 +155,11 @@ class Membership:
     @property
     def devices(self) -> float:
         """Devices that the run holds for its engines now."""
-        return sum(member.devices for member in self._members)
+        return sum(member.devices for member in self._members if not member.teacher)
+
+    def teacher(self, name: str) -> EngineClient | None:
+        """The teacher's engine of this name, if it answers."""
+        return next((m.client for m in self._members if m.name == name and m.state is EngineState.STALE), None)
 
     def add(self, name: str, devices: int) -> int:
         """An engine that the run did not start is here, and its server is being started; returns its number.
@@ -238,8 +248,10 @@ class Membership:
         return next((m.reason for m in self._members if m.client is client), "evicted")
 
     async def too_few(self) -> None:
-        """Wait until fewer engines than the minimum are left, then raise EngineDied with the reasons."""
-        await self.until(lambda: self.left < self._minimum)
+        """Wait until fewer engines than the minimum, or not all teachers, are left, then raise EngineDied."""
+        await self.until(lambda: self.left < self._minimum or any(m.teacher and m.given_up for m in self._members))
+        if self.left >= self._minimum:
+            raise EngineDied(f"algorithm.teachers: a teacher is given up ({self.given_up_because})")
         raise EngineDied(
             f"engine.min_engines: {self.left} engines are left, and the run needs {self._minimum} "
             f"({self.given_up_because})"
@@ -249,7 +261,7 @@ class Membership:
     def left(self) -> int:
         """Number of engines that are not given up; one that joined counts while it is there."""
         gone = (EngineState.DRAINING, EngineState.LOST)
-        started = [m for m in self._members if not m.joined and not m.given_up]
+        started = [m for m in self._members if not (m.joined or m.given_up or m.teacher)]
         joined = [m for m in self._members if m.joined and m.state not in gone]
         return len(started) + len(joined)
 
@@ -259,7 +271,7 @@ class Membership:
         return "; ".join(f"{m.name}: {m.reason}" for m in self._members if m.given_up)
 
     def _clients(self, *states: EngineState) -> list[EngineClient]:
-        return [m.client for m in self._members if m.client is not None and m.state in states]
+        return [m.client for m in self._members if m.client is not None and m.state in states and not m.teacher]
 
     def _find(self, client: EngineClient) -> int | None:
         """Number of the engine that answers through `client`; None if it is evicted."""

@@ -1,7 +1,7 @@
 """The program that a run starts on another host: `python -m megatron_scalerl.launch.agent NAME`.
 
     trainer-HOST   the trainer's ranks on this host (with MSRL_RANKS)
-    engine-3       one start of an engine that the controller starts
+    engine-3       one start of an engine that the controller starts, or of a teacher (teacher-NAME)
     extra-77-0     one start of an engine that joins (`megatron-scalerl engine --join RUN`)
 
 Environment: `control_folder.public_environment`, then of ranks what `start_ranks` reads, of an engine
@@ -66,7 +66,7 @@ LONGEST = 1 << 17
 """Bytes of the longest message. ZeroMQ closes the connection of a peer that sends a longer one."""
 HOW_CHARACTERS = 1_000
 """Characters of an agent's report about the end of its server."""
-_NAME = r"^(engine-[0-9]{1,6}|extra-[A-Za-z0-9._-]{1,64})$"
+_NAME = r"^(engine-[0-9]{1,6}|(teacher|extra)-[A-Za-z0-9._-]{1,64})$"
 _URL = r"^https://(\[[0-9A-Fa-f:.%a-z]{2,64}\]|[0-9.]{7,15}):[0-9]{1,5}$"
 JOINING = "extra-"
 """Names of engines that the controller did not start begin so; those of the others are engine-N."""
@@ -76,7 +76,7 @@ class Hello(sockets.Hello, frozen=True):
     """Agent to controller: first message."""
 
     name: Annotated[str, msgspec.Meta(pattern=_NAME)]
-    """engine-N of an engine that the controller starts, extra-... of one that joins."""
+    """engine-N or teacher-... of an engine that the controller starts, extra-... of one that joins."""
     start: str
     """Identifies this start of the engine, as the controller chose it; empty for an engine that joins."""
     host: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,255}$")]
@@ -197,7 +197,7 @@ class Agent:
             interface=interface_of(HostRendezvous(host=address, port=0)),
             tls=Certificate(certificate=self.welcome.certificate, key=self.welcome.key),
         )
-        recipe = load_recipe(self._environment["MSRL_RECIPE"])
+        recipe = load_recipe(self._environment["MSRL_RECIPE"]).of_engine(self._name)
         log = Path(self._environment["MSRL_LOGS"]) / f"{self._name}.log"
         return LocalServer(recipe, place, name=self._name, secret=self._secret, log_path=log)
 

@@ -219,12 +219,12 @@ class Agents:
         write_controller(self._attempt.folder, self._environment)
 
     def engine(self, index: int, place: EnginePlace) -> RemoteServer:
-        """The server of the next start of engine `index` on another host."""
-        engine = self._recipe.engine
-        name = f"engine-{index}"
+        """The server of the next start of engine `index`, of a teacher too, on another host."""
+        name = [*self._recipe.engine_devices][index]
+        engine = self._recipe.of_engine(name).engine
         start = uuid.uuid4().hex
         environment = self._environment | {"MSRL_START": start, "MSRL_DEVICES": str(engine.devices_per_engine)}
-        log = self.logs / f"agent-{index}.log"  # the other host writes the server's
+        log = self.logs / f"agent-{name.removeprefix('engine-')}.log"  # the other host writes the server's
         launch = partial(start_agent, self._hosts, place.host, name, environment, log)
         server = self.expect(name, place.host.name, start, launch)
         server.welcome = msgspec.structs.replace(

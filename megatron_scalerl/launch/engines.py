@@ -29,6 +29,7 @@ from megatron_scalerl.launch.placement import Attempt, Placement
 from megatron_scalerl.launch.process import EngineProcess
 from megatron_scalerl.processes.child_process import LOG_END, cancelled, fatal_error, race, stop_all
 from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.recipe import TEACHER
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +66,14 @@ class Engines:
         needs a running event loop. Raises ValueError for a port in use and for options unknown to vLLM.
         """
         engine = recipe.engine
+        self._names = [*recipe.engine_devices]
+        teachers = {name: recipe.engine_devices[name] for name in self._names[engine.count :]}
         self.members = Membership(
-            engine.count, minimum=engine.min_engines, devices=engine.charged_devices, record=record
+            engine.count,
+            minimum=engine.min_engines,
+            devices=engine.charged_devices,
+            teachers=teachers,
+            record=record,
         )
         self._recipe = recipe
         self._placement = placement
@@ -79,7 +86,7 @@ class Engines:
             self._agents = Agents(
                 recipe, hosts=hosts, attempt=attempt, secret=secret, objection=self._objection_to_joining
             )
-        self._processes = [self._make(index) for index in range(engine.count)]
+        self._processes = [self._make(index) for index in range(len(self._names))]
         self._agent_tasks: list[asyncio.Task[NoReturn]] = []  # the reader of their socket, who takes in engines
         self._completed = False
         self._supervisors: list[asyncio.Task[None]] = []
@@ -126,15 +133,18 @@ class Engines:
 
     def _make(self, index: int) -> EngineProcess:
         place = self._placement.engines[index]
+        name = self._names[index]
+        recipe = self._recipe.of_engine(name)
         interface = LOOPBACK if self._agents is None else self._agents.interface
         if not place.host.here:
             assert self._agents is not None, place
-            return EngineProcess(self._recipe, self._agents.engine(index, place), secret=self._secret)
+            return EngineProcess(recipe, self._agents.engine(index, place), secret=self._secret)
         return EngineProcess.local(
-            self._recipe,
+            recipe,
             index=index,
+            name=name,
             secret=self._secret,
-            log_path=self._logs / f"engine-{index}.log",
+            log_path=self._logs / f"{name}.log",
             positions=place.positions,
             interface=interface,
         )
@@ -185,7 +195,9 @@ class Engines:
 
     async def _until_evicted(self, process: EngineProcess) -> str:
         """Wait until the engine fails or is evicted; it is evicted then. Returns the reason."""
-        async with race(process.watch(self._lag), self.members.evicted(process.client)) as (watch, evicted):
+        # a teacher has other work than the engines that it would be compared with
+        lag = None if process.name.startswith(TEACHER) else self._lag
+        async with race(process.watch(lag), self.members.evicted(process.client)) as (watch, evicted):
             error = watch.exception() if watch.done() else None
             if error is None:
                 return _with_cause(await evicted, process)
@@ -199,8 +211,8 @@ class Engines:
         delay: seconds between both.
         An engine whose processes do not end is given up: they hold its devices.
         """
-        logger.warning("engine-%d is evicted: %s", index, reason)
         process = self._processes[index]
+        logger.warning("%s is evicted: %s", process.name, reason)
         given_up = failures > self._recipe.engine.max_restarts
         host_gone = not process.server.reached
         host = self._placement.engines[index].host.name

@@ -288,7 +288,7 @@ def _address_towards(other: str) -> str:
 
 def files_needed(recipe: Recipe) -> int:
     """Open files that the controller of a run may need at once. Each engine needs fewer."""
-    engines = recipe.engine.count
+    engines = len(recipe.engine_devices)
     completions = PER_COMPLETION * engines * recipe.rollouts.max_in_flight
     workers = (recipe.rewards.workers or default_workers()) + (recipe.rollouts.decoders or default_workers())
     processes = engines + recipe.trainer.world_size + workers

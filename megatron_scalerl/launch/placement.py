@@ -83,7 +83,7 @@ class Placement:
         )
         in_use = () if recipe.engine.colocate else ranks
         engines = _engines(recipe, hosts, in_use, slots, gpus=gpus)
-        if sum(part.count for part in ranks) < world_size or len(engines) < recipe.engine.count:
+        if sum(part.count for part in ranks) < world_size or len(engines) < len(recipe.engine_devices):
             raise ValueError(_too_few(recipe, hosts, slots, gpus=gpus, trainer=trainer))
         return cls(trainer=ranks, engines=tuple(engines))
 
@@ -117,15 +117,14 @@ def _engines(
     recipe: Recipe, hosts: Hosts, trainer: Sequence[HostRanks], slots: int, *, gpus: bool
 ) -> list[EnginePlace]:
     """Places of the run's engines, of as many as fit."""
-    size = recipe.engine.devices_per_engine
+    sizes = [*recipe.engine_devices.values()]
     placed: list[EnginePlace] = []
     for host in hosts.hosts:
-        used = sum(ranks.count for ranks in trainer if ranks.host == host)
-        for first in range(used, slots - size + 1, size):
-            if len(placed) == recipe.engine.count:
-                break
-            positions = tuple(range(first, first + size)) if gpus else None
-            placed.append(EnginePlace(host=host, positions=positions))
+        first = sum(ranks.count for ranks in trainer if ranks.host == host)
+        while len(placed) < len(sizes) and first + sizes[len(placed)] <= slots:
+            end = first + sizes[len(placed)]
+            placed.append(EnginePlace(host=host, positions=tuple(range(first, end)) if gpus else None))
+            first = end
     return placed
 
 
@@ -134,7 +133,9 @@ def _too_few(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool, trainer: b
         f"{recipe.trainer.world_size} trainer ranks and {recipe.engine.count} engines of "
         f"{recipe.engine.devices_per_engine}"
     )
-    engines = recipe.engine.count * recipe.engine.devices_per_engine
+    if recipe.algorithm.teachers:
+        fleet += f", and {len(recipe.algorithm.teachers)} teachers of {recipe.teacher_devices} in all,"
+    engines = sum(recipe.engine_devices.values())
     if hosts.slots is None:
         too_few = f"engine.count: {slots} visible GPUs are too few: the engines take {engines}"
         if recipe.engine.colocate or not trainer:
@@ -168,6 +169,8 @@ class Devices:
     """Devices of the trainer; half of them if it shares them with engines."""
     engine: float
     """Devices of all engines together; half of them if they share them with the trainer."""
+    teacher: float = 0
+    """Devices of the teachers."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> Devices:
@@ -176,6 +179,7 @@ class Devices:
             unit="gpu_hours" if takes_gpus(recipe.weights.transport) else "device_hours",
             trainer=recipe.trainer.world_size / (2 if recipe.engine.colocate else 1),
             engine=recipe.engine.count * recipe.engine.charged_devices,
+            teacher=recipe.teacher_devices,
         )
 
 
@@ -205,11 +209,15 @@ class Fleet:
 
 def hosts_needed(recipe: Recipe, slots: int) -> int | None:
     """Hosts that a run needs; None if an engine needs more devices than a host has. slots: devices of a host."""
-    size = recipe.engine.devices_per_engine
     ranks = recipe.trainer.world_size
-    if size > slots:
-        return None
+    hosts = -(-ranks // slots)
     # devices that the ranks leave free on the last of their hosts go to the first engines
-    rest = -ranks % slots
-    engines = max(0, recipe.engine.count - rest // size)
-    return -(-ranks // slots) + -(-engines // (slots // size))
+    free = -ranks % slots
+    for size in recipe.engine_devices.values():
+        if size > slots:
+            return None
+        if size > free:
+            hosts += 1
+            free = slots
+        free -= size
+    return hosts

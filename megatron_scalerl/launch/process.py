@@ -40,16 +40,16 @@ class EngineProcess:
 
     @classmethod
     def local(
-        cls, recipe: Recipe, *, index: int = 0, secret: str, log_path: str | Path, **place: Any
+        cls, recipe: Recipe, *, index: int = 0, name: str = "", secret: str, log_path: str | Path, **place: Any
     ) -> EngineProcess:
         """An engine whose server is a child of this process, as the recipe has it.
 
-        index: number of the engine from 0. place: fields of `ServerPlace` but its address. Raises ValueError for an
-        option that vLLM does not know and for a port in use.
+        index: number of the engine from 0. name: empty for engine-`index`. place: fields of `ServerPlace` but its
+        address. Raises ValueError for an option that vLLM does not know and for a port in use.
         """
         engine = recipe.engine
         address = ServerPlace(host=engine.host, port=engine_port(engine, index), **place)
-        server = LocalServer(recipe, address, name=f"engine-{index}", secret=secret, log_path=log_path)
+        server = LocalServer(recipe, address, name=name or f"engine-{index}", secret=secret, log_path=log_path)
         return cls(recipe, server, secret=secret)
 
     async def start(self, *, version: int = 0) -> EngineInfo:

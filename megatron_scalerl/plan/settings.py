@@ -89,13 +89,17 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
 
 def _check_second_policy(recipe: Recipe, policy: Family, tokenizer: Any) -> None:
     """Raises ValueError where the ids of algorithm.kl's policy are other tokens than the policy's, or rows differ."""
+    folders = {f"teachers.{name}.path": teacher.path for name, teacher in recipe.algorithm.teachers.items()}
     section = recipe.algorithm.kl
+    if section is not None and section.to != "base":
+        folders["kl.to"] = section.to
+    for key, folder in folders.items():
+        if not Path(folder, "config.json").is_file():
+            raise ValueError(f"algorithm.{key}: {folder} is not a Hugging Face folder: it has no config.json")
+        if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
+            raise ValueError(f"algorithm.{key}: the tokenizer of {folder} has other tokens than the policy's")
     if section is None or section.to == "base":
         return
-    if not Path(section.to, "config.json").is_file():
-        raise ValueError(f"algorithm.kl.to: {section.to} is not a Hugging Face folder: it has no config.json")
-    if load_tokenizer(section.to).get_vocab() != tokenizer.get_vocab():
-        raise ValueError(f"algorithm.kl.to: the tokenizer of {section.to} has other tokens than the policy's")
     second = family(read_hf_config(section.to))
     for name in ("vocab_size", "attention_chunk_size"):
         if getattr(second, name) != getattr(policy, name):

@@ -35,7 +35,7 @@ def gpus_of(recipe: Recipe, split: Split) -> int:
     """GPUs of trainer and engines together."""
     if recipe.engine.colocate:
         return split.trainer
-    return split.trainer + split.engines * recipe.engine.devices_per_engine
+    return split.trainer + split.engines * recipe.engine.devices_per_engine + recipe.teacher_devices
 
 
 def splits(recipe: Recipe, gpus: int, gpu: Gpu) -> list[Split]:
@@ -50,7 +50,8 @@ def splits(recipe: Recipe, gpus: int, gpu: Gpu) -> list[Split]:
     devices = recipe.engine.devices_per_engine
     sizes: list[tuple[int, int]] = []
     if not recipe.engine.colocate:
-        sizes = [(trainer, gpus - trainer) for trainer in range(unit, gpus, unit)]
+        left = gpus - recipe.teacher_devices
+        sizes = [(trainer, left - trainer) for trainer in range(unit, left, unit)]
     elif gpus % unit == 0:
         sizes = [(gpus, gpus)]
     possible = [Split(trainer=ranks, engines=left // devices) for ranks, left in sizes if left % devices == 0]

@@ -71,8 +71,7 @@ def load_recipe_for(
     # a run's megatron_path holds the weights that it began with, not those of `policy`, which has its adapters merged
     begun = {"megatron_path": None, "lora": None, "adapter": None}
     data["policy"] = data.get("policy", {}) | begun | {"path": str(policy)}
-    if isinstance(data.get("algorithm"), dict):  # of the training alone
-        data["algorithm"] = data["algorithm"] | {"kl": None}
+    data.pop("algorithm", None)  # of the training alone
     if "tasks" not in data.get("prompts", {}):
         data["prompts"] = {"path": prompts} | data.get("prompts", {})
     return _overridden(data, files, overrides)

@@ -57,6 +57,10 @@ def _checked_name(name: str) -> str:
     return name
 
 
+TEACHER = "teacher-"
+"""Names of teachers' engines begin so."""
+
+
 class Recipe(Section):
     """The settings of one run."""
 
@@ -216,7 +220,29 @@ class Recipe(Section):
         """Devices of a run: one for each trainer rank and for each device of an engine, or for both."""
         if self.engine.colocate:
             return self.trainer.world_size
-        return self.trainer.world_size + self.engine.count * self.engine.devices_per_engine
+        return self.trainer.world_size + sum(self.engine_devices.values())
+
+    @property
+    def engine_devices(self) -> dict[str, int]:
+        """Devices of each engine that a run starts, by name, those of the teachers last."""
+        own = {f"engine-{index}": self.engine.devices_per_engine for index in range(self.engine.count)}
+        return own | {TEACHER + name: teacher.devices for name, teacher in sorted(self.algorithm.teachers.items())}
+
+    @property
+    def teacher_devices(self) -> int:
+        """Devices of all teachers together."""
+        return sum(teacher.devices for teacher in self.algorithm.teachers.values())
+
+    def of_engine(self, name: str) -> "Recipe":
+        """The recipe as the engine of this name has it: a teacher has its own policy, and options of its own."""
+        if not name.startswith(TEACHER):
+            return self
+        teacher = self.algorithm.teachers[name.removeprefix(TEACHER)]
+        policy = self.policy.model_copy(update={"path": teacher.path, "lora": None})
+        options = {**self.engine.vllm, **teacher.vllm}
+        engine = self.engine.model_copy(update={"vllm": options, "devices_per_engine": teacher.devices})
+        rollouts = self.rollouts.model_copy(update={"routing_replay": False})
+        return self.model_copy(update={"policy": policy, "engine": engine, "rollouts": rollouts})
 
     @property
     def run_dir(self) -> Path:
@@ -264,6 +290,7 @@ class Recipe(Section):
         _check_evaluation(self)
         _check_colocation(self)
         _check_kl(self)
+        _check_teachers(self)
         if self.engine.min_engines > self.engine.count:
             raise ValueError(
                 f"engine.min_engines: {self.engine.min_engines} is more than the "
@@ -371,6 +398,33 @@ def _check_kl(recipe: Recipe) -> None:
             "algorithm.kl needs one pipeline stage (megatron.parallel.pipeline_model_parallel_size 1), "
             "trainer.loss_in_chunk true and rollouts.routing_replay false"
         )
+
+
+def _check_teachers(recipe: Recipe) -> None:
+    """Raises ValueError for teachers without a use, a task without its one teacher, and layouts that they lack."""
+    teachers = recipe.algorithm.teachers
+    if not teachers:
+        if recipe.algorithm.name == "distilled":
+            raise ValueError("algorithm.teachers is empty; name the folder of a teacher for algorithm.name distilled")
+        return
+    if recipe.algorithm.name == "scalerl":
+        raise ValueError("algorithm.teachers has no use in scalerl; set algorithm.name to distilled")
+    if recipe.rollouts.temperature != 1 or recipe.rollouts.deterministic or recipe.engine.colocate:
+        raise ValueError(
+            "algorithm.teachers needs rollouts.temperature 1 (vLLM scores prompts at 1, whatever a request says), "
+            "rollouts.deterministic false and engine.colocate false"
+        )
+    tasks = [*(recipe.prompts.tasks or {""})]
+    for name, teacher in teachers.items():
+        for task in teacher.tasks:
+            if task not in tasks:
+                raise ValueError(f"algorithm.teachers.{name}.tasks: {task} is not in prompts.tasks")
+    for task in tasks:
+        of_task = [name for name, teacher in teachers.items() if task in (teacher.tasks or tasks)]
+        if len(of_task) != 1:
+            raise ValueError(
+                f"algorithm.teachers: the task {task!r} has the teachers {of_task}; give each task one, by `tasks`"
+            )
 
 
 def _check_tasks(recipe: Recipe) -> None:

@@ -404,25 +404,42 @@ class KLSection(Section):
     forward: KL(second || policy)."""
 
 
+class TeacherSection(Section):
+    """A fixed policy, in an engine of its own, whose log-probabilities of the sampled tokens the algorithm uses."""
+
+    path: str
+    """Hugging Face folder, with the policy's tokenizer."""
+    tasks: list[str] = []
+    """Names of prompts.tasks whose completions this teacher scores; empty: all. Each task has one teacher."""
+    devices: PositiveInt = 1
+    """Devices of the teacher's engine."""
+    vllm: dict[str, Any] = {}
+    """Options of vLLM, laid over engine.vllm: with several devices tensor_parallel_size."""
+
+
 class AlgorithmSection(Section):
     """Which completions are trained, and how: `name` alone, or a mapping with it and the algorithm's own settings."""
 
     name: str = "scalerl"
-    """scalerl, whose settings are the sections advantages, filters, loss and rewards.truncated, or `module:Class` of
-    your own, a subclass of `megatron_scalerl.algorithms.ScaleRL`."""
+    """scalerl, whose settings are the sections advantages, filters, loss and rewards.truncated; distilled, which
+    learns from `teachers`; or `module:Class` of your own, a subclass of `megatron_scalerl.algorithms.ScaleRL`."""
     settings: dict[str, Any] = {}
-    """Fields of a class of your own, which may also stand beside `name`."""
+    """Fields of the class (distilled: gap_weight, reward_weight), which may also stand beside `name`."""
     kl: KLSection | None = None
     """A divergence in the loss. Groups that `filters` leave out have none: distillation sets filters.zero_variance
     false. null: none."""
+    teachers: dict[Annotated[str, Field(pattern="^[A-Za-z0-9._-]{1,64}$")], TeacherSection] = {}
+    """By name: engines that no weight update reaches, and whose device-hours the ledger has as `teacher`. For
+    `distilled`, and classes of yours that are subclasses of it."""
 
     @model_validator(mode="before")
     @classmethod
     def _settings_beside_the_name(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or ":" not in str(data.get("name", "")):
+        if not isinstance(data, dict) or data.get("name", "scalerl") == "scalerl":
             return data
         own = {key: value for key, value in data.items() if key not in cls.model_fields}
-        return {"name": data["name"], "settings": (data.get("settings") or {}) | own, "kl": data.get("kl")}
+        section = {key: value for key, value in data.items() if key not in own}
+        return section | {"settings": (data.get("settings") or {}) | own}
 
 
 class AdvantagesSection(Section):

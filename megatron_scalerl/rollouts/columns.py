@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,9 @@ import numpy as np
 
 from megatron_scalerl.algorithms import ScaleRL
 from megatron_scalerl.batching.rollout_bytes import RolloutArrays, read, write
+from megatron_scalerl.engine.membership import Membership
+from megatron_scalerl.recipe import Recipe
+from megatron_scalerl.recipe.recipe import TEACHER
 from megatron_scalerl.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -19,8 +22,43 @@ SCORE_S = 600.0
 """Limit of one try: a judge that accepts a connection and never answers would hold the batch for ever."""
 
 
-async def with_columns(algorithm: ScaleRL, group: RolloutGroup, samples: Sequence[bytes]) -> list[bytes]:
-    """The samples of a group, as `rollout_bytes.write` writes them, with the columns of `ScaleRL.score`.
+Score = Callable[[RolloutGroup, Sequence[RolloutArrays]], Awaitable[Sequence[Mapping[str, Any]]]]
+
+
+class Teachers:
+    """Asks the teacher of a group's task for the log-probabilities of its samples, one request a sample.
+
+    A teacher that is down is waited for; the request that was in flight on it fails, and `with_columns` repeats it.
+    """
+
+    def __init__(self, recipe: Recipe, engines: Membership):
+        self._sections = recipe.algorithm.teachers
+        self._engines = engines
+
+    async def score(self, group: RolloutGroup, samples: Sequence[RolloutArrays]) -> list[dict[str, Any]]:
+        """[samples] the column of `Distilled`. Raises EngineError."""
+        tasks = {name: section.tasks or [group.prompt.task] for name, section in self._sections.items()}
+        teacher = TEACHER + next(name for name, of_teacher in tasks.items() if group.prompt.task in of_teacher)
+        await self._engines.until(lambda: self._engines.teacher(teacher) is not None)
+        client = self._engines.teacher(teacher)
+        assert client is not None, teacher
+        parts = [part for completion in group.completions for part in completion.samples]
+        prompts = [group.prompt.token_ids[: part.prompt_tokens] for part in parts]
+        ids = [[*prompt, *sample.token_ids.tolist()] for prompt, sample in zip(prompts, samples, strict=True)]
+        scored = await asyncio.gather(*map(client.score, ids))
+        columns = []
+        for prompt, sample, logprobs in zip(prompts, samples, scored, strict=True):
+            by_token = np.array([0.0, *logprobs])[len(prompt) :]  # nothing comes before a text's first token
+            columns.append({"teacher_logprobs": np.where(sample.loss_mask, by_token, 0.0)})
+        return columns
+
+
+async def with_columns(
+    algorithm: ScaleRL, group: RolloutGroup, samples: Sequence[bytes], score: Score | None = None
+) -> list[bytes]:
+    """The samples of a group, as `rollout_bytes.write` writes them, with the columns of `score`.
+
+    score: None for the algorithm's own.
 
     Raises RuntimeError, which ends the run, where in each try `score` raised, took more than `SCORE_S`, or gave other
     columns.
@@ -29,7 +67,7 @@ async def with_columns(algorithm: ScaleRL, group: RolloutGroup, samples: Sequenc
     for pause_s in (*PAUSES_S, None):
         try:
             async with asyncio.timeout(SCORE_S):
-                columns = await algorithm.score(group, arrays)
+                columns = await (score or algorithm.score)(group, arrays)
             return [write(scored(sample, named, algorithm)) for sample, named in zip(arrays, columns, strict=True)]
         except Exception as error:
             if pause_s is None:

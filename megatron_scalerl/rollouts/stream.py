@@ -61,7 +61,7 @@ from megatron_scalerl.processes.child_process import cancelled
 from megatron_scalerl.prompts.curriculum import Curriculum, CurriculumDry
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
-from megatron_scalerl.rollouts.columns import with_columns
+from megatron_scalerl.rollouts.columns import Teachers, with_columns
 from megatron_scalerl.rollouts.engine_loads import EngineLoads
 from megatron_scalerl.rollouts.gate import gate_of
 from megatron_scalerl.rollouts.journal import Journal
@@ -132,6 +132,7 @@ class RolloutStream:
         self._gate = gate_of(recipe.rollouts)
         self._group_size = recipe.rollouts.group_size
         self._algorithm = algorithm_of(recipe)
+        self._score = Teachers(recipe, engines).score if recipe.algorithm.teachers else None
         self._seed = recipe.seed
         self._next_group_id = next_group_id
         self._count_tokens = count_tokens
@@ -437,7 +438,7 @@ class RolloutStream:
         )
         samples = [part for scored in kept for part in scored.parts]
         if self._algorithm.columns:
-            samples = await with_columns(self._algorithm, group, samples)
+            samples = await with_columns(self._algorithm, group, samples, self._score)
         group = await self._journal.finish(group, samples)
         # nothing is awaited since the event was written: a replay of the journal observes in the order of its events
         self._curriculum.observe(prompt.prompt_id, group.pass_rate)

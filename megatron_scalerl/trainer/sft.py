@@ -138,7 +138,7 @@ def _of_warm_start(recipe: Recipe) -> Recipe:
     trainer = recipe.trainer.model_copy(update={"world_size": world_size, "threads": section.threads})
     rollouts = recipe.rollouts.model_copy(update={"temperature": 1.0})
     policy = recipe.policy.model_copy(update={"lora": None, "adapter": None})
-    algorithm = recipe.algorithm.model_copy(update={"kl": None})
+    algorithm = recipe.algorithm.model_copy(update={"kl": None, "teachers": {}, "name": "scalerl", "settings": {}})
     update = dict(optimizer=optimizer, trainer=trainer, rollouts=rollouts, policy=policy, algorithm=algorithm)
     if world_size == 1:  # one process has the whole policy, however the RL run shards it
         model = {key: value for key, value in recipe.megatron.model.items() if key not in MODEL_KEYS}

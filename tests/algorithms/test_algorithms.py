@@ -25,6 +25,10 @@ def recipe(**sections):
     return Recipe(name="r", steps=1, policy={"path": "p"}, prompts={"path": "p.jsonl"}, **sections)
 
 
+TEACHER = {"t": {"path": "p"}}
+TAUGHT = {"name": "distilled", "teachers": TEACHER}
+
+
 @dataclass(frozen=True, kw_only=True)
 class OneGroup(ScaleRL):
     """Trains the groups with a solved completion, at most `most` completions long."""
@@ -50,13 +54,22 @@ def test_the_sections_of_a_recipe_are_the_fields_of_its_algorithm():
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"algorithm": "ppo"}, "algorithm.name 'ppo': it has to be scalerl or 'module:Class'"),
+        ({"algorithm": "ppo"}, "algorithm.name 'ppo': it has to be scalerl, distilled or 'module:Class'"),
         ({"algorithm": "rloo:REINFORCE"}, "algorithm.name 'rloo:REINFORCE': rloo has no REINFORCE"),
         ({"algorithm": "pathlib:Path"}, "algorithm.name 'pathlib:Path': it has to be a subclass"),
         ({"algorithm": {"name": "rloo:RLOO", "size": 2}}, "algorithm: rloo:RLOO does not take {'size': 2}"),
         ({"algorithm": {"name": "rloo:RLOO", "normalize": "none"}}, "algorithm.normalize: set it in its own section"),
         ({"algorithm": {"normalize": "none"}}, "algorithm.normalize"),
         ({"algorithm": "no.such:Class"}, "algorithm.name 'no.such:Class': the module cannot be imported: "),
+        ({"algorithm": "distilled"}, "algorithm.teachers is empty"),
+        ({"algorithm": {"teachers": TEACHER}}, "algorithm.teachers has no use in scalerl"),
+        ({"algorithm": {"name": "rloo:RLOO", "teachers": TEACHER}}, "algorithm.teachers: rloo:RLOO has no use"),
+        ({"algorithm": TAUGHT, "rollouts": {"temperature": 0.7}}, "algorithm.teachers needs rollouts.temperature 1"),
+        ({"algorithm": TAUGHT | {"teachers": {"t": {"path": "p", "tasks": ["sums"]}}}}, "t.tasks: sums is not in"),
+        (
+            {"algorithm": TAUGHT | {"teachers": TEACHER | {"u": {"path": "q"}}}},
+            "the task '' has the teachers .'t', 'u'.;",
+        ),
         ({"loss": {"name": "ppo"}}, "loss.name 'ppo': it has to be cispo, .* or 'module:function'"),
         ({"algorithm": "rloo:RLOO", "loss": {"name": "ppo"}}, "loss.name 'ppo'"),
         ({"loss": {"clip_low": 0.2}}, "loss.clip_low is 0.2, but loss.name cispo"),
@@ -140,7 +153,7 @@ async def test_each_sampled_token_has_the_servers_log_probability_of_its_place()
     samples = [*map(arrays_of, (rollout(tokens=(7,)), rollout(mask=(True, False, True)), *FORKED[:2]))]
     completions = (*map(facts_of, samples[:2]), facts_of_parts(samples[2:], (None, 0)))
     async with RawTestServer(answer) as server:
-        settings = {"name": "distill:Distill", "url": f"http://127.0.0.1:{server.port}"}
+        settings = {"name": "distill:FromServer", "url": f"http://127.0.0.1:{server.port}"}
         teacher = algorithm_of(recipe(algorithm=settings))
         columns = await teacher.score(replace(group([1] * 3), completions=completions), samples)
     expected = [[-2], [-2, 0, -4], [-2, 0, 0], [0, 0, 0, -3, -4]]
@@ -150,13 +163,18 @@ async def test_each_sampled_token_has_the_servers_log_probability_of_its_place()
 @pytest.mark.parametrize(
     ("name", "setting", "advantages", "dropped"),
     [
-        ("distill:Distill", {"weight": 2.0}, [1.0, -4.0, 0.0], ""),
-        ("kl_to_base:KLToBase", {"coefficient": 0.5}, [1.25, 0.0, 0.0], "all_correct"),
+        ("distill:FromServer", {"gap_weight": 2.0, "url": ""}, [1.0, -4.0, 0.0], ""),
+        (
+            "distilled",
+            {"gap_weight": 0.5, "reward_weight": 1.0, "teachers": TEACHER},
+            [1.25, 0.0, 0.0],
+            "all_correct",
+        ),
     ],
 )
 def test_the_advantage_of_a_token_by_hand(name, setting, advantages, dropped):
     """The policy gives the tokens -1 and -2 nats, the server -0.5 and -4; ScaleRL's advantage is 1."""
-    algorithm = algorithm_of(recipe(algorithm={"name": name, "url": "", **setting}))
+    algorithm = algorithm_of(recipe(algorithm={"name": name, **setting}))
     logprobs = torch.tensor([-1.0, -2.0, torch.nan], requires_grad=True)
     inputs = LossInputs(
         trainer_logprobs=logprobs,

@@ -8,12 +8,14 @@ import time
 
 import psutil
 import pytest
+import tiny_logprobs
 from launch.stand_ins import gone
 from whole_runs import ROOT, overrides
 
 from megatron_scalerl.checkpoints.commit import latest
 from megatron_scalerl.controller.metrics import read_jsonl
 from megatron_scalerl.rollouts.history import read_history
+from megatron_scalerl.rollouts.store import read_arrays, segment_path
 
 pytestmark = pytest.mark.slow
 ANEW = "begins anew, since the run has no checkpoint yet (checkpoint.every_steps; SIGUSR1 saves one and exits)"
@@ -154,3 +156,34 @@ def test_a_run_outlives_an_engine_and_its_trainer(tiny_dense, tmp_path):
     assert steps == list(range(1, len(steps) + 1))
     groups = [g for batch in read_history(run.folder).batches for g in batch.group_ids]
     assert len(set(groups)) == len(groups)
+
+
+def test_a_run_outlives_its_teacher_and_has_its_log_probabilities(tiny_dense, tmp_path):
+    """The teacher is killed: completions wait for the next one, none is lost; values are those of transformers."""
+    teacher = tiny_dense / "base_policy"
+    taught = f"algorithm={{name: distilled, teachers: {{t: {{path: {teacher}}}}}}}"
+    with Run(tiny_dense, tmp_path, taught, "rollouts.max_staleness_steps=1") as run:
+        run.wait_for(lambda: run.steps() >= 2)
+        [victim] = [p for p in named(run.children(), str(teacher)) if "--port" in p.cmdline()][:1]
+        os.killpg(victim.pid, signal.SIGKILL)
+        states = run.folder / "engines.jsonl"
+        run.wait_for(lambda: any(row["name"] == "teacher-t" and row["restarts"] for row in read_jsonl(states)))
+        killed = run.steps()
+        run.wait_for(lambda: run.steps() >= killed + 3)
+        run.process.send_signal(signal.SIGTERM)
+        code, _ = run.end()
+    assert code == 143 and gone(run.groups)
+    assert {row["state"] for row in read_jsonl(states) if row["name"] == "engine-0"} == {"stale", "serving"}
+    assert {row["state"] for row in read_jsonl(states) if row["name"] == "teacher-t"} >= {"stale", "lost"}
+    assert {"teacher", "engine"} <= {row.get("role") for row in read_jsonl(run.folder / "ledger.jsonl")}
+    history = read_history(run.folder)
+    texts, columns = [], []
+    for event in history.finished.values():
+        group, samples = read_arrays(segment_path(run.folder / "rollouts", event.segment), event.stored)
+        assert group.header.lost_completions == 0
+        for sample in samples:
+            texts.append([*group.header.prompt.token_ids, *sample.token_ids.tolist()])
+            columns.append((sample.columns["teacher_logprobs"], sample.loss_mask))
+    for (found, mask), expected in zip(columns, tiny_logprobs.of(teacher, texts), strict=True):
+        difference = found - expected[-len(found) :].numpy()
+        assert abs(difference[mask]).max() < 1e-4 and not found[~mask].any()

@@ -1,0 +1,41 @@
+"""On-policy distillation: the advantage of a sampled token is how much more probable a teacher finds it.
+
+The gradient of a token is that of the reverse KL at its position, estimated from the sampled token, on texts that the
+policy wrote (Lu and Thinking Machines Lab, "On-Policy Distillation", 2025); nothing is discounted from later tokens.
+Where the teacher fits on the trainer's ranks, `algorithm.kl` has the same divergence exactly.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from megatron_scalerl.algorithms.scalerl import ScaleRL
+from megatron_scalerl.losses.inputs import LossInputs, LossOutput, separable
+from megatron_scalerl.types import RolloutGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distilled(ScaleRL):
+    """ScaleRL's advantages, times `reward_weight`, less the gap of each token to its teacher, times `gap_weight`.
+
+    The gap is log p of the trainer, at the update, less log p of the teacher (nats), without gradient. Forced tokens
+    and those of an environment have none. The importance weight stays the loss's own, of trainer and engine.
+    """
+
+    columns: ClassVar = ("teacher_logprobs",)
+    metrics: ClassVar = {"teacher_gap": "mean", "teacher_gap_max": "max"}
+    gap_weight: float = 1.0
+    reward_weight: float = 0.0
+
+    def drop_reason(self, group: RolloutGroup) -> str:
+        """Without rewards every completion teaches; with them ScaleRL's filter decides."""
+        if self.reward_weight:
+            return super().drop_reason(group)
+        return "" if group.completions else "too_few"
+
+    @separable
+    def loss(self, inputs: LossInputs) -> LossOutput:
+        """The loss of the recipe, at the advantages less the gaps."""
+        gap = inputs.trainer_logprobs.detach() - inputs.columns["teacher_logprobs"]
+        advantages = self.reward_weight * inputs.advantages - self.gap_weight * gap
+        output = super().loss(replace(inputs, advantages=advantages))
+        return replace(output, metrics={"teacher_gap": gap, "teacher_gap_max": gap.abs()})
