@@ -17,7 +17,7 @@ from megatron_scalerl.models.family import Family, padded_vocab_size
 from megatron_scalerl.plan import activations
 from megatron_scalerl.plan.activations import Recompute, norm_bytes
 from megatron_scalerl.plan.assumptions import Assumptions
-from megatron_scalerl.plan.counting import RankParameters, of_stage, trained_family
+from megatron_scalerl.plan.counting import RankParameters, load_family, of_stage, trained_family
 from megatron_scalerl.plan.hardware import GIB, MIB, PLAIN_ON_GPU, Kernels
 from megatron_scalerl.plan.sharding import Layout
 from megatron_scalerl.recipe import Recipe
@@ -154,6 +154,10 @@ def _stage_memory(
         rest,
         Term(name="weight groups (NCCL)", bytes=group_bytes),
     ]
+    second = recipe.algorithm.kl
+    if second is not None and second.to != "base":
+        frozen = of_stage(load_family(second.to), layout, stage)
+        terms.append(Term(name="frozen policy (algorithm.kl)", bytes=width * frozen.total))
     # Temporary memory is freed before gradients are clipped: only a copy that is larger than it raises the peak.
     if kernels == PLAIN_ON_GPU:
         terms.append(Term(name="gradient clipping copy", bytes=max(0.0, 4 * trained.largest - moving)))

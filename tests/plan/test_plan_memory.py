@@ -53,6 +53,13 @@ def test_fp32_weights_are_their_own_main_weights():
     assert (t["weights"], t["main weights (fp32)"], t["Adam moments"]) == (4 * n, 0, 8 * n)
 
 
+def test_a_frozen_policy_is_on_every_rank_as_the_policy_is():
+    teacher = ROOT / "recipes/configs/Qwen3-8B"
+    _, _, layout, [rank] = plan_of(f"algorithm={{kl: {{to: {teacher}, coefficient: 1}}}}")
+    *_, frozen = rank.terms
+    assert layout.tp == 2 and frozen.bytes == pytest.approx(8_190_735_360, rel=1e-3)  # bf16, over two ranks
+
+
 def test_experts_share_their_optimizer_over_fewer_ranks():
     _, _, _, stages = plan_of(name="scalerl_llama4_scout_17bx16")
     assert terms(stages[0])["Adam moments"] == pytest.approx(8 * (1_393_295_360 / 12 + 3_019_898_880 / 3))
