@@ -19,7 +19,7 @@ from megatron_scalerl.plan.activations import Recompute, norm_bytes
 from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.counting import RankParameters, load_family, of_stage, trained_family
 from megatron_scalerl.plan.hardware import GIB, MIB, PLAIN_ON_GPU, Kernels
-from megatron_scalerl.plan.sharding import Layout
+from megatron_scalerl.plan.sharding import Layout, layout_of
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 
@@ -156,7 +156,8 @@ def _stage_memory(
     ]
     second = recipe.algorithm.kl
     if second is not None and second.to != "base":
-        frozen = of_stage(load_family(second.to), layout, stage)
+        frozen_family = load_family(second.to)
+        frozen = of_stage(frozen_family, layout_of(recipe, frozen_family, layout.world_size), stage)
         terms.append(Term(name="frozen policy (algorithm.kl)", bytes=width * frozen.total))
     # Temporary memory is freed before gradients are clipped: only a copy that is larger than it raises the peak.
     if kernels == PLAIN_ON_GPU:
