@@ -5,8 +5,9 @@
 The sides use the same devices, layers, attention, optimizer and micro-batches, and take turns in one process. Ours
 packs sequences and trains CISPO (or --loss) with its metrics. The bare sides train GPTModel's cross-entropy: `packed`
 on the same packed rows in Megatron's "thd" format, `bare` with every micro-batch padded to its longest sequence.
-Prints one JSON line: `ratio_packed` and `ratio` are ours over them of the median times, `cpu_ratio_packed` and
-`cpu_ratio` the same of CPU time.
+`kl` is ours with `algorithm.kl` to a frozen copy of the policy. Prints one JSON line: `ratio_packed` and `ratio` are
+ours over the bare sides of the median times, `ratio_kl` is `kl` over ours, `cpu_ratio_packed` and `cpu_ratio` are of
+CPU time.
 """
 
 import tempfile
@@ -172,16 +173,18 @@ def batch_of(options, vocab_size):
 
 def measure(options, policy):
     """Medians of all sides over rounds in which each steps once."""
-    recipe = recipe_of(
-        policy,
+    common = dict(
         dtype=options.dtype,
         loss={"name": options.loss},
         trainer={"threads": options.threads, "micro_batch_tokens": options.micro_batch_tokens},
     )
+    recipe = recipe_of(policy, **common)
+    second = recipe_of(policy, **common, algorithm={"kl": {"to": str(policy), "coefficient": 0.1}})
     parallel = init_parallel(recipe)
     batch = batch_of(options, family_of(read_hf_config(policy)).vocab_size)
     bare, packed = (BareMegatron(recipe, parallel, packed=packed) for packed in (False, True))
     sides = {"ours": make_trainer(recipe, parallel).step, "bare": bare.step, "packed": packed.step}
+    sides["kl"] = make_trainer(second, parallel).step
     arms = {side: partial(harness.timed, partial(step, batch)) for side, step in sides.items()}
     taken_by_side = harness.in_rounds(arms, options.rounds, warm_up=2)
     wall, cpu = ({side: [taken[i] for taken in of] for side, of in taken_by_side.items()} for i in (0, 1))
@@ -190,6 +193,7 @@ def measure(options, policy):
     return {
         "ratio_packed": seconds["ours"] / seconds["packed"],
         "cpu_ratio_packed": busy["ours"] / busy["packed"],
+        "ratio_kl": seconds["kl"] / seconds["ours"],
         "ratio": seconds["ours"] / seconds["bare"],
         "cpu_ratio": busy["ours"] / busy["bare"],
         "seconds": seconds,
