@@ -25,7 +25,7 @@ soak    one run at k = 8 until --minutes in all: SIGKILL or SIGSTOP of a random 
         the change per hour after minute 10, the median of the slopes between all pairs of samples (Theil-Sen).
 
 A second call continues where the first stopped; matrix and series append a row for each kill to OUT/rows.jsonl,
-once its run has ended, and print all rows as the table of docs/reliability.md. Exit code 1: it went wrong.
+once its run has ended, and print all rows as a table for Markdown. Exit code 1: it went wrong.
 """
 
 import contextlib
