@@ -48,14 +48,21 @@ def test_a_piece_prints_what_the_course_shows(name):
     program = (ROOT / f"examples/{name}.py").read_text()
     cells = json.loads((ROOT / "docs/course/own_loop.ipynb").read_text())["cells"]
     [shown] = [cell["outputs"] for cell in cells if "".join(cell["source"]) == program.rstrip()]
-    assert ran(sys.executable, f"examples/{name}.py") == "".join(shown[0]["text"])
+    assert without_error(ran(sys.executable, f"examples/{name}.py")) == without_error("".join(shown[0]["text"]))
+
+
+def without_error(text):
+    """The text without the rounding error that it says, which depends on the CPU and has to be a few ulps."""
+    parts = re.split(r"(?<=log-probability: )(\S+)(?= nats)", text)
+    assert all(float(error) < 2e-5 for error in parts[1::2])
+    return "".join(parts[::2])
 
 
 @pytest.mark.slow
 def test_the_logit_projection_over_two_ranks():
     torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 --no-python"
     told = ran(*torchrun.split(), sys.executable, "-c", ENDED, "examples/logit_projection.py")
-    assert "2 rank(s), head (8192, 256) each" in told and "8.9e-06 nats" in told
+    assert "2 rank(s), head (8192, 256) each" in told and "log-probability:  nats" in without_error(told)
 
 
 def test_the_leaky_verifier_leaks(tmp_path):

@@ -3,6 +3,7 @@
 Nothing here imports torch at run time: the controller has the object, too.
 """
 
+from dataclasses import fields
 from typing import Any
 
 from megatron_scalerl.algorithms.distilled import Distilled
@@ -34,15 +35,21 @@ def algorithm_of(recipe: Recipe) -> ScaleRL:
     for key in section.settings:
         if key in paper:
             raise ValueError(f"algorithm.{key}: set it in its own section (advantages, filters, loss or rewards)")
+    settings = dict(section.settings)
+    for field in fields(chosen):
+        if field.type in (float, "float") and isinstance(settings.get(field.name), str):
+            settings[field.name] = _number(f"algorithm.{field.name}", settings[field.name])
     try:
-        algorithm: ScaleRL = chosen(**paper, **section.settings)
+        algorithm: ScaleRL = chosen(**paper, **settings)
     except TypeError as error:
         raise ValueError(f"algorithm: {section.name} does not take {section.settings} ({error})") from None
     algorithm.paper_loss  # noqa: B018 - an unknown loss or option is a mistake of the recipe, found here
-    if section.teachers and not isinstance(algorithm, Distilled):
+    if section.teachers and not (
+        isinstance(algorithm, Distilled) and algorithm.columns == Distilled.columns and chosen.score is ScaleRL.score
+    ):
         raise ValueError(
             f"algorithm.teachers: {section.name} has no use for them; it has to be a subclass of "
-            "megatron_scalerl.algorithms.Distilled"
+            "megatron_scalerl.algorithms.Distilled without columns or a score of its own"
         )
     if section.kl is not None and not algorithm.separable:
         raise ValueError(
@@ -52,6 +59,14 @@ def algorithm_of(recipe: Recipe) -> ScaleRL:
     if section.kl is not None and "kl" in algorithm.metrics:
         raise ValueError(f"algorithm.kl reports loss/kl, and so does {section.name}; rename the class's number")
     return algorithm
+
+
+def _number(key: str, text: str) -> float:
+    """A number that YAML takes for a text, such as 1e-3."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{key}: {text!r} is no number") from None
 
 
 __all__ = ["Distilled", "ScaleRL", "algorithm_of"]

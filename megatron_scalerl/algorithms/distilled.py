@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from megatron_scalerl.algorithms.scalerl import ScaleRL
 from megatron_scalerl.losses.inputs import LossInputs, LossOutput, separable
-from megatron_scalerl.types import RolloutGroup
+from megatron_scalerl.types import Completion, RolloutGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,10 @@ class Distilled(ScaleRL):
     metrics: ClassVar = {"teacher_gap": "mean", "teacher_gap_max": "max"}
     gap_weight: float = 1.0
     reward_weight: float = 0.0
+
+    def trains(self, completion: Completion) -> bool:
+        """Without rewards a truncated completion teaches, too."""
+        return not self.reward_weight or super().trains(completion)
 
     def drop_reason(self, group: RolloutGroup) -> str:
         """Without rewards every completion teaches; with them ScaleRL's filter decides."""

@@ -168,10 +168,12 @@ def _checked_need(recipe: Recipe, slots: int, nodes: int) -> int:
     """Nodes that a run needs. Raises ValueError if these are too few, or too small."""
     needed = hosts_needed(recipe, slots)
     engines = f"{recipe.engine.count} engines of {recipe.engine.devices_per_engine}"
+    if recipe.algorithm.teachers:
+        engines += f" and {recipe.teacher_devices} devices of teachers"
     if needed is None:
         raise ValueError(
-            f"{recipe.name}: engine.devices_per_engine: {recipe.engine.devices_per_engine} is more than the {slots} "
-            "devices of a node, and no engine spans two nodes"
+            f"{recipe.name}: engine.devices_per_engine: {max(recipe.engine_devices.values())} is more than the "
+            f"{slots} devices of a node, and no engine or teacher spans two nodes"
         )
     if needed > nodes:
         raise ValueError(

@@ -166,7 +166,7 @@ def _recovered(path: Path, rows: Iterable[dict[str, Any]]) -> list[Charge]:
         incarnation = charge.incarnation
         charges.append(charge)
         # the trainer's charge, or one of all devices, is the last of its window
-        if charge.role not in ("engine", "validation", "evaluation"):
+        if charge.role not in ("engine", "teacher", "validation", "evaluation"):
             complete = len(charges)
     charges[complete:] = [dataclasses.replace(c, role="lost", phase="crash") for c in charges[complete:]]
     if heartbeat is not None:

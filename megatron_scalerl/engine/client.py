@@ -246,6 +246,7 @@ class EngineClient:
         with self._generating():
             body = self._salted({"token_ids": token_ids, "sampling_params": params})
             content = await self._request("POST", _GENERATE, body)
+        self.received_tokens += 1  # which the engine has generated for it
         return prompt_logprobs(content, token_ids, self._where(_GENERATE))
 
     def _salted(self, body: dict[str, Any]) -> dict[str, Any]:

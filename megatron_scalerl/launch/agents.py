@@ -218,17 +218,15 @@ class Agents:
         """Write RUN/control/controller.json, which `engine --join` reads. Raises OSError."""
         write_controller(self._attempt.folder, self._environment)
 
-    def engine(self, index: int, place: EnginePlace) -> RemoteServer:
+    def engine(self, index: int, name: str, place: EnginePlace, devices: int) -> RemoteServer:
         """The server of the next start of engine `index`, of a teacher too, on another host."""
-        name = [*self._recipe.engine_devices][index]
-        engine = self._recipe.of_engine(name).engine
         start = uuid.uuid4().hex
-        environment = self._environment | {"MSRL_START": start, "MSRL_DEVICES": str(engine.devices_per_engine)}
+        environment = self._environment | {"MSRL_START": start, "MSRL_DEVICES": str(devices)}
         log = self.logs / f"agent-{name.removeprefix('engine-')}.log"  # the other host writes the server's
         launch = partial(start_agent, self._hosts, place.host, name, environment, log)
         server = self.expect(name, place.host.name, start, launch)
         server.welcome = msgspec.structs.replace(
-            self.welcome, port=engine_port(engine, index), positions=place.positions
+            self.welcome, port=engine_port(self._recipe.engine, index), positions=place.positions
         )
         return server
 

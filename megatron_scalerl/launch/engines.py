@@ -29,7 +29,6 @@ from megatron_scalerl.launch.placement import Attempt, Placement
 from megatron_scalerl.launch.process import EngineProcess
 from megatron_scalerl.processes.child_process import LOG_END, cancelled, fatal_error, race, stop_all
 from megatron_scalerl.recipe import Recipe
-from megatron_scalerl.recipe.recipe import TEACHER
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ class Engines:
             record=record,
         )
         self._recipe = recipe
-        self._placement = placement
+        self._places = (*placement.engines, *placement.teachers)
         self._hosts = hosts
         self._secret = secret
         self._logs = attempt.folder / "logs"
@@ -132,13 +131,14 @@ class Engines:
             self._agents.close()
 
     def _make(self, index: int) -> EngineProcess:
-        place = self._placement.engines[index]
+        place = self._places[index]
         name = self._names[index]
         recipe = self._recipe.of_engine(name)
         interface = LOOPBACK if self._agents is None else self._agents.interface
         if not place.host.here:
             assert self._agents is not None, place
-            return EngineProcess(recipe, self._agents.engine(index, place), secret=self._secret)
+            server = self._agents.engine(index, name, place, recipe.engine.devices_per_engine)
+            return EngineProcess(recipe, server, secret=self._secret)
         return EngineProcess.local(
             recipe,
             index=index,
@@ -196,7 +196,7 @@ class Engines:
     async def _until_evicted(self, process: EngineProcess) -> str:
         """Wait until the engine fails or is evicted; it is evicted then. Returns the reason."""
         # a teacher has other work than the engines that it would be compared with
-        lag = None if process.name.startswith(TEACHER) else self._lag
+        lag = None if self.members.teacher(process.name) else self._lag
         async with race(process.watch(lag), self.members.evicted(process.client)) as (watch, evicted):
             error = watch.exception() if watch.done() else None
             if error is None:
@@ -215,7 +215,7 @@ class Engines:
         logger.warning("%s is evicted: %s", process.name, reason)
         given_up = failures > self._recipe.engine.max_restarts
         host_gone = not process.server.reached
-        host = self._placement.engines[index].host.name
+        host = self._places[index].host.name
         if host_gone and host in await asyncio.to_thread(self._hosts.have_left):
             given_up = True
             reason = f"its host has left the job ({reason})"

@@ -52,6 +52,7 @@ class Placement:
 
     trainer: tuple[HostRanks, ...]
     engines: tuple[EnginePlace, ...]
+    teachers: tuple[EnginePlace, ...] = ()
 
     @classmethod
     def of(cls, recipe: Recipe, hosts: Hosts, *, trainer: bool = True) -> Placement:
@@ -85,16 +86,20 @@ class Placement:
         engines = _engines(recipe, hosts, in_use, slots, gpus=gpus)
         if sum(part.count for part in ranks) < world_size or len(engines) < len(recipe.engine_devices):
             raise ValueError(_too_few(recipe, hosts, slots, gpus=gpus, trainer=trainer))
-        return cls(trainer=ranks, engines=tuple(engines))
+        count = recipe.engine.count
+        return cls(trainer=ranks, engines=tuple(engines[:count]), teachers=tuple(engines[count:]))
 
     def check_present(self, hosts: Hosts, *, engines: int = 0) -> None:
-        """Raises HostsLeft if a host with trainer ranks has left the job, or those of all but fewer than `engines`.
+        """Raises HostsLeft if a host with trainer ranks or a teacher has left the job, or with too many engines.
+
+        engines: the fewest that have to be left.
 
         Blocks.
         """
         left = hosts.have_left()
         for what, names in (
             ("trainer ranks", {ranks.host.name for ranks in self.trainer}),
+            ("a teacher", {place.host.name for place in self.teachers}),
             ("engines", {place.host.name for place in self.engines}),
         ):
             remaining = [place for place in self.engines if place.host.name not in left]
@@ -138,8 +143,8 @@ def _too_few(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool, trainer: b
     engines = sum(recipe.engine_devices.values())
     if hosts.slots is None:
         too_few = f"engine.count: {slots} visible GPUs are too few: the engines take {engines}"
-        if recipe.engine.colocate or not trainer:
-            return too_few
+        if recipe.engine.colocate or recipe.algorithm.teachers or not trainer:
+            return f"{too_few}, those of teachers included" if recipe.algorithm.teachers else too_few
         return (
             f"{too_few}, the trainer {recipe.trainer.world_size} more; engine.colocate: true puts engines on the "
             "trainer's GPUs, and needs engine.vllm.gpu_memory_utilization and engine.vllm.kv_cache_memory_bytes"
@@ -151,7 +156,7 @@ def _too_few(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool, trainer: b
     if wanted is None:
         return (
             f"--slots: {slots} {what} of a host are too few for one engine, which takes "
-            f"{recipe.engine.devices_per_engine} (engine.devices_per_engine)"
+            f"{max(recipe.engine_devices.values())} (engine.devices_per_engine, or devices of a teacher)"
         )
     return (
         f"--hosts: {len(hosts.hosts)} hosts with {slots} {what} each are too few: {fleet} take at least "

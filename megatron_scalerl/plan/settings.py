@@ -1,6 +1,7 @@
 """Checks of a recipe that need no GPU, no weights and no data: `plan`, `prompts`, `submit` and `train` make them."""
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from megatron_scalerl.prompts.rendering import PromptRenderer
 from megatron_scalerl.prompts.tokenizer import load_tokenizer, policy_tokenizer
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import read_run_recipe
+from megatron_scalerl.recipe.hub import hint
+from megatron_scalerl.recipe.recipe import TEACHER
 from megatron_scalerl.recipe.tasks import tasks_of
 from megatron_scalerl.rewards.worker import check_verifier
 from megatron_scalerl.rollouts.plans import longest_sequence
@@ -56,7 +59,15 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
         except ValueError as problem:
             if not (planned and isinstance(problem.__context__, ModuleNotFoundError)):
                 raise
-    check_options(recipe.engine.vllm)
+    for name, devices in recipe.engine_devices.items():
+        options = recipe.of_engine(name).engine.vllm
+        check_options(options)
+        product = prod(options.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
+        if name.startswith(TEACHER) and product != devices:
+            raise ValueError(
+                f"algorithm.teachers.{name.removeprefix(TEACHER)}.devices: {devices}, and its parallel sizes of vLLM "
+                f"multiply to {product}; make them equal by vllm: {{tensor_parallel_size: {devices}}}"
+            )
     algorithm_of(recipe)
     hf_config = read_hf_config(config or recipe.policy.path)
     policy = family(hf_config)
@@ -95,7 +106,10 @@ def _check_second_policy(recipe: Recipe, policy: Family, tokenizer: Any) -> None
         folders["kl.to"] = section.to
     for key, folder in folders.items():
         if not Path(folder, "config.json").is_file():
-            raise ValueError(f"algorithm.{key}: {folder} is not a Hugging Face folder: it has no config.json")
+            raise ValueError(
+                f"algorithm.{key}: {folder} is not a Hugging Face folder: it has no config.json"
+                + hint(folder, "model")
+            )
         if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
             raise ValueError(f"algorithm.{key}: the tokenizer of {folder} has other tokens than the policy's")
     if section is None or section.to == "base":

@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -21,7 +21,7 @@ from megatron_scalerl.models.adapters import CONFIG, refuse_adapter
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.hub import hint, local_recipe
 from megatron_scalerl.recipe.other_names import innermost, setting_of, unknown_key
-from megatron_scalerl.recipe.sections import PromptsSection, TaskSection, section_of
+from megatron_scalerl.recipe.sections import section_of
 from megatron_scalerl.recipe.tasks import tasks_of
 
 LISTED = "megatron_scalerl/recipe/sections.py and process_sections.py"
@@ -71,14 +71,15 @@ def load_recipe_for(
     # a run's megatron_path holds the weights that it began with, not those of `policy`, which has its adapters merged
     begun = {"megatron_path": None, "lora": None, "adapter": None}
     data["policy"] = data.get("policy", {}) | begun | {"path": str(policy)}
-    data.pop("algorithm", None)  # of the training alone
     if "tasks" not in data.get("prompts", {}):
         data["prompts"] = {"path": prompts} | data.get("prompts", {})
-    return _overridden(data, files, overrides)
+    return _overridden(data, files, overrides, without=("algorithm",))  # of the training alone
 
 
-def _overridden(data: dict[str, Any], files: Iterable[Path], overrides: Iterable[str]) -> Recipe:
-    """The recipe of `data`, which comes from `files`, after the overrides."""
+def _overridden(
+    data: dict[str, Any], files: Iterable[Path], overrides: Iterable[str], *, without: Sequence[str] = ()
+) -> Recipe:
+    """The recipe of `data`, which comes from `files`, after the overrides and without some of its sections."""
     files = list(files)
     for item in overrides:
         for section in ("environment", "algorithm"):
@@ -93,7 +94,7 @@ def _overridden(data: dict[str, Any], files: Iterable[Path], overrides: Iterable
                 data["name"] = f"{name}_{Path(value).stem}"
         else:
             override(data, item)
-    return validated(data, files)
+    return validated({key: value for key, value in data.items() if key not in without}, files)
 
 
 def merged(data: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -256,20 +257,22 @@ def valid_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[st
     """The paths of all keys of the schema, sections included; NAME stands for a name that the recipe chooses."""
     for name, info in model.model_fields.items():
         yield prefix + name
-        # get_args of `dict[...] | None` ends at the dict, so the loop below never meets a task's section
-        if info.annotation == PromptsSection.model_fields["tasks"].annotation:
-            yield from valid_keys(TaskSection, f"{prefix}{name}.NAME.")
-        for annotation in (info.annotation, *get_args(info.annotation)):
+        kinds: tuple[Any, ...] = (info.annotation,)
+        if get_origin(info.annotation) is not dict:
+            kinds += get_args(info.annotation)
+        for annotation in kinds:
+            part = f"{prefix}{name}."
+            if get_origin(annotation) is dict:
+                annotation = get_args(annotation)[1]
+                part += "NAME."
             if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-                yield from valid_keys(annotation, f"{prefix}{name}.")
+                yield from valid_keys(annotation, part)
 
 
 def _keys_for(key: str) -> list[str]:
-    """The valid keys, with the name of the task that `key` belongs to, if any."""
+    """The valid keys, with the name of the task or teacher that `key` belongs to, if any."""
     section, _, name = key.rpartition(".")[0].rpartition(".")
-    if section == "prompts.tasks":
-        return [k.replace(".NAME.", f".{name}.") for k in valid_keys()]
-    return list(valid_keys())
+    return [k.replace(f"{section}.NAME.", f"{section}.{name}.") for k in valid_keys()]
 
 
 def check_policy(recipe: Recipe) -> None:

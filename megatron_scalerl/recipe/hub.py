@@ -72,6 +72,13 @@ def local_recipe(recipe: Recipe, *, download: bool = False) -> Recipe:
 
     tasks = recipe.prompts.tasks
     tasks = tasks and {name: task.model_copy(update=files(task)) for name, task in tasks.items()}
+    algorithm = recipe.algorithm
+    teachers = {
+        name: teacher.model_copy(update={"path": resolved(teacher.path, "model")})
+        for name, teacher in algorithm.teachers.items()
+    }
+    kl = algorithm.kl and algorithm.kl.model_copy(update={"to": resolved(algorithm.kl.to, "model")})
+    algorithm = algorithm.model_copy(update={"teachers": teachers, "kl": kl})
     policy = recipe.policy.model_copy(update={"path": resolved(recipe.policy.path, "model")})
     prompts = recipe.prompts.model_copy(update={"tasks": tasks, **files(recipe.prompts)})
-    return recipe.model_copy(update={"policy": policy, "prompts": prompts})
+    return recipe.model_copy(update={"policy": policy, "prompts": prompts, "algorithm": algorithm})

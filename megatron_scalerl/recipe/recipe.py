@@ -239,7 +239,10 @@ class Recipe(Section):
             return self
         teacher = self.algorithm.teachers[name.removeprefix(TEACHER)]
         policy = self.policy.model_copy(update={"path": teacher.path, "lora": None})
-        options = {**self.engine.vllm, **teacher.vllm}
+        # vLLM refuses a prompt that leaves no room for an answer, and does not count a prompt's logits as memory
+        longest = self.engine.vllm.get("max_model_len", self.longest_sequence()) + 1
+        chunks = {"enable_chunked_prefill": True, "max_num_batched_tokens": 2048}
+        options = {"max_model_len": longest, **chunks, **teacher.vllm}
         engine = self.engine.model_copy(update={"vllm": options, "devices_per_engine": teacher.devices})
         rollouts = self.rollouts.model_copy(update={"routing_replay": False})
         return self.model_copy(update={"policy": policy, "engine": engine, "rollouts": rollouts})

@@ -414,7 +414,8 @@ class TeacherSection(Section):
     devices: PositiveInt = 1
     """Devices of the teacher's engine."""
     vllm: dict[str, Any] = {}
-    """Options of vLLM, laid over engine.vllm: with several devices tensor_parallel_size."""
+    """Options of vLLM, in place of engine.vllm: with several devices tensor_parallel_size. The logits of a prompt are
+    computed for max_num_batched_tokens at once, 2,048 by default, in memory that vLLM does not measure."""
 
 
 class AlgorithmSection(Section):

@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_scalerl.algorithms import ScaleRL
 from megatron_scalerl.batching.rollout_bytes import RolloutArrays, read, write
+from megatron_scalerl.engine.answers import EngineLost
 from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.recipe import TEACHER
@@ -28,7 +29,8 @@ Score = Callable[[RolloutGroup, Sequence[RolloutArrays]], Awaitable[Sequence[Map
 class Teachers:
     """Asks the teacher of a group's task for the log-probabilities of its samples, one request a sample.
 
-    A teacher that is down is waited for; the request that was in flight on it fails, and `with_columns` repeats it.
+    A request waits for a teacher that is being started again, and is repeated then. The watchdog ends a teacher that
+    hangs, and the run ends where a teacher is given up, so there is no other limit of time.
     """
 
     def __init__(self, recipe: Recipe, engines: Membership):
@@ -37,20 +39,26 @@ class Teachers:
 
     async def score(self, group: RolloutGroup, samples: Sequence[RolloutArrays]) -> list[dict[str, Any]]:
         """[samples] the column of `Distilled`. Raises EngineError."""
-        tasks = {name: section.tasks or [group.prompt.task] for name, section in self._sections.items()}
-        teacher = TEACHER + next(name for name, of_teacher in tasks.items() if group.prompt.task in of_teacher)
-        await self._engines.until(lambda: self._engines.teacher(teacher) is not None)
-        client = self._engines.teacher(teacher)
-        assert client is not None, teacher
+        task = group.prompt.task
+        name = TEACHER + next(name for name, section in self._sections.items() if task in (section.tasks or [task]))
         parts = [part for completion in group.completions for part in completion.samples]
         prompts = [group.prompt.token_ids[: part.prompt_tokens] for part in parts]
-        ids = [[*prompt, *sample.token_ids.tolist()] for prompt, sample in zip(prompts, samples, strict=True)]
-        scored = await asyncio.gather(*map(client.score, ids))
-        columns = []
-        for prompt, sample, logprobs in zip(prompts, samples, scored, strict=True):
+        async with asyncio.TaskGroup() as requests:
+            columns = [requests.create_task(self._column(name, *both)) for both in zip(prompts, samples, strict=True)]
+        return [column.result() for column in columns]
+
+    async def _column(self, name: str, prompt: Sequence[int], sample: RolloutArrays) -> dict[str, Any]:
+        ids = [*prompt, *sample.token_ids.tolist()]
+        while True:
+            await self._engines.until(lambda: self._engines.teacher(name) is not None)
+            teacher = self._engines.teacher(name)
+            assert teacher is not None, name
+            try:
+                logprobs = await teacher.score(ids)
+            except EngineLost:
+                continue
             by_token = np.array([0.0, *logprobs])[len(prompt) :]  # nothing comes before a text's first token
-            columns.append({"teacher_logprobs": np.where(sample.loss_mask, by_token, 0.0)})
-        return columns
+            return {"teacher_logprobs": np.where(sample.loss_mask, by_token, 0.0)}
 
 
 async def with_columns(
@@ -58,7 +66,7 @@ async def with_columns(
 ) -> list[bytes]:
     """The samples of a group, as `rollout_bytes.write` writes them, with the columns of `score`.
 
-    score: None for the algorithm's own.
+    score: of `Teachers`, without a limit of time; None: the algorithm's own.
 
     Raises RuntimeError, which ends the run, where in each try `score` raised, took more than `SCORE_S`, or gave other
     columns.
@@ -66,7 +74,7 @@ async def with_columns(
     arrays = [read(sample) for sample in samples]
     for pause_s in (*PAUSES_S, None):
         try:
-            async with asyncio.timeout(SCORE_S):
+            async with asyncio.timeout(None if score else SCORE_S):
                 columns = await (score or algorithm.score)(group, arrays)
             return [write(scored(sample, named, algorithm)) for sample, named in zip(arrays, columns, strict=True)]
         except Exception as error:

@@ -64,6 +64,8 @@ def test_the_sections_of_a_recipe_are_the_fields_of_its_algorithm():
         ({"algorithm": "distilled"}, "algorithm.teachers is empty"),
         ({"algorithm": {"teachers": TEACHER}}, "algorithm.teachers has no use in scalerl"),
         ({"algorithm": {"name": "rloo:RLOO", "teachers": TEACHER}}, "algorithm.teachers: rloo:RLOO has no use"),
+        ({"algorithm": TAUGHT | {"gap_weight": "much"}}, "algorithm.gap_weight: 'much' is no number"),
+        ({"algorithm": TAUGHT | {"name": "distill:FromServer", "url": ""}}, "algorithm.teachers: distill:FromServer"),
         ({"algorithm": TAUGHT, "rollouts": {"temperature": 0.7}}, "algorithm.teachers needs rollouts.temperature 1"),
         ({"algorithm": TAUGHT | {"teachers": {"t": {"path": "p", "tasks": ["sums"]}}}}, "t.tasks: sums is not in"),
         (
@@ -166,7 +168,7 @@ async def test_each_sampled_token_has_the_servers_log_probability_of_its_place()
         ("distill:FromServer", {"gap_weight": 2.0, "url": ""}, [1.0, -4.0, 0.0], ""),
         (
             "distilled",
-            {"gap_weight": 0.5, "reward_weight": 1.0, "teachers": TEACHER},
+            {"gap_weight": "5e-1", "reward_weight": 1.0, "teachers": TEACHER},
             [1.25, 0.0, 0.0],
             "all_correct",
         ),

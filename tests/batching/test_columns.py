@@ -6,15 +6,20 @@ from itertools import chain
 
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import RawTestServer
+from recipe_files import small_recipe
 from rollout_groups import group, group_of, parts_of, rollout
 from stored_episodes import FORKED
 
 from megatron_scalerl.algorithms import ScaleRL
 from megatron_scalerl.batching.assignment import SampleFacts, plan_step
 from megatron_scalerl.batching.packing import build
-from megatron_scalerl.batching.rollout_bytes import arrays_of, joined, read, write
+from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of, joined, read, write
 from megatron_scalerl.controller.samples import samples_of
-from megatron_scalerl.rollouts.columns import with_columns
+from megatron_scalerl.engine.client import EngineClient
+from megatron_scalerl.engine.membership import Membership
+from megatron_scalerl.rollouts.columns import Teachers, with_columns
 from megatron_scalerl.types import Score
 
 PLAIN = rollout(tokens=(5, 6, 7), mask=(True, False, True))
@@ -99,6 +104,39 @@ async def test_a_score_that_fails_is_asked_again_and_every_part_gets_its_columns
     for before, after in zip(map(read, samples), map(read, scored)):
         assert after.columns["number"].tolist() == list(range(len(before.token_ids)))
         assert write(replace(after, columns={})) == write(before)
+
+
+async def test_a_request_to_a_teacher_waits_for_it_and_is_repeated_by_the_next_one():
+    """The first server never answers and is evicted; the second one starts later."""
+    asked = asyncio.Event()
+
+    async def silent(request):
+        asked.set()
+        await asyncio.Event().wait()
+
+    async def answering(request):
+        token_ids = (await request.json())["token_ids"]
+        rows = [None, *({str(token): {"logprob": -place}} for place, token in enumerate(token_ids[1:], 1))]
+        return web.json_response({"prompt_logprobs": rows, "choices": []})
+
+    members = Membership(0, teachers={"teacher-t": 1})
+    algorithm = {"name": "distilled", "teachers": {"t": {"path": "p"}}}
+    teachers = Teachers(small_recipe(algorithm=algorithm), members)
+    scoring = asyncio.create_task(
+        teachers.score(replace(group([1]), completions=(facts_of(arrays_of(PLAIN)),)), [arrays_of(PLAIN)])
+    )
+    async with RawTestServer(silent) as first, RawTestServer(answering) as second:
+        clients = [EngineClient(url=str(server.make_url("")), secret="s") for server in (first, second)]
+        members.join(0, clients[0])
+        await asyncio.wait_for(asked.wait(), 60)
+        members.evict(clients[0], "it hangs")
+        members.join(0, clients[1])
+        [columns] = await asyncio.wait_for(scoring, 60)
+        for client in clients:
+            await client.close()
+    prompt = len(group([1]).prompt.token_ids)
+    assert columns["teacher_logprobs"].tolist() == [-prompt, 0, -prompt - 2]
+    assert clients[1].received_tokens == 1
 
 
 THREE = {"number": [0.0, np.nan, 2.0]}

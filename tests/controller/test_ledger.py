@@ -87,7 +87,7 @@ BEAT = {"batch": 0, "step": 0, "devices": 3, "seconds": 1800}
     [
         (True, {"engine": 2, "trainer": 1}, {"engine": 2, "trainer": 1}),  # the charge includes it
         (True, {}, {"lost": 1.5}),  # before the first charge
-        (False, {"engine": 2, "validation": 1}, {"lost": 3}),  # a first window without its end
+        (False, {"engine": 2, "validation": 1, "teacher": 1}, {"lost": 4}),  # a first window without its end
     ],
 )
 def test_a_heartbeat_and_a_first_window(tmp_path, beat, devices, hours):

@@ -161,7 +161,8 @@ def test_a_run_outlives_an_engine_and_its_trainer(tiny_dense, tmp_path):
 def test_a_run_outlives_its_teacher_and_has_its_log_probabilities(tiny_dense, tmp_path):
     """The teacher is killed: completions wait for the next one, none is lost; values are those of transformers."""
     teacher = tiny_dense / "base_policy"
-    taught = f"algorithm={{name: distilled, teachers: {{t: {{path: {teacher}}}}}}}"
+    small_chunks = "{max_num_batched_tokens: 32, max_num_seqs: 16}"  # which split most texts
+    taught = f"algorithm={{name: distilled, teachers: {{t: {{path: {teacher}, vllm: {small_chunks}}}}}}}"
     with Run(tiny_dense, tmp_path, taught, "rollouts.max_staleness_steps=1") as run:
         run.wait_for(lambda: run.steps() >= 2)
         [victim] = [p for p in named(run.children(), str(teacher)) if "--port" in p.cmdline()][:1]

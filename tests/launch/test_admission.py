@@ -264,7 +264,7 @@ async def test_an_agent_gets_its_engines_port_and_devices():
     ):
         place = EnginePlace(host=Host(name="b"), positions=(2, 3))
         started, joined = agent(), agent()
-        await started.hello(name="engine-1", start=made.engine(1, place).start_id)
+        await started.hello(name="teacher-t.1", start=made.engine(1, "teacher-t.1", place, 2).start_id)
         welcome = await started.answer()
         assert (welcome.port, welcome.positions) == (8001, [2, 3])
         await joined.join(devices=2)

@@ -79,8 +79,11 @@ def test_in_an_allocation_hosts_and_gpus_are_slurms(tmp_path, monkeypatch):
         named("slurm")
 
 
+THREE_NODES = {"trainer": {"world_size": 16}, "engine": {"count": 4}, "weights": {"transport": "gloo"}}
+
+
 def recipe_on_three_nodes():
-    return small_recipe(trainer={"world_size": 16}, engine={"count": 4}, weights={"transport": "gloo"})
+    return small_recipe(**THREE_NODES)
 
 
 def test_a_run_that_lost_hosts_says_what_they_had(monkeypatch):
@@ -91,6 +94,11 @@ def test_a_run_that_lost_hosts_says_what_they_had(monkeypatch):
     placement.check_present(hosts)
     with pytest.raises(HostsLeft, match="c: Slurm removed this node, which had engines, from the job"):
         placement.check_present(hosts, engines=1)
+    taught = {"name": "distilled", "teachers": {"t": {"path": "p"}}}
+    with_teacher = Placement.of(small_recipe(**THREE_NODES | {"engine": {"count": 3}}, algorithm=taught), hosts)
+    assert len(with_teacher.engines) == 3 and [place.host.name for place in with_teacher.teachers] == ["c"]
+    with pytest.raises(HostsLeft, match="c: Slurm removed this node, which had a teacher, from the job"):
+        with_teacher.check_present(hosts)
     left.add("b")
     with pytest.raises(HostsLeft, match="b: Slurm removed this node, which had trainer ranks, from the job"):
         placement.check_present(hosts)
