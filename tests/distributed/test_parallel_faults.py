@@ -35,7 +35,7 @@ def audited(policies):
     for row in LAYOUTS:
         sp = "sp" in row.split()
         jobs[row] = (row, policies[kind_of(row)], {"model": {"sequence_parallel": sp}} | layout_of(row), 5, {})
-    return run_ranks(4, "audit_ranks:audit", policies["olmo2"], list(jobs.values()))[0]
+    return run_ranks(4, "parallel_fault_ranks:audit", policies["olmo2"], list(jobs.values()))[0]
 
 
 @pytest.mark.parametrize("number", EXPECTED)
