@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.distributed.fused_attention import why_unfused
 from megatron_scalerl.plan.activations import recompute_of
 from megatron_scalerl.plan.assumptions import OF_EPISODES, Assumptions, default_sources
 from megatron_scalerl.plan.counting import Parameters, count, load_family
@@ -35,6 +36,8 @@ class RunPlan:
     """Where the value of each assumption that counts comes from, by field."""
     layers: Layers
     """Layers of the trainer."""
+    unfused: str
+    """Why they have no fused attention on this GPU; empty: they have."""
     config: str
     """File from which the architecture was read."""
     parameters: Parameters
@@ -115,6 +118,8 @@ class RunPlan:
                 f"engine.devices_per_engine: an engine runs on one node, which has {self.gpu.per_node} GPUs, and "
                 f"cannot have {self.engine.devices}"
             )
+        if self.unfused:
+            lines.append(self.unfused)
         too_much = self.engine.total - self.gpu.memory_bytes
         if too_much > 0:
             lines.append(
@@ -160,6 +165,15 @@ def make_plan(
     best = _search({split: trainer_of(split) for split in possible}, _room(recipe, gpu, engine), base)
     split = recipe_split if split_is_recipes else best[0].split
     trainer = trainer_of(split)
+    unfused = ""
+    if layers == "te":
+        unfused = why_unfused(
+            gpu.capability,
+            deterministic=recipe.trainer.deterministic,
+            heads=family.transformer["num_attention_heads"] / trainer.layout.tp,
+            longest=engine.context_tokens,
+            sequences=max(1, recipe.micro_batch_tokens // engine.context_tokens),
+        )
     timings = {simulated.split: simulated.timing for simulated in best}
     return RunPlan(
         recipe=recipe,
@@ -168,6 +182,7 @@ def make_plan(
         assumed=assumed,
         sources=_counting(recipe, sources or default_sources()),
         layers=layers,
+        unfused=unfused,
         config=str(config / "config.json"),
         parameters=parameters,
         split=split,
