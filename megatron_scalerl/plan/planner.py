@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.distributed.fused_attention import why_unfused
+from megatron_scalerl.models.family import Family
 from megatron_scalerl.plan.activations import recompute_of
 from megatron_scalerl.plan.assumptions import OF_EPISODES, Assumptions, default_sources
 from megatron_scalerl.plan.counting import Parameters, count, load_family
@@ -165,15 +166,6 @@ def make_plan(
     best = _search({split: trainer_of(split) for split in possible}, _room(recipe, gpu, engine), base)
     split = recipe_split if split_is_recipes else best[0].split
     trainer = trainer_of(split)
-    unfused = ""
-    if layers == "te":
-        unfused = why_unfused(
-            gpu.capability,
-            deterministic=recipe.trainer.deterministic,
-            heads=family.transformer["num_attention_heads"] / trainer.layout.tp,
-            longest=engine.context_tokens,
-            sequences=max(1, recipe.micro_batch_tokens // engine.context_tokens),
-        )
     timings = {simulated.split: simulated.timing for simulated in best}
     return RunPlan(
         recipe=recipe,
@@ -182,7 +174,7 @@ def make_plan(
         assumed=assumed,
         sources=_counting(recipe, sources or default_sources()),
         layers=layers,
-        unfused=unfused,
+        unfused="" if layers == "plain" else _unfused(recipe, family, gpu, trainer.layout, engine.context_tokens),
         config=str(config / "config.json"),
         parameters=parameters,
         split=split,
@@ -197,6 +189,16 @@ def make_plan(
         publish_seconds=base.publish_seconds,
         timing=timings.get(split) or simulate(queue_of(base, split, trainer.work.train_seconds)),
         best=tuple(best),
+    )
+
+
+def _unfused(recipe: Recipe, family: Family, gpu: Gpu, layout: Layout, longest: int) -> str:
+    return why_unfused(
+        gpu.capability,
+        deterministic=recipe.trainer.deterministic,
+        heads=family.transformer["num_attention_heads"] / layout.tp,
+        longest=longest,
+        sequences=max(1, recipe.micro_batch_tokens // longest),
     )
 
 
