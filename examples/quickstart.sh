@@ -5,6 +5,7 @@
 #
 #   examples/quickstart.sh [--seed N] [--gpu] [--smoke]
 #
+# PYTHON=PROGRAM takes an interpreter that has everything, and installs nothing.
 # --gpu trains in bf16 on one GPU, on which trainer and engine take turns.
 # --smoke runs every step at the smallest scale: a weak policy, six optimizer steps.
 set -euo pipefail
@@ -27,9 +28,11 @@ if [ -n "${gpu:-}" ] && ! nvidia-smi -L > /dev/null 2>&1; then
   echo "quickstart.sh: nvidia-smi finds no GPU here; leave out --gpu, and the quickstart runs on CPUs" >&2
   exit 2
 fi
-say "installing"
-if [ -n "${gpu:-}" ]; then tools/install.sh gpu; else tools/install.sh cpu; fi
-python=.venv/bin/python
+python="${PYTHON:-.venv/bin/python}"
+if [ -z "${PYTHON:-}" ]; then
+  say "installing"
+  if [ -n "${gpu:-}" ]; then tools/install.sh gpu; else tools/install.sh cpu; fi
+fi
 
 tiny="runs/tiny_$seed${smoke:+_smoke}"
 name="quickstart_$seed${smoke:+_smoke}"

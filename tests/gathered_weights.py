@@ -8,7 +8,7 @@ def gathered(source):
     """Name -> Hugging Face tensor on rank 0, nothing on other ranks; collective."""
     plan, me = source.plan, source.parallel.rank
     source.begin()
-    own = {n: source.read(n).clone() for n, part in enumerate(plan.parts) if part.sender == source.sender}
+    own = {n: source.read(n).clone().cpu() for n, part in enumerate(plan.parts) if part.sender == source.sender}
     of_ranks = [None] * dist.get_world_size() if me == 0 else None
     dist.gather_object(own, of_ranks)
     if of_ranks is None:

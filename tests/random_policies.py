@@ -27,6 +27,8 @@ LATENT_FOR_ENGINES = dict(
 )
 """vLLM decodes latent attention on CPUs with 512 + 64 numbers alone, and its experts come in blocks of 32. Larger
 weights would round sums over 512 numbers by 1e-4."""
+LATENT_ON_GPUS = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128)
+"""Widths of latent attention that kernels of GPUs have: Kimi-K2's."""
 LLAMA4_FOR_ENGINES = dict(**FOR_ENGINES, attention_chunk_size=128, floor_scale=64)
 """Chunks of vLLM's block size on CPUs."""
 

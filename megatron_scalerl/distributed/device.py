@@ -52,6 +52,13 @@ def gpu_memory() -> int:
     return int(torch.cuda.get_device_properties(device()).total_memory)
 
 
+def capability() -> tuple[int, int]:
+    """CUDA's compute capability of `device()`; (0, 0) without a GPU."""
+    if not HAVE_GPU:
+        return 0, 0
+    return torch.cuda.get_device_capability(device())
+
+
 def backend() -> str:
     """Backend of collectives on `device()`: "nccl" or "gloo"."""
     if HAVE_GPU:

@@ -30,6 +30,8 @@ class Gpu:
     source: str
     device_names: tuple[str, ...]
     """Names of the model in CUDA."""
+    capability: tuple[int, int]
+    """CUDA's compute capability."""
 
 
 GPUS: dict[str, Gpu] = {
@@ -43,6 +45,7 @@ GPUS: dict[str, Gpu] = {
         per_node=8,
         source="NVIDIA H100 data sheet; memory as nvidia-smi shows it; 400 Gb/s card a GPU as in DGX H100",
         device_names=("NVIDIA H100 80GB HBM3",),
+        capability=(9, 0),
     ),
     "h200": Gpu(
         name="NVIDIA H200 SXM 141 GB",
@@ -54,6 +57,7 @@ GPUS: dict[str, Gpu] = {
         per_node=8,
         source="NVIDIA H200 data sheet; memory as nvidia-smi shows it; 400 Gb/s card a GPU as in DGX H200",
         device_names=("NVIDIA H200",),
+        capability=(9, 0),
     ),
     "b300": Gpu(
         name="NVIDIA B300 SXM 288 GB",
@@ -65,6 +69,7 @@ GPUS: dict[str, Gpu] = {
         per_node=8,
         source="NVIDIA HGX B300 data sheet over 8 GPUs; 800 Gb/s card a GPU",
         device_names=("NVIDIA B300 SXM6 AC",),
+        capability=(10, 3),
     ),
     "gb200": Gpu(
         name="NVIDIA GB200 (one GPU of NVL72)",
@@ -76,6 +81,7 @@ GPUS: dict[str, Gpu] = {
         per_node=4,
         source="NVIDIA GB200 NVL72 data sheet over 72 GPUs; 400 Gb/s card a GPU",
         device_names=("NVIDIA GB200",),
+        capability=(10, 0),
     ),
     "rtx4090-24g": Gpu(
         name="NVIDIA GeForce RTX 4090 24 GB",
@@ -87,6 +93,7 @@ GPUS: dict[str, Gpu] = {
         per_node=8,
         source="NVIDIA Ada whitepaper; memory as nvidia-smi shows it; PCIe 4.0 x16; a card of 100 Gb/s is assumed",
         device_names=("NVIDIA GeForce RTX 4090",),
+        capability=(8, 9),
     ),
 }
 """GPU models by the name that `--gpu` takes."""

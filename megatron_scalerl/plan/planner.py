@@ -5,6 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_scalerl.distributed.fused_attention import why_unfused
+from megatron_scalerl.models.family import Family
 from megatron_scalerl.plan.activations import recompute_of
 from megatron_scalerl.plan.assumptions import OF_EPISODES, Assumptions, default_sources
 from megatron_scalerl.plan.counting import Parameters, count, load_family
@@ -35,6 +37,8 @@ class RunPlan:
     """Where the value of each assumption that counts comes from, by field."""
     layers: Layers
     """Layers of the trainer."""
+    unfused: str
+    """Why they have no fused attention on this GPU; empty: they have."""
     config: str
     """File from which the architecture was read."""
     parameters: Parameters
@@ -115,6 +119,8 @@ class RunPlan:
                 f"engine.devices_per_engine: an engine runs on one node, which has {self.gpu.per_node} GPUs, and "
                 f"cannot have {self.engine.devices}"
             )
+        if self.unfused:
+            lines.append(self.unfused)
         too_much = self.engine.total - self.gpu.memory_bytes
         if too_much > 0:
             lines.append(
@@ -168,6 +174,7 @@ def make_plan(
         assumed=assumed,
         sources=_counting(recipe, sources or default_sources()),
         layers=layers,
+        unfused="" if layers == "plain" else _unfused(recipe, family, gpu, trainer.layout, engine.context_tokens),
         config=str(config / "config.json"),
         parameters=parameters,
         split=split,
@@ -182,6 +189,16 @@ def make_plan(
         publish_seconds=base.publish_seconds,
         timing=timings.get(split) or simulate(queue_of(base, split, trainer.work.train_seconds)),
         best=tuple(best),
+    )
+
+
+def _unfused(recipe: Recipe, family: Family, gpu: Gpu, layout: Layout, longest: int) -> str:
+    return why_unfused(
+        gpu.capability,
+        deterministic=recipe.trainer.deterministic,
+        heads=family.transformer["num_attention_heads"] / layout.tp,
+        longest=longest,
+        sequences=max(1, recipe.micro_batch_tokens // longest),
     )
 
 

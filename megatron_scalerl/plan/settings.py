@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_scalerl.algorithms import algorithm_of
+from megatron_scalerl.distributed.device import HAVE_GPU
 from megatron_scalerl.engine.options import check_options
 from megatron_scalerl.environments.worker import load
 from megatron_scalerl.models import family, read_hf_config
@@ -75,6 +76,11 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
         raise ValueError(
             "weights.adapters: engines compute no adapters of experts; set it to merged, which sends the experts' "
             "weights with their adapters"
+        )
+    if HAVE_GPU and recipe.adapters_alone and (recipe.policy.dtype == "float32" or recipe.rollouts.deterministic):
+        raise ValueError(
+            "weights.adapters: on GPUs vLLM computes adapters alone in bfloat16 and adds in no fixed order, which "
+            "excludes policy.dtype float32 and rollouts.deterministic; set it to merged"
         )
     given = recipe.megatron
     if recipe.policy.lora or given.model or given.parallel or given.ddp or given.optimizer:

@@ -1,20 +1,24 @@
 """The policy: a GPTModel on packed rows whose last stage returns token log-probabilities and entropies."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megatron_scalerl.checkpoints import safe_megatron
 from megatron_scalerl.checkpoints.commit import COMMIT, read_commit
 from megatron_scalerl.checkpoints.hf_folder import family_of_folder
-from megatron_scalerl.distributed.device import HAVE_TE, gpu_memory
+from megatron_scalerl.distributed.device import HAVE_TE, capability, gpu_memory
+from megatron_scalerl.distributed.fused_attention import why_unfused
 from megatron_scalerl.distributed.parallel import Parallel, unwrap, virtual_pipeline_size
 from megatron_scalerl.logits import token_logprobs, token_loss
 from megatron_scalerl.logits.choice import LARGE_GPU, workspace_mb
@@ -209,6 +213,16 @@ class PolicyModel(GPTModel):
             packed_seq_params=row,
         )
 
+    def _set_attention_backend(self) -> None:
+        """Attention that no fused kernel computes is an error: Transformer Engine's other keeps all scores of a row.
+
+        Megatron would set the variable to 1, and refuse an environment that has 0.
+        """
+        if self.config.attention_backend == AttnBackend.auto:
+            os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")
+        else:
+            super()._set_attention_backend()
+
     def _use_head(self, project: Callable[..., Any]) -> Any:
         """The output layer's forward: `project` with the head's weight.
 
@@ -220,9 +234,9 @@ class PolicyModel(GPTModel):
         return project(weight=weight)
 
     def _rotary_angles(self, row: PackedRow) -> Tensor:
-        """[n, 1, 1, d] angles per token; for Transformer Engine [longest, 1, 1, d], indexed by position."""
+        """[n, 1, 1, d] angles per token; [longest, 1, 1, d] by position for most of Transformer Engine's layers."""
         frequencies = self.inv_freq
-        if row.qkv_format == "thd":
+        if row.qkv_format == "thd" and not self.config.multi_latent_attention:
             positions = torch.arange(row.longest, device=frequencies.device)
         else:
             assert row.position_ids is not None
@@ -258,6 +272,8 @@ def build_policy(
     """
     family = family_of_folder(hf_path)
     options = model_options(family, recipe, parallel)
+    if HAVE_TE and find_spec("flash_attn") is None:
+        _check_attention(options.config, recipe)
     if recipe.rollouts.routing_replay:
         routing.check_replay(options.config, pipeline_size=parallel.pp_size)
     stages: list[int | None] = list(range(virtual_pipeline_size() or 0)) or [None]
@@ -291,6 +307,18 @@ def build_policy(
         accumulate_in_linears(chunks)
     _sync_functions(config, ddp, chunks)
     return chunks
+
+
+def _check_attention(config: Any, recipe: Recipe) -> None:
+    """Raises ValueError where Transformer Engine would compute attention without a fused kernel."""
+    reason = why_unfused(
+        capability(),
+        deterministic=recipe.trainer.deterministic,
+        heads=config.num_attention_heads / config.tensor_model_parallel_size,
+        longest=recipe.engine.vllm.get("max_model_len", 0),
+    )
+    if reason:
+        raise ValueError(reason)
 
 
 def frozen_policy(hf_path: str, recipe: Recipe, parallel: Parallel) -> PolicyModel:

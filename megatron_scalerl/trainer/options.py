@@ -190,6 +190,9 @@ def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:
     expected = "a field of DistributedDataParallelConfig"
     check_keys("megatron.ddp", recipe.megatron.ddp, names, expected=expected, in_recipe=True)
     settings |= recipe.megatron.ddp
+    for key in ("use_megatron_fsdp", "use_custom_fsdp"):
+        if settings.get(key):
+            raise ValueError(f"megatron.ddp.{key} is not supported: only optimizers are sharded; leave it out")
     if not settings["use_distributed_optimizer"]:
         settings["overlap_param_gather"] = bool(recipe.megatron.ddp.get("overlap_param_gather", False))
     return DistributedDataParallelConfig(**settings)

@@ -162,3 +162,19 @@ def test_patches_for_gpus_without_transformer_engine_are_those_of_no_device():
         }
     finally:
         cpu_compat.uninstall()
+
+
+def test_plain_layers_on_a_gpu_never_reach_transformer_engines_product(monkeypatch):
+    """It takes TF32 for the router's fp32 operands: 0.006 nats on an H200 (docs/gpu.md)."""
+    from megatron.core.transformer.moe import moe_utils
+
+    from megatron_scalerl.distributed import cpu_compat
+
+    monkeypatch.setattr(moe_utils, "te_general_gemm", lambda *_, **__: pytest.fail("reached"))
+    cpu_compat.uninstall()
+    cpu_compat.install_without_te()
+    try:
+        states = torch.rand(3, 4, requires_grad=True)
+        moe_utils.router_gating_linear(states, torch.rand(2, 4), None, torch.float32).sum().backward()
+    finally:
+        cpu_compat.uninstall()

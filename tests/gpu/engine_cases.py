@@ -32,13 +32,20 @@ independent errors make 2 ** 0.5, and one of the two may round more intermediate
 
 
 def write_policy(kind, folder, device):
-    """A Llama, or a Qwen3-MoE with two of eight experts, with a tokenizer.
+    """A Llama, latent attention (kimi), or a Qwen3-MoE with two of eight experts, with a tokenizer.
 
     The experts are in pairs with nearly equal router rows. Rounding selects one of a pair, so that engine and trainer
     often select different experts without replay.
     """
     shape = _SMALL if device == "cpu" else _MIDDLE
     more = dict(**_MOE, mlp_only_layers=[]) if kind == "qwen3_moe" else {}
+    if kind == "kimi":
+        widths = random_policies.LATENT_FOR_ENGINES if device == "cpu" else random_policies.LATENT_ON_GPUS
+        more = {name: size for name, size in widths.items() if name not in ("vocab_size", "std")}
+        shape = shape | {"head_dim": 64}
+        if device == "cpu":  # vLLM's kernels of experts take wider ones in bf16 alone
+            shape = shape | {"hidden_size": 64, "intermediate_size": 128}
+        more["moe_intermediate_size"] = 64
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     random_policies.make(kind, folder, dtype=dtype, init=partial(_fill, seed=2), **_SHARED, **shape, **more)
     save_tokenizer(folder)
@@ -52,11 +59,12 @@ def _fill(model, *, seed):
             continue  # norms are 1
         std = 1.0 if "embed_tokens" in name else parameter.shape[-1] ** -0.5 * (3.0 if "lm_head" in name else 1.0)
         parameter.normal_(0.0, std, generator=generator)
-        if ".gate.weight" in name:  # a router: rows 2i and 2i + 1 differ by at most one unit of bf16
+        if ".gate.weight" in name and model.config.model_type == "qwen3_moe":
+            # a router: rows 2i and 2i + 1 differ by at most one unit of bf16
             parameter[1::2] = parameter[0::2] * (1 + 2.0**-8)
 
 
-def recipe_of(policy, tiny, out, device, **sections):
+def recipe_of(policy, tiny, out, device, /, **sections):
     """A run of `policy` on the tiny task's prompts, trainer and engine on one device.
 
     They share a GPU (engine.colocate), and weights go over gloo: NCCL does not support two ranks on one GPU.
@@ -64,6 +72,7 @@ def recipe_of(policy, tiny, out, device, **sections):
     vllm = dict(max_model_len=4096, max_num_seqs=64, kv_cache_memory_bytes=128 << 20)
     if device == "gpu":
         vllm |= dict(gpu_memory_utilization=0.3, enforce_eager=True, max_num_batched_tokens=4096)
+    vllm |= sections.pop("vllm", {})
     paths = dict(path=str(tiny / "prompts.jsonl"), held_out_path=str(tiny / "held_out.jsonl"))
     defaults = dict(
         policy=dict(path=str(policy), dtype="float32" if device == "cpu" else "bfloat16"),

@@ -22,13 +22,14 @@ if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # Megatron-Core would take the
     for package in ("transformer_engine", "apex"):
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]
 
-KINDS = ("llama", "qwen3", "qwen3_moe", "llama4")
-MIXTURES = ("qwen3_moe", "llama4")
+KINDS = ("llama", "qwen3", "qwen3_moe", "llama4", "kimi")
+MIXTURES = ("qwen3_moe", "llama4", "kimi")
 _WIDE = dict(vocab_size=1024, hidden_size=512, intermediate_size=1024, num_attention_heads=8)
 _WIDE |= dict(num_key_value_heads=2, head_dim=64, max_position_embeddings=2048)
 _WIDER = {
     "qwen3_moe": dict(moe_intermediate_size=384),
     "llama4": dict(intermediate_size=512, intermediate_size_mlp=768, attention_chunk_size=128, floor_scale=64),
+    "kimi": dict(random_policies.LATENT_ON_GPUS, moe_intermediate_size=384, num_key_value_heads=8),
 }
 """Widths that flash attention and Transformer Engine support, also with TP 2."""
 _CUTS = {
@@ -65,6 +66,9 @@ class Case:
     layout: str = ""
     world_size: int = 1
     lr: float = 1e-3
+    lora: bool = False
+    """Adapters alone are trained."""
+    deterministic: bool = False
     capped: bool = False
     """The engine's log-probs are random, so that some importance weights are capped; else the trainer's own."""
 
@@ -93,9 +97,13 @@ class Case:
         """Its first step is smooth in the gradient: with a small eps Adam's first update is the gradient's sign."""
         return make_recipe(
             self.path,
-            policy={"dtype": self.dtype},
+            policy={"dtype": self.dtype, "lora": {"rank": 4} if self.lora else None},
             optimizer={"lr": self.lr, "warmup_steps": 0, "eps": 1e-3, "clip_grad": 1.0},
-            trainer={"micro_batch_tokens": self.micro_batch_tokens, "world_size": self.world_size},
+            trainer={
+                "micro_batch_tokens": self.micro_batch_tokens,
+                "world_size": self.world_size,
+                "deterministic": self.deterministic,
+            },
             megatron=_CUTS.get(self.layout, {}),
         )
 
@@ -187,6 +195,9 @@ def in_transformers(case, dtype):
 def _watch(gaps, chosen):
     def watch(router, inputs, _):
         logits = torch.nn.functional.linear(inputs[0].detach().flatten(0, -2), router.weight.detach())
+        bias = getattr(router, "e_score_correction_bias", None)
+        if bias is not None:
+            logits = logits.sigmoid() + bias
         ranked = logits.sort(dim=-1, descending=True).values
         gaps.append(float((ranked[:, chosen - 1] - ranked[:, chosen]).min()))
 

@@ -1,13 +1,16 @@
 """What one rank of the GPU checks does, on its device."""
 
 import gc
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from gathered_weights import gathered
 from gpu_cases import Step
+from safetensors.torch import save_file
 
 from megatron_scalerl.batching.assignment import plan_step, sample_facts
 from megatron_scalerl.batching.packing import pack
@@ -20,6 +23,7 @@ from megatron_scalerl.trainer.messages import batch_frames
 from megatron_scalerl.trainer.ranks import init_parallel
 from megatron_scalerl.trainer.step import make_trainer
 from megatron_scalerl.types import Batch
+from megatron_scalerl.weights.source import MegatronWeightSource
 
 RECIPE_8B = Path(__file__).parents[2] / "recipes" / "scalerl_llama3_8b.yaml"
 
@@ -71,6 +75,24 @@ def _gradient(trainer):
 
 def _joined(tensors):
     return np.concatenate([tensor.float().flatten().cpu().numpy() for tensor in tensors])
+
+
+def merged(case, folder):
+    """Log-probs before and after a step of adapters, and those of the weights into which they are then merged."""
+    parallel = init_parallel(case.recipe())
+    trainer = make_trainer(case.recipe(), parallel)
+    step = _step(case, trainer, parallel)
+    source = MegatronWeightSource(trainer.chunks, parallel)
+    source.read = source.as_sent
+    tensors = gathered(source)
+    if parallel.rank == 0:
+        shutil.copy(case.path / "config.json", folder)
+        save_file(tensors, folder / "model.safetensors")
+    torch.distributed.barrier()
+    shutdown_parallel(keep_world=True)
+    recipe = replace(case, path=folder, lora=False).recipe()
+    whole = make_trainer(recipe, init_parallel(recipe)).logprobs(case.token_ids())
+    return step.logprobs, step.after, np.concatenate(whole)
 
 
 def packing(case):

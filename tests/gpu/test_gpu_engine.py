@@ -212,6 +212,40 @@ def test_weights_of_a_step_arrive_during_a_completion(served, reference, record_
     judge(record_property, {"nats": reference.distance(served.prompts[:1], [rollout], pairs)})
 
 
+LIVE = {"lora/adapter": "llama", "latent/kimi": "kimi"}
+"""Name -> the policy's kind."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LIVE)
+def test_a_live_engine_of_adapters_or_latent_attention_gets_the_weights_of_a_step(
+    name, device, tmp_path, record_property
+):
+    sections = dict(policy=dict(lora=dict(rank=8)))
+    if name == "latent/kimi":
+        of_gpus = dict(hf_overrides=dict(moe_router_dtype="float32"))
+        sections = dict(vllm=dict(attention_backend="CPU_MLA") if device == "cpu" else of_gpus)
+    with serving(LIVE[name], tmp_path, device, **sections) as served:
+        reference = Reference(served.recipe.policy.path, served.recipe.policy.dtype)
+
+        async def scenario():
+            rollouts = [await served.complete(40)]
+            before = await scored(served, rollouts[0])
+            await train(served.fleet.trainer, samples_of(served.prompts, rollouts[0]), micro_batch_tokens=2048)
+            old = await scored(served, rollouts[0])
+            await WeightSync(served.fleet.trainer, served.fleet.engines, served.recipe).publish(1)
+            rollouts.append(await served.complete(40))
+            return rollouts, before, old, await scored(served, rollouts[1])
+
+        rollouts, before, old, after = served.run(scenario())
+    distances = {
+        name: reference.distance(served.prompts[:8], sampled_now, pairs)
+        for name, sampled_now, pairs in zip(("before", "after"), rollouts, (before, after))
+    }
+    judge(record_property, distances)
+    assert statistics.fmean(abs(a - b) for a, b in old) > 0.01, "expected other log-probs after the step"
+
+
 @pytest.mark.gpu
 def test_the_trainer_replays_the_engines_experts(tmp_path, record_property):
     """vLLM's V2 model runner reports them; that of CPUs does not. The learning rate is 0."""

@@ -8,7 +8,7 @@ import functools
 from dataclasses import replace
 
 import pytest
-from gpu_cases import KINDS, ONE_BF16, TWO_BF16, bf16_distances, fp32_distances, judge
+from gpu_cases import FP32, KINDS, ONE_BF16, TWO_BF16, bf16_distances, fp32_distances, judge, typical
 
 pytestmark = pytest.mark.full  # test_family_parity.py has the same on a CPU
 
@@ -42,3 +42,18 @@ def test_a_step_is_that_of_transformers(kind, where, made, prepared, record_prop
 def test_both_kinds_of_layers_make_the_same_step(kind, made, prepared, record_property):
     te, plain = (made("gpu", layers)[kind, "bfloat16"] for layers in ("te", "plain"))
     judge(record_property, bf16_distances(kind, te, plain, TWO_BF16 * prepared(kind, "gpu").own))
+
+
+@pytest.mark.parametrize("layout", ["", *(pytest.param(name, marks=pytest.mark.gpus(2)) for name in ("TP2", "EP2"))])
+def test_adapters_after_a_step_are_those_that_are_merged(layout, where, ranks, prepared, tmp_path, record_property):
+    kind = "qwen3_moe" if layout == "EP2" else "llama"
+    reference = prepared(kind, where[0])
+    case = replace(reference.case, lora=True, lr=0.05, layout=layout, world_size=1 + bool(layout))
+    bound = FP32
+    if where[1] == "te":
+        case = replace(case, dtype="bfloat16")
+        bound = TWO_BF16 * reference.own
+    options = dict(device=where[0], layers=where[1])
+    before, after, merged = ranks(case.world_size, "gpu_ranks:merged", case, tmp_path, **options)[0]
+    assert typical(kind, before, after) > 2 * bound
+    judge(record_property, {"log-probs": (typical(kind, after, merged), bound)})

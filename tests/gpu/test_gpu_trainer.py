@@ -89,6 +89,13 @@ def test_a_checkpoint_restores_every_bit(ranks, prepared, where, tmp_path):
     assert found["devices"] == set() and found["counters"] == ({1}, {2})
 
 
+def test_a_deterministic_step_has_the_same_bits_twice(ranks, prepared, where):
+    device, layers = where
+    case = replace(prepared("llama", device).case, capped=True, dtype="bfloat16", deterministic=True)
+    [(first, second)] = ranks(1, "gpu_ranks:steps", [case, case], device=device, layers=layers)
+    assert np.array_equal(first.gradient, second.gradient) and np.array_equal(first.after, second.after)
+
+
 def test_steps_leave_no_memory_behind(ranks, prepared, where, record_property):
     """Step 2 to step 6; a CPU's resident set has no bound."""
     device, layers = where

@@ -21,7 +21,7 @@ PER_RANK = LAYERS * (4 * HIDDEN + 2 * QUERY + 2 * KEY + 3 * (HIDDEN + INNER))
 
 def plan(*more):
     recipe = load_recipe(ROOT / "recipes/qwen2_5_math_1_5b_lora_24gb.yaml", more)
-    return make_plan(recipe, CONFIGS / "Qwen2.5-Math-1.5B", 1, GPUS["rtx4090-24g"], Assumptions())
+    return make_plan(recipe, CONFIGS / "Qwen2.5-Math-1.5B", 1, GPUS["rtx4090-24g"], Assumptions(), layers="plain")
 
 
 def terms(planned):
@@ -80,3 +80,9 @@ def test_experts_are_updated_merged():
         check_settings(recipe, folder, planned=True)
     merged = load_recipe(ROOT / "recipes/qwen3_30b_a3b_16gpus.yaml", ["policy.lora={}", "weights.adapters=merged"])
     check_settings(merged, folder, planned=True)
+
+
+def test_a_plan_with_transformer_engine_below_hopper_is_refused_with_the_way_out():
+    recipe = load_recipe(ROOT / "recipes/qwen2_5_math_1_5b_lora_24gb.yaml", [])
+    found = make_plan(recipe, CONFIGS / "Qwen2.5-Math-1.5B", 1, GPUS["rtx4090-24g"], Assumptions())
+    assert "MSRL_LAYERS=plain" in found.problems()[-1] and plan().problems() == []

@@ -104,6 +104,18 @@ def test_what_latent_attention_has_not_is_refused(override, said):
         check_settings(recipe, MOONLIGHT, planned=True)
 
 
+@pytest.mark.parametrize(
+    "override", ["policy.dtype=float32", "rollouts={deterministic: true, max_staleness_steps: 0}"]
+)
+def test_adapters_that_engines_on_gpus_do_not_compute_exactly_are_refused_there(override, monkeypatch):
+    recipe = load_recipe(ROOT / "recipes/qwen2_5_math_1_5b_lora_24gb.yaml", [override])
+    folder = ROOT / "recipes/configs/Qwen2.5-Math-1.5B"
+    check_settings(recipe, folder, planned=True)
+    monkeypatch.setattr("megatron_scalerl.plan.settings.HAVE_GPU", True)
+    with pytest.raises(ValueError, match=r"weights\.adapters: on GPUs .*; set it to merged"):
+        check_settings(recipe, folder, planned=True)
+
+
 def test_adapters_are_checked_without_a_megatron_section():
     settings = ["megatron.parallel={}", "megatron.model={}", "policy.lora={}", "weights.adapters=merged"]
     recipe = load_recipe(ROOT / "recipes/moonlight_16b_a3b_8gpus.yaml", settings)

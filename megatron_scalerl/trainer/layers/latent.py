@@ -10,6 +10,7 @@ heads' gradient of the keys' rotated part (tensor_parallel/mappings.py, _GatherF
 Here every rank has these projections whole, as with Transformer Engine.
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
-from megatron_scalerl.distributed.device import HAVE_TE
+from megatron_scalerl.distributed.device import HAVE_TE, capability
 from megatron_scalerl.trainer.layers.packing import PackedRow
 
 
@@ -34,9 +35,7 @@ class RowAngles(torch.nn.Module):
         """The angles of the row, the last argument; Megatron passes them to `forward` as a length."""
         row: PackedRow = arguments[-1]
         assert row.angles is not None
-        if row.qkv_format == "sbhd":  # Megatron drops the dimension of one row
-            return row.angles[:, 0]
-        return row.angles
+        return row.angles[:, 0]  # Megatron drops the dimension of one row
 
     def forward(self, angles: Tensor, packed_seq: bool = False) -> tuple[Tensor, float]:
         """(angles of the tokens, factor)"""
@@ -74,6 +73,21 @@ class LatentAttention(MLASelfAttention):
         if config.q_lora_rank:
             self.linear_q_down_proj = WholeLinear(hidden, config.q_lora_rank, config)
         self.linear_kv_down_proj = WholeLinear(hidden, config.kv_lora_rank + config.qk_pos_emb_head_dim, config)
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, key_value_states: Any, position_ids: Any, row: PackedRow, **keywords: Any
+    ) -> Any:
+        """Rotated by the angles of each token: for each sequence of a "thd" row Megatron would ask the device."""
+        row = copy.copy(row)
+        row.qkv_format = "sbhd"
+        return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, row, **keywords)
+
+    def _run_core_attention(self, *tensors: Any, attn_mask_type: Any = None, **keywords: Any) -> Any:
+        """On Blackwell with values as they are, as cuDNN trains keys of 192 with 128; Megatron pads them to 192."""
+        run = super()._run_core_attention
+        if capability() >= (10, 0):
+            run = self.core_attention
+        return run(*tensors, attn_mask_type=attn_mask_type or self.attn_mask_type, **keywords)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """The layers of the spec. Megatron would put a norm before queries without a narrow projection."""
