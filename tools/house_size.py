@@ -17,8 +17,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TREES = ("megatron_scalerl", "tools", "tests", "examples")
-CEILINGS = {"package": 351_500, "tools": 41_000, "tests": 452_000, "tree": 850_000}
-"""Tokens. A change that does not fit deletes something. The package's was 350,000 before the second policy."""
+CEILINGS = {"package": 356_000, "tools": 41_000, "tests": 458_500, "tree": 860_000}
+"""Tokens. A change that does not fit deletes something. Teachers and ten families have raised the package's from
+351,500, by their price."""
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 LAYOUT |= {tokenize.ENCODING}
 FORMAT_STARTS = getattr(tokenize, "FSTRING_START", None)
