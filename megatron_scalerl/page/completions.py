@@ -135,7 +135,7 @@ class Reader:
 
 
 def token_texts(tokenizer: RunTokenizer, token_ids: Sequence[int]) -> list[str]:
-    """[T] the text that each token adds, control characters escaped; all texts joined are about `decode` of all tokens.
+    """[T] the text that each token adds, control characters escaped; the texts join to about `decode` of all tokens.
 
     A token that ends within a character adds no text, and the token that completes a character adds the character.
     """

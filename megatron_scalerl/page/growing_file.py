@@ -47,7 +47,7 @@ class Rows(Generic[Row]):
 
     @property
     def problem(self) -> str:
-        """The reason why the file is unreadable, else its first damaged line, until the file begins anew; or empty."""
+        """The reason why the file is unreadable, else the first damaged line of this generation; empty if neither."""
         return one_line((self._failure or self._damage).replace(f"{self.path.parent}/", ""))
 
     def update(self) -> bool:
