@@ -95,7 +95,7 @@ def allocate(
     return Allocation(nodes=request.nodes, gpus=gpus, slots=slots, cpus=cpus)
 
 
-def assumed(request: Request, gres: str) -> Partition:
+def assumed_partition(request: Request, gres: str) -> Partition:
     """The assumed partition, where Slurm cannot be asked. gres: a node's GPUs by the site file."""
     number = request.gpus_per_node or gpus_of(gres) or ASSUMED_GPUS
     types = re.findall(r"(?:^|,)gpu:([A-Za-z][^:,]*)", gres)

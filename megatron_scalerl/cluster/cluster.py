@@ -74,7 +74,7 @@ def partitions() -> dict[str, Partition]:
     return by_name
 
 
-def least_of(candidates: Sequence[Partition]) -> Partition:
+def smallest_partition(candidates: Sequence[Partition]) -> Partition:
     """The minimum over several partitions: resources of a job that starts in the partition that is free first."""
     limits = [partition.limit_s for partition in candidates if partition.limit_s is not None]
     return Partition(

@@ -105,7 +105,7 @@ def _show(checks: list[Check], console: Console) -> None:
 def _examine_nodes(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.cluster import doctor_nodes
 
-    nodes = doctor_nodes.allocated()
+    nodes = doctor_nodes.allocated_nodes()
     folder = Path(arguments.reports).absolute()
     words = []
     if arguments.recipe:

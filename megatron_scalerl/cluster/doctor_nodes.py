@@ -31,7 +31,7 @@ _LONGEST = 500
 """Characters of a line that are shown."""
 
 
-def allocated() -> list[str]:
+def allocated_nodes() -> list[str]:
     """The nodes of this Slurm allocation, this node first. Raises ValueError outside of an allocation."""
     this_node = os.environ.get("SLURMD_NODENAME")
     return sorted(hosts_of_allocation(), key=lambda node: node != this_node)
@@ -64,8 +64,8 @@ def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, w
                 reports[node] = msgspec.json.decode((folder / f"{node}.json").read_bytes(), type=list[Check])
             except (OSError, msgspec.DecodeError):
                 end = f"exit code {code}; 124: it took longer than {within_s:g} s"
-                silent[node] = f"no report ({end}): {own_line(folder / f'{node}.log')}"
-        bad = unfit(reports, silent)
+                silent[node] = f"no report ({end}): {program_line(folder / f'{node}.log')}"
+        bad = unfit_nodes(reports, silent)
         if 0 < len(bad) < len(nodes):
             write_durably(folder / BAD, "".join(f"{node}\t{reason}\n" for node, reason in bad.items()).encode())
         return bad
@@ -75,7 +75,7 @@ def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, w
                 step.terminate()  # `timeout` forwards the signal to the step
 
 
-def unfit(reports: Mapping[str, Sequence[Check]], silent: Mapping[str, str]) -> dict[str, str]:
+def unfit_nodes(reports: Mapping[str, Sequence[Check]], silent: Mapping[str, str]) -> dict[str, str]:
     """Unfit node -> reason: no report, a failed check, or a result that differs from most nodes.
 
     reports: in the order of the nodes; the first of two equally frequent results is right. silent: node without a
@@ -96,7 +96,7 @@ def unfit(reports: Mapping[str, Sequence[Check]], silent: Mapping[str, str]) -> 
     return {node: "; ".join(lines) for node, lines in reasons.items() if lines}
 
 
-def own_line(log: Path) -> str:
+def program_line(log: Path) -> str:
     """The last line of the program in a log, else the last line of the log."""
     lines = [line.strip() for line in log_tail(log).splitlines() if line.strip()]
     program_lines = [line for line in lines if line.startswith(PROGRAM_PREFIX)]

@@ -140,12 +140,12 @@ def _options(plan: JobPlan) -> list[str]:
 
 def _command(plan: JobPlan, words: Sequence[str]) -> str:
     """A command of the program, in the site's container; the template adds a path at the end."""
-    inside = plan.site.container != "none"
+    has_container = plan.site.container != "none"
     program: Sequence[str] = (sys.executable, "-m", "megatron_scalerl")
-    if inside:
+    if has_container:
         program = ("megatron-scalerl",)
     command = " ".join(_quoted(word) for word in (*(plan.site.program or program), *words))
-    if inside:
+    if has_container:
         return f'"${{inside[@]}}" {command}'
     return command
 
@@ -167,8 +167,8 @@ def _container(plan: JobPlan) -> str:
         words = ["apptainer", "exec"]
         if plan.nodes.gpus:
             words.append("--nv")
-        bound = [word for folder in folders for word in ("--bind", folder)]
-        words += ["--pwd", str(plan.cwd), *bound, str(site.image)]
+        bind_words = [word for folder in folders for word in ("--bind", folder)]
+        words += ["--pwd", str(plan.cwd), *bind_words, str(site.image)]
     else:
         words = [word.replace("{cwd}", str(plan.cwd)) for word in site.container]
     return " ".join(_quoted(word) for word in words)

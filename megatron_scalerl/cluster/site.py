@@ -18,7 +18,7 @@ from megatron_scalerl.recipe.file import read_yaml
 from megatron_scalerl.recipe.other_names import check_keys
 
 _CONTAINER_KINDS = ("none", "pyxis", "apptainer")
-_NO_NAME = re.compile(r"=|\b(ALL|NONE|NIL|TRUE|FALSE)\b", re.IGNORECASE)
+_NOT_A_NAME = re.compile(r"=|\b(ALL|NONE|NIL|TRUE|FALSE)\b", re.IGNORECASE)
 _PRINTED = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]"
 Line = Annotated[str, StringConstraints(pattern=f"^{_PRINTED}+$")]
 """A single line of text."""
@@ -37,12 +37,12 @@ BY_SUBMIT = {
     "no-requeue": "--chain",
 }
 """Option of sbatch -> the option of `submit` that sets it."""
-_FIXED = (
+_FIXED_OPTIONS = (
     *("signal", "output", "open-mode", "no-kill", "ntasks", "ntasks-per-node", "chdir", "wrap", "wait", "test-only"),
     *("parsable", "gpus-per-task", "export-file", "ntasks-per-gpu", "time-min", "clusters"),
 )
 """Options without which the job could not be saved, queued again or watched."""
-_REPLACED = {
+_REPLACED_OPTIONS = {
     "gres": "gpus-per-node",
     "mem-per-gpu": "mem",
     "mem-per-cpu": "mem",
@@ -92,8 +92,8 @@ class Site(BaseModel):
 
         gpus: GPUs of a node; the number is added to a type of GPU without a number.
         """
-        site_options = {name: value for name, value in self.sbatch.items() if gpus or not _of_gpus(name, value)}
-        if _of_gpus("gres", site_options.get("gres")):
+        site_options = {name: value for name, value in self.sbatch.items() if gpus or not _requests_gpus(name, value)}
+        if _requests_gpus("gres", site_options.get("gres")):
             site_options["gres"] = _numbered(str(site_options["gres"]), gpus)
         elif site_options.get("gpus-per-node"):
             site_options["gpus-per-node"] = _numbered(f"gpu:{site_options['gpus-per-node']}", gpus).removeprefix(
@@ -102,7 +102,9 @@ class Site(BaseModel):
         if "export" in site_options and "export" in job_options:
             site_options["export"] = f"{job_options['export']},{site_options['export']}"
         replaced = {
-            _REPLACED.get(name) for name, value in site_options.items() if name != "gres" or _of_gpus(name, value)
+            _REPLACED_OPTIONS.get(name)
+            for name, value in site_options.items()
+            if name != "gres" or _requests_gpus(name, value)
         }
         merged_options = {name: value for name, value in job_options.items() if name not in replaced} | site_options
         lines = []
@@ -123,7 +125,7 @@ def escaped(text: str) -> str:
     return text
 
 
-def _of_gpus(name: str, value: object) -> bool:
+def _requests_gpus(name: str, value: object) -> bool:
     """Whether an option requests GPUs, or another resource for each GPU."""
     return "gpu" in name or (name == "gres" and re.search(r"(?:^|,)gpu(?:[:,]|$)", str(value)) is not None)
 
@@ -162,9 +164,9 @@ def read_site(path: Path | None) -> Site:
     for name, value in site.sbatch.items():
         if name in BY_SUBMIT:
             raise ValueError(f"{path}: sbatch: {name} is set by the option {BY_SUBMIT[name]} of submit")
-        if name in _FIXED:
+        if name in _FIXED_OPTIONS:
             raise ValueError(f"{path}: sbatch: {name} is set by the job itself")
-        if name in ("export", "gpus-per-node") and _NO_NAME.search(str(value)):
+        if name in ("export", "gpus-per-node") and _NOT_A_NAME.search(str(value)):
             raise ValueError(f"{path}: sbatch.{name}: {value} is not a list of names")
     if (site.container in _CONTAINER_KINDS[1:]) != (site.image is not None):
         raise ValueError(

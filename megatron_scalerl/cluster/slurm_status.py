@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.cluster import cluster
-from megatron_scalerl.cluster.doctor_nodes import BAD, own_line
+from megatron_scalerl.cluster.doctor_nodes import BAD, program_line
 from megatron_scalerl.cluster.submission import JOBS, jobs_of
 from megatron_scalerl.controller.run_folder import END, SLURM
 from megatron_scalerl.fit.formatting import money, unit_name
@@ -25,8 +25,8 @@ _LONGEST = 500
 
 
 @record
-class Spent:
-    """The total of a ledger. Produced by `spent`."""
+class LedgerTotal:
+    """The total of a ledger. Produced by `ledger_total`."""
 
     hours: float
     """Device-hours of all roles, up to the last heartbeat."""
@@ -34,19 +34,19 @@ class Spent:
     """GPU-hours or device-hours, for printing."""
 
 
-def spent(run: Path) -> Spent:
+def ledger_total(run: Path) -> LedgerTotal:
     """The charges of a run so far; 0 before its first start."""
     header, *rows = read_jsonl(run / "ledger.jsonl") or [{}]
     hours = sum(row["hours"] for row in rows if "role" in row)
     if rows and "heartbeat" in rows[-1]:
         hours += rows[-1]["heartbeat"] * rows[-1]["devices"] / 3600
-    return Spent(hours=hours, unit=unit_name(str(header.get("unit", "device_hours"))))
+    return LedgerTotal(hours=hours, unit=unit_name(str(header.get("unit", "device_hours"))))
 
 
 def seconds_left(recipe_file: Path, budget: float) -> int:
     """Seconds for which the budget still pays for the run's fleet. budget: device-hours. Raises ValueError."""
     recipe = load_recipe(recipe_file)
-    return max(0, int((budget - spent(recipe.run_dir).hours) * 3600 / recipe.devices))
+    return max(0, int((budget - ledger_total(recipe.run_dir).hours) * 3600 / recipe.devices))
 
 
 def status(run_dir: Path) -> Iterator[str]:
@@ -65,7 +65,7 @@ def status(run_dir: Path) -> Iterator[str]:
     if not jobs:
         yield from (f"finished: {row.get('reason')}" for row in read_jsonl(run / END)[-1:])
     for attempt in attempts(run):
-        for node, reason in unfit(attempt).items():
+        for node, reason in unfit_nodes(attempt).items():
             yield f"attempt {attempt.name}: {node} was unfit: {reason[:_LONGEST]}"
         yield from (f"attempt {attempt.name}: {line}" for line in _lines(attempt / FIRST_NODE))
     yield from _progress(run, newest.get("gpu_hours"), running=any(job.state == "RUNNING" for job in jobs))
@@ -85,7 +85,7 @@ def attempts(run: Path) -> list[Path]:
     return [folder for start_time, folder in started if start_time >= submitted]
 
 
-def unfit(attempt: Path) -> dict[str, str]:
+def unfit_nodes(attempt: Path) -> dict[str, str]:
     """Node that the attempt's check excluded as unfit -> reason."""
     return dict(line.split("\t", 1) for line in _lines(attempt / "nodes" / BAD) if "\t" in line)
 
@@ -129,7 +129,7 @@ def _progress(run: Path, budget: float | None, *, running: bool) -> Iterator[str
         since = timedelta(seconds=max(0, int(time.time() - os.path.getmtime(run / "ledger.jsonl"))))
         lag = metrics.get("loop_lag_seconds", 0.0)
         yield f"last heartbeat {since} ago; the event loop was up to {lag:.1f} s late in the last batch"
-    cost = spent(run)
+    cost = ledger_total(run)
     remainder = ""
     if budget:
         remainder = f", {max(0.0, budget - cost.hours):.4g} left of {budget:g}"
@@ -152,5 +152,5 @@ def last_error(run: Path) -> str | None:
             if code not in ("0", "75"):
                 log = newest.with_name(f"{role}.log")
                 detail = details.get(role, newest.with_name("nodes"))
-                return f"{role}: exit code {code}: {own_line(log)} ({log}, {detail})"
+                return f"{role}: exit code {code}: {program_line(log)} ({log}, {detail})"
     return None

@@ -7,8 +7,8 @@ from pathlib import Path
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.jsonl import append_row, read_jsonl
 from megatron_scalerl.cluster import cluster
-from megatron_scalerl.cluster.allocation import Request, allocate, assumed, check_plan
-from megatron_scalerl.cluster.cluster import Job, Partition, least_of, seconds_of
+from megatron_scalerl.cluster.allocation import Request, allocate, assumed_partition, check_plan
+from megatron_scalerl.cluster.cluster import Job, Partition, seconds_of, smallest_partition
 from megatron_scalerl.cluster.job import MARGIN_S, JobPlan, render
 from megatron_scalerl.cluster.site import Site, read_site
 from megatron_scalerl.controller.run_folder import SAVES, SLURM, check_recipe
@@ -77,7 +77,7 @@ def submit(
     ValueError for user errors, before any submission, and RuntimeError where Slurm fails.
     """
     site = read_site(request.site)
-    partition = assumed(request, site.gres)
+    partition = assumed_partition(request, site.gres)
     obstacle = "this machine has no Slurm"
     try:
         if cluster.slurm_is_present():
@@ -236,7 +236,7 @@ def check_partition(names: str, partitions: Mapping[str, Partition]) -> Partitio
         if name not in partitions:
             text = unknown_key(name, partitions, expected="a partition of this cluster", kind="partitions")
             raise ValueError(f"--partition: {text}")
-    return least_of([partitions[name] for name in names.split(",")])
+    return smallest_partition([partitions[name] for name in names.split(",")])
 
 
 def check_time(limit: str, partition: Partition, times: Times) -> None:

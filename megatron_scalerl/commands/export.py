@@ -13,7 +13,7 @@ from megatron_scalerl.recipe.file import load_run_recipe
 
 
 def export(run_dir: Path, out: Path, *, merged: bool = False) -> int:
-    """Write the policy of the newest checkpoint to `out` and return the step of the checkpoint.
+    """Write the policy of the newest checkpoint to `out` and return its step.
 
     merged: merge a run's adapters into the base weights. Raises ValueError if the run has no complete checkpoint or
     `out` exists.

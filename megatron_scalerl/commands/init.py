@@ -274,11 +274,11 @@ def _prompt_choices(
         reason = f"what {positions:,} positions leave"
     reason = f"{completion:,} tokens with the answer, {reason}"
     budget = lengths_of(completion)
-    rows, _, thinks = chat.why.rpartition("; ")
+    template_reason, _, tag_reason = chat.why.rpartition("; ")
     return {
-        "prompts.chat_template": (chat.chat_template, rows),
+        "prompts.chat_template": (chat.chat_template, template_reason),
         "prompts.think_start": (chat.think_start, ""),
-        "prompts.think_end": (chat.think_end, thinks),
+        "prompts.think_end": (chat.think_end, tag_reason),
         "prompts.max_prompt_tokens": (longest, f"{usable:,} of {len(lengths):,} prompts are no longer"),
         "prompts.held_out": (held_out, "validations use them, training the others"),
         "interruption.enabled": (recipe.interruption.enabled, "true where thinking has a tag to close"),
@@ -295,8 +295,8 @@ def _prompt_choices(
 
 def _held_out(usable: int, limit: int) -> int:
     """Number of prompts to hold out: a tenth of the usable prompts, and enough for a forecast; at most `limit`."""
-    few = max(min(FEWEST_HELD_OUT, usable // 2), min(VALIDATED, usable // 4))
-    return min(limit, max(usable // 10, few))
+    minimum = max(min(FEWEST_HELD_OUT, usable // 2), min(VALIDATED, usable // 4))
+    return min(limit, max(usable // 10, minimum))
 
 
 def _training_choices(recipe: Recipe, parameters: int, trained_parameters: int, gpus: int) -> Choices:
@@ -314,8 +314,8 @@ def _training_choices(recipe: Recipe, parameters: int, trained_parameters: int, 
         rate *= ADAPTERS_LR / paper.lr
         rate_reason += ", x 10 for adapters (Schulman et al. 2025)"
     warm_up = min(paper.warmup_steps, max(1, recipe.steps // 20))
-    between = max(1, recipe.steps // VALIDATIONS)
-    saving = max(1, recipe.steps // SAVES)
+    validation_interval = max(1, recipe.steps // VALIDATIONS)
+    checkpoint_interval = max(1, recipe.steps // SAVES)
     temperature = recipe.rollouts.temperature
     temperature_reason = "the policy as it is"
     if recipe.prompts.chat_template and parameters < SMALL:
@@ -332,9 +332,15 @@ def _training_choices(recipe: Recipe, parameters: int, trained_parameters: int, 
         "rollouts.temperature": (temperature, temperature_reason),
         "optimizer.lr": (float(f"{rate:.1e}"), rate_reason),
         "optimizer.warmup_steps": (warm_up, "a twentieth of the steps; the paper: 100 of 7,400"),
-        "validation.every_steps": (between, f"{VALIDATIONS} validations, for a forecast from the first half"),
-        "forecast.fit_from_steps": (between, "the first validation after step 0"),
-        "checkpoint.every_steps": (saving, f"a crash repeats at most these; the newest 2 stay, {bytes_each} each"),
+        "validation.every_steps": (
+            validation_interval,
+            f"{VALIDATIONS} validations, for a forecast from the first half",
+        ),
+        "forecast.fit_from_steps": (validation_interval, "the first validation after step 0"),
+        "checkpoint.every_steps": (
+            checkpoint_interval,
+            f"a crash repeats at most these; the newest 2 stay, {bytes_each} each",
+        ),
     }
 
 

@@ -62,7 +62,7 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
     is not started again. The result of a failure after SIGUSR1 is 75, since the run can go on from a checkpoint.
     """
     stopped_by = []
-    early = []
+    early_signals = []
     codes = []
     variables = dict(os.environ)
     child: subprocess.Popen[bytes] | None = None
@@ -72,7 +72,7 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
         if child is not None:
             child.send_signal(number)
         else:
-            early.append(number)
+            early_signals.append(number)
 
     with _handling(on_signal):
         failures = 0
@@ -83,8 +83,8 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
             old_ends = read_jsonl(run_dir / "end.json")
             # In a new session: a terminal's SIGINT reaches the child once, from this process.
             child = subprocess.Popen(tied_command([*command]), start_new_session=True, env=variables)
-            while early:  # received while the child was being started
-                child.send_signal(early.pop(0))
+            while early_signals:  # received while the child was being started
+                child.send_signal(early_signals.pop(0))
             code = _exit_code(child.wait())
             child = None
             # The child has charged its devices up to now, so the next child charges from now on.
@@ -105,8 +105,8 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
                 newest = checkpoint
                 failures = 1
             codes.append(code)
-            if vain := _in_vain(run_dir, codes, failures, restarts):
-                logger.error("the run %s, %s: it is not started again", end_text, vain)
+            if objection := _restart_objection(run_dir, codes, failures, restarts):
+                logger.error("the run %s, %s: it is not started again", end_text, objection)
                 return code
             delay = min(FIRST_DELAY_S * 2 ** (failures - 1), LONGEST_DELAY_S)
             logger.warning("the run %s: restart %d of at most %d in %g s", end_text, failures, restarts, delay)
@@ -129,7 +129,7 @@ def _handling(on_signal: Callable[[int, FrameType | None], None]) -> Iterator[No
             signal.signal(number, handler)
 
 
-def _in_vain(run_dir: Path, codes: Sequence[int], failures: int, restarts: int) -> str:
+def _restart_objection(run_dir: Path, codes: Sequence[int], failures: int, restarts: int) -> str:
     """The reason against a further start: no start can help after these exit codes, or `restarts` are used; or ""."""
     for kept_file in run_dir.rglob("*.kept"):
         return f"and has left {kept_file}, which has to be renamed to {kept_file.stem}"

@@ -1,4 +1,4 @@
-"""Runs grouped by recipe: an arm is one recipe and all runs of that recipe, which differ in the seed alone.
+"""Runs grouped by recipe: an arm is a recipe with its runs, which differ in the seed alone.
 
 A run folder's recipe.yaml holds the settings of the run; a key that an older version lacked counts with the value
 that was in effect. `IGNORED_SETTINGS` do not make another recipe: the seed, names and folders, the files of task and
@@ -33,7 +33,7 @@ MAX_DIFFERENCES_LENGTH = 200
 
 @record
 class Arm:
-    """A recipe and the runs of the recipe."""
+    """A recipe with its runs."""
 
     name: str
     """The common name of the runs, without the seed."""
@@ -55,13 +55,13 @@ def arms_of(curves: Sequence[Curve]) -> list[Arm]:
     """
     groups = _split(_split(_split([curves], _key), _start, _has_repeated_seed), _stem, _names_end_with_seed)
     arms = []
-    for name, group in zip(numbered([_name(group) for group in groups]), groups):
+    for name, group in zip(numbered_names([_name(group) for group in groups]), groups):
         by_seed = sorted(group, key=lambda curve: -1 if curve.seed is None else curve.seed)
         arms.append(Arm(name=name, curves=tuple(by_seed)))
     return arms
 
 
-def numbered(names: Sequence[str]) -> list[str]:
+def numbered_names(names: Sequence[str]) -> list[str]:
     """The names; a name that occurs several times gets a number.
 
     >>> numbered(["a", "b", "a"])

@@ -1,7 +1,6 @@
 """Backtest: the forecast of the level on which a run ends, made from every shorter prefix of the run.
 
-The level is the mean of the last three points at the mean of the three computes: a single point may be a bad
-validation.
+The level is the mean of the last three points at their mean compute: a single point may be a bad validation.
 """
 
 import numpy as np

@@ -202,7 +202,7 @@ def _axis(table: TableFile, measured: Rows, *, steps: bool) -> str:
 
 
 def _grows(values: Sequence[float]) -> bool:
-    """Whether the values of an axis exist and fall between no more than a quarter of the rows."""
+    """Whether an axis has numbers and falls between no more than a quarter of its rows."""
     # hours per step are no axis, though the name says hours
     return 0 < len(values) >= 4 * sum(value > successor for value, successor in zip(values, values[1:]))
 

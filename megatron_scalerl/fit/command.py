@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from megatron_scalerl.fit.arms import numbered
+from megatron_scalerl.fit.arms import numbered_names
 from megatron_scalerl.fit.backtest import backtest
 from megatron_scalerl.fit.compare import Comparison, compare_runs
 from megatron_scalerl.fit.curve import Curve
@@ -184,7 +184,7 @@ def _with_unique_names(curves: list[Curve]) -> list[Curve]:
     for n, name in enumerate(tuple(names)):
         if names.count(name) > 1:
             names[n] = f"{curves[n].source.resolve().parent.name}/{name}"
-    return [replace(curve, name=name) for curve, name in zip(curves, numbered(names))]
+    return [replace(curve, name=name) for curve, name in zip(curves, numbered_names(names))]
 
 
 def _run_report(curve: Curve, options: argparse.Namespace) -> RunReport:

@@ -1,10 +1,9 @@
 """Which recipe scales better: ceiling, compute to one pass rate, level at a budget (Khatri et al. 2025, A.5).
 
-The unit of a comparison is an arm: a recipe with all runs of the recipe (`fit.arms`). Falling runs are left out,
-since no sigmoid falls (`checks.falling_tail`). A number of an arm, such as A, is the mean over the arm's runs. The
-variance of a run is the variance between the arm's runs, and at least the mean variance of a single run's fit. Two
-arms are compared by Welch's t test, and p values are adjusted for the number of recipes (Holm 1979). An arm with one
-run decides nothing.
+The unit of a comparison is an arm: a recipe with its runs (`fit.arms`). Falling runs are left out, since no sigmoid
+falls (`checks.falling_tail`). A number of an arm, such as A, is the mean over the arm's runs. The variance of a run
+is the variance between the arm's runs, and at least the mean variance of a single run's fit. Two arms are compared by
+Welch's t test, and p values are adjusted for the number of recipes (Holm 1979). An arm with one run decides nothing.
 
 Every arm also has a probability that the arm's level at the budget is the highest, however short or few the runs are.
 The probability comes from Student's t around the mean of several runs. For a single run, draws of the posterior take
@@ -126,7 +125,7 @@ def spread(recipes: Sequence[Sequence[float]]) -> float:
     return math.sqrt(squares / freedom) if freedom else math.nan
 
 
-def adjusted(differences: Mapping[int, Difference]) -> dict[int, Difference]:
+def adjusted_differences(differences: Mapping[int, Difference]) -> dict[int, Difference]:
     """The differences with p adjusted for the number of differences (Holm 1979): `ERROR` bounds the joint error."""
     out = {}
     highest = 0.0
@@ -295,7 +294,7 @@ def compare_runs(
         raise ValueError(f"a comparison takes at least two runs; {len(curves)} was given")
     groups = arms_of(curves)
     steady, falling = _without_falling(groups, fits)
-    arms, reference_indices = _ordered(steady, groups, references)
+    arms, reference_indices = _ordered_arms(steady, groups, references)
     if not arms:
         unknown = {"pass_rate": math.nan, "budget": math.nan, "between_runs": math.nan}
         return Comparison(arms=(), falling=falling, **unknown)
@@ -306,7 +305,7 @@ def compare_runs(
     longest = max(float(fit.compute[-1]) for arm_fits in runs for fit in arm_fits)
     total = longest + (longest if budget is None else budget)
     return Comparison(
-        arms=_compared(arms, runs, reference_indices, compute_to(pass_rate), level_at(total)),
+        arms=_compared_arms(arms, runs, reference_indices, compute_to(pass_rate), level_at(total)),
         falling=falling,
         pass_rate=pass_rate,
         budget=total,
@@ -314,7 +313,7 @@ def compare_runs(
     )
 
 
-def _compared(
+def _compared_arms(
     arms: Sequence[Arm], runs: Sequence[Fits], reference_indices: Sequence[int], reach: Quantity, level: Quantity
 ) -> tuple[ComparedArm, ...]:
     """runs: [arms]. reference_indices: [arms] the index of each arm's reference; arm 0 is the reference of all."""
@@ -363,7 +362,9 @@ def _without_falling(
     return steady, falling
 
 
-def _ordered(arms: Sequence[Arm], all_arms: Sequence[Arm], references: Sequence[str]) -> tuple[list[Arm], list[int]]:
+def _ordered_arms(
+    arms: Sequence[Arm], all_arms: Sequence[Arm], references: Sequence[str]
+) -> tuple[list[Arm], list[int]]:
     """(the arms, the reference of all arms first; the index of each arm's reference).
 
     all_arms: arms that `references` may name. The reference of all arms replaces a reference whose runs all fall.
@@ -399,7 +400,7 @@ def _differences(quantity: Quantity, arms: Sequence[Fits], reference_indices: Se
         reference = means[reference_indices[n]]
         if n and mean and reference:
             by_arm[n] = mean.minus(reference)
-    return by_arm | adjusted({n: difference for n, difference in by_arm.items() if difference.p < 1.0})
+    return by_arm | adjusted_differences({n: difference for n, difference in by_arm.items() if difference.p < 1.0})
 
 
 def summary(comparison: Comparison, arm: ComparedArm) -> str:

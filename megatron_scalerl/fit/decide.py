@@ -25,7 +25,7 @@ Verdict = Literal["go on", "stop", "too early to say"]
 
 @record
 class Estimate:
-    """A number with a 90 % interval; inf stands for a compute that never suffices."""
+    """A number with a 90 % interval; inf for a level that no compute reaches."""
 
     value: float
     """The point estimate."""

@@ -166,7 +166,7 @@ def _fit(
         if fixed_asymptote is None and asymptote in ASYMPTOTES[[0, -1]]:
             notes.append(f"A is on the edge of the paper's grid ({asymptote:g}): the ceiling is not determined")
     else:
-        parameters = _central(posterior)
+        parameters = _central_parameters(posterior)
         notes += checks.bound_warnings(posterior, fixed=fixed_asymptote is not None)
     notes += checks.truncation_warnings(c, curve.truncated_share)
     intervals = _intervals(posterior, parameters)
@@ -215,7 +215,7 @@ def _window(
     return in_window, notes
 
 
-def _central(posterior: Posterior) -> dict[str, float]:
+def _central_parameters(posterior: Posterior) -> dict[str, float]:
     """A, B, C_mid and R_0 of one curve: the median A, with the mean B and C_mid of the draws near the median A."""
     a = float(np.median(posterior.asymptote))
     near = np.argsort(np.abs(posterior.asymptote - a), kind="stable")[: max(len(posterior.asymptote) // 10, 1)]

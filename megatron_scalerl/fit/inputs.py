@@ -169,7 +169,7 @@ def _curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
     compute, scale, unit = compute_column(table, options, score)
     measured, texts = _points(table, options, compute, score)
     starts = [point for point in measured if point.compute == 0 or plain_value(point.row[1].get("step")) == 0]
-    points, notes = _ordered([point for point in measured if point not in starts], compute)
+    points, notes = _ordered_points([point for point in measured if point not in starts], compute)
     if not points:
         raise table_error(table.path, f"no row has {compute} > 0")
     for column in identity_columns(table, 1):
@@ -249,7 +249,9 @@ def _points(table: TableFile, options: ColumnOptions, compute: str, score: str) 
     elif _is_percent(score, points):
         highest = 100.0
         texts.append("percent, divided by 100")
-    points = [point._replace(pass_rate=_rounded((point.pass_rate - lowest) / (highest - lowest))) for point in points]
+    points = [
+        point._replace(pass_rate=_rounded_rate((point.pass_rate - lowest) / (highest - lowest))) for point in points
+    ]
     for point in points:
         if not 0.0 <= point.pass_rate <= 1.0:
             problem = (
@@ -262,7 +264,7 @@ def _points(table: TableFile, options: ColumnOptions, compute: str, score: str) 
     return points, texts
 
 
-def _rounded(pass_rate: float) -> float:
+def _rounded_rate(pass_rate: float) -> float:
     """The pass rate, moved to 0 or 1 if outside by no more than the rounding of a mean in single precision."""
     nearest = min(max(pass_rate, 0.0), 1.0)
     if abs(pass_rate - nearest) < 1e-5:
@@ -277,7 +279,7 @@ def _is_percent(score: str, points: Sequence[_Point]) -> bool:
     return bool(re.search(r"%|percent|pct", score.lower())) and any(point.pass_rate > 1 for point in points)
 
 
-def _ordered(points: list[_Point], compute: str) -> tuple[list[_Point], list[str]]:
+def _ordered_points(points: list[_Point], compute: str) -> tuple[list[_Point], list[str]]:
     """(points sorted by compute, one for each compute; notes on corrections).
 
     Where a resumed run repeats a compute, the last row counts. Where most computes have several successive rows, the

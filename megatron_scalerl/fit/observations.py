@@ -97,7 +97,7 @@ def first_invalid(values: Array, valid: NDArray[np.bool_]) -> str:
     return text
 
 
-def smoothed(pass_rate: Array) -> Array:
+def smoothed_rates(pass_rate: Array) -> Array:
     """[n] mean of each pass rate and its neighbors, `NEIGHBORS` in all, fewer at the ends."""
     window = np.ones(NEIGHBORS)
     reach = NEIGHBORS // 2
@@ -117,7 +117,7 @@ def scatter(pass_rate: Array) -> float:
     return float(np.median(bend)) / (0.6745 * math.sqrt(6.0))
 
 
-def pooled(c: Array, y: Array, weights: Array) -> tuple[Array, Array, Array]:
+def pooled_points(c: Array, y: Array, weights: Array) -> tuple[Array, Array, Array]:
     """At most `MOST_POINTS` points: means of neighbors, weighted by their completions; fewer points as they are.
 
     c, y, weights: [n] compute > 0, ascending, pass rate, completions. Neighbors are pooled over at most 1/64 of the
@@ -210,9 +210,9 @@ def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Obse
         usual = float(np.median(completions_of_points))
         share = noise.share or share
         share_of_initial = share / noise.initial_completions
-    c, y, completions = pooled(curve.compute, curve.pass_rate, completions_of_points)
+    c, y, completions = pooled_points(curve.compute, curve.pass_rate, completions_of_points)
     # smoothed: eight completions that are all wrong by chance would have no noise
-    variance_of_one = binomial(smoothed(y))
+    variance_of_one = binomial(smoothed_rates(y))
     spread = variance_of_one / completions
     variance = prior.unknown_noise**2 / float(completions.mean())
     shape = prior.unknown_noise_shape

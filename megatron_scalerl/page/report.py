@@ -233,12 +233,12 @@ def updates_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, str] | None:
 
     The table has a column of medians over updates of whole tensors, and another over updates of changes.
     """
-    updates = [row for row in rows if finite(row.get("weight_bytes")) is not None]
+    updates = [row for row in rows if finite_number(row.get("weight_bytes")) is not None]
     if not updates:
         return None
     columns: dict[str, list[Mapping[str, Any]]] = {"whole": []}
     for update in updates:
-        if update["weight_bytes"] >= (finite(update.get("weight_whole_bytes")) or 0):
+        if update["weight_bytes"] >= (finite_number(update.get("weight_whole_bytes")) or 0):
             columns["whole"].append(update)
         else:
             columns.setdefault("of changes", []).append(update)
@@ -251,7 +251,7 @@ def updates_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, str] | None:
     return table, f"{len(updates)} updates in metrics.jsonl, medians."
 
 
-def finite(value: Any) -> float | None:
+def finite_number(value: Any) -> float | None:
     """The number; None for any other value, and for a number that no float holds."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -262,7 +262,7 @@ def finite(value: Any) -> float | None:
 
 
 def _median(rows: Sequence[Mapping[str, Any]], name: str, form: Callable[[float], str]) -> str:
-    values = (finite(row.get(name)) for row in rows)
+    values = (finite_number(row.get(name)) for row in rows)
     numbers = [value for value in values if value is not None]
     if not numbers:
         return _NOTHING

@@ -20,7 +20,7 @@ from megatron_scalerl.page.growing_file import Rows, ending, json_row, one_line,
 from megatron_scalerl.page.report import (
     UPDATE_PHASES,
     cost_text,
-    finite,
+    finite_number,
     gain_lines,
     hours_by_role,
     last_step,
@@ -246,7 +246,7 @@ def _charge(line: bytes) -> dict[str, Any] | None:
 
 def _number(value: Any) -> float | None:
     """The number with the six digits of a chart; None for any other value."""
-    number = finite(value)
+    number = finite_number(value)
     if number is None:
         return None
     # a whole number stays exact: six digits would change a step above a million

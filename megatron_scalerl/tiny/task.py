@@ -35,7 +35,7 @@ REDRAWS = 2000
 
 @record
 class Problem:
-    """A problem and the answer."""
+    """A problem with its answer."""
 
     text: str
     """The prompt: `7;+2;-7;-2=`."""
