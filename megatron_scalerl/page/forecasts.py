@@ -34,7 +34,7 @@ class Forecasts:
 
     @staticmethod
     def attempt(rows: Rows, recipe: Mapping[str, Any], count: int) -> tuple[Projection | None, str]:
-        """(forecast from the first `count` rows, "") or (None, reason of the failure in one line)."""
+        """(forecast from the first `count` rows or None, reason of a failure in one line or ""). Changes nothing."""
         start = recipe["forecast"]["fit_from_steps"]
         try:
             return projection(rows[:count], steps=last_step(rows, recipe), fit_from_steps=start), ""
