@@ -10,9 +10,9 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 
 ASSUMED_GPUS = 8
-"""GPUs of a node that Slurm cannot be asked about. An assumption."""
+"""Assumed GPUs of a node, where Slurm cannot be asked."""
 ASSUMED_CPUS = 12
-"""CPUs of such a node for each of its GPUs. An assumption."""
+"""Assumed CPUs of a node for each GPU, where Slurm cannot be asked."""
 
 
 @record
@@ -29,7 +29,7 @@ class Request:
     cpus: int | None
     """CPUs of a node."""
     gpu_hours: float | None
-    """Device-hours that the run may take in all, after which its job is not queued again; None without a budget."""
+    """Device-hours of all attempts after which the job is not queued again; None without a budget."""
     check_seconds: float
     """Seconds within which each of several nodes has to report."""
     site: Path | None
@@ -53,37 +53,37 @@ class Allocation:
     gpus: int
     """GPUs of a node, 0 for a run on CPUs."""
     slots: int | None
-    """Ranks and engine devices of a node; None on one node, which has all of them."""
+    """Ranks and engine devices of a node; None on one node, which runs the whole fleet."""
     cpus: int | None
     """CPUs of a node, None for whole nodes."""
 
 
 def allocate(
-    recipes: Sequence[Recipe], partition: Partition, asked: Request, *, exclusive: bool = True
+    recipes: Sequence[Recipe], partition: Partition, request: Request, *, exclusive: bool = True
 ) -> Allocation:
     """The nodes that the largest of the recipes needs. exclusive: whether the job may take whole nodes.
 
     Raises ValueError.
     """
-    if not 1 <= asked.nodes <= partition.nodes:
+    if not 1 <= request.nodes <= partition.nodes:
         raise ValueError(
-            f"--nodes: {asked.nodes} is out of range: partition {partition.name} has {partition.nodes} nodes"
+            f"--nodes: {request.nodes} is out of range: partition {partition.name} has {partition.nodes} nodes"
         )
-    if asked.nodes == 1 and asked.slots is not None:
+    if request.nodes == 1 and request.slots is not None:
         raise ValueError("--slots requires --nodes of at least 2: one node runs everything")
-    gpus = max(_gpus(recipe, partition, asked) for recipe in recipes)
+    gpus = max(_gpus(recipe, partition, request) for recipe in recipes)
     slots = None
-    if asked.nodes > 1:
-        slots = gpus or asked.slots
+    if request.nodes > 1:
+        slots = gpus or request.slots
         if slots is None:
             raise ValueError("--slots is missing; give the ranks and engine devices of a node")
-        needed = max(_checked_need(recipe, slots, asked.nodes) for recipe in recipes)
-        if needed < asked.nodes:
+        needed_nodes = max(_checked_need(recipe, slots, request.nodes) for recipe in recipes)
+        if needed_nodes < request.nodes:
             raise ValueError(
-                f"--nodes: {asked.nodes} is too many: the fleet fills {needed} with {slots} devices "
+                f"--nodes: {request.nodes} is too many: the fleet fills {needed_nodes} with {slots} devices "
                 "each, and the others would be idle"
             )
-    cpus = asked.cpus
+    cpus = request.cpus
     # a job on all GPUs of a node takes the whole node, and says nothing about CPUs
     if cpus is None and not (exclusive and gpus and gpus == partition.gpus):
         share = 2 + 2 * (slots or max(recipe.devices for recipe in recipes))
@@ -92,17 +92,17 @@ def allocate(
         cpus = max(1, min(partition.cpus, share))
     elif cpus is not None and not 0 < cpus <= partition.cpus:
         raise ValueError(f"--cpus: {cpus} is out of range: a node of {partition.name} has {partition.cpus} CPUs")
-    return Allocation(nodes=asked.nodes, gpus=gpus, slots=slots, cpus=cpus)
+    return Allocation(nodes=request.nodes, gpus=gpus, slots=slots, cpus=cpus)
 
 
-def assumed(asked: Request, gres: str) -> Partition:
-    """A partition that Slurm cannot be asked about. gres: a node's GPUs by the site file."""
-    number = asked.gpus_per_node or gpus_of(gres) or ASSUMED_GPUS
+def assumed_partition(request: Request, gres: str) -> Partition:
+    """The assumed partition, where Slurm cannot be asked. gres: a node's GPUs by the site file."""
+    number = request.gpus_per_node or gpus_of(gres) or ASSUMED_GPUS
     types = re.findall(r"(?:^|,)gpu:([A-Za-z][^:,]*)", gres)
     return Partition(
-        name=asked.partition,
+        name=request.partition,
         gpus=number,
-        cpus=asked.cpus or ASSUMED_CPUS * number,
+        cpus=request.cpus or ASSUMED_CPUS * number,
         nodes=1 << 20,  # no bound: nobody can be asked
         gpu_type=next(iter(types), None),
         limit_s=None,
@@ -110,9 +110,9 @@ def assumed(asked: Request, gres: str) -> Partition:
 
 
 def check_plan(recipe: Recipe, recipe_file: str | None, partition: Partition, gpus: int) -> str:
-    """The verdict of `plan --check` about a run on GPUs. gpus: of a node; 0 for a run on CPUs.
+    """The verdict of `plan --check` about a run on GPUs, or the reason why there is no verdict.
 
-    Returns its verdict, or why it has none. Raises ValueError for a recipe that does not fit.
+    gpus: GPUs of a node; 0 for a run on CPUs. Raises ValueError for a recipe that does not fit.
     """
     from megatron_scalerl.plan.hardware import GPUS
 
@@ -135,49 +135,49 @@ def check_plan(recipe: Recipe, recipe_file: str | None, partition: Partition, gp
     return verdict(plan)
 
 
-def _gpus(recipe: Recipe, partition: Partition, asked: Request) -> int:
-    """GPUs of a node: as given, else on one node one for each rank and engine device, on several all of a node's.
+def _gpus(recipe: Recipe, partition: Partition, request: Request) -> int:
+    """GPUs of a node: --gpus-per-node, else one per rank and engine device on one node, all GPUs on several nodes.
 
-    Without --gpus-per-node a partition with GPUs gives the run GPUs; 0 keeps it on CPUs.
+    A partition with GPUs gives the run GPUs, unless --gpus-per-node is 0. Raises ValueError.
     """
     devices = recipe.devices
-    gpus = asked.gpus_per_node
+    gpus = request.gpus_per_node
     if gpus is None:
         gpus = partition.gpus
-        if gpus and asked.nodes == 1:
+        if gpus and request.nodes == 1:
             gpus = devices
-    if gpus and asked.slots is not None:
+    if gpus and request.slots is not None:
         raise ValueError(
             f"--slots is for a run on CPUs, and this one takes {gpus} GPUs of a node; leave it out, or add "
             "--gpus-per-node 0"
         )
     if not 0 <= gpus <= partition.gpus:
         advice = ""
-        if not recipe.engine.colocate and (more := hosts_needed(recipe, partition.gpus)):
-            advice = f"; --nodes {more} would do"
+        if not recipe.engine.colocate and (node_count := hosts_needed(recipe, partition.gpus)):
+            advice = f"; --nodes {node_count} would do"
         raise ValueError(
             f"--gpus-per-node: {gpus} is out of range: a node of {partition.name} has {partition.gpus} GPUs, ranks "
             f"and engines of {recipe.name} take {devices}{advice}"
         )
-    if asked.nodes == 1 and 0 < gpus < devices:
+    if request.nodes == 1 and 0 < gpus < devices:
         raise ValueError(f"--gpus-per-node: {gpus} is too few: ranks and engines take {devices} on one node")
     return gpus
 
 
 def _checked_need(recipe: Recipe, slots: int, nodes: int) -> int:
-    """Nodes that a run needs. Raises ValueError if these are too few, or too small."""
-    needed = hosts_needed(recipe, slots)
+    """Nodes that a run needs. Raises ValueError if `nodes` are too few, or the nodes are too small."""
+    needed_nodes = hosts_needed(recipe, slots)
     engines = f"{recipe.engine.count} engines of {recipe.engine.devices_per_engine}"
     if recipe.algorithm.teachers:
         engines += f" and {recipe.teacher_devices} devices of teachers"
-    if needed is None:
+    if needed_nodes is None:
         raise ValueError(
             f"{recipe.name}: engine.devices_per_engine: {max(recipe.engine_devices.values())} is more than the "
             f"{slots} devices of a node, and no engine or teacher spans two nodes"
         )
-    if needed > nodes:
+    if needed_nodes > nodes:
         raise ValueError(
             f"--nodes: {nodes} is too few: {recipe.trainer.world_size} trainer ranks and {engines} ({recipe.name}) "
-            f"take at least {needed} nodes of {slots} devices"
+            f"take at least {needed_nodes} nodes of {slots} devices"
         )
-    return needed
+    return needed_nodes

@@ -16,10 +16,10 @@ class Check(msgspec.Struct, frozen=True):
 
     name: str
     status: Literal["ok", "warning", "failed", "skipped"]
-    """`failed`: a run on this node would fail or compute something else. `warning`: it can start, but may be slower
-    or fail later. `skipped`: this node cannot be asked."""
+    """`failed`: a run on this node would fail or compute something else. `warning`: the run can start, but may be
+    slower or fail later. `skipped`: the check cannot be made on this node."""
     found: str
-    """The state of the node; where that is not the one that a run needs, also what to do."""
+    """The state of the node; for a state that a run cannot use, also a remedy."""
 
     @property
     def line(self) -> str:
@@ -28,7 +28,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 def guarded(name: str, check: Callable[[], Check]) -> Check:
-    """The result of `check`; failed if the operating system refuses what it asks for (OSError)."""
+    """The result of `check`; failed if the operating system refuses a call of the check (OSError)."""
     try:
         return check()
     except OSError as error:

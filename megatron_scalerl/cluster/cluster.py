@@ -1,4 +1,4 @@
-"""Calls of Slurm's programs: partitions, jobs, submissions. Nothing needs accounting (sacct)."""
+"""Calls of Slurm's programs: partitions, jobs, submissions. No call needs accounting (sacct)."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_scalerl.record import record
 
 TIMEOUT_S = 120.0
-"""A controller of Slurm that is busy answers within its own time limits, which are shorter."""
+"""Time limit of a call (s). A busy controller of Slurm answers within shorter limits of its own."""
 
 
 @record
@@ -24,9 +24,9 @@ class Partition:
     cpus: int
     """CPUs of a node."""
     nodes: int
-    """Nodes, those that are down too."""
+    """Number of nodes, with nodes that are down."""
     gpu_type: str | None
-    """Slurm's name of the GPUs, such as h100; None if it has no name for them."""
+    """Slurm's name of the GPUs, such as h100; None if Slurm has no name."""
     limit_s: int | None
     """Longest time limit of a job (s), None for none."""
 
@@ -40,12 +40,12 @@ class Job:
     state: str
     """RUNNING, PENDING and so on."""
     reason: str
-    """Why it waits, or the nodes on which it runs."""
+    """The reason why the job waits, or the nodes of a running job."""
     script: str
-    """Path of its job script."""
+    """Path of the job script."""
 
 
-def present() -> bool:
+def slurm_is_present() -> bool:
     """Whether this machine has the programs of Slurm."""
     return shutil.which("sbatch") is not None
 
@@ -53,7 +53,7 @@ def present() -> bool:
 def partitions() -> dict[str, Partition]:
     """Partitions by name. Raises RuntimeError if Slurm does not answer."""
     by_name: dict[str, Partition] = {}
-    # --exact: nodes share a line only if all their values are equal, else sinfo merges them as 64+
+    # --exact: nodes share a line only if all values are equal; without --exact sinfo merges values as 64+
     for line in _ask("sinfo", "--noheader", "--exact", "-o", "%R|%G|%c|%l|%D").splitlines():
         name, gres, cpus, limit, count = line.strip().split("|")
         limit_s = None if limit in ("infinite", "n/a") else seconds_of(limit)
@@ -66,16 +66,16 @@ def partitions() -> dict[str, Partition]:
             limit_s=limit_s,
         )
         # sinfo prints a line for each kind of node of a partition
-        other = by_name.get(name, kind)
-        largest = max(other, kind, key=lambda partition: (partition.gpus, partition.cpus))
+        earlier_kind = by_name.get(name, kind)
+        largest = max(earlier_kind, kind, key=lambda partition: (partition.gpus, partition.cpus))
         if name in by_name:
-            largest = replace(largest, nodes=other.nodes + kind.nodes)
+            largest = replace(largest, nodes=earlier_kind.nodes + kind.nodes)
         by_name[name] = largest
     return by_name
 
 
-def least_of(candidates: Sequence[Partition]) -> Partition:
-    """The least that a job gets which starts in one of several partitions, whichever is free first."""
+def smallest_partition(candidates: Sequence[Partition]) -> Partition:
+    """The minimum over several partitions: resources of a job that starts in the partition that is free first."""
     limits = [partition.limit_s for partition in candidates if partition.limit_s is not None]
     return Partition(
         name=",".join(partition.name for partition in candidates),
@@ -97,7 +97,7 @@ def gpus_of(gres: str) -> int:
 
 
 def gpu_type_of(gres: str) -> str | None:
-    """The type of a node's GPUs in Slurm's description, if it has one and only one.
+    """The type of a node's GPUs in Slurm's description; None without a type or with several types.
 
     >>> gpu_type_of("gpu:h100:8(S:0-1),tmp:1"), gpu_type_of("gpu:8"), gpu_type_of("gpu:a100:4,gpu:h100:4")
     ('h100', None, None)
@@ -106,14 +106,14 @@ def gpu_type_of(gres: str) -> str | None:
 
 
 def _only(types: set[str | None]) -> str | None:
-    """The type of GPU, where there is one and only one."""
+    """The type of GPU; None without a type or with several types."""
     return types.pop() if len(types) == 1 else None
 
 
 def seconds_of(limit: str) -> int:
-    """Seconds of a time limit as Slurm writes it.
+    """Seconds of a time limit in Slurm's notation.
 
-    Raises ValueError for anything else.
+    Raises ValueError for any other text.
 
     >>> [seconds_of(text) for text in ("90", "5:30", "24:00:00", "1-12", "1-0:30", "2-1:00:01")]
     [5400, 330, 86400, 129600, 88200, 176401]
@@ -122,7 +122,7 @@ def seconds_of(limit: str) -> int:
     if match is None:
         raise ValueError(f"--time: {limit!r} is not a time limit; write MINUTES, H:MM:SS or D-HH:MM:SS")
     parts = [int(part) for part in match.groups()[1:] if part is not None]
-    # behind days the first number is hours; without days a single number is minutes
+    # after days the first number is hours; without days a single number is minutes
     if match[1] is not None:
         hours, minutes, seconds = [*parts, 0, 0][:3]
     else:
@@ -131,9 +131,9 @@ def seconds_of(limit: str) -> int:
 
 
 def queued() -> list[Job]:
-    """This user's jobs that are queued or running, each task of an array for itself. Raises RuntimeError."""
+    """This user's queued and running jobs, with a job for each task of an array. Raises RuntimeError."""
     me = str(os.getuid())
-    # --array: without it all waiting tasks of an array are one line
+    # --array: one line for each task; without --array all waiting tasks of an array share a line
     output = _ask("squeue", "--noheader", "--array", "--user", me, "-o", "%i|%T|%o|%R")
     return [_job(line) for line in output.splitlines() if line.count("|") >= 3]
 
@@ -144,21 +144,21 @@ def _job(line: str) -> Job:
 
 
 def last_state(job_id: str) -> str | None:
-    """State of a job that ended, as long as Slurm remembers it (its MinJobAge), else None."""
-    states = re.findall(r"\bJobState=(\w+)", _shown(job_id))
+    """State of a job that ended, as long as Slurm remembers the job (MinJobAge), else None."""
+    states = re.findall(r"\bJobState=(\w+)", _job_description(job_id))
     return next(iter(states), None)
 
 
-def _shown(job_id: str) -> str:
-    """The line that scontrol shows of a job; empty for a job that it does not know."""
+def _job_description(job_id: str) -> str:
+    """The line that scontrol shows of a job; empty for an unknown job."""
     done = _run("scontrol", "show", "job", "--oneliner", job_id)
     return "" if done.returncode else done.stdout
 
 
 def test_only(script: Path) -> str:
-    """Slurm's estimate for the job; nothing is submitted. Raises ValueError with Slurm's reason for a refusal."""
+    """Slurm's estimate for the job, without a submission. Raises ValueError with Slurm's reason for a refusal."""
     done = _run("sbatch", "--test-only", str(script))
-    # the estimate is on stderr, as errors are
+    # the estimate is on stderr, as are errors
     answer = _reason(done.stderr + done.stdout)
     if done.returncode:
         raise ValueError(f"{script}: the cluster does not accept this job: {answer}")
@@ -174,7 +174,7 @@ def submit(script: Path, options: Sequence[str] = ()) -> str:
 
 
 def cancel(job_ids: Iterable[str]) -> None:
-    """Cancel these jobs; what has ended is left alone."""
+    """Cancel these jobs; jobs that have ended do not change."""
     for job_id in job_ids:
         _run("scancel", job_id)
 

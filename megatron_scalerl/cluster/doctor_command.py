@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from megatron_scalerl.cluster.check import Check
 
 WITHIN_S = 300.0
-"""Default of --within. An assumption: a check takes 10 to 30 s, more where many nodes load packages at once."""
+"""Default of --within (s). An assumption: a check takes 10 to 30 s, longer where many nodes load packages at once."""
 _COLORS = {"ok": "green", "skipped": "dim", "warning": "yellow", "failed": "bold red"}
-"""By status, in the order in which checks are printed."""
+"""Status -> color, in the order in which checks are printed."""
 EPILOG = """exit codes: 0 if no check failed, 1 if one did, 2 for wrong arguments
 
 examples:
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"--gpus is {arguments.gpus}; it has to be at least 0")
     from megatron_scalerl.recipe.file import load_recipe
 
-    # checked before any node is asked
+    # the recipe is checked before a node is asked
     recipe = load_recipe(arguments.recipe, arguments.overrides) if arguments.recipe else None
     if arguments.hosts:
         return _examine_nodes(arguments, console)
@@ -80,18 +80,18 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.cluster.node import examine
 
     checks = examine(recipe, arguments.recipe, arguments.gpus)
-    written = msgspec.json.format(msgspec.json.encode(checks), indent=2) + b"\n"
+    report = msgspec.json.format(msgspec.json.encode(checks), indent=2) + b"\n"
     if arguments.json == "-":
-        print(written.decode(), end="")  # not by the console, which breaks long lines
+        print(report.decode(), end="")  # not by the console, which breaks long lines
     else:
         _show(checks, console)
         if arguments.json:
-            write_durably(Path(arguments.json), written)
+            write_durably(Path(arguments.json), report)
     return int(any(check.status == "failed" for check in checks))
 
 
 def _show(checks: list[Check], console: Console) -> None:
-    """Print one line per check, failed ones last."""
+    """Print one line per check, failed checks last."""
     from rich.text import Text
 
     for status, color in _COLORS.items():
@@ -105,7 +105,7 @@ def _show(checks: list[Check], console: Console) -> None:
 def _examine_nodes(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.cluster import doctor_nodes
 
-    nodes = doctor_nodes.allocated()
+    nodes = doctor_nodes.allocated_nodes()
     folder = Path(arguments.reports).absolute()
     words = []
     if arguments.recipe:
@@ -115,7 +115,7 @@ def _examine_nodes(arguments: argparse.Namespace, console: Console) -> int:
     bad = doctor_nodes.examine_nodes(nodes, folder, words, within_s=arguments.within)
     line = f"{len(nodes)} nodes are fit and agree: {', '.join(nodes)}"
     if bad:
-        reasons = "; ".join(f"{node} ({why})" for node, why in bad.items())
+        reasons = "; ".join(f"{node} ({reason})" for node, reason in bad.items())
         line = f"{len(bad)} of {len(nodes)} nodes are unfit: {reasons}"
     console.print(line)
     return int(bool(bad))

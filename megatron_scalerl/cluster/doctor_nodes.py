@@ -1,8 +1,8 @@
-"""Checks every node of an allocation at once, from its first node, and says which of them are unfit and why.
+"""Checks all nodes of an allocation at once, from the first node, and names the unfit nodes with reasons.
 
-Each node runs `doctor` in a separate Slurm step, so that a node whose step never starts does not hold up the others.
-The folder of the reports gets NODE.json, its report; NODE.log, what its step printed; and `bad`, if nodes are unfit:
-one line a node, its name, a tab, why.
+Each node runs `doctor` in a separate Slurm step, so that a node whose step never starts does not hold up other nodes.
+The folder of the reports gets NODE.json, the report of a node, and NODE.log, the output of the step. If nodes are
+unfit, `bad` has a line for each unfit node: name, tab, reason.
 """
 
 import os
@@ -24,35 +24,35 @@ from megatron_scalerl.processes.logs import printable
 PROGRAM = (sys.executable, "-m", "megatron_scalerl")
 """The program that each node starts."""
 BAD = "bad"
-"""Name of the file with the unfit nodes; there is none if all are: then no other node would help."""
-OWN = "megatron-scalerl: "
-"""Begins the lines of the program itself."""
+"""Name of the file with the unfit nodes; without a fit node there is no file, as other nodes would not help."""
+PROGRAM_PREFIX = "megatron-scalerl: "
+"""Beginning of the lines that the program prints."""
 _LONGEST = 500
 """Characters of a line that are shown."""
 
 
-def allocated() -> list[str]:
-    """The nodes of this Slurm allocation, this one first. Raises ValueError outside of one."""
+def allocated_nodes() -> list[str]:
+    """The nodes of this Slurm allocation, this node first. Raises ValueError outside of an allocation."""
     this_node = os.environ.get("SLURMD_NODENAME")
     return sorted(hosts_of_allocation(), key=lambda node: node != this_node)
 
 
 def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, within_s: float) -> dict[str, str]:
-    """Check all nodes at once; returns why, for each one that is unfit, and writes these to the file BAD.
+    """Check all nodes at once; returns unfit node -> reason, and writes the result to the file BAD.
 
-    nodes: the first one is this node. folder: of the reports. words: of `doctor` on a node. within_s: a node without
-    a report after this time is unfit. Raises OSError.
+    nodes: this node first. folder: folder of the reports. words: arguments of `doctor` on a node. within_s: a node
+    without a report after this time (s) is unfit. Raises OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / BAD).unlink(missing_ok=True)
     steps: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for node in nodes:
-            (folder / f"{node}.json").unlink(missing_ok=True)  # of an earlier call
+            (folder / f"{node}.json").unlink(missing_ok=True)  # the report of an earlier call
             argv = [*PROGRAM, "doctor", *words, f"--json={folder / node}.json"]
             if node != nodes[0]:
                 argv = [*step_words(node), *argv]
-            # SIGTERM makes srun end its step
+            # SIGTERM makes srun end the step
             argv = ["timeout", "--kill-after=5", str(within_s), *argv]
             with open(folder / f"{node}.log", "wb") as log:
                 steps[node] = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
@@ -64,24 +64,24 @@ def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, w
                 reports[node] = msgspec.json.decode((folder / f"{node}.json").read_bytes(), type=list[Check])
             except (OSError, msgspec.DecodeError):
                 end = f"exit code {code}; 124: it took longer than {within_s:g} s"
-                silent[node] = f"no report ({end}): {own_line(folder / f'{node}.log')}"
-        bad = unfit(reports, silent)
+                silent[node] = f"no report ({end}): {program_line(folder / f'{node}.log')}"
+        bad = unfit_nodes(reports, silent)
         if 0 < len(bad) < len(nodes):
-            write_durably(folder / BAD, "".join(f"{node}\t{why}\n" for node, why in bad.items()).encode())
+            write_durably(folder / BAD, "".join(f"{node}\t{reason}\n" for node, reason in bad.items()).encode())
         return bad
     finally:
         for step in steps.values():
             if step.poll() is None:
-                step.terminate()  # which `timeout` hands on
+                step.terminate()  # `timeout` forwards the signal to the step
 
 
-def unfit(reports: Mapping[str, Sequence[Check]], silent: Mapping[str, str]) -> dict[str, str]:
-    """Why, for each node that is unfit: no report, a failed check, or another result of one than on most nodes.
+def unfit_nodes(reports: Mapping[str, Sequence[Check]], silent: Mapping[str, str]) -> dict[str, str]:
+    """Unfit node -> reason: no report, a failed check, or a result that differs from most nodes.
 
-    reports: in the order of the nodes; of two results that are equally frequent the first one is right. silent: why,
-    for nodes without a report.
+    reports: in the order of the nodes; the first of two equally frequent results is right. silent: node without a
+    report -> reason.
     """
-    reasons = {node: [why] for node, why in silent.items()}
+    reasons = {node: [reason] for node, reason in silent.items()}
     results: dict[str, dict[str, str]] = defaultdict(dict)
     for node, checks in reports.items():
         reasons[node] = [check.line for check in checks if check.status == "failed"]
@@ -93,11 +93,11 @@ def unfit(reports: Mapping[str, Sequence[Check]], silent: Mapping[str, str]) -> 
         for node, line in lines.items():
             if line != usual:
                 reasons[node].append(f"{line}, where {count} of {len(lines)} nodes have {usual}")
-    return {node: "; ".join(why) for node, why in reasons.items() if why}
+    return {node: "; ".join(lines) for node, lines in reasons.items() if lines}
 
 
-def own_line(log: Path) -> str:
-    """The last line of the program itself in a log, else its last line at all."""
+def program_line(log: Path) -> str:
+    """The last line of the program in a log, else the last line of the log."""
     lines = [line.strip() for line in log_tail(log).splitlines() if line.strip()]
-    of_program = [line for line in lines if line.startswith(OWN)]
-    return printable((of_program or lines or ["no output"])[-1].removeprefix(OWN))[:_LONGEST]
+    program_lines = [line for line in lines if line.startswith(PROGRAM_PREFIX)]
+    return printable((program_lines or lines or ["no output"])[-1].removeprefix(PROGRAM_PREFIX))[:_LONGEST]

@@ -1,7 +1,7 @@
 """Checks of the GPUs that this process may use. NVML (nvidia-ml-py) is asked in a process with a time limit, since a
 broken driver can hang.
 
-A query that fails is a fault of its GPU alone, so one lost GPU hides nothing about the others. No CUDA context is
+A query that fails counts as a fault of one GPU, so one lost GPU hides no result of another GPU. No CUDA context is
 created and no setting is changed.
 """
 
@@ -33,7 +33,7 @@ class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
 
     checks: list[Check]
     cuda_version: str = ""
-    """The newest CUDA that the driver supports, such as "13.0"; "" if it is not known."""
+    """The newest CUDA that the driver supports, such as "13.0"; "" if unknown."""
 
 
 @record
@@ -45,69 +45,69 @@ class Gpu:
     """An error where the GPU does not answer."""
     uuid: str = ""
     handle: Any = None
-    """NVML's; None where the GPU does not answer."""
+    """NVML's handle; None where the GPU does not answer."""
 
 
-def gpus_in_process(needed: int | None, limit_s: float = LIMIT_S) -> GpuReport:
+def gpus_in_process(needed_gpus: int | None, limit_s: float = LIMIT_S) -> GpuReport:
     """`examine_gpus` in another process, which is killed after `limit_s`."""
     try:
-        answer = answer_of("megatron_scalerl.cluster.gpus", str(needed or 0), limit_s=limit_s)
+        answer = answer_of("megatron_scalerl.cluster.gpus", str(needed_gpus or 0), limit_s=limit_s)
         return msgspec.json.decode(answer, type=GpuReport)
     except (RuntimeError, msgspec.DecodeError) as error:
         return _failure(str(error))
 
 
 def main() -> None:
-    """The process: print the report as JSON. Its only argument is `needed`, 0 if unknown."""
-    needed = int(sys.argv[1])
+    """The process: print the report as JSON. The only argument is `needed_gpus`, 0 if unknown."""
+    needed_gpus = int(sys.argv[1])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         import pynvml
     except ModuleNotFoundError:
-        report = GpuReport(checks=_without_gpus("package nvidia-ml-py is not installed", needed))
+        report = GpuReport(checks=_without_gpus("package nvidia-ml-py is not installed", needed_gpus))
     else:
-        report = examine_gpus(pynvml, needed=needed, visible=visible)
+        report = examine_gpus(pynvml, needed_gpus=needed_gpus, visible=visible)
     print(msgspec.json.encode(report).decode())
 
 
-def examine_gpus(nvml: Any, *, needed: int | None, visible: str | None) -> GpuReport:
+def examine_gpus(nvml: Any, *, needed_gpus: int | None, visible: str | None) -> GpuReport:
     """All checks of GPUs.
 
-    nvml: the module pynvml, or a stand-in with its functions, constants and NVMLError. needed: GPUs that the run
-    takes on this node, at least 1; None if unknown. visible: CUDA_VISIBLE_DEVICES, None if unset; GPUs outside it
-    belong to other jobs.
+    nvml: the module pynvml, or a stand-in with the same functions, constants and NVMLError. needed_gpus: GPUs that
+    the run takes on this node, at least 1; None if unknown. visible: CUDA_VISIBLE_DEVICES, None if unset; GPUs
+    outside `visible` belong to other jobs.
     """
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
         if error.value in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):
-            return GpuReport(checks=_without_gpus(f"NVML: {error}", needed))
+            return GpuReport(checks=_without_gpus(f"NVML: {error}", needed_gpus))
         return _failure(f"NVML: {error}")
     try:
-        return _examined(nvml, needed, visible)
+        return _examined(nvml, needed_gpus, visible)
     except nvml.NVMLError as error:
         return _failure(f"NVML: {error}")
 
 
-def _examined(nvml: Any, needed: int | None, visible: str | None) -> GpuReport:
+def _examined(nvml: Any, needed_gpus: int | None, visible: str | None) -> GpuReport:
     driver = _answer(nvml, nvml.nvmlSystemGetDriverVersion) or "(unknown)"
     # CUDA 13.0 is 13000, 12.8 is 12080
     number = _answer(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2)
     cuda = ""
     if number:
         cuda = f"{number // 1000}.{number % 1000 // 10}"
-    present = [_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
-    gpus, unknown = visible_gpus(present, visible)
-    if not gpus and not unknown:
-        why = f"CUDA_VISIBLE_DEVICES is {visible!r}" if present else "NVML lists none"
-        return GpuReport(checks=_without_gpus(why, needed), cuda_version=cuda)
+    node_gpus = [_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+    gpus, unknown_entries = visible_gpus(node_gpus, visible)
+    if not gpus and not unknown_entries:
+        reason = f"CUDA_VISIBLE_DEVICES is {visible!r}" if node_gpus else "NVML lists none"
+        return GpuReport(checks=_without_gpus(reason, needed_gpus), cuda_version=cuda)
     faults = "; ".join(f"GPU {gpu.index}: {fault}" for gpu in gpus for fault in _faults(nvml, gpu))
     health = Check("GPU health", "ok", "no memory in use, no errors")
     if faults:
         remedy = f"end the processes of earlier jobs; for errors, {_OTHER_NODE}"
         health = Check("GPU health", "failed", f"{faults}; {remedy}")
     version = Check("driver", "ok", f"{driver}, for CUDA up to {cuda or '(unknown)'}")
-    return GpuReport(checks=[_count(gpus, unknown, needed), health, version], cuda_version=cuda)
+    return GpuReport(checks=[_count(gpus, unknown_entries, needed_gpus), health, version], cuda_version=cuda)
 
 
 def _gpu(nvml: Any, index: int) -> Gpu:
@@ -125,11 +125,11 @@ def _faults(nvml: Any, gpu: Gpu) -> Iterator[str]:
         yield gpu.name.strip("()")
         return
     try:
-        # version 2 is without the driver's own memory
+        # version 2 leaves out the driver's own memory
         memory = _answer(nvml, nvml.nvmlDeviceGetMemoryInfo, gpu.handle, nvml.nvmlMemory_v2)
         if memory and memory.used // MIB >= FOREIGN_MIB:
             processes = _answer(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, gpu.handle)
-            # in a container the driver counts memory of processes that it does not list
+            # in a container the driver counts memory of processes that are not listed
             pids = ", ".join(f"pid {process.pid}" for process in processes or ())
             yield f"{memory.used // MIB} MiB in use by {pids or 'processes that are not visible here'}"
         kinds = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
@@ -145,7 +145,7 @@ def _faults(nvml: Any, gpu: Gpu) -> Iterator[str]:
 
 
 def _answer(nvml: Any, query: Callable[..., Any], *arguments: Any) -> Any:
-    """The answer to a query; None if the GPU or the driver does not have it. Raises NVMLError for other errors."""
+    """The answer to a query; None if GPU or driver lacks or forbids the query. Raises NVMLError for other errors."""
     try:
         return query(*arguments)
     except nvml.NVMLError as error:
@@ -155,45 +155,45 @@ def _answer(nvml: Any, query: Callable[..., Any], *arguments: Any) -> Any:
         return None
 
 
-def _failure(found: str) -> GpuReport:
+def _failure(problem: str) -> GpuReport:
     """The report where NVML as a whole does not answer."""
     remedy = "run nvidia-smi; a driver that does not answer needs a reboot of the node"
-    return GpuReport(checks=[Check(GPUS, "failed", f"{found}; {remedy}")])
+    return GpuReport(checks=[Check(GPUS, "failed", f"{problem}; {remedy}")])
 
 
-def _without_gpus(why: str, needed: int | None) -> list[Check]:
-    if needed:
+def _without_gpus(reason: str, needed_gpus: int | None) -> list[Check]:
+    if needed_gpus:
         remedy = "install the driver, or ask Slurm for GPUs (--gpus-per-node)"
-        return [Check(GPUS, "failed", f"none of {needed}: {why}; {remedy}")]
-    return [Check(GPUS, "skipped", f"no GPU: {why}")]
+        return [Check(GPUS, "failed", f"none of {needed_gpus}: {reason}; {remedy}")]
+    return [Check(GPUS, "skipped", f"no GPU: {reason}")]
 
 
 def visible_gpus(gpus: Sequence[Gpu], visible: str | None) -> tuple[list[Gpu], list[str]]:
-    """(the GPUs that CUDA_VISIBLE_DEVICES names, its entries that name none).
+    """(the GPUs that CUDA_VISIBLE_DEVICES names, the entries that name no GPU).
 
-    CUDA's own default order is by speed; it is that of PCI addresses, which NVML has, where all GPUs are equal.
+    CUDA orders GPUs by speed by default, and equal GPUs by PCI address, as NVML does.
     """
     if visible is None:
         return list(gpus), []
     chosen = []
-    unknown = []
+    unknown_entries = []
     for entry in filter(None, map(str.strip, visible.split(","))):
         # the beginning of a UUID will do, as with CUDA
-        named = [gpu for gpu in gpus if entry == str(gpu.index) or gpu.uuid.startswith(entry)]
-        chosen += named[:1]
-        if not named:
-            unknown.append(entry)
-    return chosen, unknown
+        matches = [gpu for gpu in gpus if entry == str(gpu.index) or gpu.uuid.startswith(entry)]
+        chosen += matches[:1]
+        if not matches:
+            unknown_entries.append(entry)
+    return chosen, unknown_entries
 
 
-def _count(gpus: Sequence[Gpu], unknown: Sequence[str], needed: int | None) -> Check:
+def _count(gpus: Sequence[Gpu], unknown_entries: Sequence[str], needed_gpus: int | None) -> Check:
     names = Counter(gpu.name for gpu in gpus)
     summary = ", ".join(f"{number} x {name}" for name, number in names.items()) or "none"
     wrong = ""
-    if unknown:
-        wrong = f"CUDA_VISIBLE_DEVICES names {listed(unknown, 4)}: lost, or the variable is another node's"
-    elif needed and len(gpus) < needed:
-        wrong = f"the run takes {needed}: ask for more, or pass --gpus; if one is lost, {_OTHER_NODE}"
+    if unknown_entries:
+        wrong = f"CUDA_VISIBLE_DEVICES names {listed(unknown_entries, 4)}: lost, or the variable is another node's"
+    elif needed_gpus and len(gpus) < needed_gpus:
+        wrong = f"the run takes {needed_gpus}: ask for more, or pass --gpus; if one is lost, {_OTHER_NODE}"
     elif len(names) > 1:
         wrong = "a run needs GPUs of one model that answer (sbatch --constraint or --gres=gpu:TYPE:N)"
     if wrong:

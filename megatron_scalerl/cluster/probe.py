@@ -35,20 +35,20 @@ _PACKAGES = (
 
 @record
 class Installed:
-    """What this environment has installed. Produced by `probe`."""
+    """The packages of this environment. Produced by `probe`."""
 
     packages: Mapping[str, str]
-    """Package -> its version."""
+    """Package -> version."""
     cuda_version: str
-    """The CUDA that torch was built for; empty: for CPUs alone."""
+    """The CUDA that torch was built for; empty for a build for CPUs alone."""
     nccl: str | None
-    """Version of the NCCL library that a process with torch loads; None in a torch without it."""
+    """Version of the NCCL library that a process with torch loads; None for a torch without NCCL."""
 
 
 def answer_of(module: str, *words: str, limit_s: float, **variables: str) -> str:
     """The last line that a module of this package prints as a program, which is killed after `limit_s`.
 
-    variables: of its environment. Raises RuntimeError if it fails or takes longer.
+    variables: added to the program's environment. Raises RuntimeError if the program fails or takes longer.
     """
     argv = tied_command([sys.executable, "-m", module, *words])
     process = subprocess.Popen(
@@ -57,28 +57,28 @@ def answer_of(module: str, *words: str, limit_s: float, **variables: str) -> str
     try:
         output, log = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        process.kill()  # inside a broken driver it may outlive the signal: it is left behind
+        process.kill()  # no wait: inside a broken driver the process may outlive the signal
         raise RuntimeError(f"{module} did not answer within {limit_s:g} s") from None
     if process.returncode or not output.strip():
-        why = (log.strip().splitlines() or ["no output"])[-1]
-        raise RuntimeError(f"{sys.executable} -m {module} ended with code {process.returncode}: {why}")
-    # libraries may print lines before it while they are imported
+        reason = (log.strip().splitlines() or ["no output"])[-1]
+        raise RuntimeError(f"{sys.executable} -m {module} ended with code {process.returncode}: {reason}")
+    # libraries may print earlier lines during the import
     return output.strip().splitlines()[-1]
 
 
 def probe() -> Installed:
-    """Look in a separate process, which sees no GPU. Raises RuntimeError if that fails, e.g. without torch."""
+    """Read packages in a process that sees no GPU. Raises RuntimeError if the process fails, e.g. without torch."""
     answer = answer_of("megatron_scalerl.cluster.probe", limit_s=_PROBE_S, CUDA_VISIBLE_DEVICES="")
     return Installed(**json.loads(answer))
 
 
 def main() -> None:
-    """The process: print what is installed as one JSON line."""
+    """The process: print the packages as one JSON line."""
     import torch
 
     versions = installed_versions(_PACKAGES)
-    found = Installed(packages=versions, cuda_version=torch.version.cuda or "", nccl=_nccl(torch))
-    print(json.dumps(asdict(found)))
+    installed = Installed(packages=versions, cuda_version=torch.version.cuda or "", nccl=_nccl(torch))
+    print(json.dumps(asdict(installed)))
 
 
 def _nccl(torch: Any) -> str | None:

@@ -1,7 +1,7 @@
-"""The site file: what the jobs of one cluster have in common.
+"""The site file: settings that all jobs of one cluster share.
 
-`sbatch` holds options of sbatch under their own names. They are added to those that the job sets,
-and take the place of these where both say the same; what the job cannot do without is refused by name.
+`sbatch` holds options by the names of sbatch. These options are added to the job's options and replace a job's option
+of the same meaning. An option that the job cannot do without is refused by name.
 """
 
 import re
@@ -17,15 +17,15 @@ from megatron_scalerl.plan.assumptions import first_line
 from megatron_scalerl.recipe.file import read_yaml
 from megatron_scalerl.recipe.other_names import check_keys
 
-_NAMED = ("none", "pyxis", "apptainer")
-_NO_NAME = re.compile(r"=|\b(ALL|NONE|NIL|TRUE|FALSE)\b", re.IGNORECASE)
+_CONTAINER_KINDS = ("none", "pyxis", "apptainer")
+_NOT_A_NAME = re.compile(r"=|\b(ALL|NONE|NIL|TRUE|FALSE)\b", re.IGNORECASE)
 _PRINTED = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]"
 Line = Annotated[str, StringConstraints(pattern=f"^{_PRINTED}+$")]
 """A single line of text."""
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z-]*$")]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Options = Mapping[str, str | bool]
-"""Options of sbatch without their dashes; True: without a value, False: not even the job's own."""
+"""Options of sbatch without dashes; True: option without a value; False: removes the job's option."""
 BY_SUBMIT = {
     "partition": "--partition",
     "time": "--time",
@@ -36,20 +36,20 @@ BY_SUBMIT = {
     "requeue": "--max-requeues",
     "no-requeue": "--chain",
 }
-"""Options of sbatch that follow from one of `submit`."""
-_FIXED = (
+"""Option of sbatch -> the option of `submit` that sets it."""
+_FIXED_OPTIONS = (
     *("signal", "output", "open-mode", "no-kill", "ntasks", "ntasks-per-node", "chdir", "wrap", "wait", "test-only"),
     *("parsable", "gpus-per-task", "export-file", "ntasks-per-gpu", "time-min", "clusters"),
 )
-"""Options without which the job could not save itself, be queued again or be watched."""
-_REPLACED = {
+"""Options without which the job could not be saved, queued again or watched."""
+_REPLACED_OPTIONS = {
     "gres": "gpus-per-node",
     "mem-per-gpu": "mem",
     "mem-per-cpu": "mem",
     "oversubscribe": "exclusive",
     "cpus-per-gpu": "cpus-per-task",
 }
-"""Options that take the place of one of the job's under another name."""
+"""Option of the site -> the job's option that it replaces."""
 
 
 class Site(BaseModel):
@@ -62,13 +62,13 @@ class Site(BaseModel):
     modules: tuple[Line, ...] = ()
     """Environment modules, loaded in this order."""
     environment: dict[Variable, Line] = {}
-    """Variables of the run's processes, such as those of NCCL."""
+    """Variables of the run's processes, such as NCCL's variables."""
     program: tuple[Line, ...] = ()
-    """Words that start the program; none: the Python of the submission, or `megatron-scalerl` in a container."""
+    """Words that start the program; empty: the Python of the submission, or `megatron-scalerl` in a container."""
     local: Annotated[str, StringConstraints(pattern=r"^[/$][\w./${}-]*$")] = "/tmp"
-    """Folder on each node's own disk for what is compiled; it may name variables, as $USER."""
+    """Folder on each node's disk for compiled files; may name variables, as $USER."""
     template: Line | None = None
-    """Template (Jinja) of the job script, relative to the site file, which may extend job.sbatch; None for that."""
+    """Template (Jinja) of the job script, relative to the site file; may extend job.sbatch; None for job.sbatch."""
     container: Literal["none", "pyxis", "apptainer"] | tuple[Line, ...] = "none"
     """The container of the program, on every node; words: a command in front of the program, in which {run}, {cwd}
     and {local} stand for the folders of the run, of the submission, and of compiled files."""
@@ -79,30 +79,36 @@ class Site(BaseModel):
 
     @property
     def exclusive(self) -> bool:
-        """Whether the nodes are the job's alone, if it takes all of each."""
+        """Whether a job that takes all GPUs of a node may have the whole node."""
         return self.sbatch.get("exclusive", "oversubscribe" not in self.sbatch) is True
 
     @property
     def gres(self) -> str:
-        """The GPUs of a node as the options have them, in Slurm's notation of generic resources; may be empty."""
+        """The GPUs of a node by the options, in Slurm's notation of generic resources; the number may be missing."""
         return str(self.sbatch.get("gres") or "gpu:" + str(self.sbatch.get("gpus-per-node") or ""))
 
-    def options(self, own: Options, *, gpus: int) -> list[str]:
-        """The text behind each #SBATCH: the job's `own` options and the site's. Raises ValueError for too few GPUs.
+    def options(self, job_options: Options, *, gpus: int) -> list[str]:
+        """The text of each #SBATCH line: the job's options and the site's. Raises ValueError for too few GPUs.
 
-        gpus: of a node, which are added to a type without a number.
+        gpus: GPUs of a node; the number is added to a type of GPU without a number.
         """
-        given = {name: value for name, value in self.sbatch.items() if gpus or not _of_gpus(name, value)}
-        if _of_gpus("gres", given.get("gres")):
-            given["gres"] = _numbered(str(given["gres"]), gpus)
-        elif given.get("gpus-per-node"):
-            given["gpus-per-node"] = _numbered(f"gpu:{given['gpus-per-node']}", gpus).removeprefix("gpu:")
-        if "export" in given and "export" in own:
-            given["export"] = f"{own['export']},{given['export']}"
-        replaced = {_REPLACED.get(name) for name, value in given.items() if name != "gres" or _of_gpus(name, value)}
-        kept = {name: value for name, value in own.items() if name not in replaced} | given
+        site_options = {name: value for name, value in self.sbatch.items() if gpus or not _requests_gpus(name, value)}
+        if _requests_gpus("gres", site_options.get("gres")):
+            site_options["gres"] = _numbered(str(site_options["gres"]), gpus)
+        elif site_options.get("gpus-per-node"):
+            site_options["gpus-per-node"] = _numbered(f"gpu:{site_options['gpus-per-node']}", gpus).removeprefix(
+                "gpu:"
+            )
+        if "export" in site_options and "export" in job_options:
+            site_options["export"] = f"{job_options['export']},{site_options['export']}"
+        replaced = {
+            _REPLACED_OPTIONS.get(name)
+            for name, value in site_options.items()
+            if name != "gres" or _requests_gpus(name, value)
+        }
+        merged_options = {name: value for name, value in job_options.items() if name not in replaced} | site_options
         lines = []
-        for name, value in kept.items():
+        for name, value in merged_options.items():
             if value is True:
                 lines.append(f"--{name}")
             elif value:
@@ -111,7 +117,7 @@ class Site(BaseModel):
 
 
 def escaped(text: str) -> str:
-    """A value as it follows #SBATCH. Raises ValueError for characters that sbatch reads as its own."""
+    """A value for a line of #SBATCH. Raises ValueError for quotes and backslashes, which sbatch interprets."""
     if set(text) & set("\"'\\"):
         raise ValueError(f"submit: sbatch does not take quotes and backslashes in a path or a name: {text}")
     if set(text) & set(" #"):
@@ -119,28 +125,28 @@ def escaped(text: str) -> str:
     return text
 
 
-def _of_gpus(name: str, value: object) -> bool:
+def _requests_gpus(name: str, value: object) -> bool:
     """Whether an option requests GPUs, or another resource for each GPU."""
     return "gpu" in name or (name == "gres" and re.search(r"(?:^|,)gpu(?:[:,]|$)", str(value)) is not None)
 
 
 def _numbered(gres: str, gpus: int) -> str:
-    """Generic resources with the number of GPUs behind a type that has none. Raises ValueError for too few."""
+    """Generic resources with `gpus` after a type without a number. Raises ValueError for too few GPUs."""
     # `gpu` and `gpu:h100`, but neither `gpu:4` nor `gpu:h100:4`
-    whole = re.sub(r"(?<![^,])gpu(?::(?!\d+(?:,|$))[^:,]*)?(?=,|$)", lambda match: f"{match[0]}:{gpus}", gres)
-    if gpus_of(whole) < gpus:
+    numbered = re.sub(r"(?<![^,])gpu(?::(?!\d+(?:,|$))[^:,]*)?(?=,|$)", lambda match: f"{match[0]}:{gpus}", gres)
+    if gpus_of(numbered) < gpus:
         raise ValueError(f"site file: sbatch: {gres} gives fewer GPUs of a node than the {gpus} that the run takes")
-    return whole
+    return numbered
 
 
 def read_site(path: Path | None) -> Site:
-    """The site file (YAML), or none. Raises ValueError naming file and key, for an unknown key the nearest one."""
+    """The site file (YAML); without a path the defaults. Raises ValueError with file, key and nearest known key."""
     if path is None:
         return Site()
     data = {key: value for key, value in read_yaml(path).items() if value is not None}
     expected = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
     check_keys(str(path), data, Site.model_fields, expected=expected)
-    # before anything is said of a value: the refusal of an invalid one would print the secret
+    # before other checks of values: the refusal of an invalid value would print the secret
     variables = data["environment"] if isinstance(data.get("environment"), dict) else {}
     for variable, text in variables.items():
         if is_secret(str(variable), str(text)):
@@ -158,11 +164,11 @@ def read_site(path: Path | None) -> Site:
     for name, value in site.sbatch.items():
         if name in BY_SUBMIT:
             raise ValueError(f"{path}: sbatch: {name} is set by the option {BY_SUBMIT[name]} of submit")
-        if name in _FIXED:
+        if name in _FIXED_OPTIONS:
             raise ValueError(f"{path}: sbatch: {name} is set by the job itself")
-        if name in ("export", "gpus-per-node") and _NO_NAME.search(str(value)):
+        if name in ("export", "gpus-per-node") and _NOT_A_NAME.search(str(value)):
             raise ValueError(f"{path}: sbatch.{name}: {value} is not a list of names")
-    if (site.container in _NAMED[1:]) != (site.image is not None):
+    if (site.container in _CONTAINER_KINDS[1:]) != (site.image is not None):
         raise ValueError(
             f"{path}: image: containers of pyxis and apptainer need one, and nothing else takes one; container is "
             f"{site.container}"

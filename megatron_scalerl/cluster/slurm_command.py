@@ -33,23 +33,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "spent."
     )
     parser.epilog = EPILOG
-    what = parser.add_argument_group("what")
-    what.add_argument("recipe", nargs="?", metavar="RECIPE", help="recipe file (YAML)")
-    what.add_argument(
+    selection = parser.add_argument_group("what")
+    selection.add_argument("recipe", nargs="?", metavar="RECIPE", help="recipe file (YAML)")
+    selection.add_argument(
         "overrides",
         nargs="*",
         default=[],
         metavar="key.path=value",
         help="settings that override the recipe's; overlay=FILE: those of a file",
     )
-    what.add_argument("--array", metavar="FOLDER", help="every recipe (*.yaml) of a folder, as one job array")
-    what.add_argument("--base", metavar="RECIPE", help="with --array: the recipe that the folder's overlays change")
-    what.add_argument("--seeds", type=int, metavar="N", help="with --array: runs of each recipe, seeds 1 to N")
-    what.add_argument("--throttle", type=int, metavar="N", help="with --array: runs at a time (default: all)")
-    what.add_argument(
+    selection.add_argument("--array", metavar="FOLDER", help="every recipe (*.yaml) of a folder, as one job array")
+    selection.add_argument(
+        "--base", metavar="RECIPE", help="with --array: the recipe that the folder's overlays change"
+    )
+    selection.add_argument("--seeds", type=int, metavar="N", help="with --array: runs of each recipe, seeds 1 to N")
+    selection.add_argument("--throttle", type=int, metavar="N", help="with --array: runs at a time (default: all)")
+    selection.add_argument(
         "--status", type=Path, metavar="RUN", help="job, progress, cost and last error of a submitted run"
     )
-    what.add_argument(
+    selection.add_argument(
         "--seconds-left",
         type=Path,
         metavar="RECIPE",
@@ -110,7 +112,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _lines(arguments: argparse.Namespace) -> Iterator[str]:
-    """The lines for the user, while the command does its work."""
+    """The lines for the user, printed while the command works."""
     if arguments.status is not None:
         from megatron_scalerl.cluster.slurm_status import status
 
@@ -126,21 +128,23 @@ def _lines(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _submit(arguments: argparse.Namespace) -> Iterator[str]:
-    # argparse takes the first override for the recipe, which an array does not have
+    # argparse takes the first override for the recipe, but an array has no recipe
     if arguments.array is not None and "=" in (arguments.recipe or ""):
         arguments.overrides.insert(0, arguments.recipe)
         arguments.recipe = None
     request = _request(arguments)
     from megatron_scalerl.cluster import cluster
 
-    if not cluster.present() and not arguments.dry_run:
+    if not cluster.slurm_is_present() and not arguments.dry_run:
         raise ValueError("sbatch is not on the path; submit from a login node, or add --dry-run")
     from megatron_scalerl.cluster.submission import array_name, recipes_of, submit
 
     array = arguments.array is not None
     source = arguments.array if array else arguments.recipe
-    recipes, same = recipes_of(source, arguments.overrides, array=array, base=arguments.base, seeds=arguments.seeds)
-    yield from (f"{name}: the same recipe as {other} here; left out" for name, other in same.items())
+    recipes, duplicates = recipes_of(
+        source, arguments.overrides, array=array, base=arguments.base, seeds=arguments.seeds
+    )
+    yield from (f"{name}: the same recipe as {earlier} here; left out" for name, earlier in duplicates.items())
     if array and request.throttle is None:
         request = replace(request, throttle=len(recipes))
     name = array_name(source, arguments.base) if array else recipes[0].name
@@ -148,7 +152,7 @@ def _submit(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _request(arguments: argparse.Namespace) -> Request:
-    """Raises ValueError for options that contradict each other."""
+    """The request by the options. Raises ValueError for options that contradict each other."""
     from megatron_scalerl.cluster.allocation import Request
 
     if (arguments.recipe is None) == (arguments.array is None):
@@ -159,11 +163,11 @@ def _request(arguments: argparse.Namespace) -> Request:
     for key in ("throttle", "base", "seeds"):
         if getattr(arguments, key) is not None and arguments.array is None:
             raise ValueError(f"{_option(key)} requires --array")
-    at_least = dict.fromkeys(("throttle", "seeds", "nodes", "slots", "check_seconds"), 1)
-    more = ("max_requeues", "max_failures", "startup_seconds", "save_seconds")
-    for key, least in (at_least | dict.fromkeys(more, 0)).items():
-        if (value := getattr(arguments, key)) is not None and not value >= least:
-            raise ValueError(f"{_option(key)} is {value}; it has to be at least {least}")
+    minimums = dict.fromkeys(("throttle", "seeds", "nodes", "slots", "check_seconds"), 1)
+    zero_keys = ("max_requeues", "max_failures", "startup_seconds", "save_seconds")
+    for key, minimum in (minimums | dict.fromkeys(zero_keys, 0)).items():
+        if (value := getattr(arguments, key)) is not None and not value >= minimum:
+            raise ValueError(f"{_option(key)} is {value}; it has to be at least {minimum}")
     if (hours := arguments.gpu_hours) is not None and not 0 < hours < float("inf"):
         raise ValueError(f"--gpu-hours is {hours:g}; it has to be more than 0 and finite")
     return Request(**{field.name: getattr(arguments, field.name) for field in fields(Request)})

@@ -1,4 +1,4 @@
-"""`submit --status RUN`: the job of a run, its progress, what it costs, its last error; what is left of a budget."""
+"""`submit --status RUN`: the job, progress, cost and last error of a run; the remainder of a budget."""
 
 import os
 import time
@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.cluster import cluster
-from megatron_scalerl.cluster.doctor_nodes import BAD, own_line
+from megatron_scalerl.cluster.doctor_nodes import BAD, program_line
 from megatron_scalerl.cluster.submission import JOBS, jobs_of
 from megatron_scalerl.controller.run_folder import END, SLURM
 from megatron_scalerl.fit.formatting import money, unit_name
@@ -17,36 +17,36 @@ from megatron_scalerl.recipe.file import load_recipe, read_run_recipe
 from megatron_scalerl.record import record
 
 ROLES = ("setup", "preflight", "controller")
-"""Programs that an attempt starts, in this order; each leaves ROLE.exit and ROLE.log."""
+"""Programs that an attempt starts, in this order; each program leaves ROLE.exit and ROLE.log."""
 FIRST_NODE = "first-node.log"
-"""In the folder of an attempt: a note of the other nodes that the first one was lost."""
+"""File in the folder of an attempt: a note of the other nodes that the first node was lost."""
 _LONGEST = 500
 """Characters of a reason that are shown."""
 
 
 @record
-class Spent:
-    """The total of a ledger. Produced by `spent`."""
+class LedgerTotal:
+    """The total of a ledger. Produced by `ledger_total`."""
 
     hours: float
     """Device-hours of all roles, up to the last heartbeat."""
     unit: str
-    """GPU-hours or device-hours, as it is printed."""
+    """GPU-hours or device-hours, for printing."""
 
 
-def spent(run: Path) -> Spent:
+def ledger_total(run: Path) -> LedgerTotal:
     """The charges of a run so far; 0 before its first start."""
     header, *rows = read_jsonl(run / "ledger.jsonl") or [{}]
     hours = sum(row["hours"] for row in rows if "role" in row)
     if rows and "heartbeat" in rows[-1]:
         hours += rows[-1]["heartbeat"] * rows[-1]["devices"] / 3600
-    return Spent(hours=hours, unit=unit_name(str(header.get("unit", "device_hours"))))
+    return LedgerTotal(hours=hours, unit=unit_name(str(header.get("unit", "device_hours"))))
 
 
 def seconds_left(recipe_file: Path, budget: float) -> int:
-    """How long the fleet of a recipe's run may still be held (s). budget: device-hours. Raises ValueError."""
+    """Seconds for which the budget still pays for the run's fleet. budget: device-hours. Raises ValueError."""
     recipe = load_recipe(recipe_file)
-    return max(0, int((budget - spent(recipe.run_dir).hours) * 3600 / recipe.devices))
+    return max(0, int((budget - ledger_total(recipe.run_dir).hours) * 3600 / recipe.devices))
 
 
 def status(run_dir: Path) -> Iterator[str]:
@@ -57,7 +57,7 @@ def status(run_dir: Path) -> Iterator[str]:
         raise ValueError(f"{run_dir}: this run was not submitted to Slurm; it has no {SLURM}/job.sbatch")
     newest: dict[str, Any] = next(reversed(submissions), {})
     jobs = []
-    if cluster.present():
+    if cluster.slurm_is_present():
         jobs = jobs_of(run, cluster.queued())
         yield from _job_lines(run, newest, jobs)
     else:
@@ -65,8 +65,8 @@ def status(run_dir: Path) -> Iterator[str]:
     if not jobs:
         yield from (f"finished: {row.get('reason')}" for row in read_jsonl(run / END)[-1:])
     for attempt in attempts(run):
-        for node, why in unfit(attempt).items():
-            yield f"attempt {attempt.name}: {node} was unfit: {why[:_LONGEST]}"
+        for node, reason in unfit_nodes(attempt).items():
+            yield f"attempt {attempt.name}: {node} was unfit: {reason[:_LONGEST]}"
         yield from (f"attempt {attempt.name}: {line}" for line in _lines(attempt / FIRST_NODE))
     yield from _progress(run, newest.get("gpu_hours"), running=any(job.state == "RUNNING" for job in jobs))
     if (error := last_error(run)) is not None:
@@ -74,18 +74,19 @@ def status(run_dir: Path) -> Iterator[str]:
 
 
 def attempts(run: Path) -> list[Path]:
-    """Folders of the attempts since the last submission, in the order of their starts.
+    """Folders of the attempts since the last submission, in the order of the starts.
 
-    They are found by time, not by name: a job of an array has one id for squeue and another one in its environment.
+    Folders are chosen by time, not by name: squeue and the job's environment have different ids for a task of an
+    array.
     """
     script = run / SLURM / "job.sbatch"
     submitted = os.path.getmtime(script) if script.exists() else 0.0
     started = sorted((os.path.getmtime(file), file.parent) for file in (run / SLURM).glob("*/started"))
-    return [folder for when, folder in started if when >= submitted]
+    return [folder for start_time, folder in started if start_time >= submitted]
 
 
-def unfit(attempt: Path) -> dict[str, str]:
-    """Why, for each node that the attempt's check found unfit and excluded."""
+def unfit_nodes(attempt: Path) -> dict[str, str]:
+    """Node that the attempt's check excluded as unfit -> reason."""
     return dict(line.split("\t", 1) for line in _lines(attempt / "nodes" / BAD) if "\t" in line)
 
 
@@ -128,17 +129,17 @@ def _progress(run: Path, budget: float | None, *, running: bool) -> Iterator[str
         since = timedelta(seconds=max(0, int(time.time() - os.path.getmtime(run / "ledger.jsonl"))))
         lag = metrics.get("loop_lag_seconds", 0.0)
         yield f"last heartbeat {since} ago; the event loop was up to {lag:.1f} s late in the last batch"
-    cost = spent(run)
-    left = ""
+    cost = ledger_total(run)
+    remainder = ""
     if budget:
-        left = f", {max(0.0, budget - cost.hours):.4g} left of {budget:g}"
-    yield f"{cost.hours:.4g} {cost.unit} spent{money(cost.hours, recipe['cost'])}{left}"
+        remainder = f", {max(0.0, budget - cost.hours):.4g} left of {budget:g}"
+    yield f"{cost.hours:.4g} {cost.unit} spent{money(cost.hours, recipe['cost'])}{remainder}"
 
 
 def last_error(run: Path) -> str | None:
-    """The error with which the newest attempt in a job ended, with its log; None after a good end or while it runs.
+    """The last error of the newest attempt, with the path of the log; None after a good end or during the attempt.
 
-    Exit codes 0 and 75 (saved) are good ends. The first role that failed is the cause: nothing starts after it.
+    Exit codes 0 and 75 (saved) are good ends. The first role that failed is the cause: no later role starts.
     """
     started = sorted((run / SLURM).glob("*/started"), key=os.path.getmtime)
     details = {"controller": run / "logs" / "controller.log"}
@@ -150,6 +151,6 @@ def last_error(run: Path) -> str | None:
             code = exit_file.read_text().strip()
             if code not in ("0", "75"):
                 log = newest.with_name(f"{role}.log")
-                more = details.get(role, newest.with_name("nodes"))
-                return f"{role}: exit code {code}: {own_line(log)} ({log}, {more})"
+                detail = details.get(role, newest.with_name("nodes"))
+                return f"{role}: exit code {code}: {program_line(log)} ({log}, {detail})"
     return None

@@ -1,4 +1,4 @@
-"""Submits runs: checks, each of which raises ValueError with one line, the job script in the run's folder, sbatch."""
+"""Submits runs: checks, which raise ValueError with one line, the job script in the run's folder, sbatch."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -7,8 +7,8 @@ from pathlib import Path
 from megatron_scalerl.checkpoints.atomic_io import write_durably
 from megatron_scalerl.checkpoints.jsonl import append_row, read_jsonl
 from megatron_scalerl.cluster import cluster
-from megatron_scalerl.cluster.allocation import Request, allocate, assumed, check_plan
-from megatron_scalerl.cluster.cluster import Job, Partition, least_of, seconds_of
+from megatron_scalerl.cluster.allocation import Request, allocate, assumed_partition, check_plan
+from megatron_scalerl.cluster.cluster import Job, Partition, seconds_of, smallest_partition
 from megatron_scalerl.cluster.job import MARGIN_S, JobPlan, render
 from megatron_scalerl.cluster.site import Site, read_site
 from megatron_scalerl.controller.run_folder import SAVES, SLURM, check_recipe
@@ -19,22 +19,22 @@ from megatron_scalerl.recipe.other_names import unknown_key
 from megatron_scalerl.record import record
 
 STARTUP_S = 600.0
-"""Assumed seconds until the first step, where the run has no records of it."""
+"""Assumed seconds until the first step, for a run without a record of a start."""
 SAVE_S = 300.0
-"""Assumed seconds of a step and its checkpoint, likewise."""
+"""Assumed seconds of a step and a checkpoint, for a run without a record of a save."""
 _RECENT = 100
-"""Steps whose slowest one counts."""
+"""Number of last steps whose slowest step counts."""
 JOBS = "jobs.jsonl"
-"""In RUN/slurm: one line per submission with the ids of its jobs."""
+"""File in RUN/slurm: one line per submission with the ids of the jobs."""
 
 
 def recipes_of(
     source: str, overrides: Sequence[str], *, array: bool, base: str | None = None, seeds: int | None = None
 ) -> tuple[list[Recipe], dict[str, str]]:
-    """The recipe in a file, or those in the files *.yaml of a folder, by name, and what is left out.
+    """(recipes of a file, or of the files *.yaml of a folder sorted by name; left-out overlay -> the equal overlay).
 
-    base: what the folder's overlays are laid over; one that makes the same recipe of it as an earlier one is left
-    out, and named with that. seeds: runs of each recipe, with seeds from 1 on; None: one, with the recipe's own seed.
+    base: the recipe that the folder's overlays change; an overlay that makes the same recipe as an earlier overlay is
+    left out. seeds: runs of each recipe, with seeds from 1 on; None: one run, with the recipe's own seed.
     Raises ValueError.
     """
     if not array:
@@ -44,26 +44,26 @@ def recipes_of(
     recipes = []
     folders: dict[Path, Path] = {}
     items = listed([source])
-    same = same_recipes({item.name: resolve(item, base, overrides) for item in items if item.overlay})
+    duplicates = same_recipes({item.name: resolve(item, base, overrides) for item in items if item.overlay})
     for item in items:
-        if item.name in same:
+        if item.name in duplicates:
             continue
         if seeds:
             variants = resolve_seeds(item, base, overrides, range(1, seeds + 1))
         else:
             variants = [resolve(item, base, overrides)]
         for recipe in variants:
-            other = folders.setdefault(recipe.run_dir.absolute(), item.file)
-            if other != item.file:
+            earlier_file = folders.setdefault(recipe.run_dir.absolute(), item.file)
+            if earlier_file != item.file:
                 raise ValueError(
-                    f"{item.file}: has the same run folder as {other} ({recipe.run_dir}); give it another name"
+                    f"{item.file}: has the same run folder as {earlier_file} ({recipe.run_dir}); give it another name"
                 )
         recipes += variants
-    return recipes, same
+    return recipes, duplicates
 
 
 def array_name(folder: str, base: str | None) -> str:
-    """Name of the array of a folder's recipes; those of several bases differ."""
+    """Name of the array of a folder's recipes; two bases have different names."""
     name = Path(folder).resolve().name
     return name if base is None else f"{name}_{Path(base).stem}"
 
@@ -71,23 +71,23 @@ def array_name(folder: str, base: str | None) -> str:
 def submit(
     recipes: Sequence[Recipe], name: str, request: Request, *, recipe_file: str | None, dry_run: bool
 ) -> Iterator[str]:
-    """Check everything, write the job script, submit it; yields what to tell the user.
+    """Check the recipes, write the job script and submit the job; yields lines for the user.
 
-    More than one recipe, or a throttle: an array. name: of the job. recipe_file: of the only recipe. Raises
-    ValueError for user errors, before which nothing is submitted, and RuntimeError where Slurm fails.
+    More than one recipe, or a throttle: an array. name: name of the job. recipe_file: path of the only recipe. Raises
+    ValueError for user errors, before any submission, and RuntimeError where Slurm fails.
     """
     site = read_site(request.site)
-    partition = assumed(request, site.gres)
-    missing = "this machine has no Slurm"
+    partition = assumed_partition(request, site.gres)
+    obstacle = "this machine has no Slurm"
     try:
-        if cluster.present():
+        if cluster.slurm_is_present():
             partition = check_partition(request.partition, cluster.partitions())
-            missing = ""
+            obstacle = ""
     except RuntimeError as error:
         if not dry_run:
             raise
-        missing = str(error)
-    has_slurm = not missing
+        obstacle = str(error)
+    has_slurm = not obstacle
     plan = _plan(recipes, name, request, site, partition)
     resolved, lines = _resolved(recipes, plan, partition, recipe_file, has_slurm=has_slurm)
     yield from lines
@@ -98,7 +98,7 @@ def submit(
         (run / SLURM).mkdir(parents=True, exist_ok=True)
         write_durably(run / SLURM / "recipe.yaml", dump_recipe(recipe).encode())
     plan.script.parent.mkdir(parents=True, exist_ok=True)
-    # last: end.json of a finished run is compared with it
+    # last: the time of a finished run's end.json is compared with the script's
     write_durably(plan.script, render(plan).encode())
     cluster.check_syntax(plan.script)
     yield f"job script: {plan.script}"
@@ -107,7 +107,7 @@ def submit(
     else:
         nodes = f"{partition.gpus} GPUs and {partition.cpus} CPUs"
         yield (
-            f"not checked, since {missing}: that {partition.name} exists, with nodes of {nodes} "
+            f"not checked, since {obstacle}: that {partition.name} exists, with nodes of {nodes} "
             "(assumed), its time limit, that Slurm accepts the job, and that the run has no other one"
         )
     if dry_run:
@@ -122,24 +122,24 @@ def submit(
 def _resolved(
     recipes: Sequence[Recipe], plan: JobPlan, partition: Partition, recipe_file: str | None, *, has_slurm: bool
 ) -> tuple[list[Recipe], list[str]]:
-    """The recipes as their runs record them, and what to tell the user. Raises ValueError for user errors."""
+    """(recipes in the form that the runs record, lines for the user). Raises ValueError for user errors."""
     from megatron_scalerl.controller.preflight import check_inputs  # imports transformers
 
     resolved = []
     checks = "passed"
     fits = "not reached"
     for recipe in recipes:
-        whole = recipe
+        resolved_recipe = recipe
         try:
-            whole = check_inputs(recipe, on_this_host=False).resolved(recipe)
-            check_recipe(whole)
+            resolved_recipe = check_inputs(recipe, on_this_host=False).resolved(recipe)
+            check_recipe(resolved_recipe)
             fits = check_plan(recipe, recipe_file, partition, plan.nodes.gpus)
         except ValueError as error:
-            # a dry run on another machine may lack the policy and the prompts: it still writes the script
+            # a dry run writes the script, also on a machine without the policy and the prompts
             if has_slurm:
                 raise
             checks = f"not finished here: {error}"
-        resolved.append(whole)
+        resolved.append(resolved_recipe)
     return resolved, [f"checks of settings, policy and prompts: {checks}", f"plan --check: {fits}"]
 
 
@@ -173,28 +173,28 @@ def _plan(
 
 
 def _submit(plan: JobPlan) -> list[str]:
-    """Submit the job, or the jobs of its chain; all of them are recorded, or canceled."""
-    asked = plan.request
+    """Submit the job, or all jobs of a chain; the jobs are recorded, or canceled after a failure."""
+    request = plan.request
     jobs = []
     try:
         jobs.append(cluster.submit(plan.script))
-        if asked.chain:
-            # afterany: whatever the end of the job before, the next one goes on from the newest checkpoint
-            for _ in range(asked.max_requeues):
+        if request.chain:
+            # afterany: after any end of a job, the next job goes on from the newest checkpoint
+            for _ in range(request.max_requeues):
                 jobs.append(cluster.submit(plan.script, [f"--dependency=afterany:{jobs[-1]}"]))
-        row = {"max_requeues": asked.max_requeues, "gpu_hours": asked.gpu_hours}
+        row = {"max_requeues": request.max_requeues, "gpu_hours": request.gpu_hours}
         for index, run in enumerate(plan.runs):
-            of_run = [f"{job}_{index}" for job in jobs] if asked.throttle else jobs
-            append_row(run / SLURM / JOBS, {"jobs": of_run, **row, "unix_time": time.time()})
+            run_jobs = [f"{job}_{index}" for job in jobs] if request.throttle else jobs
+            append_row(run / SLURM / JOBS, {"jobs": run_jobs, **row, "unix_time": time.time()})
     except BaseException:
-        cluster.cancel(jobs)  # none remains that is not recorded
+        cluster.cancel(jobs)  # no job remains without a record
         raise
     return jobs
 
 
 @record
 class Times:
-    """How long a run takes to start and to save."""
+    """Seconds that a run takes to start and to save."""
 
     startup_s: float
     """Seconds until the first step."""
@@ -203,12 +203,12 @@ class Times:
 
     @property
     def lead_s(self) -> int:
-        """Seconds before the time limit at which it has to be asked to save."""
+        """Seconds before the time limit at which the run has to be asked to save."""
         return int(self.save_s + 0.999) + MARGIN_S
 
 
 def times_of(run: Path, *, startup_s: float | None, save_s: float | None) -> Times:
-    """The slowest start, step and checkpoint in the run's records, else the assumed ones; those given before both."""
+    """The given times, else the slowest start, step and checkpoint in the run's records, else the assumed times."""
     if startup_s is None:
         starts = [row["seconds"] for row in read_jsonl(run / "ledger.jsonl") if row.get("phase") == "startup"]
         startup_s = max(starts, default=STARTUP_S)
@@ -216,7 +216,7 @@ def times_of(run: Path, *, startup_s: float | None, save_s: float | None) -> Tim
     if save_s is None and not saves:
         save_s = SAVE_S
     if save_s is None:
-        # an asynchronous checkpoint that is being written is waited for before the last one begins
+        # the last checkpoint begins after the end of an asynchronous checkpoint that is being written
         pending = max(row["seconds"] - row.get("stopped_seconds", row["seconds"]) for row in saves)
         keys = ("train_seconds", "pinned_seconds", "publish_seconds")
         rows = read_jsonl(run / "metrics.jsonl")[-_RECENT:]
@@ -226,24 +226,27 @@ def times_of(run: Path, *, startup_s: float | None, save_s: float | None) -> Tim
 
 
 def check_partition(names: str, partitions: Mapping[str, Partition]) -> Partition:
-    """The partition of this name; of several, separated by commas, what the job may count on in each."""
+    """The partition of this name; for several names with commas, the minimum over the partitions.
+
+    Raises ValueError.
+    """
     for name in names.split(","):
         if not partitions:
             raise ValueError(f"--partition: there is no partition {name}; this cluster has none")
         if name not in partitions:
             text = unknown_key(name, partitions, expected="a partition of this cluster", kind="partitions")
             raise ValueError(f"--partition: {text}")
-    return least_of([partitions[name] for name in names.split(",")])
+    return smallest_partition([partitions[name] for name in names.split(",")])
 
 
 def check_time(limit: str, partition: Partition, times: Times) -> None:
-    """A time limit of the partition in which a run starts and saves."""
+    """Raise ValueError for a time limit that is too short to start and save, or beyond the partition's."""
     seconds = seconds_of(limit)
-    least = times.startup_s + times.lead_s
-    if seconds < least:
+    shortest = times.startup_s + times.lead_s
+    if seconds < shortest:
         raise ValueError(
             f"--time: {seconds} s is too short for start-up ({times.startup_s:.0f} s), a step and its checkpoint "
-            f"({times.save_s:.0f} s) and a margin ({MARGIN_S} s); use at least {least:.0f} s, or state "
+            f"({times.save_s:.0f} s) and a margin ({MARGIN_S} s); use at least {shortest:.0f} s, or state "
             "other times with --startup-seconds and --save-seconds"
         )
     if partition.limit_s is not None and seconds > partition.limit_s:
@@ -258,16 +261,16 @@ def job_ids(run: Path) -> list[str]:
 
 
 def jobs_of(run: Path, jobs: Iterable[Job]) -> list[Job]:
-    """The run's own among the `jobs`: submitted by the command, or its script by hand. Running ones come first."""
+    """The run's jobs among `jobs`, submitted by the command or by hand; running jobs come first."""
     # a script that was submitted by hand has left no line in jobs.jsonl
     submitted = set(job_ids(run))
     script = str(run / SLURM / "job.sbatch")
-    of_run = [job for job in jobs if job.job_id in submitted or job.script == script]
-    return sorted(of_run, key=lambda job: job.state != "RUNNING")
+    run_jobs = [job for job in jobs if job.job_id in submitted or job.script == script]
+    return sorted(run_jobs, key=lambda job: job.state != "RUNNING")
 
 
 def check_free(run: Path, jobs: Iterable[Job] | None) -> None:
-    """A run without a job that is queued or running. jobs: None without Slurm, where any of the run may be."""
+    """Raise ValueError for a run with a queued or running job. jobs: None without Slurm, where past jobs may run."""
     if jobs is None and job_ids(run):
         raise ValueError(f"{run}: may have a job, which a dry run without Slurm would change; give it another name")
     for job in jobs_of(run, jobs or ()):

@@ -22,7 +22,7 @@ docs/checkpoints.md describes the formats."""
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Run one of the three conversions and print its summary.
+    """Run a conversion and print the summary.
 
     Raises ValueError for user errors, OSError if a disk failed.
     """
@@ -43,7 +43,7 @@ def _summary_line(arguments: argparse.Namespace, summary: Summary, seconds: floa
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the three conversions and their options."""
+    """Add the three conversions with options."""
     parser.description = (
         "Convert Hugging Face folders to Megatron torch_dist checkpoints and back, tensor by tensor: this needs "
         "little memory, however large the model."

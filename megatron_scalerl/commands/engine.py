@@ -24,9 +24,9 @@ AGENT = (sys.executable, "-m", "megatron_scalerl.launch.agent")
 ATTEMPTS = "attempts.jsonl"
 """File of a run (as in `controller.run_folder`, which imports torch: this process stays small next to an engine)."""
 END = "end.json"
-"""File of a run, in which the ends of attempts are."""
+"""File of a run with the ends of attempts."""
 FIRST_DELAY_S = 1.0
-"""Delay before the first restart in a row, which doubles with each (seconds)."""
+"""Delay before the first restart in a row; every further restart doubles the delay (seconds)."""
 LONGEST_DELAY_S = 60.0
 """Longest delay before a restart (seconds)."""
 HEALTHY_S = 600.0
@@ -35,7 +35,7 @@ EXIT_GIVEN_UP = 1
 """Exit code if the engine was not in the run for --wait-minutes."""
 
 _STOP_S = 30.0
-"""Seconds for the agent to end its server after SIGTERM."""
+"""Seconds for the agent to end the server after SIGTERM."""
 _HOST_CHARACTERS = 48
 """Most characters of the host's name in an engine's name."""
 _ENDS = {
@@ -44,7 +44,7 @@ _ENDS = {
     3: "the controller is gone",
     4: "no controller accepted it",
 }
-"""Exit code of the agent -> its meaning."""
+"""Exit code of the agent -> meaning."""
 _TAKEN_IN = (0, 3)
 """Exit codes of an agent whose engine was in the run."""
 
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Keep one engine in the run until this ends. Raises ValueError for user errors, OSError for files."""
+    """Keep one engine in the run until the run ends. Raises ValueError for user errors, OSError for files."""
     from megatron_scalerl.processes.signals import Stopped, run_until_signal
     from megatron_scalerl.recipe.file import load_recipe
 
@@ -112,7 +112,7 @@ def engine_name() -> str:
 
 
 def has_ended(folder: Path) -> bool:
-    """True if the newest attempt of the run finished it. An earlier end does not count: the run was extended."""
+    """True if the newest attempt finished the run. An earlier attempt's end does not count: the run was extended."""
     from megatron_scalerl.checkpoints.jsonl import read_jsonl
 
     attempts, ends = ([row["incarnation"] for row in read_jsonl(folder / file)] for file in (ATTEMPTS, END))
@@ -121,9 +121,9 @@ def has_ended(folder: Path) -> bool:
 
 
 async def _keep_joined(folder: Path, name: str, devices: int, wait_s: float, console: Console) -> str:
-    """Start an agent again whenever one ends, until the run has ended; returns an empty text then.
+    """Start a new agent after the end of every agent, until the run has ended; returns an empty text then.
 
-    After `wait_s` outside of the run it returns how the last agent ended.
+    After `wait_s` outside of the run the result is a text on the end of the last agent.
     """
     from megatron_scalerl.launch.control_folder import read_controller
     from megatron_scalerl.processes.child_process import ChildProcess
@@ -131,7 +131,7 @@ async def _keep_joined(folder: Path, name: str, devices: int, wait_s: float, con
     variables = os.environ | {"MSRL_START": "", "MSRL_DEVICES": str(devices)}
     failures = 0
     in_run = time.monotonic()
-    how = ""
+    end_text = ""
     while time.monotonic() - in_run < wait_s:
         started = time.monotonic()
         try:
@@ -139,14 +139,14 @@ async def _keep_joined(folder: Path, name: str, devices: int, wait_s: float, con
                 return ""
             env = variables | read_controller(folder)
             agent = await ChildProcess.start(name, [*AGENT, name], env, folder / "logs" / f"{name}.log")
-        except (ValueError, OSError) as error:  # a shared file system may fail for a while, or show half a line
-            how = str(error)
+        except (ValueError, OSError) as error:  # a shared file system may fail for a time, or show half a line
+            end_text = str(error)
         else:
             try:
                 code = await agent.wait()
             finally:
                 await agent.stop(_STOP_S)
-            how = _ENDS.get(code, f"exited with code {code}")
+            end_text = _ENDS.get(code, f"exited with code {code}")
             if code in _TAKEN_IN or time.monotonic() - started > HEALTHY_S:
                 in_run = time.monotonic()
         if time.monotonic() - started > HEALTHY_S:
@@ -154,6 +154,6 @@ async def _keep_joined(folder: Path, name: str, devices: int, wait_s: float, con
         failures += 1
         # the exponent is bounded, since 2 ** 1024 does not fit in a float
         delay = min(FIRST_DELAY_S * 2 ** min(failures - 1, 10), LONGEST_DELAY_S)
-        console.print(f"{name}: {how}; next look at the run in {delay:g} s")
+        console.print(f"{name}: {end_text}; next look at the run in {delay:g} s")
         await asyncio.sleep(delay)
-    return how
+    return end_text

@@ -86,9 +86,13 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
     k = arguments.k
     budgets = _budgets(arguments.budgets)
-    for option, value, least in (("--k", k, 1), ("--seed", arguments.seed, 0), ("--examples", arguments.examples, 0)):
-        if value < least:
-            raise ValueError(f"{option}: {value} is too small; take at least {least}")
+    for option, value, minimum in (
+        ("--k", k, 1),
+        ("--seed", arguments.seed, 0),
+        ("--examples", arguments.examples, 0),
+    ):
+        if value < minimum:
+            raise ValueError(f"{option}: {value} is too small; take at least {minimum}")
     files = [read_problems(*split_schema(text)) for text in arguments.data]
     arguments.folder = local_path(arguments.folder, "model")
     recipe = load_recipe_for(arguments.folder, arguments.recipe, arguments.overrides, prompts=files[0].path)
@@ -96,24 +100,24 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     contaminations = _contaminations(arguments.training, evaluated)
     allow_open_files(evaluated.recipe)
     digest = policy_digest(arguments.folder)
-    # Before the engines start: a folder with another evaluation is refused at once.
+    # The header is made before the engines start: a folder with another evaluation is refused at once.
     header = evaluated.header(policy=arguments.folder, digest=digest, version=VERSION, seed=arguments.seed, k=k)
     with ResultFile(arguments.out, header) as result:
         keys = evaluated.keys(k)
-        left = len(result.missing(keys))
-        if left < len(keys):
-            console.print(f"{len(keys) - left} of {len(keys)} completions are there")
-        if left:
+        missing_count = len(result.missing(keys))
+        if missing_count < len(keys):
+            console.print(f"{len(keys) - missing_count} of {len(keys)} completions are there")
+        if missing_count:
             console.print("starting the engines")
 
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("completions", total=len(keys), completed=len(keys) - left)
+            task = bar.add_task("completions", total=len(keys), completed=len(keys) - missing_count)
             work = generate(
                 evaluated,
                 result,
                 k=k,
                 seed=arguments.seed,
-                ready=lambda: console.print(f"generating {left} completions"),
+                ready=lambda: console.print(f"generating {missing_count} completions"),
                 finished=lambda: bar.advance(task),
             )
             run_until_signal(work, None, lambda: f"goes on with the completions in {arguments.out}")
@@ -134,7 +138,7 @@ def _budgets(text: str | None) -> list[int]:
 
 
 def _contaminations(sources: Sequence[str], evaluated: EvaluationInputs) -> dict[str, Any]:
-    """File name -> its contamination by all training prompts; empty without any."""
+    """File name -> contamination of the file by all training prompts; empty without training prompts."""
     from megatron_scalerl.evaluation.contamination import contamination, training_texts
 
     if not sources:
@@ -193,7 +197,7 @@ def _report(
 
 
 def _print_examples(count: int, evaluated: EvaluationInputs, result: ResultFile, console: Console) -> None:
-    """Print completions of the first problems of each file; their text is the policy's and is printed as text."""
+    """Print completions of the first problems of each file. The policy wrote the text: no markup is interpreted."""
     from rich.text import Text
 
     from megatron_scalerl.processes.logs import printable

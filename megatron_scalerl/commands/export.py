@@ -1,6 +1,6 @@
 """`megatron-scalerl export RUN --out DIR`: the newest checkpoint of a run as a Hugging Face or PEFT folder.
 
-The checkpoint is read tensor by tensor, whatever layout it was trained in; no model is built.
+The checkpoint is read tensor by tensor, whatever the layout of the training; no model is built.
 """
 
 import argparse
@@ -15,15 +15,15 @@ from megatron_scalerl.recipe.file import load_run_recipe
 def export(run_dir: Path, out: Path, *, merged: bool = False) -> int:
     """Write the policy of the newest checkpoint to `out` and return its step.
 
-    merged: a run's adapters together with the weights beside which they were trained. Raises ValueError if the run
-    has no complete checkpoint or `out` exists.
+    merged: merge a run's adapters into the base weights. Raises ValueError if the run has no complete checkpoint or
+    `out` exists.
     """
     newest = commit.latest(run_dir / "checkpoints")
     if newest is None:
         raise ValueError(
             f"{run_dir / 'checkpoints'}: no checkpoint is complete yet; a complete one has a COMMIT file"
         )
-    # import torch: only once there is something to export
+    # these modules import torch, and so come after the check for a checkpoint
     from megatron_scalerl.checkpoints.to_hf import to_hf
     from megatron_scalerl.checkpoints.to_peft import Adapted, to_merged, to_peft
 

@@ -30,7 +30,7 @@ EPILOG = """examples:
 Settings that are given are written as they are; the others are chosen, and the reason stands next to each."""
 
 Choices = dict[str, tuple[Any, str]]
-"""Key of the recipe, at most two names -> its value and the reason for it."""
+"""Key of the recipe, at most two names -> (value, reason for the value)."""
 STEPS = 200
 """Steps of the run."""
 FIRST_STEPS = 20
@@ -44,13 +44,13 @@ CPU_FLOPS = 3e12
 SMALL = 1e9
 """Parameters below which a policy is small."""
 CPU_BATCH = 8
-"""Prompts of a step, and completions of each, if CPUs generate."""
+"""Prompts of a step, and completions of each prompt, if CPUs generate."""
 FEWEST_HELD_OUT = 4
 """Fewest prompts that are held out, if the file has enough."""
 VALIDATED = 120
 """Completions of a validation."""
 VALIDATIONS = 25
-"""Validations of a run, after the one of step 0: a forecast from the first half uses twelve, as the quickstart's."""
+"""Validations of a run after step 0: a forecast from the first half uses twelve, as in the quickstart."""
 SAVES = 10
 """Checkpoints of a run."""
 PAPER_PARAMETERS = 8.03e9
@@ -63,7 +63,7 @@ DOUBTS = {
     "prompts.think_end": "",
     "interruption.enabled": "with these tags",
 }
-"""Key of a line that is written as a comment -> when it is the right one."""
+"""Key of a line that is written as a comment -> condition under which the line is right."""
 DOUBT_TOKENS = 32
 """Room in a prompt for a template or tags that may have to be added."""
 
@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Write the recipe, print its lines with reasons, and the next commands. Raises ValueError for user errors."""
+    """Write the recipe, and print the lines with reasons and the next commands. Raises ValueError for user errors."""
     out = Path(arguments.out)
     if out.exists() and not arguments.force:
         raise ValueError(f"--out: {out} exists; name another file, or overwrite it with --force")
@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[str, Any], str]:
-    """The lines of the recipe, values that were not taken and may be right, and what the run costs.
+    """(lines of the recipe, other values that may be right, a sentence on the run's cost).
 
     Raises ValueError for a policy, a file or GPUs that cannot be used.
     """
@@ -135,7 +135,7 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[
     from megatron_scalerl.recipe.file import check_policy, check_prompts
     from megatron_scalerl.recipe.hub import local_recipe
 
-    given = _joined({}, arguments.overrides)
+    user_settings = _with_overrides({}, arguments.overrides)
     choices = {
         "name": (Path(arguments.out).stem, ""),
         "steps": (STEPS, f"a first run; {FIRST_STEPS} are a first look"),
@@ -146,7 +146,7 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[
     }
     if not gpus:
         choices["policy.dtype"] = ("float32", "for CPUs")
-    recipe = _recipe(_joined(choices, arguments.overrides))
+    recipe = _recipe(_with_overrides(choices, arguments.overrides))
     recipe = local_recipe(recipe, download=recipe.download)
     check_policy(recipe)
     check_prompts(recipe)
@@ -156,15 +156,15 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[
     parameters = count(policy).total
     choices["policy.path"] = (arguments.policy, f"family {policy.name}, {parameters:,} parameters")
     verifiers = ["math", "code"]
-    if "rewards.verifier" in given:
+    if "rewards.verifier" in user_settings:
         verifiers = [recipe.rewards.verifier]
     recipe, chat, prompts = _read(recipe, tokenizer, verifiers)
     choices["prompts.path"] = (arguments.data, prompts.reports[0].layouts[0].partition(": ")[2])
     positions = hf_config.get_text_config().max_position_embeddings
-    choices |= _of_prompts(recipe, chat, prompts, tokenizer, positions, parameters, gpus)
-    choices |= _of_training(recipe, parameters, count(trained_family(recipe, policy)).total, gpus)
-    choices = _joined(choices, arguments.overrides)
-    doubts = {key: value for key, value in chat.doubts.items() if key not in given}
+    choices |= _prompt_choices(recipe, chat, prompts, tokenizer, positions, parameters, gpus)
+    choices |= _training_choices(recipe, parameters, count(trained_family(recipe, policy)).total, gpus)
+    choices = _with_overrides(choices, arguments.overrides)
+    doubts = {key: value for key, value in chat.doubts.items() if key not in user_settings}
     config = Path(recipe.policy.path)
     if not gpus:
         from megatron_scalerl.plan.cpus import plan_on_cpus
@@ -179,17 +179,17 @@ def _choose(arguments: argparse.Namespace, gpus: int) -> tuple[Choices, Mapping[
     plan = choose(_recipe(choices), config, gpus, GPUS[arguments.gpu])
     hours = plan.gpu_hours_per_1000_steps * recipe.steps / 1000
     cost = f"{recipe.steps} steps take {hours:,.1f} GPU-hours by the planner; a real run may take five times as many."
-    return _joined(choices | _of_layout(plan), arguments.overrides), doubts, cost
+    return _with_overrides(choices | _layout_choices(plan), arguments.overrides), doubts, cost
 
 
-def _joined(choices: Choices, overrides: Sequence[str]) -> Choices:
-    """The choices with the user's settings, which win; `engine.vllm.x=1` joins the chosen engine.vllm.
+def _with_overrides(choices: Choices, overrides: Sequence[str]) -> Choices:
+    """The choices, replaced by the user's settings; `engine.vllm.x=1` is merged into the chosen engine.vllm.
 
     Raises `RecipeError`.
     """
     from megatron_scalerl.recipe.file import merged, override
 
-    joined = dict(choices)
+    joined_choices = dict(choices)
     for item in overrides:
         data: dict[str, Any] = {}
         override(data, item)
@@ -199,33 +199,33 @@ def _joined(choices: Choices, overrides: Sequence[str]) -> Choices:
             settings = {f"{section}.{name}": inner for name, inner in value.items()}
         nested = item.partition("=")[0].count(".") > 1
         for key, setting in settings.items():
-            chosen = joined.get(key, (None, ""))[0]
+            chosen = joined_choices.get(key, (None, ""))[0]
             if nested and isinstance(chosen, dict):
                 setting = merged(chosen, setting)
-            joined[key] = (setting, "as given")
-    return joined
+            joined_choices[key] = (setting, "as given")
+    return joined_choices
 
 
 def _read(recipe: Recipe, tokenizer: Any, verifiers: Sequence[str]) -> tuple[Recipe, Chat, PromptSet]:
-    """The settled recipe with the first verifier that can use the references, and all prompts for training.
+    """(settled recipe with the first verifier that can use the references, chat, all prompts for training).
 
-    Raises ValueError if no verifier can use them, with the reason of each.
+    Raises ValueError with the reason of each verifier if no verifier can use the references.
     """
     from megatron_scalerl.controller.preflight import check_answers
     from megatron_scalerl.prompts.chat import chat_of_recipe
     from megatron_scalerl.prompts.dataset import load_prompts
     from megatron_scalerl.recipe.tasks import tasks_of
 
-    # All prompts for training and none too long: `_of_prompts` decides both when it knows the lengths.
+    # No prompt is held out or too long here: `_prompt_choices` decides about both when the lengths are known.
     section = recipe.prompts.model_copy(update={"held_out": 0, "max_prompt_tokens": sys.maxsize})
     problems = []
     for verifier in verifiers:
         rewards = recipe.rewards.model_copy(update={"verifier": verifier})
-        tried = recipe.model_copy(update={"prompts": section, "rewards": rewards})
+        candidate = recipe.model_copy(update={"prompts": section, "rewards": rewards})
         try:
-            chat = chat_of_recipe(tried, tokenizer)
-            tried = chat.settled(tried)
-            return tried, chat, load_prompts(tokenizer, tasks_of(tried), check_answers)
+            chat = chat_of_recipe(candidate, tokenizer)
+            candidate = chat.settled(candidate)
+            return candidate, chat, load_prompts(tokenizer, tasks_of(candidate), check_answers)
         except ValueError as error:
             problems.append(error)
     for problem in problems[1:]:
@@ -233,7 +233,7 @@ def _read(recipe: Recipe, tokenizer: Any, verifiers: Sequence[str]) -> tuple[Rec
     raise problems[0]
 
 
-def _of_prompts(
+def _prompt_choices(
     recipe: Recipe, chat: Chat, prompts: PromptSet, tokenizer: Any, positions: int, parameters: int, gpus: int
 ) -> Choices:
     """The choices that depend on the prompts: template, tags, lengths, held-out prompts, batches, validations."""
@@ -243,7 +243,7 @@ def _of_prompts(
 
     defaults = PromptsSection()
     lengths = [len(prompt.token_ids) for prompt in prompts.training]
-    # one very long prompt must not take the room of all completions: half of the positions are theirs
+    # one very long prompt must not take the room of all completions: half of the positions are for completions
     spare = DOUBT_TOKENS if chat.doubts else 0
     longest = min(max(lengths) + spare, defaults.max_prompt_tokens, positions // 2)
     usable = sum(length <= longest for length in lengths)
@@ -260,7 +260,7 @@ def _of_prompts(
             f"{longest} and {forced} forced ones; take a policy with a longer context"
         )
     longest_completion = recipe.max_completion_tokens
-    why = "as in the paper"
+    reason = "as in the paper"
     batch = recipe.rollouts.groups_per_batch
     group = recipe.rollouts.group_size
     if not gpus:
@@ -268,21 +268,21 @@ def _of_prompts(
         shortest, longest_completion = CPU_LENGTHS
         affordable = int(CPU_FLOPS / (6 * parameters * batch * group)) - longest
         longest_completion = max(shortest, min(longest_completion, affordable))
-        why = "since CPUs are slow: a step takes longer in proportion"
+        reason = "since CPUs are slow: a step takes longer in proportion"
     completion = min(longest_completion, room)
     if completion < longest_completion:
-        why = f"what {positions:,} positions leave"
-    why = f"{completion:,} tokens with the answer, {why}"
+        reason = f"what {positions:,} positions leave"
+    reason = f"{completion:,} tokens with the answer, {reason}"
     budget = lengths_of(completion)
-    rows, _, thinks = chat.why.rpartition("; ")
+    template_reason, _, tag_reason = chat.why.rpartition("; ")
     return {
-        "prompts.chat_template": (chat.chat_template, rows),
+        "prompts.chat_template": (chat.chat_template, template_reason),
         "prompts.think_start": (chat.think_start, ""),
-        "prompts.think_end": (chat.think_end, thinks),
+        "prompts.think_end": (chat.think_end, tag_reason),
         "prompts.max_prompt_tokens": (longest, f"{usable:,} of {len(lengths):,} prompts are no longer"),
         "prompts.held_out": (held_out, "validations use them, training the others"),
         "interruption.enabled": (recipe.interruption.enabled, "true where thinking has a tag to close"),
-        "interruption.thinking_tokens": (budget["thinking_tokens"], why),
+        "interruption.thinking_tokens": (budget["thinking_tokens"], reason),
         "interruption.answer_tokens": (budget["answer_tokens"], "a seventh of the completion"),
         "rollouts.groups_per_batch": (min(batch, usable - held_out), "prompts of a step"),
         "rollouts.group_size": (group, "completions of each"),
@@ -293,52 +293,58 @@ def _of_prompts(
     }
 
 
-def _held_out(usable: int, most: int) -> int:
-    """Prompts to hold out of those that are short enough: a tenth, and enough for a curve that can be forecast."""
-    few = max(min(FEWEST_HELD_OUT, usable // 2), min(VALIDATED, usable // 4))
-    return min(most, max(usable // 10, few))
+def _held_out(usable: int, limit: int) -> int:
+    """Number of prompts to hold out: a tenth of the usable prompts, and enough for a forecast; at most `limit`."""
+    minimum = max(min(FEWEST_HELD_OUT, usable // 2), min(VALIDATED, usable // 4))
+    return min(limit, max(usable // 10, minimum))
 
 
-def _of_training(recipe: Recipe, parameters: int, trained: int, gpus: int) -> Choices:
+def _training_choices(recipe: Recipe, parameters: int, trained_parameters: int, gpus: int) -> Choices:
     """The choices that depend on the number of steps and the devices, and on the policy's parameters.
 
-    trained: how many of them are trained.
+    trained_parameters: number of parameters that are trained.
     """
     from megatron_scalerl.processes.logs import size
     from megatron_scalerl.recipe.sections import ADAPTERS_LR, OptimizerSection
 
     paper = OptimizerSection()
     rate = paper.lr * max(1.0, (PAPER_PARAMETERS / parameters) ** 0.5)
-    why = f"the paper's {paper.lr:g} for 8B, x sqrt(8B / parameters) as in Tinker's cookbook"
+    rate_reason = f"the paper's {paper.lr:g} for 8B, x sqrt(8B / parameters) as in Tinker's cookbook"
     if recipe.policy.lora is not None:
         rate *= ADAPTERS_LR / paper.lr
-        why += ", x 10 for adapters (Schulman et al. 2025)"
+        rate_reason += ", x 10 for adapters (Schulman et al. 2025)"
     warm_up = min(paper.warmup_steps, max(1, recipe.steps // 20))
-    between = max(1, recipe.steps // VALIDATIONS)
-    saving = max(1, recipe.steps // SAVES)
+    validation_interval = max(1, recipe.steps // VALIDATIONS)
+    checkpoint_interval = max(1, recipe.steps // SAVES)
     temperature = recipe.rollouts.temperature
-    sampled = "the policy as it is"
+    temperature_reason = "the policy as it is"
     if recipe.prompts.chat_template and parameters < SMALL:
         temperature = 0.7
-        sampled = "small policies that were tuned on conversations ramble at 1"
+        temperature_reason = "small policies that were tuned on conversations ramble at 1"
     staleness = recipe.rollouts.max_staleness_steps
-    stale = "PipelineRL-8, as in the paper"
+    staleness_reason = "PipelineRL-8, as in the paper"
     if not gpus:
         staleness = 1
-        stale = "engines on CPUs outrun the trainer, and completions would be as old as this allows"
-    bytes_each = size(STATE_BYTES * trained)
+        staleness_reason = "engines on CPUs outrun the trainer, and completions would be as old as this allows"
+    bytes_each = size(STATE_BYTES * trained_parameters)
     return {
-        "rollouts.max_staleness_steps": (staleness, stale),
-        "rollouts.temperature": (temperature, sampled),
-        "optimizer.lr": (float(f"{rate:.1e}"), why),
+        "rollouts.max_staleness_steps": (staleness, staleness_reason),
+        "rollouts.temperature": (temperature, temperature_reason),
+        "optimizer.lr": (float(f"{rate:.1e}"), rate_reason),
         "optimizer.warmup_steps": (warm_up, "a twentieth of the steps; the paper: 100 of 7,400"),
-        "validation.every_steps": (between, f"{VALIDATIONS} validations, for a forecast from the first half"),
-        "forecast.fit_from_steps": (between, "the first validation after step 0"),
-        "checkpoint.every_steps": (saving, f"a crash repeats at most these; the newest 2 stay, {bytes_each} each"),
+        "validation.every_steps": (
+            validation_interval,
+            f"{VALIDATIONS} validations, for a forecast from the first half",
+        ),
+        "forecast.fit_from_steps": (validation_interval, "the first validation after step 0"),
+        "checkpoint.every_steps": (
+            checkpoint_interval,
+            f"a crash repeats at most these; the newest 2 stay, {bytes_each} each",
+        ),
     }
 
 
-def _of_layout(plan: RunPlan) -> Choices:
+def _layout_choices(plan: RunPlan) -> Choices:
     """The choices that depend on the GPUs: the sizes of trainer and engines."""
     from megatron_scalerl.plan.text import fits
 
@@ -362,20 +368,20 @@ def _recipe(choices: Choices) -> Recipe:
 
 
 def _text(choices: Choices, doubts: Mapping[str, Any]) -> str:
-    """The text of the recipe's file: a line for each choice with its reason, and one as a comment for each doubt."""
+    """The text of the recipe: a line for each choice with the reason, and a commented line for each doubt."""
     sections: dict[str, list[str]] = {}
-    for key, (value, why) in choices.items():
+    for key, (value, reason) in choices.items():
         section, _, name = key.partition(".")
         lines = sections.setdefault(section, [f"{section}:"] if name else [])
         indent = "  " if name else ""
-        lines.append(_line(f"{indent}{name or section}: {_json(value)}", why))
+        lines.append(_line(f"{indent}{name or section}: {_json(value)}", reason))
         if key in doubts:
             lines.append(_line(f"{indent}# {name}: {_json(doubts[key])}", DOUBTS[key]))
     return "\n".join(chain(*sections.values())) + "\n"
 
 
-def _line(setting: str, why: str) -> str:
-    return f"{setting:<40}  # {why}" if why else setting
+def _line(setting: str, reason: str) -> str:
+    return f"{setting:<40}  # {reason}" if reason else setting
 
 
 def _json(value: Any) -> str:

@@ -71,17 +71,17 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     for line in [f"prompts: {settings.chat.why}", *prompts.lines()]:
         console.print(printable(line))
     ends = end_token_ids(recipe.policy.path, tokenizer)
-    asked = recipe.validation.prompts or 0
+    number = recipe.validation.prompts or 0
     for task, report in zip(tasks_of(recipe), prompts.reports):
         prompts_of_task = [prompt for prompt in prompts.training if prompt.task == task.name]
-        if recipe.validation.every_steps and report.held_out < asked:
-            console.print(f"{task.key}: validation.prompts is {asked}, and {report.held_out} prompts are held out")
+        if recipe.validation.every_steps and report.held_out < number:
+            console.print(f"{task.key}: validation.prompts is {number}, and {report.held_out} prompts are held out")
         if task.episodes:
             asyncio.run(_show_episode(task.recipe, prompts_of_task[0], arguments.response, tokenizer, console))
         else:
             _show_task(task, prompts_of_task, arguments.count, tokenizer, console)
-    for low, high in {r.interruption.thinking_tokens for r in recipe.by_task if r.interruption.enabled}:
-        _show(f"forced after {low} to {high} tokens of thinking", tokenizer, phrase_ids, console)
+    for shortest, longest in {r.interruption.thinking_tokens for r in recipe.by_task if r.interruption.enabled}:
+        _show(f"forced after {shortest} to {longest} tokens of thinking", tokenizer, phrase_ids, console)
     _show("tokens that end a completion", tokenizer, ends, console)
     if recipe.sft.path is not None and Path(recipe.sft.path).exists():
         _show_warm_start(recipe, tokenizer, console)
@@ -101,7 +101,7 @@ def _is_list(reference: str) -> bool:
 
 
 def _show_task(task: Task, prompts: Sequence[Prompt], count: int, tokenizer: Any, console: Console) -> None:
-    """The lengths of a task's prompts, and the first `count` with their scores."""
+    """Print the lengths of a task's prompts, and the first `count` prompts with scores."""
     from megatron_scalerl.rewards.pool import limits_of
     from megatron_scalerl.rewards.worker import is_judge, load_verifier, reward_of
 
@@ -113,17 +113,17 @@ def _show_task(task: Task, prompts: Sequence[Prompt], count: int, tokenizer: Any
     if task.rewards.verifier == "math" and (lists := sum(_is_list(prompt.answer) for prompt in prompts)):
         console.print(f"{task.key}: {lists} references are lists, paid in any order; (1, 2) keeps the order")
     verify = load_verifier(task.rewards.verifier, limits_of(task.rewards))
-    runner = asyncio.Runner()  # one loop: a judge may keep its session
+    runner = asyncio.Runner()  # one loop: a judge may keep a session
     for prompt in prompts[:count]:
         title = f"prompt {prompt.prompt_id}, {len(prompt.token_ids)} tokens"
         _show(title, tokenizer, prompt.token_ids, console)
         console.print(f"reference: {shortened(prompt.answer)}")
         reference = prompt.answer
-        # a worked solution marks its answer itself: a second box would hold all of its text
+        # a worked solution marks the answer: a second box would hold the text of the whole solution
         if not any(mark in reference for mark in ("\\boxed", "####")):
             reference = f"\\boxed{{{reference}}}"
         answers = {"the reference itself": reference, "a wrong answer": WRONG}
-        if task.rewards.verifier == "code":  # its reference is unit tests, not a program
+        if task.rewards.verifier == "code":  # the reference is unit tests, not a program
             del answers["the reference itself"]
         for name, text in answers.items():
             score = verify(text, prompt.answer, {**prompt.extra, "prompt": prompt.text})
@@ -149,7 +149,7 @@ async def _show_episode(
     tokenizer: Any,
     console: Console,
 ) -> None:
-    """An episode with these responses. Raises EnvironmentFailed."""
+    """Print an episode with these responses. Raises EnvironmentFailed."""
     from megatron_scalerl.environments.pool import EnvironmentPool
     from megatron_scalerl.environments.response import Response
     from megatron_scalerl.prompts.turns import PastTurn
@@ -169,8 +169,8 @@ async def _show_episode(
             _show(f"prompt {prompt.prompt_id}", tokenizer, renderer.first(messages[0]), console)
             for text in responses or [prompt.answer]:
                 tag, ids = tokenizer([recipe.prompts.think_end, text], add_special_tokens=False)["input_ids"]
-                _, read = calls(ids)
-                turn = await episode.step(Response(text=text, tool_calls=read))
+                _, tool_calls = calls(ids)
+                turn = await episode.step(Response(text=text, tool_calls=tool_calls))
                 console.print(f"\nresponse: {printable(text)}\n{turn}")
                 if turn.done:
                     return
@@ -180,27 +180,27 @@ async def _show_episode(
 
 
 def _show_warm_start(recipe: Recipe, tokenizer: Any, console: Console) -> None:
-    """The first example of the warm start with forced tokens, else the first one."""
+    """Print the first example of the warm start with forced tokens, else the first example."""
     from megatron_scalerl.prompts.sft_examples import read_examples
 
     examples = read_examples(recipe, tokenizer)
     for line in examples.lines():
         console.print(line)
     completions = [completion for _, completion in examples.samples]
-    shown = min(completions, key=lambda completion: all(completion.loss_mask))
-    masked = f"{shown.loss_mask.count(False)} of {len(shown.token_ids)} tokens without loss"
+    sample = min(completions, key=lambda completion: all(completion.loss_mask))
+    masked = f"{sample.loss_mask.count(False)} of {len(sample.token_ids)} tokens without loss"
     title = f"warm start: {len(completions)} examples; a completion, {masked}"
-    _show(title, tokenizer, shown.token_ids, console, shown.loss_mask)
+    _show(title, tokenizer, sample.token_ids, console, sample.loss_mask)
 
 
 def _show(title: str, tokenizer: Any, ids: Sequence[int], console: Console, loss_mask: Sequence[bool] = ()) -> None:
-    """The tokens as text, separated by bars."""
+    """Print the tokens as text, separated by bars."""
     from rich.text import Text
 
     console.print(Text(f"\n{title}", style="bold"))
     special = set(tokenizer.all_special_ids)
-    special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    shown = Text()
+    special |= {token for token, added_token in tokenizer.added_tokens_decoder.items() if added_token.special}
+    line = Text()
     for number, token in enumerate(ids):
         text = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         text = printable(text).replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n")
@@ -211,6 +211,6 @@ def _show(title: str, tokenizer: Any, ids: Sequence[int], console: Console, loss
         if token in special:
             style = "bold"
         if number:
-            shown.append("|", style="dim")
-        shown.append(text, style=style)
-    console.print(shown)
+            line.append("|", style="dim")
+        line.append(text, style=style)
+    console.print(line)

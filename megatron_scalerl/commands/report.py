@@ -1,4 +1,4 @@
-"""`megatron-scalerl report RUN`: gain, cost and forecast of a run, and its page as one file."""
+"""`megatron-scalerl report RUN`: gain, cost and forecast of a run, and the page of the run as one file."""
 
 import argparse
 import json
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Print the report, or write the page or its numbers. Raises ValueError for a folder without a run, OSError."""
+    """Print the report, or write the page or the numbers. Raises ValueError for a folder without a run, OSError."""
     if arguments.json and (arguments.html or arguments.group):
         raise ValueError("--json writes numbers and no page; leave out --html and --group")
     if arguments.json:
@@ -53,10 +53,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         return 0
     from megatron_scalerl.page.find_runs import is_run
 
-    one = is_run(arguments.run_dir)
+    is_single_run = is_run(arguments.run_dir)
     from megatron_scalerl.page.static_page import write_page, write_runs_page
 
-    if not one:
+    if not is_single_run:
         if arguments.group:
             raise ValueError(f"--group needs the folder of one run, and {arguments.run_dir} has several")
         count = write_runs_page(arguments.run_dir, arguments.html)

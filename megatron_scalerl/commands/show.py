@@ -1,4 +1,4 @@
-"""`megatron-scalerl show RUN`: one completion of a run with its forced tokens and policy versions marked."""
+"""`megatron-scalerl show RUN`: one completion of a run with marks at forced tokens and policy versions."""
 
 import argparse
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ EPILOG = """examples:
 In the text, ⟦forced⟧ tokens were not sampled and carry no loss; ‹v7› marks where policy version 7 takes over. An
 episode's environment wrote what is in ⟪ ⟫."""
 _MARKS = {"": ("", "", ""), "forced": ("⟦", "⟧", "bold yellow"), "environment": ("\n⟪", "⟫\n", "green")}
-"""Origin of tokens -> what is before and after them, their style."""
+"""Origin of tokens -> (mark before the tokens, mark after the tokens, style)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +56,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def choose(group: dict[str, Any], index: int | None, *, only: str = "") -> int:
-    """The requested completion; without an index the first, or the first that is as `only` says."""
+    """Number of the requested completion; without an index the first that `only` admits.
+
+    Raises ValueError for an index beyond the group.
+    """
     rollouts = group["rollouts"]
     if index is None:
         kinds = {
@@ -71,9 +74,9 @@ def choose(group: dict[str, Any], index: int | None, *, only: str = "") -> int:
 
 
 def find_group(run_dir: Path, group_id: int | None, step: int | None, *, only: str = "") -> dict[str, Any]:
-    """The requested group, with `step` filled in from the journal; the newest if neither id nor step is given.
+    """The requested group, with `step` from the journal; the newest group if neither id nor step is given.
 
-    only: "interrupted" or "unconfirmed", groups with such a completion (`ListedGroup`).
+    only: "interrupted" or "unconfirmed": groups with such a completion (`ListedGroup`).
     Raises ValueError if the run has no such finished group.
     """
     trained_in = {group: record.step for record in read_history(run_dir).batches for group in record.group_ids}
@@ -91,10 +94,10 @@ def find_group(run_dir: Path, group_id: int | None, step: int | None, *, only: s
             chosen = listed
     if chosen is None:
         options = {"--group": group_id, "--step": step, f"--{only}": only or None}
-        given = " ".join(option for option, value in options.items() if value is not None)
-        if not given:
+        criteria = " ".join(option for option, value in options.items() if value is not None)
+        if not criteria:
             raise ValueError(f"{run_dir}: the run has no finished group yet")
-        raise ValueError(f"{run_dir}: none of the {len(finished)} finished groups matches {given}")
+        raise ValueError(f"{run_dir}: none of the {len(finished)} finished groups matches {criteria}")
     return chosen.read() | {"step": trained_in.get(chosen.group_id)}
 
 
@@ -105,20 +108,20 @@ def show(console: Console, group: dict[str, Any], index: int, tokenizer: Any) ->
     prompt = group["prompt"]
     rollout = rollouts[index]
     score = scores[index]
-    described = str(group["group_id"])
+    group_text = str(group["group_id"])
     if prompt.get("task"):
-        described += f", task {printable(prompt['task'])}"
-    described += f", epoch {group['epoch']}"
+        group_text += f", task {printable(prompt['task'])}"
+    group_text += f", epoch {group['epoch']}"
     if group["step"] is None:
-        described += ", in no batch yet"
+        group_text += ", in no batch yet"
     else:
-        described += f", in the batch of step {group['step']}"
+        group_text += f", in the batch of step {group['step']}"
     right = sum(score["correct"] for score in scores)
     verdict = score["reason"] or {True: "right", False: "wrong"}[score["correct"]]
     if score.get("confirmed") is False:
         verdict = "paid, and not confirmed by the second judge"
     lines = {
-        "group": f"{described}, pass rate {right}/{len(scores)}",
+        "group": f"{group_text}, pass rate {right}/{len(scores)}",
         "completion": f"{index} of {len(rollouts)}, {len(rollout['token_ids'])} tokens, seed {rollout['seed']}",
         "reward": f"{score['reward']:+g} ({verdict}), reference {printable(prompt['answer'])}",
         "thinking": describe_thinking(rollout),
@@ -152,7 +155,7 @@ def describe_thinking(rollout: dict[str, Any]) -> str:
 
 
 def describe_versions(versions: Sequence[int]) -> str:
-    """Spans of equal policy version with their tokens: `3 (tokens 0-11), 4 (tokens 12-20)`."""
+    """Spans of equal policy version with token numbers: `3 (tokens 0-11), 4 (tokens 12-20)`."""
     spans = []
     for version, tokens in groupby(range(len(versions)), key=lambda token: versions[token]):
         numbers = list(tokens)
@@ -163,15 +166,15 @@ def describe_versions(versions: Sequence[int]) -> str:
 def marked_text(rollout: dict[str, Any], tokenizer: Any) -> Text:
     """The completion, decoded span by span, since one token may be a part of a character."""
     text = Text()
-    version_before = None
-    part_before = 0
+    last_version = None
+    last_part = 0
     for first, end, part, version, origin in spans(rollout):
-        if part != part_before and len(rollout["parts"]) > 1:
+        if part != last_part and len(rollout["parts"]) > 1:
             text.append(f"\npart {part} of {len(rollout['parts'])}\n", style="bold")
-        if version != version_before:
+        if version != last_version:
             text.append(f"‹v{version}›", style="cyan")
-        part_before = part
-        version_before = version
-        before, after, style = _MARKS[origin]
-        text.append(f"{before}{decode(tokenizer, rollout['token_ids'][first:end])}{after}", style=style)
+        last_part = part
+        last_version = version
+        prefix, suffix, style = _MARKS[origin]
+        text.append(f"{prefix}{decode(tokenizer, rollout['token_ids'][first:end])}{suffix}", style=style)
     return text

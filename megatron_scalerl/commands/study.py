@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PROGRAM = (sys.executable, "-m", "megatron_scalerl", "train")
 """The program that makes a run."""
 SHARED = ("policy.path", "policy.megatron_path", "prompts.", "validation.")
-"""Settings that all recipes of a study have in common, or beginnings of their keys."""
+"""Keys, or beginnings of keys, of the settings that all recipes of a study share."""
 EPILOG = """examples:
   megatron-scalerl study recipes/ablations --base my_run.yaml --seeds 2 --reference scalerl
   megatron-scalerl study a.yaml b.yaml --seeds 3 --out runs/a_or_b          two whole recipes
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Run the study until it ends. Raises ValueError for user errors, RuntimeError if a run failed."""
+    """Run the study to the end. Raises ValueError for user errors, RuntimeError if a run failed."""
     from megatron_scalerl.checkpoints.atomic_io import write_durably
     from megatron_scalerl.checkpoints.jsonl import read_jsonl
     from megatron_scalerl.commands.supervise import supervise
@@ -77,11 +77,11 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from megatron_scalerl.processes.signals import SAVED_CODE, SIGNALS
     from megatron_scalerl.recipe.file import dump_recipe
 
-    recipes, same = _recipes(arguments)
-    for name, other in same.items():
-        console.print(f"{name}: it is the same recipe as {other} and is left out")
+    recipes, duplicates = _recipes(arguments)
+    for name, earlier_name in duplicates.items():
+        console.print(f"{name}: it is the same recipe as {earlier_name} and is left out")
     files = {recipe.name: _file(recipe) for recipe in recipes}
-    # All of them before the first run: a study that is stopped goes on with the recipes of its start.
+    # All recipes are written before the first run: a stopped study goes on with the recipes of its start.
     for recipe in recipes:
         files[recipe.name].parent.mkdir(parents=True, exist_ok=True)
         write_durably(files[recipe.name], dump_recipe(recipe).encode())
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         console.print(f"{len(failed) + len(finished)} of {len(recipes)} runs have ended")
     try:
         if len(finished) > 1:
-            _compare(arguments, finished, same, console)
+            _compare(arguments, finished, duplicates, console)
     except ValueError as error:
         if not failed:
             raise
@@ -120,7 +120,7 @@ def _file(recipe: Recipe) -> Path:
 
 
 def _compare(
-    arguments: argparse.Namespace, folders: Sequence[Path], same: Mapping[str, str], console: Console
+    arguments: argparse.Namespace, folders: Sequence[Path], duplicates: Mapping[str, str], console: Console
 ) -> None:
     """Print and write the comparison of the runs by `fit --compare`."""
     from megatron_scalerl.fit import command
@@ -129,19 +129,19 @@ def _compare(
     words = [*map(str, folders), "--compare", "--json", str(out / "comparison.json")]
     words += ["--plot", str(out / "curves.png"), "--html", str(out / "study.html")]
     for text in arguments.reference:
-        words += ["--reference", "=".join(same.get(name, name) for name in text.split("="))]
+        words += ["--reference", "=".join(duplicates.get(name, name) for name in text.split("="))]
     if arguments.per_step:
         words += ["--compute", "step"]
     if arguments.target is not None:
         words += ["--target", str(arguments.target)]
-    # Through the parser of `fit`, so that its defaults apply.
+    # The parser of `fit` sets the defaults of `fit`.
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     command.run(parser.parse_args(words), console)
 
 
 def _recipes(arguments: argparse.Namespace) -> tuple[list[Recipe], dict[str, str]]:
-    """(recipes of all runs, seed by seed; name of a recipe that is left out -> the recipe that it repeats).
+    """(recipes of all runs, seed by seed; name of a left-out recipe -> name of the equal recipe).
 
     Raises ValueError for recipes that cannot be run or compared.
     """
@@ -154,33 +154,33 @@ def _recipes(arguments: argparse.Namespace) -> tuple[list[Recipe], dict[str, str
         raise ValueError(f"--seeds: {arguments.seeds} is too few; take at least 1")
     settings = [text.partition("=")[0].rpartition(":")[0] for text in arguments.set]
     references = [name for text in arguments.reference for name in text.split("=")]
-    for option, given in (("--set", settings), ("--reference", references)):
-        unknown = sorted({name for name in given if name and name not in names})
-        if unknown:
-            raise ValueError(f"{option}: {unknown[0]} is none of the recipes {', '.join(names)}")
+    for option, option_names in (("--set", settings), ("--reference", references)):
+        unknown_names = sorted({name for name in option_names if name and name not in names})
+        if unknown_names:
+            raise ValueError(f"{option}: {unknown_names[0]} is none of the recipes {', '.join(names)}")
     arms = {}
     for item in items:
         overrides = [
             text.removeprefix(f"{name}:") for name, text in zip(settings, arguments.set) if name in ("", item.name)
         ]
         arms[item.name] = resolve(item, arguments.base, overrides).model_copy(update={"seed": 1})
-    same = same_recipes(arms)
+    duplicates = same_recipes(arms)
     output_dir = str(Path(arguments.out) / "runs")
     recipes = [
         recipe.model_copy(update={"seed": seed, "name": f"{name}_seed{seed}", "output_dir": output_dir})
-        # seeds are the outer loop: a study that is stopped early can still compare recipes within its seeds
+        # seeds are the outer loop: a study that is stopped early can still compare recipes within the finished seeds
         for seed in range(1, arguments.seeds + 1)
         for name, recipe in arms.items()
-        if name not in same
+        if name not in duplicates
     ]
     check_policy(recipes[0])
     check_prompts(recipes[0])
     _check(recipes)
-    return recipes, same
+    return recipes, duplicates
 
 
 def _check(recipes: Sequence[Recipe]) -> None:
-    """Raises ValueError if runs cannot be compared, or if a run began with another recipe."""
+    """Raise ValueError if runs cannot be compared, or if a run began with another recipe."""
     from megatron_scalerl.fit.inputs import differing
     from megatron_scalerl.recipe.file import read_yaml
 
@@ -195,10 +195,10 @@ def _check(recipes: Sequence[Recipe]) -> None:
                     f"{recipe.name}: {key}: {now!r} is not that of {recipes[0].name}, {was!r}; the recipes of a "
                     "study share policy, prompts and validation"
                 )
-        before = settings
+        old_settings = settings
         if _file(recipe).exists():
-            before = read_yaml(_file(recipe))
-        for key, was, now in differing(before, settings):
+            old_settings = read_yaml(_file(recipe))
+        for key, was, now in differing(old_settings, settings):
             if key != "output_dir":
                 raise ValueError(
                     f"{_file(recipe)}: {key}: {now!r} is not that of the run, {was!r}; take another --out, or move "

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Run the recipe until it ends. Raises ValueError for user errors, RuntimeError and OSError for failures."""
+    """Run the recipe to the end. Raises ValueError for user errors, RuntimeError and OSError for failures."""
     from megatron_scalerl.launch.hosts import hosts_of
     from megatron_scalerl.recipe.file import check_prompts
 
@@ -102,7 +102,7 @@ def _passed_on(arguments: argparse.Namespace) -> list[str]:
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """Add the recipe file and its overrides."""
+    """Add the arguments for a recipe file and overrides."""
     parser.add_argument("recipe", metavar="RECIPE", help="recipe file (YAML)")
     parser.add_argument(
         "overrides",
@@ -114,7 +114,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe_of(arguments: argparse.Namespace) -> Recipe:
-    """The recipe with its overrides. Raises ValueError for a bad recipe, and for a policy that does not exist."""
+    """The recipe with the overrides. Raises ValueError for a bad recipe, and for a policy that does not exist."""
     from megatron_scalerl.recipe.file import check_policy, load_recipe
     from megatron_scalerl.recipe.hub import local_recipe
 

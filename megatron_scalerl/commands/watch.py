@@ -1,4 +1,4 @@
-"""`megatron-scalerl watch RUN`: the page of a run, or a list of runs, in a browser, while they write."""
+"""`megatron-scalerl watch RUN`: the page of a run, or a list of runs, in a browser, while the runs write."""
 
 import argparse
 import asyncio
@@ -36,22 +36,23 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         with recorded_run() as run_dir:
             asyncio.run(_serve(run_dir, True, arguments.port, console))
         return 0
-    one = is_run(arguments.run_dir)  # before the server's packages are imported: a mistake is reported at once
-    asyncio.run(_serve(arguments.run_dir, one, arguments.port, console))
+    # before the server's packages are imported: a mistake is reported at once
+    is_single_run = is_run(arguments.run_dir)
+    asyncio.run(_serve(arguments.run_dir, is_single_run, arguments.port, console))
     return 0
 
 
-async def _serve(folder: Path, one: bool, port: int, console: Console) -> None:
+async def _serve(folder: Path, is_single_run: bool, port: int, console: Console) -> None:
     from megatron_scalerl.page.server import PageServer, RunPage, RunsPage
 
-    if one:
+    if is_single_run:
         server = PageServer(RunPage(folder))
     else:
         server = PageServer(RunsPage(folder))
-    ended = asyncio.Event()
+    stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ended.set)
+        loop.add_signal_handler(number, stop.set)
     async with server.serving(port):
         console.print(server.url)
-        await ended.wait()
+        await stop.wait()

@@ -1,8 +1,8 @@
-"""Runs grouped by recipe: an arm is one recipe with its runs, which differ in their seed alone.
+"""Runs grouped by recipe: an arm is a recipe with its runs, which differ in the seed alone.
 
-A run folder's recipe.yaml says what the run trained with; keys that its version did not have count with the value
-that was in effect. `APART` are the settings that do not make another recipe: the seed, names and folders, the files
-of task and policy, how long and how often is measured, limits of time.
+A run folder's recipe.yaml holds the settings of the run; a key that an older version lacked counts with the value
+that was in effect. `IGNORED_SETTINGS` do not make another recipe: the seed, names and folders, the files of task and
+policy, the length of a run, the schedule of validations, limits of time.
 """
 
 import json
@@ -17,7 +17,7 @@ from megatron_scalerl.record import record
 
 START = ("policy.path", "policy.megatron_path", "prompts.path", "prompts.held_out_path", "prompts.tasks")
 """Settings that name the policy and the task that runs start with."""
-APART = (
+IGNORED_SETTINGS = (
     *("name", "seed", "output_dir", "steps", "validation", "checkpoint", "forecast", "sft", "download", "cost"),
     *("policy.digest", "rewards.workers", "rewards.concurrency", "rollouts.decoders", "trainer.micro_batch_tokens"),
     "trainer.logit_workspace_mb",
@@ -26,43 +26,43 @@ APART = (
 )
 """Settings, or sections, that differ between runs of one recipe; those ending in timeout_s or max_restarts, too."""
 SEED_LABEL = "(?:seed|s)?"
-"""Before the number of a seed in a run's name."""
-MOST_SHOWN = 200
+"""Text before the number of a seed in a run's name."""
+MAX_DIFFERENCES_LENGTH = 200
 """Characters of the longest text of `differences`."""
 
 
 @record
 class Arm:
-    """A recipe and its runs."""
+    """A recipe with its runs."""
 
     name: str
-    """The names of its runs without their seeds."""
+    """The common name of the runs, without the seed."""
     curves: tuple[Curve, ...]
-    """By seed."""
+    """The runs, sorted by seed."""
 
     @property
     def recipe(self) -> Mapping[str, Any]:
-        """Key path -> value of what its runs trained with, without `APART`; empty if unknown."""
+        """Key path -> value of the runs' settings, without `IGNORED_SETTINGS`; empty if unknown."""
         return _recipe(self.curves[0])
 
 
 def arms_of(curves: Sequence[Curve]) -> list[Arm]:
-    """The arms, in the order of their first runs; the runs of each by seed, those without one in their order.
+    """The arms, in the order of the first run of each arm; an arm's runs are sorted by seed.
 
-    A run whose arm is known, as in a study, is of that arm. Where one recipe has two runs with one seed, the files of
-    task and policy tell them apart as well, and then names that end with the seed. A run without a recipe is an arm
-    of its own, unless its table has a column for the seed.
+    A run whose arm is known, as in a study, belongs to that arm. Where two runs of one recipe share a seed, the files
+    of task and policy divide the runs, and then the names that end with the seed. A run without a recipe is a
+    separate arm, unless the run's table has a column for the seed.
     """
-    groups = _split(_split(_split([curves], _key), _start, _repeats), _stem, _named_by_seed)
+    groups = _split(_split(_split([curves], _key), _start, _has_repeated_seed), _stem, _names_end_with_seed)
     arms = []
-    for name, group in zip(numbered([_name(group) for group in groups]), groups):
+    for name, group in zip(numbered_names([_name(group) for group in groups]), groups):
         by_seed = sorted(group, key=lambda curve: -1 if curve.seed is None else curve.seed)
         arms.append(Arm(name=name, curves=tuple(by_seed)))
     return arms
 
 
-def numbered(names: Sequence[str]) -> list[str]:
-    """The names, with their number behind those that occur several times.
+def numbered_names(names: Sequence[str]) -> list[str]:
+    """The names; a name that occurs several times gets a number.
 
     >>> numbered(["a", "b", "a"])
     ['a (1)', 'b', 'a (2)']
@@ -75,7 +75,7 @@ def _split(
     key: Callable[[Curve], str],
     divisible: Callable[[Sequence[Curve]], bool] = bool,
 ) -> list[list[Curve]]:
-    """The groups, with the divisible ones split by the key."""
+    """The groups; every divisible group is split by the key."""
     parts = defaultdict[Any, list[Curve]](list)
     for number, group in enumerate(groups):
         divide = divisible(group)
@@ -84,28 +84,29 @@ def _split(
     return list(parts.values())
 
 
-def _repeats(group: Sequence[Curve]) -> bool:
+def _has_repeated_seed(group: Sequence[Curve]) -> bool:
     return len({curve.seed for curve in group}) < len(group)
 
 
-def _named_by_seed(group: Sequence[Curve]) -> bool:
-    """Whether runs of one seed have names that say so, which makes what is before it an arm."""
-    return _repeats(group) and all(_stem(curve) not in ("", curve.name) for curve in group)
+def _names_end_with_seed(group: Sequence[Curve]) -> bool:
+    """Whether a seed repeats and every name ends with the seed: then the text before the seed names an arm."""
+    return _has_repeated_seed(group) and all(_stem(curve) not in ("", curve.name) for curve in group)
 
 
 def differences(arm: Arm, reference: Arm) -> str:
-    """Settings of the recipe that the reference has otherwise: `loss.name: dapo, ...`; empty if unknown."""
+    """Settings of the recipe that differ from the reference's: `loss.name: dapo, ...`; empty if unknown."""
     recipe = arm.recipe
-    other = reference.recipe
-    if not recipe or not other:
+    reference_recipe = reference.recipe
+    if not recipe or not reference_recipe:
         return ""
-    changed = [key for key in sorted(recipe.keys() | other.keys()) if recipe.get(key) != other.get(key)]
-    return shortened(", ".join(f"{key}: {_text(recipe.get(key))}" for key in changed), MOST_SHOWN)
+    keys = sorted(recipe.keys() | reference_recipe.keys())
+    changed_keys = [key for key in keys if recipe.get(key) != reference_recipe.get(key)]
+    return shortened(", ".join(f"{key}: {_text(recipe.get(key))}" for key in changed_keys), MAX_DIFFERENCES_LENGTH)
 
 
-def is_apart(key: str) -> bool:
-    """Whether runs that differ in this key of their recipe (a path, such as `trainer.world_size`) share a recipe."""
-    return key.endswith(("timeout_s", "max_restarts")) or _within(key, APART)
+def is_ignored_setting(key: str) -> bool:
+    """Whether runs that differ in this key path, such as `trainer.world_size`, share a recipe."""
+    return key.endswith(("timeout_s", "max_restarts")) or _within(key, IGNORED_SETTINGS)
 
 
 def _within(key: str, sections: Sequence[str]) -> bool:
@@ -114,7 +115,7 @@ def _within(key: str, sections: Sequence[str]) -> bool:
 
 
 def _recipe(curve: Curve) -> dict[str, Any]:
-    return {key: value for key, value in (curve.recipe or {}).items() if not is_apart(key)}
+    return {key: value for key, value in (curve.recipe or {}).items() if not is_ignored_setting(key)}
 
 
 def _key(curve: Curve) -> str:
@@ -149,7 +150,7 @@ def _name(group: Sequence[Curve]) -> str:
     if group[0].arm is not None:
         return group[0].arm
     label = SEED_LABEL
-    if len(group) == 1:  # of one run, a number alone may be another one's
+    if len(group) == 1:  # a bare number at the end of a single name may be no seed
         label = "seed"
     stems = {_stem(curve, label) for curve in group}
     if len(stems) > 1:
@@ -158,5 +159,5 @@ def _name(group: Sequence[Curve]) -> str:
 
 
 def _stem(curve: Curve, label: str = SEED_LABEL) -> str:
-    """The run's name without its seed."""
+    """The run's name without the seed."""
     return re.sub(rf"[-_/ ]*{label}[-_]?{curve.seed}$", "", curve.name)

@@ -43,7 +43,7 @@ class Backtest:
     final_compute: float
     """Mean compute of the last `LAST_POINTS` points, in the run's unit."""
     final_pass_rate: float
-    """Mean of their measured pass rates. No prefix contains any of them."""
+    """Mean of the measured pass rates of the last `LAST_POINTS` points, which no prefix contains."""
     points: tuple[BacktestPoint, ...]
     """One per prefix, shortest first."""
     fall: Fall | None = None
@@ -51,7 +51,7 @@ class Backtest:
 
     @property
     def settled_from(self) -> float | None:
-        """Smallest compute from which every forecast is right within `MARGIN`; None if that of the longest is not."""
+        """Smallest compute from which every forecast is right within `MARGIN`; None if the last forecast is not."""
         settled = None
         for point in reversed(self.points):
             if abs(point.forecast.pass_rate - self.final_pass_rate) > MARGIN:
@@ -60,7 +60,7 @@ class Backtest:
         return settled
 
     def summary(self) -> str:
-        """Which forecasts were right and how wrong the others were, in one sentence."""
+        """One sentence: which forecasts were right, and the error of the wrong forecasts."""
         errors = [abs(point.forecast.pass_rate - self.final_pass_rate) for point in self.points]
         computes = [point.compute for point in self.points]
         text = f"{self.name}: the forecast of the mean of the last {LAST_POINTS} points, {self.final_pass_rate:.4f} "
@@ -75,8 +75,8 @@ class Backtest:
             if unsettled:
                 text += f", before it up to {max(errors[:unsettled]):.3f} off"
         if self.fall is not None:
-            before = [error for compute, error in zip(computes, errors) if compute <= self.fall.compute]
-            if before and min(before) > MARGIN:
+            errors_before_fall = [error for compute, error in zip(computes, errors) if compute <= self.fall.compute]
+            if errors_before_fall and min(errors_before_fall) > MARGIN:
                 text += f"; {self.fall}, which no forecast before it foresaw"
         return f"{text}."
 
@@ -88,7 +88,7 @@ def backtest(
     fit_from: float | None = None,
     draws: int = 1000,
 ) -> Backtest:
-    """Fit every prefix of `curve` before its last points, and forecast their mean from each.
+    """Fit every prefix of `curve` that ends before the last points, and forecast their mean from each prefix.
 
     A prefix with fewer than `MIN_POINTS` points in the window is skipped.
     Raises ValueError if the run is too short for any prefix.
@@ -102,7 +102,7 @@ def backtest(
             f"{curve.name}: {len(usable)} points are too few for a backtest, which takes {MIN_POINTS + LAST_POINTS}"
         )
     final_compute = float(compute[-LAST_POINTS:].mean())
-    # the mean averages the completions of all of them, so its noise is smaller than that of one
+    # the mean averages the completions of all last points, so the mean has less noise than one point
     size = None if curve.completions is None else [curve.completions[-LAST_POINTS:].sum()]
     points = []
     for end in ends:

@@ -1,4 +1,4 @@
-"""Warnings of a fit. Each is one sentence: what was found, where, and why it matters."""
+"""Warnings of a fit. A warning is one sentence: the finding, the place, and the consequence for the forecast."""
 
 import numpy as np
 
@@ -15,7 +15,7 @@ STEEP = 6.0
 SMALL_DROP = 0.005
 """Drop in pass rate that is ignored."""
 PLATEAU_GAIN = 0.02
-"""Rise of a forecast that a run has to show in its last points."""
+"""Rise of a forecast above which the run's last points have to rise, too."""
 TRUNCATION_LIMIT = 0.10
 """10-15 % truncated completions destabilize training (Khatri et al. 2025, A.15)."""
 EDGE_MASS = 0.10
@@ -26,16 +26,16 @@ def bound_warnings(posterior: Posterior, *, fixed: bool) -> list[str]:
     """Warn where the posterior of the robust fit piles up at a bound. fixed: A is given and not checked."""
     highest = DEFAULT_BOUNDS.asymptote[1]
     room = highest - posterior.initial
-    low, high = np.log(DEFAULT_BOUNDS.midpoint)
-    margin = 0.01 * (high - low)
+    lower_bound, upper_bound = np.log(DEFAULT_BOUNDS.midpoint)
+    margin = 0.01 * (upper_bound - lower_bound)
     notes = []
     if not fixed and np.mean(highest - posterior.asymptote < 0.02 * room) > EDGE_MASS:
         notes.append(f"A reaches the edge of its range ({highest:g}): the ceiling is not determined yet")
     if not fixed and np.mean(posterior.asymptote - posterior.initial < 0.02 * room) > 0.5:
         notes.append("A lies at R_0: the run shows no gain to extrapolate")
-    if np.mean(posterior.log_midpoint < low + margin) > EDGE_MASS:
+    if np.mean(posterior.log_midpoint < lower_bound + margin) > EDGE_MASS:
         notes.append("C_mid reaches the low edge of its range: the rise happened before the first fitted point")
-    if np.mean(posterior.log_midpoint > high - margin) > EDGE_MASS:
+    if np.mean(posterior.log_midpoint > upper_bound - margin) > EDGE_MASS:
         notes.append("C_mid reaches the high edge of its range: the rise has hardly begun")
     return notes
 
@@ -75,7 +75,7 @@ def curve_warnings(
 
 
 def highest_level(pass_rate: Array) -> float:
-    """The highest mean of three successive points (one, for fewer than six): what the run has reached."""
+    """The level that a run has reached: the highest mean of three successive points; the maximum below six points."""
     width = 3 if len(pass_rate) >= 6 else 1
     return float(np.convolve(pass_rate, np.ones(width) / width, mode="valid").max())
 
@@ -105,9 +105,9 @@ def truncation_warnings(compute: Array, truncated: Array | None) -> list[str]:
     if truncated is None or not np.any(truncated > TRUNCATION_LIMIT):
         return []
     first = int(np.flatnonzero(truncated > TRUNCATION_LIMIT)[0])
-    where = short_number(compute[first])
-    most = f"{100 * np.nanmax(truncated):.0f} %"
-    return [f"truncations reach {most} (above 10 % first at {where}): 10-15 % destabilize training"]
+    first_compute = short_number(compute[first])
+    largest_share = f"{100 * np.nanmax(truncated):.0f} %"
+    return [f"truncations reach {largest_share} (above 10 % first at {first_compute}): 10-15 % destabilize training"]
 
 
 @record
@@ -120,20 +120,21 @@ class Fall:
     """Pass rate at the peak, smoothed."""
     last: float
     """The last pass rate."""
-    after: float
+    tail: float
     """Mean of the pass rates after the peak."""
 
     def __str__(self) -> str:
-        level = f"{self.last:.3f} at the end" if self.last <= self.after else f"{self.after:.3f} on average since"
+        level = f"{self.last:.3f} at the end" if self.last <= self.tail else f"{self.tail:.3f} on average since"
         return f"the pass rate has fallen from {self.peak:.3f} at {short_number(self.compute)} to {level}"
 
 
 def falling_tail(compute: Array, pass_rate: Array) -> Fall | None:
-    """The fall after an earlier peak where the last points lie clearly below it, else None.
+    """The fall after an earlier peak where the last points lie clearly below the peak, else None.
 
-    The peak is the highest moving average over three points (an eighth of the points for a long run). The drop
-    to the mean of the points after it counts when it exceeds 0.005 and 2.2 times its own standard error, which is
-    estimated from the second differences of the series. False positives: 3 % of 1,000 saturated synthetic runs.
+    The peak is the highest moving average over three points (an eighth of the points for a long run). The drop to the
+    mean of the points after the peak counts when the drop exceeds 0.005 and 2.2 standard errors of the drop.
+    The standard error is estimated from the second differences of the series. False positives: 3 % of 1,000 saturated
+    synthetic runs.
     """
     half = max(len(compute) // 16, 1)
     width = 2 * half + 1
@@ -142,14 +143,14 @@ def falling_tail(compute: Array, pass_rate: Array) -> Fall | None:
     smooth = np.convolve(pass_rate, np.ones(width) / width, mode="valid")
     top = int(np.argmax(smooth))
     # without the peak's own window, whose points would be in both means
-    after = pass_rate[top + width :]
-    if len(after) < 2:
+    later_rates = pass_rate[top + width :]
+    if len(later_rates) < 2:
         return None
-    # a straight line has no second differences; those of independent noise have a variance of 1 + 4 + 1
+    # a straight line has no second differences; second differences of independent noise have a variance of 1 + 4 + 1
     noise = float(np.std(np.diff(pass_rate, n=2)) / np.sqrt(6.0))
     peak = float(smooth[top])
-    mean = float(after.mean())
-    if peak - mean <= max(2.2 * noise * np.sqrt(1.0 / width + 1.0 / len(after)), SMALL_DROP):
+    tail = float(later_rates.mean())
+    if peak - tail <= max(2.2 * noise * np.sqrt(1.0 / width + 1.0 / len(later_rates)), SMALL_DROP):
         return None
     # mode "valid" drops half a window in front: average `top` is centered on point `top + half`
-    return Fall(compute=float(compute[top + half]), peak=peak, last=float(pass_rate[-1]), after=mean)
+    return Fall(compute=float(compute[top + half]), peak=peak, last=float(pass_rate[-1]), tail=tail)

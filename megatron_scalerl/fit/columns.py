@@ -1,7 +1,7 @@
-"""The runs, the rows and the columns of a table that are read.
+"""The choice of runs, rows and columns of a table.
 
-A table goes through `selections` (the runs that a column tells apart) and `one_kind` (a validation's rows); then its
-columns are chosen.
+A table goes through `selections` (the runs that a column tells apart) and `one_kind` (a validation's rows); then
+`score_columns` and `compute_column` choose columns.
 """
 
 import re
@@ -19,12 +19,12 @@ from megatron_scalerl.fit.table_file import (
     computes,
     is_step_name,
     may_be_score,
-    plain,
-    refused,
+    plain_value,
     score_rank,
     scores,
     some_of,
     stage,
+    table_error,
     unit_of,
 )
 from megatron_scalerl.record import record
@@ -38,8 +38,8 @@ _RECORD = re.compile(
     r"(?:record_)?type|kind|event|split|phase|stage|mode|subset|metric|variable|tag|key|dataset|data_source"
     r"|benchmark|env(?:_id)?|task|domain|k|is_(?:eval|validation)"
 )
-"""A column that says what a row measures: rows of one value are read."""
-_MISSING = re.compile(r"[-+]*(?:none|null|na|n/a|<na>|nan|inf|infinity|undefined)?", re.IGNORECASE)
+"""A column that says which quantity a row measures: rows of one value are read."""
+_MISSING_CELL = re.compile(r"[-+]*(?:none|null|na|n/a|<na>|nan|inf|infinity|undefined)?", re.IGNORECASE)
 """A cell that is no number and no mistake."""
 Rows = Sequence[tuple[int, Row]]
 """(number in the file, column -> value)."""
@@ -50,9 +50,9 @@ class ColumnOptions:
     """The command line's options on columns and rows."""
 
     compute: str | None = None
-    """Compute column; None: by its name."""
+    """Compute column; None: chosen by name."""
     score: str | None = None
-    """Pass rate column; None: by its name."""
+    """Pass rate column; None: chosen by name."""
     series: tuple[tuple[str, str], ...] = ()
     """(column, value) pairs that a row must match; the value "*" makes one run of each value."""
     score_range: tuple[float, float] | None = None
@@ -62,25 +62,25 @@ class ColumnOptions:
 
 
 def score_columns(table: TableFile, options: ColumnOptions) -> list[str]:
-    """Columns that the pass rate may be in, best first; of those that have numbers."""
-    names = [_named(table, options.score, "--score")] if options.score else scores(table.columns)
+    """Columns with numbers that may hold the pass rate, best first. Raises ValueError for none."""
+    names = [_checked_column(table, options.score, "--score")] if options.score else scores(table.columns)
     if not names:
         axes = _axes(table)
-        others = [column for column in table.columns if column and column not in axes]
-        if axes and len(others) == 1 and may_be_score(others[0]):
-            names = others  # gsm8k alone over step
+        candidates = [column for column in table.columns if column and column not in axes]
+        if axes and len(candidates) == 1 and may_be_score(candidates[0]):
+            names = candidates  # gsm8k alone over step
         else:
-            listed = some_of(others or table.columns, ("pass rate", "accuracy", "score", "reward", "success"))
-            raise refused(table.path, f"no column is a score (name it with --score); {listed}", "row 1")
+            listed = some_of(candidates or table.columns, ("pass rate", "accuracy", "score", "reward", "success"))
+            raise table_error(table.path, f"no column is a score (name it with --score); {listed}", "row 1")
     measured = [name for name in names if any(_has_number(row, name) for _, row in table.rows)]
     if not measured:
-        raise refused(table.path, f"no row has a number in {names[0]}")
+        raise table_error(table.path, f"no row has a number in {names[0]}")
     # a validation that has just begun gives way to a curve of training
     return sorted(measured, key=lambda name: is_short(table, name))
 
 
 def _axes(table: TableFile) -> list[str]:
-    """Columns that the compute may be in, best first."""
+    """Columns that may hold the compute, best first."""
     if table.x:
         return [table.x]
     return computes(table.columns)
@@ -89,13 +89,14 @@ def _axes(table: TableFile) -> list[str]:
 def is_short(table: TableFile, column: str) -> bool:
     """Whether too few rows after the start have a number in the column."""
     axis = next(iter(_axes(table)), "")
-    return sum(_has_number(row, column) and plain(row.get(axis)) != 0 for _, row in table.rows) < FEW_ROWS
+    return sum(_has_number(row, column) and plain_value(row.get(axis)) != 0 for _, row in table.rows) < FEW_ROWS
 
 
 def one_kind(table: TableFile, options: ColumnOptions) -> TableFile:
-    """The rows of one kind of record, a validation's if there is one.
+    """The rows of one kind of record: of a validation, if the table has validations.
 
-    Kinds that follow one another, such as the phases of a run, are one. Raises ValueError for several that are equal.
+    Kinds that follow one another, such as the phases of a run, count as one kind. Raises ValueError for several kinds
+    of equal rank.
     """
     for column in table.columns:
         if column in dict(options.series) or not _RECORD.fullmatch(column.lower()):
@@ -110,7 +111,7 @@ def one_kind(table: TableFile, options: ColumnOptions) -> TableFile:
         equal = [kind for kind in kinds if _kind_rank(kind) == _kind_rank(kinds[0])]
         if len(equal) > 1 and not is_metric:
             choices = f"{', '.join(equal[:8])}; choose with --series {column}=VALUE"
-            raise refused(table.path, f"the rows are of several {column}: {choices}")
+            raise table_error(table.path, f"the rows are of several {column}: {choices}")
         layout = f"{table.layout}, rows with {column} = {kinds[0]}, not {', '.join(kinds[1:4])}"
         table = replace(table, rows=tuple(groups[kinds[0]]), layout=layout)
     return table
@@ -128,7 +129,7 @@ def _overlap(table: TableFile, kinds: Iterable[Rows]) -> bool:
     """Whether two kinds of rows lie in one range of compute."""
     axis = next(iter(_axes(table)), "")
     ranges = sorted((min(values), max(values)) for rows in kinds if (values := _numbers(rows, axis)))
-    return not ranges or any(before[1] > after[0] for before, after in zip(ranges, ranges[1:]))
+    return not ranges or any(lower[1] > upper[0] for lower, upper in zip(ranges, ranges[1:]))
 
 
 def _kind_rank(kind: str) -> tuple[int, ...]:
@@ -136,23 +137,25 @@ def _kind_rank(kind: str) -> tuple[int, ...]:
 
 
 def selections(table: TableFile, options: ColumnOptions) -> list[tuple[str, TableFile]]:
-    """(name, rows) of each run that --series chooses; without it of each run that the table tells apart."""
+    """(name, rows) of each run that --series chooses; without --series, of each run that the table tells apart."""
     name = table.run or Path(table.path.name.removesuffix(".gz")).stem
     series = options.series or tuple((column, "*") for column in identity_columns(table, FEW_ROWS))
     if not series:
         return [(name, table)]
-    columns = [_named(table, column, "--series") for column, _ in series]
-    wanted = [value for _, value in series]
+    columns = [_checked_column(table, column, "--series") for column, _ in series]
+    chosen_values = [value for _, value in series]
     groups = {
         values: rows
         for values, rows in groups_of(table.rows, columns).items()
-        if all(want in ("*", value) for want, value in zip(wanted, values))
+        if all(choice in ("*", value) for choice, value in zip(chosen_values, values))
     }
     if not groups:
         values = sorted({str(row.get(columns[-1])) for _, row in table.rows})[:8]
-        raise refused(table.path, f"no row has {columns[-1]} = {wanted[-1]}; its values are {', '.join(values)}")
+        raise table_error(
+            table.path, f"no row has {columns[-1]} = {chosen_values[-1]}; its values are {', '.join(values)}"
+        )
     # a value that was given is the same for all runs and does not name one
-    starred = [n for n, want in enumerate(wanted) if want == "*"] or [len(wanted) - 1]
+    starred = [n for n, choice in enumerate(chosen_values) if choice == "*"] or [len(chosen_values) - 1]
     return [("/".join(key[n] for n in starred), replace(table, rows=tuple(rows))) for key, rows in groups.items()]
 
 
@@ -169,7 +172,7 @@ def compute_column(table: TableFile, options: ColumnOptions, score: str) -> tupl
     if options.compute is None:
         column = _axis(table, measured, steps=hours is not None)
     else:
-        column = _named(table, options.compute, "--compute")
+        column = _checked_column(table, options.compute, "--compute")
     unit = unit_of(column)
     units = [(number, str(row["unit"])) for number, row in table.rows if row.get("unit")]
     if column == "compute" and units:
@@ -185,29 +188,31 @@ def compute_column(table: TableFile, options: ColumnOptions, score: str) -> tupl
 
 
 def _axis(table: TableFile, measured: Rows, *, steps: bool) -> str:
-    """The compute column of the rows that have a score; steps: rather one of steps. Raises ValueError for none."""
+    """The compute column of the rows that have a score. steps: prefer a step column. Raises ValueError for none."""
     names = _axes(table)
-    # --hours-per-step needs steps, even where a better axis is there
+    # --hours-per-step needs steps, even where the table has a better axis
     names = (steps and [c for c in names if unit_of(c) == "steps"]) or names
     names = [c for c in names if _grows(_numbers(measured, c))] or names
     if not names:
         listed = some_of(table.columns, ("step", "epoch", "tokens", "hours"))
-        raise refused(table.path, f"no column is a compute (name it with --compute); {listed}", "row 1")
+        raise table_error(table.path, f"no column is a compute (name it with --compute); {listed}", "row 1")
     alike = [c for c in names if unit_of(c) == unit_of(names[0])]
-    # verl's step 0 lacks some of its counters
+    # a row of verl's step 0 lacks some counters
     return max(alike, key=lambda c: sum(_has_number(row, c) for _, row in measured))
 
 
 def _grows(values: Sequence[float]) -> bool:
     """Whether an axis has numbers and falls between no more than a quarter of its rows."""
-    # hours per step are no axis, though their name says hours
-    return 0 < len(values) >= 4 * sum(before > after for before, after in zip(values, values[1:]))
+    # hours per step are no axis, though the name says hours
+    return 0 < len(values) >= 4 * sum(value > successor for value, successor in zip(values, values[1:]))
 
 
-def _named(table: TableFile, name: str, option: str) -> str:
+def _checked_column(table: TableFile, name: str, option: str) -> str:
     if name in table.columns:
         return name
-    raise refused(table.path, f"there is no column {name!r} ({option}); {some_of(table.columns, (name,))}", "row 1")
+    raise table_error(
+        table.path, f"there is no column {name!r} ({option}); {some_of(table.columns, (name,))}", "row 1"
+    )
 
 
 def _has_number(row: Row, column: str) -> bool:
@@ -217,18 +222,18 @@ def _has_number(row: Row, column: str) -> bool:
 
 def is_missing(value: Any) -> bool:
     """Whether a cell is empty, NaN, None or infinite."""
-    return bool(_MISSING.fullmatch(str(value).strip()))
+    return bool(_MISSING_CELL.fullmatch(str(value).strip()))
 
 
 def _numbers(rows: Rows, column: str) -> list[float]:
-    """The numbers of a column, without cells that have none."""
-    cells = (plain(row[column]) for _, row in rows if _has_number(row, column))
+    """The numbers of a column, without cells that hold no number."""
+    cells = (plain_value(row[column]) for _, row in rows if _has_number(row, column))
     return [cell for cell in cells if isinstance(cell, float)]
 
 
 def check_same(table: TableFile, key: str, values: Sequence[tuple[int, str]]) -> None:
-    """Raise ValueError at the first of the (row, value) whose value is not that of the first one."""
+    """Raise ValueError at the first (row, value) pair whose value differs from the first pair's."""
     first, usual = values[0]
     for number, value in values:
         if value != usual:
-            raise refused(table.path, f"{value} differs from {usual} in row {first}", f"row {number}", key)
+            raise table_error(table.path, f"{value} differs from {usual} in row {first}", f"row {number}", key)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from megatron_scalerl.fit.arms import numbered
+from megatron_scalerl.fit.arms import numbered_names
 from megatron_scalerl.fit.backtest import backtest
 from megatron_scalerl.fit.compare import Comparison, compare_runs
 from megatron_scalerl.fit.curve import Curve
@@ -33,7 +33,7 @@ from megatron_scalerl.fit.tables import (
 )
 
 COVERAGE = "fitted to the first half of other people's runs, 89 % of their later points lay inside; to a third, 82 %"
-"""How often the intervals contain what comes, for `--help`."""
+"""How often the intervals contain the later points, for `--help`."""
 EPILOG = f"""example:
   megatron-scalerl fit runs/my_run --fit-until 8000 --predict 16000,50000 --html report.html
 
@@ -96,7 +96,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Fit, print and write. Raises ValueError for invalid input, OSError for an unusable path."""
-    # a missing package is reported before the fit, not after it
+    # imported here, so that a missing package is reported before the fit
     if options.plot or options.html:
         import matplotlib  # noqa: F401
     if options.html:
@@ -120,7 +120,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         sizes = _numbers(options.across_sizes, "--across-sizes")
         ladder = ladder_of([run.fit for run in runs], sizes, options.next)
         content["across_sizes"] = asdict(ladder)
-    # allow_nan: inf and nan are no JSON; `tables` writes them as null
+    # allow_nan: inf and nan are no JSON; `tables` has written null
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     if options.json == "-":
         sys.stdout.write(text)
@@ -145,7 +145,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _read(options: argparse.Namespace) -> list[Curve]:
-    """The curves of all inputs, with the validation size and R_0 of the options where those are given."""
+    """The curves of all inputs; the options' validation size and R_0 replace values of the files."""
     series = []
     for pair in options.series:
         column, equals, value = pair.partition("=")
@@ -165,10 +165,10 @@ def _read(options: argparse.Namespace) -> list[Curve]:
         series=tuple(series),
         score_range=score_range,
     )
-    given = {"initial": options.r0, "prompts": options.prompts, "initial_generations": options.generations}
-    # an option that is not given leaves what the file says
-    given = {key: value for key, value in given.items() if value is not None}
-    curves = [replace(curve, **given) for path in options.inputs for curve in read_curves(path, columns)]
+    overrides = {"initial": options.r0, "prompts": options.prompts, "initial_generations": options.generations}
+    # an option that is not given leaves the value of the file
+    overrides = {key: value for key, value in overrides.items() if value is not None}
+    curves = [replace(curve, **overrides) for path in options.inputs for curve in read_curves(path, columns)]
     units = {curve.unit: curve.name for curve in curves}
     if len(units) > 1:
         listed = ", ".join(f"{unit} ({name})" for unit, name in units.items())
@@ -179,12 +179,12 @@ def _read(options: argparse.Namespace) -> list[Curve]:
 
 
 def _with_unique_names(curves: list[Curve]) -> list[Curve]:
-    """Prefix the names that two runs share with their folder's name, or number them."""
+    """Prefix a name that two runs share with the folder's name; number names that are still equal."""
     names = [curve.name for curve in curves]
     for n, name in enumerate(tuple(names)):
         if names.count(name) > 1:
             names[n] = f"{curves[n].source.resolve().parent.name}/{name}"
-    return [replace(curve, name=name) for curve, name in zip(curves, numbered(names))]
+    return [replace(curve, name=name) for curve, name in zip(curves, numbered_names(names))]
 
 
 def _run_report(curve: Curve, options: argparse.Namespace) -> RunReport:
@@ -198,25 +198,27 @@ def _run_report(curve: Curve, options: argparse.Namespace) -> RunReport:
         fit_until=options.fit_until,
         fixed_asymptote=options.fixed_asymptote,
     )
-    rest = curve.part(curve.compute > (options.fit_until or float("inf")))
+    later_points = curve.part(curve.compute > (options.fit_until or float("inf")))
     evaluation = None
-    if rest.compute.size:
-        evaluation = result.evaluate(rest.compute, rest.pass_rate, completions=rest.completions)
-    tested = None
+    if later_points.compute.size:
+        evaluation = result.evaluate(
+            later_points.compute, later_points.pass_rate, completions=later_points.completions
+        )
+    backtest_result = None
     if options.backtest:
-        tested = backtest(curve, method=options.method, fit_from=options.fit_from)
+        backtest_result = backtest(curve, method=options.method, fit_from=options.fit_from)
     return RunReport(
         curve=curve,
         fit=result,
         predictions=tuple(result.predict(computes or [k * float(result.compute.max()) for k in (2, 5, 10)])),
         decision=decide(result, budget=options.budget, worth=options.worth, target=options.target),
         evaluation=evaluation,
-        backtest=tested,
+        backtest=backtest_result,
     )
 
 
 def _numbers(text: str | None, option: str) -> list[float]:
-    """The finite numbers of an option; none where it is not given."""
+    """The finite numbers of an option; empty for an absent option."""
     if text is None:
         return []
     try:
@@ -248,12 +250,12 @@ def _print(runs: Sequence[RunReport], comparison: Comparison | None, ladder: Lad
 
 def _draw(path: Path, runs: Sequence[RunReport], options: argparse.Namespace) -> Path:
     unseen = {}
-    shown = [2.0 * float(run.curve.compute.max()) for run in runs]
+    computes = [2.0 * float(run.curve.compute.max()) for run in runs]
     for run in runs:
-        # what lies before --fit-from was not fitted either
-        rest = run.curve.part(~np.isin(run.curve.compute, run.fit.compute))
-        unseen[run.fit.name] = (rest.compute, rest.pass_rate)
+        # points before --fit-from were not fitted either
+        unfitted = run.curve.part(~np.isin(run.curve.compute, run.fit.compute))
+        unseen[run.fit.name] = (unfitted.compute, unfitted.pass_rate)
         if options.predict:
-            shown += [prediction.compute for prediction in run.predictions]
+            computes += [prediction.compute for prediction in run.predictions]
     fits = [run.fit for run in runs]
-    return plot_forecast(path, fits, unseen=unseen, until=max(shown), target=options.target)
+    return plot_forecast(path, fits, unseen=unseen, until=max(computes), target=options.target)

@@ -1,13 +1,13 @@
 """Which recipe scales better: ceiling, compute to one pass rate, level at a budget (Khatri et al. 2025, A.5).
 
-The unit of a comparison is a recipe with its runs, an arm (`fit.arms`). Runs that fall are left out, since no sigmoid
-falls (`checks.falling_tail`). A number of an arm, such as A, is the mean over its runs; the variance of a run is that
-between the arm's runs, and at least that of a single run's fit. Two arms are compared by Welch's t test, and p values
-are adjusted for the number of recipes (Holm 1979). An arm with one run decides nothing.
+The unit of a comparison is an arm: a recipe with its runs (`fit.arms`). Falling runs are left out, since no sigmoid
+falls (`checks.falling_tail`). A number of an arm, such as A, is the mean over the arm's runs. The variance of a run
+is the variance between the arm's runs, and at least the mean variance of a single run's fit. Two arms are compared by
+Welch's t test, and p values are adjusted for the number of recipes (Holm 1979). An arm with one run decides nothing.
 
-The level at a budget has a probability of being the best, too, which short runs and single runs have as well: of
-several runs by Student's t around their mean, of a single run by the draws of its posterior, which know nothing of
-what other seeds would give.
+Every arm also has a probability that the arm's level at the budget is the highest, however short or few the runs are.
+The probability comes from Student's t around the mean of several runs. For a single run, draws of the posterior take
+the place of Student's t; the posterior knows nothing of other seeds.
 """
 
 import math
@@ -28,7 +28,7 @@ from megatron_scalerl.record import record
 SAME_ASYMPTOTE = 0.02
 """Two asymptotes within this margin count as the same (three independent runs; Khatri et al. 2025, A.5)."""
 SAME_COMPUTE = math.log(1.25)
-"""Two recipes count as equally efficient where the log ratio of their compute to one pass rate is within this."""
+"""Largest log ratio of two recipes' computes to one pass rate at which the recipes count as equally efficient."""
 SHARE_OF_GAIN = 0.8
 """The compared pass rate is this share of the way from R_0 to the lowest A."""
 ERROR = 0.05
@@ -36,7 +36,7 @@ ERROR = 0.05
 UNKNOWN_VARIANCE = 1e6
 """Variance of a number that some draws of the posterior never reach."""
 LEAST_VARIANCE = 1e-12
-"""Variance of one run where all runs, and the draws of their fits, are equal."""
+"""Variance of one run where all runs, and all draws of the fits, are equal."""
 LARGEST_LOG = 100.0
 """Largest logarithm of an end of an interval; UNKNOWN_VARIANCE is beyond."""
 SENTENCES = {
@@ -47,7 +47,7 @@ SENTENCES = {
     "equal": "Neither, within the margins: {}.",
     "unclear": "Cannot be told apart from the reference with these seeds: {}.",
 }
-"""What is found of recipes -> the sentence that lists them."""
+"""Finding -> the sentence that lists the recipes with this finding."""
 Fits = tuple[FitResult, ...]
 """The fits of an arm's runs."""
 
@@ -57,8 +57,8 @@ class Difference(Estimate):
     """The mean of a recipe minus its reference's, with a 90 % interval by Welch's t; nan where either has one run."""
 
     p: float
-    """Probability of so large a difference, or a larger one, between two sets of runs of one recipe, adjusted for the
-    number of comparisons; 1 where either has one run."""
+    """Probability that two sets of runs of one recipe differ at least by this difference, adjusted for the number of
+    comparisons; 1 where either set has one run."""
 
     @property
     def declared(self) -> bool:
@@ -82,7 +82,7 @@ class Mean:
     value: float
     """The mean."""
     squared_error: float
-    """Its variance; nan for one run."""
+    """Variance of the mean; nan for one run."""
     freedom: int
     """Degrees of freedom of that variance."""
 
@@ -102,7 +102,7 @@ class Mean:
 
 
 def mean_of(values: Array, fit_variance: Array) -> Mean:
-    """The mean of `values` [runs]; fit_variance: [runs] the variance of each value by its own fit."""
+    """The mean of `values` [runs]; fit_variance: [runs] the variance of each value by the run's fit."""
     count = len(values)
     if count < 2:
         return Mean(value=float(values[0]), squared_error=math.nan, freedom=0)
@@ -120,13 +120,13 @@ def _interval(value: float, error: float, freedom: float) -> dict[str, float]:
 def spread(recipes: Sequence[Sequence[float]]) -> float:
     """Standard deviation between runs of one recipe, common to all recipes; nan where none was run twice."""
     freedom = sum(len(values) - 1 for values in recipes)
-    # `np.var` divides by n, so n times it is the sum of squares
+    # `np.var` divides by n, so n * `np.var` is the sum of squares
     squares = sum(len(values) * float(np.var(values)) for values in recipes)
     return math.sqrt(squares / freedom) if freedom else math.nan
 
 
-def adjusted(differences: Mapping[int, Difference]) -> dict[int, Difference]:
-    """The differences with p adjusted for their number (Holm 1979): `ERROR` bounds the error of all together."""
+def adjusted_differences(differences: Mapping[int, Difference]) -> dict[int, Difference]:
+    """The differences with p adjusted for the number of differences (Holm 1979): `ERROR` bounds the joint error."""
     out = {}
     highest = 0.0
     for rank, (key, difference) in enumerate(sorted(differences.items(), key=lambda item: item[1].p)):
@@ -138,26 +138,26 @@ def adjusted(differences: Mapping[int, Difference]) -> dict[int, Difference]:
 
 @record
 class Quantity:
-    """A number of a sigmoid, as it is compared."""
+    """A number of a sigmoid, and the scale on which the number is compared."""
 
     formula: Callable[[Mapping[str, Any]], Any]
-    """(parameters, or [draws] of each) -> the number, or [draws] of it."""
+    """(parameters, or [draws] of each parameter) -> the number, or [draws] of the number."""
     scaled: Callable[[Any], Any] = np.log
-    """number, or [n] of it -> the scale on which it is compared: a positive number's is its logarithm."""
+    """number, or [n] numbers -> the compared scale; for a positive number the logarithm."""
     back: Callable[[float], float] = math.exp
     """The inverse of `scaled`."""
 
     def mean(self, fits: Fits) -> Mean | None:
-        """The mean over the runs on the compared scale; None where a run has no number, as it never gets there."""
+        """The mean over the runs on the compared scale; None where the number of a run is not finite."""
         values = self._scaled([self.formula(fit.parameters) for fit in fits])
         if not np.isfinite(values).all():
             return None
         return mean_of(values, np.array([self._variance(fit) for fit in fits]))
 
     def estimate(self, fits: Fits) -> Estimate:
-        """The mean with its 90 % interval over seeds; geometric for a positive number.
+        """The mean with a 90 % interval over seeds; geometric for a positive number.
 
-        The mean of one run is the run's number with the interval of its fit; inf where a run never gets there.
+        The mean of one run is the run's number with the interval of the fit; inf where the number of a run is inf.
         """
         mean = self.mean(fits)
         values = [float(self.formula(fit.parameters)) for fit in fits]
@@ -166,7 +166,7 @@ class Quantity:
         if len(fits) == 1:
             return estimate(self.formula(fits[0].posterior.parameters), value=values[0])
         interval = _interval(mean.value, math.sqrt(mean.squared_error), mean.freedom)
-        return Estimate(**{key: self.back(_known(end)) for key, end in interval.items()})
+        return Estimate(**{key: self.back(_interval_end(end)) for key, end in interval.items()})
 
     def draws(self, fits: Fits, rng: np.random.Generator) -> Array:
         """[draws] of the mean over the runs, independent of another arm's."""
@@ -184,8 +184,8 @@ class Quantity:
     def _variance(self, fit: FitResult) -> float:
         """Variance by quantiles, as draws of a compute to reach have a heavy tail."""
         draws = self._scaled(self.formula(fit.posterior.parameters))
-        low, high = np.quantile(draws, [0.1587, 0.8413], method="nearest").tolist()
-        variance = ((high - low) / 2) ** 2
+        lower, upper = np.quantile(draws, [0.1587, 0.8413], method="nearest").tolist()
+        variance = ((upper - lower) / 2) ** 2
         return variance if math.isfinite(variance) else UNKNOWN_VARIANCE
 
 
@@ -195,7 +195,7 @@ MIDPOINT = Quantity(formula=lambda parameters: parameters["midpoint"])
 
 
 def compute_to(pass_rate: float) -> Quantity:
-    """Compute at which a run's curve reaches the pass rate; inf where it never does."""
+    """Compute at which a run's curve reaches the pass rate; inf for a curve that stays below."""
     return Quantity(formula=lambda parameters: compute_to_reach(pass_rate, **parameters))
 
 
@@ -204,47 +204,47 @@ def level_at(compute: float) -> Quantity:
     return Quantity(formula=lambda parameters: sigmoid(compute, **parameters), scaled=np.asarray, back=float)
 
 
-def _known(end: float) -> float:
-    """An end of an interval of a logarithm; infinite where the variance is unknown."""
+def _interval_end(end: float) -> float:
+    """An end of a logarithm's interval; infinite where the variance is unknown."""
     return math.copysign(math.inf, end) if abs(end) > LARGEST_LOG else end
 
 
 @record
 class ComparedArm:
-    """A recipe of a comparison with its runs."""
+    """A recipe of a comparison, with the results of all runs that do not fall."""
 
     name: str
     """The arm's name."""
     reference: str | None
-    """Name of the arm that it is compared with; None for the reference of all."""
+    """Name of the arm's reference; None for the reference of all arms."""
     change: str
-    """What the recipe sets that its reference sets otherwise; empty if unknown."""
+    """Settings of the recipe that differ from the reference's; empty if unknown."""
     fits: tuple[FitResult, ...]
-    """Its runs that do not fall."""
+    """[runs] fits of the runs that do not fall."""
     seeds: tuple[int | None, ...]
-    """Their seeds; None where unknown."""
+    """[runs] seeds of `fits`; None where unknown."""
     asymptote: Estimate
-    """Mean A. The interval of this and the next ones is that of the mean over seeds; of one run, that of its fit."""
+    """Mean A. Intervals from here to `level` are of the mean over seeds; for one run, of the run's fit."""
     exponent: Estimate
     """Geometric mean of B."""
     midpoint: Estimate
     """Geometric mean of C_mid, in the runs' unit."""
     to_reach: Estimate
-    """Geometric mean of the compute to the comparison's pass rate; inf: a run never reaches it."""
+    """Geometric mean of the compute to the comparison's pass rate; inf: a run never reaches the pass rate."""
     level: Estimate
     """Mean pass rate at the comparison's budget."""
     best: float
-    """Probability that its level at the budget is the highest of all arms."""
+    """Probability that the level at the budget is the highest of all arms."""
     ceiling: Difference | None
     """A minus the reference's; None for the reference."""
     efficiency: Difference | None
-    """Log of the compute to reach the pass rate over the reference's; None where a run of either never does."""
+    """Log of the compute to reach the pass rate over the reference's; None where a run of either stays below."""
     gap: Difference | None
     """Level at the budget minus the reference's."""
 
     @property
     def runs(self) -> int:
-        """Number of its runs that do not fall."""
+        """Number of runs that do not fall."""
         return len(self.fits)
 
     @property
@@ -259,9 +259,9 @@ class Comparison:
     """The table of the paper's Fig. 4 for any recipes."""
 
     arms: tuple[ComparedArm, ...]
-    """The reference first. An arm whose runs all fall is left out."""
+    """The arms, the reference first. An arm whose runs all fall is left out."""
     falling: Mapping[str, tuple[str, ...]]
-    """Name of an arm -> its runs that fall, which are left out."""
+    """Name of an arm -> names of the falling runs, which are left out."""
     pass_rate: float
     """The pass rate whose compute is compared."""
     budget: float
@@ -282,52 +282,54 @@ def compare_runs(
     pass_rate: float | None = None,
     budget: float | None = None,
 ) -> Comparison:
-    """Group runs by recipe and compare the recipes. Names of the runs are unique, their unit of compute is one.
+    """Group runs by recipe and compare the recipes. The runs have unique names and one unit of compute.
 
-    fits:       name of a run -> its fit.
-    references: the arm that the others are compared with (default: the first run's), and ARM=REFERENCE for others.
+    fits:       name of a run -> the run's fit.
+    references: the arm that every arm is compared with (default: the first run's); ARM=REFERENCE for a single arm.
     pass_rate:  whose compute is compared; default: R_0 plus 80 % of the gain to the lowest mean A.
-    budget:     further compute after the longest run, where the level is compared; default: as much again.
-    Raises ValueError for one run alone, and for a reference that is no arm.
+    budget:     further compute after the longest run, where the level is compared; default: that run's compute.
+    Raises ValueError for a single run, and for a reference that is no arm.
     """
     if len(curves) < 2:
         raise ValueError(f"a comparison takes at least two runs; {len(curves)} was given")
     groups = arms_of(curves)
     steady, falling = _without_falling(groups, fits)
-    arms, to = _ordered(steady, groups, references)
+    arms, reference_indices = _ordered_arms(steady, groups, references)
     if not arms:
         unknown = {"pass_rate": math.nan, "budget": math.nan, "between_runs": math.nan}
         return Comparison(arms=(), falling=falling, **unknown)
     runs = [tuple(fits[curve.name] for curve in arm.curves) for arm in arms]
     if pass_rate is None:
         start = float(np.mean([fit.initial for fit in runs[0]]))
-        pass_rate = start + SHARE_OF_GAIN * (min(ASYMPTOTE.estimate(of_arm).value for of_arm in runs) - start)
-    longest = max(float(fit.compute[-1]) for of_arm in runs for fit in of_arm)
+        pass_rate = start + SHARE_OF_GAIN * (min(ASYMPTOTE.estimate(arm_fits).value for arm_fits in runs) - start)
+    longest = max(float(fit.compute[-1]) for arm_fits in runs for fit in arm_fits)
     total = longest + (longest if budget is None else budget)
     return Comparison(
-        arms=_compared(arms, runs, to, compute_to(pass_rate), level_at(total)),
+        arms=_compared_arms(arms, runs, reference_indices, compute_to(pass_rate), level_at(total)),
         falling=falling,
         pass_rate=pass_rate,
         budget=total,
-        between_runs=spread([[fit.asymptote for fit in of_arm] for of_arm in runs]),
+        between_runs=spread([[fit.asymptote for fit in arm_fits] for arm_fits in runs]),
     )
 
 
-def _compared(
-    arms: Sequence[Arm], runs: Sequence[Fits], to: Sequence[int], reach: Quantity, level: Quantity
+def _compared_arms(
+    arms: Sequence[Arm], runs: Sequence[Fits], reference_indices: Sequence[int], reach: Quantity, level: Quantity
 ) -> tuple[ComparedArm, ...]:
-    """runs: [arms]. to: [arms] the index of each arm's reference; the first arm is the reference of all."""
-    ceilings, efficiencies, gaps = (_differences(quantity, runs, to) for quantity in (ASYMPTOTE, reach, level))
+    """runs: [arms]. reference_indices: [arms] the index of each arm's reference; arm 0 is the reference of all."""
+    ceilings, efficiencies, gaps = (
+        _differences(quantity, runs, reference_indices) for quantity in (ASYMPTOTE, reach, level)
+    )
     rng = np.random.default_rng(0)
-    highest = np.argmax([level.draws(of_arm, rng) for of_arm in runs], axis=0)
+    highest = np.argmax([level.draws(arm_fits, rng) for arm_fits in runs], axis=0)
     compared = []
     for n, arm in enumerate(arms):
         asymptote = ASYMPTOTE.estimate(runs[n])
         compared.append(
             ComparedArm(
                 name=arm.name,
-                reference=arms[to[n]].name if n else None,
-                change=differences(arm, arms[to[n]]),
+                reference=arms[reference_indices[n]].name if n else None,
+                change=differences(arm, arms[reference_indices[n]]),
                 fits=runs[n],
                 seeds=tuple(curve.seed for curve in arm.curves),
                 asymptote=replace(asymptote, lo=max(asymptote.lo, 0.0), hi=min(asymptote.hi, 1.0)),
@@ -347,69 +349,71 @@ def _compared(
 def _without_falling(
     groups: Sequence[Arm], fits: Mapping[str, FitResult]
 ) -> tuple[list[Arm], dict[str, tuple[str, ...]]]:
-    """(the arms with their runs that do not fall; name of an arm -> its runs that fall). fits: of each run's name."""
+    """(arms without falling runs, name of an arm -> names of falling runs). fits: name of a run -> the run's fit."""
     falling = {}
     steady = []
     for group in groups:
-        kept = tuple(curve for curve in group.curves if fits[curve.name].fall is None)
-        if kept:
-            steady.append(replace(group, curves=kept))
-        fell = tuple(curve.name for curve in group.curves if curve not in kept)
-        if fell:
-            falling[group.name] = fell
+        steady_curves = tuple(curve for curve in group.curves if fits[curve.name].fall is None)
+        if steady_curves:
+            steady.append(replace(group, curves=steady_curves))
+        falling_names = tuple(curve.name for curve in group.curves if curve not in steady_curves)
+        if falling_names:
+            falling[group.name] = falling_names
     return steady, falling
 
 
-def _ordered(arms: Sequence[Arm], named: Sequence[Arm], references: Sequence[str]) -> tuple[list[Arm], list[int]]:
-    """(the arms, the reference of all first; the index of each arm's reference).
+def _ordered_arms(
+    arms: Sequence[Arm], all_arms: Sequence[Arm], references: Sequence[str]
+) -> tuple[list[Arm], list[int]]:
+    """(the arms, the reference of all arms first; the index of each arm's reference).
 
-    named: all arms that `references` may name. In place of one whose runs all fall stands the reference of all.
+    all_arms: arms that `references` may name. The reference of all arms replaces a reference whose runs all fall.
     """
-    wanted = {}
+    reference_names = {}
     for text in references:
         name, equals, reference = text.rpartition("=")
         if equals:
-            name = _name_of(named, name)
-        wanted[name] = _name_of(named, reference)
-    first = wanted.get("")
+            name = _name_of(all_arms, name)
+        reference_names[name] = _name_of(all_arms, reference)
+    first = reference_names.get("")
     ordered = sorted(arms, key=lambda arm: arm.name != first)
     places = {arm.name: n for n, arm in enumerate(ordered)}
-    return ordered, [places.get(wanted.get(name, ""), 0) for name in places]
+    return ordered, [places.get(reference_names.get(name, ""), 0) for name in places]
 
 
 def _name_of(arms: Sequence[Arm], name: str) -> str:
-    """The name of the arm that is called so or has a run that is."""
+    """The arm with this name, or with a run of this name."""
     for arm in arms:
         if name in (arm.name, *(curve.name for curve in arm.curves)):
             return arm.name
     raise ValueError(f"--reference: {name!r} is no recipe here; choose one of {', '.join(arm.name for arm in arms)}")
 
 
-def _differences(quantity: Quantity, arms: Sequence[Fits], to: Sequence[int]) -> dict[int, Difference]:
-    """Index of an arm -> difference to its reference, p adjusted for their number.
+def _differences(quantity: Quantity, arms: Sequence[Fits], reference_indices: Sequence[int]) -> dict[int, Difference]:
+    """Index of an arm -> difference to the arm's reference, p adjusted for the number of differences.
 
-    Left out are the first arm, and an arm that has no mean or whose reference has none.
+    The result lacks the first arm, and each arm where the mean of the arm or of the reference is None.
     """
     means = [quantity.mean(fits) for fits in arms]
-    found = {}
+    by_arm = {}
     for n, mean in enumerate(means):
-        reference = means[to[n]]
+        reference = means[reference_indices[n]]
         if n and mean and reference:
-            found[n] = mean.minus(reference)
-    return found | adjusted({n: difference for n, difference in found.items() if difference.p < 1.0})
+            by_arm[n] = mean.minus(reference)
+    return by_arm | adjusted_differences({n: difference for n, difference in by_arm.items() if difference.p < 1.0})
 
 
 def summary(comparison: Comparison, arm: ComparedArm) -> str:
-    """How an arm differs from its reference, in one or two sentences."""
+    """One or two sentences on the difference between an arm and the arm's reference."""
     runs = "1 run" if arm.runs == 1 else f"{arm.runs} runs"
     if arm.ceiling is None:
         return f"{arm.name} is the reference: A = {arm.asymptote.value:.3f}, B = {arm.exponent.value:.2f} ({runs})."
     ceiling = arm.ceiling
-    other = comparison.arm(arm.reference)
-    if min(arm.runs, other.runs) < 2:
-        where = "within" if abs(ceiling.value) <= SAME_ASYMPTOTE else "outside"
-        text = f"{arm.name} against {other.name}: one run decides nothing. A {ceiling.value:+.3f},"
-        text += f" {where} the paper's margin of ±{SAME_ASYMPTOTE:g} between runs of one recipe."
+    reference = comparison.arm(arm.reference)
+    if min(arm.runs, reference.runs) < 2:
+        position = "within" if abs(ceiling.value) <= SAME_ASYMPTOTE else "outside"
+        text = f"{arm.name} against {reference.name}: one run decides nothing. A {ceiling.value:+.3f},"
+        text += f" {position} the paper's margin of ±{SAME_ASYMPTOTE:g} between runs of one recipe."
         return f"{text} {_level(comparison, arm)}"
     gap = f"A {ceiling.value:+.3f} [{ceiling.lo:+.3f}, {ceiling.hi:+.3f}]"
     if ceiling.moves_the_ceiling:
@@ -423,19 +427,19 @@ def summary(comparison: Comparison, arm: ComparedArm) -> str:
 
 
 def left_out(comparison: Comparison) -> list[str]:
-    """Which runs fall, and what becomes of their recipe; one sentence a recipe."""
-    kept = {arm.name: arm.runs for arm in comparison.arms}
+    """One sentence for each recipe with falling runs: the runs, and whether the recipe is still compared."""
+    compared_runs = {arm.name: arm.runs for arm in comparison.arms}
     lines = []
     for name, runs in comparison.falling.items():
         text = f"{name} is not compared and no reference, as every run of it falls"
-        if name in kept:
-            text = f"{name}: {len(runs)} of {len(runs) + kept[name]} runs fall and are left out"
+        if name in compared_runs:
+            text = f"{name}: {len(runs)} of {len(runs) + compared_runs[name]} runs fall and are left out"
         lines.append(f"{text}: {', '.join(runs)}.")
     return lines
 
 
 def conclusions(comparison: Comparison) -> list[str]:
-    """The comparison's results in a few sentences."""
+    """The results of the comparison in a few sentences."""
     if not comparison.arms:
         return []
     arms: dict[str, list[str]] = {}
@@ -502,5 +506,5 @@ def _level(comparison: Comparison, arm: ComparedArm) -> str:
 
 
 def _ratio(difference: Difference) -> str:
-    lo, hi = (math.exp(_known(end)) for end in (difference.lo, difference.hi))
+    lo, hi = (math.exp(_interval_end(end)) for end in (difference.lo, difference.hi))
     return f"{math.exp(difference.value):.2f} [{lo:.2f}, {hi:.2f}] times the compute"

@@ -1,4 +1,4 @@
-"""The validation points of one run, as every fit takes them."""
+"""The validation points of one run: the input of every fit."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ class Curve:
     initial_generations: int | None = None
     """Generations per prompt of R_0; None if not recorded."""
     within_variance: Array | None = field(repr=False, default=None)
-    """[n] mean over prompts of one completion's variance, NaN where it was not measured; None if it never was."""
+    """[n] mean over prompts of one completion's variance, NaN where not measured; None if no point was measured."""
     initial_within_variance: float | None = None
     """Mean variance of one completion of R_0."""
     truncated_share: Array | None = field(repr=False, default=None)
     """[n] share of truncated completions; None if not recorded."""
     unit: str = "gpu_hours"
-    """Unit of compute, as the ledger names it."""
+    """Unit of compute, by the ledger's name."""
     notes: tuple[str, ...] = ()
     """Corrections made while reading, one sentence each."""
     read: str = ""
-    """Account of what was read, in one line; "" for points in memory."""
+    """One line on the input: name, layout, columns, points; "" for points in memory."""
     recipe: Mapping[str, Any] | None = field(repr=False, default=None)
-    """Key path -> value in the run folder's recipe.yaml; None without one."""
+    """Key path -> value in the run folder's recipe.yaml; None without the file."""
     seed: int | None = None
-    """Seed of the run, from its recipe or from the column seed of a table."""
+    """Seed of the run, from the recipe or from the column seed of a table."""
     arm: str | None = None
-    """Name that runs with several seeds share: the values of --series other than the seed, in a study the
-    recipe's name; None elsewhere."""
+    """Name shared by the seeds of one recipe: the values of --series without the seed, in a study the recipe's name;
+    None elsewhere."""
 
     @property
     def completions(self) -> Array | None:
@@ -60,8 +60,8 @@ class Curve:
             return None
         return self.prompts * self.generations
 
-    def part(self, kept: NDArray[Any]) -> Curve:
-        """The run with the points `kept` alone: [n] of booleans, or indices."""
+    def part(self, selection: NDArray[Any]) -> Curve:
+        """The run with the selected points alone. selection: [n] booleans, or indices."""
         names = ("compute", "pass_rate", "generations", "within_variance", "truncated_share")
         columns = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: column[kept] for name, column in columns.items() if column is not None})
+        return replace(self, **{name: column[selection] for name, column in columns.items() if column is not None})

@@ -1,4 +1,4 @@
-"""Whether to continue a run: the gain that further compute is expected to buy, and a verdict with its reason."""
+"""Whether to continue a run: the gain that further compute is expected to buy, a verdict and a reason."""
 
 import math
 from typing import Literal
@@ -25,7 +25,7 @@ Verdict = Literal["go on", "stop", "too early to say"]
 
 @record
 class Estimate:
-    """A number with its 90 % interval; inf where it is never reached."""
+    """A number with a 90 % interval; inf for a level that no compute reaches."""
 
     value: float
     """The point estimate."""
@@ -42,9 +42,9 @@ class Decision:
     verdict: Verdict
     """"go on", "stop" or "too early to say"."""
     reason: str
-    """Why, in one line; with fewer than `FEW_POINTS` points it says so."""
+    """The grounds of the verdict in one line, with a caution for fewer than `FEW_POINTS` points."""
     budget: float
-    """Further compute that the gain is for; default: as much again as was spent."""
+    """Further compute that the gain is for; default: the compute spent so far."""
     gain: Estimate
     """Gain in the true pass rate from the largest fitted compute on, over `budget`."""
     worth: float
@@ -56,7 +56,7 @@ class Decision:
     target: float | None
     """The pass rate of `compute_to_target`; None if none was given."""
     compute_to_target: Estimate | None
-    """Compute at which the target is reached; inf where the ceiling lies below it."""
+    """Compute at which the target is reached; inf where the ceiling lies below the target."""
 
     def sentence(self) -> str:
         """Verdict and reason in one line."""
@@ -107,7 +107,7 @@ def gain_draws(fit: FitResult, start: float, end: float) -> Array:
 
 
 def estimate(draws: Array, *, value: float | None = None) -> Estimate:
-    """The 90 % interval of draws [n], which may be inf, around `value`; default: their median."""
+    """The 90 % interval of draws [n], which may be inf, around `value`; default: the median of the draws."""
     # nearest: the mean of a number and inf would be inf
     lo, median, hi = np.quantile(draws, [TAIL, 0.5, 1.0 - TAIL], method="nearest")
     if value is None:
@@ -116,26 +116,26 @@ def estimate(draws: Array, *, value: float | None = None) -> Estimate:
 
 
 def _verdict(fit: FitResult, budget: float, worth: float, probability: float, gain: float) -> tuple[Verdict, str]:
-    # both come before the probability: no sigmoid falls, and its gain says nothing about such a run
+    # both checks precede the probability: no sigmoid falls, so the gain of a sigmoid says nothing about such a run
     if fit.posterior.observations.initial_given and below_initial(fit.pass_rate, fit.initial):
         return "stop", f"most points lie below R_0 = {fit.initial:.3f}; check R_0 and the run before spending more"
     if fit.fall is not None:
         lasting = fit.fall.compute / (1.0 - LASTING)
         if fit.compute.max() >= lasting:
             return "stop", f"{fit.fall}; find the instability before spending more"
-        again = f"dips recover, so fit again at {short_number(lasting)} {unit_name(fit.unit)}"
-        return "too early to say", f"{fit.fall}; {again}"
+        advice = f"dips recover, so fit again at {short_number(lasting)} {unit_name(fit.unit)}"
+        return "too early to say", f"{fit.fall}; {advice}"
     bought = f"{short_number(budget)} more {unit_name(fit.unit)} buy {gain:+.3f} in the median"
     chance = f"{100 * probability:.0f} %"
-    few = ""
+    caution = ""
     if fit.n_points < FEW_POINTS:
-        few = f"; only {fit.n_points} points were measured, and {FEW_POINTS} or more are needed to rely on it"
+        caution = f"; only {fit.n_points} points were measured, and {FEW_POINTS} or more are needed to rely on it"
     if probability >= LIKELY:
-        return "go on", f"{bought}, and more than {worth:g} with a probability of {chance}{few}"
+        return "go on", f"{bought}, and more than {worth:g} with a probability of {chance}{caution}"
     if probability <= UNLIKELY:
-        return "stop", f"{bought}, and more than {worth:g} with a probability of only {chance}{few}"
+        return "stop", f"{bought}, and more than {worth:g} with a probability of only {chance}{caution}"
     lo, hi = fit.intervals["asymptote"]
     return "too early to say", (
         f"{bought}, but whether they buy more than {worth:g} is open (probability {chance}); "
-        f"A lies in [{lo:.3f}, {hi:.3f}]{few}"
+        f"A lies in [{lo:.3f}, {hi:.3f}]{caution}"
     )

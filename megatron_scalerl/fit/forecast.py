@@ -1,4 +1,4 @@
-"""Fit a run's compute-performance curve and forecast it: the entry point of `megatron_scalerl.fit`."""
+"""Fit and forecast a run's compute-performance curve: the entry point of `megatron_scalerl.fit`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -39,15 +39,15 @@ def fit(
 
     compute:     [n] training compute of each point, any positive unit, any order.
     pass_rate:   [n] validation pass rate (mean@k) in [0, 1].
-    initial:     R_0, the run's own pass rate before RL. None: a point at compute 0 if there is one, else R_0 is
+    initial:     R_0, the run's own pass rate before RL. None: the point at compute 0; without such a point R_0 is
                  averaged over a range below the first point, with a warning.
     prompts, generations: validation size, generations as one number or [n]; gives the noise of a point.
     initial_generations: of R_0; default: the median of `generations`.
-    within_variance: [n] mean over prompts of one completion's variance, NaN where it was not measured;
+    within_variance: [n] mean over prompts of one completion's variance, NaN where not measured;
                  initial_within_variance: at R_0. Both as in validation.jsonl.
     truncated_share: [n] share of truncated completions of each point, for the warning.
     name, unit:  copied to the result.
-    options:     those of `fit_curve`.
+    options:     keyword arguments of `fit_curve`.
     Raises ValueError, one line, for input that cannot be fitted.
     """
     c = np.asarray(compute, dtype=float)
@@ -81,7 +81,7 @@ def fit(
 
 
 def _column(name: str, column: ArrayLike | None, n: int) -> Array | None:
-    """[n] values of a column, one a point or one for all. Raises ValueError for another shape."""
+    """[n] values of a column, given as [n] or as one number. Raises ValueError for another shape."""
     if column is None:
         return None
     values = np.asarray(column, dtype=float)
@@ -101,14 +101,14 @@ def fit_curve(
     prior: Prior = DEFAULT_PRIOR,
     draws: int = 4000,
 ) -> FitResult:
-    """Fit a run's points, as they were read from a file.
+    """Fit the points of a curve, such as `inputs.read_curves` reads.
 
     method:      "robust" (posterior over weak unit-free priors, correlated residuals) or "paper" (A.5).
-    seed, draws: of and from the posterior; the same data and seed give the same bits.
+    seed, draws: seed and number of the posterior's draws; the same data and seed give the same bits.
     fit_from, fit_until: window of compute. Default of fit_from for "paper": 1.5k, if four points lie beyond.
     fixed_asymptote: A is held at this value in (R_0, 1].
     prior:       of the robust method.
-    Raises ValueError, one line, for points that cannot be fitted; it names the file that was read.
+    Raises ValueError, one line with the name of the file, for points that cannot be fitted.
     """
     try:
         if curve.initial is not None and not 0.0 <= curve.initial < 1.0:
@@ -117,11 +117,13 @@ def fit_curve(
             raise ValueError(f"method is {method!r}; choose {' or '.join(METHODS)}")
         if fixed_asymptote is not None and not (curve.initial or 0.0) < fixed_asymptote <= 1.0:
             raise ValueError(f"fixed asymptote: {fixed_asymptote!r} is not above R_0 and at most 1")
-        kept, notes = _window(curve.compute, method, fit_from, fit_until)
-        if np.count_nonzero(kept) < 3:
-            number = np.count_nonzero(kept)
+        in_window, notes = _window(curve.compute, method, fit_from, fit_until)
+        if np.count_nonzero(in_window) < 3:
+            number = np.count_nonzero(in_window)
             raise ValueError(f"{curve.name}: points with compute > 0 in the window: {number}; a fit needs at least 3")
-        return _fit(curve.part(kept), notes, method, prior, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed)
+        return _fit(
+            curve.part(in_window), notes, method, prior, fixed_asymptote=fixed_asymptote, draws=draws, seed=seed
+        )
     except ValueError as error:
         if not curve.read:
             raise
@@ -148,13 +150,13 @@ def _fit(
     if method == "paper":
         points = (observations.compute, observations.pass_rate)
         initial = observations.initials[0]
-        parameters, tried = fit_paper(*points, initial=initial, fixed_asymptote=fixed_asymptote)
+        parameters, midpoint_range = fit_paper(*points, initial=initial, fixed_asymptote=fixed_asymptote)
         parameters["initial"] = initial
         bounds = Bounds(
             asymptote=(float(ASYMPTOTES[0]), float(ASYMPTOTES[-1])),
             # the range of the exponents that `fit_paper` tabulates
             exponent=(0.1, 20.0),
-            midpoint=(tried[0] / observations.scale, tried[1] / observations.scale),
+            midpoint=(midpoint_range[0] / observations.scale, midpoint_range[1] / observations.scale),
         )
     if fixed_asymptote is not None:
         bounds = replace(bounds, asymptote=(fixed_asymptote, fixed_asymptote))
@@ -164,14 +166,14 @@ def _fit(
         if fixed_asymptote is None and asymptote in ASYMPTOTES[[0, -1]]:
             notes.append(f"A is on the edge of the paper's grid ({asymptote:g}): the ceiling is not determined")
     else:
-        parameters = _central(posterior)
+        parameters = _central_parameters(posterior)
         notes += checks.bound_warnings(posterior, fixed=fixed_asymptote is not None)
     notes += checks.truncation_warnings(c, curve.truncated_share)
     intervals = _intervals(posterior, parameters)
     reached = checks.highest_level(y)
-    low, high = intervals["asymptote"]
-    if low < high < reached and checks.falling_tail(c, y) is None:  # A is not held
-        intervals["asymptote"] = (low, reached)
+    lower, upper = intervals["asymptote"]
+    if lower < upper < reached and checks.falling_tail(c, y) is None:  # A is not held
+        intervals["asymptote"] = (lower, reached)
         notes.append(f"the sigmoid does not describe this run: A lies below {reached:.3f}, which was measured")
     notes += checks.curve_warnings(
         c, y, exponent=parameters["exponent"], midpoint=parameters["midpoint"], posterior=posterior
@@ -197,22 +199,24 @@ def _assumed_start(y: Array) -> str:
     return f"R_0 is missing: no pass rate at compute 0 was given; {assumed}"
 
 
-def _window(c: Array, method: str, low: float | None, high: float | None) -> tuple[NDArray[np.bool_], list[str]]:
+def _window(
+    c: Array, method: str, lower_bound: float | None, upper_bound: float | None
+) -> tuple[NDArray[np.bool_], list[str]]:
     """([n] whether a point lies in the window, notes on the window)."""
     notes = []
-    kept = c >= (low or 0.0)
-    if high is not None:
-        kept &= c <= high
-    if low is None and method == "paper":
-        later = kept & (c >= FIT_FROM)
+    in_window = c >= (lower_bound or 0.0)
+    if upper_bound is not None:
+        in_window &= c <= upper_bound
+    if lower_bound is None and method == "paper":
+        later = in_window & (c >= FIT_FROM)
         if np.count_nonzero(later) >= 4:
             return later, []
         notes.append(f"fewer than 4 points beyond {FIT_FROM:g}: the paper's window was not applied")
-    return kept, notes
+    return in_window, notes
 
 
-def _central(posterior: Posterior) -> dict[str, float]:
-    """A, B, C_mid and R_0: the median A, and the B and C_mid of the draws near it, so that they form one curve."""
+def _central_parameters(posterior: Posterior) -> dict[str, float]:
+    """A, B, C_mid and R_0 of one curve: the median A, with the mean B and C_mid of the draws near the median A."""
     a = float(np.median(posterior.asymptote))
     near = np.argsort(np.abs(posterior.asymptote - a), kind="stable")[: max(len(posterior.asymptote) // 10, 1)]
     initial = float(np.median(posterior.initial))

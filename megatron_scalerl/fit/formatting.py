@@ -14,15 +14,15 @@ def short_number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def shortened(name: str, most: int) -> str:
-    """A name of at most `most` characters; a longer one without its middle, as both ends tell runs apart."""
-    if len(name) <= most:
+def shortened(name: str, max_length: int) -> str:
+    """A name of at most `max_length` characters; a longer name loses the middle, as both ends tell runs apart."""
+    if len(name) <= max_length:
         return name
-    return f"{name[: most // 2]}…{name[len(name) - (most - most // 2) + 1 :]}"
+    return f"{name[: max_length // 2]}…{name[len(name) - (max_length - max_length // 2) + 1 :]}"
 
 
 def unit_label(unit: str) -> str:
-    """Axis label of a compute unit, given as the ledger or a file's column names it."""
+    """Axis label of a compute unit, given by the name in the ledger or in a file's column."""
     labels = {key: f"training compute, {name}" for key, name in _NAMES.items()}
     labels |= {"steps": "training steps", "seconds": "training time, seconds"}
     return labels.get(unit, f"training, {unit}")
@@ -32,12 +32,14 @@ _NAMES = {"gpu_hours": "GPU-hours", "device_hours": "device-hours", "compute": "
 
 
 def unit_name(unit: str) -> str:
-    """Display name of a compute unit: a file's column keeps its own."""
+    """Display name of a compute unit; a unit without an entry keeps the name of the file's column."""
     return _NAMES.get(unit, unit)
 
 
 def money(hours: float, cost: Mapping[str, Any] | None) -> str:
-    """The cost of device-hours, to follow their number; empty without a price. cost: that section of a recipe.
+    """Text with the price of device-hours, to follow the number of hours; empty without a price.
+
+    cost: the section `cost` of a recipe.
 
     >>> money(931, {"price_per_device_hour": 2.5, "currency": "USD"})
     ', 2,327.50 USD'

@@ -1,9 +1,9 @@
 """Read the inputs of the command line into the checked points of runs.
 
-An input is a run folder (its validation.jsonl) or a file of another tool. A file becomes curves in this order: its
+An input is a run folder with validation.jsonl, or a file of another tool. A file becomes curves in this order:
 tables, the runs that a column tells apart, the rows of one kind (a validation's), the columns of score and compute,
-the points. Invalid data is refused in one line with file and row.
-`Curve.read` says in one line what was understood; corrections are noted.
+the points. Invalid data is refused in one line with file and row. `Curve.read` describes the input in one line;
+`Curve.notes` holds corrections.
 """
 
 import math
@@ -37,9 +37,9 @@ from megatron_scalerl.fit.table_file import (
     Row,
     TableFile,
     is_time_of_day,
-    plain,
+    plain_value,
     read_tables,
-    refused,
+    table_error,
     table_of,
 )
 
@@ -47,13 +47,13 @@ SEED_COLUMN = "seed"
 """Name of the column with the seed of a run."""
 CLOCK = "a time of day is no compute since the start; export steps or the relative time, or choose with --compute"
 Check = tuple[str, Callable[[float], bool]]
-"""(what a number has to be, whether it is)."""
+"""(description of a valid number, predicate of a valid number)."""
 SIZE: Check = ("a whole number >= 1", lambda value: value >= 1 and value % 1 == 0)
 VARIANCE: Check = (f"a variance in [0, {HIGHEST_VARIANCE:g}]", lambda value: 0 <= value <= HIGHEST_VARIANCE)
 
 
 def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[Curve]:
-    """Read every run in `path`: one for a run folder, one or more for a file of another tool.
+    """Read every run in `path`: the run of a run folder, or all runs of another tool's file.
 
     Raises ValueError, one line, for invalid input.
     """
@@ -64,7 +64,7 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
     if (path / "validation.jsonl").is_file():
         return [_read_run_folder(path, options)]
     if (path / "recipe.yaml").is_file():
-        raise refused(path, "the run has no validation.jsonl, as its first validation has not ended")
+        raise table_error(path, "the run has no validation.jsonl, as its first validation has not ended")
     curves = []
     problems = []
     for table in read_tables(path):
@@ -80,8 +80,8 @@ def read_curves(path: str | Path, options: ColumnOptions | None = None) -> list[
     if len(short) == len(curves) or not left_out:
         return curves
     note = f"{len(left_out)} runs of {path.name} were left out: {left_out[0]}"
-    first, *rest = (curve for curve in curves if len(curve.compute) >= FEW_ROWS)
-    return [replace(first, notes=(*first.notes, note)), *rest]
+    first, *later_curves = (curve for curve in curves if len(curve.compute) >= FEW_ROWS)
+    return [replace(first, notes=(*first.notes, note)), *later_curves]
 
 
 def curve_of_rows(rows: Sequence[Mapping[str, Any]], *, name: str) -> Curve:
@@ -91,7 +91,7 @@ def curve_of_rows(rows: Sequence[Mapping[str, Any]], *, name: str) -> Curve:
 
 
 def _selected_curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
-    """The run of these rows; one of several seeds of an arm where --series names the seed's column."""
+    """The run of a table's rows, with arm and seed where --series names the seed's column and another column."""
     curve = _curve(table, options, name)
     columns = [column for column, _ in options.series]
     if SEED_COLUMN not in columns or len(columns) < 2:
@@ -104,7 +104,7 @@ def _selected_curve(table: TableFile, options: ColumnOptions, name: str) -> Curv
 
 def _read_run_folder(path: Path, options: ColumnOptions) -> Curve:
     [table] = read_tables(path / "validation.jsonl")
-    # a step validated again after a resume: its last row counts
+    # a resumed run may validate a step again: the last row of a step counts
     latest = {row.get("step", number): (number, row) for number, row in table.rows}
     table = replace(table, rows=tuple(latest.values()), layout="run folder")
     compute = options.compute or ("compute" if options.hours_per_step is None else "step")
@@ -119,7 +119,7 @@ def _read_run_folder(path: Path, options: ColumnOptions) -> Curve:
 
 
 def unconfirmed(row: Mapping[str, Any]) -> str:
-    """Why the curve up to a row of validation.jsonl is no curve of right answers; empty if nothing says so."""
+    """The reason why a curve up to a row of validation.jsonl is no curve of right answers; empty without a reason."""
     share = row.get("confirmed_share")
     if share is None or share >= (row.get("confirmed_least") or 0.0):
         return ""
@@ -142,9 +142,9 @@ def flattened(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key path, value, value) where two recipes differ, by key. Of a section that one lacks, its keys differ.
+    """(key path, value before, value now) of each difference between two recipes, by key.
 
-    Paths to one file or folder are equal, however written.
+    Where one recipe lacks a section, each key of the section differs. Two spellings of one path are equal.
     """
     old = flattened(before)
     new = flattened(now)
@@ -165,13 +165,13 @@ class _Point(NamedTuple):
 
 
 def _curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
-    score, *others = score_columns(table, options)
+    score, *further_columns = score_columns(table, options)
     compute, scale, unit = compute_column(table, options, score)
     measured, texts = _points(table, options, compute, score)
-    starts = [point for point in measured if point.compute == 0 or plain(point.row[1].get("step")) == 0]
-    points, notes = _ordered([point for point in measured if point not in starts], compute)
+    starts = [point for point in measured if point.compute == 0 or plain_value(point.row[1].get("step")) == 0]
+    points, notes = _ordered_points([point for point in measured if point not in starts], compute)
     if not points:
-        raise refused(table.path, f"no row has {compute} > 0")
+        raise table_error(table.path, f"no row has {compute} > 0")
     for column in identity_columns(table, 1):
         different = f"{len(groups_of(table.rows, [column]))} different {column}"
         notes.append(f"rows of {different} were fitted as one run; choose with --series {column}=VALUE")
@@ -184,7 +184,7 @@ def _curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
     if starts:
         read += ", R_0"
     texts.insert(0, read)
-    texts += _further(table, others)
+    texts += _further(table, further_columns)
     task = score.removeprefix("pass_rate")
     if not task.startswith("/"):
         task = ""
@@ -212,20 +212,20 @@ def _curve(table: TableFile, options: ColumnOptions, name: str) -> Curve:
     )
 
 
-def _further(table: TableFile, others: list[str]) -> list[str]:
-    """What else --score could name."""
+def _further(table: TableFile, columns: list[str]) -> list[str]:
+    """Texts on the other columns that --score could name."""
     texts = []
-    short = [column for column in others if is_short(table, column)]
+    short = [column for column in columns if is_short(table, column)]
     if short:
         texts.append(f"columns with fewer than {FEW_ROWS} rows: {', '.join(short[:3])}")
-    if others:
-        more = f" and {len(others) - 2} more" if len(others) > 2 else ""
-        texts.append(f"also there: {', '.join(others[:2])}{more} (--score)")
+    if columns:
+        remainder = f" and {len(columns) - 2} more" if len(columns) > 2 else ""
+        texts.append(f"also there: {', '.join(columns[:2])}{remainder} (--score)")
     return texts
 
 
 def _points(table: TableFile, options: ColumnOptions, compute: str, score: str) -> tuple[list[_Point], list[str]]:
-    """The points of the rows with both numbers, and what was skipped and converted. compute: the column."""
+    """(points of the rows with both numbers, texts on skipped rows and converted values). compute: the column."""
     points = []
     for row in table.rows:
         x = _number(table, row, compute)
@@ -238,32 +238,34 @@ def _points(table: TableFile, options: ColumnOptions, compute: str, score: str) 
         elif is_time_of_day(compute, x):
             problem = CLOCK
         if problem:
-            raise refused(table.path, problem, f"row {row[0]}", compute)
+            raise table_error(table.path, problem, f"row {row[0]}", compute)
         points.append(_Point(x, y, row))
     if not points:
-        raise refused(table.path, f"no row has numbers in both {score} and {compute}")
+        raise table_error(table.path, f"no row has numbers in both {score} and {compute}")
     texts = []
-    low, high = options.score_range or (0.0, 1.0)
+    lowest, highest = options.score_range or (0.0, 1.0)
     if options.score_range:
-        texts.append(f"{low:g} to {high:g} mapped to 0 to 1")
+        texts.append(f"{lowest:g} to {highest:g} mapped to 0 to 1")
     elif _is_percent(score, points):
-        high = 100.0
+        highest = 100.0
         texts.append("percent, divided by 100")
-    points = [point._replace(pass_rate=_rounded((point.pass_rate - low) / (high - low))) for point in points]
+    points = [
+        point._replace(pass_rate=_rounded_rate((point.pass_rate - lowest) / (highest - lowest))) for point in points
+    ]
     for point in points:
         if not 0.0 <= point.pass_rate <= 1.0:
             problem = (
                 f"{point.pass_rate:g} is no pass rate in [0, 1]; --score-range=LO,HI maps another range (of percent "
                 "0,100), --score takes another column"
             )
-            raise refused(table.path, problem, f"row {point.row[0]}", score)
+            raise table_error(table.path, problem, f"row {point.row[0]}", score)
     if len(points) < len(table.rows):
         texts.append(f"skipped rows: {len(table.rows) - len(points)} without a number")
     return points, texts
 
 
-def _rounded(pass_rate: float) -> float:
-    """0 or 1 for what exceeds them by no more than the rounding of a mean in single precision."""
+def _rounded_rate(pass_rate: float) -> float:
+    """The pass rate, moved to 0 or 1 if outside by no more than the rounding of a mean in single precision."""
     nearest = min(max(pass_rate, 0.0), 1.0)
     if abs(pass_rate - nearest) < 1e-5:
         return nearest
@@ -277,15 +279,15 @@ def _is_percent(score: str, points: Sequence[_Point]) -> bool:
     return bool(re.search(r"%|percent|pct", score.lower())) and any(point.pass_rate > 1 for point in points)
 
 
-def _ordered(points: list[_Point], compute: str) -> tuple[list[_Point], list[str]]:
-    """The points in the order of their compute, one of each, and what was corrected.
+def _ordered_points(points: list[_Point], compute: str) -> tuple[list[_Point], list[str]]:
+    """(points sorted by compute, one for each compute; notes on corrections).
 
-    Of a compute that a resumed run has again its last row counts. Where most have several rows one after another,
-    their mean counts.
+    Where a resumed run repeats a compute, the last row counts. Where most computes have several successive rows, the
+    mean of the rows counts.
     """
     latest = {point.compute: point for point in points}
     repeated = {point.compute for point in points if latest[point.compute] is not point}
-    went_back = any(before.compute > after.compute for before, after in zip(points, points[1:]))
+    went_back = any(point.compute > successor.compute for point, successor in zip(points, points[1:]))
     # a resumed run goes back and logs a step again; a row for each prompt or answer repeats a step at once
     if repeated and not went_back and 2 * len(repeated) >= len(latest):
         rates: dict[float, list[float]] = {}
@@ -306,38 +308,38 @@ def _ordered(points: list[_Point], compute: str) -> tuple[list[_Point], list[str
 
 
 def _lineage(points: Sequence[_Point]) -> Sequence[_Point]:
-    """The points without what the attempt before a resume had beyond, once the resumed run has gone on.
+    """The points without those of an earlier attempt beyond a resume, once the resumed run has gone on.
 
-    All points, where they go back to a compute that was not there before: they are unsorted.
+    Points that go back to an unknown compute are unsorted, and all are returned.
     """
-    kept: list[_Point] = []
-    for point, after in zip(points, [*points[1:], None]):
-        if kept and point.compute < kept[-1].compute:
-            if point.compute not in {before.compute for before in kept}:
+    lineage: list[_Point] = []
+    for point, successor in zip(points, [*points[1:], None]):
+        if lineage and point.compute < lineage[-1].compute:
+            if point.compute not in {earlier.compute for earlier in lineage}:
                 return points
-            # a resume that has not gone on may have validated its checkpoint again and nothing else
-            if after and after.compute > point.compute:
-                kept = [before for before in kept if before.compute < point.compute]
-        kept.append(point)
-    return kept
+            # a resumed run without further points has perhaps validated the checkpoint again, and no later step
+            if successor and successor.compute > point.compute:
+                lineage = [earlier for earlier in lineage if earlier.compute < point.compute]
+        lineage.append(point)
+    return lineage
 
 
 def _number(table: TableFile, row: tuple[int, Row], column: str, check: Check | None = None) -> float | None:
-    """The number in a cell; None for an empty one, NaN and inf. Raises ValueError for other text and by the check."""
+    """The number in a cell; None for an empty cell, NaN and inf. Raises ValueError for other text or by the check."""
     value = row[1].get(column)
     if is_missing(value):
         return None
-    parsed = plain(value)
+    parsed = plain_value(value)
     problem = f"{value!r:.80} is no finite number"
     if isinstance(parsed, float | bool) and math.isfinite(parsed):
         if check is None or check[1](parsed):
             return float(parsed)
         problem = f"{parsed:g} is not {check[0]}"
-    raise refused(table.path, problem, f"row {row[0]}", column)
+    raise table_error(table.path, problem, f"row {row[0]}", column)
 
 
 def _prompts(table: TableFile, points: list[_Point], key: str) -> int | None:
-    """The number of prompts: one number, as pass rates over different prompts are different curves."""
+    """The number of prompts, which all points share: pass rates over different prompts are different curves."""
     values = _values(table, points, key, SIZE)
     if values is None:
         return None
@@ -348,7 +350,7 @@ def _prompts(table: TableFile, points: list[_Point], key: str) -> int | None:
 def _values(
     table: TableFile, points: list[_Point], key: str, check: Check | None = None, *, complete: bool = True
 ) -> Array | None:
-    """[n] numbers of a column, NaN for an empty cell; None if all are empty, or any if they have to be complete."""
+    """[n] numbers of a column, NaN for an empty cell; None if all cells are empty; complete: None if any is empty."""
     numbers = [_number(table, point.row, key, check) for point in points]
     values = np.array(numbers, dtype=float)
     empty = np.isnan(values)

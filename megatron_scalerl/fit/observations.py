@@ -1,9 +1,9 @@
-"""The observation model of a run's points: what is measured, how noisy it is, and which R_0 it starts from.
+"""The observation model of a run's points: measured pass rates, their noise, and R_0.
 
-The noise of a measured pass rate is that of its completions, given its prompts. A validation asks the same prompts
-every time, so what lies between prompts is no noise of the curve. What is left is the mean over prompts of one
-completion's variance (`within_variance`), over prompts x generations. It is measured where a prompt has several
-generations; its share of p (1 - p) is taken to be the same for the other points of a run.
+The noise of a measured pass rate is the noise of the completions, given the prompts. Every validation asks the same
+prompts, so the variance between prompts is no noise of the curve. The remaining variance is the mean over prompts of
+one completion's variance (`within_variance`), over prompts x generations. This variance is measured where a prompt
+has several generations; its share of p (1 - p) is taken to be equal for all points of a run.
 """
 
 import math
@@ -22,11 +22,11 @@ SHARES = (0.2, 1.0)
 LEAST_BINOMIAL = 0.001
 """p (1 - p) is not taken to be below this: all of many completions can be right by chance."""
 NEIGHBORS = 5
-"""Points over which a pass rate is averaged before its noise is derived from it."""
+"""Points over which a pass rate is averaged before the noise is derived from the average."""
 HIGHEST_VARIANCE = 0.5
-"""Of one completion, estimated from two: one is right, the other one wrong."""
+"""Highest variance of one completion, estimated from one right and one wrong completion."""
 MOST_COMPLETIONS = 1e9
-"""Of a validation: with more, its noise would vanish in rounding errors."""
+"""Most completions of a validation: beyond, the noise would vanish in rounding errors."""
 MOST_POINTS = 128
 """A run with more points is fitted to means of neighbors: a fit takes memory ~ n^2 and time ~ n^3."""
 NOISY = 0.01
@@ -35,14 +35,14 @@ NOISY = 0.01
 
 @record
 class ValidationNoise:
-    """What a run's records say on the noise of its points."""
+    """The noise of a run's points, by the run's records."""
 
     completions: Array = field(repr=False)
     """[n] prompts x generations of each point."""
     initial_completions: float
-    """Of R_0."""
+    """Prompts x generations of R_0."""
     share: float | None
-    """Of p (1 - p), measured on this run; None: not measured."""
+    """Noise of one completion as a share of p (1 - p), measured on this run; None: not measured."""
 
 
 def binomial(pass_rate: ArrayLike) -> Array:
@@ -59,7 +59,7 @@ def validation_noise(curve: Curve) -> ValidationNoise | None:
     for key in ("prompts", "generations", "initial_generations"):
         _check(key, getattr(curve, key), 1.0, MOST_COMPLETIONS)
     for key in ("within_variance", "initial_within_variance"):
-        _check(key, getattr(curve, key), 0.0, HIGHEST_VARIANCE, missing=True)
+        _check(key, getattr(curve, key), 0.0, HIGHEST_VARIANCE, allow_nan=True)
     if curve.prompts is None or curve.generations is None:
         return None
     first = float(curve.initial_generations or np.median(curve.generations))
@@ -68,28 +68,28 @@ def validation_noise(curve: Curve) -> ValidationNoise | None:
     values = np.array([*within, curve.initial_within_variance], dtype=float)
     rates = np.array([*curve.pass_rate, curve.initial], dtype=float)
     counts = np.append(curve.generations, first)
-    known = np.isfinite(values) & np.isfinite(rates)
+    is_measured = np.isfinite(values) & np.isfinite(rates)
     share = None
-    if known.any():
-        measured = values[known] @ counts[known]
-        full = (rates[known] * (1.0 - rates[known])) @ counts[known]
+    if is_measured.any():
+        measured = values[is_measured] @ counts[is_measured]
+        full = (rates[is_measured] * (1.0 - rates[is_measured])) @ counts[is_measured]
         share = float(np.clip(measured / max(full, 1e-9), *SHARES))
     return ValidationNoise(
         completions=curve.prompts * curve.generations, initial_completions=curve.prompts * first, share=share
     )
 
 
-def _check(key: str, given: ArrayLike | None, low: float, high: float, *, missing: bool = False) -> None:
-    if given is None:
+def _check(key: str, numbers: ArrayLike | None, lowest: float, highest: float, *, allow_nan: bool = False) -> None:
+    if numbers is None:
         return
-    values = np.atleast_1d(np.asarray(given, dtype=float))
-    valid = (values >= low) & (values <= high) | (missing & np.isnan(values))
+    values = np.atleast_1d(np.asarray(numbers, dtype=float))
+    valid = (values >= lowest) & (values <= highest) | (allow_nan & np.isnan(values))
     if not np.all(valid):
-        raise ValueError(f"{key} is {first_invalid(values, valid)}; it has to be in [{low:g}, {high:g}]")
+        raise ValueError(f"{key} is {first_invalid(values, valid)}; it has to be in [{lowest:g}, {highest:g}]")
 
 
 def first_invalid(values: Array, valid: NDArray[np.bool_]) -> str:
-    """The first value that is not valid, and its number. values, valid: [n]."""
+    """Text with the first invalid value and the number of its point. values, valid: [n]."""
     index = int(np.flatnonzero(~valid)[0])
     text = f"{float(values[index])!r}"
     if len(values) > 1:
@@ -97,7 +97,7 @@ def first_invalid(values: Array, valid: NDArray[np.bool_]) -> str:
     return text
 
 
-def smoothed(pass_rate: Array) -> Array:
+def smoothed_rates(pass_rate: Array) -> Array:
     """[n] mean of each pass rate and its neighbors, `NEIGHBORS` in all, fewer at the ends."""
     window = np.ones(NEIGHBORS)
     reach = NEIGHBORS // 2
@@ -117,7 +117,7 @@ def scatter(pass_rate: Array) -> float:
     return float(np.median(bend)) / (0.6745 * math.sqrt(6.0))
 
 
-def pooled(c: Array, y: Array, weights: Array) -> tuple[Array, Array, Array]:
+def pooled_points(c: Array, y: Array, weights: Array) -> tuple[Array, Array, Array]:
     """At most `MOST_POINTS` points: means of neighbors, weighted by their completions; fewer points as they are.
 
     c, y, weights: [n] compute > 0, ascending, pass rate, completions. Neighbors are pooled over at most 1/64 of the
@@ -129,7 +129,7 @@ def pooled(c: Array, y: Array, weights: Array) -> tuple[Array, Array, Array]:
     log_c = np.log(c)
     ranks = np.arange(len(c)) / len(c)
     levels = (log_c - log_c[0]) / max(log_c[-1] - log_c[0], 1e-12)
-    # ranks and levels both ascend, so their mean does: a bin holds neighbors alone
+    # ranks and levels both ascend, so the mean of both ascends: a bin holds neighbors alone
     bins = np.minimum(MOST_POINTS * (ranks + levels) / 2.0, MOST_POINTS - 1).astype(int)
     starts = np.flatnonzero(np.diff(bins, prepend=-1))
     total = np.add.reduceat(weights, starts)
@@ -150,19 +150,19 @@ class Observations:
     spread_unit: float
     """p (1 - p) / completions of a point whose `spread` is 1."""
     completions: float | None
-    """Completions of a usual point: their median; None if unknown."""
+    """Median of the points' completions; None if unknown."""
     scale: float
     """Largest fitted compute, in the user's unit."""
     initials: tuple[float, ...]
-    """Values of R_0 to average over: one if it is exact, three if it was measured, more if it is unknown."""
+    """Values of R_0 to average over: one for an exact R_0, three for a measured R_0, more for an unknown R_0."""
     initial_weights: tuple[float, ...]
-    """Prior weight of each."""
+    """Prior weight of each value of R_0."""
     initial_given: bool
     """Whether R_0 is known: the first of `initials`."""
     noise_variance: float
     """Center of the prior of the noise variance, in pass rate squared."""
     noise_shape: float
-    """Shape of that inverse-gamma prior."""
+    """Shape of the inverse-gamma prior of the noise variance."""
     discrepancy_unit: float
     """Mean p (1 - p) of the points over `noise_variance`: converts a discrepancy's deviation to noise variances."""
 
@@ -171,19 +171,19 @@ class Observations:
         """[n] in the user's unit."""
         return np.exp(self.log_compute) * self.scale
 
-    def deviation(self, left: Array, right: Array, hypothesis: Discrepancy) -> Array:
-        """[len(left), len(right)] covariance of the deviation at two log computes, in units of the noise variance."""
-        return self.discrepancy_unit * deviation_covariance(left, right, hypothesis, float(self.log_compute[0]))
+    def deviation(self, rows: Array, columns: Array, hypothesis: Discrepancy) -> Array:
+        """[len(rows), len(columns)] covariance of the deviation at two log computes, in units of noise variance."""
+        return self.discrepancy_unit * deviation_covariance(rows, columns, hypothesis, float(self.log_compute[0]))
 
 
-def deviation_covariance(left: Array, right: Array, hypothesis: Discrepancy, start: float) -> Array:
-    """[len(left), len(right)] covariance of the deviation at two log(C / fitted compute), as a share of p (1 - p).
+def deviation_covariance(rows: Array, columns: Array, hypothesis: Discrepancy, start: float) -> Array:
+    """[len(rows), len(columns)] covariance of the deviation at two log(C / fitted compute), as a share of p (1 - p).
 
     start: log compute of the first point, from which the walk goes on.
     """
-    # a random walk has the covariance min(s, t); a turn is one random slope, so its part has rank one
-    walked = np.minimum(left[:, None], right[None, :]) - start
-    turned = [np.maximum(x - np.log(hypothesis.turn_from), 0.0) for x in (left, right)]
+    # a random walk has the covariance min(s, t); a turn is one random slope, so the turn's part has rank one
+    walked = np.minimum(rows[:, None], columns[None, :]) - start
+    turned = [np.maximum(x - np.log(hypothesis.turn_from), 0.0) for x in (rows, columns)]
     walk = hypothesis.walk**2 * np.maximum(walked, 0.0)
     return hypothesis.level**2 + walk + hypothesis.turn**2 * np.outer(*turned)
 
@@ -197,22 +197,22 @@ def covariance(observations: Observations, hypothesis: Discrepancy) -> Array:
 def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Observations:
     """The observation model of a run's points under `prior`; many points are pooled.
 
-    highest: A, if it is held: only values of R_0 below it are averaged over.
+    highest: A of a fit that holds A: only values of R_0 below this A are averaged over.
     Raises ValueError for sizes that cannot be, and where no R_0 is below `highest`.
     """
     noise = validation_noise(curve)
-    each = np.ones(len(curve.pass_rate))
+    completions_of_points = np.ones(len(curve.pass_rate))
     usual = None
     share = prior.noise_share
     share_of_initial = 0.0
     if noise is not None:
-        each = noise.completions
-        usual = float(np.median(each))
+        completions_of_points = noise.completions
+        usual = float(np.median(completions_of_points))
         share = noise.share or share
         share_of_initial = share / noise.initial_completions
-    c, y, completions = pooled(curve.compute, curve.pass_rate, each)
-    # not that of y itself: of eight completions that are all wrong by chance the noise would be none
-    variance_of_one = binomial(smoothed(y))
+    c, y, completions = pooled_points(curve.compute, curve.pass_rate, completions_of_points)
+    # smoothed: eight completions that are all wrong by chance would have no noise
+    variance_of_one = binomial(smoothed_rates(y))
     spread = variance_of_one / completions
     variance = prior.unknown_noise**2 / float(completions.mean())
     shape = prior.unknown_noise_shape
@@ -221,10 +221,10 @@ def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Obse
         shape = prior.noise_shape
     initials, weights = _initials(curve, share_of_initial, exact=prior is FLAT_PRIOR)
     if highest is not None:
-        kept = [node for node in zip(initials, weights) if node[0] < highest]
-        if not kept:
+        nodes = [node for node in zip(initials, weights) if node[0] < highest]
+        if not nodes:
             raise ValueError(f"fixed asymptote: {highest!r} is not above R_0, {min(initials):.3f}")
-        initials, weights = zip(*kept)
+        initials, weights = zip(*nodes)
     return Observations(
         log_compute=np.log(c) - np.log(c.max()),
         pass_rate=y,
@@ -244,28 +244,28 @@ def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Obse
 def _initials(curve: Curve, share: float, *, exact: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """(values of R_0, their weights). share: variance of a measured R_0 as a share of p (1 - p); 0: not known.
 
-    exact: whether a given R_0 is taken to have no noise. An R_0 whose size is not known has the noise that the run
-    shows, where it shows much.
+    exact: whether a given R_0 is taken to have no noise. An R_0 of unknown size has the noise of the run's points, if
+    that noise is above `NOISY`.
     """
     if curve.initial is None:
         candidates = initial_candidates(curve.pass_rate)
         return tuple(candidates), tuple(1.0 / len(candidates) for _ in candidates)
-    shown = 0.0
+    scatter_of_points = 0.0
     if share == 0.0:
-        shown = scatter(curve.pass_rate)
-    if exact or (share == 0.0 and shown <= NOISY):
+        scatter_of_points = scatter(curve.pass_rate)
+    if exact or (share == 0.0 and scatter_of_points <= NOISY):
         return (curve.initial,), (1.0,)
     # Gauss-Hermite: R_0 was measured with noise, too
-    error = float(np.sqrt(3.0) * max(shown, np.sqrt(share * binomial(curve.initial))))
+    error = float(np.sqrt(3.0) * max(scatter_of_points, np.sqrt(share * binomial(curve.initial))))
     # 0.999: an R_0 of 1 leaves no room, and the gain is a share of the room
     nodes = (curve.initial, max(curve.initial - error, 0.0), min(curve.initial + error, 0.999))
     return nodes, (2.0 / 3.0, 1.0 / 6.0, 1.0 / 6.0)
 
 
 def initial_candidates(y: Array) -> list[float]:
-    """Five candidates for an unknown R_0: from the first points' mean down by half of the rise seen so far.
+    """Five candidates for an unknown R_0: from the first points' mean down by half of the rise so far.
 
-    Noise of the first points moves the range to either side by 1.5 standard errors, where it is not small.
+    Considerable noise of the first points widens the range on either side by 1.5 standard errors.
     """
     width = min(3, max(len(y) // 4, 1))
     means = np.convolve(y, np.ones(width) / width, mode="valid")

@@ -1,6 +1,7 @@
-"""The forecast of a run's end, made after every validation: how it moved, and what came.
+"""The forecast of a run's end, made after every validation.
 
-It depends on the validations up to then alone, so that it can be made again later: the same rows give the same bits.
+A forecast depends on the validations up to its step alone, so a later call repeats it: the same rows give the same
+bits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,29 +20,29 @@ DRAWS = 1000
 """Draws of each fit."""
 PATH_POINTS = 24
 """Points of a projection's path."""
-MOST = 1e15
-"""A number of a row is below it: a larger one is damage."""
+LARGEST_NUMBER = 1e15
+"""Largest number that a row can hold; a larger number is damage."""
 LIMITS: dict[str, tuple[Any, float]] = {
-    "step": (int, MOST),
-    "compute": (int | float, MOST),
+    "step": (int, LARGEST_NUMBER),
+    "compute": (int | float, LARGEST_NUMBER),
     "pass_rate": (int | float, 1),
 }
 """Type and largest value of a row's numbers; the smallest is 0."""
 Rows = Sequence[Mapping[str, Any]]
-"""Rows of validation.jsonl, that of step 0 first."""
+"""Rows of validation.jsonl, the row of step 0 first."""
 
 
 def checked_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of validation.jsonl.
 
-    Raises ValueError unless it has a step, a compute and a pass rate that can be those of a validation.
+    Raises ValueError unless the row has a step, a compute and a pass rate within `LIMITS`.
     """
     checked = dict(row)
-    for key, (kind, most) in LIMITS.items():
+    for key, (kind, largest) in LIMITS.items():
         value: Any = checked.get(key)
-        if not isinstance(value, kind) or isinstance(value, bool) or not 0 <= value <= most:
-            shown = f"{key} {str(value)[:40]!a}" if key in checked else f"no {key}"
-            raise ValueError(f"expected a validation (step, compute, pass_rate), found {shown}")
+        if not isinstance(value, kind) or isinstance(value, bool) or not 0 <= value <= largest:
+            description = f"{key} {str(value)[:40]!a}" if key in checked else f"no {key}"
+            raise ValueError(f"expected a validation (step, compute, pass_rate), found {description}")
     return checked
 
 
@@ -50,13 +51,13 @@ class Outlook:
     """The forecast of the run's last validation, made after one of its validations."""
 
     step: int
-    """Optimizer steps when it was made."""
+    """Optimizer steps at the time of the forecast."""
     end_step: int
     """Steps of the whole run."""
     pass_rate: float
     """Forecast at `end_step`, in [0, 1]."""
     lo: float
-    """Lower end of its 90 % interval, of a measurement with the validation size so far."""
+    """Lower end of the 90 % interval of a measurement with the validation size so far."""
     hi: float
     """Upper end of the 90 % interval."""
     verdict: Verdict
@@ -65,7 +66,7 @@ class Outlook:
     """`unconfirmed` of the last validation."""
 
     def line(self) -> str:
-        """In one line: `at step 7400: 0.612 [0.584, 0.641]; go on`."""
+        """The forecast in one line: `at step 7400: 0.612 [0.584, 0.641]; go on`."""
         line = f"at step {self.end_step}: {self.pass_rate:.3f} [{self.lo:.3f}, {self.hi:.3f}]; {self.verdict}"
         return f"{line}; {self.unconfirmed}" if self.unconfirmed else line
 
@@ -76,19 +77,19 @@ class Projection:
 
     outlook: Outlook
     path: tuple[Prediction, ...]
-    """From the compute of the last validation to that of the run's end, both included, at equal distances."""
+    """`PATH_POINTS` forecasts at equal distances, from the compute of the last validation to the end of the run."""
 
 
 @record
 class RunFit:
-    """The fit of all validations of a run, whether it is under way or over."""
+    """The fit of all validations of a run, which is under way or over."""
 
     result: FitResult
     """Ceiling, intervals, and the forecast at any compute."""
     last_step: int
     """Step of the last validation that was fitted."""
     last_compute: float
-    """Compute of that validation, in the run's unit."""
+    """Compute of the last validation, in the run's unit."""
     end_compute: float
     """Compute of the run's end: `last_compute` in proportion to the steps; `last_compute` of a run that is over."""
     outlook: Outlook | None
@@ -106,7 +107,7 @@ def run_fit(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> RunFit | None
             checked = checked_row(row)
         except ValueError as error:
             raise ValueError(f"validation.jsonl: row {number}: {error}") from None
-        latest[checked["step"]] = checked  # a resumed run validates a step again: its last row counts
+        latest[checked["step"]] = checked  # a resumed run validates a step again: the last row of a step counts
     used = [row for step, row in latest.items() if step >= max(fit_from_steps, 1) and row["compute"] > 0]
     if 0 not in latest or latest[0]["pass_rate"] >= 1.0 or len(used) < MIN_POINTS:
         return None
@@ -161,7 +162,7 @@ def projection(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> Projection
 
 
 def outlooks(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> list[Outlook]:
-    """The forecasts that were made after each validation, in their order."""
+    """The forecasts after each validation, in the order of the validations."""
     prefixes = (rows[:end] for end in range(1, len(rows) + 1))
     forecasts = (outlook(prefix, steps=steps, fit_from_steps=fit_from_steps) for prefix in prefixes)
     return list(filter(None, forecasts))

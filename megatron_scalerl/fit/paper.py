@@ -23,7 +23,7 @@ ASYMPTOTES = np.round(np.arange(0.450, 0.8001, 0.005), 3)
 MIDPOINTS = (np.linspace(100.0, 4000.0, 100), np.linspace(4000.0, 40000.0, 100))
 """The two grids over C_mid, in GPU-hours."""
 MIDPOINT_REFERENCE = 8000.0
-"""Fitted range, in GPU-hours, that these grids belong to. They are rescaled for runs of another order."""
+"""Fitted range of `MIDPOINTS`, in GPU-hours; runs of another order of magnitude get rescaled grids."""
 _EXPONENTS = np.geomspace(0.1, 20.0, 120)
 """The table of exponents."""
 _CANDIDATES = 60
@@ -43,18 +43,18 @@ def fit_paper(
     scale = 1.0
     if not FIT_FROM < compute.max() < 10.0 * MIDPOINTS[-1][-1]:
         scale = compute.max() / MIDPOINT_REFERENCE
-    # both grids as a whole are tried: the spacing differs, and each published C_mid lies on one of the two
+    # both whole grids are tried: the spacing differs, and each published C_mid lies on one of the two grids
     grids = [grid * scale for grid in MIDPOINTS]
     cells = [best_cell(compute, pass_rate, initial, asymptotes, grid) for grid in grids]
     coarse = min(cells, key=itemgetter(0))
-    low = float(grids[0][0])
-    high = float(grids[-1][-1])
-    # 4000 is on both grids: the wider spacing reaches its neighbors on either side
+    lowest = float(grids[0][0])
+    highest = float(grids[-1][-1])
+    # 4000 is on both grids: the wider spacing reaches the neighbors on either side
     step = max(grid[1] - grid[0] for grid in grids if grid[0] <= coarse[2] <= grid[-1])
-    fine = np.unique(np.clip(np.linspace(coarse[2] - step, coarse[2] + step, 41), low, high))
+    fine = np.unique(np.clip(np.linspace(coarse[2] - step, coarse[2] + step, 41), lowest, highest))
     refined = best_cell(compute, pass_rate, initial, asymptotes, fine)
     _, asymptote, midpoint, exponent = min(coarse, refined, key=itemgetter(0))
-    return {"asymptote": asymptote, "exponent": exponent, "midpoint": midpoint}, (low, high)
+    return {"asymptote": asymptote, "exponent": exponent, "midpoint": midpoint}, (lowest, highest)
 
 
 def best_cell(

@@ -1,4 +1,4 @@
-"""Figures of a forecast: fitted points filled, unseen ones hollow, curve, 90 % band, asymptote, log compute.
+"""Figures of a forecast: fitted points filled, unseen points hollow, curve, 90 % band, asymptote, log compute.
 
 Drawn with matplotlib's object interface: no display and no global state are needed. The colors are Okabe and Ito's,
 which color-blind readers can distinguish; every run has its own marker as well.
@@ -30,7 +30,7 @@ SOLID_AND_DASHED = (
     "Dashed (forecast) differs from solid (fit): it starts at the run's present level and is the median of all "
     "curves that fit."
 )
-"""Why the two lines of a figure differ."""
+"""The note on the two lines of a figure."""
 Points = tuple[Sequence[float] | Array, Sequence[float] | Array]
 """(compute [n], pass rate [n])."""
 
@@ -47,7 +47,7 @@ def plot_forecast(
     """Write one figure with every run's points, curve, 90 % band and asymptote; PNG or SVG by the suffix.
 
     unseen: by run name, points that were not fitted; drawn hollow.
-    until:  compute up to which the curves are drawn; default: twice the largest fitted one.
+    until:  compute up to which the curves are drawn; default: twice the largest fitted compute.
     target: a pass rate to mark with a horizontal line.
     Raises ValueError for another suffix, OSError if the file cannot be written.
     """
@@ -57,7 +57,7 @@ def plot_forecast(
     until = until or 2.0 * max(float(run.compute.max()) for run in fits)
     figure, axes = new_figure()
     for index, run in enumerate(fits):
-        _draw_run(axes, run, index, unseen=unseen.get(run.name, ((), ())), until=until, alone=len(fits) == 1)
+        _draw_run(axes, run, index, unseen=unseen.get(run.name, ((), ())), until=until, is_single=len(fits) == 1)
     if target is not None:
         axes.axhline(target, color=INK, linewidth=1.0, linestyle=(0, (1, 2)))
         axes.annotate(f"target {target:.3f}", (0.01, target), xycoords=("axes fraction", "data"), va="bottom")
@@ -67,7 +67,7 @@ def plot_forecast(
     axes.set_ylabel("validation pass rate")
     title = title or f"{title_of(fits)}: forecast of the validation pass rate"
     axes.set_title(textwrap.fill(shortened(title, 130), 66), loc="left", fontsize=11)
-    # the legend below the axes, where no point can be, under a note
+    # the legend stands below the axes, where no point can be, under a note
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(
         handles,
@@ -113,11 +113,11 @@ def save(figure: "Figure", path: str | Path) -> Path:
     return path
 
 
-def _draw_run(axes: "Axes", run: FitResult, index: int, *, unseen: Points, until: float, alone: bool) -> None:
+def _draw_run(axes: "Axes", run: FitResult, index: int, *, unseen: Points, until: float, is_single: bool) -> None:
     """Draw one run's band, curve, points and asymptote in the color and marker of `index`."""
     color = COLORS[index % len(COLORS)]
     marker = MARKERS[index % len(MARKERS)]
-    hidden = "" if alone else "_"  # a legend leaves out labels that begin with an underscore
+    hidden = "" if is_single else "_"  # a legend leaves out labels that begin with an underscore
     end = float(run.compute.max())
     past = np.geomspace(0.8 * float(run.compute.min()), end, 120)
     future = np.geomspace(end, until, 120)
@@ -125,7 +125,7 @@ def _draw_run(axes: "Axes", run: FitResult, index: int, *, unseen: Points, until
     median = [prediction.pass_rate for prediction in forecast]
     axes.plot(past, run.curve(past), color=color, linewidth=2.0, label=f"{hidden}fitted sigmoid")
     axes.plot(future, median, color=color, linewidth=2.0, linestyle=(0, (4, 1.5)), label=f"{hidden}median forecast")
-    if not alone:
+    if not is_single:
         name = f"{shortened(run.name, 50)}: A = {run.asymptote:.3f}"
         axes.plot([], [], marker, linestyle="-", color=color, linewidth=2.0, markersize=4.5, label=name)
     label = f"{hidden}fitted, {run.n_points} points"
@@ -134,10 +134,10 @@ def _draw_run(axes: "Axes", run: FitResult, index: int, *, unseen: Points, until
         label = f"{hidden}not fitted"
         axes.plot(*unseen, marker, color=color, markerfacecolor="white", markersize=5.5, label=label)
     axes.axhline(run.asymptote, color=color, linewidth=1.0, linestyle=(0, (6, 3)), alpha=0.8)
-    if alone:
-        low, high = run.intervals["asymptote"]
+    if is_single:
+        lower, upper = run.intervals["asymptote"]
         axes.annotate(
-            f"A = {run.asymptote:.3f}  [{low:.3f}, {high:.3f}]",
+            f"A = {run.asymptote:.3f}  [{lower:.3f}, {upper:.3f}]",
             (0.01, run.asymptote),
             xycoords=("axes fraction", "data"),
             xytext=(0, 3),
@@ -152,7 +152,7 @@ def _draw_run(axes: "Axes", run: FitResult, index: int, *, unseen: Points, until
 
 
 def _smooth(edge: Sequence[float]) -> Array:
-    """Moving average over five, against the sampling noise in quantiles of draws."""
+    """Moving average over five values, against the sampling noise in quantiles of draws."""
     return np.convolve(np.pad(edge, 2, mode="edge"), np.full(5, 0.2), mode="valid").astype(float)
 
 

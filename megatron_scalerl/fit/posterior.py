@@ -1,10 +1,10 @@
 """Posterior of a run's sigmoid on a grid: no Markov chain, no starting value, no convergence to check.
 
 Given (B, C_mid) the sigmoid is linear in A, so the likelihood in A is Gaussian with known mean and width: only
-(log B, log C_mid) needs a grid, and A gets its own nodes in every cell, around that mean. The noise variance is
-integrated out in closed form (inverse-gamma prior), and the hypotheses on the model discrepancy are summed (a
-Gaussian process on the residuals, after Kennedy and O'Hagan 2001). The grid is refined over the region that holds
-the mass until the region stops shrinking. The same data and seed give the same draws, bit for bit.
+(log B, log C_mid) needs a grid, and every cell has nodes of A around the cell's mean. The noise variance is
+integrated out in closed form (inverse-gamma prior). The hypotheses on the model discrepancy, a Gaussian process on
+the residuals (Kennedy and O'Hagan 2001), are summed. The grid is refined over the region that holds the mass until
+the region stops shrinking. The same data and seed give the same draws, bit for bit.
 """
 
 import math
@@ -74,29 +74,29 @@ class Posterior:
     def true_pass_rate(self, compute: Array) -> tuple[Array, Array]:
         """Mean and variance, both [draws, len(compute)], of the true pass rate: sigmoid and deviation."""
         obs = self.observations
-        new = self._log(compute)
+        log_compute = self._log(compute)
         mean = self.curves(compute)
-        # `scale` is the last fitted compute: beyond it this curve stays flat
+        # `scale` is the last fitted compute: `reached` stays flat beyond `scale`
         reached = self.curves(np.minimum(compute, obs.scale))
         variance = np.zeros_like(mean)
         residual = self.residuals()
         for index, hypothesis in enumerate(self.discrepancies):
             rows = self.hypothesis == index
-            if hypothesis.level > 0.0:  # the run has left its sigmoid: what the curve still gains is not its own
+            if hypothesis.level > 0.0:  # the run has left its sigmoid and has no part in the curve's further gain
                 mean[rows] = reached[rows]
             # Gaussian process regression: mean K* K^-1 r and variance K** - K* K^-1 K*^T of the deviation
             inverse = np.linalg.inv(covariance(obs, hypothesis))
-            cross = obs.deviation(new, obs.log_compute, hypothesis)
+            cross = obs.deviation(log_compute, obs.log_compute, hypothesis)
             mean[rows] += residual[rows] @ (inverse @ cross.T)
-            prior = np.diag(obs.deviation(new, new, hypothesis))
-            left = prior - ((cross @ inverse) * cross).sum(axis=1)
-            variance[rows] = np.maximum(left, 0.0) * self.noise_variance[rows, None]
+            prior = np.diag(obs.deviation(log_compute, log_compute, hypothesis))
+            conditional = prior - ((cross @ inverse) * cross).sum(axis=1)
+            variance[rows] = np.maximum(conditional, 0.0) * self.noise_variance[rows, None]
         return mean, variance
 
     def measured(self, compute: Array, completions: Array | None = None) -> tuple[Array, Array]:
         """(center [len(compute)], draws [draws, len(compute)]) of a new measurement at each compute.
 
-        completions: [len(compute)] that each averages; default: as a usual fitted point.
+        completions: [len(compute)] completions of each measurement; default: the median of the fitted points.
         """
         mean, variance = self.true_pass_rate(compute)
         # streams 0 and 2 of this seed belong to `sample` and `decide`: the three are independent
@@ -121,7 +121,7 @@ def sample(
 ) -> Posterior:
     """Draw from the posterior of (A, B, C_mid, R_0, noise, hypothesis) given the points.
 
-    bounds: A is held where its two bounds are equal. draws: their number.
+    bounds: two equal bounds hold A. draws: number of draws.
     """
     lowest, highest = bounds.asymptote
     grid = _refined_grid(observations, prior, bounds)
@@ -152,9 +152,9 @@ def sample(
 
 
 def _asymptotes(posterior: Posterior, offset: Array, bounds: Bounds) -> Array:
-    """[draws] A at `offset` standard deviations from its mean given each draw's own (B, C_mid).
+    """[draws] A at `offset` standard deviations from the conditional mean of A given each draw's (B, C_mid).
 
-    Not given the cell's (B, C_mid): across a cell the mean moves by more than the standard deviation.
+    The cell's (B, C_mid) would not do: across a cell the mean moves by more than the standard deviation.
     """
     obs = posterior.observations
     share = share_by_logs(obs.log_compute, posterior.exponent[:, None], posterior.log_midpoint[:, None])
@@ -168,8 +168,8 @@ def _asymptotes(posterior: Posterior, offset: Array, bounds: Bounds) -> Array:
         gain[rows], width[rows] = _conditional_gain(
             (rises**2).sum(axis=1), (shares * rises).sum(axis=1), (shares**2).sum(axis=1), obs
         )
-    low = np.maximum(bounds.asymptote[0], posterior.initial)
-    return np.clip(posterior.initial + gain + offset * width, low, bounds.asymptote[1])
+    lowest = np.maximum(bounds.asymptote[0], posterior.initial)
+    return np.clip(posterior.initial + gain + offset * width, lowest, bounds.asymptote[1])
 
 
 def _misfit(posterior: Posterior) -> Array:
@@ -185,7 +185,7 @@ def _misfit(posterior: Posterior) -> Array:
 
 @record
 class _Grid:
-    """A grid with its mass. A's nodes differ between cells, so they are relative to each cell's conditional mean."""
+    """A grid and the posterior mass of its nodes. A's nodes are relative to each cell's conditional mean of A."""
 
     log_b: Array
     """[B] log B of the nodes."""
@@ -200,7 +200,7 @@ class _Grid:
 
 
 def _inside_cell(axis: Array, index: Index, rng: np.random.Generator) -> Array:
-    # the end nodes lie on the box's edges: the half of their cell that is outside is put on the edge
+    # the end nodes lie on the box's edges: draws from the outer half of an end cell move to the edge
     step = axis[1] - axis[0]
     return np.clip(axis[index] + rng.uniform(-0.5, 0.5, len(index)) * step, axis[0], axis[-1])
 
@@ -213,7 +213,7 @@ def _refined_grid(obs: Observations, prior: Prior, bounds: Bounds) -> _Grid:
         cells = grid.mass.sum(axis=(0, 1, 4))
         marginals = (cells.sum(axis=1), grid.log_b), (cells.sum(axis=0), grid.log_m)
         smaller = [_region(*marginal, limit) for marginal, limit in zip(marginals, limits)]
-        # a pass that cuts less than 30 % off every axis does not sharpen the next grid enough to pay for it
+        # a pass that cuts less than 30 % off every axis sharpens the next grid too little to pay for the pass
         settled = all(np.ptp(new) > 0.7 * np.ptp(old) for new, old in zip(smaller, box))
         box = smaller
         if settled:
@@ -222,15 +222,15 @@ def _refined_grid(obs: Observations, prior: Prior, bounds: Bounds) -> _Grid:
 
 
 def _region(marginal: Array, nodes: Array, limit: Array) -> Array:
-    kept = np.flatnonzero(marginal > NEGLIGIBLE * marginal.sum())
-    # the mass may end anywhere between the last kept node and its neighbor
+    indices = np.flatnonzero(marginal > NEGLIGIBLE * marginal.sum())
+    # the mass may end anywhere between the last node with mass and its neighbor
     margin = nodes[1] - nodes[0]
-    return np.array([max(nodes[kept[0]] - margin, limit[0]), min(nodes[kept[-1]] + margin, limit[1])])
+    return np.array([max(nodes[indices[0]] - margin, limit[0]), min(nodes[indices[-1]] + margin, limit[1])])
 
 
 def _grid(obs: Observations, prior: Prior, bounds: Bounds, box: list[Array], cells: tuple[int, int]) -> _Grid:
-    """The grid over a box, [low, high] of log B and of log C_mid, with so many cells along each."""
-    log_b, log_m = (np.linspace(low, high, count) for (low, high), count in zip(box, cells))
+    """The grid over a box, (lowest, highest) log B and log C_mid. cells: number of nodes along B and C_mid."""
+    log_b, log_m = (np.linspace(lowest, highest, count) for (lowest, highest), count in zip(box, cells))
     n = len(obs.log_compute)
     share = share_by_logs(obs.log_compute, np.exp(log_b)[:, None, None], log_m[None, :, None])
     share = share.reshape(-1, n)
@@ -266,7 +266,7 @@ def _grid(obs: Observations, prior: Prior, bounds: Bounds, box: list[Array], cel
 
 
 def _whitening(obs: Observations, hypothesis: Discrepancy) -> tuple[Array, float]:
-    """(W [n, n], log det W): W maps residuals to independent ones with the noise variance."""
+    """(W [n, n], log det W): W maps residuals to independent residuals with the noise variance."""
     # covariance = L L^T, so W = L^-1 and log det W = -sum(log diag L)
     lower = np.linalg.cholesky(covariance(obs, hypothesis))
     return np.linalg.inv(lower), -float(np.log(np.diag(lower)).sum())
@@ -277,28 +277,28 @@ def _conditional_gain(total: Array, cross: Array, square: Array, obs: Observatio
     # C_mid far beyond the points makes every share, and so this sum, vanish: 0 / 0 without the bound
     square = np.maximum(square, 1e-12)
     best = cross / square
-    left = np.maximum(total - cross * best, 0.0)
-    variance = (obs.noise_shape * obs.noise_variance + left / 2) / (obs.noise_shape + len(obs.pass_rate) / 2)
+    misfit = np.maximum(total - cross * best, 0.0)
+    variance = (obs.noise_shape * obs.noise_variance + misfit / 2) / (obs.noise_shape + len(obs.pass_rate) / 2)
     return best, np.sqrt(variance / square)
 
 
 def _gain_nodes(best: Array, width: Array, initial: float, bounds: Bounds) -> tuple[Array, Array]:
-    """([..., nodes] gains A - R_0 around each cell's mean and inside the bounds, [...] their distance)."""
-    low, high = (end - initial for end in bounds.asymptote)
-    if low == high:
-        # A is held: one node, whose step of 1 adds log 1 = 0 to its weight
-        return np.full((*best.shape, 1), low), np.ones_like(best)
-    low = max(low, 0.0)
-    # where the cell's mean lies far outside the bounds, the step would be 0 and its log weight -inf
-    sliver = 1e-3 * (high - low)
-    left = np.clip(best - REACH * width, low, high - sliver)
-    right = np.clip(best + REACH * width, low + sliver, high)
-    step = (right - left) / ASYMPTOTE_NODES
-    return left[..., None] + step[..., None] * (np.arange(ASYMPTOTE_NODES) + 0.5), step
+    """([..., nodes] gains A - R_0 around each cell's mean and inside the bounds, [...] distance of two nodes)."""
+    lowest, highest = (end - initial for end in bounds.asymptote)
+    if lowest == highest:
+        # A is held: one node, whose step of 1 adds log 1 = 0 to the node's weight
+        return np.full((*best.shape, 1), lowest), np.ones_like(best)
+    lowest = max(lowest, 0.0)
+    # where the cell's mean lies far outside the bounds, the step would be 0 and its logarithm -inf
+    sliver = 1e-3 * (highest - lowest)
+    left_end = np.clip(best - REACH * width, lowest, highest - sliver)
+    right_end = np.clip(best + REACH * width, lowest + sliver, highest)
+    step = (right_end - left_end) / ASYMPTOTE_NODES
+    return left_end[..., None] + step[..., None] * (np.arange(ASYMPTOTE_NODES) + 0.5), step
 
 
 def log_cells(log_b: Array, log_m: Array, prior: Prior) -> Array:
-    """[kinds, *shape] log weight of each kind times its density of log B and log C_mid at the fitted part."""
+    """[kinds, *shape] log of each kind's weight times the kind's density of log B and log(C_mid / scale)."""
     out = []
     for kind in prior.kinds:
         exponent = _log_student((log_b - kind.log_exponent_mean) / kind.log_exponent_sd, prior.freedom)
@@ -308,11 +308,11 @@ def log_cells(log_b: Array, log_m: Array, prior: Prior) -> Array:
 
 
 def log_prior_density(log_cells: Array, share: Array, prior: Prior) -> Array:
-    """Log density of the gain's `share` and of the cells [kinds, ...] that broadcast to it, summed over kinds."""
+    """Log density of the gain's `share` and of the cells, summed over kinds. log_cells: [kinds, ...], broadcast."""
     # Beta(1, b) has 0 log 0 at a share of 0, which is nan in floating point
     inside = np.clip(share, 1e-6, 1.0 - 1e-6)
-    made = np.log(inside)
-    left = np.log1p(-inside)
+    log_share = np.log(inside)
+    log_remainder = np.log1p(-inside)
     # log-sum-exp over the kinds
     highest = log_cells.max(axis=0)
     total = np.zeros(np.broadcast_shapes(share.shape, highest.shape))
@@ -320,7 +320,7 @@ def log_prior_density(log_cells: Array, share: Array, prior: Prior) -> Array:
         alpha = kind.gain_alpha
         beta = kind.gain_beta
         log_beta = math.lgamma(alpha) + math.lgamma(beta) - math.lgamma(alpha + beta)
-        total += np.exp(cells - highest + (alpha - 1.0) * made + (beta - 1.0) * left - log_beta)
+        total += np.exp(cells - highest + (alpha - 1.0) * log_share + (beta - 1.0) * log_remainder - log_beta)
     return highest + np.log(np.maximum(total, 1e-300))
 
 

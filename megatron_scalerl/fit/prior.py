@@ -1,8 +1,8 @@
 """The prior of the robust fit: unit-free, and the same for every run.
 
-It is a mixture of kinds of runs; the points of a run weigh the kinds. No number here has a compute unit: the midpoint
-is relative to the largest fitted compute, the asymptote a share of the room above R_0, the discrepancy a share of
-sqrt(p (1 - p)). The kinds are the result of `tools/forecast/learning.py` on published and tiny runs.
+The prior is a mixture of kinds of runs; the points of a run weigh the kinds. No number here has a compute unit: the
+midpoint is relative to the largest fitted compute, the asymptote a share of the room above R_0, the discrepancy a
+share of sqrt(p (1 - p)). The kinds are the result of `tools/forecast/learning.py` on published and tiny runs.
 """
 
 from megatron_scalerl.record import record
@@ -14,25 +14,25 @@ class Discrepancy:
 
     The residuals of real runs are correlated along the curve: plateaus of epochs, a data change, a slow
     instability. With independent noise alone the intervals are far too narrow. Deviations are shares of
-    sqrt(p (1 - p)): they are a property of the run, which a larger validation set does not reduce.
+    sqrt(p (1 - p)): a larger validation set does not reduce this property of the run.
     """
 
     weight: float
-    """Prior probability of this hypothesis, relative to the others."""
+    """Prior probability of this hypothesis, relative to the other hypotheses."""
     walk: float = 0.0
     """Standard deviation that a random walk from the first point on gains per unit of log compute."""
     turn: float = 0.0
-    """Standard deviation of a change of slope, per unit of log compute: the run is past its peak, or speeds up."""
+    """Standard deviation of a change of slope, per unit of log compute: the run is past the peak, or speeds up."""
     turn_from: float = 1.0
     """Share of the fitted compute at which the slope changes."""
     level: float = 0.0
-    """Standard deviation of a level of the run's own. Where it is not 0, the run has left its sigmoid: it is forecast
-    to stay where it is, and does not return to the curve."""
+    """Standard deviation of a level of the run's own. Where not 0, the run has left the sigmoid: the forecast is the
+    present level, without a return to the curve."""
 
 
 @record
 class Kind:
-    """A kind of run: where its sigmoid lies. log B and log C_mid have Student's t, the gain a Beta distribution."""
+    """A kind of run. log B and log C_mid of the sigmoid have Student's t, the gain a Beta distribution."""
 
     weight: float
     """Prior probability, relative to the other kinds."""
@@ -43,11 +43,11 @@ class Kind:
     log_midpoint_mean: float
     """Center of log(C_mid / fitted compute)."""
     log_midpoint_sd: float
-    """Scale of it."""
+    """Scale of log(C_mid / fitted compute)."""
     gain_alpha: float
-    """First Beta parameter of the share (A - R_0) / (1 - R_0): the gain, of the room that there is."""
+    """First Beta parameter of the share (A - R_0) / (1 - R_0) of the gain in the room above R_0."""
     gain_beta: float
-    """Second Beta parameter of that share."""
+    """Second Beta parameter of this share."""
 
 
 @record
@@ -73,7 +73,7 @@ class Prior:
 
 @record
 class Bounds:
-    """The range of each parameter. A fit on its edge gets a warning."""
+    """The range of each parameter. A fit on the edge of a range gets a warning."""
 
     asymptote: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest A; the lower end is raised to R_0."""
@@ -123,10 +123,10 @@ DEFAULT_PRIOR = Prior(
 
 
 FLAT_PRIOR = Prior(
-    # one kind, without any notion of what runs do
+    # one kind, without any notion of real runs
     kinds=(kind(1.0, (0.6, 1e3), (0.0, 1e3), (1.0, 1.0)),),
     discrepancies=(Discrepancy(weight=1.0),),
-    # a shape of 1/2 weighs as much as one point: the residuals set the noise
+    # a shape of 1/2 has the weight of one point: the residuals set the noise
     noise_shape=0.5,
     unknown_noise_shape=0.5,
 )

@@ -1,4 +1,4 @@
-"""The result of a fit: parameters with intervals, warnings, forecasts, and their evaluation on unseen points."""
+"""The result of a fit: parameters with intervals, warnings, forecasts, and the forecasts' errors on unseen points."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Prediction:
 
 @record
 class FitResult:
-    """A run's sigmoid (Khatri et al. 2025, eq. 1) with its uncertainty and warnings."""
+    """A run's sigmoid (Khatri et al. 2025, eq. 1) with uncertainty and warnings."""
 
     name: str
     """The run."""
@@ -52,7 +52,7 @@ class FitResult:
     intervals: Mapping[str, tuple[float, float]]
     """90 % interval of "asymptote", "exponent" and "midpoint"."""
     n_points: int
-    """Points fitted, inside the window. Points that share their compute count separately."""
+    """Points fitted, inside the window. Points of equal compute count separately."""
     rmse: float
     """Root mean square of the fitted points around the sigmoid, in pass rate."""
     warnings: tuple[str, ...]
@@ -64,7 +64,7 @@ class FitResult:
     posterior: Posterior = field(repr=False, compare=False)
     """The draws behind the intervals."""
     unit: str = "gpu_hours"
-    """Unit of compute, as the ledger names it."""
+    """Unit of compute, by the ledger's name."""
 
     @property
     def parameters(self) -> dict[str, float]:
@@ -73,7 +73,7 @@ class FitResult:
 
     @property
     def fall(self) -> Fall | None:
-        """How the run has fallen from its peak; None where it has not."""
+        """The run's fall from its peak; None without a fall."""
         return falling_tail(self.compute, self.pass_rate)
 
     def curve(self, compute: Sequence[float] | Array) -> Array:
@@ -88,30 +88,30 @@ class FitResult:
     ) -> list[Prediction]:
         """Forecast of a measured pass rate at each compute [n], with its 90 % interval.
 
-        completions: [n] prompts x generations of each measurement; default: as usual among the fitted points.
+        completions: [n] prompts x generations of each measurement; default: the median of the fitted points.
         Raises ValueError for compute <= 0, for other than n completions >= 1, and for completions where the size of
         the fitted points is unknown.
         """
-        at = np.asarray(compute, dtype=float).reshape(-1)
-        if not np.all(np.isfinite(at) & (at > 0)):
-            raise ValueError(f"predict: compute has to be greater than 0, and {at.tolist()} is not")
+        computes = np.asarray(compute, dtype=float).reshape(-1)
+        if not np.all(np.isfinite(computes) & (computes > 0)):
+            raise ValueError(f"predict: compute has to be greater than 0, and {computes.tolist()} is not")
         sizes = None
         if completions is not None:
             if self.posterior.observations.completions is None:
                 raise ValueError("predict: completions: the fit was given no prompts and generations")
             sizes = np.asarray(completions, dtype=float)
-            if sizes.shape != at.shape:
-                needed = f"one number for each of {len(at)} computes is needed, not {sizes.shape}"
-                raise ValueError(f"predict: completions: {needed}")
+            if sizes.shape != computes.shape:
+                problem = f"one number for each of {len(computes)} computes is needed, not {sizes.shape}"
+                raise ValueError(f"predict: completions: {problem}")
             valid = np.isfinite(sizes) & (sizes >= 1)
             if not np.all(valid):
                 raise ValueError(f"predict: completions: {first_invalid(sizes, valid)} is not a number of at least 1")
-        center, draws = self.posterior.measured(at, sizes)
+        center, draws = self.posterior.measured(computes, sizes)
         if self.method == "paper":
-            center = self.curve(at)
+            center = self.curve(computes)
         lo, hi = np.quantile(draws, [TAIL, 1.0 - TAIL], axis=0)
         # the center of "paper" is the grid's best cell, which can lie outside of the draws' quantiles
-        columns = (at, center, np.minimum(lo, center), np.maximum(hi, center))
+        columns = (computes, center, np.minimum(lo, center), np.maximum(hi, center))
         keys = ("compute", "pass_rate", "lo", "hi")
         return [Prediction(**dict(zip(keys, numbers))) for numbers in np.transpose(columns).tolist()]
 

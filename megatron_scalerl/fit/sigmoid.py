@@ -26,7 +26,7 @@ def gain_share(compute: ArrayLike, *, exponent: ArrayLike, midpoint: ArrayLike) 
 
 
 def share_by_logs(log_compute: Array, exponent: Array, log_midpoint: Array) -> Array:
-    """`gain_share` from the logs of compute and midpoint; the logit is clipped so that its exponential is finite."""
+    """`gain_share` from the logs of compute and midpoint; a clipped logit keeps the exponential finite."""
     logit = exponent * (log_compute - log_midpoint)
     return 1.0 / (1.0 + np.exp(-np.clip(logit, -700.0, 700.0)))
 
@@ -51,15 +51,15 @@ def sigmoid(
 def compute_to_reach(
     pass_rate: ArrayLike, *, asymptote: ArrayLike, exponent: ArrayLike, midpoint: ArrayLike, initial: ArrayLike
 ) -> Array:
-    """Compute C at which R(C) = `pass_rate`: the inverse of `sigmoid`, with the same arguments; they broadcast.
+    """Compute C at which R(C) = `pass_rate`: the inverse of `sigmoid`; arguments broadcast.
 
-    inf where the pass rate is at or above the asymptote (never reached), 0 where it is at or below R_0.
+    inf for a pass rate at or above the asymptote, which no compute reaches; 0 for a pass rate at or below R_0.
     """
     target, a, r0 = (np.asarray(v, dtype=float) for v in (pass_rate, asymptote, initial))
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         # eq. 1 solved for C: (C / C_mid)^B = (R - R_0) / (A - R)
         ratio = (target - r0) / (a - target)
         log_c = np.log(midpoint) + np.log(ratio) / np.asarray(exponent, dtype=float)
-        # exp(709) is still finite: inf is kept for what is never reached
+        # exp(709) is still finite: inf is left to pass rates that no compute reaches
         reached = np.exp(np.minimum(log_c, 709.0))
     return np.where(target <= r0, 0.0, np.where(target >= a, np.inf, reached))

@@ -1,11 +1,11 @@
 """The level of the next policy size, from runs of one recipe on smaller policies (`fit --across-sizes`).
 
-The share of failures at the end of a run, 1 - level, falls as a power of the number of parameters N: its logarithm is
-a line in log N, from which sizes depart as a random walk does. So a forecast starts at the nearest size and follows
-the slope. The slope is shrunk toward 0, with which the next size is as the largest. Where the line forecasts a size
-that was left out worse than "as the largest" does, it is refused. The unit of N does not matter.
+The share of failures at the end of a run, 1 - level, falls as a power of the number of parameters N. The logarithm of
+this share is a line in log N, from which sizes depart as a random walk does. So a forecast starts at the nearest size
+and follows the slope. The slope is shrunk toward 0; at 0, the forecast of the next size is the level of the largest.
+A line is refused if "as the largest" forecasts a left-out size better. The unit of N does not matter.
 
-A is shown and does not enter: a run that no longer rises says where it stands, and little about its A.
+A is shown and does not enter: a run that no longer rises shows its level, and little about A.
 """
 
 from collections import defaultdict
@@ -26,7 +26,7 @@ UNKNOWN = 100.0
 SLOPE = 0.6
 """Standard deviation of the slope's prior, whose center is 0."""
 WALK = 0.2
-"""Scale of the half-normal prior of the walk: its standard deviation over a factor of e in N."""
+"""Scale of the half-normal prior of the walk's standard deviation over a factor of e in N."""
 WALKS = np.linspace(0.02, 1.0, 50)
 """Walks that are averaged."""
 DRAWS = 4000
@@ -48,32 +48,32 @@ class Size:
     log_failures: float
     """Mean of log(1 - level)."""
     log_variance: float
-    """Its variance."""
+    """Variance of log(1 - level)."""
 
 
 @record
 class Ladder:
-    """A line through several sizes, and how well it forecasts a size that is left out."""
+    """A line through several sizes, and the line's error for a size that is left out."""
 
     sizes: tuple[Size, ...]
-    """By N."""
+    """The sizes, sorted by N."""
     by_line: tuple[Estimate, ...]
-    """Level of each size by the line through the others."""
+    """Level of each size by the line through the other sizes."""
     by_largest: tuple[float, ...]
-    """Level of the largest of the others."""
+    """For each size, the level of the largest other size."""
     line_error: float
     """Mean absolute error of `by_line`."""
     largest_error: float
-    """The same of `by_largest`."""
+    """Mean absolute error of `by_largest`."""
     doubling: Estimate
-    """Failures of a policy as a share of the failures of one of half its size."""
+    """Failures of a policy as a share of the failures of a policy of half the size."""
     next_size: float | None
     """N of the size that is forecast."""
     next_level: Estimate | None
-    """Its level."""
+    """Forecast level of `next_size`."""
 
     def lines(self) -> list[Table | str]:
-        """The sizes, each by the others, and then the forecast."""
+        """The table of sizes, each forecast from the other sizes, the errors, and the forecast of `next_size`."""
         rows = []
         for size, line, largest in zip(self.sizes, self.by_line, self.by_largest):
             level = size.level.value
@@ -93,15 +93,15 @@ class Ladder:
 def ladder_of(fits: Sequence[FitResult], sizes: Sequence[float], next_size: float | None) -> Ladder:
     """The line through the sizes of runs of one recipe.
 
-    sizes: [fits] N of each run's policy; runs of one size are averaged. next_size: N to forecast. Raises ValueError
-    for other than one size per run, for fewer than three sizes, and for a line that forecasts sizes that are left out
-    worse than "as the largest" does.
+    sizes: [fits] N of each run's policy; runs of one size are averaged. next_size: N to forecast.
+    Raises ValueError for other than one size per run, for fewer than three sizes, and for a line that forecasts
+    left-out sizes worse than "as the largest" does.
     """
     if len(sizes) != len(fits):
         listed = ", ".join(fit.name for fit in fits)
         raise ValueError(f"--across-sizes: {len(sizes)} sizes were given for {len(fits)} runs, which are {listed}")
-    asked = max(sizes) if next_size is None else next_size
-    if min(*sizes, asked) <= 0.0:
+    forecast_size = max(sizes) if next_size is None else next_size
+    if min(*sizes, forecast_size) <= 0.0:
         raise ValueError("--across-sizes: every size has to be greater than 0")
     groups = defaultdict[float, list[FitResult]](list)
     for size, fit in zip(sizes, fits):
@@ -109,16 +109,16 @@ def ladder_of(fits: Sequence[FitResult], sizes: Sequence[float], next_size: floa
     if len(groups) < FEWEST:
         raise ValueError(f"--across-sizes: a line takes at least {FEWEST} sizes, and {len(groups)} were given")
     rungs = tuple(_size(parameters, runs) for parameters, runs in sorted(groups.items()))
-    others = [[other for other in rungs if other is not rung] for rung in rungs]
+    other_rungs = [[candidate for candidate in rungs if candidate is not rung] for rung in rungs]
     levels = np.array([rung.level.value for rung in rungs])
-    by_line = tuple(line_at(rest, rung.parameters)[0] for rest, rung in zip(others, rungs))
-    by_largest = tuple(rest[-1].level.value for rest in others)
+    by_line = tuple(line_at(remainder, rung.parameters)[0] for remainder, rung in zip(other_rungs, rungs))
+    by_largest = tuple(remainder[-1].level.value for remainder in other_rungs)
     line_error = float(np.mean(abs(levels - [level.value for level in by_line])))
     largest_error = float(np.mean(abs(levels - by_largest)))
     if line_error > largest_error:
         errors = f"{line_error:.3f}, is larger than that of 'as the largest', {largest_error:.3f}"
         raise ValueError(f"--across-sizes: no line, as its mean error for a size that is left out, {errors}")
-    forecast, doubling = line_at(rungs, asked)
+    forecast, doubling = line_at(rungs, forecast_size)
     return Ladder(
         sizes=rungs,
         by_line=by_line,
@@ -151,9 +151,9 @@ def _size(parameters: float, fits: Sequence[FitResult]) -> Size:
 
 
 def line_at(sizes: Sequence[Size], parameters: float) -> tuple[Estimate, Estimate]:
-    """(level of a policy of that size, `Ladder.doubling`).
+    """(level of a policy with N = `parameters`, `Ladder.doubling`).
 
-    Gaussian process regression: the covariance of two sizes is that of height, slope and walk.
+    Gaussian process regression: the covariance of two sizes is the sum over height, slope and walk.
     """
     from scipy.special import softmax
 
@@ -169,14 +169,14 @@ def line_at(sizes: Sequence[Size], parameters: float) -> tuple[Estimate, Estimat
     rng = np.random.default_rng(0)
     walks = rng.choice(len(WALKS), size=DRAWS, p=softmax(evidence / 2.0))
 
-    def drawn(shared: Array, variance: Array) -> Array:
-        """[draws] of a number. shared: [walks, sizes] its covariance with the values; variance: [walks] its own."""
+    def posterior_draws(shared: Array, variance: Array) -> Array:
+        """[draws] of a number. shared: [walks, sizes] covariance with `values`; variance: [walks] prior variance."""
         gain = np.einsum("wij,wj->wi", inverse, shared)
-        left = np.sqrt(np.maximum(variance - (gain * shared).sum(axis=1), 0.0))
-        return (gain @ values)[walks] + left[walks] * rng.standard_normal(DRAWS)
+        deviation = np.sqrt(np.maximum(variance - (gain * shared).sum(axis=1), 0.0))
+        return (gain @ values)[walks] + deviation[walks] * rng.standard_normal(DRAWS)
 
-    log_failures = drawn(covariance[:, -1, :-1], covariance[:, -1, -1])
-    slope = drawn(np.tile(SLOPE**2 * offsets[:-1], (len(WALKS), 1)), np.array(SLOPE**2))
+    log_failures = posterior_draws(covariance[:, -1, :-1], covariance[:, -1, -1])
+    slope = posterior_draws(np.tile(SLOPE**2 * offsets[:-1], (len(WALKS), 1)), np.array(SLOPE**2))
     return estimate(np.clip(1.0 - np.exp(log_failures), 0.0, 1.0)), estimate(2.0**slope)
 
 

@@ -1,12 +1,12 @@
-"""Read the files that runs are kept in, whatever the tool, into tables with named columns.
+"""Read the records of runs, whatever the tool that wrote the file, into tables with named columns.
 
-`read_tables` knows the layouts by what is in the file, not by its suffix: CSV (also with tabs or semicolons), the
+`read_tables` knows a layout by the content of a file, not by the suffix: CSV (also with tabs or semicolons), the
 CSV of a W&B chart, JSON, JSON lines, trainer_state.json, TensorBoard's event files and exports, Parquet, and console
-logs. Each may be compressed with gzip. Rows keep the number that a spreadsheet shows (the header is row 1), so that
-an error can name it.
+logs. Any file may be compressed with gzip. Rows keep the number that a spreadsheet shows (the header is row 1), so
+that an error can name the row.
 
-`computes` and `scores` rank columns by the names of the field: those of verl, TRL, OpenRLHF, SkyRL, tinker-cookbook,
-prime-rl, W&B and TensorBoard.
+`computes` and `scores` rank columns by the names in verl, TRL, OpenRLHF, SkyRL, tinker-cookbook, prime-rl, W&B and
+TensorBoard.
 
 JSONL is read here and not by `checkpoints.jsonl`: the forecast depends neither on msgspec nor on other packages of
 the project, and the exports of other tools may contain a byte-order mark and blank lines.
@@ -29,13 +29,13 @@ from typing import Any
 from megatron_scalerl.record import record
 
 FOLDER = ("trainer_state.json", "checkpoint-*/trainer_state.json", "metrics.jsonl")
-"""Files that are looked for in a folder, in this order; of several the one with the highest number is read."""
+"""Patterns of the files that are looked for in a folder, in this order; the file with the highest number is read."""
 WRAPPERS = ("data", "metrics", "logs", "log", "values", "scalars")
 """Keys of objects that are no part of a metric's name: verl's file logger writes {"step": 1, "data": {...}}."""
 FEW_ROWS = 3
 """Rows, below which neither a run nor a column can be fitted."""
 TABLE_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
-"""Files that are no console's output."""
+"""Suffixes of files that are no console's output."""
 _ANSI = r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)"
 _RAY = r"\s*\([\w.:/ -]*\bpid=[^()]*\)\s?"
 _STEP_LINE = re.compile(
@@ -44,10 +44,10 @@ _STEP_LINE = re.compile(
 """verl: `step:5 - critic/score/mean:0.1 - actor/lr:1e-06`; prime-rl: `Step 5 | 9.1s | Reward 0.1` of training,
 `Evaluated math (Step 5) | Reward 0.1` of a validation."""
 _CONTINUED = r"\s*(?:- )?(?=.*(?:\S:[-.\dn]| - ))\S+(?: - \S+)*(?: -)?\s*"
-"""A line that can be the rest of a step line which a terminal has wrapped."""
+"""A line that can continue a step line which a terminal has wrapped."""
 _NUMBER = r"((?:[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf)|None)%?)"
 _PAIR = rf"(?:^|\s[-|](?=\s))\s*((?!\s)(?:(?!\s[-|](?:\s|$)).)+?)(?:\s*:\s*|\s+){_NUMBER}(?![\w.:/@,])"
-"""A metric's name and its number in a step line; `9.1s` is no number."""
+"""Name and number of a metric in a step line; `9.1s` is no number."""
 _NUMPY = r"\b(?:np|numpy|torch)?\.?(?:float|int|tensor|array)\d*\(([^(),\n]*)[^()\n]*\)"
 _LITERAL = r"(?:(?:\b|_)(?:[Ss]tep|rollout|iteration|eval|passrate) (\d{1,15})(?:, eval_metrics)?: )?(\{['\"].*\})"
 """transformers: `{'loss': 0.1, 'reward': 0.5, 'epoch': 0.01}`; slime: `rollout 5: {'rollout/raw_reward': 0.1}`."""
@@ -83,7 +83,7 @@ _NO_SCORE = (
     r"|mem|memory|gb|mb|seqlen|latency|gradients?|ms|filtering|dropped|repetition|solved (?:all|none|some))\b|\bs$"
 )
 _FIRST = r"\b(?:core|raw rewards?)\b"
-_WHOLE = r"\b(?:all|total|overall|average)\b"
+_WHOLE_WORDS = r"\b(?:all|total|overall|average)\b"
 _AT = r"(?:(?:train|training|trainer|eval|val|progress)[/_])?"
 COMPUTES: tuple[tuple[str, str | None], ...] = (
     (r"(?:.*[^a-z])?gpu[-_ ]?(?:hours?|h)(?:[^a-z].*)?", "gpu_hours"),
@@ -99,7 +99,7 @@ COMPUTES: tuple[tuple[str, str | None], ...] = (
     (r"_?runtime|relative time.*|elapsed(?![-_ ]?(?:m|h|d)).*|(?:train_|wall_(?:time_)?)?seconds", "seconds"),
     (r".*[-_ ]hours?", None),
 )
-"""(pattern of the whole name in lower case, unit) of a compute column, in order of preference; None: its own name."""
+"""(pattern of the whole name in lower case, unit) of a compute column, in order of preference; None: the name."""
 _DAYTIME = r"(?i:wall[-_ ]?time|_?timestamp|(?:date)?time|date|created[-_ ]?at)"
 _THOUSANDS = r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?"
 _STEP_NAME = re.compile(r"(?:.*[-_/ ])?(?:checkpoint|ckpt|step|iter|iteration|epoch)[-_ ]?(\d+)/?", re.IGNORECASE)
@@ -121,20 +121,20 @@ class TableFile:
     rows: tuple[tuple[int, Row], ...]
     """(row number in the file, column -> value) of every row that is not blank. A row may lack a column."""
     run: str | None = None
-    """Name of the run, where the layout has it."""
+    """Name of the run, if the layout has a name."""
     x: str | None = None
-    """The column that the layout draws the others over."""
+    """The column of the horizontal axis, if the layout has an axis."""
 
 
-def refused(path: Path, problem: str, *where: str) -> ValueError:
-    """The error of one line that names the file, the place in it and the problem."""
-    return ValueError(": ".join([str(path), *where, problem]))
+def table_error(path: Path, problem: str, *place: str) -> ValueError:
+    """The error of one line that names the file, the place in the file and the problem."""
+    return ValueError(": ".join([str(path), *place, problem]))
 
 
 def read_tables(path: Path) -> list[TableFile]:
-    """The tables of a file or folder: one, or one of each run. Raises ValueError, one line, if there is none."""
+    """The tables of a file or folder, one for each run. Raises ValueError, one line, if there is no table."""
     if not path.exists():
-        raise refused(path, "does not exist; give a run folder or a CSV, JSONL or JSON file")
+        raise table_error(path, "does not exist; give a run folder or a CSV, JSONL or JSON file")
     for pattern in FOLDER:
         files = sorted(path.glob(pattern), key=lambda file: [int(n) for n in re.findall(r"\d+", file.parent.name)])
         if files:
@@ -147,7 +147,7 @@ def read_tables(path: Path) -> list[TableFile]:
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
     except (OSError, EOFError, zlib.error) as error:
-        raise refused(path, f"the gzip file is damaged: {error}") from None
+        raise table_error(path, f"the gzip file is damaged: {error}") from None
     if data[:4] == b"PAR1":
         from pyarrow import BufferReader, parquet
 
@@ -155,19 +155,19 @@ def read_tables(path: Path) -> list[TableFile]:
     suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
     encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     if suffix not in TABLE_SUFFIXES:
-        # a console's output may have a damaged character anywhere: a worker was killed while it wrote
+        # a console's output may have a damaged character anywhere: a worker was killed in the middle of a line
         logged = _from_console(path, data.decode(encoding, errors="replace"))
         if logged.rows:
             return [logged]
     try:
         text = data.decode(encoding)
     except UnicodeDecodeError as error:
-        raise refused(path, f"byte {error.object[error.start]:#04x} is no text in UTF-8") from None
+        raise table_error(path, f"byte {error.object[error.start]:#04x} is no text in UTF-8") from None
     start = text.lstrip()[:1]
     if not start:
-        raise refused(path, "the file is empty; it has to have a header and rows")
+        raise table_error(path, "the file is empty; it has to have a header and rows")
     if suffix in (".log", ".out", ".err"):
-        raise refused(path, "no line is like step:5 - reward:0.1 or {'reward': 0.1, 'epoch': 1}")
+        raise table_error(path, "no line is like step:5 - reward:0.1 or {'reward': 0.1, 'epoch': 1}")
     if suffix in (".jsonl", ".ndjson"):
         return [_from_jsonl(path, text)]
     if start in "[{" or suffix == ".json":
@@ -175,15 +175,15 @@ def read_tables(path: Path) -> list[TableFile]:
     return _from_csv(path, text)
 
 
-def table_of(path: Path, layout: str, rows: Iterable[tuple[int, Any]], **more: Any) -> TableFile:
-    """A table of (number in the file, row); more: other fields. Raises ValueError for a row that is no object."""
+def table_of(path: Path, layout: str, rows: Iterable[tuple[int, Any]], **fields: Any) -> TableFile:
+    """A table of (number in the file, row). fields: other fields. Raises ValueError for a row that is no object."""
     numbered = []
     for number, row in rows:
         if not isinstance(row, dict):
-            raise refused(path, f"the row is of type {type(row).__name__}, not an object", f"row {number}")
+            raise table_error(path, f"the row is of type {type(row).__name__}, not an object", f"row {number}")
         numbered.append((number, _flat(row)))
     columns = tuple(dict.fromkeys(name for _, row in numbered for name in row))
-    return TableFile(path=path, layout=layout, columns=columns, rows=tuple(numbered), **more)
+    return TableFile(path=path, layout=layout, columns=columns, rows=tuple(numbered), **fields)
 
 
 def _from_csv(path: Path, text: str) -> list[TableFile]:
@@ -193,23 +193,23 @@ def _from_csv(path: Path, text: str) -> list[TableFile]:
     delimiter = max(",\t; ", key=lambda mark: (mark != " " and mark in first, first.count(mark)))
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=delimiter == " ")
     try:
-        found = [(lines.line_num, [cell.strip() for cell in cells]) for cells in lines if any(cells)]
+        numbered_rows = [(lines.line_num, [cell.strip() for cell in cells]) for cells in lines if any(cells)]
     except csv.Error as error:
-        raise refused(path, f"the row cannot be split into cells: {error}", f"row {lines.line_num}") from None
-    (_, header), *rows = found or [(1, [""])]
-    twice = [name for name in header if name and header.count(name) > 1]
+        raise table_error(path, f"the row cannot be split into cells: {error}", f"row {lines.line_num}") from None
+    (_, header), *rows = numbered_rows or [(1, [""])]
+    duplicates = [name for name in header if name and header.count(name) > 1]
     problem = ""
     if len(header) < 2:
         problem = f"the header has the one column {header[0][:80]!r}; a table has at least two"
-    elif twice:
-        problem = f"column {twice[0]!r} is there {header.count(twice[0])} times"
+    elif duplicates:
+        problem = f"column {duplicates[0]!r} is there {header.count(duplicates[0])} times"
     elif not rows:
         problem = "there are no rows below the header"
     if problem:
-        raise refused(path, problem, "row 1")
+        raise table_error(path, problem, "row 1")
     for number, cells in rows:
         if len(cells) != len(header):
-            raise refused(path, f"{len(cells)} cells stand below a header of {len(header)}", f"row {number}")
+            raise table_error(path, f"{len(cells)} cells stand below a header of {len(header)}", f"row {number}")
     if delimiter != "," and not any(re.fullmatch(r"-?\d+\.\d+%?", cell) for _, cells in rows for cell in cells):
         rows = [(n, [re.sub(r"^(-?\d*),(\d+%?)$", r"\1.\2", cell) for cell in cells]) for n, cells in rows]
     table = table_of(path, "table", ((number, dict(zip(header, cells))) for number, cells in rows))
@@ -219,7 +219,10 @@ def _from_csv(path: Path, text: str) -> list[TableFile]:
 
 
 def _chart_runs(table: TableFile) -> list[TableFile]:
-    """A table of each run of a W&B chart: x, then `RUN - METRIC` with its __MIN and __MAX; runs may contain " - "."""
+    """A table of each run of a W&B chart: x, then `RUN - METRIC`, alone and with __MIN and __MAX.
+
+    RUN may contain " - ".
+    """
     x = table.columns[0]
     runs: dict[str, dict[str, str]] = {}
     for column in table.columns[1:]:
@@ -234,7 +237,7 @@ def _chart_runs(table: TableFile) -> list[TableFile]:
 
 
 def _problem(error: ValueError | RecursionError) -> str:
-    """The fault in JSON; of a number of thousands of digits without the advice to allow it."""
+    """The fault in JSON, without Python's advice to allow numbers of thousands of digits."""
     return getattr(error, "msg", str(error).partition(";")[0])
 
 
@@ -246,9 +249,9 @@ def _from_jsonl(path: Path, text: str) -> TableFile:
         try:
             rows[number] = json.loads(line)
         except (ValueError, RecursionError) as error:
-            if rows and text.endswith(line):  # without its newline: being written, or truncated by a crash
+            if rows and text.endswith(line):  # no newline: the line is being written, or a crash truncated the file
                 break
-            raise refused(path, f"the line is no JSON object: {_problem(error)}", f"row {number}") from None
+            raise table_error(path, f"the line is no JSON object: {_problem(error)}", f"row {number}") from None
     return table_of(path, "JSON lines", rows.items())
 
 
@@ -262,7 +265,7 @@ def _from_json(path: Path, text: str) -> TableFile:
         problem = f"the JSON has no list of rows; it is of type {type(value).__name__}"
         if value and isinstance(value, dict):
             problem += f" with {', '.join(list(value)[:8])}"
-        raise refused(path, problem)
+        raise table_error(path, problem)
     if all(isinstance(row, list) and len(row) == 3 for row in rows):
         layout = "TensorBoard's JSON"
         rows = [dict(zip(("Wall time", "Step", "Value"), row)) for row in rows]
@@ -287,7 +290,7 @@ def _rows_of(value: Any) -> tuple[str, list[Any]]:
 
 
 def _flat(row: Row) -> Row:
-    """The row with the keys of its objects joined by "/"."""
+    """The row with the keys of nested objects joined by "/"."""
     flat = {}
     for key, value in row.items():
         if not isinstance(value, dict):
@@ -300,10 +303,11 @@ def _flat(row: Row) -> Row:
 
 
 def _from_console(path: Path, text: str) -> TableFile:
-    """The metrics in a console's output, without rows if there are none.
+    """The metrics in a console's output, without rows if there are no metrics.
 
-    Of step lines, literals, and points below headings the first kind that has a few rows is read, and no other one: a
-    log with step lines prints its configuration as a literal.
+    The kinds are step lines, literals, and points below headings. Only the first kind with at least `FEW_ROWS` rows
+    is
+    read: a log with step lines prints its configuration as a literal.
     """
     lined = []
     literals = []
@@ -313,7 +317,7 @@ def _from_console(path: Path, text: str) -> TableFile:
             stem = validation and f"eval/{validation}/"
             pairs = {stem + name: cell for name, cell in re.findall(_PAIR, metrics)}
             lined.append((number, {"step": int(step)} | pairs))
-        # SkyRL, OpenRLHF and slime print evaluations as rows of their own
+        # SkyRL, OpenRLHF and slime print evaluations as separate rows
         for step, literal in re.findall(_LITERAL, line):
             row = _numbers_of(literal)
             if step:
@@ -321,7 +325,7 @@ def _from_console(path: Path, text: str) -> TableFile:
             if computes(row):
                 literals.append((number, row))
         headed += [(number, {"step": int(step)}) for step in re.findall(_HEADING, line)]
-        # NeMo-RL prints a validation before its first heading; a configuration there has no bullets
+        # NeMo-RL prints a validation before the first heading; a configuration there has no bullets
         if len(headed) > 1 or "•" in line:
             headed[-1][1].update(re.findall(_POINT, line))
     if len(headed) > 1:
@@ -334,43 +338,43 @@ def _from_console(path: Path, text: str) -> TableFile:
 
 
 def _console_lines(text: str) -> list[tuple[int, str]]:
-    """(number, text) of the lines, without colors and prefixes; what a terminal wrapped of a step line is joined."""
+    """(number, text) of the lines, without colors and prefixes; a step line that a terminal has wrapped is joined."""
     lines = [(0, "")]
     for number, line in enumerate(re.sub(_NUMPY, r"\1", re.sub(_ANSI, "", text)).split("\n"), start=1):
         for part in line.rstrip("\r").split("\r"):
             # Ray prefixes each line that a terminal has wrapped, so prefixes go before the parts are joined
             part = re.sub(_RAY, "", part, count=1)
-            start, before = lines[-1]
-            wrapped = _STEP_LINE.search(before) and not _STEP_LINE.search(part)
-            if wrapped and re.fullmatch(_CONTINUED, part):
-                between = " " if before.endswith(" -") or part.startswith("- ") else ""
-                lines[-1] = start, before + between + part
+            start, beginning = lines[-1]
+            is_wrapped = _STEP_LINE.search(beginning) and not _STEP_LINE.search(part)
+            if is_wrapped and re.fullmatch(_CONTINUED, part):
+                separator = " " if beginning.endswith(" -") or part.startswith("- ") else ""
+                lines[-1] = start, beginning + separator + part
             else:
                 lines.append((number, part))
     return lines
 
 
 def _numbers_of(literal: str) -> Row:
-    """The numbers of an object as Python or JSON prints it; none of what is no object."""
+    """The numbers of an object in Python's or JSON's notation; empty for text that is no object."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of escapes in its texts
+        with warnings.catch_warnings(action="ignore"):  # about escapes in strings
             value = ast.literal_eval(re.sub(r"-?\b(?:nan|NaN|inf|null)\b", "None", literal))
         row = _flat(value)
     except (ValueError, SyntaxError, TypeError, AttributeError, MemoryError, RecursionError):
         return {}
-    return {str(key): cell for key, cell in row.items() if isinstance(plain(cell), float)}
+    return {str(key): cell for key, cell in row.items() if isinstance(plain_value(cell), float)}
 
 
 def _from_tensorboard(path: Path) -> list[TableFile]:
     """A table of each folder with event files."""
     files = sorted(path.rglob("*tfevents*")) if path.is_dir() else [path]
     if not files:
-        raise refused(path, f"the folder has neither validation.jsonl nor {', '.join(FOLDER)} nor event files")
+        raise table_error(path, f"the folder has neither validation.jsonl nor {', '.join(FOLDER)} nor event files")
     try:
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
         from tensorboard.util.tensor_util import make_ndarray
     except ModuleNotFoundError:
-        raise refused(path, "event files need the package tensorboard; pip install tensorboard") from None
+        raise table_error(path, "event files need the package tensorboard; pip install tensorboard") from None
     folders: dict[Path, list[Row]] = {}
     latest: dict[tuple[Path, int], Row] = {}
     for file in files:
@@ -382,7 +386,7 @@ def _from_tensorboard(path: Path) -> list[TableFile]:
                 if array.size == 1 and array.dtype.kind in "fi":
                     number = float(array.item())
                 row = latest.get((file.parent, event.step), {value.tag: None})
-                if value.tag in row:  # a step logged again after a resume is a row of its own
+                if value.tag in row:  # a step logged again after a resume gets a separate row
                     row = latest[file.parent, event.step] = {"step": event.step}
                     rows.append(row)
                 row[value.tag] = number
@@ -414,7 +418,7 @@ def may_be_score(name: str) -> bool:
 def score_rank(name: str) -> tuple[int, ...]:
     """Rank of a name among scores, the lowest first; empty for a name of no score.
 
-    (stage, 0 for verl's core metrics and for slime's raw reward, whose other one is normalized, measure, 0 for the
+    (stage, 0 for verl's core metrics and slime's raw reward (slime also logs a normalized reward), measure, 0 for the
     whole of several parts, words of the name)
     """
     text = words(name)
@@ -424,13 +428,13 @@ def score_rank(name: str) -> tuple[int, ...]:
     # the best of k answers is above the pass rate, whatever the measure is called
     if re.search(_BEST_OF, text):
         measures = [5]
-    return stage(name), not re.search(_FIRST, text), measures[0], not re.search(_WHOLE, text), text.count(" ")
+    return stage(name), not re.search(_FIRST, text), measures[0], not re.search(_WHOLE_WORDS, text), text.count(" ")
 
 
 def scores(names: Iterable[str]) -> list[str]:
     """The names that are scores, best first; among equals in the given order.
 
-    A validation without a measure, such as slime's eval/aime, comes after its measures and before those of training.
+    A validation without a measure, such as slime's eval/aime, comes after validation measures and before training.
     """
     ranks = {name: score_rank(name) for name in names}
     for name, rank in ranks.items():
@@ -449,7 +453,7 @@ def computes(names: Collection[str]) -> list[str]:
     return [name for pattern, _ in COMPUTES for name in names if re.fullmatch(pattern, name.lower())]
 
 
-def plain(cell: Any) -> Any:
+def plain_value(cell: Any) -> Any:
     """The number in a cell, such as 12, "0.3", "12%", "1,200" and "checkpoint-100"; else the cell."""
     if isinstance(cell, bool):
         return cell
@@ -467,7 +471,7 @@ def plain(cell: Any) -> Any:
 
 
 def is_step_name(cell: Any) -> bool:
-    """Whether a cell names a checkpoint by its step."""
+    """Whether a cell names a checkpoint by the step."""
     return bool(_STEP_NAME.fullmatch(str(cell).strip()))
 
 
@@ -476,13 +480,13 @@ def is_time_of_day(name: str, value: float) -> bool:
     return value > 1e9 and bool(re.fullmatch(_DAYTIME, name))
 
 
-def some_of(names: Sequence[str], wanted: Sequence[str]) -> str:
-    """A clause with the columns, or of many with the three nearest to the wanted ones."""
+def some_of(names: Sequence[str], targets: Sequence[str]) -> str:
+    """A clause with all columns; of more than six columns, with the three nearest to the targets."""
     names = [*filter(None, names)]
     if len(names) <= 6:
         return f"the columns are {', '.join(names) or 'none'}"
 
     def nearness(name: str) -> float:
-        return max(SequenceMatcher(None, words(name), want).ratio() for want in wanted)
+        return max(SequenceMatcher(None, words(name), target).ratio() for target in targets)
 
     return f"the nearest: {', '.join(sorted(names, key=nearness)[:-4:-1])}"

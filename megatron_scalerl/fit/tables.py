@@ -1,6 +1,6 @@
 """The rows of a forecast as text, JSON and HTML: rich shows the tables in a terminal, a template in a page.
 
-A page is one file that loads nothing from elsewhere. JSON has no inf and nan: they become null.
+A page is one file that loads nothing from elsewhere. JSON has no inf and nan: both become null.
 """
 
 import base64
@@ -26,7 +26,7 @@ from megatron_scalerl.record import record
 
 TEMPLATES = Path(__file__).parent / "templates"
 OUTSIDE = {True: "", False: "outside"}
-"""Whether a measurement lies inside its interval -> cell."""
+"""Whether a measurement lies inside the interval -> cell."""
 EXPONENT = "{:.2f}".format
 RATE = "{:.3f}".format
 PIPE_WIDTH = 200
@@ -42,7 +42,7 @@ class Table:
     columns: tuple[str, ...]
     """The header."""
     rows: tuple[tuple[str, ...], ...]
-    """One cell per column. HTML shows an interval in brackets below the value before it."""
+    """One cell per column. HTML shows an interval in brackets below the value."""
     title: str | None = None
     """Line above the table in the terminal."""
     labels: int = 1
@@ -76,12 +76,12 @@ Section = tuple[str, tuple[Table | str, ...]]
 
 @record
 class RunReport:
-    """Everything that is reported on one run."""
+    """The results of one run that the command reports."""
 
     curve: Curve
     """All points of the run."""
     fit: FitResult
-    """The fit of those in the window."""
+    """The fit of the points in the window."""
     predictions: tuple[Prediction, ...]
     """The forecast."""
     decision: Decision
@@ -89,7 +89,7 @@ class RunReport:
     evaluation: ForecastEvaluation | None = None
     """The forecast of the points after the window; None if there are none."""
     backtest: Backtest | None = None
-    """With --backtest."""
+    """The back-test; None without --backtest."""
 
 
 def sections(runs: Sequence[RunReport]) -> list[Section]:
@@ -141,7 +141,7 @@ def evaluation_table(evaluation: ForecastEvaluation) -> Table:
 
 
 def further_sections(runs: Sequence[RunReport], comparison: Comparison | None) -> list[Section]:
-    """The runs' back-tests, and the comparison of their recipes."""
+    """The runs' back-tests, and the comparison of the runs' recipes."""
     sections: list[Section] = []
     for run in runs:
         if run.backtest is not None:
@@ -167,7 +167,7 @@ def _backtest(test: Backtest) -> tuple[Table, str]:
 
 
 def _comparison(comparison: Comparison) -> tuple[Table | str, ...]:
-    """The runs that fall, then the leave-one-out table of Khatri et al. (2025), Fig. 4, and what it says."""
+    """The runs that fall, then the leave-one-out table of Khatri et al. (2025), Fig. 4, and conclusions in words."""
     if not comparison.arms:
         return tuple(left_out(comparison))
     pass_rate = f"{comparison.pass_rate:.3f}"
@@ -196,7 +196,7 @@ def _comparison(comparison: Comparison) -> tuple[Table | str, ...]:
 
 
 def outlook_table(outlooks: Sequence[Outlook], came: float | None) -> Table:
-    """The forecasts of a run's end by the validation after which they were made. came: what was measured there."""
+    """The table of forecasts of a run's end, one after each validation. came: the pass rate measured at the end."""
     title = f"Forecasts of step {outlooks[0].end_step} after each validation"
     if came is not None:
         title += f"; {came:.3f} came"
@@ -218,9 +218,9 @@ def outlook_table(outlooks: Sequence[Outlook], came: float | None) -> Table:
 
 
 def estimated_compute(estimate: Estimate) -> str:
-    """A compute with its interval; "never" where it is infinite, "start" where R_0 is as high.
+    """A compute with an interval; "never" for an infinite compute, "start" for 0, where R_0 is already as high.
 
-    "[start, never]": not known, as some draws never reach it.
+    "[start, never]" is an unknown compute, as some draws never reach the pass rate.
     """
     return _estimated(estimate, lambda compute: "start" if compute == 0 else short_number(compute))
 
@@ -253,7 +253,7 @@ def run_json(run: RunReport) -> dict[str, Any]:
 
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
-    """The comparison: its arms with intervals, their runs, and what it says in words."""
+    """The JSON of a comparison: the arms with intervals and runs, and the conclusions in words."""
     columns = ("name", "reference", "measured", "asymptote", "exponent", "midpoint", "to_reach", "level", "best")
     arms = []
     for arm in comparison.arms:

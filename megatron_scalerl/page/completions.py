@@ -1,9 +1,9 @@
-"""Reads a group for the page: facts about its completions, and one completion token by token.
+"""Reads a group for the page: facts about all completions, and one completion token by token.
 
 The store has the engine's log-probability, the policy version and the loss mask of each token. The trainer's
-log-probabilities and the entropy of each token are known of the completions that it scored, with
-telemetry.token_scores_every. Advantages and reasons are those
-that the controller wrote with the batch.
+log-probability and entropy of each token are known for completions that the trainer scored
+(telemetry.token_scores_every). Advantages, and reasons for a group without a batch, come from the record that the
+controller wrote with the batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,11 +28,11 @@ class Reader:
     """Reads groups and completions of a run for the page. Not safe for several threads."""
 
     def __init__(self, run_dir: Path, recipe: Mapping[str, Any], index: GroupIndex):
-        """recipe: of the run (`recipe.file.read_run_recipe`)."""
+        """recipe: the run's recipe (`recipe.file.read_run_recipe`)."""
         self.index = index
         self._run_dir = run_dir
         self._recipe = recipe
-        # the last group is kept, since its completions are read next
+        # the last group is kept, since the completions of this group are read next
         self._fields = lru_cache(1)(lambda group_id, _record: index.read(group_id))
 
     @cached_property
@@ -40,7 +40,7 @@ class Reader:
         return load_tokenizer(self._run_dir)
 
     def group(self, group_id: int, *, texts: bool = True) -> dict[str, Any]:
-        """The group without its tokens. texts: with the text of each completion, to be searched.
+        """The group without tokens. texts: add the text of each completion, for the search.
 
         Raises ValueError for a group that is unknown, no longer stored, or damaged.
         """
@@ -92,9 +92,9 @@ class Reader:
     def completion(self, group_id: int, position: int) -> dict[str, Any]:
         """A completion [T]: `pieces` of text and `logprobs` per token, `spans` of (first token, version, origin).
 
-        The origin is as in `group_files.spans`; `parts` are the first tokens of an episode's parts.
-        `mismatch` (trainer minus engine, nats) and `entropies` are None where the trainer did not score the
-        completion. Raises ValueError as `group`, and for a position that the group does not have.
+        `group_files.spans` defines the origin; `parts` are the first tokens of an episode's parts.
+        `mismatch` (trainer minus engine, nats) and `entropies` are None for a completion that the trainer did not
+        score. Raises ValueError as `group`, and for a position beyond the group's completions.
         """
         record = self.index.record_of(group_id)
         rollouts = self._fields(group_id, record)["rollouts"]
@@ -106,7 +106,7 @@ class Reader:
         ids = rollout["token_ids"]
         labels = []
         pieces = []
-        # span by span, so that the text of a forced phrase does not join that of sampled tokens
+        # span by span, so that the text of a forced phrase does not join the text of sampled tokens
         for first, end, _, version, origin in spans(rollout):
             labels.append((first, version, origin))
             pieces += token_texts(self._tokenizer, ids[first:end])
@@ -130,27 +130,27 @@ class Reader:
         }
 
     def _scores(self, record: BatchRecord | None) -> dict[tuple[int, int], CompletionScores]:
-        """The trainer's scores of tokens of a batch. Raises ValueError for a damaged file."""
+        """(group, sample) -> the trainer's token scores in a batch. Raises ValueError for a damaged file."""
         return {} if record is None else read_scores(self._run_dir, record.step)
 
 
 def token_texts(tokenizer: RunTokenizer, token_ids: Sequence[int]) -> list[str]:
-    """[T] the text that each token adds, control characters escaped; joined they are about `decode` of all.
+    """[T] the text that each token adds, control characters escaped; the texts join to about `decode` of all tokens.
 
-    A token that ends within a character adds nothing, and the one that completes the character adds all of it.
+    A token that ends within a character adds no text, and the token that completes a character adds the character.
     """
     texts = []
     begin = 0
     read = 0
     for end in range(1, len(token_ids) + 1):
-        before = raw_text(tokenizer, token_ids[begin:read])
-        now = raw_text(tokenizer, token_ids[begin:end])
+        prefix = raw_text(tokenizer, token_ids[begin:read])
+        text = raw_text(tokenizer, token_ids[begin:end])
         # a decoder writes U+FFFD for a character whose bytes are not complete
-        if end < len(token_ids) and now.endswith("\ufffd") and end - read < LONGEST_CHARACTER:
+        if end < len(token_ids) and text.endswith("\ufffd") and end - read < LONGEST_CHARACTER:
             texts.append("")
             continue
-        texts.append(printable(now[len(before) :]))
-        # the next token is decoded with the text before it, since a tokenizer may join the two
+        texts.append(printable(text[len(prefix) :]))
+        # the next token is decoded with the preceding text, since a tokenizer may join the two
         begin = read
         read = end
     return texts

@@ -1,4 +1,4 @@
-"""The recorded run of `megatron-scalerl watch --demo`: records of a quickstart, completions of some of its steps."""
+"""The recorded run of `megatron-scalerl watch --demo`: records of a quickstart, completions of some steps."""
 
 import tempfile
 import zipfile
@@ -15,7 +15,7 @@ RECORDED = Path(__file__).parent / "demo" / "run.zip"
 
 @contextmanager
 def recorded_run() -> Iterator[Path]:
-    """The run in a temporary folder, deleted with the block. Raises OSError."""
+    """The run in a temporary folder, deleted at the end of the block. Raises OSError."""
     with tempfile.TemporaryDirectory(prefix="megatron-scalerl-demo-") as name:
         run = Path(name) / "run"
         with zipfile.ZipFile(RECORDED) as archive:

@@ -10,9 +10,9 @@ from megatron_scalerl.record import record
 MARKS = frozenset(
     {"recipe.yaml", "validation.jsonl", "metrics.jsonl", "ledger.jsonl", "attempts.jsonl", "journal.jsonl"}
 )
-"""Files of a run. Its folder has at least one of them, from its first seconds on."""
+"""Files of a run. A run's folder has at least one of these files from the first seconds on."""
 DEPTH = 4
-"""Levels of folders that are searched below the given folder; a study has its runs in the third."""
+"""Levels of folders that are searched below the given folder; a study has runs at the third level."""
 
 
 @record
@@ -20,15 +20,15 @@ class FoundRuns:
     """The runs below a folder."""
 
     runs: tuple[Path, ...]
-    """Folders with a file of `MARKS`, by path."""
+    """Folders with a file of `MARKS`, sorted by path."""
     left_out: str
-    """A line about folders that cannot be read; empty if all can."""
+    """A line about unreadable folders; empty if every folder is readable."""
 
 
 def is_run(folder: Path) -> bool:
-    """Whether the folder is a run itself; otherwise there is a run below it.
+    """True for the folder of a run, False for a folder with runs below.
 
-    Raises ValueError for a folder that is neither and for a run whose recipe cannot be read, OSError.
+    Raises ValueError for any other folder and for a run whose recipe cannot be read, OSError.
     """
     if folder.is_dir() and not (folder / "recipe.yaml").exists():
         if find_runs(folder).runs:
@@ -39,9 +39,9 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(folder: Path) -> FoundRuns:
-    """Search a folder; nothing inside a run is searched, hidden folders neither.
+    """Find the runs below a folder. The search skips hidden folders and the inside of runs.
 
-    Raises OSError if the folder itself cannot be read.
+    Raises OSError if `folder` cannot be read.
     """
     left_out = []
 

@@ -1,6 +1,6 @@
-"""The groups of a run: an index, read from the journal as it grows, and a group of the store when it is asked for.
+"""The groups of a run: an index of the growing journal, and the groups of the store, read on demand.
 
-The index holds numbers only, so that it stays small where the store does not.
+The index holds numbers only, and so stays small where the store is large.
 """
 
 import math
@@ -31,11 +31,11 @@ class GroupIndex:
 
     @property
     def damage(self) -> list[str]:
-        """The first damage of the journal, in one line, until it is written anew; empty without any."""
+        """The first damage of the journal in one line, until a restart replaces the journal; empty without damage."""
         return list(filter(None, [self._journal.problem]))
 
     def update(self) -> bool:
-        """Read the events that were appended; True if a batch is new. Damaged ones are in `damage`."""
+        """Read the appended events; True for a new batch. `damage` names a damaged event."""
         self._journal.update()
         if self._generation != self._journal.generation:  # a restart replaced the journal
             self._generation = self._journal.generation
@@ -43,7 +43,7 @@ class GroupIndex:
             self._finished.clear()
             self._records.clear()
             self._batch_of.clear()
-        before = len(self._records)
+        old_count = len(self._records)
         for event in self._journal.rows[self._read_rows :]:
             if isinstance(event, Finish):
                 self._finished[event.group_id] = event
@@ -51,7 +51,7 @@ class GroupIndex:
                 self._records[event.batch] = event
                 self._batch_of.update(dict.fromkeys(event.group_ids, event.batch))
         self._read_rows = len(self._journal.rows)
-        return len(self._records) != before
+        return len(self._records) != old_count
 
     @property
     def steps(self) -> list[int]:
@@ -59,19 +59,19 @@ class GroupIndex:
         return sorted({record.step for record in self._records.values()})
 
     def of_step(self, step: int) -> list[dict[str, Any]]:
-        """Id and pass rate of each group that was trained in this step, in the order of their batches."""
+        """Id and pass rate of each group that was trained in this step, in the order of the batches."""
         ids = [g for record in self._records.values() if record.step == step for g in record.group_ids]
         return [{"id": g, "pass_rate": self._finished[g].pass_rate} for g in ids if g in self._finished]
 
     def record_of(self, group_id: int) -> BatchRecord | None:
-        """The batch that trained the group; None if there is none yet."""
+        """The batch that trained the group; None before the group is trained."""
         batch = self._batch_of.get(group_id)
         return None if batch is None else self._records[batch]
 
     def read(self, group_id: int) -> dict[str, Any]:
-        """The fields of a group as `rollouts.group_files.stored_group` gives them.
+        """The fields of a group, as `rollouts.group_files.stored_group` reads them.
 
-        Raises ValueError for an unknown group, one that is no longer stored, and a damaged one.
+        Raises ValueError for a group that is unknown, no longer stored, or damaged.
         """
         event = self._finished.get(group_id)
         if event is None:
@@ -82,12 +82,12 @@ class GroupIndex:
         return stored_group(path, event.stored)
 
     def chosen(self, count: int) -> list[int]:
-        """At most `count` groups for a page without a server: of steps at equal distances, first to last.
+        """Ids of at most `count` groups for a page without a server, from steps at equal distances, first to last.
 
-        Of each step, the groups are chosen whose pass rate is nearest to one half.
+        The groups with a pass rate nearest to one half represent a step.
         """
-        kept = segments(self._folder)
-        deleted = {g for g, event in self._finished.items() if event.segment not in kept}
+        stored_segments = segments(self._folder)
+        deleted = {g for g, event in self._finished.items() if event.segment not in stored_segments}
         steps = sorted({record.step for record in self._records.values() if set(record.group_ids) - deleted})
         if not steps or count < 1:
             return []
@@ -97,7 +97,7 @@ class GroupIndex:
             step = steps[round(i * (len(steps) - 1) / max(1, number - 1))]
             stored = [group for group in self.of_step(step) if group["id"] not in deleted]
             stored.sort(key=lambda group: abs(group["pass_rate"] - 0.5))
-            # the first steps get one more where `count` is no multiple of their number
+            # the first steps get one group more where `count` is no multiple of the number of steps
             share = math.ceil((count - i) / number)
             chosen += [group["id"] for group in stored[:share]]
         return chosen

@@ -1,4 +1,4 @@
-"""Reads a JSONL file that grows: its new rows, by offset, or its last row alone.
+"""Reads a growing JSONL file: the new rows, by offset, or the last row alone.
 
 The life of `Rows`: `update` reads the complete lines that were appended, and leaves a torn last line for the next
 call. A file that was replaced, or became shorter, is read anew: `generation` rises, and all rows are dropped.
@@ -18,7 +18,7 @@ from megatron_scalerl.processes.logs import printable
 MOST_BYTES = 1 << 28
 """Bytes that one update reads."""
 TAIL_BYTES = 1 << 20
-"""Bytes that are read at the end of a file for its last row."""
+"""Bytes that are read at the end of a file to find the last row."""
 MOST_TEXT = 200
 """Characters of a value that are shown."""
 Row = TypeVar("Row")
@@ -27,13 +27,13 @@ Row = TypeVar("Row")
 class Rows(Generic[Row]):
     """The rows of a file of lines that one writer appends to, and that a restart of the run replaces or shortens.
 
-    A damaged line hides nothing but itself. `generation` counts how often the file began anew: what was read before
-    is dropped then.
+    A damaged line hides no other line. `generation` counts how often the file began anew; rows of an earlier
+    generation are dropped.
     """
 
     def __init__(self, path: Path, row_of: Callable[[bytes], Row | None]):
-        """row_of: returns the row of a line, None for a line that is not kept. It raises ValueError, without the
-        place, for a damaged line."""
+        """row_of: maps a line to its row, or to None for a line to skip; raises ValueError, without file and place,
+        for a damaged line."""
         self.path = path
         self.rows: list[Row] = []
         self.generation = 0
@@ -41,24 +41,24 @@ class Rows(Generic[Row]):
         self._inode = -1
         self._offset = 0
         self._damage = ""
-        """The first damaged line, with its place."""
+        """The first damaged line, with file and place."""
         self._failure = ""
-        """Why the last update could not read the file."""
+        """The reason why the last update could not read the file."""
 
     @property
     def problem(self) -> str:
-        """Why the file cannot be read, else its first damaged line, until it is written anew; empty without one."""
+        """The reason why the file is unreadable, else the first damaged line of this generation; empty if neither."""
         return one_line((self._failure or self._damage).replace(f"{self.path.parent}/", ""))
 
     def update(self) -> bool:
-        """Read the complete lines that were appended, of at most `MOST_BYTES`; True if there is one."""
+        """Read the appended complete lines, `MOST_BYTES` at most; True if the file has a new line."""
         self._failure = ""
         try:
             data = self._new_bytes()
         except OSError as error:
             self._failure = str(error)
             return False
-        # a line without its end is being written, and is left for the next update
+        # a line without an end is being written, and is left for the next update
         lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
         for line in lines:
             try:
@@ -71,11 +71,11 @@ class Rows(Generic[Row]):
         return bool(lines)
 
     def _new_bytes(self) -> bytes:
-        """The bytes that were appended; all of a file that was replaced or became shorter; none without a file."""
+        """The appended bytes; all bytes of a file that was replaced or became shorter; no bytes without a file."""
         try:
             with naming(self.path), open(self.path, "rb") as file:
                 status = os.fstat(file.fileno())
-                # a rename replaces a file and changes its inode; a truncated file keeps its inode
+                # a rename replaces a file and changes the inode; a truncated file keeps the inode
                 if status.st_ino != self._inode or status.st_size < self._offset:
                     if self._inode >= 0:  # not for the first look at the file
                         self.generation += 1
@@ -90,16 +90,16 @@ class Rows(Generic[Row]):
 
 
 def one_line(text: str) -> str:
-    """Any text as the page shows it, in one line of at most 500 characters."""
+    """Any text in one line of at most 500 characters, for the page."""
     return printable(" ".join(text.split()))[:500]
 
 
 def ending(ends: Sequence[Mapping[str, Any]], attempts: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why the run is over, from the rows of end.json and attempts.jsonl; None while its newest attempt goes on."""
+    """The reason of a run's end, by the rows of end.json and attempts.jsonl; None while the last attempt goes on."""
     if not ends:
         return None
     newest = attempts[-1].get("incarnation") if attempts else None
-    # the end of an attempt before it; rows of old runs name no attempt
+    # this is the end of an earlier attempt; rows of old runs name no attempt
     if newest is not None and ends[-1].get("incarnation", newest) != newest:
         return None
     return printable(str(ends[-1].get("reason", "")))[:MOST_TEXT]
@@ -108,22 +108,22 @@ def ending(ends: Sequence[Mapping[str, Any]], attempts: Sequence[Mapping[str, An
 _OBJECT: msgspec.json.Decoder[Any] = msgspec.json.Decoder(dict[str, Any])
 
 
-def json_row(line: bytes, what: str = "a JSON object", decoder: msgspec.json.Decoder[Any] = _OBJECT) -> Any:
-    """The object in a line. Raises ValueError, without the place, for another line. what: the kind of object."""
+def json_row(line: bytes, kind: str = "a JSON object", decoder: msgspec.json.Decoder[Any] = _OBJECT) -> Any:
+    """The object in a line. Raises ValueError, without file and place, for a line that is no such object."""
     try:
         return decoder.decode(line)
-    # msgspec raises the other two for bytes that are not UTF-8 and for deep nesting
+    # UnicodeDecodeError: bytes that are not UTF-8; RecursionError: deep nesting
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"expected {what}, found {error}") from None
+        raise ValueError(f"expected {kind}, found {error}") from None
 
 
 def validation_row(line: bytes) -> dict[str, Any]:
-    """A checked row of validation.jsonl. Raises ValueError, without the place."""
+    """A checked row of validation.jsonl. Raises ValueError, without file and place."""
     return checked_row(json_row(line, "a validation (step, compute, pass_rate)"))
 
 
 def last_row(path: Path, row_of: Callable[[bytes], Any] = json_row) -> dict[str, Any] | None:
-    """The last complete line of a JSONL file; None without one.
+    """The last complete row of a JSONL file; None for a file without a row.
 
     Reads `TAIL_BYTES` at most. row_of: as for `Rows`. Raises ValueError naming the file for a damaged line, OSError.
     """

@@ -1,8 +1,8 @@
-"""The page as one string: template, styles, programs and data in it, and a policy that lets nothing else run.
+"""The page as one string: template, styles, programs, data, and a policy that lets no other program run.
 
 Data is JSON in a script element that is not executed, with `<`, `>`, `&` and JavaScript's line separators escaped.
-The page's programs write it as text only. The content security policy names the hash of each program and style, so
-that nothing that a completion may hold is executed, and forbids every request but those to the page's own server.
+The page's programs write data as text only. The content security policy names the hash of each program and style, so
+that no text of a completion is executed. The policy allows requests to the page's own server alone.
 """
 
 import base64
@@ -19,9 +19,9 @@ from megatron_scalerl.page.find_runs import FoundRuns
 from megatron_scalerl.page.runs_index import run_row
 from megatron_scalerl.processes.logs import printable
 
-HERE = Path(__file__).parent
-TEMPLATES = HERE / "templates"
-UPLOT = HERE / "uplot"
+PAGE_FOLDER = Path(__file__).parent
+TEMPLATES = PAGE_FOLDER / "templates"
+UPLOT = PAGE_FOLDER / "uplot"
 STYLES = (UPLOT / "uPlot.min.css", TEMPLATES / "page.css")
 
 
@@ -29,24 +29,24 @@ PROGRAMS = (
     UPLOT / "uPlot.iife.min.js",
     *(TEMPLATES / name for name in ("elements.js", "charts.js", "figures.js", "reader.js", "page.js")),
 )
-"""JavaScript of the page of a run, in the order in which it runs."""
+"""JavaScript of the page of a run, in the order of execution."""
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
 def page(data: dict[str, Any], *, title: str, live: bool) -> str:
-    """The HTML of the page of a run. data: see `elements.js`; title: any text; live: requests to its own server."""
+    """The HTML of a run's page. data: see `elements.js`; title: any text; live: requests to the page's own server."""
     return _rendered("page.html", PROGRAMS, live, title=title, data=Markup(escaped_json(data)))
 
 
-def runs_page(folder: Path, found: FoundRuns, addresses: Mapping[Path, str]) -> str:
+def runs_page(folder: Path, search: FoundRuns, addresses: Mapping[Path, str]) -> str:
     """The HTML of the list of runs, without programs. addresses: the page of each run, relative to the list."""
-    rows = [run_row(path, str(path.relative_to(folder)), addresses.get(path, "")) for path in found.runs]
+    rows = [run_row(path, str(path.relative_to(folder)), addresses.get(path, "")) for path in search.runs]
     folder_name = printable(str(folder))
-    return _rendered("runs.html", (), False, folder=folder_name, rows=rows, left_out=found.left_out)
+    return _rendered("runs.html", (), False, folder=folder_name, rows=rows, left_out=search.left_out)
 
 
 def _rendered(template: str, programs: Sequence[Path], live: bool, **values: Any) -> str:
-    # names that a template lacks are errors, and texts are escaped unless they are Markup
+    # StrictUndefined makes an unknown name an error; autoescape escapes every text that is no Markup
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
     )
@@ -60,8 +60,8 @@ def _texts(paths: Sequence[Path]) -> list[Markup]:
 
 
 def policy(programs: Sequence[Path], *, live: bool) -> str:
-    """The content security policy of a page. live: requests to its own server are allowed."""
-    # hashes, not 'self' or a nonce: nothing but these programs runs, also in a page that is saved as a file
+    """The content security policy of a page. live: allow requests to the page's own server."""
+    # hashes, not 'self' or a nonce: only these programs run, also in a page that is saved as a file
     scripts = " ".join(map(_hash, programs)) or "'none'"
     styles = " ".join(map(_hash, STYLES))
     connect = "'self'" if live else "'none'"
@@ -72,11 +72,11 @@ def policy(programs: Sequence[Path], *, live: bool) -> str:
 
 
 def escaped_json(data: Any) -> str:
-    """JSON that can stand in a script element: it contains no `<`, `>`, `&` and no line separator of JavaScript."""
+    """JSON for a script element, without `<`, `>`, `&` and JavaScript's line separators."""
     return msgspec.json.encode(data).decode().translate(_ESCAPES)
 
 
 def _hash(path: Path) -> str:
-    # the browser hashes the element's text, so this reads the file as `_texts` does
+    # the browser hashes the element's text, so the file is read as in `_texts`
     digest = hashlib.sha256(path.read_text(encoding="utf8").encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -1,4 +1,4 @@
-"""The closing report of a run: its gain, its cost, its weight updates, and the forecast of its first part.
+"""The closing report of a run: gain, cost, weight updates, and the forecast from the run's first part.
 
 Reads RUN/validation.jsonl, validation_by_prompt.jsonl, ledger.jsonl, metrics.jsonl and recipe.yaml.
 Imports no torch.
@@ -28,7 +28,7 @@ from megatron_scalerl.record import record
 
 BOOTSTRAP_DRAWS = 10_000
 UPDATE_PHASES = ("needs", "connect", "pause", "start", "update", "finish", "verify", "resume")
-"""Phases of a weight update, in their order: `weight_PHASE_seconds` of metrics.jsonl."""
+"""Phases of a weight update, in order: `weight_PHASE_seconds` of metrics.jsonl."""
 _NOTHING = "–"
 Rows = Sequence[dict[str, Any]]
 """Rows of validation.jsonl."""
@@ -66,7 +66,7 @@ def report(run_dir: Path, console: Console) -> None:
         for item in updates_of(read_jsonl(run_dir / "metrics.jsonl")) or ():
             say(item)
     except (ValueError, RecursionError) as error:
-        # the table of weight updates is no reason to show nothing
+        # a failure of this table does not stop the report
         say(printable(f"Weight updates are not shown: {error}"))
     steps = last_step(rows, recipe)
     forecasts = outlooks(rows, steps=steps, fit_from_steps=recipe["forecast"]["fit_from_steps"])
@@ -107,13 +107,13 @@ def split(rows: Rows, section: dict[str, Any]) -> tuple[Rows, Rows]:
     used = [row for row in rows[1:] if row["step"] >= section["fit_from_steps"]]
     fitted = [row for row in used if row["step"] <= until]
     unseen = [row for row in used if row["step"] > until]
-    if rows[0]["step"] != 0 or len(fitted) < 3:  # less cannot be fitted
+    if rows[0]["step"] != 0 or len(fitted) < 3:  # a fit needs three points
         return [], []
     return fitted, unseen
 
 
 def evaluate(start: dict[str, Any], fitted: Rows, unseen: Rows, *, method: str, name: str) -> ForecastEvaluation:
-    """Fit the rows of the first part and compare the forecast with the rest. start: the row of step 0."""
+    """Fit the rows of the first part and compare the forecast with the unseen rows. start: the row of step 0."""
     result = fit_curve(curve_of_rows([start, *fitted], name=name), method=method)
     completions = None
     if all("prompts" in row and "generations" in row for row in (*fitted, *unseen)):
@@ -126,7 +126,7 @@ def evaluate(start: dict[str, Any], fitted: Rows, unseen: Rows, *, method: str, 
 
 
 def gain_lines(run_dir: Path, last: dict[str, Any]) -> list[str]:
-    """The gain, and that of each task of a mixture. last: the last row of validation.jsonl. Raises as `gain`."""
+    """The gain, and the gain of each task of a mixture. last: the last row of validation.jsonl. Raises as `gain`."""
     lines = [gain_text(gain(run_dir))]
     if last.get("confirmed_share") is not None:
         line = f"the second judge confirms {last['confirmed_share']:.1%} of the paid answers of step {last['step']}"
@@ -137,7 +137,7 @@ def gain_lines(run_dir: Path, last: dict[str, Any]) -> list[str]:
 
 
 def gains_by_task(run_dir: Path, last: dict[str, Any]) -> dict[str, Gain]:
-    """The gain of each task of a mixture, none without one. last: the last row of validation.jsonl."""
+    """The gain of each task of a mixture; empty for one task. last: the last row of validation.jsonl."""
     gains = {}
     start = 0
     for column, count in last.items():
@@ -150,20 +150,20 @@ def gains_by_task(run_dir: Path, last: dict[str, Any]) -> dict[str, Gain]:
 def gain(run_dir: Path, part: slice = slice(None)) -> Gain:
     """The gain over step 0 with a paired bootstrap over held-out prompts. Raises ValueError as `read_rows`.
 
-    part: of the held-out prompts in the order of validation_by_prompt.jsonl.
+    part: slice of the held-out prompts in the order of validation_by_prompt.jsonl.
     """
     rows = read_rows(run_dir / "validation_by_prompt.jsonl")
     first = np.array(rows[0]["by_prompt"])[part]
     last = np.array(rows[-1]["by_prompt"])[part]
     difference = last - first
-    # always the same draws: two reports of a run agree
+    # a fixed seed: two reports of a run agree
     draws = np.random.default_rng(0).integers(0, len(difference), (BOOTSTRAP_DRAWS, len(difference)))
-    low, high = np.quantile(difference[draws].mean(axis=1), [0.025, 0.975])
-    return Gain(first=first.mean(), last=last.mean(), last_step=rows[-1]["step"], low=float(low), high=float(high))
+    lower, upper = np.quantile(difference[draws].mean(axis=1), [0.025, 0.975])
+    return Gain(first=first.mean(), last=last.mean(), last_step=rows[-1]["step"], low=float(lower), high=float(upper))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a run's JSONL file. Raises ValueError if it is missing, empty or invalid."""
+    """The rows of a run's JSONL file. Raises ValueError for a missing, empty or invalid file."""
     rows = read_jsonl(path)
     if not rows:
         problem = "is empty" if path.exists() else "does not exist"
@@ -181,7 +181,7 @@ def gain_text(measured: Gain) -> str:
 
 
 def hours_by_role(ledger: Rows) -> dict[str, float]:
-    """Role -> device-hours. ledger: rows of ledger.jsonl, in which the header and heartbeats count nothing."""
+    """Role -> device-hours. ledger: rows of ledger.jsonl; the header and heartbeats have no role and do not count."""
     hours: dict[str, float] = {}
     for row in ledger:
         if row.get("role"):
@@ -190,7 +190,7 @@ def hours_by_role(ledger: Rows) -> dict[str, float]:
 
 
 def cost_text(hours: Mapping[str, float], unit: str, cost: Mapping[str, Any]) -> str:
-    """The device-hours of each role in one line. hours: by role; unit: the ledger's; cost: the recipe's."""
+    """The device-hours of each role in one line. hours: by role; unit: the ledger's; cost: the recipe's section."""
     total = math.fsum(hours.values())
     divisor = total or 1.0
     parts = ", ".join(f"{role} {value:.4g} ({value / divisor:.0%})" for role, value in hours.items())
@@ -198,9 +198,9 @@ def cost_text(hours: Mapping[str, float], unit: str, cost: Mapping[str, Any]) ->
 
 
 def moved_text(forecasts: Sequence[Outlook], measured: float | None) -> str:
-    """How the forecasts of the run's end moved, in one line. measured: the pass rate there, None before the end."""
-    moved = forecasts[-1].pass_rate - forecasts[0].pass_rate
-    text = f"the forecast of the run's end moved by {moved:+.3f} from the first one to the last"
+    """The change of the forecasts of a run's end, in one line. measured: the final pass rate, None before the end."""
+    change = forecasts[-1].pass_rate - forecasts[0].pass_rate
+    text = f"the forecast of the run's end moved by {change:+.3f} from the first one to the last"
     if measured is not None:
         inside = sum(forecast.lo <= measured <= forecast.hi for forecast in forecasts)
         text += f"; measured at the end: {measured:.3f}, inside {inside} of {len(forecasts)} forecast intervals"
@@ -208,12 +208,12 @@ def moved_text(forecasts: Sequence[Outlook], measured: float | None) -> str:
 
 
 def last_step(rows: Rows, recipe: Mapping[str, Any]) -> int:
-    """The step at which the run ends: the recipe's, or that of the last validation without one."""
+    """The recipe's number of steps; without this number, the step of the last validation."""
     return int(recipe.get("steps") or rows[-1]["step"])
 
 
 def measured_end(rows: Rows, recipe: Mapping[str, Any]) -> float | None:
-    """The pass rate at the run's last step; None before it."""
+    """The pass rate at the run's last step; None before this step."""
     if rows[-1]["step"] < last_step(rows, recipe):
         return None
     return float(rows[-1]["pass_rate"])
@@ -229,13 +229,16 @@ def _error_text(evaluation: ForecastEvaluation) -> str:
 
 
 def updates_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, str] | None:
-    """(table, note) of the updates in rows of metrics.jsonl: medians over updates of whole tensors and of changes."""
-    updates = [row for row in rows if finite(row.get("weight_bytes")) is not None]
+    """(table, note) of the weight updates in rows of metrics.jsonl; None without an update.
+
+    The table has a column of medians over updates of whole tensors, and another over updates of changes.
+    """
+    updates = [row for row in rows if finite_number(row.get("weight_bytes")) is not None]
     if not updates:
         return None
     columns: dict[str, list[Mapping[str, Any]]] = {"whole": []}
     for update in updates:
-        if update["weight_bytes"] >= (finite(update.get("weight_whole_bytes")) or 0):
+        if update["weight_bytes"] >= (finite_number(update.get("weight_whole_bytes")) or 0):
             columns["whole"].append(update)
         else:
             columns.setdefault("of changes", []).append(update)
@@ -248,8 +251,8 @@ def updates_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, str] | None:
     return table, f"{len(updates)} updates in metrics.jsonl, medians."
 
 
-def finite(value: Any) -> float | None:
-    """The number; None for anything else, and for one that no float holds."""
+def finite_number(value: Any) -> float | None:
+    """The number; None for any other value, and for a number that no float holds."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     # False for a NaN, for an infinity, and for an integer that is too large to be converted
@@ -259,7 +262,7 @@ def finite(value: Any) -> float | None:
 
 
 def _median(rows: Sequence[Mapping[str, Any]], name: str, form: Callable[[float], str]) -> str:
-    values = (finite(row.get(name)) for row in rows)
+    values = (finite_number(row.get(name)) for row in rows)
     numbers = [value for value in values if value is not None]
     if not numbers:
         return _NOTHING

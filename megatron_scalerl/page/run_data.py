@@ -1,10 +1,10 @@
-"""The data of a run's page: steps, validations, ledger and events, read by offset as the run appends to them.
+"""The data of a run's page: steps, validations, ledger and events, read by offset from growing files.
 
-The life of a page: `RunData.update` reads new rows, once a second; `payload` is what the browser draws, with the
-steps after those that it has; after a restart `generation` rises, and all steps are sent again.
+The life of a page: `RunData.update` reads new rows, once a second; `payload` is the data that the browser draws, with
+the steps that the browser lacks. After a restart `generation` rises, and all steps are sent again.
 
-A damaged line hides nothing but itself: `RunData.damage` names it, and the page says it. Every value is JSON. Columns
-are lists over the rows of a file, `None` where a row has no such number.
+A damaged line hides no other line: `RunData.damage` names the line, and the page shows the name. Every value is JSON.
+Columns are lists over the rows of a file, `None` where a row has no such number.
 """
 
 import math
@@ -20,7 +20,7 @@ from megatron_scalerl.page.growing_file import Rows, ending, json_row, one_line,
 from megatron_scalerl.page.report import (
     UPDATE_PHASES,
     cost_text,
-    finite,
+    finite_number,
     gain_lines,
     hours_by_role,
     last_step,
@@ -42,9 +42,9 @@ WAITS = {
     "trainer_waits": ("wait_for_batch_seconds", "pinned_seconds", "send_seconds"),
     "engines_wait": ("engine_paused_seconds", "engine_idle_seconds"),
 }
-"""Column -> the columns of metrics.jsonl that are added up in it (seconds of a step)."""
+"""Column -> the columns of metrics.jsonl whose sum is this column (seconds of a step)."""
 STEP_COLUMNS = (*COLUMNS, *WAITS, "degenerate", *(f"weight_{phase}" for phase in UPDATE_PHASES))
-"""Columns of the page's steps; `seconds`, since the start, is added to them."""
+"""Columns of the page's steps; `payload` adds `seconds`, since the start."""
 MOST_EVENTS = 300
 MOST_EVALUATIONS = 500
 """Rows of evaluations on the page, the newest."""
@@ -63,13 +63,13 @@ class RunData:
         self._ledger = Rows(self.run_dir / "ledger.jsonl", _charge)
         self._validation = Rows(self.run_dir / "validation.jsonl", validation_row)
         files = ("attempts.jsonl", "engines.jsonl", "evaluation.jsonl", "end.json")
-        self._others = {name: Rows(self.run_dir / name, json_row) for name in files}
-        # by number of rows and generation, which say whether the rows are others
+        self._other_records = {name: Rows(self.run_dir / name, json_row) for name in files}
+        # the arguments, number of rows and generation, change with the rows
         self._gain = lru_cache(1)(self._gain_lines)
 
     @property
     def generation(self) -> int:
-        """Changes when step records that were read before are dropped."""
+        """A number that changes when step records are dropped."""
         return self._metrics.generation
 
     @property
@@ -84,22 +84,22 @@ class RunData:
 
     @property
     def _files(self) -> list[Rows[Any]]:
-        return [self._metrics, self._ledger, self._validation, *self._others.values()]
+        return [self._metrics, self._ledger, self._validation, *self._other_records.values()]
 
     @property
     def damage(self) -> list[str]:
-        """Why records cannot be read, one line for each damaged file."""
+        """One line for each damaged file."""
         lines = [*(file.problem for file in self._files), one_line(self.forecasts.problem)]
         return [line for line in lines if line]
 
     def update(self) -> bool:
-        """Read the rows that were appended; True if there is one. Damaged ones are in `damage`."""
+        """Read the appended rows; True for a new row. `damage` names damaged rows."""
         # a list: `any` of a generator would leave the other files unread
         new = [file.update() for file in self._files]
         return any(new)
 
     def payload(self, since: int = 0) -> dict[str, Any]:
-        """The data of the page. since: number of step records that the page has; later ones are in the payload."""
+        """The data of the page. since: number of step records that the page has; the payload holds later records."""
         rows = self.validations
         steps = self._metrics.rows
         hours = hours_by_role(self._ledger.rows)
@@ -115,7 +115,7 @@ class RunData:
             "header": self._header(hours),
             "ledger": [{"role": role, "hours": charged} for role, charged in hours.items()],
             "events": self._events(),
-            "evaluations": evaluation_table(self._others["evaluation.jsonl"].rows),
+            "evaluations": evaluation_table(self._other_records["evaluation.jsonl"].rows),
         }
 
     def _header(self, hours: dict[str, float]) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class RunData:
             "unit": unit_name(unit),
             "step": step,
             "steps": steps,
-            "ended": ending(self._others["end.json"].rows, self._others["attempts.jsonl"].rows),
+            "ended": ending(self._other_records["end.json"].rows, self._other_records["attempts.jsonl"].rows),
             **self._newest_forecast(),
             "lines": lines,
             "damage": self.damage,
@@ -151,7 +151,7 @@ class RunData:
         return {"verdict": outlook.verdict, "forecast": outlook.line(), "forecast_step": outlook.step}
 
     def _gain_lines(self, *_version: int) -> list[str]:
-        """The gain, in the lines of `report`; none before the second validation. Computed once a validation."""
+        """The lines of `report` on the gain; empty before the second validation. Computed once a validation."""
         rows = self.validations
         if len(rows) < 2 or rows[0].get("step") != 0:
             return []
@@ -161,14 +161,14 @@ class RunData:
             return [f"the gain cannot be computed: {one_line(f'{type(error).__name__}: {error}')}"]
 
     def _events(self) -> list[dict[str, Any]]:
-        """Starts of the run, faults and restarts of engines, and the end, as they happened."""
+        """Starts of the run, and states of engines, in the order of time."""
         events = []
         kind = "start"
-        for row in self._others["attempts.jsonl"].rows:
+        for row in self._other_records["attempts.jsonl"].rows:
             events.append(_event(row.get("unix_time"), kind, f"attempt {row.get('incarnation', '')}"))
             kind = "restart"
         kinds = {"draining": "fault", "lost": "fault"}
-        for row in self._others["engines.jsonl"].rows:
+        for row in self._other_records["engines.jsonl"].rows:
             state = row.get("state", "")
             text = f"{row.get('name', '')} {state}"
             if row.get("reason"):
@@ -180,28 +180,28 @@ class RunData:
 
 
 def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Columns and rows for the page; None without a row. rows: of RUN/evaluation.jsonl."""
+    """Columns and rows for the page; None without a row. rows: the rows of RUN/evaluation.jsonl."""
     if not rows:
         return None
-    shown = [_evaluation_cells(row) for row in reversed(rows[-MOST_EVALUATIONS:])]
-    left = len(rows) - len(shown)
+    cells = [_evaluation_cells(row) for row in reversed(rows[-MOST_EVALUATIONS:])]
+    earlier_count = len(rows) - len(cells)
     notes = [
         "Every completion has tokens of this step's policy version alone; the digest is that of the weights on which "
         "trainer and engines agreed. Intervals are over problems."
     ]
-    if left > 0:
-        notes.append(f"{left} earlier rows are in evaluation.jsonl.")
-    return {"columns": EVALUATION_COLUMNS, "rows": shown, "notes": notes}
+    if earlier_count > 0:
+        notes.append(f"{earlier_count} earlier rows are in evaluation.jsonl.")
+    return {"columns": EVALUATION_COLUMNS, "rows": cells, "notes": notes}
 
 
 def _evaluation_cells(row: Mapping[str, Any]) -> list[str]:
     if "lost" in row:
         return [str(row["step"]), printable(f"lost: {row['lost']}")[:300], "", "", "", "", ""]
-    low = row.get("low")
-    high = row.get("high")
+    lower = row.get("low")
+    upper = row.get("high")
     interval = "–"
-    if low is not None and high is not None:
-        interval = f"[{low:.3f}, {high:.3f}]"
+    if lower is not None and upper is not None:
+        interval = f"[{lower:.3f}, {upper:.3f}]"
     pass_at_k = ", ".join(f"@{k} {value:.3f}" for k, value in (row.get("pass_at_k") or {}).items())
     weights = ", ".join(filter(None, (f"version {row['policy_version']}", row["weight_digest"][:12])))
     cells = (
@@ -218,13 +218,13 @@ def _event(time: Any, kind: str, text: str) -> dict[str, Any]:
 
 
 def _step(line: bytes) -> dict[str, Any]:
-    """A row of metrics.jsonl as the page needs it."""
+    """The columns of the page in a row of metrics.jsonl."""
     row = json_row(line)
     groups = _number(row.get("batch/groups"))
-    kept = _number(row.get("batch/groups_kept"))
+    kept_groups = _number(row.get("batch/groups_kept"))
     degenerate = None
-    if groups is not None and kept is not None:
-        degenerate = groups - kept
+    if groups is not None and kept_groups is not None:
+        degenerate = groups - kept_groups
     return {
         **{name: _number(row.get(name)) for name in COLUMNS},
         **{name: _sum(_number(row.get(part)) for part in parts) for name, parts in WAITS.items()},
@@ -235,7 +235,7 @@ def _step(line: bytes) -> dict[str, Any]:
 
 
 def _charge(line: bytes) -> dict[str, Any] | None:
-    """Unit, role and hours of a row of ledger.jsonl, empty and 0 where it lacks them; None for a heartbeat."""
+    """Unit, role and hours of a row of ledger.jsonl, "", "" and 0 if absent; None for a heartbeat."""
     row = json_row(line)
     unit = printable(str(row.get("unit", "")))
     role = printable(str(row.get("role", "")))
@@ -245,8 +245,8 @@ def _charge(line: bytes) -> dict[str, Any] | None:
 
 
 def _number(value: Any) -> float | None:
-    """The number in six digits, which a chart shows; None for anything else."""
-    number = finite(value)
+    """The number with the six digits of a chart; None for any other value."""
+    number = finite_number(value)
     if number is None:
         return None
     # a whole number stays exact: six digits would change a step above a million
@@ -256,6 +256,6 @@ def _number(value: Any) -> float | None:
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
-    """The sum of the numbers; None without any."""
+    """The sum of the numbers; None without a number."""
     numbers = [value for value in values if value is not None]
     return _number(math.fsum(numbers)) if numbers else None

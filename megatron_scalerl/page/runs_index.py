@@ -9,7 +9,7 @@ from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.record import record
 
 QUIET_S = 60.0
-"""Seconds without a write to the ledger, which gets a heartbeat every 10 s, after which a run counts as stopped."""
+"""Seconds without a write to the ledger after which a run counts as stopped; a heartbeat is written every 10 s."""
 
 
 @record
@@ -23,11 +23,11 @@ class RunRow:
     state: str = ""
     """Running, stopped, not started, or finished with the reason."""
     step: str = ""
-    """Step of the last row of metrics.jsonl; empty without one."""
+    """Step of the last row of metrics.jsonl; empty without a row."""
     validation: str = ""
-    """Pass rate and step of the last validation; empty without one."""
+    """Pass rate and step of the last validation; empty without a validation."""
     problem: str = ""
-    """A line about a file that cannot be read; empty if all can be read."""
+    """A line about an unreadable file; empty if every file is readable."""
 
 
 def run_row(run_dir: Path, name: str, address: str = "") -> RunRow:
@@ -36,15 +36,15 @@ def run_row(run_dir: Path, name: str, address: str = "") -> RunRow:
     try:
         metrics = last_row(run_dir / "metrics.jsonl") or {}
         validation = last_row(run_dir / "validation.jsonl", validation_row)
-        shown = ""
+        validation_text = ""
         if validation:
-            shown = f"{validation['pass_rate']:.3f} at step {validation['step']}"
+            validation_text = f"{validation['pass_rate']:.3f} at step {validation['step']}"
         return RunRow(
             name=name,
             address=address,
             state=_state(run_dir, bool(validation)),
             step=one_line(str(metrics.get("step", ""))),
-            validation=shown,
+            validation=validation_text,
         )
     except (ValueError, OSError) as error:
         problem = one_line(str(error).replace(f"{run_dir}/", ""))
@@ -52,7 +52,7 @@ def run_row(run_dir: Path, name: str, address: str = "") -> RunRow:
 
 
 def _state(run_dir: Path, validated: bool) -> str:
-    """State of the run, from its end, its attempts and the age of its ledger."""
+    """State of the run, from end.json, attempts.jsonl and the age of the ledger."""
     ends = [row for row in [last_row(run_dir / "end.json")] if row]
     attempts = [row for row in [last_row(run_dir / "attempts.jsonl")] if row]
     reason = ending(ends, attempts)

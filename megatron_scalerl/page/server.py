@@ -1,13 +1,13 @@
 """Serves the page of a run, or a list of the runs below a folder, on 127.0.0.1 while the runs write.
 
 Every request needs the token of this start, compared in constant time, and a Host header that names this address: a
-page of another site that reaches the port under its own name is refused. Nothing is stored.
+page of another site that reaches the port under that site's name is refused. The server stores no data.
 
 The life of a page: `following` begins one task, which looks for new rows once a second and makes missing forecasts
-one at a time. It reads in threads, so that the event loop does not wait for a disk. An open page has a stream of
-events: `change` for new rows, after which it asks for the data, and `failed` for damaged files. The task ends with
-its block, the streams with the server. The list of runs is read anew for each request and follows nothing; the page
-of a run is made when it is first opened, and followed from then on.
+one at a time. The task reads in threads, so that the event loop does not wait for a disk. An open page has a stream
+of events: `change` for new rows, after which the page asks for the data, and `failed` for damaged files. The task
+ends with the block of `following`, the streams end with the server. The list of runs is read anew for each request
+and follows no file; the first request of a run's page makes the page, which is followed from then on.
 """
 
 import asyncio
@@ -38,13 +38,13 @@ HTTP_PORT = 80
 POLL_S = 1.0
 """Seconds between two looks at the files."""
 KEEP_ALIVE_S = 15.0
-"""Seconds after which a stream without news sends a comment, so that a closed one is noticed."""
+"""Seconds after which a stream without news sends a comment, so that a closed stream is noticed."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
 
 
 class RunPage:
-    """The page of one run: it follows the run's files, tells its open streams, and answers requests.
+    """The page of one run: follows the run's files, notifies the open streams, and answers requests.
 
     All reading is done under one lock, in threads.
     """
@@ -53,7 +53,7 @@ class RunPage:
         """home: the address of the list that the page belongs to, if any. Raises ValueError for a folder that is no
         run."""
         self.failure = ""
-        """One line about a damaged file; empty without one."""
+        """One line about damaged files; empty without damage."""
         self.streams: set[asyncio.Event] = set()
         """An event for each open page; set when the page is to ask for the data."""
         self._lock = asyncio.Lock()
@@ -76,7 +76,7 @@ class RunPage:
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """Follow within the block. The page names damaged files, and draws the rest."""
+        """Follow within the block. The page names damaged files, and draws all other data."""
         await self._locked(self._update)
         self._say(self._damage())
         if self.failure:
@@ -101,7 +101,7 @@ class RunPage:
                 await asyncio.sleep(POLL_S)
 
     def _say(self, failure: str, changed: bool = False) -> None:
-        """Tell every open page, if there are new rows or another failure."""
+        """Notify every open page of new rows or of another failure."""
         failure = printable(" ".join(failure.split()))
         if changed or failure != self.failure:
             self.failure = failure
@@ -126,7 +126,7 @@ class RunPage:
                 except TimeoutError:
                     await response.write(b": still here\n\n")
                     continue
-                news.clear()  # before the writes: news that come during them are sent next
+                news.clear()  # before the writes: news that come during the writes are sent next
                 if self.failure != sent_failure:
                     sent_failure = self.failure
                     await response.write(b"event: failed\ndata: " + msgspec.json.encode(sent_failure) + b"\n\n")
@@ -150,11 +150,11 @@ class RunPage:
         since = whole_number(request, "since")
         generation = whole_number(request, "generation")
         if generation != self._run.generation or since > self._run.steps:
-            since = 0  # a restart dropped steps that the page has: it gets all of them anew
+            since = 0  # a restart dropped steps that the page has: the page gets all steps anew
         return answer(await self._locked(partial(self._payload, since)))
 
     def _reading(self, read: Callable[..., Any], *names: str) -> Handler:
-        """A function that answers with the result of `read`. names: its arguments, parameters of the request."""
+        """A function that answers with the result of `read`. names: request parameters, the arguments of `read`."""
 
         async def handle(request: web.Request) -> web.Response:
             return answer(await self._locked(partial(read, *(whole_number(request, name) for name in names))))
@@ -167,7 +167,7 @@ class RunPage:
         return data
 
     def _update(self) -> bool:
-        """Read new rows of the records and of the journal; True if there are any."""
+        """Read new rows of the records and of the journal; True for a new row."""
         # a list, so that both are read
         return any([self._run.update(), self._index.update()])
 
@@ -175,17 +175,17 @@ class RunPage:
         return "; ".join([*self._run.damage, *self._index.damage])
 
     async def _work(self) -> bool:
-        """Make the newest missing forecast; True if there was one."""
+        """Make the newest missing forecast; False if no forecast is missing."""
         forecasts = self._run.forecasts
         rows = list(self._run.validations)
-        missing = await self._locked(partial(forecasts.missing, rows))
-        if not missing:
+        missing_counts = await self._locked(partial(forecasts.missing_counts, rows))
+        if not missing_counts:
             return False
         # without the lock, so that requests are answered meanwhile
-        result = await asyncio.to_thread(forecasts.attempt, rows, self._run.recipe, missing[0])
-        await self._locked(partial(forecasts.add, missing[0], *result))
-        # not for each: of an old run there are a hundred, and the page would draw all of its charts for each
-        if missing[0] == len(rows) or len(missing) == 1 or len(missing) % 10 == 0:
+        result = await asyncio.to_thread(forecasts.attempt, rows, self._run.recipe, missing_counts[0])
+        await self._locked(partial(forecasts.add, missing_counts[0], *result))
+        # not after each forecast: an old run has a hundred, and the page would draw all charts a hundred times
+        if missing_counts[0] == len(rows) or len(missing_counts) == 1 or len(missing_counts) % 10 == 0:
             self._tell()
         return True
 
@@ -196,41 +196,41 @@ class RunsPage:
     def __init__(self, folder: Path):
         self._folder = folder
         self._runs: list[Path] = []
-        """The runs that a list has shown. A run keeps its number, also while it is gone."""
-        self._opening = asyncio.Lock()
-        self._open = contextlib.AsyncExitStack()
+        """The runs that a list has shown. A run keeps the same number, also while the folder is gone."""
+        self._open_lock = asyncio.Lock()
+        self._open_pages = contextlib.AsyncExitStack()
         self._pages: dict[int, RunPage] = {}
-        """Number of a run -> its page, which `_open` follows."""
+        """Number of a run -> page of the run; `_open_pages` ends the following of the page."""
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
         """Close the pages of runs at the end of the block."""
-        async with self._open:
+        async with self._open_pages:
             yield
 
     async def handler(self, path: str) -> Handler | None:
-        """The function that answers requests for a path; the page of a run is made for its first request."""
+        """The function that answers requests for a path; the first request of a run's page makes the page."""
         if not path:
             return self._page
         match = re.fullmatch("run/([0-9]{1,9})/(.*)", path)
         if match is None or int(match[1]) >= len(self._runs):
             return None
         number = int(match[1])
-        # one at a time: two requests of a page that is not made yet would make it twice
-        async with self._opening:
+        # without the lock, two simultaneous first requests would make two pages
+        async with self._open_lock:
             if number not in self._pages:
                 run_page = await asyncio.to_thread(partial(RunPage, self._runs[number], home="../../"))
-                await self._open.enter_async_context(run_page.following())
+                await self._open_pages.enter_async_context(run_page.following())
                 self._pages[number] = run_page
         return await self._pages[number].handler(match[2])
 
     async def _page(self, request: web.Request) -> web.Response:
-        found = await asyncio.to_thread(find_runs, self._folder)
-        known = set(self._runs)
-        self._runs += [path for path in found.runs if path not in known]
+        search = await asyncio.to_thread(find_runs, self._folder)
+        known_paths = set(self._runs)
+        self._runs += [path for path in search.runs if path not in known_paths]
         query = request.rel_url.raw_query_string
         addresses = {path: f"run/{number}/?{query}" for number, path in enumerate(self._runs)}
-        return page_answer(await asyncio.to_thread(runs_page, self._folder, found, addresses))
+        return page_answer(await asyncio.to_thread(runs_page, self._folder, search, addresses))
 
 
 class PageServer:
@@ -243,16 +243,16 @@ class PageServer:
 
     @property
     def url(self) -> str:
-        """The address of the page, with its token."""
+        """The address of the page, with the token."""
         return f"http://{ADDRESS}:{self.port}/?token={self.token}"
 
     @contextlib.asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[None]:
         """Follow and answer within the block. port: 0 for one of the kernel's choice. Raises ValueError, OSError."""
         app = web.Application(middlewares=[self._guard])
-        # one route for all: the pages of runs come and go, and a router cannot be changed while it serves
+        # one route for all: pages of runs come and go, and a router cannot change while serving
         app.router.add_get("/{path:.*}", self._answer)
-        # event streams do not end by themselves, and aiohttp would wait 60 s for them by default
+        # event streams do not end before the server, and aiohttp would wait 60 s for the streams by default
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         async with self.page.following():
             await runner.setup()
@@ -280,9 +280,9 @@ class PageServer:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         host = request.headers.get("Host", "")
-        given = request.query.get("token", "")
+        token = request.query.get("token", "")
         # compare_digest takes bytes, or texts of ASCII alone, and a query may hold any text
-        if host not in self._names() or not hmac.compare_digest(given.encode("utf8", "replace"), self.token.encode()):
+        if host not in self._names() or not hmac.compare_digest(token.encode("utf8", "replace"), self.token.encode()):
             return answer({"error": "use the address that megatron-scalerl watch printed, with its token"}, 403)
         try:
             return await handler(request)
@@ -293,7 +293,7 @@ class PageServer:
 
 
 def whole_number(request: web.Request, name: str) -> int:
-    """A parameter of the request. Raises ValueError unless it is a whole number from 0 on."""
+    """A parameter of the request. Raises ValueError unless the text is a whole number from 0 on."""
     text = request.query.get(name, "")
     if re.fullmatch("[0-9]{1,18}", text) is None:
         raise ValueError(f"{name}: expected a whole number, found {text[:40]!a}")
@@ -307,7 +307,7 @@ def answer(body: Any, status: int = 200) -> web.Response:
 
 
 def page_answer(text: str, programs: Sequence[Path] = ()) -> web.Response:
-    """The response with a page. programs: the JavaScript that may run in it."""
+    """The response with a page. programs: the JavaScript that may run in the page."""
     return web.Response(text=text, content_type="text/html", headers=security_headers(programs))
 
 

@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 MOST_BYTES = 25_000_000
 """Largest size of the file."""
 GROUPS = 24
-"""Number of groups in the file if none is named."""
+"""Number of groups in the file, unless the caller names more."""
 
 
 def write_page(run_dir: Path, path: Path, *, group_ids: Iterable[int] = ()) -> tuple[int, int]:
-    """Write the page of a run to `path`, for its owner only; returns (groups in it, groups that were left out).
+    """Write the page of a run to `path`, for its owner only; returns (groups in the page, groups left out).
 
-    Groups are left out for which the file has no room, and chosen ones that cannot be read: retention may have
-    deleted them. group_ids: groups that come first; further ones are chosen up to `GROUPS`. Damage of the records is
+    A group is left out if the file has no room, or if a chosen group cannot be read: retention may have deleted the
+    group. group_ids: groups that come first; further groups are chosen up to `GROUPS`. Damage of the records is
     logged and named in the page. Raises ValueError for a folder that is no run and a named group that cannot be read,
     OSError.
     """
@@ -39,23 +39,23 @@ def write_page(run_dir: Path, path: Path, *, group_ids: Iterable[int] = ()) -> t
     for line in data["header"]["damage"]:
         logger.warning("%s", line)
     reader = Reader(run_dir, run.recipe, index)
-    named = list(dict.fromkeys(group_ids))
-    wanted = list(dict.fromkeys([*named, *(index.chosen(GROUPS - len(named)))]))
+    named_ids = list(dict.fromkeys(group_ids))
+    candidate_ids = list(dict.fromkeys([*named_ids, *(index.chosen(GROUPS - len(named_ids)))]))
     # with a reserve, since `page` counts characters and not bytes
     room = MOST_BYTES - len(page(data, title="", live=False)) * 2
     groups = []
-    for group_id in wanted:
+    for group_id in candidate_ids:
         try:
             group = _whole_group(reader, group_id)
         except ValueError:
-            if group_id in named:  # a user who names a group wants to know
+            if group_id in named_ids:  # a user who names a group wants to know
                 raise
             continue
         size = _size(group)
         if size <= room:
             room -= size
             groups.append(group)
-    left_out = len(wanted) - len(groups)
+    left_out = len(candidate_ids) - len(groups)
     data |= {"groups": groups, "missing_groups": left_out}
     text = page(data, title=f"{data['header']['name']}: run", live=False)
     _write(path, text)
@@ -76,10 +76,10 @@ def _read(run_dir: Path) -> RunData:
 
 
 def write_runs_page(folder: Path, path: Path) -> int:
-    """Write the list of the runs below `folder` to `path`, for its owner only; returns their number."""
-    found = find_runs(folder)
-    _write(path, runs_page(folder, found, {}))
-    return len(found.runs)
+    """Write the list of the runs below `folder` to `path`, for its owner only; returns the number of runs."""
+    search = find_runs(folder)
+    _write(path, runs_page(folder, search, {}))
+    return len(search.runs)
 
 
 def _write(path: Path, text: str) -> None:
@@ -95,6 +95,6 @@ def _whole_group(reader: Reader, group_id: int) -> dict[str, Any]:
 
 
 def _size(group: dict[str, Any]) -> int:
-    """Bytes of the group in the page, at most: an escaped character has six."""
+    """Largest number of bytes of the group in the page: an escaped character has six bytes."""
     encoded = msgspec.json.encode(group)
     return len(encoded) + 5 * sum(encoded.count(c) for c in (b"<", b">", b"&", b"\xe2\x80\xa8", b"\xe2\x80\xa9"))

@@ -1,1 +1,1 @@
-"""A tiny verifiable-reasoning task, its tokenizer and untrained policies, for one machine without a GPU."""
+"""A tiny verifiable-reasoning task, a tokenizer and untrained policies, for one machine without a GPU."""

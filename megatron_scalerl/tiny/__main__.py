@@ -23,11 +23,11 @@ def main(argv: list[str] | None = None) -> int:
     options = vars(parser.parse_args(argv))
     out_dir = options.pop("out_dir")
     try:
-        written = build(out_dir, TinyArguments(**options))
+        is_new = build(out_dir, TinyArguments(**options))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    if written:
+    if is_new:
         print(f"{out_dir}: written")
     else:
         print(f"{out_dir}: already exists")

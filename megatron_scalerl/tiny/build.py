@@ -33,7 +33,7 @@ class TinyArguments:
 
 
 def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
-    """Write the folder atomically; False if it exists already, written with equal arguments.
+    """Write the folder atomically; False if the folder exists already, written with equal arguments.
 
     Writes base_policy/ (Hugging Face folder), prompts.jsonl and held_out.jsonl (prompt, answer, level), sft.jsonl
     (prompt, completion, level), for the dense policy recipe.yaml, and the manifest tiny.json. Raises ValueError for a
@@ -67,17 +67,17 @@ def _exists(out_dir: Path, manifest: dict[str, Any]) -> bool:
     if not out_dir.exists() or (out_dir.is_dir() and not any(out_dir.iterdir())):
         return False
     try:
-        written = json.loads((out_dir / MANIFEST).read_text(encoding="utf8"))
+        old_manifest = json.loads((out_dir / MANIFEST).read_text(encoding="utf8"))
     except (OSError, json.JSONDecodeError):
         raise ValueError(f"{out_dir}: the folder is not empty and has no {MANIFEST}; name a new one") from None
-    different = [key for key in sorted({*manifest, *written}) if written.get(key) != manifest.get(key)]
+    different = [key for key in sorted({*manifest, *old_manifest}) if old_manifest.get(key) != manifest.get(key)]
     if different:
-        wanted = ", ".join(f"{key} {manifest.get(key)}" for key in different)
-        actual = ", ".join(f"{key} {written.get(key)}" for key in different)
-        raise ValueError(f"{out_dir}: it was written with {actual}, not with {wanted}; name a new folder")
-    missing = [name for name in FILES if not (out_dir / name).is_file()]
-    if missing:
-        raise ValueError(f"{out_dir}: {missing[0]} is missing; remove the folder, or name a new one")
+        expected = ", ".join(f"{key} {manifest.get(key)}" for key in different)
+        actual = ", ".join(f"{key} {old_manifest.get(key)}" for key in different)
+        raise ValueError(f"{out_dir}: it was written with {actual}, not with {expected}; name a new folder")
+    missing_files = [name for name in FILES if not (out_dir / name).is_file()]
+    if missing_files:
+        raise ValueError(f"{out_dir}: {missing_files[0]} is missing; remove the folder, or name a new one")
     return True
 
 

@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from megatron_scalerl.tiny.tokenizer import BOS_ID, EOS_ID, MODEL_VOCABULARY, PAD_ID, save_tokenizer
 
 INIT_STD = 0.02
-"""Standard deviation of matrices; matrices that write to the residual stream have it times 1/sqrt(2 layers)."""
+"""Standard deviation of matrices; times 1/sqrt(2 layers) for matrices that write to the residual stream."""
 CONTEXT = 512
 """Positions (tokens); the longest prompt and completion of the task are about 85 tokens."""
 COMMON: dict[str, Any] = {
@@ -47,8 +47,8 @@ def make_llama4(path: str | Path, seed: int) -> None:
     """Write a Llama-4-style text policy (fp32) with tokenizer into folder `path`.
 
     Every layer routes each token to one of 4 experts by a sigmoid router, in addition to a shared expert; queries and
-    keys are normalized. RoPE in all three layers, since Llama 4 omits it in every fourth only; attention chunks are
-    longer than the context and attention temperature is off.
+    keys are normalized. All three layers have RoPE, since Llama 4 omits RoPE in every fourth layer only; attention
+    chunks are longer than the context and attention temperature is off.
     """
     config = Llama4TextConfig(
         **COMMON,
@@ -84,7 +84,7 @@ def _initialize(model: PreTrainedModel, seed: int) -> None:
     """Draw every matrix from a normal distribution with one generator, in the order of the names; norms are 1."""
     generator = torch.Generator().manual_seed(seed)
     residual_std = INIT_STD / math.sqrt(2 * model.config.num_hidden_layers)
-    # By name, so that another order of modules in transformers draws the same numbers.
+    # Sorted by name, so that another order of modules in transformers draws the same numbers.
     for name, parameter in sorted(model.named_parameters()):
         if parameter.dim() == 1:
             parameter.fill_(1.0)

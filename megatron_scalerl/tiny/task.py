@@ -78,7 +78,7 @@ def _draw_operation(rng: random.Random, value: int) -> tuple[str, int]:
         choices += ["+"] * 2
     if value > 0:
         choices += ["-"] * 2
-    # a factor is at least 2, as 1 leaves the value as it is; from 0 no factor leads away
+    # a factor is at least 2, as 1 keeps the value; 0 stays 0 with every factor
     if 0 < 2 * value <= MAX_VALUE:
         choices.append("*")
     operator = rng.choice(choices)
@@ -95,7 +95,7 @@ def is_held_out(text: str) -> bool:
 
 
 def thinking_trace(rng: random.Random, problem: Problem, quit_probability: float) -> tuple[str, int]:
-    """(steps, the value that they reach); the trace stops before each step with probability quit_probability."""
+    """(steps, value after the last step); the trace stops before each step with probability quit_probability."""
     value = problem.start
     steps = []
     for operator, operand in problem.operations:
@@ -108,7 +108,7 @@ def thinking_trace(rng: random.Random, problem: Problem, quit_probability: float
 
 
 def answer_of_cut(thinking: str) -> int:
-    """The answer to a trace that was cut: the result of its last complete step."""
+    """The answer to a trace that was cut: the result of the last complete step."""
     finished = [step.split("=")[1] for step in thinking.split(";") if "=" in step]
     return int([result for result in finished if result][-1])
 
@@ -116,8 +116,8 @@ def answer_of_cut(thinking: str) -> int:
 def warm_start_example(rng: random.Random) -> dict[str, str | int]:
     """A row of the warm start: prompt, completion and level.
 
-    In an interrupted example the thinking is cut at a random point, the phrase and the closing tag follow (the loader
-    excludes them from the loss), and the answer is the last completed result.
+    In an interrupted example the thinking is cut at a random point, and the answer is the last completed result. The
+    phrase and the closing tag follow the cut; the loader excludes both from the loss.
     """
     problem = _draw_to_train(rng, rng.choice(LEVELS))
     thinking, value = thinking_trace(rng, problem, QUIT_PROBABILITY)
@@ -144,18 +144,18 @@ def prompt_rows(seed: int, count: int, *, held_out: bool) -> Iterator[dict[str, 
     """
     side = {True: "held out", False: "training"}[held_out]
     rng = random.Random(f"{side} {seed}")
-    drawn: set[str] = set()
-    left = list(LEVELS)
-    while len(drawn) < count:
-        if not left:
-            raise ValueError(f"{side} prompts: {count} are too many; the task has {len(drawn)}")
-        # Level by level in turn, so that the rows are mixed from the first on.
-        for level in tuple(left):
-            problem = _draw_new(rng, level, held_out, drawn)
+    texts: set[str] = set()
+    open_levels = list(LEVELS)
+    while len(texts) < count:
+        if not open_levels:
+            raise ValueError(f"{side} prompts: {count} are too many; the task has {len(texts)}")
+        # The levels take turns, so that the rows are mixed from the first on.
+        for level in tuple(open_levels):
+            problem = _draw_new(rng, level, held_out, texts)
             if problem is None:
-                left.remove(level)
-            elif len(drawn) < count:
-                drawn.add(problem.text)
+                open_levels.remove(level)
+            elif len(texts) < count:
+                texts.add(problem.text)
                 yield {"prompt": problem.text, "answer": str(problem.answer), "level": level}
 
 
@@ -167,9 +167,9 @@ def _draw_to_train(rng: random.Random, level: int) -> Problem:
     return problem
 
 
-def _draw_new(rng: random.Random, level: int, held_out: bool, drawn: set[str]) -> Problem | None:
+def _draw_new(rng: random.Random, level: int, held_out: bool, texts: set[str]) -> Problem | None:
     for _ in range(REDRAWS):
         problem = draw_problem(rng, level)
-        if is_held_out(problem.text) == held_out and problem.text not in drawn:
+        if is_held_out(problem.text) == held_out and problem.text not in texts:
             return problem
     return None

@@ -21,7 +21,7 @@ CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer, 22 tokens; `<bos>` is prepended when special tokens are requested.
 
-    The think tags and the phrase are tokens but not special, so that decoding without special tokens keeps them. The
+    The think tags and the phrase are no special tokens, so that decoding without special tokens keeps both. The
     space before `</think>` in the paper is the phrase's last character.
     """
     vocabulary = {token: index for index, token in enumerate(TOKENS)}

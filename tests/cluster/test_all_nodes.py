@@ -9,7 +9,7 @@ from command_line import refusal
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.cluster import doctor_nodes
 from megatron_scalerl.cluster.check import Check
-from megatron_scalerl.cluster.doctor_nodes import examine_nodes, unfit
+from megatron_scalerl.cluster.doctor_nodes import examine_nodes, unfit_nodes
 
 RESULTS = {"GPUs": "8 x H100", "driver": "580", "shared memory": "9 GiB"}
 
@@ -20,7 +20,7 @@ def report(*failed, **changed):
 
 
 def test_failed_checks_and_missing_reports_name_their_node():
-    assert unfit(
+    assert unfit_nodes(
         {"a": report(), "b": report("inputs", "disk"), "d": [Check("w", "warning", "x")]}, {"c": "silent"}
     ) == {
         "b": "inputs: wrong; disk: wrong",
@@ -30,21 +30,21 @@ def test_failed_checks_and_missing_reports_name_their_node():
 
 def test_the_few_that_differ_are_unfit():
     reports = {"a": report(driver="570"), "b": report(), "c": report(), "d": report(GPUs="none")}
-    assert unfit(reports, {}) == {
+    assert unfit_nodes(reports, {}) == {
         "a": "driver: 570, where 3 of 4 nodes have driver: 580",
         "d": "GPUs: none, where 3 of 4 nodes have GPUs: 8 x H100",
     }
 
 
 def test_of_two_that_differ_the_first_is_right():
-    assert set(unfit({"a": report(), "b": report(driver="570")}, {})) == {"b"}
-    assert set(unfit({"b": report(driver="570"), "a": report()}, {})) == {"a"}
+    assert set(unfit_nodes({"a": report(), "b": report(driver="570")}, {})) == {"b"}
+    assert set(unfit_nodes({"b": report(driver="570"), "a": report()}, {})) == {"a"}
 
 
 def test_space_may_differ_and_what_a_node_says_stays_in_one_line():
     changed = {"shared memory": "8 GiB"}
-    assert unfit({"a": report(), "b": report(**changed)}, {}) == {}
-    [why] = unfit({"a": report(), "b": [Check("GPUs", "failed", "\x1b[2J\tx\ny")]}, {}).values()
+    assert unfit_nodes({"a": report(), "b": report(**changed)}, {}) == {}
+    [why] = unfit_nodes({"a": report(), "b": [Check("GPUs", "failed", "\x1b[2J\tx\ny")]}, {}).values()
     assert why.isprintable()
 
 
@@ -96,7 +96,7 @@ def test_a_node_that_hangs_is_given_up_and_where_all_are_unfit_none_is_to_be_exc
     [({}, "2 nodes are fit and agree: a, b"), ({"b": "x", "a": "y"}, "2 of 2 nodes are unfit: b (x); a (y)")],
 )
 def test_one_line_names_the_nodes_that_are_unfit(bad, line, monkeypatch, capsys):
-    monkeypatch.setattr(doctor_nodes, "allocated", lambda: ["a", "b"])
+    monkeypatch.setattr(doctor_nodes, "allocated_nodes", lambda: ["a", "b"])
     monkeypatch.setattr(doctor_nodes, "examine_nodes", lambda *_, within_s: bad)
     assert main(["doctor", "--hosts", "slurm", "--reports", "f"]) == bool(bad)
     assert capsys.readouterr().out == f"{line}\n"
@@ -108,7 +108,7 @@ def test_the_nodes_of_an_allocation_begin_with_this_one(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
-    assert doctor_nodes.allocated() == ["n2", "n1", "n3"]
+    assert doctor_nodes.allocated_nodes() == ["n2", "n1", "n3"]
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def stand_ins(monkeypatch):
 
     def of(host):
         monkeypatch.setattr(
-            node, "gpus_in_process", lambda needed: examine_gpus(HOSTS[host](), needed=needed, visible=None)
+            node, "gpus_in_process", lambda needed: examine_gpus(HOSTS[host](), needed_gpus=needed, visible=None)
         )
         monkeypatch.setattr(node, "probe", machine)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

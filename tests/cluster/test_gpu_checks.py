@@ -19,7 +19,7 @@ TESTS = Path(__file__).parents[1]
 
 def found(host, needed=8, visible=None):
     """name -> check."""
-    return {check.name: check for check in examine_gpus(HOSTS[host](), needed=needed, visible=visible).checks}
+    return {check.name: check for check in examine_gpus(HOSTS[host](), needed_gpus=needed, visible=visible).checks}
 
 
 def wrong(checks):
@@ -105,7 +105,7 @@ def in_process(host, tmp_path, monkeypatch, **limits):
 @pytest.mark.parametrize("host", ["healthy", "nothing supported", "unknown"])
 def test_the_reading_of_the_process_is_that_of_the_function(host, tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert in_process(host, tmp_path, monkeypatch) == examine_gpus(HOSTS[host](), needed=8, visible=None)
+    assert in_process(host, tmp_path, monkeypatch) == examine_gpus(HOSTS[host](), needed_gpus=8, visible=None)
 
 
 def test_a_driver_that_hangs_or_crashes_fails_in_one_line(tmp_path, monkeypatch):

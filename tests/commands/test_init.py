@@ -14,7 +14,7 @@ from json_lines import write
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
-from megatron_scalerl.commands.init import _joined
+from megatron_scalerl.commands.init import _with_overrides
 from megatron_scalerl.plan.settings import check_settings
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.tiny.tokenizer import build_tokenizer, save_tokenizer
@@ -104,7 +104,7 @@ def test_a_nested_setting_joins_what_was_chosen_and_a_mapping_replaces_it():
         ("megatron.parallel.pipeline_model_parallel_size=2", both),
         ("megatron.parallel={pipeline_model_parallel_size: 2}", {"pipeline_model_parallel_size": 2}),
     ):
-        assert _joined(chosen, [given]) == {"megatron.parallel": (settings, "as given")}
+        assert _with_overrides(chosen, [given]) == {"megatron.parallel": (settings, "as given")}
     assert chosen["megatron.parallel"][0] == {"tensor_model_parallel_size": 4}
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_scalerl.fit.compare import ERROR, Difference, adjusted, mean_of
+from megatron_scalerl.fit.compare import ERROR, Difference, adjusted_differences, mean_of
 
 
 def mean(values, *, fit_sd=1e-6):
@@ -41,7 +41,7 @@ def test_holms_limits():
     def of(p):
         return Difference(value=1.0, lo=0.0, hi=2.0, p=p)
 
-    found = adjusted({5: of(0.02), 7: of(0.01), 9: of(0.5)})
+    found = adjusted_differences({5: of(0.02), 7: of(0.01), 9: of(0.5)})
     assert {n: each.p for n, each in found.items()} == {7: pytest.approx(0.03), 5: pytest.approx(0.04), 9: 0.5}
 
 
@@ -69,7 +69,7 @@ def test_errors_and_coverage_of_recipes_that_do_not_differ(recipes, seeds, scatt
     declared = covered = 0.0
     for _ in range(trials):
         found = differences(drawn(rng, recipes, seeds, scatter=scatter))
-        declared += any(each.declared for each in adjusted(found).values())
+        declared += any(each.declared for each in adjusted_differences(found).values())
         covered += np.mean([each.lo <= 0.0 <= each.hi for each in found.values()])
     assert declared / trials <= ERROR + 3 * math.sqrt(ERROR * (1 - ERROR) / trials)
     assert 0.85 <= covered / trials <= 1.0
@@ -82,7 +82,7 @@ def test_recipes_that_differ_are_found_with_enough_seeds():
     def power(seeds):
         found = 0
         for _ in range(150):
-            found += adjusted(differences(drawn(rng, 4, seeds, shift=0.045)))[1].declared
+            found += adjusted_differences(differences(drawn(rng, 4, seeds, shift=0.045)))[1].declared
         return found / 150
 
     assert power(11) >= 0.7 and power(3) < 0.5

@@ -9,7 +9,7 @@ from recipe_runs import curve_of
 
 from megatron_scalerl.fit.forecast import fit, fit_curve
 from megatron_scalerl.fit.inputs import curve_of_rows, read_curves
-from megatron_scalerl.fit.observations import MOST_POINTS, pooled, validation_noise
+from megatron_scalerl.fit.observations import MOST_POINTS, pooled_points, validation_noise
 from megatron_scalerl.fit.sigmoid import sigmoid
 
 COMPUTE = np.linspace(0.1, 1.0, 10)
@@ -105,7 +105,7 @@ def test_part_of_a_run_keeps_the_columns_together():
 
 def test_up_to_128_points_are_fitted_as_they_are():
     c, y, weights = np.arange(1.0, 129.0), np.linspace(0.1, 0.9, 128), np.full(128, 40.0)
-    assert all(a is b for a, b in zip(pooled(c, y, weights), (c, y, weights), strict=True))
+    assert all(a is b for a, b in zip(pooled_points(c, y, weights), (c, y, weights), strict=True))
 
 
 @pytest.mark.parametrize("n", [129, 1000, 20000])
@@ -114,7 +114,7 @@ def test_many_points_are_pooled_without_losing_a_completion(n, spacing):
     c = {"linear": np.linspace(5, 5 * n, n), "logarithmic": np.geomspace(1, 1e5, n), "one value": np.full(n, 7.0)}
     compute, rng = c[spacing], np.random.default_rng(n)
     y, weights = rng.uniform(size=n), rng.integers(1, 5, size=n) * 100.0
-    few, means, total = pooled(compute, y, weights)
+    few, means, total = pooled_points(compute, y, weights)
     assert len(few) <= MOST_POINTS and len(few) == len(means) == len(total)
     assert total.sum() == pytest.approx(weights.sum())
     assert means @ total == pytest.approx(y @ weights)

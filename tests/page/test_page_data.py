@@ -89,7 +89,7 @@ def test_only_new_steps_are_sent_and_all_after_a_restart(run):
 @pytest.mark.slow
 def test_forecasts_of_every_validation_with_their_paths(run):
     data = read(run)
-    assert data.forecasts.missing(data.validations)[0] == len(data.validations) == 21  # the newest first
+    assert data.forecasts.missing_counts(data.validations)[0] == len(data.validations) == 21  # the newest first
     data.forecasts.make_all(data.validations, data.recipe)
     made = data.payload()["forecasts"]
     assert [each["step"] for each in made] == list(range(20, 101, 5))
@@ -97,16 +97,16 @@ def test_forecasts_of_every_validation_with_their_paths(run):
     assert newest["compute"][0] == pytest.approx(0.4) and newest["compute"][-1] == pytest.approx(0.8)
     assert all(lo <= p <= hi for lo, p, hi in zip(newest["lo"], newest["pass_rate"], newest["hi"]))
     assert f"{newest['pass_rate'][-1]:.3f}" in newest["line"]
-    assert data.forecasts.missing(data.validations) == []
-    assert data.forecasts.missing([{**row, "pass_rate": 0.1} for row in data.validations])[0] == 21
+    assert data.forecasts.missing_counts(data.validations) == []
+    assert data.forecasts.missing_counts([{**row, "pass_rate": 0.1} for row in data.validations])[0] == 21
     assert data.forecasts.projections == []  # they were made from other rows
 
 
 def test_the_forecasts_of_a_long_run_stay_where_they_are():
     rows = [{"step": n, "pass_rate": 0.5} for n in range(200)]
-    before = Forecasts().missing(rows[:199])
+    before = Forecasts().missing_counts(rows[:199])
     assert len(before) <= 129 and before[0] == 199
-    assert len(set(Forecasts().missing(rows)) - set(before)) == 1  # the newest alone
+    assert len(set(Forecasts().missing_counts(rows)) - set(before)) == 1  # the newest alone
 
 
 def test_starts_faults_and_restarts_are_in_their_order(run):

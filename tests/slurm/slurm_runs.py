@@ -59,7 +59,7 @@ def nodes_of(start):
 
 def held_by(job):
     """The nodes that a job holds now."""
-    return hostnames(re.search(r" NodeList=(\S*)", cluster._shown(job))[1])
+    return hostnames(re.search(r" NodeList=(\S*)", cluster._job_description(job))[1])
 
 
 def hostnames(nodes):

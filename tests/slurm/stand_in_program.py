@@ -100,7 +100,7 @@ def doctor():
     gpus = recipe.parent / f"gpus-{NODE}"
     host = HOSTS[gpus.read_text() if gpus.exists() else "healthy"]()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    node.gpus_in_process = lambda needed: examine_gpus(host, needed=needed, visible=visible)
+    node.gpus_in_process = lambda needed: examine_gpus(host, needed_gpus=needed, visible=visible)
     node.probe = lambda: Installed(packages={}, cuda_version="", nccl=None)
     node.version_checks = lambda *_: []
     node._checkpoint_bytes = lambda *_: "the stand-in counts none"

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_scalerl.cluster.allocation import Allocation, Request, allocate, check_plan
 from megatron_scalerl.cluster.cluster import Partition
-from megatron_scalerl.cluster.slurm_status import attempts, seconds_left, spent, unfit
+from megatron_scalerl.cluster.slurm_status import attempts, ledger_total, seconds_left, unfit_nodes
 from megatron_scalerl.recipe.file import dump_recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -95,12 +95,12 @@ def test_the_planner_is_asked_where_it_knows_the_gpus(tmp_path):
 
 def test_the_ledger_is_summed_up_to_its_last_heartbeat(tmp_path):
     run = tmp_path / "r"
-    assert spent(run).hours == 0
+    assert ledger_total(run).hours == 0
     run.mkdir()
     rows = ['{"unit": "gpu_hours"}', '{"role": "trainer", "hours": 1.5}', '{"role": "lost", "hours": 0.25}',
             '{"heartbeat": 3600, "devices": 2}']  # fmt: skip
     (run / "ledger.jsonl").write_text("\n".join(rows) + "\n")
-    assert (spent(run).hours, spent(run).unit) == (3.75, "GPU-hours")
+    assert (ledger_total(run).hours, ledger_total(run).unit) == (3.75, "GPU-hours")
     file = tmp_path / "recipe.yaml"
     file.write_text(dump_recipe(recipe_like(3, 1, 1).model_copy(update={"name": "r", "output_dir": str(tmp_path)})))
     assert (seconds_left(file, 4.75), seconds_left(file, 3.0)) == (900, 0)
@@ -118,7 +118,7 @@ def test_attempts_are_those_since_the_last_submission_in_order(tmp_path):
     script.touch()
     os.utime(script, (10, 10))
     assert [folder.name for folder in attempts(tmp_path)] == ["7.9", "7.10"]
-    assert unfit(tmp_path / "slurm/7.9") == {}
+    assert unfit_nodes(tmp_path / "slurm/7.9") == {}
     (tmp_path / "slurm/7.9/nodes").mkdir()
     (tmp_path / "slurm/7.9/nodes/bad").write_text("n1\tGPUs: none\nn2\ttoo\tlate\n")
-    assert unfit(tmp_path / "slurm/7.9") == {"n1": "GPUs: none", "n2": "too\tlate"}
+    assert unfit_nodes(tmp_path / "slurm/7.9") == {"n1": "GPUs: none", "n2": "too\tlate"}
