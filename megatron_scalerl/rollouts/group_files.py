@@ -7,7 +7,7 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.batching.rollout_bytes import joined, rollout_of
+from megatron_scalerl.batching.rollout_bytes import joined_parts, rollout_of
 from megatron_scalerl.record import record
 from megatron_scalerl.rollouts.history import read_history
 from megatron_scalerl.rollouts.store import positions_of, read_arrays, read_header, segment_path, segments
@@ -61,7 +61,7 @@ def stored_group(path: Path, stored: BlockRef) -> dict[str, Any]:
             # position of each part in the block -> its first token
             "parts": dict(enumerate(starts, position)),
         }
-        rollouts.append(asdict(rollout_of(joined(parts))) | facts)
+        rollouts.append(asdict(rollout_of(joined_parts(parts))) | facts)
     return {
         "group_id": group.group_id,
         "epoch": header.epoch,

@@ -17,7 +17,7 @@ from operator import eq
 
 import numpy as np
 
-from megatron_scalerl.batching.rollout_bytes import RolloutArrays, joined, read
+from megatron_scalerl.batching.rollout_bytes import RolloutArrays, joined_parts, read
 from megatron_scalerl.prompts.turns import PastTurn
 from megatron_scalerl.rollouts.decoder import Decoded
 from megatron_scalerl.rollouts.plans import Draw
@@ -102,7 +102,7 @@ class Trace:
         """The samples of the episode, which ends."""
         return [
             replace(
-                joined(part.pieces),
+                joined_parts(part.pieces),
                 seed=draw.seed,
                 thinking_cut=draw.thinking_cut,
                 truncated=self.end.by == "limit",
