@@ -165,7 +165,7 @@ def _recovered(path: Path, rows: Iterable[dict[str, Any]]) -> list[Charge]:
         heartbeat = None  # a later charge includes the heartbeat's time
         incarnation = charge.incarnation
         charges.append(charge)
-        # The trainer's charge, or a charge of all devices, is the last of its window.
+        # the trainer's charge, or one of all devices, is the last of its window
         if charge.role not in ("engine", "validation", "evaluation"):
             complete = len(charges)
     charges[complete:] = [dataclasses.replace(c, role="lost", phase="crash") for c in charges[complete:]]
