@@ -1,11 +1,11 @@
-"""Which data-parallel rank trains which samples, in which micro-batch: decided from lengths, without the tokens.
+"""Assigns samples to data-parallel ranks and micro-batches by their lengths, without the tokens.
 
-The controller assigns (`plan_step`). The columns are built where the tokens are: on the trainer's rank, from a
-`RankPlan` and the completions' bytes (`packing.build`).
+The controller assigns (`plan_step`). The trainer's rank, which has the tokens, builds the columns from a `RankPlan`
+and the completions' bytes (`packing.build`).
 
 Every rank gets the same number of micro-batches: expert and pipeline parallel ranks run collectives in each
-micro-batch, and one too few would hang them. Weights are computed before the assignment, so it changes neither loss
-nor gradient.
+micro-batch, and a missing micro-batch would hang the group. Weights are computed before the assignment, so the
+assignment changes neither loss nor gradient.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,16 +15,16 @@ from megatron_scalerl.record import record
 from megatron_scalerl.types import Sample
 
 ReadCompletions = Callable[[Sequence[int]], Awaitable[Sequence[bytes]]]
-"""Numbers of samples -> their completions, in this order, in the bytes of `rollout_bytes`.
+"""Numbers of samples -> completions of the samples, in this order, in the bytes of `rollout_bytes`.
 
-It is called once for each data-parallel rank, when that rank's message is sent, so that a store of files reads one
-rank's completions at a time and off the event loop.
+The controller calls the function once for each data-parallel rank, when that rank's message is sent. A store of files
+then reads the completions of a single rank at a time and off the event loop.
 """
 
 
 @record
 class SampleFacts:
-    """A `types.Sample` without its completion."""
+    """A `types.Sample` without the completion."""
 
     prompt_token_ids: tuple[int, ...]
     """[P] token ids of the prompt."""
@@ -48,13 +48,13 @@ class RankPlan:
     step: int
     """The optimizer step, from 1."""
     policy_version: int
-    """Version of the weights to train; a token's staleness is its distance from the version that sampled it."""
+    """Version of the weights to train; a token's staleness is this version minus the token's version."""
     micro_batches: tuple[tuple[SampleFacts, ...], ...]
-    """The samples of each micro-batch, in the order of their sequences; a filler has none."""
+    """Samples of each micro-batch, in the order of the sequences; a filler has no samples."""
 
     @property
     def samples(self) -> list[SampleFacts]:
-        """The samples of all micro-batches, in order: the order in which their completions are sent."""
+        """The samples of all micro-batches, in the order in which the completions are sent."""
         return list(chain.from_iterable(self.micro_batches))
 
 
@@ -64,7 +64,7 @@ class StepPlan:
 
     ranks: tuple[RankPlan, ...]
     numbers: tuple[tuple[int, ...], ...]
-    """For each rank the numbers of its samples, in the order of `RankPlan.samples`; every sample occurs once."""
+    """Sample numbers of each rank, in the order of `RankPlan.samples`; every sample occurs once."""
 
     @property
     def step(self) -> int:
@@ -95,7 +95,7 @@ def plan_step(
     numbers = []
     for rank_bins in bins:
         rows = [tuple(samples[i] for i in members) for members in rank_bins]
-        # A rank with too few micro-batches would leave the others alone in a collective of the next one.
+        # Without fillers the collectives of the next micro-batch would wait for a rank that has no more samples.
         fillers = [()] * (count - len(rows))
         plan = RankPlan(step=step, policy_version=policy_version, micro_batches=(*rows, *fillers))
         ranks.append(plan)
@@ -114,10 +114,10 @@ def sample_facts(sample: Sample) -> SampleFacts:
 
 
 def _balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Sample numbers of each rank, longest first, each given to the rank with the fewest tokens so far."""
+    """Sample numbers of each rank, longest first; each sample goes to the rank with the fewest tokens so far."""
     members: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    # The sort is stable: samples of equal length keep their order, so the assignment follows from the lengths alone.
+    # The sort is stable: samples of equal length stay in order, so the assignment follows from the lengths alone.
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         rank = loads.index(min(loads))
         members[rank].append(index)
@@ -126,15 +126,15 @@ def _balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def _first_fit(members: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """`members` in bins of at most `capacity` tokens. Longest first, so similar lengths share a bin."""
+    """`members` in bins of at most `capacity` tokens. The longest come first, so that similar lengths share a bin."""
     bins: list[list[int]] = []
-    free: list[int] = []
+    free_tokens: list[int] = []
     for index in members:
         length = lengths[index]
-        chosen = next((b for b, room in enumerate(free) if room >= length), len(bins))
-        if chosen == len(bins):
+        bin_number = next((b for b, room in enumerate(free_tokens) if room >= length), len(bins))
+        if bin_number == len(bins):
             bins.append([])
-            free.append(capacity)
-        bins[chosen].append(index)
-        free[chosen] -= length
+            free_tokens.append(capacity)
+        bins[bin_number].append(index)
+        free_tokens[bin_number] -= length
     return bins

@@ -1,7 +1,7 @@
-"""The columns of micro-batches: one `Batch` for a data-parallel rank from its plan and its completions.
+"""The columns of micro-batches: the `Batch` of a data-parallel rank from a plan and the completions.
 
-This runs where a batch is trained (`trainer.batch_frames`). `pack` assigns and builds in one process: the warm start,
-the checks and the benches use it.
+The trainer's ranks call `build` (`trainer.batch_frames`). The warm start, the checks and the benches call `pack`,
+which assigns and builds in one process.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def pack(
     pad_multiple: int,
     policy_version: int,
 ) -> list[Batch]:
-    """A `Batch` for each data-parallel rank, as `plan_step` assigns and `build` makes them.
+    """The batches of all data-parallel ranks: `plan_step` assigns the samples, and `build` makes the columns.
 
     Raises ValueError if a sample alone is longer than `micro_batch_tokens`.
     """
@@ -49,17 +49,17 @@ def pack(
 def build(
     plan: RankPlan, completions: Sequence[RolloutArrays], *, pad_multiple: int, columns: Sequence[str] = ()
 ) -> Batch:
-    """The plan's `Batch`, from the completions of `plan.samples` in this order, with these columns of theirs.
+    """The plan's `Batch`, from the completions of `plan.samples` in this order, with the columns named in `columns`.
 
-    Each micro-batch is padded to a multiple of `pad_multiple`, and may exceed `plan_step`'s limit by less than that
-    multiple; fillers are that long. The arrays own their memory and are writable. Raises ValueError for a completion
-    without one of the columns.
+    Each micro-batch is padded to a multiple of `pad_multiple`, and may exceed `plan_step`'s limit by less than
+    `pad_multiple`, which is also the length of a filler. The arrays own the memory and are writable. Raises
+    ValueError for a completion that lacks a column.
     """
     assert len(completions) == len(plan.samples), (len(completions), len(plan.samples))
-    left = iter(completions)
+    arrays_left = iter(completions)
     rows = []
     for members in plan.micro_batches:
-        arrays = list(islice(left, len(members)))
+        arrays = list(islice(arrays_left, len(members)))
         rows.append(_micro_batch(members, arrays, pad_multiple, plan.policy_version, columns))
     return Batch(step=plan.step, micro_batches=tuple(rows))
 
@@ -73,7 +73,7 @@ def _micro_batch(
 ) -> MicroBatch:
     """The samples in one row, padded with a sequence of zero weight to a multiple of `pad_multiple`.
 
-    Without samples it is a filler.
+    Without samples the micro-batch is a filler.
     """
     if not samples:
         return filler_micro_batch(pad_multiple)
@@ -82,11 +82,11 @@ def _micro_batch(
         for sample, arrays in zip(samples, completions, strict=True)
     ]
     sizes = [len(arrays["tokens"]) for arrays in packed]
-    joined = {key: np.concatenate([arrays[key] for arrays in packed]) for key in packed[0]}
-    joined |= _joined_choices(sizes, completions)
-    # int32 is what the attention kernels of Transformer Engine take.
+    columns_by_key = {key: np.concatenate([arrays[key] for arrays in packed]) for key in packed[0]}
+    columns_by_key |= _joined_choices(sizes, completions)
+    # The attention kernels of Transformer Engine take int32.
     cu_seqlens = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-    micro_batch = MicroBatch(cu_seqlens=cu_seqlens, **joined)
+    micro_batch = MicroBatch(cu_seqlens=cu_seqlens, **columns_by_key)
     total = sum(sizes)
     return pad_to(micro_batch, -(-total // pad_multiple) * pad_multiple)
 
@@ -94,7 +94,7 @@ def _micro_batch(
 def _sequence(
     sample: SampleFacts, completion: RolloutArrays, policy_version: int, columns: Sequence[str]
 ) -> dict[str, np.ndarray]:
-    """The arrays of a micro-batch for one completion: position i describes the token that it predicts."""
+    """The arrays of a micro-batch for one completion: position i describes the token that the position predicts."""
     prompt = len(sample.prompt_token_ids)
     size = sample.length
     assert prompt > 0, "a completion without a prompt has no position that predicts its first token"
@@ -114,12 +114,12 @@ def _sequence(
         advantages[predicts] = sample.advantage
     else:
         advantages[:] = sample.advantage
-    named = np.zeros((size, len(columns)), np.float32)
+    column_values = np.zeros((size, len(columns)), np.float32)
     for number, name in enumerate(columns):
         if name not in completion.columns:
             raise ValueError(f"a completion has no column {name}: its group was stored before the algorithm had one")
-        named[predicts, number] = np.where(completion.loss_mask, completion.columns[name], np.float32(0))
-    # Off the mask every column has its neutral value; the target 0 of the last position is never used.
+        column_values[predicts, number] = np.where(completion.loss_mask, completion.columns[name], np.float32(0))
+    # Off the mask every column has a neutral value; the target 0 of the last position is never used.
     row = {
         "tokens": tokens,
         "position_ids": np.arange(size, dtype=np.int64),
@@ -131,14 +131,14 @@ def _sequence(
         "staleness": np.where(mask, staleness, np.int32(-1)),
     }
     if columns:
-        row["columns"] = named
+        row["columns"] = column_values
     return row
 
 
 def _joined_choices(
     sizes: Sequence[int], completions: Sequence[RolloutArrays]
 ) -> dict[str, Int32[np.ndarray, "N L K"]]:
-    """Experts of the concatenated sequences, -1 for a sequence without; empty if no sequence has any."""
+    """Experts of the concatenated sequences, -1 for a sequence without experts; empty if no sequence has experts."""
     shapes = {(c.expert_choices.layers, c.expert_choices.topk) for c in completions if c.expert_choices is not None}
     if not shapes:
         return {}
@@ -150,35 +150,35 @@ def _joined_choices(
         choices = completion.expert_choices
         if choices is not None:
             numbers = np.frombuffer(choices.data, dtype=f"<u{choices.width}").reshape(-1, layers, topk)
-            # No layer has processed the last token: its position keeps -1, and the router chooses.
+            # No layer has processed the last token: the last position keeps -1, and the router chooses.
             part[: len(numbers)] = numbers[:tokens]
         parts.append(part)
     return {"expert_choices": np.concatenate(parts)}
 
 
 def pad_to(micro_batch: MicroBatch, size: int) -> MicroBatch:
-    """`micro_batch` with a sequence of zero weight at its end, so that it has `size` positions."""
-    # Padding is one more sequence: no real token attends to it, and the last sequence keeps its length.
-    missing = size - len(micro_batch.tokens)
-    assert missing >= 0, (size, len(micro_batch.tokens))
-    if missing == 0:
+    """`micro_batch` with a sequence of zero weight at the end, which makes `size` positions."""
+    # Padding is a sequence of its own: no real token attends to padding, and the last sequence keeps its length.
+    missing_positions = size - len(micro_batch.tokens)
+    assert missing_positions >= 0, (size, len(micro_batch.tokens))
+    if missing_positions == 0:
         return micro_batch
     columns = {}
     for key in _COLUMNS:
         array = getattr(micro_batch, key)
         if array is not None:
-            fill = np.full((missing, *array.shape[1:]), _FILLS.get(key, 0), array.dtype)
+            fill = np.full((missing_positions, *array.shape[1:]), _FILLS.get(key, 0), array.dtype)
             columns[key] = np.concatenate([array, fill])
     return replace(
         micro_batch,
-        position_ids=np.concatenate([micro_batch.position_ids, np.arange(missing, dtype=np.int64)]),
+        position_ids=np.concatenate([micro_batch.position_ids, np.arange(missing_positions, dtype=np.int64)]),
         cu_seqlens=np.append(micro_batch.cu_seqlens, np.int32(size)),
         **columns,
     )
 
 
 def filler_micro_batch(size: int) -> MicroBatch:
-    """A micro-batch of one sequence of `size` tokens and zero weight: it is computed and contributes nothing."""
+    """A micro-batch of one sequence of `size` tokens and zero weight, which is computed and contributes nothing."""
     empty = MicroBatch(
         tokens=np.zeros(0, np.int64),
         position_ids=np.zeros(0, np.int64),
@@ -198,7 +198,7 @@ def scoring_micro_batches(
 ) -> list[MicroBatch]:
     """Token lists in order, packed for scoring: the loss mask marks every position that has a target.
 
-    Weights and advantages are 0. A list longer than `micro_batch_tokens` gets a micro-batch of its own.
+    Weights and advantages are 0. A list longer than `micro_batch_tokens` gets a separate micro-batch.
     """
     rows: list[list[Sequence[int]]] = []
     used = 0
@@ -211,7 +211,7 @@ def scoring_micro_batches(
         used += len(ids)
     micro_batches = []
     for row in rows:
-        # The first token stands for a prompt: all others are scored.
+        # The first token stands for a prompt: every later token is scored.
         facts = [
             SampleFacts(prompt_token_ids=tuple(ids[:1]), tokens=len(ids) - 1, advantage=0.0, token_weight=0.0)
             for ids in row
@@ -246,7 +246,7 @@ def real_tokens(batch: Batch) -> int:
     total = 0
     for micro_batch in batch.micro_batches:
         sizes = np.diff(micro_batch.cu_seqlens)
-        # `reduceat` gives an empty span the value at its start, but no sequence is empty.
+        # `reduceat` gives an empty span the value at the span's start, but no sequence is empty.
         with_loss = np.add.reduceat(micro_batch.loss_mask, micro_batch.cu_seqlens[:-1], dtype=np.int64) > 0
         total += int(sizes[with_loss].sum())
     return total

@@ -1,4 +1,4 @@
-"""The bytes of a completion, in which it is stored (`rollouts.store`) and sent to the trainer's ranks.
+"""The byte format in which a completion is stored (`rollouts.store`) and sent to the trainer's ranks.
 
 Little-endian, without padding:
 
@@ -6,13 +6,13 @@ Little-endian, without padding:
                      seed, experts
     version runs     [V] (version i64, tokens u32): consecutive tokens of one policy version
     forced ranges    [F] (start u32, end u32): consecutive tokens that were not sampled
-    environment      [E] (start u32, end u32): those of them that the environment wrote
+    environment      [E] (start u32, end u32): the forced ranges that the environment wrote
     token ids        [T] u32
     log-probs        [T] f32; f64 if a value is not exactly representable in f32
     expert choices   [P + T - 1, L, K] u8 or u16, if there are any
-    columns          with a flag: their number u8; of each its name (length u8, ASCII); then [T] f32 of each
+    columns          with a flag: number of columns u8; each column's name (length u8, ASCII); then [T] f32 a column
 
-That is 8 bytes a token without expert choices, and 52 bytes for the rest in a completion of one version. Both
+A token takes 8 bytes without expert choices; header and runs take 52 bytes in a completion of one version. Both
 directions are exact: `rollout_of(read(write(rollout))) == rollout`.
 """
 
@@ -39,7 +39,7 @@ _VERSION_RUN = np.dtype([("version", "<i8"), ("tokens", "<u4")])
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RolloutArrays:
-    """The fields of `types.Rollout` as numpy arrays, read-only where they are views of stored bytes."""
+    """The fields of `types.Rollout` as numpy arrays; a view of stored bytes is read-only."""
 
     token_ids: np.ndarray
     """[T] uint32 ids of the completion's tokens."""
@@ -57,7 +57,7 @@ class RolloutArrays:
     environment: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     """[E, 2] int64 ranges [start, end) of tokens that the environment wrote."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Name -> [T] float32, what the run's algorithm knows about each token (`ScaleRL.columns`)."""
+    """Name -> [T] float32 value of each token, from the run's algorithm (`ScaleRL.columns`)."""
 
 
 def arrays_of(rollout: Rollout) -> RolloutArrays:
@@ -77,7 +77,7 @@ def arrays_of(rollout: Rollout) -> RolloutArrays:
 
 
 def narrowest(values: np.ndarray) -> np.ndarray:
-    """`values` [T] float64 as float32, unless that would round one of them."""
+    """`values` [T] float64 as float32, or unchanged if float32 would round a value."""
     narrow = values.astype("<f4")
     if np.array_equal(narrow.astype("<f8"), values):
         return narrow
@@ -85,7 +85,7 @@ def narrowest(values: np.ndarray) -> np.ndarray:
 
 
 def rollout_of(arrays: RolloutArrays) -> Rollout:
-    """The rollout of these arrays."""
+    """The rollout that `arrays` describes."""
     return Rollout(
         token_ids=tuple(arrays.token_ids.tolist()),
         rollout_logprobs=tuple(arrays.rollout_logprobs.tolist()),
@@ -102,7 +102,7 @@ def rollout_of(arrays: RolloutArrays) -> Rollout:
 
 def facts_of(arrays: RolloutArrays) -> Completion:
     """The facts about a completion of at least one token."""
-    # start, end, start, end ... of what the policy wrote; it may be empty before a history and after a last message
+    # start, end, start, end ... of the policy's ranges; a range may be empty before a history or after a last message
     edges = [0, *arrays.environment.ravel().tolist(), len(arrays.token_ids)]
     return Completion(
         tokens=len(arrays.token_ids),
@@ -118,22 +118,22 @@ def facts_of(arrays: RolloutArrays) -> Completion:
 
 
 def turn_numbers(samples: Sequence[RolloutArrays]) -> list[np.ndarray]:
-    """[samples][T] number of the policy's turn that each token is of, from 0; -1 for the environment's tokens.
+    """[samples][T] turn number of each policy token, from 0; -1 for the environment's tokens.
 
-    samples: of an episode of `reset` and `step`, in order.
+    samples: the samples of an episode of `reset` and `step`, in order.
     """
     numbers = []
-    before = 0
+    earlier_turns = 0
     for sample in samples:
         policy = _mask(sample.environment, len(sample.token_ids))
         turns = np.cumsum(np.diff(policy, prepend=False) & policy)
-        numbers.append(np.where(policy, before + turns - 1, -1))
-        before += int(turns[-1])
+        numbers.append(np.where(policy, earlier_turns + turns - 1, -1))
+        earlier_turns += int(turns[-1])
     return numbers
 
 
-def joined(parts: Sequence[RolloutArrays]) -> RolloutArrays:
-    """The parts of an episode in one, one after another, without expert choices; a single part as it is."""
+def joined_parts(parts: Sequence[RolloutArrays]) -> RolloutArrays:
+    """The parts of an episode, concatenated without expert choices; a single part is returned unchanged."""
     if len(parts) == 1:
         return parts[0]
     starts = accumulate((len(part.token_ids) for part in parts), initial=0)
@@ -152,14 +152,15 @@ def joined(parts: Sequence[RolloutArrays]) -> RolloutArrays:
 
 
 def facts_of_parts(parts: Sequence[RolloutArrays], prompt_tokens: Sequence[int | None] = ()) -> Completion:
-    """The facts about an episode, whose versions are those of sampled tokens.
+    """The facts about an episode; the versions come from sampled tokens alone.
 
-    parts: one, or the samples into which it forked. prompt_tokens: `types.Part` has them for each; default: all.
+    parts: a single part, or the samples into which the episode forked. prompt_tokens: `types.Part.prompt_tokens` of
+    each part; default: all of the prompt.
     """
-    whole = joined(parts)
-    versions = whole.policy_versions[whole.loss_mask]
-    # parts may have been sampled side by side
-    facts = replace(facts_of(whole), first_version=int(versions.min()), last_version=int(versions.max()))
+    episode = joined_parts(parts)
+    versions = episode.policy_versions[episode.loss_mask]
+    # Parts may have been sampled side by side, so the first part need not have the lowest version.
+    facts = replace(facts_of(episode), first_version=int(versions.min()), last_version=int(versions.max()))
     if len(parts) == 1 and not any(prompt_tokens):
         return facts
     samples = [
@@ -215,19 +216,19 @@ def write(rollout: Rollout | RolloutArrays) -> bytes:
 
 
 def read(data: bytes | memoryview) -> RolloutArrays:
-    """The completion in `data`; its token ids and log-probs are views of it. Raises ValueError for other bytes."""
+    """The completion in `data`, with token ids and log-probs as views. Raises ValueError for malformed bytes."""
     if len(data) < _HEADER.size:
         raise ValueError(f"rollout: {len(data)} bytes are shorter than a header of {_HEADER.size}")
     fields = _HEADER.unpack_from(data)
-    layout, flags, written, tokens, runs, ranges, cut, seed, layers, topk, width, expert_bytes = fields
+    layout, flags, environment_ranges, tokens, runs, ranges, cut, seed, layers, topk, width, expert_bytes = fields
     if layout != _FORMAT or flags >= 32:
         raise ValueError(f"rollout: format {layout} with flags {flags} cannot be read; this is format {_FORMAT}")
     value: np.dtype[Any] = np.dtype("<f4")
     if flags & _FLOAT64:
         value = np.dtype("<f8")
-    sizes = [runs * _VERSION_RUN.itemsize, ranges * 8, written * 8, tokens * 4, tokens * value.itemsize]
+    sizes = [runs * _VERSION_RUN.itemsize, ranges * 8, environment_ranges * 8, tokens * 4, tokens * value.itemsize]
     starts = np.cumsum([_HEADER.size, *sizes, expert_bytes]).tolist()
-    # The counts are not trusted: nothing is allocated from them before they agree with the bytes received.
+    # The counts are not trusted: nothing is allocated before counts and received bytes agree.
     columns = {}
     if flags & _COLUMNS:
         columns = _columns(data, starts[-1], tokens)
@@ -235,7 +236,7 @@ def read(data: bytes | memoryview) -> RolloutArrays:
         raise ValueError(f"rollout: {len(data)} bytes arrived, the header says {starts[-1]}")
     version_runs = np.frombuffer(data, _VERSION_RUN, runs, starts[0])
     mask = _mask(_ranges(data, ranges, starts[1], tokens), tokens)
-    environment = _ranges(data, written, starts[2], tokens)
+    environment = _ranges(data, environment_ranges, starts[2], tokens)
     if (mask & ~_mask(environment, tokens)).any():
         raise ValueError(f"rollout: the environment's ranges {environment.tolist()[:4]} have tokens with loss")
     lengths = version_runs["tokens"].astype(np.int64)
@@ -277,18 +278,20 @@ def _column_bytes(columns: Mapping[str, np.ndarray]) -> bytes:
 
 
 def _columns(data: bytes | memoryview, start: int, tokens: int) -> dict[str, np.ndarray]:
-    """The columns at the end of the bytes. Raises ValueError for other bytes."""
-    whole = bytes(data[start:])
+    """The columns, which begin at byte `start`. Raises ValueError for malformed bytes."""
+    section = bytes(data[start:])
     names = []
     offset = 1
-    for _ in range(whole[0] if whole else 0):
-        end = offset + 1 + whole[offset] if offset < len(whole) else len(whole) + 1
-        names.append(whole[offset + 1 : end])
+    for _ in range(section[0] if section else 0):
+        end = offset + 1 + section[offset] if offset < len(section) else len(section) + 1
+        names.append(section[offset + 1 : end])
         offset = end
     expected = offset + 4 * tokens * len(names)
-    if not names or len({*names}) != len(names) or len(whole) != expected or not b"".join(names).isascii():
-        raise ValueError(f"rollout: {len(whole)} bytes are no columns of {tokens} tokens with the names {names[:4]}")
-    values = np.frombuffer(whole, "<f4", offset=offset).reshape(len(names), tokens)
+    if not names or len({*names}) != len(names) or len(section) != expected or not b"".join(names).isascii():
+        raise ValueError(
+            f"rollout: {len(section)} bytes are no columns of {tokens} tokens with the names {names[:4]}"
+        )
+    values = np.frombuffer(section, "<f4", offset=offset).reshape(len(names), tokens)
     return {name.decode(): column for name, column in zip(names, values)}
 
 
@@ -313,7 +316,7 @@ def _forced_ranges(mask: np.ndarray) -> np.ndarray:
 
 def _ranges(data: bytes | memoryview, count: int, offset: int, tokens: int) -> Int64[np.ndarray, "count 2"]:
     """The ranges at `offset`. Raises ValueError unless they ascend within the completion."""
-    # start, end, start, end ...: if these rise, no range is empty and no two overlap.
+    # start, end, start, end ...: if these numbers rise, no range is empty and no two ranges overlap.
     bounds = np.frombuffer(data, "<u4", 2 * count, offset).astype(np.int64)
     if len(bounds) and (bounds[-1] > tokens or (np.diff(bounds) <= 0).any()):
         raise ValueError(f"rollout: ranges have to ascend within {tokens} tokens, these are {bounds.tolist()[:8]}")

@@ -7,10 +7,10 @@ run_folder.py     lock, recipe and attempts of RUN/; the checkpoint to resume fr
 weight_sync.py    coordinates a weight update of all engines
 probe.py          compares log-probs of trainer and engines after an update
 measure.py        validations and evaluations while the training goes on: when, and on which engines
-measured_prompts.py  what they measure and record: RUN/validation.jsonl, RUN/evaluation.jsonl, RUN/evaluations
-meter.py          measures time windows and charges them to the ledger
+measured_prompts.py  the prompts of both, and the records: RUN/validation.jsonl, RUN/evaluation.jsonl, RUN/evaluations
+meter.py          measures time windows and charges the ledger
 ledger.py         device-hours by role and batch: RUN/ledger.jsonl, the forecast's compute axis
 metrics.py        step and validation records: RUN/metrics.jsonl, RUN/validation.jsonl, TensorBoard, W&B
 progress.py       lines and progress bar on the console
-telemetry.py      the endpoint for Prometheus, its metrics and its files
+telemetry.py      the endpoint for Prometheus, with metrics and files
 """

@@ -1,15 +1,15 @@
 """The ledger: the devices that the run held, in device-hours by role and batch.
 
-It charges the devices of the fleet, busy or idle: devices x wall time, from the start of the processes on, in a Slurm
-job from the job's. With GPUs a device is a GPU and the unit is GPU-hours; without, a device is one trainer or engine
-process and the unit is device-hours. The forecast's compute axis is the sum of the roles `trainer` and `engine`. The
+The ledger charges the devices of the fleet, busy or idle: devices x wall time, from the start of the processes on, in
+a Slurm job from the start of the job. With GPUs a device is a GPU and the unit is GPU-hours; without GPUs a device is
+one trainer or engine process and the unit is device-hours. The compute axis is the sum of `trainer` and `engine`. The
 time until the engines serve the first weights of an attempt (`startup`), validation, and work that a crash discarded
 (`lost`) are separate roles. (Khatri et al. 2025 count steps x a constant per setup.)
 
 Every charge belongs to a batch of the journal, and a restart trains the journal's batches again with the recorded
-rollouts. So a batch keeps its charges: a crash removes none of them from the axis. Repeated work counts once: the
-first time stays on the axis, the repetition is `lost`. The time between the last charge and a crash is `lost` as
-well, up to the last heartbeat row in the file.
+rollouts. So a batch keeps its charges: a crash removes no charge from the axis. Repeated work counts once: the first
+time stays on the axis, the repetition is `lost`. The time between the last charge and a crash is `lost` as well, up
+to the last heartbeat row in the file.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ class Charge:
     step: int
     """The optimizer step of the window."""
     phase: Phase
-    """`produce`: until the batch is composed; `train`: its step and weight update; `validate`: a validation with
-    nothing else in progress; `startup`, `replay`: see the module; `crash`: the window that a crash cut off."""
+    """`produce`: until the batch is composed; `train`: step and weight update; `validate`: a validation with nothing
+    else in progress; `startup`, `replay`: see the module; `crash`: the window that a crash cut off."""
     role: Role
     devices: float
     """Number of devices; a fraction where a window was split between roles."""
@@ -58,7 +58,7 @@ class Charge:
 class Ledger:
     """RUN/ledger.jsonl: a header line with the unit, then one charge per line, and heartbeats since the last charge.
 
-    The charges of one window are written together, the trainer's last: it marks the window as complete.
+    The charges of one window are written together. The trainer's charge comes last and marks the window as complete.
     """
 
     def __init__(self, path: Path, unit: ComputeUnit, *, incarnation: str):
@@ -77,7 +77,7 @@ class Ledger:
             )
         self._hours: dict[Role, float] = defaultdict(float)
         self._axis = array("d")
-        """Batch -> its device-hours on the forecast's compute axis. Only sums stay: a month has 100,000 charges."""
+        """Batch -> device-hours on the forecast's compute axis. Only sums stay: a month has 100,000 charges."""
         self._trained = 0
         charges = _recovered(self.path, rows)
         self._add(charges)
@@ -89,7 +89,7 @@ class Ledger:
     ) -> None:
         """Append the charges of one window of `seconds`: (role, devices), the trainer's last.
 
-        Memory holds what the file does, digit by digit, and never more: a sum must not fall when a start reads it.
+        Memory holds the rounded numbers of the file, so that no sum falls when a restart reads the file.
         """
         charges = [
             Charge(
@@ -103,7 +103,7 @@ class Ledger:
             )
             for role, count in devices
         ]
-        self._file.append(*map(_row, charges))  # a crash may leave a part of them, see `_recovered`
+        self._file.append(*map(_row, charges))  # a crash may leave only some charges, see `_recovered`
         self._add(charges)
 
     def heartbeat(self, *, batch: int, step: int, devices: float, seconds: float) -> None:
@@ -115,11 +115,11 @@ class Ledger:
         self._file.sync()
 
     def hours(self, *roles: Role) -> float:
-        """Device-hours of these roles so far, of all roles if none is given."""
+        """Device-hours of the given roles so far; without arguments, of all roles."""
         return math.fsum(self._hours[role] for role in roles or self._hours)
 
     def seconds(self) -> dict[str, float]:
-        """Role -> its device-seconds so far, in all attempts."""
+        """Role -> device-seconds so far, in all attempts."""
         return {role: 3600 * self._hours.get(role, 0.0) for role in get_args(Role)}
 
     def axis_at(self, batches: int) -> float:
@@ -130,7 +130,7 @@ class Ledger:
         return math.fsum(self._axis[: batches + 1])
 
     def is_charged(self, batches: int) -> bool:
-        """True if the training of batch number `batches` - 1 is charged: training it again is a repetition."""
+        """True if the training of batch number `batches` - 1 is charged, so that more training is a repetition."""
         return batches <= self._trained
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ def _recovered(path: Path, rows: Iterable[dict[str, Any]]) -> list[Charge]:
         if "heartbeat" in row:
             heartbeat = charge
             continue
-        heartbeat = None  # its time is in the charge that follows it
+        heartbeat = None  # a later charge includes the heartbeat's time
         incarnation = charge.incarnation
         charges.append(charge)
         # the trainer's charge, or one of all devices, is the last of its window
@@ -174,11 +174,11 @@ def _recovered(path: Path, rows: Iterable[dict[str, Any]]) -> list[Charge]:
     return charges
 
 
-def _charge(where: str, row: dict[str, Any], incarnation: str) -> Charge:
-    """A row as a charge; a heartbeat as a charge of the time lost until then, of the attempt `incarnation`."""
+def _charge(location: str, row: dict[str, Any], incarnation: str) -> Charge:
+    """A row as a charge. A heartbeat becomes a charge of the attempt `incarnation` for the lost time."""
     if "heartbeat" in row:
         row |= {"seconds": row["heartbeat"], "role": "lost", "phase": "crash", "incarnation": incarnation}
     try:
         return msgspec.convert(row, Charge)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{where}: the row is neither a charge nor a heartbeat: {error}") from None
+        raise ValueError(f"{location}: the row is neither a charge nor a heartbeat: {error}") from None

@@ -12,30 +12,31 @@ A step (`_train`, `_train_on`):
    completions and zero-variance groups are filtered out. If nothing remains, there is no optimizer step and no new
    policy version, and the batch is counted as skipped.
 3. The trainer ranks make one optimizer step. Meanwhile the engines continue to generate, and the next batch is
-   taken and sent if the gate releases it for the next version (`overlap`). Its step 2 comes in its turn.
+   taken and sent if the gate releases that batch for the next version (`overlap`). Step 2 of the next batch still
+   comes after this step.
 4. The weights are published, the ledger is charged, the step recorded.
 5. Every validation.every_steps a validation starts, every evaluation.every_steps an evaluation (`measure`).
 6. New groups may start at the new version. Every checkpoint.every_steps a checkpoint is written.
 
-What differs by schedule, after a batch:
+Differences between schedules, after a batch:
 
-| | within a phase of ppo_off_policy | at its end, and rollouts.deterministic | pipeline |
+| | within a phase of ppo_off_policy | end of a phase, and rollouts.deterministic | pipeline |
 |---|---|---|---|
 | publish, measure | - | yes | yes |
 | new groups start | at once, at the old version | after the validation | at once, during the validation |
 
-A weight update (`_publish`): a validation on all engines is awaited first, because it measures one policy version;
-one on a held engine delays nothing. Then every engine pauses between two tokens, keeps its requests, receives the
-weights, reports their digest and resumes (`weight_sync`). Every weights.probe_every steps log-probs of trainer and
-engines are compared (`probe`). An engine that is started again meanwhile takes part in the next update, or gets the
-weights before it (`overlap`).
+A weight update (`_publish`): a validation on all engines is awaited first, because a validation measures one policy
+version; a validation on a held engine delays nothing. Then every engine pauses between two tokens, keeps all
+requests, receives the weights, reports a digest and resumes (`weight_sync`). Every weights.probe_every steps
+log-probs of trainer and engines are compared (`probe`). An engine that is started again meanwhile takes part in the
+next update, or gets the weights earlier (`overlap`).
 
 A checkpoint (`saver`): ledger, metrics and journal are synced to disk, the trainer ranks write and commit the
 checkpoint with the controller's own state (step, batches, length of the journal), and old checkpoints are deleted
 (`run_folder`). With checkpoint.async_save the ranks write a copy during the next steps.
 
 A restart (`_replay`): the journal's batches after the checkpoint are trained again with the recorded rollouts in the
-same order, before anything new is generated. Groups that were in flight are issued again under their old ids.
+same order, before anything new is generated. Groups that were in flight are issued again under the same ids.
 
 A request to save and exit (`processes.signals`) lets a step, a checkpoint and the weights of an engine that joins be
 finished, and cancels everything else (`_leave`). The launcher ends the processes (`launch.launcher`).
@@ -53,7 +54,7 @@ from megatron_scalerl.controller.overlap import Overlap
 from megatron_scalerl.controller.probe import Probe
 from megatron_scalerl.controller.progress import Progress
 from megatron_scalerl.controller.run_folder import Resumed, RunFolder, RunState
-from megatron_scalerl.controller.samples import why_empty
+from megatron_scalerl.controller.samples import empty_reason
 from megatron_scalerl.controller.saver import Saver
 from megatron_scalerl.controller.token_scores import TokenScores
 from megatron_scalerl.controller.weight_sync import NO_UPDATE, WeightSync
@@ -96,14 +97,14 @@ class Controller:
         evaluation: EvaluationInputs | None = None,
         sinks: Sequence[Sink] = (),
     ):
-        """resumed: its history is handed over, and dropped once it is replayed. sinks: these get every record."""
+        """resumed: the history is handed over, and dropped after the replay. sinks: receivers of every record."""
         self._recipe, self._folder, self._fleet, self._resumed = recipe, folder, fleet, resumed
         self._sync, self._probe, self._meter = sync, probe, meter
         self._saving, self._progress = saving, progress
         self._prompts = prompts.training
         start = resumed.start
         history = resumed.history
-        self._empty: list[str] = []  # why nothing was left of each batch since the last step
+        self._empty: list[str] = []  # for each batch since the last step, the reason why no sample was left
         self._scorer = TokenScores(recipe, fleet, folder.path)
         self._state = RunState(step=start.step, batches=start.batches)
         rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s) if recipe.rollouts.deterministic else None
@@ -142,7 +143,7 @@ class Controller:
         )
 
     async def run(self) -> str:
-        """Train until all steps are made or no prompt is left; returns why it ended. Raises the first failure."""
+        """Train until all steps are made or no prompt is left; returns the reason. Raises the first failure."""
         try:
             with rare_full_collections():
                 return await self._saving.run(self._run(), self._leave)
@@ -157,10 +158,10 @@ class Controller:
             await self._fleet.trainer.load(str(self._resumed.start.checkpoint))
         await self._publish()
         self._meter.charge_startup()
-        # of step 0, or of a version whose validation is not recorded; nothing trains yet
+        # a validation of step 0, or of a version whose validation is not recorded; nothing trains yet
         if self._phase_over and self._measurements.begin(while_training=False):
             await self._measurements.end_validation(self._overlap.while_waiting)
-        await self._replay()  # before the start: the curriculum and the gate have to be those of the journal's end
+        await self._replay()  # before the start, so that curriculum and gate have their state at the journal's end
         self._stream.start(self._state.step)
         return await self._train()
 
@@ -169,8 +170,8 @@ class Controller:
 
         Consumes: one batch of groups per iteration from the rollout stream.
         Waits for: the stream, the trainer's step, the validation in progress, the weight update, a checkpoint.
-        Unblocked by: group tasks that finish (the gate guarantees that they suffice), the trainer's answer, the
-        engines' answers. A process that exits or hangs cancels the loop from outside (`launcher.while_alive`).
+        Unblocked by: group tasks that finish (the gate guarantees that these groups suffice), the trainer's answer,
+        the engines' answers. A process that exits or hangs cancels the loop from outside (`launcher.while_alive`).
         """
         while self._state.step < self._recipe.steps:
             begin = self._meter.elapsed
@@ -213,7 +214,7 @@ class Controller:
         one_by_one = self._recipe.rollouts.one_by_one
         if not one_by_one:
             await self._stream.trained(self._state.served)
-        # the engines are busy while a checkpoint is written: they generate, or one by one they validate
+        # while a checkpoint is written, the engines generate, or, with rollouts.one_by_one, validate
         async with self._saving.uninterrupted():
             await self._saver.maybe(self._state.step, self._state.batches)
         if one_by_one:
@@ -242,10 +243,10 @@ class Controller:
             self._measurements.begin()
 
     def _note(self, record: dict[str, Any], report: StepReport | None, stats: Mapping[str, float]) -> None:
-        """Record and show a batch. report: of its step, None if it made none. stats: counts of the filters."""
+        """Record and show a batch. report: the batch's step; None without a step. stats: counts of the filters."""
         step = self._state.step
         if report is None:
-            self._empty.append(why_empty(stats))
+            self._empty.append(empty_reason(stats))
             self._metrics.step(step, {"skipped": 1} | record)
             self._progress.skipped(step, self._empty[-1])
         else:
@@ -260,26 +261,26 @@ class Controller:
         return self._state.batches % self._recipe.rollouts.batches_per_update == 0
 
     async def _publish(self) -> dict[str, Any]:
-        """Update every engine to the trainer's weights, if they are new; returns metrics for the batch's record.
+        """Update every engine to the trainer's weights, if these are new; returns metrics for the batch's record.
 
-        The probe follows every weights.probe_every-th step, or the first update from then on.
+        The probe follows every weights.probe_every-th step, or the first update after that step.
         """
         state = self._state
-        before = self._state.served
-        # a batch of which the filters left nothing has made no version
-        if state.step == before:
+        served_version = self._state.served
+        # A batch without samples after the filters has made no version.
+        if state.step == served_version:
             return {}
         pinned = await self._measurements.unpin()
         update = await self._sync.publish(state.step)
         state.served = state.step
         state.digest = update.digest
         interval = self._recipe.weights.probe_every
-        due = interval and state.step // interval > before // interval
-        probed = await self._probe.check(state.step, new_only=not due)
+        probe_is_due = interval and state.step // interval > served_version // interval
+        probed = await self._probe.check(state.step, new_only=not probe_is_due)
         return {"pinned_seconds": pinned} | update.metrics() | probed
 
     def _charge(self) -> dict[str, float]:
-        """Charge the batch that was just trained or skipped (`meter`); returns times and hours for its record."""
+        """Charge the batch just trained or skipped (`meter`); returns times and hours for the batch's record."""
         batch = self._meter.charge_train(self._state.batches - 1, self._state.step)
         return {
             "step_seconds": batch.seconds,
@@ -334,19 +335,19 @@ class Controller:
 
 
 def check_thinking(groups: Sequence[RolloutGroup], think_end: str) -> None:
-    """Raises RuntimeError where completions end by themselves, and none of them has an answer after its thinking.
+    """Raises RuntimeError if completions end by themselves, but no such completion has an answer after the thinking.
 
-    think_end: the closing tag; without one, the whole completion is the answer.
+    think_end: the closing tag; without a tag, the whole completion is the answer.
     """
-    ended = [
+    reasons = [
         score.reason
         for group in groups
         for completion, score in zip(group.completions, group.scores)
         if not completion.interrupted and not completion.truncated
     ]
-    if think_end and set(ended) == {"no_answer"}:
+    if think_end and set(reasons) == {"no_answer"}:
         raise RuntimeError(
-            f"none of the first {len(ended)} completions that end closes its thinking with {think_end!r}, so no "
+            f"none of the first {len(reasons)} completions that end closes its thinking with {think_end!r}, so no "
             "answer can be right; set prompts.think_start and prompts.think_end to the tags that the policy writes, "
             "apply its chat template (prompts.chat_template), or make a warm start (sft)"
         )

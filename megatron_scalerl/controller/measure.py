@@ -2,27 +2,27 @@
 
 Consumes: prompts and the engines' slots, at a higher priority than training completions.
 Waits for: every completion and its score, and for a serving engine (`evaluation.completing`).
-Unblocked by: the engines and the verifier. It must not wait for the trainer: either one engine is held at the policy
-version, or the next weight update waits for the measurement, which keeps the version fixed on all.
+Unblocked by: the engines and the verifier. A measurement must not wait for the trainer: either one engine is held at
+the policy version, or the next weight update waits for the measurement, which keeps the version fixed on all engines.
 
-Where a second engine serves, one is held at the version and nothing waits: the trainer and the other engines go on.
+If a second engine serves, one engine is held at the version and nothing waits: trainer and other engines go on.
 
     begin of a measurement   a serving engine is held: no new group, no weight update; completions in flight go on
-    end of the last one      it is stale, and gets the weights in the next update, or while the trainer waits
+    end of the last use      the engine is stale, and gets the weights in the next update, or while the trainer waits
 
 Both measurements of one version share the engine. A held engine that is evicted is not replaced: by then the trainer
-may have left the version. The measurement is lost then, and a later version is measured instead.
+may have left the version. The measurement is then lost, and a later version is measured instead.
 
 With one engine, or with validation.engine: all, the next weight update waits for the validation. The trainer may
-leave the version meanwhile; an engine that is started again cannot get it any more then, and when the last engine
-that holds it is evicted, the validation cannot end: VersionLost.
+leave the version meanwhile. From then on an engine that is started again cannot get the version, and the eviction of
+the last engine at the version ends the validation: VersionLost.
 
 The life of a measurement:
 
-    due       its step is a multiple of every_steps, or one was skipped; nothing of it is recorded or in progress
-    begin     holds an engine, or takes all; `_run` completes the requests in a task
-    collect   drops the task once it has ended, and raises its failure; `end` waits for it first
-    close     cancels it; completions that are recorded stay, and a restart goes on with them
+    due       the step is a multiple of every_steps, or a multiple was passed; no record, and nothing in progress
+    begin     holds an engine, or takes all engines; `_run` completes the requests in a task
+    collect   drops a finished task, and raises the task's failure; `end` waits for the task first
+    close     cancels the task; recorded completions stay, and a restart goes on with them
 """
 
 import asyncio
@@ -49,36 +49,36 @@ from megatron_scalerl.rollouts.sampler import Sampler
 logger = logging.getLogger(__name__)
 
 _TRIES = 2
-"""Attempts at the last evaluation, without the one that was in progress."""
+"""Attempts at the last evaluation, apart from an evaluation in progress."""
 
 WhileWaiting = Callable[[Awaitable[None]], Awaitable[None]]
 """Waits for work while engines that join get the trainer's weights (`overlap.Overlap.while_waiting`)."""
 
 
 class VersionLost(RuntimeError):
-    """No engine holds the policy version of a validation any more, and the trainer has already left it."""
+    """No engine holds the policy version of a validation any more, and the trainer has already left the version."""
 
 
 class HeldEngine:
-    """Holds engines for measurements: at most one for each version, and only while another one serves."""
+    """Holds engines for measurements: at most one engine a version, and only while another engine serves."""
 
     def __init__(self, engines: Membership, meter: Meter):
         self._engines = engines
         self._meter = meter
         self._users: dict[int, list[EngineClient]] = {}
-        """Version -> its engine, once for each measurement that uses it."""
+        """Version -> the held engine, once for each measurement that uses the engine."""
 
     def hold(self, version: int, purpose: Purpose, *, least_serving: int = 2) -> EngineClient | None:
         """The engine that keeps `version`, which all serving engines have now; each call needs a `release`.
 
-        It is the engine with the fewest requests in flight. None if fewer engines than `least_serving` serve, this
-        one included, or if the engine of this version was evicted.
+        The engine with the fewest requests in flight is held. None if fewer than `least_serving` engines serve, or
+        if the engine of this version was evicted.
         """
         users = self._users.get(version, [])
         if users:
             engine = users[0]
             if engine not in self._engines.held:
-                return None  # evicted; the others may have another version by now
+                return None  # evicted; every other engine may have a later version by now
         else:
             serving = self._engines.serving
             if len(serving) < least_serving:
@@ -91,7 +91,7 @@ class HeldEngine:
         return engine
 
     def release(self, engine: EngineClient) -> None:
-        """End the use of a held engine by one measurement; after the last one it goes back to the training."""
+        """End a measurement's use of a held engine; after the last use the engine goes back to the training."""
         version = next(version for version, users in self._users.items() if engine in users)
         self._users[version].pop()
         if not self._users[version]:
@@ -121,13 +121,13 @@ class Measurement:
         self._rounds = rounds
         self._recipe = recipe
         self._task: asyncio.Task[None] | None = None
-        """The task of the measurement in progress, or of the last one until `collect` drops it."""
+        """The task of the measurement in progress; a finished task until `collect` drops it."""
         self.engine: EngineClient | None = None
         """The engine that is, or was, held for the last measurement; None if all engines generated."""
 
     @property
     def in_progress(self) -> bool:
-        """True between the begin of a measurement and its end."""
+        """True between the begin and the end of a measurement."""
         return self._task is not None and not self._task.done()
 
     @property
@@ -138,10 +138,10 @@ class Measurement:
     def due(self, step: int) -> bool:
         """True if `step` is a multiple of every_steps, or if a multiple since the newest record was passed.
 
-        False while a measurement is in progress. Raises the failure of the one before.
+        False while a measurement is in progress. Raises the failure of the previous measurement.
         """
         self.collect()
-        interval = self._prompts.every
+        interval = self._prompts.every_steps
         if not interval or self.in_progress:
             return False
         return step // interval > self._prompts.newest(step) // interval
@@ -149,8 +149,8 @@ class Measurement:
     def begin(self, state: RunState, *, hold: bool = True, least_serving: int = 2, last: bool = False) -> bool:
         """Start a measurement of the version that the engines hold.
 
-        False if it stays due because no engine can be held. hold: one engine generates, else all. least_serving: as
-        for `HeldEngine.hold`. last: the run ends with it.
+        False if the measurement stays due because no engine can be held. hold: a held engine generates, else all
+        engines. least_serving: as for `HeldEngine.hold`. last: the run ends with this measurement.
         """
         assert self._task is None
         step = state.step
@@ -189,14 +189,14 @@ class Measurement:
                 self._holder.release(engine)
 
     def collect(self) -> None:
-        """Forget a measurement that has ended. Raises its failure."""
+        """Forget a measurement that has ended. Raises the measurement's failure."""
         if self._task is not None and self._task.done():
             task = self._task
             self._task = None
             task.result()
 
     async def end(self, while_waiting: WhileWaiting) -> float:
-        """Wait for the measurement in progress, if any; returns the seconds waited. Raises its failure."""
+        """Wait for the measurement in progress, if any; returns the seconds waited. Raises the task's failure."""
         self.collect()
         if self._task is None:
             return 0.0
@@ -208,19 +208,19 @@ class Measurement:
         return waited
 
     async def unless_lost(self, work: Awaitable[None]) -> None:
-        """Wait for the measurement in progress. Raises VersionLost if no engine is left that holds its version."""
+        """Wait for the measurement in progress. Raises VersionLost once no engine holds the measured version."""
         assert isinstance(work, asyncio.Task)
-        lost = asyncio.create_task(self._engines.until(lambda: not self._engines.serving))
+        no_engine_left = asyncio.create_task(self._engines.until(lambda: not self._engines.serving))
         try:
-            await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, no_engine_left}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            lost.cancel()
+            no_engine_left.cancel()
         if not work.done():  # an engine that joins now could only get a later version
             raise VersionLost(f"{work.get_name()}: no engine is left that holds this version")
         await work
 
     async def close(self) -> None:
-        """Cancel the measurement in progress, if any; completions that are recorded stay."""
+        """Cancel the measurement in progress, if any; recorded completions stay."""
         if self._task is not None:
             await cancelled(self._task)
         await self._prompts.close()
@@ -251,7 +251,7 @@ class Measurements:
         self._engines = engines
         self._metrics = metrics
         self._meter = meter
-        holder = HeldEngine(engines, meter)  # one for both, so that they share an engine
+        holder = HeldEngine(engines, meter)  # a common holder, so that both measurements share an engine
         usable = [prompt for prompt in prompts.held_out if not prompts.problems.get(prompt.prompt_id)]
         held_out = HeldOut(recipe, usable, sampler, metrics, progress)
         self._validations = Measurement(recipe, held_out, engines=engines, holder=holder, meter=meter, rounds=rounds)
@@ -260,24 +260,24 @@ class Measurements:
             files = EvaluationFiles(recipe, evaluation, folder, start, sampler)
             self._evaluations = Measurement(recipe, files, engines=engines, holder=holder, meter=meter)
         self._on_all = False
-        """A validation on all engines was begun, and its time is not charged yet."""
+        """True from the begin of a validation on all engines until the time is charged."""
 
     def begin(self, *, while_training: bool = True) -> bool:
-        """Start the measurements that are due of the version that the engines hold; True for a validation.
+        """Start the due measurements of the version that the engines hold; True if a validation starts.
 
         while_training: the training goes on meanwhile.
         """
         step = self._state.step
-        # the evaluation first: the validation then shares its engine, or runs on the others
+        # The evaluation comes first: the validation then shares the held engine, or runs on all other engines.
         if self._evaluations is not None and self._evaluations.due(step):
             self._evaluations.begin(self._state)
         hold = while_training and self._recipe.validation.engine == "held" and not self._recipe.rollouts.one_by_one
-        begun = self._validations.due(step) and self._validations.begin(self._state, hold=hold)
-        self._on_all = begun and self._validations.engine is None
-        return begun
+        validation_begins = self._validations.due(step) and self._validations.begin(self._state, hold=hold)
+        self._on_all = validation_begins and self._validations.engine is None
+        return validation_begins
 
     async def unpin(self) -> float:
-        """Wait for a validation on all engines, before they get another version; returns the seconds waited.
+        """Wait for a validation on all engines, before the engines get a new version; returns the seconds waited.
 
         Raises VersionLost if no engine is left: the trainer holds a later version already.
         """
@@ -286,7 +286,7 @@ class Measurements:
         return await self._validations.end(self._validations.unless_lost)
 
     async def end_validation(self, while_waiting: WhileWaiting) -> None:
-        """Wait for the validation on all engines that `begin` started last, if it did, and charge the time."""
+        """Wait for the validation on all engines, if `begin` has started a validation there, and charge the time."""
         if not self._validations.on_held_engine:
             await self._validations.end(while_waiting)
         if self._on_all:
@@ -294,7 +294,7 @@ class Measurements:
             self._meter.charge_validation()
 
     async def finish(self, while_waiting: WhileWaiting, publish: Callable[[], Awaitable[object]]) -> None:
-        """End the measurements of the run: those in progress, the last validation, and an evaluation that is due.
+        """End the run's measurements: measurements in progress, the last validation, and an evaluation if due.
 
         publish: gives the engines the trainer's version.
         """
@@ -306,7 +306,7 @@ class Measurements:
             self._meter.charge_waiting("validation")
         await validations.end(while_waiting)
         if self._recipe.validation.every_steps and not self._metrics.has_validation(step):
-            # the run may end within a phase of ppo_off_policy, when the engines lack its steps
+            # The run may end within a phase of ppo_off_policy: the engines then lack the steps of this phase.
             if step > self._state.served:
                 await publish()
             validations.begin(self._state, hold=False, last=True)

@@ -1,20 +1,20 @@
-"""The measurements of a run, and their records: validations on held-out prompts, and evaluations on files.
+"""The measurements of a run, with records: validations on held-out prompts, and evaluations on files.
 
-A validation is mean@k on the held-out prompts, with one policy version. Interruption, sampling and verifier are those
-of training. Every validation has the same prompts, so that their difficulty is no noise of the curve. Seeds and
-interruption points are drawn anew (validation.fresh_seeds): with common ones, close validations err together, and no
-curve averages that away. They depend on validation.seed and the step alone, so that runs that are compared share
-them. A truncated completion counts as wrong.
+A validation is mean@k on the held-out prompts, with one policy version. Interruption, sampling and verifier are the
+same as in training. Every validation has the same prompts, so that the prompts' difficulty is no noise of the curve.
+Seeds and interruption points are drawn anew (validation.fresh_seeds): with common seeds, close validations err
+together, and no curve averages this error away. Fresh seeds depend on validation.seed and the step alone, so that
+compared runs share all seeds. A truncated completion counts as wrong.
 (Khatri et al. 2025, section 2: mean@16 on 1,000 held-out prompts every 100 steps.)
 
-    RUN/validation.jsonl           a row for each validation (`metrics`), which the forecast is fitted to
+    RUN/validation.jsonl           a row for each validation (`metrics`), to which the forecast is fitted
     RUN/evaluations/step-000100/   every completion of an evaluation, then the summary (`evaluation.results`)
-    RUN/evaluation.jsonl           a row for each file of each evaluation; for one that was lost, a row with `lost`
+    RUN/evaluation.jsonl           a row for each file of each evaluation; a row with `lost` for a lost evaluation
 
 Every completion of an evaluation has tokens of the step's version alone, and the header names the digest of the
-weights. A crash leaves the completions that were there. Where the restart comes to the same step again, with the same
-digest, the evaluation goes on with them; where it begins after that step, a row says that the evaluation is lost. One
-that is recorded is never made again.
+weights. Finished completions survive a crash. If a restart comes to the same step again, with the same digest, the
+evaluation goes on with these completions; if the restart begins after the step, a row says that the evaluation is
+lost. A recorded evaluation is never made again.
 """
 
 import asyncio
@@ -56,13 +56,13 @@ from megatron_scalerl.types import Completion, CompletionLost, PassRate, Prompt,
 logger = logging.getLogger(__name__)
 
 CONFIRMED_NUMBERS = 0.95
-"""A validation is warned of below this share of confirmed answers, where most references are numbers."""
+"""Share of confirmed answers below which a validation warns, if most references are numbers."""
 CONFIRMED_FALL = 0.05
-"""And elsewhere below the share of the first validation less this."""
+"""Fall of this share since the first validation from which a validation warns, if few references are numbers."""
 FOLDER = "evaluations"
 RECORD = "evaluation.jsonl"
 _STEP = re.compile("step-([0-9]+)")
-"""Name of an evaluation's folder; the folders of those that began anew have a suffix."""
+"""Name of an evaluation's folder; a folder that was moved away, because the evaluation began anew, has a suffix."""
 
 
 @record
@@ -73,7 +73,7 @@ class PinnedVersion:
     digest: str
     """Digest of the weights that the engines hold."""
     axis: dict[str, Any]
-    """`compute`, `compute_total` and their `unit` at the step (`ledger`)."""
+    """`compute`, `compute_total` and the `unit` of both at the step (`ledger`)."""
     last: bool = False
     """True for the last measurement of the run."""
 
@@ -83,7 +83,7 @@ class HeldOut:
 
     purpose: ClassVar[Purpose] = "validation"
     on_all: ClassVar[bool] = True
-    """True: all engines generate where none can be held."""
+    """True: all engines generate if no engine can be held."""
 
     def __init__(
         self, recipe: Recipe, prompts: Sequence[Prompt], sampler: Sampler, metrics: Metrics, progress: Progress
@@ -95,15 +95,15 @@ class HeldOut:
         self._metrics = metrics
         self._progress = progress
         self._forecast: asyncio.Task[None] | None = None
-        """The forecast after the last validation, which is made in a thread."""
-        self.every = self._section.every_steps
+        """The forecast after the last validation, computed in a thread."""
+        self.every_steps = self._section.every_steps
 
     def newest(self, step: int) -> int:
-        """The newest step up to this one that is recorded; -1 if there is none. It may be missing after a restart."""
+        """The newest recorded step up to `step`; -1 without a record. A restart may have dropped the record."""
         return self._metrics.last_validation(step)
 
     async def measure(self, version: PinnedVersion, completer: Completer) -> None:
-        """Validate, record the result, and begin a forecast with it."""
+        """Validate, record the result, and begin a forecast that includes the result."""
         pass_rate, outcomes = await self.validate(version, completer)
         self._metrics.validation(pass_rate, by_prompt=means(outcomes), outcomes=text(outcomes))
         self._progress.validation(pass_rate)
@@ -111,10 +111,10 @@ class HeldOut:
         self._forecast = asyncio.create_task(self._look_ahead(), name=f"forecast at version {version.step}")
 
     async def validate(self, version: PinnedVersion, completer: Completer) -> tuple[PassRate, Outcomes]:
-        """(the pass rate of a policy version, [prompts][generations] the outcomes of its completions).
+        """(the pass rate of a policy version, [prompts][generations] the outcomes of the completions).
 
-        The first completions of a prompt have the same seeds whatever their number. Raises RuntimeError if all
-        completions of a prompt are lost.
+        The first completions of a prompt have the same seeds for every number of generations. Raises RuntimeError if
+        all completions of a prompt are lost.
         """
         section = self._section
         step = version.step
@@ -151,7 +151,7 @@ class HeldOut:
         by_prompt = means(outcomes)
         scored_completions = [scored for row in rows for scored in row if scored is not None]
         completions = [scored.completion for scored in scored_completions]
-        share, least = self._audited(scored_completions)
+        share, least_share = self._audited(scored_completions)
         pass_rate = PassRate(
             step=step,
             policy_version=step,
@@ -168,37 +168,37 @@ class HeldOut:
             metrics=environment_metrics(scored.score for scored in scored_completions),
             tasks=_by_task(self._prompts, by_prompt),
             confirmed_share=share,
-            confirmed_least=least,
+            confirmed_least=least_share,
         )
         return pass_rate, outcomes
 
     def _audited(self, completions: Sequence[ScoredCompletion]) -> tuple[float | None, float | None]:
-        """`confirmed_share` and `confirmed_least` of a validation; two of its texts are shown where it is low."""
+        """`confirmed_share` and `confirmed_least` of a validation; below the least share two texts are logged."""
         verdicts = [scored.score.confirmed for scored in completions if scored.score.confirmed is not None]
         if not verdicts:
             return None, None
         share = sum(verdicts) / len(verdicts)
         numbers = sum(is_number(prompt.answer) for prompt in self._prompts)
-        least = CONFIRMED_NUMBERS
+        least_share = CONFIRMED_NUMBERS
         if 2 * numbers <= len(self._prompts):
             earlier = [row["confirmed_share"] for row in self._metrics.validations() if row.get("confirmed_share")]
-            least = (earlier or [share])[0] - CONFIRMED_FALL
-        if share < least:
+            least_share = (earlier or [share])[0] - CONFIRMED_FALL
+        if share < least_share:
             texts = [scored for scored in completions if scored.unconfirmed_text][:2]
-            shown = "\n".join(f"  reference {s.prompt.answer!r}: {s.unconfirmed_text[-300:]!r}" for s in texts)
+            text_lines = "\n".join(f"  reference {s.prompt.answer!r}: {s.unconfirmed_text[-300:]!r}" for s in texts)
             logger.warning(
                 "the second judge confirms %.1f %% of the answers that are paid, below %.1f %%: read some with show "
                 "--unconfirmed, and mend the verifier before you believe this pass rate:\n%s",
                 100 * share,
-                100 * least,
-                shown,
+                100 * least_share,
+                text_lines,
             )
-        return share, least
+        return share, least_share
 
-    def lose(self, step: int, why: str) -> None:
-        """Log that a validation is lost, because no engine holds its version any more."""
+    def lose(self, step: int, reason: str) -> None:
+        """Log that a validation is lost, because no engine holds the validated version any more."""
         logger.warning(
-            "the validation of version %d is lost, and a later version is validated instead: %s", step, why
+            "the validation of version %d is lost, and a later version is validated instead: %s", step, reason
         )
 
     async def close(self) -> None:
@@ -232,7 +232,7 @@ def _by_task(prompts: Sequence[Prompt], by_prompt: Sequence[float]) -> dict[str,
 
 
 def _entropy(completions: Sequence[Completion]) -> float:
-    """Minus the mean log-probability (nats) of all sampled tokens; NaN if none was sampled."""
+    """Minus the mean log-probability (nats) of all sampled tokens; NaN without a sampled token."""
     sampled = sum(c.sampled_tokens for c in completions)
     if not sampled:
         return math.nan
@@ -244,7 +244,7 @@ class EvaluationFiles:
 
     purpose: ClassVar[Purpose] = "evaluation"
     on_all: ClassVar[bool] = False
-    """False: an evaluation for which no engine can be held stays due, since nothing waits for it."""
+    """False: an evaluation stays due until an engine can be held, since nothing waits for an evaluation."""
 
     def __init__(
         self, recipe: Recipe, files: EvaluationInputs, folder: RunFolder, start: ResumePoint, sampler: Sampler
@@ -257,16 +257,16 @@ class EvaluationFiles:
         self._run_id = folder.attempt.run_id
         self._unfinished: set[int] = set()
         """Steps of unfinished evaluations of earlier attempts that this attempt may come to again."""
-        self.every = self._section.every_steps
+        self.every_steps = self._section.every_steps
         self._record = JsonlWriter(self._folder / RECORD)
         rows = read_jsonl(self._folder / RECORD)
-        self._last = max((row["step"] for row in rows if "lost" not in row), default=-1)
+        self._last_step = max((row["step"] for row in rows if "lost" not in row), default=-1)
         self._note_unfinished(start.step, {(row["step"], row.get("file")) for row in rows})
 
     def _note_unfinished(self, start_step: int, recorded: set[tuple[int, str | None]]) -> None:
-        """Record evaluations of earlier attempts: the finished ones, and as lost those that cannot go on.
+        """Record evaluations of earlier attempts: finished evaluations, and losses of evaluations that cannot go on.
 
-        recorded: step and file of each row, None for a loss.
+        recorded: step and file of each row; the file is None for a loss.
         """
         recorded_steps = {step for step, _ in recorded}
         for path in sorted((self._folder / FOLDER).glob("step-*")):
@@ -277,9 +277,9 @@ class EvaluationFiles:
             if (path / SUMMARY).exists():
                 rows = msgspec.json.decode((path / SUMMARY).read_bytes())["rows"]
                 # a power loss may leave a part of an evaluation's rows
-                missing = [row for row in rows if (step, row["file"]) not in recorded]
-                if missing:
-                    self._append(step, missing)
+                missing_rows = [row for row in rows if (step, row["file"]) not in recorded]
+                if missing_rows:
+                    self._append(step, missing_rows)
             elif step in recorded_steps:
                 continue
             elif step < start_step:
@@ -288,8 +288,8 @@ class EvaluationFiles:
                 self._unfinished.add(step)
 
     def newest(self, step: int) -> int:
-        """The newest step that is recorded; -1 if there is none."""
-        return self._last
+        """The newest recorded step; -1 without a record."""
+        return self._last_step
 
     async def measure(self, version: PinnedVersion, completer: Completer) -> None:
         """Complete every file, or the rest of an unfinished evaluation, and record the result. Raises ProblemLost."""
@@ -302,7 +302,7 @@ class EvaluationFiles:
         self._append(version.step, rows)
 
     def _result(self, version: PinnedVersion) -> ResultFile:
-        """The result of a step. A result of other weights or settings is moved away, as is a damaged one."""
+        """The result of a step. A damaged result, or a result of other weights or settings, is moved away."""
         section = self._section
         step = version.step
         path = self._folder / FOLDER / f"step-{step:06d}"
@@ -318,7 +318,7 @@ class EvaluationFiles:
             return ResultFile(path, header)
 
     def _finish(self, version: PinnedVersion, result: ResultFile) -> list[dict[str, Any]]:
-        """Write the summary; the rows of RECORD."""
+        """Write the summary; returns the rows of RECORD."""
         files = self._files
         completed = cells(result.rows.values(), files.keys(self._section.generations))
         summaries = summaries_of(completed, files.files, files.contaminations, k=self._section.generations)
@@ -336,18 +336,20 @@ class EvaluationFiles:
     def _append(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
         self._record.append(*rows)
         self._record.sync()
-        self._last = max(self._last, step)
+        self._last_step = max(self._last_step, step)
         self._unfinished.discard(step)
-        # a multiple of every_steps that this evaluation stands for is never due again
-        passed = sorted(other for other in self._unfinished if other // self.every <= self._last // self.every)
-        for other in passed:
-            self._unfinished.discard(other)
-            self.lose(other, f"the run was stopped, and version {step} was evaluated instead")
+        # The multiples of every_steps that this evaluation has passed are never due again.
+        passed_steps = sorted(
+            s for s in self._unfinished if s // self.every_steps <= self._last_step // self.every_steps
+        )
+        for passed_step in passed_steps:
+            self._unfinished.discard(passed_step)
+            self.lose(passed_step, f"the run was stopped, and version {step} was evaluated instead")
 
-    def lose(self, step: int, why: str) -> None:
+    def lose(self, step: int, reason: str) -> None:
         """Record that the evaluation of a step is lost; an evaluation of a later version is due at once."""
-        logger.warning("the evaluation of version %d is lost: %s", step, why)
-        self._record.append({"step": step, "lost": why})
+        logger.warning("the evaluation of version %d is lost: %s", step, reason)
+        self._record.append({"step": step, "lost": reason})
         self._record.sync()
 
     async def close(self) -> None:
@@ -377,7 +379,7 @@ def _row(summary: FileSummary, version: PinnedVersion) -> dict[str, Any]:
 
 
 def write_contamination(folder: Path, files: EvaluationInputs | None) -> None:
-    """RUN/contamination.json: which training prompts hit which problems. Nothing without evaluation files."""
+    """Write RUN/contamination.json: the hits of training prompts on problems. Nothing without evaluation files."""
     if files is not None:
         compared = {file.path: asdict(files.contaminations[file.name]) for file in files.files}
         write_durably(folder / "contamination.json", msgspec.json.encode(compared), private=True)

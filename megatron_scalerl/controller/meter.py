@@ -1,16 +1,17 @@
 """Measures the windows between two charges and splits each window between the ledger's roles.
 
-A batch has two windows: `produce`, until it is composed, and `train`, its optimizer step and weight update. In each
-window the devices of trainer and engines are charged for the whole time. If a validation ran in it, engine time is
-split between `validation` and `engine` in proportion to the tokens generated for each; trainer time counts as
-`validation` while the trainer waits for the validation.
+A batch has two windows: `produce`, until the batch is composed, and `train`, for the optimizer step and the weight
+update. In each window the devices of trainer and engines are charged for the whole time. If a validation ran in the
+window, engine time is split between `validation` and `engine` in proportion to the tokens generated for each; trainer
+time counts as `validation` while the trainer waits for the validation.
 
 The time of an engine that is held at a version (`measure`) is charged separately: to `validation`, `evaluation` and,
-for the training completions that were in flight on it, `engine`, in proportion to the tokens that it finished for
-each in the window; to the measurement where it finished none. The other engines' time is then the training's.
+for training completions in flight on the held engine, `engine`, in proportion to the tokens that the engine finished
+for each in the window; to the measurement if the engine finished no token. All other engines' time goes to training.
 
-The life of a window: it begins with the charge before it, counts tokens (`count_training`, `count_measured`), pinned
-seconds, held engines and joining or leaving devices, and ends in `_write`, which charges it and clears all counts.
+The life of a window: the window begins with the previous charge, counts tokens (`count_training`, `count_measured`),
+pinned seconds, held engines and joining or leaving devices, and ends in `_write`, which charges the window and clears
+all counts.
 """
 
 import asyncio
@@ -40,11 +41,11 @@ class BatchTime:
     seconds: float = 0.0
     """Wall time."""
     tokens: int = 0
-    """Tokens of the completions that finished in it, validation included."""
+    """Tokens of completions that finished in the windows, validation included."""
 
 
 class _Hold:
-    """A held engine, and its tokens since it was charged last."""
+    """A held engine, and the engine's tokens since the last charge."""
 
     def __init__(self, engine: EngineClient, devices: float, purpose: Purpose, now: float):
         self.purpose = purpose
@@ -61,7 +62,7 @@ class _Hold:
     def close(self, now: float) -> tuple[dict[Role, float], int]:
         """(role -> device-seconds since the last call, tokens of training that finished since then)."""
         seconds = self._devices * (now - self._since)
-        # a completion of a measurement may be received in one window and counted, once it is scored, in the next
+        # A completion of a measurement may be received in one window and, after scoring, counted in the next window.
         training = max(0, self._engine.received_tokens - self._received - sum(self.measured.values()))
         tokens = {**self.measured, "engine": training}
         total = sum(tokens.values())
@@ -72,7 +73,7 @@ class _Hold:
 
 
 class Meter:
-    """Charges all devices of the run to the ledger, window by window, from its construction on, or `since`."""
+    """Charges all devices of the run to the ledger, window by window, from `since` on."""
 
     def __init__(
         self,
@@ -85,8 +86,8 @@ class Meter:
         clock: Callable[[], float] = time.monotonic,
     ):
         """start: the checkpoint to resume from. since: the time, by the clock, from which on the devices are held:
-        the end of the attempt before it in this process, for the first one the job's start. None: from now on.
-        clock: monotonic seconds."""
+        the end of this process's previous attempt, for the first attempt the job's start. None: from now on. clock:
+        monotonic seconds."""
         self.ledger = ledger
         self.lag = lag or LoopLag()
         """Lag of the event loop since the last batch."""
@@ -109,7 +110,7 @@ class Meter:
         self._validation_tokens = 0
         self._engine_since = self._since
         self._engine_seconds = 0.0
-        """Device-seconds of the engines until `_engine_since`, when their devices last changed."""
+        """Device-seconds of the engines until `_engine_since`, the last change of the engines' devices."""
         self._held_seconds: dict[Role, float] = {}
         """Role -> device-seconds of held engines."""
         self._held_training_tokens = 0
@@ -131,14 +132,14 @@ class Meter:
         return (self._engine_seconds + self._engine * (now - self._engine_since)) / (now - self._since)
 
     def hold_engine_devices(self, count: float) -> None:
-        """From now on, the engines hold `count` devices: one joined, or its host left the run for good."""
+        """From now on, the engines hold `count` devices: an engine joined, or a host left the run for good."""
         now = self._clock()
         self._engine_seconds += self._engine * (now - self._engine_since)
         self._engine = count
         self._engine_since = now
 
     def hold(self, engine: EngineClient, devices: float, purpose: Purpose) -> None:
-        """From now on, this engine is held for measurements, first of all for this one."""
+        """From now on, this engine is held for measurements, first for `purpose`."""
         self._holds[engine] = _Hold(engine, devices, purpose, self._clock())
 
     def release(self, engine: EngineClient) -> None:
@@ -147,7 +148,7 @@ class Meter:
         del self._holds[engine]
 
     def count_measured(self, purpose: Purpose, tokens: int, engine: EngineClient | None = None) -> None:
-        """Count a finished completion of a measurement. engine: the held engine; None if all of them validate."""
+        """Count a finished completion of a measurement. engine: the held engine; None if all engines validate."""
         if engine is None:
             self._validation_tokens += tokens
             return
@@ -178,7 +179,7 @@ class Meter:
         self.ledger.sync()
 
     def charge_train(self, batch: int, step: int) -> BatchTime:
-        """Charge the training of batch number `batch`, after which the policy is at `step`; returns both its windows.
+        """Charge the training of batch number `batch`, after which the policy is at `step`; returns both windows.
 
         A window that repeats work charged in an earlier attempt is `lost`.
         """
@@ -211,8 +212,8 @@ class Meter:
     async def beat(self) -> None:
         """The heartbeat loop: record at once and every HEARTBEAT_S that all devices are still held, until cancelled.
 
-        Consumes nothing. Waits for the clock alone, so no other loop can block it. A crash then leaves at most
-        HEARTBEAT_S uncharged.
+        Consumes nothing. Waits for the clock alone, so no other loop can block the heartbeat. A crash then leaves at
+        most HEARTBEAT_S uncharged.
         """
         while True:
             with contextlib.suppress(OSError):  # a full disk may recover; a charge that cannot be written raises
@@ -228,7 +229,7 @@ class Meter:
         self._write(phase, self.elapsed, [(role, self._trainer + self._teacher + self._engine_devices)])
 
     def _split(self, phase: Phase) -> None:
-        """Charge the window to the roles that used its devices; each charge is a mean number of devices."""
+        """Charge the window to the roles that used the devices; each charge is a mean number of devices."""
         self._close_holds()
         seconds = self.elapsed
         on_held = {}
@@ -236,7 +237,7 @@ class Meter:
         if seconds > 0:
             on_held = {role: device_seconds / seconds for role, device_seconds in self._held_seconds.items()}
             pinned = self._trainer * min(1.0, self.pinned_seconds / seconds)
-        # the other engines: their tokens are those of the window without the ones that held engines finished
+        # All other engines: the window's tokens without the tokens that held engines finished.
         engine = max(0.0, self._engine_devices - sum(on_held.values()))
         training = max(0, self._training_tokens - self._held_training_tokens)
         validating = engine * self._validation_tokens / max(1, training + self._validation_tokens)
@@ -246,7 +247,7 @@ class Meter:
             ("teacher", self._teacher),
         ]
         devices = [charge for charge in devices if charge[1]]
-        # the trainer's charge is the last: it marks the window as complete (`ledger`)
+        # The trainer's charge comes last and marks the window as complete (`ledger`).
         devices += [("engine", engine - validating + on_held.get("engine", 0.0)), ("trainer", self._trainer - pinned)]
         self._write(phase, seconds, devices)
 
@@ -262,7 +263,7 @@ class Meter:
 
 @contextlib.asynccontextmanager
 async def metering(meter: Meter) -> AsyncIterator[None]:
-    """Heartbeats inside the block. If it raises, the current window is charged as lost."""
+    """Heartbeats inside the block. If the block raises, the current window is charged as lost."""
     heartbeats = asyncio.create_task(meter.beat(), name="heartbeat")
     try:
         yield

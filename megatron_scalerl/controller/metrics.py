@@ -1,10 +1,11 @@
 """Step and validation records: JSONL files are authoritative; TensorBoard and, if installed, W&B are sinks.
 
-Metrics of one batch of groups before filtering: rewards, lengths, staleness, shares; and of its step.
+A step record has the metrics of one batch of groups before filtering (rewards, lengths, staleness, shares) and of the
+optimizer step on the batch.
 
-The noise of a pass rate is that of its completions given their prompts: the variance within prompts. With
-validation.fresh_seeds off, the same completion of two validations has the same random numbers, and their noise is
-correlated: that is in the single outcomes, not in the pass rates. They are in RUN/validation_by_prompt.jsonl.
+The noise of a pass rate is the noise of the completions given the prompts: the variance within prompts. With
+validation.fresh_seeds off, the same completion of two validations has the same random numbers, and the noise of both
+validations is correlated. Only single outcomes show this correlation; RUN/validation_by_prompt.jsonl records them.
 """
 
 import contextlib
@@ -42,7 +43,7 @@ class Sink(Protocol):
     """Gets the numbers of every record."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """A batch that ended at `step`, or a validation of it, whose names begin with `validation/`."""
+        """The numbers of a batch that ended at `step`, or of a validation of `step`: names with `validation/`."""
 
     def close(self) -> None:
         """The attempt ends."""
@@ -51,7 +52,7 @@ class Sink(Protocol):
 class TensorBoardSink:
     """Event files in RUN/tensorboard, rewritten from the records at every start.
 
-    Records that a restart drops are so dropped here too. The first event resets a TensorBoard that is watching.
+    So the files never have a record that a restart drops. The first event resets a TensorBoard that is watching.
     """
 
     def __init__(self, run_dir: Path):
@@ -79,13 +80,13 @@ class TensorBoardSink:
 class WandbSink:
     """A W&B run named like the recipe; used if wandb is installed and WANDB_MODE is not disabled.
 
-    The axis is the column `step`. W&B's own step only rises, and drops a record of an earlier step: a validation that
-    ends during later optimizer steps. Nothing can be taken back from W&B either, so that after a restart the first
-    record of a repeated step stays, and the second is not sent.
+    The axis is the column `step`, because W&B's native step drops a record of an earlier step, such as a validation
+    that ends during later optimizer steps. W&B also never deletes a record: after a restart the first record of a
+    repeated step stays, and the second record is not sent.
     """
 
     def __init__(self, run_dir: Path, name: str, *, last_step: int):
-        """last_step: newest step of the attempts before. Raises wandb's errors, as where it is not logged in."""
+        """last_step: newest step of earlier attempts. Raises wandb's errors, for example without a login."""
         import wandb
 
         self._last_step = last_step
@@ -105,25 +106,25 @@ class WandbSink:
 class Metrics:
     """Writes step records and validations. On opening, step records that a restart will repeat are dropped.
 
-    Validations are kept: the batches before them are trained again with the same rollouts, so they stay valid.
+    Validations are kept, and stay valid: earlier batches are trained again with the same rollouts.
     """
 
     def __init__(
         self, run_dir: Path, name: str, *, step: int, batches: int, last_step: int, sinks: Iterable[Sink] = ()
     ):
-        """step, batches: of the checkpoint to resume from. last_step: newest step in the journal. sinks: further
-        sinks, which get the records of this attempt."""
+        """step, batches: counts at the checkpoint to resume from. last_step: newest step in the journal. sinks:
+        further sinks, which get the records of this attempt."""
         steps = run_dir / "metrics.jsonl"
         validations = run_dir / "validation.jsonl"
         by_prompt = run_dir / "validation_by_prompt.jsonl"
         records = read_jsonl(steps)
-        validated = read_jsonl(validations)
+        validation_rows = read_jsonl(validations)
         rewrite(steps, [r for r in records if r["step"] <= step and r.get("batches", 0) <= batches])
-        rows = sorted((r for r in validated if r["step"] <= last_step), key=itemgetter("step"))
+        rows = sorted((r for r in validation_rows if r["step"] <= last_step), key=itemgetter("step"))
         rewrite(validations, rows)
-        self._validated = {row["step"] for row in rows}
-        # written before its validation: a crash between the two writes leaves a row without a validation
-        rewrite(by_prompt, [r for r in read_jsonl(by_prompt) if r["step"] in self._validated])
+        self._validated_steps = {row["step"] for row in rows}
+        # by_prompt is written first: a crash between the two writes leaves a by_prompt row without a validation
+        rewrite(by_prompt, [r for r in read_jsonl(by_prompt) if r["step"] in self._validated_steps])
         self._steps = JsonlWriter(steps)
         self._validations = JsonlWriter(validations)
         self._by_prompt = JsonlWriter(by_prompt)
@@ -148,19 +149,21 @@ class Metrics:
     def validation(self, result: PassRate, by_prompt: Sequence[float], outcomes: str = "") -> None:
         """Append one validation, and the pass rate of each held-out prompt for paired comparisons.
 
-        outcomes: of every completion, as `text` writes them. All is on the disk when this returns: a validation is
-        expensive, and a restart does not repeat it.
+        outcomes: the outcome of every completion, in the format of `text`. Both rows are on the disk at return,
+        because a validation is expensive and a restart does not repeat the validation.
         """
         row = validation_row(result)
-        is_last = result.step >= max(self._validated, default=-1)
+        is_last = result.step >= max(self._validated_steps, default=-1)
         self._by_prompt.append({"step": result.step, "by_prompt": list(by_prompt), "outcomes": outcomes})
         self._by_prompt.sync()
         self._validations.append(row)
         self._validations.sync()
-        if not is_last:  # the run was resumed from this version, and an attempt before has recorded a later one
+        if (
+            not is_last
+        ):  # the run was resumed from this version, and an earlier attempt has recorded a later validation
             self._validations = _in_order(self._validations)
             self._by_prompt = _in_order(self._by_prompt)
-        self._validated.add(result.step)
+        self._validated_steps.add(result.step)
         self._to_sinks(result.step, _validation_scalars(row))
 
     def validations(self) -> list[dict[str, Any]]:
@@ -174,11 +177,11 @@ class Metrics:
 
     def has_validation(self, step: int) -> bool:
         """True if the validation of this step is recorded."""
-        return step in self._validated
+        return step in self._validated_steps
 
     def last_validation(self, step: int) -> int:
-        """The newest recorded validation of a step up to this one; -1 if there is none."""
-        return max((validated for validated in self._validated if validated <= step), default=-1)
+        """The newest step up to `step` with a recorded validation; -1 if there is no such step."""
+        return max((validated for validated in self._validated_steps if validated <= step), default=-1)
 
     def close(self) -> None:
         """Close every file and sink."""
@@ -196,23 +199,23 @@ class Metrics:
 
 
 def _in_order(file: JsonlWriter) -> JsonlWriter:
-    """A writer of the file, whose rows are sorted by step."""
+    """A new writer of the file, after sorting the rows by step."""
     file.close()
     rewrite(file.path, sorted(read_jsonl(file.path), key=itemgetter("step")))
     return JsonlWriter(file.path)
 
 
 @contextlib.contextmanager
-def _guarded(sink: str, what: str, outcome: str = "") -> Iterator[None]:
+def _guarded(sink: str, action: str, outcome: str = "") -> Iterator[None]:
     """Context in which a failure of a sink is a line in the log: the records are in the JSONL files."""
     try:
         yield
-    # a sink's library has its own exceptions, as wandb.errors.UsageError, which derive from Exception alone
+    # A sink's library may raise exceptions that derive from Exception alone, such as wandb.errors.UsageError.
     except Exception as error:
         if isinstance(error, MemoryError):
             raise
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        logger.warning("%s: %s failed: %s%s", sink, what, problem, outcome)
+        logger.warning("%s: %s failed: %s%s", sink, action, problem, outcome)
 
 
 def validation_row(result: PassRate) -> dict[str, Any]:
@@ -239,10 +242,10 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Scalars of the batch that `policy_version` trains on; `stats` are the counts of the filters.
 
-    `confirmed_share` is of the correct completions that the second judge saw. `staleness_*` are optimizer steps since
-    the oldest first token of each group. `train_pass_rate` is before every filter; `train_within_variance` over
-    `train_completions` is its binomial variance given the prompts. Batches with
-    episodes of several turns have `turns_mean` and `environment_tokens`, too; those that lost completions have
+    `confirmed_share` is a share of the correct completions that the second judge saw. `staleness_*` are optimizer
+    steps since the oldest first token of each group. `train_pass_rate` is taken before every filter;
+    `train_within_variance` over `train_completions` is the pass rate's binomial variance given the prompts. Batches
+    with episodes of several turns have `turns_mean` and `environment_tokens`, too; batches with lost completions have
     `lost/REASON`.
     """
     completions = [c for g in groups for c in g.completions]
@@ -252,12 +255,12 @@ def batch_metrics(
     metrics = {f"batch/{name}": value for name, value in stats.items()}
     metrics["reward"] = sum(s.reward for s in scores) / count
     metrics["train_pass_rate"] = sum(s.correct for s in scores) / count
-    within = within_variance([[score.correct for score in group.scores] for group in groups])
-    if within is not None:
-        metrics["train_within_variance"] = within
-    audited = [score.confirmed for score in scores if score.confirmed is not None]
-    if audited:
-        metrics["confirmed_share"] = sum(audited) / len(audited)
+    variance_within = within_variance([[score.correct for score in group.scores] for group in groups])
+    if variance_within is not None:
+        metrics["train_within_variance"] = variance_within
+    verdicts = [score.confirmed for score in scores if score.confirmed is not None]
+    if verdicts:
+        metrics["confirmed_share"] = sum(verdicts) / len(verdicts)
     if any(c.turns > 1 for c in completions):
         metrics["turns_mean"] = sum(c.turns for c in completions) / count
         metrics["environment_tokens"] = float(sum(c.environment_tokens for c in completions))
@@ -284,7 +287,7 @@ def batch_metrics(
 
 
 def environment_metrics(scores: Iterable[Score]) -> dict[str, float]:
-    """The means of what environments measured, each over the completions that have it: `environment/NAME`."""
+    """The means of the environments' metrics, each over the completions with this metric: `environment/NAME`."""
     values: dict[str, list[float]] = {}
     for score in scores:
         for name, value in score.metrics.items():
@@ -293,10 +296,10 @@ def environment_metrics(scores: Iterable[Score]) -> dict[str, float]:
 
 
 def _lost_shares(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Shares of lost completions: of the whole batch, and of each half of its groups.
+    """Shares of lost completions: of the whole batch, and of each half of the groups.
 
-    The halves are those by pass rate (`hard`, `easy`) and by mean length (`short`, `long`): where two differ, losses
-    bias the training.
+    Groups are halved by pass rate (`hard`, `easy`) and by mean length (`short`, `long`). If the shares of two halves
+    differ, losses bias the training.
     """
     middle = len(groups) // 2
     by_pass_rate = sorted(groups, key=lambda group: group.pass_rate)
@@ -349,8 +352,8 @@ def _pass_rates_by_task(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 def means(outcomes: Outcomes) -> tuple[float, ...]:
     """[prompts] pass rate of each prompt over the completions that were not lost."""
-    kept = [[x for x in row if x is not None] for row in outcomes]
-    return tuple(sum(row) / len(row) for row in kept)
+    row_outcomes = [[x for x in row if x is not None] for row in outcomes]
+    return tuple(sum(row) / len(row) for row in row_outcomes)
 
 
 def text(outcomes: Outcomes) -> str:
@@ -361,14 +364,14 @@ def text(outcomes: Outcomes) -> str:
 def within_variance(outcomes: Iterable[Sequence[bool | None]]) -> float | None:
     """The mean over prompts of the variance p (1 - p) of one completion, unbiased; None below two completions each.
 
-    The binomial variance of a pass rate of N completions is this over N, given the prompts. p (1 - p) of the mean is
-    larger, by the variance between prompts. Prompts with fewer than two completions are left out.
+    The binomial variance of a pass rate of N completions is this mean over N, given the prompts. p (1 - p) of the
+    pass rate is larger, by the variance between prompts. Prompts with fewer than two completions are left out.
     """
     variances = []
     for row in outcomes:
-        kept = [outcome for outcome in row if outcome is not None]
-        if len(kept) > 1:
-            variances.append(variance(kept))
+        row_outcomes = [outcome for outcome in row if outcome is not None]
+        if len(row_outcomes) > 1:
+            variances.append(variance(row_outcomes))
     if not variances:
         return None
     return sum(variances) / len(variances)

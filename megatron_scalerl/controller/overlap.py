@@ -1,16 +1,16 @@
-"""The work that overlaps with the trainer: sending the next batch while it steps, and serving engines that join.
+"""The work that overlaps with a trainer's step: sending the next batch, and serving engines that join.
 
 The life of a batch, in calls of the train loop:
 
-    next_batch     the groups: of the batch that was sent early, else of the next one that the gate releases
-    send           filters, advantages, assignment, and the bytes to the trainer's ranks, unless they were sent early
+    next_batch     the groups of the early batch, else of the next batch that the gate releases
+    send           filters, advantages, assignment, and the bytes to the trainer's ranks, unless sent early
     step           the optimizer step; meanwhile the next batch is taken and sent, if the gate releases it in time
 
-While the trainer waits for a batch or a measurement (`while_waiting`), engines that join get its weights and are
-probed.
+While the trainer waits for a batch or a measurement (`while_waiting`), engines that join get the trainer's weights
+and are probed.
 
-A batch that is sent early is a copy: its groups stay finished and in no batch until the journal records their batch,
-before the step that trains on it. A crash or a failure in between costs the sending, and the batch is composed again.
+An early batch is a copy: the groups stay finished and in no batch until the journal records the batch, before the
+step on it. A crash or a failure in between costs the sending, and the batch is composed again.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class SentBatch:
     """A batch after the filters. Produced by `Sender.send`."""
 
     groups: tuple[RolloutGroup, ...]
-    """All of its groups, in order."""
+    """All groups of the batch, in order."""
     plan: BatchPlan
-    """Its samples, and what the algorithm decided."""
+    """The samples, and the algorithm's decisions."""
     step: int | None
-    """The optimizer step for which the trainer holds it; None if nothing is left to train on and nothing was sent."""
+    """The optimizer step for which the trainer holds the batch; None: no sample remained and nothing was sent."""
 
 
 class Sender:
@@ -61,7 +61,7 @@ class Sender:
         self._run_dir = run_dir
 
     async def send(self, groups: Sequence[RolloutGroup], policy_version: int) -> SentBatch:
-        """Filter a batch, plan the step that trains `policy_version` on it, and send the remaining samples.
+        """Filter a batch, plan the step that trains `policy_version`, and send the remaining samples.
 
         Raises as `TrainerClient.prepare`, `plan_step` and the reader of `completions_of` do.
         """
@@ -83,28 +83,28 @@ class Sender:
 class EarlyBatch:
     """Takes and sends a batch while the block of this context manager runs a step; leaves no task behind.
 
-    One task. Consumes: at most one batch. Waits for: `take`, then the trainer's socket and the disk. It is cancelled
-    at the end of the block, or by `batch` if nothing was taken.
+    One task. Consumes: at most one batch. Waits for: `take`, then the trainer's socket and the disk. Cancelled by:
+    the end of the block, or `batch` if no groups were taken.
     """
 
     def __init__(self, sender: Sender, take: Callable[[], Awaitable[Sequence[RolloutGroup]]], policy_version: int):
-        """take: returns the groups of the batch; if it is cancelled, it has taken none. policy_version: the version
-        that trains on them."""
+        """take: returns the groups of the batch; a cancelled call has taken no group. policy_version: the version
+        that trains on the groups."""
         self._sender = sender
         self._take = take
         self._policy_version = policy_version
-        self._taken = False
+        self._groups_taken = False
 
     async def batch(self) -> SentBatch | None:
-        """The batch, once it is sent; None if the gate has released none. Raises as `Sender.send` does."""
-        if not self._taken:
-            self._task.cancel()  # a batch that is released now is for `next_batch`, with the new version
+        """The batch, once sent; None if the gate has released no batch. Raises as `Sender.send` does."""
+        if not self._groups_taken:
+            self._task.cancel()  # from now on a released batch belongs to `next_batch`, with the new version
             return None
         return await self._task
 
     async def _send(self) -> SentBatch:
         groups = await self._take()
-        self._taken = True  # from here on the groups are the batch's, so that `batch` waits for them
+        self._groups_taken = True  # from here on the groups are the batch's, so that `batch` waits for them
         return await self._sender.send(groups, self._policy_version)
 
     async def __aenter__(self) -> EarlyBatch:
@@ -141,23 +141,23 @@ class Overlap:
         self._saving = saving
         self._sender = Sender(recipe, fleet, run_dir)
         self._early: SentBatch | None = None
-        """The next batch, if it is sent already."""
+        """The next batch, if sent already."""
         self.send_seconds = 0.0
-        """Seconds that the trainer waited for the sending of the last batch, and of the early one after it."""
+        """Seconds that the trainer waited for the sending of the last batch and of the early batch after it."""
 
     async def next_batch(self) -> Sequence[RolloutGroup] | None:
-        """The batch that was sent early, else the stream's next one; None if no prompt is left."""
+        """The groups of the early batch, else of the stream's next batch; None if no prompt is left."""
         if self._early is not None:
             return self._early.groups
         return await self.while_waiting(self._stream.next_batch())
 
     async def send(self, groups: Sequence[RolloutGroup]) -> SentBatch:
-        """Send the batch of these groups, unless it was sent early. Raises as `Sender.send` does."""
+        """Send the batch of the groups, unless sent early. Raises as `Sender.send` does."""
         begin = self._meter.elapsed
-        sent = self._early or await self._sender.send(groups, self._state.step)
+        batch = self._early or await self._sender.send(groups, self._state.step)
         self._early = None
         self.send_seconds = self._meter.elapsed - begin
-        return sent
+        return batch
 
     async def step(self, step: int) -> StepReport:
         """The trainer's step; meanwhile the next batch is sent."""
@@ -175,8 +175,8 @@ class Overlap:
         """The result of `work`, for which the trainer waits, too.
 
         Engines that join meanwhile get the trainer's weights and are probed before the result is returned. With
-        rollouts.deterministic they are probed after the next step, since the probe would join a round. Within a phase
-        of ppo_off_policy they get no weights, because the trainer has a later version than the engines.
+        rollouts.deterministic the probe follows the next step, since it would join a round. Within a phase of
+        ppo_off_policy joining engines get no weights, because the trainer has a later version than the engines.
         """
         if self._state.step != self._state.served:
             return await work
@@ -184,11 +184,11 @@ class Overlap:
         engines = self._fleet.engines
         try:
             while not task.done():
-                joined = asyncio.create_task(engines.until(lambda: bool(engines.stale)))
+                engine_joined = asyncio.create_task(engines.until(lambda: bool(engines.stale)))
                 try:
-                    await asyncio.wait({task, joined}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait({task, engine_joined}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    joined.cancel()
+                    engine_joined.cancel()
                 if not task.done():
                     # a signal to save in the middle of an update would leave engines paused
                     async with self._saving.uninterrupted():

@@ -1,4 +1,4 @@
-"""Checks before any process starts: files, weights, prompts, this host, and those of `plan.settings`.
+"""Checks before any process starts: files, weights, prompts, this host, and the settings (`plan.settings`).
 
 Every check fails with a one-line error and leaves no files behind.
 """
@@ -30,7 +30,7 @@ from megatron_scalerl.rewards.sandbox_probe import check_sandbox
 from megatron_scalerl.trainer.ranks import check_device
 
 _END = 1 << 16
-"""Bytes at the end of a file of weights that its digest reads."""
+"""Bytes at the end of a file of weights that the digest reads."""
 MOST_REFERENCES = 10_000
 """Mathematical references of a file that are checked before a run: in 60 s on two processors, at 10 ms each."""
 
@@ -52,14 +52,14 @@ class Inputs(Settings):
         digest = policy_digest(recipe.policy.path)
         if recipe.policy.adapter is not None:
             digest += policy_digest(recipe.policy.adapter, end=1 << 40)
-        second = recipe.algorithm.kl
-        if second is not None and second.to != "base":
-            digest += policy_digest(second.to)
+        kl = recipe.algorithm.kl
+        if kl is not None and kl.to != "base":
+            digest += policy_digest(kl.to)
         for _, teacher in sorted(recipe.algorithm.teachers.items()):
             digest += policy_digest(teacher.path)
         policy = recipe.policy.model_copy(update={"digest": digest})
-        changed = {"engine": engine, "trainer": trainer, "policy": policy, "prompts": prompts}
-        return recipe.model_copy(update=changed)
+        sections = {"engine": engine, "trainer": trainer, "policy": policy, "prompts": prompts}
+        return recipe.model_copy(update=sections)
 
 
 def policy_digest(folder: str, *, end: int = _END) -> str:
@@ -68,7 +68,7 @@ def policy_digest(folder: str, *, end: int = _END) -> str:
     end: bytes at the end of a file of weights that are read.
     Other files than configuration, tokenizer, template and weights do not count.
     """
-    whole = hashlib.sha256()
+    folder_hash = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):
         if path.suffix not in (".json", ".txt", ".jinja", ".model", ".safetensors"):
             continue
@@ -76,14 +76,14 @@ def policy_digest(folder: str, *, end: int = _END) -> str:
             # further training changes values but no size, so the digest reads the end of the weights, too
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - end) if path.suffix == ".safetensors" else 0)
-            whole.update(f"{path.name} {size} {hashlib.sha256(file.read()).hexdigest()}\n".encode())
-    return whole.hexdigest()[:16]
+            folder_hash.update(f"{path.name} {size} {hashlib.sha256(file.read()).hexdigest()}\n".encode())
+    return folder_hash.hexdigest()[:16]
 
 
 def check_inputs(recipe: Recipe, *, on_this_host: bool = True) -> Inputs:
     """Load and check the recipe's inputs. Raises ValueError: one line that names the key or the row.
 
-    on_this_host: the run is to start here, which needs its sandboxes and ports.
+    on_this_host: the run is to start here, which needs this host's sandboxes and ports.
     """
     check_policy(recipe)
     check_prompts(recipe)
@@ -134,33 +134,33 @@ def check_answers(
     """Check the answers of a task (`prompts.dataset.CheckAnswers`).
 
     Mathematical references that are no whole numbers are checked up to MOST_REFERENCES. Tests are tried with programs
-    (`code_checks`). Those of episodes are for the environment, which judges them when one begins.
+    (`code_checks`). Answers of episodes are left to the environment, which judges an answer when an episode begins.
     """
     if task.episodes:
         return [""] * len(answers), [None] * len(answers)
     if task.rewards.verifier == "math":
         texts = {answer for _, answer, _ in answers}
         slow = [text for text in texts if not text.isdecimal()]
-        # by hash: the same references are checked at every start, whatever their order in the file
+        # by hash: every start checks the same references, whatever the order in the file
         slow.sort(key=lambda text: hashlib.sha256(text.encode()).digest())
         texts -= {*slow[MOST_REFERENCES:]}
         ordered = sorted(texts)
         by_text = remembered(ordered, None, lambda: dict(zip(ordered, check_references(ordered))))
-        checked = dict.fromkeys(by_text, "")
+        try_results = dict.fromkeys(by_text, "")
         return (
             [by_text.get(answer, "") for _, answer, _ in answers],
-            [checked.get(answer) for _, answer, _ in answers],
+            [try_results.get(answer) for _, answer, _ in answers],
         )
     if task.rewards.verifier != "code":
         return [""] * len(answers), [""] * len(answers)
     problems = [_problem_of_tests(*row) for row in answers]
     readable = [row for row, problem in zip(answers, problems) if not problem]
-    tried = iter(check_tests(readable, limits_of(task.rewards)))
-    return problems, ["" if problem else next(tried) for problem in problems]
+    test_results = iter(check_tests(readable, limits_of(task.rewards)))
+    return problems, ["" if problem else next(test_results) for problem in problems]
 
 
 def _problem_of_tests(question: str, answer: str, columns: Mapping[str, Any]) -> str:
-    """Why tests cannot be run; empty if they can."""
+    """The reason why tests cannot be run; empty if they can."""
     try:
         called = parse_tests(answer, columns).called
     except ValueError as error:

@@ -1,8 +1,8 @@
 """The probe: checks that trainer and engines compute the same log-probs after a weight update.
 
-Each engine completes a few fixed prompts with fixed seeds, and the trainer scores them token by token. The digest of
-the received bytes is not sufficient: it does not cover the copies that an engine computes with (vLLM's CPU backend
-repacks weights, where no digest reaches them).
+Each engine completes a few fixed prompts with fixed seeds, and the trainer scores the completions token by token. The
+digest of the received bytes is not sufficient: no digest covers the copies that an engine computes with (vLLM's CPU
+backend repacks weights).
 """
 
 import asyncio
@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 PROMPTS = 4
 TOKENS = 256
-"""Longest completion: the trainer waits for it, and a whole one may take minutes."""
+"""Longest completion: the trainer waits for the probe, and an unlimited completion may take minutes."""
 TOLERANCE = {"float32": 5e-4, "bfloat16": 0.15}
 """Nats by policy.dtype, for the mean of an engine's tokens, if weights.probe_tolerance is unset. In bf16 correct
 random policies of four layers have 0.02 to 0.08, and with one tensor zeroed or transposed, or two experts exchanged,
 0.35 or more (tests/controller/test_probe_bounds.py)."""
 FAR = 20
-"""A single token may differ by this many times as much: a correct Qwen3-MoE in bf16 has one of 2.2 nats, where
-trainer and engine choose other experts."""
+"""A single token may differ by this multiple of the tolerance: a correct Qwen3-MoE in bf16 has a token with
+2.2 nats, where trainer and engine choose different experts."""
 
 
 class ProbeError(RuntimeError):
@@ -51,14 +51,14 @@ class Scored(NamedTuple):
 
     @property
     def difference(self) -> float:
-        """The distance between the two log-probs; NaN if one of them is."""
+        """The distance between the two log-probs; NaN if either is NaN."""
         return abs(self.trainer - self.engine)
 
 
 def judged(tokens: Sequence[Scored], tolerance: float) -> str:
-    """The difference of an engine's log-probs in one line; empty if all are within the tolerance. A NaN is not."""
+    """The difference of an engine's log-probs in one line; empty within the tolerance, which a NaN exceeds."""
     mean = fmean(token.difference for token in tokens)
-    # a NaN compares false with everything, so it has to be the worst by its own rule
+    # A NaN compares false with every number, so the key of `max` makes a NaN the worst.
     worst = max(tokens, key=lambda token: (math.isnan(token.difference), token.difference))
     if mean <= tolerance and worst.difference <= FAR * tolerance:
         return ""
@@ -78,19 +78,19 @@ class Probe:
         self._prompts = sorted(prompts, key=lambda p: p.prompt_id)[:PROMPTS]
         self._seed = recipe.seed
         self._tolerance = recipe.weights.probe_tolerance or TOLERANCE[recipe.policy.dtype]
-        self._checked: set[EngineClient] = set()
+        self._checked_engines: set[EngineClient] = set()
 
     async def check(self, policy_version: int, *, new_only: bool = False) -> dict[str, float]:
         """Mean and largest |trainer - engine log-prob| (nats) of the engines that serve `policy_version`.
 
-        new_only: only of engines whose server was started since the last check. An engine that fails meanwhile is
+        new_only: only engines whose server was started since the last check. An engine that fails meanwhile is
         evicted. Raises ProbeError beyond the tolerance.
         """
         differences: list[float] = []
-        # an engine that left, or is held, is probed again when it serves
-        self._checked &= set(self._fleet.engines.serving)
+        # An engine that left, or is held, is probed again once it serves.
+        self._checked_engines &= set(self._fleet.engines.serving)
         for engine in self._fleet.engines.serving:
-            if new_only and engine in self._checked:
+            if new_only and engine in self._checked_engines:
                 continue
             rollouts = await self._completions(engine)
             if rollouts is None:
@@ -104,7 +104,7 @@ class Probe:
             if problem := judged(tokens, self._tolerance):
                 raise ProbeError(f"{engine.name} at policy version {policy_version}: {problem}")
             differences += [token.difference for token in tokens]
-            self._checked.add(engine)
+            self._checked_engines.add(engine)
         if not differences:
             return {}
         return {
@@ -113,10 +113,10 @@ class Probe:
         }
 
     async def _completions(self, engine: EngineClient) -> list[RolloutArrays] | None:
-        """The probe's completions; None if the engine failed, and is evicted, or if a completion was lost."""
+        """The probe's completions; None if the engine failed and is evicted, or if a completion was lost."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [
+                attempts = [
                     tasks.create_task(
                         # no group has the id -1, so the probe shares no seed with a completion of training
                         self._sampler.complete(
@@ -134,15 +134,17 @@ class Probe:
         except* CompletionLost as errors:
             logger.warning("%s is not probed: a completion is lost: %s", engine.name, errors.exceptions[0])
         # a failure has cancelled the other completions, and another part of the run may have evicted the engine
-        if engine not in self._fleet.engines.serving or any(task.cancelled() or task.exception() for task in running):
+        if engine not in self._fleet.engines.serving or any(
+            task.cancelled() or task.exception() for task in attempts
+        ):
             return None
-        return [read(task.result().parts[0]) for task in running]
+        return [read(task.result().parts[0]) for task in attempts]
 
     async def _scored(self, rollouts: Sequence[RolloutArrays]) -> list[Scored]:
         sequences = [[*p.token_ids, *r.token_ids.tolist()] for p, r in zip(self._prompts, rollouts)]
-        scored = await self._fleet.trainer.logprobs(sequences)
+        sequence_logprobs = await self._fleet.trainer.logprobs(sequences)
         tokens = []
-        for prompt, rollout, logprobs in zip(self._prompts, rollouts, scored):
+        for prompt, rollout, logprobs in zip(self._prompts, rollouts, sequence_logprobs):
             columns = zip(
                 rollout.token_ids.tolist(),
                 logprobs[len(prompt.token_ids) - 1 :],  # the first is of the token after the prompt

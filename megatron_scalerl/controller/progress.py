@@ -14,11 +14,11 @@ HEADER = " step  reward  pass  stale mean/max  trunc  interr  mismatch  entropy 
 
 
 class Progress:
-    """On a terminal, a progress bar below a line for every step; elsewhere, a line for every `every`-th step."""
+    """On a terminal, a progress bar below a line for every step; elsewhere, a line every `every_steps` steps."""
 
-    def __init__(self, console: Console, steps: int, *, every: int = 5):
+    def __init__(self, console: Console, steps: int, *, every_steps: int = 5):
         self._console = console
-        self._every = 1 if console.is_terminal else every
+        self._every_steps = 1 if console.is_terminal else every_steps
         self._bar = Bar(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -41,18 +41,18 @@ class Progress:
         self._bar.stop()
 
     def step(self, step: int, record: Mapping[str, Any]) -> None:
-        """Show one optimizer step. record: its row of metrics.jsonl."""
+        """Show one optimizer step. record: the step's row of metrics.jsonl."""
         self._bar.update(self._task, completed=step)
-        if step % self._every:
+        if step % self._every_steps:
             return
         if not self._header_printed:
             self._header_printed = True
             self._console.print(HEADER, style="bold")
-        failed = ""
+        failure_text = ""
         for part in ("verifier", "environment"):
             share = record.get(f"{part}_failed_share", 0.0)
             if share > 0:
-                failed += f"  {part} failed {share:.3f}"
+                failure_text += f"  {part} failed {share:.3f}"
         self._console.print(
             f"{step:5d}  {record['reward']:+6.3f}  {record['train_pass_rate']:4.2f}"
             f"  {record['staleness_mean']:6.2f} {record['staleness_max']:5.0f}   "
@@ -60,12 +60,12 @@ class Progress:
             f"  {record['mismatch_mean']:8.5f}  {record['entropy']:7.4f}"
             f"  {record['generated_tokens_per_second']:9.0f}"
             f"  {record['wait_for_batch_seconds'] + record['pinned_seconds']:13.2f}s"
-            f" {record['engine_paused_seconds'] + record['engine_idle_seconds']:5.2f}s{failed}",
+            f" {record['engine_paused_seconds'] + record['engine_idle_seconds']:5.2f}s{failure_text}",
         )
 
-    def skipped(self, step: int, why: str) -> None:
+    def skipped(self, step: int, reason: str) -> None:
         """Show a batch without an optimizer step."""
-        self._console.print(f"{step:5d}  all samples of the batch are filtered out, no step: {why}")
+        self._console.print(f"{step:5d}  all samples of the batch are filtered out, no step: {reason}")
 
     def outlook(self, forecast: Outlook) -> None:
         """Show the forecast of the run's end that a validation led to."""

@@ -1,11 +1,11 @@
-"""The folder of a run: its lock, its recipe, its attempts, and the checkpoint from which it resumes.
+"""The folder of a run: lock, recipe, attempts, and the checkpoint from which the run resumes.
 
 recipe.yaml      the resolved recipe
 attempts.jsonl   one line per start: run id, incarnation, time
 engines.jsonl    one line per change of an engine's state
-checkpoints.jsonl  one line per checkpoint: how long it took
+checkpoints.jsonl  one line per checkpoint: seconds of the write
 slurm/           job script and outputs of a run that was submitted to Slurm
-end.json         why the latest attempt that finished did so
+end.json         the reason why the latest finished attempt ended
 journal.jsonl    rollouts/ ledger.jsonl metrics.jsonl validation.jsonl tensorboard/ logs/ checkpoints/
 
 docs/runs.md says at which moment each file is written.
@@ -63,7 +63,7 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "forecast.fit_until_share",
         "cost.price_per_device_hour",
         "cost.currency",
-        "prompts.preset",  # prompts.digest holds its effect, and that of the columns
+        "prompts.preset",  # prompts.digest holds the effect of the preset and of the columns
         "prompts.prompt_column",
         "prompts.answer_column",
         "algorithm.settings.url",  # the same server may be elsewhere
@@ -94,7 +94,7 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "telemetry.metrics_port",
         "telemetry.metrics_host",
         "telemetry.metrics_access",
-        # five that have left, of runs that were begun with them
+        # five former keys, which older runs still have
         "telemetry.trace_steps",
         "weights.anchor_every",
         "weights.store",
@@ -104,16 +104,16 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "weights.timeout_s",
         "weights.connect_timeout_s",
         *OF_OLD_MEGATRON,
-        # have left: first and last stage say the same, or the checkpoint's layout changes
+        # former keys: first and last stage say the same, or the checkpoint's layout changes
         *(f"megatron.model.{key}" for key in LEFT_KEYS),
         "engine.vllm.override_generation_config",
     }
 )
-"""Keys that may differ between attempts of a run: its length, limits of time and restarts, the trainer's layout, and
-the settings of checkpoints, evaluations and metrics."""
+"""Keys that may differ between attempts of a run: number of steps, limits of time and restarts, the trainer's layout,
+and the settings of checkpoints, evaluations and metrics."""
 
 RECORDS = ("ledger.jsonl", "metrics.jsonl", "validation.jsonl")
-"""Records that the curve is made of."""
+"""Records from which the curve is made."""
 ATTEMPTS = "attempts.jsonl"
 SAVES = "checkpoints.jsonl"
 END = "end.json"
@@ -121,19 +121,19 @@ SLURM = "slurm"
 """Folder in RUN/ that `slurm` fills before the first attempt."""
 _FOLDERS = ("logs", "checkpoints", "rollouts")
 _BEFORE_RECIPE = frozenset({"lock", ".recipe.yaml.draft", "recipe.yaml.tmp", *_FOLDERS})
-"""Leftovers of an attempt that was killed before it wrote recipe.yaml; its folders are still empty."""
+"""Leftovers of an attempt that was killed before recipe.yaml was written; the folders are still empty."""
 
 
 class RunState:
-    """Step, batches and versions of an attempt. `loop` writes it, and its components read it."""
+    """Step, batches and versions of an attempt. The loop writes the state, and the loop's components read it."""
 
     def __init__(self, *, step: int, batches: int, served: int = -1):
         self.step = step
-        """Optimizer steps of the trainer, which is its policy version."""
+        """Optimizer steps of the trainer, equal to the trainer's policy version."""
         self.batches = batches
-        """Batches of the run's lineage so far, those without a step too."""
+        """Batches of the run's lineage so far, batches without a step included."""
         self.served = served
-        """Policy version that the engines got last, -1 before the first."""
+        """Policy version that the engines got last, -1 before the first update."""
         self.digest = ""
         """Digest of the weights of version `served`."""
 
@@ -147,11 +147,11 @@ class ResumePoint:
     step: int = 0
     """Optimizer steps in the checkpoint."""
     batches: int = 0
-    """Batches of the run's lineage that the checkpoint includes, those without a step too."""
+    """Batches of the run's lineage that the checkpoint includes, batches without a step included."""
     position: Position | None = None
     """End of the journal at the checkpoint; None without a checkpoint."""
     record_rows: tuple[tuple[str, int], ...] = ()
-    """(record, its rows at the checkpoint), see `ControllerState`."""
+    """(record, number of rows at the checkpoint), see `ControllerState`."""
     damaged: tuple[str, ...] = ()
     """One line about each newer checkpoint that is damaged."""
 
@@ -162,25 +162,25 @@ class Resumed:
     def __init__(self, start: ResumePoint, history: History):
         self.start = start
         self.history = history
-        """The journal of the attempts before; `NO_HISTORY` once it is replayed: it may have a million events."""
+        """The journal of earlier attempts, with up to a million events; `NO_HISTORY` after the replay."""
 
 
 class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
-    """controller.json of a checkpoint: the run as far as the checkpoint includes it."""
+    """controller.json of a checkpoint: the part of the run that the checkpoint includes."""
 
     step: Annotated[int, Meta(ge=0)]
     """Optimizer steps."""
     batches: Annotated[int, Meta(ge=0)]
-    """Batches of the run's lineage, those without a step too."""
+    """Batches of the run's lineage, batches without a step included."""
     run_id: str
     position: Position
-    """The journal when the checkpoint was written."""
+    """End of the journal when the checkpoint was written."""
     record_rows: dict[str, int] = {}
-    """Rows of the run's other records then, see `rows_of`: a file with fewer has lost a part of the curve."""
+    """Record -> rows at this time, see `rows_of`: a file with fewer rows has lost a part of the curve."""
 
 
 class RunInUse(RecipeError):
-    """Another controller has locked the run's folder; it may be one that ends soon."""
+    """Another controller has locked the run's folder, and may end soon."""
 
     exit_code = IN_USE_CODE
 
@@ -212,13 +212,13 @@ class RunFolder:
         return commit.checkpoint_path(self.path / "checkpoints", step)
 
     def keep_checkpoints(self, keep: int, *, newest: int) -> None:
-        """Delete all but the `keep` newest checkpoints up to step `newest`, and uncommitted ones."""
+        """Delete uncommitted checkpoints, and all but the `keep` newest checkpoints up to step `newest`."""
         commit.prune(self.path / "checkpoints", keep, newest=newest)
 
     def kept_batches(self, keep: int) -> int:
-        """Batches that each of the kept checkpoints includes; 0 while there are fewer than `keep`.
+        """Batches that each of the kept checkpoints includes; 0 while there are fewer than `keep` checkpoints.
 
-        0 also if one cannot be read: then it is unknown what its resume needs.
+        0 also if a checkpoint cannot be read: the batches that its resume needs are then unknown.
         """
         paths = [path for _, path in commit.committed(self.path / "checkpoints")]
         if len(paths) < keep:
@@ -238,7 +238,7 @@ class RunFolder:
         rewrite(self.path / END, [{"reason": reason} | state])
 
     def saved(self, step: int, *, seconds: float, stopped_seconds: float) -> None:
-        """Record how long the checkpoint of `step` took to write, and for how much of it the trainer was stopped."""
+        """Record the seconds that the checkpoint of `step` took, and the seconds for which the trainer stopped."""
         times = {"seconds": round(seconds, 3), "stopped_seconds": round(stopped_seconds, 3)}
         with contextlib.closing(JsonlWriter(self.path / SAVES)) as file:
             file.append({"step": step, **times, "incarnation": self.attempt.incarnation})
@@ -248,14 +248,14 @@ class RunFolder:
         os.close(self._lock)
 
     def _take_lock(self) -> int:
-        # whoever can read the file can lock it and so keep the run from starting
+        # Any reader of the file could lock it and so keep the run from starting.
         lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         os.fchmod(lock, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(lock)
-            # flock says EWOULDBLOCK; over NFS Linux makes it an fcntl lock, which may say EACCES
+            # flock fails with EWOULDBLOCK; over NFS Linux takes an fcntl lock instead, which may fail with EACCES
             if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
                 raise RunInUse(f"{self.path}: another controller has locked the folder; end it first") from None
             raise RecipeError(
@@ -265,7 +265,7 @@ class RunFolder:
         return lock
 
     def begin_attempt(self) -> Attempt:
-        """Record a start. Its incarnation is `local.N`, on Slurm `JOB_ID.RESTART_COUNT`, and `-N` after the first.
+        """Record a start. The incarnation is `local.N`, on Slurm `JOB_ID.RESTART_COUNT`, and `-N` after the first.
 
         Called at every restart of the trainer as well.
         """
@@ -276,9 +276,9 @@ class RunFolder:
         job = os.environ.get("SLURM_JOB_ID")
         if job:
             incarnation = f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
-        earlier = sum(row["incarnation"].split("-")[0] == incarnation for row in attempts)
-        if earlier:
-            incarnation += f"-{earlier}"
+        earlier_attempts = sum(row["incarnation"].split("-")[0] == incarnation for row in attempts)
+        if earlier_attempts:
+            incarnation += f"-{earlier_attempts}"
         with contextlib.closing(JsonlWriter(path)) as file:
             file.append({"run_id": run_id, "incarnation": incarnation, "unix_time": time.time()})
             file.sync()
@@ -312,7 +312,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def resume_point(run_dir: Path) -> ResumePoint:
-    """The newest intact checkpoint of a run: its files have the sizes, and the small ones the content, of COMMIT.
+    """The newest intact checkpoint of a run: all files have the sizes, and small files the content, of COMMIT.
 
     Raises RuntimeError if there are checkpoints and all are damaged.
     """
@@ -336,7 +336,7 @@ def resume_point(run_dir: Path) -> ResumePoint:
 
 
 def check_history(run_dir: Path, history: History, start: ResumePoint) -> None:
-    """Raises RuntimeError if journal, store or a record end before the checkpoint, that is if anything is lost."""
+    """Raises RuntimeError if journal, store or a record end before the checkpoint, which means a loss."""
     journal = run_dir / "journal.jsonl"
     if len(history.batches) < start.batches:
         raise RuntimeError(
@@ -372,7 +372,7 @@ def check_history(run_dir: Path, history: History, start: ResumePoint) -> None:
 
 
 def rows_of(record: Path) -> int:
-    """Complete rows of a record. No restart makes them fewer: it rewrites the ledger without its heartbeats."""
+    """Complete rows of a record, without heartbeats: a restart rewrites the ledger without them, and loses no row."""
     if not record.exists():
         return 0
     with record.open("rb") as file:
@@ -380,7 +380,7 @@ def rows_of(record: Path) -> int:
 
 
 def finished(recipe: Recipe, point: ResumePoint) -> str | None:
-    """Why the run in the folder is finished, None if it is not."""
+    """The reason why the run in the folder is finished; None for an unfinished run."""
     folder = recipe.run_dir
     if point.checkpoint is None:
         return None
@@ -402,9 +402,9 @@ def controller_state(checkpoint: Path) -> ControllerState:
         raise ValueError(f"{file}: the controller's state cannot be read: {error!r}") from None
 
 
-def _check_experts(folder: Path, before: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raises RecipeError where the expert-parallel size is another: no test shows that such a checkpoint loads."""
-    old = sizes_of(before)
+def _check_experts(folder: Path, earlier_layout: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raises RecipeError if the expert-parallel size changed: no test shows that such a checkpoint loads."""
+    old = sizes_of(earlier_layout)
     new = sizes_of(recipe.megatron.parallel)
     if old.ep != new.ep:
         was, now = (f"TP {s.tp}, PP {s.pp}, CP {s.cp}, EP {s.ep}" for s in (old, new))

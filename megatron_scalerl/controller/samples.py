@@ -28,21 +28,23 @@ class BatchPlan:
 
 
 def samples_of(groups: Sequence[RolloutGroup], algorithm: ScaleRL) -> BatchPlan:
-    """The completions to train on, with their advantages and token weights, which the parts of an episode share."""
-    kept = []
-    dropped = {}
-    # Completions go first: a group is judged by the rewards that remain in it.
-    trained = [trained_part(group, algorithm) for group in groups]
-    for group in trained:
+    """The completions to train on, with advantages and token weights, which the parts of an episode share."""
+    kept_groups = []
+    drop_reasons = {}
+    # Completions are filtered first, so that a group is judged by the rewards of the remaining completions.
+    filtered_groups = [trained_part(group, algorithm) for group in groups]
+    for group in filtered_groups:
         reason = algorithm.drop_reason(group)
         if reason:
-            dropped[group.group_id] = reason
+            drop_reasons[group.group_id] = reason
         else:
-            kept.append(group)
+            kept_groups.append(group)
     samples = []
     sources = []
-    advantages = algorithm.advantages(kept)
-    for group, group_advantages, group_weights in zip(kept, advantages, algorithm.weights(kept), strict=True):
+    advantages = algorithm.advantages(kept_groups)
+    for group, group_advantages, group_weights in zip(
+        kept_groups, advantages, algorithm.weights(kept_groups), strict=True
+    ):
         members = zip(group.completions, group.positions, group_advantages, group_weights, strict=True)
         for completion, position, advantage, weight in members:
             parts = list(_sample_facts(group, completion, advantage, weight))
@@ -50,7 +52,7 @@ def samples_of(groups: Sequence[RolloutGroup], algorithm: ScaleRL) -> BatchPlan:
             sources += [(group.stored, position + number) for number in range(len(parts))]
     stats = {
         "groups": len(groups),
-        "groups_kept": len(kept),
+        "groups_kept": len(kept_groups),
         "completions": sum(len(group.completions) for group in groups),
         "truncated_dropped": sum(
             completion.truncated and not algorithm.trains(completion)
@@ -58,10 +60,10 @@ def samples_of(groups: Sequence[RolloutGroup], algorithm: ScaleRL) -> BatchPlan:
             for completion in group.completions
         ),
         "samples": len(samples),
-        "loss_tokens": sum(completion.sampled_tokens for group in kept for completion in group.completions),
-        "advantage_std": reward_spread(kept),
+        "loss_tokens": sum(completion.sampled_tokens for group in kept_groups for completion in group.completions),
+        "advantage_std": reward_spread(kept_groups),
     }
-    stats |= {f"groups_dropped_{reason}": count for reason, count in sorted(Counter(dropped.values()).items())}
+    stats |= {f"groups_dropped_{reason}": count for reason, count in sorted(Counter(drop_reasons.values()).items())}
     stats = {name: float(number) for name, number in stats.items()}
     return BatchPlan(
         samples=tuple(samples),
@@ -69,9 +71,9 @@ def samples_of(groups: Sequence[RolloutGroup], algorithm: ScaleRL) -> BatchPlan:
         trained=Trained(
             advantages={
                 group.group_id: dict(zip(group.positions, map(float, map(np.mean, values))))
-                for group, values in zip(kept, advantages)
+                for group, values in zip(kept_groups, advantages)
             },
-            dropped=dropped,
+            dropped=drop_reasons,
         ),
         stats=stats,
     )
@@ -80,9 +82,9 @@ def samples_of(groups: Sequence[RolloutGroup], algorithm: ScaleRL) -> BatchPlan:
 def _sample_facts(
     group: RolloutGroup, completion: Completion, advantage: float | Sequence[float], weight: float
 ) -> Iterator[SampleFacts]:
-    """The samples of a completion. advantage: of all its tokens, or [tokens].
+    """The samples of a completion. advantage: one value for all tokens, or [tokens].
 
-    Raises RuntimeError for another number of advantages, and for one that is not finite.
+    Raises RuntimeError for another number of advantages, and for an advantage that is not finite.
     """
     values = np.asarray(advantage, np.float64)
     if values.shape not in ((), (completion.tokens,)) or not np.isfinite(values).all():
@@ -92,27 +94,27 @@ def _sample_facts(
         )
     start = 0
     for part in completion.samples:
-        of_part = values.tolist()  # a number, for all tokens alike
+        part_advantage = values.tolist()  # a number, for all tokens alike
         if values.ndim:
-            of_part = tuple(of_part[start : start + part.tokens])
+            part_advantage = tuple(part_advantage[start : start + part.tokens])
             start += part.tokens
         yield SampleFacts(
             prompt_token_ids=group.prompt.token_ids[: part.prompt_tokens],
             tokens=part.tokens,
-            advantage=of_part,
+            advantage=part_advantage,
             token_weight=weight,
         )
 
 
 def trained_part(group: RolloutGroup, algorithm: ScaleRL) -> RolloutGroup:
-    """The group with the completions that are trained; it may be left with none."""
-    chosen = [i for i, completion in enumerate(group.completions) if algorithm.trains(completion)]
-    # Positions say where the completions are stored: they keep their numbers, with gaps.
+    """The group with the trained completions alone, possibly none."""
+    trained_indices = [i for i, completion in enumerate(group.completions) if algorithm.trains(completion)]
+    # Positions say where completions are stored: every completion keeps its number, so that gaps are left.
     return replace(
         group,
-        completions=tuple(group.completions[i] for i in chosen),
-        positions=tuple(group.positions[i] for i in chosen),
-        scores=tuple(group.scores[i] for i in chosen),
+        completions=tuple(group.completions[i] for i in trained_indices),
+        positions=tuple(group.positions[i] for i in trained_indices),
+        scores=tuple(group.scores[i] for i in trained_indices),
     )
 
 
@@ -124,11 +126,11 @@ _REASONS = {
 }
 
 
-def why_empty(stats: Mapping[str, float]) -> str:
-    """Why nothing of a batch is left to train on, from the counts of its plan.
+def empty_reason(stats: Mapping[str, float]) -> str:
+    """The reason why a batch has no sample left to train on, from the counts of the batch's plan.
 
     Example:
-        >>> why_empty({"groups": 4, "groups_dropped_all_incorrect": 4, "completions": 32, "truncated_dropped": 0})
+        >>> empty_reason({"groups": 4, "groups_dropped_all_incorrect": 4, "completions": 32, "truncated_dropped": 0})
         '4 of 4 groups all wrong'
     """
     prefix = "groups_dropped_"

@@ -1,14 +1,14 @@
-"""Metrics of a run for Prometheus, the HTTP endpoint that serves them, and the files that name it.
+"""Metrics of a run for Prometheus: the collector, the HTTP endpoint, and the endpoint's files.
 
     GET /metrics                  the metrics, read at the moment of a scrape, between two tasks of the event loop
     RUN/metrics/token             the bearer token, mode 0600; kept from one start of the run to the next
-    RUN/metrics/targets.json      the endpoint, as Prometheus' file_sd reads them
+    RUN/metrics/targets.json      the endpoint, in the format of Prometheus' file_sd
 
-The folder has mode 0700: nobody but its owner reads what is in it.
+The folder has mode 0700: only the owner can read the files.
 
 Device-seconds come from the ledger, which a restart continues, so that these counters never fall. All other counters
 begin at 0 with the process of the controller, which Prometheus' `rate` and `increase` expect of a restart. Numbers of
-the last step and the last validation are absent until this process has made one.
+the last step and the last validation are absent until this process has made a step or a validation.
 """
 
 import asyncio
@@ -41,7 +41,8 @@ SUMMED = ("tokens", "weight_bytes")
 """Keys of a step's record whose values are added up, as are the keys that end in `_seconds`."""
 METRICS_PATH = "/metrics"
 MOST_CONNECTIONS = 64
-"""Most open connections; others are closed at once, so that no user of this host takes the files that a run needs."""
+"""Most open connections; further connections are closed at once, so that no user of this host can exhaust the run's
+file descriptors."""
 CONNECTION_S = 60.0
 """Seconds after which a connection takes no further request."""
 
@@ -49,7 +50,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class RunCollector(Collector):
-    """Metric families of a run; also a sink of step records and validations (`controller.metrics`).
+    """The metric families of a run; also a sink of step records and validations (`controller.metrics`).
 
     All methods run in the controller's event loop.
     """
@@ -57,33 +58,33 @@ class RunCollector(Collector):
     def __init__(self, *, run: str, run_id: str, planned_steps: int, device: str):
         """run: the recipe's name. device: the kind of a device, gpu or process."""
         self.members: Callable[[], Sequence[Member]] = lambda: ()
-        """Returns the engines; none before they are launched."""
+        """Returns the engines; no engine before the launch."""
         self._info = {"run": run, "run_id": run_id, "device": device}
-        self._planned = planned_steps
+        self._planned_steps = planned_steps
         self._device_seconds: Callable[[], Mapping[str, float]] = dict
         self._attempts = 0
         self._step = 0
         self._last: dict[str, float] = {}
         self._sums: dict[str, float] = defaultdict(float)
         self._counts: dict[str, float] = defaultdict(float)
-        self._validated: int | None = None
+        self._validated_step: int | None = None
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 
     def attempt(self, step: int, device_seconds: Callable[[], Mapping[str, float]]) -> None:
-        """An attempt begins at `step`. device_seconds: role -> seconds that the run held devices for it so far."""
+        """An attempt begins at `step`. device_seconds: role -> device-seconds that the run has held so far."""
         self._attempts += 1
         self._step = step
         self._device_seconds = device_seconds
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Take over the record of a batch or of a validation. scalars: its finite numbers, as the other sinks get."""
+        """Take over the record of a batch or of a validation. scalars: the record's finite numbers."""
         self._last.update(scalars)
         if "validation/pass_rate" in scalars:
-            self._validated = step
+            self._validated_step = step
             return
-        # a batch names only the reasons by which it lost completions
+        # A batch names only reasons with a loss: every other reason falls back to 0.
         self._last |= {key: 0.0 for key in self._last if "lost/" in key and key not in scalars}
         self._step = step
         for key, value in scalars.items():
@@ -99,7 +100,7 @@ class RunCollector(Collector):
             self._counts["weight_updates"] += 1
 
     def close(self) -> None:
-        """An attempt has ended: its last numbers stay."""
+        """An attempt has ended; the last numbers stay."""
 
     def collect(self) -> Iterable[Metric]:
         """Every family, in the order of the page."""
@@ -109,13 +110,13 @@ class RunCollector(Collector):
         info.add_metric(list(self._info.values()), 1)
         yield info
         yield _family("step", "Optimizer steps of the policy.", self._step)
-        yield _family("planned_steps", "Optimizer steps of the recipe.", self._planned)
+        yield _family("planned_steps", "Optimizer steps of the recipe.", self._planned_steps)
         text = "The numbers of the last line of metrics.jsonl by key; those of the last validation as validation/KEY."
         yield _family("last", text, self._last, label="key")
         text = "Sums over the lines of metrics.jsonl since the controller started, by key: seconds, tokens, bytes."
         yield _family("sum_total", text, self._sums, label="key")
-        if self._validated is not None:
-            yield _family("validation_step", "Optimizer step of the last validation.", self._validated)
+        if self._validated_step is not None:
+            yield _family("validation_step", "Optimizer step of the last validation.", self._validated_step)
         for name, text in (
             ("generated_tokens", "Tokens of finished completions, validation included."),
             ("batches", "Batches with an optimizer step."),
@@ -125,16 +126,16 @@ class RunCollector(Collector):
             yield _family(f"{name}_total", text, self._counts[name])
         text = "Device-seconds that the run held, by role of the ledger, in all attempts."
         yield _family("device_seconds_total", text, self._device_seconds(), label="role")
-        yield from self._of_engines()
+        yield from self._engine_families()
         text = "Starts of the trainer's ranks after the first."
         yield _family("trainer_restarts_total", text, max(0, self._attempts - 1))
 
-    def _of_engines(self) -> Iterable[Metric]:
+    def _engine_families(self) -> Iterable[Metric]:
         members = self.members()
         states = [member.state for member in members]
         yield _family("engines", "Engines by state.", {s.value: states.count(s) for s in EngineState}, label="state")
-        given_up = sum(member.given_up for member in members)
-        yield _family("engines_given_up", "Engines that are not started again.", given_up)
+        given_up_engines = sum(member.given_up for member in members)
+        yield _family("engines_given_up", "Engines that are not started again.", given_up_engines)
         versions = [member.version for member in members if member.version is not None]
         if versions:
             yield _family("policy_version", "Newest policy version that an engine holds.", max(versions))
@@ -160,11 +161,11 @@ def _family(name: str, text: str, values: Mapping[str, float] | float, *, label:
 
 
 class Endpoint:
-    """Answers GET requests for metrics, and nothing else; writes the files of one start of the run."""
+    """Answers GET requests for metrics alone, and writes the endpoint's files."""
 
     def __init__(self, collector: RunCollector, run_dir: Path, *, name: str, address: str, token: str | None):
-        """name: of the run. address: host:port at which Prometheus finds the endpoint. token: the bearer token of
-        requests; None if they need none."""
+        """name: the run's name. address: host:port at which Prometheus finds the endpoint. token: the bearer token of
+        requests; None: requests need no token."""
         folder = (run_dir / "metrics").absolute()
         folder.mkdir(mode=0o700, exist_ok=True)
         folder.chmod(0o700)  # an earlier start may have made it
@@ -180,7 +181,7 @@ class Endpoint:
     @web.middleware
     async def _authorized(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if self._authorization is not None:
-            # two headers are refused: which of them counts differs from one server to another
+            # Two headers are refused: servers differ in which header counts.
             headers = request.headers.getall("Authorization", [])
             if len(headers) != 1 or not hmac.compare_digest(headers[0].encode(errors="replace"), self._authorization):
                 return web.Response(status=401, headers={"WWW-Authenticate": "Bearer"})
@@ -193,9 +194,9 @@ class Endpoint:
 
 @contextlib.asynccontextmanager
 async def serving_metrics(recipe: Recipe, run_dir: Path, *, run_id: str) -> AsyncIterator[RunCollector | None]:
-    """Serves the endpoint of a recipe inside the block; yields its collector, None without telemetry.metrics_port.
+    """Serves the endpoint of a recipe inside the block; yields the collector, None without telemetry.metrics_port.
 
-    Raises ValueError for an address that cannot be bound, and for a token file that others own or may read.
+    Raises ValueError for an address that cannot be bound, and for a token file that another user owns or may read.
     """
     section = recipe.telemetry
     restarted = _list_nothing(run_dir)
@@ -206,36 +207,38 @@ async def serving_metrics(recipe: Recipe, run_dir: Path, *, run_id: str) -> Asyn
     if section.metrics_access == "token":
         token = _token(run_dir)
     try:
-        bound = _bind(section.metrics_host, section.metrics_port)
+        listener = _bind(section.metrics_host, section.metrics_port)
     except ValueError as error:
         if not restarted:
             raise
-        # nobody may be there to choose another port, and a run is worth more than its metrics
+        # After a restart nobody may be there to choose another port, and the run matters more than the metrics.
         logger.warning("the run goes on without its endpoint for metrics: %s", error)
         yield None
         return
     device = "gpu" if takes_gpus(recipe.weights.transport) else "process"
     collector = RunCollector(run=recipe.name, run_id=run_id, planned_steps=recipe.steps, device=device)
-    with contextlib.closing(bound):
-        endpoint = Endpoint(collector, run_dir, name=recipe.name, address=_address(bound), token=token)
+    with contextlib.closing(listener):
+        endpoint = Endpoint(collector, run_dir, name=recipe.name, address=_address(listener), token=token)
         runner = web.AppRunner(endpoint.app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
-            listening = await asyncio.get_running_loop().create_server(_limited(runner), sock=bound)
-            logger.info("metrics at http://%s%s", _address(bound), METRICS_PATH)
-            with contextlib.closing(listening):
+            server = await asyncio.get_running_loop().create_server(_limited(runner), sock=listener)
+            logger.info("metrics at http://%s%s", _address(listener), METRICS_PATH)
+            with contextlib.closing(server):
                 yield collector
         finally:
             with contextlib.suppress(OSError):
-                _list_nothing(run_dir)  # the port may become another program's, and requests bring the token
+                _list_nothing(
+                    run_dir
+                )  # another program may take the port, and would get the token with the next request
             await runner.cleanup()
 
 
 def _token(run_dir: Path) -> str:
-    """The run's token; a run without one gets one. Raises ValueError for a file that others own or may read."""
+    """The run's token, created if missing. Raises ValueError for a file that another user owns or may read."""
     path = run_dir / "metrics" / "token"
     if path.is_file() and not path.is_symlink() and path.stat().st_size == 0:
-        path.unlink()  # a start was killed while it wrote it
+        path.unlink()  # an earlier start was killed during the write
     try:
         return read_secret(path).strip()
     except FileNotFoundError:
@@ -245,7 +248,7 @@ def _token(run_dir: Path) -> str:
 
 
 def _list_nothing(run_dir: Path) -> bool:
-    """Clear the targets of an earlier start: a stranger's process may listen there, and would get the token.
+    """Clear the targets of an earlier start: another user's process may listen there by now, and would get the token.
 
     Returns whether an earlier start had an endpoint. Raises OSError.
     """
@@ -257,19 +260,19 @@ def _list_nothing(run_dir: Path) -> bool:
 
 
 def _limited(runner: web.AppRunner) -> Callable[[], asyncio.BaseProtocol]:
-    """A factory of the runner's connections that limits their number and their age."""
+    """A factory of connections for the runner, which limits the number and the age of connections."""
 
     def connection() -> asyncio.BaseProtocol:
         server = runner.server
         loop = asyncio.get_running_loop()
         assert server is not None
-        new = server()
+        protocol = server()
         if len(server.connections) >= MOST_CONNECTIONS:
-            loop.call_later(0.0, new.force_close)  # not now: the loop has not given it a transport yet
+            loop.call_later(0.0, protocol.force_close)  # not now: the connection has no transport yet
         else:
-            loop.call_later(CONNECTION_S, new.close)  # after the answer in progress
-            loop.call_later(CONNECTION_S + 1.0, new.force_close)
-        return new
+            loop.call_later(CONNECTION_S, protocol.close)  # after the answer in progress
+            loop.call_later(CONNECTION_S + 1.0, protocol.force_close)
+        return protocol
 
     return connection
 
@@ -277,8 +280,8 @@ def _limited(runner: web.AppRunner) -> Callable[[], asyncio.BaseProtocol]:
 def _bind(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ValueError naming the keys of the recipe."""
     try:
-        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(where[:2], family=family)  # type: ignore[arg-type]
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)  # type: ignore[arg-type]
     except OSError as error:
         raise ValueError(
             f"telemetry.metrics_host, telemetry.metrics_port: nothing can listen at {host}, port {port}: "
@@ -286,9 +289,9 @@ def _bind(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def _address(bound: socket.socket) -> str:
-    """host:port at which others reach a socket; the host is this host's name if it listens at all addresses."""
-    host, port = bound.getsockname()[:2]
+def _address(listener: socket.socket) -> str:
+    """host:port at which other hosts reach a socket; this host's name if the socket listens at all addresses."""
+    host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
     if ":" in host:

@@ -1,9 +1,9 @@
 """The trainer's log-probability and entropy of single tokens, for the reader of completions on the page of a run.
 
 Every telemetry.token_scores_every steps, before the step, the trainer scores the best and the worst completion of a
-few groups of its batch with the weights that the loss then uses: against the engine's log-probabilities, which the
-store has, that is the mismatch of each token. Expert choices of the engine are not replayed. A resumed run scores the
-batches that it trains again.
+few groups of the batch with the weights that the loss then uses. The difference from the engine's log-probabilities,
+which the store has, is the mismatch of each token. Expert choices of the engine are not replayed. A resumed run
+scores the batches that are trained again.
 """
 
 import asyncio
@@ -18,33 +18,37 @@ from megatron_scalerl.rollouts.token_scores import CompletionScores, write_score
 from megatron_scalerl.types import BlockRef, RolloutGroup
 
 _GROUPS = 4
-"""Groups of a batch of which two completions are scored: the trainer waits for a forward pass over them."""
+"""Groups of a batch with two scored completions each: the trainer waits for a forward pass over the completions."""
 
 
 class TokenScores:
     """Scores completions of every few batches of one run."""
 
     def __init__(self, recipe: Recipe, fleet: Fleet, run_dir: Path):
-        self._every = recipe.telemetry.token_scores_every
+        self._every_steps = recipe.telemetry.token_scores_every
         self._fleet = fleet
         self._run_dir = run_dir
 
     async def record(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Score and write some completions of these groups, if it is due; before the step on them.
+        """Score and write some completions of the groups if `step` is due; called before the step on the groups.
 
         Raises as `TrainerClient`, and OSError.
         """
-        if not self._every or step % self._every:
+        if not self._every_steps or step % self._every_steps:
             return
         # most groups that are trained on have completions of different rewards
-        stored = [g for g in groups if isinstance(g.stored, BlockRef) and len({s.reward for s in g.scores}) > 1]
-        first = sorted(stored, key=lambda group: group.group_id)[:_GROUPS]
-        chosen = [(group, *sample) for group in first for sample in _ends(group)]
-        if not chosen:
+        groups_with_spread = [
+            g for g in groups if isinstance(g.stored, BlockRef) and len({s.reward for s in g.scores}) > 1
+        ]
+        first_groups = sorted(groups_with_spread, key=lambda group: group.group_id)[:_GROUPS]
+        chosen_samples = [(group, *sample) for group in first_groups for sample in _ends(group)]
+        if not chosen_samples:
             return
-        tokens = await asyncio.to_thread(lambda: [self._tokens(group, position) for group, position, _ in chosen])
-        prompts = [list(group.prompt.token_ids[:size]) for group, _, size in chosen]
-        scored = await self._fleet.trainer.token_scores([prompt + ids for prompt, ids in zip(prompts, tokens)])
+        tokens = await asyncio.to_thread(
+            lambda: [self._tokens(group, position) for group, position, _ in chosen_samples]
+        )
+        prompts = [list(group.prompt.token_ids[:size]) for group, _, size in chosen_samples]
+        score_columns = await self._fleet.trainer.token_scores([prompt + ids for prompt, ids in zip(prompts, tokens)])
         rows = [
             CompletionScores(
                 group_id=group.group_id,
@@ -53,7 +57,7 @@ class TokenScores:
                 logprobs=_rounded(logprobs[len(prompt) - 1 :]),
                 entropies=_rounded(entropies[len(prompt) - 1 :]),
             )
-            for (group, position, _), prompt, logprobs, entropies in zip(chosen, prompts, *scored)
+            for (group, position, _), prompt, logprobs, entropies in zip(chosen_samples, prompts, *score_columns)
         ]
         await asyncio.to_thread(write_scores, self._run_dir, step, rows)
 

@@ -1,13 +1,13 @@
-"""`megatron-scalerl train RECIPE`: runs a recipe, from its checks to its end.
+"""`megatron-scalerl train RECIPE`: runs a recipe, from the checks to the end of the run.
 
     train        checks inputs and folder, raises ValueError for user errors    no file written, no process started
     _train       verifier processes, run folder (locked), controller.log, decoder processes
-    _attempts    engines, once; then attempts until one does not fail
+    _attempts    engines, once; then attempts until an attempt does not fail
     _attempt     resume point, journal, ledger, meter, trainer ranks, controller
 
-Each context manager releases what it holds when the controller returns or raises. When the trainer fails, the attempt
-ends and the next one starts its ranks again from the newest checkpoint (trainer.max_restarts), while the engines keep
-running: to the ledger, the journal and the metrics it is a restart of the run.
+Each context manager releases all resources when the controller returns or raises. When the trainer fails, the attempt
+ends and the next attempt starts the trainer's ranks again from the newest checkpoint (trainer.max_restarts), while
+the engines keep running: to the ledger, the journal and the metrics the next attempt is a restart of the run.
 
 Failures become user errors (exit code 2) or failures of the running run (exit code 1).
 """
@@ -79,9 +79,9 @@ def log_failures(log: str | Path) -> Iterator[None]:
     """Context of a run whose inputs are checked and whose folder exists.
 
     Inside, a ValueError means an invalid answer of a peer, a damaged file or a bug, so every exception other than
-    RuntimeError and OSError becomes RunFailed, which names its type. A RecipeError remains a user error. Of an
-    exception group the first exception is raised. What the controller logs is appended to `log`, as is the traceback
-    of every failure, and a note on the exception names that file.
+    RuntimeError and OSError becomes RunFailed, which names the exception's type. A RecipeError remains a user error.
+    Of an exception group the first exception is raised. The controller's log lines and the traceback of every failure
+    are appended to `log`, and a note on the exception names that file.
     """
     # a path may hold bytes that are not UTF-8
     text = io.TextIOWrapper(open_log(Path(log)), "utf8", "backslashreplace")
@@ -117,7 +117,7 @@ def _first_of(error: Exception) -> Exception:
 
 
 _RESTART = (TrainerError, ProcessDied, WeightUpdateError, VersionLost)
-"""Failures after which the trainer is started again; every other one ends the run."""
+"""Failures after which the trainer is started again; every other failure ends the run."""
 
 
 class StartFailed(RuntimeError):
@@ -125,11 +125,11 @@ class StartFailed(RuntimeError):
 
 
 def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
-    """Start or resume the run of `recipe`; returns why it ended.
+    """Start or resume the run of `recipe`; returns the reason why the run ended.
 
     Raises ValueError for user errors (no file is written then), RuntimeError and OSError for a failed process or
-    update, HostsLeft where the job has lost a host of the trainer, and Stopped for a signal, before which SIGUSR1
-    saves a checkpoint. Started again, the run resumes from its last checkpoint.
+    update, HostsLeft if the job has lost a host of the trainer, and Stopped for a signal; SIGUSR1 saves a checkpoint
+    before. Started again, the run resumes from the last checkpoint.
     """
     map_large_blocks()
     takeover = Takeover(recipe.run_dir)
@@ -153,11 +153,11 @@ def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
     hide_memory()  # environments are programs of the same user
     with loop_watcher() as pipe:
         work = _train(recipe, inputs, console, saving, hosts, placement, takeover, pipe)
-        return run_until_signal(work, saving, partial(_again, recipe.run_dir))
+        return run_until_signal(work, saving, partial(_next_start, recipe.run_dir))
 
 
-def _again(run_dir: Path) -> str:
-    """What the command of a stopped run does when it is started again."""
+def _next_start(run_dir: Path) -> str:
+    """The way in which a stopped run goes on if the command is started again, as text."""
     newest = latest(run_dir / "checkpoints")
     if newest is None:
         return (
@@ -216,22 +216,22 @@ class _Run:
     placement: Placement
     takeover: Takeover
     collector: RunCollector | None
-    """Collects the metrics of the Prometheus endpoint; None without one."""
+    """Collects the metrics of the Prometheus endpoint; None without an endpoint."""
     lag: LoopLag
 
 
 async def _attempts(run: _Run, resumed: Resumed) -> str:
-    """Run attempts until one ends the run; returns why it ended.
+    """Run attempts until an attempt ends the run; returns the reason why the run ended.
 
-    resumed: the state from which the first one starts. Raises the failure of an attempt after trainer.max_restarts
-    restarts without progress.
+    resumed: the state from which the first attempt starts. Raises the failure of an attempt after
+    trainer.max_restarts restarts without progress.
     """
     restarts = 0
     newest = -1
-    present = run.placement.check_present
+    check_present = run.placement.check_present
     minimum = run.recipe.engine.min_engines
     held_since = time.monotonic() - uncharged_seconds()
-    # private: a reason may quote what an engine answered
+    # private: a reason may quote an engine's answer
     with contextlib.closing(JsonlWriter(run.folder.path / "engines.jsonl", private=True)) as changes:
         record = partial(_record, changes)
         secret = secrets.token_hex(32)
@@ -242,7 +242,7 @@ async def _attempts(run: _Run, resumed: Resumed) -> str:
                 try:
                     return await _attempt(run, launcher, resumed, held_since=held_since, first=newest == -1)
                 except EngineDied:
-                    await asyncio.to_thread(present, run.hosts, engines=minimum)
+                    await asyncio.to_thread(check_present, run.hosts, engines=minimum)
                     raise
                 except _RESTART as error:
                     if run.takeover.happened:
@@ -251,10 +251,10 @@ async def _attempts(run: _Run, resumed: Resumed) -> str:
                         ) from error
                     held_since = time.monotonic()
                     too_few = launcher.engines.members.left < minimum
-                    required = 0
+                    required_engines = 0
                     if too_few:
-                        required = minimum
-                    await asyncio.to_thread(present, run.hosts, engines=required)
+                        required_engines = minimum
+                    await asyncio.to_thread(check_present, run.hosts, engines=required_engines)
                     # engines that are given up do not come back, nor does space
                     if too_few or _is_full(error, run.folder.path):
                         raise
@@ -266,20 +266,20 @@ async def _attempts(run: _Run, resumed: Resumed) -> str:
                     if restarts > run.recipe.trainer.max_restarts:
                         raise
                     logger.exception("the attempt %s failed", run.folder.attempt.incarnation)
-                    what = f"restart {restarts} of at most {run.recipe.trainer.max_restarts} from step {newest}"
-                    run.console.print(f"{what}: {str(error).splitlines()[0]}", highlight=False)
+                    progress = f"restart {restarts} of at most {run.recipe.trainer.max_restarts} from step {newest}"
+                    run.console.print(f"{progress}: {str(error).splitlines()[0]}", highlight=False)
                 run.folder.attempt = run.folder.begin_attempt()
 
 
 def _is_full(error: BaseException, run: Path) -> bool:
-    """Whether a rank found no space for a file of the run: the next one would not, either."""
+    """Whether a rank found no space for a file of the run, so that the next attempt would fail, too."""
     if not isinstance(error, TrainerError) or not error.full:
         return False
     return Path(error.full).absolute().is_relative_to(run.absolute())
 
 
 def _record(engines: JsonlWriter, member: Member) -> None:
-    """Append a change of an engine. A full disk may recover: engines are evicted and started again without it."""
+    """Append a change of an engine. A full disk may recover, so a failed write stops no eviction and no restart."""
     row = asdict(replace(member, client=None))
     del row["client"]
     try:
@@ -289,10 +289,10 @@ def _record(engines: JsonlWriter, member: Member) -> None:
 
 
 async def _attempt(run: _Run, launcher: Launcher, resumed: Resumed, *, held_since: float, first: bool) -> str:
-    """Run one attempt, from the newest checkpoint to its end; returns why it ended.
+    """Run one attempt, from the newest checkpoint to the end; returns the reason why the run ended.
 
-    held_since: when the devices were held, or the attempt before it ended (monotonic seconds). first: its failure to
-    start is final, as after a user's mistake.
+    held_since: time since which the devices are held, or the end of the previous attempt (monotonic seconds). first:
+    a failure to start is final, as after a user's mistake.
     """
     recipe = run.recipe
     folder = run.folder

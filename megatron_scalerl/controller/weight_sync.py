@@ -5,26 +5,26 @@
        └────────────── WeightSync (controller) ┘
 
 Consumes: one version of the trainer's weights per update.
-Waits for: in each phase, the answers of all engines that take part and, while sending, of the trainer; for an engine
-if none is alive.
-Unblocked by: these answers, weights.timeout_s, and the eviction of an engine, which ends its requests. Engines pause
-between two tokens and keep their requests, so no phase waits for a completion.
+Waits for: in each phase, the answers of all members (engines and, while sending, the trainer); for an engine while no
+engine is alive.
+Unblocked by: the answers, weights.timeout_s, and the eviction of an engine, which ends the requests to that engine.
+Engines pause between two tokens and keep their requests, so no phase waits for a completion.
 
 The life of an update (`_update`, `_send`):
 
-    needs, digest, connect   only if the engines are not those of the last update: `_connect` forms the groups again
+    needs, digest, connect   only if the engines have changed since the last update: `_connect` forms new groups
     pause, start             the engines stop between two tokens
-    update, finish, verify   they receive and write the weights, label them, and report digests, which are compared
-    resume                   they go on, and serve the version from then on
+    update, finish, verify   the engines receive, write and label the weights, and report digests for comparison
+    resume                   the engines go on, and serve the version from then on
 
-`publish` updates every engine that is alive (`engine.membership`), which an engine that is held for a measurement is
-not. `catch_up` updates the stale engines alone, while the others go on.
+`publish` updates every engine that is alive (`engine.membership`); an engine held for a measurement is not alive in
+this sense. `catch_up` updates the stale engines alone, while all other engines go on.
 
-An engine that fails is evicted, and the update is repeated without it: an engine serves a version only after an
-update that succeeded in every phase. In `connect` and `update` all members fail with the one that fails. If
-none of them is known to be gone, the update is tried _TRIES times. Then the newcomers are evicted, which have
-completed no update of this trainer. Without newcomers, or before any engine has completed an update, the failure is
-raised as a WeightUpdateError.
+An engine that fails is evicted, and the update is repeated with the remaining engines: an engine serves a version
+only after an update that succeeded in every phase. In `connect` and `update` the failure of one member makes every
+member fail. If no failed member is known to be gone, the update is tried _TRIES times. Then the newcomers are
+evicted: engines that have completed no update of this trainer. Without newcomers, or before any engine has completed
+an update, the failure is raised as a WeightUpdateError.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 _TRIES = 3
 """Attempts at an update whose broadcast fails although no engine is known to be gone."""
 _COLLECTIVE = ("connect", "update")
-"""Phases in which the failure of one member makes all others fail too."""
+"""Phases in which the failure of one member makes every member fail."""
 
 NO_UPDATE = {"publish_seconds": 0.0, "engine_paused_seconds": 0.0, "pinned_seconds": 0.0}
 """Metrics of a batch without a weight update."""
@@ -71,34 +71,34 @@ class WeightUpdateError(RuntimeError):
 
 
 class WeightsRefused(RuntimeError):
-    """The trainer's tensors are not those of an engine's model; the message names engine and tensor."""
+    """The trainer's tensors do not match an engine's model; the message names engine and tensor."""
 
 
 class WeightsUnchanged(RuntimeError):
     """Optimizer steps changed no value; the message names the version and the last of the steps."""
 
 
-class _Refused(EngineError):
-    """The trainer's tensors are not those of this engine's model."""
+class _TensorsRefused(EngineError):
+    """The trainer's tensors do not match this engine's model."""
 
 
 class _Place(NamedTuple):
     """The place of one worker of an engine among the receivers."""
 
     shard: int
-    """Number of its shard. The workers with the same needs share a shard, and one process group with its sender."""
+    """Number of the worker's shard. Workers with equal needs share a shard, and a process group with the sender."""
     rank: int
-    """Rank in that group; the sender has rank 0."""
+    """Rank in the process group; the sender has rank 0."""
 
 
 class _PhaseFailed(Exception):
     """Some members failed in a phase."""
 
-    def __init__(self, phase: str, engines: dict[EngineClient, str], lines: Sequence[str], *, refused: bool):
-        """engines: the ones that failed, with their lines. refused: all members refused the tensors."""
+    def __init__(self, phase: str, engines: dict[EngineClient, str], lines: Sequence[str], *, all_refused: bool):
+        """engines: failed engine -> line about the failure. all_refused: all members refused the tensors."""
         self.phase = phase
         self.engines = engines
-        self.refused = refused
+        self.all_refused = all_refused
         super().__init__("; ".join(lines))
 
 
@@ -111,26 +111,27 @@ class _Phases:
         self.seconds: dict[str, float] = {}
         """Phase -> seconds until all members had answered."""
 
-    async def all(
+    async def call_all(
         self,
         phase: str,
         engines: Sequence[EngineClient],
         call: Callable[[EngineClient], Awaitable[Any]],
         trainer: Awaitable[Any] | None = None,
     ) -> list[Any]:
-        """Concurrent calls to the engines; with `trainer`, its answer comes first.
+        """The answers of concurrent calls to the engines; with `trainer`, the trainer's answer comes first.
 
-        Raises _PhaseFailed once all have answered, and at once what ends the trainer or is a bug.
+        Raises _PhaseFailed if members failed, and unchanged a failure that ends the trainer or is a bug, in both
+        cases once all members have answered.
         """
         calls = [call(engine) for engine in engines]
         if trainer is not None:
             calls.insert(0, trainer)
         begin = time.perf_counter()
-        # return_exceptions: a call left behind by a failure would run into the next attempt
+        # return_exceptions: otherwise a failure would leave calls running into the next attempt
         results = await asyncio.gather(*map(self._limited, calls), return_exceptions=True)
         self.seconds[phase] = time.perf_counter() - begin
         for result in results:
-            # a TrainerError is a RuntimeError, too, but it ends the trainer, and no other update can help
+            # A TrainerError is a RuntimeError, too, but ends the trainer, and no further update can help.
             is_failed_member = isinstance(result, RuntimeError | ValueError | OSError)
             if isinstance(result, TrainerError) or (isinstance(result, BaseException) and not is_failed_member):
                 raise result
@@ -143,8 +144,8 @@ class _Phases:
         if trainer is not None and isinstance(results[0], Exception):
             lines.insert(0, f"trainer: {phase}: {_line(results[0])}")
         if lines:
-            refused = all(isinstance(result, _Refused) for result in results)
-            raise _PhaseFailed(phase, failed, lines, refused=refused)
+            all_refused = all(isinstance(result, _TensorsRefused) for result in results)
+            raise _PhaseFailed(phase, failed, lines, all_refused=all_refused)
         return results
 
     async def _limited(self, call: Awaitable[Any]) -> Any:
@@ -157,7 +158,7 @@ class _Phases:
 
 @record
 class WeightUpdate:
-    """A finished weight update, with its times and bytes."""
+    """A finished weight update, with times and bytes."""
 
     version: int
     """Policy version that every engine serves after the update."""
@@ -166,23 +167,23 @@ class WeightUpdate:
     seconds_total: float
     """Seconds, with connecting and with attempts that failed."""
     phases: Mapping[str, float]
-    """Phase -> seconds until all members had answered: `needs` and `connect` if the members were new, `pause`,
-    `start`, `update` (packed, sent, received, written), `finish`, `verify`, `resume`. Of the last attempt."""
+    """Phase of the last attempt -> seconds until all members had answered: `needs` and `connect` if the members were
+    new, `pause`, `start`, `update` (packed, sent, received, written), `finish`, `verify`, `resume`."""
     seconds_sending: float
     """Seconds in which the trainer packed and sent, as its rank 0 measured."""
     bytes: int
     """Bytes that all senders sent, padding included."""
     whole_bytes: int
-    """Bytes that they would have sent without weights.deltas."""
+    """Bytes that all senders would have sent without weights.deltas."""
     most_sent: int
-    """Bytes of the sender that sent most."""
+    """Largest number of bytes that one sender sent."""
     most_received: int
-    """Bytes of the worker of an engine that got most."""
+    """Largest number of bytes that one worker of an engine received."""
     digest: str
     """Digest of the values of each shard of the weights, whatever the trainer's layout (`weights.digest`)."""
 
     def metrics(self) -> dict[str, Any]:
-        """The metrics of the update, for the record of its step."""
+        """The metrics of the update, for the step's record."""
         return {
             "publish_seconds": self.seconds_total,
             "engine_paused_seconds": self.seconds_paused,
@@ -198,16 +199,16 @@ class WeightUpdate:
 
 
 class WeightSync:
-    """Weight updates of one trainer and its engines; one update at a time."""
+    """The weight updates of one trainer and the engines; one update at a time."""
 
     def __init__(self, trainer: TrainerClient, engines: Membership, recipe: Recipe):
         self._trainer = trainer
         self._engines = engines
         self._recipe = recipe
         self._connected: dict[EngineClient, list[_Place]] = {}
-        """The engines of the last update -> the places of their workers; empty after a failure."""
+        """Engine of the last update -> places of the engine's workers; empty after a failure."""
         self._sent_changes = False
-        """The last update sent changes, not whole tensors (weights.deltas)."""
+        """True if the last update sent changes, not whole tensors (weights.deltas)."""
         self._proven: list[EngineClient] = []
         """The engines that have completed an update of this trainer."""
         self._steps: list[StepReport] = []
@@ -223,8 +224,8 @@ class WeightSync:
     async def publish(self, version: int) -> WeightUpdate:
         """Send the trainer's weights to every engine that is alive, labeled with this version.
 
-        Waits for an engine if none is alive. Raises WeightUpdateError, WeightsUnchanged if the steps since the last
-        version had a gradient and changed no value, and TrainerError if the trainer failed.
+        Waits while no engine is alive. Raises WeightUpdateError, WeightsUnchanged if the steps since the last version
+        had a gradient and changed no value, and TrainerError if the trainer failed.
         """
         while True:
             await self._engines.until(lambda: bool(self._engines.alive) or not self._engines.left)
@@ -236,33 +237,33 @@ class WeightSync:
                 return update
 
     def _check_changed(self, update: WeightUpdate) -> None:
-        """Raises WeightsUnchanged if steps that had to change values changed none.
+        """Raises WeightsUnchanged if steps that had to change values changed no value.
 
-        The comparison of digests with the engines does not find it: trainer and engines agree, too, where the
+        The comparison of digests with the engines does not find this fault: trainer and engines also agree if the
         optimizer's weights never reach the model.
         """
         policy = self._recipe.policy
-        least = 0.0
+        least_lr = 0.0
         if policy.dtype == "bfloat16":  # a step of the warm-up may be too small for every element
-            least = self._recipe.optimizer.lr
-        moving = [s for s in self._steps if s.grad_norm > 0 and s.learning_rate > 0 and s.learning_rate >= least]
+            least_lr = self._recipe.optimizer.lr
+        moves = [s for s in self._steps if s.grad_norm > 0 and s.learning_rate > 0 and s.learning_rate >= least_lr]
         previous = self._last
         self._last = update
         self._steps = []
-        if moving and previous is not None and update.digest == previous.digest:
+        if moves and previous is not None and update.digest == previous.digest:
             raise WeightsUnchanged(
                 f"weights of version {update.version} are those of version {previous.version} "
-                f"(digest {update.digest}) after a step with gradient norm {moving[-1].grad_norm:.3g} and learning "
-                f"rate {moving[-1].learning_rate:.3g}: the optimizer's weights do not reach the policy, or "
+                f"(digest {update.digest}) after a step with gradient norm {moves[-1].grad_norm:.3g} and learning "
+                f"rate {moves[-1].learning_rate:.3g}: the optimizer's weights do not reach the policy, or "
                 f"{policy.dtype} needs a larger optimizer.lr; set it in a new run"
             )
 
     async def catch_up(self, version: int) -> WeightUpdate | None:
-        """Send the weights, which are `version`, to the stale engines; None if there are none left."""
+        """Send the weights, which are `version`, to the stale engines; None if no stale engine is left."""
         return await self._update(version, lambda: self._engines.stale)
 
     async def _update(self, version: int, members: Callable[[], list[EngineClient]]) -> WeightUpdate | None:
-        """Send the weights to `members()`, without those that fail; None if there are none left."""
+        """Send the weights to `members()`, without engines that fail; None if no engine is left."""
         begin = time.perf_counter()
         failures = 0
         async with self._lock:
@@ -271,7 +272,7 @@ class WeightSync:
                     return await self._send(version, engines, begin)
                 except _PhaseFailed as failed:
                     self._connected = {}  # a broken group cannot be used again
-                    if failed.refused and not self._proven:
+                    if failed.all_refused and not self._proven:
                         raise WeightsRefused(str(failed)) from failed
                     if not self._evict_failed(failed, engines):
                         failures += 1
@@ -282,19 +283,20 @@ class WeightSync:
         return None
 
     def _evict_failed(self, failed: _PhaseFailed, engines: Sequence[EngineClient]) -> bool:
-        """Evict the engines that caused a failure; True if one is evicted, or had been meanwhile."""
-        gone = any(engine not in self._engines.alive for engine in engines)
-        everyone = len(failed.engines) == len(engines)
-        if failed.phase in _COLLECTIVE and (gone or everyone):
-            return gone  # the others failed with one of them, and nothing says with which
-        if failed.phase == "verify" and everyone and self._sent_changes:
-            return False  # something unrecorded wrote the trainer's weights; a new connection sends them whole
+        """Evict the engines that caused a failure; True if an engine is evicted, or was evicted meanwhile."""
+        engine_is_gone = any(engine not in self._engines.alive for engine in engines)
+        all_failed = len(failed.engines) == len(engines)
+        if failed.phase in _COLLECTIVE and (engine_is_gone or all_failed):
+            return engine_is_gone  # one engine made every engine fail, and nothing says which
+        if failed.phase == "verify" and all_failed and self._sent_changes:
+            return False  # an unrecorded write changed the trainer's weights; a new connection sends whole tensors
         for engine, reason in failed.engines.items():
             self._engines.evict(engine, reason)
-        return gone or bool(failed.engines)
+        return engine_is_gone or bool(failed.engines)
 
     def _evict_newcomers(self, failed: _PhaseFailed, engines: Sequence[EngineClient]) -> None:
-        """Evict the engines that have completed no update. Raises WeightUpdateError if that leaves nothing to try."""
+        """Evict the engines that have completed no update. Raises WeightUpdateError if no newcomer or no proven
+        engine exists."""
         newcomers = [engine for engine in engines if engine not in self._proven]
         if not newcomers or not self._proven:
             raise WeightUpdateError(str(failed)) from failed
@@ -303,7 +305,7 @@ class WeightSync:
 
     async def _send(self, version: int, engines: list[EngineClient], begin: float) -> WeightUpdate:
         phases = _Phases(self._recipe.weights.timeout_s)
-        # the order counts, too: it gives the workers their ranks in the groups
+        # The order counts, too, because the workers' ranks in the groups follow from the order.
         if engines != list(self._connected):
             self._connected = await self._connect(engines, phases)
         clear = self._recipe.rollouts.kv_cache == "recompute"
@@ -313,20 +315,22 @@ class WeightSync:
         def write(engine: EngineClient) -> Awaitable[Any]:
             return engine.post("/update_weights", body)
 
-        await phases.all("pause", engines, lambda engine: engine.pause(clear_cache=clear))
+        await phases.call_all("pause", engines, lambda engine: engine.pause(clear_cache=clear))
         paused = time.perf_counter()
-        await phases.all("start", engines, lambda engine: engine.post("/start_weight_update", None))
-        answers = await phases.all("update", engines, write, trainer=self._trainer.send_weights(version))
+        await phases.call_all("start", engines, lambda engine: engine.post("/start_weight_update", None))
+        answers = await phases.call_all("update", engines, write, trainer=self._trainer.send_weights(version))
         report: SendReport = answers[0]
         self._sent_changes = report.bytes < report.whole_bytes
-        # the label comes first, since `_verify` asks for it; the engines are paused until both are done
-        await phases.all("finish", engines, lambda engine: engine.post("/finish_weight_update", label))
-        await phases.all("verify", engines, lambda engine: _verify(engine, version, report, self._connected[engine]))
+        # The label comes first, since `_verify` checks the label; the engines stay paused until both phases end.
+        await phases.call_all("finish", engines, lambda engine: engine.post("/finish_weight_update", label))
+        await phases.call_all(
+            "verify", engines, lambda engine: _verify(engine, version, report, self._connected[engine])
+        )
         resumed = time.perf_counter()
         for engine in engines:
-            # requests that were sent meanwhile continue prefixes of the version before, as those in flight do
+            # Requests sent meanwhile continue prefixes of the previous version, like requests in flight.
             engine.note_version(version)
-        await phases.all("resume", engines, lambda engine: engine.resume())
+        await phases.call_all("resume", engines, lambda engine: engine.resume())
         for engine in engines:
             self._engines.serve(engine, version)
         self._proven = [engine for engine in {*self._proven, *engines} if engine in self._engines.answering]
@@ -344,34 +348,34 @@ class WeightSync:
         )
 
     async def _connect(self, engines: list[EngineClient], phases: _Phases) -> dict[EngineClient, list[_Place]]:
-        """Join the trainer's senders and the engines in process groups, leaving earlier ones.
+        """Join the trainer's senders and the engines in new process groups, leaving earlier groups.
 
         Returns the places of each engine's workers.
         """
         section = self._recipe.weights
         manifest = await self._trainer.manifest()
-        checked: dict[tuple[str, ...], str] = {}
-        needs: list[list[str]] = await phases.all(
-            "needs", engines, lambda engine: self._needs(engine, manifest, checked)
+        problems: dict[tuple[str, ...], str] = {}
+        needs: list[list[str]] = await phases.call_all(
+            "needs", engines, lambda engine: self._needs(engine, manifest, problems)
         )
-        # the needs of a shard, as text -> the size of its process group, in the order of the shards' numbers
+        # needs of a shard, as text -> size of the shard's process group, in the order of the shards' numbers
         sizes: dict[str, int] = {}
         places: dict[EngineClient, list[_Place]] = {engine: [] for engine in engines}
         for engine, worker_needs in zip(engines, needs):
             for need in worker_needs:
-                rank = sizes.setdefault(need, 1)  # rank 0 is the sender's
+                rank = sizes.setdefault(need, 1)  # the sender has rank 0
                 sizes[need] += 1
                 places[engine].append(_Place(list(sizes).index(need), rank))
         # plans of large models take seconds, which the event loop cannot spare
-        parsed = await asyncio.to_thread(lambda: tuple(needs_from_json(need, manifest) for need in sizes))
-        plan = await self._trainer.plan_weights(parsed)
+        shard_needs = await asyncio.to_thread(lambda: tuple(needs_from_json(need, manifest) for need in sizes))
+        plan = await self._trainer.plan_weights(shard_needs)
         plans = await asyncio.to_thread(lambda: [to_json(plan.of_shard(shard)) for shard in range(len(sizes))])
         connection = Connection(
             backend=resolve_transport(
                 section.transport, self._trainer.rendezvous, colocated=self._recipe.engine.colocate
             ),
             rendezvous=self._trainer.rendezvous,
-            # a new name each time: members of a broken group may still wait under the old one
+            # a new name each time: members of a broken group may still wait under the old name
             group=f"weights-{uuid.uuid4().hex}",
             world_sizes=tuple(sizes.values()),
             bucket_mib=section.bucket_mib,
@@ -381,18 +385,20 @@ class WeightSync:
         )
 
         async def join(engine: EngineClient) -> None:
-            needed = [""] * len(plans)  # an engine gets the plans of its shards alone: each may have megabytes
+            engine_plans = [""] * len(
+                plans
+            )  # an engine gets only the plans of its own shards: a plan may have megabytes
             for place in places[engine]:
-                needed[place.shard] = plans[place.shard]
+                engine_plans[place.shard] = plans[place.shard]
             info = {
                 "connection": msgspec.to_builtins(connection),
                 "places": places[engine],
-                "plans": needed,
+                "plans": engine_plans,
             }
             await engine.post("/init_weight_transfer_engine", {"init_info": info})
 
-        # the groups form only once all of their members have come, so the calls have to run at the same time
-        await phases.all("connect", engines, join, trainer=self._trainer.connect_weights(connection))
+        # A group forms only once all members have come, so the calls have to run at the same time.
+        await phases.call_all("connect", engines, join, trainer=self._trainer.connect_weights(connection))
         return places
 
     async def _deltas(self, engines: list[EngineClient], phases: _Phases) -> Literal["off", "absolute"]:
@@ -400,7 +406,7 @@ class WeightSync:
         deltas = self._recipe.weights.deltas
         if deltas == "off":
             return deltas
-        answers = await phases.all("digest", engines, lambda engine: engine.rpc("msrl_live_digest"))
+        answers = await phases.call_all("digest", engines, lambda engine: engine.rpc("msrl_live_digest"))
         for engine, digests in zip(engines, answers):
             if not isinstance(digests, list) or not all(digests):
                 logger.warning("weights.deltas is off, because %s takes whole tensors only", engine.name)
@@ -408,12 +414,13 @@ class WeightSync:
         return deltas
 
     async def _needs(
-        self, engine: EngineClient, manifest: Manifest, checked: dict[tuple[str, ...], str]
+        self, engine: EngineClient, manifest: Manifest, problems: dict[tuple[str, ...], str]
     ) -> list[str]:
-        """The needs of each worker of an engine, of the tensors of a manifest.
+        """Each worker's needs of the tensors of a manifest.
 
-        An unfinished update of the engine is abandoned first: vLLM refuses to start another one. checked: answers of
-        the engines so far -> their problem. Raises _Refused if the tensors are not those of the engine's model.
+        An unfinished update of the engine is abandoned first: otherwise vLLM refuses to start an update. problems:
+        answers of earlier engines -> the problem. Raises _TensorsRefused if the tensors do not match the engine's
+        model.
         """
         await engine.rpc("msrl_abandon_update")
         answers = await engine.rpc("msrl_weight_needs", manifest_to_json(manifest))
@@ -421,45 +428,45 @@ class WeightSync:
             raise EngineError(
                 f"msrl_weight_needs: the answer {answers!r} does not hold the needs of the engine's workers"
             )
-        if refused := next((a for a in answers if a.startswith(REFUSED)), ""):
-            raise _Refused(refused.removeprefix(REFUSED))
+        if refusal := next((a for a in answers if a.startswith(REFUSED)), ""):
+            raise _TensorsRefused(refusal.removeprefix(REFUSED))
         world_size = (await engine.info()).world_size
         if not world_size or world_size % len(answers):
             raise EngineError(
                 f"msrl_weight_needs: {len(answers)} workers answered, which do not divide the engine's {world_size}"
             )
-        # engines of one kind answer alike, and a check of a large model takes seconds
+        # Engines of one kind answer alike, and a check of a large model takes seconds, so answers are checked once.
         key = tuple(answers)
-        if key not in checked:
-            checked[key] = await asyncio.to_thread(_problem, manifest, set(answers))
-        if checked[key]:
-            raise _Refused(checked[key])
-        # vLLM asks the workers of its first data-parallel rank; those of the others need the same
+        if key not in problems:
+            problems[key] = await asyncio.to_thread(_problem, manifest, set(answers))
+        if problems[key]:
+            raise _TensorsRefused(problems[key])
+        # vLLM asks only the workers of the first data-parallel rank; the workers of later ranks have equal needs.
         return list(answers) * (world_size // len(answers))
 
 
 async def _verify(engine: EngineClient, version: int, report: SendReport, places: Sequence[_Place]) -> None:
-    """Compare the bytes that an engine received, and the values that it holds, with the trainer's.
+    """Compare the digests of an engine's received bytes and of the engine's values with the trainer's digests.
 
-    places: of the engine's workers. Raises EngineError, with both digests.
+    places: places of the engine's workers. Raises EngineError, with both digests.
     """
     info = await engine.info()
     workers = places[: len(info.weight_digests)]  # of the first data-parallel rank, as in `_needs`
-    sent = (str(version), tuple(report.digests[place.shard] for place in workers))
-    received = (info.weight_version, tuple(info.weight_digests))
-    if received != sent:
-        raise EngineError(f"it reports version and digests {received}, and the trainer sent {sent}")
-    live = await engine.rpc("msrl_live_digest")
-    if not isinstance(live, list) or len(live) != len(info.weight_digests):
-        raise EngineError(f"msrl_live_digest: the answer {live!r} does not hold a digest of each worker")
-    for worker, (place, digest) in enumerate(zip(places, live)):
+    sent_state = (str(version), tuple(report.digests[place.shard] for place in workers))
+    received_state = (info.weight_version, tuple(info.weight_digests))
+    if received_state != sent_state:
+        raise EngineError(f"it reports version and digests {received_state}, and the trainer sent {sent_state}")
+    live_digests = await engine.rpc("msrl_live_digest")
+    if not isinstance(live_digests, list) or len(live_digests) != len(info.weight_digests):
+        raise EngineError(f"msrl_live_digest: the answer {live_digests!r} does not hold a digest of each worker")
+    for worker, (place, digest) in enumerate(zip(places, live_digests)):
         values = report.values[place.shard]
         if digest not in (values, ""):  # a loader that takes whole tensors only has no digest
             raise EngineError(f"worker {worker}: its weights have digest {digest}, and the sent ones {values}")
 
 
 def _problem(manifest: Manifest, answers: set[str]) -> str:
-    """Why the manifest does not cover the needs of an engine's workers; empty if it does."""
+    """The mismatch between a manifest and the needs of an engine's workers, as a line; empty without a mismatch."""
     try:
         return not_covered(manifest, [needs_from_json(answer, manifest) for answer in sorted(answers)])
     except ValueError as error:

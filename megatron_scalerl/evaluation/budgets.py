@@ -1,17 +1,18 @@
 """The budget at which more thinking stops paying: a policy at several thinking budgets, on the same problems.
 
 A budget is the number of thinking tokens after which the phrase is forced (Khatri et al. 2025, section 2, "Forced
-interruptions"; there 10k to 12k), with both ends of the range equal. Every budget has the same problems and the same
-sampling seeds.
+interruptions"; 10k to 12k in the paper), with both ends of the range equal. Every budget has the same problems and
+the same sampling seeds.
 
 The rule. For budget b let G(b) be the largest gain in pass rate of any larger budget over b. Thinking stops paying
 at the smallest b for which the one-sided 95 % upper bound of G(b) is at most a margin (0.01 by default): no larger
-budget is better by more than that. The bound is the 95 % quantile of the largest gain over a bootstrap over problems,
-so that it holds for all larger budgets together; the largest of several noisy gains is biased upward, so the rule
-errs toward more thinking. The largest budget has no larger one and never is the answer.
+budget is better by more than the margin. The bound is the 95 % quantile of the largest gain over a bootstrap over
+problems, so that the bound holds for all larger budgets together; the largest of several noisy gains is biased
+upward, so the rule errs toward more thinking. The largest budget is never the answer.
 
-A second number is the smallest budget over which no larger one has a gain that is shown (paired 95 % interval above
-0, Bonferroni over the larger budgets). Between the two nothing is known: more problems or completions narrow the gap.
+A second number is the smallest budget over which no larger budget has a gain that is shown (paired 95 % interval
+above 0, Bonferroni over the larger budgets). Between the two budgets the question is open: more problems or
+completions narrow the gap.
 """
 
 from collections.abc import Sequence
@@ -48,9 +49,9 @@ class Saturation:
     steps: tuple[Step, ...]
     """Comparisons, by budget, ascending."""
     stops_at: int | None
-    """Smallest budget from which no larger one gains more than the margin; None: not within these budgets."""
+    """Smallest budget over which no larger budget gains more than the margin; None: no such budget."""
     no_gain_shown_from: int
-    """Smallest budget over which no larger one has a gain that is shown."""
+    """Smallest budget over which no larger budget has a gain that is shown."""
 
     def line(self) -> str:
         """The answer as a line of text."""
@@ -74,17 +75,17 @@ def saturation(budgets: Sequence[int], rates: np.ndarray, *, margin: float = MAR
     budgets: ascending, at least two. rates: [P, budgets] share of correct completions of each problem at each budget.
     """
     means = rates.mean(axis=0)
-    drawn = bootstrap_means(rates)
+    bootstrap_rates = bootstrap_means(rates)
     steps = []
     for number, budget in enumerate(budgets[:-1]):
         largest_gain = float((means[number + 1 :] - means[number]).max())
-        gains = drawn[:, number + 1 :] - drawn[:, [number]]
+        gains = bootstrap_rates[:, number + 1 :] - bootstrap_rates[:, [number]]
         # the quantile of the maximum holds for all larger budgets at once; a maximum of quantiles does not
         upper = float(np.quantile(gains.max(axis=1), LEVEL))
         # Bonferroni: the tails of the intervals of all larger budgets add up to the level's.
         tail = (1 - LEVEL) / gains.shape[1] / 2
-        shown = bool((np.quantile(gains, tail, axis=0) > 0).any())
-        steps.append(Step(budget=budget, largest_gain=largest_gain, upper=upper, shown=shown))
+        gain_is_shown = bool((np.quantile(gains, tail, axis=0) > 0).any())
+        steps.append(Step(budget=budget, largest_gain=largest_gain, upper=upper, shown=gain_is_shown))
     steps.append(Step(budget=budgets[-1], largest_gain=0.0, upper=0.0, shown=False))
     return Saturation(
         margin=margin,

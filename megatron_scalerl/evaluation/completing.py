@@ -2,10 +2,10 @@
 
 Consumes: requests, in their order, and the engines' slots, at a higher priority than training completions.
 Waits for: each completion and its score, and for an engine that holds the version.
-Unblocked by: the engines and the verifier. An answer of another policy version evicts its engine: a result is of one
-version or is refused. A completion whose engine is evicted is generated again, with its seed and interruption point,
-on another engine. A lost completion (`CompletionLost`) is tried once more and then recorded as lost. If one engine
-alone is held at the version, its eviction ends the measurement: HeldEngineLost.
+Unblocked by: the engines and the verifier. An engine that answers with another policy version is evicted: every
+result has one version. A completion whose engine is evicted is generated again on another engine, with the same seed
+and interruption point. A lost completion (`CompletionLost`) is tried once more and then recorded as lost. If a single
+engine is held at the version, an eviction of this engine ends the measurement: HeldEngineLost.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class Request:
 
 
 Finished = Callable[[Request, ScoredCompletion | CompletionLost], None]
-"""Takes each result as soon as it is scored."""
+"""Takes each result as soon as the score is known."""
 
 
 @record
@@ -57,16 +57,16 @@ class Completer:
     members: Membership
     version: int
     at_once: int
-    """Requests in flight; with `rounds`, those of each engine in a round."""
+    """Requests in flight; with `rounds`, requests of each engine in a round."""
     only: EngineClient | None = None
-    """The engine that is held at the version; None: every engine that serves has it."""
+    """The engine that is held at the version; None: every serving engine has the version."""
     rounds: Rounds | None = None
     """See `engine.rounds`; None: requests do not wait for each other."""
     count: Callable[[int], object] = int
     """Gets the tokens of each completion."""
 
     async def engine(self, number: int) -> EngineClient:
-        """An engine for problem `number`, whose completions share it. Raises HeldEngineLost."""
+        """An engine for problem `number`: all completions of a problem share an engine. Raises HeldEngineLost."""
         if self.only is None:
             await self.members.until(lambda: bool(self.members.serving))
             serving = self.members.serving
@@ -78,7 +78,7 @@ class Completer:
     async def complete(
         self, request: Request, finished: Finished, *, first: EngineClient | None = None, rank: int = 0
     ) -> None:
-        """Complete one request. first: the engine of the first attempt. rank: its place in a round.
+        """Complete one request. first: engine of the first attempt. rank: the request's place in a round.
 
         Raises HeldEngineLost, and RuntimeError as `Sampler.complete` does.
         """
@@ -87,14 +87,16 @@ class Completer:
         losses = 0
         while losses < TRIES:
             engine = first or await self.engine(request.key.number)
-            # a second attempt asks for an engine anew: the first one may be evicted by then
+            # A second attempt asks for an engine anew: the first engine may be evicted by then.
             first = None
             try:
                 result = await request.sampler.complete(engine, request.prompt, request.draw, priority=priority)
                 versions = {result.completion.first_version, result.completion.last_version}
                 if versions != {self.version}:  # versions never decrease in a completion
-                    given = ", ".join(map(str, sorted(versions)))
-                    raise EngineError(f"{engine.name}: it answered with policy version {given}, not {self.version}")
+                    served_versions = ", ".join(map(str, sorted(versions)))
+                    raise EngineError(
+                        f"{engine.name}: it answered with policy version {served_versions}, not {self.version}"
+                    )
                 self.count(result.completion.generated_tokens)
                 break
             except CompletionLost as error:
@@ -123,14 +125,14 @@ class Completer:
                 for _ in range(self.at_once):
                     tasks.create_task(work())
         except BaseExceptionGroup as failures:
-            # An evicted engine is a consequence of many failures: another one says more.
+            # An evicted engine follows from many failures: any other failure says more.
             raise min(failures.exceptions, key=lambda error: isinstance(error, HeldEngineLost)) from None
 
-    async def _in_rounds(self, rounds: Rounds, left: list[Request], finished: Finished) -> None:
-        while left:
+    async def _in_rounds(self, rounds: Rounds, requests_left: list[Request], finished: Finished) -> None:
+        while requests_left:
             this_round = await rounds.begin()
-            chosen = left[: self.at_once * this_round.size]
-            left = left[len(chosen) :]
+            chosen = requests_left[: self.at_once * this_round.size]
+            requests_left = requests_left[len(chosen) :]
             engines = [this_round.engine(rank) for rank in range(len(chosen))]
             async with asyncio.TaskGroup() as tasks:
                 for rank, request in enumerate(chosen):

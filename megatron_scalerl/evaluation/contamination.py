@@ -1,11 +1,11 @@
 """The training prompts that contain text of evaluation problems, by word n-grams in common.
 
-The rule is that of Brown et al. 2020 (arXiv 2005.14165, appendix C): a training prompt hits a problem if both have a
+The rule comes from Brown et al. 2020 (arXiv 2005.14165, appendix C): a training prompt hits a problem if both have a
 sequence of n = 13 words in common. For mathematics, operators (+ - * / ^ = < >) count as words, too, since 3 - 5 and
 3 + 5 are not the same problem. Words are runs of letters or of digits, in lower case, after Unicode's NFKC.
 
-A problem with fewer than n words is compared as a whole. With 8 words (the paper's smallest n) or more, a prompt that
-contains the problem hits it. With fewer words, only a prompt that has these words and no others hits it, because
+A problem with fewer than n words is compared as a whole. A problem of 8 words (the paper's smallest n) or more is hit
+by any prompt that contains the problem. A shorter problem is hit only by a prompt of exactly these words, because
 short sequences recur by chance.
 """
 
@@ -73,7 +73,7 @@ class Contamination:
     hits: tuple[Hit, ...]
     """Hits by problem, the largest share first, at most MOST_HITS of each."""
     all_hits: int
-    """Number of hits, including those that are not kept."""
+    """Number of hits, kept or not."""
     training_hit: int
     """Training prompts with a hit."""
 
@@ -110,27 +110,27 @@ def contamination(training: Iterable[Text], problems: Sequence[Text], *, n: int 
 
     Memory is linear in the length of the texts, time in this length and the number of hits.
     """
-    grams, whole, totals = _index(problems, n)
+    grams, whole_texts, totals = _index(problems, n)
     lengths = sorted({len(gram) for gram in grams})
     count = all_hits = 0
-    hit = set()
+    prompts_hit = set()
     # Heaps by (share, minus the prompt's number), so that the smallest share is left out, the later prompt first.
-    kept: list[list[tuple[float, int, Text]]] = [[] for _ in problems]
+    best_hits: list[list[tuple[float, int, Text]]] = [[] for _ in problems]
     for count, prompt in enumerate(training, 1):
         prompt_words = words(prompt.text)
-        # an equal prompt has all of a short problem, whose text counts as its only n-gram
-        shared: dict[int, int] = dict.fromkeys(whole.get(prompt_words, ()), 1)
+        # An equal prompt has all of a short problem: the problem's text counts as the only n-gram.
+        shared: dict[int, int] = dict.fromkeys(whole_texts.get(prompt_words, ()), 1)
         for length in lengths:
             for gram in _grams(prompt_words, length):
                 for number in grams.get(gram, ()):
                     shared[number] = shared.get(number, 0) + 1
         for number, common in shared.items():
             # the prompt's number is unique in a heap, so that texts, which have no order, are never compared
-            heapq.heappush(kept[number], (common / totals[number], -count, prompt))
-            if len(kept[number]) > MOST_HITS:
-                heapq.heappop(kept[number])
+            heapq.heappush(best_hits[number], (common / totals[number], -count, prompt))
+            if len(best_hits[number]) > MOST_HITS:
+                heapq.heappop(best_hits[number])
         if shared:
-            hit.add(prompt.where)
+            prompts_hit.add(prompt.where)
             all_hits += len(shared)
     return Contamination(
         n=n,
@@ -138,11 +138,11 @@ def contamination(training: Iterable[Text], problems: Sequence[Text], *, n: int 
         problems=len(problems),
         hits=tuple(
             Hit(training=prompt, problem=problem, share=share)
-            for problem, heap in zip(problems, kept)
+            for problem, heap in zip(problems, best_hits)
             for share, _, prompt in sorted(heap, key=lambda entry: entry[:2], reverse=True)
         ),
         all_hits=all_hits,
-        training_hit=len(hit),
+        training_hit=len(prompts_hit),
     )
 
 
@@ -152,7 +152,7 @@ _Index = dict[tuple[str, ...], list[int]]
 def _index(problems: Sequence[Text], n: int) -> tuple[_Index, _Index, list[int]]:
     """(n-gram -> problems, whole text -> problems that are hit by an equal prompt alone, n-grams of each problem)"""
     grams: _Index = {}
-    whole: _Index = {}
+    whole_texts: _Index = {}
     totals = []
     for number, problem in enumerate(problems):
         problem_words = words(problem.text)
@@ -160,20 +160,20 @@ def _index(problems: Sequence[Text], n: int) -> tuple[_Index, _Index, list[int]]
             totals.append(1)
             # a problem without words would be hit by every prompt without words
             if problem_words:
-                whole.setdefault(problem_words, []).append(number)
+                whole_texts.setdefault(problem_words, []).append(number)
             continue
         problem_grams = _grams(problem_words, min(n, len(problem_words)))
         totals.append(len(problem_grams))
         for gram in problem_grams:
             grams.setdefault(gram, []).append(number)
-    return grams, whole, totals
+    return grams, whole_texts, totals
 
 
 def _grams(text: tuple[str, ...], length: int) -> set[tuple[str, ...]]:
     return {text[start : start + length] for start in range(len(text) - length + 1)}
 
 
-def _percent(part: int, whole: int) -> str:
-    if not whole:
+def _percent(part: int, total: int) -> str:
+    if not total:
         return "none"
-    return f"{100 * part / whole:.1f} %"
+    return f"{100 * part / total:.1f} %"

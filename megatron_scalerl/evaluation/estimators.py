@@ -4,8 +4,8 @@ Completions of one prompt are correlated: n prompts with k completions each are 
 the clusters of a survey, and each interval is about other prompts of the same kind.
 
 Interval of a rate: Korn and Graubard 1998 (Survey Methodology 24, 193-201), Clopper and Pearson's interval for the
-number of independent observations that has the variance between prompts. It holds its level at 30 prompts and at
-rates near 0 and 1, where a bootstrap over prompts and Student's t do not.
+number of independent observations that has the variance between prompts. This interval keeps the level at 30 prompts
+and at rates near 0 and 1, where a bootstrap over prompts and Student's t fail.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ LEVEL = 0.95
 DRAWS = 10_000
 """Bootstrap draws of a paired difference."""
 _AT_ONCE = 500
-"""Draws whose weights are in memory, 8 bytes for each prompt of each; a divisor of DRAWS."""
+"""Draws whose weights are in memory at once, 8 bytes a prompt and draw; a divisor of DRAWS."""
 
 
 @record
 class Estimate:
-    """A rate with its interval over prompts. Produced by `mean_at_k` and `pass_at_k`."""
+    """A rate with an interval over prompts. Produced by `mean_at_k` and `pass_at_k`."""
 
     value: float
     low: float
@@ -51,34 +51,34 @@ def mean_at_k(outcomes: Outcomes) -> Estimate:
 def pass_at_k(outcomes: Outcomes, k: int) -> Estimate:
     """The probability that at least one of k completions is correct, unbiased.
 
-    It is the mean over prompts of 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1). Every
-    prompt has k completions or more.
+    The estimate is the mean over prompts of 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374,
+    equation 1). Every prompt has k completions or more.
     """
     values = []
     for row in outcomes:
         # The quotient of binomials as a product of small factors, which does not overflow.
-        # with fewer than k wrong ones a factor is 1 - k / k = 0, so that the estimate is 1
+        # With fewer than k wrong completions a factor is 1 - k / k = 0, so that the estimate is 1.
         values.append(1.0 - float(np.prod(1.0 - k / np.arange(len(row) - sum(row) + 1, len(row) + 1))))
     return rate_over_prompts(np.asarray(values), observations=sum(len(row) // k for row in outcomes))
 
 
 def rate_over_prompts(values: np.ndarray, *, observations: int) -> Estimate:
-    """The mean of values [P] in [0, 1], one of each prompt, with its interval over prompts (Korn and Graubard).
+    """The mean of values [P] in [0, 1], a value a prompt, with an interval over prompts (Korn and Graubard).
 
-    observations: bounds the number of independent observations. With equal values of all prompts it is P, which
-    bounds the share of prompts with another value, and so the rate. With one prompt the interval is [0, 1].
+    observations: upper bound of the number of independent observations. If all prompts have equal values, this number
+    is P, which bounds the share of prompts with another value, and so the rate. With P = 1 the interval is [0, 1].
     """
     from scipy import stats
 
     prompts = len(values)
     value = float(np.mean(values))
-    low = 0.0
-    high = 1.0
+    lower_bound = 0.0
+    upper_bound = 1.0
     if prompts > 1:
         variance = float(np.var(values, ddof=1)) / prompts
         independent = float(prompts)
         if variance > 1e-15:
-            # effective sample size: so many independent draws have the variance that the prompts show
+            # effective sample size: the number of independent draws that have the variance of the prompts
             independent = min(value * (1 - value) / variance, observations)
         tail = (1 - LEVEL) / 2
         # Student's t in place of the normal distribution, since the variance is estimated from the prompts.
@@ -87,10 +87,10 @@ def rate_over_prompts(values: np.ndarray, *, observations: int) -> Estimate:
         wrong = independent - correct
         if correct > 1e-12:
             # Clopper and Pearson's bounds are quantiles of Beta, which also takes fractional counts
-            low = min(float(stats.beta.ppf(tail, correct, wrong + 1)), value)
+            lower_bound = min(float(stats.beta.ppf(tail, correct, wrong + 1)), value)
         if wrong > 1e-12:
-            high = max(float(stats.beta.ppf(1 - tail, correct + 1, wrong)), value)
-    return Estimate(value=value, low=low, high=high, prompts=prompts)
+            upper_bound = max(float(stats.beta.ppf(1 - tail, correct + 1, wrong)), value)
+    return Estimate(value=value, low=lower_bound, high=upper_bound, prompts=prompts)
 
 
 def bootstrap_means(values: np.ndarray) -> np.ndarray:

@@ -47,9 +47,9 @@ class EvaluationInputs:
     """The tokenizer of the policy's folder, from transformers."""
     files: tuple[ProblemFile, ...]
     prompts: dict[str, tuple[Prompt, ...]]
-    """File name -> [P] its problems as prompts."""
+    """File name -> [P] problems of the file as prompts."""
     contaminations: Mapping[str, Contamination] = field(default_factory=dict)
-    """File name -> its hits by training prompts; empty if they were not compared."""
+    """File name -> hits by training prompts; empty without a comparison."""
 
     def keys(self, k: int) -> list[Key]:
         """The keys of all completions: file after file, the largest budget first, all problems for each index."""
@@ -73,8 +73,8 @@ class EvaluationInputs:
     ) -> None:
         """Generate and score the completions that `result` lacks. Raises as `Completer.complete_all`, and OSError.
 
-        samplers: budget -> its sampler. A completion has the same seed at every budget. finished: called after each
-        new row.
+        samplers: budget -> sampler with this budget. A completion has the same seed at every budget. finished: called
+        after each new row.
         """
         requests = []
         for key in result.missing(self.keys(k)):
@@ -107,7 +107,7 @@ class EvaluationInputs:
 
 
 def at_budget(recipe: Recipe, budget: int | None) -> Recipe:
-    """The recipe with thinking interrupted after exactly `budget` tokens; None: as it is."""
+    """The recipe with thinking interrupted after exactly `budget` tokens; None: the recipe unchanged."""
     if budget is None:
         return recipe
     section = recipe.interruption.model_copy(update={"enabled": True, "thinking_tokens": (budget, budget)})
@@ -115,7 +115,7 @@ def at_budget(recipe: Recipe, budget: int | None) -> Recipe:
 
 
 def recipe_of_task(recipe: Recipe) -> Recipe:
-    """The recipe of evaluation.task alone, with its template and verifier.
+    """The recipe of evaluation.task alone, with the task's template and verifier.
 
     Raises ValueError for a task that the recipe lacks, and for a recipe with prompts.tasks that names none.
     """
@@ -146,14 +146,14 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
     hf_config = read_hf_config(recipe.policy.path)
     tokenizer = policy_tokenizer(recipe, hf_config)
     check_weights(recipe.policy.path)
-    # Problems are texts. If the recipe has other prompts, the layout of these decides, as in training.
+    # Problems are texts. If the recipe has other prompts, the layout of the recipe's prompts decides, as in training.
     messages = None
     if recipe.prompts.path in [file.path for file in files]:
         messages = False
     recipe = chat_of_recipe(recipe, tokenizer, messages=messages).settled(recipe)
     longest = longest_sequence(at_budget(recipe, max(budgets, default=None)), hf_config, tokenizer)
     engine = recipe.engine.model_copy(update={"vllm": {"max_model_len": longest, **recipe.engine.vllm}})
-    # neither changes a completion or whether it is correct
+    # Neither section changes a completion or the verdict on a completion.
     rewards = recipe.rewards.model_copy(update={"length_penalty": None})
     rollouts = recipe.rollouts.model_copy(update={"routing_replay": False})
     return EvaluationInputs(
@@ -166,7 +166,7 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
 
 
 def evaluation_inputs(recipe: Recipe, tokenizer: Any, training: Sequence[Prompt]) -> EvaluationInputs | None:
-    """Read and render the files of the recipe's `evaluation`, and compare them with the training prompts.
+    """Read and render the files of the recipe's `evaluation`, and compare the problems with the training prompts.
 
     None without evaluations. Raises ValueError as `read_problems` and `rendered` do.
     """
@@ -189,7 +189,7 @@ def evaluation_inputs(recipe: Recipe, tokenizer: Any, training: Sequence[Prompt]
 def rendered(
     files: Sequence[ProblemFile], tokenizer: Any, recipe: Recipe, *, key: str, task: str = ""
 ) -> dict[str, tuple[Prompt, ...]]:
-    """File name -> [P] its problems as the recipe renders prompts.
+    """File name -> [P] problems of the file, rendered as the recipe's prompts.
 
     Raises ValueError for two files of one name, which `key` gave, and for a prompt that is too long.
     """
@@ -215,7 +215,7 @@ def rendered(
 def settings(recipe: Recipe, *, k: int, budgets: Sequence[int | None]) -> dict[str, Any]:
     """The settings of a recipe that decide the completions and scores of an evaluation, as JSON data.
 
-    vLLM's options for its capacity and its processes are left out: they decide how fast it is.
+    vLLM's options for capacity and processes are left out, since these options decide speed alone.
     """
     prompts = recipe.prompts.model_dump(mode="json")
     rendering = ("prompt_template", "chat_template", "template_date", "add_bos", "think_start", "think_end")
@@ -235,10 +235,10 @@ def settings(recipe: Recipe, *, k: int, budgets: Sequence[int | None]) -> dict[s
 
 def policy_digest(folder: str | Path) -> str:
     """SHA-256 (hexadecimal) of the names and contents of a Hugging Face folder's files. Raises OSError."""
-    # The folder's name is left out, so that a folder that was moved is the same policy.
-    whole = hashlib.sha256()
+    # The folder's name is left out: a moved folder is the same policy.
+    folder_hash = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):
         if path.is_file():
             with path.open("rb") as file:
-                whole.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return whole.hexdigest()
+                folder_hash.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return folder_hash.hexdigest()

@@ -1,7 +1,7 @@
-"""Evaluates a Hugging Face folder with engines that it starts: `megatron-scalerl evaluate`.
+"""Evaluates a Hugging Face folder with engines started for the evaluation: `megatron-scalerl evaluate`.
 
 Engines, interruption, decoders and verifier are the same as in training; there is no trainer. An engine that fails is
-started again, as in a run, and its completions are generated again with their seeds.
+started again, as in a run, and lost completions are generated again with the same seeds.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ def _first(failures: BaseException) -> BaseException:
 async def _engines(evaluated: EvaluationInputs, folder: Path) -> AsyncIterator[Engines]:
     """The engines, which are stopped on exit from the block."""
     attempt = Attempt(run_id="evaluation", incarnation="local.0", folder=folder, recipe_file=folder / "recipe.yaml")
-    # The engines have room for the largest budget, and serve the smaller ones, too.
+    # The engines have room for the largest budget, and serve the smaller budgets, too.
     largest = max((budget for budget in evaluated.budgets if budget is not None), default=None)
     recipe = at_budget(evaluated.recipe, largest)
     engines = Engines(
@@ -98,9 +98,9 @@ async def _engines(evaluated: EvaluationInputs, folder: Path) -> AsyncIterator[E
 
 
 async def _serve(members: Membership) -> None:
-    """Let every engine take requests once it answers, since it has loaded the folder's weights.
+    """Let every engine take requests from the first answer on, since an answering engine has the folder's weights.
 
-    Waits for engines that start, until it is cancelled.
+    Waits for starting engines until the task is cancelled.
     """
     while True:
         await members.until(lambda: bool(members.stale))

@@ -1,13 +1,13 @@
-"""Reads evaluation files: AIME and MATH-500 by their columns on the Hugging Face hub, and any other JSONL or Parquet.
+"""Reads evaluation files: AIME and MATH-500 as published on the Hugging Face hub, and any other JSONL or Parquet.
 
     schema            problem                        answer          id
     aime              Problem, problem or question   Answer, answer  ID, id or problem_idx
     math500           problem                        answer          unique_id; subject and level are kept as labels
     PROBLEM,ANSWER    the column PROBLEM             column ANSWER   id or unique_id, if there is one
 
-The AIME columns are those of Maxwell-Jia/AIME_2024 (ID, Problem, Solution, Answer), HuggingFaceH4/aime_2024 and
+The AIME columns come from Maxwell-Jia/AIME_2024 (ID, Problem, Solution, Answer), HuggingFaceH4/aime_2024 and
 math-ai/aime25 (id, problem, answer), opencompass/AIME2025 (question, answer) and MathArena/aime_2025 (problem_idx,
-problem, answer). The MATH-500 columns are those of HuggingFaceH4/MATH-500. Without a schema the columns decide.
+problem, answer), the MATH-500 columns from HuggingFaceH4/MATH-500. Without a schema the columns decide.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ MATH500 = "math500"
 _COLUMNS = re.compile("[^,:/]+,[^,:/]+")
 _AIME_PROBLEM = ("Problem", "problem", "question")
 _AIME_ANSWER = ("Answer", "answer")
-_NAMED = {
+_SCHEMA_COLUMNS = {
     AIME: (_AIME_PROBLEM, _AIME_ANSWER, ("ID", "id", "problem_idx")),
     MATH500: (("problem",), ("answer",), ("unique_id",)),
 }
@@ -42,15 +42,15 @@ class Problem(Text):
     """A row of an evaluation file. Produced by `read_problems`."""
 
     number: int
-    """Number of the row in its file, from 1."""
+    """Number of the row in the file, from 1."""
     problem_id: str
-    """The row's id, or its number if it has none."""
+    """The row's id; its number if the row has no id."""
     answer: str
     """The reference answer that the verifier compares with."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """MATH-500: subject and level."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """The other columns, for a custom verifier, as in training."""
+    """Every other column, for a custom verifier, as in training."""
 
 
 @record
@@ -64,19 +64,19 @@ class ProblemFile:
 
     @property
     def name(self) -> str:
-        """The file's name without its ending, which names its results."""
+        """The file's name without ending, which names the results."""
         return Path(self.path).stem
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hexadecimal) of all problems and answers in their order.
+        """SHA-256 (hexadecimal) of all problems and answers in the file's order.
 
-        With the schema PROBLEM,ANSWER it covers the other columns, too, which a custom verifier may read.
+        With the schema PROBLEM,ANSWER the digest covers every other column, too: a custom verifier may read them all.
         """
         content: list[list[Any]] = []
         for problem in self.problems:
             extra = None
-            if self.schema not in _NAMED:
+            if self.schema not in _SCHEMA_COLUMNS:
                 extra = problem.extra
             content.append([problem.text, problem.answer, extra])
         return hashlib.sha256(msgspec.json.encode(content)).hexdigest()
@@ -90,17 +90,16 @@ def split_schema(text: str) -> tuple[str, str | None]:
     path, colon, schema = text.rpartition(":")
     if not colon or Path(text).exists():
         return text, None
-    if schema in _NAMED or _COLUMNS.fullmatch(schema):
+    if schema in _SCHEMA_COLUMNS or _COLUMNS.fullmatch(schema):
         return path, schema
     raise ValueError(f"{text}: expected FILE, FILE:{AIME}, FILE:{MATH500} or FILE:PROBLEM,ANSWER, found {schema!r}")
 
 
 def read_problems(path: str, schema: str | None = None) -> ProblemFile:
-    """The problems of a .jsonl or .parquet file, or of a dataset folder with one split, or its name on the hub.
+    """The problems of a .jsonl or .parquet file, or of a dataset with one split: a folder or a name on the hub.
 
     schema: aime, math500 or "PROBLEM,ANSWER"; None: the columns decide. Raises ValueError, in one line with file and
-    row, for a missing file, columns of no known schema, an empty problem, an answer that is missing, and for a file
-    without rows.
+    row, for a missing file, columns of no known schema, an empty problem, a missing answer, and a file without rows.
     """
     local = local_path(path, "dataset")
     advice = hint(path, "dataset")
@@ -137,7 +136,7 @@ def _schema_of(path: str, row: Row) -> str:
 
 def _problem(row: Row, schema: str, number: int) -> Problem:
     column, _, answer_column = schema.partition(",")
-    problems, answers, ids = _NAMED.get(schema, ((column,), (answer_column,), ("id", "unique_id")))
+    problems, answers, ids = _SCHEMA_COLUMNS.get(schema, ((column,), (answer_column,), ("id", "unique_id")))
     problem = _first(row, problems)
     answer = _first(row, answers)
     values = [row.values[name] for name in ids if row.values.get(name) is not None]

@@ -1,10 +1,10 @@
-"""The result of an evaluation on disk: every completion as it is finished, then a summary.
+"""The result of an evaluation on disk: every finished completion, then a summary.
 
-    OUT/completions.jsonl   a header with what is evaluated, then one row per completion (mode 0600)
-    OUT/summary.json        written when all completions are there, whole or not at all
+    OUT/completions.jsonl   a header with the evaluation's identity, then one row per completion (mode 0600)
+    OUT/summary.json        written atomically after the last completion
 
-An evaluation that was stopped goes on where it was: rows that are in the file are not generated again. A file of
-another evaluation (policy, problems, seed, settings) is refused. Rows may be in any order.
+A stopped evaluation resumes: completions with a row in the file are not generated again. A file of another evaluation
+(policy, problems, seed, settings) is refused. Rows may be in any order.
 """
 
 import os
@@ -53,7 +53,7 @@ class Key:
     file: str
     """`ProblemFile.name`"""
     number: int
-    """Number of the problem in its file, from 1."""
+    """Number of the problem in the file, from 1."""
     index: int
     """Number of the completion, from 0."""
     budget: int | None = None
@@ -70,7 +70,7 @@ class Row:
     reason: str = ""
     """`types.Score.reason`"""
     tokens: int = 0
-    """Tokens of the completion, forced ones included."""
+    """Tokens of the completion, forced tokens included."""
     sampled_tokens: int = 0
     interrupted: bool = False
     truncated: bool = False
@@ -90,7 +90,7 @@ class ResultInUse(ValueError):
 
 
 class OtherResult(ValueError):
-    """The folder has the completions of another evaluation, or damaged ones."""
+    """The folder has the completions of another evaluation, or damaged completions."""
 
 
 class ProblemLost(ValueError):
@@ -103,8 +103,8 @@ class ResultFile(AbstractContextManager["ResultFile"]):
     def __init__(self, folder: Path, header: Header):
         """Create, or go on with, the result in `folder`.
 
-        Raises ResultInUse for a folder that another process writes to, and OtherResult for a folder with another
-        evaluation or a damaged one; nothing is changed then.
+        Raises ResultInUse for a folder that another process writes to, and OtherResult for a folder with a damaged
+        evaluation or with another evaluation; nothing is changed then.
         """
         self.folder = folder
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -125,10 +125,10 @@ class ResultFile(AbstractContextManager["ResultFile"]):
             raise
 
     def missing(self, keys: Sequence[Key]) -> list[Key]:
-        """The keys to generate: keys without a row, and keys of a problem of which all completions are lost."""
-        # a problem of which nothing is left has no score and fails the evaluation: it is tried again
-        kept = {_problem_of(key) for key, row in self.rows.items() if not row.lost}
-        return [key for key in keys if key not in self.rows or _problem_of(key) not in kept]
+        """The keys to generate: keys without a row, and keys of a problem whose completions are all lost."""
+        # A problem whose completions are all lost has no score and fails the evaluation: it is tried again.
+        scored_problems = {_problem_of(key) for key, row in self.rows.items() if not row.lost}
+        return [key for key in keys if key not in self.rows or _problem_of(key) not in scored_problems]
 
     def append(self, row: Row) -> None:
         """Add a finished completion. Raises OSError naming the file."""
@@ -136,7 +136,7 @@ class ResultFile(AbstractContextManager["ResultFile"]):
         self.rows[row.key] = row
 
     def finish(self, summary: dict[str, Any]) -> Path:
-        """Write the summary once every row is on the disk; returns its path. Raises OSError."""
+        """Write the summary once every row is on the disk; returns the summary's path. Raises OSError."""
         self._file.sync()
         path = self.folder / SUMMARY
         write_durably(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
@@ -169,13 +169,13 @@ def _rows(path: Path, header: Header) -> dict[Key, Row]:
     return rows
 
 
-def _check_header(path: Path, before: Any, header: Header) -> None:
+def _check_header(path: Path, header_on_disk: Any, header: Header) -> None:
     expected = msgspec.json.decode(msgspec.json.encode(header))
-    if not isinstance(before, dict):
+    if not isinstance(header_on_disk, dict):
         raise OtherResult(f"{path}: it has no header of an evaluation")
     if expected["digest"]:
-        before["policy"] = expected["policy"]  # the digest says what it is, wherever the folder is now
-    for key, was, now in differing(before, expected):
+        header_on_disk["policy"] = expected["policy"]  # the digest identifies the policy, wherever the folder is now
+    for key, was, now in differing(header_on_disk, expected):
         raise OtherResult(f"{path}: it is the result of another evaluation: {key}: {was!r}, not {now!r}")
 
 
@@ -186,7 +186,7 @@ class Cell:
     file: str
     budget: int | None
     rows: tuple[tuple[Row, ...], ...] = field(repr=False)
-    """[P][k] completions of each problem, without lost ones; every problem has at least one."""
+    """[P][k] completions of each problem that are not lost; every problem has at least one completion."""
     lost: int
 
     @property
@@ -196,7 +196,7 @@ class Cell:
 
 
 def cells(rows: Iterable[Row], keys: Sequence[Key]) -> list[Cell]:
-    """The completions of `keys`, one cell for each file and budget in their order.
+    """The completions of `keys`, one cell for each file and budget in the order of the keys.
 
     Raises ValueError if a completion is missing, ProblemLost if all completions of a problem are lost.
     """
@@ -208,12 +208,12 @@ def cells(rows: Iterable[Row], keys: Sequence[Key]) -> list[Cell]:
         grouped.setdefault((key.file, key.budget), {}).setdefault(key.number, []).append(by_key[key])
     result = []
     for (file, budget), problems in grouped.items():
-        kept = []
+        cell_rows = []
         lost = 0
         for number, completions in problems.items():
-            kept.append(tuple(row for row in completions if not row.lost))
-            if not kept[-1]:
+            cell_rows.append(tuple(row for row in completions if not row.lost))
+            if not cell_rows[-1]:
                 raise ProblemLost(f"{file}: problem {number}: all of its completions are lost")
-            lost += len(completions) - len(kept[-1])
-        result.append(Cell(file=file, budget=budget, rows=tuple(kept), lost=lost))
+            lost += len(completions) - len(cell_rows[-1])
+        result.append(Cell(file=file, budget=budget, rows=tuple(cell_rows), lost=lost))
     return result

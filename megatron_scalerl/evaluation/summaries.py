@@ -41,13 +41,13 @@ class FileSummary:
     lost: int
     """Completions that are in no rate."""
     labels: dict[str, dict[str, Estimate]]
-    """MATH-500: label -> its value -> mean@k of the problems that have it."""
+    """MATH-500: label -> value -> mean@k of the problems with this value."""
     clean: Estimate | None = None
-    """mean@k of the problems that no training prompt hits; None if none is left or they were not compared."""
+    """mean@k of the problems that no training prompt hits; None without such a problem or without a comparison."""
 
 
 def summarize(cell: Cell, file: ProblemFile, contaminated: Contamination | None, *, k: int) -> FileSummary:
-    """The summary of a cell of `file`. contaminated: the file's hits, if it was compared with training prompts."""
+    """The summary of a cell of `file`. contaminated: hits on the file, if training prompts were compared."""
     outcomes = cell.outcomes
     rows = list(chain(*cell.rows))
     shares = rates(outcomes)
@@ -55,7 +55,7 @@ def summarize(cell: Cell, file: ProblemFile, contaminated: Contamination | None,
     def mean_of(numbers: list[int]) -> Estimate:
         return rate_over_prompts(shares[numbers], observations=sum(len(outcomes[i]) for i in numbers))
 
-    # Numbers of problems from 0, as those of `shares`.
+    # Numbers of problems from 0, as in `shares`.
     numbers_of: dict[str, dict[str, list[int]]] = {}
     for number, problem in enumerate(file.problems):
         for name, value in problem.labels.items():
@@ -170,9 +170,9 @@ def labels_table(summary: FileSummary) -> Table:
 
 def gains_table(saturation: Saturation) -> Table:
     """The comparisons of budgets, a row for each but the largest."""
-    shown = {True: "yes", False: "no"}
+    words = {True: "yes", False: "no"}
     rows = [
-        (f"{step.budget:,}", f"{step.largest_gain:+.3f}", f"{step.upper:+.3f}", shown[step.shown])
+        (f"{step.budget:,}", f"{step.largest_gain:+.3f}", f"{step.upper:+.3f}", words[step.shown])
         for step in saturation.steps[:-1]
     ]
     columns = ("budget", "largest gain of a larger one", "95 % upper bound", "shown above 0")

@@ -4,22 +4,22 @@
 
 The life of a session:
 
-    begin      a try of `run` gets a key, which is known to the server and to nobody but its agent
-    request    what arrives as ids is the context; messages are rendered after the longest conversation that they
-               continue, whose ids are kept. `rollouts.trace` says which part the context continues
+    begin      a try of `run` gets a key, which only the server and this try's agent know
+    request    ids are the context as sent; messages are rendered after the longest known conversation that the
+               messages continue, whose ids are kept. `rollouts.trace` says which part the context continues
     answer     ids, or a message with calls of tools
-    end        the try's key is unknown from now on, and its requests in progress are cancelled
-    close      what is being sampled is cancelled
+    end        the try's key becomes unknown, and requests in progress are cancelled
+    close      sampling in progress is cancelled
 
-Each request is on record with its answer. Where `run` is tried again after a failure, requests that equal recorded
-ones get their answers, each once, so that nothing is sampled twice; others are new, and whether anything on record
-was left `unasked` is judged when the run has ended, as parallel branches ask in any order. `over` has the error with
-which the episode ends: a limit, or the engine's.
+Each request is recorded with the answer. If `run` is tried again after a failure, a request that equals a recorded
+request gets the recorded answer, each answer once, so that nothing is sampled twice. Every other request is new.
+Parallel branches ask in any order, so recorded requests that stayed `unasked` are judged at the end of the run.
+`over` has the error that ended the episode: a limit, or an error of the engine.
 
-An agent is not trusted: connections are bounded, and those without a known key are few; no body is read before the
-key is known. The time and the bytes of a body are bounded, an episode has environment.max_turns requests, of which
-one is rendered at a time, ids are those of the vocabulary, and no setting of a request changes how the policy is
-sampled, but for texts at which it stops. Every refusal is the JSON that OpenAI's client reads.
+An agent is not trusted: connections are bounded, and connections without a known key are few; no body is read before
+the key is known. The time and the bytes of a body are bounded, an episode has environment.max_turns requests, and one
+request is rendered at a time. Ids have to be in the vocabulary, and no setting of a request changes the sampling, but
+for texts at which an answer stops. Every refusal is an error as OpenAI's client reads errors.
 """
 
 from __future__ import annotations
@@ -59,22 +59,22 @@ CHAT = "/v1/chat/completions"
 BODY_BYTES = 2**22
 """Most bytes of a request."""
 BODY_S = 60.0
-"""Time for a request to arrive, and for a connection without one (s)."""
+"""Time for a request to arrive, and for a connection without a request (s)."""
 TOKEN_BYTES = 16
 """Bytes of a body for each token that a context may have, beside OTHER_BYTES: an id takes 8 at most, words take 5.
 
 A decoder takes 16 us for a byte of special tokens.
 """
 OTHER_BYTES = 2**16
-"""Bytes of a body beside its context."""
-IGNORED = """
+"""Bytes of a body beside the context."""
+IGNORED_SETTINGS = """
     model user metadata store service_tier safety_identifier prompt_cache_key stream_options priority cache_salt
     sampling_params temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty
 """
-"""Settings that change nothing: the run decides how its policy is sampled."""
-OF_IDS = "stop_token_ids logprobs skip_special_tokens return_token_ids routed_experts_prompt_start"
+"""Settings that change nothing: the run decides how the policy is sampled."""
+ID_CLIENT_SETTINGS = "stop_token_ids logprobs skip_special_tokens return_token_ids routed_experts_prompt_start"
 """Settings of clients that send ids, who get ids with log-probs in any case."""
-ALLOWED: dict[str, tuple[Any, ...]] = {
+ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "logit_bias": ({},),
     "logprobs": (False,),
@@ -83,20 +83,20 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto",),
     "content_parts": ([],),
 }
-"""Settings that a request may have with these values alone. Of others it may have none, unless they are null."""
+"""Settings that a request may have with these values alone. Every unnamed setting has to be null."""
 
 
 MOST_STRANGERS = 256
-"""Connections that have shown no known key; above this number the oldest is closed, if it had STRANGER_S."""
+"""Connections that have shown no known key; above this number the oldest is closed once STRANGER_S has passed."""
 STRANGER_S = 5.0
 """Time to show a key (s): many agents connect at once when episodes begin."""
 ENDS = 64
-"""Latest episodes of which it is counted how many were cut by `max_tokens`."""
+"""Number of latest episodes among which cuts by `max_tokens` are counted."""
 UNKNOWN = "the key is of no episode in progress: send agent.api_key of this call of run"
 GONE = "the episode has ended by a limit, such as environment.max_turns; its run is cancelled"
 NO_ROUTE = f"there is no such route: ask POST {CHAT}, POST {GENERATE} or GET /v1/models"
-REFUSED = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
-"""Errors of a request that is refused; JSON that is too deep is a RecursionError, and that a RuntimeError."""
+REQUEST_ERRORS = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
+"""Errors for which a request is refused; JSON that is too deep is a RecursionError, a kind of RuntimeError."""
 
 
 class LimitReached(Exception):
@@ -112,28 +112,28 @@ Ask = Callable[..., Awaitable[tuple[Part, PastTurn, Decoded]]]
 
 
 @record
-class Said:
+class Conversation:
     """A conversation after a turn of the policy."""
 
     messages: tuple[list[Message], ...] = ()
-    """[turns] those before each turn."""
+    """[turns] the messages before each turn."""
     turns: tuple[PastTurn, ...] = ()
     part: Part = Part(array("I"), 0)
     tokens: int = 0
-    """Of the part, up to here."""
+    """Tokens of the part up to the end of the last turn."""
 
 
 @record
-class _Asked:
-    """A request that can be sampled."""
+class _Job:
+    """A request in the form that `ask` samples."""
 
     context: list[int]
     tools: str = "[]"
-    """As JSON."""
-    said: Said = Said()
+    """The tools as JSON."""
+    conversation: Conversation = Conversation()
     """The conversation, with the new messages."""
     digest: Any = None
-    """Of tools and messages, to be updated."""
+    """Hash of tools and messages, which the answer updates."""
 
 
 class _Text(msgspec.Struct):
@@ -164,7 +164,7 @@ class _Salted(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """A request on one of both paths, with sampling_params among its fields."""
+    """A request on either path; fields of sampling_params count as fields of the request."""
 
     token_ids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
     messages: list[_Message] = []
@@ -191,7 +191,7 @@ class _Entry:
 
 
 class Session:
-    """One episode of an agent; `environments.pool.Session` says what its pool needs."""
+    """One episode of an agent; implements `environments.pool.Session`."""
 
     def __init__(
         self,
@@ -205,10 +205,10 @@ class Session:
         vocabulary: int,
         tokens: int,
     ):
-        """sessions: all, by their keys. agent: gets a key. vocabulary: ids of the policy. tokens: of a context, at
-        most."""
+        """sessions: key -> session of a try in progress. agent: address without a key. vocabulary: number of ids of
+        the policy. tokens: limit of a context."""
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Has the error that ended the episode."""
+        """Ends with the error that ended the episode."""
         self._agent = agent
         self._ask = ask
         self._decoders = decoders
@@ -221,18 +221,18 @@ class Session:
         self._requests = 0
         self._record: list[_Entry] = []
         self.unasked: set[_Entry] = set()
-        """What earlier tries have asked, and this one has not."""
+        """Requests of earlier tries that this try has not asked."""
         self._texts: list[str] = []
         """Answers of the policy."""
-        self._said: dict[bytes, Said] = {}
-        """By the digest of their tools and messages, the policy's too."""
+        self._conversations: dict[bytes, Conversation] = {}
+        """Digest of tools and messages, the policy's messages included -> conversation."""
         self._handlers: set[asyncio.Task[Any]] = set()
-        """Of the requests in flight."""
-        self._asked = asyncio.Event()
+        """Handlers of the requests in flight."""
+        self._request_in_flight = asyncio.Event()
         """Set while a request is in flight."""
-        self._quiet = asyncio.Event()
-        """Set while none is."""
-        self._quiet.set()
+        self._no_request = asyncio.Event()
+        """Set while no request is in flight."""
+        self._no_request.set()
 
     def begin(self) -> Agent:
         """Begin a try of the run."""
@@ -244,7 +244,7 @@ class Session:
         return self._agent
 
     def end(self) -> None:
-        """End the try: what is left of it asks nothing any more."""
+        """End the try: from now on the try's agent is refused."""
         self._sessions.pop(self._agent.api_key, None)
         for handler in self._handlers:
             handler.cancel()
@@ -252,15 +252,15 @@ class Session:
     async def silent(self) -> None:
         """Return once no request was in flight for the limit."""
         while True:
-            await self._quiet.wait()
+            await self._no_request.wait()
             try:
                 async with time_limit(self._settings.timeout_s):
-                    await self._asked.wait()
+                    await self._request_in_flight.wait()
             except TimeoutError:
                 return
 
     def responses(self) -> Sequence[str]:
-        """The policy's answers; none where what was sampled is not of one run."""
+        """The policy's answers; none while recorded requests are unasked, since the answers are of several runs."""
         if self.unasked:
             return []
         return self._texts
@@ -271,11 +271,11 @@ class Session:
         await cancelled(self.over, *self._handlers, *(entry.answer for entry in self._record))
 
     async def answer(self, path: str, data: bytes) -> web.Response:
-        """The answer to a request, on record or new."""
+        """The answer to a request, recorded or new."""
         handler: Any = asyncio.current_task()
         self._handlers.add(handler)
-        self._quiet.clear()
-        self._asked.set()
+        self._no_request.clear()
+        self._request_in_flight.set()
         try:
             entry = self._entry(path, data)
             entry.reader = handler
@@ -285,8 +285,8 @@ class Session:
             except asyncio.CancelledError:  # the agent has hung up, and may ask again, or has done so
                 if entry.reader is handler:
                     entry.reader = None
-                    waiting = {other.digest for other in self._record if other.reader and not other.answer.done()}
-                    if entry.digest in waiting and not entry.answer.done():
+                    awaited = {e.digest for e in self._record if e.reader and not e.answer.done()}
+                    if entry.digest in awaited and not entry.answer.done():
                         self._record.remove(entry)
                         await cancelled(entry.answer)
                 raise
@@ -294,11 +294,11 @@ class Session:
         finally:
             self._handlers.remove(handler)
             if not self._handlers:
-                self._asked.clear()
-                self._quiet.set()
+                self._request_in_flight.clear()
+                self._no_request.set()
 
     def _entry(self, path: str, data: bytes) -> _Entry:
-        # the key may be in the body, and each try has another one
+        # The body may contain the key, which differs between tries.
         data = data.replace(self._agent.api_key.encode(), b"")
         digest = hashlib.sha256(path.encode() + data).digest()
         for entry in self._record:
@@ -312,7 +312,7 @@ class Session:
         return entry
 
     async def _new(self, path: str, data: bytes, number: int) -> Reply:
-        """The answer to a new request. number: in the episode, from 0."""
+        """The answer to a new request. number: number of the request in the episode, from 0."""
         try:
             if number >= self._settings.max_turns:
                 raise LimitReached("environment.max_turns")
@@ -320,65 +320,71 @@ class Session:
                 raise LimitReached(f"a request of {len(data)} bytes leaves no room (environment.episode_tokens)")
             try:
                 request = _read(path, data)
-                asked = await (self._messages(request) if path == CHAT else self._ids(request))
-            except REFUSED as problem:
+                job = await (self._messages(request) if path == CHAT else self._ids(request))
+            except REQUEST_ERRORS as problem:
                 return _refusal(400, f"{problem} (docs/environments.md says what a request may have)")
-            most = min(filter(None, (request.max_tokens, request.max_completion_tokens)), default=None)
-            limits = {"most": most, "stop": request.stop or ()}
-            part, turn, decoded = await self._ask(asked.context, number=number, tools=asked.tools, **limits)
+            max_tokens = min(filter(None, (request.max_tokens, request.max_completion_tokens)), default=None)
+            limits = {"max_tokens": max_tokens, "stop": request.stop or ()}
+            part, turn, decoded = await self._ask(job.context, number=number, tools=job.tools, **limits)
             self._texts.append(decoded.text or "")
             if path == CHAT:
-                return self._message(request, asked, part, turn, decoded)
+                return self._message(request, job, part, turn, decoded)
             values = zip(turn.token_ids, read(decoded.data).rollout_logprobs.tolist())
             scored = [{"token": f"token_id:{token}", "logprob": value, "top_logprobs": []} for token, value in values]
             choice = {"token_ids": turn.token_ids, "logprobs": {"content": scored}}
             return _json({"choices": [FINISHED | choice]})
-        except (LimitReached, CompletionLost, RuntimeError, *REFUSED) as end:  # a defect of ours ends the run
+        except (LimitReached, CompletionLost, RuntimeError, *REQUEST_ERRORS) as end:  # a defect of ours ends the run
             if not self.over.done():
                 self.over.set_exception(end)
             return _refusal(410, GONE)
 
-    async def _ids(self, request: _Body) -> _Asked:
+    async def _ids(self, request: _Body) -> _Job:
         """Ids after ids, in the form of vLLM."""
         largest = max(request.token_ids, default=self._vocabulary)
         if largest >= self._vocabulary:
             raise ValueError(f"token_ids: they have to be ids below {self._vocabulary}, at least one")
-        return _Asked(context=request.token_ids)
+        return _Job(context=request.token_ids)
 
-    async def _messages(self, request: _Body) -> _Asked:
-        """A message after messages, of which the longest conversation is known that has been answered."""
-        messages = list(map(_plain, request.messages))
+    async def _messages(self, request: _Body) -> _Job:
+        """A message after messages, whose longest beginning that the policy has answered is known."""
+        messages = list(map(_plain_message, request.messages))
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError("messages: the last one has to be of user, tool or system")
         tools = msgspec.json.encode(request.tools or []).decode()
         digest = hashlib.sha256(tools.encode())
-        before = Said()
-        known = 0
+        answered = Conversation()
+        known_size = 0
         for size, message in enumerate(messages, 1):
             digest.update(msgspec.json.encode(message, order="sorted"))
-            if digest.digest() in self._said:
-                before = self._said[digest.digest()]
-                known = size
-        said = replace(before, messages=(*before.messages, messages[known:]))
+            if digest.digest() in self._conversations:
+                answered = self._conversations[digest.digest()]
+                known_size = size
+        conversation = replace(answered, messages=(*answered.messages, messages[known_size:]))
         async with self._rendering:
-            ids, whole = await self._decoders.render(said.messages, said.turns, replace(self._talk, tools=tools))
+            ids, rewritten = await self._decoders.render(
+                conversation.messages, conversation.turns, replace(self._talk, tools=tools)
+            )
         context = ids.tolist()
-        if not whole:
-            context = [*said.part.context[: said.tokens], *context]
-        return _Asked(context=context, tools=tools, said=said, digest=digest)
+        if not rewritten:
+            context = [*conversation.part.context[: conversation.tokens], *context]
+        return _Job(context=context, tools=tools, conversation=conversation, digest=digest)
 
-    def _message(self, request: _Body, asked: _Asked, part: Part, turn: PastTurn, decoded: Decoded) -> Reply:
+    def _message(self, request: _Body, job: _Job, part: Part, turn: PastTurn, decoded: Decoded) -> Reply:
         """The answer to messages."""
-        message = _message(decoded, f"call_{len(self._said)}", request.stop or ())
-        size = len(asked.context) + len(turn.token_ids)
-        asked.digest.update(msgspec.json.encode(_plain(msgspec.convert(message, _Message)), order="sorted"))
-        turns = (*asked.said.turns, turn)
-        self._said[asked.digest.digest()] = replace(asked.said, turns=turns, part=part, tokens=size)
-        usage = {"prompt_tokens": len(asked.context), "completion_tokens": len(turn.token_ids), "total_tokens": size}
+        message = _message(decoded, f"call_{len(self._conversations)}", request.stop or ())
+        size = len(job.context) + len(turn.token_ids)
+        job.digest.update(msgspec.json.encode(_plain_message(msgspec.convert(message, _Message)), order="sorted"))
+        turns = (*job.conversation.turns, turn)
+        self._conversations[job.digest.digest()] = replace(job.conversation, turns=turns, part=part, tokens=size)
+        usage = {
+            "prompt_tokens": len(job.context),
+            "completion_tokens": len(turn.token_ids),
+            "total_tokens": size,
+        }
         choice = dict(FINISHED)
         if "tool_calls" in message:
             choice["finish_reason"] = "tool_calls"
-        answer = {"id": f"turn-{len(self._said)}", "created": 0, "model": MODEL, "usage": usage}
+        answer = {"id": f"turn-{len(self._conversations)}", "created": 0, "model": MODEL, "usage": usage}
         if request.stream:
             answer |= {"object": "chat.completion.chunk", "choices": [choice | {"delta": message}]}
             return 200, "text/event-stream", b"data: %b\n\ndata: [DONE]\n\n" % msgspec.json.encode(answer)
@@ -389,15 +395,18 @@ FINISHED = {"index": 0, "finish_reason": "stop"}
 
 
 def _read(path: str, data: bytes) -> _Body:
-    """A request. Raises ValueError, RecursionError for what is none, and for settings that are not honored."""
+    """The request in a body. Raises ValueError or RecursionError for a malformed body, and for settings that the
+    route does not honor."""
     body = msgspec.json.decode(data, type=dict[str, Any])
     body |= msgspec.convert(body.get("sampling_params", {}), dict[str, Any])
-    taken = [*_Body.__struct_fields__, *IGNORED.split()]
+    known_names = [*_Body.__struct_fields__, *IGNORED_SETTINGS.split()]
     if path == GENERATE:
-        taken += OF_IDS.split()
-    refused = [name for name in body.keys() - set(taken) if body[name] not in (None, *ALLOWED.get(name, ()))]
-    if refused:
-        raise ValueError(f"{', '.join(refused)}: leave it out, as the run decides how its policy is sampled")
+        known_names += ID_CLIENT_SETTINGS.split()
+    refused_names = [
+        name for name in body.keys() - set(known_names) if body[name] not in (None, *ALLOWED_VALUES.get(name, ()))
+    ]
+    if refused_names:
+        raise ValueError(f"{', '.join(refused_names)}: leave it out, as the run decides how its policy is sampled")
     if isinstance(body.get("stop"), str):
         body["stop"] = [body["stop"]]
     return msgspec.convert(body, _Body)
@@ -408,40 +417,40 @@ def _json(value: dict[str, Any], status: int = 200) -> Reply:
 
 
 def _refusal(status: int, text: str) -> Reply:
-    """An error as OpenAI's client reads it."""
+    """An error as OpenAI's client reads errors."""
     text = text.encode(errors="replace").decode()
     return _json({"error": {"message": text, "type": "invalid_request_error", "code": status}}, status)
 
 
 @web.middleware
 async def _refusing(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Answers what the route refuses."""
+    """Turns aiohttp's refusals into errors as OpenAI's client reads errors."""
     try:
         response: web.StreamResponse = await handler(request)
         return response
-    except web.HTTPException as refused:
-        text = NO_ROUTE if refused.status in (404, 405) else refused.text
-        status, kind, body = _refusal(refused.status, text or "")
+    except web.HTTPException as refusal:
+        text = NO_ROUTE if refusal.status in (404, 405) else refusal.text
+        status, kind, body = _refusal(refusal.status, text or "")
         return web.Response(status=status, content_type=kind, body=body)
 
 
-def _plain(message: _Message) -> Message:
-    """A message for the chat template, equal to another one if both say the same."""
+def _plain_message(message: _Message) -> Message:
+    """A message for the chat template; messages that say the same are equal."""
     text = message.content or ""
     if not isinstance(text, str):
         text = "".join(part.text for part in text)
-    plain: Message = {"role": message.role, "content": text}
+    fields: Message = {"role": message.role, "content": text}
     names: dict[str, Any] = {"name": message.name, "tool_call_id": message.tool_call_id}
     if message.role == "developer":
-        plain["role"] = "system"
+        fields["role"] = "system"
     if message.role == "assistant":
         # the policy's text may come back without the space around it
-        plain["content"] = text.strip()
-        names = {"tool_calls": list(map(_called, message.tool_calls or ()))}
-    return plain | {name: value for name, value in names.items() if value}
+        fields["content"] = text.strip()
+        names = {"tool_calls": list(map(_plain_call, message.tool_calls or ()))}
+    return fields | {name: value for name, value in names.items() if value}
 
 
-def _called(call: _Call) -> dict[str, Any]:
+def _plain_call(call: _Call) -> dict[str, Any]:
     """A call as chat templates read it: arguments are no text if they are JSON."""
     arguments: Any = call.function.arguments
     with contextlib.suppress(ValueError, RecursionError):
@@ -450,9 +459,9 @@ def _called(call: _Call) -> dict[str, Any]:
 
 
 def _message(decoded: Decoded, prefix: str, stops: Sequence[str]) -> dict[str, Any]:
-    """The policy's message. A call that cannot be read stays in its text.
+    """The policy's message. An unreadable call stays in the text.
 
-    prefix: of ids that no format gives. stops: texts with which the message ends, and which it does not have.
+    prefix: begins the ids of calls without an id. stops: texts before which the message ends.
     """
     content = decoded.text or ""
     readable = [call for call in decoded.tool_calls if not call.error]
@@ -474,27 +483,27 @@ def _message(decoded: Decoded, prefix: str, stops: Sequence[str]) -> dict[str, A
     return message
 
 
-class _Refused(asyncio.Protocol):
+class _RefusedConnection(asyncio.Protocol):
     """A connection beyond the bound."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Close it."""
+        """Close the connection."""
         transport.close()
 
 
 class AgentServer:
     """The server of all sessions; `async with` starts and closes it.
 
-    Connections: at most half of the files that this process may open (`launch.hosts.files_needed`), whoever has them.
+    Connections: at most half of the files that this process may open (`launch.hosts.files_needed`).
     """
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
-        """By the keys of their tries."""
+        """Key of a try -> session."""
         self._key = secrets.token_urlsafe(32)
         """`Agent.route_key`."""
         self._strangers: dict[Any, float] = {}
-        """Connections that have shown no known key, the oldest first -> when they came (time of the loop)."""
+        """Connection that has shown no known key, the oldest first -> time of arrival (s, time of the loop)."""
         self._cut: deque[bool] = deque(maxlen=ENDS)
         """Whether `max_tokens` ended the latest episodes."""
 
@@ -503,7 +512,7 @@ class AgentServer:
         application.router.add_get("/v1/models", self._models)
         for path in (GENERATE, CHAT):
             application.router.add_post(path, self._post)
-        # a handler ends when its agent hangs up
+        # a handler ends when the agent hangs up
         self._runner = web.AppRunner(
             application, access_log=None, handler_cancellation=True, keepalive_timeout=BODY_S, shutdown_timeout=1.0
         )
@@ -519,7 +528,7 @@ class AgentServer:
         server: Any = self._runner.server
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if 0 < files // 2 <= len(server.connections):  # without a limit it is negative
-            return _Refused()
+            return _RefusedConnection()
         protocol: asyncio.BaseProtocol = server()
         now_s = asyncio.get_running_loop().time()
         self._strangers[protocol] = now_s
@@ -531,7 +540,7 @@ class AgentServer:
 
     @contextlib.asynccontextmanager
     async def session(self, *arguments: Any, **limits: Any) -> AsyncIterator[Session]:
-        """A session in a block; the arguments of `Session` after its address."""
+        """A session in a block. arguments, limits: the arguments of `Session` after `agent`."""
         port = self._server.sockets[0].getsockname()[1]
         agent = Agent(base_url=f"http://{HOST}:{port}/v1", api_key="", model=MODEL, route_key=self._key)
         session = Session(self._sessions, agent, *arguments, **limits)
@@ -550,14 +559,14 @@ class AgentServer:
             self._cut.clear()
 
     def _admit(self, request: web.Request) -> str:
-        """The key of a request, whose body may then be read. Raises HTTPUnauthorized."""
+        """The key of a request whose body may be read. Raises HTTPUnauthorized."""
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if key not in self._sessions and request.headers.get(ROUTE_HEADER) != self._key:
             raise web.HTTPUnauthorized(text=UNKNOWN)
         self._strangers.pop(request.protocol, None)
         return key
 
-    def _of(self, key: str, data: bytes) -> Session:
+    def _session_of(self, key: str, data: bytes) -> Session:
         """The session of a key, or of the body's cache_salt (`environments.verifiers`). Raises HTTPUnauthorized."""
         if key not in self._sessions:
             with contextlib.suppress(msgspec.MsgspecError, RecursionError):
@@ -578,5 +587,5 @@ class AgentServer:
                 data = await request.read()
         except TimeoutError:
             raise web.HTTPRequestTimeout from None
-        session = self._of(key, data)
+        session = self._session_of(key, data)
         return await session.answer(request.path, data)

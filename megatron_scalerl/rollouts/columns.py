@@ -1,4 +1,4 @@
-"""The columns of a group's tokens that its algorithm asks for, before the group is stored."""
+"""Adds the columns that the run's algorithm asks for to the tokens of a group, before the group is stored."""
 
 import asyncio
 import logging
@@ -87,15 +87,17 @@ async def with_columns(
     raise AssertionError("the last try returns or raises")
 
 
-def scored(sample: RolloutArrays, named: Mapping[str, Any], algorithm: ScaleRL) -> RolloutArrays:
-    """A sample with its columns. Raises ValueError for other names, and for a sampled token without a finite number.
+def scored(sample: RolloutArrays, named_columns: Mapping[str, Any], algorithm: ScaleRL) -> RolloutArrays:
+    """A sample with columns. Raises ValueError for other names, and for a sampled token without a finite number.
 
-    What is stored is trained on after every restart: a NaN in it would end the run again and again.
+    Stored columns are trained on after every restart: a stored NaN would end the run again and again.
     """
-    if {*named} != {*algorithm.columns}:
-        raise ValueError(f"score gave the columns {sorted(named)}; they have to be {sorted(algorithm.columns)}")
+    if {*named_columns} != {*algorithm.columns}:
+        raise ValueError(
+            f"score gave the columns {sorted(named_columns)}; they have to be {sorted(algorithm.columns)}"
+        )
     with np.errstate(over="ignore"):
-        columns = {name: np.asarray(named[name], np.float32) for name in algorithm.columns}
+        columns = {name: np.asarray(named_columns[name], np.float32) for name in algorithm.columns}
     for name, column in columns.items():
         if column.shape != sample.loss_mask.shape or not np.isfinite(column[sample.loss_mask]).all():
             raise ValueError(

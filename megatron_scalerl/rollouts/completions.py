@@ -1,4 +1,4 @@
-"""The bytes of a batch's completions, read from where their groups are stored when they are sent to the trainer."""
+"""Reads the bytes of a batch's completions from the store, at the moment of sending the batch to the trainer."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ Source = tuple[BlockRef | None, int]
 
 
 def completions_of(run_dir: Path, sources: Sequence[Source]) -> ReadCompletions:
-    """Reads samples by their numbers in `sources` (`controller.samples.BatchPlan`), in a thread.
+    """A reader of samples by number in `sources` (`controller.samples.BatchPlan`), which works in a thread.
 
     Only the bytes of these completions are read, and verified. The reader raises ValueError naming the file for a
-    group that is damaged, and OSError.
+    damaged group, and OSError.
     """
     folder = run_dir / "rollouts"
 
@@ -27,13 +27,13 @@ def completions_of(run_dir: Path, sources: Sequence[Source]) -> ReadCompletions:
 
 
 def _read(folder: Path, sources: Sequence[Source]) -> list[bytes]:
-    # by block, so that the head of each is read and verified once
+    # by block, so that the head of each block is read and verified once
     positions: dict[BlockRef, list[int]] = {}
     for stored, position in sources:
         assert stored is not None, "a group is stored before it is trained"
         positions.setdefault(stored, []).append(position)
     completions: dict[Source, bytes] = {}
-    for stored, wanted in positions.items():
-        data = read_completions(segment_path(folder, stored.segment), stored, wanted)
-        completions.update(zip(((stored, position) for position in wanted), data))
+    for stored, block_positions in positions.items():
+        data = read_completions(segment_path(folder, stored.segment), stored, block_positions)
+        completions.update(zip(((stored, position) for position in block_positions), data))
     return [completions[source] for source in sources]

@@ -1,8 +1,8 @@
 """A decoder process: `python -m megatron_scalerl.rollouts.decoder`, started and killed by `rollouts.decoder_pool`.
 
-It turns the responses of engines into completions: bytes for the store (`batching.rollout_bytes`), facts for the
-controller, text and calls of tools for verifier and environment. It renders the messages of environments as tokens.
-Its frames (`processes.worker`):
+A decoder turns the responses of engines into completions: bytes for the store (`batching.rollout_bytes`), facts for
+the controller, text and calls of tools for verifier and environment. A decoder also renders the messages of
+environments as tokens. The frames (`processes.worker`):
 
     setup      Setup
     request    Request to decode, body of the response
@@ -10,8 +10,8 @@ Its frames (`processes.worker`):
     request    Request to render messages
     reply      Reply, tokens as u32
 
-Without turns to render it imports no torch, and no transformers where the policy's tokenizer is one of the package
-`tokenizers`.
+Without turns to render, the process imports no torch, and no transformers if the package `tokenizers` can decode the
+policy's tokens.
 """
 
 import signal
@@ -43,11 +43,11 @@ class AnswerFormat:
     """The rule by which the answer of a completion is found. Produced by `rollouts.plans`."""
 
     plan: Plan | None
-    """Any interruption plan of the run: its closing tag ends thinking. None for a policy that thinks in no tags."""
+    """Any interruption plan of the run, for the closing tag that ends thinking; None for a policy without tags."""
     think_end: str
     """The closing tag as text."""
     hidden_ids: frozenset[int]
-    """Tokens that are not part of the text: special tokens and those that end a completion."""
+    """Tokens that are not part of the text: special tokens and tokens that end a completion."""
 
     def answer_start(self, token_ids: np.ndarray) -> int | None:
         """Index of the first token after thinking in `token_ids` [T]; None if thinking did not end."""
@@ -62,7 +62,7 @@ class AnswerFormat:
         if start is None:
             return None
         if self.plan is not None:
-            # the tag's tokens may include neighboring text, so decode them too and cut the tag off as text
+            # The tag's tokens may include neighboring text, so they are decoded and the tag is cut off as text.
             start -= len(self.plan.think_end_ids)
         text = decode([token for token in token_ids[start:].tolist() if token not in self.hidden_ids])
         if self.plan is None:
@@ -72,14 +72,14 @@ class AnswerFormat:
 
 @record
 class TurnSettings:
-    """What `prompts.turns.TurnRenderer` needs."""
+    """The settings of `prompts.turns.TurnRenderer` and of the parser of tool calls."""
 
     prompts: str
     """The recipe's section, settled, as JSON."""
     end_ids: tuple[int, ...]
     thinking: Literal["keep", "strip"]
     tools: str = "[]"
-    """Those that the template shows and whose calls are read, as JSON."""
+    """Tools that the template shows and whose calls are read, as JSON."""
 
 
 @record
@@ -88,7 +88,7 @@ class Setup:
 
     answer: AnswerFormat
     tokenizer: str | None
-    """tokenizer.json of the policy; None if it has none: transformers then loads the tokenizer from `policy`."""
+    """tokenizer.json of the policy; None without this file: transformers then loads the tokenizer from `policy`."""
     policy: str
     """Hugging Face folder of the policy."""
     episodes: bool = False
@@ -97,7 +97,7 @@ class Setup:
 
 @record
 class Request:
-    """A response to decode, whose body follows; or messages to render as tokens, if there are any."""
+    """A response to decode, whose body follows; if there are messages, messages to render as tokens."""
 
     plan: Plan | None = None
     """The response's interruption plan."""
@@ -109,7 +109,7 @@ class Request:
     """[turns + 1] the environment's messages before each turn."""
     turns: tuple[PastTurn, ...] = ()
     talk: TurnSettings | None = None
-    """Of the task; None: a single turn."""
+    """The task's settings of turns; None: a single turn."""
 
 
 @record
@@ -131,7 +131,7 @@ class Decoded:
 
 @record
 class Reply:
-    """The result of a request; the bytes of the completion or the tokens of the messages follow, if there are any."""
+    """The result of a request; without an error, bytes of the completion or tokens of the messages follow."""
 
     decoded: Decoded | None = None
     error: str = ""
@@ -140,7 +140,7 @@ class Reply:
     """Message of a CompletionLost."""
     lost_reason: str = ""
     rewritten: bool = False
-    """The tokens are the whole context; else they are appended to it."""
+    """True if the tokens are the whole context; False if the tokens are appended to the context."""
 
 
 class Decoding:
@@ -154,11 +154,11 @@ class Decoding:
         if setup.episodes:
             from megatron_scalerl.prompts.tokenizer import load_tokenizer  # imports transformers
 
-            # agents choose their tools
+            # Every request of an agent may have different tools.
             self._talk = lru_cache(TOOL_SETS)(partial(turns_of, load_tokenizer(setup.policy)))
 
     def __call__(self, head: bytes, body: bytes) -> Answer:
-        """The reply to a request and its bytes."""
+        """The reply to a request, with the reply's bytes."""
         try:
             request = self._request.decode(head)
             if request.messages:
@@ -175,7 +175,7 @@ class Decoding:
         before_calls = ""
         calls: tuple[ToolCall, ...] = ()
         answer_start = self._format.answer_start(arrays.token_ids) or 0
-        if not arrays.truncated:  # a truncated completion counts as wrong, whatever it says
+        if not arrays.truncated:  # a truncated completion counts as wrong, whatever the text says
             text = self._format.answer_text(arrays.token_ids, self._text)
         if text is not None and request.talk is not None:
             _, read = self._talk(request.talk)
@@ -190,15 +190,15 @@ class Decoding:
         return Answer(head=Reply(decoded=decoded), body=write(arrays))
 
     def _rendered(self, request: Request) -> Answer:
-        """Raises ValueError, and RecursionError for nested messages and tools."""
+        """The tokens of a request's messages. Raises ValueError, and RecursionError for nested messages and tools."""
         renderer, _ = self._talk(request.talk)
         ids, rewritten = renderer.next(request.messages, request.turns)
         return Answer(head=Reply(rewritten=rewritten), body=np.array(ids, dtype="<u4").tobytes())
 
 
 def turns_of(tokenizer: Any, turns: TurnSettings) -> tuple[TurnRenderer, ToolParser]:
-    """(renderer of the turns, parser of their calls of tools). Raises ValueError as both, and for tools that no
-    template shows."""
+    """(renderer of the turns, parser of calls of tools in the turns). Raises ValueError as both do, and for tools
+    that no template shows."""
     prompts = PromptsSection.model_validate_json(turns.prompts)
     tools = msgspec.json.decode(turns.tools)
     if tools and not prompts.chat_template:
@@ -223,7 +223,7 @@ def _text_decoder(setup: Setup) -> Callable[[Sequence[int]], str]:
 
 def main() -> None:
     """Decode until the controller ends this process."""
-    # signals to the whole group are the controller's: it may still need completions to save
+    # Signals to the whole process group are left to the controller, which may still need completions to save.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     serve(Decoding)

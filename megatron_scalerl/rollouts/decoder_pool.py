@@ -2,15 +2,15 @@
 
     generate --slots--> decode() --> processes.worker_pool --one body at a time--> process --> Decoded
 
-Bound: a response's body is read only once it has one of `SLOTS * workers` slots, which it keeps until it is decoded,
-so at most that many bodies are in memory, and in each process the one that it works on. Bodies that wait stay in the
-sockets' buffers (128 KiB each in this process), and the engines' servers wait with them. The end of `async with`
-fails what is outstanding.
+Bound: a response's body is read only with one of `SLOTS * workers` slots, which the body keeps until the end of
+decoding. At most this number of bodies is in memory, and one body in each process. Waiting bodies stay in the
+sockets' buffers (128 KiB each in this process), and the engines' servers wait as long. The end of `async with` fails
+outstanding requests.
 
-The life of a body: `slot` admits it, `EngineClient.generate` reads it, `decode` sends it to a process and gives the
-slot back. A process that dies or does not answer within TIMEOUT_S is replaced (`processes.worker_pool`), and its body
-is decoded again. A body is lost (CompletionLost, `decoder_lost`) if two processes ended with it, or if no process
-starts for it. The run ends (RuntimeError) if MAX_LOST_IN_A_ROW bodies are lost with none decoded in between, or if no
+The life of a body: `slot` admits the body, `EngineClient.generate` reads it, `decode` sends it to a process and gives
+the slot back. A process that dies or does not answer within TIMEOUT_S is replaced (`processes.worker_pool`), and the
+body is decoded again. A body is lost (CompletionLost, `decoder_lost`) if two processes ended with this body, or if no
+process starts for the body. The run ends (RuntimeError) if MAX_LOST_IN_A_ROW bodies in a row are lost, or if no
 process starts any more.
 """
 
@@ -53,11 +53,11 @@ TIMEOUT_S = 60.0
 MAX_LOST_IN_A_ROW = 16
 START_TIMEOUT_S = 300.0
 MAX_DEFAULT_WORKERS = 4
-"""Most decoder processes where the recipe does not set their number: one decodes over a million tokens a second."""
+"""Most decoder processes if the recipe sets no number: a process decodes over a million tokens a second."""
 
 
 class DecoderPool:
-    """Decoder processes behind the interface of `EngineClient.generate`; `async with` starts and closes them."""
+    """Decoder processes behind the interface of `EngineClient.generate`; `async with` starts and ends them."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class DecoderPool:
         self._lost_in_a_row = 0
 
     async def __aenter__(self) -> DecoderPool:
-        """Start all processes. Raises ProcessDied or OSError if one does not start."""
+        """Start all processes. Raises ProcessDied or OSError if a process does not start."""
         await self._workers.start()
         return self
 
@@ -105,7 +105,7 @@ class DecoderPool:
         return self._workers.pids
 
     def slot(self) -> AbstractAsyncContextManager[None]:
-        """A slot, to be held from before a body is read until it is decoded."""
+        """A slot, to be held from the begin of reading a body to the end of decoding."""
         return self._slots
 
     def of_turns(self, talk: TurnSettings) -> Decoder[Decoded]:
@@ -115,11 +115,11 @@ class DecoderPool:
     async def decode(
         self, body: bytes, *, plan: Plan | None, seed: int, where: str, talk: TurnSettings | None = None
     ) -> tuple[Decoded, int]:
-        """(the completion in the response to a generation request, its tokens); the caller holds a slot.
+        """(the completion in the response to a generation request, the completion's number of tokens).
 
-        plan, seed: of the request. where: engine and path. talk: of an episode. Raises EngineError for a malformed
-        response, CompletionLost if a token has no log-probability (`no_logprobs`) or the body ended two processes
-        (`decoder_lost`), RuntimeError if the pool ended.
+        The caller holds a slot. plan, seed: from the request. where: engine and path. talk: the settings of an
+        episode. Raises EngineError for a malformed response, CompletionLost if a token has no log-probability
+        (`no_logprobs`) or the body ended two processes (`decoder_lost`), RuntimeError if the pool ended.
         """
         problem = f"{where}: the answer of {len(body)} bytes cannot be decoded"
         request = Request(plan=plan, seed=seed, where=where, talk=talk)
@@ -133,10 +133,10 @@ class DecoderPool:
     async def render(
         self, messages: Sequence[Sequence[Message]], turns: Sequence[PastTurn], talk: TurnSettings
     ) -> tuple[np.ndarray, bool]:
-        """(tokens, u32, whether they are the whole context; else they are appended to it).
+        """(u32 tokens; True if the tokens are the whole context, False if they are appended to the context).
 
-        messages: [turns + 1] those of the environment before each turn, the last ones new. Raises ValueError as
-        `prompts.turns.TurnRenderer`, CompletionLost and RuntimeError as `decode`.
+        messages: [turns + 1] the environment's messages before each turn; the last messages are new. Raises
+        ValueError as `prompts.turns.TurnRenderer`, CompletionLost and RuntimeError as `decode`.
         """
         request = Request(messages=tuple(map(tuple, messages)), turns=tuple(turns), talk=talk)
         reply, data = await self._ask(request, b"", "the environment's messages cannot be rendered")
@@ -145,7 +145,7 @@ class DecoderPool:
         return np.frombuffer(data, dtype="<u4"), reply.rewritten
 
     async def _ask(self, request: Request, body: bytes, problem: str) -> tuple[Reply, bytes]:
-        """The reply. problem: what it means if a request ends its processes."""
+        """The reply. problem: the error text for a request that ends processes."""
         try:
             answer = await self._workers.ask(msgspec.json.encode(request), body)
         except WorkerDied as death:
@@ -154,7 +154,7 @@ class DecoderPool:
         return answer
 
     def _lost(self, problem: str) -> Exception:
-        """The error for a body with which processes ended. Ends the pool if many in a row are lost."""
+        """The error for a body with which processes ended. Ends the pool if many bodies in a row are lost."""
         self._lost_in_a_row += 1
         if self._lost_in_a_row < MAX_LOST_IN_A_ROW:
             return CompletionLost(problem, reason="decoder_lost")
@@ -166,9 +166,9 @@ class DecoderPool:
 def turn_settings(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
 ) -> TurnSettings:
-    """The settings of the turns of a task with an environment. recipe: of the task.
+    """The settings of the turns of a task with an environment. recipe: the task's recipe.
 
-    Raises ValueError where the tokenizer cannot have turns or these tools.
+    Raises ValueError if the tokenizer cannot have turns or these tools.
     """
     talk = TurnSettings(
         prompts=recipe.prompts.model_dump_json(),
@@ -181,6 +181,6 @@ def turn_settings(
 
 
 def _warn(death: WorkerDied) -> bool:
-    """Log the end of a process; its body is decoded again."""
+    """Log the end of a process, whose body is decoded again."""
     logger.warning("a decoder did not answer and is replaced: %s", death)
     return False

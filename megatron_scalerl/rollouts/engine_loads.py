@@ -1,7 +1,7 @@
-"""The completions that each engine has of the stream: which one gets the next group, and how long none had any.
+"""Counts the stream's completions on each engine, chooses the engine of the next group, and measures idle time.
 
-Completions are counted from `add` to `remove`, those of an engine that is held for a measurement too: it goes on with
-its requests and comes back.
+Completions are counted from `add` to `remove`, also on an engine that is held for a measurement: a held engine goes
+on with all requests and comes back.
 """
 
 import time
@@ -21,15 +21,15 @@ class EngineLoads:
         self._max_in_flight = max_in_flight
         self._completions: Counter[EngineClient] = Counter()
         self._idle_since: float | None = None
-        """Since when engines serve and none has work (monotonic seconds); None while one has, or none serves."""
+        """Start of the idle time (monotonic seconds); None while an engine has work, or no engine serves."""
         self._idle_seconds = 0.0
         """Idle seconds before `_idle_since`, since `take_idle_seconds` was called last."""
 
     def free_engine(self) -> EngineClient | None:
-        """The serving engine with the fewest completions, of those with slots for a whole group."""
-        most = self._max_in_flight - self._group_size
-        free = [engine for engine in self._engines.serving if self._completions[engine] <= most]
-        return min(free, key=self._completions.__getitem__, default=None)
+        """The serving engine with the fewest completions; None if no engine has slots for a whole group."""
+        load_limit = self._max_in_flight - self._group_size
+        free_engines = [engine for engine in self._engines.serving if self._completions[engine] <= load_limit]
+        return min(free_engines, key=self._completions.__getitem__, default=None)
 
     def add(self, engine: EngineClient, completions: int) -> None:
         """Count completions."""
@@ -42,9 +42,9 @@ class EngineLoads:
         self.note_idle()
 
     def note_idle(self) -> None:
-        """Begin or end the time in which engines serve and none has work; also called when one joins or leaves.
+        """Begin or end the time in which engines serve without work; also called when an engine joins or leaves.
 
-        Time in which no engine serves is not idle: the engines are being started then.
+        Time without a serving engine is not idle: the engines are being started then.
         """
         serving = self._engines.serving
         busy = any(self._completions[engine] for engine in serving)
@@ -55,7 +55,7 @@ class EngineLoads:
             self._idle_since = time.monotonic()
 
     def take_idle_seconds(self) -> float:
-        """Seconds since the last call in which engines served and none had work."""
+        """Seconds since the last call in which engines served and no engine had work."""
         self._end_idle()
         seconds = self._idle_seconds
         self._idle_seconds = 0.0

@@ -1,26 +1,26 @@
-"""Episodes of several turns, each of which is one completion of its group.
+"""Episodes of several turns; each episode is one completion of a group.
 
     reset --messages--> render --ids--> generate --response--> step --messages--> render --> generate ... --> score
 
 The life of an episode:
 
     reset      the environment's first messages become the prompt, which all episodes of the group share
-    turn       the engine continues the ids so far; the ids that it samples are kept as they are, for good
-    step       the environment answers the response, in a process of its own
-    render     its new messages become ids (`prompts.turns`), which are appended; where the template rewrites what was
-               said before, the episode forks: a new part begins with the rewritten context, all of it masked
-    end        the environment says so, or a limit ends it: it is truncated then
-    score      the environment's last verdict, or the sum of its numbers; without either, the verifier's verdict on
-               the last response
+    turn       the engine continues the ids so far; sampled ids never change afterwards
+    step       the environment answers the response, in a separate process
+    render     the new messages become ids (`prompts.turns`), which are appended; if the template rewrites earlier
+               messages, the episode forks: a new part begins with the rewritten context, all masked
+    end        the environment ends the episode, or a limit does: the episode is then truncated
+    score      the environment's last verdict, or the sum of the environment's numbers; without either, the verifier's
+               verdict on the last response
 
-An agent, a class with `run`, asks for its turns itself (`rollouts.agents`), and returns the verdict.
+An agent, a class with `run`, asks for turns (`rollouts.agents`), and returns the verdict.
 
-Each token that the policy sampled is in one part (`rollouts.trace`), once. An episode stays on the engine of its
-group, whose prefix cache has its context as long as the weights stay the same.
+Each token that the policy sampled is in one part (`rollouts.trace`), once. An episode stays on the group's engine,
+whose prefix cache has the episode's context as long as the weights stay the same.
 
-What fails in the environment is no reward (`environments.pool`): the episode is lost, or begins anew if a fresh
-environment answers the same responses differently. How an episode ends, and whether it is paid, is an `EpisodeEnd`. A
-prompt of which no episode can begin, OWN_FAILURES in a row, is left out.
+A failure of the environment is no reward (`environments.pool`): the episode is lost, or begins anew if a fresh
+environment answers the same responses differently. An `EpisodeEnd` says how an episode ended and whether the episode
+is paid. A prompt whose row ends OWN_FAILURES episodes in a row is left out.
 """
 
 import asyncio
@@ -54,11 +54,12 @@ from megatron_scalerl.rollouts.trace import Part, Trace
 from megatron_scalerl.types import ENDS, CompletionLost, Prompt
 
 TRIES = 3
-"""Tries of an episode whose environment answers the same responses differently."""
+"""Tries of an episode whose environment answers equal responses differently."""
 PROBLEM_CHARS = 500
 """Last characters of a failure that are stored with the score."""
 OWN_FAILURES = 16
-"""Episodes of a prompt in a row that were ended by its row, after which it is left out: no outage ends them so."""
+"""Episodes of a prompt in a row, each ended by the prompt's row, after which the prompt is left out: no outage ends
+an episode this way."""
 
 
 class EpisodeSampler(Sampler):
@@ -74,7 +75,7 @@ class EpisodeSampler(Sampler):
         talk: TurnSettings,
         **pools: Any,
     ):
-        """recipe: of the task. pools: decoders and verifier, as for `Sampler`."""
+        """recipe: the task's recipe. pools: decoders and verifier, as for `Sampler`."""
         super().__init__(plans, **pools)
         self._environments = environments
         self._talk = talk
@@ -83,14 +84,15 @@ class EpisodeSampler(Sampler):
         self._most_tokens = plans.most_tokens
         self._most_prompt_tokens = recipe.prompts.max_prompt_tokens
         self._problems: dict[str, str] = {}
-        """Prompts of which no episode ends, with the reason."""
+        """Prompt that cannot be learned from -> reason."""
         self._failures: Counter[str] = Counter()
-        """Episodes of each prompt in a row that were ended by its row."""
+        """Prompt -> episodes in a row that the prompt's row has ended."""
         self._verified: set[str] = set()
         """Prompts with an episode that the verifier has scored."""
 
     async def problem_of(self, prompt: Prompt) -> str:
-        """Why a prompt cannot be learned from, after its first episodes: all fail, or none may be paid."""
+        """The reason why a prompt cannot be learned from, known after the first episodes: all fail, or no answer may
+        be paid."""
         problem = self._problems.get(prompt.prompt_id, "")
         if problem or prompt.prompt_id not in self._verified:
             return problem
@@ -99,10 +101,10 @@ class EpisodeSampler(Sampler):
     async def complete(
         self, engine: EngineClient, prompt: Prompt, draw: Draw, *, priority: int, max_tokens: int | None = None
     ) -> ScoredCompletion:
-        """An episode with its score; with `max_tokens` one turn without an environment, for the probe.
+        """An episode with a score; with `max_tokens` one turn without an environment, for the probe.
 
-        Raises as `Sampler.complete`; CompletionLost (`environment_REASON`) where the environment has failed, and
-        RuntimeError where that goes on (`environments.pool`).
+        Raises as `Sampler.complete`; CompletionLost (`environment_REASON`) if the environment has failed, and
+        RuntimeError if environments keep failing (`environments.pool`).
         """
         if max_tokens is not None:
             return await super().complete(engine, prompt, draw, priority=priority, max_tokens=max_tokens)
@@ -135,7 +137,7 @@ class EpisodeSampler(Sampler):
             ask = partial(self._ask, engine, trace, draw, priority)
             problem = ""
             reason = "silent"
-            why = "run has asked nothing"
+            explanation = "run has asked nothing"
             try:
                 async with asyncio.timeout(self._settings.episode_timeout_s):
                     if self._environments.agent:
@@ -144,7 +146,7 @@ class EpisodeSampler(Sampler):
                         await self._turns(environment, [messages], trace, ask)
             except LimitReached as limit:
                 reason = "prompt"
-                why = str(limit)
+                explanation = str(limit)
             except EnvironmentFailed as failure:
                 if not failure.end.paid:
                     raise
@@ -152,14 +154,16 @@ class EpisodeSampler(Sampler):
                 problem = str(failure)
             except TimeoutError:
                 reason = "time"
-                why = f"no turn ended within {self._settings.episode_timeout_s:g} s (environment.episode_timeout_s)"
+                explanation = (
+                    f"no turn ended within {self._settings.episode_timeout_s:g} s (environment.episode_timeout_s)"
+                )
             if not trace.turns:
-                raise EnvironmentFailed(f"{self._environments.subject}: {why}", reason=reason)
+                raise EnvironmentFailed(f"{self._environments.subject}: {explanation}", reason=reason)
         scored = await self._scored(prompt, trace, draw)
         return replace(scored, score=replace(scored.score, problem=problem[-PROBLEM_CHARS:]))
 
     async def _first(self, environment: Episode) -> tuple[Sequence[Message], np.ndarray]:
-        """The first messages, and their ids [P]. Raises EnvironmentFailed."""
+        """(the first messages, ids [P] of these messages). Raises EnvironmentFailed."""
         messages = await environment.reset()
         ids, _ = await self._rendered([messages], [])
         if not 1 <= len(ids) <= self._most_prompt_tokens:
@@ -171,9 +175,9 @@ class EpisodeSampler(Sampler):
         return messages, ids
 
     async def _turns(self, environment: Episode, messages: list[Sequence[Message]], trace: Trace, ask: Ask) -> None:
-        """Alternate between policy and environment until one of them ends the episode."""
+        """Alternate between policy and environment until either ends the episode."""
         context = trace.prompt
-        for left in reversed(range(self._settings.max_turns)):
+        for turns_left in reversed(range(self._settings.max_turns)):
             part, _, decoded = await ask(context, number=len(trace.turns))
             turn = await environment.step(Response(text=decoded.text or "", tool_calls=decoded.tool_calls))
             trace.turn_rewards.append(float(turn.reward or 0))
@@ -181,7 +185,7 @@ class EpisodeSampler(Sampler):
                 trace.rewards.append(turn.reward)
             if turn.done:
                 trace.end = ENDS["done"]
-            if turn.done or not left:
+            if turn.done or not turns_left:
                 return
             messages.append(turn.messages)
             ids, rewritten = await self._rendered(messages, trace.turns)
@@ -190,7 +194,7 @@ class EpisodeSampler(Sampler):
                 context = [*part.context, *context]
 
     async def _run(self, environment: Episode, trace: Trace, ask: Ask) -> None:
-        """Let an agent ask the policy until it returns."""
+        """Let an agent ask the policy until the agent returns."""
         tokens = len(trace.prompt) + self._most_tokens
         limits = {"vocabulary": self._plans.vocabulary, "tokens": tokens}
         async with (
@@ -225,14 +229,14 @@ class EpisodeSampler(Sampler):
         context: list[int],
         *,
         number: int,
-        most: int | None = None,
+        max_tokens: int | None = None,
         tools: str | None = None,
         stop: tuple[str, ...] = (),
     ) -> tuple[Part, PastTurn, Decoded]:
         """(the part, the turn in it) after a context [N].
 
-        number: of the request, from 0. most: tokens. tools: as JSON; None: the environment's. stop: texts that end
-        the turn. Raises LimitReached.
+        number: number of the request, from 0. max_tokens: the agent's limit of the turn. tools: as JSON; None: the
+        environment's tools. stop: texts that end the turn. Raises LimitReached.
         """
         room = len(trace.prompt) + self._most_tokens - len(context)
         if room <= 0:
@@ -243,7 +247,7 @@ class EpisodeSampler(Sampler):
                 reason="template",
             )
         spec = self._spec(trace, self._plans.turn(draw, number), priority)
-        budgets = (spec.max_tokens, room, self._settings.turn_tokens, most)
+        budgets = (spec.max_tokens, room, self._settings.turn_tokens, max_tokens)
         spec = replace(spec, max_tokens=min(filter(None, budgets)), stop=stop)
         with trace.turn(context) as part:
             talk = self._talk
@@ -252,17 +256,17 @@ class EpisodeSampler(Sampler):
             decoded = await engine.generate(context, sampling=spec, decoder=self._decoders.of_turns(talk))
             turn = trace.add(part, context, decoded)
         if decoded.completion.truncated:
-            if most and len(turn.token_ids) >= most:
-                raise AnswerCut(f"an answer is longer than max_tokens of its request, {most}")
+            if max_tokens and len(turn.token_ids) >= max_tokens:
+                raise AnswerCut(f"an answer is longer than max_tokens of its request, {max_tokens}")
             raise LimitReached("a turn is truncated")
         return part, turn, decoded
 
     def _spec(self, trace: Trace, draw: Draw, priority: int) -> SamplingSpec:
-        """The request for the next turn, without the limits of its tokens."""
+        """The request for the next turn, without the limits of tokens."""
         settings = self._settings
         if settings.thinking_tokens is not None:
-            left = max(1, settings.thinking_tokens - trace.thinking)
-            draw = replace(draw, thinking_cut=min(draw.thinking_cut, left))
+            thinking_left = max(1, settings.thinking_tokens - trace.thinking)
+            draw = replace(draw, thinking_cut=min(draw.thinking_cut, thinking_left))
         return self._plans.spec(draw, priority)
 
     async def _scored(self, prompt: Prompt, trace: Trace, draw: Draw) -> ScoredCompletion:
@@ -283,7 +287,7 @@ class EpisodeSampler(Sampler):
             if not all(isinstance(reward, bool) for reward in trace.rewards):
                 value = total
             score = self._verifier.paid(value, prompt, tokens=sampled)
-        if trace.end.by != "environment":  # costs so far are not saved by breaking off
+        if trace.end.by != "environment":  # breaking off does not save the costs so far
             score = replace(score, reward=min(score.reward, total))
         return ScoredCompletion(
             prompt=prompt,
@@ -307,7 +311,7 @@ async def sampling(
     The recipe of each sampler may differ from `recipe` in token budgets alone. Raises as `DecoderPool`,
     `EnvironmentPool` and `turn_settings`.
     """
-    async with contextlib.AsyncExitStack() as running:
+    async with contextlib.AsyncExitStack() as resources:
         pools: dict[EnvironmentSection, EnvironmentPool] = {}
         episodes: dict[str, dict[str, Any]] = {}
         agents = AgentServer()
@@ -317,19 +321,19 @@ async def sampling(
                 continue
             if section not in pools:
                 pool = EnvironmentPool(section, logs=logs, name="_".join(filter(None, ("environment", task.name))))
-                pools[section] = await running.enter_async_context(pool)
+                pools[section] = await resources.enter_async_context(pool)
             talk = turn_settings(task.recipe, tokenizer, pools[section].tools)
             episodes[task.name] = {"environments": pools[section], "agents": agents, "talk": talk}
         if any(pool.agent for pool in pools.values()):
-            await running.enter_async_context(agents)
+            await resources.enter_async_context(agents)
         plans = Plans(recipe, tokenizer)
-        decoders = await running.enter_async_context(DecoderPool(recipe, tokenizer, plans, logs=logs))
+        decoders = await resources.enter_async_context(DecoderPool(recipe, tokenizer, plans, logs=logs))
 
         def sampler_of(task: Task) -> Sampler:
             plans = Plans(task.recipe, tokenizer)
             if task.name not in episodes:
                 return Sampler(plans, decoders=decoders, verifier=verifier)
-            own = episodes[task.name]
-            return EpisodeSampler(task.recipe, plans, **own, decoders=decoders, verifier=verifier)
+            components = episodes[task.name]
+            return EpisodeSampler(task.recipe, plans, **components, decoders=decoders, verifier=verifier)
 
         yield lambda recipe: TaskSamplers({task.name: sampler_of(task) for task in tasks_of(recipe)})

@@ -1,39 +1,42 @@
-"""The staleness gate of PipelineRL-k: it decides which group may start and which batch may train. Pure bookkeeping.
+"""The staleness gate of PipelineRL-k decides which group may start and which batch may train. Pure bookkeeping.
 
 The life of a group in the gate: `start` (in flight), `finish` (ready), `take` (in a batch), `trained` (done, out of
-the gate). In flight it can also leave by `drop`, for good, or by `abandon`, after which it may start again.
+the gate). A group in flight can also leave by `drop`, for good, or by `abandon`, after which the group may start
+again.
 
 Versions count optimizer steps: training on a batch turns policy version v into v + 1. A group whose oldest first
-token came from version u has the deadline u + k: it must be trained on at a version <= u + k. No group is dropped
-for its age, because that would favor short completions. Two rules maintain the bound (the bound, k = 8, is from
-Khatri et al. 2025, section 2; the rules are ours):
+token came from version u has the deadline u + k: the group must be trained on at a version <= u + k. No group is
+dropped for age, because dropping would favor short completions. Two rules maintain the bound (the bound, k = 8, is
+from Khatri et al. 2025, section 2; the rules are ours):
 
 * admission: a group starts only while fewer than (k + 1) * G groups are outstanding, that is in flight, ready, or
-  in a batch that was taken and is not done (until its new version is served, new groups still start at the old one);
+  in a batch that was taken and is not done (until the batch's new version is served, new groups start at the old
+  version);
 * waiting: a batch of G ready groups, earliest deadline first, is released at version v only if the remaining groups
   can still meet their deadlines: for every j = 1..k at most j * G outstanding groups have a deadline <= v + j, and
-  none has a deadline <= v.
+  no remaining group has a deadline <= v.
 
 Invariant at version v: for every j = 0..k at most (j + 1) * G outstanding groups have a deadline <= v + j. For j = k
-it is the first rule, as no deadline is later. For j < k, by induction: at the start every deadline is v + k; a batch
-released at v leaves at most j * G groups with a deadline <= v + j for j = 1..k, which is the invariant for j - 1 at
-v + 1; and groups that start at v + 1 have deadlines >= v + 1 + k. Once all outstanding groups are ready, taking the
-earliest deadlines always satisfies it, and every group in flight becomes ready, so the wait ends. Waiting only for
-groups whose deadline is v would not be enough: young, fast groups could fill the batches while more than G slow ones
-with the same later deadline accumulate.
+the invariant is the first rule, as no deadline is later. For j < k, by induction: at the start every deadline is
+v + k; a batch released at v leaves at most j * G groups with a deadline <= v + j for j = 1..k, which is the invariant
+for j - 1 at v + 1; and groups that start at v + 1 have deadlines >= v + 1 + k. Once all outstanding groups are ready,
+taking the earliest deadlines always satisfies the invariant, and every group in flight becomes ready, so the wait
+ends. Waiting only for groups whose deadline is v would not be enough: young, fast groups could fill the batches while
+more than G slow groups with the same later deadline accumulate.
 
-The next batch: while one batch trains at version v, it may be taken by the same rule at v + 1. That keeps the bound:
+The next batch: while one batch trains at version v, the next batch may be taken by the same rule at v + 1. The bound
+still holds:
 
-* Only groups that start between this choice and the new version are unknown to the rule. They start at v, so their
-  deadline is v + k = (v + 1) + (k - 1): for j < k - 1 nothing changes.
-* When one of them starts, at most (k + 1) * G groups are outstanding, 2 * G of them in the two batches. So at most
-  (k - 1) * G remain, whatever their deadlines: the rule at v + 1 holds for j = k - 1, and for j = k.
-* No group in the second batch is late. The first batch left none with a deadline <= v, and what started since has the
-  deadline v + k >= v + 1; with k = 0 nothing has started, and nothing but the first batch is outstanding.
+* Only groups that start between this choice and the new version are unknown to the rule. These groups start at v and
+  have the deadline v + k = (v + 1) + (k - 1): for j < k - 1 nothing changes.
+* When such a group starts, at most (k + 1) * G groups are outstanding, and 2 * G groups are in the two batches. So at
+  most (k - 1) * G groups remain, whatever the deadlines: the rule at v + 1 holds for j = k - 1, and for j = k.
+* No group in the second batch is late. The first batch left no group with a deadline <= v, and groups started since
+  have the deadline v + k >= v + 1; with k = 0 no group has started, and only the first batch is outstanding.
 
-If the first batch makes no step, the second one trains at v: the rule at v + 1 implies the rule at v.
+If the first batch makes no step, the second batch trains at v: the rule at v + 1 implies the rule at v.
 
-`PhaseGate` has the other schedule, in which generation and training alternate.
+`PhaseGate` has the schedule in which generation and training alternate.
 
 Three groups start at version 0; the two fast ones finish first:
 
@@ -50,8 +53,8 @@ Three groups start at version 0; the two fast ones finish first:
     >>> gate.take((0,))
     >>> gate.trained()  # every engine serves version 1
 
-A group that starts now has one more step until its deadline. It is ready at once, and still has to wait: the groups
-1 and 2 both must be trained on by version 2, so one of them must be next.
+A group that starts now has one more step until its deadline. This group 3 is ready at once, and still has to wait:
+the groups 1 and 2 both must be trained on by version 2, so group 1 or 2 must be next.
 
     >>> gate.start(3, policy_version=1)
     >>> gate.finish(3, first_token_version=1)
@@ -74,27 +77,28 @@ While group 2 trains, the batch of version 2 is taken. Both batches count until 
     >>> gate.outstanding
     2
 
-After a restart the groups that were outstanding, or fewer, are restored, and k is that of the run
-(`controller.run_folder.MAY_CHANGE`), so that the bound holds on.
+After a restart the groups that were outstanding, or fewer groups, are restored. k cannot change within a run
+(`controller.run_folder.MAY_CHANGE`), so the bound still holds.
 
 **The gate of PPO-off-policy-k** (`PhaseGate`; Khatri et al. 2025, arXiv 2510.13786, section 3.1). One version of the
-policy generates the k * G groups of a phase; then they are trained on in k batches of G. Generation and training
-alternate:
+policy generates the k * G groups of a phase; then the groups are trained on in k batches of G. Generation and
+training alternate:
 
-* admission: a group starts only while the phase has fewer than k * G groups, those that were trained on included. So
-  none starts from the first batch of a phase until the last one is done and the engines have the new weights;
+* admission: a group starts only while the phase has fewer than k * G groups, trained groups included. So no group
+  starts from the first batch of a phase until the last batch is done and the engines have the new weights;
 * waiting: no batch is released before every group of the phase has finished.
 
-Bound: the phase starts at version v. Its groups have no other version, since the engines get none before the phase
-is over. At most one optimizer step per batch: batch j = 0..k-1 of the phase trains at a version <= v + j, so no
-group is older than k - 1 steps, and the wait ends because every group in flight becomes ready.
+Bound: the phase starts at version v. All groups of the phase have this version, since the engines get no new weights
+before the phase is over. A batch makes at most one optimizer step: batch j = 0..k-1 of the phase trains at a version
+<= v + j, so no group is older than k - 1 steps, and the wait ends because every group in flight becomes ready.
 
 Composition: batch j has the groups j * G .. (j + 1) * G - 1 of the phase in the order of admission, which is fixed
-before anything of the phase is generated. The curriculum has shuffled the prompts with the run's seed, so this is an
-unbiased split; in the order of completion the first batches would have the short completions. After a restart the
-remaining batches follow from the journal alone: its finished groups that are in no batch, in the same order.
+before the phase generates anything. The curriculum has shuffled the prompts with the run's seed, so the split is
+unbiased; in the order of completion the first batches would have the short completions. After a restart the remaining
+batches follow from the journal alone: finished groups that are in no batch, in the same order.
 
-Where the prompts run out (`exhaust`), the phase ends with the groups that it has; what does not fill a batch is left.
+If the prompts run out (`exhaust`), the phase ends with the groups started so far; groups that do not fill a batch are
+left over.
 
 A phase of two batches of one group each; the second group finishes first:
 
@@ -130,13 +134,13 @@ class StalenessGate:
         self.groups_per_batch = groups_per_batch
         self.max_staleness_steps = max_staleness_steps
         self._in_flight: dict[int, int] = {}
-        """Group -> the earliest deadline that it can have."""
+        """Group -> earliest possible deadline."""
         self._ready: dict[int, int] = {}
-        """Group -> its deadline."""
+        """Group -> deadline."""
         self._training = 0
         """Number of groups in the batch that trains."""
         self._next = 0
-        """Number of groups in the batch that is taken to train after it."""
+        """Number of groups in the batch that trains next."""
 
     @property
     def in_flight(self) -> int:
@@ -158,12 +162,12 @@ class StalenessGate:
         return self.outstanding < (self.max_staleness_steps + 1) * self.groups_per_batch
 
     def start(self, group_id: int, policy_version: int) -> None:
-        """Count a submitted group; its tokens cannot be older than `policy_version`, which the engines serve."""
+        """Count a submitted group. policy_version: the version that the engines serve; no token can be older."""
         assert self.may_start() and group_id not in self._in_flight and group_id not in self._ready
         self._in_flight[group_id] = policy_version + self.max_staleness_steps
 
     def finish(self, group_id: int, first_token_version: int) -> None:
-        """Count a scored group as ready; its deadline is never earlier than the deadline assumed at its start."""
+        """Count a scored group as ready; the deadline is never earlier than the deadline assumed at the start."""
         earliest = self._in_flight.pop(group_id)
         deadline = first_token_version + self.max_staleness_steps
         assert deadline >= earliest, f"group {group_id}: first token older than its admission"
@@ -174,7 +178,7 @@ class StalenessGate:
         del self._in_flight[group_id]
 
     def abandon(self, group_id: int) -> None:
-        """Discard a group in flight; it may start again, with a later deadline."""
+        """Discard a group in flight, which may start again with a later deadline."""
         self.drop(group_id)
 
     def restore(self, group_id: int, first_token_version: int) -> None:
@@ -189,28 +193,28 @@ class StalenessGate:
         """Note that no group will start any more. Nothing to do: no batch of this gate waits for new groups."""
 
     def resume(self, batches: int) -> None:
-        """Note after a restart that `batches` batches of the run are done. Nothing to do: no rule depends on it."""
+        """Note after a restart that `batches` batches of the run are done. Nothing to do: no rule counts batches."""
 
     def batch(self, policy_version: int) -> tuple[int, ...] | None:
         """The groups to train on at `policy_version`, earliest deadline first; None if the trainer must wait.
 
-        policy_version: the current one, or while a batch trains the one that it leads to.
+        policy_version: the current version, or, while a batch trains, the version that this batch makes.
         """
         if len(self._ready) < self.groups_per_batch:
             return None
         # by id among equal deadlines, so that the batch does not depend on which group finished first
         order = sorted(self._ready, key=lambda group: (self._ready[group], group))
-        chosen = order[: self.groups_per_batch]
-        remaining = order[self.groups_per_batch :]
-        deadlines = sorted([*self._in_flight.values(), *(self._ready[group] for group in remaining)])
-        # the waiting rule; j = 0 says that no remaining group has its deadline now
+        chosen_groups = order[: self.groups_per_batch]
+        remaining_groups = order[self.groups_per_batch :]
+        deadlines = sorted([*self._in_flight.values(), *(self._ready[group] for group in remaining_groups)])
+        # the waiting rule; j = 0 means that no remaining group has a deadline now
         for j in range(self.max_staleness_steps + 1):
             if bisect.bisect_right(deadlines, policy_version + j) > j * self.groups_per_batch:
                 return None
-        return tuple(chosen)
+        return tuple(chosen_groups)
 
     def take(self, group_ids: tuple[int, ...]) -> None:
-        """Take the groups of a released batch: it trains from now on, or next if a batch trains already."""
+        """Take the groups of a released batch, which trains from now on, or next if a batch trains already."""
         assert not self._next, "one batch trains at a time, and one is taken ahead"
         for group_id in group_ids:
             del self._ready[group_id]
@@ -220,7 +224,7 @@ class StalenessGate:
             self._training = len(group_ids)
 
     def trained(self) -> None:
-        """Note that the batch is done: its new version is served, or there was no step. The next batch trains now."""
+        """Note that the batch is done: the new version is served, or there was no step. The next batch trains now."""
         self._training = self._next
         self._next = 0
 
@@ -253,11 +257,11 @@ class PhaseGate(StalenessGate):
         self._abandoned.add(group_id)
 
     def exhaust(self) -> None:
-        """Note that no group will start any more: the phase has the groups that it has now."""
+        """Note that no group will start any more: the phase keeps the groups that have started."""
         self._exhausted = True
 
     def resume(self, batches: int) -> None:
-        """Note after a restart that `batches` batches of the run are done: whole phases and a part of the next."""
+        """Note after a restart that `batches` batches of the run are done: whole phases and a part of a phase."""
         self._done = batches * self.groups_per_batch % self._size
 
     def batch(self, policy_version: int) -> tuple[int, ...] | None:
@@ -265,7 +269,7 @@ class PhaseGate(StalenessGate):
         incomplete = self._in_flight or self._abandoned or (self.may_start() and not self._exhausted)
         if incomplete or len(self._ready) < self.groups_per_batch:
             return None
-        # in the order of admission: in that of completion, the first batches would have the short completions
+        # in the order of admission: by completion, the first batches would have the short completions
         return tuple(sorted(self._ready)[: self.groups_per_batch])
 
     def trained(self) -> None:

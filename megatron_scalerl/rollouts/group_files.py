@@ -1,4 +1,4 @@
-"""Lists the finished groups in RUN/rollouts for people; a group is read when it is asked for."""
+"""Lists the finished groups in RUN/rollouts for people; a group's tokens are read on demand."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -7,7 +7,7 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.batching.rollout_bytes import joined, rollout_of
+from megatron_scalerl.batching.rollout_bytes import joined_parts, rollout_of
 from megatron_scalerl.record import record
 from megatron_scalerl.rollouts.history import read_history
 from megatron_scalerl.rollouts.store import positions_of, read_arrays, read_header, segment_path, segments
@@ -16,15 +16,15 @@ from megatron_scalerl.types import BlockRef
 
 @record
 class ListedGroup:
-    """A finished group of a run, as far as its block's head shows it."""
+    """A finished group of a run, with the facts in the head of the group's block."""
 
     group_id: int
     interrupted: bool
-    """True if the thinking of one of its completions was interrupted."""
+    """True if the thinking of a completion was interrupted."""
     unconfirmed: bool
-    """True if one of its correct completions is not confirmed by the second judge."""
+    """True if the second judge does not confirm a correct completion."""
     read: Callable[[], dict[str, Any]]
-    """The group as `types.RolloutGroup` has it: group_id, epoch, prompt, scores, and rollouts with token ids,
+    """Returns the fields of `types.RolloutGroup`: group_id, epoch, prompt, scores, and rollouts with token ids,
     versions and loss mask, an episode's parts one after another. Raises ValueError for a damaged file."""
 
 
@@ -33,9 +33,9 @@ def listed_groups(run_dir: str | Path) -> Iterator[ListedGroup]:
     folder = Path(run_dir) / "rollouts"
     if not folder.is_dir():
         raise ValueError(f"{run_dir}: there is no folder rollouts in it; name the folder of a run")
-    kept = segments(folder)
+    stored_segments = segments(folder)
     for event in read_history(Path(run_dir)).finished.values():
-        if event.segment not in kept:  # deleted (checkpoint.rollouts)
+        if event.segment not in stored_segments:  # deleted (checkpoint.rollouts)
             continue
         path = segment_path(folder, event.segment)
         group_id, header = read_header(path, event.stored)
@@ -48,7 +48,7 @@ def listed_groups(run_dir: str | Path) -> Iterator[ListedGroup]:
 
 
 def stored_group(path: Path, stored: BlockRef) -> dict[str, Any]:
-    """The group at this place of a segment, as `ListedGroup.read` gives it. Raises as `store.read_block`."""
+    """The group at a place of a segment, in the form of `ListedGroup.read`. Raises as `store.read_block`."""
     group, samples = read_arrays(path, stored)
     header = group.header
     rollouts = []
@@ -58,10 +58,10 @@ def stored_group(path: Path, stored: BlockRef) -> dict[str, Any]:
         facts = {
             "turns": completion.turns,
             "environment_tokens": completion.environment_tokens,
-            # position of each part in the block -> its first token
+            # position of each part in the block -> index of the part's first token
             "parts": dict(enumerate(starts, position)),
         }
-        rollouts.append(asdict(rollout_of(joined(parts))) | facts)
+        rollouts.append(asdict(rollout_of(joined_parts(parts))) | facts)
     return {
         "group_id": group.group_id,
         "epoch": header.epoch,
@@ -72,7 +72,7 @@ def stored_group(path: Path, stored: BlockRef) -> dict[str, Any]:
 
 
 def spans(rollout: Mapping[str, Any]) -> Iterator[tuple[int, int, int, int, str]]:
-    """(first token, end, part from 1, policy version, origin) of tokens in a row, of a rollout of `stored_group`.
+    """(first token, end, part from 1, policy version, origin) of each run of tokens in a rollout of `stored_group`.
 
     The origin is empty for sampled tokens, "forced" or "environment".
     """

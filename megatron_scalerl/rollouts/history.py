@@ -1,8 +1,8 @@
-"""Reads the journal: its events, and the groups and batches that they refer to.
+"""Reads the journal: events, and the groups and batches that the events refer to.
 
 A restart, step by step: `read_history` decodes the events into compact records, with references to groups;
-`check_groups` finds that the store has those that are needed; `replay_draws` restores the curriculum; `read_batch`
-and `read_groups` read heads of blocks, for the batches to train again and the groups that are in none.
+`check_groups` checks that the store has every group that the resume needs; `replay_draws` restores the curriculum;
+`read_batch` and `read_groups` read heads of blocks, for the batches to train again and the groups in no batch.
 """
 
 from collections.abc import Container, Iterable
@@ -69,13 +69,13 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", 
 
 @record
 class History:
-    """The journal of the attempts before this one. Produced by `read_history`."""
+    """The journal of earlier attempts. Produced by `read_history`."""
 
     events: tuple[Admit | Finish, ...]
     """Every draw and every finished group, in order."""
     batches: tuple[BatchRecord, ...]
     finished: dict[int, Finish]
-    """Group id -> its last event."""
+    """Group id -> last finish event of the group."""
 
     @property
     def admitted(self) -> int:
@@ -84,7 +84,7 @@ class History:
 
     @property
     def last_step(self) -> int:
-        """The last optimizer step for which a batch was composed; 0 before the first."""
+        """The last optimizer step for which a batch was composed; 0 before the first batch."""
         return max((record.step for record in self.batches), default=0)
 
     @property
@@ -121,9 +121,9 @@ def read_history(run_dir: Path) -> History:
         events.append(event)
         if isinstance(event, Finish):
             finished[event.group_id] = event
-    missing = [(r.batch, g) for r in batches for g in r.group_ids if g not in finished]
-    if missing:
-        batch, group = missing[0]
+    missing_groups = [(r.batch, g) for r in batches for g in r.group_ids if g not in finished]
+    if missing_groups:
+        batch, group = missing_groups[0]
         raise ValueError(f"{path}: batch {batch} has group {group}, of which no finish is recorded")
     return History(events=tuple(events), batches=tuple(batches), finished=finished)
 
@@ -138,14 +138,14 @@ def _events(path: Path) -> Iterable[Admit | Finish | BatchRecord]:
                 yield event
 
 
-def read_event(line: bytes, where: str) -> Admit | Finish | BatchRecord | None:
-    """The event in a line of the journal; None for a torn line. Raises ValueError, naming `where`."""
+def read_event(line: bytes, location: str) -> Admit | Finish | BatchRecord | None:
+    """The event in a line of the journal; None for a torn line. Raises ValueError, naming `location`."""
     try:
         return _DECODER.decode(line)
     except (ValueError, RecursionError) as error:
         if not line.endswith(b"\n"):  # the last line, which a crash has cut off
             return None
-        raise ValueError(f"{where}: the line is no event of a journal: {error}") from None
+        raise ValueError(f"{location}: the line is no event of a journal: {error}") from None
 
 
 _DECODER: msgspec.json.Decoder[Admit | Finish | BatchRecord] = msgspec.json.Decoder(Admit | Finish | BatchRecord)
@@ -166,7 +166,7 @@ def replay_draws(curriculum: Curriculum, history: History) -> None:
 
 
 def read_groups(run_dir: Path, history: History, group_ids: Iterable[int]) -> dict[int, RolloutGroup]:
-    """The finished groups of these ids. Their headers are read; their tokens stay in the store.
+    """The finished groups of these ids, without tokens: only headers are read.
 
     Raises ValueError naming the file, and the byte, for a group that is missing or damaged.
     """
@@ -175,14 +175,15 @@ def read_groups(run_dir: Path, history: History, group_ids: Iterable[int]) -> di
 
 
 def read_batch(run_dir: Path, history: History, record: BatchRecord) -> list[RolloutGroup]:
-    """The groups of a batch, in its order. Raises ValueError if one is missing, which was synced before the batch."""
+    """The groups of a batch, in the batch's order. Raises ValueError for a missing group: every group was synced
+    before the batch."""
     return list(read_groups(run_dir, history, record.group_ids).values())
 
 
 def check_groups(run_dir: Path, history: History, batches: int) -> None:
     """Raises ValueError as `read_groups` if the store lacks a group that a resume after `batches` needs."""
-    needed = [g for record in history.batches[batches:] for g in record.group_ids]
-    read_groups(run_dir, history, [*needed, *history.unbatched()])
+    needed_groups = [g for record in history.batches[batches:] for g in record.group_ids]
+    read_groups(run_dir, history, [*needed_groups, *history.unbatched()])
 
 
 def _read_group(folder: Path, event: Finish) -> RolloutGroup:

@@ -6,16 +6,16 @@
     {"event": "finish", "group_id", "prompt_id", "pass_rate", "first_token_version", "segment", "offset", "bytes"}
     {"event": "batch",  "batch", "step", "policy_version", "group_ids"}    about to be trained on
 
-The life of a group here: `admit` writes its draw, `finish` queues its block, a thread appends and syncs it, its
-finish event is written, `batch` writes its batch, and `retain` deletes its segment once no resume needs it.
+The life of a group here: `admit` writes the draw, `finish` queues the block, a thread appends and syncs the block,
+the finish event is written, `batch` writes the batch, and `retain` deletes the segment once no resume needs it.
 
-The groups themselves are blocks of the rollout store (`store`). A block is on the disk before its event is written,
-and a batch event before its optimizer step begins. Replaying events in order (`history`) restores the curriculum
-exactly, and the batches after a checkpoint can be trained again with the same rollouts in the same order. Only the
-owner can read these files.
+The groups are blocks of the rollout store (`store`). A block is on the disk before the finish event is written, and a
+batch event before the optimizer step begins. Replaying events in order (`history`) restores the curriculum exactly,
+and the batches after a checkpoint can be trained again with the same rollouts in the same order. Only the owner can
+read these files.
 
 Blocks and syncs are written in threads of the event loop's default executor, so the loop never waits for the disk;
-the small events themselves are appended by the loop.
+the loop appends the small events.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @record
 class Position:
-    """End of the journal at a checkpoint: a resume needs it at least as long."""
+    """End of the journal at a checkpoint: a resume needs a journal of at least this length."""
 
     journal_bytes: int
     """Bytes of journal.jsonl."""
@@ -56,9 +56,9 @@ class _Waiting:
 class Journal:
     """Appends events of the rollout stream and the controller; `history` reads them at a restart.
 
-    Queue `_waiting`: finished groups whose block is not written yet. Filled by `finish`, one entry per group, so it
-    is bounded by the gate's (k + 1) * groups_per_batch outstanding groups; emptied by `_write_waiting`, which takes
-    all of them and syncs once; closed by `close`.
+    Queue `_waiting`: finished groups whose block is not written yet. Filled by `finish`, one entry per group, so the
+    gate's (k + 1) * groups_per_batch outstanding groups bound the queue; emptied by `_write_waiting`, which takes
+    all entries and syncs once; closed by `close`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Journal:
         policy: Policy = "keep",
         segment_bytes: int = SEGMENT_BYTES,
     ):
-        """history: of this folder, read here if it is None. policy: the recipe's `checkpoint.rollouts`.
+        """history: the folder's journal; None: read here. policy: the recipe's `checkpoint.rollouts`.
 
         Raises OSError, and ValueError as `read_history`.
         """
@@ -90,10 +90,10 @@ class Journal:
         self._events.append(Admit(group_id=group_id, prompt_id=prompt_id, epoch=epoch))
 
     async def finish(self, group: RolloutGroup, completions: Sequence[bytes]) -> RolloutGroup:
-        """Record a finished, scored group, once its block is on the disk; returns it with its place there.
+        """Record a finished, scored group, once the block is on the disk; returns the group with the block's place.
 
-        completions: of the group, each as `rollout_bytes.write` writes it; of an episode that forked its parts. The
-        caller runs on without another wait once the event is written. Raises OSError naming the file.
+        completions: the group's completions in the format of `rollout_bytes.write`; for a forked episode, its parts.
+        After the event is written, the caller runs on without a further wait. Raises OSError naming the file.
         """
         header = GroupHeader(
             prompt=group.prompt,
@@ -108,7 +108,7 @@ class Journal:
         self._waiting.append(
             _Waiting(group_id=group.group_id, header=header, completions=tuple(completions), done=done)
         )
-        # one task at a time: the groups that come while it waits for the disk share its next sync
+        # One task at a time: groups that come while the task waits for the disk share the next sync.
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write_waiting(), name="rollout store")
         stored = await done
@@ -126,7 +126,7 @@ class Journal:
         return replace(group, stored=stored)
 
     async def batch(self, record: BatchRecord) -> None:
-        """Record a batch about to be trained on. It is on the disk when this returns, as its groups are.
+        """Record a batch about to be trained on. At return the batch event and all groups are on the disk.
 
         Raises OSError naming the file.
         """
@@ -136,16 +136,16 @@ class Journal:
 
     async def position(self) -> Position:
         """Sync journal and store; returns the journal's end on the disk. Raises OSError naming the file."""
-        # taken before the syncs: events that are appended meanwhile are not in the position
+        # The size is taken before the syncs: the position excludes events that are appended meanwhile.
         size = self._events.size
         await self._in_thread(self._events.sync)
-        await self._in_thread(self._store.sync)  # which finds a segment that was removed
+        await self._in_thread(self._store.sync)  # this sync detects a removed segment
         return Position(journal_bytes=size)
 
     async def retain(self, batches: int) -> None:
         """Remove the segments that no resume needs. Raises OSError naming the file.
 
-        batches: those that every kept checkpoint includes.
+        batches: number of batches that every kept checkpoint includes.
         """
         expired = self._retention.take_expired(batches, self._on_disk)
         if self._retention.policy != "keep":
@@ -166,20 +166,20 @@ class Journal:
         self._store.close()
 
     async def _write_waiting(self) -> None:
-        """Write groups until none waits; all that wait at a time share a sync, which is the slow part."""
+        """Write groups until no group waits; groups that wait together share a sync, which is the slow part."""
         while self._waiting:
-            taken = self._waiting
+            groups = self._waiting
             self._waiting = []
             try:
-                blocks = await self._in_thread(partial(self._write, taken))
+                blocks = await self._in_thread(partial(self._write, groups))
             except BaseException as failure:
-                for waiting in taken:
+                for waiting in groups:
                     if not waiting.done.done():
                         waiting.done.set_exception(failure)
                 if not isinstance(failure, OSError):  # a full disk may recover: the task goes on with later groups
                     raise
                 continue
-            for waiting, block in zip(taken, blocks):
+            for waiting, block in zip(groups, blocks):
                 if not waiting.done.done():
                     self._retention.finished(waiting.group_id, block.segment)
                     waiting.done.set_result(block)
@@ -192,9 +192,9 @@ class Journal:
         return blocks
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread, to its end even if the caller is cancelled: `close` waits for it."""
-        # a thread cannot be cancelled, and must not write to a file that `close` has closed
-        running = asyncio.ensure_future(asyncio.to_thread(work))
-        self._in_threads.add(running)
-        running.add_done_callback(self._in_threads.discard)
-        return await asyncio.shield(running)
+        """Run `work` in a thread, to the end even if the caller is cancelled: `close` waits for the thread."""
+        # A thread cannot be cancelled, and must not write to a file that `close` has closed.
+        thread_result = asyncio.ensure_future(asyncio.to_thread(work))
+        self._in_threads.add(thread_result)
+        thread_result.add_done_callback(self._in_threads.discard)
+        return await asyncio.shield(thread_result)

@@ -15,7 +15,7 @@ from megatron_scalerl.rollouts.decoder import AnswerFormat
 
 VALIDATION_PRIORITY = 0
 TRAINING_PRIORITY = 1
-"""The engine serves lower numbers first: validation comes first because the next weight update waits for it."""
+"""The engine serves lower numbers first: validation comes first because the next weight update may wait for it."""
 
 
 @record
@@ -31,8 +31,8 @@ class Draw:
 def forced_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(tokens of the forced phrase with the closing tag, tokens of the tag) in the policy's tokenizer.
 
-    Both are empty for a policy that thinks in no tags. Raises ValueError if one of them changes in an encode-decode
-    round trip, or ends a sequence.
+    Both are empty for a policy that thinks in no tags. Raises ValueError if phrase or tag change in an encode-decode
+    round trip, or end a sequence.
     """
     if not recipe.prompts.think_end.strip():
         return (), ()
@@ -79,7 +79,7 @@ def longest_sequence(recipe: Recipe, hf_config: Any, tokenizer: Any, *, capacity
 
 
 class Plans:
-    """The requests of a run, and the rule by which answers are found in their completions."""
+    """The requests of a run, and the rule by which answers are found in completions."""
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase):
         """Raises ValueError if think tags or phrase change in an encode-decode round trip, or end a sequence."""
@@ -91,11 +91,11 @@ class Plans:
         self._special_ids = frozenset(tokenizer.all_special_ids)
         words = 1 + max(tokenizer.get_vocab().values())
         self.vocabulary = text_config(recipe.policy.path).get("vocab_size", words)
-        """Ids that an engine may sample: rows of the embedding, which may be more than the tokenizer has."""
+        """Number of ids that an engine may sample: rows of the embedding, possibly more than the tokenizer's ids."""
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens of a completion, or of an episode after its prompt."""
+        """Most tokens of a completion, or of an episode after the prompt."""
         return self._recipe.max_completion_tokens
 
     def draw(self, seed: int, group_id: int, index: int) -> Draw:
@@ -106,7 +106,7 @@ class Plans:
         return Draw(seed=int.from_bytes(digest[:4], "big") >> 1, thinking_cut=cut)
 
     def turn(self, draw: Draw, number: int) -> Draw:
-        """The random choices of turn `number` of an episode, from 0; the first turn has those of the episode."""
+        """The random choices of turn `number` of an episode, from 0; turn 0 has the choices of the episode."""
         if number == 0:
             return draw
         # no completion has the index -1
@@ -128,7 +128,7 @@ class Plans:
         )
 
     def spec(self, draw: Draw, priority: int) -> SamplingSpec:
-        """The request for one completion. Validation always sends its seed."""
+        """The request for one completion. Validation always sends a seed."""
         section = self._recipe.rollouts
         plan = None
         max_tokens = self._recipe.max_completion_tokens
@@ -147,7 +147,7 @@ class Plans:
 
     def answer_format(self) -> AnswerFormat:
         """The rule by which the answer is found in a completion."""
-        # the closing tag may be a special token, and stays in the text: it is cut off as text
+        # The closing tag may be a special token, but stays in the text: the tag is cut off as text.
         hidden = (self._special_ids | set(self._end_ids)) - set(self._think_end_ids)
         # with any cut: all plans of the run have the same closing tag
         plan = self.plan(1) if self._think_end_ids else None

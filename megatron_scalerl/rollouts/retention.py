@@ -1,7 +1,7 @@
 """Decides which segments of the rollout store are deleted once a checkpoint is committed (`checkpoint.rollouts`).
 
-A segment is needed by a resume if one of its groups is in no batch yet, or in a batch that the oldest kept checkpoint
-does not include. The policy `resume` deletes other segments, but for the newest; `keep` deletes none.
+A resume needs a segment if a group in the segment is in no batch yet, or in a batch that the oldest kept checkpoint
+does not include. The policy `resume` deletes every other segment, but for the newest; `keep` deletes no segment.
 """
 
 from collections.abc import Iterable
@@ -16,21 +16,21 @@ Policy = Literal["keep", "resume"]
 
 
 class Retention:
-    """Knows for each segment which of its groups a resume may still need. Used by the event loop only."""
+    """Tracks for each segment the groups that a resume may still need. Used by the event loop only."""
 
     def __init__(self, policy: Policy, folder: Path, history: History):
-        """folder: RUN/rollouts. history: of the attempts before this one."""
+        """folder: RUN/rollouts. history: the journal of earlier attempts."""
         self.policy = policy
         self._folder = folder
         self._unbatched: dict[int, int] = {}
-        """Group -> its segment."""
-        self._trained: dict[int, int] = {}
-        """Segment -> the last batch with a group of it."""
+        """Group in no batch -> segment."""
+        self._last_batches: dict[int, int] = {}
+        """Segment -> last batch with a group of the segment."""
         if policy == "keep":
             return
-        present = set(segments(folder))
+        stored_segments = set(segments(folder))
         for event in history.finished.values():
-            if event.segment in present:
+            if event.segment in stored_segments:
                 self.finished(event.group_id, event.segment)
         for record in history.batches:
             self.batched(record)
@@ -41,25 +41,27 @@ class Retention:
             self._unbatched[group_id] = segment
 
     def batched(self, record: BatchRecord) -> None:
-        """Note that the groups of a batch are in it."""
+        """Note that the groups of `record` are in a batch."""
         for group_id in record.group_ids:
             segment = self._unbatched.pop(group_id, None)
-            if segment is not None:  # batches come in order, so this is the last one of the segment so far
-                self._trained[segment] = record.batch
+            if segment is not None:  # batches come in order, so this batch is the segment's last so far
+                self._last_batches[segment] = record.batch
 
     def take_expired(self, batches: int, newest: int) -> list[int]:
-        """The segments before `newest` that a resume after `batches` batches does not need; they are forgotten."""
+        """Forget and return the segments before `newest` that a resume after `batches` batches does not need."""
         if self.policy == "keep":
             return []
-        needed = {*self._unbatched.values()} | {n for n, batch in self._trained.items() if batch >= batches}
-        expired = [n for n in segments(self._folder) if n < newest and n not in needed]
-        for segment in expired:
-            self._trained.pop(segment, None)
-        return expired
+        needed_segments = {*self._unbatched.values()} | {
+            n for n, batch in self._last_batches.items() if batch >= batches
+        }
+        expired_segments = [n for n in segments(self._folder) if n < newest and n not in needed_segments]
+        for segment in expired_segments:
+            self._last_batches.pop(segment, None)
+        return expired_segments
 
 
-def remove(folder: Path, expired: Iterable[int]) -> None:
+def remove(folder: Path, expired_segments: Iterable[int]) -> None:
     """Delete these segments. Runs in a thread. Raises OSError."""
-    for segment in expired:
+    for segment in expired_segments:
         segment_path(folder, segment).unlink(missing_ok=True)
         sync(folder)

@@ -1,4 +1,4 @@
-"""The tokens of a finished run as text: its tokenizer, and decoding that keeps special tokens."""
+"""The tokens of a run as text: the run's tokenizer, and decoding that keeps special tokens."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,14 +11,14 @@ from megatron_scalerl.recipe.file import read_run_recipe
 
 
 class RunTokenizer(Protocol):
-    """The part of a tokenizer that decoding needs."""
+    """The interface of a tokenizer that decoding needs."""
 
     def decode(self, token_ids: list[int], **settings: bool) -> str:
         """The text of these tokens."""
         ...
 
 
-class _Fast:
+class _FastTokenizer:
     """A tokenizer.json without transformers, whose import takes seconds."""
 
     def __init__(self, path: Path):
@@ -46,7 +46,7 @@ def load_tokenizer(run_dir: Path) -> RunTokenizer:
         raise ValueError(f"{recipe}: policy.path: {path} is no folder, and the tokenizer is read from it")
     # without transformers if tokenizer.json has all tokens
     if (path / "tokenizer.json").is_file():
-        fast = _Fast(path / "tokenizer.json")
+        fast = _FastTokenizer(path / "tokenizer.json")
         if all(map(fast.knows, _added_ids(path / "tokenizer_config.json"))):
             return fast
     from megatron_scalerl.prompts import tokenizer  # imports transformers: only once the folder is found

@@ -1,6 +1,6 @@
 """Makes a completion, from plan to score: calls an engine, a decoder and the verifier.
 
-Training rollouts and validations share it, so that they differ only in seeds and priority.
+Training rollouts and validations share the sampler, so that only seeds and priority differ.
 """
 
 from collections.abc import Mapping
@@ -16,20 +16,20 @@ from megatron_scalerl.types import Completion, Prompt, Score
 
 @record
 class ScoredCompletion:
-    """A completion with its score. Produced by `Sampler.complete`."""
+    """A completion with a score. Produced by `Sampler.complete`."""
 
     prompt: Prompt
     """The prompt with the tokens that the engine got."""
     completion: Completion
     parts: tuple[bytes, ...]
-    """The tokens of each sample, as `batching.rollout_bytes.write` writes them: one, or those of a forked episode."""
+    """Each sample in the bytes of `batching.rollout_bytes.write`: one sample, or the parts of a forked episode."""
     score: Score
     unconfirmed_text: str = ""
-    """The answer, where it is correct and the second judge does not confirm it."""
+    """The answer, if correct and not confirmed by the second judge; else empty."""
 
 
 class Sampler:
-    """Completes prompts on engines and scores them."""
+    """Completes prompts on engines and scores the completions."""
 
     def __init__(self, plans: Plans, *, decoders: DecoderPool, verifier: VerifierPool | TaskPools):
         self._plans = plans
@@ -41,17 +41,17 @@ class Sampler:
         return self._plans.draw(seed, group_id, index)
 
     async def problem_of(self, prompt: Prompt) -> str:
-        """Why a prompt cannot be learned from; empty if it can (`VerifierPool.problem_of`)."""
+        """The reason why a prompt cannot be learned from, else empty (`VerifierPool.problem_of`)."""
         return await self._verifier.problem_of(prompt)
 
     async def complete(
         self, engine: EngineClient, prompt: Prompt, draw: Draw, *, priority: int, max_tokens: int | None = None
     ) -> ScoredCompletion:
-        """A completion with its score. max_tokens: a limit below the run's budget.
+        """A completion with a score. max_tokens: a limit below the run's budget.
 
         An answer on which the verifier fails counts as wrong. Raises CompletionLost for a completion that is unusable
-        for a reason other than the policy, EngineError for an engine that is to be evicted, and RuntimeError, which
-        ends the run, from a pool of decoders or verifiers without processes.
+        for a reason other than the policy, EngineError for an engine to evict, and RuntimeError, which ends the run,
+        if a pool of decoders or verifiers has no processes.
         """
         spec = self._plans.spec(draw, priority)
         if max_tokens is not None:
@@ -71,10 +71,10 @@ class Sampler:
 
 
 class TaskSamplers(Sampler):
-    """Completes each prompt with the sampler of its task."""
+    """Completes each prompt with the sampler of the prompt's task."""
 
     def __init__(self, samplers: Mapping[str, Sampler]):
-        """samplers: by the name of the task."""
+        """samplers: name of a task -> sampler."""
         self._samplers = samplers
 
     def draw(self, prompt: Prompt, seed: int, group_id: int, index: int) -> Draw:

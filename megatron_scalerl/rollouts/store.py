@@ -1,23 +1,23 @@
 """The run's rollout store: finished groups in RUN/rollouts/segment-NNNNN.bin, appended and read by reference.
 
-One writer appends to the newest segment and begins a new one at `SEGMENT_BYTES`; one file is open for writing. A
-block is read by its reference (`types.BlockRef`) in the journal: as a whole, or its head, or one completion. No other
-bytes are read, and every checksum is verified.
+One writer appends to the newest segment and begins a new segment at `SEGMENT_BYTES`; one file is open for writing. A
+reader follows the block's reference (`types.BlockRef`) in the journal and reads the whole block, the head, or one
+completion. No other bytes are read, and every checksum is verified.
 
-The life of a segment: `_begin_segment`, `append` and `sync` by turns, and no more bytes once the next segment is
-begun, by a restart as well; retention may delete it then. A crash may leave a torn block at the end, which no event
-of the journal names. Only the owner can read these files.
+The life of a segment: `_begin_segment`, then `append` and `sync` by turns, and no more bytes once the next segment
+begins, by a restart as well; from then on retention may delete the segment. A crash may leave a torn block at the
+end, which no event of the journal names. Only the owner can read these files.
 
 A segment has a checksummed block for each finished group. Little-endian, without padding:
 
-    segment       blocks, one after another; before them, in older runs, MSRLSEGM and 8 bytes
+    segment       blocks, one after another; in older runs MSRLSEGM and 8 bytes before the first block
     block         magic GRUP, checksum u32, bytes of the block u64, group id i64, bytes of the header u32, N u32
-                  table [N] (bytes of the completion u64, its CRC-32 u32)
+                  table [N] (bytes of the completion u64, CRC-32 of the completion u32)
                   header (JSON, `GroupHeader`)
-                  completions [N], each as `batching.rollout_bytes` writes it; of an episode that forked its parts
+                  completions [N] in the format of `batching.rollout_bytes`; of a forked episode all parts
 
-The block's checksum is the CRC-32 of all that follows it up to the first completion. So the header of a block, and
-each of its completions, can be read and verified alone.
+The block's checksum is the CRC-32 of the bytes from the checksum to the first completion. So the header and each
+completion of a block can be read and verified alone.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ _ENTRY = struct.Struct("<QI")
 
 @record
 class GroupHeader:
-    """A finished group without its id and its completions' tokens; fields as in `types.RolloutGroup`."""
+    """A finished group without id and tokens; fields as in `types.RolloutGroup`."""
 
     prompt: Prompt
     epoch: int
@@ -88,7 +88,7 @@ def block_bytes(group_id: int, header: GroupHeader, completions: Sequence[bytes]
     """The block of one group."""
     encoded = msgspec.json.encode(header)
     size = _FIXED.size + _ENTRY.size * len(completions) + len(encoded) + sum(map(len, completions))
-    # the checksum covers the head only: each completion has its own, and is read alone
+    # The checksum covers the head only: each completion has a separate checksum, and is read alone.
     covered = _COVERED.pack(size, group_id, len(encoded), len(completions))
     table = b"".join(_ENTRY.pack(len(c), zlib.crc32(c)) for c in completions)
     start = b"".join([covered, table, encoded])
@@ -96,7 +96,7 @@ def block_bytes(group_id: int, header: GroupHeader, completions: Sequence[bytes]
 
 
 def head_bytes(data: bytes) -> int:
-    """Bytes of a block before its first completion, from its fixed first part. Raises ValueError."""
+    """Bytes of a block before the first completion, computed from the fixed first part. Raises ValueError."""
     if len(data) < _FIXED.size:
         raise ValueError(f"only {len(data)} bytes are left, and a block has at least {_FIXED.size}")
     magic, _, size, _, header_bytes, completions = _FIXED.unpack_from(data)
@@ -109,7 +109,7 @@ def head_bytes(data: bytes) -> int:
 
 
 def read_head(data: bytes) -> BlockHead:
-    """The head of the block that begins `data`, which has at least its `head_bytes`. Raises ValueError."""
+    """The head of the block at the begin of `data`, which has at least `head_bytes` bytes. Raises ValueError."""
     end = head_bytes(data)
     if len(data) < end:
         raise ValueError(f"only {len(data)} of the {end} bytes of the block's head are left")
@@ -146,11 +146,11 @@ class StoredGroup:
     group_id: int
     header: GroupHeader
     completions: tuple[memoryview, ...]
-    """[N] each as `batching.rollout_bytes` writes it."""
+    """[N] completions in the format of `batching.rollout_bytes`."""
 
 
 def positions_of(completions: Iterable[Completion]) -> tuple[int, ...]:
-    """[C] number of each completion's first sample in its block."""
+    """[C] number of each completion's first sample in the block."""
     return (0, *accumulate(len(completion.samples) for completion in completions))[:-1]
 
 
@@ -169,7 +169,7 @@ class StoreWriter:
     """Appends groups to the newest segment. `sync` may be called while another thread appends."""
 
     def __init__(self, folder: Path, *, last_segment: int = -1, segment_bytes: int = SEGMENT_BYTES):
-        """folder: RUN/rollouts. last_segment: that the journal names; -1 without any."""
+        """folder: RUN/rollouts. last_segment: last segment that the journal names; -1 without a segment."""
         self.folder = folder
         self._limit = segment_bytes
         self._fd = -1
@@ -182,9 +182,9 @@ class StoreWriter:
         self._end = 0
 
     def append(self, block: bytes) -> BlockRef:
-        """Write one block (`block_bytes`). Raises OSError naming the file; nothing of the block is left then.
+        """Write one block (`block_bytes`), which is on the disk after the next `sync`.
 
-        It is on the disk after the next `sync`.
+        Raises OSError naming the file; no byte of the block is left then.
         """
         with self._lock:
             if self._failure is not None:
@@ -216,11 +216,11 @@ class StoreWriter:
                     os.fsync(self._fd)
                 check_in_place(path, self._fd, self._end)
             except OSError as error:
-                self._failure = error  # the system may have dropped what it could not write: no later sync is proof
+                self._failure = error  # the system may have dropped unwritten bytes: no later sync is proof
                 raise
 
     def complete_segment(self) -> None:
-        """The next block begins a new segment."""
+        """Let the next block begin a new segment."""
         self._complete = True
 
     def close(self) -> None:
@@ -232,11 +232,11 @@ class StoreWriter:
     def _begin_segment(self) -> None:
         self.sync()
         path = segment_path(self.folder, self.segment + 1)
-        # never a file or a link that is there already: both could be another program's
+        # O_EXCL, O_NOFOLLOW: an existing file or link could belong to another program
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         handle = os.open(path, flags, 0o600)
         try:
-            sync(self.folder)  # without it, a power loss may take the new file's name
+            sync(self.folder)  # without this sync, a power loss may take the new file's name
         except OSError:
             os.close(handle)
             path.unlink(missing_ok=True)
@@ -249,15 +249,15 @@ class StoreWriter:
 
 
 def read_block(path: Path, stored: BlockRef) -> StoredGroup:
-    """The block at this place of the segment `path`, with one read.
+    """The block at the place `stored` of the segment `path`, with one read.
 
-    Raises ValueError naming file and offset, for a block that is missing or damaged; OSError.
+    Raises ValueError naming file and offset, for a missing or damaged block; OSError.
     """
     with _placing(path, stored.offset):
         data = _pread(path, stored.offset, stored.nbytes)
         head = _check_size(read_head(data), stored)
-        whole = memoryview(data)
-        completions = [whole[at : at + size] for at, size in zip(head.offsets, head.sizes)]
+        view = memoryview(data)
+        completions = [view[at : at + size] for at, size in zip(head.offsets, head.sizes)]
         header = stored_header(head)
     for completion, at, checksum in zip(completions, head.offsets, head.checksums):
         with _placing(path, stored.offset + at):
@@ -266,21 +266,21 @@ def read_block(path: Path, stored: BlockRef) -> StoredGroup:
 
 
 def read_arrays(path: Path, stored: BlockRef) -> tuple[StoredGroup, list[RolloutArrays]]:
-    """The block at this place and its completions [N]. Raises as `read_block`."""
+    """(the block at the place `stored`, [N] arrays of the completions). Raises as `read_block`."""
     group = read_block(path, stored)
     with _placing(path, stored.offset):
         return group, [rollout_bytes.read(completion) for completion in group.completions]
 
 
 def read_header(path: Path, stored: BlockRef) -> tuple[int, GroupHeader]:
-    """Group id and header of the block at this place; completions are not read. Raises as `read_block`."""
+    """(group id, header) of the block at the place `stored`, without completions. Raises as `read_block`."""
     with _placing(path, stored.offset):
         head = _check_size(_head_at(path, stored.offset, stored.nbytes), stored)
         return head.group_id, stored_header(head)
 
 
 def read_completions(path: Path, stored: BlockRef, positions: Iterable[int]) -> list[bytes]:
-    """The completions at these positions of the block; the others are not read.
+    """The completions at these positions of the block; no other completion is read.
 
     Raises as `read_block`, and IndexError.
     """
@@ -297,9 +297,9 @@ def read_completions(path: Path, stored: BlockRef, positions: Iterable[int]) -> 
 
 
 def _head_at(path: Path, offset: int, available: int) -> BlockHead:
-    left = path.stat().st_size - offset
-    if left < available:  # a head alone would be read, and the loss met once its completions are sent
-        raise ValueError(f"{max(0, left)} of {available} bytes are left")
+    bytes_left = path.stat().st_size - offset
+    if bytes_left < available:  # otherwise the head would be read, and the loss met only when completions are sent
+        raise ValueError(f"{max(0, bytes_left)} of {available} bytes are left")
     data = _pread(path, offset, min(_FIRST_READ, available))
     size = head_bytes(data)
     if size > len(data):
@@ -329,11 +329,12 @@ def stored_header(head: BlockHead) -> GroupHeader:
 
 
 def _pread(path: Path, offset: int, size: int) -> bytes:
-    """The `size` bytes of the file from `offset` on. Raises ValueError if it ends before, OSError naming it."""
-    left = path.stat().st_size - offset
-    # before anything is read: a damaged size would allocate its bytes
-    if offset < 0 or not 0 <= size <= left:
-        raise ValueError(f"{max(0, left)} of {size} bytes are left")
+    """The `size` bytes of the file from `offset` on. Raises ValueError for a file that ends before, and OSError; the
+    OSError names the file."""
+    bytes_left = path.stat().st_size - offset
+    # before the read, because a damaged size would allocate memory
+    if offset < 0 or not 0 <= size <= bytes_left:
+        raise ValueError(f"{max(0, bytes_left)} of {size} bytes are left")
     with naming(path), path.open("rb") as file:
         file.seek(offset)
         return file.read(size)
@@ -341,7 +342,7 @@ def _pread(path: Path, offset: int, size: int) -> bytes:
 
 @contextlib.contextmanager
 def _placing(path: Path, offset: int) -> Iterator[None]:
-    """Context that adds the place in a segment to ValueErrors, and makes one of a missing file."""
+    """Context that adds the place in a segment to ValueErrors, and makes a missing file a ValueError."""
     try:
         yield
     except FileNotFoundError:

@@ -6,38 +6,38 @@
 The life of a group:
 
     _draw        a prompt of the curriculum, written to the journal; or a group that is issued again
-    _submit      to the free engine with the fewest completions, as soon as the gate admits it
-    _group       its completions are generated and scored, all by one engine, which shares its prefix cache
-    _finish      it is on the disk, then in the gate, and ready
-    _take        it leaves in the batch that the gate releases: the earliest deadlines first
-    trained      its batch is done, and the gate admits others
+    _submit      to the free engine with the fewest completions, as soon as the gate admits the group
+    _group       all completions are generated and scored on one engine, whose prefix cache they share
+    _finish      the group is on the disk, then in the gate, and ready
+    _take        the group leaves in the batch that the gate releases: the earliest deadlines first
+    trained      the batch is done, and the gate admits new groups
 
 Four loops share one condition variable, `_changed`, which is notified of every change of state: a finished group, a
 finished batch, freed engine slots, an engine that joins or leaves, a failure.
 
 * Admission (`_admit`, one task). Consumes: groups to reissue, then the curriculum. Waits for: the gate
   (outstanding < (k + 1) * groups_per_batch) and for a serving engine with slots for a whole group (`max_in_flight`
-  completions per engine). Unblocked by: a batch that is done (`trained`), a completion that frees its slot, an engine
+  completions per engine). Unblocked by: a batch that is done (`trained`), a completion that frees a slot, an engine
   that joins.
-* Group tasks (`_group`, one per outstanding group). Consume: the completions of a group. Wait for: these completions
-  and their scores, and for the disk. Unblocked by: the engine, the verifier and the journal; they never wait for the
-  trainer, so every admitted group finishes or is issued again. Each ends by moving its group to `_ready` or to
-  `_reissue`, or drops it: its prompt cannot be learned from.
+* Group tasks (`_group`, one per outstanding group). Consume: the completions of a group. Wait for: these completions,
+  the scores, and the disk. Unblocked by: the engine, the verifier and the journal. Group tasks never wait for the
+  trainer, so every admitted group finishes or is issued again. A group task ends by moving the group to `_ready` or
+  to `_reissue`, or by dropping a group whose prompt cannot be learned from.
 * `_follow_engines` (one task) notifies the condition when an engine joins or leaves.
 * `next_batch` (the controller's training loop). Consumes: `_ready`, bounded by the gate. Waits for: a batch that the
   gate may release. Unblocked by: group tasks. Returns None when the curriculum is exhausted and nothing is
-  outstanding. `next_batch_ahead` does the same for the version after the current one, until it is cancelled.
+  outstanding. `next_batch_ahead` does the same for the next version, until the call is cancelled.
 
-An engine that fails a request is evicted (`engine.membership`). The groups on it are issued again on another engine,
-under their ids. Completions that had finished stay. The others are generated again with the same interruption point
-and, where requests have seeds (`engine.options.training_seeds`), with the same seed. A completion in flight is longer
-than average: a new draw in its place would favor short completions, while the same draw gives the same completion
-again as far as the weights are the same. A group of which nothing is left starts with a new deadline; a group with
-finished completions keeps its deadline and stays in the gate.
+An engine that fails a request is evicted (`engine.membership`). The evicted engine's groups are issued again on
+another engine, under the same ids. Finished completions stay. Unfinished completions are generated again with the
+same interruption point and, if requests have seeds (`engine.options.training_seeds`), with the same seed. Completions
+in flight are longer than average: a new draw would favor short completions, while the same draw gives the same
+completion again as far as the weights are the same. A group without finished completions starts with a new deadline;
+a group with finished completions keeps the deadline and stays in the gate.
 
-With `rollouts.deterministic`, admission is `_admit_in_rounds`: whole rounds (`engine.rounds`), each after the last
-one has ended. After a restart the round that was interrupted is generated again as a whole, those of its groups that
-had finished too, since the others shared batches of the engines with them. The new groups are trained on.
+With `rollouts.deterministic`, admission is `_admit_in_rounds`: whole rounds (`engine.rounds`), each after the end of
+the previous round. After a restart the interrupted round is generated again as a whole, finished groups included,
+since finished and unfinished groups shared batches of the engines. The new groups are trained on.
 
 The first other failure in admission or a group task is raised by `next_batch`. `close` cancels all tasks.
 
@@ -81,7 +81,7 @@ MOST_UNUSABLE = 1000
 
 
 Results = dict[int, ScoredCompletion | CompletionLost]
-"""Index in the group -> a completion, or why it is lost."""
+"""Index in the group -> the completion, or the reason of the loss."""
 
 
 @record
@@ -92,13 +92,13 @@ class Admission:
     prompt: Prompt
     epoch: int
     kept: Results = field(default_factory=dict)
-    """Completions that finished, or were lost, before their engine was evicted."""
+    """Completions that finished, or were lost, before the engine was evicted."""
     redraws: int = 0
-    """How often all completions of the group were lost: each time, they get draws that it has not had."""
+    """Number of times that all completions of the group were lost; after each time all draws are new."""
 
     @property
     def counted(self) -> bool:
-        """True if the gate counts the group: a kept completion fixes its deadline."""
+        """True if the gate counts the group: a kept completion fixes the group's deadline."""
         return any(isinstance(result, ScoredCompletion) for result in self.kept.values())
 
 
@@ -121,10 +121,10 @@ class RolloutStream:
         """count_tokens: gets the number of tokens of every finished completion. rounds: for rollouts.deterministic.
         problems: `PromptSet.problems`, completed here."""
         self.reissued_groups = 0
-        """Groups that were issued again because their engine was evicted."""
+        """Groups that were issued again after an eviction of the engine."""
         self.policy_version = 0
         self.exhausted: str | None = None
-        """Why no prompt is left, None while there are prompts."""
+        """The reason why no prompt is left; None while there are prompts."""
         self._curriculum = curriculum
         self._sampler = sampler
         self._journal = journal
@@ -146,7 +146,7 @@ class RolloutStream:
         )
         self._reissue: list[Admission] = []
         self._put_off = 0
-        """Groups on their way to `_reissue`."""
+        """Groups that pause before `_reissue`."""
         self._ready: dict[int, RolloutGroup] = {}
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -164,22 +164,22 @@ class RolloutStream:
     def restore(self, ready: Sequence[RolloutGroup], unfinished: Sequence[Admission], batches: int) -> None:
         """Restore the groups that are in no batch after a restart; called before `start`.
 
-        ready: finished groups. unfinished: groups to issue again. batches: those of the run that are done.
+        ready: finished groups. unfinished: groups to issue again. batches: number of the run's batches that are done.
         """
         self._gate.resume(batches)
         for group in ready:
             self._gate.restore(group.group_id, group.first_token_version)
             self._ready[group.group_id] = group
-        again = list(unfinished)
-        # without a full batch the round was interrupted: its finished groups shared batches with the others
+        admissions = list(unfinished)
+        # Without a full batch the round was interrupted: finished groups shared batches with unfinished groups.
         if self._rounds is not None and self._gate.batch(self.policy_version) is None:
-            again += [Admission(group_id=g.group_id, prompt=g.prompt, epoch=g.epoch) for g in ready]
+            admissions += [Admission(group_id=g.group_id, prompt=g.prompt, epoch=g.epoch) for g in ready]
             self._ready.clear()
             self._gate.forget_ready()
-        self._reissue = sorted(again, key=lambda admission: admission.group_id)
+        self._reissue = sorted(admissions, key=lambda admission: admission.group_id)
 
     async def trained(self, policy_version: int) -> None:
-        """Note that the last batch is done; every engine serves `policy_version`, the old one without a step."""
+        """Note that the last batch is done; every engine serves `policy_version`, unchanged if there was no step."""
         async with self._changed:
             self.policy_version = policy_version
             self._gate.trained()
@@ -198,15 +198,15 @@ class RolloutStream:
                 if batch is not None:
                     return batch
                 # nothing can become ready any more; groups that do not fill a batch are left
-                left = self._gate.in_flight or self._reissue or self._put_off
-                if self.exhausted and not left:
+                groups_to_come = self._gate.in_flight or self._reissue or self._put_off
+                if self.exhausted and not groups_to_come:
                     return None
                 await self._changed.wait()
 
     async def next_batch_ahead(self) -> list[RolloutGroup]:
         """The groups to train on after the batch that trains now, as `next_batch`.
 
-        Waits, also if there are none or the stream has failed, until it is cancelled; it has taken no group then.
+        Waits until cancelled if no batch comes or the stream has failed; a cancelled call has taken no group.
         """
         async with self._changed:
             # a failure is raised by `next_batch`, which is called after the step in progress
@@ -258,11 +258,13 @@ class RolloutStream:
                 self._changed.notify_all()
 
     async def _follow_engines(self) -> None:
-        """Notify the other loops of every change of the engines."""
+        """Notify every other loop of each change of the engines."""
         epoch = self._engines.epoch
         while True:
             await self._engines.until(lambda: self._engines.epoch != epoch)  # noqa: B023
-            epoch = self._engines.epoch  # before the notification, so that a change during it is noticed, too
+            epoch = (
+                self._engines.epoch
+            )  # before the notification, so that a change during the notification is noticed, too
             async with self._changed:
                 self._loads.note_idle()
                 self._changed.notify_all()
@@ -283,12 +285,12 @@ class RolloutStream:
         self._loads.add(engine, self._group_size - len(admission.kept))
         name = f"group {admission.group_id}"
         task = asyncio.create_task(self._guarded(self._group, engine, admission, priority), name=name)
-        self._tasks.add(task)  # asyncio itself keeps weak references to tasks only
+        self._tasks.add(task)  # asyncio keeps only weak references to tasks
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def _admit_in_rounds(self) -> None:
-        """Admission with rollouts.deterministic: the groups of a round reach their paused engines together.
+        """Admission with rollouts.deterministic: the groups of a round reach the paused engines together.
 
         Consumes: as `_admit`. Waits for: the gate, all engines that are not given up, and the groups of the last
         round. Unblocked by: a batch that is done, an engine that joins, group tasks that end.
@@ -314,18 +316,18 @@ class RolloutStream:
             await next_round.go(requests)
             await asyncio.wait(groups)
 
-    def _draw_round(self, most: int) -> list[Admission]:
+    def _draw_round(self, limit: int) -> list[Admission]:
         """The groups of the next round, none if the curriculum is exhausted."""
-        drawn: list[Admission] = []
-        while len(drawn) < most and self._may_start():
+        admissions: list[Admission] = []
+        while len(admissions) < limit and self._may_start():
             admission = self._draw()
             if admission is None:
                 break
-            drawn.append(admission)
-        return drawn
+            admissions.append(admission)
+        return admissions
 
     def _may_start(self) -> bool:
-        # a counted group is outstanding already: issued again, it does not bring the gate nearer to its bound
+        # A counted group is outstanding already, so issuing the group again brings the gate no nearer to the bound.
         return bool(self._reissue and self._reissue[0].counted) or self._gate.may_start()
 
     def _draw(self) -> Admission | None:
@@ -334,7 +336,7 @@ class RolloutStream:
         The gate counts the group from now on. Raises RuntimeError for MOST_UNUSABLE other prompts in a row.
         """
         for _ in range(MOST_UNUSABLE):
-            # the journal has draws of unusable prompts, too, so that the order does not depend on when one is found
+            # The journal has draws of unusable prompts, too, so the order does not depend on the time of discovery.
             admission = self._next()
             if admission is None:
                 return None
@@ -360,14 +362,14 @@ class RolloutStream:
         return Admission(group_id=group_id, prompt=prompt, epoch=epoch)
 
     async def _group(self, engine: EngineClient, admission: Admission, priority: int) -> None:
-        """Generate the missing completions of a group; then finish it, issue it again, or drop it.
+        """Generate the missing completions of a group; then finish, reissue or drop the group.
 
-        priority: of the first completion; in a round, those of the others follow it.
+        priority: priority of the first completion; in a round, later completions have consecutive priorities.
         """
         results = await self._completions(engine, admission, priority)
-        kept = [result for _, result in sorted(results.items()) if isinstance(result, ScoredCompletion)]
+        completions = [result for _, result in sorted(results.items()) if isinstance(result, ScoredCompletion)]
         evicted = len(results) < self._group_size
-        problem = await self._problem_of(admission.prompt, again=not kept and not evicted)
+        problem = await self._problem_of(admission.prompt, retry=not completions and not evicted)
         if problem:
             logger.warning(
                 "group %d is left out: prompt %s cannot be learned from: %s",
@@ -379,12 +381,12 @@ class RolloutStream:
                 self._gate.drop(admission.group_id)
                 self._changed.notify_all()
             return
-        if kept and not evicted:
+        if completions and not evicted:
             lost = Counter(result.reason for result in results.values() if isinstance(result, CompletionLost))
-            await self._finish(admission, kept, lost)
+            await self._finish(admission, completions, lost)
             return
-        if not kept:
-            results = {}  # lost completions are not kept alone: they would fix no deadline
+        if not completions:
+            results = {}  # a group with only lost completions keeps no result, because none fixes a deadline
         await self._reissue_group(admission, results, evicted=evicted)
 
     async def _completions(self, engine: EngineClient, admission: Admission, priority: int) -> Results:
@@ -392,8 +394,8 @@ class RolloutStream:
 
         The indices that an eviction has left unfinished are missing.
         """
-        drawn = admission.redraws * self._group_size
-        running = {}
+        first_draw = admission.redraws * self._group_size
+        tasks_by_index = {}
         async with asyncio.TaskGroup() as tasks:
             for index in range(self._group_size):
                 if index in admission.kept:
@@ -401,83 +403,85 @@ class RolloutStream:
                 completion = self._completion(
                     engine,
                     admission.prompt,
-                    self._sampler.draw(admission.prompt, self._seed, admission.group_id, drawn + index),
+                    self._sampler.draw(admission.prompt, self._seed, admission.group_id, first_draw + index),
                     priority=priority if self._rounds is None else priority + index,
-                    where=f"group {admission.group_id}, completion {drawn + index}",
+                    label=f"group {admission.group_id}, completion {first_draw + index}",
                 )
-                running[index] = tasks.create_task(completion)
+                tasks_by_index[index] = tasks.create_task(completion)
         results = dict(admission.kept)
-        for index, task in running.items():
+        for index, task in tasks_by_index.items():
             result = task.result()
             if not isinstance(result, EngineError):
                 results[index] = result
         return results
 
-    async def _finish(self, admission: Admission, kept: Sequence[ScoredCompletion], lost: Counter[str]) -> None:
-        """Write a group to the disk; it is ready then. kept: its completions. lost: reasons of the others."""
-        [(tokens, number)] = Counter(scored.prompt.token_ids for scored in kept).most_common(1)
-        if 2 * number <= len(kept) > 1:
+    async def _finish(
+        self, admission: Admission, completions: Sequence[ScoredCompletion], lost: Counter[str]
+    ) -> None:
+        """Write a group to the disk, and make the group ready. lost: reason -> number of lost completions."""
+        [(tokens, number)] = Counter(scored.prompt.token_ids for scored in completions).most_common(1)
+        if 2 * number <= len(completions) > 1:
             raise RuntimeError(
                 f"prompt {admission.prompt.prompt_id}: reset gave different messages for one row, and the episodes "
                 "of a group are compared with each other; let the messages depend on the row alone"
             )
-        if number < len(kept):
-            lost += Counter({"prompt_changed": len(kept) - number})
-            kept = [scored for scored in kept if scored.prompt.token_ids == tokens]
-        prompt = kept[0].prompt
+        if number < len(completions):
+            lost += Counter({"prompt_changed": len(completions) - number})
+            completions = [scored for scored in completions if scored.prompt.token_ids == tokens]
+        prompt = completions[0].prompt
         group = RolloutGroup(
             group_id=admission.group_id,
             prompt=prompt,
-            completions=tuple(scored.completion for scored in kept),
-            positions=positions_of(scored.completion for scored in kept),
-            scores=tuple(scored.score for scored in kept),
-            first_token_version=min(scored.completion.first_version for scored in kept),
+            completions=tuple(scored.completion for scored in completions),
+            positions=positions_of(scored.completion for scored in completions),
+            scores=tuple(scored.score for scored in completions),
+            first_token_version=min(scored.completion.first_version for scored in completions),
             epoch=admission.epoch,
             lost_completions=lost.total(),
             lost_reasons=lost,
         )
-        samples = [part for scored in kept for part in scored.parts]
+        samples = [part for scored in completions for part in scored.parts]
         if self._algorithm.columns:
             samples = await with_columns(self._algorithm, group, samples, self._score)
         group = await self._journal.finish(group, samples)
-        # nothing is awaited since the event was written: a replay of the journal observes in the order of its events
+        # Nothing is awaited since the event was written: a replay of the journal observes in the order of the events.
         self._curriculum.observe(prompt.prompt_id, group.pass_rate)
         async with self._changed:
             self._gate.finish(group.group_id, group.first_token_version)
             self._ready[group.group_id] = group
             self._changed.notify_all()
 
-    async def _problem_of(self, prompt: Prompt, *, again: bool) -> str:
-        """Why a prompt cannot be learned from, empty if it can; a prompt that was never tried is tried now.
+    async def _problem_of(self, prompt: Prompt, *, retry: bool) -> str:
+        """The reason why a prompt cannot be learned from, else empty; a prompt that was never tried is tried now.
 
-        again: it is tried once more, as a whole group was lost.
+        retry: try the prompt once more, as a whole group was lost.
         """
-        known = self._problems.get(prompt.prompt_id, "")
-        if known or (known == "" and not again):
-            return known
+        known_problem = self._problems.get(prompt.prompt_id, "")
+        if known_problem or (known_problem == "" and not retry):
+            return known_problem
         try:
             problem = await self._sampler.problem_of(prompt)
-        except CompletionLost as lost:  # by the verifier: the prompt is tried again when it is drawn again
-            return str(lost) if known is None else ""
+        except CompletionLost as lost:  # by the verifier: the prompt is tried again at the next draw
+            return str(lost) if known_problem is None else ""
         self._problems[prompt.prompt_id] = problem
         return problem
 
-    async def _reissue_group(self, admission: Admission, kept: Results, *, evicted: bool) -> None:
-        """Generate the missing completions of a group again, under its id.
+    async def _reissue_group(self, admission: Admission, results: Results, *, evicted: bool) -> None:
+        """Generate the missing completions of a group again, under the same id.
 
         After an eviction with the same draws; every eviction counts as a restart of an engine (engine.max_restarts).
-        A group whose completions are all lost gets other draws, since the same might be lost again for ever; from
-        the second time on after a pause: its prompt may be at fault, or an outage that passes.
+        A group whose completions are all lost gets new draws, since equal draws might be lost again for ever. From
+        the second loss on a pause comes first, because the prompt may be at fault, or a passing outage.
         """
         redraws = admission.redraws
         pause_s = 0.0
         if not evicted:
             pause_s = min(PAUSE_S * (2.0 ** max(redraws - 1, 0) - 1), MOST_PAUSE_S)
             redraws += 1
-        again = replace(admission, kept=kept, redraws=redraws)
+        reissued = replace(admission, kept=results, redraws=redraws)
         if pause_s:
             async with self._changed:
-                self._gate.drop(admission.group_id)  # another may start in its place
+                self._gate.drop(admission.group_id)  # another group may start instead
                 self._put_off += 1
                 self._changed.notify_all()
             await asyncio.sleep(pause_s)
@@ -486,37 +490,37 @@ class RolloutStream:
                 self.reissued_groups += 1
             if pause_s:
                 self._put_off -= 1
-            elif not again.counted:
+            elif not reissued.counted:
                 self._gate.abandon(admission.group_id)
-            self._reissue.append(again)
-            if self._admission is not None and self._admission.done():  # it ended when the curriculum was exhausted
+            self._reissue.append(reissued)
+            if self._admission is not None and self._admission.done():  # because the curriculum was exhausted
                 self._start_admission()
             self._changed.notify_all()
 
     async def _completion(
-        self, engine: EngineClient, prompt: Prompt, draw: Draw, *, priority: int, where: str
+        self, engine: EngineClient, prompt: Prompt, draw: Draw, *, priority: int, label: str
     ) -> ScoredCompletion | CompletionLost | EngineError:
-        """A scored completion; the exception if it is lost, or if its engine was evicted before it finished."""
+        """A scored completion; the exception if the completion is lost, or if the engine was evicted meanwhile."""
         result: ScoredCompletion | CompletionLost | EngineError
-        served = self.policy_version
+        served_version = self.policy_version
         try:
             result = await self._sampler.complete(engine, prompt, draw, priority=priority)
             completion = result.completion
             # during a weight update, engines may serve the next version already
-            newest = self.policy_version + 1
-            if completion.last_version > newest:
+            newest_version = self.policy_version + 1
+            if completion.last_version > newest_version:
                 raise EngineError(
                     f"{engine.name}: a token of its completion has policy version {completion.last_version}, and no "
-                    f"version after {newest} can have been published"
+                    f"version after {newest_version} can have been published"
                 )
-            if completion.first_version < served:  # the gate relies on it
+            if completion.first_version < served_version:  # the gate relies on this order
                 raise EngineError(
                     f"{engine.name}: a token of its completion has policy version {completion.first_version}, and it "
-                    f"served version {served} when the request was sent"
+                    f"served version {served_version} when the request was sent"
                 )
             self._count_tokens(completion.generated_tokens)
         except CompletionLost as lost:
-            logger.warning("%s is left out: %s", where, lost)
+            logger.warning("%s is left out: %s", label, lost)
             result = lost
         except EngineError as error:
             self._engines.evict(engine, str(error))

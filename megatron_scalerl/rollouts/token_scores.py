@@ -21,9 +21,9 @@ class CompletionScores:
 
     group_id: int
     position: int
-    """Position of the completion, or of one of its parts, in the block of its group."""
+    """Position of the completion, or of a part of an episode, in the group's block."""
     policy_version: int
-    """Version of the weights that scored it."""
+    """Version of the weights that scored the completion."""
     logprobs: list[float]
     """[T] the trainer's log-probabilities (nats)."""
     entropies: list[float]
@@ -31,7 +31,7 @@ class CompletionScores:
 
 
 def write_scores(run_dir: Path, step: int, rows: Sequence[CompletionScores]) -> None:
-    """Write a step's file, or replace it. Raises OSError."""
+    """Write or replace a step's file. Raises OSError."""
     path = _path(run_dir, step)
     path.parent.mkdir(exist_ok=True)
     rewrite(path, map(asdict, rows))

@@ -1,6 +1,6 @@
 """Reads calls of tools in an answer, in the format that the policy's chat template teaches.
 
-A call is read whole, or it has an error: no argument is dropped or stands twice, and nothing in a call is left over.
+A call is read completely, or has an error: no argument is dropped or repeated, and no text in a call is ignored.
 """
 
 import contextlib
@@ -16,28 +16,28 @@ from megatron_scalerl.environments.response import ToolCall
 
 NAME = re.compile(r"[\w.:/-]+")
 TYPES = {int: "integer", float: "number", bool: "boolean", dict: "object", list: "array", type(None): "null"}
-"""Types of Python -> of JSON schemas."""
+"""Type of Python -> type of JSON schemas."""
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-"""Values as some templates write them -> as JSON."""
+"""Python's spelling of a value, which some templates write -> JSON."""
 
 
 Types = dict[str, dict[str, set[str]]]
-"""Name of a tool -> name of an argument -> types that it may have; none: any."""
+"""Name of a tool -> name of an argument -> allowed types; an empty set allows any type."""
 
 
-class _Unreadable(Exception):
-    """Why a call cannot be read, in one word."""
+class _UnreadableCall(Exception):
+    """A call cannot be read; the message is the reason in one word."""
 
 
 def _json(text: str) -> Any:
-    """A value of JSON. Raises ValueError, RecursionError, and _Unreadable for a key that stands twice."""
+    """A value of JSON. Raises ValueError, RecursionError, and _UnreadableCall for a repeated key."""
     return json.loads(text, object_pairs_hook=_table)
 
 
 def _table(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
-        raise _Unreadable("repeated_key")
+        raise _UnreadableCall("repeated_key")
     return table
 
 
@@ -50,50 +50,50 @@ def _value(text: str, types: set[str]) -> Any:
             if not types or TYPES.get(type(value)) in types or (type(value) is int and "number" in types):
                 return value
         if types and "string" not in types:
-            raise _Unreadable("invalid_value")
+            raise _UnreadableCall("invalid_value")
     return text
 
 
-def _of_json(text: str, types: Types, *, keys: Sequence[set[str]]) -> tuple[str, Any, Any]:
-    """{"name": ..., KEY: {...}}."""
+def _read_json_call(text: str, types: Types, *, keys: Sequence[set[str]]) -> tuple[str, Any, Any]:
+    """A call {"name": ..., KEY: {...}}."""
     call = _json(text)
     if not isinstance(call, dict) or call.keys() - {"name"} not in keys:
-        raise _Unreadable("malformed_structure")
+        raise _UnreadableCall("malformed_structure")
     name = call.pop("name", "")
     return "", name, *call.values()
 
 
-def _of_tags(text: str, types: Types, *, call: str, argument: str) -> tuple[str, Any, Any]:
-    """Arguments in tags."""
+def _read_tagged_call(text: str, types: Types, *, call: str, argument: str) -> tuple[str, Any, Any]:
+    """A call with arguments in tags."""
     match = re.fullmatch(call, text, re.DOTALL)
     if not match or re.sub(argument, "", match[2], flags=re.DOTALL).strip():
-        raise _Unreadable("malformed_structure")
+        raise _UnreadableCall("malformed_structure")
     name = match[1]
-    of_tool = types.get(name, {})
+    tool_types = types.get(name, {})
     pairs = re.findall(argument, match[2], re.DOTALL)
-    return "", name, _table([(key, _value(value, of_tool.get(key, set()))) for key, value in pairs])
+    return "", name, _table([(key, _value(value, tool_types.get(key, set()))) for key, value in pairs])
 
 
-def _of_kimi(text: str, types: Types) -> tuple[str, Any, Any]:
-    """functions.NAME:NUMBER<|tool_call_argument_begin|>{...}<|tool_call_end|>."""
-    call_id, _, rest = text.partition("<|tool_call_argument_begin|>")
-    arguments, end, after = rest.rpartition("<|tool_call_end|>")
-    if not end or after:
-        raise _Unreadable("malformed_structure")
+def _read_kimi_call(text: str, types: Types) -> tuple[str, Any, Any]:
+    """A call functions.NAME:NUMBER<|tool_call_argument_begin|>{...}<|tool_call_end|>."""
+    call_id, _, arguments_text = text.partition("<|tool_call_argument_begin|>")
+    arguments, end, trailing_text = arguments_text.rpartition("<|tool_call_end|>")
+    if not end or trailing_text:
+        raise _UnreadableCall("malformed_structure")
     call_id = call_id.rstrip()
     return call_id, call_id.partition(":")[0].removeprefix("functions."), _json(arguments)
 
 
 IN_TAGS = r"<tool_call>(.*?)(?:(</tool_call>)|\Z)|</tool_call>"
 Reader = Callable[[str, Types], tuple[str, Any, Any]]
-"""(id, name, arguments) of a call. Raises as `_json`, and _Unreadable."""
+"""(id, name, arguments) of a call. Raises as `_json`, and _UnreadableCall."""
 FORMATS: dict[str, tuple[str, str, str, Reader]] = {
     "<function=": (
         "qwen3.5",
         "<tool_call>",
         IN_TAGS,
         partial(
-            _of_tags,
+            _read_tagged_call,
             call=r"<function=([^\s<>]+)>(.*)</function>",
             argument=r"<parameter=([^\s<>=]+)>((?:(?!<parameter=|<function=).)*?)</parameter>",
         ),
@@ -103,31 +103,31 @@ FORMATS: dict[str, tuple[str, str, str, Reader]] = {
         "<tool_call>",
         IN_TAGS,
         partial(
-            _of_tags,
+            _read_tagged_call,
             call=r"([^\s<>]+)(.*)",
             argument=r"<arg_key>([^\s<>]+)</arg_key>\s*<arg_value>((?:(?!<arg_key>|<arg_value>).)*?)</arg_value>",
         ),
     ),
-    '"arguments":': ("qwen3", "<tool_call>", IN_TAGS, partial(_of_json, keys=({"arguments"},))),
+    '"arguments":': ("qwen3", "<tool_call>", IN_TAGS, partial(_read_json_call, keys=({"arguments"},))),
     "<|tool_call_argument_begin|>": (
         "kimi_k2",
         "<|tool_calls_section_begin|>",
         r"<\|tool_calls_section_begin\|>(.*?)(?:(<\|tool_calls_section_end\|>)|\Z)|<\|tool_call",
-        _of_kimi,
+        _read_kimi_call,
     ),
     '"parameters": dictionary': (
         "llama_3",
         "<|eom_id|>",
         r'\A\s*(?:<\|python_tag\|>|(?=\{[^{}]*"(?:name|parameters)"))(.*)(\Z)|<\|python_tag\|>',
-        partial(_of_json, keys=({"parameters"}, {"arguments"})),
+        partial(_read_json_call, keys=({"parameters"}, {"arguments"})),
     ),
 }
-"""Text in a chat template -> (name, token that the format has, blocks of calls and what is in them alone, reader).
+"""Text in a chat template -> (name, token of the format, pattern of a block of calls and of stray tags, reader).
 
-The groups of a block: its text, its end. Not here: Mistral, DeepSeek-V3.
+The pattern's groups: text of the block, end of the block. Not supported: Mistral, DeepSeek-V3.
 """
 ERRORS = {None: "unopened_block", 1: "unclosed_block", 2: ""}
-"""Last group of a block -> what is wrong with it."""
+"""Last group of a block -> error of the block."""
 
 
 ToolParser = Callable[[Sequence[int]], tuple[str, tuple[ToolCall, ...]]]
@@ -153,28 +153,28 @@ def tool_parser(tokenizer: Any, tools: Sequence[Any], end_ids: Sequence[int]) ->
         )
     _, _, blocks, read = formats[0]
     try:
-        types = dict(map(_declared, tools))
+        types = dict(map(_declaration, tools))
     except (AttributeError, TypeError):
         raise ValueError("tools: they have to be JSON schemas of functions") from None
 
     def calls(token_ids: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:
         ids = [token for token in token_ids if token not in end_ids]
         text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        before = text
-        found: list[ToolCall] = []
+        text_before = text
+        tool_calls: list[ToolCall] = []
         for block in re.finditer(blocks, text, re.DOTALL):
-            if not found:
-                before = text[: block.start()]
+            if not tool_calls:
+                text_before = text[: block.start()]
             inner = block[1] or block[0]
             parts = [part.strip() for part in inner.split("<|tool_call_begin|>") if part.strip()]  # of Kimi-K2
-            found += [_call(part, ERRORS[block.lastindex], read, types) for part in parts or [inner]]
-        return before, tuple(found)
+            tool_calls += [_call(part, ERRORS[block.lastindex], read, types) for part in parts or [inner]]
+        return text_before, tuple(tool_calls)
 
     return calls
 
 
-def _declared(tool: Any) -> tuple[str, dict[str, set[str]]]:
-    """(name of a tool, types of its arguments)."""
+def _declaration(tool: Any) -> tuple[str, dict[str, set[str]]]:
+    """(name of a tool, types of the tool's arguments)."""
     function = tool.get("function", tool)
     properties = function.get("parameters", {}).get("properties", {})
     return function.get("name", ""), {name: _types(schema) for name, schema in properties.items()}
@@ -189,20 +189,20 @@ def _types(schema: Any) -> set[str]:
 
 
 def _call(text: str, error: str, read: Reader, types: Types) -> ToolCall:
-    """A call. error: of its block."""
+    """A call. error: the block's error."""
     try:
         if error:
-            raise _Unreadable(error)
+            raise _UnreadableCall(error)
         call_id, name, arguments = read(text, types)
         if not (isinstance(name, str) and NAME.fullmatch(name) and isinstance(arguments, dict)):
-            raise _Unreadable("malformed_structure")
+            raise _UnreadableCall("malformed_structure")
         nested: Any = arguments
         for _ in range(32):  # deeper than in a Reply
             nested = [nested]
         if msgspec.json.decode(msgspec.json.encode(nested)) != nested:
-            raise _Unreadable("invalid_value")  # a number beyond JSON, which becomes null
+            raise _UnreadableCall("invalid_value")  # a number beyond JSON, which becomes null
         return ToolCall(id=call_id, name=name, arguments=arguments, raw=text)
-    except _Unreadable as problem:
+    except _UnreadableCall as problem:
         return ToolCall(raw=text, error=str(problem))
     except (ValueError, RecursionError):  # JSON beyond Python's limits, or that is no Unicode
         return ToolCall(raw=text, error="invalid_json")

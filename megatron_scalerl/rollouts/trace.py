@@ -1,9 +1,9 @@
-"""What policy and environment have written in an episode, in parts of which each becomes a sample.
+"""The tokens of policy and environment in an episode, in parts; each part becomes a sample.
 
-A context continues a part if all that the part has so far is its exact prefix, and no other turn is being sampled
-there. Any other context begins a part, all of it masked: an edited or summarized history, a second answer to one
-context, a conversation of a sub-agent. So each token that the policy sampled is in one part, once, after the context
-in which it was sampled.
+A context continues a part if all tokens of the part are an exact prefix of the context, and no other turn is being
+sampled in the part. Any other context begins a part, with all context tokens masked: an edited or summarized history,
+a second answer to one context, a conversation of a sub-agent. So each token that the policy sampled is in one part,
+once, after the context in which the policy sampled the token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from operator import eq
 
 import numpy as np
 
-from megatron_scalerl.batching.rollout_bytes import RolloutArrays, joined, read
+from megatron_scalerl.batching.rollout_bytes import RolloutArrays, joined_parts, read
 from megatron_scalerl.prompts.turns import PastTurn
 from megatron_scalerl.rollouts.decoder import Decoded
 from megatron_scalerl.rollouts.plans import Draw
@@ -26,23 +26,23 @@ from megatron_scalerl.types import ENDS, EpisodeEnd, ExpertChoices
 
 @dataclass(eq=False)
 class Part:
-    """A context and the turns in it."""
+    """A context with turns of the policy."""
 
     context: array[int]
-    """The tokens of the group's prompt with which it begins, then what it has written, as `I`: compared at once."""
+    """First tokens of the group's prompt, then the tokens written so far, as `I` for a fast comparison."""
     shared: int
-    """Tokens of the group's prompt."""
+    """Number of the group's prompt tokens in `context`."""
     pieces: list[RolloutArrays] = field(default_factory=list)
-    """Turns, and what the environment wrote before them."""
+    """Turns, each after the environment's tokens before the turn."""
     busy: bool = False
-    """Whether a turn is being sampled."""
+    """True while a turn is being sampled."""
 
 
 class Trace:
     """The parts of an episode."""
 
     def __init__(self, prompt: Sequence[int]):
-        """prompt: [P] ids of the group's prompt, with whose first token each context has to begin."""
+        """prompt: [P] ids of the group's prompt; each context has to begin with the first id."""
         self.prompt = list(prompt)
         self.turns: list[PastTurn] = []
         self.rewards: list[bool | float] = []
@@ -51,12 +51,12 @@ class Trace:
         self.text: str | None = None
         """The answer in the last turn."""
         self.end: EpisodeEnd = ENDS["truncated"]
-        """How the episode ended: by a limit, until the environment ends it."""
+        """End of the episode: a limit, unless the environment ends the episode."""
         self._parts: list[Part] = []
 
     @property
     def thinking(self) -> int:
-        """Tokens of thinking in all turns; all of a turn in which it did not end."""
+        """Tokens of thinking in all turns; a turn in which thinking did not end counts fully."""
         return sum(turn.answer_start or len(turn.token_ids) for turn in self.turns)
 
     @property
@@ -84,11 +84,11 @@ class Trace:
             part.busy = False
 
     def add(self, part: Part, context: list[int], decoded: Decoded) -> PastTurn:
-        """Append the turn after a context, and what is new in the context; the turn."""
+        """Append a turn and the new tokens of the context before the turn; returns the turn."""
         arrays = read(decoded.data)
-        new = context[len(part.context) :]
-        if new:
-            part.pieces.append(_environment(new, arrays))
+        new_ids = context[len(part.context) :]
+        if new_ids:
+            part.pieces.append(_environment(new_ids, arrays))
         part.pieces.append(arrays)
         turn = PastTurn(token_ids=tuple(arrays.token_ids.tolist()), answer_start=decoded.answer_start)
         part.context = array("I", [*context, *turn.token_ids])
@@ -99,10 +99,10 @@ class Trace:
         return turn
 
     def parts(self, draw: Draw) -> list[RolloutArrays]:
-        """The samples of the episode, which ends."""
+        """The samples of the finished episode."""
         return [
             replace(
-                joined(part.pieces),
+                joined_parts(part.pieces),
                 seed=draw.seed,
                 thinking_cut=draw.thinking_cut,
                 truncated=self.end.by == "limit",
@@ -112,12 +112,12 @@ class Trace:
         ]
 
 
-def _environment(new: list[int], turn: RolloutArrays) -> RolloutArrays:
-    """Ids [N] that the environment wrote before a turn."""
-    size = len(new)
+def _environment(ids: list[int], turn: RolloutArrays) -> RolloutArrays:
+    """The piece of ids [N] that the environment wrote before a turn."""
+    size = len(ids)
     return replace(
         turn,
-        token_ids=np.array(new, "<u4"),
+        token_ids=np.array(ids, "<u4"),
         rollout_logprobs=np.zeros(size, "<f4"),
         policy_versions=np.repeat(turn.policy_versions[:1], size),
         loss_mask=np.zeros(size, bool),
@@ -128,7 +128,7 @@ def _environment(new: list[int], turn: RolloutArrays) -> RolloutArrays:
 
 
 def _choices(pieces: Sequence[RolloutArrays]) -> ExpertChoices | None:
-    """The experts of all tokens: each request reports those of its whole context, and the first report counts."""
+    """The experts of all tokens. Each request reports the experts of its context; a token's first report counts."""
     reports = [piece.expert_choices for piece in pieces if piece.expert_choices is not None]
     if not reports:
         return None

@@ -1,4 +1,4 @@
-"""What the algorithm decided about a batch, for the page: it reads this file, and runs no code of a user.
+"""Files of the algorithm's decisions about a batch, which the page reads, so that the page runs no code of a user.
 
 RUN/advantages/batch_00000012.json      written before the step; a resume that trains the batch again replaces it
 """
@@ -17,13 +17,13 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
     """The decisions about the groups of one batch. Produced by `controller.samples`."""
 
     advantages: Mapping[int, Mapping[int, float]]
-    """Group id -> position of a trained completion in the group's block -> its advantage, of tokens their mean."""
+    """Group id -> position of a trained completion in the group's block -> advantage, the mean over tokens."""
     dropped: Mapping[int, str]
-    """Group id -> why the group is not trained, one word."""
+    """Group id -> reason why the group is not trained, one word."""
 
 
 def write_trained(run_dir: Path, batch: int, trained: Trained) -> None:
-    """Write a batch's file, or replace it. Raises OSError naming the file."""
+    """Write or replace a batch's file. Raises OSError naming the file."""
     path = _path(run_dir, batch)
     path.parent.mkdir(exist_ok=True)
     draft = path.with_suffix(".draft")
@@ -37,7 +37,7 @@ def write_trained(run_dir: Path, batch: int, trained: Trained) -> None:
 
 
 def read_trained(run_dir: Path, batch: int) -> Trained | None:
-    """The decisions about a batch; None without a file. Raises ValueError, naming the file, for another content."""
+    """The decisions about a batch; None without a file. Raises ValueError, naming the file, for invalid content."""
     path = _path(run_dir, batch)
     try:
         return msgspec.json.decode(path.read_bytes(), type=Trained)

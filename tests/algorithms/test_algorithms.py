@@ -13,7 +13,7 @@ from stored_episodes import FORKED
 
 from megatron_scalerl.algorithms import ScaleRL, algorithm_of
 from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of, facts_of_parts
-from megatron_scalerl.controller.samples import samples_of, why_empty
+from megatron_scalerl.controller.samples import empty_reason, samples_of
 from megatron_scalerl.losses import LossInputs
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.types import Prompt, Score
@@ -90,7 +90,7 @@ def test_a_subclass_chooses_groups_and_its_reason_is_said():
         1: "no completion of use",
         2: "no completion of use",
     }
-    assert why_empty(plan.stats) == "2 of 3 groups no completion of use"
+    assert empty_reason(plan.stats) == "2 of 3 groups no completion of use"
     assert not algorithm.separable, "its loss has no mark"
 
 

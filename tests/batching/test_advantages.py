@@ -7,7 +7,7 @@ import pytest
 from rollout_groups import group
 
 from megatron_scalerl.algorithms import ScaleRL
-from megatron_scalerl.controller.samples import samples_of, why_empty
+from megatron_scalerl.controller.samples import empty_reason, samples_of
 from megatron_scalerl.types import Score
 
 
@@ -128,4 +128,4 @@ def test_a_dropped_group_has_its_reason():
     result = plan(groups, normalize="none")
     assert result.trained.dropped == {n: reason for n, reason in enumerate(reasons) if reason}
     assert result.trained.advantages == {0: {0: 1.0, 1: -1.0}} and result.stats["groups_dropped_too_few"] == 2
-    assert "2 of 6 groups with fewer than two completions" in why_empty(result.stats)
+    assert "2 of 6 groups with fewer than two completions" in empty_reason(result.stats)

@@ -15,7 +15,7 @@ from stored_episodes import FORKED
 from megatron_scalerl.algorithms import ScaleRL
 from megatron_scalerl.batching.assignment import SampleFacts, plan_step
 from megatron_scalerl.batching.packing import build
-from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of, joined, read, write
+from megatron_scalerl.batching.rollout_bytes import arrays_of, facts_of, joined_parts, read, write
 from megatron_scalerl.controller.samples import samples_of
 from megatron_scalerl.engine.client import EngineClient
 from megatron_scalerl.engine.membership import Membership
@@ -32,7 +32,7 @@ def test_columns_are_exact_in_the_bytes_and_cost_nothing_without():
     for name, column in NAMED.items():
         assert found.columns[name].tobytes() == column.tobytes()
     assert write(replace(found, columns={})) == write(PLAIN) and read(write(PLAIN)).columns == {}
-    twice = joined([found, found])
+    twice = joined_parts([found, found])
     assert twice.columns["turn"].tolist() == [1, 2, 3, 1, 2, 3]
 
 

@@ -13,7 +13,7 @@ from megatron_scalerl.batching.rollout_bytes import (
     arrays_of,
     facts_of,
     facts_of_parts,
-    joined,
+    joined_parts,
     read,
     rollout_of,
     write,
@@ -189,7 +189,7 @@ def test_an_episode_that_begins_with_a_part_of_the_prompt_is_a_part():
 
 
 def test_parts_are_joined_with_their_ranges():
-    whole = rollout_of(joined([arrays_of(part) for part in FORKED]))
+    whole = rollout_of(joined_parts([arrays_of(part) for part in FORKED]))
     assert whole.token_ids == sum((part.token_ids for part in FORKED), ())
     assert whole.environment == ((3, 6), (8, 13)) and whole.loss_mask.count(True) == 6
-    assert rollout_of(joined([arrays_of(EPISODE)])) == EPISODE
+    assert rollout_of(joined_parts([arrays_of(EPISODE)])) == EPISODE

@@ -177,7 +177,7 @@ async def test_settings_that_clients_of_ids_send_are_taken():
         )
         assert code == 200 and body["choices"][0]["token_ids"] == [4, 2]
         [(context, options)] = policy.asked
-        assert context == [1, 5] and options["most"] == 7
+        assert context == [1, 5] and options["max_tokens"] == 7
 
 
 async def test_a_request_beyond_what_the_context_may_hold_is_not_rendered():

@@ -58,7 +58,7 @@ def test_a_restart_keeps_nothing_of_segments_that_are_gone(tmp_path):
     """A run of a month would carry every group that it ever trained on."""
     retained(tmp_path, 2, "resume")
     kept = Retention("resume", tmp_path / "rollouts", read_history(tmp_path))
-    assert sorted(kept._unbatched) == [3, 5] and sorted(kept._trained) == [4]
+    assert sorted(kept._unbatched) == [3, 5] and sorted(kept._last_batches) == [4]
 
 
 async def test_a_group_that_is_written_and_not_recorded_yet_holds_its_segment(tmp_path):
