@@ -77,8 +77,8 @@ class HfFolder:
 def open_folder(path: str | Path) -> HfFolder:
     """The headers of all safetensors files in a folder.
 
-    Raises ValueError if there are no files, a file is missing or differs in size from the header's, a header cannot
-    be read, the index names a tensor that the file lacks, or two files hold the same tensor.
+    Raises ValueError if there are no files, a file is missing, a file's size differs from the header's, a header
+    cannot be read, the index names a tensor that the file lacks, or two files hold the same tensor.
     """
     path = Path(path)
     index = path / INDEX

@@ -25,7 +25,7 @@ _EXTRA_STATE = "_extra_state"
 
 
 def read_value(folder: Path, place: ByteRange, content: str, names: Sequence[Any] = ()) -> Any:
-    """The value in an archive, which may use `names` besides torch's own list. content: the value, in messages.
+    """The value in an archive, which may use `names` besides torch's own list. content: noun phrase for messages.
 
     Raises ValueError, naming the file, for another name, and for a damaged archive.
     """
@@ -52,7 +52,7 @@ def _is_empty(state: Any) -> bool:
 
 
 def read_tensor(folder: Path, place: ByteRange, content: str) -> torch.Tensor:
-    """The only tensor of an archive, in messages `content`. Raises ValueError, naming the file, for anything else."""
+    """The only tensor of an archive. Arguments as for `read_value`. Raises ValueError, naming the file, otherwise."""
     with _archive(folder, place, content) as window:
         return _tensor(window)
 

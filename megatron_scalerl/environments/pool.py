@@ -188,7 +188,7 @@ class _Process(Worker):
         if not reply.failure:
             self.failures = 0
             self.local_failures = 0
-        elif reply.failure != "unavailable":  # an outage elsewhere does not spoil a process
+        elif reply.failure != "unavailable":  # an outage of a service does not spoil a process
             self.failures += 1
             self._problem = printable(reply.error.strip().rpartition("\n")[2])
         return reply
@@ -446,7 +446,7 @@ class Episode:
                     raise
                 previous_reason = failure.end.reason
                 if not in_extra:
-                    # after an outage no success elsewhere counts, as the process's own code did not fail
+                    # after an outage no success elsewhere counts: the service has failed, not the process
                     failed_tries[process] = -1.0 if previous_reason == "unavailable" else begin_s
                 if previous_reason in PAUSED:
                     await asyncio.sleep(pause_s)

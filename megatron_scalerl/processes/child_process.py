@@ -135,7 +135,7 @@ class ChildProcess:
 
     def _signal(self, sig: int) -> bool:
         """Send a signal to the process group; False if no process of the group is left."""
-        # The kernel gives the number of a process to another process only when the first one's group is empty, too.
+        # The kernel gives the number of a process to another process only when the group of that number is empty.
         # So a process of this number after the exit of ours shows that our group is gone, and must not be signaled.
         if not self.running and Path(f"/proc/{self.pid}").exists():
             self._group_gone = True
@@ -196,7 +196,7 @@ _FATAL = re.compile(r"fatal error\.\n.*?^ *((?:\w+\.)*\w+(?:Error|Exception): [^
 
 
 def fatal_error(path: Path) -> str:
-    """The exception after the last "fatal error." of a log's end, a line of vLLM's core, else the last exception.
+    """The exception after the last "fatal error." that vLLM's core wrote at a log's end, else the last exception.
 
     Empty if the log has no exception.
     """

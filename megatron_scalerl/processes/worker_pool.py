@@ -30,11 +30,11 @@ Protocol: a worker inherits one end of a socket pair, whose number is in MSRL_WO
 (`worker.FRAME`): number of the request, kind, two sizes; then a head, which is JSON in replies, and a body of bytes.
 The body of the setup says where the pool imports modules from. A worker ends when the socket is closed.
 
-The callers of `ask` fill the queue, each with the request it waits for, which is the bound; the workers' tasks empty
-the queue.
+Each caller of `ask` puts a single request into the queue and waits for the reply, which bounds the queue; the
+workers' tasks empty the queue.
 
-This is not concurrent.futures, where the thread that reads results waits forever, and delays the exit of the caller,
-if a process is killed while it writes a result.
+concurrent.futures is no substitute: if a process is killed while writing a result, the thread that reads results
+waits forever, and with it the exit of the caller.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Chat:
     """Settings that tokenizer and rows do not decide -> the value that was not taken."""
 
     def settled(self, recipe: Recipe) -> Recipe:
-        """The recipe without open settings. Raises ValueError where an interruption has no tag to close."""
+        """The recipe with open settings filled in. Raises ValueError where an interruption has no tag to close."""
         tags = {"think_start": self.think_start, "think_end": self.think_end}
         prompts = recipe.prompts.model_copy(update={"chat_template": self.chat_template, **tags})
         interruption = recipe.interruption
@@ -197,15 +197,15 @@ def _thinking(texts: Mapping[str, str], end: str, *, known_tag: bool, uses_templ
 
 
 def tags_in(text: str) -> tuple[str, str] | None:
-    """The first pair of tags with a tag in the text, such as the source of a template."""
+    """The first pair of THINK_TAGS with a tag in the text, such as the source of a template."""
     return next((pair for pair in THINK_TAGS if any(tag.strip() in text for tag in pair)), None)
 
 
 def check_turn(tokenizer: Any, prompts: PromptsSection) -> None:
     """Raises ValueError for a template whose prompt does not open the assistant's turn.
 
-    A prompt opens the turn if the generation prompt adds text. A template may also open the turn without: where the
-    answer follows the question at once (Mistral), or the prompt cannot be the beginning of another question.
+    A prompt opens the turn if the generation prompt adds text. A template may also open the turn without added text:
+    if the answer follows the question at once (Mistral), or the prompt cannot be the beginning of another question.
     """
 
     def render(*messages: Mapping[str, str], generation: bool = False) -> str:

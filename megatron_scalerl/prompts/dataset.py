@@ -114,9 +114,9 @@ def load_prompts(
 
     `tokenizer` is a Hugging Face tokenizer. A task holds out the prompts of `held_out_path`, or else the `held_out`
     prompts of `path` whose texts have the smallest hashes; below 1, `held_out` is a share of all possible texts. No
-    task trains on a text that any task holds out. Rows that cannot be learned from are skipped and
-    reported: rows without a text or an answer, and rows that `check_answers` refuses. Raises ValueError, in one
-    line, for an invalid file, a file most of whose rows cannot be learned from, and a task without training prompts.
+    task trains on a text that any task holds out. Rows that cannot be learned from are skipped and reported: rows
+    without a text or an answer, and rows that `check_answers` refuses. Raises ValueError, in one line, for an invalid
+    file, a file most of whose rows cannot be learned from, and a task without training prompts.
     """
     problems: dict[str, str | None] = {}
     loaders = [_Loader(tokenizer, task, check_answers, problems) for task in tasks]

@@ -2,7 +2,7 @@
 
 Instruction-tuned policies end turns with other tokens than the tokenizer's: Llama 3's generation_config.json lists
 three tokens. vLLM stops at all listed tokens (vllm/v1/engine/input_processor.py), so warm start, requests and
-verifier must use all of the list, too.
+verifier must use the whole list, too.
 """
 
 import json

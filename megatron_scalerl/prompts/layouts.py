@@ -1,8 +1,8 @@
 """Layouts of prompt files: which columns hold the question and the reference, and how the values are read.
 
 `LAYOUTS` is a table. A column is a name, or a path into nested values (`reward_model.ground_truth`, `0.value`), JSON
-texts included. Several columns are joined; a column that begins with `?` may be absent. Part of a question are the
-texts that the question refers to: a context, and choices, each after a letter.
+texts included. Several columns are joined; a column that begins with `?` may be absent. A question includes the texts
+that the question refers to: a context, and choices, each after a letter.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Layout:
     first: int = 0
     """The number of the first choice, where references are numbers of choices."""
     rank: int = 0
-    """Of the layouts that fit a file, the lowest rank counts."""
+    """The lowest rank wins among the layouts that fit a file."""
 
     def line(self) -> str:
         """The layout as a line of the log."""
@@ -105,7 +105,7 @@ class Layout:
         return not any(_column_error(row, column) for column in (*self.question, *self.reference))
 
     def within(self, layout: Layout) -> bool:
-        """Whether `layout` has all columns of this question and more, as instruction with input has."""
+        """Whether `layout` has the same reference, and this question's columns and more, such as an input."""
         columns = {column.removeprefix("?") for column in layout.question}
         return self.reference == layout.reference and {*self.question} < columns
 
@@ -261,7 +261,7 @@ def read_layout(path: str, prompts: PromptsSection, verifier: str) -> tuple[Layo
 
 
 def other_task(row: Row, layout: Layout) -> bool:
-    """Whether a row has the outer column of an absent reference, as a row for another verifier has."""
+    """Whether a row has the outer column of an absent reference, as rows for another verifier have."""
     absent_columns = [column for column in layout.reference if _column_error(row, column)]
     return bool(layout.verifier) and any(row.values.get(column.partition(".")[0]) for column in absent_columns)
 
@@ -421,13 +421,13 @@ def _plain_text(value: Any) -> str:
 def leaves(value: Any) -> list[Any]:
     """The texts and numbers in a value, without empty texts."""
     leaf_values = []
-    waiting_parts = [value]
-    while waiting_parts:
-        part = waiting_parts.pop()
+    remaining_parts = [value]
+    while remaining_parts:
+        part = remaining_parts.pop()
         if isinstance(part, dict):
-            waiting_parts += reversed(part.values())
+            remaining_parts += reversed(part.values())
         elif isinstance(part, list):
-            waiting_parts += reversed(part)
+            remaining_parts += reversed(part)
         elif part and part == part and part not in ("[]", "{}", "null"):
             leaf_values.append(part)
     return leaf_values

@@ -69,7 +69,7 @@ class PromptRenderer:
         return apply_template(self._tokenizer, self._prompts, self.with_system(messages))
 
     def with_system(self, messages: Messages) -> Messages:
-        """The messages, whose system message a system message of the recipe replaces."""
+        """The messages with the recipe's system message, if any, in place of the row's."""
         if self._prompts.system is None:
             return messages
         other_messages = [message for message in messages if message["role"] != "system"]

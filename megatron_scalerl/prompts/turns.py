@@ -9,7 +9,7 @@ context.
 
 To find the texts between turns, a conversation is rendered with stand-ins for the policy's answers, and for thoughts
 that the template may drop. A short conversation has to give the same text for the same messages: else the template
-would have rendered the context differently, with the whole conversation in sight.
+would have rendered the context differently, had the template seen the whole conversation.
 
 Messages come from an untrusted environment. A mark after the first character of a special token in a message splits
 the text there before encoding, so that the policy reads characters. Stand-ins and marks have a random key, which is
@@ -92,7 +92,7 @@ class TurnRenderer:
         """(tokens, whether the tokens are the whole context; else the caller appends the tokens to the context).
 
         messages: [turns + 1] lists, each before a turn, the last list new. Raises ValueError for a template that
-        fails, or renders the new messages differently after different messages.
+        fails, or whose text for the new messages depends on earlier messages.
         """
         if not turns:
             return self.first(messages[0]), False
@@ -138,20 +138,20 @@ class TurnRenderer:
                 content = f"{thought}\n\n{content}"
             conversation += [{"role": "assistant", "content": content}, *new]
         text = apply_template(self._tokenizer, self._prompts, conversation, tools=self._tools)
-        first, *waiting_parts = re.split(rf"{self._key}([at]\d+);", self._prompt.prefilled(text))
+        first, *remaining_parts = re.split(rf"{self._key}([at]\d+);", self._prompt.prefilled(text))
         pieces = [first]
-        while waiting_parts:
-            name, text, *waiting_parts = waiting_parts
-            if name.startswith("t") and waiting_parts:
+        while remaining_parts:
+            name, text, *remaining_parts = remaining_parts
+            if name.startswith("t") and remaining_parts:
                 # the whole turn, up to the answer's mark; the opening may have lost the line end, or gained the tag
                 opening = self._opening.rstrip()
                 text_before = pieces[-1].rstrip()
                 if not text_before.endswith(opening):
                     text_before = text_before.removesuffix(self._tag.rstrip()).rstrip()
-                if waiting_parts[0] == f"a{name[1:]}" and text_before.endswith(opening):
+                if remaining_parts[0] == f"a{name[1:]}" and text_before.endswith(opening):
                     pieces[-1] = text_before.removesuffix(opening) + self._opening
                     name = f"w{name[1:]}"
-                    _, text, *waiting_parts = waiting_parts
+                    _, text, *remaining_parts = remaining_parts
             pieces += [name, text]
         if [name.lstrip("aw") for name in pieces[1::2]] != [str(number) for number in range(len(messages) - 1)]:
             raise ValueError(

@@ -72,7 +72,7 @@ def load_recipe_for(
             raise RecipeError(
                 f"{path}: {key} is {_value_text(data[key])}; it has to be a section with keys and values"
             )
-    # a run's megatron_path holds the weights of the begin, not of `policy`, into which the adapters are merged
+    # a run's megatron_path holds the run's first weights, not those of `policy`, into which adapters are merged
     reset_keys = {"megatron_path": None, "lora": None, "adapter": None}
     data["policy"] = data.get("policy", {}) | reset_keys | {"path": str(policy)}
     data.pop("algorithm", None)  # of the training alone

@@ -385,7 +385,7 @@ def _check_colocation(recipe: Recipe) -> None:
 
 
 def _check_kl(recipe: Recipe) -> None:
-    """Raises ValueError for a divergence without a second policy, and for layouts without divergences."""
+    """Raises ValueError for a divergence without a second policy, or with a layout that excludes one."""
     section = recipe.algorithm.kl
     if section is None:
         return
@@ -403,7 +403,7 @@ def _check_kl(recipe: Recipe) -> None:
 
 
 def _check_teachers(recipe: Recipe) -> None:
-    """Raises ValueError for teachers without a use, a task without a sole teacher, and settings against teachers."""
+    """Raises ValueError for teachers without a use, a task with no or several teachers, and excluded settings."""
     teachers = recipe.algorithm.teachers
     if not teachers:
         if recipe.algorithm.name == "distilled":
@@ -430,7 +430,7 @@ def _check_teachers(recipe: Recipe) -> None:
 
 
 def _check_tasks(recipe: Recipe) -> None:
-    """Raises ValueError unless either prompts.path or prompts.tasks is set, and for settings that tasks share."""
+    """Raises ValueError unless either prompts.path or prompts.tasks is set, or if tasks differ in shared settings."""
     prompts = recipe.prompts
     if not recipe.episodes and recipe.environment != EnvironmentSection():
         raise ValueError("environment.name is missing; name the class, as module:Class")

@@ -201,7 +201,7 @@ class TaskSection(Section):
 
 
 class PromptsSection(Section):
-    """The files of prompts, and the rendering."""
+    """The source of prompts, and their rendering."""
 
     path: str | None = None
     """Training prompts: a file (JSON, JSON lines, CSV, Parquet), a Hugging Face dataset folder, or a dataset's name
@@ -235,8 +235,7 @@ class PromptsSection(Section):
     """Digest of every prompt's id and tokens. null: filled in when a run starts. A run whose prompts have another
     digest is refused, at a resume too: a file, the tokenizer, the chat template or the rendering code has changed."""
     add_bos: bool = True
-    """Prepend the tokenizer's beginning-of-sequence token, if the tokenizer has such a token and the prompt does not
-    start with the token."""
+    """Prepend the tokenizer's beginning-of-sequence token, if any, to prompts that do not start with it."""
     think_start: str = AUTO
     """Tag that opens thinking; appended to the rendered prompt as a prefill. Empty: no prefill. auto: the tag of the
     chat template, unless the template is only inherited, else of the warm start, else none."""
@@ -423,8 +422,8 @@ class TeacherSection(Section):
 
 
 class AlgorithmSection(Section):
-    """The choice and use of training completions: `name` alone, or a mapping with the name and the algorithm's own
-    settings."""
+    """The algorithm that selects and weighs completions: `name` alone, or a mapping with the name and the
+    algorithm's own settings."""
 
     name: str = "scalerl"
     """scalerl, whose settings are the sections advantages, filters, loss and rewards.truncated; distilled, which
@@ -458,7 +457,7 @@ class AdvantagesSection(Section):
 
 
 class FiltersSection(Section):
-    """The choice of groups for training."""
+    """The filters of groups before training."""
 
     zero_variance: bool = True
     """Drop groups whose rewards are all equal, without refill (section 3.2 of the paper). A length penalty makes
@@ -545,7 +544,7 @@ class ValidationSection(Section):
 
 
 class CheckpointSection(Section):
-    """The times of checkpoints, and the choice of kept files."""
+    """The schedule of checkpoints, and the files to keep."""
 
     every_steps: NonNegativeInt = 100
     """Optimizer steps between checkpoints. 0: only at the end."""
