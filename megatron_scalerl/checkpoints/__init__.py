@@ -1,8 +1,8 @@
 """Files that survive a crash, Hugging Face folders, Megatron's checkpoints, and the conversion between both.
 
 atomic_io, jsonl, commit, plain_files    atomic writes, append-only JSON lines, commit files, usable paths
-hf_folder, weight_map                    Hugging Face folders and the names of their tensors
-safe_*                                   opens Megatron's `torch_dist` checkpoints without running what they contain:
+hf_folder, weight_map                    Hugging Face folders and the names of tensors
+safe_*                                   opens Megatron's `torch_dist` checkpoints without running code from files:
                                          a pickle is a program, so each part is opened with an allowlist of names
 conversion, to_megatron, to_hf, verify   one tensor at a time, band by band
 """

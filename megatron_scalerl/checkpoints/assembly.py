@@ -1,8 +1,8 @@
-"""The assembly of a tensor from rectangles of other tensors, and its rows as bits, band by band.
+"""The assembly of a tensor from rectangles of other tensors, and the tensor's rows as bits, band by band.
 
-Both directions of a conversion are described this way. A tensor is seen as a matrix, [product of all but the last
+Assemblies describe both directions of a conversion. A tensor is seen as a matrix, [product of all but the last
 dimension, last dimension], a vector as [n, 1]. numpy has no bfloat16: arrays hold a tensor's bits as unsigned
-integers, and its type is passed with them under safetensors' name (F32, BF16, F16). Only `cast` imports torch.
+integers, and safetensors' name of the type (F32, BF16, F16) is passed with the array. Only `cast` imports torch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,30 +17,30 @@ from megatron_scalerl.record import record
 BAND_BYTES = 8 << 20
 """Tensors are read, cast, checked and written in bands of whole rows of about this size."""
 BITS = {dtype: np.dtype(f"u{size}") for dtype, size in ITEM_BYTES.items()}
-"""safetensors' name of a type -> integers that hold its bits."""
+"""safetensors' name of a type -> integers that hold the bits of a value."""
 TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Types that a policy's weights may have: safetensors' name -> torch's."""
 HF_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 """torch's name -> safetensors'."""
 _INFINITY_SHIFTED = {"F32": 0xFF000000, "BF16": 0xFF00, "F16": 0xF800}
-"""Bits of infinity without the sign: shifted left by one, as values are before they are compared."""
+"""Bits of infinity without the sign: shifted left by 1, as values are before a comparison."""
 _CHECK_ITEMS = 1 << 18
 """Elements that are shifted at a time: 1 MiB of F32, which stays in a core's cache."""
 _TILE_ROWS = 128
 _TILE_COLUMNS = 512
 _GAP = 32
-"""Elements that lengthen a row of the buffer, so that its length is not a power of two."""
+"""Elements that lengthen a row of the buffer to a length that is not a power of two."""
 
 Origin = Literal["hugging_face", "megatron", "merged"]
-"""A tensor of a Hugging Face folder, a chunk of Megatron's checkpoint, or a weight with its adapter (`to_peft`)."""
+"""Tensor of a Hugging Face folder, chunk of Megatron's checkpoint, or weight with a merged adapter (`to_peft`)."""
 Index = tuple[int | slice, ...]
 Sources = Callable[[Origin, str], np.ndarray]
-"""The bits of a whole tensor or chunk by its name, mapped from its file if possible."""
+"""The bits of a whole tensor or chunk by (origin, name), mapped from the file if possible."""
 
 
 @record
 class Part:
-    """A rectangle of the assembled tensor, and the source of its elements."""
+    """A rectangle of the assembled tensor, and the source of the elements."""
 
     row: int
     """First row of the rectangle in the assembled tensor, seen as a matrix."""
@@ -59,7 +59,7 @@ class Part:
 
 @record
 class Assembly:
-    """A tensor to assemble. Its parts cover it exactly once and are in the order of their rows."""
+    """A tensor to assemble. The parts cover the tensor exactly once, in the order of rows."""
 
     name: str
     dtype: str
@@ -111,7 +111,7 @@ def band_rows(assembly: Assembly) -> int:
 def bands(assembly: Assembly, sources: Sources, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
     """Rows `start` to `stop` in order, as contiguous arrays in the type to write, about BAND_BYTES each.
 
-    An array is valid until the next one is requested. Rows that are contiguous in a file are not copied.
+    An array is valid until the next request. Rows that are contiguous in a file are not copied.
     """
     if stop is None:
         stop = assembly.rows
@@ -124,7 +124,7 @@ def band(assembly: Assembly, sources: Sources, start: int, stop: int) -> np.ndar
     """[rows, columns] rows `start` to `stop`, contiguous, in the type to write."""
     width = matrix_shape(assembly.shape)[1]
     parts = [part for part in assembly.parts if part.row < stop and start < part.row + part.height]
-    # The usual case, a tensor that is whole rows of one source: its bytes are written from the mapped file.
+    # The usual case, a tensor that is whole rows of one source: the bytes are written from the mapped file.
     if len(parts) == 1 and not parts[0].transposed and parts[0].width == width:
         rows = _rows_of(parts[0], sources, start, stop)
         if rows.flags.c_contiguous:
@@ -151,7 +151,7 @@ def has_nonfinite(bits: np.ndarray, dtype: str) -> bool:
     """True if a contiguous array of `dtype` has a NaN or an Inf: all bits of an exponent are set."""
     flat = bits.reshape(-1)
     limit = _INFINITY_SHIFTED[dtype]
-    # Without its sign a value is not finite exactly if its bits are at least those of infinity.
+    # A value without the sign is not finite exactly if the bits are at least infinity's.
     shifted = np.empty(min(flat.size, _CHECK_ITEMS), flat.dtype)
     for start in range(0, flat.size, _CHECK_ITEMS):
         items = flat[start : start + _CHECK_ITEMS]

@@ -1,8 +1,8 @@
-"""Committed checkpoint folders: writing and checking the COMMIT file, finding the newest, pruning old ones.
+"""Committed checkpoint folders: the COMMIT file, the newest checkpoint, the deletion of old checkpoints.
 
-A checkpoint is a folder `step_000123` whose COMMIT file, written last and by rename, lists every other file with
-its size, and the digests of the small ones. These files are on the disk before COMMIT is. A folder without COMMIT was
-interrupted while it was written and is not a checkpoint. Imports no torch, because the controller imports it too.
+A checkpoint is a folder `step_000123` whose COMMIT file, written last and by rename, lists the size of every other
+file and the digests of small files. All files are on the disk before COMMIT. A folder without COMMIT was interrupted
+during the write and is not a checkpoint. This module imports no torch, because the controller imports this module.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from megatron_scalerl.checkpoints.plain_files import is_file_name
 
 COMMIT = "COMMIT"
 DIGEST_BYTES = 16 << 20
-"""Files up to this size are committed with their SHA-256: metadata, common state, controller state."""
+"""Files up to this size are committed with a SHA-256: metadata, common state, controller state."""
 _COMMIT_LIMIT = 64 << 20
 """Bytes of a COMMIT file."""
 _STEP = re.compile(r"step_(\d+)")
@@ -33,9 +33,9 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def write_commit(path: Path, facts: Mapping[str, Any]) -> None:
-    """Commit the folder `path`: sync its files, list them in COMMIT with their sizes, and add `facts`."""
+    """Commit the folder `path`: sync all files, list names and sizes in COMMIT, and add `facts`."""
     inside = [p for p in sorted(path.rglob("*")) if p != path / COMMIT]
-    # Before COMMIT exists: it says that all of these are on the disk.
+    # Before COMMIT exists, which says that all files are on the disk.
     for item in [*inside, path, path.parent]:
         sync(item)
     files = {str(p.relative_to(path)): p for p in inside if p.is_file()}
@@ -50,8 +50,8 @@ def write_commit(path: Path, facts: Mapping[str, Any]) -> None:
 def read_commit(path: Path) -> dict[str, Any]:
     """The content of COMMIT, after checking that every file of the checkpoint is complete.
 
-    Raises ValueError, naming the file, for a folder that is missing or not committed, and for a file that is missing
-    or has another size or, if it is small, another content.
+    Raises ValueError, naming the file, for a folder that is missing or not committed, for a file that is missing or
+    has another size, and for a small file with another content.
     """
     commit = path / COMMIT
     if not commit.is_file():
@@ -64,7 +64,7 @@ def read_commit(path: Path) -> dict[str, Any]:
             raise ValueError(f"{file}: this file of the checkpoint is missing")
         if file.stat().st_size != size:
             raise ValueError(f"{file}: it has {file.stat().st_size} bytes, and {size} were committed")
-        # Large files have no digest: to read them back would delay every start by minutes.
+        # Large files have no digest: a digest of such files would delay every start by minutes.
         if name in digests and digests[name] != _digest(file):
             raise ValueError(f"{file}: its content is not what was committed; the SHA-256 differs")
     return facts
@@ -112,9 +112,9 @@ def latest(folder: Path) -> Path | None:
 
 
 def latest_whole(folder: Path, check: Callable[[Path], object] = read_commit) -> tuple[Path | None, list[str]]:
-    """The newest committed checkpoint that `check` accepts, and one line about each newer one that it rejects.
+    """The newest committed checkpoint that `check` accepts, and a line about each newer, rejected checkpoint.
 
-    `check` raises ValueError or OSError naming what is wrong. (None, []) if nothing was committed yet. Raises
+    `check` raises ValueError or OSError naming the damage. (None, []) if nothing was committed yet. Raises
     RuntimeError if every checkpoint is damaged.
     """
     damaged = []
@@ -136,22 +136,22 @@ def latest_whole(folder: Path, check: Callable[[Path], object] = read_commit) ->
 def prune(folder: Path, keep: int, *, newest: int) -> list[Path]:
     """Delete old checkpoints, and folders that were never committed; the `keep` newest up to step `newest` stay.
 
-    newest: step of the checkpoint that was just written. Checkpoints of later steps were damaged at the start: they
-    do not count, and stay until their step is written again. Only the run's controller may call this, while no
+    newest: step of the checkpoint that was just written. Checkpoints of later steps were damaged at the start, do
+    not count, and stay until the same step is written again. Only the run's controller may call this, while no
     checkpoint is being written. Returns the deleted folders.
     """
     assert keep >= 1, keep
     checkpoints = committed(folder)
-    kept = [path for step, path in checkpoints if step <= newest][-keep:]
-    kept += [path for step, path in checkpoints if step > newest]
-    deleted = [p for p in sorted(folder.glob("step_*")) if _STEP.fullmatch(p.name) and p not in kept]
+    kept_folders = [path for step, path in checkpoints if step <= newest][-keep:]
+    kept_folders += [path for step, path in checkpoints if step > newest]
+    deleted = [p for p in sorted(folder.glob("step_*")) if _STEP.fullmatch(p.name) and p not in kept_folders]
     for path in deleted:
         discard(path)
     return deleted
 
 
 def discard(path: Path) -> None:
-    """Delete a checkpoint folder, its COMMIT first, so that an interrupted deletion leaves no checkpoint."""
+    """Delete a checkpoint folder, COMMIT first, so that an interrupted deletion leaves no checkpoint."""
     (path / COMMIT).unlink(missing_ok=True)
     if path.exists():
         shutil.rmtree(path)

@@ -1,10 +1,10 @@
-"""The steps of a conversion: its options, the folder that it writes in, and the loop over tensors.
+"""The steps of a conversion: the options, the folder of the result, and the loop over tensors.
 
 The life of a result called NAME:
 
-1. `result_folder` locks `.NAME.partial` in the same folder, and deletes what a killed conversion left in it.
-2. `Copier` reads each tensor band by band, checks it, and writes it to a file of `new_file`, which is synced.
-3. With `Options.verify` the caller reads the files again and compares them.
+1. `result_folder` locks `.NAME.partial` in the same folder, and deletes a killed conversion's result there.
+2. `Copier` reads each tensor band by band, checks each band, and writes a file of `new_file`, which is synced.
+3. With `Options.verify` the caller reads the files again and compares all tensors.
 4. `publish_folder` syncs the folders and renames the result to NAME. `.NAME.partial` is deleted, after failures too.
 """
 
@@ -36,11 +36,11 @@ class Options:
     dtype: str | None = None
     """F32, BF16 or F16; None keeps each tensor's type."""
     verify: bool = False
-    """Compare every tensor bit for bit before the result gets its name."""
+    """Compare every tensor bit for bit before the result gets a name."""
     allow_nonfinite: bool = False
     """Accept NaN and Inf in the policy's weights."""
     console: Console | None = None
-    """Shows the progress bar, if it is a terminal."""
+    """Console of the progress bar, which only a terminal shows."""
 
 
 @record
@@ -55,7 +55,7 @@ class Summary:
 
 @record
 class Copier:
-    """Reads tensors band by band, checks and writes them; a tensor is never in memory as a whole."""
+    """Reads, checks and writes tensors band by band; a tensor is never in memory as a whole."""
 
     sources: Sources
     options: Options
@@ -67,7 +67,7 @@ class Copier:
         return self._checksum(assembly, True, lambda rows: None)
 
     def write(self, file: IO[bytes], assembly: Assembly, *, policy: bool = True) -> str:
-        """Append a tensor to a file and return its checksum. Raises like `checksum`."""
+        """Append a tensor to a file and return the checksum. Raises like `checksum`."""
 
         def append(rows: np.ndarray) -> None:
             file.write(rows.data)
@@ -105,7 +105,7 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            # A comparison then reads what the disk holds, not the pages in memory.
+            # A comparison then reads the disk, not the pages in memory.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as error:
         raise ValueError(f"{path.name}: it cannot be written: {error.strerror}") from None
@@ -113,7 +113,7 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def progress(options: Options, title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar of bytes on a terminal, nothing elsewhere; yields the function that advances it."""
+    """A progress bar of bytes on a terminal, nothing elsewhere; yields the function that advances the bar."""
     console = options.console
     if console is None or not console.is_terminal:
         yield lambda nbytes: None
@@ -127,9 +127,9 @@ def progress(options: Options, title: str, total: int) -> Iterator[Callable[[int
 
 @contextmanager
 def result_folder(out: Path, nbytes: int) -> Iterator[Path]:
-    """A folder for a result of `nbytes`, which gets its name `out` after the block.
+    """A folder for a result of `nbytes`, which gets the name `out` after the block.
 
-    Raises ValueError if `out` exists, another process converts to it, or the disk has too little space.
+    Raises ValueError if `out` exists, another process converts to `out`, or the disk has too little space.
     """
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out}: this path exists, and nothing is overwritten; name another")
@@ -146,9 +146,9 @@ def result_folder(out: Path, nbytes: int) -> Iterator[Path]:
         if result.exists():
             shutil.rmtree(result)
         free = shutil.disk_usage(out.parent).free
-        needed = nbytes + _RESERVE
-        if needed > free:
-            raise ValueError(f"{out}: the disk has {size(free)} free; the conversion needs {size(needed)}")
+        needed_bytes = nbytes + _RESERVE
+        if needed_bytes > free:
+            raise ValueError(f"{out}: the disk has {size(free)} free; the conversion needs {size(needed_bytes)}")
         result.mkdir()
         yield result
         publish_folder(result, out)

@@ -1,7 +1,7 @@
-"""Megatron's `torch_dist` checkpoints: where they keep each parameter, and its chunks under any layout as arrays.
+"""Megatron's `torch_dist` checkpoints: the address of each parameter, and the chunks under any layout as arrays.
 
 The addresses are read from megatron-core (transformer_block.py and moe/experts.py, `sharded_state_dict`), and
-a test compares them with a stock save. Equal layers are stacked along a leading axis, unequal layers are numbered.
+a test compares addresses with a stock save. Equal layers are stacked along a leading axis, unequal layers numbered.
 Experts are stacked along another axis. Norms before a linear layer have Transformer Engine's names. Every linear
 layer has an object `_extra_state`, empty unless fp8 is used.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _LINEAR = re.compile(r"\.(linear_qkv|linear_proj|linear_fc[12]|linear_(q|kv)(_down|_up)?_proj)\.weight$")
 _TE_MODULES = re.compile(r"(\.(q|k|kv|input|pre_mlp)_layernorm|final_layernorm)\.weight$")
-"""Modules that have an extra state with Transformer Engine's layers only (read in its source, not run)."""
+"""Modules that have an extra state with Transformer Engine's layers only (read in TE's source, not run)."""
 
 
 @record
@@ -45,7 +45,7 @@ class Address:
 
 
 def addresses(rule: Rule, family: Family) -> tuple[Address, ...]:
-    """The addresses that `rule`'s parameter may have in a checkpoint of the family; we write it at the first."""
+    """The addresses that `rule`'s parameter may have in a checkpoint of the family; we write to the first address."""
     name = _key(rule, family)
     frequency = family.transformer.get("moe_layer_freq", 1)
     stacked = isinstance(frequency, int) and frequency <= 1
@@ -73,13 +73,13 @@ def _object_key(module: str, address: Address) -> str:
 
 def _key(rule: Rule, family: Family) -> str:
     """Name of the parameter in checkpoints, before layers and experts are stacked."""
-    for plain, fused in FUSED_NORMS.items():
-        # Transformer Engine has no fused norm before experts and keeps it under its plain name.
-        unfused = plain.startswith(".pre_mlp") and family.layers[rule.layer].moe
+    for plain_name, fused_name in FUSED_NORMS.items():
+        # Transformer Engine has no fused norm before experts, where the norm has the plain name.
+        unfused = plain_name.startswith(".pre_mlp") and family.layers[rule.layer].moe
         # In latent attention two linear layers come after the norm.
-        unfused |= plain.startswith(".input") and family.transformer.get("multi_latent_attention", False)
-        if rule.megatron.endswith(plain) and not unfused:
-            return rule.megatron.removesuffix(plain) + fused
+        unfused |= plain_name.startswith(".input") and family.transformer.get("multi_latent_attention", False)
+        if rule.megatron.endswith(plain_name) and not unfused:
+            return rule.megatron.removesuffix(plain_name) + fused_name
     return rule.megatron
 
 
@@ -101,7 +101,7 @@ def _address(family: Family, name: str, *, stacked: bool) -> Address:
 
 @record
 class StoredParameter:
-    """A parameter as the checkpoint holds it."""
+    """A parameter in the checkpoint."""
 
     address: Address
     dtype: str
@@ -115,7 +115,7 @@ class StoredParameter:
 def stored_parameters(
     path: Path, family: Family, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, StoredParameter]:
-    """Every exported parameter of the family in the checkpoint at `path`, by its name in the weight map.
+    """Every exported parameter of the family in the checkpoint at `path`, by the name in the weight map.
 
     `shapes` are the parameters' full shapes. Raises ValueError for a folder that is not a complete checkpoint, and
     for parameters that are missing (all are listed) or have another shape.
@@ -124,18 +124,18 @@ def stored_parameters(
         read_commit(path)
     index = read_index(path)
     stored = {}
-    missing = []
+    missing_keys = []
     for rule in family.rules:
         if not rule.exported:
             continue
         candidates = addresses(rule, family)
         address = next((a for a in candidates if a.key in index.tensors), None)
         if address is None:
-            missing.append(candidates[0].key)
+            missing_keys.append(candidates[0].key)
             continue
         stored[rule.megatron] = _stored(path, rule, address, index.tensors[address.key], shapes[rule.megatron])
-    if missing:
-        raise ValueError(f"{path}: the checkpoint has no {listed(missing)}")
+    if missing_keys:
+        raise ValueError(f"{path}: the checkpoint has no {listed(missing_keys)}")
     return stored
 
 
@@ -146,12 +146,12 @@ def _stored(
         raise ValueError(f"{path}: {address.key}: {tensor.dtype} is not a type of weights; {', '.join(HF_NAMES)} are")
     expected = (*address.sizes, *shape)
     if tensor.shape != expected:
-        # Megatron pads a vocabulary to its tensor-parallel size: more rows of an embedding or a head are no mistake.
+        # Megatron pads a vocabulary for tensor parallelism: more rows of an embedding or a head are no mistake.
         vocabulary = rule.place != "layer" and rule.sharded
         if not vocabulary or tensor.shape[1:] != expected[1:] or tensor.shape[0] < expected[0]:
             shapes = f"its shape is {list(tensor.shape)}, and the config says {list(expected)}"
             raise ValueError(f"{path}: {address.key}: {shapes}")
-    # The leading axes choose the layer and the expert; the parameter's axes begin after them.
+    # The leading axes choose the layer and the expert; the parameter's axes follow.
     lead = len(address.offset)
     chunks = tuple(c for c in tensor.chunks if _overlaps(c, address.offset, shape[0], lead))
     elements = sum(_elements(c, shape, lead) for c in chunks)
@@ -173,14 +173,14 @@ def _elements(chunk: Chunk, shape: tuple[int, ...], lead: int) -> int:
 
 
 class DistReader:
-    """Chunks of a checkpoint as arrays of bits, mapped from their files; `chunk_name` names them."""
+    """Chunks of a checkpoint as arrays of bits, mapped from files; `chunk_name` gives the names."""
 
     def __init__(self, path: Path, parameters: Mapping[str, StoredParameter]):
         self.parameters = parameters
         self._path = path
         self._mapped = cache(lambda file: MappedFile(path / file, open_plain(path, file)))
         self.bits = cache(self._read)
-        """Name -> the chunk, at its parameter's place on the leading axes."""
+        """Name -> the chunk, at the parameter's place on the leading axes."""
 
     def _read(self, name: str) -> np.ndarray:
         from megatron_scalerl.checkpoints.safe_values import find_tensor  # imports torch
@@ -191,11 +191,11 @@ class DistReader:
         dtype, shape, start = find_tensor(self._path, chunk.place)  # refuses a link
         file = self._mapped(chunk.place.file)
         if (dtype, shape) != (stored.dtype, chunk.shape):
-            where = f"{file.path}: {stored.address.key}"
+            head = f"{file.path}: {stored.address.key}"
             indexed = f"{stored.dtype} {list(chunk.shape)}"
-            raise ValueError(f"{where}: this chunk is {dtype} {list(shape)}, and .metadata says {indexed}")
-        whole = file.array(start, prod(shape), BITS[dtype]).reshape(shape)
-        return whole[tuple(at - first for at, first in zip(stored.address.offset, chunk.offset))]
+            raise ValueError(f"{head}: this chunk is {dtype} {list(shape)}, and .metadata says {indexed}")
+        chunk_bits = file.array(start, prod(shape), BITS[dtype]).reshape(shape)
+        return chunk_bits[tuple(at - first for at, first in zip(stored.address.offset, chunk.offset))]
 
 
 def chunk_name(parameter: str, number: int) -> str:

@@ -60,12 +60,12 @@ class Shard:
     metadata: Mapping[str, str] | None
     """The header's __metadata__."""
     tensors: tuple[str, ...]
-    """Names in the order of their bytes."""
+    """Names in the order of bytes."""
 
 
 @record
 class HfFolder:
-    """The tensors of a folder and their distribution over files. Produced by `open_folder`."""
+    """The tensors of a folder and the distribution over files. Produced by `open_folder`."""
 
     path: Path
     tensors: Mapping[str, HfTensor]
@@ -75,17 +75,17 @@ class HfFolder:
 
 
 def open_folder(path: str | Path) -> HfFolder:
-    """Reads the headers of all safetensors files in a folder.
+    """The headers of all safetensors files in a folder.
 
-    Raises ValueError if there are none, a file is missing or its size differs from its header's, a header cannot be
-    read, the index names a tensor that its file lacks, or two files hold the same tensor.
+    Raises ValueError if there are no files, a file is missing, a file's size differs from the header's, a header
+    cannot be read, the index names a tensor that the file lacks, or two files hold the same tensor.
     """
     path = Path(path)
     index = path / INDEX
     index_metadata: dict[str, Any] | None = None
     weight_map: dict[str, str] = {}
     files = {file.name for file in path.glob("*.safetensors")}
-    if index.is_file():  # files that it does not name are no part of the model, as in transformers
+    if index.is_file():  # files outside the index are no part of the model, as in transformers
         index_metadata, weight_map = _read_index(index)
         files = set(weight_map.values())
     if not files:
@@ -101,8 +101,8 @@ def open_folder(path: str | Path) -> HfFolder:
         metadata, in_file = read_header(path / file)
         for tensor in in_file:
             if tensor.name in tensors:
-                other = tensors[tensor.name].file
-                raise ValueError(f"{path / file}: {tensor.name}: {other} holds this tensor, too")
+                earlier_file = tensors[tensor.name].file
+                raise ValueError(f"{path / file}: {tensor.name}: {earlier_file} holds this tensor, too")
             tensors[tensor.name] = tensor
         shards.append(Shard(file=file, metadata=metadata, tensors=tuple(tensor.name for tensor in in_file)))
     for name, file in weight_map.items():
@@ -125,7 +125,7 @@ def _read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def read_header(path: Path) -> tuple[Mapping[str, str] | None, list[HfTensor]]:
-    """(metadata, tensors in the order of their bytes) of a safetensors file.
+    """(metadata, tensors in the order of bytes) of a safetensors file.
 
     Raises ValueError where safetensors refuses the file, and for a type of unknown size.
     """
@@ -133,7 +133,7 @@ def read_header(path: Path) -> tuple[Mapping[str, str] | None, list[HfTensor]]:
     with path.open("rb") as file:
         offset = 8 + int.from_bytes(file.read(8), "little")
     try:
-        # It checks that the tensors fill the rest of the file, without overlaps or holes.
+        # safe_open checks that the tensors fill the rest of the file, without overlaps or holes.
         with safe_open(path, "numpy") as header:
             for name in header.offset_keys():
                 entry = header.get_slice(name)
@@ -159,35 +159,35 @@ class HfReader:
         self._mapped = cache(lambda file: MappedFile(folder.path / file))
 
     def bits(self, name: str) -> np.ndarray:
-        """[tensor's shape] its bits as unsigned integers, read-only and not copied."""
+        """[tensor's shape] bits of a tensor as unsigned integers, read-only and not copied."""
         tensor = self.folder.tensors[name]
         size = ITEM_BYTES[tensor.dtype]
         file = self._mapped(tensor.file)
         return file.array(tensor.offset, tensor.nbytes // size, np.dtype(f"u{size}")).reshape(tensor.shape)
 
     def read(self, name: str, index: tuple[Index, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """A copy of `tensor[index]`; an int in `index` drops its dimension.
+        """A copy of `tensor[index]`; an int in `index` drops a dimension.
 
-        shape: full shape that the tensor must have. Raises ValueError if it is missing, has another shape, or is not
-        of a float type.
+        shape: full shape that the tensor must have. Raises ValueError for a tensor that is missing, has another
+        shape, or is not of a float type.
         """
         import torch
 
         tensor = self.folder.tensors.get(name)
         if tensor is None:
             raise ValueError(f"{self.folder.path}: the folder has no tensor {name}")
-        where = f"{self.folder.path / tensor.file}: {name}"
+        head = f"{self.folder.path / tensor.file}: {name}"
         if tensor.shape != tuple(shape):
-            raise ValueError(f"{where}: its shape is {list(tensor.shape)} in place of {list(shape)}")
+            raise ValueError(f"{head}: its shape is {list(tensor.shape)} in place of {list(shape)}")
         if tensor.dtype not in _TORCH_FLOATS:
-            raise ValueError(f"{where}: expected one of {', '.join(_TORCH_FLOATS)}, found {tensor.dtype}")
+            raise ValueError(f"{head}: expected one of {', '.join(_TORCH_FLOATS)}, found {tensor.dtype}")
         # The mapped file is read-only, and torch has no read-only tensors.
         bits = torch.from_numpy(self.bits(name)[index].copy())
         return bits.view(getattr(torch, _TORCH_FLOATS[tensor.dtype]))
 
 
 def family_of_folder(hf_path: str | Path) -> Family:
-    """The Family of a Hugging Face folder, in the layout of its tensors; without tensors, in the usual layout.
+    """The Family of a Hugging Face folder, in the layout of the tensors or, without tensors, in the usual layout.
 
     Raises ValueError.
     """
@@ -208,4 +208,4 @@ FUSED_NORMS = {
     ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
     ".pre_mlp_layernorm.weight": ".mlp.linear_fc1.layer_norm_weight",
 }
-"""Norm of a plain layer -> its name where Transformer Engine fuses it into the next linear layer."""
+"""Norm of a plain layer -> name of the norm that Transformer Engine fuses into the next linear layer."""

@@ -1,4 +1,4 @@
-"""Writes the parts of a Hugging Face folder: safetensors files, their index, config, tokenizer and other files."""
+"""Writers of a Hugging Face folder's parts: safetensors files, index, config, tokenizer and other files."""
 
 import json
 import re
@@ -22,7 +22,7 @@ _SIDE_FOLDERS = ("additional_chat_templates",)
 def write_shard(
     folder: Path, shard: Shard, tensors: Mapping[str, Assembly], copier: Copier, passthrough: tuple[str, ...]
 ) -> dict[str, str]:
-    """Write a safetensors file with its tensors in the shard's order, and return their checksums.
+    """Write a safetensors file with tensors in the shard's order, and return all checksums.
 
     Tensors of `passthrough` need not be finite. Raises like `Copier.write` and `new_file`.
     """
@@ -72,7 +72,7 @@ def set_config_dtype(folder: Path, dtype: str) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf8"))
     changed = False
-    # A vision tower keeps the type of its own section.
+    # The section of a vision tower keeps its type.
     for part in (config, config.get("text_config") or {}):
         for key in ("dtype", "torch_dtype"):
             if part.get(key, dtype) != dtype:
@@ -85,15 +85,15 @@ def set_config_dtype(folder: Path, dtype: str) -> None:
 def add_generation_keys(folder: Path, keys: Mapping[str, Any]) -> None:
     """Add `keys` (`Family.generation_config`) to a folder's generation_config.json.
 
-    A missing file is created with the special tokens of config.json: a reader of generation_config.json takes none
-    from config.json.
+    A missing file is created with the special tokens of config.json: a reader of generation_config.json takes no
+    special tokens from config.json.
     """
     if not keys:
         return
     path = folder / "generation_config.json"
     if path.is_file():
         content = json.loads(path.read_text())
-        # transformers ignores unknown keys if this one is set
+        # transformers ignores unknown keys if this key is set
         content.pop("_from_model_config", None)
     else:
         config = json.loads((folder / "config.json").read_text())

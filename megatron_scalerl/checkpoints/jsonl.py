@@ -1,8 +1,8 @@
 """Append-only JSON Lines files that survive a crash at any byte: one writer, one recovery, one reader.
 
 Every growing file of a run (journal, ledger, metrics, validations, attempts) is written by `JsonlWriter` and
-read by `read_jsonl`. A row is one line, written by one system call if the system accepts all of it. A crash can leave
-a last line without its newline: it is kept if it is a complete JSON object, else truncated.
+read by `read_jsonl`. A row is one line, written by one system call if the system accepts the whole line. A crash can
+leave a last line without newline: such a line is kept if complete (a JSON object), else truncated.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ _BLOCK = 1 << 16
 
 
 class JsonlWriter:
-    """Appends rows to one file. Opening it recovers the file first."""
+    """Appends rows to one file. The constructor recovers the file first."""
 
     def __init__(self, path: Path, *, private: bool = False):
-        """Open or create `path`. `private`: only its owner may read it (mode 0600), for prompts and completions.
+        """Open or create `path`. `private`: mode 0600, for prompts and completions: only the owner may read the file.
 
         Raises OSError.
         """
@@ -31,7 +31,7 @@ class JsonlWriter:
         recover(self.path)
         created = not self.path.exists()
         self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, MODES[private])
-        if created:  # the name of a new file is on the disk once its folder is
+        if created:  # the name of a new file is on the disk once the folder is
             sync(self.path.parent)
         self.size = os.fstat(self._fd).st_size
         """Bytes of the file."""
@@ -40,14 +40,14 @@ class JsonlWriter:
     def append(self, *rows: Any) -> None:
         """Append rows (JSON objects: mappings, dataclasses, structs) with one write. NaN and Inf become null.
 
-        Raises OSError naming the file; no part of the rows is left in it then.
+        Raises OSError naming the file, without any part of the rows in the file.
         """
         data = b"".join(self._encoder.encode(row) + b"\n" for row in rows)
         try:
             with naming(self.path):
                 write_all(self._fd, data)
         except OSError:
-            # A disk that is full may have taken a part: the next row must not continue it.
+            # A full disk may have taken a part, which the next row must not continue.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self.size)
             raise
@@ -60,7 +60,7 @@ class JsonlWriter:
         check_in_place(self.path, self._fd, self.size)
 
     def close(self) -> None:
-        """Close the file, and keep what was written where it was removed; a second call does nothing."""
+        """Close the file, and keep the content if the file was removed; a second call does nothing."""
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 check_in_place(self.path, self._fd, self.size)
@@ -69,14 +69,14 @@ class JsonlWriter:
 
 
 def append_row(path: Path, row: Any) -> None:
-    """Append one row to a file and return once it is on the disk. Raises OSError naming the file."""
+    """Append one row to a file and return once the row is on the disk. Raises OSError naming the file."""
     with contextlib.closing(JsonlWriter(path)) as writer:
         writer.append(row)
         writer.sync()
 
 
 def recover(path: Path) -> None:
-    """Make the file end with a complete line: a last line without newline gets one, or is truncated if it is torn.
+    """Make the file end with a complete line: a last line without newline gets a newline or, if torn, is truncated.
 
     A missing file is not created.
     """
@@ -93,7 +93,7 @@ def recover(path: Path) -> None:
         last = tail[tail.rfind(b"\n") + 1 :]
         if not last:
             return
-        if _is_object(last):  # only its newline is lost, and the writer may have acted on the row
+        if _is_object(last):  # only the newline is lost, and the writer may have acted on the row
             file.seek(0, os.SEEK_END)
             file.write(b"\n")
         else:

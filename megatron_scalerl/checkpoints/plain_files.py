@@ -1,4 +1,4 @@
-"""Reading files of a folder that another party may have written: regular files inside it, never links out of it."""
+"""Reading files of a folder that another party may have written: regular files inside, never links to the outside."""
 
 import errno
 import mmap
@@ -21,7 +21,7 @@ def open_plain(folder: Path, name: str) -> BinaryIO:
     check_name(folder, name)
     path = folder / name
     try:
-        # O_NONBLOCK: opening a pipe without a writer would block; it changes nothing for a regular file.
+        # O_NONBLOCK changes nothing for a regular file; the opening of a pipe without a writer would block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise ValueError(f"{path}: this file of the checkpoint is missing") from None
@@ -54,7 +54,7 @@ def printable(text: str) -> str:
 
 
 def refuse_links(folder: Path) -> None:
-    """Raises ValueError if `folder` or anything in it, at any depth, is a link."""
+    """Raises ValueError if `folder` or any path inside, at any depth, is a link."""
     # A copy of the folder would follow the link, and take a file of this machine into the result.
     for path in (folder, *sorted(folder.rglob("*"))):
         if path.is_symlink():
@@ -62,10 +62,10 @@ def refuse_links(folder: Path) -> None:
 
 
 class MappedFile:
-    """A memory-mapped file. Its pages belong to the page cache and do not count as memory of the process."""
+    """A memory-mapped file. The pages belong to the page cache and do not count as memory of the process."""
 
     def __init__(self, path: Path, opened: BinaryIO | None = None):
-        """opened: the file, to be closed here, where it is not to be opened by its path."""
+        """opened: the file, which the constructor closes, if another function has opened `path`."""
         self.path = path
         with opened or path.open("rb") as file:
             self.size = os.fstat(file.fileno()).st_size

@@ -1,14 +1,14 @@
-"""The index of a checkpoint, from its `.metadata`: its tensors and objects, and the byte ranges that hold them.
+"""The index of a checkpoint, from `.metadata`: all tensors and objects, and the byte ranges of the contents.
 
-torch pickles its own classes in `.metadata`, in a protocol that its weights-only load does not read. So the steps of
-`read_index` are:
+torch pickles internal classes in `.metadata`, in a protocol that torch's weights-only load does not read. So the
+steps of `read_index` are:
 
 1. metadata.json has to name the format `torch_dist`.
-2. `_Unpickler` opens `.metadata`. It imports nothing: an allowed name of a class is a `Record`, which keeps the
+2. `_Unpickler` opens `.metadata` and imports nothing: an allowed name of a class is a `Record`, which keeps the
    pickled attributes and does nothing, and any other name is refused.
-3. msgspec converts the records to the declared types, and `_index` joins them to `Chunk` and `StoredTensor`.
+3. msgspec converts the records to the declared types, and `_index` joins the results to `Chunk` and `StoredTensor`.
 
-A hostile pickle runs no code; it can waste memory and time, up to the end of the process. Imports no torch.
+A hostile pickle runs no code, but can waste memory and time, up to the end of the process. Imports no torch.
 """
 
 import pickle
@@ -48,7 +48,7 @@ class ByteRange(msgspec.Struct, frozen=True, rename={"file": "relative_path", "s
 
 @record
 class Chunk:
-    """A rectangle of a tensor, and the bytes that hold it."""
+    """A rectangle of a tensor, and the bytes of the elements."""
 
     offset: Shape
     """Position in the tensor, in elements of each axis."""
@@ -104,10 +104,10 @@ def read_index(path: Path) -> CheckpointIndex:
 
 
 class Record:
-    """An object in `.metadata`: its pickled attributes. Arguments, as of enumerations and paths, are ignored.
+    """The pickled attributes of an object in `.metadata`. Arguments, as of enumerations and paths, are ignored.
 
-    It is also what the unpickler calls in place of a function. Python's unpickler would set attributes of a class
-    without `__setstate__`, and so of torch's; it cannot set any of this one.
+    The unpickler also calls this class in place of a function. Python's unpickler sets attributes of a class without
+    `__setstate__`, as torch's classes are, and cannot set attributes of this class.
     """
 
     def __init__(self, *_: Any):
@@ -127,12 +127,12 @@ _MODULES = frozenset(
         *("pathlib", "pathlib._local"),
     ]
 )
-"""Modules of the classes in a `.metadata`: classes of the index and of the plans by which it was written."""
+"""Modules of the classes in a `.metadata`: classes of the index and of the plans of the save."""
 _NAMES = {
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): Record,
     ("collections", "OrderedDict"): dict,
-    ("builtins", "getattr"): Record,  # Python 3.11.2 pickles a member of an enumeration as a call of it
+    ("builtins", "getattr"): Record,  # Python 3.11.2 pickles a member of an enumeration as a call of getattr
 }
 """Every other name that a `.metadata` may use, besides torch's types."""
 
@@ -167,7 +167,7 @@ class _Properties(msgspec.Struct):
 
 
 class _Entry(msgspec.Struct):
-    """torch's TensorStorageMetadata, or its BytesStorageMetadata, which has no fields."""
+    """torch's TensorStorageMetadata, or BytesStorageMetadata, which has no fields."""
 
     size: Shape | None = None
     properties: _Properties | None = None
@@ -205,8 +205,8 @@ def _index(path: Path, metadata: _Metadata) -> CheckpointIndex:
 
 
 def _take(ranges: dict[_Item, ByteRange], key: str, offset: Shape | None) -> ByteRange:
-    """Take a byte range out of `ranges`, so that it has one user."""
-    taken = ranges.pop(_Item(key, offset), None)
-    if taken is None:
+    """Take a byte range out of `ranges`, so that the range has one user."""
+    place = ranges.pop(_Item(key, offset), None)
+    if place is None:
         raise ValueError(f"{key} at {offset} has no byte range")
-    return taken
+    return place

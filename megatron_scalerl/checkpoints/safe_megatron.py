@@ -1,11 +1,11 @@
-"""Megatron's own load of a checkpoint, with a reader that runs none of its content: the same planning and resharding.
+"""Megatron's own load of a checkpoint, planning and resharding included, by a reader that runs no code from files.
 
 `load` takes the steps of `dist_checkpointing.load` of megatron-core 0.19.2:
 
-1. `read_index` reads the index; `_common` reads the common state, if it is asked for.
-2. Every rank says which tensors it wants; all ranks check them against the index (`_check_tensors`).
-3. Megatron's strategy plans which chunks this rank reads. `_Reader` reads them in place of torch's FileSystemReader.
-4. The ranks tell one another whether they failed, so that all of them raise.
+1. `read_index` reads the index; `_common` reads the common state for a caller with `common`.
+2. Every rank says which tensors to load; all ranks check these keys against the index (`_check_tensors`).
+3. Megatron's strategy plans which chunks this rank reads. `_Reader` replaces torch's FileSystemReader.
+4. The ranks exchange failures, so that all ranks raise.
 
 Every byte is read once, so the bytes that are checked are the bytes that are used.
 """
@@ -52,45 +52,47 @@ from megatron_scalerl.checkpoints.safe_values import read_object, read_tensor, r
 from megatron_scalerl.distributed.device import device
 
 _ARRAYS = [np.empty(0).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.uint32))]
-"""Names of a run's own checkpoints: numpy's random number generator keeps its state in an array.
+"""Names of a run's own checkpoints: numpy's random number generator keeps the state in an array.
 
-No other party's may use them: numpy takes the flags of a type, such as "holds objects", from a pickle as they are.
+No other party's checkpoint may use these names: numpy takes the flags of a type, such as "holds objects", unchanged
+from a pickle.
 """
 _TEXT = 4096
-"""Bytes of a rank's failure that the other ranks get."""
+"""Bytes of a rank's failure that all ranks get."""
 
 
-def load(wanted: dict[str, Any], path: Path, *, common: bool) -> dict[str, Any]:
-    """`dist_checkpointing.load(wanted, path)` without unpickling. Every rank must call it.
+def load(target: dict[str, Any], path: Path, *, common: bool) -> dict[str, Any]:
+    """`dist_checkpointing.load(target, path)` without unpickling. Every rank must call `load`.
 
     With `common`, for a run's own checkpoint, the result also has the state that Megatron saves once for all ranks,
-    and `wanted` has to name every tensor; without, common.pt is not opened. Raises ValueError, on every rank, for a
-    folder of another format, one that lacks a part of `wanted`, and for a part with content that is not allowed.
+    and `target` has to name every tensor; without `common`, common.pt is not opened. Raises ValueError, on every
+    rank, for a folder of another format, a folder without a part of `target`, and a part with content that is not
+    allowed.
     """
     index = read_index(path)
     state = {}
     if common:
         state = _common(index)
-    sharded, unsharded, factories = load_preprocess(wanted)
+    sharded, unsharded, factories = load_preprocess(target)
     merge(state, unsharded)
     sharded, _ = extract_sharded_base(sharded)
     metadata_of_ranks = determine_global_metadata(sharded)[1]
     validate_sharding_integrity(metadata_of_ranks)
     keys = {item.key for items in metadata_of_ranks for item in items if isinstance(item, ShardedTensor)}
-    _check_tensors(index, keys, whole=common)
+    _check_tensors(index, keys, all_tensors=common)
     failure: BaseException | None = None
     try:
         with _read_with(_Reader(index, _ARRAYS if common else [])):
             merge(state, torch_strategies.TorchDistLoadShardedStrategy().load(sharded, path))
     except (CheckpointException, CheckpointingException, ValueError, KeyError, RuntimeError, OSError) as error:
         failure = error
-        # torch's planner raises it for a failure of any rank; since Megatron-Core 0.17 it asks only this one
+        # torch's planner raises this class for a failure of any rank; since Megatron-Core 0.17, of this rank alone
         if isinstance(error, CheckpointException):
             failure = _first_failure(index, error)
     text = ""
     if failure is not None:
         text = str(failure) or repr(failure)
-    # A rank without a failure learns of it here; otherwise it would wait for the others in the next collective.
+    # A rank without a failure learns of the failure here, and does not wait for failed ranks in the next collective.
     text = _first_of_all_ranks(text)
     if failure is not None:
         raise failure from None
@@ -99,14 +101,14 @@ def load(wanted: dict[str, Any], path: Path, *, common: bool) -> dict[str, Any]:
     return apply_factory_merges(state, factories)
 
 
-def _check_tensors(index: CheckpointIndex, wanted: set[str], *, whole: bool) -> None:
-    """Raises ValueError if the checkpoint lacks a wanted tensor or, with `whole`, has a tensor that nobody wants."""
-    missing = wanted - set(index.tensors)
-    unwanted = set(index.tensors) - wanted
-    if missing:
-        problem = f"it has no {printable(min(missing))}"
-    elif whole and unwanted:
-        problem = f"this trainer has no {printable(min(unwanted))}"
+def _check_tensors(index: CheckpointIndex, keys: set[str], *, all_tensors: bool) -> None:
+    """Raises ValueError if the checkpoint lacks a key or, with `all_tensors`, has a tensor outside of the keys."""
+    missing_keys = keys - set(index.tensors)
+    surplus_keys = set(index.tensors) - keys
+    if missing_keys:
+        problem = f"it has no {printable(min(missing_keys))}"
+    elif all_tensors and surplus_keys:
+        problem = f"this trainer has no {printable(min(surplus_keys))}"
     else:
         return
     raise ValueError(
@@ -116,11 +118,11 @@ def _check_tensors(index: CheckpointIndex, wanted: set[str], *, whole: bool) -> 
 
 
 def _first_of_all_ranks(text: str) -> str:
-    """The text of the first rank that has one, at most _TEXT bytes of it; "" if none has. Collective."""
+    """The first rank's text that is not empty, at most _TEXT bytes; "" if all texts are empty. Collective."""
     padded = bytearray(text.encode()[:_TEXT].ljust(_TEXT, b"\0"))  # a gather needs equal lengths
-    sent = torch.frombuffer(padded, dtype=torch.uint8).to(device())
-    received = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
-    dist.all_gather(received, sent)
+    text_bytes = torch.frombuffer(padded, dtype=torch.uint8).to(device())
+    received = [torch.empty_like(text_bytes) for _ in range(dist.get_world_size())]
+    dist.all_gather(received, text_bytes)
     texts = (bytes(tensor.tolist()).rstrip(b"\0").decode(errors="replace") for tensor in received)
     return next(filter(None, texts), "")
 
@@ -137,7 +139,7 @@ def _first_failure(index: CheckpointIndex, failed: CheckpointException) -> BaseE
 def _common(index: CheckpointIndex) -> dict[str, Any]:
     """The state that Megatron saves once for all ranks.
 
-    Up to Megatron-Core 0.16 it is a file, common.pt, later one object among the others.
+    Up to Megatron-Core 0.16 the state is a file, common.pt, later an object of the index.
     """
     place = index.objects.get(COMMON_OBJECT)
     if place is None:
@@ -153,13 +155,13 @@ def _common(index: CheckpointIndex) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _read_with(reader: FileSystemReader) -> Iterator[None]:
-    """Context in which Megatron's strategy (strategies/torch.py, `load`) uses `reader`, not its FileSystemReader."""
-    kept = torch_strategies._get_filesystem_reader
+    """Context in which Megatron's strategy (strategies/torch.py, `load`) uses `reader`, not a FileSystemReader."""
+    original_reader = torch_strategies._get_filesystem_reader
     torch_strategies._get_filesystem_reader = lambda *_, **__: reader
     try:
         yield
     finally:
-        torch_strategies._get_filesystem_reader = kept
+        torch_strategies._get_filesystem_reader = original_reader
 
 
 class _Reader(FileSystemReader):
@@ -170,7 +172,7 @@ class _Reader(FileSystemReader):
         self._folder = index.path
         self._names = names
         self._metadata = Metadata(state_dict_metadata={}, storage_data={})
-        # torch looks a chunk up by key and offset, an object by its key alone.
+        # torch looks a chunk up by key and offset, an object by the key alone.
         for key, tensor in index.tensors.items():
             self._metadata.state_dict_metadata[key] = TensorStorageMetadata(
                 properties=TensorProperties(dtype=getattr(torch, tensor.dtype)),
@@ -211,7 +213,7 @@ class _Reader(FileSystemReader):
 
 
 def _set(planner: Any, key: str, value: list[Any]) -> None:
-    """Stores an object as the planner's load_bytes does after its torch.load."""
+    """Store an object, as the planner's load_bytes does after torch.load."""
     if planner.flatten_state_dict:
         set_element(planner.original_state_dict, planner.mappings[key], value)
     else:

@@ -1,8 +1,8 @@
 """Archives of `torch.save` in a checkpoint that another party may have written, opened by torch's weights-only load.
 
-An archive is a range of bytes of a file. torch's unpickler calls no function outside its own list of names and those
-that a caller adds. It returns more than a checkpoint needs, so tensors and extra states are checked: it also sets
-attributes of a tensor, and one called `numel` would be asked in the method's place.
+An archive is a range of bytes of a file. torch's unpickler calls no function outside torch's list of names and the
+caller's additions. The unpickler returns more than a checkpoint needs, so tensors and extra states are checked: a
+pickle may also set attributes of a tensor, and an attribute `numel` would hide the method.
 """
 
 import contextlib
@@ -24,17 +24,17 @@ _MARK = b"PK\x03\x04"
 _EXTRA_STATE = "_extra_state"
 
 
-def read_value(folder: Path, place: ByteRange, what: str, names: Sequence[Any] = ()) -> Any:
-    """The value in an archive, called `what`; besides torch's own list of names it may use `names`.
+def read_value(folder: Path, place: ByteRange, content: str, names: Sequence[Any] = ()) -> Any:
+    """The value in an archive, which may use `names` besides torch's own list. content: noun phrase for messages.
 
     Raises ValueError, naming the file, for another name, and for a damaged archive.
     """
-    with _archive(folder, place, what, names) as window:
+    with _archive(folder, place, content, names) as window:
         return torch.load(window, map_location="cpu", weights_only=True)
 
 
 def read_object(folder: Path, place: ByteRange, key: str, names: Sequence[Any] = ()) -> Any:
-    """The object `key` of a checkpoint, as `read_value` reads it: Megatron stores a list with one item per rank.
+    """The object `key` of a checkpoint, read by `read_value`: Megatron stores a list with one item per rank.
 
     Raises ValueError for a module's extra state that is not empty, too: Transformer Engine unpickles such states.
     """
@@ -51,9 +51,9 @@ def _is_empty(state: Any) -> bool:
     return state is None or (_is_dense(state) and not state.numel())
 
 
-def read_tensor(folder: Path, place: ByteRange, what: str) -> torch.Tensor:
-    """The one tensor of an archive, called `what`. Raises ValueError, naming the file, for anything else."""
-    with _archive(folder, place, what) as window:
+def read_tensor(folder: Path, place: ByteRange, content: str) -> torch.Tensor:
+    """The only tensor of an archive. Arguments as for `read_value`. Raises ValueError, naming the file, otherwise."""
+    with _archive(folder, place, content) as window:
         return _tensor(window)
 
 
@@ -89,7 +89,7 @@ def _is_dense(value: Any) -> bool:
 
 
 def _first_byte(window: Any, nbytes: int) -> int:
-    """Position of the first byte of an archive's one tensor, in the archive."""
+    """Position of the first byte of an archive's only tensor, in the archive."""
     with zipfile.ZipFile(window) as archive:
         entries = {entry.filename.split("/", 1)[-1]: entry for entry in archive.infolist()}
         order = b"little"
@@ -103,13 +103,13 @@ def _first_byte(window: Any, nbytes: int) -> int:
 
 
 @contextlib.contextmanager
-def _archive(folder: Path, place: ByteRange, what: str, names: Sequence[Any] = ()) -> Iterator[Any]:
-    """An archive as a file, in a context in which torch may load `names` besides its own.
+def _archive(folder: Path, place: ByteRange, content: str, names: Sequence[Any] = ()) -> Iterator[Any]:
+    """An archive as a file, in a context in which torch may load `names` besides torch's own list.
 
-    Other programs add names, as Megatron-Core does; they do not count here. An error in the context becomes a
+    Names that other programs add, as Megatron-Core does, do not count here. An error in the context becomes a
     ValueError of one line.
     """
-    kept = torch.serialization.get_safe_globals()
+    original_names = torch.serialization.get_safe_globals()
     with open_plain(folder, place.file) as file:
         window = _Window(file, place)
         torch.serialization.clear_safe_globals()
@@ -119,20 +119,20 @@ def _archive(folder: Path, place: ByteRange, what: str, names: Sequence[Any] = (
             end = place.start + place.length
             if size < end:
                 raise ValueError(f"the file has {size} bytes, and .metadata names {end}")
-            if window.read(len(_MARK)) != _MARK:  # torch would try its format of before 2020
+            if window.read(len(_MARK)) != _MARK:  # torch would try the format of before 2020
                 raise ValueError("they are no archive of torch.save")
             window.seek(0)
             yield window
-        except Exception as error:  # damage makes torch raise errors of many types, none of them documented
+        except Exception as error:  # damage makes torch raise errors of many undocumented types
             reason = str(error) or repr(error)
             name = re.search(r"GLOBAL (\S+)", reason)
             if name:
                 reason = f"the name {name[1]} is not allowed"
-            where = f"{folder / place.file}: the bytes from {place.start} on are not {what}"
-            raise ValueError(f"{where}: {printable(reason)}") from None
+            head = f"{folder / place.file}: the bytes from {place.start} on are not {content}"
+            raise ValueError(f"{head}: {printable(reason)}") from None
         finally:
             torch.serialization.clear_safe_globals()
-            torch.serialization.add_safe_globals(kept)
+            torch.serialization.add_safe_globals(original_names)
 
 
 class _Window(io.RawIOBase):

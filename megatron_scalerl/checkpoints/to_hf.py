@@ -1,4 +1,4 @@
-"""A Megatron `torch_dist` checkpoint as a Hugging Face folder, in the files that it came from."""
+"""A Megatron `torch_dist` checkpoint as a Hugging Face folder, in the files of the original folder."""
 
 from pathlib import Path
 
@@ -19,10 +19,10 @@ from megatron_scalerl.checkpoints.views import View, folder_view, megatron_view,
 def to_hf(megatron_path: Path, out: Path, options: Options | None = None, *, like: Path | None = None) -> Summary:
     """Convert a checkpoint that `to_megatron` wrote, or with `like` any other, for example of a run.
 
-    Tensors outside the policy, the tokenizer, and the distribution over files come from the checkpoint itself, or
-    from the Hugging Face folder `like`. Whatever layout the checkpoint was saved under, nothing is loaded as a whole.
-    Raises ValueError, and leaves nothing at `out`, for a checkpoint that is incomplete or does not fit its config,
-    checksums that differ from the recorded ones, a full disk, an existing `out`, and weights that are not finite.
+    Tensors outside the policy, the tokenizer, and the distribution over files come from the checkpoint, or from the
+    Hugging Face folder `like`. Whatever layout the checkpoint was saved under, no tensor is loaded as a whole. Raises
+    ValueError, and leaves nothing at `out`, for a checkpoint that is incomplete or does not fit the config, checksums
+    that differ from the record, a full disk, an existing `out`, and weights that are not finite.
     """
     options = options or Options()
     return write_view(megatron_view(megatron_path, like=like, dtype=options.dtype), out, options)
@@ -48,7 +48,7 @@ def write_view(view: View, out: Path, options: Options) -> Summary:
 
 
 def _compare_checksums(view: View, names: tuple[str, ...], checksums: dict[str, str]) -> None:
-    """Raises ValueError if a tensor that is written in its recorded type has another checksum than is recorded."""
+    """Raises ValueError if a tensor that is written in the recorded type differs from the recorded checksum."""
     for name in names:
         entry = view.layout.tensors.get(name)
         if entry is None or entry.dtype != view.tensors[name].dtype or entry.checksum == checksums[name]:
@@ -57,7 +57,7 @@ def _compare_checksums(view: View, names: tuple[str, ...], checksums: dict[str, 
 
 
 def _write_the_rest(work: Path, view: View) -> None:
-    """Config, tokenizer, generation config, and the index if the folder has one."""
+    """Write config, tokenizer, generation config, and the index of a folder with an index."""
     copy_side_files(view.side, work)
     add_generation_keys(work, view.generation)
     outside = {*view.layout.passthrough, *view.frozen}

@@ -50,7 +50,7 @@ CHUNK_BYTES = 128 << 20
 _MIN_FILE_BYTES = 32 << 20
 _MAX_FILE_BYTES = 1 << 30
 _MIN_FILES = 16
-"""Files of a checkpoint, unless they would be smaller than _MIN_FILE_BYTES: ranks read them at the same time."""
+"""Files of a checkpoint, fewer if a file would be below _MIN_FILE_BYTES: ranks read files at the same time."""
 _FORMAT = dict(
     sharded_backend="torch_dist", sharded_backend_version=1, common_backend="torch", common_backend_version=1
 )
@@ -63,7 +63,7 @@ class Unit:
     tensors: tuple[Assembly, ...]
     parameters: tuple[tuple[Assembly, Address], ...]
     copies: tuple[tuple[Assembly, str], ...]
-    """(tensor, name of the unit's tensor that it has to equal)."""
+    """(copy, name of the unit's tensor that the copy has to equal)."""
 
     @property
     def nbytes(self) -> int:
@@ -170,9 +170,9 @@ def _checksums(unit: Unit, copier: Copier) -> dict[str, str]:
 def _write_parameter(
     file: IO[bytes], name: str, parameter: Assembly, address: Address, copier: Copier, metadata: Metadata
 ) -> None:
-    """Append a parameter to the file `name` in chunks of whole rows, and describe these in the metadata."""
+    """Append a parameter to the file `name` in chunks of whole rows, and describe the chunks in the metadata."""
     key = address.key
-    rest = parameter.shape[1:]
+    inner_shape = parameter.shape[1:]
     if key not in metadata.state_dict_metadata:
         properties = TensorProperties(dtype=getattr(torch, TORCH_NAMES[parameter.dtype]))
         size = torch.Size((*address.sizes, *parameter.shape))
@@ -183,8 +183,8 @@ def _write_parameter(
     for start in range(0, parameter.shape[0], step):
         stop = min(start + step, parameter.shape[0])
         # A chunk has one layer and one expert: length 1 on the leading axes.
-        shape = (*(1 for _ in address.offset), stop - start, *rest)
-        offset = torch.Size((*address.offset, start, *(0 for _ in rest)))
+        shape = (*(1 for _ in address.offset), stop - start, *inner_shape)
+        offset = torch.Size((*address.offset, start, *(0 for _ in inner_shape)))
         first_byte = file.tell()
         length = append_tensor(file, parameter.dtype, shape, copier.rows(parameter, start, stop))
         entry.chunks.append(ChunkStorageMetadata(offsets=offset, sizes=torch.Size(shape)))
@@ -198,7 +198,7 @@ def _write_metadata(folder: Path, file: str, metadata: Metadata, extra_states: I
     for key in extra_states:
         metadata.state_dict_metadata[key] = BytesStorageMetadata()
         metadata.storage_data[MetadataIndex(key)] = _StorageInfo(file, 0, len(content))
-    # metadata.json last: a reader takes a folder without it for no checkpoint.
+    # metadata.json last: for a reader a folder without metadata.json is no checkpoint.
     write_durably(folder / COMMON, _saved({}))
     write_durably(folder / METADATA, pickle.dumps(metadata))
     write_durably(folder / FORMAT_FILE, json.dumps(_FORMAT).encode())

@@ -1,4 +1,4 @@
-"""The adapters of a run's checkpoint as a PEFT folder, or merged into the weights that they were trained on."""
+"""The adapters of a run's checkpoint as a PEFT folder, or merged into the weights of the base policy."""
 
 import json
 from collections import Counter
@@ -27,7 +27,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 @record
 class Adapted:
-    """What a run trains adapters of: fields of policy and policy.lora in its recipe."""
+    """The policy whose adapters a run trains: fields of policy and policy.lora in the run's recipe."""
 
     path: str
     dtype: str
@@ -72,8 +72,8 @@ def to_merged(checkpoint: Path, out: Path, policy: Adapted) -> None:
             pieces.setdefault(piece.hf_name, []).append((piece, b, factors[f"{projection}_A"]))
     view = _base(policy, family)
 
-    @lru_cache(maxsize=1)  # a tensor is asked for once for each of its bands
-    def merged(name: str) -> np.ndarray:
+    @lru_cache(maxsize=1)  # each band of a tensor asks for the whole tensor
+    def merged_bits(name: str) -> np.ndarray:
         weight = view.tensors[name]
         values = _values(weight, view.sources)
         for piece, b, a in pieces[name]:
@@ -82,14 +82,14 @@ def to_merged(checkpoint: Path, out: Path, policy: Adapted) -> None:
         return cast(values.view(np.uint32), "F32", weight.dtype)
 
     def bits(origin: Origin, name: str) -> np.ndarray:
-        return merged(name) if origin == "merged" else view.sources(origin, name)
+        return merged_bits(name) if origin == "merged" else view.sources(origin, name)
 
-    replaced = {name: _whole(view.tensors[name]) for name in pieces}
-    write_view(replace(view, sources=bits, tensors={**view.tensors, **replaced}), out, Options())
+    merged_tensors = {name: _merged_tensor(view.tensors[name]) for name in pieces}
+    write_view(replace(view, sources=bits, tensors={**view.tensors, **merged_tensors}), out, Options())
 
 
 def _adapters(checkpoint: Path, family: Family, policy: Adapted) -> tuple[Family, dict[str, Assembly], Sources]:
-    """(weight map of the adapters, their tensors by PEFT's names, the chunks that these are made of)"""
+    """(weight map of the adapters, the adapters' tensors by PEFT's names, the chunks of all tensors)"""
     adapters = adapter_family(family, rank=policy.rank, targets=policy.targets)
     shapes = {rule.megatron: parameter_shape(rule) for rule in adapters.rules}
     stored = stored_parameters(checkpoint, adapters, shapes)
@@ -116,7 +116,7 @@ def _base(policy: Adapted, family: Family) -> View:
 
 
 def _projections(family: Family) -> Iterator[tuple[Piece, str, slice]]:
-    """(piece of a weight, Megatron's name of its adapter without _A and _B, the piece's rows of B)"""
+    """(piece of a weight, Megatron's name of the adapter without _A and _B, the piece's rows of B)"""
     for rule in family.rules:
         linear, projections = projections_of(rule)
         if not projections:
@@ -138,8 +138,8 @@ def _values(tensor: Assembly, chunks: Sources) -> np.ndarray:
     return bits.view(np.float32).reshape(tensor.shape).copy()
 
 
-def _whole(tensor: Assembly) -> Assembly:
-    """The tensor, taken as a whole from the merged ones."""
+def _merged_tensor(tensor: Assembly) -> Assembly:
+    """The tensor as a single part, from the merged weights."""
     height, width = matrix_shape(tensor.shape)
     part = Part(row=0, column=0, height=height, width=width, origin="merged", source=tensor.name, index=())
     return replace(tensor, source_dtype=tensor.dtype, parts=(part,))

@@ -1,7 +1,7 @@
-"""A tensor in `torch.save`'s format, band by band: a zip archive that holds its bits uncompressed.
+"""A tensor in `torch.save`'s format, band by band: a zip archive with uncompressed bits.
 
-The files of a distributed checkpoint are such archives, one after another. Each archive holds the CRC-32 of its bits,
-where any zip tool finds it.
+The files of a distributed checkpoint are such archives, one after another. Each archive holds the CRC-32 of the bits,
+where any zip tool finds the sum.
 """
 
 import io
@@ -20,7 +20,7 @@ from megatron_scalerl.checkpoints.assembly import BITS, TORCH_NAMES
 _STORAGES = {"F32": torch.FloatStorage, "BF16": torch.BFloat16Storage, "F16": torch.HalfStorage}
 _ALIGNMENT = 64
 _LOCAL_HEADER = 30
-"""Bytes of an entry's own header, without its name and its extra field."""
+"""Bytes of an entry's own header, without name and extra field."""
 _PADDING = b"FB"
 """torch's tag of the extra field that pads to the alignment."""
 _LIMIT = (1 << 32) - (1 << 20)
@@ -28,7 +28,7 @@ _LIMIT = (1 << 32) - (1 << 20)
 
 
 class _Appended:
-    """The end of a file as zipfile sees it: a file whose offsets begin at 0."""
+    """The end of a file, for zipfile: a file whose offsets begin at 0."""
 
     def __init__(self, file: IO[bytes]):
         self.write = file.write
@@ -44,9 +44,9 @@ class _Appended:
 
 
 def append_tensor(file: IO[bytes], dtype: str, shape: Sequence[int], bands: Iterable[np.ndarray]) -> int:
-    """Append an archive with a tensor whose bits come in `bands`, and return its length in bytes.
+    """Append an archive with a tensor whose bits come in `bands`, and return the archive's length in bytes.
 
-    `file` must be a real file, positioned at its end.
+    `file` must be a real file, positioned at the end.
     """
     size = prod(shape) * BITS[dtype].itemsize
     assert size < _LIMIT, f"{size} bytes in one part of a checkpoint"
@@ -69,10 +69,10 @@ def append_tensor(file: IO[bytes], dtype: str, shape: Sequence[int], bands: Iter
 
 def _pickled(dtype: str, shape: Sequence[int]) -> bytes:
     stream = io.BytesIO()
-    # torch.save's protocol, and its persistent ids for storages: torch.load accepts no other form.
+    # torch.save's protocol and persistent ids for storages: torch.load accepts no other form.
     pickler = pickle.Pickler(stream, protocol=2)
     ids = {torch.TypedStorage: ("storage", _STORAGES[dtype], "0", "cpu", prod(shape))}
     pickler.persistent_id = lambda value: ids.get(type(value))  # type: ignore[method-assign]
-    # Its memory is never touched, so that the system does not provide it.
+    # Nobody touches the tensor's memory, so that the system does not provide pages.
     pickler.dump(torch.empty(tuple(shape), dtype=getattr(torch, TORCH_NAMES[dtype])))
     return stream.getvalue()

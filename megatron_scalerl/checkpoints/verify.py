@@ -24,41 +24,43 @@ def verify(first: Path, second: Path, options: Options | None = None) -> Summary
 
 def compare(first: View, second: View, options: Options) -> int:
     """Compare two opened checkpoints, as `verify` does; returns the number of bytes that were compared."""
-    for view, other in ((first, second), (second, first)):
-        missing = [name for name in view.tensors if name not in other.tensors]
-        if missing:
-            raise ValueError(f"{other.path}: it lacks tensors of {view.path}: {listed(missing)}")
+    for view, peer in ((first, second), (second, first)):
+        missing_names = [name for name in view.tensors if name not in peer.tensors]
+        if missing_names:
+            raise ValueError(f"{peer.path}: it lacks tensors of {view.path}: {listed(missing_names)}")
     outside = {*first.layout.passthrough, *second.layout.passthrough, *first.frozen, *second.frozen}
     pairs = [_pair(first, second, name, None if name in outside else options.dtype) for name in first.tensors]
-    total = sum(ours.nbytes for ours, _ in pairs)
-    different = []
+    total = sum(first_tensor.nbytes for first_tensor, _ in pairs)
+    different_names = []
     with progress(options, "comparing", total) as advance:
-        for ours, theirs in pairs:
-            if not _equal(ours, theirs, first, second):
-                different.append(ours.name)
-            advance(ours.nbytes)
-    if different:
-        raise ValueError(f"{second.path}: these tensors differ from {first.path}: {listed(different)}")
+        for first_tensor, second_tensor in pairs:
+            if not _equal(first_tensor, second_tensor, first, second):
+                different_names.append(first_tensor.name)
+            advance(first_tensor.nbytes)
+    if different_names:
+        raise ValueError(f"{second.path}: these tensors differ from {first.path}: {listed(different_names)}")
     return total
 
 
 def _pair(first: View, second: View, name: str, dtype: str | None) -> tuple[Assembly, Assembly]:
-    ours = first.tensors[name]
-    theirs = second.tensors[name]
-    if dtype is not None and {ours.dtype, theirs.dtype} <= TORCH_NAMES.keys():
-        ours = replace(ours, dtype=dtype)
-        theirs = replace(theirs, dtype=dtype)
-    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-        in_first, in_second = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (ours, theirs))
+    first_tensor = first.tensors[name]
+    second_tensor = second.tensors[name]
+    if dtype is not None and {first_tensor.dtype, second_tensor.dtype} <= TORCH_NAMES.keys():
+        first_tensor = replace(first_tensor, dtype=dtype)
+        second_tensor = replace(second_tensor, dtype=dtype)
+    if (first_tensor.dtype, first_tensor.shape) != (second_tensor.dtype, second_tensor.shape):
+        in_first, in_second = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (first_tensor, second_tensor))
         raise ValueError(f"{second.path}: {name} is {in_second}, and {in_first} in {first.path}")
-    return ours, theirs
+    return first_tensor, second_tensor
 
 
-def _equal(ours: Assembly, theirs: Assembly, first: View, second: View) -> bool:
-    step = band_rows(ours)
-    for start in range(0, ours.rows, step):
-        stop = min(ours.rows, start + step)
-        # Of bits, not values: a NaN equals itself, and 0.0 is not -0.0.
-        if not np.array_equal(band(ours, first.sources, start, stop), band(theirs, second.sources, start, stop)):
+def _equal(first_tensor: Assembly, second_tensor: Assembly, first: View, second: View) -> bool:
+    step = band_rows(first_tensor)
+    for start in range(0, first_tensor.rows, step):
+        stop = min(first_tensor.rows, start + step)
+        # Bits are compared, not values: NaN equals NaN, and 0.0 is not -0.0.
+        if not np.array_equal(
+            band(first_tensor, first.sources, start, stop), band(second_tensor, second.sources, start, stop)
+        ):
             return False
     return True

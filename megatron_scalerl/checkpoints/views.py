@@ -1,8 +1,8 @@
 """A checkpoint of either kind as Hugging Face tensors in files: the view that is exported and compared.
 
-`conversion.json` in both kinds of result records every tensor with its checksum, and the layout of the Hugging Face
-folder. Checksums are xxh3_64 of a tensor's bytes in Hugging Face's orientation, so that they are the same on both
-sides; the way back compares them.
+`conversion.json` in both kinds of result records every tensor with a checksum, and the layout of the Hugging Face
+folder. Checksums are xxh3_64 of a tensor's bytes in Hugging Face's orientation, the same on both sides; the way back
+compares checksums.
 """
 
 import json
@@ -53,7 +53,7 @@ class ConversionRecord(msgspec.Struct, frozen=True, kw_only=True):
     index_metadata: Mapping[str, Any] | None
     """Metadata of the folder's index; None for a folder without an index."""
     copies: Mapping[str, str]
-    """Name of a tensor -> the tensor that it repeats."""
+    """Name of a copy -> name of the original tensor."""
     passthrough: tuple[str, ...] = msgspec.field(name="carried")
     """Tensors outside the policy."""
 
@@ -68,7 +68,7 @@ def write_record(
 
 
 def read_record(folder: Path) -> ConversionRecord:
-    """Read conversion.json. Raises ValueError for a folder without it, and for a file that cannot be read."""
+    """Read conversion.json. Raises ValueError for a missing file, and for a file that is no record."""
     file = folder / CONVERSION_FILE
     if not file.is_file():
         raise ValueError(
@@ -102,14 +102,14 @@ def _layout(folder: HfFolder, copies: Mapping[str, str], passthrough: tuple[str,
 
 
 def sources(folder: HfFolder | None, checkpoint: DistReader | None = None) -> Sources:
-    """The tensors of a Hugging Face folder and the chunks of a Megatron checkpoint, mapped from their files."""
+    """The tensors of a Hugging Face folder and the chunks of a Megatron checkpoint, mapped from files."""
     readers: dict[Origin, Any] = {"hugging_face": folder and HfReader(folder), "megatron": checkpoint}
     return lambda origin, name: readers[origin].bits(name)
 
 
 @record
 class View:
-    """All tensors of a checkpoint in Hugging Face's coordinates, and the folder that it is or becomes."""
+    """All tensors of a checkpoint in Hugging Face's coordinates, and the layout of the Hugging Face folder."""
 
     path: Path
     sources: Sources
@@ -120,7 +120,7 @@ class View:
     generation: Mapping[str, Any] = field(default_factory=dict)
     """Keys that generation_config.json must have."""
     frozen: frozenset[str] = frozenset()
-    """Tensors that keep their type (`Family.frozen`)."""
+    """Tensors whose type no option changes (`Family.frozen`)."""
 
 
 def open_view(path: Path) -> View:
@@ -159,7 +159,7 @@ def megatron_view(path: Path, *, like: Path | None = None, dtype: str | None = N
         family = family_of(policy_config(side), layout.tensors)
     else:
         side = like
-        config = policy_config(side)  # first: its message is plainer than that of a folder without tensors
+        config = policy_config(side)  # first, as the message is plainer than open_folder's
         outer = open_folder(side)
         family = family_of(config, outer.tensors)
         layout = layout_of(outer, family)
@@ -187,7 +187,7 @@ def megatron_view(path: Path, *, like: Path | None = None, dtype: str | None = N
 
 
 def policy_config(path: Path) -> Any:
-    """The config of a Hugging Face folder. Raises ValueError for an unknown architecture, listing the known ones."""
+    """The config of a Hugging Face folder. Raises ValueError for an unknown architecture, listing the known names."""
     refuse_adapter(path)
     if not (path / "config.json").is_file():
         raise ValueError(f"{path}: this is not a Hugging Face folder: it has no config.json")

@@ -1,7 +1,7 @@
-"""A family's rules as assemblies: parameters out of Hugging Face tensors, and the other way round.
+"""A family's rules as assemblies: parameters out of Hugging Face tensors, and Hugging Face tensors out of parameters.
 
-Nothing in this module is specific to a family. A rule's pieces for a tensor-parallel group of one describe the whole
-parameter. Checkpoints hold whole parameters, whatever layout they are loaded under.
+Nothing in this module is specific to a family. A rule's pieces for a tensor-parallel group of 1 describe the whole
+parameter. Checkpoints hold whole parameters, whatever the layout of a load.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,42 +18,42 @@ from megatron_scalerl.processes.logs import listed
 
 
 def other_tensors(folder: HfFolder, family: Family) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The folder's tensors that are not in the weight map; the other tensors are checked.
+    """The folder's tensors outside the weight map; tensors of the weight map are checked.
 
-    Returns (copy -> the tensor that it repeats, as in some folders with tied embeddings; tensors outside the policy,
-    copied as they are). Raises ValueError for tensors that are missing or unknown (all are listed), and for a tensor
-    whose shape or type does not match the config.
+    Returns (copy -> original tensor, as in some folders with tied embeddings; tensors outside the policy, copied
+    unchanged). Raises ValueError for tensors that are missing or unknown (all are listed), and for a tensor whose
+    shape or type does not match the config.
     """
     policy = {name: tuple(shape) for rule in family.rules for name, shape in rule.hf_shapes.items()}
-    missing = [name for name in policy if name not in folder.tensors]
-    if missing:
-        raise ValueError(f"{folder.path}: the folder has no tensor {listed(missing)}")
-    rest = [name for name in folder.tensors if name not in policy]
-    passthrough = tuple(name for name in rest if family.passthrough and name.startswith(family.passthrough))
+    missing_names = [name for name in policy if name not in folder.tensors]
+    if missing_names:
+        raise ValueError(f"{folder.path}: the folder has no tensor {listed(missing_names)}")
+    outside_names = [name for name in folder.tensors if name not in policy]
+    passthrough = tuple(name for name in outside_names if family.passthrough and name.startswith(family.passthrough))
     copies = {}
     tied = next((name for rule in family.rules if not rule.exported for name in rule.hf_shapes), None)
-    for name in rest:
+    for name in outside_names:
         if tied and name not in passthrough and name.rsplit(".", 2)[-2:] == ["lm_head", "weight"]:
             copies[name] = tied
-    unexpected = [name for name in rest if name not in passthrough and name not in copies]
-    if unexpected:
-        raise ValueError(f"{folder.path}: a {family.name} does not have the tensors {listed(unexpected)}")
+    unexpected_names = [name for name in outside_names if name not in passthrough and name not in copies]
+    if unexpected_names:
+        raise ValueError(f"{folder.path}: a {family.name} does not have the tensors {listed(unexpected_names)}")
     shapes = policy | {copy: policy[original] for copy, original in copies.items()}
     for name, shape in shapes.items():
         tensor = folder.tensors[name]
-        where = f"{folder.path / tensor.file}: {name}"
+        head = f"{folder.path / tensor.file}: {name}"
         if tensor.shape != shape:
-            raise ValueError(f"{where}: its shape is {list(tensor.shape)}, and config.json says {list(shape)}")
+            raise ValueError(f"{head}: its shape is {list(tensor.shape)}, and config.json says {list(shape)}")
         if tensor.dtype not in TORCH_NAMES:
-            raise ValueError(f"{where}: expected one of {', '.join(TORCH_NAMES)}, found {tensor.dtype}")
+            raise ValueError(f"{head}: expected one of {', '.join(TORCH_NAMES)}, found {tensor.dtype}")
     return copies, passthrough
 
 
 def check_weights(path: str | Path) -> None:
-    """Check that a Hugging Face folder holds exactly the weights that its config.json describes.
+    """Check that a Hugging Face folder holds exactly the weights that config.json describes.
 
     Raises ValueError for quantized weights, for tensors that are missing or unknown or have another shape, and for a
-    head that differs from the embedding though config.json ties them: one of the two would be lost in an export.
+    head that differs from the embedding though config.json ties both: an export would lose either tensor.
     """
     family = family_of_folder(path)
     folder = open_folder(path)
@@ -109,7 +109,7 @@ def parameter_assembly(rule: Rule, source_dtype: str, dtype: str) -> Assembly:
 def tensor_assemblies(
     family: Family, stored: Mapping[str, StoredParameter], dtype: str | None, path: str
 ) -> dict[str, Assembly]:
-    """Every Hugging Face tensor, assembled from the checkpoint's chunks; in `dtype`, or the type it is stored in."""
+    """Every Hugging Face tensor, assembled from the checkpoint's chunks; in `dtype`, or in the stored type."""
     parts: dict[str, list[Part]] = {}
     dtypes: dict[str, set[str]] = {}
     shapes = {}
@@ -118,8 +118,8 @@ def tensor_assemblies(
             continue
         parameter = stored[rule.megatron]
         for piece in rule.pieces(0, 1):
-            whole = _part_of_tensor(rule, piece)
-            parts.setdefault(piece.hf_name, []).extend(_split_by_chunks(rule, piece, whole, parameter))
+            piece_part = _part_of_tensor(rule, piece)
+            parts.setdefault(piece.hf_name, []).extend(_split_by_chunks(rule, piece, piece_part, parameter))
             dtypes.setdefault(piece.hf_name, set()).add(parameter.dtype)
             shapes[piece.hf_name] = tuple(rule.hf_shapes[piece.hf_name])
     assemblies = {}
@@ -140,15 +140,15 @@ def _assembly(name: str, dtype: str, source: str, shape: tuple[int, ...], parts:
     return assembly
 
 
-def only_dtype(dtypes: set[str], what: str) -> str:
-    """The type that all parts of `what` have. Raises ValueError for a mixture."""
+def only_dtype(dtypes: set[str], head: str) -> str:
+    """The type of all parts of a tensor. head: begin of the error. Raises ValueError for a mixture."""
     if len(dtypes) > 1:
-        raise ValueError(f"{what}: its parts have different types: {', '.join(sorted(dtypes))}")
+        raise ValueError(f"{head}: its parts have different types: {', '.join(sorted(dtypes))}")
     return next(iter(dtypes))
 
 
 def folder_assembly(folder: HfFolder, name: str, dtype: str | None = None) -> Assembly:
-    """A tensor of a folder in `dtype`, or the type it is stored in."""
+    """A tensor of a folder in `dtype`, or in the stored type."""
     tensor = folder.tensors[name]
     height, width = matrix_shape(tensor.shape)
     part = Part(row=0, column=0, height=height, width=width, origin="hugging_face", source=name, index=())
@@ -157,14 +157,14 @@ def folder_assembly(folder: HfFolder, name: str, dtype: str | None = None) -> As
 
 
 def _start(piece: Piece) -> tuple[int, int]:
-    """(row, column) of a piece in its parameter."""
+    """(row, column) of a piece in the parameter."""
     if piece.axis == 0:
         return piece.start, 0
     return 0, piece.start
 
 
 def _part_of_tensor(rule: Rule, piece: Piece) -> Part:
-    """The rectangle that a piece is in its Hugging Face tensor, seen as a matrix."""
+    """The rectangle of a piece in the Hugging Face tensor, seen as a matrix."""
     shape = rule.hf_shapes[piece.hf_name]
     ranges = []
     for index, size in zip(piece.hf_index, shape):
@@ -176,7 +176,7 @@ def _part_of_tensor(rule: Rule, piece: Piece) -> Part:
     *outer, columns = ranges
     row = 0
     height = 1
-    # All axes but the last are the matrix's rows: they are contiguous if at most the innermost has several elements.
+    # All axes but the last are the matrix's rows, contiguous if at most the innermost axis has several elements.
     for rows, size in zip(outer, shape):
         assert len(rows) == 1 or height == 1, f"{piece.hf_name}: the piece is not a rectangle"
         row = row * size + rows.start
@@ -193,38 +193,41 @@ def _part_of_tensor(rule: Rule, piece: Piece) -> Part:
     )
 
 
-def _split_by_chunks(rule: Rule, piece: Piece, whole: Part, stored: StoredParameter) -> list[Part]:
-    """The intersections of a piece with the chunks of its parameter, as parts of the Hugging Face tensor.
+def _split_by_chunks(rule: Rule, piece: Piece, piece_part: Part, stored: StoredParameter) -> list[Part]:
+    """The intersections of a piece with the parameter's chunks, as parts of the Hugging Face tensor.
 
-    whole: the piece in that tensor.
+    piece_part: the piece in that tensor.
     """
     lead = len(stored.address.offset)
-    height = whole.height
-    width = whole.width
-    if whole.transposed:
+    height = piece_part.height
+    width = piece_part.width
+    if piece_part.transposed:
         height, width = width, height
     row, column = _start(piece)
     parts = []
     for number, chunk in enumerate(stored.chunks):
         # A vector is a matrix of one column.
-        top, left = (*chunk.offset[lead:], 0)[:2]
+        chunk_row, chunk_column = (*chunk.offset[lead:], 0)[:2]
         chunk_height, chunk_width = (*chunk.shape[lead:], 1)[:2]
-        rows = range(max(row, top), min(row + height, top + chunk_height))
-        columns = range(max(column, left), min(column + width, left + chunk_width))
+        rows = range(max(row, chunk_row), min(row + height, chunk_row + chunk_height))
+        columns = range(max(column, chunk_column), min(column + width, chunk_column + chunk_width))
         if not rows or not columns:
             continue
-        index = (slice(rows.start - top, rows.stop - top), slice(columns.start - left, columns.stop - left))
+        index = (
+            slice(rows.start - chunk_row, rows.stop - chunk_row),
+            slice(columns.start - chunk_column, columns.stop - chunk_column),
+        )
         down = rows.start - row
         right = columns.start - column
         size = (len(rows), len(columns))
-        if whole.transposed:  # rows of the parameter are columns of the tensor
+        if piece_part.transposed:  # rows of the parameter are columns of the tensor
             down, right = right, down
             size = size[::-1]
         parts.append(
             replace(
-                whole,
-                row=whole.row + down,
-                column=whole.column + right,
+                piece_part,
+                row=piece_part.row + down,
+                column=piece_part.column + right,
                 height=size[0],
                 width=size[1],
                 source=chunk_name(rule.megatron, number),

@@ -1,1 +1,1 @@
-"""Environments: what an episode of several turns talks to."""
+"""Environments: the policy's counterparts in episodes of several turns."""

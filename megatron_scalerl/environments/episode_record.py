@@ -11,50 +11,50 @@ from megatron_scalerl.rewards import outages
 logger = logging.getLogger(__name__)
 
 WARNED_SHARE = 0.05
-"""Share of the latest RECENT episodes above which those that are lost are warned of."""
+"""Share of the latest RECENT episodes above which a warning tells of lost episodes."""
 MOST_BAD_ROWS = 8
-"""Rows that end the run if all of their episodes are lost, or a quarter of all rows: fewer are no outage."""
+"""Distinct rows of lost episodes below which no loss ends the run; a quarter of all rows, if that is fewer."""
 
 
 @dataclass(eq=False)
 class Fate:
-    """An episode as the record knows it."""
+    """The record's entry for an episode."""
 
     row: bytes
-    """Digest of its row."""
+    """Digest of the episode's row."""
     failing: bool = False
-    """Whether its last try has failed."""
+    """Whether the last try has failed."""
     noted: bool = False
-    """Whether it has ended, or a try of it has failed."""
+    """Whether the episode has ended, or a try has failed."""
     problem: str = ""
-    """Why it is lost, if it is."""
+    """The reason of the loss; empty for an episode that is not lost."""
     actions: str = ""
-    """The row, and what the policy did."""
+    """The row, and the policy's responses, for a warning."""
 
 
 class EpisodeRecord:
-    """How the latest episodes of a pool have ended."""
+    """The ends of a pool's latest episodes."""
 
     def __init__(self, subject: str):
         """subject: begin of warnings, the key of the recipe."""
         self._subject = subject
         self._outages = outages.Outages("episodes")
         self._latest: deque[Fate] = deque(maxlen=outages.RECENT)
-        """Those that have ended."""
+        """Episodes that have ended."""
         self._noted: deque[Fate] = deque(maxlen=outages.RECENT)
-        """Those that have ended or failed once: in the order of their ends, failures would be late, as they are tried
-        again."""
+        """Episodes that have ended or failed once, in the order of this event: in the order of ends, failures would
+        be late, as failed calls are tried again."""
         self._rows: set[bytes] = set()
-        """Digests of all rows of which an episode was begun."""
+        """Digests of the rows of all episodes so far."""
         self._warned = 0
         """Lost episodes at the last warning."""
 
-    def begun(self, row: bytes) -> Fate:
+    def begin_episode(self, row: bytes) -> Fate:
         """A new episode of a row."""
         self._rows.add(row)
         return Fate(row)
 
-    def tried(self, fate: Fate, *, failed: bool) -> None:
+    def record_try(self, fate: Fate, *, failed: bool) -> None:
         """Record a try of a call."""
         fate.failing = failed
         if failed and not fate.noted:
@@ -66,7 +66,7 @@ class EpisodeRecord:
         failures = [fate.failing for fate in self._noted if fate.row != row]
         return 2 * sum(failures) < len(failures)
 
-    def ended(self, fate: Fate) -> RuntimeError | None:
+    def record_end(self, fate: Fate) -> RuntimeError | None:
         """Record the end of an episode; the end of the run, if too many are lost."""
         self._latest.append(fate)
         if not fate.noted:
@@ -85,7 +85,7 @@ class EpisodeRecord:
         return end
 
     def _warn(self, lost: list[Fate]) -> None:
-        """Warn of lost episodes, and again where they are twice as many."""
+        """Warn of lost episodes, and again when their number has doubled."""
         limit = WARNED_SHARE * outages.RECENT
         if len(lost) <= limit / 2:
             self._warned = 0

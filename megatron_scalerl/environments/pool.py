@@ -1,35 +1,42 @@
-"""Episodes of the user's environment in processes that can be killed: each call ends within its limits.
+"""Episodes of the user's environment in processes that can be killed: each call ends within the time limits.
 
     Episode.step() --> _Process --socket--> environments.worker, with many episodes
 
-Life of a process: it is started with the pool, or when the next episode needs it. One that exits, or sends something
-else than the replies to its calls, is killed with its children, as is one that has not answered GRACE_S after
-the time limit of a call, and one in which MOST_FAILURES calls in a row failed that succeeded in another process: an
-episode has spoiled it. An outage, which fails everywhere, ends none. A coroutine is cancelled at the limit, and its
-process lives on.
+Life of a process:
 
-Life of a call: an episode without a process, at first or because its process ended while it waited, goes to the one
-with the fewest episodes, of those whose last call did not fail. It is reset there, and its earlier responses are
-replayed: what the environment returns has to equal what it returned before, else the episode has `changed`. Then
-the call is made. If one of these calls fails, the episode leaves its process, and all of this is tried again, TRIES
-times in all, with pauses where the environment was `unavailable` or `hung`. A call that was outstanding when a
-process ended is tried alone from then on: in one of as many extra processes, one call at a time. The episode leaves
-the extra process with its answer, and loses nothing by the next suspect.
+    start      with the pool, or when the next episode needs the process
+    cancel     at the time limit of a call the coroutine is cancelled, and the process lives on
+    kill       with all children: after an exit or a message that is no reply, GRACE_S after the time limit of a call,
+               or after MOST_FAILURES calls in a row that failed here and succeeded in another process, as an episode
+               has spoiled this process. An outage, which fails everywhere, ends no process
 
-A class with `run` has one call, which may take as long as its agent asks the policy (`Session`). It has no earlier
-responses to replay: it begins anew, and its session answers what it asked before. It is tried alone after two ends of
-its process, as a run takes minutes.
+Life of a call:
 
-After its last try an episode fails, and is lost: no share of failures tells an outage from a policy that breaks its
+    place      an episode without a process, at first or because the process has ended meanwhile, goes to the process
+               with the fewest episodes, if possible to a process whose last call did not fail
+    replay     the episode is reset there, and all earlier responses are replayed. The environment has to return the
+               same as before, else the episode has `changed`
+    call       the call is made
+    repeat     if a replay or the call fails, the episode leaves the process and begins at `place` again: TRIES tries
+               in all, with pauses where the environment was `unavailable` or `hung`
+    alone      a call that was outstanding when a process ended is tried alone from then on: in one of as many extra
+               processes, one call at a time. With the answer the episode leaves the extra process, where the next
+               suspect cannot harm the episode
+
+A class with `run` has one call, which may take as long as the agent asks the policy (`Session`). A run has no earlier
+responses to replay: the run begins anew, and the session repeats the earlier answers. After two ends of the process,
+a run is tried alone: not earlier, as a run takes minutes.
+
+After the last try an episode fails, and is lost: no share of failures tells an outage from a policy that breaks its
 tool. The exception is a class that says `repeated_failure = "wrong"`. There the last try is made alone in a fresh
-process, and a failure of the class (`types.ENDS`) that repeats the one before is paid as wrong, while fewer than half
-of the latest episodes of other rows have failed. Where more than half of the latest episodes are lost, the pool ends,
-and every call raises RuntimeError (`environments.episode_record`).
+process, and a failure of the class (`types.ENDS`) that repeats the failure before is paid as wrong, while fewer than
+half of the latest episodes of other rows have failed. Where more than half of the latest episodes are lost, the pool
+ends, and every call raises RuntimeError (`environments.episode_record`).
 
-An environment is not trusted. It has the rights of its user, as there is no sandbox, and it can disturb the other
-episodes of its process, answer for them, and fill its log. The protocol leads to no other process: the controller
-takes replies of at most REPLY_BYTES, one at a time from each process, to calls that it made there; of a turn it keeps
-a digest, for replays.
+An environment is not trusted. Without a sandbox, an environment has the rights of the user, can disturb the other
+episodes of the process, answer for these episodes, and fill the log. The protocol leads to no other process: the
+controller takes replies of at most REPLY_BYTES, one at a time from each process, to calls of this process alone, and
+keeps a digest of each turn, for replays.
 """
 
 from __future__ import annotations
@@ -72,36 +79,36 @@ from megatron_scalerl.types import ENDS, EpisodeEnd, Prompt
 logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""Time for a process to report that a coroutine was cancelled (s)."""
+"""Time limit for a process's report that a coroutine was cancelled (s)."""
 START_TIMEOUT_S = 300.0
 MOST_FAILURES = 5
-"""Calls of a process in a row that failed there and succeeded elsewhere, after which it is replaced."""
+"""Calls of a process in a row that failed there and succeeded elsewhere, after which the process is replaced."""
 REPLY_BYTES = TURN_BYTES + 2**16
-"""Most bytes of a reply."""
+"""Highest number of bytes of a reply."""
 PAUSED = ("unavailable", "hung")
 """Failures that may pass with time."""
 SHOWN_CHARS = 500
-"""Characters of a row, and of what the policy did, in a warning."""
+"""Characters of a row, and of the policy's responses, in a warning."""
 
 
 class EnvironmentFailed(RuntimeError):
-    """An episode cannot go on; `end` says who ended it, and whether it is paid.
+    """An episode cannot go on; `end` says who ended the episode, and whether the episode is paid.
 
-    The policy's own failure is `paid`, as wrong, by a class that says so.
+    The policy's own failure is `paid`, as wrong, by a class with `repeated_failure = "wrong"`.
     """
 
     def __init__(self, problem: str, *, reason: str):
-        """reason: of an end in `ENDS` that is not paid."""
+        """reason: key in `ENDS` of an end that is not paid."""
         super().__init__(problem)
         self.end: EpisodeEnd = ENDS[reason]
 
 
 @record
 class Turn:
-    """What an environment returned for a response."""
+    """The environment's result for a response."""
 
     messages: tuple[Message, ...]
-    """Each with role (user or tool; from reset system, too) and content (str); other values are scalars."""
+    """Messages with role (user or tool; from reset system, too) and content (str); other values are scalars."""
     reward: bool | float | None
     """At most MOST_REWARD, absolutely."""
     done: bool
@@ -109,46 +116,46 @@ class Turn:
 
 
 class Session(Protocol):
-    """What an agent talks to while its `run` is in progress. `rollouts.agents` has it."""
+    """An agent's counterpart while `run` is in progress. Implemented in `rollouts.agents`."""
 
     def begin(self) -> Agent:
-        """The argument of a try: what was asked in earlier ones is answered as it was."""
+        """The argument of a try: requests of earlier tries get the same answers again."""
 
     def end(self) -> None:
-        """The end of a try, after which what is left of it asks nothing."""
+        """The end of a try: the rest of the try can ask nothing."""
 
     async def silent(self) -> None:
         """Return once the agent has asked nothing for environment.timeout_s."""
 
     def responses(self) -> Sequence[str]:
-        """The answers that the last try got, none if it did not ask all that earlier ones had asked."""
+        """The answers of the last try, none if the try did not repeat all requests of earlier tries."""
 
 
 Argument = Response | Session | None
-"""Of a call: of step; of run; None: of reset, or of run, the row."""
+"""A call's argument: a Response for step, a Session for run, None for reset."""
 
 
 class _Process(Worker):
-    """A process with its episodes; `ready` replaces one that has ended."""
+    """A process with many episodes; `ready` replaces a process that has ended."""
 
     def __init__(self, name: str, program: Program, counters: Counter[str]):
         super().__init__(name, program)
         self.episodes: set[Episode] = set()
         self._counters = counters
         self._works = False
-        """False before `ready` has started it, and once its end was noticed."""
+        """False before the start by `ready`, and once the end of the process was noticed."""
         self._started = False
         self.failures = 0
         """Calls in a row that failed."""
         self._problem = ""
-        """Last line of the last of them."""
-        self.spoiled = 0
-        """Those of them that then succeeded in another process, each after the one before had."""
-        self._spoiled_s = 0.0
-        """When the last one of those succeeded there (time of the loop)."""
+        """Last line of the last failure."""
+        self.local_failures = 0
+        """Failures whose calls then succeeded in another process, each begun after the last such success."""
+        self._success_elsewhere_s = 0.0
+        """Time of the last such success (time of the loop)."""
 
     async def ready(self) -> None:
-        """Start the process unless it runs. Raises EnvironmentFailed."""
+        """Start the process if it does not run. Raises EnvironmentFailed."""
         async with self.gate:
             if self._works:
                 return
@@ -163,9 +170,9 @@ class _Process(Worker):
             self._started = True
 
     async def call(self, request: Request, session: Session | None = None) -> Reply:
-        """The reply to a request. Raises EnvironmentFailed; TypeError or RecursionError for what is no JSON.
+        """The reply to a request. Raises EnvironmentFailed; TypeError or RecursionError for values that are no JSON.
 
-        The call of a cancelled caller goes on, so that it cannot hang unnoticed.
+        The call of a cancelled caller goes on, so that no call hangs unnoticed.
         """
         self._number += 1
         # before this task can be suspended: the process may end then
@@ -180,8 +187,8 @@ class _Process(Worker):
             raise EnvironmentFailed(f"{self.name}: bytes in its socket that are no reply", reason="died") from None
         if not reply.failure:
             self.failures = 0
-            self.spoiled = 0
-        elif reply.failure != "unavailable":  # an outage of what it asks does not spoil a process
+            self.local_failures = 0
+        elif reply.failure != "unavailable":  # an outage of a service does not spoil a process
             self.failures += 1
             self._problem = printable(reply.error.strip().rpartition("\n")[2])
         return reply
@@ -192,37 +199,37 @@ class _Process(Worker):
             self.send(0, encoded(Request(episode=episode)))
 
     async def empty(self) -> None:
-        """Replace it if it has a call of a caller that was cancelled, or a failure that may have spoiled it."""
+        """End a process with a call of a cancelled caller, or with a failure that may have spoiled the process."""
         if self._replies or self.failures:
             await self.end()
 
-    async def succeeded_elsewhere(self, begun_s: float) -> None:
-        """Note that a call which failed here has succeeded in another process; replace this one after several.
+    async def succeeded_elsewhere(self, begin_s: float) -> None:
+        """Note that a call which failed here has succeeded in another process; replace this process after several.
 
-        begun_s: of the call that failed. Calls that failed together count once: an outage may have ended.
+        begin_s: begin of the call that failed. Calls that failed together count once: an outage may have ended.
         """
-        if not self.failures or begun_s < self._spoiled_s:
+        if not self.failures or begin_s < self._success_elsewhere_s:
             return
-        self._spoiled_s = asyncio.get_running_loop().time()
-        self.spoiled += 1
-        if self.spoiled == MOST_FAILURES:
-            await self.end(why=f"replaced after {MOST_FAILURES} failures in a row, the last: {self._problem}")
+        self._success_elsewhere_s = asyncio.get_running_loop().time()
+        self.local_failures += 1
+        if self.local_failures == MOST_FAILURES:
+            await self.end(cause=f"replaced after {MOST_FAILURES} failures in a row, the last: {self._problem}")
 
-    async def end(self, hung: object = None, *, computing: bool = False, why: str = "") -> None:
-        """Kill the process; its calls fail, its episodes leave it.
+    async def end(self, hung: object = None, *, computing: bool = False, cause: str = "") -> None:
+        """Kill the process; all calls fail, all episodes leave the process.
 
-        hung: the future of a call that exceeded its limit, `computing` or not. why: the cause, if it is the pool's.
+        hung: the future of a call that exceeded the limit, `computing` or not. cause: the reason of a replacement.
         """
         replies = self._replies
         self._replies = {}
         self._works = False
         self.failures = 0
-        self.spoiled = 0
+        self.local_failures = 0
         for episode in self.episodes:
             episode.process = None
         self.episodes.clear()
         code = await self.kill()
-        end = why or end_of(code)
+        end = cause or end_of(code)
         if hung is not None:
             end = f"no answer within {self._program.timeout_s:g} s"
         for reply in replies.values():
@@ -268,21 +275,21 @@ class _Process(Worker):
 
 
 class EnvironmentPool:
-    """Environment processes; `async with` starts and closes them.
+    """Environment processes, from start to end of `async with`.
 
-    `tools`, `repeated_failure`, `agent`: of the user's class. `counters`: episodes (resets and
+    `tools`, `repeated_failure`, `agent`: declarations of the user's class. `counters`: episodes (resets and
     runs), steps, replays, restarts of processes, and failed episodes by reason.
     """
 
     def __init__(self, section: EnvironmentSection, *, logs: Path, name: str = "environment"):
-        """logs: folder of the logs, NAME-N.log. Raises ValueError if one of `variables` is not set."""
+        """logs: folder of the logs, NAME-N.log. Raises ValueError if a variable of `variables` is not set."""
         self.counters: Counter[str] = Counter()
         self.numbers = itertools.count()
-        """Of episodes in their processes."""
+        """Numbers for episodes in a process."""
         self.subject = f"environment.name {section.name!r}"
         self.record = EpisodeRecord(self.subject)
-        self.shown: set[str] = set()
-        """Reasons of failures of which one was warned of that is paid."""
+        self.warned_reasons: set[str] = set()
+        """Reasons of paid failures with a warning so far."""
         assert section.name is not None
         setup: Setup = (section.name, section.memory_mb, section.timeout_s)
         program = Program(
@@ -299,14 +306,14 @@ class EnvironmentPool:
         count = section.workers or default_workers()
         self._processes = [_Process(f"{name}-{n}", program, self.counters) for n in range(count)]
         self.extra = [_Process(f"{name}-{count + n}", program, self.counters) for n in range(count)]
-        """For calls that are made alone."""
-        self.alone: asyncio.Queue[_Process] = asyncio.Queue()
-        """Those of `extra` that no call uses. Filled at the start."""
+        """Processes for calls that are made alone."""
+        self.idle_extras: asyncio.Queue[_Process] = asyncio.Queue()
+        """Processes of `extra` that no call uses. Filled at the start."""
 
     async def __aenter__(self) -> EnvironmentPool:
         """Start all processes. Raises ValueError, in one line, if the class cannot be used or no process starts."""
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Has the error with which the pool ended."""
+        self.end_error: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Future of the error that ended the pool."""
         try:
             await asyncio.gather(*(process.ready() for process in self._processes))
         except BaseException as problem:
@@ -317,31 +324,33 @@ class EnvironmentPool:
         declared = msgspec.json.decode(self._processes[0].greeting, type=Declared)
         self.tools, self.repeated_failure, self.agent = declared
         for process in self.extra:
-            self.alone.put_nowait(process)
+            self.idle_extras.put_nowait(process)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
     async def close(self) -> None:
-        """Kill all processes and fail what is outstanding; may be called twice."""
+        """Kill all processes and fail outstanding calls; may be called twice."""
         self.end(RuntimeError("the environment pool is closed"))
         await asyncio.gather(*(process.close() for process in (*self._processes, *self.extra)))
 
     def end(self, problem: RuntimeError | None) -> None:
         """Raise a problem, if there is one, in every pending and later call."""
-        if problem is not None and not self.ended.done():
-            self.ended.set_exception(problem)
-            self.ended.exception()  # retrieved, where no call is pending
+        if problem is not None and not self.end_error.done():
+            self.end_error.set_exception(problem)
+            self.end_error.exception()  # asyncio reports an exception that nobody retrieves
 
     @property
     def pids(self) -> list[int]:
         """Ids of the processes that run."""
         return [process.pid for process in (*self._processes, *self.extra) if process.pid is not None]
 
-    def emptiest(self, tried: Mapping[_Process, Any]) -> _Process:
-        """The process with the fewest episodes of those that did not fail last, if possible none of `tried`."""
-        return min(self._processes, key=lambda process: (process in tried, process.failures, len(process.episodes)))
+    def emptiest(self, failed_tries: Mapping[_Process, Any]) -> _Process:
+        """The process with the fewest episodes, if possible not in `failed_tries` and without a failed last call."""
+        return min(
+            self._processes, key=lambda process: (process in failed_tries, process.failures, len(process.episodes))
+        )
 
     def episode(self, row: dict[str, Any]) -> Episode:
         """An episode of a row, for one caller and `async with`."""
@@ -349,27 +358,27 @@ class EnvironmentPool:
 
 
 class Episode:
-    """An episode; it is closed in its process at the end of `async with`.
+    """An episode, which is closed at the end of `async with`.
 
-    Its calls raise EnvironmentFailed, and RuntimeError once the pool has ended.
+    Calls raise EnvironmentFailed, and RuntimeError once the pool has ended.
     """
 
     def __init__(self, pool: EnvironmentPool, row: dict[str, Any]):
         self.process: _Process | None = None
-        """Where it lives; None before the first call, and after its process ended."""
+        """The episode's process; None before the first call, and after the end of the process."""
         self._pool = pool
         self._row = row
         self._key = hashlib.sha256(encoded(row)).digest()
-        self._fate = pool.record.begun(self._key)
+        self._fate = pool.record.begin_episode(self._key)
         self._number = 0
-        """In its process."""
+        """The episode's number in the process."""
         self._failed = False
         self._process_died = False
-        """Whether its process ended during the last try."""
+        """Whether the process ended during the last try."""
         self.metrics: dict[str, float] = {}
-        """The latest value of each."""
-        self._past: list[tuple[Argument, bytes]] = []
-        """Calls so far, beginning with reset, and digests of what they returned."""
+        """The latest value of each metric."""
+        self._past_calls: list[tuple[Argument, bytes]] = []
+        """(argument, digest of the result) of each call so far, beginning with reset."""
 
     async def __aenter__(self) -> Episode:
         return self
@@ -379,30 +388,30 @@ class Episode:
         if self._failed:
             return
         if isinstance(problem, EnvironmentFailed):
-            self._ended(problem)
+            self._record_failure(problem)
         elif problem is None:
-            self._pool.record.ended(self._fate)
+            self._pool.record.record_end(self._fate)
 
     async def reset(self) -> tuple[Message, ...]:
-        """Begin; the first messages. Is called once."""
+        """Begin, once; the first messages."""
         self._pool.counters["episodes"] += 1
         return (await self._call(None)).messages
 
     async def step(self, response: Response) -> Turn:
-        """What the environment returns for a response of the policy."""
+        """The environment's result for a response of the policy."""
         self._pool.counters["steps"] += 1
         return await self._call(response)
 
     async def run(self, session: Session) -> bool | float | None:
-        """The reward that the agent returns. Is called once."""
+        """Run the agent, once; the reward that the agent returns."""
         self._pool.counters["episodes"] += 1
         return (await self._call(session)).reward
 
     async def _call(self, argument: Argument) -> Turn:
-        ended = self._pool.ended
-        if ended.done():
-            ended.result()
-        async with race(asyncio.shield(ended), self._tries(argument)) as tasks:
+        end_error = self._pool.end_error
+        if end_error.done():
+            end_error.result()
+        async with race(asyncio.shield(end_error), self._tries(argument)) as tasks:
             turn: Turn = next(task.result() for task in tasks if task.done())
         self.metrics |= turn.metrics
         return turn
@@ -411,64 +420,64 @@ class Episode:
         """The turn of the first try that succeeds. Raises EnvironmentFailed after the last; the pool may end then."""
         pool = self._pool
         lives = 2 if pool.agent else 1
-        tried: dict[_Process, float] = {}
-        """Where a try has failed, and when it began."""
-        before = ""
+        failed_tries: dict[_Process, float] = {}
+        """Begin of the last failed try in each process (time of the loop); -1 after an outage."""
+        previous_reason = ""
         for pause_s in (*outages.PAUSES_S[: outages.TRIES - 1], None):
-            process = self.process or pool.emptiest(tried)
-            # what may pass with time is not worth a process of its own
-            repeats = pause_s is None and before not in ("", *PAUSED)
-            alone = not lives or (repeats and (pool.repeated_failure == "wrong" or process in tried))
-            begun_s = asyncio.get_running_loop().time()
+            process = self.process or pool.emptiest(failed_tries)
+            # a failure that may pass with time is not worth an extra process
+            repeats = pause_s is None and previous_reason not in ("", *PAUSED)
+            in_extra = not lives or (repeats and (pool.repeated_failure == "wrong" or process in failed_tries))
+            begin_s = asyncio.get_running_loop().time()
             try:
-                if alone:
+                if in_extra:
                     turn = await self._try_alone(argument)
                 else:
                     turn = await self._try(argument, process)
             except EnvironmentFailed as failure:
-                pool.record.tried(self._fate, failed=True)
+                pool.record.record_try(self._fate, failed=True)
                 if self._process_died and lives:
                     lives -= 1
                 if pause_s is None or failure.end.reason == "changed":
-                    repeated = alone and failure.end.by == "class" and failure.end.reason == before
+                    repeated = in_extra and failure.end.by == "class" and failure.end.reason == previous_reason
                     self._failed = True
                     pool.counters[failure.end.reason] += 1
-                    self._ended(failure, argument, repeated=repeated)
+                    self._record_failure(failure, argument, repeated=repeated)
                     raise
-                before = failure.end.reason
-                if not alone:
-                    # of an outage no success elsewhere counts: what the process asked has failed, not the process
-                    tried[process] = -1.0 if before == "unavailable" else begun_s
-                if before in PAUSED:
+                previous_reason = failure.end.reason
+                if not in_extra:
+                    # after an outage no success elsewhere counts: the service has failed, not the process
+                    failed_tries[process] = -1.0 if previous_reason == "unavailable" else begin_s
+                if previous_reason in PAUSED:
                     await asyncio.sleep(pause_s)
             else:
-                pool.record.tried(self._fate, failed=False)
-                for other, failed_s in tried.items():
-                    if other is not self.process:
-                        await other.succeeded_elsewhere(failed_s)
+                pool.record.record_try(self._fate, failed=False)
+                for failed_process, failed_s in failed_tries.items():
+                    if failed_process is not self.process:
+                        await failed_process.succeeded_elsewhere(failed_s)
                 return turn
         raise AssertionError
 
     async def _try_alone(self, argument: Argument) -> Turn:
-        extra = await self._pool.alone.get()
+        extra = await self._pool.idle_extras.get()
         try:
             await extra.empty()
             return await self._try(argument, extra)
         finally:
             self._leave()
-            self._pool.alone.put_nowait(extra)
+            self._pool.idle_extras.put_nowait(extra)
 
     async def _try(self, argument: Argument, process: _Process) -> Turn:
-        """One try, in its process or else in `process`; leaves it if the try fails."""
+        """One try, in the episode's process or else in `process`; leaves the process if the try fails."""
         try:
             if self.process is None:
                 self.process = process
                 process.episodes.add(self)
                 self._number = next(self._pool.numbers)
                 await process.ready()
-                if self._past:
+                if self._past_calls:
                     self._pool.counters["replays"] += 1
-                for earlier, digest in self._past:
+                for earlier, digest in self._past_calls:
                     if (await self._make(earlier))[1] != digest:
                         raise EnvironmentFailed(
                             f"{self._pool.subject}: a fresh environment answered the same responses differently",
@@ -479,11 +488,11 @@ class Episode:
             self._process_died = self.process is None
             self._leave()
             raise
-        self._past.append((argument, digest))
+        self._past_calls.append((argument, digest))
         return turn
 
     async def _make(self, argument: Argument) -> tuple[Turn, bytes]:
-        """(turn, digest of it) of one call in its process."""
+        """(turn, digest of the turn) of one call in the episode's process."""
         head = self._pool.subject
         first = argument is None
         if self.process is None:
@@ -507,29 +516,33 @@ class Episode:
         except (TypeError, ValueError, RecursionError) as problem:
             raise EnvironmentFailed(f"{head}: {problem}", reason="invalid") from None
 
-    def _ended(self, failure: EnvironmentFailed, argument: Argument = None, *, repeated: bool = False) -> None:
-        """Record a failure, in a call with this argument. repeated: whether it is the same as in the try before."""
+    def _record_failure(
+        self, failure: EnvironmentFailed, argument: Argument = None, *, repeated: bool = False
+    ) -> None:
+        """Record a failure, in a call with this argument. repeated: whether the try before failed in the same way."""
         pool = self._pool
-        arguments = [*(earlier for earlier, _ in self._past), argument]
-        said: Sequence[Any] = [response for response in arguments if isinstance(response, Response)]
+        arguments = [*(earlier for earlier, _ in self._past_calls), argument]
+        responses: Sequence[Any] = [response for response in arguments if isinstance(response, Response)]
         if not isinstance(argument, Response | None):
-            said = argument.responses()
+            responses = argument.responses()
         row = encoded(self._row).decode()[:SHOWN_CHARS]
         fate = self._fate
-        fate.actions = printable(f"of the row {row}, after the responses {encoded(said).decode()[-SHOWN_CHARS:]}")
+        fate.actions = printable(
+            f"of the row {row}, after the responses {encoded(responses).decode()[-SHOWN_CHARS:]}"
+        )
         wrong = repeated and pool.repeated_failure == "wrong" and pool.record.others_succeed(self._key)
-        if wrong and said:
+        if wrong and responses:
             failure.end = replace(failure.end, paid=True)
-            if failure.end.reason not in pool.shown:
-                pool.shown.add(failure.end.reason)
+            if failure.end.reason not in pool.warned_reasons:
+                pool.warned_reasons.add(failure.end.reason)
                 text = "%s: an episode %s, is paid as wrong, as it failed again and again:\n%s"
                 logger.warning(text, pool.subject, fate.actions, failure)
         if not failure.end.paid:
             fate.problem = str(failure)
-        pool.end(pool.record.ended(fate))
+        pool.end(pool.record.record_end(fate))
 
     def _leave(self) -> None:
-        """Close the episode in its process."""
+        """Close the episode in the process."""
         if self.process is not None:
             self.process.episodes.discard(self)
             self.process.leave(self._number)
@@ -537,9 +550,9 @@ class Episode:
 
 
 async def try_out(section: EnvironmentSection, prompt: Prompt) -> None:
-    """Play the begin of an episode, with the reference and an empty text. Raises ValueError for what is no turn.
+    """Play the begin of an episode, with the reference and an empty text. Raises ValueError for an invalid turn.
 
-    An agent is not tried, as it needs a policy.
+    An agent, which needs a policy, is not tried.
     """
     if str(section.name).startswith("verifiers:"):
         return
@@ -559,7 +572,7 @@ async def try_out(section: EnvironmentSection, prompt: Prompt) -> None:
 
 
 def _turn(data: bytes, *, first: bool) -> Turn:
-    """What a call returned. Raises ValueError, RecursionError if it cannot be used."""
+    """The turn that a call returned as JSON. Raises ValueError, RecursionError for an invalid turn."""
     turn = msgspec.json.decode(data, type=Turn)
     roles = ("system", "user", "tool") if first else ("user", "tool")
     for message in turn.messages:

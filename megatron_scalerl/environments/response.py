@@ -1,4 +1,4 @@
-"""What an environment gets: for a turn of the policy, or to ask the policy itself."""
+"""Inputs of an environment: the policy's response in a turn, or an agent's access to the policy."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ from megatron_scalerl.record import record
 
 ROUTE_HEADER = "X-Route-Key"
 Message = dict[str, Any]
-"""A message of a chat: role, content, and what else the policy's chat template reads."""
+"""A message of a chat: role, content, and further keys that the policy's chat template reads."""
 
 
 @record
 class ToolCall:
-    """A call of a tool as the policy wrote it. Produced by `rollouts.decoder`."""
+    """A call of a tool in the policy's text. Produced by `rollouts.decoder`."""
 
     name: str = ""
     """Name of the tool; empty if the call has none."""
@@ -20,7 +20,7 @@ class ToolCall:
     raw: str = ""
     """The text of the call."""
     error: str = ""
-    """Why the call cannot be read, in one word; empty if it can. The environment answers it."""
+    """Why the call cannot be read, in one word; empty for a readable call. The environment answers the error."""
     id: str = ""
     """The name that the format gives the call, for `tool_call_id`; empty for most formats."""
 
@@ -32,17 +32,17 @@ class Response:
     text: str
     """The text after thinking, without special tokens; empty if thinking did not end."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Its calls of tools, in their order; they are in `text`, too."""
+    """Calls of tools in the order of `text`, which has the calls, too."""
 
 
 @record
 class Agent:
-    """How a class with `run` asks the policy in one episode. Produced by `rollouts.agents`."""
+    """The access of a class with `run` to the policy, for one episode. Produced by `rollouts.agents`."""
 
     base_url: str
-    """Of the chat completions, http://127.0.0.1:PORT/v1."""
+    """URL of the chat completions, http://127.0.0.1:PORT/v1."""
     api_key: str
-    """Key of this episode alone, which ends with it."""
+    """Key of this episode alone, valid until the episode ends."""
     model: str
     """Name for requests, the same in every run."""
     route_key: str = ""

@@ -1,16 +1,16 @@
-"""`environment: verifiers:NAME`: the environments of the library verifiers 0.4, which bring their own loop.
+"""`environment: verifiers:NAME`: environments of the library verifiers 0.4, which brings the loop over turns.
 
-The library lives in a virtual environment of its own, `FOLDER` beside that of this package (`tools/install.sh
-environments`). Each environment process starts its environment server there (`verifiers_server.py`), which ends with
-it, as do the programs of harnesses, and sends it the runs of its episodes over ZeroMQ:
+The library lives in a separate virtual environment, `FOLDER` beside this package's (`tools/install.sh environments`).
+Each environment process starts an environment server there (`verifiers_server.py`) and sends the server the runs of
+all episodes over ZeroMQ. Server and harness programs end with the environment process.
 
     run  --[number, "run", request]-->  server  --HTTP, with the episode's key-->  the route for tokens or messages
          <--[number, "delta", part of a trace]--  ...  <--[number, "reply", end]--
-         --[number, "cancel", the run's number]-->  if its caller was cancelled
+         --[number, "cancel", the run's number]-->  if the run's caller was cancelled
 
-Of the traces, rewards and errors count; what is trained is the record that the route keeps. The server has one HTTP
-client for all episodes, as it keeps a client for each configuration that it has seen: so the key of an episode
-travels with the sampling settings, as `cache_salt`. What fails in the library is the world's failure.
+Of the traces, rewards and errors count; the policy is trained on the record that the route keeps. The server keeps an
+HTTP client for each configuration of a request. So that all episodes share one client, the key of an episode travels
+with the sampling settings, as `cache_salt`. A failure in the library is the world's failure.
 
     python -m megatron_scalerl.environments.verifiers NAME > prompts.jsonl    writes the rows of a taskset
 """
@@ -37,12 +37,12 @@ from megatron_scalerl.rewards.pool import PACKAGE_ROOT
 
 FOLDER = ".venv-environments"
 START_S = 240.0
-"""Time for the first answer of a server (s)."""
+"""Time limit of a server's first answer (s)."""
 Table = dict[str, Any]
 
 
 class LibraryFailed(RuntimeError):
-    """A run has no reward. `status_code`: of HTTP, where the library reports one."""
+    """A run has no reward. `status_code`: HTTP's status, where the library reports a status."""
 
     def __init__(self, error: Table):
         super().__init__(f"{error['type']}: {error['message']}")
@@ -50,7 +50,10 @@ class LibraryFailed(RuntimeError):
 
 
 class Server:
-    """An environment server, which takes runs while it starts; `ended`: its task, which raises why it ended."""
+    """An environment server, which takes runs already during the start.
+
+    `life_task`: the server's task, which raises the reason of the end.
+    """
 
     def __init__(self, name: str):
         self._name = name
@@ -59,26 +62,26 @@ class Server:
         self._socket.sndhwm = 0  # no request waits for a server that starts
         self._runs: dict[str, tuple[asyncio.Future[Table], Table]] = {}
         """Reply and traces of each request."""
-        self.ended = asyncio.create_task(self._live())
+        self.life_task = asyncio.create_task(self._live())
 
     async def ask(self, method: str, request: Table) -> Table:
-        """The reply to a request, with its traces. Raises ConnectionError if the server ends."""
+        """The reply to a request, with traces. Raises ConnectionError if the server ends."""
         number = secrets.token_hex()
         reply: asyncio.Future[Table] = asyncio.get_running_loop().create_future()
         self._runs[number] = (reply, {})
         try:
             sending = self._send(number, method, request)  # waits for the socket's connection
-            await asyncio.wait((sending, self.ended), return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait((reply, self.ended), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((sending, self.life_task), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((reply, self.life_task), return_when=asyncio.FIRST_COMPLETED)
         finally:
             del self._runs[number]
-            if not (reply.done() or self.ended.done()):  # the caller was cancelled
+            if not (reply.done() or self.life_task.done()):  # the caller was cancelled
                 await self._send("", "cancel", {"request_id": number})
         if not reply.done():
-            why = self.ended.exception()
+            problem = self.life_task.exception()
             raise ConnectionError(
                 f"environment.name 'verifiers:{self._name}': the environment server has ended "
-                f"({type(why).__name__}: {why}); its output is in the log of its environment process"
+                f"({type(problem).__name__}: {problem}); its output is in the log of its environment process"
             )
         return reply.result()
 
@@ -107,7 +110,7 @@ class Server:
             raise TimeoutError(f"no answer within {START_S:g} s of its start")
         while True:
             number, kind, data = await self._socket.recv_multipart()
-            if number.decode() not in self._runs:  # its caller was cancelled
+            if number.decode() not in self._runs:  # the run's caller was cancelled
                 continue
             part = msgspec.msgpack.decode(data)
             reply, traces = self._runs[number.decode()]
@@ -121,25 +124,25 @@ class Server:
 
 
 def verdict(reply: Table) -> tuple[float, Table]:
-    """(reward of a run, its parts and metrics). Raises LibraryFailed."""
+    """(reward of a run; metrics, with the parts of the reward). Raises LibraryFailed."""
     traces = reply["traces"]
     unknown = {"type": "the environment server", "message": reply["error"]}
     head = reply.get("head") or {"ok": False, "errors": []}
     if not head["ok"]:
         raise LibraryFailed([unknown, *(error for part in (*traces, head) for error in part["errors"])][-1])
-    named = {name: reward for trace in traces for name, reward in (trace.get("rewards") or {}).items()}
-    rewards = list(named.values())
+    rewards_by_name = {name: reward for trace in traces for name, reward in (trace.get("rewards") or {}).items()}
+    rewards = list(rewards_by_name.values())
     # a second agent, such as a user, would be trained with the reward of the first
     if len(traces) != 1 or not rewards or None in rewards:
         problem = f"{len(traces)} agents with rewards {rewards}; an episode needs one, with a score for each reward"
         raise LibraryFailed({"type": "the taskset", "message": problem})
-    measured = {name: value for name, value in (traces[0].get("metrics") or {}).items() if value is not None}
-    scores = {name: reward["score"] for name, reward in named.items()}
-    return sum(reward["score"] * reward["weight"] for reward in rewards), measured | scores
+    metrics = {name: value for name, value in (traces[0].get("metrics") or {}).items() if value is not None}
+    scores = {name: reward["score"] for name, reward in rewards_by_name.items()}
+    return sum(reward["score"] * reward["weight"] for reward in rewards), metrics | scores
 
 
 class Verifiers:
-    """The agent of an environment. All episodes of a process share its server, which is replaced if it dies."""
+    """The agent of an environment. All episodes of a process share a server; a dead server is replaced."""
 
     name: str
     client: Table
@@ -158,8 +161,8 @@ class Verifiers:
 
     @classmethod
     async def ask(cls, method: str, request: Table) -> Table:
-        """The reply of the server, which is started where none runs."""
-        if cls.server is None or cls.server.ended.done():
+        """The reply of the server, which `ask` starts if no server runs."""
+        if cls.server is None or cls.server.life_task.done():
             cls.server = Server(cls.name)
         return await cls.server.ask(method, request)
 
@@ -170,7 +173,7 @@ class Verifiers:
 
 
 def agent_class(name: str) -> type[Verifiers]:
-    """The agent class of an environment. Raises ValueError, in one line, if it cannot be used there.
+    """The agent class of an environment. Raises ValueError, in one line, if the library refuses the environment.
 
     Raises ModuleNotFoundError without the library.
     """

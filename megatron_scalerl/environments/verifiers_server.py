@@ -1,11 +1,11 @@
 """The half of `environments.verifiers` that runs in the library's own virtual environment, as a program.
 
     verifiers_server.py check NAME            exits with a line on stderr if the environment cannot be used, and
-                                              installs what its harness needs
+                                              installs the packages of the harness
     verifiers_server.py rows NAME             prints a row for each task, as JSON lines
     verifiers_server.py serve NAME ADDRESS    serves the environment
 
-It imports nothing of this package, which is not installed there.
+The program imports nothing of this package, which is not installed there.
 """
 
 import asyncio
@@ -18,16 +18,16 @@ from typing import Any
 
 
 def tables(name: str) -> dict[str, Any]:
-    """The library's tables env and client: of a TOML file, or of a taskset with this id."""
+    """The library's tables env and client, from a TOML file or for a taskset with this id."""
     if name.endswith(".toml"):
         return tomllib.loads(Path(name).read_text(encoding="utf8"))
     return {"env": {"taskset": {"id": name}}}
 
 
 def configured(name: str) -> tuple[Any, Any, Any]:
-    """(the library's EnvConfig, those of harness and runtime), which is a process here unless the file says where.
+    """The library's configurations (environment, harness, runtime). The default runtime is a process of this host.
 
-    Exits with a line on stderr if the table cannot be used, or if a program would execute what the policy writes.
+    Exits with a line on stderr if the table cannot be used, or if a program would execute the policy's text here.
     """
     from verifiers.v1.runtimes import SubprocessConfig
     from verifiers.v1.utils.loaders import harness_class, resolve_env_config
@@ -55,7 +55,7 @@ def configured(name: str) -> tuple[Any, Any, Any]:
 
 
 def check(name: str) -> None:
-    """Install what the harness needs, as the first episode would. Exits with a line on stderr if something fails."""
+    """Install the harness's packages, as the first episode would. Exits with a line on stderr if something fails."""
     from verifiers.v1.runtimes import provision_runtime
     from verifiers.v1.utils.loaders import load_harness
 

@@ -1,16 +1,16 @@
 """An environment process: `python -m megatron_scalerl.environments.worker`, started and killed by the pool.
 
-It imports the user's class, reports what the class declares, and then serves many episodes at once. An episode has
-an object of the class; it never runs two calls at once. The heads of its frames (`processes.worker`):
+The process imports the user's class, reports the class's declarations, and then serves many episodes at once. An
+episode has an object of the class, and never runs two calls at once. The heads of the frames (`processes.worker`):
 
     setup      Setup; the reply's body is Declared
     request    Request: reset with a row, step with a response, run with a row and an agent; without any the episode
                is closed, with the number 0
     reply      Reply
 
-Methods that are coroutines run on the event loop and are cancelled after the time limit, `run` when its episode is
-closed; others run in threads, which nothing can stop: the pool kills the process. What an environment prints goes to
-the log of the process, never into the protocol.
+Methods that are coroutines run on the event loop and are cancelled after the time limit, `run` when the episode is
+closed. Other methods run in threads, which nothing can stop: the pool kills the process. An environment's output goes
+to the log of the process, never into the protocol.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from megatron_scalerl.rewards.limits import MIB, lower
 from megatron_scalerl.rewards.worker import check_signature, is_unavailable
 
 TURN_BYTES = 2**20
-"""Most bytes of what a call returns, as JSON in UTF-8."""
+"""Highest number of bytes of a call's result, as JSON in UTF-8."""
 ERROR_CHARS = 4000
 """Last characters of a traceback that are sent."""
 Failure = Literal["", "raised", "unavailable", "invalid", "oversized", "hung"]
@@ -43,8 +43,8 @@ Failure = Literal["", "raised", "unavailable", "invalid", "oversized", "hung"]
 Setup = tuple[str, int | None, float]
 """(environment.name, environment.memory_mb, time limit of a coroutine (s)) of all episodes of a pool."""
 Declared = tuple[list[dict[str, Any]], Literal["wrong", "lost"], bool]
-"""(tools, repeated_failure, whether it has `run`) of the user's class: JSON schemas of functions, and what an episode
-is whose failure repeats."""
+"""(tools, repeated_failure, whether there is `run`) of the user's class: JSON schemas of functions, and the verdict
+on an episode whose failure repeats."""
 
 
 @record
@@ -62,12 +62,12 @@ class Request:
 
 @record
 class Reply:
-    """What a call returned, or why it returned nothing."""
+    """The result of a call, or the reason of a failure."""
 
     turn: msgspec.Raw
-    """`pool.Turn` as JSON, without checks of its values."""
+    """`pool.Turn` as JSON, without checks of the values."""
     failure: Failure
-    """Empty if it returned what JSON holds."""
+    """Empty for a result that JSON can hold."""
     error: str
     """The end of the traceback."""
 
@@ -77,11 +77,11 @@ def encoded(value: Any, *, finite: bool = False) -> bytes:
 
     finite: whether NaN and infinity raise ValueError.
     """
-    text = json.dumps(value, ensure_ascii=False, allow_nan=not finite, default=_plain)
+    text = json.dumps(value, ensure_ascii=False, allow_nan=not finite, default=_builtin_value)
     return text.encode(errors="replace")
 
 
-def _plain(value: Any) -> Any:
+def _builtin_value(value: Any) -> Any:
     if hasattr(value, "item"):  # a scalar of numpy
         return value.item()
     return msgspec.to_builtins(value)
@@ -90,7 +90,7 @@ def _plain(value: Any) -> Any:
 async def _reply(request: Request, kind: Any, place: list[Any], timeout_s: float) -> Reply:
     """The reply to a call, whatever the user's code does.
 
-    place: has the episode's object, once it is made.
+    place: holds the episode's object from the first call on.
     """
 
     arguments = [value for value in (request.response, request.row, request.agent) if value is not None]
@@ -106,7 +106,7 @@ async def _reply(request: Request, kind: Any, place: list[Any], timeout_s: float
         return getattr(place[0], name)(*arguments)
 
     asynchronous = inspect.iscoroutinefunction(getattr(kind, name))
-    # how long a run may take depends on the policy: the pool limits it
+    # the duration of a run depends on the policy: the pool sets the limit
     limit = asyncio.timeout(timeout_s if asynchronous and name != "run" else None)
     turn = b"null"
     error = ""
@@ -124,7 +124,7 @@ async def _reply(request: Request, kind: Any, place: list[Any], timeout_s: float
         elif failure == "raised" and is_unavailable(problem):
             failure = "unavailable"
     if error:
-        with contextlib.suppress(OSError, ValueError):  # the class may have closed its output
+        with contextlib.suppress(OSError, ValueError):  # the class may have closed stderr
             os.write(2, f"{name} failed ({failure}):\n{error}".encode())
     if len(turn) > TURN_BYTES:
         error = f"what it returned has {len(turn)} bytes, of {TURN_BYTES} allowed"
@@ -139,7 +139,7 @@ def _generated(call: Callable[[], Any]) -> Iterator[Any]:
 
 
 def _turn(result: Any, name: str) -> dict[str, Any]:
-    """What a method returned, with its messages as a list."""
+    """The fields of `pool.Turn` from a method's result, with the messages as a list."""
     if name == "reset":
         result = (result, None, False)
     elif name == "run":
@@ -163,7 +163,7 @@ def _turn(result: Any, name: str) -> dict[str, Any]:
 
 
 def _kind(head: str, name: str) -> Any:
-    """What a name means: a class of a module, or an environment of a library. Raises ValueError."""
+    """The class behind a name: a class of a module, or an environment of a library. Raises ValueError."""
     library, _, environment = name.partition(":")
     if library != "verifiers":
         return imported(head, name, "'module:Class'")
@@ -176,7 +176,7 @@ def _kind(head: str, name: str) -> Any:
 
 
 def load(name: str) -> tuple[type, Declared]:
-    """The user's class and what it declares. Raises ValueError, in one line, if it cannot be used."""
+    """The user's class and its declarations. Raises ValueError, in one line, for a class that cannot be used."""
     head = f"environment.name {name!r}"
     kind = _kind(head, name)
     if not isinstance(kind, type):
@@ -213,7 +213,7 @@ def _answers(kind: type, timeout_s: float) -> Callable[[bytes, bytes], Coroutine
         # not by msgspec, which refuses the NaN of a row
         request = msgspec.convert(json.loads(head), Request)
         if request.row is None and request.response is None:
-            # a second close, or one before the first call, finds nothing
+            # a second close, or a close before the first call, finds nothing
             episodes.pop(request.episode, None)
             call = calls.pop(request.episode, None)
             if call is not None and stoppable:
@@ -228,7 +228,7 @@ def _answers(kind: type, timeout_s: float) -> Callable[[bytes, bytes], Coroutine
 
 def main() -> None:
     """Serve episodes until the controller ends this process."""
-    # signals to the whole group are the controller's: it may still finish episodes to save
+    # signals to the whole group are for the controller, which may still finish episodes to save
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with pool_socket() as connection:

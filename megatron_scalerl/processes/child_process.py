@@ -1,11 +1,10 @@
 """Child processes of a run: each in a process group, with a log file; stopped as a group.
 
-A child dies with the controller, however that exits (`processes.parent_death`). The child's own children are in its
-process group, which `stop` and `kill` signal as a whole.
+A child dies with the controller, however the controller exits (`processes.parent_death`). The child's own children
+are in the child's process group, which `stop` and `kill` signal as a whole.
 
-Also here: waits for whichever of several things comes first (`race`), time limits that do not count the time in which
-this process itself was stopped (`time_limit`), and the end of a process that formed torch's process groups
-(`end_with`).
+Also here: a wait for the first of several tasks (`race`), time limits that do not count the time in which this
+process was stopped (`time_limit`), and the end of a process that formed torch's process groups (`end_with`).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ LOG_LINES = 15
 LOG_END = "; the end of "
 """Separates an error message from the end of a log."""
 KILLED_S = 30.0
-"""Seconds in which a process ends after SIGKILL: the kernel frees its memory, on a busy host later."""
+"""Seconds in which a process ends after SIGKILL: the kernel frees the process's memory, on a busy host later."""
 _TAIL_BYTES = 20_000
 _SLICES = 4
 """Parts in which a time limit is waited for."""
@@ -42,18 +41,18 @@ _started: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
 
 class ProcessDied(RuntimeError):
-    """A process of the run exited unexpectedly; the message ends with the last lines of its log."""
+    """A process of the run exited unexpectedly; the message ends with the last lines of the process's log."""
 
 
 class ChildProcess:
-    """A child process with a log file that only its owner can read."""
+    """A child process with a log file that only the file's owner can read."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path):
         self.name = name
         self.log = log
         self._process = process
         self._group_gone = False
-        """Whether no process of the group is left; the system may then give its number to another group."""
+        """Whether no process of the group is left; the system may then give the group's number to another group."""
         _started.add(self)
 
     @classmethod
@@ -69,18 +68,18 @@ class ChildProcess:
     ) -> ChildProcess:
         """Start `argv`.
 
-        env: the complete environment but for the process name. log: stdout and stderr are appended to it.
+        env: the complete environment but for the process name. log: file to which stdout and stderr are appended.
         output: descriptor that stdout and stderr are written to in place of the log, which is not opened then.
-        pass_fds: inherited file descriptors. The child dies with the calling thread: call it from one that lives as
-        long as this process, preferably the main thread. Raises OSError.
+        pass_fds: inherited file descriptors. The child dies with the calling thread, which has to live as long as
+        this process: preferably the main thread. Raises OSError.
         """
         log_file = contextlib.nullcontext(output) if output is not None else open_log(log)
-        with log_file as written:
+        with log_file as output_file:
             process = await asyncio.create_subprocess_exec(
                 *tied_command(list(argv)),
                 env={**env, NAME_VARIABLE: name},
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=written,
+                stdout=output_file,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
                 pass_fds=tuple(pass_fds),
@@ -99,7 +98,7 @@ class ChildProcess:
         return self._process.returncode is None
 
     async def wait(self) -> int:
-        """Wait until the process has exited; its exit code, negative for a signal."""
+        """Wait until the process has exited; the exit code, negative for a signal."""
         return await self._process.wait()
 
     async def watch(self) -> NoReturn:
@@ -135,9 +134,9 @@ class ChildProcess:
         self._signal(signal.SIGKILL)
 
     def _signal(self, sig: int) -> bool:
-        """Send a signal to the process group; False if no process of it is left."""
-        # The kernel gives the number of a process to another one only when the process's group is empty, too. So a
-        # process of this number after the exit of ours shows that our group is gone, and must not be signaled.
+        """Send a signal to the process group; False if no process of the group is left."""
+        # The kernel gives the number of a process to another process only when the group of that number is empty.
+        # So a process of this number after the exit of ours shows that our group is gone, and must not be signaled.
         if not self.running and Path(f"/proc/{self.pid}").exists():
             self._group_gone = True
         if not self._group_gone:
@@ -158,7 +157,7 @@ def kill_all() -> None:
 async def stop_all(processes: Sequence[Any], *grace_s: float) -> None:
     """Stop processes, whatever fails meanwhile; each failure is logged as a one-line warning.
 
-    processes: each has a `name` and `stop`, as `ChildProcess`. grace_s: for `stop`, or its default.
+    processes: each has a `name` and `stop`, as `ChildProcess`. grace_s: argument of `stop`, or none.
     """
     results = await asyncio.gather(*(process.stop(*grace_s) for process in processes), return_exceptions=True)
     for process, error in zip(processes, results):
@@ -167,14 +166,14 @@ async def stop_all(processes: Sequence[Any], *grace_s: float) -> None:
 
 
 def open_log(path: Path) -> BinaryIO:
-    """The log, opened for appending (binary). Only its owner can read it: a traceback may contain prompts.
+    """The log, opened for appending (binary). Only the owner can read the file: a traceback may contain prompts.
 
-    A device, such as /dev/null, keeps its mode.
+    The mode of a device, such as /dev/null, does not change.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     if stat.S_ISREG(os.fstat(fd).st_mode):
-        os.fchmod(fd, 0o600)  # it may exist from an earlier attempt
+        os.fchmod(fd, 0o600)  # an earlier attempt may have made the file
     return os.fdopen(fd, "ab")
 
 
@@ -197,11 +196,11 @@ _FATAL = re.compile(r"fatal error\.\n.*?^ *((?:\w+\.)*\w+(?:Error|Exception): [^
 
 
 def fatal_error(path: Path) -> str:
-    """The exception after the last "fatal error." of a log's end, as vLLM's core writes it, else the last exception.
+    """The exception after the last "fatal error." that vLLM's core wrote at a log's end, else the last exception.
 
     Empty if the log has no exception.
     """
-    with contextlib.suppress(OSError), open(path, "rb") as file:  # another host's may be unreadable with it
+    with contextlib.suppress(OSError), open(path, "rb") as file:  # a log of another host may be unreadable
         file.seek(max(0, file.seek(0, os.SEEK_END) - 10 * _TAIL_BYTES))
         text = file.read().decode(errors="replace")
         return (_FATAL.findall(text) or _ERROR.findall(text) or [""])[-1]
@@ -210,9 +209,9 @@ def fatal_error(path: Path) -> str:
 
 @contextlib.asynccontextmanager
 async def race(*works: Awaitable[Any]) -> AsyncIterator[list[asyncio.Future[Any]]]:
-    """The works as tasks, in this order, once the first of them is done.
+    """The works as tasks, in this order, once the first task is done.
 
-    On exit from the block the other tasks are cancelled and awaited. Pass a future for which others wait with
+    On exit from the block all tasks are cancelled and awaited. Pass a future with further waiters through
     `asyncio.shield`.
     """
     tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work) for work in works]
@@ -224,7 +223,7 @@ async def race(*works: Awaitable[Any]) -> AsyncIterator[list[asyncio.Future[Any]
 
 
 async def cancelled(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel the tasks and wait for their ends, whatever these are."""
+    """Cancel the tasks and wait until each has ended, by a result or by an exception."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -235,15 +234,15 @@ async def time_limit(seconds: float) -> AsyncIterator[None]:
     """A block that is cancelled after `seconds`. Raises TimeoutError then.
 
     The limit is waited for in _SLICES parts. Where this process is stopped for hours (a suspended job), the stop
-    counts as one part, and the block has the other parts to finish.
+    counts as one part, and the block has the remaining parts to finish.
     """
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
 
-    def wait_for_slices(left: int) -> None:
+    def wait_for_slices(remaining_slices: int) -> None:
         nonlocal timer
-        if left:
-            timer = loop.call_later(seconds / _SLICES, wait_for_slices, left - 1)
+        if remaining_slices:
+            timer = loop.call_later(seconds / _SLICES, wait_for_slices, remaining_slices - 1)
         else:
             limit.reschedule(loop.time())
 
@@ -256,13 +255,13 @@ async def time_limit(seconds: float) -> AsyncIterator[None]:
 
 
 def end_with(main: Callable[[], object]) -> NoReturn:
-    """Run a program and end this process with its exit code, without Python's cleanup, its output written.
+    """Run a program, write its output and end this process with its exit code, without Python's cleanup.
 
     `main` returns an exit code or None, or raises: SystemExit as usual, any other exception is printed and is exit
-    code 1. Functions of `atexit` are not called. For a process that forms groups of gloo: their threads go on after
-    `distributed.parallel.shutdown_parallel`, as Megatron refers to the groups. While Python ends, they abort the
-    process once in a while ("terminate called without an active exception": 1 of 40 processes of a single rank on two
-    busy cores, torch 2.13), and the destructor of a group may wait for a lost peer.
+    code 1. Functions of `atexit` are not called. For a process that forms groups of gloo: the groups' threads go on
+    after `distributed.parallel.shutdown_parallel`, as Megatron refers to the groups. While Python ends, the threads
+    abort the process once in a while ("terminate called without an active exception": 1 of 40 processes of a single
+    rank on two busy cores, torch 2.13), and the destructor of a group may wait for a lost peer.
     """
     code: object = 1
     try:
@@ -282,8 +281,8 @@ def end_with(main: Callable[[], object]) -> NoReturn:
         try:
             stream.write(text)
             stream.flush()
-        except OSError:  # its reader has gone
+        except OSError:  # the stream's reader has gone
             status = status or 1
-        except (ValueError, AttributeError):  # the program closed it, or it was closed at the start, and is None
+        except (ValueError, AttributeError):  # the program closed the stream, or the stream is None from the start
             pass
     os._exit(status & 0xFF)

@@ -18,7 +18,7 @@ def rare_full_collections() -> Iterator[None]:
     """A block in which full collections are rare, and skip objects that are older than the block.
 
     A full collection over the objects of thousands of requests, some 100,000, stops the event loop for 0.1 s and
-    more. Young garbage is collected as often as ever; cycles that outlive it are freed ten times as late.
+    more. Young garbage is collected as often as ever; cycles of older objects are freed ten times as late.
     """
     thresholds = gc.get_threshold()
     gc.collect()
@@ -42,11 +42,11 @@ def no_collections() -> Iterator[None]:
 
 
 def map_large_blocks() -> None:
-    """Let malloc take every block of 1 MiB and more from the system and give it back when it is freed, for good.
+    """Let malloc take every block of 1 MiB and more from the system, and give freed blocks back, for good.
 
     glibc raises its thresholds, up to 32 and 64 MiB, with the blocks that a process frees. Then each thread that
-    ever needed such memory keeps its heap's end, which malloc_trim leaves alone: 47 MiB for every thread in which a
-    long run's forecast was made. Other C libraries have no such function.
+    ever needed such memory keeps the end of a heap, which malloc_trim leaves alone: 47 MiB for every thread in which
+    a long run's forecast was made. Other C libraries have no such function.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -58,7 +58,7 @@ def release_memory() -> None:
     """Collect all garbage, and give freed pages back to the system; for moments when the event loop may stand still.
 
     Freed memory stays with the process in fragments of the heap, several heaps where threads allocate, until
-    glibc's malloc_trim walks them. Other C libraries have no such function.
+    glibc's malloc_trim walks the heaps. Other C libraries have no such function.
     """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -1,11 +1,11 @@
-"""What a recipe names as `module:name`: a verifier, an environment, a loss, an algorithm."""
+"""Objects that a recipe names as `module:name`: a verifier, an environment, a loss, an algorithm."""
 
 import importlib
 from typing import Any
 
 
 def imported(head: str, spec: str, forms: str) -> Any:
-    """What `module:name` names. head: begin of errors. Raises ValueError, in one line, if it cannot be imported."""
+    """The object called `module:name`. head: begin of errors. Raises ValueError, in one line, if the import fails."""
     module_name, separator, name = spec.partition(":")
     if not (module_name and separator and name):
         raise ValueError(f"{head}: it has to be {forms}")

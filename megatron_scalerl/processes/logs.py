@@ -1,8 +1,8 @@
 """Logging of every process of a run: one format, one level, one log file per process.
 
-Trainer ranks and engines write to stderr, which is their file RUN/logs/NAME.log. The controller writes to
-RUN/logs/controller.log, and warnings to the terminal too. Only the owner can read the files. Nothing is logged that
-holds the secret of a run. This module imports nothing outside the standard library.
+Trainer ranks and engines write to stderr, which is the file RUN/logs/NAME.log. The controller writes to
+RUN/logs/controller.log, and warnings to the terminal too. Only the owner can read the files. No record holds the
+secret of a run. This module imports nothing outside the standard library.
 """
 
 import logging
@@ -30,15 +30,15 @@ def log_level() -> int:
     return LEVELS[name]
 
 
-def log_to_stderr(*others: str) -> None:
+def log_to_stderr(*logger_names: str) -> None:
     """Log to stderr for as long as this child process runs.
 
-    others: loggers of other packages whose handlers get this format, too.
+    logger_names: loggers of other packages whose handlers get this format, too.
     """
     root = logging.getLogger()
     if not root.handlers:
         root.addHandler(logging.StreamHandler())
-    for logger in (root, *map(logging.getLogger, others)):
+    for logger in (root, *map(logging.getLogger, logger_names)):
         for handler in logger.handlers:
             handler.setFormatter(_formatter(os.environ.get(NAME_VARIABLE, "main")))
     logging.getLogger(PACKAGE).setLevel(log_level())
@@ -47,7 +47,7 @@ def log_to_stderr(*others: str) -> None:
 class _Stream(logging.StreamHandler[TextIO]):
     """A handler that loses a record which a full disk does not take.
 
-    `logging` would print 30 lines about each lost record, which would hide why the run ends.
+    `logging` would print 30 lines about each lost record, which would hide the reason of the run's end.
     """
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -64,7 +64,7 @@ def log_to_file(file: TextIO) -> Iterator[None]:
 
 @contextmanager
 def log_to_terminal() -> Iterator[None]:
-    """The controller logs to stderr within the block: warnings, or the level of MSRL_LOG_LEVEL where it is set.
+    """The controller logs to stderr within the block: warnings, or the level of MSRL_LOG_LEVEL if that is set.
 
     Tracebacks are left out: the command prints one line about an error, and a run's log file has the traceback.
     """
@@ -82,30 +82,30 @@ def _handler(handler: logging.Handler, level: int) -> Iterator[None]:
     handler.setFormatter(_formatter("controller"))
     handler.setLevel(level)
     package = logging.getLogger(PACKAGE)
-    before = package.level
+    previous_level = package.level
     package.setLevel(log_level())
     logging.getLogger().addHandler(handler)
     try:
         yield
     finally:
         logging.getLogger().removeHandler(handler)
-        package.setLevel(before)
+        package.setLevel(previous_level)
 
 
 def printable(text: str) -> str:
-    """`text` with control characters escaped (`\\x1b`), so that it cannot send commands to a terminal."""
+    """`text` with control characters escaped (`\\x1b`): the text cannot send commands to a terminal."""
     # Unicode's categories of control, format, surrogate, private and unassigned characters begin with C.
     controls = {c for c in text if unicodedata.category(c).startswith("C")} - {"\n", "\t"}
     return text.translate({ord(c): ascii(c)[1:-1] for c in controls})
 
 
-def listed(names: Iterable[str], most: int = 20) -> str:
-    """The first names, each once, and how many more there are."""
+def listed(names: Iterable[str], limit: int = 20) -> str:
+    """The first names, each once, and the number of further names."""
     names = list(dict.fromkeys(names))
-    text = ", ".join(names[:most])
-    if len(names) <= most:
+    text = ", ".join(names[:limit])
+    if len(names) <= limit:
         return text
-    return f"{text} and {len(names) - most} more"
+    return f"{text} and {len(names) - limit} more"
 
 
 def size(count: float) -> str:
@@ -119,7 +119,7 @@ def size(count: float) -> str:
 class _Formatter(logging.Formatter):
     """A formatter that indents every line of a record but the first.
 
-    Completions and the output of verifiers are written by the policy, and no line of them may look like a record.
+    The policy writes completions and the output of verifiers, and no line of such a text may look like a record.
     """
 
     def format(self, record: logging.LogRecord) -> str:

@@ -1,4 +1,4 @@
-"""Ends this process when its event loop stands still: `loop_watcher`, `watched_loop` and the program that watches.
+"""The end of this process when the event loop stands still: `loop_watcher`, `watched_loop` and the watching program.
 
 A loop that waits for a file system that hangs, for a lock or for a C function answers no signal. So another process,
 the watcher, gets a byte from the loop every second, through a pipe, which no file system holds up. After HUNG_S
@@ -9,7 +9,7 @@ The watch lasts until the loop is closed, which waits for the loop's threads. `b
 thread, or before there is a loop.
 
 Time in which the watched process is stopped (SIGSTOP, `scontrol suspend`) does not count. Time in which the watcher
-does not run does not count either, since the watcher counts its waits of a second.
+does not run does not count either, since the watcher counts waits of a second.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from megatron_scalerl.processes.parent_death import tied_command
 logger = logging.getLogger(__name__)
 
 HUNG_S = 300
-"""Seconds without a sign of the loop after which the process is killed: as much as a restart costs."""
+"""Seconds without a sign of the loop after which the process is killed: the cost of a restart."""
 STACKS_SIGNAL = signal.SIGUSR2
 _BEAT_S = 1.0
 _STACKS_S = 5.0
@@ -40,7 +40,7 @@ _STACKS_S = 5.0
 
 
 class LoopLag:
-    """How late the event loop came back to a task that waits for a second at a time."""
+    """The delay with which the event loop came back to a task that waits for a second at a time."""
 
     def __init__(self) -> None:
         self._longest = 0.0
@@ -52,13 +52,13 @@ class LoopLag:
         return longest
 
     async def beat(self, pipe: int) -> None:
-        """Write a byte to `pipe` every second, until cancelled, or until nobody reads it."""
+        """Write a byte to `pipe` every second, until cancelled, or until nobody reads the pipe."""
         clock = asyncio.get_running_loop().time
         while True:
             begin = clock()
             try:
                 os.write(pipe, b".")
-            except BlockingIOError:  # its reader is stopped
+            except BlockingIOError:  # the pipe's reader is stopped
                 pass
             except BrokenPipeError:
                 logger.warning(
@@ -71,7 +71,7 @@ class LoopLag:
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """A block that ends the process with exit code 1 and the stacks of all threads if it takes more than HUNG_S."""
+    """A block that ends the process with exit code 1 and the stacks of all threads if the block exceeds HUNG_S."""
     faulthandler.dump_traceback_later(HUNG_S, exit=True, file=2)
     try:
         yield
@@ -81,7 +81,7 @@ def bounded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def loop_watcher() -> Iterator[int]:
-    """A block around an event loop in this main thread; its value is for `watched_loop` in it. Raises OSError."""
+    """A block around an event loop in this main thread; the value is the pipe for `watched_loop`. Raises OSError."""
     faulthandler.register(STACKS_SIGNAL, file=2)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -98,7 +98,7 @@ def loop_watcher() -> Iterator[int]:
 
 @contextlib.asynccontextmanager
 async def watched_loop(pipe: int) -> AsyncIterator[LoopLag]:
-    """A block in which this event loop tells its watcher every second that it does not stand still."""
+    """A block in which this event loop sends the watcher a sign of life every second."""
     lag = LoopLag()
     beats = asyncio.create_task(lag.beat(pipe), name="loop watch")
     try:

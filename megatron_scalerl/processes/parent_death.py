@@ -1,7 +1,7 @@
 """Start a program that dies with its parent: `python -m megatron_scalerl.processes.parent_death PARENT_PID ARGV ...`
 
-The kernel's parent-death signal (Linux, PR_SET_PDEATHSIG) is set before exec, so it covers the program's imports,
-and it survives exec. The signal is SIGKILL, which also ends a program that hangs. The kernel ties it to the thread
+The kernel's parent-death signal (Linux, PR_SET_PDEATHSIG) is set before exec, covers the program's imports and
+survives exec. The signal is SIGKILL, which also ends a program that hangs. The kernel ties the signal to the thread
 that started the process, so that thread must live as long as the child. A forked child does not inherit the
 setting, hence `tie_forked_children`.
 
@@ -29,9 +29,10 @@ def die_with_parent(parent_pid: int, sig: int = signal.SIGKILL) -> None:
 
 
 def hide_memory() -> None:
-    """Let no other process of this user read this one's memory and environment in /proc. Raises OSError.
+    """Hide this process's memory and environment in /proc from the user's other processes. Raises OSError.
 
-    It leaves no core dump either, and a debugger needs the rights of root. A program that is started begins visible.
+    The process leaves no core dump either, and a debugger needs the rights of root. A program that this process
+    starts begins visible.
     """
     set_process(_PR_SET_DUMPABLE, 0)
 
@@ -49,7 +50,7 @@ def set_process(option: int, value: int) -> None:
 
 
 def tie_forked_children() -> None:
-    """From now on, every process forked from this one dies with it; so do their own forked children."""
+    """Let every process that is forked from now on, here or in such a child, die with the forking process."""
     os.register_at_fork(before=_remember_parent, after_in_child=_die_with_forking_process)
 
 
@@ -63,12 +64,12 @@ def _die_with_forking_process() -> None:
 
 
 def tied_command(argv: list[str]) -> list[str]:
-    """`argv` as a command line whose process dies with this one."""
+    """`argv` as a command line whose process dies with this process."""
     return [sys.executable, "-m", "megatron_scalerl.processes.parent_death", str(os.getpid()), *argv]
 
 
 def main() -> None:
-    """Tie this process to its parent, then exec the program."""
+    """Tie this process to the parent, then exec the program."""
     die_with_parent(int(sys.argv[1]))
     os.execvp(sys.argv[2], sys.argv[2:])
 

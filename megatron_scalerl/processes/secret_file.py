@@ -1,7 +1,7 @@
-"""The run's secret in a file that only its owner can read, for processes on other hosts that share the folder.
+"""The run's secret in a file that only the owner can read, for processes on other hosts that share the folder.
 
 On one host the secret is in the environment of the child processes, which no other user can read. Neither an
-argument list nor the environment of a program that starts on another host keeps it from others.
+argument list nor the environment of a program that starts on another host hides the secret from other users.
 """
 
 import os
@@ -28,7 +28,7 @@ def read_secret(path: Path) -> str:
     """The secret. Raises ValueError for a file that another user owns or can read, OSError if there is none."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        # Of the open file: its name may belong to another file by now.
+        # The status is the open file's, as the path may name another file by now.
         status = os.fstat(handle)
         mode = stat.S_IMODE(status.st_mode)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o077:

@@ -3,17 +3,17 @@
 Life of a signal, in `run_until_signal`:
 
     first       SIGINT and SIGTERM cancel the coroutine at once, SIGUSR1 once its state is saved (`SaveAndExit`)
-    later       each later signal kills all child processes, so that the cleanup waits for none of them
-    after       a signal after the cleanup is ignored: Python ends with the first signal's code. If it waits for a
-                thread for THREADS_S, the process ends with exit code 1 and the stacks of the threads
+    later       each later signal kills all child processes, so that the cleanup waits for no child
+    after       a signal after the cleanup is ignored: Python ends with the first signal's code. If Python waits for
+                a thread for THREADS_S, the process ends with exit code 1 and the stacks of the threads
 
 `Takeover` detects a later attempt of the run's job, which began while this attempt still lives, on a node that Slurm
 has lost.
 
 `uncharged_seconds` is the time for which a Slurm job has held its devices without a charge in the ledger. The
 variable HELD_SINCE has the begin of this time in seconds of /proc/uptime, which no change of the time of day moves.
-The job's script sets it to the job's start. When `train --supervise` starts a program again, it sets the variable to
-the end of the program before, if that program has charged anything.
+The job's script sets the variable to the job's start. When `train --supervise` starts a program again, the variable
+becomes the end of the program before, if that program has charged anything.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAVE_SIGNAL = signal.SIGUSR1
 SAVED_CODE = 75
-"""Exit code after SAVE_SIGNAL: the run is not finished, and the same command goes on with it."""
+"""Exit code after SAVE_SIGNAL: the run is not finished, and the same command goes on with the run."""
 THREADS_S = 60.0
 """Seconds for the process to end after the cleanup; a thread may read a file system that hangs."""
 IN_USE_CODE = 76
@@ -41,24 +41,24 @@ HOSTS_LEFT_CODE = 77
 ATTEMPT_FILE = Path("slurm", "attempt")
 """File in RUN/ to which the job script writes JOB.RESTART when an attempt begins."""
 HELD_SINCE = "MSRL_HELD_SINCE"
-"""Variable with the time from which a job holds its devices uncharged (seconds of /proc/uptime)."""
+"""Variable with the time from which a job holds devices uncharged (seconds of /proc/uptime)."""
 
 
 class Stopped(Exception):
     """A signal stopped the run. `exit_code`: 130 for SIGINT, 143 for SIGTERM, SAVED_CODE for SAVE_SIGNAL.
 
-    again: what the same command does when it is started again.
+    consequence: effect of starting the same command again, as the predicate of a sentence.
     """
 
-    def __init__(self, number: int, again: str, also: BaseException | None = None):
+    def __init__(self, number: int, consequence: str, also: BaseException | None = None):
         name = signal.Signals(number).name
         detail = "" if also is None else f" (while stopping, {type(also).__name__}: {also})"
-        super().__init__(f"stopped by {name}; the same command {again}{detail}")
+        super().__init__(f"stopped by {name}; the same command {consequence}{detail}")
         self.exit_code = exit_code_of(number)
 
 
 class SaveAndExit:
-    """The request of SAVE_SIGNAL to save the run's state and to exit. Create it anywhere; use it on one event loop.
+    """The request of SAVE_SIGNAL to save the run's state and to exit; belongs to one event loop.
 
     While no `run` is in progress there is nothing to save, and the run is cancelled at once.
     """
@@ -81,7 +81,7 @@ class SaveAndExit:
         return self._requested.is_set()
 
     def request(self) -> None:
-        """Ask the run to save its state and to exit; further calls change nothing."""
+        """Ask the run to save and to exit; further calls change nothing."""
         if self.requested:
             return
         self._requested.set()
@@ -90,9 +90,9 @@ class SaveAndExit:
 
     @contextlib.asynccontextmanager
     async def uninterrupted(self) -> AsyncIterator[None]:
-        """A block of the work of `run` that is finished before a request interrupts it; blocks may be nested.
+        """A block of the work of `run` that a request does not interrupt; blocks may be nested.
 
-        After a request no further block is entered: the caller waits until it is cancelled.
+        After a request no further block is entered: the caller waits until `run` cancels the caller.
         """
         if self.requested and not self._depth:
             await asyncio.Future()
@@ -106,7 +106,7 @@ class SaveAndExit:
                 self._idle.set()
 
     async def run(self, work: Coroutine[Any, Any, T], save: Callable[[], Awaitable[None]]) -> T:
-        """The result of `work`, also where it ends after a request.
+        """The result of `work`, also of work that ends after a request.
 
         A request cancels `work` outside of every block of `uninterrupted`, awaits `save`, and cancels the run.
         """
@@ -119,7 +119,7 @@ class SaveAndExit:
                 await self._idle.wait()
                 task.cancel()
                 await asyncio.wait({task})
-                if task.cancelled():  # otherwise it has ended by itself, and has saved or failed
+                if task.cancelled():  # otherwise the work is done, and has saved or failed
                     await save()
             return task.result()
         finally:
@@ -139,13 +139,13 @@ def exit_code_of(number: int) -> int:
 def run_until_signal(
     coroutine: Coroutine[Any, Any, T],
     saving: SaveAndExit | None = None,
-    again: Callable[[], str] = lambda: "starts again",
+    consequence: Callable[[], str] = lambda: "starts again",
 ) -> T:
-    """Run `coroutine` on a new event loop and return its result; call it in the main thread.
+    """Run `coroutine` on a new event loop of the main thread and return the result.
 
-    The first SIGINT or SIGTERM cancels the coroutine; Stopped is raised once it has returned. The module describes
-    later signals. saving: gets the requests of SAVE_SIGNAL; without it, SAVE_SIGNAL keeps its action. again: what
-    the same command does then, as words for `Stopped`.
+    The first SIGINT or SIGTERM cancels the coroutine; Stopped is raised once the coroutine has returned. The module
+    describes later signals. saving: gets the requests of SAVE_SIGNAL, whose action does not change if this is None.
+    consequence: gives the consequence for `Stopped`.
     """
     received: list[int] = []
     numbers = list(SIGNALS)
@@ -186,22 +186,22 @@ def run_until_signal(
 
     try:
         result = asyncio.run(guarded())
-        faulthandler.cancel_dump_traceback_later()  # a signal came too late to stop it: the caller has work to do
+        faulthandler.cancel_dump_traceback_later()  # a signal came too late for a stop: the caller has work to do
         return result
     except asyncio.CancelledError:
         # Without a signal, somebody else has cancelled the coroutine.
         if (number := stopped_by()) is None:
             raise
-        raise Stopped(number, again()) from None
+        raise Stopped(number, consequence()) from None
     except Exception as error:
         if not received:
             raise
-        raise Stopped(received[0], again(), error) from error
+        raise Stopped(received[0], consequence(), error) from error
 
 
 def _handle_late(loop: asyncio.AbstractEventLoop, numbers: Sequence[int], *, stopped: bool) -> None:
-    """Take the handlers of signals off a loop; after a first signal, ignore later ones, and bound the end."""
-    # asyncio restores the default action, which would end the process, before another one can be set.
+    """Take the handlers of signals off a loop; after a first signal, ignore later signals, and bound the end."""
+    # asyncio restores the default action, which would end the process, before another action can be set.
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     for number in numbers:
         loop.remove_signal_handler(number)
@@ -221,7 +221,7 @@ class Takeover:
 
     @property
     def happened(self) -> bool:
-        """True once the file names another attempt; False while it cannot be read."""
+        """True once the file names another attempt; False while the file cannot be read."""
         return self._read() not in (None, self._attempt)
 
     def _read(self) -> str | None:
@@ -232,7 +232,7 @@ class Takeover:
 
 
 def uncharged_seconds() -> float:
-    """Seconds for which this job has held its devices uncharged; 0 outside of a job."""
+    """Seconds for which this job has held devices uncharged; 0 outside of a job."""
     try:
         since = float(os.environ.get(HELD_SINCE, "inf"))
     except ValueError:
@@ -241,7 +241,7 @@ def uncharged_seconds() -> float:
 
 
 def uncharged_from_now() -> dict[str, str]:
-    """The variable for a program that starts after another one of this job has charged; empty outside of a job."""
+    """The variable for a program that starts after a charge for this job; empty outside of a job."""
     if HELD_SINCE not in os.environ:
         return {}
     return {HELD_SINCE: f"{_uptime():.2f}"}
@@ -249,5 +249,5 @@ def uncharged_from_now() -> dict[str, str]:
 
 def _uptime() -> float:
     """Seconds since the host has started."""
-    # The job's script reads the same file. In a container it may differ from every clock of the host.
+    # The job's script reads the same file, which in a container may differ from every clock of the host.
     return float(Path("/proc/uptime").read_text("ascii").split()[0])

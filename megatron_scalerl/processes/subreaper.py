@@ -1,11 +1,11 @@
-"""Start a program whose end, or that of its parent, ends all that it has started, in sessions of their own, too.
+"""Start a program; when program or parent ends, all descendants of the program end, in whatever session.
 
     python -m megatron_scalerl.processes.subreaper PARENT_PID FOLDER ARGV ...
 
-This process stands between the two. A descendant that loses its parent becomes its child (Linux,
-PR_SET_CHILD_SUBREAPER), so that it finds all of them: it kills them, removes the program's folder and exits. It leads
-a session, as a SIGKILL of its group would leave them running. SIGKILL of this process alone ends the program, and
-nothing that the program has started.
+This process, the subreaper, stands between parent and program. A descendant that loses its parent becomes a child of
+the subreaper (Linux, PR_SET_CHILD_SUBREAPER), which thus finds all descendants, kills all, removes the program's
+folder and exits. The subreaper leads a session, as a SIGKILL of the parent's group would leave the descendants
+running. SIGKILL of the subreaper alone ends the program, and nothing that the program has started.
 
 This module imports only the standard library and `parent_death`.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from megatron_scalerl.processes.parent_death import die_with_parent, set_process, tied_command
 
 END = signal.SIGHUP
-"""Ends the program and its descendants. The session has no terminal that would send it."""
+"""Signal that ends the program and all descendants. The session has no terminal that would send SIGHUP."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -40,7 +40,7 @@ def _end(*_: object) -> None:
 
 
 def main() -> None:
-    """Run the program until it ends or END comes."""
+    """Run the program until the program ends or END comes."""
     signal.signal(END, _end)
     set_process(_PR_SET_CHILD_SUBREAPER, 1)
     die_with_parent(int(sys.argv[1]), END)

@@ -18,15 +18,15 @@ from megatron_scalerl.record import record
 SOCKET_VARIABLE = "MSRL_WORKER_FD"
 """Environment variable with the number of the inherited socket."""
 FRAME = struct.Struct("!QBQQ")
-"""Number of the request, kind of frame, bytes of the head, bytes of the body. Number 0 gets no frame back."""
+"""Number of the request, kind of frame, bytes of the head, bytes of the body. Request 0 gets no frame back."""
 REQUEST, READ, REPLY, LAST_REPLY = range(4)
 """Kinds of frames."""
 THREADS = 4096
-"""Most calls at once in threads of a worker of several requests."""
+"""Highest number of calls at once in threads of a worker of several requests."""
 CONCURRENT = b"concurrent"
 """Body of the reply to the setup of a worker that works on several requests at once."""
 _sending = threading.Lock()
-"""Is held while a frame is written: a worker of several requests writes from two threads."""
+"""Lock around the writing of a frame: a worker of several requests writes from two threads."""
 
 
 @record
@@ -34,18 +34,18 @@ class Answer:
     """A worker's answer to a request."""
 
     head: object
-    """Is sent as JSON."""
+    """The head, which is sent as JSON."""
     body: bytes = b""
     last: bool = False
-    """Whether another worker takes the place of this one, which ends once it has answered what it was sent."""
+    """Whether another worker replaces this worker, which first answers all requests that the pool has sent."""
 
 
 def serve(load: Callable[[bytes], Callable[[bytes, bytes], Any] | str]) -> None:
     """Answer requests until the pool closes the socket or an answer is the last.
 
-    load: makes the function that answers (head, body) with an Answer from the setup, or returns one line that says
-    why it cannot. A coroutine function answers several requests at once, and goes on after a last answer until the
-    pool closes the socket.
+    load: makes from the setup the function that answers (head, body) with an Answer, or returns one line with the
+    reason of a refusal. A coroutine function answers several requests at once, and goes on after a last answer until
+    the pool closes the socket.
     """
     with pool_socket() as connection:
         number, setup = receive_setup(connection)
@@ -72,7 +72,7 @@ async def serve_concurrently(connection: socket.socket, answer: Callable[[bytes,
     import asyncio
     from concurrent.futures import ThreadPoolExecutor
 
-    # of its own: the default one has a handful of threads
+    # asyncio's default executor has a handful of threads
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS))
 
     async def reply(number: int, head: bytes, body: bytes) -> None:
@@ -80,7 +80,7 @@ async def serve_concurrently(connection: socket.socket, answer: Callable[[bytes,
             result = await answer(head, body)
             if number:
                 send(connection, number, result)
-        except BaseException:  # sys.exit, too: as an exception it would cancel the others and wait for threads
+        except BaseException:  # sys.exit, too: an exception would cancel the other tasks and wait for threads
             traceback.print_exc()
             os._exit(1)
 
@@ -96,7 +96,7 @@ def pool_socket() -> Iterator[socket.socket]:
     """The socket to the pool."""
     connection = socket.socket(fileno=int(os.environ.pop(SOCKET_VARIABLE)))
     connection.set_inheritable(False)
-    # a child that is left must not keep the socket open
+    # a surviving child must not keep the socket open
     os.register_at_fork(after_in_child=connection.close)
     try:
         yield connection
@@ -106,14 +106,14 @@ def pool_socket() -> Iterator[socket.socket]:
 
 
 def receive_setup(connection: socket.socket) -> tuple[int, bytes]:
-    """(number, head) of the first request; from now on this process imports from where the pool does, too."""
+    """(number, head) of the first request; from now on this process imports from the pool's folders, too."""
     number, setup, paths = receive(connection)
     sys.path.extend(path for path in map(os.fsdecode, paths.split(b"\0")) if path not in sys.path)
     return number, setup
 
 
 def receive(connection: socket.socket) -> tuple[int, bytes, bytes]:
-    """(number, head, body) of the next request, after the pool was told that it is read."""
+    """(number, head, body) of the next request, after a READ frame to the pool."""
     number, _, *sizes = FRAME.unpack(_read(connection, FRAME.size))
     head, body = (_read(connection, size) for size in sizes)
     # Before the work begins: a death from here on counts against the request.

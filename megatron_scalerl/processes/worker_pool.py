@@ -1,25 +1,28 @@
-"""Worker processes that can be killed, behind asyncio: a request gets its reply, or the reason why it has none.
+"""Worker processes that can be killed, behind asyncio: a request gets a reply, or the reason why there is none.
 
     ask() --> queue --> one task per worker, or several --socket--> process
 
 Life of a worker:
 
-    start      in a process group that ends with this process; its first request is the setup, and it replies "" or
-               why it cannot be used
-    work       one request at a time: it says that it has read the request, then it sends the reply. A worker that
-               greets as CONCURRENT works on several, all workers together on `Program.concurrency`; it replies
-               to all that it has before it ends
+    start      in a process group that ends with this process; the first request is the setup, and the reply is "" or
+               the reason of a refusal
+    work       one request at a time: the worker says that the request is read, then sends the reply. A worker that
+               greets as CONCURRENT works on several requests, all workers together on `Program.concurrency`, and
+               answers all requests at work before the end
     end        after a `LAST_REPLY`; a worker that exits, exceeds the time limit or sends anything else is killed with
-               its children
+               all children
     replace    START_TRIES tries with pauses are a round; after a failed round the worker's request is lost, and the
-               worker takes no other request and goes on trying. A further worker takes the next one;
-               where none runs, all that wait for one are lost
+               worker takes no other request and goes on trying. An extra worker takes the next suspect request;
+               where no extra worker runs, all waiting suspects are lost
 
-Life of a request: it waits in the queue, is read by a worker, and gets the worker's reply. If the worker dies, the
-request is repeated by up to MAX_LOSSES workers in all; workers that died before they had read any are counted
-separately (MAX_EARLY_LOSSES). Of several requests in a worker that died any may be the cause: these are repeated in
-further workers, as many again, which are started for the first of them and work on one at a time, so that the others
-go on. The request of a cancelled caller is not begun; if a worker has begun it, it runs to its end.
+Life of a request:
+
+    queue      the request waits for a worker; if the caller is cancelled meanwhile, no worker begins the request
+    work       a worker reads the request and works to the end, also for a cancelled caller
+    repeat     if the worker dies, by up to MAX_LOSSES workers in all; workers that died before they had read any
+               request are counted separately (MAX_EARLY_LOSSES)
+    suspect    any of several requests in a dead worker may be the cause of the death. Extra workers, started for the
+               first suspect and as many as the pool has, repeat all suspects, one at a time; other requests go on
 
 End of the pool: after START_ROUNDS failed rounds for every worker, with no worker alive, `ask` raises RuntimeError.
 
@@ -27,9 +30,10 @@ Protocol: a worker inherits one end of a socket pair, whose number is in MSRL_WO
 (`worker.FRAME`): number of the request, kind, two sizes; then a head, which is JSON in replies, and a body of bytes.
 The body of the setup says where the pool imports modules from. A worker ends when the socket is closed.
 
-The callers of `ask` fill the queue, and bound it by the requests that they wait for; the workers' tasks empty it.
+Each caller of `ask` puts a single request into the queue and waits for the reply, which bounds the queue; the
+workers' tasks empty the queue.
 
-This is not concurrent.futures: if a process of that is killed while it writes a result, the thread that reads results
+concurrent.futures is no substitute: if a process is killed while writing a result, the thread that reads results
 waits forever, and with it the exit of the caller.
 """
 
@@ -71,7 +75,7 @@ Head = TypeVar("Head")
 MAX_LOSSES = 2
 """Workers that may end with one request."""
 MAX_EARLY_LOSSES = 3
-"""Workers that may end before they have read a request."""
+"""Workers that may end before a request is read."""
 START_TRIES = 4
 """Tries of a round to replace a process."""
 START_PAUSE_S = 0.5
@@ -81,7 +85,7 @@ ROUND_PAUSE_S = 20.0
 START_ROUNDS = 3
 """Failed rounds per worker, with none alive, after which the pool ends: about a minute."""
 END_TIMEOUT_S = 10.0
-"""Seconds for a killed process to exit; after that it is left behind."""
+"""Seconds for a killed process to exit; a slower process is left behind."""
 GRACE_S = 5.0
 """Further time for workers of several requests, which keep the time limit themselves (seconds)."""
 
@@ -91,15 +95,15 @@ class WorkerDied(Exception):
     """A worker ended with a request. The message is `cause`."""
 
     cause: str
-    """A noun phrase for what came in place of a reply."""
+    """A noun phrase for the event in place of a reply."""
     read: bool = False
     """Whether the worker had read the request."""
-    others: bool = False
-    """Whether the worker had read any request that it had not replied to."""
+    unanswered_requests: bool = False
+    """Whether the worker had read any request without a reply so far."""
     late: bool = False
     """Whether the worker exceeded the time limit."""
     code: int | None = None
-    """The worker's exit code, negative for a signal; None if it did not end by itself."""
+    """The worker's exit code, negative for a signal; None if the pool killed the worker."""
     busy: float = 0.0
     """Share of the time limit in which a late worker used a processor."""
 
@@ -115,7 +119,7 @@ class Program:
     setup: bytes
     """Head of the first request."""
     environment: Mapping[str, str]
-    """The complete environment, but for the socket's number."""
+    """The complete environment variables, but for the socket's number."""
     subject: str
     """Begin of the message of an error at the start, such as a recipe's key."""
     timeout_s: float
@@ -123,9 +127,9 @@ class Program:
     start_timeout_s: float
     """Time limit of the start with the setup (seconds)."""
     concurrency: int = 1
-    """Requests at work in all workers together, if they work on several."""
+    """Requests at work in all workers together, if a worker works on several."""
     most_reply: int = 2**32
-    """Most bytes of a reply; a frame that announces more is taken for damage."""
+    """Highest number of bytes of a reply; a frame that announces more is taken for damage."""
     logs: Path | None = None
     """Folder for the logs, NAME-N.log. None: output goes to the stderr of this process."""
 
@@ -138,14 +142,14 @@ class _Request(Generic[Head]):
     body: bytes
     reply: asyncio.Future[tuple[Head, bytes]]
     begun: Callable[[], None]
-    """Is called by each worker that takes it."""
+    """Callback for each worker that takes the request."""
     losses: int = 0
-    """Workers that ended after they had read it."""
+    """Workers that ended after the request was read."""
     early_losses: int = 0
-    """Workers that ended before they had read it."""
+    """Workers that ended before the request was read."""
 
     def fail(self, problem: Exception) -> None:
-        """Raise `problem` for the caller, unless it was cancelled or has its reply."""
+        """Raise `problem` for the caller, unless the caller was cancelled or has a reply."""
         if not self.reply.done():
             self.reply.set_exception(problem)
 
@@ -161,18 +165,18 @@ class WorkerPool(Generic[Head]):
         *,
         settles: Callable[[WorkerDied], bool],
     ):
-        """reply_type: type of the replies' heads. settles: whether a death ends its request without a repeat."""
+        """reply_type: type of the replies' heads. settles: whether a death ends the request without a repeat."""
         self._program = program
         self._output = _Output()
         workers = [Worker(f"{program.name}-{n}", program, self._output) for n in range(2 * count)]
         self._workers = workers[:count]
         self._extra = workers[count:]
-        """For requests that were outstanding in a worker of several that died."""
+        """Workers for requests that were outstanding in a dead worker of several requests."""
         self._decode = msgspec.json.Decoder(reply_type).decode
         self._settles = settles
         self._queue: asyncio.Queue[_Request[Head]] = asyncio.Queue()
         self._suspects = self._queue
-        """Where requests wait for a worker of their own."""
+        """Requests that wait for a worker without other requests."""
         self._outstanding: set[_Request[Head]] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._limit_s = program.timeout_s
@@ -180,7 +184,7 @@ class WorkerPool(Generic[Head]):
         self._failed_tries = 0
         """Rounds and tries since a process was last started."""
         self._end: Exception | None = RuntimeError(f"the {program.name} pool was not started")
-        """Why `ask` cannot be answered, None while the pool works."""
+        """The reason why `ask` gets no answer, None while the pool works."""
 
     @property
     def pids(self) -> list[int]:
@@ -190,7 +194,7 @@ class WorkerPool(Generic[Head]):
     async def start(self) -> None:
         """Start all processes; after an error no process is left.
 
-        Raises ValueError if the program refuses its setup, ProcessDied if it does not answer the setup, OSError.
+        Raises ValueError if the program refuses the setup, ProcessDied if the program does not answer, OSError.
         """
         assert not self._tasks, "started twice"
         if self._program.logs is None:
@@ -230,9 +234,9 @@ class WorkerPool(Generic[Head]):
     ) -> tuple[Head, bytes]:
         """(head, body) of the reply to a request.
 
-        alone: whether its worker works on no other meanwhile. begun: is called when a worker takes the request.
-        Raises WorkerDied of the last worker that died with the request, with `read` false if no worker had read it.
-        Raises the reason of the end if the pool has ended.
+        alone: whether the worker works on no other request meanwhile. begun: callback for a worker that takes the
+        request. Raises WorkerDied of the last worker that died with the request, with `read` false if no worker had
+        read the request. Raises the reason of the end if the pool has ended.
         """
         if self._end is not None:
             raise self._end
@@ -245,15 +249,15 @@ class WorkerPool(Generic[Head]):
             return await reply
         finally:
             self._outstanding.discard(request)
-            # The request of a cancelled caller stays in the queue until its turn; its body may be large.
+            # The request of a cancelled caller stays in the queue until its turn; the body may be large.
             request.body = b""
 
     async def _work(self, worker: Worker) -> None:
-        several = worker in self._workers and self._suspects is not self._queue
-        queue = self._queue if several else self._suspects
+        concurrent = worker in self._workers and self._suspects is not self._queue
+        queue = self._queue if concurrent else self._suspects
         while True:
             request = await queue.get()
-            if several and not worker.alive:  # it is being replaced, which takes as long as what it still works on
+            if concurrent and not worker.alive:  # a replacement waits for the worker's last replies
                 queue.put_nowait(request)
             else:
                 await self._serve(worker, request, queue)
@@ -261,44 +265,44 @@ class WorkerPool(Generic[Head]):
                 pass
 
     async def _serve(self, worker: Worker, request: _Request[Head], queue: asyncio.Queue[_Request[Head]]) -> None:
-        """See a request to its end, or to `_suspects`."""
-        several = queue is not self._suspects
-        while not request.reply.done():  # its caller may have been cancelled
+        """See a request to a reply, a failure or the queue of suspects."""
+        concurrent = queue is not self._suspects
+        while not request.reply.done():  # by a cancelled caller
             if not await self._ready(worker):
                 self._refuse(request, queue)
                 continue
-            await self._try(worker, request, several)
-            if several and request.losses:
+            await self._try(worker, request, concurrent)
+            if concurrent and request.losses:
                 self._suspects.put_nowait(request)
                 break
 
     def _refuse(self, request: _Request[Head], queue: asyncio.Queue[_Request[Head]]) -> None:
-        """Fail a request whose worker does not start, and all suspects where they have no worker."""
+        """Fail a request whose worker does not start, and all suspects if no extra worker runs."""
         waiting = [request]
         if queue is not self._queue and not any(worker.alive for worker in self._extra):
             waiting += [queue.get_nowait() for _ in range(queue.qsize())]
-        for refused in waiting:
-            refused.fail(WorkerDied(f"no {self._program.name} process that starts"))
+        for failed_request in waiting:
+            failed_request.fail(WorkerDied(f"no {self._program.name} process that starts"))
 
-    async def _try(self, worker: Worker, request: _Request[Head], several: bool) -> None:
-        """Resolve the request by a reply or after too many deaths; else leave it to be repeated."""
+    async def _try(self, worker: Worker, request: _Request[Head], concurrent: bool) -> None:
+        """Resolve the request by a reply or after too many deaths; else the caller of `_try` repeats the request."""
         request.begun()
         try:
             reply = await worker.ask(request.head, request.body, self._limit_s, self._decode)
         except WorkerDied as death:
             if death.read:
                 request.losses += 1
-            elif not death.others:
+            elif not death.unanswered_requests:
                 request.early_losses += 1
             too_many = request.losses >= MAX_LOSSES or request.early_losses >= MAX_EARLY_LOSSES
-            if too_many or (not several and self._settles(death)):
+            if too_many or (not concurrent and self._settles(death)):
                 request.fail(death)
         else:
             if not request.reply.done():
                 request.reply.set_result(reply)
 
     async def _ready(self, worker: Worker) -> bool:
-        """Start a worker, one round, unless it runs; False, after a pause, if all tries failed.
+        """Start a worker that does not run, in one round; False, after a pause, if all tries failed.
 
         Raises RuntimeError after too many failed rounds with no worker of the pool alive.
         """
@@ -320,7 +324,7 @@ class WorkerPool(Generic[Head]):
                 self._failed_tries = 0
                 return True
             logger.warning("%s could not be replaced and is tried again: %s", worker.name, problem)
-            if not any(other.alive for other in self._workers):
+            if not any(peer.alive for peer in self._workers):
                 self._failed_rounds += 1
             if self._failed_rounds >= START_ROUNDS * len(self._workers):
                 raise RuntimeError(
@@ -340,7 +344,7 @@ class WorkerPool(Generic[Head]):
 
 
 class Worker(asyncio.Protocol):
-    """A worker's process and the socket to it; `start` replaces a process that has ended.
+    """A worker's process and socket; `start` replaces a process that has ended.
 
     The end of the socket, and anything but a frame, ends all outstanding requests.
     """
@@ -357,14 +361,14 @@ class Worker(asyncio.Protocol):
         self._number = 0
         """Number of the last request."""
         self._replies: dict[int, asyncio.Future[Any]] = {}
-        """(kind, head, body) of the replies to outstanding requests, by their numbers."""
+        """(kind, head, body) of the replies to outstanding requests, by the request's number."""
         self._read: set[int] = set()
-        """Numbers of requests that the process has read and not replied to; each process has its own set."""
+        """Numbers of requests that the process has read and not replied to; a new process gets a new set."""
         self._received = bytearray()
         self._ending = False
         """Whether a reply was the last."""
         self.gate = asyncio.Lock()
-        """Is passed before each request and held during a replacement."""
+        """Lock that each request passes and a replacement holds."""
         self.greeting = b""
         """Body of the reply to the setup."""
 
@@ -381,7 +385,7 @@ class Worker(asyncio.Protocol):
         return self._child is not None and self._child.running and not self._ending
 
     async def start(self) -> None:
-        """Start the process and wait until it is ready. Raises as `WorkerPool.start`."""
+        """Start the process and wait for readiness. Raises as `WorkerPool.start`."""
         try:
             refusal = await self._start()
         except WorkerDied as death:
@@ -394,7 +398,7 @@ class Worker(asyncio.Protocol):
             raise ValueError(refusal)
 
     async def _start(self) -> str:
-        """Start the process, after the replies to what it still works on; its reply to the setup."""
+        """Start the process, after all replies of an ending predecessor; the reply to the setup."""
         if self._ending and self._replies:
             await asyncio.wait(self._replies.values())
         await self.kill()
@@ -403,7 +407,7 @@ class Worker(asyncio.Protocol):
         self._read = set()
         self._ending = False
         self._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=pool_socket)
-        # Once this process has closed its copy, the end of the worker closes the socket.
+        # Once this process has closed this copy, the end of the worker closes the socket.
         with worker_socket:
             descriptor = worker_socket.fileno()
             self._child = await ChildProcess.start(
@@ -422,7 +426,7 @@ class Worker(asyncio.Protocol):
     async def ask(self, head: bytes, body: bytes, timeout_s: float, decode: Callable[[bytes], T]) -> tuple[T, bytes]:
         """(decoded head, body) of the reply. Raises WorkerDied; then the process is dead.
 
-        After a cancellation the worker has to be killed: its reply would be damage.
+        After a cancellation the worker has to be killed: a late reply would be damage.
         """
         transport = self._transport
         unanswered = self._read
@@ -433,11 +437,11 @@ class Worker(asyncio.Protocol):
         try:
             async with time_limit(timeout_s):
                 last, reply_head, reply_body = await self._exchange(number, head, body)
-            unanswered.add(number)  # until it can be read
+            unanswered.add(number)  # until the head is decoded
             decoded = decode(reply_head)
             unanswered.discard(number)
         except (OSError, EOFError, ValueError, RecursionError) as problem:
-            died = functools.partial(WorkerDied, read=number in unanswered, others=bool(unanswered))
+            died = functools.partial(WorkerDied, read=number in unanswered, unanswered_requests=bool(unanswered))
             busy = (self._processor_s() - used_before) / (time.monotonic() - begin)
             code = None
             if self._transport is transport:  # else another request has ended the process
@@ -446,7 +450,7 @@ class Worker(asyncio.Protocol):
                 raise died(f"no answer within {timeout_s:g} s", late=True, busy=busy) from None
             if isinstance(problem, ValueError | RecursionError):
                 raise died("bytes in its socket that are no reply") from None
-            # A process that closed its socket has exited, with its code fixed, or can no longer be trusted.
+            # A process that closed the socket has exited, with a fixed code, or can no longer be trusted.
             raise died(end_of(code), code=code) from None
         finally:
             self._replies.pop(number, None)
@@ -454,7 +458,7 @@ class Worker(asyncio.Protocol):
         return decoded, reply_body
 
     def _processor_s(self) -> float:
-        """Processor time of the process and of its descendants so far (seconds)."""
+        """Processor time of the process and all descendants so far (seconds)."""
         ticks = 0
         waiting = [str(self.pid)]
         while waiting:
@@ -468,7 +472,7 @@ class Worker(asyncio.Protocol):
         return ticks / os.sysconf("SC_CLK_TCK")
 
     async def kill(self) -> int | None:
-        """End the process and all its children at once; its exit code, None without one. May be called twice."""
+        """End the process and all children at once; the exit code, None if there is none. May be called twice."""
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
@@ -491,8 +495,8 @@ class Worker(asyncio.Protocol):
         return kind == LAST_REPLY, head, body
 
     def send(self, number: int, head: bytes, body: bytes = b"") -> asyncio.Future[Any]:
-        """Send a request; (kind, head, body) of its reply, which one with the number 0 does not get."""
-        # its process is alive: `_Process.call` and `leave` of environments look first
+        """Send a request; (kind, head, body) of the reply, which never comes for number 0."""
+        # the process is alive: `_Process.call` and `leave` of environments look first
         assert self._transport is not None, "started"
         self._transport.write(FRAME.pack(number, REQUEST, len(head), len(body)) + head)
         self._transport.write(body)
@@ -540,15 +544,15 @@ def end_of(code: int | None) -> str:
 class _Output:
     """A pipe from the workers of a pool to the stderr of this process.
 
-    Workers do not inherit stderr itself, because a worker's limit on file sizes would apply to a log file too. A pipe
-    of asyncio's subprocess would wait for the worker's children that are left, because they hold its other end.
+    Workers do not inherit stderr, because a worker's limit on file sizes would apply to a log file too. A pipe of
+    asyncio's subprocess would wait for the worker's surviving children, which hold the pipe's other end.
     """
 
     writer: int | None = None
     """Descriptor that workers write to, None if the pipe is not open."""
 
     def open(self) -> None:
-        """Open the pipe, and forward from now on what workers write."""
+        """Open the pipe, and forward the workers' output from now on."""
         self._reader, self.writer = os.pipe()
         os.set_blocking(self._reader, False)
         asyncio.get_running_loop().add_reader(self._reader, self._forward)

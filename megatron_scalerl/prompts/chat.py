@@ -1,7 +1,7 @@
-"""How a policy is talked to: whether prompts take its chat template, and the tags in which it thinks.
+"""The form of a policy's prompts: whether prompts take the chat template, and the tags around thinking.
 
-`chat_of` decides for a tokenizer and rows of a kind, `chat_of_recipe` for a recipe. `Chat.settled` fills in what the
-recipe leaves open, so that nothing after it meets a setting that is auto.
+`chat_of` decides for a tokenizer and rows of a kind, `chat_of_recipe` for a recipe. `Chat.settled` fills in the
+recipe's open settings, so that no later code meets a setting that is auto.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -34,17 +34,17 @@ THINK_TAGS = (
 NO_TAGS = ("", "")
 QUESTION = {"role": "user", "content": "1+1"}
 ANSWER = {"role": "assistant", "content": "two"}
-"""Messages that show what a template makes of them."""
+"""Messages that a template renders as a sample."""
 
 
 @record
 class Chat:
-    """How a policy is talked to. Produced by `chat_of`."""
+    """The form of a policy's prompts. Produced by `chat_of`."""
 
     chat_template: bool
     """Prompts take the tokenizer's chat template."""
     think_start: str
-    """Tag that opens thinking; empty: none."""
+    """Tag that opens thinking; empty: no tag."""
     think_end: str
     """Tag that closes thinking; empty: the whole completion is the answer."""
     why: str
@@ -53,7 +53,7 @@ class Chat:
     """Settings that tokenizer and rows do not decide -> the value that was not taken."""
 
     def settled(self, recipe: Recipe) -> Recipe:
-        """The recipe with what it leaves open. Raises ValueError where an interruption has no tag to close."""
+        """The recipe with open settings filled in. Raises ValueError where an interruption has no tag to close."""
         tags = {"think_start": self.think_start, "think_end": self.think_end}
         prompts = recipe.prompts.model_copy(update={"chat_template": self.chat_template, **tags})
         interruption = recipe.interruption
@@ -69,7 +69,7 @@ class Chat:
 def chat_of_recipe(recipe: Recipe, tokenizer: Any, *, messages: bool | None = None) -> Chat:
     """Decide as `chat_of`; all tasks of a mixture are rendered alike.
 
-    messages: whether the rows are; None: looked up in the first rows of the prompts, as far as there is a file.
+    messages: whether rows hold messages; None: looked up in the first rows of the prompts, as far as there is a file.
     Raises ValueError as `chat_of` and `read_layout`, and for tags that do not survive the tokenizer.
     """
     if messages is None:
@@ -110,45 +110,45 @@ def chat_of(
     end_ids: Collection[int] = (),
     warm_start: str = "",
 ) -> Chat:
-    """Decide how a policy is talked to; what `prompts` sets stays as it is.
+    """Decide the form of a policy's prompts; settings of `prompts` that are not auto do not change.
 
-    tokenizer: of Hugging Face. messages: the rows have lists of messages. end_ids: tokens that end the policy's
-    completions. warm_start: completions of its examples.
-    The template: rows of messages take it where there is one. Rows of text take it where the policy was tuned on
-    conversations, that is where the template ends an answer with one of `end_ids`; many base policies inherit a
-    template and end their texts otherwise. The tags: of the template, unless it is only inherited, else of the warm
-    start, else none; a vocabulary may have tags that its policy never writes. A template that closes thinking in
-    the prompt has no tags. Raises ValueError for a template that fails, and, where prompts take it, for a closing tag
-    that nothing has.
+    tokenizer: Hugging Face's. messages: the rows have lists of messages. end_ids: tokens that end the policy's
+    completions. warm_start: completions of the warm start's examples.
+    Rows of messages take a template where there is one. Rows of text take the template where the policy was tuned on
+    conversations, that is where the template ends an answer with a token of `end_ids`; many base policies inherit a
+    template and end texts otherwise. The tags are the template's, unless the template is only inherited, else the
+    warm start's, else none; a vocabulary may have tags that the policy never writes. A template that closes thinking
+    in the prompt has no tags. Raises ValueError for a template that fails and, where prompts take the template, for
+    a closing tag that no text has.
     """
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     turn_end = _end_of_turn(tokenizer, prompts) if template else ""
-    tuned = any(token in end_ids for token in tokenizer(turn_end, add_special_tokens=False)["input_ids"])
-    takes = bool(template) and (messages or tuned)
+    chat_tuned = any(token in end_ids for token in tokenizer(turn_end, add_special_tokens=False)["input_ids"])
+    uses_template = bool(template) and (messages or chat_tuned)
     if isinstance(prompts.chat_template, bool):
-        takes = prompts.chat_template
-    shown = ""
-    if takes and template:
-        shown = apply_template(tokenizer, prompts, [QUESTION])
+        uses_template = prompts.chat_template
+    sample_prompt = ""
+    if uses_template and template:
+        sample_prompt = apply_template(tokenizer, prompts, [QUESTION])
     texts = {
-        "chat template": template + shown,
+        "chat template": template + sample_prompt,
         "warm start": warm_start,
-        # a line for each token, so that no tag is found across two of them
+        # a line for each token, so that no tag is found across two tokens
         "vocabulary": "\n".join(tokenizer.get_vocab()),
         "prompt": prompts.prompt_template + (prompts.system or ""),
     }
-    taught = ["chat template", "warm start"]
-    if not (takes or tuned):
-        taught = ["warm start"]
-    tags = next(filter(None, (tags_in(texts[source]) for source in taught)), NO_TAGS)
-    if any(shown.rstrip().endswith(end) for _, end in THINK_TAGS):
+    tag_sources = ["chat template", "warm start"]
+    if not (uses_template or chat_tuned):
+        tag_sources = ["warm start"]
+    tags = next(filter(None, (tags_in(texts[source]) for source in tag_sources)), NO_TAGS)
+    if any(sample_prompt.rstrip().endswith(end) for _, end in THINK_TAGS):
         tags = NO_TAGS
     doubts: dict[str, Any] = {}
-    if prompts.chat_template == AUTO and template and not takes:
+    if prompts.chat_template == AUTO and template and not uses_template:
         doubts["prompts.chat_template"] = True
-    written = tags_in(texts["vocabulary"] + template)
-    if prompts.think_end == AUTO and tags == NO_TAGS and written and not takes:
-        doubts |= zip(("prompts.think_start", "prompts.think_end", "interruption.enabled"), (*written, True))
+    vocabulary_tags = tags_in(texts["vocabulary"] + template)
+    if prompts.think_end == AUTO and tags == NO_TAGS and vocabulary_tags and not uses_template:
+        doubts |= zip(("prompts.think_start", "prompts.think_end", "interruption.enabled"), (*vocabulary_tags, True))
     start = prompts.think_start
     end = prompts.think_end
     if start == AUTO:
@@ -156,9 +156,9 @@ def chat_of(
     if end == AUTO:
         end = tags[1]
     rows = f"rows of {'messages' if messages else 'text'} "
-    rows += _treatment(template, turn_end, takes=takes, tuned=tuned)
-    why = f"{rows}; {_thinking(texts, end, known=end == tags[1], takes=takes)}"
-    return Chat(chat_template=takes, think_start=start, think_end=end, why=why, doubts=doubts)
+    rows += _treatment(template, turn_end, uses_template=uses_template, chat_tuned=chat_tuned)
+    decision = f"{rows}; {_thinking(texts, end, known_tag=end == tags[1], uses_template=uses_template)}"
+    return Chat(chat_template=uses_template, think_start=start, think_end=end, why=decision, doubts=doubts)
 
 
 def _end_of_turn(tokenizer: Any, prompts: PromptsSection) -> str:
@@ -167,57 +167,57 @@ def _end_of_turn(tokenizer: Any, prompts: PromptsSection) -> str:
     return " ".join(text.rpartition(ANSWER["content"])[2].split())
 
 
-def _treatment(template: str, turn_end: str, *, takes: bool, tuned: bool) -> str:
-    """Whether rows take the template, and why."""
+def _treatment(template: str, turn_end: str, *, uses_template: bool, chat_tuned: bool) -> str:
+    """Whether rows take the template, with the reason."""
     if not template:
         return "are sent as text, since the tokenizer has no chat template"
     words = "take the tokenizer's chat template"
-    if not takes:
+    if not uses_template:
         words = "do not take the tokenizer's chat template; prompts.chat_template=true applies it"
-    if not tuned:
+    if not chat_tuned:
         words += f" (it ends answers with {turn_end or 'nothing'}, which is no end token of this policy)"
     return words
 
 
-def _thinking(texts: Mapping[str, str], end: str, *, known: bool, takes: bool) -> str:
-    """The tag that closes thinking, and its source.
+def _thinking(texts: Mapping[str, str], end: str, *, known_tag: bool, uses_template: bool) -> str:
+    """The tag that closes thinking, and the source of the tag.
 
-    known: the tag is of the policy's template or warm start. Raises ValueError for a tag that no text has, where
+    known_tag: the tag is in the policy's template or warm start. Raises ValueError for a tag that no text has, where
     prompts take a template.
     """
     if not end.strip():
         return "the policy thinks in no tags, and its whole completion is the answer"
     source = next((source for source, text in texts.items() if end.strip() in text), "")
-    if source or known:
+    if source or known_tag:
         return f"thinking is closed by {end!r}, as the {source or 'chat template'} has it"
     problem = f"prompts.think_end is {end!r}, which is in no {', '.join(texts)}"
-    if takes:
+    if uses_template:
         raise ValueError(f"{problem}; set think_start and think_end to '', or name the warm start (sft.path)")
     return problem
 
 
 def tags_in(text: str) -> tuple[str, str] | None:
-    """The tags of which a text, such as the source of a template, has one."""
+    """The first pair of THINK_TAGS with a tag in the text, such as the source of a template."""
     return next((pair for pair in THINK_TAGS if any(tag.strip() in text for tag in pair)), None)
 
 
 def check_turn(tokenizer: Any, prompts: PromptsSection) -> None:
     """Raises ValueError for a template whose prompt does not open the assistant's turn.
 
-    It opens one if the generation prompt adds text. A template may also open it without: where the answer follows
-    the question at once (Mistral), or the prompt cannot be the beginning of another question.
+    A prompt opens the turn if the generation prompt adds text. A template may also open the turn without added text:
+    if the answer follows the question at once (Mistral), or the prompt cannot be the beginning of another question.
     """
 
-    def shown(*messages: Mapping[str, str], generation: bool = False) -> str:
+    def render(*messages: Mapping[str, str], generation: bool = False) -> str:
         try:
             return apply_template(tokenizer, prompts, messages, generation=generation)
         except ValueError:  # the roles have to alternate
             return prompt
 
     prompt = apply_template(tokenizer, prompts, [QUESTION]).rstrip()
-    ignores = shown(QUESTION).rstrip() == prompt
-    answered = shown(QUESTION, ANSWER).removeprefix(prompt).lstrip()
-    opens = answered.startswith(ANSWER["content"]) or not shown(QUESTION, QUESTION).startswith(prompt)
+    ignores = render(QUESTION).rstrip() == prompt
+    answer_text = render(QUESTION, ANSWER).removeprefix(prompt).lstrip()
+    opens = answer_text.startswith(ANSWER["content"]) or not render(QUESTION, QUESTION).startswith(prompt)
     if ignores and not opens:
         raise ValueError(
             "prompts.chat_template: the tokenizer's template ignores add_generation_prompt: the prompt ends with "
@@ -236,7 +236,7 @@ def apply_template(
 ) -> str:
     """Messages in the tokenizer's template.
 
-    tools: JSON schemas of functions. generation: with the opening of the assistant's turn. Raises ValueError for a
+    tools: JSON schemas of functions. generation: whether the text opens the assistant's turn. Raises ValueError for a
     template that fails.
     """
     try:
@@ -254,10 +254,10 @@ def apply_template(
 
 
 def check_think_tags(tokenizer: Any, start: str, end: str) -> None:
-    """Check that each think tag decodes to itself; it may be several tokens.
+    """Check that the tokens of each think tag, one or several, decode to the same text.
 
-    Whitespace around a tag may differ, since tokenizers move it. The forced phrase, whose whitespace may not differ,
-    is checked by `engine.interruption.plan_ids`. Raises ValueError for a text that does not decode to itself.
+    Whitespace around a tag may differ, since tokenizers move whitespace. `engine.interruption.plan_ids` checks the
+    forced phrase, whose whitespace may not differ. Raises ValueError for a tag that decodes to another text.
     """
     for key, text in (("prompts.think_start", start), ("prompts.think_end", end)):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,12 +1,12 @@
 """Order of prompts: shuffled epochs of each task, without prompts that the policy already solves.
 
 No-positive-resampling (Khatri et al. 2025, arXiv 2510.13786, section 3.2): a prompt whose pass rate reached 0.9 is
-removed permanently from later epochs. Choices where the paper is silent: the pass rate is that of the prompt's latest
-scored group, and it is checked when the prompt is drawn, so that a group scored after the epoch began still counts.
+removed permanently from later epochs. Choices where the paper is silent: the pass rate is the prompt's latest scored
+group's, and is checked when the prompt is drawn, so that a group scored after the epoch began still counts.
 
-A mixture draws the tasks in a fixed order in which each has its share by weight in every stretch of draws, to within
-one prompt (smooth weighted round-robin), not at random: a batch's composition adds no noise. Every task has epochs of
-its own. One that has no prompt left is drawn no more, and the others keep their proportions.
+A mixture draws the tasks in a fixed order in which each task has a share by weight in every stretch of draws, to
+within 1 prompt (smooth weighted round-robin), not at random: a batch's composition adds no noise. Every task has
+separate epochs. A task without prompts left is drawn no more, and the other tasks keep the proportions.
 """
 
 import random
@@ -22,10 +22,10 @@ class CurriculumDry(Exception):
 class Curriculum:
     """Draws training prompts, of each task epoch by epoch.
 
-    The order of an epoch depends on the set of its task's prompts, the seed and the epoch's number alone, not on the
+    The order of an epoch depends on the set of the task's prompts, the seed and the epoch's number alone, not on the
     order of the file or on scores. `no_positive_resampling` is the least pass rate at which a prompt is removed
     (None: never), `max_epochs` the number of epochs of each task (None: no limit), `weights` the weight of each task
-    (None: the prompts are of one).
+    (None: all prompts belong to one task).
     """
 
     def __init__(
@@ -46,37 +46,37 @@ class Curriculum:
         assert len(self._task_of) == len(prompts), "prompt ids repeat"
         self._weights = dict(weights)
         self._credit = dict.fromkeys(self._tasks, 0.0)
-        self._ended: dict[str, str] = {}
+        self._end_reasons: dict[str, str] = {}
         self.epoch = 0
-        """Epoch of the last draw in its task, from 0."""
+        """Epoch of the last draw, of the drawn task, from 0."""
 
     @property
     def removed(self) -> int:
-        """Number of prompts removed so far; a solved prompt is removed when it would be drawn again."""
+        """Number of prompts removed so far; the next draw of a solved prompt removes the prompt."""
         return sum(len(task.removed) for task in self._tasks.values())
 
     @property
     def skipped(self) -> int:
         """Number of draws so far at which a removed prompt's turn came, over all epochs.
 
-        Over skipped and drawn prompts of a stretch of the order, it is the share of prompts that are removed.
+        Divided by skipped plus drawn prompts of a stretch of the order: the share of removed prompts.
         """
         return sum(task.skipped for task in self._tasks.values())
 
     def draw(self) -> tuple[Prompt, int]:
-        """The next prompt and its epoch, from 0. Raises CurriculumDry, at every call, when none is left."""
-        while len(self._ended) < len(self._tasks):
+        """(next prompt, epoch from 0). Raises CurriculumDry, at every call, when no prompt is left."""
+        while len(self._end_reasons) < len(self._tasks):
             name = self._next_task()
             try:
                 prompt, self.epoch = self._tasks[name].draw()
             except CurriculumDry as end:
-                self._ended[name] = f"{name}: {end}" if name else str(end)
-                # what the other tasks had drawn so far was in proportion to a task that is gone
+                self._end_reasons[name] = f"{name}: {end}" if name else str(end)
+                # the draws of the other tasks so far were in proportion to a task that is gone
                 self._credit = dict.fromkeys(self._tasks, 0.0)
                 continue
             self._credit[name] -= 1.0
             return prompt, self.epoch
-        raise CurriculumDry("; ".join(self._ended[name] for name in self._tasks))
+        raise CurriculumDry("; ".join(self._end_reasons[name] for name in self._tasks))
 
     def observe(self, prompt_id: str, pass_rate: float) -> None:
         """Record the pass rate of this prompt's latest scored group; truncated completions count as wrong."""
@@ -84,11 +84,11 @@ class Curriculum:
 
     def _next_task(self) -> str:
         """The task that is furthest behind its share."""
-        left = [name for name in self._tasks if name not in self._ended]
-        total = sum(self._weights[name] for name in left)
-        for name in left:
+        open_tasks = [name for name in self._tasks if name not in self._end_reasons]
+        total = sum(self._weights[name] for name in open_tasks)
+        for name in open_tasks:
             self._credit[name] += self._weights[name] / total
-        return max(left, key=lambda name: self._credit[name])
+        return max(open_tasks, key=lambda name: self._credit[name])
 
 
 class _Task:
@@ -103,18 +103,18 @@ class _Task:
         self._threshold = no_positive_resampling
         self._max_epochs = max_epochs
         self._epoch = -1
-        self._left: list[str] = []
+        self._remaining_ids: list[str] = []
         """The rest of the epoch, the next prompt last."""
         self._latest: dict[str, float] = {}
         self.removed: set[str] = set()
         self.skipped = 0
 
     def draw(self) -> tuple[Prompt, int]:
-        """The next prompt of this task and its epoch, from 0. Raises CurriculumDry when none is left."""
+        """(next prompt of this task, epoch from 0). Raises CurriculumDry when no prompt is left."""
         while True:
-            if not self._left:
+            if not self._remaining_ids:
                 self._begin_next_epoch()
-            identity = self._left.pop()
+            identity = self._remaining_ids.pop()
             if self._is_removed(identity):
                 self.skipped += 1
                 continue
@@ -133,13 +133,13 @@ class _Task:
         if self._epoch + 1 == self._max_epochs:
             raise CurriculumDry(f"curriculum.max_epochs {self._max_epochs} reached")
         self._epoch += 1
-        # a generator for each epoch: a resumed run repeats an epoch's order without drawing those before it
+        # a generator for each epoch: a resumed run repeats an epoch's order without the draws of earlier epochs
         order = list(self._prompts)
         random.Random(f"curriculum {self._seed} epoch {self._epoch}").shuffle(order)
-        self._left = order[::-1]
+        self._remaining_ids = order[::-1]
 
     def _is_removed(self, identity: str) -> bool:
-        """Checked at draw time; a removed prompt stays removed whatever is scored later."""
+        """Whether a draw skips the prompt; a removed prompt stays removed whatever is scored later."""
         if self._threshold is not None and self._latest.get(identity, -1.0) >= self._threshold:
             self.removed.add(identity)
         return identity in self.removed

@@ -1,9 +1,9 @@
-"""Loads prompts: rows of a file become rendered `Prompt`s, some of them held out for validation.
+"""Loads prompts: rows of a file become rendered `Prompt`s for training and validation.
 
     rows (`layouts`) -> questions and references -> each text once -> references checked -> tokens -> split
 
 The tasks of a mixture are loaded one after another, before any process starts. Then no task trains on a text that
-any of them holds out. A row that fails is skipped with its reason; a file most of whose rows fail is an error.
+any task holds out. A row that fails is skipped with a reason; a file most of whose rows fail is an error.
 
 The split depends on the texts alone, not on the order of the rows or on other columns. Skipped rows (duplicates,
 prompts that are too long) are counted in a `PromptReport`.
@@ -31,8 +31,9 @@ PROMPTS_CHANGED = "a prompt file, the tokenizer or its template has changed"
 CheckAnswers = Callable[
     [Task, Sequence[tuple[str, str, Mapping[str, Any]]]], tuple[Sequence[str], Sequence[str | None]]
 ]
-"""(task, questions with their references and other columns) -> for each why no answer may be paid, or nothing: by the
-texts alone, and as found out otherwise, which may differ the next time; None: to be found out at its first use."""
+"""(task, (question, reference, other columns) of each row) -> (problems, trials), for each row the reason why no
+answer may be paid, or empty. A problem follows from the texts alone. A trial may end otherwise the next time; None:
+the trial is due at the first use."""
 
 
 @record
@@ -40,19 +41,19 @@ class PromptReport:
     """Counts of kept and skipped rows."""
 
     rows: int
-    """Rows read; of both files if held-out prompts have their own."""
+    """Rows read; of both files if held-out prompts have a separate file."""
     training: int
     held_out: int
     duplicates: int
-    """Rows whose text and answer equal those of an earlier row."""
+    """Rows whose text and answer equal an earlier row's."""
     leaked: int
-    """Training rows skipped because their text is in the file of held-out prompts."""
+    """Training rows skipped because the text is in the file of held-out prompts."""
     too_long: tuple[str, ...]
     """Entries for skipped prompts: file, line, tokens of the prompt and tokens allowed."""
     unusable: tuple[str, ...] = ()
     """Entries for rows that cannot be learned from: file, line, reason."""
     key: str = "prompts"
-    """Section of the recipe that the counts are about."""
+    """Key of the recipe's section for these prompts."""
     layouts: tuple[str, ...] = ()
     """Entries for files: the columns of questions and references."""
 
@@ -77,14 +78,14 @@ class PromptSet:
     """The prompts of a run."""
 
     training: tuple[Prompt, ...]
-    """In the order of the files, task after task."""
+    """Training prompts in the order of the files, task after task."""
     held_out: tuple[Prompt, ...]
-    """Task after task, each in the order of hashes, so that its first n do not depend on the order of the file."""
+    """Held-out prompts, task after task, in the order of hashes: the first n do not depend on the file's order."""
     reports: tuple[PromptReport, ...]
-    """Of each task, by name."""
+    """Report of each task, by name."""
     problems: dict[str, str | None] = field(default_factory=dict)
-    """Prompts that a check refused whose result may differ the next time, with the reason; None: to be checked at
-    their first use. They stay, so that digest and order do not change when the run is resumed."""
+    """Id of a prompt -> reason of a check whose result may differ the next time; None: the check is due at the first
+    use. Refused prompts stay, so that digest and order do not change when the run is resumed."""
 
     def lines(self) -> list[str]:
         """The reports as text."""
@@ -92,10 +93,10 @@ class PromptSet:
 
     def digest(self) -> str:
         """16 hexadecimal digits of the SHA-256 of all ids and tokens, in order."""
-        whole = hashlib.sha256()
+        digest = hashlib.sha256()
         for prompt in (*self.training, *self.held_out):
-            whole.update(json.dumps([prompt.prompt_id, prompt.token_ids]).encode())
-        return whole.hexdigest()[:16]
+            digest.update(json.dumps([prompt.prompt_id, prompt.token_ids]).encode())
+        return digest.hexdigest()[:16]
 
 
 def prompt_id(text: str, answer: str, task: str = "") -> str:
@@ -111,11 +112,11 @@ def load_prompts(
 ) -> PromptSet:
     """Read, render and split the prompts of the recipe's tasks.
 
-    `tokenizer` is a Hugging Face tokenizer. Held out of a task are the prompts of its `held_out_path`, or else the
-    `held_out` prompts of `path` whose texts have the smallest hashes; below 1, `held_out` is a share of all possible
-    texts. No task trains on a text that any task holds out. Rows that cannot be learned from are skipped and
-    reported: rows without a text or an answer, and rows that `check_answers` refuses. Raises ValueError, in one
-    line, for an invalid file, where most of its rows cannot be learned from, or if a task has no training prompt.
+    `tokenizer` is a Hugging Face tokenizer. A task holds out the prompts of `held_out_path`, or else the `held_out`
+    prompts of `path` whose texts have the smallest hashes; below 1, `held_out` is a share of all possible texts. No
+    task trains on a text that any task holds out. Rows that cannot be learned from are skipped and reported: rows
+    without a text or an answer, and rows that `check_answers` refuses. Raises ValueError, in one line, for an invalid
+    file, a file most of whose rows cannot be learned from, and a task without training prompts.
     """
     problems: dict[str, str | None] = {}
     loaders = [_Loader(tokenizer, task, check_answers, problems) for task in tasks]
@@ -125,8 +126,8 @@ def load_prompts(
     training = []
     reports = []
     for loader, (prompts, held_out) in zip(loaders, splits):
-        kept = [prompt for prompt in prompts if prompt.text not in texts]
-        if not kept:
+        kept_prompts = [prompt for prompt in prompts if prompt.text not in texts]
+        if not kept_prompts:
             rows = len(prompts) + loader.split_off
             default = PromptsSection.model_fields["held_out"].default
             raise ValueError(
@@ -134,8 +135,8 @@ def load_prompts(
                 f"{loader.task.prompts.path}, and none is left to train on; set fewer, such as {max(1, rows // 10)} "
                 f"(the default is {default})"
             )
-        training += kept
-        reports.append(loader.report(kept, held_out, leaked=len(prompts) - len(kept)))
+        training += kept_prompts
+        reports.append(loader.report(kept_prompts, held_out, leaked=len(prompts) - len(kept_prompts)))
     ordered: list[Prompt] = []
     for _, held_out in splits:
         ordered += sorted(held_out, key=lambda prompt: (_text_hash(prompt.text), prompt.prompt_id))
@@ -143,14 +144,14 @@ def load_prompts(
 
 
 def first_of_each_task(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
-    """The first `count` prompts of every task, in their order; None: all."""
+    """The first `count` prompts of every task, in the given order; None: all prompts."""
     counts: Counter[str] = Counter()
-    kept = []
+    kept_prompts = []
     for prompt in prompts:
         counts[prompt.task] += 1
         if count is None or counts[prompt.task] <= count:
-            kept.append(prompt)
-    return kept
+            kept_prompts.append(prompt)
+    return kept_prompts
 
 
 def split_held_out(prompts: Sequence[Prompt], held_out: int | float) -> tuple[list[Prompt], list[Prompt]]:
@@ -171,14 +172,14 @@ def _text_hash(text: str) -> int:
 
 
 _Usable = tuple[str, Question, Prompt]
-"""The place of a row, its question, and its prompt without tokens."""
+"""(place of a row, question of the row, prompt without tokens)."""
 
 
 class _Loader:
     """Reads the files of a task into prompts and counts skipped rows."""
 
     def __init__(self, tokenizer: Any, task: Task, check_answers: CheckAnswers, problems: dict[str, str | None]):
-        """problems: as of `PromptSet`, filled here."""
+        """problems: the problems of `PromptSet`, filled here."""
         self._renderer = PromptRenderer(tokenizer, task.prompts)
         self._prompts = task.prompts
         self._check_answers = check_answers
@@ -203,11 +204,11 @@ class _Loader:
         return training, held_out
 
     def report(self, training: Sequence[Prompt], held_out: Sequence[Prompt], *, leaked: int) -> PromptReport:
-        refused = {identity for identity, problem in self._problems.items() if problem}
+        refused_ids = {identity for identity, problem in self._problems.items() if problem}
         return PromptReport(
             rows=self._rows,
-            training=sum(prompt.prompt_id not in refused for prompt in training),
-            held_out=sum(prompt.prompt_id not in refused for prompt in held_out),
+            training=sum(prompt.prompt_id not in refused_ids for prompt in training),
+            held_out=sum(prompt.prompt_id not in refused_ids for prompt in held_out),
             duplicates=self._duplicates,
             leaked=leaked,
             too_long=tuple(self._too_long),
@@ -240,38 +241,38 @@ class _Loader:
             self._notice(path, [prompt for _, _, prompt in unique.values()])
         answers = [(prompt.text, prompt.answer, prompt.extra) for _, _, prompt in unique.values()]
         # after all rows are read: the tests of code problems are tried together, on all CPUs
-        problems, tried = self._check_answers(self.task, answers)
-        for identity, problem, trial in zip(list(unique), problems, tried):
+        problems, trials = self._check_answers(self.task, answers)
+        for identity, problem, trial in zip(list(unique), problems, trials):
             if problem or trial:
                 self._unusable.append(f"{unique[identity][0]}: {layout.reference[-1]!r}: {problem or trial}")
             if problem:
                 del unique[identity]
-            # a trial may end otherwise on another machine: its prompt stays, with the reason
+            # a trial may end otherwise on another machine: the prompt stays, with the reason
             elif trial != "":
                 self._problems[identity] = trial
-        checked = len(tried) - tried.count(None)
-        if checked < len(tried) and not self.task.episodes:
+        checked = len(trials) - trials.count(None)
+        if checked < len(trials) and not self.task.episodes:
             self._layouts.append(
-                f"{path}: {checked} of {len(tried)} references were checked, the others are at their first use"
+                f"{path}: {checked} of {len(trials)} references were checked, the others are at their first use"
             )
-        # rows of other tasks are neither read nor skipped: a mixed file may have few of this one
+        # rows of other tasks are neither read nor skipped: a mixed file may have few rows of this task
         read = self._rows - rows_before - elsewhere
         skipped = len(self._unusable) - unusable_before - elsewhere
         if not read:
-            why = "all rows are for other verifiers" if elsewhere else "the file is empty"
-            raise ValueError(f"{path}: there is no prompt: {why}")
-        if 2 * skipped > read or not unique or 2 * (checked - tried.count("")) > checked:
+            reason = "all rows are for other verifiers" if elsewhere else "the file is empty"
+            raise ValueError(f"{path}: there is no prompt: {reason}")
+        if 2 * skipped > read or not unique or 2 * (checked - trials.count("")) > checked:
             raise ValueError(f"{path}: {skipped} of {read} rows cannot be learned from, such as {self._unusable[-1]}")
-        kept = self._render(unique)
-        if not kept:
+        kept_prompts = self._render(unique)
+        if not kept_prompts:
             raise ValueError(
                 f"{path}: all {len(unique)} prompts are longer than prompts.max_prompt_tokens "
                 f"{self._prompts.max_prompt_tokens}"
             )
-        return kept
+        return kept_prompts
 
     def _notice(self, path: str, prompts: Sequence[Prompt]) -> None:
-        """Report what may be a mistake in the rows of a file."""
+        """Report likely mistakes in the rows of a file."""
         columns = {
             name
             for prompt in prompts
@@ -281,13 +282,13 @@ class _Loader:
         if columns:
             self._layouts.append(f"{path}: the policy does not see {', '.join(sorted(columns))}")
         questions = Counter(prompt.text for prompt in prompts)
-        if several := len(prompts) - list(questions.values()).count(1):
-            self._layouts.append(f"{path}: {several} rows have the question of another row, and another reference")
+        if repeats := len(prompts) - list(questions.values()).count(1):
+            self._layouts.append(f"{path}: {repeats} rows have the question of another row, and another reference")
         if len(prompts) > len({prompt.answer for prompt in prompts}) == 1:
             self._layouts.append(f"{path}: all references are {prompts[0].answer[:60]!r}")
 
     def _read(self, layout: Layout, row: Row) -> tuple[Question, Prompt]:
-        """The question of a row, and its prompt without tokens. Raises ValueError for a row that cannot be used."""
+        """(question, prompt without tokens) of a row. Raises ValueError for a row that cannot be used."""
         verifier = self.task.rewards.verifier
         if other_task(row.readable(), layout):
             raise OtherTask(f"{row.where}: the row is for another verifier than {verifier}")
@@ -309,12 +310,12 @@ class _Loader:
     def _render(self, unique: dict[str, _Usable]) -> list[Prompt]:
         limit = self._prompts.max_prompt_tokens
         all_token_ids = self._renderer.token_ids([question for _, question, _ in unique.values()])
-        kept = []
-        for (where, _, prompt), token_ids in zip(unique.values(), all_token_ids):
+        kept_prompts = []
+        for (place, _, prompt), token_ids in zip(unique.values(), all_token_ids):
             if not token_ids:
-                raise ValueError(f"{where}: the prompt has 0 tokens; mend the tokenizer or its chat template")
+                raise ValueError(f"{place}: the prompt has 0 tokens; mend the tokenizer or its chat template")
             if len(token_ids) > limit:
-                self._too_long.append(f"{where}: {len(token_ids)} tokens, at most {limit} allowed")
+                self._too_long.append(f"{place}: {len(token_ids)} tokens, at most {limit} allowed")
             else:
-                kept.append(replace(prompt, token_ids=token_ids))
-        return kept
+                kept_prompts.append(replace(prompt, token_ids=token_ids))
+        return kept_prompts

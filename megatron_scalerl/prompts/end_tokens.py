@@ -1,8 +1,8 @@
 """Tokens that end a completion: the tokenizer's end of sequence, and the end tokens in the policy's folder.
 
-Instruction-tuned policies end their turns with other tokens than the tokenizer's: Llama 3's generation_config.json
-lists three. vLLM stops at all of them (vllm/v1/engine/input_processor.py), so warm start, requests and verifier must
-use them too.
+Instruction-tuned policies end turns with other tokens than the tokenizer's: Llama 3's generation_config.json lists
+three tokens. vLLM stops at all listed tokens (vllm/v1/engine/input_processor.py), so warm start, requests and
+verifier must use the whole list, too.
 """
 
 import json
@@ -11,11 +11,11 @@ from typing import Any
 
 
 def end_token_ids(policy: str | Path, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a completion. The tokenizer's own is first; it is forced at the end of a budget.
+    """Tokens that end a completion. The first is the tokenizer's own token, which is forced at the end of a budget.
 
-    policy: Hugging Face folder; its generation_config.json is read, or config.json where there is none. Raises
-    ValueError for a tokenizer without an end-of-sequence token, for entries that are not token ids, and for ids
-    outside the policy's vocabulary.
+    policy: Hugging Face folder with generation_config.json or, without that file, config.json. Raises ValueError for
+    a tokenizer without an end-of-sequence token, for entries that are not token ids, and for ids outside the policy's
+    vocabulary.
     """
     eos = tokenizer.eos_token_id
     if not isinstance(eos, int):
@@ -24,34 +24,34 @@ def end_token_ids(policy: str | Path, tokenizer: Any) -> tuple[int, ...]:
     generation_file = config_file.with_name("generation_config.json")
     config = _read(config_file)
     text = text_config(policy)
-    # as transformers builds a generation config: from config.json where the folder has no file for it
+    # transformers, too, builds a generation config from config.json where the folder has no generation_config.json
     file = config_file
-    stated: Any = config.get("eos_token_id", text.get("eos_token_id"))
+    entry: Any = config.get("eos_token_id", text.get("eos_token_id"))
     if generation_file.is_file():
         file = generation_file
-        stated = _read(file).get("eos_token_id")
-    ids = stated if isinstance(stated, list) else [stated]
-    if stated is None:
+        entry = _read(file).get("eos_token_id")
+    ids = entry if isinstance(entry, list) else [entry]
+    if entry is None:
         ids = []
     # not isinstance: JSON's true is an int in Python
     if not all(type(i) is int and i >= 0 for i in ids):
-        raise ValueError(f"{file}: eos_token_id is {stated!r}; it has to be one token id or a list of token ids")
+        raise ValueError(f"{file}: eos_token_id is {entry!r}; it has to be one token id or a list of token ids")
     rows = text.get("vocab_size")
     if isinstance(rows, int) and any(i >= rows for i in ids):
         raise ValueError(
-            f"{file}: eos_token_id is {stated}; every id has to be below vocab_size {rows} of config.json"
+            f"{file}: eos_token_id is {entry}; every id has to be below vocab_size {rows} of config.json"
         )
     return (eos, *sorted(set(ids) - {eos}))
 
 
 def text_config(policy: str | Path) -> dict[str, Any]:
-    """config.json of the policy's folder, its part for the text model if there is one; empty without a file."""
+    """config.json of the policy's folder, or text_config if the file has that part; empty without a file."""
     config = _read(Path(policy) / "config.json")
     return config.get("text_config") or config
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The JSON object in a file, an empty one where there is no file."""
+    """The JSON object in a file; empty where there is no file."""
     if not file.is_file():
         return {}
     try:

@@ -1,8 +1,8 @@
-"""Layouts of prompt files: which columns hold the question and the reference, and how their values are read.
+"""Layouts of prompt files: which columns hold the question and the reference, and how the values are read.
 
 `LAYOUTS` is a table. A column is a name, or a path into nested values (`reward_model.ground_truth`, `0.value`), JSON
-texts included. Several columns are joined; one that begins with `?` may be absent. What a question refers to is part
-of it: a context, and choices, each after its letter.
+texts included. Several columns are joined; a column that begins with `?` may be absent. A question includes the texts
+that the question refers to: a context, and choices, each after a letter.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megatron_scalerl.recipe.sections import PromptsSection
 from megatron_scalerl.record import record
 
 SAMPLE = 64
-"""Rows at the beginning of a file from which its layout is detected."""
+"""Rows at the beginning of a file from which the layout is detected."""
 UNPACKED = 1 << 28
-"""Most bytes of unit tests that a row packs."""
+"""Highest number of bytes of unit tests that a row packs."""
 UNLISTED = 3
 """Rank of a layout whose reference is in a column that the recipe names and the layout does not have."""
 CONTEXT = ("context", "passage", "article", "Body", "body")
@@ -35,12 +35,12 @@ CONTEXT = ("context", "passage", "article", "Body", "body")
 CHOICES = ("choices", "options", "endings")
 """Columns of a multiple-choice question's answers."""
 _CHOICE = re.compile(r"[A-J]|(?i:(?:option|choice|ending|answer|op)[ _]?[a-j]|(?:option|choice|ending)[ _]?\d)")
-"""The column of one of its answers."""
+"""The column of a single choice."""
 _PLACE = re.compile(
     r"(?i)<\|?(?:image|img|video|audio|speech)(?:[ _-]?(?:\d+|pad))?\|?>|<img\b[^>]*\bsrc|!\[[^\]\n]*\]\([^)\n]+\)"
     r"|\\includegraphics"
 )
-"""A place in a text where something else than text is shown."""
+"""A place in a text that shows an image, a video or sound."""
 CHECKED = "generated_checker|checker|interactor|interaction_format"
 REFUSED = {
     r"(?:.*_)?(?:image|img|picture|figure|diagram|video|audio|speech)s?(?:_?(?:\d+|path|url|file|name|bytes)s?)*": (
@@ -49,8 +49,8 @@ REFUSED = {
     "tools|functions|documents|tool_calls|function_call": "they need an environment",
     CHECKED: "outputs have to equal the expected ones",
 }
-"""Columns without which a question cannot be answered, or its answers not be judged, and why they are not used. An
-environment uses all but the first."""
+"""Pattern of columns without which a question cannot be answered, or an answer not be judged -> reason of refusal.
+With an environment, which uses the columns of all other patterns, only the first pattern is refused."""
 ROLES = {"human": "user", "gpt": "assistant"}
 """Roles in ShareGPT's form of messages."""
 
@@ -60,7 +60,7 @@ _STATED = re.compile(
     r"|(?:option|answer|choice)(?: is)?:?\s+(\S+))[\s.$]*",
     re.DOTALL | re.IGNORECASE,
 )
-"""A reference that states its choice: in a box, behind a mark, in tags, or in words."""
+"""A reference that states a choice: in a box, behind a mark, in tags, or in words."""
 
 
 @record
@@ -68,7 +68,7 @@ class Question:
     """The question of a row."""
 
     text: str
-    """The question as text, for ids and for the split; several messages each with their role."""
+    """The question as text, for ids and for the split; several messages each with a role."""
     messages: tuple[Mapping[str, str], ...] = ()
     """Role and content of each message; empty for a text."""
 
@@ -79,7 +79,7 @@ class OtherTask(ValueError):
 
 @record
 class Layout:
-    """Where the rows of a file have their questions and references."""
+    """The columns of questions and references in the rows of a file."""
 
     name: str
     """Value of prompts.preset."""
@@ -92,7 +92,7 @@ class Layout:
     first: int = 0
     """The number of the first choice, where references are numbers of choices."""
     rank: int = 0
-    """The layouts with the lowest rank are meant, among the layouts that fit a file."""
+    """The lowest rank wins among the layouts that fit a file."""
 
     def line(self) -> str:
         """The layout as a line of the log."""
@@ -102,20 +102,20 @@ class Layout:
 
     def fits(self, row: Row) -> bool:
         """Whether the row has all columns."""
-        return not any(_missing(row, column) for column in (*self.question, *self.reference))
+        return not any(_column_error(row, column) for column in (*self.question, *self.reference))
 
-    def within(self, other: Layout) -> bool:
-        """Whether the other layout asks the same and more, as instruction with input does."""
-        asked = {column.removeprefix("?") for column in other.question}
-        return self.reference == other.reference and {*self.question} < asked
+    def within(self, layout: Layout) -> bool:
+        """Whether `layout` has the same reference, and this question's columns and more, such as an input."""
+        columns = {column.removeprefix("?") for column in layout.question}
+        return self.reference == layout.reference and {*self.question} < columns
 
     def question_of(self, row: Row) -> Question:
         """The row's question. Raises ValueError, naming row and column."""
-        first, *others = values_of(row, self.question)
+        first, *later_parts = values_of(row, self.question)
         if _is_conversation(parsed := _parsed(first)):
             return _conversation(row, self.question[0], parsed)
         parts = [first]
-        for part in others:
+        for part in later_parts:
             parts.append("\n".join(map(str, part)) if isinstance(part, list) else part)
         text = "\n\n".join(as_text(row, self.question[0], part) for part in parts)
         return Question(text=_with_references(row, text))
@@ -123,18 +123,18 @@ class Layout:
     def check_seen(self, row: Row, question: Question, verifier: str, *, episodes: bool) -> None:
         """Raise ValueError for a row with `REFUSED` columns, or whose question is not text alone.
 
-        verifier: one of the user's gets all columns. episodes: an environment gets the row.
+        verifier: a verifier of the user gets all columns. episodes: an environment gets the row.
         """
-        asked = _parsed(row.values.get(self.question[0].partition(".")[0]))
-        parts = [row.values, *(asked if isinstance(asked, list) else [asked])]
+        question_value = _parsed(row.values.get(self.question[0].partition(".")[0]))
+        parts = [row.values, *(question_value if isinstance(question_value, list) else [question_value])]
         names = [pair for part in parts if isinstance(part, dict) for pair in part.items()]
-        refused = dict(REFUSED)
+        refused_columns = dict(REFUSED)
         if ":" in verifier:
-            del refused[CHECKED]
-        for pattern, why in islice(refused.items(), 1 if episodes else None):
+            del refused_columns[CHECKED]
+        for pattern, reason in islice(refused_columns.items(), 1 if episodes else None):
             for name, value in names:
                 if re.fullmatch(pattern, name, re.IGNORECASE) and leaves(value):
-                    raise ValueError(f"{row.where}: {name!r} cannot be used: {why}")
+                    raise ValueError(f"{row.where}: {name!r} cannot be used: {reason}")
         if place := _PLACE.search(question.text):
             raise ValueError(f"{row.where}: the question shows {place[0]!r}, and the policy reads text alone")
 
@@ -154,8 +154,8 @@ class Layout:
             if letter is not None:
                 return letter
             if any(map(row.values.get, CHOICES)):  # columns A, B ... may be something else
-                shown = str(parts[0])[:60]
-                raise ValueError(f"{row.where}: {self.reference[-1]!r} is {shown!r}, which names no single choice")
+                excerpt = str(parts[0])[:60]
+                raise ValueError(f"{row.where}: {self.reference[-1]!r} is {excerpt!r}, which names no single choice")
         texts = [_as_reference(row, self.reference[-1], part, verifier) for part in parts]
         lists = [_parsed(text) for text in texts]
         if len(texts) > 1 and all(isinstance(part, list) for part in lists):
@@ -166,7 +166,7 @@ class Layout:
         return "\n".join(texts)
 
     def others(self, row: Row) -> dict[str, Any]:
-        """The other columns of the row."""
+        """The row's columns besides question and reference."""
         names = [column.removeprefix("?") for column in (*self.question, *self.reference)]
         return other_columns(row, {*names, *(name.partition(".")[0] for name in names)})
 
@@ -230,22 +230,22 @@ LAYOUTS = (
     ),
     *(Layout(name=f"{q[0]}/{r}", question=q, reference=(r,), rank=rank) for q, r, rank in PAIRS),
 )
-"""A worked solution (rank 2) is the reference of a file without answers; it has them in a box. Beside a question,
-`messages` (rank 2) are its whole conversation. MBPP+ has the columns of HumanEval (rank 1), and tests with numpy."""
+"""A worked solution (rank 2), with a boxed answer, is the reference of a file without answers. Beside a question,
+`messages` (rank 2) are the whole conversation. MBPP+ has the columns of HumanEval (rank 1), and tests with numpy."""
 
 
 def read_layout(path: str, prompts: PromptsSection, verifier: str) -> tuple[Layout, Iterator[Row]]:
-    """The layout of a prompts file, and its rows.
+    """(layout, rows) of a prompts file.
 
-    Raises ValueError, in one line, as `read_rows`, for a file of no known layout, for one whose references need
-    another verifier, and for one that fits several layouts with different questions or references.
+    Raises ValueError, in one line, as `read_rows`, and for a file of no known layout, a file whose references need
+    another verifier, and a file that fits several layouts with different questions or references.
     """
     rows = read_rows(path, prompts.split)
     sample = list(islice(rows, SAMPLE))
     readable = [row for row in sample if not row.problem]
     for column in filter(None, (prompts.prompt_column, prompts.answer_column)):
-        if readable and (missing := [_missing(row, column) for row in readable]) and all(missing):
-            raise ValueError(f"{path}: {missing[0]}")
+        if readable and (column_errors := [_column_error(row, column) for row in readable]) and all(column_errors):
+            raise ValueError(f"{path}: {column_errors[0]}")
     layouts = _candidates(prompts)
     layout = layouts[0]
     if readable and len(layouts) > 1:
@@ -261,9 +261,9 @@ def read_layout(path: str, prompts: PromptsSection, verifier: str) -> tuple[Layo
 
 
 def other_task(row: Row, layout: Layout) -> bool:
-    """Whether a row has the layout's columns, and within them what another verifier needs."""
-    missing = [column for column in layout.reference if _missing(row, column)]
-    return bool(layout.verifier) and any(row.values.get(column.partition(".")[0]) for column in missing)
+    """Whether a row has the outer column of an absent reference, as rows for another verifier have."""
+    absent_columns = [column for column in layout.reference if _column_error(row, column)]
+    return bool(layout.verifier) and any(row.values.get(column.partition(".")[0]) for column in absent_columns)
 
 
 def _candidates(prompts: PromptsSection) -> list[Layout]:
@@ -285,13 +285,13 @@ def _candidates(prompts: PromptsSection) -> list[Layout]:
         ]
     if question or reference:
         layouts = [replace(x, name=f"{'+'.join(x.question)}/{'+'.join(x.reference)}") for x in layouts]
-    # several layouts are now the same one; the last of equal keys, with the lowest rank, stays
+    # several layouts are now equal; the last of equal keys, with the lowest rank, stays
     by_rank = sorted(layouts, key=lambda layout: -layout.rank)
     return list({(layout.question, layout.reference): layout for layout in by_rank}.values())
 
 
 def _serves(layout: Layout, verifier: str) -> bool:
-    """Whether a verifier can use the references; a custom one can use all."""
+    """Whether a verifier can use the references; a verifier of the user can use all references."""
     return layout.verifier in ("", verifier) or ":" in verifier
 
 
@@ -321,7 +321,7 @@ def _detected(path: str, rows: Sequence[Row], layouts: Sequence[Layout], verifie
 
 
 def _pair(layout: Layout, row: Row, verifier: str) -> tuple[str, str] | None:
-    """Question and reference of a row, None where it lacks one."""
+    """(question, reference) of a row, None if the row lacks either."""
     try:
         return layout.question_of(row).text, layout.reference_of(row, verifier)
     except ValueError:
@@ -329,7 +329,7 @@ def _pair(layout: Layout, row: Row, verifier: str) -> tuple[str, str] | None:
 
 
 def _at(values: Any, column: str) -> tuple[Any, bool]:
-    """(value of a column or of a path into nested values, whether it exists)"""
+    """(value of a column or of a path into nested values, whether the column exists)"""
     if column in values:
         return values[column], True
     for part in column.split("."):
@@ -342,29 +342,29 @@ def _at(values: Any, column: str) -> tuple[Any, bool]:
     return values, True
 
 
-def _missing(row: Row, column: str) -> str:
-    """The error message for a row without a column; empty if the row has it or need not."""
+def _column_error(row: Row, column: str) -> str:
+    """The error message for a row without a column; empty if the row has or may lack the column."""
     if column.startswith("?") or _at(row.values, column)[1]:
         return ""
     return f"there is no column {column!r}; the columns are {', '.join(map(str, row.values)) or 'none'}"
 
 
 def values_of(row: Row, columns: Sequence[str]) -> list[Any]:
-    """The values of all columns but for optional ones that are absent or empty."""
-    if missing := next(filter(None, (_missing(row, column) for column in columns)), ""):
-        raise ValueError(f"{row.where}: {missing}")
+    """The values of all columns but for optional columns that are absent or empty."""
+    if problem := next(filter(None, (_column_error(row, column) for column in columns)), ""):
+        raise ValueError(f"{row.where}: {problem}")
     pairs = [(column, _at(row.values, column.removeprefix("?"))[0]) for column in columns]
     return [value for column, value in pairs if value or not column.startswith("?")]
 
 
 def _parsed(value: Any) -> Any:
-    """The value of a text of JSON, or of Python, that is a list or an object; anything else as it is."""
+    """The list or object in a text of JSON, or of Python; any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
         except (ValueError, RecursionError):
             pass
-        if re.match(r"[\s\[{]+'", value):  # as Python writes it, in files made from a data frame
+        if re.match(r"[\s\[{]+'", value):  # Python's notation, in files made from a data frame
             try:
                 return json.loads(json.dumps(ast.literal_eval(value.strip())))
             except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -373,7 +373,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _choices(row: Row) -> dict[str, str]:
-    """Letter -> text of each choice of a row, if it has any."""
+    """Letter -> text of each choice of a row; empty without choices."""
     choices = _parsed(next(filter(None, map(row.values.get, CHOICES)), None))
     columns = [row.values[name] for name in sorted(filter(_CHOICE.fullmatch, row.values))]
     if choices is None and len(columns) > 1 and all(isinstance(value, str | None) for value in columns):
@@ -393,18 +393,19 @@ def _choices(row: Row) -> dict[str, str]:
 
 
 def _letter(choices: Mapping[str, str], value: Any, first: int) -> str | None:
-    """The letter of the right choice, of which the reference is the letter, the number, the text, or letter and text.
+    """The letter of the right choice. The reference is the choice's letter, number, text, or letter and text.
 
-    A letter comes first. None where none or several choices are meant, as by a number that is a choice's text, too.
+    A letter comes first. None for a reference that means no choice or several choices, such as a number that is also
+    a choice's text.
     """
     parsed = _parsed(value)
     if isinstance(parsed, list) and len(parsed) == 1:
         value = parsed[0]
-    stated = _STATED.fullmatch(str(value))
-    said = {_plain(text) for text in (value, *filter(None, stated.groups() if stated else ()))}
+    statement = _STATED.fullmatch(str(value))
+    stated_texts = {_plain_text(text) for text in (value, *filter(None, statement.groups() if statement else ()))}
     for letters in (
-        {x for x in choices if _plain(x) in said},
-        {x for x, text in choices.items() if said & {_plain(text), _plain(f"{x} {text}")}}
+        {x for x in choices if _plain_text(x) in stated_texts},
+        {x for x, text in choices.items() if stated_texts & {_plain_text(text), _plain_text(f"{x} {text}")}}
         | {x for number, x in enumerate(choices, start=first) if type(value) is int and number == value},
     ):
         if len(letters) == 1:
@@ -412,35 +413,35 @@ def _letter(choices: Mapping[str, str], value: Any, first: int) -> str | None:
     return None
 
 
-def _plain(value: Any) -> str:
+def _plain_text(value: Any) -> str:
     """A text without case, spaces and the signs around a letter or a formula."""
     return " ".join(re.split(r"[\s().:,$]+", str(value).casefold())).strip()
 
 
 def leaves(value: Any) -> list[Any]:
-    """The texts and numbers in a value, but for empty ones."""
-    found = []
-    rest = [value]
-    while rest:
-        part = rest.pop()
+    """The texts and numbers in a value, without empty texts."""
+    leaf_values = []
+    remaining_parts = [value]
+    while remaining_parts:
+        part = remaining_parts.pop()
         if isinstance(part, dict):
-            rest += reversed(part.values())
+            remaining_parts += reversed(part.values())
         elif isinstance(part, list):
-            rest += reversed(part)
+            remaining_parts += reversed(part)
         elif part and part == part and part not in ("[]", "{}", "null"):
-            found.append(part)
-    return found
+            leaf_values.append(part)
+    return leaf_values
 
 
 def _with_references(row: Row, text: str) -> str:
-    """A question with what it refers to: contexts before it and choices behind it."""
+    """A question with the contexts before and the choices behind the text."""
     about = [_parsed(row.values.get(name)) for name in (*CONTEXT, *CHOICES)]
     choices = _choices(row)
     # some sets write the choices into the question as well
     if not all(re.search(rf"{letter}\W{{1,6}}{re.escape(value)}", text) for letter, value in choices.items()):
         text = "\n".join((f"{text}\n", *(f"{letter}. {value}" for letter, value in choices.items())))
-    before = [part for part in about if isinstance(part, str) and part.strip() and part not in text]
-    return "\n\n".join((*before, text))
+    contexts = [part for part in about if isinstance(part, str) and part.strip() and part not in text]
+    return "\n\n".join((*contexts, text))
 
 
 def _is_conversation(value: Any) -> bool:
@@ -472,7 +473,7 @@ def _conversation(row: Row, column: str, parts: Sequence[Mapping[str, Any]]) -> 
 
 
 def _as_reference(row: Row, column: str, value: Any, verifier: str) -> str:
-    """The reference as text: the element of a list of one; tests as a JSON text or as lines of Python."""
+    """The reference as text: the only element of a list; tests as a JSON text or as lines of Python."""
     parsed = _parsed(value)
     if isinstance(parsed, list) and parsed and all(isinstance(part, str) for part in parsed):
         value = parsed
@@ -491,19 +492,19 @@ def _as_reference(row: Row, column: str, value: Any, verifier: str) -> str:
 
 
 def _unpacked(text: str) -> str:
-    """LiveCodeBench's private tests: a pickled text, compressed, in base64. Its text is read, nothing unpickled."""
+    """LiveCodeBench's private tests: a pickled text, compressed, in base64. The text is read, nothing unpickled."""
     if not re.fullmatch(r"eJ[A-Za-z0-9+/=\n]+", text):
         return text
     try:
         packed = zlib.decompressobj().decompress(base64.b64decode(text), UNPACKED)
-        # genops reads the instructions of a pickle one by one and carries none out
+        # genops reads the instructions of a pickle in turn and carries out no instruction
         return next(str(value) for code, value, _ in pickletools.genops(packed) if "UNICODE" in code.name)
     except (ValueError, zlib.error, StopIteration):
         return text
 
 
 def as_text(row: Row, column: str, value: Any) -> str:
-    """The text of a value. Raises ValueError for one that is none, empty or not UTF-8."""
+    """The text of a value. Raises ValueError for a value that is no text, empty or not UTF-8."""
     if not isinstance(value, (str, int, float, Decimal)) or isinstance(value, bool) or value != value:
         kind = {type(None): "empty", float: "NaN"}.get(type(value), f"a {type(value).__name__}")
         raise ValueError(f"{row.where}: {column!r} is {kind}; it has to be a text or a number")

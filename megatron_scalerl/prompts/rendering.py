@@ -1,4 +1,4 @@
-"""Renders a problem as the tokens that are sent to the engine, and checks that the tokenizer supports it."""
+"""Rendering of a problem as the tokens that an engine gets, and checks of the tokenizer."""
 
 import re
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ class PromptRenderer:
     """Renders problems as the recipe says: template, chat template, think prefill, first token.
 
     `tokenizer` is a Hugging Face tokenizer; `prompts` is settled (`prompts.chat`). Raises ValueError for a template
-    without `{prompt}`, for settings of a chat template that is absent or does not read them, and for one that thinks
-    in other tags than the recipe's.
+    without `{prompt}`, for settings that no chat template reads, and for a chat template whose think tags are not the
+    recipe's.
     """
 
     def __init__(self, tokenizer: Any, prompts: PromptsSection):
@@ -27,22 +27,22 @@ class PromptRenderer:
             )
         self._tokenizer = tokenizer
         self._prompts = prompts
-        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        self.special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+        added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        self.special = {*tokenizer.all_special_tokens, *(token.content for token in added_tokens if token.special)}
         if prompts.chat_template:
             self._check_chat()
         elif prompts.system is not None or prompts.template_arguments:
             key = "template_arguments" if prompts.system is None else "system"
             raise ValueError(f"prompts.{key} has no effect without prompts.chat_template true")
 
-    def check(self, question: Question, where: str, column: str) -> None:
+    def check(self, question: Question, place: str, column: str) -> None:
         """Raises ValueError for several messages without a chat template, and for a text with a special token."""
         if token := next((token for token in self.special if token in question.text), ""):
-            # the policy would read it as one
-            raise ValueError(f"{where}: {column!r} contains the special token {token}")
+            # the policy would read the text as that token
+            raise ValueError(f"{place}: {column!r} contains the special token {token}")
         if len(question.messages) > 1 and not self._prompts.chat_template:
             raise ValueError(
-                f"{where}: the row has several messages, which need prompts.chat_template true, and a tokenizer that "
+                f"{place}: the row has several messages, which need prompts.chat_template true, and a tokenizer that "
                 "has a template"
             )
 
@@ -52,28 +52,28 @@ class PromptRenderer:
 
     def prefilled(self, text: str) -> str:
         """A prompt that ends with the think prefill."""
-        # Some chat templates add the opening tag themselves, with or without a line break after it.
+        # Some chat templates add the opening tag, with or without a line break after the tag.
         if text.rstrip().endswith(self._prompts.think_start.rstrip()):
             return text
         return text + self._prompts.think_start
 
     def _text(self, question: Question | str) -> str:
         """The rendered prompt without the think prefill."""
-        given = question if isinstance(question, Question) else Question(text=question)
-        *before, last = given.messages or ({"role": "user", "content": given.text},)
+        row_question = question if isinstance(question, Question) else Question(text=question)
+        *earlier_messages, last = row_question.messages or ({"role": "user", "content": row_question.text},)
         # Not str.format: templates for mathematics contain braces, as in \boxed{}.
         content = self._prompts.prompt_template.replace("{prompt}", last["content"])
         if not self._prompts.chat_template:
             return content
-        messages = [*before, {**last, "content": content}]
+        messages = [*earlier_messages, {**last, "content": content}]
         return apply_template(self._tokenizer, self._prompts, self.with_system(messages))
 
     def with_system(self, messages: Messages) -> Messages:
-        """The messages with the recipe's system message, if it has one, in place of theirs."""
+        """The messages with the recipe's system message, if any, in place of the row's."""
         if self._prompts.system is None:
             return messages
-        others = [message for message in messages if message["role"] != "system"]
-        return [{"role": "system", "content": self._prompts.system}, *others]
+        other_messages = [message for message in messages if message["role"] != "system"]
+        return [{"role": "system", "content": self._prompts.system}, *other_messages]
 
     def _check_chat(self) -> None:
         if not self._tokenizer.chat_template:
@@ -85,18 +85,18 @@ class PromptRenderer:
         system = self._prompts.system
         start = self._prompts.think_start.strip()
         end = self._prompts.think_end.strip()
-        shown = self._text(QUESTION["content"])
-        if system and system.strip() not in shown:
+        sample_prompt = self._text(QUESTION["content"])
+        if system and system.strip() not in sample_prompt:
             raise ValueError("prompts.system: the chat template leaves the system message out")
-        tags = tags_in(source + shown)
-        if tags and not end and shown.rstrip().endswith(tags[1]):
+        tags = tags_in(source + sample_prompt)
+        if tags and not end and sample_prompt.rstrip().endswith(tags[1]):
             return  # the prompt closes thinking, and the policy answers without
         if tags and (end != tags[1] or start not in ("", tags[0].strip())):
             raise ValueError(
                 f"prompts.think_start, prompts.think_end: the chat template thinks in {tags[0]!r} and "
                 f"{tags[1]!r}, not in {start!r} and {end!r}"
             )
-        if end and shown.rstrip().endswith(end):
+        if end and sample_prompt.rstrip().endswith(end):
             raise ValueError(
                 f"prompts.template_arguments: the prompt ends with {end}, so the policy could not think; set the "
                 "argument with which the chat template leaves thinking open, such as enable_thinking (to train it "
@@ -123,9 +123,9 @@ class PromptRenderer:
 
 def check_vocabulary(tokenizer: Any, model_vocabulary: int) -> None:
     """Raise ValueError unless the model has a row for every token of the tokenizer; padded rows are fine."""
-    needed = 1 + max(tokenizer.get_vocab().values())
-    if model_vocabulary < needed:
+    needed_rows = 1 + max(tokenizer.get_vocab().values())
+    if model_vocabulary < needed_rows:
         raise ValueError(
-            f"policy: the model has a vocabulary of {model_vocabulary} tokens, fewer than the {needed} of the "
+            f"policy: the model has a vocabulary of {model_vocabulary} tokens, fewer than the {needed_rows} of the "
             "tokenizer; they do not belong together"
         )

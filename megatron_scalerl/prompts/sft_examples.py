@@ -1,9 +1,9 @@
 """Examples for the warm start: rows of a file as tokens, with the forced phrase excluded from the loss.
 
-The phrase is searched in the text, and its tokens are found by their character offsets. A search among the tokens
-would miss it: byte-pair vocabularies merge its first and last characters with their neighbors. A token with a part
-of the phrase and a part of its neighbor is excluded from the loss too, or else the policy would learn to begin the
-phrase itself.
+The phrase is searched in the text, and character offsets give the phrase's tokens. A search among the tokens would
+miss the phrase: byte-pair vocabularies merge the first and last characters with the characters around the phrase. A
+token with a part of the phrase and a neighboring character is excluded from the loss too, or else the policy would
+learn to begin the phrase.
 """
 
 import re
@@ -43,8 +43,8 @@ def read_examples(recipe: Recipe, tokenizer: Any) -> Examples:
     """Read, render and encode the rows of `sft.path`.
 
     Raises ValueError, naming file and line, for a file that is missing or empty, a line that is not JSON, a row
-    without `prompt` or `completion`, one whose completion continues after an end of sequence (with sft.add_eos), one
-    that contains the forced phrase without the closing tag, and, unless sft.too_long is skip, one that is too long.
+    without `prompt` or `completion`, a completion that continues after an end of sequence (with sft.add_eos) or
+    contains the forced phrase without the closing tag, and, unless sft.too_long is skip, a row that is too long.
     """
     rows = _rows(recipe.sft.path)
     prompts = PromptRenderer(tokenizer, recipe.prompts).token_ids([row.values["prompt"] for row in rows])
@@ -56,7 +56,7 @@ def read_examples(recipe: Recipe, tokenizer: Any) -> Examples:
     too_long = []
     for row, prompt, ids in zip(rows, prompts, completions, strict=True):
         mask = forced.loss_mask(row, ids)
-        token_ids, loss_mask = _ended(row, tuple(ids), mask, ends)
+        token_ids, loss_mask = _with_end_token(row, tuple(ids), mask, ends)
         rollout = Rollout(
             token_ids=token_ids,
             rollout_logprobs=(0.0,) * len(token_ids),
@@ -127,10 +127,10 @@ class _ForcedPhrase:
         return encoded.offsets
 
 
-def _ended(
+def _with_end_token(
     row: Row, ids: tuple[int, ...], mask: list[bool], ends: tuple[int, ...]
 ) -> tuple[tuple[int, ...], list[bool]]:
-    """Tokens and mask with the end of sequence appended where it is missing; `ends` empty: unchanged."""
+    """(tokens, mask) with an end of sequence, appended where none is; `ends` empty: unchanged."""
     if not ends:
         return ids, mask
     at = next((i for i, token in enumerate(ids) if token in ends), len(ids))

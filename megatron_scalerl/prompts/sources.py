@@ -1,4 +1,4 @@
-"""Reads the rows of a prompts file: JSON, JSON lines, CSV, Parquet, or a Hugging Face dataset folder."""
+"""Readers for the rows of a prompts file: JSON, JSON lines, CSV, Parquet, or a Hugging Face dataset folder."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ import pyarrow.parquet
 from megatron_scalerl.record import record
 
 LISTED = 10
-"""Skipped rows that a report lists one by one."""
+"""Skipped rows that a report lists in full."""
 NO_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json")
-"""Files about a dataset, not of it."""
+"""Files of a dataset folder that hold no rows."""
 SHARD_NAME = re.compile(r"^(?P<split>.+)-\d+-of-\d+(-[0-9a-f]{16})?$")
 """`train-00000-of-00002` belongs to the split `train`, as on the Hugging Face hub."""
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev")
 """Files with these names are splits; all other files are parts of `train`."""
 MOST_TIMES = 200
-"""A compressed file of prompts may hold this many times its size."""
+"""A compressed file of prompts may hold this many times the file's size."""
 LEAST_BOUND = 1 << 28
-"""A compressed file of prompts may hold this many bytes, whatever its size."""
+"""A compressed file of prompts may hold this many bytes, whatever the file's size."""
 
 
 @record
@@ -41,19 +41,19 @@ class Row:
     values: dict[str, Any]
     """Value of each column."""
     problem: str = ""
-    """Why the row cannot be read, if it cannot."""
+    """The reason why the row cannot be read, empty for a readable row."""
 
     def readable(self) -> Row:
-        """The row. Raises ValueError, with file and line, if it cannot be read."""
+        """The row. Raises ValueError, with file and line, for a row with a problem."""
         if self.problem:
             raise ValueError(f"{self.where}: {self.problem}")
         return self
 
 
 def read_rows(path: str | Path, split: str | None = None) -> Iterator[Row]:
-    """The rows of a file of one of the kinds in `READERS`, or of a folder.
+    """The rows of a file of a kind in `READERS`, or of a folder.
 
-    A folder was written by `datasets.save_to_disk` or contains such files; `split` selects one of several splits. An
+    A folder was written by `datasets.save_to_disk` or contains such files; `split` selects among several splits. An
     invalid line is a row with a problem. Raises ValueError, in one line, for a missing path, a file of another type,
     an invalid file, and several splits without a selection.
     """
@@ -68,10 +68,10 @@ def read_rows(path: str | Path, split: str | None = None) -> Iterator[Row]:
 
 def _check_size(path: Path, nbytes: int) -> None:
     """Raises ValueError for far more bytes than compression saves on texts."""
-    most = max(LEAST_BOUND, MOST_TIMES * path.stat().st_size)
-    if nbytes > most:
+    limit = max(LEAST_BOUND, MOST_TIMES * path.stat().st_size)
+    if nbytes > limit:
         raise ValueError(
-            f"{path}: the file holds more than {most:,} bytes, far more than texts in a file of this size"
+            f"{path}: the file holds more than {limit:,} bytes, far more than texts in a file of this size"
         )
 
 
@@ -80,7 +80,7 @@ def _opened(path: Path) -> io.BufferedReader | gzip.GzipFile:
     if path.suffix != ".gz":
         return path.open("rb")
     with gzip.open(path) as file:
-        while file.read(1 << 20):  # before any line is: one may be the whole file
+        while file.read(1 << 20):  # before any line, which may be the whole file
             _check_size(path, file.tell())
     return gzip.open(path)
 
@@ -95,7 +95,7 @@ def _read_file(path: Path) -> Iterator[Row]:
 
 
 def _kind(path: Path) -> str:
-    """The ending of a file that can be read, empty for another one."""
+    """The ending of a readable file's name, empty for any other file."""
     return next((kind for kind in READERS if path.name.endswith(kind)), "")
 
 
@@ -103,40 +103,44 @@ def _read_json(path: Path) -> Iterator[Row]:
     """The rows of a JSON array, of the array `data` of an object, or of JSON lines."""
     try:
         with _opened(path) as file:
-            whole = json.load(file)
+            content = json.load(file)
     except (ValueError, RecursionError):
-        whole = None
-    # one object of several lines is a row, too; JSON lines fail above at their second one
-    if isinstance(whole, dict):
-        whole = whole["data"] if isinstance(whole.get("data"), list) else [whole]
-    if not isinstance(whole, list):
+        content = None
+    # a single object of several lines is a row, too; JSON lines fail above at the second line
+    if isinstance(content, dict):
+        content = content["data"] if isinstance(content.get("data"), list) else [content]
+    if not isinstance(content, list):
         yield from read_json_lines(path)
         return
-    for number, value in enumerate(whole, start=1):
+    for number, value in enumerate(content, start=1):
         yield _row(f"{path}: row {number}", value)
 
 
-def _row(where: str, value: Any) -> Row:
+def _row(place: str, value: Any) -> Row:
     """A row from a JSON object, or from a list of objects, whose columns are 0, 1 ..."""
     if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
         value = dict(zip(map(str, range(len(value))), value))
     if not isinstance(value, dict):
-        return Row(where=where, values={}, problem=f"the row is a {type(value).__name__}; it has to be a JSON object")
-    return Row(where=where, values=value)
+        return Row(where=place, values={}, problem=f"the row is a {type(value).__name__}; it has to be a JSON object")
+    return Row(where=place, values=value)
 
 
 def _read_csv(path: Path) -> Iterator[Row]:
-    """All values are texts: an answer 007 stays one."""
-    # 128 KiB by default, and unit tests are longer
+    """The rows of a CSV file. All values are texts: an answer 007 stays 007."""
+    # the default is 128 KiB, and unit tests are longer
     csv.field_size_limit(2**31 - 1)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
             for values in reader:
-                more = values.pop(None, None)  # type: ignore[call-overload]
-                problem = f"there are {len(values) + len(more)} values for {len(values)} columns" if more else ""
-                where = f"{path}: line {reader.line_num}"
-                yield Row(where=where, values=dict(values), problem=problem)
+                surplus_values = values.pop(None, None)  # type: ignore[call-overload]
+                problem = (
+                    f"there are {len(values) + len(surplus_values)} values for {len(values)} columns"
+                    if surplus_values
+                    else ""
+                )
+                place = f"{path}: line {reader.line_num}"
+                yield Row(where=place, values=dict(values), problem=problem)
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: this is not CSV in UTF-8: {error}") from None
 
@@ -155,12 +159,12 @@ def read_json_lines(path: Path) -> Iterator[Row]:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            where = f"{path}: line {number}"
+            place = f"{path}: line {number}"
             try:
-                yield _row(where, json.loads(line))
+                yield _row(place, json.loads(line))
             except (ValueError, RecursionError) as error:  # thousands of digits or brackets, too
                 problem = f"the line is not JSON: {str(error).partition(';')[0]}"
-                yield Row(where=where, values={}, problem=problem)
+                yield Row(where=place, values={}, problem=problem)
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
@@ -187,7 +191,7 @@ READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".csv": _read_csv,
     ".parquet": _read_parquet,
 }
-"""Ending of a file -> what reads its rows."""
+"""Ending of a file's name -> reader of the file's rows."""
 
 
 def _read_folder(path: Path, split: str | None) -> Iterator[Row]:
@@ -241,30 +245,30 @@ def _choose_split(path: Path, splits: Sequence[str], split: str | None) -> str:
     return split
 
 
-def refuse_surrogates(where: str, column: str, text: str) -> None:
+def refuse_surrogates(place: str, column: str, text: str) -> None:
     """Raise ValueError for half of a surrogate pair, which JSON allows and no tokenizer can encode."""
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError(f"{where}: {column!r} has half of a surrogate pair, which is no character")
+        raise ValueError(f"{place}: {column!r} has half of a surrogate pair, which is no character")
 
 
 def other_columns(row: Row, columns: Collection[str]) -> dict[str, Any]:
     """The columns that a custom verifier gets besides `columns`.
 
-    They go into journals: raises ValueError for a value that JSON cannot represent.
+    Journals hold these columns: raises ValueError for a value that JSON cannot represent.
     """
-    others = {name: value for name, value in row.values.items() if name not in columns}
-    for name, value in others.items():
+    extra_columns = {name: value for name, value in row.values.items() if name not in columns}
+    for name, value in extra_columns.items():
         if hasattr(value, "isoformat"):  # a time of Parquet
-            others[name] = value.isoformat()
+            extra_columns[name] = value.isoformat()
         try:
-            msgspec.json.encode({name: others[name]})
+            msgspec.json.encode({name: extra_columns[name]})
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"{row.where}: the value of {name!r} is not JSON data: {error}") from None
-    return others
+    return extra_columns
 
 
 def listing(rows: Sequence[str]) -> list[str]:
-    """Report lines for skipped rows: the first LISTED one by one, and the number of the others."""
+    """Report lines for skipped rows: the first LISTED in full, and the number of further rows."""
     lines = [f"  {row}" for row in rows[:LISTED]]
     if len(rows) > LISTED:
         lines.append(f"  and {len(rows) - LISTED} more")

@@ -1,4 +1,4 @@
-"""The tokenizer of a policy's folder, checked against its tokenizer.json and its model."""
+"""The tokenizer of a policy's folder, checked against tokenizer.json and the model."""
 
 import logging
 from contextlib import suppress
@@ -17,11 +17,12 @@ PROBE = "def f(x):\n    return x + 12 * 345  # Größe, 数学, 👍\n\n\tThe an
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer of a Hugging Face folder, as its tokenizer.json has it.
+    """The tokenizer of a Hugging Face folder, with the encoding of tokenizer.json.
 
     A class named in tokenizer_config.json may build another pipeline: transformers 5 drops every space of a
     byte-level tokenizer.json with `tokenizer_class: LlamaTokenizerFast`. Where the two encode a text differently,
-    tokenizer.json decides. Raises ValueError where there is no tokenizer, or one that only a release's code reads.
+    tokenizer.json decides. Raises ValueError for a folder without a tokenizer, or with a tokenizer that only the
+    release's code reads.
     """
     file = Path(path) / "tokenizer.json"
     if not file.is_file() and Path(path, "tiktoken.model").is_file():
@@ -50,14 +51,14 @@ def load_tokenizer(path: str | Path) -> Any:
     expected = Tokenizer.from_file(str(file)).encode(PROBE, add_special_tokens=False).ids
     if _ids(tokenizer) == expected:
         return tokenizer
-    plain: Any = PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
-    if _ids(plain) != expected:
+    plain_tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
+    if _ids(plain_tokenizer) != expected:
         raise ValueError(
             f"policy.path: {path}: {type(tokenizer).__name__} (tokenizer_class in tokenizer_config.json) encodes "
             "text differently from tokenizer.json, and so does transformers' plain class"
         )
     logger.warning("%s: tokenizer.json is used, from which %s differs", path, type(tokenizer).__name__)
-    return plain
+    return plain_tokenizer
 
 
 def _ids(tokenizer: Any) -> list[int]:
@@ -68,7 +69,7 @@ def _ids(tokenizer: Any) -> list[int]:
 def policy_tokenizer(recipe: Recipe, hf_config: PretrainedConfig) -> Any:
     """The tokenizer in policy.path.
 
-    Raises ValueError where there is none, and where the model has fewer rows than it has tokens.
+    Raises ValueError for a missing tokenizer, and for a model with fewer rows than the tokenizer has tokens.
     """
     tokenizer = load_tokenizer(recipe.policy.path)
     check_vocabulary(tokenizer, hf_config.get_text_config().vocab_size)

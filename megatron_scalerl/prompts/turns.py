@@ -1,18 +1,19 @@
-"""Renders the turns of an episode as tokens: what the policy has sampled is never decoded and encoded again.
+"""Rendering of an episode's turns as tokens: sampled tokens are never decoded and encoded again.
 
     messages --marks--> chat template --split--> texts between turns --encode--> ids, joined with the policy's
 
 The context of an episode: `first` renders the messages before the first turn. After each turn `next` gives the tokens
-to append: the end of the turn where the policy did not sample it, the new messages, the opening of the next turn.
-Where the recipe strips thinking and the template drops some that is in the context, `next` gives a whole new context.
+to append: the end of the turn if the policy did not sample the end, the new messages, the opening of the next turn.
+Where the recipe strips thinking and the template drops thinking that is in the context, `next` gives a whole new
+context.
 
-To find the texts between turns, a conversation is rendered with stand-ins for the policy's answers, and for its
-thoughts where they may be dropped. The same messages have to come out of a short conversation as well: else the
-template would have rendered the context differently, had it seen all of it.
+To find the texts between turns, a conversation is rendered with stand-ins for the policy's answers, and for thoughts
+that the template may drop. A short conversation has to give the same text for the same messages: else the template
+would have rendered the context differently, had the template seen the whole conversation.
 
-Messages come from an untrusted environment. A mark after the first character of a special token in them splits the
-text there when it is encoded, so that the policy reads its characters. Stand-ins and marks have a random key, which
-is in no other text.
+Messages come from an untrusted environment. A mark after the first character of a special token in a message splits
+the text there before encoding, so that the policy reads characters. Stand-ins and marks have a random key, which is
+in no other text.
 """
 
 import re
@@ -27,7 +28,7 @@ from megatron_scalerl.recipe.sections import PromptsSection
 from megatron_scalerl.record import record
 
 OUTPUT = {"role": "tool", "content": "2", "name": "f", "tool_call_id": "123456789"}
-"""A tool's message that shows what a template makes of it."""
+"""A tool's message that a template renders as a sample."""
 
 
 @record
@@ -43,7 +44,7 @@ class PastTurn:
 class TurnRenderer:
     """Renders the messages of an environment between the turns of the policy.
 
-    tokenizer: of Hugging Face. prompts: settled (`prompts.chat`). end_ids: tokens that end a completion. tools: JSON
+    tokenizer: Hugging Face's. prompts: settled (`prompts.chat`). end_ids: tokens that end a completion. tools: JSON
     schemas of functions, for a chat template. thinking: the recipe's `environment.thinking`. Raises ValueError as
     `PromptRenderer`, and for a template that cannot have several turns.
     """
@@ -65,19 +66,19 @@ class TurnRenderer:
         self._key = secrets.token_hex(16)
         self._mark = f"{self._key};"
         source = tokenizer.get_chat_template(tools=tools or None) if prompts.chat_template else ""
-        added = (token.content for token in tokenizer.added_tokens_decoder.values())
+        added_tokens = (token.content for token in tokenizer.added_tokens_decoder.values())
         # the tokens of roles are not special in some tokenizers
-        words = self._prompt.special.union(word for word in added if word.strip() and word in source)
+        words = self._prompt.special.union(word for word in added_tokens if word.strip() and word in source)
         self._words = re.compile(f"(?={'|'.join(map(re.escape, words))}).", re.DOTALL)
-        self._tools = self._marked(tools)
+        self._tools = self._with_marks(tools)
         if prompts.chat_template:
             self._measure(source)
 
     def _measure(self, source: str) -> None:
-        """Find how the template opens a turn, and try it with two turns."""
-        shown = apply_template(self._tokenizer, self._prompts, [QUESTION])
-        bare = apply_template(self._tokenizer, self._prompts, [QUESTION], generation=False)
-        self._opening = self._prompt.prefilled(shown).removeprefix(bare).lstrip()
+        """Find the text with which the template opens a turn, and try the template with two turns."""
+        sample_prompt = apply_template(self._tokenizer, self._prompts, [QUESTION])
+        sample_messages = apply_template(self._tokenizer, self._prompts, [QUESTION], generation=False)
+        self._opening = self._prompt.prefilled(sample_prompt).removeprefix(sample_messages).lstrip()
         self._tag, _ = tags_in(source) or NO_TAGS
         turn = PastTurn(token_ids=(min(self._end_ids),), answer_start=0)
         new = [OUTPUT if self._tools else QUESTION]
@@ -85,72 +86,72 @@ class TurnRenderer:
 
     def first(self, messages: Messages) -> list[int]:
         """[P] tokens of the messages before the first turn, and the opening of that turn."""
-        return self._begun(self._pieces([messages])[0])
+        return self._first_tokens(self._pieces([messages])[0])
 
     def next(self, messages: Sequence[Messages], turns: Sequence[PastTurn]) -> tuple[list[int], bool]:
-        """(tokens, whether they are the whole context; else they are appended to it).
+        """(tokens, whether the tokens are the whole context; else the caller appends the tokens to the context).
 
-        messages: [turns + 1] lists, each before a turn, the last one new. Raises ValueError for a template that
-        fails, or renders the new messages differently by what came before.
+        messages: [turns + 1] lists, each before a turn, the last list new. Raises ValueError for a template that
+        fails, or whose text for the new messages depends on earlier messages.
         """
         if not turns:
             return self.first(messages[0]), False
         if not self._prompts.chat_template:
             return self._encode(self._pieces(messages[-1:])[0]), False
         pieces = self._pieces(messages)
-        shown = pieces[1::2]
+        turn_names = pieces[1::2]
         if self._pieces([[QUESTION], messages[-1]])[-1] != pieces[-1]:
             raise ValueError(
                 f"prompts.chat_template: the tokenizer's template renders the messages before turn {len(turns) + 1} "
                 "differently by what came before them, so they cannot follow what the policy has seen; mend the "
                 "template, or set prompts.chat_template false"
             )
-        # the context has what the template showed before the last turn, and that turn
-        if not self._strips or {*self._pieces(messages[:-1])[1::2], f"w{len(turns) - 1}"} <= set(shown):
-            return self._after(pieces[-1], list(turns[-1].token_ids)), False
-        context = self._begun(pieces[0])
-        for turn, name, text in zip(turns, shown, pieces[2::2]):
+        # the context has all turns that the template showed before the last turn, and the last turn
+        if not self._strips or {*self._pieces(messages[:-1])[1::2], f"w{len(turns) - 1}"} <= set(turn_names):
+            return self._next_tokens(pieces[-1], list(turns[-1].token_ids)), False
+        context = self._first_tokens(pieces[0])
+        for turn, name, text in zip(turns, turn_names, pieces[2::2]):
             ids = list(turn.token_ids)
             if name.startswith("a"):
-                # without thinking, or without anything if it did not end, and without white space after it
+                # without thinking, or without any token if thinking did not end, and without white space after
                 answer = ids[turn.answer_start or len(ids) :]
                 ids = list(dropwhile(lambda token: not self._tokenizer.decode([token]).strip(), answer))
-            context += ids + self._after(text, ids)
+            context += ids + self._next_tokens(text, ids)
         return context, True
 
     def _pieces(self, messages: Sequence[Messages]) -> list[str]:
         """[text, turn, text, ..., text] of a conversation.
 
-        A turn is its number, after a "w" for the whole turn or an "a" for its answer.
+        A turn is a number, after a "w" for the whole turn or an "a" for the answer alone.
         """
         if not self._prompts.chat_template:
             text = "".join(str(message["content"]) for message in messages[0])
-            return [self._prompt.prefilled(self._marked(text))]
-        marked = [self._marked(new) for new in messages]
-        conversation = list(marked[0])
+            return [self._prompt.prefilled(self._with_marks(text))]
+        marked_messages = [self._with_marks(new) for new in messages]
+        conversation = list(marked_messages[0])
         if all(message["role"] != "system" for message in conversation):
             conversation = list(self._prompt.with_system(conversation))
-        for number, new in enumerate(marked[1:]):
+        for number, new in enumerate(marked_messages[1:]):
             content = f"{self._key}a{number};"
             if self._strips:
                 thought = f"{self._prompts.think_start}{self._key}t{number};{self._prompts.think_end}"
                 content = f"{thought}\n\n{content}"
             conversation += [{"role": "assistant", "content": content}, *new]
         text = apply_template(self._tokenizer, self._prompts, conversation, tools=self._tools)
-        first, *rest = re.split(rf"{self._key}([at]\d+);", self._prompt.prefilled(text))
+        first, *remaining_parts = re.split(rf"{self._key}([at]\d+);", self._prompt.prefilled(text))
         pieces = [first]
-        while rest:
-            name, text, *rest = rest
-            if name.startswith("t") and rest:
-                # the whole turn, up to the answer's mark; the opening may have lost its line end, or gained the tag
+        while remaining_parts:
+            name, text, *remaining_parts = remaining_parts
+            if name.startswith("t") and remaining_parts:
+                # the whole turn, up to the answer's mark; the opening may have lost the line end, or gained the tag
                 opening = self._opening.rstrip()
-                before = pieces[-1].rstrip()
-                if not before.endswith(opening):
-                    before = before.removesuffix(self._tag.rstrip()).rstrip()
-                if rest[0] == f"a{name[1:]}" and before.endswith(opening):
-                    pieces[-1] = before.removesuffix(opening) + self._opening
+                text_before = pieces[-1].rstrip()
+                if not text_before.endswith(opening):
+                    text_before = text_before.removesuffix(self._tag.rstrip()).rstrip()
+                if remaining_parts[0] == f"a{name[1:]}" and text_before.endswith(opening):
+                    pieces[-1] = text_before.removesuffix(opening) + self._opening
                     name = f"w{name[1:]}"
-                    _, text, *rest = rest
+                    _, text, *remaining_parts = remaining_parts
             pieces += [name, text]
         if [name.lstrip("aw") for name in pieces[1::2]] != [str(number) for number in range(len(messages) - 1)]:
             raise ValueError(
@@ -159,30 +160,30 @@ class TurnRenderer:
             )
         return pieces
 
-    def _marked(self, value: Any) -> Any:
-        """A value with a mark in each special token of its texts."""
+    def _with_marks(self, value: Any) -> Any:
+        """A value with a mark in each special token of all texts."""
         if isinstance(value, str):
             return self._words.sub(rf"\g<0>{self._mark}", value)
         if isinstance(value, Mapping):
-            return {self._marked(name): self._marked(item) for name, item in value.items()}
+            return {self._with_marks(name): self._with_marks(item) for name, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self._marked(item) for item in value]
+            return [self._with_marks(item) for item in value]
         return value
 
-    def _begun(self, text: str) -> list[int]:
+    def _first_tokens(self, text: str) -> list[int]:
         """The tokens with which a context begins."""
         return list(self._prompt.with_bos(self._encode(text)))
 
-    def _after(self, text: str, ids: Sequence[int]) -> list[int]:
+    def _next_tokens(self, text: str, ids: Sequence[int]) -> list[int]:
         """The tokens of a text that follows a turn, whose tokens are `ids`."""
-        after = self._encode(text.lstrip())
-        if not self._end_ids.intersection(after[:1]):
+        tokens = self._encode(text.lstrip())
+        if not self._end_ids.intersection(tokens[:1]):
             raise ValueError(
                 f"prompts.chat_template: the tokenizer's template continues an answer with {text[:20]!r}, which is "
                 f"none of the policy's end tokens {sorted(self._end_ids)}; add it to eos_token_id in "
                 "generation_config.json"
             )
-        return after[1:] if ids[-1:] == after[:1] else after
+        return tokens[1:] if ids[-1:] == tokens[:1] else tokens
 
     def _encode(self, text: str) -> list[int]:
         """Tokens of a text, which is split at the marks."""

@@ -1,4 +1,4 @@
-"""The recipe of a run: its sections and defaults, the constraints between its keys, and reading recipe files."""
+"""The recipe of a run: sections and defaults, the constraints between keys, and reading recipe files."""
 
 from megatron_scalerl.recipe.recipe import Recipe
 

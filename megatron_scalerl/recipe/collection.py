@@ -7,7 +7,7 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.file import OVERLAY, RecipeError, load_recipe, read_yaml
 from megatron_scalerl.record import record
 
-_WHOLE = ("name", "steps", "policy", "prompts")
+_REQUIRED_KEYS = ("name", "steps", "policy", "prompts")
 """Keys that every whole recipe has."""
 
 
@@ -16,14 +16,14 @@ class RecipeFile:
     """A recipe file among several."""
 
     name: str
-    """Its file's stem."""
+    """The file's stem."""
     file: Path
     overlay: bool
-    """Whether it is laid over the base."""
+    """Whether the file is laid over the base."""
 
 
 def listed(sources: Sequence[str | Path]) -> list[RecipeFile]:
-    """The files among `sources`, and the files (*.yaml) of its folders, by name.
+    """The files among `sources`, and the files (*.yaml) of the folders among `sources`, by name.
 
     Raises RecipeError for a folder without recipes, and for two files of one name.
     """
@@ -35,35 +35,37 @@ def listed(sources: Sequence[str | Path]) -> list[RecipeFile]:
         if not recipes:
             raise RecipeError(f"{source}: the folder has no recipes (*.yaml)")
         # a file that is named and also lies in a named folder counts once
-        files += [file for file in recipes if file.absolute() not in {other.absolute() for other in files}]
-    named: dict[str, Path] = {}
+        files += [
+            file for file in recipes if file.absolute() not in {earlier_file.absolute() for earlier_file in files}
+        ]
+    files_by_name: dict[str, Path] = {}
     for file in files:
-        if (other := named.setdefault(file.stem, file)) != file:
-            raise RecipeError(f"{file}: its name is that of {other} too; rename one of the files")
+        if (earlier_file := files_by_name.setdefault(file.stem, file)) != file:
+            raise RecipeError(f"{file}: its name is that of {earlier_file} too; rename one of the files")
     return [
-        RecipeFile(name=name, file=file, overlay=not set(_WHOLE) <= read_yaml(file).keys())
-        for name, file in named.items()
+        RecipeFile(name=name, file=file, overlay=not set(_REQUIRED_KEYS) <= read_yaml(file).keys())
+        for name, file in files_by_name.items()
     ]
 
 
 def resolve(item: RecipeFile, base: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
-    """The whole recipe of a file: over `base` if it is an overlay. Raises RecipeError."""
+    """The whole recipe of a file; an overlay is laid over `base`. Raises RecipeError."""
     if not item.overlay:
         return load_recipe(item.file, overrides)
     if base is None:
-        missing = [key for key in _WHOLE if key not in read_yaml(item.file)]
+        keys = [key for key in _REQUIRED_KEYS if key not in read_yaml(item.file)]
         raise RecipeError(
-            f"{item.file}: this is an overlay, without {', '.join(missing)}; name the recipe that it is laid over "
+            f"{item.file}: this is an overlay, without {', '.join(keys)}; name the recipe that it is laid over "
             "with --base RECIPE"
         )
     return load_recipe(base, [f"{OVERLAY}={item.file}", *overrides])
 
 
 def same_recipes(recipes: Mapping[str, Recipe]) -> dict[str, str]:
-    """Name -> an earlier name whose recipe is the same but for its name and folder."""
+    """Name -> an earlier name whose recipe is the same but for name and folder."""
     first: dict[str, str] = {}
-    named = {name: first.setdefault(_text(recipe), name) for name, recipe in recipes.items()}
-    return {name: other for name, other in named.items() if name != other}
+    first_names = {name: first.setdefault(_text(recipe), name) for name, recipe in recipes.items()}
+    return {name: first_name for name, first_name in first_names.items() if name != first_name}
 
 
 def _text(recipe: Recipe) -> str:
@@ -73,6 +75,6 @@ def _text(recipe: Recipe) -> str:
 def resolve_seeds(
     item: RecipeFile, base: str | Path | None, overrides: Sequence[str], seeds: Sequence[int]
 ) -> list[Recipe]:
-    """The recipe once for each seed, with the seed behind its name. Raises RecipeError."""
+    """The recipe once for each seed, with the seed behind the recipe's name. Raises RecipeError."""
     name = resolve(item, base, overrides).name
     return [resolve(item, base, [*overrides, f"seed={seed}", f"name={name}_seed{seed}"]) for seed in seeds]

@@ -1,7 +1,7 @@
-"""Reads recipe files, lays others over them, applies overrides, and reports errors in one line.
+"""Recipe files: reading, overlays, overrides, and errors in one line.
 
-An overlay is a file with differences from a recipe, so that it serves recipes of every size; recipes/ablations has
-some. `overlay=FILE` stands among the overrides: every command that takes a recipe takes overlays.
+An overlay is a file with differences from a recipe, and so serves recipes of every size; recipes/ablations has some
+overlays. `overlay=FILE` stands among the overrides: every command that takes a recipe takes overlays.
 
 Checks that the files that a recipe names exist, before heavy packages are imported.
 """
@@ -25,28 +25,30 @@ from megatron_scalerl.recipe.sections import section_of
 from megatron_scalerl.recipe.tasks import tasks_of
 
 LISTED = "megatron_scalerl/recipe/sections.py and process_sections.py"
-"""Where a user finds all keys."""
+"""Files with all keys, for users."""
 OVERLAY = "overlay"
-"""Not a key of a recipe: the override `overlay=FILE` lays a file over what stands before it."""
+"""Not a key of a recipe: the override `overlay=FILE` lays a file over the settings so far."""
 _warn = functools.cache(logging.getLogger(__name__).warning)
-"""Says each text once."""
-LEFT = {"weights.transaction": ("streamed", "engines are paused while an update is sent, and write it as it comes")}
-"""A key that has left -> (its former default, which runs have in their recipes; what happens now)."""
+"""Logs each text only once."""
+FORMER_KEYS = {
+    "weights.transaction": ("streamed", "engines are paused while an update is sent, and write it as it comes")
+}
+"""Former key -> (former default, which recipes of earlier runs have; behavior without the key)."""
 _APPENDED = {"bool", "int", "float", "constrained-int", "constrained-float", "literal['auto']", "[key]"}
 
 
 class RecipeError(ValueError):
-    """A user's mistake in a recipe: one line with the file, the key and what is wrong with its value."""
+    """A user's mistake in a recipe: one line with the file, the key and the fault of the value."""
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Load a YAML recipe and apply `key.path=value` and `overlay=FILE` overrides, in their order.
+    """Load a YAML recipe and apply `key.path=value` and `overlay=FILE` overrides, in the order of the arguments.
 
-    A section of an overlay is merged with the one below it; any other value replaces the one below it. An overlay
-    without `name` appends the name of its file, so that the run is another one, in another folder.
+    A section of an overlay is merged with the same section below; any other value replaces the value below. An
+    overlay without `name` appends the name of the file, so that the run is another run, in another folder.
 
-    Raises `RecipeError` for a missing or invalid file, an unknown key (naming the one that was meant, if it is
-    found), a wrong type, and settings that contradict each other.
+    Raises `RecipeError` for a missing or invalid file, an unknown key (naming the nearest key, if there is a near
+    key), a wrong type, and settings that contradict each other.
     """
     path = Path(path)
     data = read_yaml(path)
@@ -58,7 +60,7 @@ def load_recipe_for(
 ) -> Recipe:
     """The recipe in `path`, a run's recipe.yaml for example, or the defaults, with `policy` as the policy's folder.
 
-    Steps and training prompts are not needed; `prompts` stands for theirs. Raises as `load_recipe`.
+    Steps and training prompts are not needed; `prompts` replaces the training prompts. Raises as `load_recipe`.
     """
     files = []
     data: dict[str, Any] = {"name": "evaluation", "steps": 1}
@@ -67,10 +69,12 @@ def load_recipe_for(
         data |= read_yaml(Path(path))
     for key in ("policy", "prompts"):
         if not isinstance(data.get(key, {}), dict):
-            raise RecipeError(f"{path}: {key} is {_shown(data[key])}; it has to be a section with keys and values")
-    # a run's megatron_path holds the weights that it began with, not those of `policy`, which has its adapters merged
-    begun = {"megatron_path": None, "lora": None, "adapter": None}
-    data["policy"] = data.get("policy", {}) | begun | {"path": str(policy)}
+            raise RecipeError(
+                f"{path}: {key} is {_value_text(data[key])}; it has to be a section with keys and values"
+            )
+    # a run's megatron_path holds the run's first weights, not those of `policy`, into which adapters are merged
+    reset_keys = {"megatron_path": None, "lora": None, "adapter": None}
+    data["policy"] = data.get("policy", {}) | reset_keys | {"path": str(policy)}
     if "tasks" not in data.get("prompts", {}):
         data["prompts"] = {"path": prompts} | data.get("prompts", {})
     return _overridden(data, files, overrides, without=("algorithm",))  # of the training alone
@@ -83,7 +87,7 @@ def _overridden(
     files = list(files)
     for item in overrides:
         for section in ("environment", "algorithm"):
-            data[section] = section_of(data.get(section, {}))  # its keys may follow
+            data[section] = section_of(data.get(section, {}))  # keys of the section may follow
         key, _, value = item.partition("=")
         if key == OVERLAY:
             over = read_yaml(Path(value))
@@ -98,7 +102,7 @@ def _overridden(
 
 
 def merged(data: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Settings of which `over` replaces those that both have, section by section."""
+    """The settings of both, section by section; a setting of `over` replaces the setting of `data`."""
     sections = {
         key: merged(data[key], value)
         for key, value in over.items()
@@ -115,13 +119,13 @@ def load_run_recipe(run_dir: str | Path) -> Recipe:
 def validated(data: dict[str, Any], files: Iterable[Path]) -> Recipe:
     """The recipe of the sections in `data`. Raises `RecipeError`.
 
-    files: the files that `data` comes from, in their order.
+    files: the files that `data` comes from, in the order of loading.
     """
     try:
         return local_recipe(Recipe.model_validate(data))
     except ValidationError as error:
-        where = " with ".join(map(str, files))
-        raise RecipeError(": ".join(filter(None, (where, _first_line(error))))) from None
+        file_names = " with ".join(map(str, files))
+        raise RecipeError(": ".join(filter(None, (file_names, _first_line(error))))) from None
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -130,7 +134,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def read_run_recipe(run_dir: str | Path) -> dict[str, Any]:
-    """RUN/recipe.yaml with the defaults of keys that it lacks; nothing is validated.
+    """RUN/recipe.yaml with the defaults of missing keys; nothing is validated.
 
     Raises `RecipeError` for a file that is missing or unreadable.
     """
@@ -142,10 +146,10 @@ def read_run_recipe(run_dir: str | Path) -> dict[str, Any]:
 def read_yaml(path: Path, kind: str = "a recipe file") -> dict[str, Any]:
     """The mapping in a YAML file. Raises `RecipeError` for a file that is missing, unreadable or not a mapping."""
     if not path.is_file():
-        what = "there is no such file; it should be"
+        state = "there is no such file; it should be"
         if path.is_dir():
-            what = "this is a folder, not"
-        raise RecipeError(f"{path}: {what} {kind}")
+            state = "this is a folder, not"
+        raise RecipeError(f"{path}: {state} {kind}")
     try:
         text = path.read_text(encoding="utf8")
     except UnicodeDecodeError as error:
@@ -154,13 +158,13 @@ def read_yaml(path: Path, kind: str = "a recipe file") -> dict[str, Any]:
         raise RecipeError(f"{path}: the file cannot be read: {error.strerror}") from None
     data = _parsed(text, str(path))
     if not isinstance(data, dict):
-        what = "is empty" if data is None else f"holds a {type(data).__name__}"
-        raise RecipeError(f"{path}: the file {what}; it has to have keys with their values")
+        state = "is empty" if data is None else f"holds a {type(data).__name__}"
+        raise RecipeError(f"{path}: the file {state}; it has to have keys with their values")
     rewards = data.get("rewards")
-    # its name in 0.2, which runs have in their recipes
+    # the name of rewards.variables in 0.2, which recipes of runs have
     if isinstance(rewards, dict) and "environment" in rewards and "variables" not in rewards:
         rewards["variables"] = rewards.pop("environment")
-    for key, (default, now) in LEFT.items():
+    for key, (default, now) in FORMER_KEYS.items():
         section, name = key.split(".")
         settings = data.get(section)
         if isinstance(settings, dict) and settings.get(name) == default:
@@ -169,24 +173,24 @@ def read_yaml(path: Path, kind: str = "a recipe file") -> dict[str, Any]:
     return data
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parsed(text: str, place: str) -> Any:
     try:
         # PyYAML follows YAML 1.1, where 1e-6 is a text; pydantic turns such a text into a number
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise RecipeError(f"{where}: {_yaml_problem(error)}") from None
+        raise RecipeError(f"{place}: {_yaml_problem(error)}") from None
     except ValueError as error:  # a date in month 13
-        raise RecipeError(f"{where}: a value cannot be read: {error}") from None
+        raise RecipeError(f"{place}: a value cannot be read: {error}") from None
 
 
 def _yaml_problem(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
-    where = f"line {mark.line + 1}: " if mark else ""
-    return f"{where}not valid YAML: {' '.join(str(getattr(error, 'problem', None) or error).split())}"
+    place = f"line {mark.line + 1}: " if mark else ""
+    return f"{place}not valid YAML: {' '.join(str(getattr(error, 'problem', None) or error).split())}"
 
 
 def override(data: dict[str, Any], item: str) -> None:
-    """Set the `key.path=value` of `item` in nested settings. Raises `RecipeError` for a text that cannot be one."""
+    """Set the `key.path=value` of `item` in nested settings. Raises `RecipeError` for a text of another form."""
     key, separator, text = item.partition("=")
     if not separator or not key:
         raise RecipeError(f"override {item!r}: write it as key.path=value")
@@ -194,7 +198,7 @@ def override(data: dict[str, Any], item: str) -> None:
     if re.fullmatch(r"algorithm|(prompts\.tasks\.\w+\.)?environment", key) and isinstance(value, str):
         key += ".name"
     *parents, last = key.split(".")
-    # sections that no file states begin here; the schema refuses unknown ones later, by their nearest key
+    # sections that no file states begin here; the schema refuses unknown sections later, naming the nearest key
     node = data
     for name in parents:
         node[name] = section_of(node.get(name) or {}) if name == "environment" else node.get(name, {})
@@ -205,27 +209,27 @@ def override(data: dict[str, Any], item: str) -> None:
 
 
 def _first_line(error: ValidationError) -> str:
-    # unknown keys come first because they often cause the others
+    # unknown keys come first because an unknown key often causes other mistakes
     first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     place = _place(first)
-    same = [problem for problem in error.errors() if _place(problem) == place]
-    line = _line(".".join(map(str, place)), first, same)
-    others = error.error_count() - len(same)
-    return f"{line} (the first of {others + 1} mistakes)" if others else line
+    problems = [detail for detail in error.errors() if _place(detail) == place]
+    line = _line(".".join(map(str, place)), first, problems)
+    further_mistakes = error.error_count() - len(problems)
+    return f"{line} (the first of {further_mistakes + 1} mistakes)" if further_mistakes else line
 
 
-def _place(problem: ErrorDetails) -> tuple[int | str, ...]:
-    """Where the value stands. pydantic appends the type for each member of a union, and [key] for a key."""
-    return problem["loc"] if _APPENDED.isdisjoint(problem["loc"][-1:]) else problem["loc"][:-1]
+def _place(detail: ErrorDetails) -> tuple[int | str, ...]:
+    """Path of the value. pydantic appends the type for each member of a union, and [key] for a key."""
+    return detail["loc"] if _APPENDED.isdisjoint(detail["loc"][-1:]) else detail["loc"][:-1]
 
 
-def _line(key: str, first: ErrorDetails, same: Sequence[ErrorDetails]) -> str:
-    """The mistake in the value of a key. same: its problems, one for each member of a union."""
+def _line(key: str, first: ErrorDetails, problems: Sequence[ErrorDetails]) -> str:
+    """The mistake in the value of a key. problems: pydantic's problems, for each member of a union."""
     kind = first["type"]
     value = first["input"]
     last = key.rpartition(".")[2]
-    if key in LEFT:
-        return f"{key} has left: {LEFT[key][1]}; delete it"
+    if key in FORMER_KEYS:
+        return f"{key} has left: {FORMER_KEYS[key][1]}; delete it"
     if kind == "extra_forbidden":
         valid = _keys_for(key)
         key = innermost(key, value, valid)
@@ -233,19 +237,19 @@ def _line(key: str, first: ErrorDetails, same: Sequence[ErrorDetails]) -> str:
     if kind == "missing":
         return f"{key} is missing; it has no default"
     if kind == "value_error":
-        # the check of a section names a key of it, the check of a value does not
+        # the check of a section names a key of the section, the check of a value does not
         separator = "." if isinstance(value, dict) else ": "
-        # a check of the whole recipe has an empty key, so its line would begin with the separator
+        # a check of the whole recipe has an empty key, so the line would begin with the separator
         return f"{key}{separator}{first['ctx']['error']}".removeprefix(".")
     if kind == "string_type" and value is None:
         return f"{key} is empty; for an empty text write {last}: '' in a file, \"{key}=''\" in a shell"
-    # pydantic's demands, one for each member of a union: "Input should be a valid integer"
-    demands = [problem["msg"].partition("should ")[2] for problem in same]
-    return f"{key} is {_shown(value)}; it should {' or '.join(demands)}"
+    # pydantic's demands, for each member of a union: "Input should be a valid integer"
+    demands = [detail["msg"].partition("should ")[2] for detail in problems]
+    return f"{key} is {_value_text(value)}; it should {' or '.join(demands)}"
 
 
-def _shown(value: Any) -> str:
-    """A value as a recipe has it, at most 60 characters of it."""
+def _value_text(value: Any) -> str:
+    """A value in a recipe's notation, at most 60 characters."""
     if value is None:
         return "empty"
     if isinstance(value, bool):

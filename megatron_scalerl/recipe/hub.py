@@ -1,6 +1,6 @@
 """Names on the Hugging Face hub in place of paths: `org/name`, `org/name@revision`, `org/name/folder`.
 
-They become folders of the local cache when a recipe is loaded, so that no other process asks the hub.
+A name becomes a folder of the local cache when a recipe is loaded, so that no other process asks the hub.
 """
 
 import re
@@ -17,9 +17,10 @@ _FILE = re.compile(r".*\.(jsonl?|ndjson|gz|csv|parquet|arrow|ya?ml)")
 
 
 def local_path(path: str, kind: Kind, *, download: bool = False) -> str:
-    """The folder of a name in the Hugging Face cache; a path that exists, and a name that is not there, as they are.
+    """The folder of a name in the Hugging Face cache; `path` for an existing path, and for a name that is not cached.
 
-    download: fetch what is not there, unless HF_HUB_OFFLINE is set. Raises ValueError, in one line, if that fails.
+    download: fetch a name that is not cached, unless HF_HUB_OFFLINE is set. Raises ValueError, in one line, if the
+    download fails.
     """
     name = _NAME.fullmatch(path)
     if name is None or Path(path).exists() or _FILE.fullmatch(path) or find_spec("huggingface_hub") is None:
@@ -33,7 +34,7 @@ def local_path(path: str, kind: Kind, *, download: bool = False) -> str:
             name["repo"], repo_type=kind, revision=name["revision"], local_files_only=not online
         )
     except (OSError, ValueError) as error:
-        # huggingface_hub raises LocalEntryNotFoundError online, too: where it cannot reach the hub
+        # huggingface_hub raises LocalEntryNotFoundError online, too, if the hub cannot be reached
         if online and not isinstance(error, LocalEntryNotFoundError):
             raise ValueError(f"{path}: the download failed: {str(error).strip().splitlines()[0]}") from None
         # not in the cache: the check of the path fails later, and names the command (`hint`)
@@ -42,13 +43,13 @@ def local_path(path: str, kind: Kind, *, download: bool = False) -> str:
 
 
 def hint(path: str, kind: Kind) -> str:
-    """The end of an error about a path that cannot be used: it may be GGUF, a pattern, or a name on the hub."""
+    """The end of an error about a path that cannot be used, which may be GGUF, a pattern, or a name on the hub."""
     if kind == "model" and (path.endswith(".gguf") or any(Path(path).glob("*.gguf"))):
         return "; weights in a GGUF file have to be made a Hugging Face folder first: docs/checkpoints.md#gguf"
     if path.startswith("~") or any(sign in path for sign in "*?["):
         return "; ~ and patterns are not expanded: name one file, or a folder of files"
     name = _NAME.fullmatch(path)
-    # a first part that is a folder here makes it a path with a mistake, not a name on the hub
+    # a path whose first part is a folder here is a path with a mistake, not a name on the hub
     if name is None or _FILE.fullmatch(path) or Path(path.partition("/")[0]).exists():
         return ""
     if kind == "model" and name["folder"]:  # runs/tiny/policy: a policy is a whole repository
@@ -62,7 +63,7 @@ def hint(path: str, kind: Kind) -> str:
 
 
 def local_recipe(recipe: Recipe, *, download: bool = False) -> Recipe:
-    """The recipe with the folders of its policy and prompts in place of names; as `local_path`."""
+    """The recipe with folders in place of the names of policy and prompts, by `local_path`."""
 
     def resolved(path: str | None, kind: Kind = "dataset") -> str | None:
         return path and local_path(path, kind, download=download)

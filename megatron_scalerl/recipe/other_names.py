@@ -1,6 +1,6 @@
-"""Settings of a recipe by the names that other frameworks have for them.
+"""Settings of a recipe by the names in other frameworks.
 
-Error messages for unknown keys, which name the key that was meant, or the keys that there are.
+Error messages for unknown keys, which name the nearest keys, or all keys of the section.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -60,7 +60,7 @@ _NAMES = {
     "engine.vllm.max_num_seqs": "max_num_seqs",
 }
 OTHER_NAMES = {name: setting for setting, names in _NAMES.items() for name in names.split()}
-"""Another name -> the settings that have this meaning in a recipe."""
+"""Name in another framework -> the settings with this meaning in a recipe."""
 OF_OLD_MEGATRON = frozenset(
     {
         "megatron.model.async_tensor_model_parallel_allreduce",
@@ -71,17 +71,17 @@ OF_OLD_MEGATRON = frozenset(
         "megatron.parallel.create_all_gather_group",
     }
 )
-"""Options that only Megatron-Core 0.16 had: runs that were begun with it may have them in their recipes."""
+"""Options of Megatron-Core 0.16 alone: the recipe of a run that began with 0.16 may have such options."""
 _NEAR_SIBLING = 0.8
 """Least likeness of a name of the same section to be suggested."""
 _NEAR_OTHER = 0.9
-"""Least likeness of a name of another section, where only a name that is nearly equal was meant."""
+"""Least likeness of a name of another section, which is suggested only if the names are nearly equal."""
 _FAR_SIBLING = 0.65
 """Least likeness of a name of the same section, if no name of any section is near."""
 _MOST_LISTED = 12
 """Keys of a section that an error lists."""
 _MOST_NEAREST = 3
-"""Names that an error suggests; where more are near, it suggests none."""
+"""Names that an error suggests; with more near names, the error suggests no name."""
 
 
 def setting_of(key: str) -> str:
@@ -91,9 +91,9 @@ def setting_of(key: str) -> str:
 
 
 def innermost(key: str, value: object, valid: Iterable[str]) -> str:
-    """The unknown `key`, or a key in it: of a section that is like none of the `valid` ones, what is set there.
+    """The unknown `key`, or a key inside: for a section that is like no `valid` section, a key that is set there.
 
-    A key that has another name here comes before others.
+    A key of another framework comes before other keys.
     """
     section, _, last = key.rpartition(".")
     if _nearest(last, [name for name in valid if name.rpartition(".")[0] == section], _NEAR_SIBLING):
@@ -111,28 +111,28 @@ def _innermost(key: str, value: object) -> Iterator[str]:
 
 
 def check_keys(
-    where: str,
-    given: Iterable[object],
+    place: str,
+    keys: Iterable[object],
     valid: Iterable[str],
     *,
     expected: str,
     in_recipe: bool = False,
     listed: str = "",
 ) -> None:
-    """Raise ValueError for the first of the `given` keys that is not `valid`; arguments as for `unknown_key`.
+    """Raise ValueError for the first of the `keys` that is not `valid`; arguments as for `unknown_key`.
 
-    in_recipe: `where` is a section of the recipe, whose keys have other names in other frameworks.
+    in_recipe: `place` is a section of the recipe, whose keys have other names in other frameworks.
     """
     names = list(valid)
-    for key in given:
-        if f"{where}.{key}" in OF_OLD_MEGATRON:
+    for key in keys:
+        if f"{place}.{key}" in OF_OLD_MEGATRON:
             raise ValueError(
-                f"{where}.{key} has left with Megatron-Core 0.16; delete it: a run that was begun with it goes on"
+                f"{place}.{key} has left with Megatron-Core 0.16; delete it: a run that was begun with it goes on"
             )
         if key not in names:
-            setting = setting_of(f"{where}.{key}") if in_recipe else ""
+            setting = setting_of(f"{place}.{key}") if in_recipe else ""
             text = unknown_key(str(key), names, expected=expected, setting=setting, listed=listed)
-            raise ValueError(f"{where}: {text}")
+            raise ValueError(f"{place}: {text}")
 
 
 def unknown_key(
@@ -144,11 +144,11 @@ def unknown_key(
     kind: str = "keys",
     listed: str = "",
 ) -> str:
-    """`KEY is not ...; the nearest is ...`, and without a near one `...; keys here: a, b, c`.
+    """`KEY is not ...; the nearest is ...`, and without a near key `...; keys here: a, b, c`.
 
-    Dotted keys are compared with the keys of their section, then by their last part with all others. expected: the
-    kind of the `valid` names, as in "a recipe key"; kind: the same in one word. setting: the names that KEY has here
-    (`setting_of`). listed: a file that lists the keys, if they are too many for a line.
+    A dotted key is compared with the keys of the same section, then by the last part with all keys. expected: the
+    kind of the `valid` names, as in "a recipe key"; kind: the same as a plural noun. setting: the recipe's names for
+    KEY (`setting_of`). listed: a file that lists the keys, if a line cannot.
     """
     text = f"{key} is not {expected}"
     if setting:
@@ -156,19 +156,19 @@ def unknown_key(
     names = list(valid)
     section, last = key.rpartition(".")[::2]
     siblings = [name for name in names if name.rpartition(".")[0] == section]
-    others = [name for name in names if ".NAME." not in name]
-    # in this order: a short name is somewhat like many, so that only a name of its section may be far from it
-    for among, least in ((siblings, _NEAR_SIBLING), (others, _NEAR_OTHER), (siblings, _FAR_SIBLING)):
-        if nearest := _nearest(last, among, least):
+    all_names = [name for name in names if ".NAME." not in name]
+    # in this order: a short name is somewhat like many names, so that only names of the same section may be far
+    for candidates, likeness in ((siblings, _NEAR_SIBLING), (all_names, _NEAR_OTHER), (siblings, _FAR_SIBLING)):
+        if nearest := _nearest(last, candidates, likeness):
             return f"{text}; the nearest is {' or '.join(nearest)}"
     if 0 < len(siblings) <= _MOST_LISTED:
         return f"{text}; {kind} here: {', '.join(name.rpartition('.')[2] for name in siblings)}"
     return f"{text}; all {kind} are listed in {listed}" if listed else text
 
 
-def _nearest(last: str, names: Sequence[str], least: float) -> list[str]:
-    """The names whose last part has at least this likeness to `last`; none if they are too many."""
+def _nearest(last: str, names: Sequence[str], likeness: float) -> list[str]:
+    """The names whose last part has at least the `likeness` to `last`; empty for too many names."""
     lasts = {name.rpartition(".")[2] for name in names}
-    alike = get_close_matches(last, lasts, n=_MOST_NEAREST + 1, cutoff=least)
+    alike = get_close_matches(last, lasts, n=_MOST_NEAREST + 1, cutoff=likeness)
     nearest = [name for name in names if name.rpartition(".")[2] in alike]
     return nearest if len(nearest) <= _MOST_NEAREST else []

@@ -37,14 +37,14 @@ class ParallelSizes:
     chunks: int
     """Model chunks per pipeline stage (virtual pipeline size), 1 without a virtual pipeline."""
     optimizer_instances: int
-    """Distributed-optimizer instances: each holds one complete optimizer state, sharded over its ranks."""
+    """Distributed-optimizer instances: each instance holds a complete optimizer state, sharded over ranks."""
 
     @property
     def unit(self) -> tuple[int, int]:
         """The trainer's world size must be a multiple of both numbers.
 
-        They are tp x pp x cp and etp x ep x pp; with several instances of the distributed optimizer also tp x pp
-        and etp x ep x pp times their number.
+        The numbers are tp x pp x cp and etp x ep x pp; with several instances of the distributed optimizer also
+        tp x pp and etp x ep x pp times the number of instances.
         """
         # Megatron-Core divides data x context ranks among the instances, and the experts' data ranks
         dense = self.tp * self.pp
@@ -53,7 +53,7 @@ class ParallelSizes:
 
 
 def sizes_of(parallel: Mapping[str, Any]) -> ParallelSizes:
-    """The sizes in megatron.parallel. Raises ValueError for one that is not a positive integer."""
+    """The sizes in megatron.parallel. Raises ValueError for a size that is not a positive integer."""
     tp, pp, cp, ep = (_size(parallel, f"{kind}_parallel_size", 1) for kind in _KINDS)
     etp = _size(parallel, "expert_tensor_parallel_size", None)
     chunks = _size(parallel, "virtual_pipeline_model_parallel_size", None)
@@ -85,26 +85,26 @@ LEFT_KEYS = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""Fields of megatron.model that are refused since: a run that was begun with one resumes without it."""
+"""Former fields of megatron.model, refused today: a run that began with such a field resumes without the field."""
 MODEL_KEYS = frozenset({*_ENDS, "sequence_parallel"})
 """Fields of megatron.model that are meaningful only with the sizes of megatron.parallel."""
 
 
 def check_world(sizes: ParallelSizes, world_size: int) -> None:
     """Raises ValueError where `world_size` ranks cannot be divided into groups of these sizes."""
-    names = ("tensor x pipeline x context", "expert tensor x expert x pipeline")
+    group_names = ("tensor x pipeline x context", "expert tensor x expert x pipeline")
     also = ""
     if sizes.optimizer_instances > 1:
         also = f" with {sizes.optimizer_instances} optimizer instances"
-    for size, what in zip(sizes.unit, names):
+    for size, group_name in zip(sizes.unit, group_names):
         if world_size % size:
             raise ValueError(
-                f"trainer.world_size: {world_size} is not a multiple of {what} parallel size {size}{also}"
+                f"trainer.world_size: {world_size} is not a multiple of {group_name} parallel size {size}{also}"
             )
 
 
 def check_sharding(family: Family, parallel: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Raises ValueError where a parallel size does not divide the dimension it shards, or requires another setting.
+    """Raises ValueError where a parallel size does not divide the sharded dimension, or requires another setting.
 
     parallel, model: the sections megatron.parallel and megatron.model. Checks heads, key-value heads, MLPs, experts,
     pipeline layers and sequence parallelism. The vocabulary and the length of a micro-batch are padded.
@@ -119,7 +119,7 @@ def check_sharding(family: Family, parallel: Mapping[str, Any], model: Mapping[s
         raise ValueError(
             "megatron.model.sequence_parallel is true; it needs tensor_model_parallel_size of at least 2"
         )
-    # MoELayer.forward of Megatron-Core raises in training without it
+    # without sequence parallelism, MoELayer.forward of Megatron-Core raises in training
     if family.transformer.get("num_moe_experts") and sizes.tp > 1 and not sequence:
         raise ValueError(
             "megatron.model.sequence_parallel is false; a policy with experts needs it with "
@@ -130,8 +130,8 @@ def check_sharding(family: Family, parallel: Mapping[str, Any], model: Mapping[s
 def stages_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> Stages:
     """Layers of each pipeline stage by Megatron's options in megatron.model.
 
-    An even split but for given numbers in the first and last stage. Raises ValueError where `layers` layers cannot be
-    split this way, naming key, layers and size.
+    The split is even but for set numbers in the first and last stage. Raises ValueError where `layers` layers cannot
+    be split this way, naming key, layers and size.
     """
     counts = counts_of(model, layers, sizes)
     stages: list[list[int]] = [[] for _ in range(sizes.pp)]
@@ -146,23 +146,23 @@ def stages_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> St
 
 def counts_of(model: Mapping[str, Any], layers: int, sizes: ParallelSizes) -> list[int]:
     """[pp] number of layers in each chunk of a stage. Raises ValueError as `stages_of` does."""
-    whole = [0] * sizes.pp
-    given = {place: key for place, key in zip((0, -1), _ENDS) if model.get(key) is not None}
-    if len(given) > sizes.pp:
+    stage_layers = [0] * sizes.pp
+    end_keys = {place: key for place, key in zip((0, -1), _ENDS) if model.get(key) is not None}
+    if len(end_keys) > sizes.pp:
         raise ValueError(f"megatron.model.{_ENDS[0]} and {_ENDS[1]} are both set, but the pipeline has one stage")
-    for place, key in given.items():
-        whole[place] = _positive(f"megatron.model.{key}", model[key])
-    left = layers - sum(whole)
-    middle = sizes.pp - len(given)
-    fits = left == 0
-    if middle:
-        fits = left > 0 and left % middle == 0
+    for place, key in end_keys.items():
+        stage_layers[place] = _positive(f"megatron.model.{key}", model[key])
+    remaining_layers = layers - sum(stage_layers)
+    middle_stages = sizes.pp - len(end_keys)
+    fits = remaining_layers == 0
+    if middle_stages:
+        fits = remaining_layers > 0 and remaining_layers % middle_stages == 0
     if not fits:
         raise ValueError(
-            f"{_PIPELINE}: {left} of {layers} layers are left for {middle} of {sizes.pp} stages, each of which needs "
-            f"the same number, at least 1; set megatron.model.{_ENDS[0]} or {_ENDS[1]}"
+            f"{_PIPELINE}: {remaining_layers} of {layers} layers are left for {middle_stages} of {sizes.pp} stages, "
+            f"each of which needs the same number, at least 1; set megatron.model.{_ENDS[0]} or {_ENDS[1]}"
         )
-    return [_in_chunks(size or left // middle, sizes) for size in whole]
+    return [_in_chunks(size or remaining_layers // middle_stages, sizes) for size in stage_layers]
 
 
 def _check_uniform(model: Mapping[str, Any], counts: list[int]) -> None:

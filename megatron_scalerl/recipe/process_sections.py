@@ -1,6 +1,6 @@
-"""The sections of a recipe about its processes: trainer ranks, engines, and the weights between them.
+"""The sections of a recipe about processes: trainer ranks, engines, and the weights from trainer to engines.
 
-Defaults and docstrings as in `recipe.sections`. Two sections pass options through by their original names: `megatron`
+Defaults and docstrings as in `recipe.sections`. Two sections pass options through by the original names: `megatron`
 to Megatron-Core's dataclasses and `engine.vllm` to vLLM's engine arguments.
 """
 
@@ -30,24 +30,24 @@ class TrainerSection(Section):
     of 128."""
     logit_workspace_mb: PositiveFloat | None = None
     """Memory for blocks of logits, in addition to hidden states, head and gradients (MiB). null: 2048 on a GPU of at
-    least 64 GiB without engine.colocate, else 512. Smaller is slower: logits of a micro-batch that do not fit it are
-    computed again in the backward pass without `loss_in_chunk`."""
+    least 64 GiB without engine.colocate, else 512. Smaller is slower: without `loss_in_chunk`, logits beyond this
+    memory are computed again in the backward pass of a micro-batch."""
     logit_backend: Annotated[str, Field(pattern="^(auto|cuda|torch)$")] = "auto"
     """Backend of the logit projection: cuda (NVIDIA GPUs), torch (any device, slow on GPUs), or auto: cuda where
-    it can run."""
+    the cuda backend can run."""
     logit_gradient: Literal["bf16", "bf16x2", "fp32"] = "bf16"
     """Precision of the logit gradient in matrix products with a bfloat16 head: bf16, the sum of two bf16 numbers for
-    the head's gradient (error 1e-5 instead of 3e-3, one more product), or fp32 (slow)."""
+    the head's gradient (error 1e-5 instead of 3e-3, a further product), or fp32 (slow)."""
     loss_in_chunk: bool = True
-    """Compute a loss that is a sum over tokens (cispo, dapo, grpo) together with its gradient while a chunk's logits
+    """Compute a loss that is a sum over tokens (cispo, dapo, grpo) together with the gradient while a chunk's logits
     are in memory, instead of recomputing the logits in the backward pass: a quarter less work, but an fp32 gradient
     of the head is held until the backward pass. Where logit_workspace_mb holds less than 1,024 tokens on a GPU, the
     logits are recomputed."""
     step_timeout_s: PositiveFloat = 3600.0
-    """Time limit of one trainer command (s); the trainer has failed beyond it."""
+    """Time limit of one trainer command (s), beyond which the trainer has failed."""
     max_restarts: NonNegativeInt = 3
-    """When the trainer fails, its processes are started again from the newest checkpoint while the engines keep
-    running; at most this many times without a new checkpoint in between. 0: the run fails."""
+    """When the trainer fails, all ranks are started again from the newest checkpoint while the engines keep running;
+    at most this many times without a new checkpoint in between. 0: the run fails."""
     start_timeout_s: PositiveFloat = 1800.0
     """Time limit for all trainer processes to start (s)."""
     deterministic: bool = False
@@ -55,7 +55,7 @@ class TrainerSection(Section):
 
 
 class MegatronSection(Section):
-    """Megatron-Core's options by their original names."""
+    """Megatron-Core's options by the original names."""
 
     model: dict[str, Any] = Field(default_factory=dict)
     """Fields of TransformerConfig for speed and memory. Fields that define the model come from the
@@ -76,9 +76,9 @@ class EngineSection(Section):
     devices_per_engine: PositiveInt = 1
     """Devices per engine, for CUDA_VISIBLE_DEVICES and the ledger."""
     colocate: bool = False
-    """The engines run on the trainer's devices, count x devices_per_engine = trainer.world_size of them: for runs on
-    one host, one GPU included. Both take turns on a device. The ledger charges half of it to the trainer and half to
-    the engine. vLLM's kv_cache_memory_bytes and gpu_memory_utilization have to be set."""
+    """The engines run on the trainer's devices, count x devices_per_engine = trainer.world_size: for runs on one
+    host, also with a single GPU. Both take turns on a device. The ledger charges half of a device to the trainer and
+    half to the engine. vLLM's kv_cache_memory_bytes and gpu_memory_utilization have to be set."""
     threads: PositiveInt = 1
     """CPU threads of each engine (OMP_NUM_THREADS); ignored on GPUs."""
     host: str = "127.0.0.1"
@@ -88,69 +88,71 @@ class EngineSection(Section):
     start_timeout_s: PositiveFloat = 1800.0
     """Time limit for a server to start (s)."""
     stall_timeout_s: PositiveFloat = 600.0
-    """An engine is evicted when it has running requests, some of which have tokens, and produces none, or does not
-    respond, for this long (s), or when a response that has begun takes longer to arrive. Pauses for a weight update
-    do not count. A generation has no total time limit."""
+    """Time after which an engine is evicted that has running requests, some with tokens, and produces no token or
+    does not respond, or whose begun response has not arrived (s). Pauses for a weight update do not count. A
+    generation has no total time limit."""
     first_token_timeout_s: PositiveFloat = 1800.0
     """The limit instead of stall_timeout_s while no running request has a token yet (s), since a prefill reports no
-    progress. stall_timeout_s is used if it is longer."""
+    progress. A longer stall_timeout_s is used instead."""
     min_relative_rate: Share = 0.1
-    """An engine is evicted when its tokens per second and running request stay below this fraction of the median of
-    the other engines for stall_timeout_s. 0: never; it has no effect with fewer than three engines."""
+    """An engine is evicted when the tokens per second and running request stay below this fraction of the median of
+    all other engines for stall_timeout_s. 0: never; no effect with fewer than three engines."""
     max_lost_in_a_row: PositiveInt = 64
-    """A completion without usable log-probs is dropped from its group; an engine is evicted after this many
-    consecutive ones."""
+    """A completion without usable log-probs is dropped from the group; an engine is evicted after this many
+    consecutive dropped completions."""
     max_restarts: NonNegativeInt = 5
     """An evicted engine's server is ended and started again, after a delay that doubles from 1 s to 60 s; at most
-    this many times in a row, not counting starts after which it ran for 10 minutes more than stall_timeout_s,
-    first_token_timeout_s and weights.timeout_s each allow a hung one. Its groups are generated again. 0: an engine is
-    given up when it fails. One that ends twice before any engine of the run has completed a request is given up."""
+    this many times in a row, not counting starts after which the server ran for 10 minutes more than stall_timeout_s,
+    first_token_timeout_s and weights.timeout_s each allow a hung server. The engine's groups are generated again. 0:
+    an engine is given up at the first failure. An engine that ends twice before any engine of the run has completed a
+    request is given up."""
     min_engines: PositiveInt = 1
     """The run fails when fewer engines than this are not given up; at most engine.count."""
     vllm: dict[str, Any] = Field(default_factory=dict)
-    """vLLM's engine arguments by their original names: max_model_len, max_num_seqs, kv_cache_memory_bytes ...
+    """vLLM's engine arguments by the original names: max_model_len, max_num_seqs, kv_cache_memory_bytes ...
     Arguments that change the sampling distribution are rejected. Arguments that change the engine's numerics
     (quantization, kv_cache_dtype ...) change the sampling policy, which the importance weight corrects."""
 
     @property
     def charged_devices(self) -> float:
-        """Devices that the ledger charges for each engine; with `colocate` half of its devices."""
+        """Devices that the ledger charges for each engine; with `colocate` half of the engine's devices."""
         return self.devices_per_engine / 2 if self.colocate else self.devices_per_engine
 
 
-def _off(value: object) -> object:
+def _off_text(value: object) -> object:
     """YAML reads off without quotation marks as false."""
     return "off" if value is False else value
 
 
 class WeightsSection(Section):
-    """The weight broadcast and its verification."""
+    """The weight broadcast, and the verification of received weights."""
 
     transport: Literal["auto", "gloo", "nccl", "shm"] = "auto"
     """Transport of weights from trainer to engines. auto: nccl where CUDA is available; on CPUs, and with
     engine.colocate, shm where all processes are on one host, gloo elsewhere. shm: shared memory, faster than gloo,
     and closed to other users of the host."""
     bucket_mib: PositiveInt = 64
-    """Size of one packed bucket (MiB); each sender has two in memory, each engine worker as well."""
+    """Size of a packed bucket (MiB); each sender has two buckets in memory, each engine worker as well."""
     max_senders: PositiveInt = 1
-    """Ranks of the trainer that send a share of the weights: the ranks that hold one copy of the policy, and as many
-    data-parallel copies of them as fit. Each has a group with each shard of the engines: over NCCL, whose
-    broadcasts run one at a time, more copies only cost buffers in engines."""
-    deltas: Annotated[Literal["off", "absolute"], BeforeValidator(_off)] = "off"
-    """absolute: send only the elements that changed since the last version, where it is one in 8 or less, each in 3.1
-    bytes. Optimizers with fp32 main weights record them; else senders keep a copy of what they sent, and compare."""
+    """Limit of trainer ranks that send a share of the weights: the ranks of one copy of the policy always send, and
+    further data-parallel copies as far as the limit allows. Each sender has a group with each shard of the engines:
+    over NCCL, whose broadcasts run one at a time, more copies only cost buffers in engines."""
+    deltas: Annotated[Literal["off", "absolute"], BeforeValidator(_off_text)] = "off"
+    """absolute: send only the elements that changed since the last version, each in 3.1 bytes, where at most 1 in 8
+    has changed. Optimizers with fp32 main weights record changes; else senders keep a copy of the last version, and
+    compare."""
     adapters: Literal["alone", "merged"] = "alone"
     """Updates with policy.lora. alone: A and B, which engines compute beside the weights of policy.path. merged: the
     weights W + alpha / rank B A, rounded to policy.dtype, with which engines decode as fast as without adapters.
     Mixtures of experts require merged: vLLM's CPU kernels have no adapters of experts."""
     probe_every: NonNegativeInt = 10
     """Compare trainer and engine log-probs on a fixed probe after the weight update of every n-th step, or the first
-    one from then on (ppo_off_policy), and on an engine that was started again. 0: only at a start."""
+    update from then on (ppo_off_policy), and on an engine that was started again. 0: only at a start."""
     probe_tolerance: PositiveFloat | None = None
-    """The run fails where |trainer - engine log-prob| on the probe exceeds this on average (nats), or 20 times as
-    much in one token. null: 5e-4 in float32, 0.15 in bfloat16."""
+    """The run fails where |trainer - engine log-prob| on the probe exceeds this value on average (nats), or 20 times
+    this value in a single token. null: 5e-4 in float32, 0.15 in bfloat16."""
     timeout_s: PositiveFloat = 600.0
-    """Time limit of each phase of a weight update (s); an engine that exceeds it is evicted."""
+    """Time limit of each phase of a weight update (s); a slower engine is evicted."""
     connect_timeout_s: PositiveFloat = 60.0
     """Time limit for trainer and engines to join the group of the weight broadcast (s), on gloo. The group is formed
     again when an engine joins or leaves."""
@@ -160,27 +162,28 @@ class TelemetrySection(Section):
     """Metrics and profiles that other programs can read while the run goes on (docs/monitoring.md)."""
 
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Port of the controller's Prometheus endpoint. null: none. 0: a free port, which RUN/metrics names."""
+    """Port of the controller's Prometheus endpoint. null: no endpoint. 0: a free port, which RUN/metrics names."""
     metrics_host: str = "127.0.0.1"
     """Address at which the endpoint listens, without encryption."""
     metrics_access: Literal["token", "open"] = "token"
-    """Who may read it. token: who sends the bearer token in RUN/metrics/token, mode 0600. open: whoever reaches it,
-    on loopback every user of the host."""
+    """Who may read the endpoint. token: senders of the bearer token in RUN/metrics/token, mode 0600. open: whoever
+    reaches the port, on loopback every user of the host."""
     profile_steps: tuple[PositiveInt, ...] = ()
-    """Optimizer steps of which every trainer rank writes PyTorch's profile, and on GPUs its allocations, into
-    RUN/profile: large files, and the step takes longer."""
+    """Optimizer steps whose PyTorch profile every trainer rank writes into RUN/profile, on GPUs with allocations:
+    large files, and the step takes longer."""
     token_scores_every: NonNegativeInt = 0
-    """Optimizer steps between two scorings: before the step the trainer scores the tokens of eight completions of its
-    batch, for the page: mismatch and entropy of each token, in RUN/token_scores, about 15 bytes a token. 0: none."""
+    """Optimizer steps between two scorings. Before the step the trainer scores the tokens of eight completions of the
+    batch, for the page: mismatch and entropy of each token, in RUN/token_scores, about 15 bytes a token. 0: no
+    scoring."""
 
 
 class EvaluationSection(Section):
     """Evaluation files during the run, on an engine that is held at the policy version (docs/evaluation.md)."""
 
     every_steps: NonNegativeInt = 0
-    """Optimizer steps between evaluations, from step 0. 0: none. Requires a second engine, the schedule pipeline and
-    rollouts.deterministic false: no optimizer step waits for an evaluation. One that is due while fewer than two
-    engines serve, or while another one is in progress, is made of the first later version."""
+    """Optimizer steps between evaluations, from step 0. 0: no evaluation. Requires a second engine, the schedule
+    pipeline and rollouts.deterministic false: no optimizer step waits for an evaluation. An evaluation that is due
+    while fewer than two engines serve, or during another evaluation, is made of the first later version."""
     files: tuple[str, ...] = ()
     """Evaluation files, each FILE, FILE:aime, FILE:math500 or FILE:PROBLEM,ANSWER."""
     task: str | None = None
@@ -188,4 +191,4 @@ class EvaluationSection(Section):
     generations: PositiveInt = 16
     """Completions per problem, the k of mean@k and pass@k."""
     seed: NonNegativeInt = 1
-    """Seed of sampling and of interruption points, the same at every evaluation: two of them differ by the policy."""
+    """Seed of sampling and of interruption points, the same at every evaluation: evaluations differ by the policy."""

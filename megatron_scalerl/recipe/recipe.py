@@ -1,6 +1,6 @@
-"""The schema of a recipe: its sections (`recipe.sections`) and the constraints between them.
+"""The schema of a recipe: the sections (`recipe.sections`) and the constraints between sections.
 
-A recipe file is YAML and states differences from the defaults; `key.path=value` overrides are applied to it.
+A recipe file is YAML and states differences from the defaults; `key.path=value` overrides change the file's values.
 """
 
 import re
@@ -51,21 +51,21 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,99}")
 
 
 def _checked_name(name: str) -> str:
-    """The name of a run is that of its folder and of its job on Slurm."""
+    """The name of a run, which is also the name of the run's folder and Slurm job."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not usable; take at most 100 letters, digits and . _ + = @ -")
     return name
 
 
 TEACHER = "teacher-"
-"""Names of teachers' engines begin so."""
+"""Begin of the name of a teacher's engine."""
 
 
 class Recipe(Section):
     """The settings of one run."""
 
     name: Annotated[str, AfterValidator(_checked_name)]
-    """Name of the run, of at most 100 letters, digits and `. _ + = @ -`; its folder is output_dir/name."""
+    """Name of the run, of at most 100 letters, digits and `. _ + = @ -`; the run's folder is output_dir/name."""
     output_dir: str = "runs"
     """Folder that holds the folders of runs."""
     seed: NonNegativeInt = 1
@@ -73,7 +73,7 @@ class Recipe(Section):
     steps: PositiveInt
     """Optimizer steps of the run."""
     download: bool = False
-    """Fetch policy and prompts named org/name from the Hugging Face hub where the local cache lacks them."""
+    """Fetch policy and prompts named org/name from the Hugging Face hub where the local cache lacks the files."""
     policy: PolicySection
     prompts: PromptsSection
     curriculum: CurriculumSection = CurriculumSection()
@@ -123,16 +123,16 @@ class Recipe(Section):
         for name, task in tasks.items():
             filled[name] = task
             for key in {"environment", "interruption"} & (task.keys() if isinstance(task, Mapping) else set()):
-                shared = section_of(data.get(key, {}))
-                own = section_of(task[key])
-                if not (isinstance(shared, Mapping) and isinstance(own, Mapping)):
+                recipe_section = section_of(data.get(key, {}))
+                task_section = section_of(task[key])
+                if not (isinstance(recipe_section, Mapping) and isinstance(task_section, Mapping)):
                     continue
-                if key == "environment" and "name" not in {**shared, **own}:
+                if key == "environment" and "name" not in {**recipe_section, **task_section}:
                     raise ValueError(
                         f"prompts.tasks.{name}.environment.name is missing; name the class, as module:Class, or null "
                         "for single turns"
                     )
-                filled[name] = {**filled[name], key: {**shared, **own}}
+                filled[name] = {**filled[name], key: {**recipe_section, **task_section}}
         return {**data, "prompts": {**(prompts or {}), "tasks": filled}}
 
     @property
@@ -146,7 +146,7 @@ class Recipe(Section):
         return [self.of_task(name) for name in sorted(self.prompts.tasks or {})] or [self]
 
     def of_task(self, name: str) -> "Recipe":
-        """The recipe with the settings of a task of prompts.tasks in its sections."""
+        """The recipe with the settings of a task of prompts.tasks in the recipe's sections."""
         task = (self.prompts.tasks or {})[name]
         values = {key: value for key, value in task if value is not None}
         prompts = {key: values[key] for key in values.keys() & PromptsSection.model_fields}
@@ -172,7 +172,7 @@ class Recipe(Section):
 
     @property
     def max_completion_tokens(self) -> int:
-        """Longest possible completion, or episode after its prompt, without forced tokens (tokens)."""
+        """Longest possible completion, or episode after the prompt, without forced tokens (tokens)."""
         return max(recipe.environment.episode_tokens or recipe.max_turn_tokens for recipe in self.by_task)
 
     @property
@@ -182,13 +182,13 @@ class Recipe(Section):
 
     @property
     def length_penalty(self) -> LengthPenaltySection | None:
-        """rewards.length_penalty with both of its limits; None without one."""
-        given = self.rewards.length_penalty
-        if given is None:
+        """rewards.length_penalty with both limits; None without a penalty."""
+        penalty = self.rewards.length_penalty
+        if penalty is None:
             return None
-        longest = given.max_tokens or self.max_completion_tokens
+        longest = penalty.max_tokens or self.max_completion_tokens
         # the paper's limits are 14k and 2k
-        return LengthPenaltySection(max_tokens=longest, cache_tokens=given.cache_tokens or max(1, longest // 7))
+        return LengthPenaltySection(max_tokens=longest, cache_tokens=penalty.cache_tokens or max(1, longest // 7))
 
     def longest_sequence(self, phrase_tokens: int | None = None) -> int:
         """Longest possible prompt and completion, including the forced phrase and the end of sequence (tokens).
@@ -212,21 +212,23 @@ class Recipe(Section):
     @property
     def micro_batch_tokens(self) -> int:
         """Capacity of one packed micro-batch (tokens): trainer.micro_batch_tokens, else one longest sequence."""
-        given = self.trainer.micro_batch_tokens
-        return given or -(-self.longest_sequence() // MICRO_BATCH_MULTIPLE) * MICRO_BATCH_MULTIPLE
+        tokens = self.trainer.micro_batch_tokens
+        return tokens or -(-self.longest_sequence() // MICRO_BATCH_MULTIPLE) * MICRO_BATCH_MULTIPLE
 
     @property
     def devices(self) -> int:
-        """Devices of a run: one for each trainer rank and for each device of an engine, or for both."""
+        """Devices of a run: trainer ranks plus the engines' devices; with engine.colocate trainer ranks alone."""
         if self.engine.colocate:
             return self.trainer.world_size
         return self.trainer.world_size + sum(self.engine_devices.values())
 
     @property
     def engine_devices(self) -> dict[str, int]:
-        """Devices of each engine that a run starts, by name, those of the teachers last."""
-        own = {f"engine-{index}": self.engine.devices_per_engine for index in range(self.engine.count)}
-        return own | {TEACHER + name: teacher.devices for name, teacher in sorted(self.algorithm.teachers.items())}
+        """Devices of each engine that a run starts, by name, the teachers' engines last."""
+        devices = {f"engine-{index}": self.engine.devices_per_engine for index in range(self.engine.count)}
+        return devices | {
+            TEACHER + name: teacher.devices for name, teacher in sorted(self.algorithm.teachers.items())
+        }
 
     @property
     def teacher_devices(self) -> int:
@@ -234,7 +236,7 @@ class Recipe(Section):
         return sum(teacher.devices for teacher in self.algorithm.teachers.values())
 
     def of_engine(self, name: str) -> "Recipe":
-        """The recipe as the engine of this name has it: a teacher has its own policy, and options of its own."""
+        """The recipe for the engine of this name: a teacher's engine has another policy and other options."""
         if not name.startswith(TEACHER):
             return self
         teacher = self.algorithm.teachers[name.removeprefix(TEACHER)]
@@ -299,7 +301,7 @@ class Recipe(Section):
                 f"engine.min_engines: {self.engine.min_engines} is more than the "
                 f"{self.engine.count} engines of engine.count"
             )
-        # options of Megatron-Core pass by the schema; only their agreement with the world size is checked here
+        # options of Megatron-Core pass by the schema; only the agreement with the world size is checked here
         check_world(sizes_of(self.megatron.parallel), self.trainer.world_size)
         if r.routing_replay and r.kv_cache == "keep":
             raise ValueError("rollouts.routing_replay needs rollouts.kv_cache recompute; it is keep")
@@ -307,7 +309,7 @@ class Recipe(Section):
 
 
 def check_tags(recipe: Recipe) -> None:
-    """Raises ValueError where thinking is opened or interrupted, and no tag closes it."""
+    """Raises ValueError where thinking is opened or interrupted, and no tag closes thinking."""
     opens = recipe.prompts.think_start.strip() not in ("", AUTO)
     if not recipe.prompts.think_end.strip() and (opens or recipe.interruption.enabled is True):
         raise ValueError(
@@ -343,7 +345,7 @@ def _check_environment(recipe: Recipe) -> None:
 
 
 def _check_evaluation(recipe: Recipe) -> None:
-    """Raises ValueError where evaluations are asked for that the run cannot make while it trains."""
+    """Raises ValueError for evaluations that the run cannot make during training."""
     section = recipe.evaluation
     rollouts = recipe.rollouts
     if not section.every_steps:
@@ -386,7 +388,7 @@ def _check_colocation(recipe: Recipe) -> None:
 
 
 def _check_kl(recipe: Recipe) -> None:
-    """Raises ValueError for a divergence without its second policy, and for layouts that cannot compute it."""
+    """Raises ValueError for a divergence without a second policy, or with a layout that excludes one."""
     section = recipe.algorithm.kl
     if section is None:
         return
@@ -404,7 +406,7 @@ def _check_kl(recipe: Recipe) -> None:
 
 
 def _check_teachers(recipe: Recipe) -> None:
-    """Raises ValueError for teachers without a use, a task without its one teacher, and layouts that they lack."""
+    """Raises ValueError for teachers without a use, a task with no or several teachers, and excluded settings."""
     teachers = recipe.algorithm.teachers
     if not teachers:
         if recipe.algorithm.name == "distilled":
@@ -431,7 +433,7 @@ def _check_teachers(recipe: Recipe) -> None:
 
 
 def _check_tasks(recipe: Recipe) -> None:
-    """Raises ValueError unless one of prompts.path and prompts.tasks is set, for what tasks cannot share."""
+    """Raises ValueError unless either prompts.path or prompts.tasks is set, or if tasks differ in shared settings."""
     prompts = recipe.prompts
     if not recipe.episodes and recipe.environment != EnvironmentSection():
         raise ValueError("environment.name is missing; name the class, as module:Class")

@@ -1,7 +1,7 @@
-"""The sections of a recipe: every setting, its unit, its range, and its one default.
+"""The sections of a recipe: every setting with unit, range, and the only default.
 
-"The paper" is Khatri et al. 2025, arXiv 2510.13786. Where a default departs from it, or the paper does not specify
-one, the docstring of the field says so. The sections about the processes of a run are in `recipe.process_sections`.
+"The paper" is Khatri et al. 2025, arXiv 2510.13786. Where a default departs from the paper, or the paper specifies
+none, the docstring of the field says so. The sections about the processes of a run are in `recipe.process_sections`.
 """
 
 from datetime import date
@@ -20,7 +20,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def section_of(value: object) -> object:
-    """The section of an environment or algorithm that is given by its name alone."""
+    """The section of an environment or algorithm that a recipe gives as a name alone."""
     if isinstance(value, str):
         return {"name": value}
     return value
@@ -33,8 +33,8 @@ class Section(BaseModel):
 
 
 PAPER_PHRASE = "Okay, time is up. Let me stop thinking and formulate a final answer now. "
-"""The phrase of section 4 of the paper without the closing think tag, which is appended when it is forced. The
-trailing space is the one that the paper prints before the tag."""
+"""The phrase of section 4 of the paper without the closing think tag, which is appended when the phrase is forced.
+The paper prints the trailing space before the tag."""
 
 
 AUTO: Final = "auto"
@@ -42,15 +42,15 @@ AUTO: Final = "auto"
 
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""A linear layer of attention or MLP, by its name in Hugging Face's format."""
+"""A linear layer of attention or MLP, by the name in Hugging Face's format."""
 PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 
 
 class LoraSection(Section):
     """Adapters (LoRA): the policy's weights are frozen, and a product of two small matrices is trained beside each.
 
-    A linear layer computes W x + alpha / rank B A x. Defaults without a source here are those of Schulman et al.,
-    "LoRA Without Regret" (2025).
+    A linear layer computes W x + alpha / rank B A x. The source of defaults without another source is Schulman et
+    al., "LoRA Without Regret" (2025).
     """
 
     rank: Annotated[PositiveInt, Field(le=512)] = 32
@@ -59,46 +59,46 @@ class LoraSection(Section):
     alpha: PositiveFloat = 32.0
     """The product is multiplied by alpha / rank."""
     targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = PROJECTIONS
-    """Linear layers with an adapter, those of experts and shared experts included. Embedding, head and routers have
-    none."""
+    """Linear layers with an adapter, also in experts and shared experts. Embedding, head and routers have no
+    adapters."""
 
 
 class PolicySection(Section):
     """The policy that is trained."""
 
     path: str
-    """Hugging Face folder of the policy to start from (config, safetensors, tokenizer), or its name on the hub,
-    org/name or org/name@revision (docs/prompts.md)."""
+    """Hugging Face folder of the policy to start from (config, safetensors, tokenizer), or the policy's name on the
+    hub, org/name or org/name@revision (docs/prompts.md)."""
     digest: str | None = None
-    """Digest of the folder's configuration, tokenizer and template, and of names, sizes and ends of its weights,
-    with that of the whole `adapter`. null: filled in when a run starts. A resume with another policy is refused."""
+    """Digest of the folder's configuration, tokenizer and template, of names, sizes and ends of the weights, and of
+    the whole `adapter`. null: filled in when a run starts. A resume with another policy is refused."""
     megatron_path: str | None = None
-    """Converted checkpoint (docs/checkpoints.md) whose weights the trainer starts from. null: those of path."""
+    """Converted checkpoint (docs/checkpoints.md) whose weights the trainer starts from. null: weights of path."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of weights and activations in trainer and engines. bfloat16: the trainer keeps fp32 weights too."""
     logits: Literal["fp32", "model"] = "fp32"
-    """Precision of the logit projection in trainer and engines (section 3.2 of the paper: fp32). `model`: that of
-    policy.dtype, for the ablation."""
+    """Precision of the logit projection in trainer and engines (section 3.2 of the paper: fp32). `model`: the
+    precision of policy.dtype, for the ablation."""
     lora: LoraSection | None = None
-    """Train adapters instead of the weights; {}: with their defaults. null: train the weights."""
+    """Train adapters instead of the weights; {}: with the defaults. null: train the weights."""
     adapter: str | None = None
-    """PEFT folder with the adapters to start from, with the rank, alpha and targets of `lora`. null: new ones."""
+    """PEFT folder with the adapters to start from, with the rank, alpha and targets of `lora`. null: new adapters."""
 
 
 class InterruptionSection(Section):
     """Forced length interruption (section 2 of the paper).
 
     The paper specifies an output of 14,336 tokens, 12,288 of thinking and 2,048 of answer, and that thinking is
-    interrupted at 10k to 12k tokens. It does not specify the budget of an answer after thinking ended by itself: see
-    `after_natural_end`.
+    interrupted at 10k to 12k tokens. The paper does not specify the budget of an answer after a natural end of
+    thinking: see `after_natural_end`.
     """
 
     enabled: bool | Literal["auto"] = AUTO
-    """False: thinking and answer share one budget of thinking_tokens[1] + answer_tokens. auto: true for a policy that
-    thinks in tags, false for one without."""
+    """False: thinking and answer share a budget of thinking_tokens[1] + answer_tokens. auto: true for a policy that
+    thinks in tags, false for a policy without tags."""
     thinking_tokens: tuple[NonNegativeInt, NonNegativeInt] = (10240, 12288)
     """Range of the interruption point, both ends included (tokens; section 2 of the paper: [10k, 12k]). Not specified
-    by the paper: it is drawn uniformly per completion from the run's seed."""
+    by the paper: the point is drawn uniformly per completion from the run's seed."""
     phrase: str = PAPER_PHRASE
     """Forced when the interruption point is reached while thinking. The closing think tag follows immediately, so a
     space before the tag has to be the phrase's last character. Forced tokens are masked out of the loss (not
@@ -106,19 +106,19 @@ class InterruptionSection(Section):
     answer_tokens: PositiveInt = 2048
     """Budget after a forced end of thinking (tokens; section 2 of the paper: 2,048)."""
     after_natural_end: Literal["rest_of_budget", "answer_tokens"] = "rest_of_budget"
-    """Budget after thinking ended by itself: the rest of thinking_tokens[1] + answer_tokens for the whole completion,
-    or answer_tokens as after a forced end. Not specified by the paper."""
+    """Budget after a natural end of thinking: the rest of thinking_tokens[1] + answer_tokens for the whole
+    completion, or answer_tokens as after a forced end. Not specified by the paper."""
 
     @model_validator(mode="after")
     def _range(self) -> "InterruptionSection":
-        low, high = self.thinking_tokens
-        if not 1 <= low <= high:
-            raise ValueError(f"thinking_tokens is [{low}, {high}]; it has to be [low, high] with 1 <= low <= high")
+        start, end = self.thinking_tokens
+        if not 1 <= start <= end:
+            raise ValueError(f"thinking_tokens is [{start}, {end}]; it has to be [low, high] with 1 <= low <= high")
         return self
 
 
 class EnvironmentSection(Section):
-    """Episodes of several turns, in place of one answer to each prompt (docs/environments.md).
+    """Episodes of several turns, in place of a single answer to each prompt (docs/environments.md).
 
     `environment: module:Class` alone sets the name. The paper has one turn.
     """
@@ -127,26 +127,26 @@ class EnvironmentSection(Section):
     """`module:Class` with reset(row) and step(response), or with run(row, agent); `verifiers:NAME`, an environment of
     that library (docs/environments.md). null: single turns."""
     thinking: Literal["keep", "strip"] = "keep"
-    """Thinking of earlier turns. keep: it stays in the context, whatever the chat template does. strip: it leaves the
-    context where the chat template drops it, and the episode forks into several samples there."""
+    """Thinking of earlier turns. keep: the context keeps thinking, whatever the chat template does. strip: where the
+    chat template drops thinking, the context does, too, and the episode forks into several samples there."""
     max_turns: PositiveInt = 16
     """Turns of the policy, or requests of an agent, after which an episode is truncated."""
     turn_tokens: PositiveInt | None = None
-    """Tokens of one turn of the policy. null: what is left of the episode."""
+    """Tokens of one turn of the policy. null: the rest of the episode's tokens."""
     episode_tokens: PositiveInt | None = None
-    """Tokens of an episode after its first prompt, of policy and environment together; of each conversation of an
-    agent beyond as many as the row's prompt has. null: as many as a completion has without an environment,
+    """Tokens of an episode after the first prompt, of policy and environment together; of each conversation of an
+    agent beyond the number of tokens in the row's prompt. null: the length of a completion without an environment,
     interruption.thinking_tokens[1] + answer_tokens."""
     thinking_tokens: PositiveInt | None = None
     """Thinking of an episode (tokens); interruption.thinking_tokens holds for each turn. null: no limit."""
     timeout_s: PositiveFloat = 60.0
-    """Wall-clock limit of one reset or step, or of an agent's time without a request (s). Beyond it the environment
-    has failed."""
+    """Wall-clock limit of one reset or step, or of an agent's time without a request (s). Beyond this limit the
+    environment has failed."""
     episode_timeout_s: PositiveFloat | None = None
-    """Wall-clock limit of an episode (s), after which it is truncated, generation included: it favors short episodes.
-    null: none."""
+    """Wall-clock limit of an episode (s), generation included, after which the episode is truncated: a limit favors
+    short episodes. null: no limit."""
     workers: PositiveInt | None = None
-    """Processes, each of which holds many episodes. null: one for each CPU available to the controller, at most 8."""
+    """Processes, each with many episodes. null: a process for each CPU available to the controller, at most 8."""
     memory_mb: PositiveInt | None = None
     """Address space of each process (MiB). null: no limit."""
     variables: tuple[str, ...] = ()
@@ -161,9 +161,9 @@ class TaskSection(Section):
     """A task of a mixture. A key that is not set has the value of `prompts`, `rewards`, or the recipe's section."""
 
     path: str
-    """Its training prompts, as prompts.path."""
+    """The task's training prompts, as prompts.path."""
     weight: PositiveFloat
-    """Its share of the drawn prompts, relative to the other tasks'."""
+    """The task's share of the drawn prompts, relative to other tasks' shares."""
     split: str | None = None
     """prompts.split for this task."""
     preset: str | None = None
@@ -177,11 +177,11 @@ class TaskSection(Section):
     system: str | None = None
     """prompts.system for this task."""
     held_out_path: str | None = None
-    """prompts.held_out_path for this task; it cannot be set for all tasks."""
+    """prompts.held_out_path for this task; a mixture has no held_out_path for all tasks."""
     held_out: NonNegativeInt | Annotated[float, Field(gt=0, lt=1)] | None = None
     """prompts.held_out for this task's prompts."""
     verifier: str | None = None
-    """rewards.verifier for this task. Each task has its verifier processes."""
+    """rewards.verifier for this task. Each task has separate verifier processes."""
     workers: PositiveInt | None = None
     """rewards.workers for this task."""
     concurrency: PositiveInt | None = None
@@ -195,57 +195,57 @@ class TaskSection(Section):
     file_mb: NonNegativeInt | None = None
     """rewards.file_mb for this task."""
     environment: Annotated[EnvironmentSection | None, BeforeValidator(section_of)] = None
-    """`environment` for this task: its keys over the recipe's. {name: null}: single turns."""
+    """`environment` for this task: the task's keys over the recipe's. {name: null}: single turns."""
     interruption: InterruptionSection | None = None
-    """`interruption` for this task: its keys over the recipe's."""
+    """`interruption` for this task: the task's keys over the recipe's."""
 
 
 class PromptsSection(Section):
-    """Where prompts come from and how they are rendered."""
+    """The source of prompts, and their rendering."""
 
     path: str | None = None
-    """Training prompts: a file (JSON, JSON lines, CSV, Parquet), a Hugging Face dataset folder, or its name on
-    the hub (docs/prompts.md). This or `tasks` is set."""
+    """Training prompts: a file (JSON, JSON lines, CSV, Parquet), a Hugging Face dataset folder, or a dataset's name
+    on the hub (docs/prompts.md). This or `tasks` is set."""
     tasks: dict[TaskName, TaskSection] | None = None
-    """A mixture of tasks instead of `path`: name -> its prompts, weight and verifier (docs/tasks.md). What a task
-    does not set is as here and in `rewards`."""
+    """A mixture of tasks instead of `path`: name -> the task's prompts, weight and verifier (docs/tasks.md). A key
+    that a task does not set is as here and in `rewards`."""
     split: str | None = None
     """Split to read from a dataset folder with several splits. null: the folder has one split."""
     preset: str | None = None
-    """Layout of the file, one of docs/prompts.md. null: detected from its columns."""
+    """Layout of the file, from the list in docs/prompts.md. null: detected from the file's columns."""
     prompt_column: str | None = None
-    """Column with the problem: a text or a list of messages; a.b is b within a. null: that of the layout."""
+    """Column with the problem: a text or a list of messages; a.b is b within a. null: the layout's column."""
     answer_column: str | None = None
-    """Column with the reference answer, passed to the verifier. null: that of the layout."""
+    """Column with the reference answer, passed to the verifier. null: the layout's column."""
     prompt_template: str = "{prompt}"
     """Format string of the prompt; `{prompt}` is replaced by the problem's text."""
     chat_template: bool | Literal["auto"] = AUTO
-    """Apply the tokenizer's chat template: the rendered prompt is the user's message. auto: rows of messages take it
-    where there is one, rows of text where it ends answers with an end token of the policy. Required for rows with
-    several messages, whose last one prompt_template renders."""
+    """Apply the tokenizer's chat template: the rendered prompt is the user's message. auto: rows of messages take a
+    template that exists, rows of text a template that ends answers with an end token of the policy. Required for
+    rows with several messages, whose last message prompt_template renders."""
     system: str | None = None
     """Message of the system, in place of the file's. Requires chat_template."""
     template_arguments: dict[str, Any] = {}
-    """Arguments of the chat template, such as enable_thinking or reasoning_effort. A name that is not in it is
-    refused."""
+    """Arguments of the chat template, such as enable_thinking or reasoning_effort. A name that is not in the template
+    is refused."""
     template_date: date = date(2024, 7, 26)
     """The day that a chat template gets for today's (Llama 3.2, gpt-oss), so that a prompt has the same tokens every
-    day. The default is the one in Llama 3.2's template."""
+    day. The default is the day in Llama 3.2's template."""
     digest: str | None = None
-    """Digest of every prompt's id and tokens. null: filled in when a run starts. A run whose prompts have another is
-    refused, at a resume too: a file, the tokenizer, its template or the code that renders it has changed."""
+    """Digest of every prompt's id and tokens. null: filled in when a run starts. A run whose prompts have another
+    digest is refused, at a resume too: a file, the tokenizer, the chat template or the rendering code has changed."""
     add_bos: bool = True
-    """Prepend the tokenizer's beginning-of-sequence token, if it has one and the prompt does not start with it."""
+    """Prepend the tokenizer's beginning-of-sequence token, if any, to prompts that do not start with it."""
     think_start: str = AUTO
-    """Tag that opens thinking; appended to the rendered prompt as a prefill. Empty: no prefill. auto: that of the
-    chat template, unless it is only inherited, else of the warm start, else none."""
+    """Tag that opens thinking; appended to the rendered prompt as a prefill. Empty: no prefill. auto: the tag of the
+    chat template, unless the template is only inherited, else of the warm start, else none."""
     think_end: str = AUTO
-    """Tag that closes thinking; the answer is the text after it. Empty: the policy thinks in no tags, and the whole
-    completion is its answer. auto: as think_start."""
+    """Tag that closes thinking; the answer is the text after the tag. Empty: the policy thinks in no tags, and the
+    whole completion is the answer. auto: as think_start."""
     max_prompt_tokens: PositiveInt = 2048
     """Longer prompts are skipped and reported (tokens; section 2 of the paper: 2,048)."""
     held_out_path: str | None = None
-    """File with the validation prompts. null: they are split off `path`."""
+    """File with the validation prompts. null: validation prompts are split off `path`."""
     held_out: NonNegativeInt | Annotated[float, Field(gt=0, lt=1)] = 1000
     """Number of prompts held out of `path` by hash (the paper: 1,000), or a fraction below 1; of each task's prompts
     in a mixture. 0 requires `held_out_path` or no validation."""
@@ -262,7 +262,7 @@ class CurriculumSection(Section):
 
 
 class RolloutsSection(Section):
-    """How completions are sampled, and the bound on their staleness."""
+    """The sampling of completions, and the bound on staleness."""
 
     groups_per_batch: PositiveInt = 48
     """Prompts per optimizer step, before filtering (the paper: 48)."""
@@ -271,7 +271,7 @@ class RolloutsSection(Section):
     schedule: Literal["pipeline", "ppo_off_policy"] = "pipeline"
     """Order of generation and training (section 3.1 of the paper: pipeline). pipeline: PipelineRL-k, both at once.
     ppo_off_policy: PPO-off-policy-k, in turn: one version of the policy generates updates_per_phase batches, which
-    are then trained on one after another; the engines get the weights after the last of them, and validations run
+    are then trained on one after another; the engines get the weights after the last batch, and validations run
     between the phases."""
     updates_per_phase: PositiveInt = 8
     """ppo_off_policy: k, batches of groups_per_batch prompts that one version generates, at most one optimizer step
@@ -281,22 +281,23 @@ class RolloutsSection(Section):
     PipelineRL-k (the paper: 8). 0: synchronous training. ppo_off_policy: at least updates_per_phase - 1, which is
     the bound there."""
     temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
-    """Sampling temperature, in vLLM's range. Not specified by the paper. Trainer and engines both divide their logits
-    by it; the warm start does not."""
+    """Sampling temperature, in vLLM's range. Not specified by the paper. Trainer and engines both divide logits by
+    the temperature; the warm start does not."""
     max_in_flight: PositiveInt = 256
     """Maximum number of concurrent completions per engine; at least group_size."""
     decoders: PositiveInt | None = None
-    """Processes that decode the engines' responses. null: one for each CPU available to the controller, at most 4."""
+    """Processes that decode the engines' responses. null: a process for each CPU available to the controller, at most
+    4."""
     deterministic: bool = False
-    """Submit requests in rounds, so that on CPUs an interrupted and resumed run has the same bits as one that was not
-    interrupted. Requires max_staleness_steps 0, or the schedule ppo_off_policy. Slower: validation, probe and
-    generation come one after another, and a round starts only when every engine that is not given up serves."""
+    """Submit requests in rounds, so that on CPUs an interrupted and resumed run has the same bits as an uninterrupted
+    run. Requires max_staleness_steps 0, or the schedule ppo_off_policy. Slower: validation, probe and generation come
+    one after another, and a round starts only when every engine that is not given up serves."""
     kv_cache: Literal["keep", "recompute"] = "keep"
-    """At a weight update, keep the KV cache of running completions, as in PipelineRL, or recompute it."""
+    """KV cache of running completions at a weight update: keep, as in PipelineRL, or recompute."""
     routing_replay: bool = False
     """Mixture-of-experts policies: the trainer routes each token to the experts that the engine chose. Requires GPUs
-    and kv_cache recompute: vLLM reports the experts only in its second model runner, and its prefix cache has to be
-    reset at each weight update."""
+    and kv_cache recompute: vLLM reports the experts only in the second model runner, and each weight update has to
+    reset the prefix cache."""
 
     @property
     def batches_per_update(self) -> int:
@@ -310,7 +311,7 @@ class RolloutsSection(Section):
 
     @property
     def staleness_bound(self) -> int:
-        """Most optimizer steps between a completion's first token and its training."""
+        """Highest number of optimizer steps between a completion's first token and training."""
         return self.max_staleness_steps if self.schedule == "pipeline" else self.updates_per_phase - 1
 
     @model_validator(mode="after")
@@ -350,62 +351,65 @@ class LengthPenaltySection(Section):
 
 
 class RewardsSection(Section):
-    """How completions are scored."""
+    """The scoring of completions."""
 
     verifier: str = "math"
     """`math` (math-verify on the text after thinking), `code` (unit tests in a sandbox, docs/tasks.md) or
-    `module:function` for a custom verifier. Its result must depend on its arguments only: identical text, reference,
+    `module:function` for a custom verifier. The result must depend on the arguments only: identical text, reference,
     question and other columns are checked once."""
     correct: float = 1.0
     """Reward of an accepted answer (the paper: +1)."""
     incorrect: float = -1.0
     """Reward of any other completion (the paper: -1)."""
     length_penalty: LengthPenaltySection | None = None
-    """Penalty on the length of correct completions, the paper's alternative to interruptions; {}: with its limits.
-    Pass rates and no-positive-resampling depend on correctness alone. The rewards of a group whose completions are
-    all correct may differ by it: the zero-variance filter keeps such a group. null: none."""
+    """Penalty on the length of correct completions, the paper's alternative to interruptions; {}: with default
+    limits. Pass rates and no-positive-resampling depend on correctness alone. The rewards of a group whose
+    completions are all correct may differ by the penalty: the zero-variance filter keeps such a group. null: no
+    penalty."""
     workers: PositiveInt | None = None
-    """Verifier processes. null: one for each CPU available to the controller, at most 8."""
+    """Verifier processes. null: a process for each CPU available to the controller, at most 8."""
     concurrency: PositiveInt = 64
     """Checks at once, in all processes together, of a verifier that is a coroutine function (docs/tasks.md). Repeats
     after the death of a process come on top."""
     cpu_s: PositiveFloat = 2.0
-    """CPU time limit of one check (s). Beyond it the worker is killed and the completion is wrong (`timeout`). CPU
-    time does not depend on the load of the machine. n different answers that all exceed it take n (cpu_s + 0.5) /
-    workers seconds: 768 answers take 16 minutes with 2 workers, 4 with 8. code: of each run of the program."""
+    """CPU time limit of one check (s). Beyond the limit the worker is killed and the completion is wrong (`timeout`).
+    CPU time does not depend on the load of the machine. n different answers that all exceed the limit take
+    n (cpu_s + 0.5) / workers seconds: 768 answers take 16 minutes with 2 workers, 4 with 8. code: limit of each run
+    of the program."""
     timeout_s: PositiveFloat = 60.0
-    """Wall-clock limit of one check (s), for a verifier that waits for something; beyond it as for cpu_s. code:
-    of all runs of the program together."""
+    """Wall-clock limit of one check (s), for a verifier that waits for something; beyond the limit as for cpu_s.
+    code: limit of all runs of the program together."""
     memory_mb: PositiveInt | None = 1024
-    """Address space that one check may add to its worker (MiB); an answer that needs more is wrong (`memory`). The
+    """Address space that one check may add to the worker (MiB); an answer that needs more is wrong (`memory`). The
     math verifier starts with 60 MiB and a normal answer adds less than 40. null: no limit, for a verifier that starts
-    programs that reserve much address space, such as java or node. code: of the program, null is refused."""
+    programs that reserve much address space, such as java or node. code: limit of the program, null is refused."""
     file_mb: NonNegativeInt = 0
-    """Maximum size of a file that a verifier writes (MiB). 0: it cannot write files. code: of the program, which has
-    a folder of four times this size."""
+    """Maximum size of a file that a verifier writes (MiB). 0: a verifier cannot write files. code: limit of the
+    program, which has a folder of four times this size."""
     variables: tuple[str, ...] = ()
     """Names of environment variables to pass to a custom verifier. Variables for paths, home, locale and library
     search alone are passed by default, so that tokens and keys stay with the controller."""
     truncated: Literal["exclude", "wrong"] = "exclude"
-    """Exclude truncated completions from loss and advantages, or keep them with the incorrect reward. In pass rates
-    they always count as wrong. (Inferred from "effective batch size (after excluding truncated samples)".)"""
+    """Exclude truncated completions from loss and advantages, or keep such completions with the incorrect reward.
+    Pass rates always count truncated completions as wrong. (Inferred from "effective batch size (after excluding
+    truncated samples)".)"""
 
 
 class KLSection(Section):
     """The divergence from a second policy, exact over the vocabulary, added to the loss (docs/algorithms.md)."""
 
     to: str = "base"
-    """base: the policy without its adapters (policy.lora). Else the Hugging Face folder of a frozen policy with the
-    same tokenizer, which every rank holds beside the policy: a teacher, or the policy as it began."""
+    """base: the policy without adapters (policy.lora). Else the Hugging Face folder of a frozen policy with the same
+    tokenizer, which every rank holds beside the policy: a teacher, or the policy at the start of the run."""
     coefficient: PositiveFloat
-    """A token's divergence is multiplied by this and by the token's weight in the loss."""
+    """Factor of a token's divergence, beside the token's weight in the loss."""
     direction: Literal["reverse", "forward"] = "reverse"
     """reverse: KL(policy || second), as in DeepSeekMath's GRPO (arXiv 2402.03300, eq. 3) and on-policy distillation.
     forward: KL(second || policy)."""
 
 
 class TeacherSection(Section):
-    """A fixed policy, in an engine of its own, whose log-probabilities of the sampled tokens the algorithm uses."""
+    """A fixed policy, in a separate engine, whose log-probabilities of the sampled tokens the algorithm uses."""
 
     path: str
     """Hugging Face folder, with the policy's tokenizer."""
@@ -419,7 +423,8 @@ class TeacherSection(Section):
 
 
 class AlgorithmSection(Section):
-    """Which completions are trained, and how: `name` alone, or a mapping with it and the algorithm's own settings."""
+    """The algorithm that selects and weighs completions: `name` alone, or a mapping with the name and the
+    algorithm's own settings."""
 
     name: str = "scalerl"
     """scalerl, whose settings are the sections advantages, filters, loss and rewards.truncated; distilled, which
@@ -427,32 +432,33 @@ class AlgorithmSection(Section):
     settings: dict[str, Any] = {}
     """Fields of the class (distilled: gap_weight, reward_weight), which may also stand beside `name`."""
     kl: KLSection | None = None
-    """A divergence in the loss. Groups that `filters` leave out have none: distillation sets filters.zero_variance
-    false. null: none."""
+    """A divergence in the loss. Groups that `filters` leave out have no divergence: distillation sets
+    filters.zero_variance false. null: no divergence."""
     teachers: dict[Annotated[str, Field(pattern="^[A-Za-z0-9._-]{1,64}$")], TeacherSection] = {}
-    """By name: engines that no weight update reaches, and whose device-hours the ledger has as `teacher`. For
-    `distilled`, and classes of yours that are subclasses of it."""
+    """Teachers by name: engines that no weight update reaches, and whose device-hours the ledger has as `teacher`.
+    For `distilled`, and classes of yours that are subclasses of `distilled`."""
 
     @model_validator(mode="before")
     @classmethod
     def _settings_beside_the_name(cls, data: Any) -> Any:
         if not isinstance(data, dict) or data.get("name", "scalerl") == "scalerl":
             return data
-        own = {key: value for key, value in data.items() if key not in cls.model_fields}
-        section = {key: value for key, value in data.items() if key not in own}
-        return section | {"settings": (data.get("settings") or {}) | own}
+        settings = {key: value for key, value in data.items() if key not in cls.model_fields}
+        section = {key: value for key, value in data.items() if key not in settings}
+        return section | {"settings": (data.get("settings") or {}) | settings}
 
 
 class AdvantagesSection(Section):
-    """How advantages are computed from rewards."""
+    """The computation of advantages from rewards."""
 
     normalize: Literal["batch", "prompt", "none"] = "batch"
     """Scope of the standard deviation that divides the group-centered rewards (section 3.2 of the paper: batch). Not
-    specified by the paper: one value per completion, over the completions that remain after filtering."""
+    specified by the paper: the deviation is of one value per completion, over the completions that remain after
+    filtering."""
 
 
 class FiltersSection(Section):
-    """Which groups are trained on."""
+    """The filters of groups before training."""
 
     zero_variance: bool = True
     """Drop groups whose rewards are all equal, without refill (section 3.2 of the paper). A length penalty makes
@@ -462,13 +468,13 @@ class FiltersSection(Section):
 
 
 class LossSection(Section):
-    """The loss and its aggregation."""
+    """The loss, and the aggregation of token losses."""
 
     name: str = "cispo"
     """cispo, dapo, grpo, gspo (section 3.2 of the paper: cispo), or `module:function` of your own."""
     max_is_weight: PositiveFloat = 5.0
-    """cispo: cap on the importance weight (trainer over engine probability); the cap itself, not a distance from 1.
-    (Inferred: the paper's CISPO curve is its "clip = 5" curve.)"""
+    """cispo: cap on the importance weight (trainer over engine probability); the cap, not a distance from 1.
+    (Inferred: the paper's CISPO curve is the "clip = 5" curve.)"""
     clip_low: NonNegativeFloat | None = None
     """dapo, grpo, gspo: lower clip distance from 1. null: the default of the loss (0.2; gspo 3e-3)."""
     clip_high: NonNegativeFloat | None = None
@@ -477,13 +483,13 @@ class LossSection(Section):
     options: dict[str, Any] = {}
     """Further arguments of a loss of your own, by name."""
     reduction: Literal["prompt_mean", "sequence_mean", "token_mean"] = "prompt_mean"
-    """How token losses are aggregated (section 3.2 of the paper: prompt_mean)."""
+    """Aggregation of token losses (section 3.2 of the paper: prompt_mean)."""
 
     @property
     def arguments(self) -> dict[str, Any]:
         """The options that differ from the loss's own defaults, by name."""
-        named = self.model_dump(include={"max_is_weight", "clip_low", "clip_high"}, exclude_defaults=True)
-        return self.options | named
+        options = self.model_dump(include={"max_is_weight", "clip_low", "clip_high"}, exclude_defaults=True)
+        return self.options | options
 
 
 ADAPTERS_LR = 5e-6
@@ -494,10 +500,10 @@ class OptimizerSection(Section):
     """AdamW as in section 2 of the paper."""
 
     lr: NonNegativeFloat = 5e-7
-    """Constant learning rate after the warm-up (the paper: 5e-7). With policy.lora the default is 5e-6, ten times as
-    much (Schulman et al., "LoRA Without Regret", 2025)."""
+    """Constant learning rate after the warm-up (the paper: 5e-7). With policy.lora the default is 5e-6, ten times the
+    rate for weights (Schulman et al., "LoRA Without Regret", 2025)."""
     warmup_steps: NonNegativeInt = 100
-    """Linear warm-up (optimizer steps; the paper: 100). 0: none."""
+    """Linear warm-up (optimizer steps; the paper: 100). 0: no warm-up."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """AdamW betas. Not specified by the paper."""
     eps: PositiveFloat = 1e-15
@@ -513,48 +519,51 @@ class ValidationSection(Section):
 
     every_steps: NonNegativeInt = 100
     """Optimizer steps between validations, from step 0 (the paper: 100). ppo_off_policy: a validation that is due
-    within a phase is made at its end, of the version that the engines get then. 0: none."""
+    within a phase is made at the end of the phase, of the version that the engines get then. 0: no validation."""
     prompts: PositiveInt | None = None
-    """Number of held-out prompts to use, of each task in a mixture. null: all."""
+    """Number of held-out prompts to use, of each task in a mixture. null: all held-out prompts."""
     generations: PositiveInt = 16
     """Completions per prompt, the k of mean@k (the paper: 16)."""
     end_generations: PositiveInt | None = None
     """Completions per prompt at step 0, which fixes the initial value of the forecast, and at the end of the run. The
     reported gain is the difference of these two validations. null: as `generations`."""
     engine: Literal["held", "all"] = "held"
-    """held: where a second engine serves, one keeps the version until its validation has ended, while the trainer and
-    the other engines go on. all: all engines generate, and the next weight update waits for the validation; so it is
-    with one engine, with deterministic, with ppo_off_policy, and at the start and the end of a run."""
+    """held: where a second engine serves, one engine keeps the version until the validation has ended, while the
+    trainer and all other engines go on. all: all engines generate, and the next weight update waits for the
+    validation. A single engine, deterministic, ppo_off_policy, and the start and the end of a run imply all."""
     seed: NonNegativeInt = 20251013
     """Seed of sampling and of interruption points."""
     audit: str | None = AUTO
-    """A second judge of the answers that the verifier accepts, in validations and in training: the share that it
-    confirms is recorded, and a low one is warned of. It changes no reward. auto: for `math` one that computes nothing
-    (docs/tasks.md), none for other verifiers. `module:function`: as rewards.verifier. null: none."""
+    """A second judge of the answers that the verifier accepts, in validations and in training: the run records the
+    share that the judge confirms, and warns of a low share. The judge changes no reward. auto: for `math` a judge
+    that computes nothing (docs/tasks.md), none for other verifiers. `module:function`: as rewards.verifier. null: no
+    judge."""
     fresh_seeds: bool = True
-    """Draw both anew at every validation, so that their noise is independent. False: the same ones for completion j
-    of prompt i in all of them, so that two close ones differ by the policy alone, and err in the same direction."""
+    """Draw sampling seeds and interruption points anew at every validation, so that the noise of validations is
+    independent. False: all validations have the same seed and point for completion j of prompt i, so that close
+    validations differ by the policy alone, and err in the same direction."""
 
 
 class CheckpointSection(Section):
-    """When checkpoints are written, and what is kept."""
+    """The schedule of checkpoints, and the files to keep."""
 
     every_steps: NonNegativeInt = 100
     """Optimizer steps between checkpoints. 0: only at the end."""
     keep: PositiveInt = 2
     """Number of newest checkpoints to keep."""
     async_save: bool = False
-    """Stop the trainer only to copy its state to host memory; files are written while it goes on. The checkpoint is
-    committed between two steps, once all ranks have written. Each rank needs host memory for what it writes."""
+    """Stop the trainer only to copy the state to host memory; files are written while the trainer goes on. The
+    checkpoint is committed between two steps, once all ranks have written. Each rank needs host memory for the rank's
+    share of the checkpoint."""
     rollouts: Literal["keep", "resume"] = "keep"
-    """Rollouts that no kept checkpoint needs for a resume: keep them, or delete them ("resume")."""
+    """Fate of rollouts that no kept checkpoint needs for a resume: keep, or delete ("resume")."""
 
 
 class ForecastSection(Section):
     """The forecast in the final report."""
 
     fit_from_steps: NonNegativeInt = 0
-    """Validations before this optimizer step are excluded from the fit (the paper: those before 1.5k GPU-hours)."""
+    """Validations before this optimizer step are excluded from the fit (the paper: before 1.5k GPU-hours)."""
     fit_until_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Fraction of the run that the fit uses (the paper: half of the budget)."""
 
@@ -563,7 +572,7 @@ class CostSection(Section):
     """Prices, for the costs that `plan`, `report`, the page and `submit --status` print."""
 
     price_per_device_hour: PositiveFloat | None = None
-    """Price of one GPU, without GPUs of one process, for an hour (`currency`). null: nothing is said of money."""
+    """Price of one GPU, without GPUs of one process, for an hour (`currency`). null: no costs are printed."""
     currency: str = "USD"
     """Printed behind every amount."""
 
@@ -573,13 +582,13 @@ class SftSection(Section):
 
     path: str | None = None
     """Warm-start examples: .jsonl with the columns `prompt` and `completion`. The forced phrase and the closing tag
-    after it are masked out of the loss, as in RL."""
+    after the phrase are masked out of the loss, as in RL."""
     add_eos: bool = True
-    """Append the tokenizer's end-of-sequence token to completions that do not end with it, so that the policy learns
-    to stop."""
+    """Append the tokenizer's end-of-sequence token to completions without that token at the end, so that the policy
+    learns to stop."""
     too_long: Literal["error", "skip"] = "error"
-    """A row longer than trainer.micro_batch_tokens or the policy's context is an error, or is skipped and reported;
-    it is never truncated, since a truncated completion teaches the policy not to stop."""
+    """A row longer than trainer.micro_batch_tokens or the policy's context is an error, or is skipped and reported,
+    but never truncated, since a truncated completion teaches the policy not to stop."""
     steps: PositiveInt = 900
     """Optimizer steps."""
     batch_size: PositiveInt = 32

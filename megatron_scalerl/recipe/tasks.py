@@ -1,11 +1,11 @@
-"""The tasks of a recipe, each with the recipe as it holds for it. A recipe with `prompts.path` has one."""
+"""The tasks of a recipe, each with the task's own recipe. A recipe with `prompts.path` has one task."""
 
 from megatron_scalerl.recipe.recipe import Recipe
 from megatron_scalerl.recipe.sections import AUTO, PromptsSection, RewardsSection
 from megatron_scalerl.record import record
 
 AUDITS = {"math": "megatron_scalerl.rewards.audit:confirm_math"}
-"""Verifier -> its second judge with validation.audit: auto, as `rewards.verifier` names a function."""
+"""Verifier -> second judge with validation.audit: auto, in the form of `rewards.verifier`."""
 
 
 @record
@@ -13,13 +13,13 @@ class Task:
     """A task with its settings. Produced by `tasks_of`."""
 
     name: str
-    """Empty: the one task of a recipe with `prompts.path`."""
+    """Name of the task; empty: the only task of a recipe with `prompts.path`."""
     weight: float
-    """Its share of the drawn prompts, relative to the other tasks'."""
+    """The task's share of the drawn prompts, relative to other tasks' shares."""
     recipe: Recipe
     """The recipe with this task's settings, and with the limits of the length penalty."""
     audit: str | None = None
-    """The second judge, `module:function` (validation.audit); None: none."""
+    """The second judge, `module:function` (validation.audit); None: no second judge."""
 
     @property
     def prompts(self) -> PromptsSection:
@@ -38,7 +38,7 @@ class Task:
 
     @property
     def key(self) -> str:
-        """Where the recipe has its prompts."""
+        """Key of the recipe's section with the prompts."""
         return f"prompts.tasks.{self.name}" if self.name else "prompts"
 
 

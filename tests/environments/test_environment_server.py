@@ -35,7 +35,7 @@ def agents(tmp_path, monkeypatch):
             yield kind
         finally:
             if kind.server is not None:
-                kind.server.ended.cancel()
+                kind.server.life_task.cancel()
         await until(lambda: not servers())
 
     return started

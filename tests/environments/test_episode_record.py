@@ -12,10 +12,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
 
 def ended(record, row, problem=""):
     """An episode of a row; what ends the run."""
-    fate = record.begun(b"%d" % row)
+    fate = record.begin_episode(b"%d" % row)
     fate.problem = problem
     fate.actions = f"of row {row}"
-    return record.ended(fate)
+    return record.record_end(fate)
 
 
 def test_a_lost_share_above_a_twentieth_is_said_with_its_first_traceback_and_again_when_it_doubles(caplog):
@@ -41,7 +41,7 @@ def test_a_lost_share_above_a_twentieth_is_said_with_its_first_traceback_and_aga
 def test_the_run_ends_by_many_rows_and_not_by_a_few_that_always_fail():
     record = EpisodeRecord("m:C")
     for row in range(32):
-        record.begun(b"%d" % row)
+        record.begin_episode(b"%d" % row)
     few = [ended(record, number % 7, "boom") for number in range(255)]
     assert few == [None] * 255, "episodes of other rows have begun, and not ended yet"
     record = EpisodeRecord("m:C")
@@ -67,11 +67,11 @@ def test_others_succeed_while_fewer_than_half_of_the_episodes_of_other_rows_fail
     for row in range(5):
         ended(record, row)
     for row in range(10, 15):
-        record.tried(record.begun(b"%d" % row), failed=True)
+        record.record_try(record.begin_episode(b"%d" % row), failed=True)
     assert not record.others_succeed(b"a") and record.others_succeed(b"10")
-    again = record.begun(b"15")
-    record.tried(again, failed=True)
-    record.tried(again, failed=False)
+    again = record.begin_episode(b"15")
+    record.record_try(again, failed=True)
+    record.record_try(again, failed=False)
     assert record.others_succeed(b"a"), "what succeeds at a later try has not failed"
 
 

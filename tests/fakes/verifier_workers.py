@@ -45,7 +45,7 @@ class StandInWorkers:
 
     def _failed(self):
         if self._kind == "died":
-            raise WorkerDied("its exit", read=True, others=True, code=-signal.SIGKILL)
+            raise WorkerDied("its exit", read=True, unanswered_requests=True, code=-signal.SIGKILL)
         if self._kind == "unavailable":
             return Outcome(unavailable="HTTP 503")
         return Outcome(error="Traceback:\nKeyError: 'choices'")
