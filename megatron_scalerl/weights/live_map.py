@@ -75,17 +75,15 @@ class Scatter:
     def source_rectangle(self, shape: tuple[int, ...]) -> Ranges:
         """The smallest rectangle with all elements that the copy reads. shape: the tensor's."""
         first = [int(index) for index in np.unravel_index(self.source_offset, shape)]
-        lower_bounds = [*first]
-        upper_bounds = [*first]
+        starts = [*first]
+        ends = [*first]
         for steps in self.steps:
             # Source and step together: a step back, as after a swap of two halves, is negative.
             for axis, positions in enumerate(torch.unravel_index(self.source_offset + steps, shape)):
-                lower_bounds[axis] += int(positions.min()) - first[axis]
-                upper_bounds[axis] += int(positions.max()) - first[axis]
-        assert all(0 <= a <= b < n for a, b, n in zip(lower_bounds, upper_bounds, shape)), (
-            f"{self.tensor}: steps beyond {shape}"
-        )
-        return tuple((a, b + 1) for a, b in zip(lower_bounds, upper_bounds))
+                starts[axis] += int(positions.min()) - first[axis]
+                ends[axis] += int(positions.max()) - first[axis]
+        assert all(0 <= a <= b < n for a, b, n in zip(starts, ends, shape)), f"{self.tensor}: steps beyond {shape}"
+        return tuple((a, b + 1) for a, b in zip(starts, ends))
 
 
 @record
@@ -218,13 +216,11 @@ def unfilled_parameters(
     problems = {}
     for name, parameter in parameters.items():
         prefix, _, key = name.rpartition(".")
-        missing_values = (
-            parameter.numel() - write_counts[name] - _padding(model.get_submodule(prefix), key, parameter)
-        )
-        if missing_values > 0:
-            problems[name] = f"{missing_values} values are missing"
-        elif missing_values < 0:
-            problems[name] = f"{-missing_values} values are written twice"
+        gap = parameter.numel() - write_counts[name] - _padding(model.get_submodule(prefix), key, parameter)
+        if gap > 0:
+            problems[name] = f"{gap} values are missing"
+        elif gap < 0:
+            problems[name] = f"{-gap} values are written twice"
     return problems
 
 

@@ -49,12 +49,10 @@ class Sender:
         self._version = ALL_VALUES
         """The version that all receivers have, ALL_VALUES before the first update."""
 
-    def send(
-        self, plan: WeightPlan, read: Read, version: int, change_record: ChangeRecord | None = None
-    ) -> list[int]:
+    def send(self, plan: WeightPlan, read: Read, version: int, record: ChangeRecord | None = None) -> list[int]:
         """Send this rank's parts of one update; returns the digests of the buckets, in the order of `plan.buckets`.
 
-        change_record: the optimizer's record of changes since the last update. Raises RuntimeError if a group fails;
+        record: the optimizer's record of changes since the last update. Raises RuntimeError if a group fails;
         then all groups are closed.
         """
         plan_buckets = buckets(plan, self._connection.bucket_mib)
@@ -70,10 +68,10 @@ class Sender:
                 values = _values(plan, bucket, read)
                 packed = None
                 if base != ALL_VALUES:
-                    packed = self._changes(number, values, change_record)
+                    packed = self._changes(number, values, record)
                 announced_size = ALL_VALUES
                 if packed is None:
-                    packed = self._packed(number, values, change_record)
+                    packed = self._packed(number, values, record)
                 else:
                     announced_size = max(packed.numel() - 8, 0)
                 self.sizes.append(max(packed.numel() - 8, 0))
@@ -124,15 +122,15 @@ class Sender:
         return base
 
     def _changes(
-        self, number: int, values: Sequence[torch.Tensor], change_record: ChangeRecord | None
+        self, number: int, values: Sequence[torch.Tensor], record: ChangeRecord | None
     ) -> torch.Tensor | None:
         """A bucket's changes with room for a digest, empty without changes, None for a bucket to be sent whole."""
         bucket = self._buckets[number]
         if number in self._copies:
             by_slot = _compared(self._copies[number], bucket, values)
         else:
-            assert change_record is not None, "no copy is kept where changes are recorded"
-            by_slot = change_record.changes_of(values)
+            assert record is not None, "no copy is kept where changes are recorded"
+            by_slot = record.changes_of(values)
         slots = []
         for slot, changes in enumerate(by_slot):
             if changes is None:
@@ -147,13 +145,11 @@ class Sender:
             return None
         return torch.cat([frame, frame.new_zeros(8)])
 
-    def _packed(
-        self, number: int, values: Sequence[torch.Tensor], change_record: ChangeRecord | None
-    ) -> torch.Tensor:
+    def _packed(self, number: int, values: Sequence[torch.Tensor], record: ChangeRecord | None) -> torch.Tensor:
         """A whole bucket, with room for a digest."""
         packed = self._copies.get(number)
         if packed is None:
-            is_recorded = change_record is not None and all(map(change_record.covers, values))
+            is_recorded = record is not None and all(map(record.covers, values))
             is_copy = self._connection.deltas != "off" and not is_recorded
             packed = self._memory(number, lasting=is_copy)
             if is_copy:
@@ -190,12 +186,10 @@ def _values(plan: WeightPlan, bucket: Bucket, read: Read) -> list[torch.Tensor]:
     values = []
     for slot in bucket.slots:
         part = plan.parts[slot.part]
-        part_values = read(slot.part)
+        view = read(slot.part)
         meta = plan.parameters[part.tensor]
-        assert (str(part_values.dtype), tuple(part_values.shape)) == (f"torch.{meta.dtype}", shape_of(part.ranges)), (
-            meta.name
-        )
-        values.append(part_values.detach()[within(part.ranges, slot.ranges)])
+        assert (str(view.dtype), tuple(view.shape)) == (f"torch.{meta.dtype}", shape_of(part.ranges)), meta.name
+        values.append(view.detach()[within(part.ranges, slot.ranges)])
     return values
 
 
