@@ -1,9 +1,8 @@
 """Readings of a text by math-verify, and the exact comparison of readings.
 
 math-verify compares decimals after rounding to 6 places, and everything else after `evalf(chop=True)`, which takes
-1e-20 for 0. Here a decimal is the fraction that its digits print, and two numbers are equal if the difference is 0,
-or if one number is a decimal of at least 6 places and 6 digits and the second number rounds to it: 0.333333 is 1/3,
-and 0.33 is not.
+1e-20 for 0. Here a decimal is the fraction that its digits print. Two numbers are equal if the difference is 0, or if
+one number rounds to the other, a decimal of at least 6 places and 6 digits: 0.333333 is 1/3, and 0.33 is not.
 """
 
 import functools

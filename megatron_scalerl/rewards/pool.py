@@ -14,8 +14,8 @@ Outcomes of a check other than the verifier's return value:
   VerifierUnavailable (the code verifier without a sandbox), a judge that cannot be reached or answers 408, 429 or 5xx
   (`worker.is_unavailable`), a user's verifier that waited until the wall-clock limit, and a coroutine function that
   gave no reward, whatever the function raised (`worker.run_judge`).
-* The answer of a failed check is wrong, with the reason of the failure, if the verifier then works for other answers,
-  asked afresh (`_works`), and fails for the answer once more: an answer must not escape a score by breaking the
+* The answer of a failed check is wrong, with the reason of the failure, if the verifier then works for another text,
+  asked afresh (`_works`), and fails for the answer once more. An answer must not escape a score by breaking the
   verifier. Else the check is lost (CompletionLost): a failure of the world is no reward.
 * The run ends (RuntimeError) after MAX_UNAVAILABLE lost checks in a row, and where more than half of the last RECENT
   checks are lost (`outages`), or checks of MOST_ROWS rows by errors.
@@ -277,8 +277,8 @@ class VerifierPool:
         row = b""
         if failure.raised and forms:
             row = hashlib.sha256(forms[0]).digest()
-        self._count(failure.failure_reason, row)
-        raise CompletionLost(failure.failure_reason.strip().splitlines()[-1], reason="verifier_lost")
+        self._count(failure.reason, row)
+        raise CompletionLost(failure.reason.strip().splitlines()[-1], reason="verifier_lost")
 
     async def _others_succeed(self, since_s: float) -> bool:
         """Whether a check that began after `since_s` was made; awaits checks under way, for at most `timeout_s`."""
@@ -362,7 +362,7 @@ class VerifierPool:
     def _score_of(self, outcome: Outcome) -> Score:
         if outcome.failed and not self._failure_shown:
             self._failure_shown = True
-            logger.warning("the verifier failed for an answer, which counts as wrong:\n%s", outcome.failure_reason)
+            logger.warning("the verifier failed for an answer, which counts as wrong:\n%s", outcome.reason)
         if outcome.unavailable:
             return self._wrong("unavailable")
         if outcome.limit:

@@ -2,9 +2,9 @@
 
     process started -> "unshared" -> id maps written -> request sent -> "ready" -> a result for each run -> closed
 
-Each `Sandbox` is a set of processes with their own user, process, network, mount, IPC and UTS namespaces
-(`sandbox_init`), a file system without anything of the host but the Python interpreter (`sandbox_root`), a list of
-allowed system calls (`sandbox_seccomp`) and limits of processor time, memory, files and threads. The programs'
+Each `Sandbox` is a set of processes with separate user, process, network, mount, IPC and UTS namespaces
+(`sandbox_init`). The file system has nothing of the host but the Python interpreter (`sandbox_root`). A filter allows
+a list of system calls (`sandbox_seccomp`), and limits bound processor time, memory, files and threads. The programs'
 results are compared outside. A closed sandbox leaves nothing behind.
 
 A sandbox that cannot be made is an error (`SandboxError`): no program runs without a sandbox.

@@ -97,7 +97,7 @@ class Outcome:
         return self.raised or self.unavailable != "" or self.limit == "crash"
 
     @property
-    def failure_reason(self) -> str:
+    def reason(self) -> str:
         """Why the verifier failed."""
         return self.unavailable or self.error
 
