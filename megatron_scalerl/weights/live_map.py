@@ -75,15 +75,15 @@ class Scatter:
     def source_rectangle(self, shape: tuple[int, ...]) -> Ranges:
         """The smallest rectangle with all elements that the copy reads. shape: the tensor's."""
         first = [int(index) for index in np.unravel_index(self.source_offset, shape)]
-        starts = [*first]
-        ends = [*first]
+        minima = [*first]
+        maxima = [*first]
         for steps in self.steps:
             # Source and step together: a step back, as after a swap of two halves, is negative.
             for axis, positions in enumerate(torch.unravel_index(self.source_offset + steps, shape)):
-                starts[axis] += int(positions.min()) - first[axis]
-                ends[axis] += int(positions.max()) - first[axis]
-        assert all(0 <= a <= b < n for a, b, n in zip(starts, ends, shape)), f"{self.tensor}: steps beyond {shape}"
-        return tuple((a, b + 1) for a, b in zip(starts, ends))
+                minima[axis] += int(positions.min()) - first[axis]
+                maxima[axis] += int(positions.max()) - first[axis]
+        assert all(0 <= a <= b < n for a, b, n in zip(minima, maxima, shape)), f"{self.tensor}: steps beyond {shape}"
+        return tuple((a, b + 1) for a, b in zip(minima, maxima))
 
 
 @record
