@@ -209,8 +209,8 @@ class Tests:
     def _names(self, program: dict[str, Any], tree: ast.AST, entry_point: str) -> dict[str, Any]:
         """Names of the program for the tests. program: the program's message about each name.
 
-        A name that is also a builtin is the builtin: the program cannot replace `all` or `isinstance`. The entry point
-        stays the program's, as does the only name that the tests use. A program without any tested name fails.
+        A name that is also a builtin is the builtin: the program cannot replace `all` or `isinstance`. The entry
+        point stays the program's, as does the only name that the tests use. A program without any tested name fails.
         """
         import ast
 
