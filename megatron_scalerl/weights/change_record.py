@@ -127,7 +127,7 @@ class ChangeRecord:
             region.by_step.append((self._step, ChangedElements(positions=positions, bits=changes.bits)))
 
     def lose(self) -> None:
-        """Note that not an optimizer wrote the weights but, for example, a checkpoint's load.
+        """Mark the record as incomplete, after a write that no optimizer made, such as the load of a checkpoint.
 
         The record knows no changes until `forget`.
         """

@@ -195,7 +195,7 @@ class LiveWeights:
             if name is None or name in written_parameters:
                 utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
         for name, layer in self._latent:
-            # W_UK_T_dcp_qrep is gathered by all workers of a context-parallel group: every worker takes part.
+            # All workers of a context-parallel group gather W_UK_T_dcp_qrep together: no worker may skip the call.
             if name in written_parameters or layer.W_UK_T_dcp_qrep is not None:
                 layer.process_weights_after_loading(layer.W_UV.dtype)
         self._written_tensors = set()
