@@ -92,7 +92,7 @@ class Trainer:
         self.adapters = MegatronWeightSource(adapted, parallel, family=unwrap(adapted[0]).adapters)
         self.changes = trainer.changes
         self.written = trainer.changes.written
-        self.written.wanted = True
+        self.written.is_recording = True
         self.parts = parts_of(trainer.optimizer)
         self.size = sum(bucket.nbytes for bucket in plans.buckets(self.source.plan, options.bucket_mib))
         self.senders = {}

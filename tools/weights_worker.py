@@ -100,9 +100,9 @@ class Worker:
             live.finish()
             return ""
         self.receiver._groups = groups
-        self.receiver._holds = None
+        self.receiver._held_version = None
         if arm == "changes" and version:
-            self.receiver._holds = version - 1
+            self.receiver._held_version = version - 1
         self.model._msrl_live = self.live
         if "loader" in arm:
             self.model._msrl_live = (self.live[0], None)

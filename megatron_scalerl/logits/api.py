@@ -1,14 +1,14 @@
-"""The entry point of the logit projection; the backends are behind it.
+"""The entry points of the logit projection: `token_logprobs` and `token_loss`.
 
 Numerics contract of every backend. Products of the operands are exact and summed in fp32 (fp64 for fp64 operands).
-Logits are never rounded below that before the softmax, and TF32 is off wherever an operand is fp32, whatever the
-user has set. The running maximum starts from the row itself, so rows of any level stay finite. Sums of
-exp(z - maximum) leave out the maximum's own 1, so a probability near 1 keeps its logarithm; the entropy is centered
-on the maximum. Ranks exchange four numbers per token in one all-gather and merge them in rank order: every
+Logits keep fp32 or more until the softmax, and TF32 is off wherever an operand is fp32, whatever the user has set.
+The running maximum starts from the row's first logits, so rows of any level stay finite. Sums of exp(z - maximum)
+leave out the maximum's own 1, so the logarithm of a probability near 1 stays exact; the entropy is centered on the
+maximum. Ranks exchange four numbers per token in one all-gather and merge the numbers in rank order: every
 tensor-parallel rank holds the same bits. Log-probabilities are within 5e-5 nats of fp64 for |logit| <= 50 on CPUs;
 the sums of an H200's tensor cores were up to 1.9e-4 nats off at hidden sizes of 4,096 and more. The gradient of bf16
 logits enters the GEMMs of the backward pass as `grad_logits` says: the head's gradient is then within 3e-3 (bf16) or
-1e-5 (bf16x2, fp32) of exact, relative, before it is rounded to its own type.
+1e-5 (bf16x2, fp32) of exact, relative, before the gradient is rounded to the head's type.
 """
 
 from typing import Any
@@ -28,8 +28,7 @@ def token_logprobs(
     """Log-probability of `targets` and entropy of the distribution, fp32 (fp64 for fp64 input), nats.
 
     hidden and weight (this rank's rows of the head) are both bf16, fp32 or fp64; targets are ids of the whole
-    vocabulary. The options are the fields of `arguments.Settings`, where each is described.
-    Numerics: see the top of this file.
+    vocabulary. The options are the fields of `arguments.Settings`. Numerics: see the top of this file.
 
     Raises ValueError for a target outside the vocabulary, shapes and types that do not fit, a quantized head, a
     workspace too small and a backend that cannot run here, before ranks exchange anything.
@@ -50,14 +49,15 @@ def token_loss(
     """A loss that is a sum over tokens, [], with log-probabilities and entropies as from `token_logprobs`.
 
     second: another policy; the weighted sum of the exact divergences of the tokens (`logits.divergence`) is added to
-    the loss, and the divergences [T] (nats) are a fourth result. It takes the backend torch, and a fifth of the
-    workspace for each of five matrices of a chunk's logits.
+    the loss, and the divergences [T] (nats) are a fourth result. A divergence takes the backend torch, and a fifth of
+    the workspace for each of five matrices of a chunk's logits.
 
-    Only the loss has a gradient. It is computed here, chunk by chunk, while the logits are in memory, and scaled in
-    the backward pass: three GEMMs instead of four, for an fp32 gradient of the head that is kept until then.
-    `loss(logprobs [C], entropies [C], places [C])` returns the loss of some tokens (those of the loss mask, each
-    once) as a scalar; `places` are their positions among the T tokens. With entropy "grad" it may depend on the
-    entropies. This fits CISPO and losses that clip a ratio per token, not GSPO, whose ratio belongs to a sequence.
+    Only the loss has a gradient. The forward pass computes the gradient chunk by chunk, while the logits are in
+    memory, and the backward pass scales it: three GEMMs instead of four, for an fp32 gradient of the head that stays
+    in memory between the passes. `loss(logprobs [C], entropies [C], places [C])` returns the loss of some tokens of
+    the loss mask, each once, as a scalar; `places` are the positions among the T tokens. With entropy "grad" the loss
+    may depend on the entropies. CISPO and losses that clip a ratio per token have this form; GSPO, whose ratio
+    belongs to a sequence, does not.
 
     A workspace that holds no chunk worth a GEMM (`projection.Backend.chunk_tokens`) computes the logits twice.
 
@@ -69,7 +69,7 @@ def token_loss(
     if second is not None or not call.shape.tokens or call.chunk_tokens(weight):
         results = TokenLoss.apply(hidden, weight, loss, call, second)
         return results if second is not None else results[:3]
-    # The loss comes after the merge of all ranks: it needs log-probabilities of the whole vocabulary.
+    # The loss comes after the merge of all ranks: a loss needs log-probabilities of the whole vocabulary.
     logprobs, entropies = TokenLogprobs.apply(hidden, weight, call)
     places = call.places(hidden.device)
     value = loss(logprobs[places], entropies[places], places)

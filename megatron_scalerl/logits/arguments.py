@@ -1,7 +1,7 @@
 """Checks of a projection's arguments, before any rank waits for another.
 
-Every mistake is a ValueError that names the argument. Ranks are not compared: the trainer compares its batches once a
-step (`trainer.agreement`).
+Every mistake is a ValueError that names the argument. No check compares ranks: the trainer compares the ranks'
+batches once a step (`trainer.agreement`).
 """
 
 import math
@@ -26,8 +26,8 @@ class Settings:
     """How to project: the options of `api.token_logprobs` and `api.token_loss`."""
 
     group: dist.ProcessGroup | None = None
-    """Tensor-parallel group of size p. Targets, places and options have to be the same on all its ranks, and so are
-    the results, bit for bit."""
+    """Tensor-parallel group of size p. Targets, places and options have to be the same on all ranks of the group; the
+    results are then the same, bit for bit."""
     logits: Precision = "fp32"
     """"fp32": the numerics contract of `api` (Khatri et al. 2025, arXiv 2510.13786, section 3.2). "model": logits are
     first rounded to the operands' dtype, as in an engine without an fp32 head."""
@@ -39,20 +39,20 @@ class Settings:
     """True size of the vocabulary (default: all rows). Columns from there on are padding, with probability 0."""
     places: Int64[Tensor, " C"] | None = None
     """Positions of the tokens that are computed, each once (default: all). Elsewhere targets may hold anything, and
-    results are 0. A mask would make the host wait until a GPU has counted it."""
+    results are 0. With a mask the host would wait until a GPU has counted the mask's tokens."""
     trusted: bool = False
-    """True: the caller has checked the targets. They are not checked again, and nothing is read from the device."""
+    """True: the caller has checked the targets; the call does not check again, and reads nothing from the device."""
     grad_logits: GradLogits = "bf16"
     """How the gradient of bf16 logits enters the GEMMs, see `Projection.grad_logits`; fp32 and fp64 keep theirs."""
     sequence_parallel: bool = False
-    """hidden is this rank's [T/p, H] share. It is gathered here, and its gradient reduce-scattered in fp32."""
+    """hidden is this rank's [T/p, H] share. The call gathers hidden, and reduce-scatters the gradient in fp32."""
     workspace_mb: float = 512.0
     """Bound (MiB) on memory besides inputs, results and gradients: backward recomputes the logits."""
     keep_logits: bool = False
-    """True: if all logits of the call fit the workspace, they stay in it until the backward pass: three GEMMs instead
-    of four. For a caller whose backward pass follows at once. `api.token_loss` keeps none."""
+    """True: if all logits of the call fit the workspace, the logits stay there until the backward pass: three GEMMs
+    instead of four. For a caller whose backward pass follows at once. `api.token_loss` keeps no logits."""
     backend: BackendName = "auto"
-    """cuda (bf16 and fp32 on an NVIDIA GPU), torch (anything anywhere), or auto: cuda where it can run."""
+    """cuda (bf16 and fp32 on an NVIDIA GPU), torch (all dtypes and devices), or auto: cuda where possible."""
 
 
 def checked(hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings) -> Call:
@@ -74,18 +74,18 @@ def checked(hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings)
     tokens = hidden.shape[0] * shares
     _check_tokens(tokens, targets, settings, shares)
     true_size = _true_size(settings.vocab_size, rows, ranks)
-    kept = settings.places
+    places = settings.places
     # The type of sums, as in `Projection.accumulator`; only operands that are narrower are ever rounded.
     accumulator = torch.promote_types(hidden.dtype, torch.float32)
-    # Filled in on the device: for a copy the host would wait.
+    # `full` runs on the device: for a copy the host would wait.
     scale = torch.full((), 1.0 / settings.temperature, dtype=accumulator, device=hidden.device)
-    if kept is not None:
-        targets = targets.index_select(0, kept)
+    if places is not None:
+        targets = targets.index_select(0, places)
     # Only now: to look at values the host waits for the device.
     if not settings.trusted:
-        _check_targets(targets, kept, true_size)
+        _check_targets(targets, places, true_size)
     narrow = hidden.dtype != accumulator
-    # Hidden states come later and may be a share of these: here one row of memory stands for all.
+    # The hidden states come later, gathered or selected: here one row of memory stands for all rows.
     shape = Projection(
         hidden=hidden.new_empty((1, hidden.shape[1])).expand(targets.shape[0], -1),
         weight=weight.detach()[: max(0, true_size - first)],
@@ -110,7 +110,7 @@ def checked(hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings)
         group=group,
         sequence_parallel=shares > 1,
         tokens=tokens,
-        kept=kept,
+        loss_places=places,
         shape=shape,
         main_grad=_has_main_grad(weight),
         keep_logits=settings.keep_logits and torch.is_grad_enabled(),
@@ -170,13 +170,13 @@ def _check_tokens(tokens: int, targets: Tensor, settings: Settings, shares: int)
         raise ValueError(f"temperature is {settings.temperature}; it has to be above 0")
 
 
-def _check_targets(targets: Tensor, kept: Tensor | None, vocabulary: int) -> None:
+def _check_targets(targets: Tensor, places: Tensor | None, vocabulary: int) -> None:
     outside = ((targets < 0) | (targets >= vocabulary)).nonzero()[:, 0]
     if outside.numel():
         first = int(outside[0])
         place = first
-        if kept is not None:
-            place = int(kept[first])
+        if places is not None:
+            place = int(places[first])
         raise ValueError(
             f"targets: id {int(targets[first])} at position {place} is outside the vocabulary of {vocabulary} ids "
             f"(the first of {outside.numel()})"
@@ -184,9 +184,9 @@ def _check_targets(targets: Tensor, kept: Tensor | None, vocabulary: int) -> Non
 
 
 def _has_main_grad(weight: Tensor) -> bool:
-    """Whether the weight has a main_grad of Megatron's DDP, to which its gradient is then added directly.
+    """Whether the weight has a main_grad of Megatron's DDP, to which the call then adds the gradient directly.
 
-    As Megatron's gradient accumulation fusion does.
+    Megatron's gradient accumulation fusion does the same.
     """
     grad = getattr(weight, "main_grad", None)
     return (

@@ -18,11 +18,11 @@ CUDA_DTYPES = (torch.bfloat16, torch.float32)
 """Operands that the backend `cuda` multiplies."""
 
 _log = functools.cache(logger.info)
-"""Says each choice once."""
+"""Logs each choice once."""
 
 
 def workspace_mb(stated: float | None, *, large_gpu: bool, shared: bool) -> float:
-    """The trainer's workspace (MiB). stated: by the recipe. shared: with engines on the same device."""
+    """The trainer's workspace (MiB). stated: the recipe's value. shared: engines run on the same device."""
     if stated:
         return stated
     if large_gpu and not shared:
@@ -31,7 +31,7 @@ def workspace_mb(stated: float | None, *, large_gpu: bool, shared: bool) -> floa
 
 
 def choose_backend(name: BackendName, device: torch.device, dtype: torch.dtype) -> Backend:
-    """The backend `name` for operands of `dtype` on `device`; auto: cuda where it can run, else torch.
+    """The backend `name` for operands of `dtype` on `device`; auto: cuda where possible, else torch.
 
     Logs each choice once. Raises ValueError for operands that `cuda` cannot multiply.
     """

@@ -1,7 +1,7 @@
 """A loss that is a sum over tokens, computed while a chunk's logits are in memory: three GEMMs instead of four.
 
-The forward pass computes the gradients for a loss of weight 1, and the backward pass multiplies them by the gradient
-of the loss. Under tensor parallelism there is one small all-gather per chunk.
+The forward pass computes the gradients for a loss of weight 1, and the backward pass multiplies these gradients by
+the gradient of the loss. Under tensor parallelism there is one small all-gather per chunk.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from megatron_scalerl.logits.function import Call, added_to_main_grad
 from megatron_scalerl.logits.projection import TokenGradients, no_columns, part_of, slices
 
 ChunkLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""The loss of some tokens: from their log-probabilities [C], entropies [C] and places [C] (int64, among all tokens
-of the call) to the sum of their losses, a scalar that is differentiable in both. It must not depend on other tokens:
-each token is passed once, in chunks of any size."""
+"""The loss of some tokens: from log-probabilities [C], entropies [C] and places [C] (int64, among all tokens of the
+call) to the sum of the token losses, a scalar that is differentiable in log-probabilities and entropies. A token's
+loss must not depend on other tokens: each token is passed once, in chunks of any size."""
 
 SCALED = 2**22
 """Elements of the head's gradient that are multiplied and rounded at a time (16 MiB in fp32)."""
@@ -34,7 +34,7 @@ class TokenLoss(torch.autograd.Function):
         p = call.projection(hidden)
         size = call.chunk_tokens(weight)
         if second is not None:
-            size //= 5  # four more matrices of a chunk's logits, two of them for a moment
+            size //= 5  # four more matrices of a chunk's logits, two of the four for a moment
         size = max(1, size)
         logits = p.hidden.new_empty((min(size, p.tokens), p.count), dtype=p.accumulator)
         grad_hidden = None
@@ -44,7 +44,7 @@ class TokenLoss(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight, dtype=p.accumulator)
         # Only columns that are no padding have a gradient.
-        into = part_of(grad_weight, slice(p.count))
+        grad_rows = part_of(grad_weight, slice(p.count))
         total = p.hidden.new_zeros((), dtype=p.accumulator)
         logprobs = p.hidden.new_zeros(p.tokens, dtype=p.accumulator)
         entropies = torch.zeros_like(logprobs)
@@ -59,16 +59,18 @@ class TokenLoss(torch.autograd.Function):
             stats = no_columns(part.tokens, block, p.accumulator)
             if p.count:
                 stats = call.backend.chunk_statistics(part, block)
-            lse, logprobs[rows], entropies[rows] = call.merged(stats)
-            value, given = _differentiated(loss, call, lse, logprobs[rows], entropies[rows], places[rows])
+            lse, logprobs[rows], entropies[rows] = call.token_results(stats)
+            value, token_gradients = _differentiated(loss, call, lse, logprobs[rows], entropies[rows], places[rows])
             total += value
-            added = None
+            extra_gradient = None
             if divergence is not None:
-                divergences[rows], added = divergence.of_chunk(rows, block, stats, lse)
+                divergences[rows], extra_gradient = divergence.of_chunk(rows, block, stats, lse)
                 total += divergence.weights[rows] @ divergences[rows]
             if grad_hidden is not None and p.count:
                 # Before the next chunk, which overwrites the logits.
-                call.backend.chunk_gradients(part, block, stats, given, grad_hidden[rows], into, added)
+                call.backend.chunk_gradients(
+                    part, block, stats, token_gradients, grad_hidden[rows], grad_rows, extra_gradient
+                )
         # The workspace is free again before the gradient is summed over the ranks.
         del logits, divergence
         if grad_hidden is not None:
@@ -97,7 +99,7 @@ class TokenLoss(torch.autograd.Function):
 
 
 def _scaled(grad: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    """grad * scale, rounded into `out`, in parts: a CPU makes the product first and then rounds it."""
+    """grad * scale, rounded into `out`, in parts: a CPU makes the whole product before the rounding."""
     for rows in slices(grad.shape[0], max(1, SCALED // max(1, grad.shape[1]))):
         torch.mul(grad[rows], scale, out=out[rows])
     return out
@@ -106,7 +108,7 @@ def _scaled(grad: Tensor, scale: Tensor, out: Tensor) -> Tensor:
 def _differentiated(
     loss: ChunkLoss, call: Call, lse: Tensor, logprob: Tensor, entropy: Tensor, places: Tensor
 ) -> tuple[Tensor, TokenGradients]:
-    """The loss of one chunk and its gradients with respect to log-probabilities and entropies."""
+    """The loss of one chunk, and the gradients with respect to log-probabilities and entropies."""
     leaf = logprob.detach().clone().requires_grad_()
     entropies = entropy.detach().clone().requires_grad_(call.shape.entropy_grad)
     with torch.enable_grad():
@@ -116,7 +118,7 @@ def _differentiated(
         inputs.append(entropies)
     # `materialize_grads`: a loss that ignores an input has the gradient 0.
     grads = torch.autograd.grad(value, inputs, allow_unused=True, materialize_grads=True)
-    given = TokenGradients(
+    token_gradients = TokenGradients(
         lse=lse, logprob=logprob, entropy=entropy, grad_logprob=grads[0], grad_entropy=next(iter(grads[1:]), None)
     )
-    return value.detach(), given
+    return value.detach(), token_gradients

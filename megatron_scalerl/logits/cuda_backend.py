@@ -1,14 +1,14 @@
-"""The logit projection on a GPU: cuBLAS GEMMs with fp32 output into one reused block, Triton kernels over its rows.
+"""The logit projection on a GPU: cuBLAS GEMMs with fp32 output into one reused block, Triton kernels over the rows.
 
-The life of a block: a GEMM writes its logits; `row_kernels.row_statistics` adds it to the rows' statistics; in the
-backward pass a GEMM writes the logits again, unless they were kept; `row_kernels.logit_gradient` turns them into
-their gradient; two GEMMs add its products to the gradients of the head and of the hidden states.
+The life of a block: a GEMM writes the logits; `row_kernels.row_statistics` adds the block to the rows' statistics; in
+the backward pass a GEMM writes the logits again, unless the workspace still holds them; `row_kernels.logit_gradient`
+turns logits into their gradient; two GEMMs add the products to the gradients of the head and of the hidden states.
 
 Statistics use chunks of tokens with whole rows. Gradients use blocks of the vocabulary with all tokens: a block's
 share of the head's gradient is then one GEMM over the tokens, directly into Megatron's main_grad. A product of two
 bf16 numbers is exact in fp32 and tensor cores add in fp32, so bf16 operands run at tensor-core speed.
 
-The Triton kernels also run on CPU tensors in Triton's interpreter; the GEMMs then cast their blocks to fp32.
+The Triton kernels also run on CPU tensors in Triton's interpreter; the GEMMs then cast blocks to fp32.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ FEWEST_COLUMNS = 1024
 """With a thinner block the GEMM is bound by memory: then the other side is split as well."""
 
 FEWEST_CHUNK_TOKENS = 1024
-"""Each chunk of whole rows reads and writes the fp32 gradient of the head. With fewer tokens on an H100 that takes
-longer than the product itself, and soon than the product that two passes add."""
+"""Each chunk of whole rows reads and writes the fp32 gradient of the head. With fewer tokens on an H100 this traffic
+takes longer than the chunk's GEMM, and soon longer than the GEMM that two passes add."""
 
 CHUNK_COLUMNS = 8192
 """Columns whose gradient is computed at a time with whole rows of logits."""
@@ -39,37 +39,37 @@ CHUNK_COLUMNS = 8192
 
 @record
 class _Side:
-    """The tokens or the columns of a projection, of which a block has some."""
+    """One side of a projection, tokens or columns: a block has a part of both sides."""
 
     size: int
     """All tokens or columns."""
-    fewest: int
+    min_size: int
     step: int
     cost: int = 0
     """Bytes of workspace for a token or column, without the block's elements."""
 
-    def fitting(self, other: _Side, count: int, element: int, budget: int) -> int:
-        """The largest number with which a block of `count` on the other side fits `budget` bytes."""
-        return max(0, budget - count * other.cost) // (count * element + self.cost)
+    def fitting(self, other_side: _Side, count: int, element: int, budget: int) -> int:
+        """Largest length of this side with which a block of `count` on the other side fits `budget` bytes."""
+        return max(0, budget - count * other_side.cost) // (count * element + self.cost)
 
 
-def _block(whole: _Side, split: _Side, element: int, budget: int) -> tuple[int, int]:
+def _block(whole_side: _Side, split_side: _Side, element: int, budget: int) -> tuple[int, int]:
     """Sizes of a block on both sides: all of `whole` unless `split` would then become too thin."""
-    count = split.fitting(whole, whole.size, element, budget)
-    if count >= min(split.size, split.fewest):
-        return whole.size, min(split.size, _multiple(count, split.step))
-    count = min(split.size, split.fewest)
-    if whole.fitting(split, count, element, budget) < min(whole.size, whole.step):
-        count = min(split.size, split.step)
-    rest = whole.fitting(split, count, element, budget)
-    assert rest, f"a workspace of {budget} bytes"
-    return min(whole.size, _multiple(rest, whole.step)), count
+    count = split_side.fitting(whole_side, whole_side.size, element, budget)
+    if count >= min(split_side.size, split_side.min_size):
+        return whole_side.size, min(split_side.size, _multiple(count, split_side.step))
+    count = min(split_side.size, split_side.min_size)
+    if whole_side.fitting(split_side, count, element, budget) < min(whole_side.size, whole_side.step):
+        count = min(split_side.size, split_side.step)
+    fitting_count = whole_side.fitting(split_side, count, element, budget)
+    assert fitting_count, f"a workspace of {budget} bytes"
+    return min(whole_side.size, _multiple(fitting_count, whole_side.step)), count
 
 
 def statistics_block(p: Projection) -> tuple[int, int]:
     """Tokens and columns of a block of logits of the forward pass: whole rows if the workspace allows."""
-    tokens = _Side(size=p.tokens, fewest=FEWEST_TOKENS, step=TOKEN_STEP)
-    columns = _Side(size=p.count, fewest=FEWEST_COLUMNS, step=COLUMN_STEP)
+    tokens = _Side(size=p.tokens, min_size=FEWEST_TOKENS, step=TOKEN_STEP)
+    columns = _Side(size=p.count, min_size=FEWEST_COLUMNS, step=COLUMN_STEP)
     count, rows = _block(columns, tokens, _logit_bytes(p), p.workspace_bytes)
     return rows, count
 
@@ -84,8 +84,8 @@ def _gradient_sides(p: Projection) -> tuple[_Side, _Side]:
     cast = 0
     if _gradient_dtype(p) != p.hidden.dtype:
         cast = 4 * p.hidden.shape[1]
-    tokens = _Side(size=p.tokens, fewest=FEWEST_TOKENS, step=TOKEN_STEP, cost=cast + 16)
-    columns = _Side(size=p.count, fewest=FEWEST_COLUMNS, step=COLUMN_STEP, cost=cast)
+    tokens = _Side(size=p.tokens, min_size=FEWEST_TOKENS, step=TOKEN_STEP, cost=cast + 16)
+    columns = _Side(size=p.count, min_size=FEWEST_COLUMNS, step=COLUMN_STEP, cost=cast)
     return tokens, columns
 
 
@@ -106,7 +106,7 @@ class CudaBackend:
         """The statistics [4, T]: a GEMM and a row kernel for every chunk of tokens."""
         stats = no_columns(p.tokens, p.hidden, torch.float32)
         tokens, columns = statistics_block(p)
-        # One buffer for all blocks: each block starts where the last one did.
+        # One buffer for all blocks: each block starts where the last block did.
         buffer = p.hidden.new_empty(tokens * columns, dtype=torch.float32)
         for rows in slices(p.tokens, tokens):
             part = p.of_tokens(rows)
@@ -117,12 +117,12 @@ class CudaBackend:
         return stats
 
     def gradients(
-        self, p: Projection, given: TokenGradients, grad_hidden: Tensor, grad_weight: Tensor | None
+        self, p: Projection, token_gradients: TokenGradients, grad_hidden: Tensor, grad_weight: Tensor | None
     ) -> None:
-        """Recomputes the logits and adds to both gradients, one block of the vocabulary after the other."""
+        """Recomputes the logits and adds to both gradients, block by block of the vocabulary."""
         tokens, columns = gradient_block(p)
         logits = p.hidden.new_empty(tokens * columns, dtype=torch.float32)
-        maker = _GradientMaker(p, given, tokens * columns)
+        maker = _GradientMaker(p, token_gradients, tokens * columns)
         for cols in slices(p.count, columns):
             head = p.weight[cols]
             for rows in slices(p.tokens, tokens):
@@ -154,14 +154,14 @@ class CudaBackend:
         p: Projection,
         logits: Tensor,
         stats: Tensor,
-        given: TokenGradients,
+        token_gradients: TokenGradients,
         grad_hidden: Tensor,
         grad_weight: Tensor | None,
-        added: Tensor | None = None,
+        extra_gradient: Tensor | None = None,
     ) -> None:
         """Adds to both gradients, CHUNK_COLUMNS at a time."""
-        assert added is None
-        maker = _GradientMaker(p, given, p.tokens * min(p.count, CHUNK_COLUMNS))
+        assert extra_gradient is None
+        maker = _GradientMaker(p, token_gradients, p.tokens * min(p.count, CHUNK_COLUMNS))
         for cols in slices(p.count, CHUNK_COLUMNS):
             maker.add(logits[:, cols], slice(0, p.tokens), cols, grad_hidden, grad_weight)
 
@@ -169,19 +169,19 @@ class CudaBackend:
 class _GradientMaker:
     """Gradients of blocks of logits, in buffers that all blocks share."""
 
-    def __init__(self, p: Projection, given: TokenGradients, elements: int):
+    def __init__(self, p: Projection, token_gradients: TokenGradients, elements: int):
         self._p = p
-        self._given = given.contiguous()
+        self._token_gradients = token_gradients.contiguous()
         # (1 - p) times the gradient: expm1 of the log-probability keeps digits that 1 - exp would cancel.
-        self._at_target = -torch.expm1(given.logprob) * given.grad_logprob
+        self._at_target = -torch.expm1(token_gradients.logprob) * token_gradients.grad_logprob
         dtype = _gradient_dtype(p)
-        self._high: Tensor | None = None
-        self._low: Tensor | None = None
+        self._high_buffer: Tensor | None = None
+        self._low_buffer: Tensor | None = None
         # In fp32 the gradient takes the place of the logits.
         if dtype != torch.float32:
-            self._high = p.hidden.new_empty(elements, dtype=dtype)
+            self._high_buffer = p.hidden.new_empty(elements, dtype=dtype)
         if p.grad_logits == "bf16x2":
-            self._low = p.hidden.new_empty(elements, dtype=dtype)
+            self._low_buffer = p.hidden.new_empty(elements, dtype=dtype)
 
     def add(self, z: Tensor, rows: slice, cols: slice, grad_hidden: Tensor, grad_weight: Tensor | None) -> None:
         """Adds the products of the gradient of block z [rows, cols], which may be overwritten.
@@ -189,23 +189,32 @@ class _GradientMaker:
         The gradient's rounding error (bf16x2) enters the weight's gradient only.
         """
         part = self._p.of_tokens(rows)
-        high = z
-        low = None
-        if self._high is not None:
-            high = block_of(self._high, *z.shape)
-        if self._low is not None:
-            low = block_of(self._low, *z.shape)
-        given = self._given.of_tokens(rows)
+        high_term = z
+        low_term = None
+        if self._high_buffer is not None:
+            high_term = block_of(self._high_buffer, *z.shape)
+        if self._low_buffer is not None:
+            low_term = block_of(self._low_buffer, *z.shape)
+        token_gradients = self._token_gradients.of_tokens(rows)
         first = part.first + cols.start
-        logit_gradient(z, part.scale, part.targets, first, given, self._at_target[rows], high=high, low=low)
-        hidden = part.hidden.to(high.dtype)
-        head = part.weight[cols].to(high.dtype)
+        logit_gradient(
+            z,
+            part.scale,
+            part.targets,
+            first,
+            token_gradients,
+            self._at_target[rows],
+            high_term=high_term,
+            low_term=low_term,
+        )
+        hidden = part.hidden.to(high_term.dtype)
+        head = part.weight[cols].to(high_term.dtype)
         with fp32_products(hidden.device):
             if grad_weight is not None:
-                if low is not None:
-                    add_product(grad_weight[cols], low.t(), hidden)
-                add_product(grad_weight[cols], high.t(), hidden)
-            add_product(grad_hidden[rows], high, head)
+                if low_term is not None:
+                    add_product(grad_weight[cols], low_term.t(), hidden)
+                add_product(grad_weight[cols], high_term.t(), hidden)
+            add_product(grad_hidden[rows], high_term, head)
 
 
 def _logits(p: Projection, hidden: Tensor, head: Tensor, z: Tensor) -> None:
@@ -218,7 +227,7 @@ def _logits(p: Projection, hidden: Tensor, head: Tensor, z: Tensor) -> None:
 
 
 def _logit_bytes(p: Projection) -> int:
-    """Bytes per logit: in fp32, and the rounded product if there is one."""
+    """Bytes per logit: the fp32 value and, with `round_logits`, the rounded product."""
     if p.round_logits:
         return 4 + p.hidden.itemsize
     return 4
@@ -231,12 +240,12 @@ def _gradient_dtype(p: Projection) -> torch.dtype:
 
 
 def _gradient_bytes(p: Projection) -> int:
-    """Bytes of the gradient per logit, without the logit's own; in fp32 it overwrites the logit."""
+    """Bytes of the gradient per logit, besides the logit's bytes; an fp32 gradient overwrites the logit."""
     return {"bf16": 2, "bf16x2": 4, "fp32": 0}[p.grad_logits]
 
 
 def _multiple(size: int, step: int) -> int:
-    """The largest multiple of `step` up to `size`; `size` itself below `step`."""
+    """The largest multiple of `step` up to `size`; a `size` below `step` is returned as given."""
     if size < step:
         return size
     return size - size % step

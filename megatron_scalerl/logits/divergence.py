@@ -1,16 +1,16 @@
-"""The exact divergence of the policy from a second one, over the whole vocabulary, in the chunks of a loss.
+"""The exact divergence of the policy from a second policy, over the whole vocabulary, in the chunks of a loss.
 
-With log-probabilities s of the policy and t of the second policy at a position, given its prefix:
+With log-probabilities s of the policy and t of the second policy at a position, given the prefix:
 
     reverse   KL(policy || second) = sum p_s (s - t)      d/dz_s = p_s (s - t - KL)
     forward   KL(second || policy) = sum p_t (t - s)      d/dz_s = p_s - p_t
 
 The sums are over the vocabulary: nothing is estimated from the sampled token. The second policy has no gradient. The
-prefixes are those of the rollouts, which an older policy may have sampled.
+prefixes come from the rollouts, which an older policy may have sampled.
 
-The life of a chunk: the policy's logits are in memory for the loss; those of the second policy are one GEMM more;
-ranks exchange the second log-sum-exp and the sum; the gradient joins that of the loss, before its two GEMMs. Equal
-policies have the same bits in both logits, so divergence and gradient are exactly 0.
+The life of a chunk: the policy's logits are in memory for the loss; the second policy's logits are one GEMM more;
+ranks exchange the second log-sum-exp and the sum; the gradient joins the gradient of the loss, before the two GEMMs
+of the backward pass. Equal policies have the same bits in both logits, so divergence and gradient are exactly 0.
 """
 
 from dataclasses import replace
@@ -33,9 +33,9 @@ class SecondPolicy:
     """A policy without gradient, from which the policy's divergence is part of the loss."""
 
     hidden: Float[Tensor, "T H2"]
-    """Hidden states of the tokens as the policy's: this rank's share under sequence parallelism."""
+    """Hidden states of the same tokens: this rank's share under sequence parallelism."""
     weight: Float[Tensor, "rows H2"]
-    """This rank's rows of its head, as many as the policy's, in hidden's dtype."""
+    """This rank's rows of the second policy's head, equal in number to the policy's rows, in hidden's dtype."""
     token_weights: Float[Tensor, " T"]
     """Weight of each token's divergence in the loss."""
     direction: Direction = "reverse"
@@ -51,15 +51,15 @@ class Divergence:
         count = call.shape.count
         self._p = replace(call.projection(second.hidden), weight=second.weight.detach()[:count])
         self.weights = call.with_loss(second.token_weights).to(accumulator)
-        """[kept tokens] factors of the divergences in the loss."""
+        """[C] factors of the divergences of the tokens with loss."""
         self._second = self._p.hidden.new_empty((rows, count), dtype=accumulator)
         self._gradient = torch.empty_like(self._second)
 
     def of_chunk(self, rows: slice, logits: Tensor, stats: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """(divergence [C] of the chunk's tokens (nats), gradient [C, n] of its weighted sum in hidden @ weight.T).
+        """(divergence [C] of the chunk's tokens (nats), gradient [C, n] of the weighted sum in hidden @ weight.T).
 
-        logits, stats: of `chunk_statistics`. lse: [C] over the whole vocabulary. The gradient holds until the next
-        call.
+        logits, stats: from `chunk_statistics`. lse: [C] over the whole vocabulary. The next call overwrites the
+        gradient.
         """
         p = self._p.of_tokens(rows)
         t = self._second[: p.tokens]
@@ -67,8 +67,8 @@ class Divergence:
         stats_t = no_columns(p.tokens, t, t.dtype)
         if p.count:
             stats_t = self._call.backend.chunk_statistics(p, t)
-        lse_t, _, _ = self._call.merged(stats_t)
-        # the backend leaves z - m
+        lse_t, _, _ = self._call.token_results(stats_t)
+        # `chunk_statistics` of the backend torch leaves z - m in the logits.
         torch.sub(logits, (lse - stats[0])[:, None], out=s)
         t -= (lse_t - stats_t[0])[:, None]
         scale = (self.weights[rows] * p.scale)[:, None]

@@ -1,7 +1,7 @@
 """Matrix products with exact operands: no TF32, no rounding of fp32, and tensor-core speed for bf16.
 
 A product of two bf16 numbers has 16 significant bits and is exact in fp32. So a GEMM of fp32 operands with bf16
-values may convert them back to bf16 for a CPU's matrix unit: only the order of the sum differs.
+values may convert the operands back to bf16 for a CPU's matrix unit: only the order of the sum differs.
 """
 
 from collections.abc import Iterator
@@ -15,27 +15,28 @@ from torch import Tensor
 
 @contextmanager
 def fp32_products(device: torch.device, *, of_bf16: bool = False) -> Iterator[None]:
-    """Context in which GEMMs of fp32 operands on `device` do not round them, whatever the user has set.
+    """Context in which GEMMs on `device` do not round fp32 operands, whatever the user has set.
 
-    With `of_bf16` they may round operands to bf16 (a CPU does so where it is faster), which is exact for operands
-    with bf16 values. The user's setting, which is the process's, is restored at the end.
+    With `of_bf16` a GEMM may round operands to bf16 (CPUs do where bf16 is faster), which is exact for operands with
+    bf16 values. The user's setting, which belongs to the process, is restored at the end.
     """
     on_cpu = device.type == "cpu"
     user = None
     if not on_cpu:
-        # It raises where the user has set one backend separately. The two must not be mixed: with the older one at
-        # "high" and an accelerator's own at "ieee", a query whether TF32 is allowed (the profiler makes one) raises.
+        # torch raises where the user has set one backend separately. Old and new setting must not be mixed: with the
+        # old setting at "high" and an accelerator's at "ieee", torch's query whether TF32 is allowed, which the
+        # profiler makes, raises.
         with suppress(RuntimeError):
             user = torch.get_float32_matmul_precision()
     switch = _switch(device)
     precision = "ieee"
     if of_bf16 and on_cpu:
         precision = "bf16"
-    # The older setting covers all backends; a backend's own is changed only where the user has set one separately.
+    # The old setting covers all backends; a backend's setting changes only where the user has set one separately.
     if user is not None:
         torch.set_float32_matmul_precision("highest")
     elif switch is not None:
-        before = switch.fp32_precision
+        previous_precision = switch.fp32_precision
         switch.fp32_precision = precision
     try:
         yield
@@ -43,21 +44,21 @@ def fp32_products(device: torch.device, *, of_bf16: bool = False) -> Iterator[No
         if user is not None:
             torch.set_float32_matmul_precision(user)
         elif switch is not None:
-            switch.fp32_precision = before
+            switch.fp32_precision = previous_precision
 
 
 @cache
 def bf16_may_be_faster() -> bool:
-    """False where a CPU gains nothing from rounding operands to bf16: on Intel's without AMX.
+    """False where a CPU gains nothing from rounding operands to bf16: on Intel CPUs without AMX.
 
-    The setting selects oneDNN there, which computes in fp32, slower than MKL, which computes without it.
+    There the setting selects oneDNN, which computes in fp32, slower than MKL, torch's choice without the setting.
     """
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return not capabilities.get("cpu_name", "").startswith("Intel") or bool(capabilities.get("amx_bf16", True))
 
 
 def _switch(device: torch.device) -> Any:
-    """The setting of this device's backend; None if it has none."""
+    """The setting of this device's backend; None for a backend without a setting."""
     name = {"cpu": "mkldnn"}.get(device.type, device.type)
     matmul = getattr(getattr(torch.backends, name, None), "matmul", None)
     if hasattr(matmul, "fp32_precision"):

@@ -1,8 +1,8 @@
-"""The logit projection as an autograd function, one for all backends.
+"""The logit projection as an autograd function for all backends.
 
 Statistics of this rank's columns -> one all-gather -> the same merge on every rank, so that results are bitwise
 equal on all ranks -> only log-sum-exp, log-probability and entropy are saved; backward recomputes the logits, unless
-the caller lets them stay in the workspace and they all fit.
+the caller asked for `keep_logits` and the workspace holds all logits.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from megatron_scalerl.logits.projection import (
     Backend,
     Projection,
     TokenGradients,
-    merged,
+    merged_statistics,
     no_columns,
     part_of,
     results,
@@ -35,15 +35,15 @@ class Call:
     """hidden is this rank's share of the tokens, in rank order."""
     tokens: int
     """T, all tokens, with and without loss."""
-    kept: Tensor | None
+    loss_places: Tensor | None
     """[C] int64 positions of the tokens with loss; None: all."""
     shape: Projection
-    """What the backend computes for the kept tokens, with hidden states of that shape without memory: under sequence
-    parallelism this rank has a part of them."""
+    """The projection of the tokens with loss. Its hidden states have the right shape and no memory: under sequence
+    parallelism this rank has only a part until `projection` gathers."""
     main_grad: bool
     """The weight's gradient is added directly to weight.main_grad."""
     keep_logits: bool
-    """The logits stay in memory until the backward pass if the workspace holds all of them."""
+    """The logits stay in memory until the backward pass if the workspace holds all logits."""
 
     def projection(self, hidden: Tensor) -> Projection:
         """The backend's input; gathers hidden under sequence parallelism."""
@@ -55,22 +55,22 @@ class Call:
 
     def places(self, device: torch.device) -> Tensor:
         """[C] int64 positions of the tokens with loss."""
-        if self.kept is None:
+        if self.loss_places is None:
             return torch.arange(self.tokens, device=device)
-        return self.kept
+        return self.loss_places
 
     def with_loss(self, values: Tensor) -> Tensor:
         """[C, ...] of the tokens with loss, from [T, ...]."""
-        if self.kept is None:
+        if self.loss_places is None:
             return values
-        return values.index_select(0, self.kept)
+        return values.index_select(0, self.loss_places)
 
     def chunk_tokens(self, weight: Tensor) -> int:
         """Tokens of a chunk with whole rows, equal on all ranks, which gather after each: padding counts as rows."""
         return self.backend.chunk_tokens(replace(self.shape, weight=weight.detach()))
 
     def statistics(self, projection: Projection, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The backend's statistics, and what `chunk_gradients` needs of all logits if they stay in memory."""
+        """The backend's statistics, and the logits as `chunk_gradients` takes them if the logits stay in memory."""
         p = projection
         if p.empty:
             return no_columns(p.tokens, p.hidden, p.accumulator), None
@@ -79,30 +79,30 @@ class Call:
         logits = p.hidden.new_empty((p.tokens, p.count), dtype=p.accumulator)
         return self.backend.chunk_statistics(p, logits), logits
 
-    def merged(self, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-sum-exp, log-probability and entropy of the kept tokens, from this rank's statistics."""
-        # Without tokens on this rank there are none on any: nobody waits in the all-gather.
+    def token_results(self, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-sum-exp, log-probability and entropy of the tokens with loss, from this rank's statistics."""
+        # All ranks have the same tokens: without tokens no rank waits in the all-gather.
         if self.group is None or not stats.shape[1]:
             return results(stats)
         parts = stats.new_empty((self.group.size(), *stats.shape))
         dist.all_gather_into_tensor(parts.view(-1), stats.contiguous().view(-1), group=self.group)
-        return results(merged(parts))
+        return results(merged_statistics(parts))
 
     def at_all_tokens(self, values: Tensor) -> Tensor:
         """[T, ...] with 0 where there is no loss."""
-        if self.kept is None:
+        if self.loss_places is None:
             return values
-        return values.new_zeros((self.tokens, *values.shape[1:])).index_copy_(0, self.kept, values)
+        return values.new_zeros((self.tokens, *values.shape[1:])).index_copy_(0, self.loss_places, values)
 
     def grad_of_hidden(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """The gradient of the given `hidden`, from this rank's columns and the kept tokens.
+        """The gradient of the caller's `hidden`, from the gradient of this rank's columns and the tokens with loss.
 
-        Summed over the group in the accumulator's dtype, then rounded.
+        The sum over the group is in the accumulator's dtype, and is then rounded.
         """
         if self.group is None:
             return self.at_all_tokens(grad.to(dtype))
         if not self.sequence_parallel:
-            # Reduced before it is spread over all tokens, so that fewer numbers travel.
+            # The ranks sum before `at_all_tokens` adds rows of zeros, so that fewer numbers travel.
             if grad.shape[0]:
                 dist.all_reduce(grad, group=self.group)
             return self.at_all_tokens(grad.to(dtype))
@@ -119,12 +119,12 @@ class TokenLogprobs(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, [tokens] each."""
         stats, logits = call.statistics(call.projection(hidden), weight)
-        lse, logprob, entropy = call.merged(stats)
+        lse, logprob, entropy = call.token_results(stats)
         ctx.save_for_backward(hidden, weight, lse, logprob, entropy)
         ctx.call = call
-        ctx.kept = None
+        ctx.kept_logits = None
         if logits is not None:
-            ctx.kept = (logits, stats)
+            ctx.kept_logits = (logits, stats)
         if not call.shape.entropy:
             entropy = torch.zeros_like(entropy)
         reported = call.at_all_tokens(entropy)
@@ -142,26 +142,26 @@ class TokenLogprobs(torch.autograd.Function):
         grad_entropy = None
         if projection.entropy_grad:
             grad_entropy = call.with_loss(grads[1])
-        given = TokenGradients(
+        token_gradients = TokenGradients(
             lse=lse, logprob=logprob, entropy=entropy, grad_logprob=grad_logprob, grad_entropy=grad_entropy
         )
         grad_hidden = torch.zeros_like(projection.hidden, dtype=projection.accumulator)
         grad_weight = None
-        # Backends add the head's gradient in the accumulator's dtype: to main_grad itself, or to zeros.
+        # Backends add the head's gradient in the accumulator's dtype: to main_grad of that dtype, or to zeros.
         if ctx.needs_input_grad[1] and call.main_grad and weight.main_grad.dtype == projection.accumulator:
             grad_weight = weight.main_grad
         elif ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight, dtype=projection.accumulator)
-        into = part_of(grad_weight, slice(projection.count))
-        kept = ctx.kept
-        # The backend overwrites the logits: another backward pass has to recompute them.
-        ctx.kept = None
-        if kept is not None:
-            logits, stats = kept
-            call.backend.chunk_gradients(projection, logits, stats, given, grad_hidden, into)
+        grad_rows = part_of(grad_weight, slice(projection.count))
+        kept_logits = ctx.kept_logits
+        # The backend overwrites the logits: another backward pass has to recompute the logits.
+        ctx.kept_logits = None
+        if kept_logits is not None:
+            logits, stats = kept_logits
+            call.backend.chunk_gradients(projection, logits, stats, token_gradients, grad_hidden, grad_rows)
         elif not projection.empty:
-            call.backend.gradients(projection, given, grad_hidden, into)
-        # In fp32 the backend has added to main_grad itself: no second copy of the head's gradient.
+            call.backend.gradients(projection, token_gradients, grad_hidden, grad_rows)
+        # To an fp32 main_grad the backend has added directly: no second copy of the head's gradient.
         if grad_weight is not None and call.main_grad:
             if grad_weight is not weight.main_grad:
                 weight.main_grad += grad_weight
@@ -174,10 +174,10 @@ class TokenLogprobs(torch.autograd.Function):
 def added_to_main_grad(weight: Tensor) -> Tensor:
     """Tells Megatron's DDP that weight.main_grad contains this gradient, and returns a placeholder for autograd.
 
-    DDP's hook runs only if a gradient arrives, and adds it unless `grad_added_to_main_grad` is set. A weight with
-    `zero_out_wgrad` (an embedding tied within one stage) is added anyway, because autograd has summed the placeholder
-    with the embedding's own gradient: there it must be 0. As in megatron/core/tensor_parallel/layers.py, where a
-    linear layer fuses the accumulation.
+    DDP's hook runs only if a gradient arrives, and adds the gradient unless `grad_added_to_main_grad` is set. For a
+    weight with `zero_out_wgrad` (an embedding tied within one stage) DDP adds anyway, because autograd has summed the
+    placeholder with the embedding's gradient: there the placeholder must be 0. Source: the linear layers of
+    megatron/core/tensor_parallel/layers.py with fused accumulation.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if getattr(weight, "zero_out_wgrad", False):

@@ -1,12 +1,13 @@
-"""The interface between the logit projection and its backends.
+"""The interface between the logit projection and the backends.
 
 The life of a projection: `arguments.checked` makes a `function.Call` with a `Projection` of the right shapes; the
-autograd function adds the hidden states; a `Backend` returns the statistics [4, T] of this rank's columns; `merged`
-joins those of all ranks, and `results` turns them into log-probabilities and entropies; in the backward pass the
-backend adds to both gradients.
+autograd function adds the hidden states; a `Backend` returns the statistics [4, T] of this rank's columns;
+`merged_statistics` joins the statistics of all ranks, and `results` computes log-probabilities and entropies; in the
+backward pass the backend adds to both gradients.
 
-`merged` is a fixed sequence of operations in the order of the parts, so ranks with the same parts get the same bits.
-The maximum's own term is not part of r: log1p(r) keeps the log-probability of a token that is almost certain.
+`merged_statistics` is a fixed sequence of operations in the order of the parts, so ranks with the same parts get the
+same bits. The maximum's own term is not part of r: log1p(r) keeps the log-probability of a token that is almost
+certain.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ class Projection:
     """True rounds hidden @ weight.T to hidden's dtype before the scale, as an engine without an fp32 head does; never
     with fp32 and fp64 operands, which have nothing to round."""
     entropy: bool
-    """True: u of the statistics is required; else it may be 0."""
+    """True: u of the statistics is required; else u may be 0."""
     entropy_grad: bool
     """True: `gradients` gets a gradient of the entropy."""
     grad_logits: GradLogits
     """How the gradient of the logits of a bf16 head enters the GEMMs. "bf16": rounded. "bf16x2": as the sum of two
-    bf16 numbers for the weight's gradient; hidden's, which ends in bf16, uses the first of them. "fp32": unrounded,
-    with operands cast to fp32; always with fp32 and fp64 operands."""
+    bf16 terms for the weight's gradient; hidden's gradient, which ends in bf16, uses the first term. "fp32":
+    unrounded, with operands cast to fp32; always with fp32 and fp64 operands."""
     workspace_bytes: int
-    """Bound on what a backend allocates: blocks of logits and of their gradient, casts of operands, partial sums."""
+    """Bound on a backend's allocations: blocks of logits and of gradients, casts of operands, partial sums."""
 
     @property
     def tokens(self) -> int:
@@ -79,11 +80,11 @@ class Projection:
         return replace(self, hidden=self.hidden[rows], targets=self.targets[rows])
 
     def owned(self, columns: slice) -> tuple[Bool[Tensor, " T"], Int64[Tensor, "T 1"]]:
-        """Whether the token's target is in these columns of this rank, and its column in the block.
+        """Whether a token's target is in these columns of this rank, and the target's column in the block.
 
-        For other tokens that is an arbitrary column of the block.
+        Where the target is elsewhere, the column is an arbitrary column of the block.
         """
-        # Clamped, so that every row may be gathered and scattered: to skip rows the host would have to count them.
+        # Clamped, so that every row may be gathered and scattered: to skip rows the host would have to count rows.
         width = columns.stop - columns.start
         local = self.targets - (self.first + columns.start)
         return (local >= 0) & (local < width), local.clamp(0, width - 1)[:, None]
@@ -102,34 +103,34 @@ class TokenGradients:
     grad_logprob: Float[Tensor, " T"]
     """Gradient of the log-probability."""
     grad_entropy: Float[Tensor, " T"] | None
-    """Gradient of the entropy, if it has one."""
+    """Gradient of the entropy; None without `Projection.entropy_grad`."""
 
     def of_tokens(self, rows: slice) -> TokenGradients:
         """The inputs of some of the tokens, as views."""
         return self._changed(lambda values: values[rows])
 
     def contiguous(self) -> TokenGradients:
-        """The inputs in memory of their own, as kernels read them: a gradient of a sum may be one expanded number."""
+        """Contiguous copies of the inputs, as kernels need: the gradient of a sum may be one expanded number."""
         return self._changed(Tensor.contiguous)
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> TokenGradients:
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: change(values) for name, values in given.items() if values is not None})
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: change(values) for name, values in tensors.items() if values is not None})
 
 
 class Backend(Protocol):
     """The computation of a projection: in two passes (the logits are computed twice) or chunk by chunk (once).
 
-    The projection has tokens and columns: `function.Call` asks no backend where it has none.
+    The projection has at least one token and one column: `function.Call` asks no backend for an empty projection.
 
     `statistics` and `chunk_statistics` return [4, T] in the accumulator's dtype over this rank's columns:
     0  m, the maximum of z; finfo.min without columns
-    1  r, the sum of exp(z - m) over all columns but that of the maximum; -1 without columns
+    1  r, the sum of exp(z - m) over all columns but the maximum's; -1 without columns
     2  u, the sum of exp(z - m) (z - m)
-    3  z of the target if this rank owns it, else finfo.min
+    3  z of the target if the target is a column of this rank, else finfo.min
 
-    `gradients` and `chunk_gradients` add dz @ weight to grad_hidden [T, H] (accumulator's dtype) and dz.T @ hidden
-    to grad_weight [n, H] (the same; it may be Megatron's main_grad itself), with
+    `gradients` and `chunk_gradients` add dz @ weight to grad_hidden [T, H] and dz.T @ hidden to grad_weight [n, H],
+    both in the accumulator's dtype (grad_weight may be Megatron's main_grad), with
 
         dz = scale * (grad_logprob (1_target - p) - grad_entropy p (log p + entropy)).
     """
@@ -148,17 +149,17 @@ class Backend(Protocol):
     def gradients(
         self,
         p: Projection,
-        given: TokenGradients,
+        token_gradients: TokenGradients,
         grad_hidden: Float[Tensor, "T H"],
         grad_weight: Float[Tensor, "n H"] | None,
     ) -> None:
-        """Recomputes the logits and adds to both gradients; grad_weight None: the weight needs none."""
+        """Recomputes the logits and adds to both gradients; grad_weight None: the weight needs no gradient."""
         ...
 
     def chunk_tokens(self, p: Projection) -> int:
         """Tokens whose logits over all columns, and the needs of `chunk_gradients`, fit the workspace.
 
-        0: none, or so few that computing the logits twice is faster.
+        0: no token fits, or so few tokens that computing the logits twice is faster.
         """
         ...
 
@@ -171,14 +172,14 @@ class Backend(Protocol):
         p: Projection,
         logits: Float[Tensor, "T n"],
         stats: Float[Tensor, "4 T"],
-        given: TokenGradients,
+        token_gradients: TokenGradients,
         grad_hidden: Float[Tensor, "T H"],
         grad_weight: Float[Tensor, "n H"] | None,
-        added: Float[Tensor, "T n"] | None = None,
+        extra_gradient: Float[Tensor, "T n"] | None = None,
     ) -> None:
         """Adds to both gradients as `gradients` does, from the `logits` and `stats` of `chunk_statistics`.
 
-        May overwrite `logits`. added: another gradient of hidden @ weight.T, for the backend torch alone.
+        May overwrite `logits`. extra_gradient: a second gradient of hidden @ weight.T, for the backend torch alone.
         """
         ...
 
@@ -201,7 +202,7 @@ def part_of(values: Tensor | None, rows: slice) -> Tensor | None:
 
 
 def no_columns(tokens: int, like: Tensor, dtype: torch.dtype) -> Float[Tensor, "4 tokens"]:
-    """The statistics of zero columns, the start of a merge (a maximum below all others)."""
+    """The statistics of zero columns, the start of a merge: the maximum is below every logit."""
     stats = like.new_zeros((4, tokens), dtype=dtype)
     stats[0] = torch.finfo(dtype).min
     stats[1] = -1.0
@@ -209,20 +210,20 @@ def no_columns(tokens: int, like: Tensor, dtype: torch.dtype) -> Float[Tensor, "
     return stats
 
 
-def merged(parts: Float[Tensor, "p 4 T"]) -> Float[Tensor, "4 T"]:
+def merged_statistics(parts: Float[Tensor, "p 4 T"]) -> Float[Tensor, "4 T"]:
     """The statistics of all columns, from the statistics of each part in the order of the parts."""
-    m, rest, u, target = parts.unbind(1)
+    m, r, u, target = parts.unbind(1)
     top, owner = m.max(dim=0)
-    others = torch.zeros_like(top)
+    r_total = torch.zeros_like(top)
     centered = torch.zeros_like(top)
-    # A loop in the order of the parts, not a reduction: its order of additions is the same on every rank.
+    # A loop in the order of the parts, not a reduction: every rank adds in the same order.
     for part in range(m.shape[0]):
-        terms = 1.0 + rest[part]
+        terms = 1.0 + r[part]
         gap = torch.where(terms > 0, m[part] - top, torch.zeros_like(top))
         weight = gap.exp()
-        others = others + torch.where(owner == part, rest[part], weight * terms)
+        r_total = r_total + torch.where(owner == part, r[part], weight * terms)
         centered = centered + weight * (u[part] + gap * terms)
-    return torch.stack([top, others, centered, target.amax(dim=0)])
+    return torch.stack([top, r_total, centered, target.amax(dim=0)])
 
 
 def results(
@@ -232,6 +233,6 @@ def results(
 
     The entropy log s - u / s is centered on the maximum: lse minus the mean logit would cancel.
     """
-    top, others, centered, target = stats
-    log_total = others.log1p()
-    return top + log_total, (target - top) - log_total, log_total - centered / (1.0 + others)
+    top, r_total, centered, target = stats
+    log_total = r_total.log1p()
+    return top + log_total, (target - top) - log_total, log_total - centered / (1.0 + r_total)

@@ -1,7 +1,7 @@
 """Triton kernels over blocks of logits from a GEMM: statistics of rows, and gradients of logits.
 
-Both read a block once and write four numbers per row (statistics) or the gradient. They run on a GPU, or on CPU
-tensors in Triton's interpreter (TRITON_INTERPRET=1 before this module is imported).
+Both kernels read a block once and write four numbers per row (statistics) or the gradient. Kernels run on a GPU, or
+on CPU tensors in Triton's interpreter (TRITON_INTERPRET=1 before this module is imported).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def row_statistics(logits: Tensor, scale: Tensor, targets: Tensor, first: int, s
     """Adds a block of columns to the statistics [4, T] of `projection.Backend`, in place.
 
     logits [T, columns] fp32, without `scale` (0-dimensional, fp32); `first` is the id of column 0,
-    `targets` [T] int64 are ids. The largest logit's own term is not part of r, and several equal maxima are counted
-    one by one, so r is exact if one token is almost certain.
+    `targets` [T] int64 are ids. The largest logit's own term is not part of r, and each further equal maximum counts
+    1, so r is exact if one token is almost certain.
     """
     tokens, columns = logits.shape
     if tokens == 0 or columns == 0:
@@ -55,45 +55,45 @@ def logit_gradient(
     scale: Tensor,
     targets: Tensor,
     first: int,
-    given: TokenGradients,
+    token_gradients: TokenGradients,
     at_target: Tensor,
     *,
-    high: Tensor,
-    low: Tensor | None,
+    high_term: Tensor,
+    low_term: Tensor | None,
 ) -> None:
-    """Gradient of a block of logits [T, columns], times scale, into `high` (and its rounding error into `low`).
+    """Gradient of a block of logits [T, columns], times scale, into `high_term` (the rounding error into `low_term`).
 
-    `high` is bf16 or fp32 and may be `logits` itself if that is fp32; high + low has 16 bits of the gradient's
-    significand. at_target [T] is grad_logprob (1 - p) of the target, computed without cancellation.
+    `high_term` is bf16 or fp32; an fp32 `high_term` may be `logits`. high_term + low_term has 16 bits of the
+    gradient's significand. at_target [T] is grad_logprob (1 - p) of the target, computed without cancellation.
     """
     tokens, columns = logits.shape
     if tokens == 0 or columns == 0:
         return
-    # A kernel has no optional pointers: without an entropy's gradient or a split it gets tensors that it ignores.
-    grad_entropy = given.entropy
-    if given.grad_entropy is not None:
-        grad_entropy = given.grad_entropy
-    split = low is not None
-    if low is None:
-        low = high
-    assert logits.stride(1) == high.stride(1) == 1 and low.stride() == high.stride()
+    # A kernel has no optional pointers: the tensors for an absent entropy gradient or split are ignored.
+    grad_entropy = token_gradients.entropy
+    if token_gradients.grad_entropy is not None:
+        grad_entropy = token_gradients.grad_entropy
+    split = low_term is not None
+    if low_term is None:
+        low_term = high_term
+    assert logits.stride(1) == high_term.stride(1) == 1 and low_term.stride() == high_term.stride()
     block = min(GRADIENT_BLOCK, triton.next_power_of_2(columns))
     _logit_gradient_kernel[(tokens, triton.cdiv(columns, block))](
         logits,
         logits.stride(0),
         scale,
         targets,
-        given.lse,
-        given.grad_logprob,
+        token_gradients.lse,
+        token_gradients.grad_logprob,
         at_target,
-        given.entropy,
+        token_gradients.entropy,
         grad_entropy,
-        high,
-        low,
-        high.stride(0),
+        high_term,
+        low_term,
+        high_term.stride(0),
         first,
         columns,
-        ENTROPY=given.grad_entropy is not None,
+        ENTROPY=token_gradients.grad_entropy is not None,
         SPLIT=split,
         BLOCK=block,
         num_warps=4,
@@ -102,7 +102,7 @@ def logit_gradient(
 
 @triton.jit
 def merged_pair(m0, r0, u0, m1, r1, u1):
-    """m, r, u of two sets of columns together; the first may be empty (r0 = -1), the second not."""
+    """m, r, u of two sets of columns together; the first set may be empty (r0 = -1), the second not."""
     terms0 = 1.0 + r0
     terms1 = 1.0 + r1
     top = tl.maximum(m0, m1)
@@ -141,21 +141,21 @@ def _row_statistics_kernel(
         u = tl.where(inside, tl.where(rising, (u + gap * terms) * e, u + gap * e), u)
         m = tl.where(inside & rising, z, m)
 
-    # Of several equal maxima one is left out of r, and the others count 1 each.
+    # The sum leaves out one of several equal maxima; each further maximum counts 1.
     top = tl.max(m, 0)
     largest = m == top
     gap = tl.where(filled, m - top, 0.0)
     weight = tl.where(filled, tl.exp(gap), 0.0)
     terms = 1.0 + r
     equal = tl.sum(largest.to(tl.float32), 0) - 1.0
-    others = tl.sum(tl.where(largest, r, weight * terms), 0) + equal
+    r_block = tl.sum(tl.where(largest, r, weight * terms), 0) + equal
     centered = tl.sum(weight * (u + gap * terms), 0)
 
     out = stats + row
     m0 = tl.load(out)
     r0 = tl.load(out + stats_stride)
     u0 = tl.load(out + 2 * stats_stride)
-    m1, r1, u1 = merged_pair(m0, r0, u0, top, others, centered)
+    m1, r1, u1 = merged_pair(m0, r0, u0, top, r_block, centered)
     tl.store(out, m1)
     tl.store(out + stats_stride, r1)
     tl.store(out + 2 * stats_stride, u1)
@@ -176,8 +176,8 @@ def _logit_gradient_kernel(
     at_target,
     entropy,
     grad_entropy,
-    high,
-    low,
+    high_term,
+    low_term,
     out_stride,
     first,
     columns,
@@ -197,9 +197,9 @@ def _logit_gradient_kernel(
     if ENTROPY:
         dz -= tl.load(grad_entropy + row) * p * (log_p + tl.load(entropy + row))
     dz *= factor
-    # high + low has 16 bits of the significand: what rounding to bf16 cuts off is rounded to bf16 again.
-    rounded = dz.to(high.dtype.element_ty)
-    tl.store(high + row * out_stride + column, rounded, mask=inside)
+    # high_term + low_term has 16 bits of the significand: the rounding error of bf16 is rounded to bf16 again.
+    rounded = dz.to(high_term.dtype.element_ty)
+    tl.store(high_term + row * out_stride + column, rounded, mask=inside)
     if SPLIT:
-        rest = dz - rounded.to(tl.float32)
-        tl.store(low + row * out_stride + column, rest.to(low.dtype.element_ty), mask=inside)
+        rounding_error = dz - rounded.to(tl.float32)
+        tl.store(low_term + row * out_stride + column, rounding_error.to(low_term.dtype.element_ty), mask=inside)

@@ -1,12 +1,12 @@
 """The logit projection in plain PyTorch: any device, in blocks of tokens by columns.
 
-The life of a block: `_logits` multiplies into the shared buffer; `_row_statistics` takes its statistics; in the
-backward pass `_logits` fills the buffer again, `_to_gradient` turns it into the gradient, and `_add_gradients` adds
-its products to the gradients of the head and of the hidden states.
+The life of a block: `_logits` multiplies into the shared buffer; `_row_statistics` computes the statistics; in the
+backward pass `_logits` fills the buffer again, `_to_gradient` turns the logits into their gradient, and
+`_add_gradients` adds the products to the gradients of the head and of the hidden states.
 
-The vocabulary is the outer loop: a block of the head is cast once, and its gradient is one GEMM over a chunk of
-tokens. Each block's statistics are merged into the running ones. Operations after a GEMM work in place, on tiles of
-rows that stay in a CPU's cache.
+The vocabulary is the outer loop: a block of the head is cast once, and the block's gradient is one GEMM over a chunk
+of tokens. Each block's statistics are merged into the running statistics. Operations after a GEMM work in place, on
+tiles of rows that stay in a CPU's cache.
 """
 
 import math
@@ -21,7 +21,7 @@ from megatron_scalerl.logits.projection import (
     Projection,
     TokenGradients,
     block_of,
-    merged,
+    merged_statistics,
     no_columns,
     part_of,
     slices,
@@ -33,7 +33,7 @@ SMALLEST = (4, 4)
 TILE = 2**18
 """Elements of a block that are processed together after a GEMM (1 MiB in fp32)."""
 LARGEST = 2**23
-"""Elements of the largest block of logits on a CPU: larger ones were not faster."""
+"""Elements of the largest block of logits on a CPU: larger blocks were not faster."""
 LARGEST_CHUNK = 2**25
 """Elements of the largest chunk of whole rows (`chunk_tokens`), which adds to the head's gradient once."""
 
@@ -82,7 +82,7 @@ def blocks(p: Projection) -> tuple[int, int]:
         limit = LARGEST
     while True:
         tokens, columns = block
-        # The shorter side doubles first; once one side is complete, the other grows alone.
+        # The shorter side doubles first; once a side is complete, only the second side grows.
         more_tokens = (min(2 * tokens, p.tokens), columns)
         more_columns = (tokens, min(2 * columns, p.count))
         for larger in sorted([more_tokens, more_columns], key=max):
@@ -111,32 +111,32 @@ class TorchBackend:
             part = p.of_tokens(rows)
             z = block_of(buffer, part.tokens, head.shape[0])
             _logits(part, hidden, head, z)
-            stats[:, rows] = merged(torch.stack([stats[:, rows], _row_statistics(part, cols, z)]))
+            stats[:, rows] = merged_statistics(torch.stack([stats[:, rows], _row_statistics(part, cols, z)]))
         return stats
 
     def gradients(
-        self, p: Projection, given: TokenGradients, grad_hidden: Tensor, grad_weight: Tensor | None
+        self, p: Projection, token_gradients: TokenGradients, grad_hidden: Tensor, grad_weight: Tensor | None
     ) -> None:
-        """Adds to both gradients, one block of the head after the other."""
+        """Adds to both gradients, block by block of the head."""
         size = blocks(p)
         buffer = p.hidden.new_empty(math.prod(size), dtype=p.accumulator)
         for rows, cols, hidden, head in _operands(p, *size):
             part = p.of_tokens(rows)
             dz = block_of(buffer, part.tokens, head.shape[0])
             _logits(part, hidden, head, dz)
-            _to_gradient(part, cols, dz, given.of_tokens(rows), given.lse[rows])
+            _to_gradient(part, cols, dz, token_gradients.of_tokens(rows), token_gradients.lse[rows])
             _add_gradients(part, dz, hidden, head, grad_hidden[rows], part_of(grad_weight, cols))
 
     def chunk_tokens(self, p: Projection) -> int:
         """Tokens of one chunk with whole rows, at most LARGEST_CHUNK elements on a CPU."""
         costs = _costs(p)
-        # Where operands are cast, the head takes its part first: `_head_columns` bounds it to a quarter.
-        left = p.workspace_bytes
+        # Where operands are cast, the head comes first: `_head_columns` bounds the cast head to a quarter.
+        budget = p.workspace_bytes
         if _casts(p):
-            left -= _head_columns(p) * costs.column
+            budget -= _head_columns(p) * costs.column
         per_token = costs.token + costs.element * p.count
-        # The scratch of a tile, or of a chunk that is smaller than one.
-        fit = max((left - costs.scratch) // per_token, left // (per_token + 2 * p.accumulator.itemsize * p.count))
+        # The scratch of a tile, or of a chunk that is smaller than a tile.
+        fit = max((budget - costs.scratch) // per_token, budget // (per_token + 2 * p.accumulator.itemsize * p.count))
         if p.hidden.device.type == "cpu":
             fit = min(fit, max(1, LARGEST_CHUNK // max(1, p.count)))
         return max(0, min(p.tokens, fit))
@@ -152,21 +152,21 @@ class TorchBackend:
         p: Projection,
         logits: Tensor,
         stats: Tensor,
-        given: TokenGradients,
+        token_gradients: TokenGradients,
         grad_hidden: Tensor,
         grad_weight: Tensor | None,
-        added: Tensor | None = None,
+        extra_gradient: Tensor | None = None,
     ) -> None:
-        """Overwrites `logits` by their gradient and adds to both gradients."""
-        _to_gradient(p, slice(0, p.count), logits, given, given.lse - stats[0])
-        if added is not None:
-            logits += added
+        """Overwrites `logits` by the logits' gradient and adds to both gradients."""
+        _to_gradient(p, slice(0, p.count), logits, token_gradients, token_gradients.lse - stats[0])
+        if extra_gradient is not None:
+            logits += extra_gradient
         for _, cols, hidden, head in _operands(p, p.tokens, _head_columns(p)):
             _add_gradients(p, logits[:, cols], hidden, head, grad_hidden, part_of(grad_weight, cols))
 
 
 class _Operands:
-    """Blocks of hidden states or of the head, where GEMMs need it cast in one buffer: one block at a time."""
+    """Blocks of hidden states or of the head; where GEMMs need a cast, one buffer holds one cast block at a time."""
 
     def __init__(self, p: Projection, values: Tensor, size: int):
         self._values = values
@@ -181,7 +181,7 @@ class _Operands:
         if self._buffer is None:
             return values
         operand = self._buffer[: values.shape[0]]
-        # Inner loops ask for the same block again: it is cast once.
+        # Inner loops ask for the same block again: the block is cast once.
         if rows != self._cast:
             operand.copy_(values)
             self._cast = rows
@@ -189,7 +189,7 @@ class _Operands:
 
 
 def _operands(p: Projection, tokens: int, columns: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Tokens and columns of every block, its hidden states and its part of the head, all until the next one."""
+    """Tokens, columns, hidden states and head of every block; the tensors are valid until the next block."""
     hiddens = _Operands(p, p.hidden, tokens)
     heads = _Operands(p, p.weight, columns)
     for cols in slices(p.count, columns):
@@ -237,7 +237,7 @@ def _scratch(z: Tensor) -> Tensor:
 
 
 def _row_statistics(p: Projection, cols: slice, z: Tensor) -> Tensor:
-    """[4, T] statistics of a block; leaves z - m in it."""
+    """[4, T] statistics of a block of logits z; leaves z - m in the block."""
     out = no_columns(p.tokens, z, p.accumulator)
     owned, column = p.owned(cols)
     out[3] = torch.where(owned, z.gather(1, column)[:, 0], out[3])
@@ -246,7 +246,7 @@ def _row_statistics(p: Projection, cols: slice, z: Tensor) -> Tensor:
         zt = z[tile]
         m, largest = zt.max(dim=1)
         zt -= m[:, None]
-        # The maximum's own 1 is left out: added to small terms it would round them away.
+        # The maximum's own 1 is left out: a sum with the 1 would round small terms away.
         e = torch.exp(zt, out=scratch[: zt.shape[0]]).scatter_(1, largest[:, None], 0.0)
         out[0, tile] = m
         out[1, tile] = e.sum(dim=1)
@@ -255,14 +255,14 @@ def _row_statistics(p: Projection, cols: slice, z: Tensor) -> Tensor:
     return out
 
 
-def _to_gradient(p: Projection, cols: slice, z: Tensor, given: TokenGradients, log_total: Tensor) -> None:
+def _to_gradient(p: Projection, cols: slice, z: Tensor, token_gradients: TokenGradients, log_total: Tensor) -> None:
     """Overwrites z (or z - m) by dz; z - `log_total` [T] is the log-probability."""
-    g = given.grad_logprob * p.scale
+    g = token_gradients.grad_logprob * p.scale
     owned, column = p.owned(cols)
     g_entropy = None
     scratch = z[:0]
-    if given.grad_entropy is not None:
-        g_entropy = given.grad_entropy * p.scale
+    if token_gradients.grad_entropy is not None:
+        g_entropy = token_gradients.grad_entropy * p.scale
         scratch = _scratch(z)
     for tile in _tiles(z):
         log_p = z[tile].sub_(log_total[tile, None])
@@ -271,14 +271,14 @@ def _to_gradient(p: Projection, cols: slice, z: Tensor, given: TokenGradients, l
             continue
         p_tile = torch.exp(log_p, out=scratch[: log_p.shape[0]])
         # -p (g + g_entropy (log p + entropy)), in place.
-        log_p.add_(given.entropy[tile, None])
+        log_p.add_(token_gradients.entropy[tile, None])
         log_p.mul_(g_entropy[tile, None])
         log_p.add_(g[tile, None])
         log_p.mul_(p_tile).neg_()
     # 1 - p of the target: expm1 keeps digits that 1 - exp would cancel.
-    dz = -torch.expm1(given.logprob) * g
+    dz = -torch.expm1(token_gradients.logprob) * g
     if g_entropy is not None:
-        dz -= g_entropy * given.logprob.exp() * (given.logprob + given.entropy)
+        dz -= g_entropy * token_gradients.logprob.exp() * (token_gradients.logprob + token_gradients.entropy)
     z.scatter_(1, column, torch.where(owned, dz, z.gather(1, column)[:, 0])[:, None])
 
 
@@ -293,10 +293,10 @@ def _add_gradients(
             if p.grad_logits == "bf16x2" and grad_weight is not None:
                 # The rounding error, as a second term of the head's gradient.
                 dz -= first
-                rest = dz
+                rounding_error = dz
                 if not _casts(p):
-                    rest = dz.to(first.dtype)
-                add_product(grad_weight, rest.t(), hidden)
+                    rounding_error = dz.to(first.dtype)
+                add_product(grad_weight, rounding_error.t(), hidden)
             if _casts(p):
                 dz.copy_(first)
             else:

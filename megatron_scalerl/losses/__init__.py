@@ -1,8 +1,8 @@
 """The losses: pure functions from `LossInputs` to `LossOutput`, one per file.
 
-A loss is a sum with given weights. It depends on no recipe, process group or global. To add one, write a file and a
-line in LOSSES; `separable` marks a loss that is a sum over tokens. A loss may live outside this package, as
-`module:function`. Nothing here imports torch at run time.
+A loss is a sum with given weights, and depends on no recipe, process group or global. To add a loss, write a file and
+a line in LOSSES; `separable` marks a loss that is a sum over tokens. A loss may live outside this package, as
+`module:function`. No file of this package imports torch at run time.
 """
 
 import inspect
@@ -24,7 +24,7 @@ LOSSES: dict[str, Loss] = {"cispo": cispo, "dapo": dapo, "grpo": grpo, "gspo": g
 
 
 def loss_named(name: str) -> Loss:
-    """The loss called `name`, or the function `module:function`. Raises ValueError if there is none."""
+    """The loss called `name`, or the function `module:function`. Raises ValueError if no such function exists."""
     if name in LOSSES:
         return LOSSES[name]
     return imported(f"loss.name {name!r}", name, f"{', '.join(LOSSES)} or 'module:function'")
@@ -33,21 +33,23 @@ def loss_named(name: str) -> Loss:
 def make_loss(name: str, options: Mapping[str, Any]) -> Callable[[LossInputs], LossOutput]:
     """The loss called `name` with its options bound; an option of None is the loss's own default.
 
-    Raises ValueError for an unknown name, for an option that the loss does not take, and for one that it misses.
+    Raises ValueError for an unknown name, an option that the loss does not take, and a missing option.
     """
     loss = loss_named(name)
-    given = {key: value for key, value in options.items() if value is not None}
+    stated_options = {key: value for key, value in options.items() if value is not None}
     try:
         signature = inspect.signature(loss)
         _, *names = signature.parameters
-        for key in given:
+        for key in stated_options:
             if key not in names:
                 takes = ", ".join(names) or "no option"
-                raise ValueError(f"loss.{key} is {given[key]}, but loss.name {name} takes {takes}; leave it out")
-        signature.bind(None, **given)
+                raise ValueError(
+                    f"loss.{key} is {stated_options[key]}, but loss.name {name} takes {takes}; leave it out"
+                )
+        signature.bind(None, **stated_options)
     except TypeError as error:  # no function, or an option without a default
-        raise ValueError(f"loss.options: loss.name {name} does not take {given} ({error})") from None
-    return partial(loss, **given)
+        raise ValueError(f"loss.options: loss.name {name} does not take {stated_options} ({error})") from None
+    return partial(loss, **stated_options)
 
 
 def is_separable(name: str) -> bool:

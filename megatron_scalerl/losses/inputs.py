@@ -1,4 +1,4 @@
-"""The input and output of a loss, and what losses share."""
+"""The input and output of a loss, and the functions that several losses share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # the controller imports `losses.reduction` without torch
 
 MAX_LOG_RATIO = 20.0
 """Bound on |trainer - rollout log-prob| (nats) before the exponential: e^20 is about 5e8, far beyond every cap and
-clip, and its square does not overflow in float32."""
+clip, and e^40 does not overflow in float32."""
 
 
 @record
@@ -26,7 +26,7 @@ class LossInputs:
     rollout_logprobs: Float[Tensor, " N"]
     """float32: log-probability under the engine that sampled the token (nats)."""
     advantages: Float[Tensor, " N"]
-    """float32: advantage of the token, its completion's or its own."""
+    """float32: advantage of the token: the completion's value, or a value per token."""
     loss_mask: Bool[Tensor, " N"]
     """True for a sampled token. Elsewhere the other fields may have any value, NaN included."""
     token_weights: Float[Tensor, " N"]
@@ -34,7 +34,7 @@ class LossInputs:
     sequence_ids: Int64[Tensor, " N"]
     """int64: number of the position's sequence, from 0; below N, since no sequence is empty."""
     staleness: Int32[Tensor, " N"] | None = None
-    """int32: optimizer steps from the version that sampled the token to the one that is trained."""
+    """int32: optimizer steps from the version that sampled the token to the version in training."""
     columns: Mapping[str, Float[Tensor, " N"]] = field(default_factory=dict)
     """float32: the columns of the run's algorithm, by name (`ScaleRL.columns`)."""
 
@@ -57,17 +57,17 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def separable(loss: Function) -> Function:
-    """Mark a loss that is a sum of independent token losses, so it can be computed over any part of the tokens.
+    """Mark a loss that is a sum of independent token losses, which can be computed over any part of the tokens.
 
-    GSPO has no such mark: its ratio belongs to a whole sequence.
+    GSPO has no such mark: the ratio belongs to a whole sequence.
     """
     loss.separable = True  # type: ignore[attr-defined]
     return loss
 
 
 def masked(values: Float[Tensor, " N"], loss_mask: Bool[Tensor, " N"]) -> Float[Tensor, " N"]:
-    """`values` with 0 off the loss mask; values there affect neither the result nor the gradient."""
-    # Not a product with the mask, which would keep a NaN and give it a gradient.
+    """`values` with 0 off the loss mask; masked values affect neither the result nor the gradient."""
+    # Not a product with the mask, which would keep a NaN and give the NaN a gradient.
     return values.where(loss_mask, values.new_zeros(()))
 
 
@@ -94,13 +94,13 @@ def clipped_surrogate(
     """The loss -min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A), which DAPO, GRPO and GSPO share.
 
     Source: Khatri et al. 2025, arXiv 2510.13786, eq. 3 (clip_asym). A token counts as capped if the clipped branch is
-    the smaller one, so that it has no gradient.
+    smaller, so that the token has no gradient.
     """
     advantages = masked(inputs.advantages, inputs.loss_mask)
-    plain = ratio * advantages
+    unclipped = ratio * advantages
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     return LossOutput(
-        loss=-weighted_sum(plain.minimum(clipped), inputs),
+        loss=-weighted_sum(unclipped.minimum(clipped), inputs),
         is_weights=ratio.detach(),
-        capped=(clipped < plain).detach(),
+        capped=(clipped < unclipped).detach(),
     )

@@ -1,6 +1,6 @@
 """Weights that turn a sum over all tokens of a batch into one of three means.
 
-They are computed once for the whole batch, on the controller: for a sum, ranks and micro-batches need no common
+The controller computes the weights once for the whole batch: for a sum, ranks and micro-batches need no common
 denominator.
 """
 

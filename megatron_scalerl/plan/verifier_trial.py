@@ -71,7 +71,7 @@ async def _try_rows(pool: VerifierPool, task: Task, prompts: list[Prompt]) -> No
             outcomes += tried
             if any(outcome.limit for outcome in tried):  # the other rows would take as long
                 break
-    unreached = [outcome.why for outcome in outcomes if outcome.unavailable and not outcome.error]
+    unreached = [outcome.reason for outcome in outcomes if outcome.unavailable and not outcome.error]
     if any(outcome.value is not None for outcome in outcomes):
         if not right:
             logger.warning("%s: no reference of the first %d rows is scored as right", head, len(prompts))

@@ -1,16 +1,17 @@
-"""The verifier `code`: the program in an answer has to pass all unit tests of its problem, in a sandbox.
+"""The verifier `code`: the program in an answer has to pass all unit tests of the problem, in a sandbox.
 
 The program is the last fenced code block in Python of the text after thinking. An answer without a closed block has
 no program and is wrong, as in the evaluation of LiveCodeBench. The answer column holds the tests (`code_tests`).
 
-What a program cannot do is said in docs/tasks.md and tried in tests/rewards/test_hostile_programs.py. Verdicts:
+docs/tasks.md lists the actions that a program is denied, and tests/rewards/test_hostile_programs.py tries these
+actions. Verdicts:
 
 * Standard input and output: the program's output is compared here, outside of the sandbox, which never contains the
   expected output. Printing a verdict, exiting early or patching the interpreter gains nothing.
-* Calls and assertions: they run in another process of the same sandbox, which the program cannot read,
-  trace or write to; it gets arguments and returns plain data. What it can forge: an assertion without an expected
-  value (`assert f(1)`) passes for any true value, as it would anywhere, and a function that the tests use but
-  neither import nor define is the program's, builtins excepted.
+* Calls and assertions: the tests run in a second process of the same sandbox, which the program cannot read, trace or
+  write to; the program gets arguments and returns plain data. The program can still forge two results: an assertion
+  without an expected value (`assert f(1)`) passes for any true value, as anywhere, and a function that the tests use
+  but neither import nor define is the program's, builtins excepted.
 
 The result depends on the arguments alone as far as the program does: hash seed and environment are fixed, the time
 and os.urandom are not.
@@ -27,28 +28,28 @@ from megatron_scalerl.rewards.limits import Limits, TimeLimitExceeded
 from megatron_scalerl.rewards.sandbox import Sandbox
 
 OUTPUT_SLACK = 1 << 16
-"""A program may write this many bytes more than twice the expected output; beyond it is killed and wrong."""
+"""A program may write this many bytes more than twice the expected output; with more, the run is killed and wrong."""
 NUMBER_LENGTH = 64
 """Longer words are compared as text, not as numbers."""
 PYTHON = ("python", "python3", "py", "py3", "python2")
 """Languages of a fenced block, in lower case."""
 _STATEMENTS = (ast.Call, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 PLACES = 6
-"""Expected numbers with so many decimal places, or with an exponent, are compared as APPS and TACO compare."""
+"""Expected numbers with this many decimal places, or with an exponent, are compared as APPS and TACO compare."""
 RELATIVE = Decimal("1e-5")
-"""Relative tolerance of such a number: that of numpy.allclose."""
+"""Relative tolerance of such a number, as in numpy.allclose."""
 ABSOLUTE = Decimal("1e-8")
 """Absolute tolerance of such a number."""
 _NUMBER = re.compile(r"-?(?=\.?[0-9])(?:0|[1-9][0-9]*)?(?:\.([0-9]*))?([eE][+-]?[0-9]{1,3})?")
-"""A number with its decimal places and its exponent. A word with leading zeros is a text: 007 is not 7."""
+"""A number with decimal places and exponent. A word with leading zeros is a text: 007 is not 7."""
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})(.*)", re.DOTALL)
 
 
 def extract_program(answer_text: str) -> str | None:
-    """The content of the last closed fenced block in Python; None if there is no closed block.
+    """The content of the last closed fenced block in Python; None without a closed block.
 
     Where no block is marked as Python, the last block without a language that calls, defines or imports something, as
-    output often follows a program. Where there is no such block either, the last block.
+    output often follows a program. Without such a block, the last block.
 
     Example:
         >>> extract_program("```python\\nprint(1 + 1)\\n```\\nprints\\n```\\n2\\n```\\n")
@@ -88,16 +89,16 @@ def _blocks(answer_text: str) -> Iterator[tuple[str, str]]:
         elif mark and not mark[3].strip() and mark[2].startswith(fence) and len(mark[1]) < len(indent) + 4:
             yield language, "\n".join(lines) + "\n"
             fence = None
-        else:  # a fence in a list is indented with its lines
+        else:  # in a list, fence and lines have the same indent
             lines.append(line.removeprefix(indent) if line.startswith(indent) else line.lstrip(" "))
 
 
 def verify_code(answer_text: str, reference: str, extra: dict[str, Any], *, limits: Limits) -> bool:
     """True if the program passes all tests of `reference`.
 
-    extra: the row's other columns, of which `parse_tests` reads some. limits: processor time of each run of the
-    program (of all assertions together); its address space; the size of its files. Raises ValueError for tests in an
-    unknown form, TimeLimitExceeded, and SandboxError if no sandbox could be made.
+    extra: the row's other columns, for `parse_tests`. limits: processor time of each run of the program (of all
+    assertions together), address space, and the size of files. Raises ValueError for tests in an unknown form,
+    TimeLimitExceeded, and SandboxError if no sandbox could be made.
     """
     tests = parse_tests(reference, extra)
     program = extract_program(answer_text)
@@ -105,11 +106,11 @@ def verify_code(answer_text: str, reference: str, extra: dict[str, Any], *, limi
 
 
 def passes(program: str, tests: CodeTests, limits: Limits, deadline: float | None = None) -> bool:
-    """True if a program passes all tests. deadline: as of `Sandbox`. Raises as `verify_code`."""
+    """True if a program passes all tests. deadline: as for `Sandbox`. Raises as `verify_code`."""
     with Sandbox(limits, deadline=deadline) as sandbox:
         if tests.script is not None:
             return sandbox.run_tests(program, tests.script, tests.entry_point)
-        inputs = [given for given, _ in tests.cases]
+        inputs = [case_input for case_input, _ in tests.cases]
         limit = [OUTPUT_SLACK + 2 * len(expected.encode(errors="replace")) for _, expected in tests.cases]
         passed = 0
         for result, (_, expected) in zip(sandbox.run(program, inputs, limit), tests.cases):
@@ -125,7 +126,7 @@ def same_output(printed: str, expected: str) -> bool:
     """True if both have the same words on the same lines.
 
     White space at the ends of lines and empty lines at the end do not count. Whole numbers are compared by value. A
-    number with fewer than PLACES decimal places may differ by half of its last place.
+    number with fewer than PLACES decimal places may differ by half of the last place.
 
     Example:
         >>> same_output("1.0 yes\\n\\n", "1 yes"), same_output("3.14159", "3.14"), same_output("7", "007")

@@ -3,15 +3,15 @@
     [{"input": "2 3\\n", "output": "5\\n"}, ...]                       standard input and output
     [{"fn_name": "add", "input": [2, 3], "output": 5}, ...]            calls of a function
     [{"testtype": "functional", "input": "2\\n3", "output": "5",
-      "metadata": {"func_name": "add"}}, ...]                          the same, a JSON text a line
+      "metadata": {"func_name": "add"}}, ...]                          calls, with a JSON text a line
     {"inputs": ["2 3\\n", ...], "outputs": ["5\\n", ...]}              the first form, transposed
     {"fn_name": "add", "inputs": [[2, 3], ...], "outputs": [5, ...]}   the second form, transposed
     {"functional": "assert add(2, 3) == 5"}                            Python, as below; or "pytest"
     assert add(2, 3) == 5                                              Python: statements, functions test*, classes
                                                                        Test* or unittest's, or check(candidate)
 
-All but the last are JSON texts. A text of standard input or output may be a list of lines. The row's other columns
-may name the function: `entry_point` (HumanEval), `fn_name`, `func_name`, or `metadata` (LiveCodeBench).
+All forms but the last are JSON texts. A text of standard input or output may be a list of lines. The row's other
+columns may name the function: `entry_point` (HumanEval), `fn_name`, `func_name`, or `metadata` (LiveCodeBench).
 """
 
 import ast
@@ -42,8 +42,8 @@ for _arguments, _expected in json.loads({cases!r}):
     _found = _plain(_function(*_arguments))
     assert _found == _expected or [_found] == _expected
 """
-"""Tests that call a function, or a method of `class Solution`. Tuples are compared as lists; sets that wrap an output
-in a list of one are common."""
+"""Tests that call a function, or a method of `class Solution`. Tuples are compared as lists; many data sets wrap an
+output in a list of one."""
 
 
 @record
@@ -60,18 +60,17 @@ class CodeTests:
     script: str | None = None
     """Python with assertions on the program's functions."""
     entry_point: str = ""
-    """The function that the script's `check` is called with; empty: the script calls it itself."""
+    """The function that the script's `check` is called with; empty: the script calls the function."""
     called: frozenset[str] = frozenset()
-    """Names of the program that the script uses, of which a problem has to have one."""
+    """Names of the program that the script uses; a problem has to have at least one such name."""
     names: frozenset[str] = frozenset()
-    """All names of the program that a script of the data set uses; none where the script was made here."""
+    """All names of the program that a script of the data set uses; empty where the script was made here."""
 
 
 def parse_tests(reference: str, extra: Mapping[str, Any] | None = None) -> CodeTests:
     """The tests in an answer column; extra: the row's other columns.
 
-    Raises ValueError, in one line, for a text that is none of the forms, and for tests of which no assertion would be
-    evaluated.
+    Raises ValueError, in one line, for a text in no known form, and for tests that would evaluate no assertion.
     """
     columns = extra or {}
     try:
@@ -105,7 +104,7 @@ def _is_call(case: Mapping[str, Any]) -> bool:
 
 
 def _function_of(row: Mapping[str, Any]) -> str:
-    """The name of a function in a case or in a row's columns; empty if there is none."""
+    """The name of a function in a case or in a row's columns; empty if no function is named."""
     metadata = row.get("metadata")
     if isinstance(metadata, str):
         with contextlib.suppress(ValueError, RecursionError):
@@ -126,18 +125,20 @@ def _rows(parsed: dict[str, Any]) -> list[dict[str, Any]]:
     inputs, outputs = (parsed.get(f"{key}s", parsed.get(key)) for key in ("input", "output"))
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise ValueError(f"tests have to have lists inputs and outputs of one length; the keys are {_keys([parsed])}")
-    rest = {key: value for key, value in parsed.items() if key.rstrip("s") not in ("input", "output")}
-    return [{"input": given, "output": expected, **rest} for given, expected in zip(inputs, outputs)]
+    other_columns = {key: value for key, value in parsed.items() if key.rstrip("s") not in ("input", "output")}
+    return [
+        {"input": case_input, "output": expected, **other_columns} for case_input, expected in zip(inputs, outputs)
+    ]
 
 
 def _calls(parsed: list[dict[str, Any]], name: str) -> CodeTests:
     cases = []
     for case in parsed:
-        given = case["input"]
+        case_input = case["input"]
         expected = case["output"]
-        if isinstance(given, str):  # LiveCodeBench: each argument, and the result, is a JSON text
+        if isinstance(case_input, str):  # LiveCodeBench: each argument, and the result, is a JSON text
             try:
-                given = [json.loads(line) for line in given.split("\n") if line.strip()]
+                case_input = [json.loads(line) for line in case_input.split("\n") if line.strip()]
                 if isinstance(expected, str):
                     expected = json.loads(expected)
             except (ValueError, RecursionError):
@@ -145,11 +146,11 @@ def _calls(parsed: list[dict[str, Any]], name: str) -> CodeTests:
                     f"the arguments of {name} have to be one JSON text a line, and its result one; a test has "
                     f"{case['input'][:40]!r} and {str(case['output'])[:40]!r}"
                 ) from None
-        if not isinstance(given, list):
+        if not isinstance(case_input, list):
             raise ValueError(
-                f"the input of a test of {name} has to be a list of arguments; it is a {type(given).__name__}"
+                f"the input of a test of {name} has to be a list of arguments; it is a {type(case_input).__name__}"
             )
-        cases.append([given, expected])
+        cases.append([case_input, expected])
     if all(expected in (None, [None]) for _, expected in cases):
         raise ValueError("its tests pass a program that does nothing: all outputs are null")
     script = _CALLS.format(name=name, cases=json.dumps(cases))
@@ -176,19 +177,21 @@ def _script(text: str, entry_point: str) -> CodeTests:
     for name in imported_modules(nodes):
         if name.split(".")[0] not in {*sys.stdlib_module_names, "solution", "pytest"}:
             raise ValueError(f"the tests import {name}; they may import the standard library, solution and pytest")
-    if other := sorted(set(_of_pytest(nodes)) - {"raises", "approx", "param", "mark", "parametrize", "asyncio"}):
+    if unknown_names := sorted(
+        set(_pytest_names(nodes)) - {"raises", "approx", "param", "mark", "parametrize", "asyncio"}
+    ):
         raise ValueError(
-            f"the tests use pytest.{other[0]}; only raises, approx, param and mark.parametrize are known"
+            f"the tests use pytest.{unknown_names[0]}; only raises, approx, param and mark.parametrize are known"
         )
     if not any(map(_asserts, nodes)):
         raise ValueError("the Python of the tests has no assert")
-    if not any(_asserts(node) for node in _reached(tree, entry_point)):
+    if not any(_asserts(node) for node in _reached_nodes(tree, entry_point)):
         raise ValueError(
             "no assertion of the tests would run; one has to be in the text itself, in a function test* without "
             "arguments, in a class Test*, or in check(candidate) of a row with entry_point"
         )
     entry = frozenset(filter(None, (entry_point,)))
-    names = _called(nodes)
+    names = _called_names(nodes)
     return CodeTests(script=text, entry_point=entry_point, called=entry or names, names=entry | names)
 
 
@@ -198,7 +201,7 @@ def imported_modules(nodes: list[ast.AST]) -> list[str]:
     return imported + [n.module or "." for n in nodes if isinstance(n, ast.ImportFrom)]
 
 
-def _of_pytest(nodes: list[ast.AST]) -> Iterator[str]:
+def _pytest_names(nodes: list[ast.AST]) -> Iterator[str]:
     """Names of pytest and of pytest.mark that tests use."""
     aliases = [a.asname or a.name for n in nodes if isinstance(n, ast.Import) for a in n.names if a.name == "pytest"]
     places = [place for alias in aliases for place in (alias, f"{alias}.mark")]
@@ -209,7 +212,7 @@ def _of_pytest(nodes: list[ast.AST]) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def _called(nodes: list[ast.AST]) -> frozenset[str]:
+def _called_names(nodes: list[ast.AST]) -> frozenset[str]:
     """Names that tests import from the program, or use and do not define."""
     names = (str(getattr(n, key, "")).partition(".")[0] for n in nodes for key in ("arg", "name", "asname"))
     defined = {*dir(builtins), *names}
@@ -227,33 +230,35 @@ def _asserts(node: ast.AST) -> bool:
     return method.startswith("assert") or "raises" in (method, getattr(node.func, "id", ""))
 
 
-def _reached(tree: ast.Module, entry_point: str) -> Iterator[ast.AST]:
+def _reached_nodes(tree: ast.Module, entry_point: str) -> Iterator[ast.AST]:
     """Nodes that run when the tests run, as far as names tell."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     bodies: dict[str, list[ast.AST]] = {}
     for node in ast.walk(tree):
         if isinstance(node, (*functions, ast.ClassDef)):
             bodies.setdefault(node.name, []).append(node)
-    waiting: list[ast.AST] = [node for node in tree.body if not isinstance(node, (*functions, ast.ClassDef))]
+    waiting_nodes: list[ast.AST] = [node for node in tree.body if not isinstance(node, (*functions, ast.ClassDef))]
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and (node.name.startswith("Test") or node.bases):
-            waiting += [node, *(m for m in node.body if isinstance(m, functions) and m.name.startswith("test"))]
+            waiting_nodes += [node, *(m for m in node.body if isinstance(m, functions) and m.name.startswith("test"))]
         elif isinstance(node, functions):
-            given = any("parametrize" in ast.unparse(decorator) for decorator in node.decorator_list)
-            required = len(node.args.posonlyargs + node.args.args) - len(node.args.defaults)
-            if (node.name.startswith("test") and (given or not required)) or (node.name == "check" and entry_point):
-                waiting.append(node)
-    reached = set()
-    while waiting:
-        node = waiting.pop()
+            case_input = any("parametrize" in ast.unparse(decorator) for decorator in node.decorator_list)
+            required_count = len(node.args.posonlyargs + node.args.args) - len(node.args.defaults)
+            if (node.name.startswith("test") and (case_input or not required_count)) or (
+                node.name == "check" and entry_point
+            ):
+                waiting_nodes.append(node)
+    reached_names = set()
+    while waiting_nodes:
+        node = waiting_nodes.pop()
         yield node
         for child in ast.iter_child_nodes(node):
             if not isinstance(child, (*functions, ast.ClassDef)):
-                waiting.append(child)
-        name = getattr(node, "id", getattr(node, "attr", ""))  # a method is reached by its name alone
-        if name in bodies and name not in reached:
-            reached.add(name)
-            waiting += bodies[name]
+                waiting_nodes.append(child)
+        name = getattr(node, "id", getattr(node, "attr", ""))  # a method is reached by the bare name
+        if name in bodies and name not in reached_names:
+            reached_names.add(name)
+            waiting_nodes += bodies[name]
 
 
 def _keys(parsed: list[Any]) -> str:

@@ -2,9 +2,9 @@
 
     R_length(y) = clip((L_max - |y|) / L_cache - 1, -1, 0)      added to the reward of correct completions only
 
-It is 0 up to L_max - L_cache tokens and falls linearly to -1 at L_max. Not specified by the paper and chosen here:
-|y| counts the tokens that the policy sampled, its end of sequence included, and no forced ones, as the budget of a
-completion does and as the loss does.
+The penalty is 0 up to L_max - L_cache tokens and falls linearly to -1 at L_max. Not specified by the paper and chosen
+here: |y| counts the tokens that the policy sampled, end of sequence included, and no forced tokens, as the budget of
+a completion and the loss count.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ def length_penalty(tokens: int, section: LengthPenaltySection) -> float:
 
 
 def penalized(score: Score, tokens: int, section: LengthPenaltySection | None) -> Score:
-    """The score with the penalty, where there is one and the completion is correct. It stays correct."""
+    """The score with the penalty for a correct completion, which stays correct; other scores are unchanged."""
     if section is None or not score.correct:
         return score
     return replace(score, reward=score.reward + length_penalty(tokens, section))

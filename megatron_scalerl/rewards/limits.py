@@ -1,14 +1,14 @@
 """Resource limits of one check: processor time, memory, files. Applied inside the worker process (Linux).
 
-A check that exceeds a limit makes its answer wrong, so the pool must be able to tell the limits apart:
+A check that exceeds a limit makes the answer wrong, so the pool must be able to tell the limits apart:
 
-    processor time  a timer of the process (ITIMER_PROF, exact, starts at 0 for every check) ends it by SIGPROF
+    processor time  a timer (ITIMER_PROF, exact, starts at 0 for every check) ends the process by SIGPROF
     memory          an allocation fails: Python raises MemoryError, a C library aborts (SIGABRT)
     files           writing fails with OSError, an error of the verifier
 
 The number of processes (RLIMIT_NPROC) is not limited: the kernel counts all processes and threads of the user,
-including trainer and engines, so that no number fits. This is not a sandbox: a verifier runs with the rights of its
-user.
+including trainer and engines, so that no number fits. The limits are no sandbox: a verifier runs with the user's
+rights.
 """
 
 import resource
@@ -25,11 +25,11 @@ MIB = 2**20
 
 
 class VerifierUnavailable(RuntimeError):
-    """A check could not be made, through no fault of the answer: it has no score."""
+    """A check could not be made, through no fault of the answer: the answer has no score."""
 
 
 class TimeLimitExceeded(Exception):
-    """An answer exceeded a limit of time that its verifier measures itself: it is wrong, `timeout`."""
+    """An answer exceeded a time limit that the verifier measures: the answer is wrong, `timeout`."""
 
 
 @record
@@ -37,9 +37,9 @@ class Limits:
     """The limits of one check, from the recipe's `rewards`."""
 
     cpu_s: float
-    """Processor seconds of the worker with all its threads, without its child processes."""
+    """Processor seconds of the worker with all threads, without child processes."""
     memory_mb: int | None
-    """Address space in MiB on top of the worker's at the begin of the check; None: no limit."""
+    """Address space in MiB beyond the worker's at the begin of the check; None: no limit."""
     file_mb: int
     """Size in MiB of each written file."""
 
@@ -76,7 +76,7 @@ def limited_check(limits: Limits) -> Iterator[None]:
 
 
 def lower(kind: int, value: int, *, soft_only: bool = False) -> None:
-    """Set a limit, never above the hard one, which the host may have set lower."""
+    """Set a limit, never above the hard limit, which the host may have set lower."""
     hard = resource.getrlimit(kind)[1]
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)

@@ -1,7 +1,7 @@
 """The verifier `math`: math-verify on the text after thinking.
 
 No text is ever executed as code. math-verify passes text to sympy's `parse_expr`, which evaluates Python, in one
-place only: for a match of its regular expression for plain arithmetic, of digits, spaces and `.+-*/^()×÷`, which
+place only: for a match of the regular expression for plain arithmetic, of digits, spaces and `.+-*/^()×÷`, which
 cannot form a name. (Python 3.12 treats digits of other scripts as names, which sympy quotes as Symbols.) All other
 text is parsed by a grammar (latex2sympy2), whose names become sympy Symbols and Functions.
 tests/rewards/test_math_attacks.py checks what Python compiles.
@@ -17,37 +17,37 @@ from typing import Any
 
 from megatron_scalerl.processes.parent_death import die_with_parent
 from megatron_scalerl.rewards.math_answer import (
+    compact_form,
     is_denied,
     is_numeral,
     is_open,
     last_members,
     leaves_number,
     open_box,
-    plain,
     repeats,
     stated_number,
     statement,
     without_delimiters,
 )
-from megatron_scalerl.rewards.math_compare import NOTHING, Reading, is_text, parsed, read, same, written
+from megatron_scalerl.rewards.math_compare import NOTHING, Reading, is_equal, is_text, number_forms, parts_of, read
 from megatron_scalerl.rewards.math_text import latex, split_unit, whole_answer
 
 TAIL = 10_000
-"""In an answer without a box, the last expression is searched in this many characters at its end."""
+"""In an answer without a box, the last expression is searched in this many characters at the end."""
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """A brace or an escaped character: an escaped brace does not group."""
 _FORMULA_START = ("$", "\\(", "\\[")
 _TO_FORMULA_END = re.compile(r"[^\n$]+?(?=\$|\\\)|\\\])")
 _WORD = re.compile(r"(?:(?!\\\)|\\\])[^\s$])+")
-_MARKED = re.compile(
+_MARKED_ANSWER = re.compile(
     r"<answer>((?:(?!<answer>).)*?)</answer>|^####(?!#)[ \t]*([^\n]+)\s*\Z", re.DOTALL | re.MULTILINE
 )
 _CHOICE = re.compile(r"\(? ?[A-J](?::| ?[.)])\s+[^=\n]+")
 _STYLE = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|sf)|boxed|fbox)(?![a-z])|\\[ ,;:!()\[\]]|[{}$~*\s]")
 """Commands and signs that may stand around a word or the letter of a choice, as in \\textbf{(B)}\\ 12."""
 _LETTER = re.compile(r"\(? ?([A-J]) ?(?:\)|[.:,;](?!\d)|$)(?!.*(?<![A-Za-z])[A-J](?![A-Za-z]))")
-"""The letter of a choice, with what it stands for or without, and no second letter."""
+"""The letter of a choice, with or without the choice's text, and no second letter."""
 _NAME = re.compile(r"\([A-J]\)|[^\W\d_]+(?:[ '-][^\W\d_]+)*")
 _STATEMENT = re.compile(r"(?:[Aa]nswer|[Oo]ption|[Cc]hoice)[*_\s]*(?:is|:)([^\n]*)")
 _NO_ANSWER = re.compile(
@@ -71,9 +71,9 @@ _FUNCTION = re.compile(
     r"|infinity|det|deg|and|percent"
 )
 _LIST = re.compile(r"[,;]|\\[{}]|\\cup|\\pm|\\in(?![a-z])|\\begin|\b(?:and|or)\b|\\text")
-"""Signs of several values: an expression that has one is no chain, and is paid by several formulas of a sentence."""
+"""Signs of several values: an expression with such a sign is no chain, and several formulas of a sentence pay it."""
 _OPERATORS = re.compile(r"\\(?:int|sum|prod|lim)(?![a-z])|\\frac\{?d\}?\{?d|/dx")
-"""Operators that are left to compute."""
+"""Operators of a value that is still to compute."""
 _FORMULA = re.compile(r"\$[^$]+\$|\\\([^$]{1,500}?\\\)")
 _FEW = 200
 """References that one process parses."""
@@ -85,26 +85,26 @@ _PERCENT = re.compile(r"\s*(?:\$|\\\)|\\\])\s*(\\?%|[Pp]ercent(?:age)?|[Pp]ct)")
 
 
 def extract_answer(text: str, think_end: str) -> str | None:
-    """The text after the first closing think tag, or None if thinking did not end."""
+    """The text after the first closing think tag; None if thinking did not end."""
     _, tag, answer = text.partition(think_end)
     return answer if tag else None
 
 
 def last_box(text: str) -> str | None:
-    """The content of the last \\boxed or \\fbox of a text, or None if there is none (`_found_box`)."""
+    """The content of the last \\boxed or \\fbox of a text, None without a box (`_found_box`)."""
     return _found_box(text)[1]
 
 
 def _found_box(text: str) -> tuple[int, str | None, int]:
-    """(begin of the last box, its content, the position behind it); the content is None without a box.
+    """(begin, content, and end position of the last box); the content is None without a box.
 
-    A nested box is part of the outer one, and an unclosed one does not count. A box without braces contains the rest
-    of its formula if it begins it, else the next word. A percent sign after the formula with the box is kept.
+    A nested box is part of the outer box, and an unclosed box does not count. A box without braces at the begin of a
+    formula contains the whole formula, else the next word. A percent sign after the formula with the box is kept.
     """
     closing = _closing_braces(text)
     content = None
     begin = 0
-    behind = 0
+    box_end = 0
     end = 0
     while (box := _BOX.search(text, end)) is not None:
         opening = end = box.end()
@@ -113,32 +113,32 @@ def _found_box(text: str) -> tuple[int, str | None, int]:
                 end = closing[opening]
                 content = text[opening + 1 : end]
                 begin = box.start()
-                behind = end + 1
+                box_end = end + 1
             continue
         begins_formula = text[max(0, box.start() - 2) : box.start()].endswith(_FORMULA_START)
         unbraced = (begins_formula and _TO_FORMULA_END.match(text, opening)) or _WORD.match(text, opening)
         if unbraced:
             content = unbraced.group().rstrip(".,;:")
             begin = box.start()
-            behind = unbraced.end()
-    if content is not None and _PERCENT.match(text, behind):
+            box_end = unbraced.end()
+    if content is not None and _PERCENT.match(text, box_end):
         content = f"{content}\\%"
-    return begin, content, behind
+    return begin, content, box_end
 
 
 def last_mark(text: str) -> str | None:
-    """The text of the last <answer>34</answer> or "#### 34", at most its last TAIL characters; None without one."""
-    marks = _MARKED.findall(text)
+    """The text of the last <answer>34</answer> or "#### 34", at most TAIL characters; None without a mark."""
+    marks = _MARKED_ANSWER.findall(text)
     return next(filter(None, marks[-1]), "")[-TAIL:] if marks else None
 
 
 def is_number(reference: str) -> bool:
-    """Whether a reference is a number that is written out, which a numeral pays alone."""
+    """Whether a reference is a number that is written out, which only a numeral pays."""
     return is_numeral(split_unit(whole_answer(stated_reference(reference)))[0])
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Position of each opening brace that is closed -> position of its closing brace."""
+    """Position of each closed opening brace -> position of the closing brace."""
     closing = {}
     opened = []
     for brace in _BRACE.finditer(text):
@@ -153,30 +153,30 @@ def verify_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool
     """True if the answer equals the reference.
 
     The answer is the last \\boxed{}: "\\boxed{3}, no, \\boxed{5}" is 5, and a set of solutions must be in one box.
-    Without a box it is the last <answer>34</answer> or "#### 34", else what the last statement in the last TAIL
-    characters says ("The answer is 34."; `math_answer.statement`). The reference may be a bare number or expression,
-    LaTeX with or without dollars, contain a \\boxed{}, or end in "#### 34".
+    Without a box the answer is the last <answer>34</answer> or "#### 34", else the content of the last statement in
+    the last TAIL characters ("The answer is 34."; `math_answer.statement`). The reference may be a bare number or
+    expression, LaTeX with or without dollars, contain a \\boxed{}, or end in "#### 34".
 
-    Where the reference is a number, a numeral is paid alone, one that nothing beside it leaves open or contradicts.
-    Any other reference is paid by an expression that equals it. An expression that stands in the question
-    (`extra["prompt"]`) and is not the reference's own form is no answer. docs/tasks.md has a table of forms.
+    Where the reference is a number, only a numeral is paid, and the text beside the numeral must neither leave it
+    open nor contradict it. Any other reference is paid by an equal expression. An expression that stands in the
+    question (`extra["prompt"]`) and is not the reference's own form is no answer. docs/tasks.md has a table of forms.
 
     A reference that is a word or the letter of a choice is paid by the same word or letter as the whole box, or
     behind "The answer is". How numbers, units and sets are compared: math_compare.py and docs/tasks.md.
 
-    math-verify's own time limits are off, since they use signals: the pool kills a check that takes too long, as
-    one of 9^(9^9) does.
+    math-verify's own time limits use signals and are off: the pool kills a check that takes too long, such as a check
+    of 9^(9^9).
     """
     stated = stated_reference(reference)
-    begin, box, behind = _found_box(answer_text)
+    begin, box, box_end = _found_box(answer_text)
     answer = box
     if box is None:
         answer = last_mark(answer_text)
     end = answer_text[-TAIL:]
-    if box is not None and open_box(answer_text[:begin], answer_text[behind:], box):
+    if box is not None and open_box(answer_text[:begin], answer_text[box_end:], box):
         return False
-    _, marked, after = answer_text.rpartition("</answer>")
-    if box is None and marked and open_box("", after, answer or ""):
+    _, end_tag, text_after = answer_text.rpartition("</answer>")
+    if box is None and end_tag and open_box("", text_after, answer or ""):
         return False
     if name := _name(stated):
         statements = _STATEMENT.findall(end) or [end]
@@ -186,25 +186,25 @@ def verify_math(answer_text: str, reference: str, extra: dict[str, Any]) -> bool
     if is_number(stated):
         candidates = _numerals(end if box is None and not answer else answer or "", stated, box is not None)
     else:
-        candidates = _expressions(answer or end, stated, whole=bool(answer))
+        candidates = _expressions(answer or end, stated, is_answer=bool(answer))
     question = str(extra.get("prompt", ""))
     expected = read(stated)
     for text, reading in candidates:
         if _leaves_work(text, stated) or repeats(whole_answer(text), stated, question):
             continue
-        both_signs = "\\pm" in stated and same(read(_both_signs(stated)), read(_both_signs(text)))
-        if both_signs or same(expected, reading):
+        both_signs = "\\pm" in stated and is_equal(read(_both_signs(stated)), read(_both_signs(text)))
+        if both_signs or is_equal(expected, reading):
             return True
     return False
 
 
 def _leaves_work(text: str, reference: str) -> bool:
-    """Whether an expression has operators, or parts that are no numerals, which a reference has not."""
+    """Whether an expression has operators, or parts that are no numerals, which the reference does not have."""
     if _OPERATORS.search(text) and not _OPERATORS.search(reference):
         return True
     parts = _parts(text)
-    wanted = _parts(reference)
-    return len(parts) == len(wanted) > 1 and all(map(is_numeral, wanted)) and not all(map(is_numeral, parts))
+    references = _parts(reference)
+    return len(parts) == len(references) > 1 and all(map(is_numeral, references)) and not all(map(is_numeral, parts))
 
 
 def _parts(text: str) -> list[str]:
@@ -215,21 +215,21 @@ def _parts(text: str) -> list[str]:
 
 
 def _both_signs(text: str) -> str:
-    """The two values of an expression with one plus-minus sign, with a comma between them; another text as it is."""
+    """The two values of an expression with one plus-minus sign, separated by a comma; other texts unchanged."""
     if text.count("\\pm") != 1:
         return text
     return ", ".join(text.replace("\\pm", sign) for sign in ("+", "-"))
 
 
-def _numerals(text: str, reference: str, whole: bool) -> Iterator[tuple[str, Reading]]:
-    """The numerals that a text gives for its answer, with their readings. whole: the text is an answer alone."""
-    own_form = plain(text) == plain(reference)
+def _numerals(text: str, reference: str, is_answer: bool) -> Iterator[tuple[str, Reading]]:
+    """The numerals that a text gives as the answer, and the readings. is_answer: the text is an answer alone."""
+    own_form = compact_form(text) == compact_form(reference)
     numerals = [member for member in _members(text) if own_form or is_numeral(split_unit(member)[0])]
-    if not numerals and not whole:
+    if not numerals and not is_answer:
         expression, words = stated_number(text, exact="." not in reference)
-        for said, unit in ((expression + words, True), (expression, False)):
+        for stated_text, unit in ((expression + words, True), (expression, False)):
             if not numerals and leaves_number(words, unit):
-                numerals = [member for member in _members(said) if is_numeral(split_unit(member)[0])]
+                numerals = [member for member in _members(stated_text) if is_numeral(split_unit(member)[0])]
     for member in numerals:
         yield member, read(member)
 
@@ -239,10 +239,13 @@ def _members(text: str) -> tuple[str, ...]:
     return last_members(whole_answer(without_delimiters(text if inner is None else inner)))
 
 
-def _expressions(text: str, reference: str, whole: bool) -> Iterator[tuple[str, Reading]]:
-    """What a text gives for an answer that is no number. whole: the text is an answer, unless it has words."""
-    listed = _LIST.search(reference)
-    if whole and not _has_words(split_unit(text)[0]):
+def _expressions(text: str, reference: str, is_answer: bool) -> Iterator[tuple[str, Reading]]:
+    """The expressions that a text gives as an answer that is no number, and the readings.
+
+    is_answer: the text is an answer, unless the text has words.
+    """
+    has_list = _LIST.search(reference)
+    if is_answer and not _has_words(split_unit(text)[0]):
         members: tuple[str, ...] = (text,)
         if "=" not in reference and not _LIST.search(text):
             members = last_members(text)
@@ -250,18 +253,18 @@ def _expressions(text: str, reference: str, whole: bool) -> Iterator[tuple[str, 
         if not all(is_text(reading) for _, reading in readings):
             yield from readings
             return
-        if whole and not members:
+        if is_answer and not members:
             return
     sentence = statement(text)
     formulas = list(_FORMULA.finditer(sentence))
     if is_denied(sentence):
         return
     if not formulas:
-        said = re.split(r"(?:\b(?:is|are)\b|:)\s", sentence)[-1].strip(" .")
-        if not _has_words(said) and not is_text(read(said)):
-            yield said, read(said)
+        stated_text = re.split(r"(?:\b(?:is|are)\b|:)\s", sentence)[-1].strip(" .")
+        if not _has_words(stated_text) and not is_text(read(stated_text)):
+            yield stated_text, read(stated_text)
             return
-    if formulas and not listed:
+    if formulas and not has_list:
         last = formulas[-1]
         if is_open(sentence[: last.start()], sentence[last.end() :]):
             return
@@ -270,13 +273,13 @@ def _expressions(text: str, reference: str, whole: bool) -> Iterator[tuple[str, 
             for member in last_members(without_delimiters(sentence)):
                 yield member, read(member)
             return
-    yield sentence, NOTHING._replace(whole=parsed(latex(sentence)))
+    yield sentence, NOTHING._replace(whole=parts_of(latex(sentence)))
 
 
 def stated_reference(reference: str) -> str:
-    """A reference, or the answer in a worked solution: its last box, or the text after ####."""
-    _, mark, after = reference.rpartition("####")
-    text = after.strip()
+    """A reference, or the answer in a worked solution: the last box, or the text after ####."""
+    _, mark, text_after = reference.rpartition("####")
+    text = text_after.strip()
     if mark:
         text = text.partition("\n")[0]  # MetaMathQA adds a sentence
     if _has_words(text):
@@ -290,26 +293,26 @@ def _unstyled(text: str) -> str:
 
 def _name(reference: str) -> str:
     """A reference that is a word, a text or the letter of a choice; empty for mathematics."""
-    plain = _unstyled(reference)
-    if not _NAME.fullmatch(plain):
+    bare_text = _unstyled(reference)
+    if not _NAME.fullmatch(bare_text):
         return ""
     is_text = not _LATEX.sub("", reference).strip("$ ")
-    is_word = " " not in plain and (_has_words(plain) or plain.casefold() in ("yes", "no"))
-    is_letter = _LETTER.fullmatch(plain)
-    return _singular(plain.strip("()")) if is_text or is_word or is_letter else ""
+    is_word = " " not in bare_text and (_has_words(bare_text) or bare_text.casefold() in ("yes", "no"))
+    is_letter = _LETTER.fullmatch(bare_text)
+    return _singular(bare_text.strip("()")) if is_text or is_word or is_letter else ""
 
 
 def _singular(text: str) -> str:
-    """A word without its article and its plural's s, in small letters."""
+    """A word without article and plural s, in small letters."""
     word = re.sub(r"^(?:an?|the) (?=..)", "", text.casefold())
     return re.sub(r"(?<=[a-z]{3}[^s])s$", "", word)
 
 
 def _says(text: str, name: str) -> bool:
-    """True if a text is a word and nothing else, or the letter of a choice, with what it stands for or without."""
-    plain = _unstyled(text)
-    letter = _LETTER.match(plain)
-    return name in (_singular(plain), letter and letter[1].casefold())
+    """True if a text is the name alone, or the letter of a choice, with or without the choice's text."""
+    bare_text = _unstyled(text)
+    letter = _LETTER.match(bare_text)
+    return name in (_singular(bare_text), letter and letter[1].casefold())
 
 
 def _has_words(text: str) -> bool:
@@ -317,15 +320,15 @@ def _has_words(text: str) -> bool:
 
 
 def check_references(references: Sequence[str]) -> list[str]:
-    """For each reference why no answer can be scored right against it; empty for a mathematical object.
+    """Why no answer can be scored right against a reference, for each reference; empty for a mathematical object.
 
-    A reference has to equal its own text, fraction and decimal, and to differ from a neighbour, whose first number
-    is another one. Plain numbers, words and letters are compared by rule and not tried. Many others are parsed in
-    several processes: each takes about 20 ms of a CPU.
+    A reference has to equal its own text, fraction and decimal, and to differ from a neighbour with another first
+    number. Plain numbers, words and letters are compared by rule and not tried. Many references are parsed in several
+    processes: a reference takes about 20 ms of a CPU.
     """
-    rest = sorted({text for text in references if not _NUMBER.fullmatch(text)})
-    if len(rest) < _FEW:
-        reasons = [_problem_of(text) for text in rest]
+    other_references = sorted({text for text in references if not _NUMBER.fullmatch(text)})
+    if len(other_references) < _FEW:
+        reasons = [_problem_of(text) for text in other_references]
     else:
         with ProcessPoolExecutor(
             min(8, len(os.sched_getaffinity(0))),
@@ -333,41 +336,41 @@ def check_references(references: Sequence[str]) -> list[str]:
             initializer=die_with_parent,
             initargs=(os.getpid(),),
         ) as pool:
-            reasons = list(pool.map(_problem_of, rest, chunksize=64))
-    problems = dict(zip(rest, reasons))
+            reasons = list(pool.map(_problem_of, other_references, chunksize=64))
+    problems = dict(zip(other_references, reasons))
     return [problems.get(text, "") for text in references]
 
 
 def _problem_of(reference: str) -> str:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    shown = repr(reference[:60])
+    shown_reference = repr(reference[:60])
     reference = stated_reference(reference)
     if len(reference) > _LONGEST:
-        return f"{shown} has {len(reference)} characters; at most {_LONGEST} are compared"
+        return f"{shown_reference} has {len(reference)} characters; at most {_LONGEST} are compared"
     if _NO_ANSWER.fullmatch(reference.strip()) or _CHOICE.fullmatch(_STYLE.sub(" ", reference).strip()):
-        return f"{shown} is a date, a time, no answer, or a choice with its text (give the letter alone)"
+        return f"{shown_reference} is a date, a time, no answer, or a choice with its text (give the letter alone)"
     if _name(reference):
         return ""
     text = whole_answer(reference)
     if _has_words(split_unit(text)[0]):
-        return f"{shown} is text; it has to be a number, an expression or LaTeX"
+        return f"{shown_reference} is text; it has to be a number, an expression or LaTeX"
     expected = read(reference, _PARSE_S)
     if is_text(expected):
-        return f"{shown} cannot be parsed by math-verify"
+        return f"{shown_reference} cannot be parsed by math-verify"
     if _NOT_COMPUTED.search(reference):
         return ""
-    for form in (reference.strip("$"), *written(expected)):
-        if not same(expected, read(form, _PARSE_S), _PARSE_S):
-            return f"{shown} and {form[:60]!r} do not compare as equal; a right answer might not be paid"
-    other = _DIGIT.sub(lambda digit: str((int(digit[0]) + 1) % 10), text, 1)
-    for neighbour in written(expected, 1) or {other} - {text}:
-        if same(expected, read(neighbour, _PARSE_S), _PARSE_S):
-            return f"{shown} and {neighbour[:60]!r} compare as equal; a wrong answer might be paid"
+    for form in (reference.strip("$"), *number_forms(expected)):
+        if not is_equal(expected, read(form, _PARSE_S), _PARSE_S):
+            return f"{shown_reference} and {form[:60]!r} do not compare as equal; a right answer might not be paid"
+    other_text = _DIGIT.sub(lambda digit: str((int(digit[0]) + 1) % 10), text, 1)
+    for neighbour in number_forms(expected, 1) or {other_text} - {text}:
+        if is_equal(expected, read(neighbour, _PARSE_S), _PARSE_S):
+            return f"{shown_reference} and {neighbour[:60]!r} compare as equal; a wrong answer might be paid"
     return ""
 
 
 def warm_up() -> None:
-    """Load grammars and fill caches, so that this does not count against the first check's time limit."""
-    # math-verify warns once that its time limits are off, which is intended.
+    """Load grammars and fill caches, outside of the first check's time limit."""
+    # math-verify warns once that the time limits are off, which is intended.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     assert verify_math("\\boxed{\\frac{1}{2}}", "0.5", {})

@@ -1,7 +1,7 @@
-r"""Which part of a text is its answer, and whether that part is finished: nothing is left to compute or to choose.
+r"""The answer in a text, and whether this answer is finished: nothing is left to compute or to choose.
 
-math-verify evaluates what it reads (9 + 5 is 14) and takes any expression of a text. A policy that is trained on such
-verdicts learns to repeat the question ("94 - 58 is an arithmetic operation."). Here a numeral is paid, or nothing is.
+math-verify evaluates expressions (9 + 5 is 14) and takes any expression of a text. A policy that is trained on such
+verdicts learns to repeat the question ("94 - 58 is an arithmetic operation."). Here only a numeral is paid.
 
 >>> [is_numeral(text) for text in ("14", r"\frac{6}{4}", "1.4 x 10^1", "9 + 5", r"\frac{28}{2}", "4^5")]
 [True, True, True, False, False, False]
@@ -25,34 +25,34 @@ _NUMERAL = re.compile(
 """Without spaces: an integer, decimal, fraction or mixed number, times a power of ten (or dozens), in percent."""
 _LINK = re.compile(r"(?<![<>!:\\])(=)(?!=)|(\\approx(?![a-z])|\\simeq(?![a-z])|≈)")
 _MATH_SIGN = r"[-−–+*/^=×÷·⋅√π½⅓⅔¼¾⅛%€£¥₹°≈|!()\[\]{}]|\\[%$]|\\[a-zA-Z]+|\\[,;:! ]"
-_WRITTEN = r"(?:\d+(?:,\d{3}(?!\d))*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
+_WRITTEN_NUMBER = r"(?:\d+(?:,\d{3}(?!\d))*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
 _EXPRESSION = re.compile(
-    rf"(?:{_MATH_SIGN}|{_WRITTEN}|[a-zA-Z](?=\s*=))(?:\s*(?:{_MATH_SIGN}|{_WRITTEN}|x(?=\s*\d)))*"
+    rf"(?:{_MATH_SIGN}|{_WRITTEN_NUMBER}|[a-zA-Z](?=\s*=))(?:\s*(?:{_MATH_SIGN}|{_WRITTEN_NUMBER}|x(?=\s*\d)))*"
 )
 """A stretch of numbers, signs and commands of LaTeX."""
 _SENTENCE_END = re.compile(r"(?<=[.!?])(?=[\s*$]|$)(?<!\d\.(?=\s\d))|\n+")
-_DISPLAYED = re.compile(r"\$\$([^$]{0,500})\$\$|\\\[((?:[^\\]|\\(?!\])){0,500})\\\]")
+_DISPLAY = re.compile(r"\$\$([^$]{0,500})\$\$|\\\[((?:[^\\]|\\(?!\])){0,500})\\\]")
 _MARKUP = re.compile(
     r"(?<!\w)[*_]{1,3}(?=\S)|(?<=\S)[*_]{1,3}(?!\w)|`|</?[a-z]{1,20}>|^\s*(?:[#>*-]+\s+)?(?:\d{1,3}[.)]\s+(?=\S))?",
     re.MULTILINE,
 )
-_STATES = re.compile(
+_STATEMENT_WORDS = re.compile(
     r"(?i)\b(?:answer|result|solution|total|value|sum|difference|product|option|choice|it|that)\b[^.]*?"
     r"(?:\b(?:is|are|equals|be|was)\b|[:=])|^\s*\W*(?:so|thus|hence|therefore|no|wait|actually)\b"
 )
-"""A sentence that says which value the answer is."""
-_OPEN = re.compile(
+"""A sentence that states the answer's value."""
+_OPEN_WORDS = re.compile(
     r"(?i)\b(?:or|either|neither|nor|not|never|cannot|maybe|perhaps|possibly|probably|might|may|could|guess|unsure"
     r"|unlikely|between|wrong|incorrect|except|but|wait|no)\b|n't\b|n’t\b|\?"
 )
-"""Words beside a number that leave it open, take it back or offer another one."""
+"""Words beside a number that leave the number open, take it back or offer another number."""
 _BOUND = re.compile(r"(?:[<>≤≥≠±]|\\(?:[lg]eq?|neq?|pm)(?![a-z])|\bthan)\s*$")
-_DENIED = re.compile(
+_DENIAL = re.compile(
     r"(?i)\b(?:not (?:sure|certain|right|correct)|never|maybe|perhaps|possibly|guess|unsure|wrong|incorrect)\b|\?"
 )
-"""Words that deny or doubt an answer wherever they stand in its sentence."""
-_ABOUT = re.compile(r"(?i)\b(?:about|around|approximately|roughly|nearly|almost|circa)\b|~|-?ish\b")
-_TAKEN_BACK = re.compile(
+"""Words that deny or doubt an answer anywhere in the answer's sentence."""
+_ABOUT_WORDS = re.compile(r"(?i)\b(?:about|around|approximately|roughly|nearly|almost|circa)\b|~|-?ish\b")
+_WITHDRAWAL = re.compile(
     r"(?i)\b(?:wait|sorry|oops|correction|then again|wrong|incorrect|mistaken?"
     r"|(?:not|n't|n’t) (?:sure|right|correct|certain)|unsure|maybe|perhaps"
     r"|alternatively|instead|rather|hold on|never ?mind|scratch)\b|^\W*(?:no|or|actually|hmm|not|but)\b"
@@ -71,8 +71,8 @@ _SPOKEN_SIGNS = {
     r"(?i)(?:\bsquare )?\broot of\s+(?=[\d$\\.])|\bsqrt\s*(?=[\d(])": "√",
     r"(?<=[\d%])\s+\((?=[^()]*[-+*/=a-zA-Z])(?!(?i:or|not|maybe|perhaps)\b)[^()]*\)": "",
 }
-"""Signs that are written as words, and a remark in brackets behind a number, which says how it was found."""
-_LISTED = re.compile(r"\s*(?:[,;&/]|,?\s*\b(?:and|or|to|through)\b)+\s*")
+"""Signs that are written as words, and a remark in brackets behind a number, which explains the number."""
+_LIST_SIGN = re.compile(r"\s*(?:[,;&/]|,?\s*\b(?:and|or|to|through)\b)+\s*")
 _CLAUSE = re.compile(r"[,;:](?!\d)")
 _CLAUSE_END = re.compile(r"[,;:(]")
 _FILLING = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])(?![a-z])|[\s$~{}]|(?<=\\)[dt](?=frac)")
@@ -84,7 +84,7 @@ _BEHIND_BOX = re.compile(
     r"(?i)[\s$*)\]}\\,;]*\(?\s*(?:\b(?:or|but|maybe|perhaps|possibly|is (?:wrong|incorrect|not))\b|=).*", re.DOTALL
 )
 _COMPUTED_BOX = re.compile(r"\s*(?:[+*/^×·²³]|\\(?:cdot|times|div)(?![a-z])|-\s*\d)(?!\*)")
-_CORRECTED = re.compile(
+_CORRECTION = re.compile(
     r"(?i)(?:^|[.!?\n]\s*)\W{0,3}(?:(?:wait|no|actually|correction|sorry|oops)\b[\s,:.!]*)?"
     r"(?:(?:it|that|the (?:final |correct )?answer|i mean)\b[^\n.]{0,20}?(?:is|be|was)\s*:?)[\s$*]*(-?\d+(?:\.\d+)?)"
     r"|\b(?:wait|no|actually|correction|sorry|oops)\b[\s,:.!$]*(-?\d+(?:\.\d+)?)"
@@ -95,13 +95,13 @@ _SPLIT_DELIMITERS = re.compile(r"(?<!\\)\$+|\\[()\[\]]")
 def is_numeral(text: str) -> bool:
     """Whether a text is a number that is written out.
 
-    A fraction may have any terms, but one that is a whole number (28/2) is a quotient that is left to compute.
+    A fraction may have any terms, but a fraction of integral value (28/2) is a quotient that is still to compute.
     """
     return numeral_value(text) is not None
 
 
 def numeral_value(text: str) -> Fraction | None:
-    """The value of a numeral without its percent sign; None for another text."""
+    """The value of a numeral without a percent sign; None for a text that is no numeral."""
     text = _SPACE.sub("", text).strip(".")
     while len(text) > 1 and text[0] in "({" and text[-1] in ")}" and _depths(text)[-2] == 1:
         text = text[1:-1]
@@ -129,7 +129,7 @@ def numeral_value(text: str) -> Fraction | None:
 
 
 def _depths(text: str) -> list[int]:
-    """How many brackets are open behind each character."""
+    """Number of open brackets behind each character."""
     depths = []
     depth = 0
     for character in text:
@@ -139,8 +139,10 @@ def _depths(text: str) -> list[int]:
 
 
 def last_members(text: str) -> tuple[str, ...]:
-    """The last member of a chain a = b = c, and the exact one before it if it is an approximation; empty if the chain
-    contradicts itself: its members that are numbers have to agree, and approximations to half of their last place."""
+    """The last member of a chain a = b = c, and the exact member before a final approximation.
+
+    Empty for a chain that contradicts itself: numbers have to agree, and approximations to half of the last place.
+    """
     depths = _depths(text)
     members = [""]
     approximate = []
@@ -154,12 +156,12 @@ def last_members(text: str) -> tuple[str, ...]:
         end = link.end()
     members[-1] = text[end:].strip()
     values = [(numeral_value(member), member) for member in members]
-    known = [(value, member) for value, member in values if value is not None]
-    for (value, member), (other, other_member) in pairwise(known):
-        places = max((len(m.partition(".")[2].rstrip("\\% ")) for m in (member, other_member)), default=0)
-        allowed = Fraction(1, 2 * 10**places) if any(approximate) else 0
-        scale = 100 if ("%" in member) != ("%" in other_member) else 1
-        if min(abs(value - other), abs(scale * value - other), abs(value - scale * other)) > allowed:
+    known_values = [(value, member) for value, member in values if value is not None]
+    for (value, member), (next_value, next_member) in pairwise(known_values):
+        places = max((len(m.partition(".")[2].rstrip("\\% ")) for m in (member, next_member)), default=0)
+        tolerance = Fraction(1, 2 * 10**places) if any(approximate) else 0
+        scale = 100 if ("%" in member) != ("%" in next_member) else 1
+        if min(abs(value - next_value), abs(scale * value - next_value), abs(value - scale * next_value)) > tolerance:
             return ()
     if approximate and approximate[-1] and members[-2]:
         return members[-1], members[-2]
@@ -167,16 +169,16 @@ def last_members(text: str) -> tuple[str, ...]:
 
 
 def without_delimiters(text: str) -> str:
-    r"""A text without the dollars and brackets that delimit its formulas: -$34$ is -34."""
+    r"""A text without the dollars and brackets that delimit formulas: -$34$ is -34."""
     return _SPLIT_DELIMITERS.sub("", text)
 
 
 def statement(text: str) -> str:
-    """The sentence of a text that states its answer, empty if there is none or if a later sentence takes it back.
+    """The sentence of a text that states the answer; empty without a statement, or if a later sentence withdraws it.
 
-    The last sentence that says what the answer is, else the last one with a number or a formula.
+    The last sentence that states the answer's value, else the last sentence with a number or a formula.
     """
-    text = _DISPLAYED.sub(lambda formula: " $" + (formula[1] or formula[2] or "").replace("\n", " ") + "$ ", text)
+    text = _DISPLAY.sub(lambda formula: " $" + (formula[1] or formula[2] or "").replace("\n", " ") + "$ ", text)
     sentences = [part for part in _SENTENCE_END.split(_MARKUP.sub("", text)) if part and part.strip()]
     stating = -1
     numbered = -1
@@ -184,34 +186,34 @@ def statement(text: str) -> str:
         if not any(map(str.isdigit, sentence)) and "$" not in sentence and "\\" not in sentence:
             continue
         numbered = number
-        if _STATES.search(sentence) or is_numeral(without_delimiters(sentence)):
+        if _STATEMENT_WORDS.search(sentence) or is_numeral(without_delimiters(sentence)):
             stating = number
-    chosen = stating if stating >= 0 else numbered
-    if chosen < 0 or any(_TAKEN_BACK.search(sentence) for sentence in sentences[chosen + 1 :]):
+    chosen_number = stating if stating >= 0 else numbered
+    if chosen_number < 0 or any(_WITHDRAWAL.search(sentence) for sentence in sentences[chosen_number + 1 :]):
         return ""
-    return sentences[chosen].strip()
+    return sentences[chosen_number].strip()
 
 
-def is_open(before: str, behind: str) -> bool:
-    """Whether the words of a sentence around its answer leave the answer open, take it back, or offer another one."""
-    beside = " ".join(behind.split()[:3])
+def is_open(text_before: str, text_behind: str) -> bool:
+    """Whether the words around an answer in the sentence leave it open, take it back, or offer another answer."""
+    beside = " ".join(text_behind.split()[:3])
     return bool(
-        _OPEN.search(_CLAUSE.split(before)[-1])
-        or _BOUND.search(before)
-        or _OPEN.search(beside)
-        or _DENIED.search(behind)
+        _OPEN_WORDS.search(_CLAUSE.split(text_before)[-1])
+        or _BOUND.search(text_before)
+        or _OPEN_WORDS.search(beside)
+        or _DENIAL.search(text_behind)
     )
 
 
 def is_denied(sentence: str) -> bool:
-    """Whether a sentence doubts or denies what it says."""
-    return bool(_DENIED.search(sentence) or re.search(r"(?i)\bnot\b\s*\$?", sentence.split("$")[0][-12:]))
+    """Whether a sentence doubts or denies its statement."""
+    return bool(_DENIAL.search(sentence) or re.search(r"(?i)\bnot\b\s*\$?", sentence.split("$")[0][-12:]))
 
 
 def stated_number(text: str, exact: bool = True) -> tuple[str, str]:
-    """The number that a text without a box states, and the words behind it, which may be its unit; empty without one.
+    """The number that a text without a box states, and the words behind, perhaps a unit; empty without a number.
 
-    The number is the last expression of the `statement`. exact: "about" and "approximately" leave it open.
+    The number is the last expression of the `statement`. exact: "about" and "approximately" leave the number open.
     """
     sentence = without_delimiters(statement(text)).rstrip(" .!")
     for pattern, sign in _SPOKEN_SIGNS.items():
@@ -221,64 +223,64 @@ def stated_number(text: str, exact: bool = True) -> tuple[str, str]:
     if not runs:
         return "", ""
     last = runs[-1]
-    before = sentence[: last.start()]
-    behind = sentence[last.end() :]
-    listed = len(runs) > 1 and _LISTED.fullmatch(sentence[runs[-2].end() : last.start()])
-    rounded = exact and _ABOUT.search(_CLAUSE.split(before)[-1] + behind)
-    of_a_word = before[-1:].isalpha() or units[last.end() :].startswith("_")  # x14, log14, a_14
-    if listed or rounded or of_a_word or is_open(before, behind):
+    text_before = sentence[: last.start()]
+    text_behind = sentence[last.end() :]
+    listed = len(runs) > 1 and _LIST_SIGN.fullmatch(sentence[runs[-2].end() : last.start()])
+    rounded = exact and _ABOUT_WORDS.search(_CLAUSE.split(text_before)[-1] + text_behind)
+    of_a_word = text_before[-1:].isalpha() or units[last.end() :].startswith("_")  # x14, log14, a_14
+    if listed or rounded or of_a_word or is_open(text_before, text_behind):
         return "", ""
-    return sentence[last.start() : last.end()].strip(), _CLAUSE_END.split(behind)[0]
+    return sentence[last.start() : last.end()].strip(), _CLAUSE_END.split(text_behind)[0]
 
 
 def leaves_number(words: str, unit: bool = False) -> bool:
-    """Whether words behind a number leave it as it is: "apples" and "is the answer" do, "squared" does not.
+    """Whether words behind a number keep its value: "apples" and "is the answer" do, "squared" does not.
 
-    unit: they may begin with a letter, as in 5cm.
+    unit: the words may begin with a letter, as in 5cm.
     """
     return not _CHANGES_VALUE.match(words) and (unit or not re.match(r"[a-zA-Z_!^(]", words))
 
 
-def plain(text: str) -> str:
+def compact_form(text: str) -> str:
     """A text without spaces, dollars, braces and commands of size, for the comparison of two forms."""
     return _FILLING.sub("", text)
 
 
-def _compared(text: str) -> str:
-    """A plain text with a/b for its fractions and quotients."""
-    text = re.sub(r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|(\d)\s*(\d))", _over, text)
-    return re.sub(r"÷|\\div(?![a-z])|divided\s?by", "/", plain(text))
+def _comparison_form(text: str) -> str:
+    """A compact text with a/b for fractions and quotients."""
+    text = re.sub(r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|(\d)\s*(\d))", _quotient_text, text)
+    return re.sub(r"÷|\\div(?![a-z])|divided\s?by", "/", compact_form(text))
 
 
-def _over(fraction: re.Match[str]) -> str:
+def _quotient_text(fraction: re.Match[str]) -> str:
     numerator, denominator, *digits = fraction.groups()
     return f"{numerator}/{denominator}" if numerator is not None else "/".join(digits)
 
 
 def repeats(answer: str, reference: str, question: str) -> bool:
     """Whether an answer is an expression of the question that is not the reference's own form."""
-    plain_answer = _compared(answer)
-    plain_question = _compared(question)
-    if plain_answer == _compared(reference) or not re.search(r"[-+*/^(]|\\[a-z]", plain_answer.lstrip("+-")):
+    plain_answer = _comparison_form(answer)
+    plain_question = _comparison_form(question)
+    if plain_answer == _comparison_form(reference) or not re.search(r"[-+*/^(]|\\[a-z]", plain_answer.lstrip("+-")):
         return False
     return bool(re.search(rf"(?<![\d.]){re.escape(plain_answer)}(?!\d|\.\d)", plain_question))
 
 
-def open_box(before: str, behind: str, value: str) -> bool:
-    """Whether the text around a box offers another number than its value, or leaves the value open."""
-    if _BEFORE_BOX.search(before[-40:]):
+def open_box(text_before: str, text_behind: str, value: str) -> bool:
+    """Whether the text around a box offers a number that differs from the box's value, or leaves the value open."""
+    if _BEFORE_BOX.search(text_before[-40:]):
         return True
-    sentence = _SENTENCE_END.split(behind[:400])[0]
-    offered = _BEHIND_BOX.match(without_delimiters(sentence))
-    corrected = _CORRECTED.search(behind[:2000])
-    if _COMPUTED_BOX.match(behind) or (_DENIED.search(behind[:300]) and not offered):
+    sentence = _SENTENCE_END.split(text_behind[:400])[0]
+    offered_text = _BEHIND_BOX.match(without_delimiters(sentence))
+    correction = _CORRECTION.search(text_behind[:2000])
+    if _COMPUTED_BOX.match(text_behind) or (_DENIAL.search(text_behind[:300]) and not offered_text):
         return True
-    words = offered[0] if offered else ""
-    if corrected:
-        words += " " + (corrected[1] or corrected[2])
-    others = [
+    words = offered_text[0] if offered_text else ""
+    if correction:
+        words += " " + (correction[1] or correction[2])
+    other_numbers = [
         number for number in re.findall(r"-?\d+(?:\.\d+)?", words) if numeral_value(number) != numeral_value(value)
     ]
-    return bool(others) or bool(
-        offered and re.search(r"(?i)maybe|perhaps|possibly|\bis (?:wrong|incorrect|not)\b|\bor\b[^\d]*$", words)
+    return bool(other_numbers) or bool(
+        offered_text and re.search(r"(?i)maybe|perhaps|possibly|\bis (?:wrong|incorrect|not)\b|\bor\b[^\d]*$", words)
     )

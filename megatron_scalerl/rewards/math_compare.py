@@ -1,8 +1,8 @@
-"""Readings of a text by math-verify, and their exact comparison.
+"""Readings of a text by math-verify, and the exact comparison of readings.
 
 math-verify compares decimals after rounding to 6 places, and everything else after `evalf(chop=True)`, which takes
-1e-20 for 0. Here a decimal is the fraction that it prints, and two numbers are equal if their difference is 0, or if
-one is a decimal of at least 6 places and 6 digits to which the other one rounds: 0.333333 is 1/3, and 0.33 is not.
+1e-20 for 0. Here a decimal is the fraction that its digits print. Two numbers are equal if the difference is 0, or if
+one number rounds to the other, a decimal of at least 6 places and 6 digits: 0.333333 is 1/3, and 0.33 is not.
 """
 
 import functools
@@ -13,42 +13,42 @@ from typing import Any, NamedTuple
 from megatron_scalerl.rewards.math_text import split_unit, whole_answer
 
 _ZERO = 1e-40
-"""A difference that is evaluated to 50 digits counts as 0 below this."""
+"""A difference that is evaluated to 50 digits counts as 0 below this value."""
 
 
 class Reading(NamedTuple):
     """Expressions that math-verify reads in a text which is an answer and nothing else."""
 
     whole: list[Any]
-    """The text as it is: expressions, and a text."""
+    """The whole text: expressions, and a text."""
     values: list[Any]
-    """The text without its unit; empty if it has none."""
+    """The text without the unit; empty for a text without unit."""
     unit: str
 
 
 NOTHING = Reading([], [], "")
 LONGEST = 2000
-"""Characters of a text that is read: the grammar takes seconds for long ones."""
+"""Characters of a text that is read: the grammar takes seconds for longer texts."""
 
 
 @functools.lru_cache(maxsize=64)
 def read(text: str, timeout_s: int | None = None) -> Reading:
-    """timeout_s: of the main thread alone, by a signal; None: no limit."""
+    """The reading of an answer or a reference. timeout_s: by a signal, in the main thread alone; None: no limit."""
     if len(text) > LONGEST:
         return NOTHING
     text = whole_answer(text)
     value, unit = split_unit(text)
     delimited = "$" in value or "\\boxed" in value
-    whole = parsed(text if delimited else f"\\boxed{{{text}}}", False, timeout_s)
+    whole_parts = parts_of(text if delimited else f"\\boxed{{{text}}}", False, timeout_s)
     values = []
     if value != text:
-        values = parsed(f"\\boxed{{{value}}}", False, timeout_s)
-    return Reading(whole, values, unit)
+        values = parts_of(f"\\boxed{{{value}}}", False, timeout_s)
+    return Reading(whole_parts, values, unit)
 
 
-def parsed(text: str, units: bool = True, timeout_s: int | None = None) -> list[Any]:
-    """Expressions, and the text that they were read from. units: leave out what math-verify takes for units."""
-    # Imported here: both import sympy, which only the verifier processes need.
+def parts_of(text: str, units: bool = True, timeout_s: int | None = None) -> list[Any]:
+    """Expressions, and the source text. units: leave out the words that math-verify takes for units."""
+    # Imported here: both modules import sympy, which only the verifier processes need.
     from latex2sympy2_extended.math_normalization import NormalizationConfig
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
@@ -58,12 +58,12 @@ def parsed(text: str, units: bool = True, timeout_s: int | None = None) -> list[
 
 
 def is_text(reading: Reading) -> bool:
-    """Whether a reading has texts alone, as math-verify returns where it reads nothing as mathematics."""
+    """Whether a reading has texts alone: math-verify found no mathematics."""
     return all(isinstance(part, str) for part in reading.whole + reading.values)
 
 
-def same(expected: Reading, answer: Reading, timeout_s: int | None = None) -> bool:
-    """True if an answer equals the reference. One of them may lack its unit, but units may not differ."""
+def is_equal(expected: Reading, answer: Reading, timeout_s: int | None = None) -> bool:
+    """True if an answer equals the reference. Answer or reference may lack a unit, but units may not differ."""
     gold = expected.whole + expected.values
     answers = answer.whole + answer.values
     if answer.unit.startswith("_") and not expected.unit and answer.unit != "_10":  # another base
@@ -78,10 +78,10 @@ def same(expected: Reading, answer: Reading, timeout_s: int | None = None) -> bo
     return _exact_verify()(gold + _solutions(gold), answers + _solutions(solved), timeout_seconds=timeout_s)
 
 
-def written(reading: Reading, more: int = 0) -> list[str]:
-    """A rational number as a fraction, and as a decimal if that ends; nothing for other expressions.
+def number_forms(reading: Reading, increment: int = 0) -> list[str]:
+    """A rational number as a fraction, and as a terminating decimal; empty for other expressions.
 
-    more: what is added to the numerator.
+    increment: is added to the numerator.
     """
     from sympy import Expr, Rational
 
@@ -91,14 +91,14 @@ def written(reading: Reading, more: int = 0) -> list[str]:
     value = _exact(read_as)
     if not isinstance(value, Rational) or not value.is_finite or max(abs(value.p), value.q) >= 10**LONGEST:
         return []
-    value += Rational(more, value.q)
+    value += Rational(increment, value.q)
     decimal = f"{Decimal(value.p) / value.q:f}"
     fraction = f"\\frac{{{value.p}}}{{{value.q}}}"
     return [fraction, decimal] if Rational(decimal) == value else [fraction]
 
 
 def _solutions(parts: Iterable[Any]) -> list[Any]:
-    """The sets of inequalities that are solved for their variable, as 0 <= x < 1, or x < 0, x > 1 are."""
+    """The sets of inequalities that are solved for the variable, such as 0 <= x < 1, or x < 0, x > 1."""
     from sympy import Intersection, Set, Union
 
     sets = []
@@ -125,7 +125,7 @@ def _is_solved(relation: Any) -> bool:
 
 @functools.cache
 def _exact_verify() -> Callable[..., bool]:
-    """math-verify's `verify`, whose comparison of numbers is replaced."""
+    """math-verify's `verify` with `_equal` for the comparison of numbers."""
     from math_verify import grader
 
     compare_matrices = grader.sympy_numeric_eq
@@ -142,7 +142,7 @@ def _exact_verify() -> Callable[..., bool]:
 
 
 def _exact(expression: Any) -> Any:
-    """The value of an expression, whose decimals are fractions and whose i is the imaginary unit."""
+    """The value of an expression, with fractions for decimals and the imaginary unit for i."""
     from math_verify.grader import safe_sympy_doit
     from sympy import Float, I, Rational
 

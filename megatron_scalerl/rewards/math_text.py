@@ -1,6 +1,6 @@
-r"""The text of a mathematical answer, rewritten into LaTeX that math-verify reads, and its unit.
+r"""The text of a mathematical answer, rewritten into LaTeX that math-verify reads, and the answer's unit.
 
-The same rules hold for references and answers. They are regular expressions: no text is evaluated.
+The same rules hold for references and answers. All rules are regular expressions: no text is evaluated.
 
 >>> latex(r"\boldsymbol{٣٤}"), latex(r"12\,345"), latex(r"0.1\overline{6}"), latex(r"\sin 30^\circ")
 ('34', '12345', '\\frac{15}{90}', '\\sin (\\frac{30\\pi}{180})')
@@ -39,9 +39,9 @@ _CHARACTERS = {
 
 def _fraction(decimal: re.Match[str]) -> str:
     """A repeating decimal as a fraction: 0.1666... is 15/90."""
-    whole, fixed, *blocks = decimal.groups()
+    whole_digits, fixed, *blocks = decimal.groups()
     block = next(filter(None, blocks))
-    numerator = int(whole + fixed + block) - int(whole + fixed)
+    numerator = int(whole_digits + fixed + block) - int(whole_digits + fixed)
     denominator = int("9" * len(block) + "0" * len(fixed))
     if numerator % denominator == 0:  # 0.999... is 1
         return str(numerator // denominator)
@@ -50,7 +50,7 @@ def _fraction(decimal: re.Match[str]) -> str:
 
 _REWRITES: _Rewrites = {
     r"(?![0-9])\d": lambda digit: str(int(digit[0])),
-    # names that math-verify would read as products of their letters
+    # names that math-verify would read as products of letters
     rf"({_TEXT}\{{[^{{}}]*\}})|(?<![\\A-Za-z])"
     r"(pi|ln|log|exp|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|sinh|cosh|tanh)(?![A-Za-z])": (
         lambda name: name[1] or f"\\{name[2]} "
@@ -92,13 +92,13 @@ _REWRITES: _Rewrites = {
 _INTRODUCTION = (
     r"(?:[Tt]he )?(?:(?:final|correct) )?(?:[Aa]nswer|[Oo]ption|[Cc]hoice|[Vv]alue|[Rr]esult)(?: is)?\s*:?\s*"
 )
-_AROUND: _Rewrites = {
+_DELIMITER_REWRITES: _Rewrites = {
     r"^(?:\$+|\\\(|\\\[)([^$]*?)(?:\$+|\\\)|\\\])$": r"\1",
     rf"^(?:{_TEXT}\{{\s*{_INTRODUCTION}\}}|({_TEXT}\{{\s*)?{_INTRODUCTION})\s*(?=\S)": r"\1",
     rf"^{_TEXT}\{{(?!(?i:[^{{}}]*\b(?:not|wrong|maybe|perhaps|less|more|than)\b))[^{{}}\d]*:\s*\}}\s*": "",
     rf"^{_TEXT}\{{\s*((?:\\?\$)?\d[^{{}}]*)\}}$": r"\1",
 }
-_ALONE: _Rewrites = {
+_ANSWER_REWRITES: _Rewrites = {
     r"(?<![.,;:\s~])(?:\\(?:[,;:! ]|$)|[.,;:\s~])+$|^\s+": "",
     r"(?<=\d)[ _](?=(?:\d{3}[ _])*\d{3}(?:\.\d+)?$)": "",
     r"^(-?\d+)\s+(\d+)\s*/\s*(\d+)(?!\d)": r"\1\\frac{\2}{\3}",
@@ -125,8 +125,8 @@ _UNIT = re.compile(
     + r"|(?P<dollar>[dD]ollars?(?![a-z])|USD|\\?\$)"
     r"|(?P<euro>€|[eE]uros?(?![a-z])|EUR)|(?P<sterling>£)|(?P<yen>¥|[yY]en(?![a-z]))|(?P<rupee>₹|[rR]upees?(?![a-z])|Rs)"
 )
-_ONE = r"(?:\\unit\s*)?(?:" + re.sub(r"\?P<\w+>", "?:", _UNIT.pattern) + r")(?:\s*\^\s*\{?\s*-?\d(?:\s*\})?)?"
-_UNITS = rf"(?<![A-Za-z\\]){_ONE}(?:{_GAP}(?:(?:/|\\cdot|\*){_GAP})?{_ONE})*"
+_ONE_UNIT = r"(?:\\unit\s*)?(?:" + re.sub(r"\?P<\w+>", "?:", _UNIT.pattern) + r")(?:\s*\^\s*\{?\s*-?\d(?:\s*\})?)?"
+_UNITS = rf"(?<![A-Za-z\\]){_ONE_UNIT}(?:{_GAP}(?:(?:/|\\cdot|\*){_GAP})?{_ONE_UNIT})*"
 _UNIT_WORDS: _Rewrites = {
     r"(?<![A-Za-z])(?:square|sq\.?)\s+([a-z]+)": r"\1^2",
     r"(?<![A-Za-z])(?:cubic|cu\.?)\s+([a-z]+)": r"\1^3",
@@ -135,12 +135,12 @@ _UNIT_WORDS: _Rewrites = {
     r"(?<![A-Za-z])(?:kph|kmp?h)(?![a-z])": "km/h",
     rf"([\w)}}\]/]){_GAP}{_TEXT}\{{\s*({_UNITS})\s*\.?\s*\}}": r"\1 \\unit \2",
 }
-_BASED = re.compile(r"\(?(-?\d+)\)?_\{?\(?(\d+)\)?\}?|\(?(\d\w*)\)?_\{?(\d+)\}?")
-_MEASURED = re.compile(
+_NUMBER_WITH_BASE = re.compile(r"\(?(-?\d+)\)?_\{?\(?(\d+)\)?\}?|\(?(\d\w*)\)?_\{?(\d+)\}?")
+_VALUE_WITH_UNIT = re.compile(
     rf"(.*?[^\s\\]){_GAP}(\\unit.*)|((?:\w\s*=)?(?:\\[a-zA-Z]+|[^a-zA-Z\\])+?)(?:(?<=\d)\s+|{_GAP}(?![A-Za-z]$))({_UNITS})",
     re.DOTALL,
 )
-"""A value and its unit. A letter is a unit only behind a digit and a space: 5t and 2\\pi h are products."""
+"""A value and a unit. A letter is a unit only behind a digit and a space: 5t and 2\\pi h are products."""
 _NOTE = (
     r"(?!\s*(?:[,;/]|\(?(?:and|not|to|plus|minus|times|half|halves|thirds|quarters|squared|cubed|negative"
     r"|divided|multiplied|factorial|over|less|added|increased|decreased|reduced|tens|lakh|crore|k"
@@ -148,44 +148,44 @@ _NOTE = (
     r"|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi|sqrt)\b))"
     r"(?![^{}]*\b(?:or|maybe|perhaps|possibly|wrong|incorrect|not)\b)"
 )
-_NOTED = re.compile(
+_VALUE_WITH_NOTE = re.compile(
     rf"(.*[^\s\\~]){_GAP}{_TEXT}\{{{_NOTE}[^{{}}\d]*\}}(?:\^\{{?\d\}}?)?|(.*\d)\s+{_NOTE}[a-z]{{3,}}(?: [a-z]+)*",
     re.DOTALL,
 )
-"""A value and a text behind it, as in 7\\text{ apples} and 7 apples, that leaves it as it is."""
+"""A value and a text that does not change the value, as in 7\\text{ apples} and 7 apples."""
 
 
 def latex(text: str) -> str:
     """A text with the characters, numbers and commands that math-verify reads."""
-    text = unicodedata.normalize("NFKC", _rewritten(text, _CHARACTERS))
-    return _rewritten(text.translate(_SIGNS), _REWRITES)
+    text = unicodedata.normalize("NFKC", _rewritten_text(text, _CHARACTERS))
+    return _rewritten_text(text.translate(_SIGNS), _REWRITES)
 
 
 def whole_answer(text: str) -> str:
-    """A text that is an answer and nothing else: without delimiters, an introduction and the point behind it."""
-    return _rewritten(latex(_rewritten(text.strip(), _AROUND)), _ALONE)
+    """An answer and nothing else: a text without delimiters, introduction and final point."""
+    return _rewritten_text(latex(_rewritten_text(text.strip(), _DELIMITER_REWRITES)), _ANSWER_REWRITES)
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    """The value of a whole answer, and its unit or the base of its digits; a text that is no unit is left out."""
+    """The value of a whole answer, and the unit or the base of the digits; a text that is no unit is left out."""
     if len(text) > _LONGEST:
         return text, ""
-    if based := _BASED.fullmatch(text):
-        digits, base, word, base_of_word = based.groups()
+    if base_match := _NUMBER_WITH_BASE.fullmatch(text):
+        digits, base, word, base_of_word = base_match.groups()
         return (digits, f"_{base}") if digits else (f"\\text{{{word}}}", f"_{base_of_word}")
-    text = _rewritten(text, _UNIT_WORDS)
-    if measured := _MEASURED.fullmatch(text):
-        value, units = filter(None, measured.groups())
-        named = _UNIT.sub(
+    text = _rewritten_text(text, _UNIT_WORDS)
+    if unit_match := _VALUE_WITH_UNIT.fullmatch(text):
+        value, units = filter(None, unit_match.groups())
+        unit_names = _UNIT.sub(
             lambda unit: (unit["prefix"] or "")[:1] + (unit.lastgroup or ""), re.sub(r"\\(?:unit|cdot)", " ", units)
         )
-        return value, re.sub(r"[^\w/]", "", named)
-    if noted := _NOTED.fullmatch(text):
-        text = noted[1] or noted[2]
+        return value, re.sub(r"[^\w/]", "", unit_names)
+    if note_match := _VALUE_WITH_NOTE.fullmatch(text):
+        text = note_match[1] or note_match[2]
     return text, ""
 
 
-def _rewritten(text: str, rewrites: _Rewrites) -> str:
+def _rewritten_text(text: str, rewrites: _Rewrites) -> str:
     for pattern, replacement in rewrites.items():
         text = re.sub(pattern, replacement, text)
     return text

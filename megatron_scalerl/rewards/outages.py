@@ -1,13 +1,13 @@
-"""Counts checks or episodes that could not be made, and ends their pool by an outage."""
+"""Counts checks or episodes that could not be made, and ends the pool by an outage."""
 
 from collections import deque
 
 MAX_UNAVAILABLE = 64
 """Checks or episodes in a row that could not be made, after which the pool ends."""
 RECENT = 256
-"""Latest checks or episodes; the pool ends where more than half of them could not be made."""
+"""Number of latest checks or episodes; the pool ends where more than half of this number could not be made."""
 TRIES = 3
-"""Tries of what could not be made."""
+"""Number of tries of a check or an episode."""
 PAUSES_S = (1.0, 5.0)
 """Pauses between the tries (s)."""
 
@@ -16,20 +16,23 @@ class Outages:
     """The record of the latest checks or episodes."""
 
     def __init__(self, noun: str):
-        """noun: what could not be made, in the plural."""
+        """noun: "checks" or "episodes", for messages."""
         self._noun = noun
         self._ends: deque[bool] = deque(maxlen=RECENT)
 
-    def ended(self, why: str) -> RuntimeError | None:
-        """Record a check or an episode: made, or why not after all tries. The pool's end, if it ends."""
-        self._ends.append(bool(why))
+    def ended(self, reason: str) -> RuntimeError | None:
+        """Record a check or an episode; returns the error that ends the pool, if any.
+
+        reason: why the check could not be made in all tries; empty: made.
+        """
+        self._ends.append(bool(reason))
         ends = list(self._ends)
         in_a_row = ends[-MAX_UNAVAILABLE:]
-        if not why:
+        if not reason:
             return None
         if len(in_a_row) == MAX_UNAVAILABLE and all(in_a_row):
-            return RuntimeError(f"{MAX_UNAVAILABLE} {self._noun} in a row could not be made, the last: {why}")
+            return RuntimeError(f"{MAX_UNAVAILABLE} {self._noun} in a row could not be made, the last: {reason}")
         if len(ends) == RECENT and sum(ends) > RECENT // 2:
             share = f"{sum(ends)} of the last {RECENT} {self._noun}"
-            return RuntimeError(f"{share} could not be made, the last: {why}")
+            return RuntimeError(f"{share} could not be made, the last: {reason}")
         return None

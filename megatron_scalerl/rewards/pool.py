@@ -1,38 +1,38 @@
-"""Scores completions in killable processes: whatever a verifier does, every check ends within its limits.
+"""Scores completions in killable processes: whatever a verifier does, every check ends within the limits.
 
     score() --> processes.worker_pool --one check at a time--> process --> score
 
-The pool of processes says how they are started and replaced. A process works on one check, or where the verifier is a
-coroutine function on many, `rewards.concurrency` in all; the calls of `score` wait for one in the order in which they
-came, and hold nothing but their own check.
+`processes.worker_pool` starts and replaces the processes. A process works on one check, or where the verifier is a
+coroutine function on many, `rewards.concurrency` in all; calls of `score` wait for a process in the order of the
+calls, and hold nothing but one check.
 
 Outcomes of a check other than the verifier's return value:
 
-* An answer that exceeds a limit (time, processor time, memory) is wrong, with that reason.
+* An answer that exceeds a limit (time, processor time, memory) is wrong, with this reason.
 * A check fails where the verifier raises or returns no reward (`error`), where two processes in a row die during the
-  check (`crash`), and where what the verifier asks fails in all TRIES tries (`unavailable`): VerifierUnavailable (the
-  code verifier without a sandbox), a judge that cannot be reached or answers 408, 429 or 5xx
-  (`worker.is_unavailable`), a verifier of the user's that waited until the wall-clock limit, and a coroutine function
-  that gave no reward, whatever the function raised (`worker.run_judge`).
-* The answer of a failed check is wrong, with the reason of the failure, if the verifier works for others, asked
-  afresh after the last failure (`_works`), and fails for the answer once more after that: an answer must not escape
-  its score by breaking its verifier. Else the check is lost (CompletionLost): a failure of the world is no reward.
+  check (`crash`), and where the service that the verifier asks fails in all TRIES tries (`unavailable`):
+  VerifierUnavailable (the code verifier without a sandbox), a judge that cannot be reached or answers 408, 429 or 5xx
+  (`worker.is_unavailable`), a user's verifier that waited until the wall-clock limit, and a coroutine function that
+  gave no reward, whatever the function raised (`worker.run_judge`).
+* The answer of a failed check is wrong, with the reason of the failure, if the verifier then works for another text,
+  asked afresh (`_works`), and fails for the answer once more. An answer must not escape a score by breaking the
+  verifier. Else the check is lost (CompletionLost): a failure of the world is no reward.
 * The run ends (RuntimeError) after MAX_UNAVAILABLE lost checks in a row, and where more than half of the last RECENT
   checks are lost (`outages`), or checks of MOST_ROWS rows by errors.
-* A check whose process died is repeated alone in a process, as are further tries of a check that exceeded the
-  wall-clock limit there. Checks that had not begun are not affected.
+* A check whose process died is repeated in a process without other checks, as are further tries of a check that
+  exceeded the wall-clock limit there. Checks that had not begun are not affected.
 * Where no replacement starts, the current check is lost through no fault of the answer (CompletionLost). Other
-  processes continue; where that persists with none alive, the run ends (RuntimeError).
+  processes continue; without a living process and a replacement, the run ends (RuntimeError).
 
 Identical checks (same text, reference and extra columns) run once, so a verifier must depend on its arguments alone.
 The scores of CACHE_SIZE checks are cached; a result that may differ next time (a raised error, a crash, the
-wall-clock limit) is shared only by the callers that are waiting for it.
+wall-clock limit) is shared only by the waiting callers.
 
-Each task has its pool (`TaskPools`), so that slow ones do not hold up fast ones.
+Each task has a pool (`TaskPools`), so that slow tasks do not hold up fast tasks.
 
 Worst case of n different checks that all exceed the limit of processor time: n * (cpu_s + R) / workers seconds on
 dedicated CPUs, with R about 0.5 s for the replacement of a process: 48 prompts x 16 with the default of 2 s take 16
-minutes with 2 workers and 4 with 8. No check gets less time because of earlier ones.
+minutes with 2 workers and 4 with 8. Earlier checks take no time from later checks.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ logger = logging.getLogger(__name__)
 CACHE_SIZE = 4096
 """Cached scores, evicted least recently used first."""
 MAX_DEFAULT_WORKERS = 8
-"""Most verifier processes where the recipe does not set their number."""
+"""Most verifier processes where the recipe does not set the number."""
 MOST_ROWS = 16
 """Rows among the latest checks for whose references the verifier failed, too, after which the pool ends."""
 WAITING_SHARE = 0.1
-"""A check that used a processor for less than this share of its wall-clock limit was waiting for something."""
+"""A check that used a processor for less than this share of the wall-clock limit was waiting for something."""
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 INHERITED = (
     "PATH",
@@ -89,7 +89,7 @@ INHERITED = (
 )
 """Environment variables that a verifier inherits, besides LC_* and `rewards.variables`."""
 _Kind = tuple[bool, bool]
-"""Whether a check waited for something, and whether the answer had more than the reward of a wrong one."""
+"""Whether a check waited for something, and whether the answer had more than the reward of a wrong answer."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -101,11 +101,11 @@ class _Check:
 
 
 class VerifierPool:
-    """Verifier processes behind an asyncio interface; `async with` starts and closes it.
+    """Verifier processes behind an asyncio interface; `async with` starts and closes the pool.
 
     The verifier is "math", "code" or "module:function" with the signature
     `(answer_text: str, reference: str, extra: dict) -> bool | float`. A bool becomes the reward `correct` or
-    `incorrect`; a float is the reward itself and counts as correct if it is at least `correct`.
+    `incorrect`; a float is the reward and counts as correct from `correct` on.
     """
 
     def __init__(self, rewards: RewardsSection, *, start_timeout_s: float = 300.0):
@@ -131,7 +131,7 @@ class VerifierPool:
         self._first_tries = 0
         """First tries of checks under way."""
         self._first_try_ended = asyncio.Event()
-        """Is set, and replaced, when the next one of them ends."""
+        """Is set, and replaced, when the next first try ends."""
         self._made_s = 0.0
         """Begin of the latest first try that gave a reward (of the event loop)."""
         self._rewarded: dict[_Kind, bytes] = {}
@@ -167,11 +167,11 @@ class VerifierPool:
     async def score(
         self, text_after_thinking: str | None, prompt: Prompt, *, truncated: bool = False, tokens: int = 0
     ) -> Score:
-        """The score of one completion; None or a blank text is no answer, a truncated one is wrong.
+        """The score of one completion; None or a blank text is no answer, a truncated completion is wrong.
 
         tokens: number of tokens that the policy sampled, for rewards.length_penalty.
-        Raises CompletionLost (`verifier_lost`) if no process could be started for it or its check could not be made,
-        and RuntimeError if that persisted or the pool is closed.
+        Raises CompletionLost (`verifier_lost`) if no process could be started or the check could not be made, and
+        RuntimeError if such failures persisted or the pool is closed.
         """
         if truncated:
             score = self._wrong("truncated")
@@ -182,13 +182,13 @@ class VerifierPool:
         return penalized(score, tokens, self._rewards.length_penalty)
 
     def paid(self, value: bool | float, prompt: Prompt, *, tokens: int) -> Score:
-        """The score of an episode that its environment has judged; value as of a verifier, tokens as for `score`."""
+        """The score of an episode that the environment has judged; value as of a verifier, tokens as for `score`."""
         return penalized(self._score_of(Outcome(value=value)), tokens, self._rewards.length_penalty)
 
     async def problem_of(self, prompt: Prompt) -> str:
-        """Why no answer to a prompt may be paid, or nothing; a limit that is exceeded, too. Raises as `score`.
+        """Why no answer to a prompt may be paid, an exceeded limit included; empty without a problem.
 
-        Nothing is known of the prompts of a verifier of the user's.
+        Empty for all prompts of a user's verifier. Raises as `score`.
         """
         if self._asks_others:
             return ""
@@ -213,17 +213,17 @@ class VerifierPool:
             self._outstanding[key] = _Check(score=asyncio.create_task(self._check(key, request, forms)))
         check = self._outstanding[key]
         check.callers += 1
-        # shielded: a caller that is cancelled must not take the score away from the others
+        # Shielded: a cancelled caller must not take the score away from other callers.
         try:
             return await asyncio.shield(check.score)
         finally:
             check.callers -= 1
-            if not check.callers:  # it is done, or all callers were cancelled
+            if not check.callers:  # the check is done, or all callers were cancelled
                 check.score.cancel()
                 del self._outstanding[key]
 
     async def _check(self, key: bytes, request: bytes, forms: Sequence[bytes]) -> Score:
-        """Run a check and cache its score, unless that may differ next time. Raises CompletionLost.
+        """Run a check and cache the score, unless the score may differ next time. Raises CompletionLost.
 
         forms: requests for the forms of the row's reference.
         """
@@ -232,7 +232,7 @@ class VerifierPool:
         for pause_s in outages.PAUSES_S[: outages.TRIES - 1]:
             if not outcome.unavailable:
                 break
-            # at random: checks that held each other up do not come together again
+            # Random: checks that held each other up do not come together again.
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
             outcome = await self._try(request, alone=outcome.limit != "")
         if outcome.failed:
@@ -248,7 +248,7 @@ class VerifierPool:
         return score
 
     async def _first_try(self, request: bytes) -> Outcome:
-        """The outcome of a check's first try, on the record of what succeeds. Raises CompletionLost."""
+        """The outcome of a check's first try, whose success is recorded. Raises CompletionLost."""
         begins = [0.0]
         clock = asyncio.get_running_loop().time
         self._first_tries += 1
@@ -263,7 +263,7 @@ class VerifierPool:
         return outcome
 
     async def _asked_again(self, failure: Outcome, since_s: float, request: bytes, forms: Sequence[bytes]) -> Outcome:
-        """The outcome of a failed check that is made once more if the verifier works. Raises CompletionLost.
+        """The outcome of a failed check, tried once more if the verifier works. Raises CompletionLost.
 
         since_s: end of the first try.
         """
@@ -277,11 +277,11 @@ class VerifierPool:
         row = b""
         if failure.raised and forms:
             row = hashlib.sha256(forms[0]).digest()
-        self._count(failure.why, row)
-        raise CompletionLost(failure.why.strip().splitlines()[-1], reason="verifier_lost")
+        self._count(failure.reason, row)
+        raise CompletionLost(failure.reason.strip().splitlines()[-1], reason="verifier_lost")
 
     async def _others_succeed(self, since_s: float) -> bool:
-        """Whether a check that began after `since_s` was made; those under way are awaited, `timeout_s` at most."""
+        """Whether a check that began after `since_s` was made; awaits checks under way, for at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._rewards.timeout_s):
                 while self._first_tries and self._made_s <= since_s:
@@ -289,11 +289,11 @@ class VerifierPool:
         return self._made_s > since_s
 
     async def _works(self, failure: Outcome, failed: bytes, forms: Sequence[bytes]) -> bool:
-        """Whether the verifier now gives a reward for another text than that of a failed request, asked afresh.
+        """Whether the verifier, asked afresh, gives a reward for a text that differs from the failed request's text.
 
-        Where the verifier raised, the text is a form of the row's reference if one has a reward, else the latest
-        answer that had one. Many verifiers reject or accept some texts without their judge, which shows nothing of
-        the judge: a text that waited for something is preferred, and one that did not has to be rewarded.
+        Where the verifier raised, the text is a form of the row's reference if a form has a reward, else the latest
+        answer that had a reward. Many verifiers reject or accept some texts without their judge, which shows nothing
+        of the judge: a text that waited for something is preferred, and a text that did not wait has to be rewarded.
         """
         best = max(self._rewarded, default=(False, False))
         if failure.raised:
@@ -311,50 +311,50 @@ class VerifierPool:
         return outcome.waited, self._score_of(outcome).reward > self._rewards.incorrect
 
     async def _try(self, request: bytes, *, alone: bool = False, begun: Callable[[], None] = lambda: None) -> Outcome:
-        """The outcome of a try; of one that ended its process a `limit`, with an `error` if it may differ next time.
+        """The outcome of a try; after the death of the process a `limit`, and an `error` if a retry may differ.
 
-        alone, begun: as of `WorkerPool.ask`. Raises CompletionLost.
+        alone, begun: as for `WorkerPool.ask`. Raises CompletionLost.
         """
         try:
             outcome, _ = await self._workers.ask(b"", request, alone=alone, begun=begun)
         except WorkerDied as death:
             if not death.read:
-                why = f"no verifier process took a completion: {death}"
-                if death.late or death.code is not None:  # else it is refused for the death of others
-                    self._count(why)
-                raise CompletionLost(why, reason="verifier_lost") from None
+                reason = f"no verifier process took a completion: {death}"
+                if death.late or death.code is not None:  # else the request is refused for the death of other workers
+                    self._count(reason)
+                raise CompletionLost(reason, reason="verifier_lost") from None
             limit = self._exceeded(death) or "crash"
             error = str(death) if death.late or limit == "crash" else ""
-            why = ""
+            reason = ""
             if death.late and death.busy < WAITING_SHARE and self._asks_others:
-                why = f"{self._rewards.verifier}: {death}, while it waited"
-            return Outcome(limit=limit, error=error, unavailable=why)
+                reason = f"{self._rewards.verifier}: {death}, while it waited"
+            return Outcome(limit=limit, error=error, unavailable=reason)
         return outcome
 
     @property
     def _asks_others(self) -> bool:
-        """Whether the verifier is the user's: what it waits for is not the answer's own program."""
+        """Whether the verifier is the user's, which does not wait for the answer's program."""
         return ":" in self._rewards.verifier
 
     def _exceeded(self, death: WorkerDied) -> str:
-        """The limit of its check that ended a process, empty if none did."""
+        """The check's limit that ended a process, empty if no limit did."""
         if not death.read:
             return ""
         if death.late or death.code == -signal.SIGPROF:
             return "timeout"
         return "memory" if death.code == -signal.SIGABRT and self._rewards.memory_mb is not None else ""
 
-    def _count(self, why: str, row: bytes = b"") -> None:
-        """Count a check that has its score, or why the check is lost; ends the pool if too many are.
+    def _count(self, reason: str, row: bytes = b"") -> None:
+        """Count a scored check, or a check that is lost for a `reason`; ends the pool if too many checks are lost.
 
-        row: of a check that is lost because the verifier raises for the row's reference, too.
+        row: the check's row, if the verifier raises for the row's reference, too.
         """
-        end = self._outages.ended(why)
+        end = self._outages.ended(reason)
         self._failed_rows.append(row)
         if row and len({*self._failed_rows} - {b""}) >= MOST_ROWS:
             end = RuntimeError(
                 f"rewards.verifier {self._rewards.verifier!r} gave no reward for {MOST_ROWS} rows among the "
-                f"latest {outages.RECENT} checks, nor for their references; the last time:\n{why}"
+                f"latest {outages.RECENT} checks, nor for their references; the last time:\n{reason}"
             )
         if end is not None:
             self._workers.end(end)
@@ -362,7 +362,7 @@ class VerifierPool:
     def _score_of(self, outcome: Outcome) -> Score:
         if outcome.failed and not self._failure_shown:
             self._failure_shown = True
-            logger.warning("the verifier failed for an answer, which counts as wrong:\n%s", outcome.why)
+            logger.warning("the verifier failed for an answer, which counts as wrong:\n%s", outcome.reason)
         if outcome.unavailable:
             return self._wrong("unavailable")
         if outcome.limit:
@@ -381,7 +381,7 @@ class VerifierPool:
 
 
 def _row(prompt: Prompt) -> tuple[str, dict[str, Any]]:
-    """The reference of a prompt and its columns, as a verifier gets them."""
+    """The reference and the columns of a prompt, as a verifier gets both."""
     return prompt.answer, {**prompt.extra, "prompt": prompt.text}
 
 
@@ -394,9 +394,9 @@ def child_environment(setting: str, passed: Sequence[str]) -> dict[str, str]:
         if name not in os.environ:
             raise ValueError(f"{setting}: the environment variable {name!r} is not set")
     path = os.pathsep.join(filter(None, (PACKAGE_ROOT, os.environ.get("PYTHONPATH"))))
-    kept = {n: v for n, v in os.environ.items() if n in INHERITED or n.startswith("LC_") or n in passed}
-    # unbuffered: output before a kill is not lost
-    return {"OMP_NUM_THREADS": "1", **kept, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    inherited = {n: v for n, v in os.environ.items() if n in INHERITED or n.startswith("LC_") or n in passed}
+    # Unbuffered, so that output before a kill is not lost.
+    return {"OMP_NUM_THREADS": "1", **inherited, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def limits_of(rewards: RewardsSection) -> Limits:
@@ -410,7 +410,7 @@ def default_workers() -> int:
 
 
 def _audit_pool(task: Task) -> VerifierPool:
-    """The pool of a task's second judge, which is asked as a verifier is; that of `math` needs one process."""
+    """The pool of a task's second judge, which is asked like a verifier; the judge of `math` needs one process."""
     settings: dict[str, object] = {"verifier": task.audit, "length_penalty": None, "truncated": "exclude"}
     if task.audit in AUDITS.values():
         settings["workers"] = 1
@@ -418,7 +418,7 @@ def _audit_pool(task: Task) -> VerifierPool:
 
 
 class TaskPools:
-    """Scores each completion in the pool of its prompt's task; `async with` starts and closes the pools.
+    """Scores each completion in the pool of the prompt's task; `async with` starts and closes the pools.
 
     A correct answer is shown to the task's second judge too, which changes no reward (`Score.confirmed`).
     """
@@ -429,7 +429,7 @@ class TaskPools:
         self._running = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> TaskPools:
-        """Raises as `VerifierPool.start`; pools that were started are closed then."""
+        """Raises as `VerifierPool.start`, after closing the started pools."""
         async with contextlib.AsyncExitStack() as started:
             for pool in (*self._pools.values(), *self._audits.values()):
                 await started.enter_async_context(pool)
@@ -458,7 +458,7 @@ class TaskPools:
         return replace(score, confirmed=verdict.correct)
 
     def paid(self, value: bool | float, prompt: Prompt, *, tokens: int) -> Score:
-        """The score of an episode that its environment has judged (`VerifierPool.paid`)."""
+        """The score of an episode that the environment has judged (`VerifierPool.paid`)."""
         return self._pools[prompt.task].paid(value, prompt, tokens=tokens)
 
     async def problem_of(self, prompt: Prompt) -> str:

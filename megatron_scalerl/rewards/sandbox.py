@@ -2,12 +2,12 @@
 
     process started -> "unshared" -> id maps written -> request sent -> "ready" -> a result for each run -> closed
 
-Each `Sandbox` is a set of processes with their own user, process, network, mount, IPC and UTS namespaces
-(`sandbox_init`), a file system without anything of the host but the Python interpreter (`sandbox_root`), a list of
-allowed system calls (`sandbox_seccomp`) and limits of processor time, memory, files and threads. What the programs
-return is compared outside. When it is closed, nothing of it is left.
+Each `Sandbox` is a set of processes with separate user, process, network, mount, IPC and UTS namespaces
+(`sandbox_init`). The file system has nothing of the host but the Python interpreter (`sandbox_root`). A filter allows
+a list of system calls (`sandbox_seccomp`), and limits bound processor time, memory, files and threads. The programs'
+results are compared outside. A closed sandbox leaves nothing behind.
 
-A sandbox that cannot be made is an error (`SandboxError`), never a program that runs without one.
+A sandbox that cannot be made is an error (`SandboxError`): no program runs without a sandbox.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from megatron_scalerl.rewards.sandbox_guest import PASSED
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 UNPRIVILEGED = 65534
-"""The user that programs run as where the sandbox is started by root."""
+"""The user id of programs where root starts the sandbox."""
 END_TIMEOUT_S = 10.0
-"""Seconds for the processes of a sandbox to be gone after it was closed."""
+"""Seconds for the processes of a closed sandbox to be gone."""
 
 
 class SandboxError(VerifierUnavailable):
@@ -42,18 +42,21 @@ class Result:
     """The outcome of a program's run."""
 
     code: int
-    """Exit status; negative: the signal that ended it, SIGKILL where it wrote more than the limit."""
+    """Exit status; negative: the signal that ended the run, SIGKILL for more output than the limit."""
     output: bytes
-    """Its standard output, of which more than the limit is cut; the verdict of tests."""
+    """Standard output, cut beyond the limit; for tests, the verdict."""
     cpu_left_s: float
     """Processor time left of the run's limit (s); below 0, the limit is exceeded."""
 
 
 class Sandbox:
-    """A sandbox; `with` closes it. The programs of one request run in it, one after another."""
+    """A sandbox, closed by `with`. The programs of one request run inside in sequence."""
 
     def __init__(self, limits: Limits, *, deadline: float | None = None):
-        """Raises SandboxError if it cannot be made. deadline: of its answers, by time.monotonic (s); None: none."""
+        """Raises SandboxError if the sandbox cannot be made.
+
+        deadline: time of time.monotonic (s) until which results are awaited; None: no deadline.
+        """
         assert limits.memory_mb is not None
         self._limits = limits
         self._deadline = deadline
@@ -84,7 +87,7 @@ class Sandbox:
         self.close()
 
     def close(self) -> None:
-        """End every process of the sandbox and wait until they are gone."""
+        """End every process of the sandbox and wait until all are gone."""
         pipes = (self._process.stdin, self._process.stdout)
         for pipe in pipes:
             assert pipe is not None
@@ -96,7 +99,7 @@ class Sandbox:
             self._process.wait()
 
     def run(self, program: str, inputs: Sequence[str], output_bytes: Sequence[int]) -> Iterator[Result]:
-        """Run the program once for each input (its standard input); the results come one by one.
+        """Run the program once for each standard input; yields each result as the run ends.
 
         output_bytes: the limit of each run's standard output. Raises SandboxError if the sandbox cannot be built or
         the program cannot be started.
@@ -109,7 +112,7 @@ class Sandbox:
             yield result
 
     def run_tests(self, program: str, tests: str, entry_point: str = "") -> bool:
-        """True if the program passes: it runs in one process, the tests in another (`sandbox_guest`).
+        """True if the program passes: program and tests run in two processes (`sandbox_guest`).
 
         entry_point: the function that the tests' `check` is called with. Raises SandboxError if the sandbox cannot be
         built.
@@ -120,7 +123,7 @@ class Sandbox:
             raise TimeLimitExceeded
         return result is not None and result.output == PASSED
 
-    def _request(self, program: str, **rest: Any) -> None:
+    def _request(self, program: str, **run_settings: Any) -> None:
         executable = os.path.realpath(sys.executable)
         request = {
             "program": program,
@@ -130,9 +133,9 @@ class Sandbox:
             "memory_mb": self._limits.memory_mb,
             "file_mb": self._limits.file_mb,
             "uid": UNPRIVILEGED if os.geteuid() == 0 else None,
-            **rest,
+            **run_settings,
         }
-        unsent = marshal.dumps(request)  # the same interpreter reads it, and json is slow to import
+        unsent = marshal.dumps(request)  # the same interpreter reads the request, and json is slow to import
         assert self._process.stdin is not None
         try:
             while unsent:
@@ -142,7 +145,7 @@ class Sandbox:
         self._expect("ready")
 
     def _map_ids(self) -> None:
-        """Map this user into the sandbox's namespace; of root also the user that programs become."""
+        """Map this user into the sandbox's namespace; for root, map the programs' user as well."""
         user = os.geteuid()
         group = os.getegid()
         folder = Path(f"/proc/{self._process.pid}")
@@ -150,7 +153,7 @@ class Sandbox:
         try:
             if user:
                 extra = ""
-                # the kernel lets an unprivileged user map groups only after this
+                # Only then does the kernel let an unprivileged user map groups.
                 (folder / "setgroups").write_text("deny")
             (folder / "uid_map").write_text(f"{user} {user} 1\n{extra}")
             (folder / "gid_map").write_text(f"{group} {group} 1\n{extra}")
@@ -160,11 +163,11 @@ class Sandbox:
     def _expect(self, word: str) -> None:
         words = self._line()
         if words != [word]:
-            why = " ".join(words[1:]) or "its process has ended"
-            raise SandboxError(f"a sandbox (user namespaces of Linux) cannot be made: {why}")
+            reason = " ".join(words[1:]) or "its process has ended"
+            raise SandboxError(f"a sandbox (user namespaces of Linux) cannot be made: {reason}")
 
     def _result(self) -> Result | None:
-        """The next result, None if there is none: the program ended the sandbox.
+        """The next result, None if the program has ended the sandbox.
 
         Raises SandboxError for a program that could not be started.
         """
@@ -192,10 +195,10 @@ class Sandbox:
     def _read(self) -> bool:
         """Read more; False at the end. Raises SandboxError after the deadline."""
         assert self._process.stdout is not None
-        left = None
+        remaining_s = None
         if self._deadline is not None:
-            left = max(0.0, self._deadline - time.monotonic())
-        if not select.select([self._process.stdout], [], [], left)[0]:
+            remaining_s = max(0.0, self._deadline - time.monotonic())
+        if not select.select([self._process.stdout], [], [], remaining_s)[0]:
             raise SandboxError("a sandbox has not answered in time")
         part = self._process.stdout.read(1 << 20) or b""
         self._buffer += part

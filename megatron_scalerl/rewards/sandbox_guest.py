@@ -1,16 +1,16 @@
-"""Runs a program in the sandbox, as the text of its interpreter's -c. Standard library only.
+"""Runs a program in the sandbox; the interpreter gets this text by -c. Standard library only.
 
 Roles, by the first argument:
 
     program   runs the program, which reads standard input
-    solution  runs the program, then calls its functions for the process with the tests
-    tests     runs tests, in another process, by the text of sandbox_tests.py, which is the third argument
+    solution  runs the program, then calls functions of the program for the process with the tests
+    tests     runs tests, in a second process, by the text of sandbox_tests.py, which is the third argument
 
-The program has no access to the process with the tests: it sees arguments and chooses results, no more. Values cross
-as JSON and are copies; other objects stay with the program, and the tests hold a `Remote`.
+The program has no access to the process with the tests: a program sees arguments and chooses results, no more. Values
+cross as JSON and are copies; other objects stay with the program, and the tests hold a `Remote`.
 
-Programs are run as competition sites run them: names of the standard library that they use and do not import are
-imported (`SITE_MODULES`), annotations are not evaluated, integers may have any number of digits.
+Programs run as on competition sites: names of the standard library that a program uses without an import are imported
+(`SITE_MODULES`), annotations are not evaluated, integers may have any number of digits.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import os
 import sys
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # every run of a program pays for what is imported here
+if TYPE_CHECKING:  # every run of a program pays for imports
     import ast
     from collections.abc import Callable
     from typing import Any, BinaryIO
 
 SOURCE = 3
-"""File descriptor of the program's or the tests' text; the next ones are for requests, replies and the verdict."""
+"""File descriptor of the program's or the tests' text; the next are for requests, replies and the verdict."""
 REQUESTS = 4
 REPLIES = 5
 VERDICT = 6
@@ -40,7 +40,7 @@ SITE_MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json", "typing"),
 )
-"""Modules that competition sites import for every program, with all of their names; later ones win."""
+"""Modules that competition sites import for every program, with all names; later modules win."""
 _HEAD = 8
 """Bytes of a message's length."""
 _VALUES = {
@@ -50,13 +50,13 @@ _VALUES = {
     "datetime": ("date", "datetime", "time", "timedelta", "timezone"),
     "builtins": ("range", "bytearray"),
 }
-"""Types of the standard library whose values cross as copies, by the arguments that make them and their items."""
+"""Types of the standard library whose values cross as copies, by constructor arguments and items."""
 TYPES = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, object)
-"""Types that tests may hand to a program as they are."""
+"""Types that tests may hand to a program."""
 _NUMBER = "_number_of_tests_"
 """Attribute of an exception that a function of the tests raised."""
 _UNPLAIN = (StopIteration, StopAsyncIteration)
-"""Exceptions that would end a loop of the tests instead of failing them."""
+"""Exceptions that would end a loop of the tests instead of failing the tests."""
 _SPECIAL: dict[str, Callable[..., Any]] = {
     **{f"__{name}__": getattr(_operator, name) for name in ("getitem", "setitem", "delitem", "abs", "neg")},
     **{f"__{kind.__name__}__": kind for kind in (bool, int, float, str, repr, len, setattr)},
@@ -64,44 +64,44 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "__enter__": lambda value: value.__enter__(),
     "__exit__": lambda value: value.__exit__(None, None, None),
 }
-_TWO = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv")
-_OF_TWO = {f"__{name}__": getattr(_operator, name) for name in _TWO}
-"""Operations on two objects of the program. With a value of the tests, the program would see what it must equal."""
-_SPECIAL |= _OF_TWO
+_BINARY_NAMES = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv")
+_BINARY_OPERATIONS = {f"__{name}__": getattr(_operator, name) for name in _BINARY_NAMES}
+"""Operations on two objects of the program. An operation with a value of the tests would show the expected value."""
+_SPECIAL |= _BINARY_OPERATIONS
 
 
-def encode(value: Any, other: Callable[[Any], Any]) -> Any:
-    """Plain data as JSON values; `other` encodes any object that is not plain data."""
+def encode(value: Any, encode_object: Callable[[Any], Any]) -> Any:
+    """Plain data as JSON values; `encode_object` encodes any object that is not plain data."""
     if value is None or isinstance(value, bool):
         return value
-    # of a subclass, whose methods the program wrote, the plain value crosses
-    for plain in (str, int, float):
-        if isinstance(value, plain):
-            return plain(value)
+    # The program may have written the methods of a subclass: only the plain value crosses.
+    for plain_type in (str, int, float):
+        if isinstance(value, plain_type):
+            return plain_type(value)
     module = type(value).__module__
     name = type(value).__name__
     if name in _VALUES.get(module, ()):
-        _, arguments, *rest = value.__reduce__()
-        items = next(filter(None, rest[1:]), ())
-        return {"v": [module, name, encode(list(arguments), other), encode(list(items), other)]}
+        _, arguments, *state_parts = value.__reduce__()
+        items = next(filter(None, state_parts[1:]), ())
+        return {"v": [module, name, encode(list(arguments), encode_object), encode(list(items), encode_object)]}
     if isinstance(value, list):
-        return [encode(item, other) for item in value]
+        return [encode(item, encode_object) for item in value]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {"T": [name, encode(list(value._fields), other), encode(list(value), other)]}
+        return {"T": [name, encode(list(value._fields), encode_object), encode(list(value), encode_object)]}
     for tag, kind in (("t", tuple), ("f", frozenset), ("s", set)):
         if isinstance(value, kind):
-            return {tag: [encode(item, other) for item in value]}
+            return {tag: [encode(item, encode_object) for item in value]}
     if isinstance(value, dict):
-        return {"d": [[encode(key, other), encode(item, other)] for key, item in value.items()]}
+        return {"d": [[encode(key, encode_object), encode(item, encode_object)] for key, item in value.items()]}
     if isinstance(value, bytes):
         return {"b": value.decode("latin-1")}
     if isinstance(value, complex):
         return {"c": [value.real, value.imag]}
-    return other(value)
+    return encode_object(value)
 
 
 def decode(value: Any, handle: Callable[[int], Any]) -> Any:
-    """The inverse; `handle` makes the object for a handle's number."""
+    """Inverse of `encode`; `handle` makes the object for a handle's number."""
     if isinstance(value, list):
         return [decode(item, handle) for item in value]
     if not isinstance(value, dict):
@@ -123,17 +123,17 @@ def decode(value: Any, handle: Callable[[int], Any]) -> Any:
     if tag == "v":
         module, name, arguments, items = decode(content, handle)
         assert name in _VALUES[module]
-        made = getattr(__import__(module), name)(*arguments)
+        container = getattr(__import__(module), name)(*arguments)
         if items:
-            fill(made, items)
-        return made
+            fill(container, items)
+        return container
     if tag == "d":
         return {decode(key, handle): decode(item, handle) for key, item in content}
     return {"t": tuple, "f": frozenset, "s": set}[tag](decode(item, handle) for item in content)
 
 
 def fill(container: Any, items: Any) -> None:
-    """Add items to a list, a dict, a set, or a type like them."""
+    """Add items to a list, a dict, a set, or a similar container."""
     add = getattr(container, "extend", None) or container.update
     add(items)
 
@@ -156,7 +156,7 @@ def receive(file: BinaryIO) -> Any:
 
 
 def site_names(source: str) -> dict[str, Any]:
-    """Names of `SITE_MODULES`, and these modules, that a program uses and nothing else gives it."""
+    """Names from `SITE_MODULES`, and the modules, that a program uses and does not bind."""
     used: set[str] = set()
     bound = set(dir(builtins))
     tables = [_symtable.symtable(source, "<text>", "exec")]
@@ -164,23 +164,23 @@ def site_names(source: str) -> dict[str, Any]:
         tables += table.children
         for name, flags in table.symbols.items():
             (bound if flags & _symtable.DEF_BOUND else used).add(name)
-    missing = {name for name in used - bound if not name.startswith("_")}
+    missing_names = {name for name in used - bound if not name.startswith("_")}
     names: dict[str, Any] = {}
-    for module in map(__import__, SITE_MODULES if missing else ()):
-        names |= {name: getattr(module, name) for name in missing if hasattr(module, name)}
-    return names | {name: sys.modules[name] for name in missing & set(SITE_MODULES)}
+    for module in map(__import__, SITE_MODULES if missing_names else ()):
+        names |= {name: getattr(module, name) for name in missing_names if hasattr(module, name)}
+    return names | {name: sys.modules[name] for name in missing_names & set(SITE_MODULES)}
 
 
-def run_as(name: str, source: str, given: dict[str, Any], tree: ast.Module | None = None) -> dict[str, Any]:
-    """Run a text as the module `name`; returns the names that it binds to other values than `given`.
+def run_as(name: str, source: str, given_names: dict[str, Any], tree: ast.Module | None = None) -> dict[str, Any]:
+    """Run a text as the module `name`; returns the names that the text binds to other values than `given_names`.
 
-    tree: the text's tree, if it was changed.
+    tree: the text's tree, if changed.
     """
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     module = type(sys)(name)
     sys.modules[name] = module
     module.__file__ = sys.argv[0]
-    module.__dict__.update(given)
+    module.__dict__.update(given_names)
     flags = __future__.annotations.compiler_flag
     try:
         exec(compile(tree or source, "<text>", "exec", flags, dont_inherit=True), module.__dict__)
@@ -188,12 +188,14 @@ def run_as(name: str, source: str, given: dict[str, Any], tree: ast.Module | Non
         if end.code:
             raise
     return {
-        n: v for n, v in module.__dict__.items() if not n.startswith("__") and (n not in given or v is not given[n])
+        n: v
+        for n, v in module.__dict__.items()
+        if not n.startswith("__") and (n not in given_names or v is not given_names[n])
     }
 
 
 def run_program(source: str, name: str) -> dict[str, Any]:
-    """Run a program; returns the names that it binds. name: "__main__", or that of a module that is imported."""
+    """Run a program; returns the names that the program binds. name: "__main__", or an imported module's name."""
     return run_as(name, source, site_names(source))
 
 
@@ -206,12 +208,12 @@ class Solution:
         names = run_program(source, "solution")
         self._requests = os.fdopen(REQUESTS, "rb")
         self._replies = os.fdopen(REPLIES, "wb")
-        send(self._replies, {name: self._named(value) for name, value in names.items()})
+        send(self._replies, {name: self._named_value(value) for name, value in names.items()})
         sys.stdout = io.TextIOWrapper(io.BytesIO(), "utf8", "backslashreplace", write_through=True)
         self._printed = sys.stdout
 
     def serve(self) -> Any:
-        """Answer requests in order, until the tests end or return the result of a function of theirs."""
+        """Answer requests in order, until the tests end or return the result of a function of the tests."""
         while (request := receive(self._requests)) is not None:
             if "returned" in request:
                 return decode(request["returned"], self._object)
@@ -230,14 +232,14 @@ class Solution:
                 reply = {"result": encode(result, self._handle)}
             except BaseException as error:
                 state = {name: encode(value, self._handle) for name, value in vars(error).items()}
-                reply = {"error": _kinds(type(error)), "message": str(error), "state": state}
+                reply = {"error": _kind_names(type(error)), "message": str(error), "state": state}
                 reply["number"] = getattr(error, _NUMBER, None)
             reply["args"] = encode([*arguments, *keywords.values()], self._handle)
             send(self._replies, reply | {"awaits": self._awaits, "printed": self._new_output()})
         os._exit(0)
 
     def _new_output(self) -> str:
-        """The program's output since the last call, for tests that look at it; at most 1 MiB."""
+        """The program's output since the last call, for tests that read it; at most 1 MiB."""
         buffer = self._printed.buffer
         text = buffer.getvalue()[: 1 << 20].decode("utf8", "replace")  # type: ignore[attr-defined]
         buffer.seek(0)
@@ -245,43 +247,43 @@ class Solution:
         return text
 
     def _object(self, number: int) -> Any:
-        """An object of the program; for a negative number a function of the tests, which runs in their process."""
+        """An object of the program; for a negative number a function of the tests, run in the tests' process."""
         if number >= 0:
             return self._objects[number]
 
         def call(*args: Any, **keywords: Any) -> Any:
-            named = {key: encode(item, self._handle) for key, item in keywords.items()}
+            encoded_keywords = {key: encode(item, self._handle) for key, item in keywords.items()}
             send(
                 self._replies,
-                {"call": number, "args": [encode(item, self._handle) for item in args], "keywords": named},
+                {"call": number, "args": [encode(item, self._handle) for item in args], "keywords": encoded_keywords},
             )
             return self.serve()
 
         return call
 
-    def _named(self, value: Any) -> dict[str, Any]:
+    def _named_value(self, value: Any) -> dict[str, Any]:
         if isinstance(value, type(sys)):
             return {"module": value.__name__}
         if isinstance(value, type) and issubclass(value, Exception):
-            return {"value": encode(value, self._handle), "exception": _kinds(value)}
+            return {"value": encode(value, self._handle), "exception": _kind_names(value)}
         return {"value": encode(value, self._handle)}
 
-    def _do(self, what: str, target: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:
-        if what == "call":
+    def _do(self, operation: str, target: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        if operation == "call":
             result = target(*arguments, **keywords)
             self._awaits = hasattr(result, "__await__")
             if self._awaits:
-                return _awaited(result)
+                return _awaited_result(result)
             return result
-        if what == "iter":
+        if operation == "iter":
             return iter(target)
-        if what == "__next__":
+        if operation == "__next__":
             return next(([item] for item in target), [])
-        if what == "aiter":
-            return iter(_awaited(_items(target)))
-        if what[0] == ".":
-            return getattr(target, what[1:])
-        return _SPECIAL[what](target, *arguments)
+        if operation == "aiter":
+            return iter(_awaited_result(_items(target)))
+        if operation[0] == ".":
+            return getattr(target, operation[1:])
+        return _SPECIAL[operation](target, *arguments)
 
     def _handle(self, value: Any) -> dict[str, int]:
         if id(value) not in self._numbers:
@@ -290,26 +292,26 @@ class Solution:
         return {"h": self._numbers[id(value)]}
 
 
-def exception(name: str, message: str, refused: tuple[type, ...] = ()) -> Exception:
-    """An exception of the standard library, or a RuntimeError. refused: types that it may not have."""
+def exception(name: str, message: str, refused_types: tuple[type, ...] = ()) -> Exception:
+    """An exception of the standard library, or a RuntimeError in place of a type in `refused_types`."""
     kind: Any = getattr(builtins, name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, refused):
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, refused_types):
         try:
             return kind(message)
-        except TypeError:  # it needs other arguments
+        except TypeError:  # the type needs other arguments
             pass
     return RuntimeError(message)
 
 
-def _kinds(kind: type[BaseException]) -> list[str]:
-    """Names of an exception's classes up to the first builtin one."""
+def _kind_names(kind: type[BaseException]) -> list[str]:
+    """Names of an exception's classes up to the first builtin class."""
     names = [k.__name__ for k in kind.__mro__]
     standard = [getattr(builtins, k.__name__, None) is k for k in kind.__mro__]
     return names[: standard.index(True) + 1]
 
 
 async def _awaitable(value: Any) -> Any:
-    """A result of the program is awaited in its own process."""
+    """Await a result of the program in the program's process."""
     if hasattr(value, "__await__"):
         return await value
     return value
@@ -319,7 +321,7 @@ async def _items(asynchronous: Any) -> list[Any]:
     return [item async for item in asynchronous]
 
 
-def _awaited(value: Any) -> Any:
+def _awaited_result(value: Any) -> Any:
     import asyncio
 
     return asyncio.run(_awaitable(value))
@@ -327,8 +329,8 @@ def _awaited(value: Any) -> Any:
 
 def main() -> None:
     """Play the role of the first argument."""
-    _, role, *given = sys.argv
-    sys.argv = [f"{role}.py"]  # as programs and unittest.main expect it
+    _, role, *role_arguments = sys.argv
+    sys.argv = [f"{role}.py"]  # as programs and unittest.main expect
     sys.set_int_max_str_digits(0)
     sys.setrecursionlimit(50_000)  # as LiveCodeBench does
     _thread.stack_size(8 << 20)  # else as large as the main thread's
@@ -341,9 +343,9 @@ def main() -> None:
     else:
         import signal
 
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program may send one
-        exec(compile(given[1], "<tests>", "exec", dont_inherit=True), globals())
-        Tests().run(source, given[0])  # type: ignore[name-defined] # noqa: F821
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program may send this signal
+        exec(compile(role_arguments[1], "<tests>", "exec", dont_inherit=True), globals())
+        Tests().run(source, role_arguments[0])  # type: ignore[name-defined] # noqa: F821
         os.write(VERDICT, PASSED)
 
 

@@ -1,12 +1,12 @@
 """The first processes of a sandbox: `python -S -m megatron_scalerl.rewards.sandbox_init PARENT_PID`.
 
-    this process   new user, process, network, mount, IPC and UTS namespaces; waits for the next one
-    process 1      builds the file system, gives up all rights, starts programs one after another, passes results on
+    this process   new user, process, network, mount, IPC and UTS namespaces; waits for process 1
+    process 1      builds the file system, gives up all rights, starts programs in sequence, passes results on
     programs       limits and seccomp filter, then the interpreter with `sandbox_guest`
 
-The process that started it (`sandbox`) writes the id maps and holds the pipe of requests open: process 1 ends when
-that is closed, and the kernel ends everything in the namespace with it. Results are JSON lines, each followed by the
-program's output. Imports only the standard library and modules that do the same.
+The parent process (`sandbox`) writes the id maps and holds the pipe of requests open: process 1 ends when the pipe is
+closed, and the kernel then ends every process in the namespace. A result is a line of words, followed by the
+program's output. This file imports only the standard library and modules with the same restriction.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ THREADS = 64
 """Threads of all programs of a sandbox, with process 1."""
 OPEN_FILES = 64
 CPU_SLACK_S = 0.1
-"""Processor seconds past the limit until the kernel ends a program, at least: its use is then above the limit by any
+"""Least processor seconds past the limit until the kernel ends a program: the use is then above the limit by any
 clock."""
 MIB = 2**20
 _NEW = {"NS": 0x00020000, "UTS": 0x04000000, "IPC": 0x08000000, "USER": 0x10000000, "PID": 0x20000000}
@@ -42,24 +42,24 @@ _FLAGS = sum(_NEW.values()) | 0x40000000  # and CLONE_NEWNET
 _PR_SET_DUMPABLE = 4
 _PR_SET_NO_NEW_PRIVS = 38
 _CAPABILITY_VERSION = 0x20080522
-_LEFT = 0
+_READ_END = 0
 """The end of a pipe to read from."""
-_RIGHT = 1
+_WRITE_END = 1
 """The end of a pipe to write to."""
 _CHUNK = 1 << 16
 _VERDICT_BYTES = 64
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def check_call(result: int, what: str) -> None:
-    """Raise OSError that names the call if it failed."""
+def check_call(result: int, call_name: str) -> None:
+    """Raise an OSError that names the call if the call failed."""
     if result:
         code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
+        raise OSError(code, f"{call_name}: {os.strerror(code)}")
 
 
 class _Results:
-    """Writes results to the process that started the sandbox: a line, then the output whose size ends the line."""
+    """Writes results to the process that started the sandbox: a line with the size of the output, then the output."""
 
     def __init__(self) -> None:
         self._file = os.fdopen(os.dup(1), "wb")
@@ -73,7 +73,7 @@ class _Results:
 
 
 def main() -> None:
-    """Make the namespaces, then process 1; exit when it and everything it started is gone."""
+    """Make the namespaces, then process 1; exit when process 1 and all its descendants are gone."""
     die_with_parent(int(sys.argv[1]))
     results = _Results()
     try:
@@ -92,7 +92,7 @@ def main() -> None:
             _process_1(results, request)
         finally:
             os._exit(0)
-    # process 1 alone holds the pipes, so that they end with it
+    # Only process 1 holds the pipes, so that the pipes end with the process.
     del results
     os.closerange(0, 2)
     os.closerange(3, OPEN_FILES)
@@ -138,7 +138,7 @@ class _NotStarted(Exception):
 
 
 class _Programs:
-    """Runs the programs of one request, one after another, each within the processor time of one."""
+    """Runs the programs of one request in sequence, each within the processor time of a run."""
 
     def __init__(self, request: dict[str, Any], executable: str, guest: str, tests: str, results: _Results):
         self._request = request
@@ -148,7 +148,7 @@ class _Programs:
         self._tests = tests
         self._cpu_left = 0.0
         self._started = False
-        """Whether a program has run: what fails after that may be its work."""
+        """Whether a program has run: the program may have caused later failures."""
 
     def run(self) -> None:
         """Write a result for each run. Raises _NotStarted."""
@@ -168,18 +168,18 @@ class _Programs:
     def _run_once(self, program: bytes, text: bytes, limit: int) -> None:
         source = os.pipe()
         stdout = os.pipe()
-        # a file, as on competition sites: some programs ask for its size
+        # A file, as on competition sites: some programs ask for the size.
         stdin = os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
         with open(stdin, "wb", closefd=False) as file:
             file.write(text)
         os.lseek(stdin, 0, os.SEEK_SET)
         fcntl.fcntl(stdin, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
         self._cpu_left = self._request["cpu_s"]
-        pid = self._start([self._guest, "program"], stdin, stdout[_RIGHT], [source[_LEFT]])
-        _close(source[_LEFT], stdin, stdout[_RIGHT])
-        output = _pump(pid, {source[_RIGHT]: program}, stdout[_LEFT], limit)
+        pid = self._start([self._guest, "program"], stdin, stdout[_WRITE_END], [source[_READ_END]])
+        _close(source[_READ_END], stdin, stdout[_WRITE_END])
+        output = _pump(pid, {source[_WRITE_END]: program}, stdout[_READ_END], limit)
         code = self._reap(pid)
-        if len(output) > limit:  # whether or not it had ended before it was killed
+        if len(output) > limit:  # also for a program that had ended before the kill
             code = -signal.SIGKILL
         self._results.result(code, self._cpu_left, output)
 
@@ -187,13 +187,13 @@ class _Programs:
         self._cpu_left = self._request["cpu_s"]
         source, source_of_tests, requests, replies, verdict = (os.pipe() for _ in range(5))
         null = os.open("/dev/null", os.O_RDWR)
-        ends = [source[_LEFT], requests[_LEFT], replies[_RIGHT]]
+        ends = [source[_READ_END], requests[_READ_END], replies[_WRITE_END]]
         solution = self._start([self._guest, "solution"], null, null, ends)
-        ends_of_tests = [source_of_tests[_LEFT], requests[_RIGHT], replies[_LEFT], verdict[_RIGHT]]
+        ends_of_tests = [source_of_tests[_READ_END], requests[_WRITE_END], replies[_READ_END], verdict[_WRITE_END]]
         tester = self._start([self._guest, "tests", entry_point, self._tests], null, null, ends_of_tests)
         _close(null, *ends, *ends_of_tests)
-        feeds = {source_of_tests[_RIGHT]: tests, source[_RIGHT]: program}
-        output = _pump(tester, feeds, verdict[_LEFT], _VERDICT_BYTES)
+        feeds = {source_of_tests[_WRITE_END]: tests, source[_WRITE_END]: program}
+        output = _pump(tester, feeds, verdict[_READ_END], _VERDICT_BYTES)
         os.kill(solution, signal.SIGKILL)
         self._reap(solution)
         code = self._reap(tester)
@@ -209,7 +209,7 @@ class _Programs:
 
         Raises _NotStarted.
         """
-        read_end, write_end = os.pipe()  # closed by exec, or it brings the reason why there is none
+        read_end, write_end = os.pipe()  # closed by exec, else brings the reason of a failed exec
         try:
             pid = os.fork()
         except OSError as error:
@@ -222,7 +222,7 @@ class _Programs:
             self._started = True
             return pid
         try:
-            # all descriptors move up first: the places from 0 on may be in use by one of them
+            # All descriptors move up first: one of the descriptors may occupy a place from 0 on.
             write_end = fcntl.fcntl(write_end, fcntl.F_DUPFD_CLOEXEC, OPEN_FILES // 2)
             ours = [stdin, stdout, os.open("/dev/null", os.O_WRONLY), *ends]
             copies = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, OPEN_FILES // 2) for end in ours]
@@ -258,7 +258,7 @@ class _Programs:
 
 
 def _pump(pid: int, feeds: dict[int, bytes], output: int, limit: int) -> bytes:
-    """Write the feeds and read one output until a process exits, or has written more than the limit and is killed.
+    """Write the feeds and read one output until a process exits, or writes more than the limit and is killed.
 
     feeds: descriptor -> text. Ends this process when the pipe of requests is closed. Closes all descriptors.
     """
@@ -267,33 +267,33 @@ def _pump(pid: int, feeds: dict[int, bytes], output: int, limit: int) -> bytes:
     for fd in (*feeds, output):
         os.set_blocking(fd, False)
         poll.register(fd, select.POLLOUT if fd in feeds else select.POLLIN)
-    exited = os.pidfd_open(pid)
-    poll.register(exited, select.POLLIN)
-    read = bytearray()
+    exit_event = os.pidfd_open(pid)
+    poll.register(exit_event, select.POLLIN)
+    received = bytearray()
     is_open = True
     running = True
-    while running and len(read) <= limit:
+    while running and len(received) <= limit:
         for fd, _ in poll.poll():
             if fd == 0:
                 os._exit(0)
-            elif fd == exited:
+            elif fd == exit_event:
                 running = False
             elif fd == output:
-                is_open = _read_into(read, output)
+                is_open = _read_into(received, output)
             else:
                 feeds[fd] = _feed(fd, feeds[fd])
             if feeds.get(fd) == b"" or (fd == output and not is_open):
                 poll.unregister(fd)
                 feeds.pop(fd, None)
-                if fd != output:  # which is closed below
+                if fd != output:  # the output is closed below
                     _close(fd)
-    # what the process wrote before it exited may still be in the pipe
-    while is_open and len(read) <= limit and _read_into(read, output):
+    # The pipe may still hold output that the process wrote before the exit.
+    while is_open and len(received) <= limit and _read_into(received, output):
         pass
-    if len(read) > limit:
+    if len(received) > limit:
         os.kill(pid, signal.SIGKILL)
-    _close(*feeds, output, exited)
-    return bytes(read[: limit + 1])
+    _close(*feeds, output, exit_event)
+    return bytes(received[: limit + 1])
 
 
 def _close(*descriptors: int) -> None:
@@ -302,7 +302,7 @@ def _close(*descriptors: int) -> None:
 
 
 def _feed(fd: int, text: bytes) -> bytes:
-    """Write what the pipe takes; returns the rest."""
+    """Write as much text as the pipe takes; returns the rest."""
     try:
         return text[os.write(fd, text[:_CHUNK]) :]
     except BlockingIOError:
@@ -311,13 +311,13 @@ def _feed(fd: int, text: bytes) -> bytes:
         return b""
 
 
-def _read_into(read: bytearray, fd: int) -> bool:
-    """Read what is there; False at the end or if there is nothing now."""
+def _read_into(received: bytearray, fd: int) -> bool:
+    """Read the available bytes; False at the end or if no byte is available."""
     try:
         part = os.read(fd, _CHUNK)
     except BlockingIOError:
         return False
-    read += part
+    received += part
     return bool(part)
 
 

@@ -1,4 +1,4 @@
-"""Whether this host can isolate programs: found out by a program in a real sandbox that tries what must fail."""
+"""Whether this host can isolate programs: a program in a real sandbox tries actions that must fail."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from megatron_scalerl.rewards.sandbox_seccomp import MACHINE, is_supported
 
 TIMEOUT_S = 60.0
 MEMORY_MB = 4096
-"""Memory of the probe: enough for its threads, so that only their own limit can stop them."""
+"""Memory of the probe: enough for all threads, so that only the limit of threads can stop a thread."""
 FEWEST_THREADS = 8
 """Threads that a program must be able to start."""
 _HEAD = "rewards.verifier code: this host cannot isolate programs"
@@ -49,32 +49,32 @@ print(json.dumps({{
 
 
 def check_sandbox(limits: Limits) -> None:
-    """Try a sandbox, and a program within `limits`. Raises ValueError, in one line, if this host cannot."""
+    """Try a sandbox, and a program within `limits`. Raises ValueError, in one line, if this host cannot run both."""
     if not is_supported() or sys.platform != "linux":
         raise ValueError(f"{_HEAD}: it is {sys.platform} on {os.uname().machine}, not linux on {MACHINE}")
     leaks = json.loads(_run(_PROBE, Limits(cpu_s=TIMEOUT_S, memory_mb=MEMORY_MB, file_mb=0)).output)
     threads = leaks.pop("threads")
-    # before Linux 5.14 RLIMIT_NPROC counts all processes of the user on the host
+    # Before Linux 5.14 RLIMIT_NPROC counts all processes of the user on the host.
     if not FEWEST_THREADS <= threads < THREADS:
         raise ValueError(
             f"{_HEAD}: a program can start {threads} threads; with Linux 5.14 it is {FEWEST_THREADS} to {THREADS}"
         )
-    # the interpreter's folder has to be there; in /usr or /lib it is no further one
+    # The interpreter's folder has to be visible; in /usr or /lib no further folder is needed.
     prefix = sys.base_prefix.split("/")[1]
     leaks["files of the host"] = [name for name in leaks["files of the host"] if name != prefix]
-    for what, value in leaks.items():
+    for leak, value in leaks.items():
         if value:
-            raise ValueError(f"{_HEAD}: a program has {what}{_named(value)}")
+            raise ValueError(f"{_HEAD}: a program has {leak}{_value_text(value)}")
     if _run("pass", limits).code:
         raise ValueError(f"rewards.memory_mb: {limits.memory_mb} MiB are too few for the verifier code's interpreter")
 
 
-def _named(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return f": {', '.join(value)}" if isinstance(value, list) else ""
 
 
 def _run(program: str, limits: Limits) -> Result:
-    """Run a program once. Raises ValueError if there is no sandbox, or no interpreter in it."""
+    """Run a program once. Raises ValueError if there is no sandbox, or no interpreter inside."""
     try:
         with Sandbox(limits, deadline=time.monotonic() + TIMEOUT_S) as sandbox:
             results = list(sandbox.run(program, [""], [1 << 16]))

@@ -1,7 +1,8 @@
-"""The file system of a sandbox: an empty one with the Python interpreter, read-only, and a small /tmp.
+"""The file system of a sandbox: an empty tree with the Python interpreter, read-only, and a small /tmp.
 
-Runs in process 1 of `sandbox_init`, with the rights of its namespaces. The host's tree is detached before a program
-starts: what is not listed here does not exist inside, /proc and /sys among it. Imports only the standard library.
+Runs in process 1 of `sandbox_init`, with the rights of the new namespaces. The host's tree is detached before a
+program starts: paths that are not listed here, such as /proc and /sys, do not exist inside. Imports only the standard
+library.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def build_root(executable: str, libraries: Sequence[str], *, file_mb: int) -> str:
-    """Replace this mount namespace's tree; returns the interpreter's path in the new one. Raises OSError.
+    """Replace this mount namespace's tree; returns the interpreter's path in the new tree. Raises OSError.
 
-    executable: the interpreter, without symbolic links. libraries: its folders, besides the system's folders.
-    file_mb: the largest file of a program (MiB); /tmp holds four of them.
+    executable: the interpreter, without symbolic links. libraries: the interpreter's folders, besides the system's
+    folders. file_mb: the largest file of a program (MiB); /tmp holds four such files.
     """
-    # private: what the host mounts from now on does not appear here
+    # Private: later mounts of the host do not appear here.
     _mount("none", "/", "", _RECURSIVE | _PRIVATE, "")
     place = next(path for path in ("/tmp", "/var", "/usr") if os.path.isdir(path))
     _mount("tmpfs", place, "tmpfs", _NOSUID | _NODEV, "size=1m,nr_inodes=1024,mode=755")
@@ -60,7 +61,7 @@ def build_root(executable: str, libraries: Sequence[str], *, file_mb: int) -> st
 
 
 def _show(path: str) -> None:
-    """Make a path of the host visible, a symbolic link as one; nothing if it does not exist."""
+    """Make a path of the host visible, a symbolic link as a link; does nothing for an absent path."""
     source = "/host" + path
     if os.path.lexists(path) or not os.path.lexists(source):
         return
@@ -88,7 +89,7 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str) -> Non
     _check(_libc.mount(*arguments), f"mount of {kind or source} at {target}")
 
 
-def _check(result: int, what: str) -> None:
+def _check(result: int, call_name: str) -> None:
     if result:
         code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
+        raise OSError(code, f"{call_name}: {os.strerror(code)}")

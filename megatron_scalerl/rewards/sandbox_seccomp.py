@@ -1,11 +1,11 @@
 """The system calls of a program in the sandbox: a seccomp filter for x86-64 that allows a list and refuses the rest.
 
-A program may compute, read and write its files, start threads and execute another program in its place. It may not
-start a process, make a socket (a connected pair is allowed, asyncio needs one), trace, mount, or make a namespace. A
-refused call returns ENOSYS, a new process EPERM. Calls of another architecture (32 bits, x32) end the program, since
-their numbers mean other calls.
+A program may compute, read and write files, start threads and execute a new program in its place. A program may not
+start a process, make a socket (except a connected pair, for asyncio), trace, mount, or make a namespace. A refused
+call returns ENOSYS, a new process EPERM. Calls of another architecture (32 bits, x32) end the program, since the same
+numbers mean other calls.
 
-Imports only the standard library: it runs in `sandbox_init`.
+Imports only the standard library, since the module runs in `sandbox_init`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CLONE = 56
 _CLONE3 = 435
 _CLONE_THREAD = 0x00010000
 # fmt: off
-_ALLOWED = {
+_ALLOWED_CALLS = {
     # files and folders
     "read": 0, "write": 1, "open": 2, "close": 3, "stat": 4, "fstat": 5, "lstat": 6, "lseek": 8, "pread64": 17,
     "pwrite64": 18, "readv": 19, "writev": 20, "access": 21, "sendfile": 40, "fcntl": 72, "flock": 73, "fsync": 74,
@@ -85,7 +85,7 @@ def is_supported() -> bool:
 
 
 def restrict_calls() -> None:
-    """Apply the filter to this process and what it executes, for good. Requires no_new_privs. Raises OSError."""
+    """Apply the filter for good to this process and executed programs. Requires no_new_privs. Raises OSError."""
     code = filter_code()
     buffer = ctypes.create_string_buffer(code, len(code))
     program = _Program(len(code) // 8, ctypes.cast(buffer, ctypes.c_void_p))
@@ -103,7 +103,7 @@ def filter_code() -> bytes:
         (_LOAD, 0, 0, _NUMBER),
         (_AT_LEAST, 0, 1, _X32),
         (_RETURN, 0, 0, _KILL_PROCESS),
-        # clone3 passes its flags in memory, where a filter cannot see them; glibc falls back to clone
+        # clone3 passes flags in memory, which a filter cannot read; glibc falls back to clone
         (_EQUAL, 0, 1, _CLONE3),
         (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
         (_EQUAL, 0, 4, _CLONE),
@@ -113,13 +113,13 @@ def filter_code() -> bytes:
         (_RETURN, 0, 0, _ERRNO | errno.EPERM),
     ]
     code += [  # limits of this process alone
-        (_EQUAL, 0, 4, _ALLOWED["prlimit64"]),
+        (_EQUAL, 0, 4, _ALLOWED_CALLS["prlimit64"]),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         (_EQUAL, 0, 1, 0),
         (_RETURN, 0, 0, _ALLOW),
         (_RETURN, 0, 0, _ERRNO | errno.EPERM),
     ]
-    for number in sorted(_ALLOWED.values()):
+    for number in sorted(_ALLOWED_CALLS.values()):
         code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
     code.append((_RETURN, 0, 0, _ERRNO | errno.ENOSYS))
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)

@@ -2,7 +2,7 @@
 
     names of the program arrive -> tests run, each use of a name is a request -> every assertion leaves a verdict
 
-Only a process in which at least one assertion was evaluated, and all of them held, reports that the program passed.
+The process reports that the program passed only if at least one assertion was evaluated and all assertions held.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # every run pays for what is imported here
+if TYPE_CHECKING:  # every run pays for imports
     import ast
     from collections.abc import Callable, Iterator
     from typing import Any
 
     from megatron_scalerl.rewards.sandbox_guest import (
-        _OF_TWO,
+        _BINARY_OPERATIONS,
         _SPECIAL,
         _UNPLAIN,
         REPLIES,
         REQUESTS,
         TYPES,
         _awaitable,
-        _awaited,
+        _awaited_result,
         decode,
         encode,
         exception,
@@ -38,10 +38,10 @@ if TYPE_CHECKING:  # every run pays for what is imported here
 
 
 class Remote:
-    """An object of the program, which carries out what the tests do with it.
+    """An object of the program, for the tests: the program carries out each operation on the object.
 
-    It equals no value of the tests, so that no __eq__ of the program decides such a comparison. Where both sides are
-    made by the program, it decides all the same.
+    A remote equals no value of the tests, so that no __eq__ of the program decides such a comparison. Where both
+    sides come from the program, the program's __eq__ decides.
     """
 
     def __init__(self, tests: Tests, number: int):
@@ -72,16 +72,16 @@ class Remote:
         raise StopAsyncIteration
 
     def __hash__(self) -> int:
-        return 0  # equal objects have equal ones, and fields may change
+        return 0  # equal objects have equal hashes, and fields may change
 
 
 def _special(name: str) -> Callable[..., Any]:
     def ask(self: Remote, *args: Any) -> Any:
-        if name in _OF_TWO and not isinstance(args[0], Remote):
+        if name in _BINARY_OPERATIONS and not isinstance(args[0], Remote):
             if name not in ("__eq__", "__ne__"):
-                _begun()  # nobody is paid for the TypeError that follows
+                _new_verdict()  # the following TypeError must not pay
             return NotImplemented
-        if name == "__exit__":  # whose answer must not hide an assertion that fails
+        if name == "__exit__":  # the program's result must not hide a failing assertion
             self._tests.ask(name, self._number)
             return None
         return self._tests.ask(name, self._number, args)
@@ -94,7 +94,7 @@ for _name in _SPECIAL:
 
 
 class Tests:
-    """The side of the tests: runs them, and asks the program's process for what they use of it."""
+    """The side of the tests: runs tests, and asks the program's process for each use of the program."""
 
     def __init__(self) -> None:
         self._requests = os.fdopen(REQUESTS, "wb")
@@ -106,11 +106,11 @@ class Tests:
         self._exceptions: dict[str, type[Exception]] = {}
 
     def run(self, source: str, entry_point: str) -> None:
-        """Run the tests: the text itself, then what it defines as tests. Raises what a failing test raises.
+        """Run the text, then the tests that the text defines. Raises the exception of a failing test.
 
         Tests are functions test*, classes Test* with methods test*, unittest's classes, and `check(candidate)`, which
-        is called with the program's `entry_point`. At least one assertion has to be evaluated, and each that is has
-        to hold, whatever the tests do with the exception: AssertionError.
+        is called with the program's `entry_point`. At least one assertion has to be evaluated, and each evaluated
+        assertion has to hold, whatever the tests do with the exception: AssertionError.
         """
         import ast
 
@@ -123,10 +123,15 @@ class Tests:
         if "unittest" in source:
             import unittest
 
-            unittest.TestCase.failureException = _Failed
-        hooks: dict[str, Any] = {_BEGUN: _begun, _EVALUATED: _evaluated, _CALLED: _called, _AWAITABLE: _awaitable}
+            unittest.TestCase.failureException = _FailedAssertion
+        hooks: dict[str, Any] = {
+            _BEGIN_HOOK: _new_verdict,
+            _VERDICT_HOOK: _recorded_verdict,
+            _CALL_HOOK: _call_result,
+            _AWAIT_HOOK: _awaitable,
+        }
         hooks["pytest"] = sys.modules["pytest"]
-        defined = run_as("__main__", source, names | hooks, _instrumented(tree))
+        defined = run_as("__main__", source, names | hooks, _instrumented_tree(tree))
         for name, value in defined.items():
             _run_test(name, value)
         if callable(check := defined.get("check")) and entry_point:
@@ -137,14 +142,16 @@ class Tests:
         _end_threads()
         assert VERDICTS and all(verdict for [verdict] in VERDICTS), "an assertion failed, or none was evaluated"
 
-    def ask(self, what: str, number: int, args: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None) -> Any:
-        """The result of a call in the program's process; arguments that can change do so as it says."""
-        with self._lock:  # of threads of the tests
-            return self._ask(what, number, args, keywords)
+    def ask(
+        self, operation: str, number: int, args: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
+    ) -> Any:
+        """The result of a call in the program's process; mutable arguments change as in that process."""
+        with self._lock:  # the tests may have threads
+            return self._ask(operation, number, args, keywords)
 
-    def _ask(self, what: str, number: int, args: tuple[Any, ...], keywords: dict[str, Any] | None) -> Any:
+    def _ask(self, operation: str, number: int, args: tuple[Any, ...], keywords: dict[str, Any] | None) -> Any:
         request = {
-            "do": what,
+            "do": operation,
             "handle": number,
             "args": [encode(item, self._number) for item in args],
             "keywords": {key: encode(value, self._number) for key, value in (keywords or {}).items()},
@@ -157,16 +164,16 @@ class Tests:
         while "call" in reply:
             send(self._requests, self._called_back(reply))
             reply = self._answer()
-        for mine, theirs in zip([*args, *(keywords or {}).values()], decode(reply["args"], self._remote)):
-            _replace(mine, theirs)
+        for argument, update in zip([*args, *(keywords or {}).values()], decode(reply["args"], self._remote)):
+            _replace(argument, update)
         if sys.stdout:
             sys.stdout.write(reply["printed"])
         if reply["awaits"]:
-            return self._later(reply)
+            return self._awaited_reply(reply)
         return self._result(reply)
 
     def _called_back(self, call: dict[str, Any]) -> dict[str, Any]:
-        """The result of a function of the tests, or the exception that it raised, for the program."""
+        """The result or the exception of a function of the tests, for the program."""
         arguments = [decode(item, self._remote) for item in call["args"]]
         keywords = {key: decode(item, self._remote) for key, item in call["keywords"].items()}
         try:
@@ -175,8 +182,8 @@ class Tests:
             self._raised[len(self._raised)] = error
             return {"raised": len(self._raised) - 1, "kind": type(error).__name__, "message": str(error)}
 
-    async def _later(self, reply: dict[str, Any]) -> Any:
-        """The result of awaiting a call, which the program has done already."""
+    async def _awaited_reply(self, reply: dict[str, Any]) -> Any:
+        """The result of awaiting a call, which the program has already awaited."""
         return self._result(reply)
 
     def _result(self, reply: dict[str, Any]) -> Any:
@@ -190,7 +197,7 @@ class Tests:
         return decode(reply["result"], self._remote)
 
     def _answer(self) -> Any:
-        """The next message; if there is none or it is no message, no test may go on."""
+        """The next message; without a valid message the process exits, so that no test goes on."""
         try:
             message = receive(self._replies)
         except (ValueError, RecursionError, MemoryError, OverflowError):
@@ -200,11 +207,10 @@ class Tests:
         return message
 
     def _names(self, program: dict[str, Any], tree: ast.AST, entry_point: str) -> dict[str, Any]:
-        """Names of the program for the tests. program: what the program sent of each of its names.
+        """Names of the program for the tests. program: the program's message about each name.
 
-        One that is also a builtin is the builtin, so that the program cannot replace `all` or `isinstance`, unless
-        it is the entry point, or the only name of the program that the tests use. A program without any of their
-        names fails.
+        A name that is also a builtin is the builtin: the program cannot replace `all` or `isinstance`. The entry
+        point stays the program's, as does the only name that the tests use. A program without any tested name fails.
         """
         import ast
 
@@ -227,11 +233,11 @@ class Tests:
                 names[name] = __import__(module)
         return names
 
-    def _local(self, sent: dict[str, Any]) -> Any:
-        """A name of the program; its exceptions are classes here, too, so that tests can catch them."""
-        if "exception" not in sent:
-            return decode(sent["value"], self._remote)
-        *derived, standard = sent["exception"]
+    def _local(self, name_message: dict[str, Any]) -> Any:
+        """The value of a name of the program; an exception becomes a class here, too, so that tests can catch it."""
+        if "exception" not in name_message:
+            return decode(name_message["value"], self._remote)
+        *derived, standard = name_message["exception"]
         kind = type(exception(standard, "", _UNPLAIN))
         for name in reversed(derived):
             kind = self._exceptions.setdefault(name, type(name, (kind,), {}))
@@ -248,60 +254,60 @@ class Tests:
         if hasattr(type(value), "__next__"):
             return {"i": encode(list(value), self._number)}
         if not callable(value):
-            _begun()  # nobody is paid for what is refused here
+            _new_verdict()  # the following TypeError must not pay
             raise TypeError(f"a program gets plain data, functions and its own objects, no {type(value).__name__}")
         self._functions.append(value)
         return {"h": -len(self._functions)}
 
 
-_BEGUN = "_assertion_has_begun_"
-_EVALUATED = "_assertion_was_evaluated_"
-_CALLED = "_assertion_was_called_"
-_AWAITABLE = "_awaitable_"
-"""Names that the tests' text calls once it is instrumented."""
+_BEGIN_HOOK = "_assertion_has_begun_"
+_VERDICT_HOOK = "_assertion_was_evaluated_"
+_CALL_HOOK = "_assertion_was_called_"
+_AWAIT_HOOK = "_awaitable_"
+"""Names of hooks that the instrumented text of the tests calls."""
 VERDICTS: list[list[bool]] = []
-"""For each assertion that began, whether it held. Tests may swallow the exception, not this."""
+"""Whether an assertion held, for each assertion that began. Tests may swallow an exception, but no verdict."""
 
 
-def _begun() -> list[bool]:
-    """The verdict of an assertion that begins: it does not hold unless it is evaluated to the end."""
+def _new_verdict() -> list[bool]:
+    """The verdict of an assertion that begins: false until the assertion is evaluated to the end."""
     verdict = [False]
     VERDICTS.append(verdict)
     return verdict
 
 
-def _evaluated(verdict: list[bool] | None, value: Any) -> bool:
-    """The truth of an assertion, which is recorded. verdict: None where the tests expect an exception."""
-    verdict = verdict or _begun()
+def _recorded_verdict(verdict: list[bool] | None, value: Any) -> bool:
+    """Record the truth of an assertion, and return it. verdict: None where the tests expect an exception."""
+    verdict = verdict or _new_verdict()
     verdict[0] = bool(value)
     return verdict[0]
 
 
-def _called(verdict: list[bool] | None, value: Any) -> Any:
-    """The result of unittest's assertion, which held."""
-    _evaluated(verdict, True)
+def _call_result(verdict: list[bool] | None, value: Any) -> Any:
+    """The result of an assertion method of unittest, which held."""
+    _recorded_verdict(verdict, True)
     return value
 
 
-class _Failed(AssertionError):
+class _FailedAssertion(AssertionError):
     """The exception of unittest for an assertion that does not hold."""
 
     def __init__(self, *args: Any) -> None:
-        _begun()
+        _new_verdict()
         super().__init__(*args)
 
 
 def _end_threads() -> None:
-    """Wait for the threads of the tests. A daemon that has not ended fails them: its assertions may never come."""
+    """Wait for the threads of the tests. A running daemon fails the tests: the daemon's assertions may never come."""
     threading = sys.modules.get("threading")
     if threading is not None:
         if any(thread.daemon for thread in threading.enumerate()):
-            _begun()
+            _new_verdict()
         threading._shutdown()  # as at the end of a program: idle threads of executors end, too
 
 
-def _instrumented(tree: ast.Module) -> ast.Module:
-    """The tests, which say so when an assertion is evaluated, and may await plain values."""
+def _instrumented_tree(tree: ast.Module) -> ast.Module:
+    """The tests' tree with hooks that record assertions, and that make plain values awaitable."""
     import ast
 
     def call(name: str, *arguments: ast.expr) -> ast.Call:
@@ -311,42 +317,42 @@ def _instrumented(tree: ast.Module) -> ast.Module:
         expecting = False
         """Whether a context around the node expects an exception."""
 
-        def begun(self) -> ast.expr:
-            return ast.Constant(None) if self.expecting else call(_BEGUN)
+        def begin_call(self) -> ast.expr:
+            return ast.Constant(None) if self.expecting else call(_BEGIN_HOOK)
 
         def visit_With(self, node: ast.With) -> Any:
             expects = any("aises" in ast.unparse(item.context_expr) for item in node.items)
-            before = self.expecting
-            self.expecting = before or expects
+            outer_expecting = self.expecting
+            self.expecting = outer_expecting or expects
             self.generic_visit(node)
-            self.expecting = before
+            self.expecting = outer_expecting
             return node
 
         def visit_Assert(self, node: ast.Assert) -> Any:
             self.generic_visit(node)
-            node.test = call(_EVALUATED, self.begun(), node.test)
+            node.test = call(_VERDICT_HOOK, self.begin_call(), node.test)
             return node
 
         def visit_Call(self, node: ast.Call) -> Any:
             self.generic_visit(node)
             asserts = isinstance(node.func, ast.Attribute) and node.func.attr.startswith("assert")
-            return call(_CALLED, self.begun(), node) if asserts else node
+            return call(_CALL_HOOK, self.begin_call(), node) if asserts else node
 
         def visit_Await(self, node: ast.Await) -> Any:
             self.generic_visit(node)
-            return ast.Await(call(_AWAITABLE, node.value))
+            return ast.Await(call(_AWAIT_HOOK, node.value))
 
     return ast.fix_missing_locations(Hooks().visit(tree))
 
 
 def _run_test(name: str, value: Any) -> None:
-    """Run a name of the tests, if it is one: a function test*, a class Test*, or one of unittest."""
+    """Run the value of a name if the value is a test: a function test*, a class Test*, or a class of unittest."""
     unittest = sys.modules.get("unittest")
     if unittest and isinstance(value, type) and issubclass(value, unittest.TestCase):
         result = unittest.TestResult()
-        result.startTest = lambda test: before.append(len(VERDICTS))
-        result.addExpectedFailure = lambda test, error: VERDICTS.__setitem__(slice(before[-1], None), [[True]])
-        before: list[int] = []
+        result.startTest = lambda test: counts.append(len(VERDICTS))
+        result.addExpectedFailure = lambda test, error: VERDICTS.__setitem__(slice(counts[-1], None), [[True]])
+        counts: list[int] = []
         unittest.defaultTestLoader.loadTestsFromTestCase(value).run(result)
         assert result.wasSuccessful() and not result.skipped
     elif isinstance(value, type) and name.startswith("Test"):
@@ -369,11 +375,11 @@ def _run_test(name: str, value: Any) -> None:
 def _call(function: Any, *arguments: Any, **keywords: Any) -> None:
     result = function(*arguments, **keywords)
     if hasattr(result, "__await__"):
-        _awaited(result)
+        _awaited_result(result)
 
 
 _CASES = "_cases_"
-"""Attribute of a function with its arguments, a dict for each call."""
+"""Attribute of a function with the arguments of each call, a list of dicts."""
 
 
 class _Raises:
@@ -392,7 +398,7 @@ class _Raises:
         self.type = kind
         self.value = value
         raised = kind is not None and issubclass(kind, self._kinds)
-        if not _evaluated(None, raised and (self._match is None or re.search(self._match, str(value)))):
+        if not _recorded_verdict(None, raised and (self._match is None or re.search(self._match, str(value)))):
             raise AssertionError("another exception or none") from value
         return True
 
@@ -432,12 +438,12 @@ def _pytest() -> Any:
 
     def parametrize(names: Any, values: Any, **_: Any) -> Any:
         keys = [key.strip() for key in names.split(",")] if isinstance(names, str) else list(names)
-        alone = isinstance(names, str) and len(keys) == 1
-        rows = [(value,) if alone and not isinstance(value, _Row) else value for value in values]
+        has_one_name = isinstance(names, str) and len(keys) == 1
+        rows = [(value,) if has_one_name and not isinstance(value, _Row) else value for value in values]
 
         def decorate(function: Any) -> Any:
-            before = getattr(function, _CASES, [{}])
-            setattr(function, _CASES, [case | dict(zip(keys, row)) for case in before for row in rows])
+            previous_cases = getattr(function, _CASES, [{}])
+            setattr(function, _CASES, [case | dict(zip(keys, row)) for case in previous_cases for row in rows])
             return function
 
         return decorate
@@ -452,8 +458,8 @@ class _Row(tuple):  # type: ignore[type-arg]
     """Arguments of one case: pytest.param."""
 
 
-def _replace(mine: Any, theirs: Any) -> None:
-    """Change an argument in place, as the call did in the other process."""
-    if type(mine) is type(theirs) and hasattr(type(mine), "clear"):
-        mine.clear()
-        fill(mine, theirs)
+def _replace(argument: Any, update: Any) -> None:
+    """Change an argument in place, as the call did in the program's process."""
+    if type(argument) is type(update) and hasattr(type(argument), "clear"):
+        argument.clear()
+        fill(argument, update)

@@ -1,10 +1,10 @@
 """A verifier process: `python -m megatron_scalerl.rewards.worker`, started and killed by the pool.
 
-It imports the verifier, reports that it is ready, and then checks answers, one pickle for each (`processes.worker`).
-It imports neither torch nor transformers.
+The process imports the verifier, reports readiness, and then checks answers, a pickle for each check
+(`processes.worker`). The process imports neither torch nor transformers.
 
-Only the verifier itself may raise or exceed its limits (limits.py). Answers are data: they come from a pickle that
-the pool wrote and are passed on as str. What the verifier prints goes to stdout and stderr, which hold no replies.
+Only the verifier may raise or exceed limits (limits.py). Answers are data: an answer comes from a pickle that the
+pool wrote and is passed on as str. A verifier prints to stdout and stderr, which hold no replies.
 """
 
 import errno
@@ -34,11 +34,11 @@ from megatron_scalerl.rewards.limits import (
 )
 
 RETIRE_GROWTH = 2.0
-"""A worker that grew by this many times `memory_mb` since it loaded its verifier is replaced: checks may leak."""
+"""A worker that grew by this many times `memory_mb` since the verifier's load is replaced: checks may leak."""
 MOST_FAILURES = 16
-"""Checks of a coroutine function in a row that failed, after which its process is replaced: one may spoil it."""
+"""Failed checks of a coroutine function in a row after which the process is replaced: a check may spoil a process."""
 MOST_REWARD = 1e6
-"""Largest absolute value of a reward: the squares of larger ones overflow in a batch's spread."""
+"""Largest absolute value of a reward: squares of larger rewards overflow in a batch's spread."""
 CONNECTION_ERRORS = frozenset(
     [
         "ClientConnectionError",
@@ -69,10 +69,10 @@ class Setup:
 
 @record
 class Outcome:
-    """The outcome of a check: a value, or why there is none."""
+    """The outcome of a check: a value, or the reason why there is no value."""
 
     value: bool | float | None = None
-    """A bool or a finite float, as the verifier returned it."""
+    """The verifier's result, a bool or a finite float."""
     limit: str = ""
     """The limit that was exceeded: `memory` or `timeout`."""
     unavailable: str = ""
@@ -82,28 +82,28 @@ class Outcome:
     unusable: str = ""
     """Why no answer to the prompt may be paid."""
     returned: str = ""
-    """What the verifier returned in place of a reward, unless it was None."""
+    """The message about a result that is no reward, unless the verifier returned None."""
     waited: bool = False
-    """Whether the verifier waited for something, such as a judge, before it gave its reward."""
+    """Whether the verifier waited for something, such as a judge, before giving the reward."""
 
     @property
     def raised(self) -> bool:
-        """Whether the verifier raised or returned no reward, and nothing says that the world was at fault."""
+        """Whether the verifier raised or returned no reward, without a sign that the world was at fault."""
         return self.error != "" and not self.unavailable and not self.limit
 
     @property
     def failed(self) -> bool:
-        """Whether the verifier raised or died, or what the verifier asks was unavailable."""
+        """Whether the verifier raised or died, or the verifier's service was unavailable."""
         return self.raised or self.unavailable != "" or self.limit == "crash"
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         """Why the verifier failed."""
         return self.unavailable or self.error
 
 
 def load_verifier(spec: str, limits: Limits) -> Verifier:
-    """The function for `math`, `code` or `module:function`. Raises ValueError, in one line, if it cannot be used."""
+    """The function for `math`, `code` or `module:function`. Raises ValueError, in one line, if it is unusable."""
     if spec == "math":
         from megatron_scalerl.rewards import math
 
@@ -133,7 +133,7 @@ def _custom(spec: str) -> Verifier:
 
 
 def check_signature(head: str, function: Callable[..., Any], *arguments: str) -> None:
-    """Raises ValueError, in one line that begins with `head`, if a function does not take so many arguments."""
+    """Raises ValueError, in one line that begins with `head`, if a function does not take these arguments."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # written in C without a signature
@@ -146,16 +146,16 @@ def check_signature(head: str, function: Callable[..., Any], *arguments: str) ->
 
 
 def is_judge(verifier: Verifier) -> bool:
-    """Whether a verifier is a coroutine function, or an object whose `__call__` is one."""
+    """Whether a verifier is a coroutine function, or an object with a coroutine function as `__call__`."""
     return inspect.iscoroutinefunction(verifier) or inspect.iscoroutinefunction(type(verifier).__call__)
 
 
 class NoReward(ValueError):
-    """A verifier returned something that is no reward, and is not None."""
+    """A verifier returned an object that is neither a reward nor None."""
 
 
 def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
-    """Run one check, a pickle, within its limits: of an answer, or for None of the prompt itself."""
+    """Run one check, a pickle, within the limits: of an answer, or, for the answer None, of the prompt."""
     waits = _waits()
     try:
         with limited_check(limits):
@@ -170,7 +170,7 @@ def run_check(verifier: Verifier, check: bytes, limits: Limits) -> Outcome:
         return Outcome(limit="timeout")
     except VerifierUnavailable as problem:
         return Outcome(unavailable=_text(str(problem)))
-    except Exception as error:  # the user's verifier on model output; the pool counts it
+    except Exception as error:  # the user's verifier on model output; the pool counts the failure
         if is_unavailable(error):
             return Outcome(unavailable=_text(f"{type(error).__name__}: {error}"[:1000]))
         return Outcome(error=_text(traceback.format_exc()[-4000:]), returned=_returned(error))
@@ -183,7 +183,7 @@ def _waits() -> int:
 
 
 def _returned(error: BaseException) -> str:
-    """What a verifier returned, if that is the error."""
+    """The message about a verifier's result, if the result is the error."""
     return _text(str(error)) if isinstance(error, NoReward) else ""
 
 
@@ -203,7 +203,7 @@ def reward_of(value: Any) -> bool | float:
             value = value.item()
         if isinstance(value, bool):
             return value
-        # a text has none
+        # a text has no `__float__`
         number = value.__float__()
         if abs(number) <= MOST_REWARD:
             return float(number)
@@ -216,32 +216,32 @@ def reward_of(value: Any) -> bool | float:
 
 
 async def run_judge(verifier: Verifier, check: bytes, timeout_s: float) -> Outcome:
-    """Run one check of a coroutine function, which asks others: they have failed unless it returns a reward."""
+    """Run one check of a coroutine function, which asks a service: without a reward the service has failed."""
     import asyncio
 
     limit = asyncio.timeout(timeout_s)
     begin = time.process_time()
     passes: list[None] = []
-    asyncio.get_running_loop().call_soon(passes.append, None)  # is called once the function waits
+    asyncio.get_running_loop().call_soon(passes.append, None)  # called once the function waits
     try:
         async with limit:
             value = reward_of(await verifier(*pickle.loads(check)))
         return Outcome(value=value, waited=bool(passes))
     except (Exception, asyncio.CancelledError) as error:
-        lines = traceback.format_exception_only(error)  # whatever its __str__ does
-        why = next(line for line in lines if not line.startswith(" ")).strip()[:1000]
+        lines = traceback.format_exception_only(error)  # whatever the error's __str__ does
+        reason = next(line for line in lines if not line.startswith(" ")).strip()[:1000]
         trace = traceback.format_exc()[-4000:]
         if limit.expired():
             computed = time.process_time() - begin
-            why = f"no answer within {timeout_s:g} s, in which its process computed for {computed:.1f} s"
+            reason = f"no answer within {timeout_s:g} s, in which its process computed for {computed:.1f} s"
             trace = ""
         elif is_unavailable(error):
             trace = ""
-        return Outcome(unavailable=_text(why), error=_text(trace), returned=_returned(error))
+        return Outcome(unavailable=_text(reason), error=_text(trace), returned=_returned(error))
 
 
 def problem_of(limits: Limits, verifier: str, question: str, reference: str, columns: dict[str, Any]) -> str:
-    """Why no answer to a prompt may be paid, or nothing. Raises as `code_checks.problem_of`."""
+    """Why no answer to a prompt may be paid; empty without a problem. Raises as `code_checks.problem_of`."""
     from megatron_scalerl.rewards import code_checks, math
 
     if verifier == "math":
@@ -250,11 +250,11 @@ def problem_of(limits: Limits, verifier: str, question: str, reference: str, col
 
 
 def is_unavailable(error: BaseException) -> bool:
-    """Whether what a verifier asks (a judge over HTTP) failed, and not the answer.
+    """Whether the service that a verifier asks (a judge over HTTP) failed, and not the answer.
 
-    An HTTP status decides first, that of the exception, of its response, or of an exception behind it: 408, 429 and
-    5xx are failures of the other side. Without a status a refused, broken or impossible connection, a name that does
-    not resolve, and a wait that ended are. Any other exception, other OSErrors too, may be the answer's doing.
+    An HTTP status of the exception, its response or its causes decides first: 408, 429 and 5xx are failures of the
+    service. Without a status, the failures are a refused, broken or impossible connection, a name that does not
+    resolve, and a wait that ended. Any other exception, other OSErrors too, may be the answer's doing.
     """
     links = list(_links(error, set()))
     for link in links:
@@ -262,13 +262,15 @@ def is_unavailable(error: BaseException) -> bool:
         if status is not None:
             return status in (408, 429) or status >= 500
     kinds = {kind for link in links for kind in type(link).__mro__}
-    named = not CONNECTION_ERRORS.isdisjoint(kind.__name__ for kind in kinds)
+    is_connection_error = not CONNECTION_ERRORS.isdisjoint(kind.__name__ for kind in kinds)
     unreachable = any(isinstance(link, OSError) and link.errno in UNREACHABLE for link in links)
-    return named or unreachable or not kinds.isdisjoint((ConnectionError, TimeoutError, socket.gaierror))
+    return (
+        is_connection_error or unreachable or not kinds.isdisjoint((ConnectionError, TimeoutError, socket.gaierror))
+    )
 
 
 def _links(error: BaseException | None, seen: set[int]) -> Iterator[BaseException]:
-    """An exception, the exceptions of a group, and their causes."""
+    """An exception, the exceptions of a group, and the causes of all."""
     if error is None or id(error) in seen:
         return
     seen.add(id(error))
@@ -282,12 +284,12 @@ def _links(error: BaseException | None, seen: set[int]) -> Iterator[BaseExceptio
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status of an exception or of its response, None without one."""
+    """The HTTP status of an exception or of the exception's response, None without a status."""
     for name in ("status_code", "status"):
         for place in (error, getattr(error, "response", None)):
             try:
                 status = getattr(place, name, None)
-            except (AttributeError, RuntimeError, ValueError):  # a property without its value
+            except (AttributeError, RuntimeError, ValueError):  # a property without a value
                 continue
             if isinstance(status, int) and 100 <= status < 600:
                 return status
@@ -295,7 +297,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _text(text: str) -> str:
-    """The text as JSON can hold it: it may quote half a pair of surrogates."""
+    """The text in a form that JSON can hold: an error may quote half a pair of surrogates."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -310,21 +312,21 @@ def load(setup_json: bytes) -> Callable[[bytes, bytes], Any] | str:
     if is_judge(verifier):
         failures = 0
 
-        async def judged(head: bytes, check: bytes) -> Answer:
+        async def judge_answer(head: bytes, check: bytes) -> Answer:
             nonlocal failures
             outcome = await run_judge(verifier, check, setup.timeout_s)
             failures = failures + 1 if outcome.unavailable else 0
             return Answer(head=outcome, last=failures >= MOST_FAILURES)
 
-        return judged
-    if setup.verifier != "code":  # its sandbox limits the programs, and needs room for what they read
+        return judge_answer
+    if setup.verifier != "code":  # the sandbox of `code` limits programs, and needs room for input
         limit_process(limits)
     loaded = address_space()
 
     def answer(head: bytes, check: bytes) -> Answer:
         outcome = run_check(verifier, check, limits)
-        grown = limits.memory_mb is not None and address_space() - loaded > RETIRE_GROWTH * limits.memory_mb * MIB
-        return Answer(head=outcome, last=grown)
+        has_grown = limits.memory_mb is not None and address_space() - loaded > RETIRE_GROWTH * limits.memory_mb * MIB
+        return Answer(head=outcome, last=has_grown)
 
     return answer
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_scalerl.weights.change_record import ChangeRecord, joined
+from megatron_scalerl.weights.change_record import ChangeRecord, joined_changes
 from megatron_scalerl.weights.changes import ChangedElements
 
 WINDOW = 1 << 22
@@ -45,7 +45,7 @@ class ChangesGather:
         """Send the group the changes of this rank's shards, and add the others' in shards that are needed here."""
         sparse = []
         counts = []
-        for change in self._written.of(self._shards):
+        for change in self._written.changes_of(self._shards):
             if change is None:
                 counts.append(_DENSE)
             else:
@@ -61,7 +61,7 @@ class ChangesGather:
         if not longest:
             return
         none = torch.empty(0, dtype=torch.int64, device=self._device)
-        mine = joined(sparse or [ChangedElements(positions=none, bits=none.to(torch.int16))])
+        mine = joined_changes(sparse or [ChangedElements(positions=none, bits=none.to(torch.int16))])
         positions = mine.positions.to(torch.int32)
         # In windows, which bound the memory; all ranks make as many as the rank with the most changes needs.
         window = max(WINDOW // self._group.size(), 1)

@@ -73,7 +73,7 @@ class WeightChanges:
     @torch.no_grad()
     def _compare(self, values: Tensor, main: Tensor) -> None:
         """Count, and record where wanted, the elements of `values` that differ from `main` after rounding."""
-        records = self.written.wanted and self.written.covers(values)
+        records = self.written.is_recording and self.written.covers(values)
         for number, (old, new) in enumerate(zip(values.split(self._chunk), main.split(self._chunk))):
             self._counts[1] += old.numel()
             if records:

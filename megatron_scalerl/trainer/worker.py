@@ -116,7 +116,7 @@ class Worker:
             family=model.adapters if recipe.adapters_alone else None,
         )
         self.sending = WeightSending(
-            self.source, bucket_mib=recipe.weights.bucket_mib, written=self.trainer.changes.written
+            self.source, bucket_mib=recipe.weights.bucket_mib, change_record=self.trainer.changes.written
         )
         self._batches = BatchFrames(
             self.parallel, pad_multiple=self.trainer.pad_multiple, columns=self.trainer.columns

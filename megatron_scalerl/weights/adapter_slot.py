@@ -1,14 +1,14 @@
-"""vLLM's slot of the policy's adapter, as a model whose live parameters updates are written into.
+"""vLLM's slot of the policy's adapter, as a model with live parameters that updates write.
 
 Life of the slot:
 
-    start      the engine begins with one slot, and in it an adapter of zeros that every request names
+    start      the engine begins with one slot that holds an adapter of zeros; every request names this adapter
                (`engine.vllm_plugin`)
-    record     `weights.live_weights` calls `load_weights`, which calls vLLM's own `set_lora` of each layer: it cuts
-               A and B for the worker's tensor-parallel rank and copies them into the slot
-    update     A and B are written where vLLM has put them, between two steps; B comes multiplied by alpha / rank
+    record     `weights.live_weights` calls `load_weights`, which calls vLLM's `set_lora` of each layer: `set_lora`
+               cuts A and B for the worker's tensor-parallel rank and copies both into the slot
+    update     between two steps A and B are written at vLLM's addresses; B comes multiplied by alpha / rank
 
-A slot has room for a rank that may be larger than the adapter's. The rest of it stays 0.
+A slot has room for a rank that may be larger than the adapter's rank. The surplus stays 0.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,16 +20,16 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from megatron_scalerl.weights.plan import Manifest
 
 _INDEX = 0
-"""The adapter's place among vLLM's slots, of which there is one."""
+"""Index of vLLM's only slot."""
 SERVED = [1]
-"""[slots] number of the adapter in each: vLLM counts the adapters of its command line."""
+"""[slots] number of each slot's adapter: vLLM counts the adapters on the command line from 1."""
 
 
 class AdapterSlot(torch.nn.Module):
-    """A and B of a worker's LoRA layers that a manifest fills. Its parameters are those of the slot alone."""
+    """A and B of a worker's LoRA layers that a manifest fills. The module's parameters are the slot's alone."""
 
     def __init__(self, manager: Any, manifest: Manifest):
-        """manager: vLLM's LoRAModelManager. manifest: tensors under PEFT's names. The slot is emptied."""
+        """manager: vLLM's LoRAModelManager. manifest: tensors under PEFT's names. Empties the slot."""
         super().__init__()
         self._manager = manager
         self._mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
@@ -44,11 +44,11 @@ class AdapterSlot(torch.nn.Module):
             layer.reset_lora(_INDEX)
 
     def _parsed(self, name: str) -> tuple[str, bool]:
-        """(vLLM's name of the projection, whether this is its A)"""
+        """(vLLM's name of the projection, whether the tensor is A)"""
         return parse_fine_tuned_lora_name(name, self._mapper)
 
     def _parts(self) -> Iterator[tuple[Any, list[str]]]:
-        """Layers, and the projections that each is packed from."""
+        """Layers, and the names of the projections that vLLM packs into each layer."""
         for name, layer in self._manager.modules.items():
             yield layer, self._manager.packed_modules.get(name, [name])
 
@@ -62,11 +62,11 @@ class AdapterSlot(torch.nn.Module):
                     yield f"{projection}.lora_B", b[_INDEX, 0, :, :rank]
 
     def get_submodule(self, target: str) -> torch.nn.Module:
-        """This module: no parameter of it has padding."""
+        """This module, since no parameter of the slot has padding."""
         return self
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Put an adapter into the slot as vLLM does."""
+        """Put an adapter into the slot by vLLM's `set_lora`."""
         factors = {self._parsed(name): tensor for name, tensor in tensors}
         for layer, projections in self._parts():
             a = [factors.get((projection, True)) for projection in projections]

@@ -1,18 +1,19 @@
-"""The record of the elements that optimizer steps changed, by their position in the parameters' memory.
+"""The record of the elements that optimizer steps changed, by position in the parameters' memory.
 
 Life of the record, from one update to the next:
 
-    watch     once: the regions of memory that this rank's optimizer writes, and those that other ranks write
-    want      when engines connect: whether updates are of changes, and which views this rank's updates will read
-    add       in every step, `trainer.weight_changes` finds the changes where Megatron rounds fp32 main weights into
-              the policy's parameters, and adds them to their region
-    gather    before an update, each rank adds the changes that other ranks made in its regions
-    of        the update asks for the changes in a view of a parameter: the changes of the regions that make up its
-              memory, cut at its bounds, at positions in the view
-    forget    the update has sent the changes
+    watch         once: the regions of memory that this rank's optimizer or another rank writes
+    want          when engines connect: whether updates are of changes, and which views this rank's updates will read
+    add           in every step, `trainer.weight_changes` finds the changes where Megatron rounds fp32 main weights
+                  into the policy's parameters, and adds the changes to the region
+    gather        before an update, each rank adds the changes that other ranks made in regions which this rank reads
+    changes_of    the update asks for the changes in a view of a parameter: the changes of the regions that make up
+                  the view's memory, cut at the view's bounds, at positions in the view
+    forget        the update has sent the changes
 
-Nothing is compared again, and no copy of the engines' values is kept. A region is contiguous memory that one
-optimizer writes: a parameter, or this rank's shard of it. A view is a part of a parameter, of any strides.
+No update compares values again, and no rank keeps a copy of the engines' values. A region is contiguous memory that
+one optimizer writes: a parameter, or this rank's shard of a parameter. A view is a part of a parameter, of any
+strides.
 """
 
 from bisect import bisect_right
@@ -34,13 +35,13 @@ class _Region:
     dtype: torch.dtype
     device: torch.device
     of_another: bool
-    """Another rank writes the region and shares its changes, which are kept where this rank's updates need them."""
+    """Another rank writes the region and shares the changes; this rank keeps changes that its updates need."""
     changed: int = 0
     """Number of changes in all steps."""
     by_step: list[tuple[int, ChangedElements]] = field(default_factory=list)
     """(step, changes), in order; empty where more than one element in MOST_CHANGED changed."""
 
-    def joined(self) -> ChangedElements | None:
+    def all_changes(self) -> ChangedElements | None:
         """The changes of all steps, None where more than one element in MOST_CHANGED changed."""
         if self.changed > most_coded(self.elements):
             return None
@@ -48,8 +49,8 @@ class _Region:
             empty = torch.empty(0, dtype=torch.int64, device=self.device)
             return ChangedElements(positions=empty, bits=bits_of(empty.to(self.dtype)))
         last, _ = self.by_step[-1]
-        changes = joined([step_changes for _, step_changes in self.by_step])
-        # Only chunks of the same step are in rising order, and change no element twice.
+        changes = joined_changes([step_changes for _, step_changes in self.by_step])
+        # Only chunks of one step are in rising order and change no element twice.
         if any(step != last for step, _ in self.by_step):
             changes = _newest(changes)
         self.by_step = [(last, changes)]
@@ -60,36 +61,36 @@ class ChangeRecord:
     """The elements of this rank's parameters that changed since the last update."""
 
     def __init__(self) -> None:
-        self.wanted = False
-        """Whether changes are recorded, because an update will ask for them; see `want`."""
+        self.is_recording = False
+        """Whether changes are recorded, because an update will ask for changes; see `want`."""
         self._addresses: list[int] = []
         """[regions] address of the first element, rising."""
         self._regions: list[_Region] = []
-        self._needed: set[int] = set()
+        self._needed_regions: set[int] = set()
         """Numbers of the regions that this rank's updates read."""
         self._step = 0
         self._lost = False
         self.gathers: list[Callable[[], None]] = []
         """Functions that all ranks call at once before an update: each adds the changes that other ranks made."""
 
-    def want(self, wanted: bool, views: Iterable[Tensor] = ()) -> None:
-        """Begin to record, or end it. views: the views that this rank's updates will read.
+    def want(self, is_recording: bool, views: Iterable[Tensor] = ()) -> None:
+        """Begin or end the recording. views: the views that this rank's updates will read.
 
-        Changes that other ranks make outside of the views are not kept.
+        The record drops changes that other ranks make outside of the views.
         """
-        if wanted and not self.wanted:
+        if is_recording and not self.is_recording:
             self.lose()  # steps were made without a record
-        self.wanted = wanted
-        self._needed = set(chain.from_iterable(self._regions_of(view) for view in views))
+        self.is_recording = is_recording
+        self._needed_regions = set(chain.from_iterable(self._regions_of(view) for view in views))
 
     def needs(self, region: Tensor) -> bool:
         """Whether an update of this rank will read elements of this region."""
-        return self._number_of(region) in self._needed
+        return self._number_of(region) in self._needed_regions
 
     def watch(self, region: Tensor, *, of_another: bool = False) -> None:
         """Promise that every later change of this region will be added.
 
-        region: contiguous. of_another: another rank writes the region, and `gather` adds its changes.
+        region: contiguous. of_another: another rank writes the region, and `gather` adds that rank's changes.
         """
         if not region.numel():
             return
@@ -99,7 +100,7 @@ class ChangeRecord:
 
     def gather(self) -> None:
         """Add the changes that other ranks made; before an update. Collective."""
-        if self.wanted and self._step and not self._lost:
+        if self.is_recording and self._step and not self._lost:
             for gather in self.gathers:
                 gather()
 
@@ -126,9 +127,9 @@ class ChangeRecord:
             region.by_step.append((self._step, ChangedElements(positions=positions, bits=changes.bits)))
 
     def lose(self) -> None:
-        """Something else than an optimizer wrote the weights, as when a checkpoint is loaded.
+        """Mark the record as incomplete, after a write that no optimizer made, such as the load of a checkpoint.
 
-        No changes are known until `forget`.
+        The record knows no changes until `forget`.
         """
         self._lost = True
         self._drop()
@@ -148,18 +149,18 @@ class ChangeRecord:
         """Whether changes of all elements of a view are recorded."""
         return bool(self._regions_of(view)) and _nested(view)
 
-    def of(self, views: Sequence[Tensor]) -> list[ChangedElements | None]:
-        """[views] the changes since the last update, by position in the view's row-major order. views: `covers` them.
+    def changes_of(self, views: Sequence[Tensor]) -> list[ChangedElements | None]:
+        """[views] the changes since the last update, by position in the view's row-major order.
 
-        None for a view of a region in which more than one element in MOST_CHANGED changed, in all steps together.
-        None for all views after `lose`, and while changes are not wanted. None for a region of another rank whose
-        changes were not kept.
+        views: each passes `covers`. None for a view of a region in which more than one element in MOST_CHANGED
+        changed, in all steps together. None for all views after `lose`, and while no changes are recorded. None for
+        a region of another rank whose changes this rank dropped.
         """
         by_view = [self._changes_in(view) for view in views]
         pairs = [(view, *pair) for view, changes in zip(views, by_view) for pair in changes or ()]
         bounds: Iterator[list[int]] = iter(())
         if pairs:
-            # The bounds of all views are searched on the device and read at once: the host waits once.
+            # The device searches the bounds of all views, and the host reads all bounds at once: one wait.
             ends = torch.tensor([[offset, offset + _extent(view)] for view, _, offset in pairs], dtype=torch.int64)
             ends = ends.to(pairs[0][1].positions.device)
             searched = [torch.searchsorted(changes.positions, end) for (_, changes, _), end in zip(pairs, ends)]
@@ -169,7 +170,7 @@ class ChangeRecord:
             if by_region is None:
                 view_changes.append(None)
                 continue
-            changes = joined([_cut(changes, next(bounds), offset) for changes, offset in by_region])
+            changes = joined_changes([_cut(changes, next(bounds), offset) for changes, offset in by_region])
             if not view.is_contiguous():
                 changes = _in_view(changes, view)
             view_changes.append(changes)
@@ -178,13 +179,13 @@ class ChangeRecord:
     def _changes_in(self, view: Tensor) -> list[tuple[ChangedElements, int]] | None:
         """(changes of a region, the region's element with which the view begins) of the regions of a view."""
         numbers = self._regions_of(view)
-        if not numbers or self._lost or not self.wanted:
+        if not numbers or self._lost or not self.is_recording:
             return None
         by_region = []
         for number in numbers:
             region = self._regions[number]
-            changes = region.joined()
-            if changes is None or (region.of_another and number not in self._needed):
+            changes = region.all_changes()
+            if changes is None or (region.of_another and number not in self._needed_regions):
                 return None
             by_region.append((changes, (view.data_ptr() - self._addresses[number]) // view.element_size()))
         return by_region
@@ -193,7 +194,7 @@ class ChangeRecord:
         return bisect_right(self._addresses, memory.data_ptr()) - 1
 
     def _regions_of(self, view: Tensor) -> range:
-        """Numbers of the regions that make up a view's memory, empty where some of it is in no region."""
+        """Numbers of the regions that make up a view's memory, empty where a part of the memory is in no region."""
         first = number = self._number_of(view)
         if number < 0 or not view.numel():
             return range(0)
@@ -211,8 +212,8 @@ class ChangeRecord:
         return range(0)
 
 
-def joined(chunks: Sequence[ChangedElements]) -> ChangedElements:
-    """The changes of several chunks, one after the other; there is at least one chunk."""
+def joined_changes(chunks: Sequence[ChangedElements]) -> ChangedElements:
+    """The changes of several chunks in the chunks' order; needs at least one chunk."""
     if len(chunks) == 1:
         return chunks[0]
     positions = torch.cat([changes.positions for changes in chunks])
@@ -225,7 +226,7 @@ def _cut(changes: ChangedElements, bounds: Sequence[int], offset: int) -> Change
 
 
 def _newest(changes: ChangedElements) -> ChangedElements:
-    """The last bits of each element in the changes of several steps, one step after the other."""
+    """The last bits of each element in the changes of several steps, in the order of the steps."""
     positions, order = changes.positions.sort(stable=True)
     last = torch.cat((positions[1:] != positions[:-1], order.new_ones(1, dtype=torch.bool)))
     return ChangedElements(positions=positions[last], bits=changes.bits[order][last])
@@ -243,12 +244,12 @@ def _axes(view: Tensor) -> list[tuple[int, int, int]]:
 
 
 def _extent(view: Tensor) -> int:
-    """Number of elements of memory from the first element of a view to its last."""
+    """Number of elements of memory from the first to the last element of a view."""
     return 1 + sum((size - 1) * stride for stride, size, _ in _axes(view))
 
 
 def _nested(view: Tensor) -> bool:
-    """Whether each axis steps over all axes within it, so that an element of memory has one index in the view."""
+    """Whether each axis steps over all inner axes, so that an element of memory has one index in the view."""
     reach = 1
     for stride, size, _ in reversed(_axes(view)):
         if stride < reach:
@@ -259,16 +260,16 @@ def _nested(view: Tensor) -> bool:
 
 def _in_view(changes: ChangedElements, view: Tensor) -> ChangedElements:
     """The changes of a range of memory that are in a view, by position in the view."""
-    rest = changes.positions
-    inside = torch.ones_like(rest, dtype=torch.bool)
-    positions = torch.zeros_like(rest)
+    remainders = changes.positions
+    inside = torch.ones_like(remainders, dtype=torch.bool)
+    positions = torch.zeros_like(remainders)
     axes = _axes(view)
     for stride, size, inner in axes:
-        index = rest.div(stride, rounding_mode="floor")
+        index = remainders.div(stride, rounding_mode="floor")
         inside &= index < size
-        rest = rest - index * stride
+        remainders = remainders - index * stride
         positions += index * inner
-    inside &= rest == 0
+    inside &= remainders == 0
     positions = positions[inside]
     bits = changes.bits[inside]
     # In a transposed view the positions of rising addresses do not rise.

@@ -2,18 +2,18 @@
 
 Life of a change:
 
-    find        the optimizer's step compares bits and makes a `ChangedElements` of each shard that it writes
+    find        the optimizer's step compares bits and makes a `ChangedElements` for each shard it writes
                 (`weights.change_record`); without such a record the sender compares each slot with a copy
     encode      the sender codes the `ChangedElements`s of all slots of a bucket as one frame
     decode      the receiver checks the frame's digest and makes `Changes` of each slot
     write       `weights.live_changes` writes the `Changes` into live parameters
 
-Positions are coded as gaps. A gap is one byte, the number of unchanged elements before a changed one; 255 stands for
-255 more of them. Values are the new bits, NaN payloads and signed zeros included. At a density of 1 % a gap takes
-1.08 bytes for an element, and gap and bits take 3.1 bytes in bf16.
+Positions are coded as gaps. A gap is one byte, the number of unchanged elements before a changed element; 255 stands
+for 255 unchanged elements and a further byte. Values are the new bits, NaN payloads and signed zeros included. At a
+density of 1 % a gap takes 1.08 bytes for an element, and gap and bits take 3.1 bytes in bf16.
 
 All slots of a bucket are coded, decoded and written in the same operations. The number of a GPU's operations, and of
-its host's waits, then does not grow with the number of tensors.
+the host's waits, then does not grow with the number of tensors.
 """
 
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ from megatron_scalerl.record import record
 from megatron_scalerl.weights.plan import Ranges
 
 MOST_CHANGED = 8
-"""Where more than one in this many elements changed, all are sent: coding and writing single elements costs more."""
+"""Where more than one element in this many changed, all are sent: coding and writing single elements costs more."""
 SMALL = 1 << 14
-"""Slots of up to this many elements are coded at any density: a norm must not make its whole bucket be sent."""
+"""Slots of up to this many elements are coded at any density: for a norm, the whole bucket must not be sent."""
 _LONG = 255
 """Byte of a gap that the next byte continues."""
 _BITS = {2: torch.int16, 4: torch.int32}
-"""Bytes of an element -> the integer type of its bits."""
+"""Bytes of an element -> the integer type of the bits."""
 
 
 @record
@@ -47,7 +47,7 @@ class ChangedElements:
 
 @record
 class Changes:
-    """Changed elements of a rectangle of a tensor, as a receiver decodes them."""
+    """Changed elements of a rectangle of a tensor. Produced by `decode`."""
 
     tensor: int
     """Number of the tensor in the plan."""
@@ -60,12 +60,12 @@ class Changes:
 
 
 def bits_of(values: Tensor) -> Tensor:
-    """The values as integers of their size."""
+    """The values as integers of the same size."""
     return values.view(_BITS[values.element_size()])
 
 
 def most_coded(elements: int) -> int:
-    """The largest number of changes that is coded, for a slot of this many elements; more are sent whole."""
+    """The largest number of changes that is coded for a slot of `elements`; with more, all values are sent."""
     return max(elements // MOST_CHANGED, min(elements, SMALL))
 
 
@@ -82,14 +82,14 @@ def find(old_bits: Tensor, values: Tensor) -> ChangedElements:
 
 
 def encode(slots: Sequence[tuple[int, ChangedElements]]) -> Tensor:
-    """[bytes] uint8, a multiple of 8: the changes of several slots, each with its number; no slot is empty.
+    """[bytes] uint8, a multiple of 8: the changes of several slots, given as (number, changes); no slot is empty.
 
     int64 [1]           number of slots
     int64 [slots, 3]    number, changed elements, bytes of gaps; wide types first
     uint8 [...]         gaps of all slots, padded to 8 bytes
     bits [...]          new bits of all slots, padded to 8 bytes
     """
-    # A view of a plane in its type starts at a multiple of the element's size, so wide types come first.
+    # A typed view of a plane starts at a multiple of the element's size, so wide types come first.
     ordered = sorted(slots, key=lambda slot: -slot[1].bits.element_size())
     gaps, gap_bytes = _gaps([changes.positions for _, changes in ordered])
     head = [len(ordered)]
@@ -115,7 +115,7 @@ def decode(frame: Tensor, slots: Sequence[tuple[int, Ranges, torch.dtype]]) -> l
     return changes
 
 
-def counted(counts: Sequence[int], device: torch.device) -> Tensor:
+def slot_numbers(counts: Sequence[int], device: torch.device) -> Tensor:
     """[sum of counts] the number of the slot that each element belongs to."""
     return torch.repeat_interleave(_host(counts, device), output_size=sum(counts))
 
@@ -129,26 +129,26 @@ def _padded(plane: Tensor) -> Tensor:
 
 
 def _gaps(positions: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """([...] uint8 of each slot's rising positions, one slot after the other; bytes of each slot)."""
-    joined = torch.cat(list(positions))
+    """([...] uint8 gaps of the slots' rising positions, slot by slot; bytes of each slot)."""
+    all_positions = torch.cat(list(positions))
     ends = list(accumulate(map(len, positions)))
-    unchanged = torch.diff(joined, prepend=joined.new_full((1,), -1)) - 1
+    unchanged = torch.diff(all_positions, prepend=all_positions.new_full((1,), -1)) - 1
     # The first gap of a slot counts from the slot's begin, not from the last position of the slot before.
-    starts = _host([0, *ends[:-1]], joined.device)
-    unchanged[starts] = joined[starts]
-    longs = unchanged.div(_LONG, rounding_mode="floor")
-    last_bytes = torch.cumsum(longs + 1, 0)
-    gap_ends = last_bytes[_host(ends, joined.device) - 1].tolist()
-    gaps = torch.full((gap_ends[-1],), _LONG, dtype=torch.uint8, device=joined.device)
-    gaps[last_bytes - 1] = (unchanged - longs * _LONG).to(torch.uint8)
+    starts = _host([0, *ends[:-1]], all_positions.device)
+    unchanged[starts] = all_positions[starts]
+    long_gaps = unchanged.div(_LONG, rounding_mode="floor")
+    last_bytes = torch.cumsum(long_gaps + 1, 0)
+    gap_ends = last_bytes[_host(ends, all_positions.device) - 1].tolist()
+    gaps = torch.full((gap_ends[-1],), _LONG, dtype=torch.uint8, device=all_positions.device)
+    gaps[last_bytes - 1] = (unchanged - long_gaps * _LONG).to(torch.uint8)
     return gaps, [end - start for start, end in zip([0, *gap_ends], gap_ends)]
 
 
 def _positions(gaps: Tensor, gap_bytes: Sequence[int], counts: Sequence[int]) -> Sequence[Tensor]:
     """[slots][changed] int64, inverse of `_gaps`."""
     is_last = gaps != _LONG
-    # The running sum counts all slots; what it was at a slot's begin is subtracted from the slot's positions.
+    # The running sum counts all slots; the sum at a slot's begin is subtracted from the slot's positions.
     running = torch.cumsum(gaps.to(torch.int64) + is_last, 0)
     ends = _host(list(accumulate(gap_bytes)), gaps.device)
-    before = torch.cat([ends.new_zeros(1), running[ends[:-1] - 1]])
-    return (running[is_last] - 1 - before[counted(counts, gaps.device)]).split(list(counts))
+    sums_before = torch.cat([ends.new_zeros(1), running[ends[:-1] - 1]])
+    return (running[is_last] - 1 - sums_before[slot_numbers(counts, gaps.device)]).split(list(counts))

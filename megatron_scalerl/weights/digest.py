@@ -1,20 +1,19 @@
-"""64-bit digests of bytes and of tensors' values, equal on all devices and fast on each.
+"""64-bit digests of bytes and of tensors' values, equal and fast on all devices.
 
-`digest` is of bytes, such as a bucket. They are read as 64-bit words w_i; the digest is the sum of k_i * w_i modulo
-2^64, with k_i odd and made from i by a mixing function. Odd factors are invertible, so a change of one word is always
-detected. Several changes, such as swapped words, cancel with a probability of about 2^-63.
+`digest` reads bytes, such as a bucket, as 64-bit words w_i; the digest is the sum of k_i * w_i modulo 2^64, with k_i
+odd and made from i by a mixing function. Odd factors are invertible, so a change of one word is always detected.
+Several changes, such as swapped words, cancel with a probability of about 2^-63.
 
-`value_digest` is of values, whatever the layout in which a process holds them. The digest of a set of elements is the
-sum modulo 2^64 of
+`value_digest` is a digest of values in any layout. The digest of a set of elements is the sum modulo 2^64 of
 
     f_n * w_0(i_0) * w_1(i_1) * ... * bits
 
-over the elements: n is the tensor's number, (i_0, i_1, ...) the element's index in the whole tensor, `bits` its bits
-as an unsigned integer, and all factors are odd and made by a mixing function. Hence the digests of disjoint parts
-add up to the digest of the whole tensor, in any layout: sharded, fused, transposed. A change of one element is always
-detected; several changes cancel with a probability of about 2^-63.
+over the elements: n is the tensor's number, (i_0, i_1, ...) the element's index in the whole tensor, `bits` the
+element's bits as an unsigned integer, and all factors are odd and made by a mixing function. Hence the digests of
+disjoint parts add up to the digest of the whole tensor, in any layout: sharded, fused, transposed. A change of one
+element is always detected; several changes cancel with a probability of about 2^-63.
 
-Both detect faults, not an adversary.
+Both digests detect faults, not an adversary.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,7 +27,7 @@ Along = range | torch.Tensor
 _CHUNK_WORDS = 1 << 20
 _MASK = (1 << 64) - 1
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> the integer type of its bits."""
+"""Bytes of an element -> the integer type of the bits."""
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
@@ -59,16 +58,16 @@ def digest(data: torch.Tensor) -> int:
     factors = _factors(data.device)
     starts = np.arange(0, words.numel(), _CHUNK_WORDS)
     chunk_factors = splitmix64(np.arange(len(starts), dtype=np.uint64)) | np.uint64(1)
-    whole, rest = divmod(words.numel(), _CHUNK_WORDS)
-    whole_chunks = weighted_sum(words, starts[:whole], chunk_factors[:whole], factors)
-    last_chunk = weighted_sum(words, starts[whole:], chunk_factors[whole:], factors[:rest])
+    chunk_count, last_length = divmod(words.numel(), _CHUNK_WORDS)
+    whole_chunks = weighted_sum(words, starts[:chunk_count], chunk_factors[:chunk_count], factors)
+    last_chunk = weighted_sum(words, starts[chunk_count:], chunk_factors[chunk_count:], factors[:last_length])
     return (whole_chunks + last_chunk) & _MASK
 
 
 def weighted_sum(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner: torch.Tensor) -> int:
-    """sum_r rows[r] * sum_j inner[j] * bits[starts[r] + j] modulo 2^64, computed where the bits are.
+    """sum_r rows[r] * sum_j inner[j] * bits[starts[r] + j] modulo 2^64, computed on the device of the bits.
 
-    bits: [n] integers, as unsigned numbers. starts: [r] int64. rows: [r] uint64. inner: [j] int64, on their device.
+    bits: [n] integers, as unsigned numbers. starts: [r] int64. rows: [r] uint64. inner: [j] int64, on bits' device.
     """
     if bits.device.type == "cpu":
         return _on_cpu(bits, starts, rows, inner)
@@ -77,7 +76,7 @@ def weighted_sum(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner
 
 def _on_cpu(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner: torch.Tensor) -> int:
     unsigned = bits.numpy().view(f"u{bits.element_size()}")
-    return int(_compiled()(unsigned, starts, rows, inner.numpy().view(np.uint64)))
+    return int(_compiled_sum()(unsigned, starts, rows, inner.numpy().view(np.uint64)))
 
 
 def _on_device(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner: torch.Tensor) -> int:
@@ -89,8 +88,8 @@ def _on_device(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner: 
 
 
 @cache
-def _compiled():  # type: ignore[no-untyped-def]
-    """The function of `weighted_sum` on a CPU, compiled by numba, which vLLM brings."""
+def _compiled_sum():  # type: ignore[no-untyped-def]
+    """`weighted_sum` on a CPU, compiled by numba, a dependency of vLLM."""
     import numba
 
     @numba.njit(nogil=True)
@@ -108,7 +107,7 @@ def _compiled():  # type: ignore[no-untyped-def]
 
 
 def combine(digests: Iterable[int]) -> str:
-    """Digest of a whole update from the digests of its buckets, in order (hex)."""
+    """Digest (hex) of a whole update from the digests of the buckets, in order."""
     total = 0
     for value in digests:
         total = mixed(total ^ value)
@@ -121,8 +120,8 @@ def value_digest(values: torch.Tensor, tensor: int, axes: Sequence[int], along: 
     values: of any strides; dimension d has the indices `along[d]` of the whole tensor's dimension `axes[d]`. The
     tensor's other dimensions count as index 0 (`at` has the factor of another index).
     """
-    factors = [_of_indices(axis, index) for axis, index in zip(axes, along)]
-    return _weighted(values, factors) * (mixed(tensor) | 1) & _MASK
+    factors = [_factors_of_indices(axis, index) for axis, index in zip(axes, along)]
+    return _weighted_digest(values, factors) * (mixed(tensor) | 1) & _MASK
 
 
 def at(axis: int, index: int) -> int:
@@ -131,11 +130,11 @@ def at(axis: int, index: int) -> int:
 
 
 def total(digests: Sequence[int]) -> int:
-    """Digest of disjoint parts together, from their digests."""
+    """Digest of several disjoint parts from the parts' digests."""
     return sum(digests) & _MASK
 
 
-def _of_indices(axis: int, along: Along) -> np.ndarray:
+def _factors_of_indices(axis: int, along: Along) -> np.ndarray:
     # A range is a slice of the table, which is not copied.
     if isinstance(along, range):
         return factors_of(axis, along.stop)[along.start : along.stop]
@@ -150,17 +149,17 @@ def factors_of(axis: int, size: int) -> np.ndarray:
 
 @cache
 def _table(axis: int, bits: int) -> np.ndarray:
-    """[2^bits] factors; one table serves all sizes up to its own."""
+    """[2^bits] factors; one table serves all sizes up to 2^bits."""
     return splitmix64(np.arange(1 << bits, dtype=np.uint64) + np.uint64((axis + 1) << 40)) | np.uint64(1)
 
 
-def _weighted(values: torch.Tensor, factors: Sequence[np.ndarray]) -> int:
+def _weighted_digest(values: torch.Tensor, factors: Sequence[np.ndarray]) -> int:
     strides = values.stride()
     contiguous = (d for d, stride in enumerate(strides) if stride == 1 and values.shape[d] > 1)
     inner = next(contiguous, None)
     if values.dim() == 0:
-        return _weighted(values.view(1), [np.ones(1, np.uint64)])
-    # The innermost dimension in memory is summed in a row; all others are rows, with a factor for each.
+        return _weighted_digest(values.view(1), [np.ones(1, np.uint64)])
+    # A row is a sum along the innermost dimension in memory; indices of all further dimensions number the rows.
     if inner is None:
         values = values.contiguous()
         strides = values.stride()

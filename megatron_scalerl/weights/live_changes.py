@@ -4,8 +4,8 @@ The time grows with the number of changes, not with the tensors' size.
 
 Life of a write:
 
-    pair     each `Changes` with the live views (`weights.live_map`) that its rectangle may meet
-    group    pairs of one parameter, as the experts of a layer; a view whose indices need a table is alone
+    pair     each `Changes` with the live views (`weights.live_map`) that the rectangle may meet
+    group    pairs of one parameter, as the experts of a layer; a view with a table of indices has its own group
     row      the numbers of a pair: sizes, first indices, bounds and strides along each axis
     write    positions become indices, and indices an element of the parameter's memory; elements outside of a view
              are dropped; one indexed store writes the group
@@ -15,13 +15,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from megatron_scalerl.weights.changes import Changes, counted
+from megatron_scalerl.weights.changes import Changes, slot_numbers
 from megatron_scalerl.weights.live_map import LiveView
 from megatron_scalerl.weights.plan import Ranges
 
 
 def write_changes(arrived: Iterable[tuple[Sequence[LiveView], Changes]]) -> None:
-    """Write changes into the live views of their tensors."""
+    """Write changes into live views. arrived: (the tensor's views, changes of the tensor)."""
     groups: dict[tuple[int, ...], list[tuple[LiveView, Changes]]] = {}
     for views, changes in arrived:
         for view in views:
@@ -39,24 +39,24 @@ def _write(pairs: Sequence[tuple[LiveView, Changes]]) -> None:
     """Write into one parameter; all rectangles have the same number of dimensions."""
     live = pairs[0][0].live
     tables = _tables(pairs[0][0])
-    rest = torch.cat([changes.positions for _, changes in pairs])
+    remainders = torch.cat([changes.positions for _, changes in pairs])
     values = torch.cat([changes.values for _, changes in pairs])
-    rows = torch.tensor([_row(view, changes.ranges) for view, changes in pairs]).to(rest.device).t()
-    row_of_element = counted([len(changes.positions) for _, changes in pairs], rest.device)
+    rows = torch.tensor([_row(view, changes.ranges) for view, changes in pairs]).to(remainders.device).t()
+    row_of_element = slot_numbers([len(changes.positions) for _, changes in pairs], remainders.device)
     target = rows[0][row_of_element]
-    outside = torch.zeros_like(rest, dtype=torch.bool)
-    # Positions are row-major: the innermost axis is the remainder of a division by its size.
+    outside = torch.zeros_like(remainders, dtype=torch.bool)
+    # Positions are row-major: the innermost index is the remainder of a division by the axis's size.
     for axis in reversed(range(len(pairs[0][1].ranges))):
-        size, first, low, high, stride = (row[row_of_element] for row in rows[1 + 5 * axis : 6 + 5 * axis])
-        outer = rest.div(size, rounding_mode="floor")
-        index = rest - outer * size + first
+        size, first, view_first, view_end, stride = (row[row_of_element] for row in rows[1 + 5 * axis : 6 + 5 * axis])
+        quotients = remainders.div(size, rounding_mode="floor")
+        index = remainders - quotients * size + first
         if axis in tables:
             end = max(changes.ranges[axis][1] for _, changes in pairs)
             index = _inverse(tables[axis], end).to(index.device)[index]
         target = target + index * stride
-        outside |= (index < low) | (index >= high)
-        rest = outer
-    # Where all elements are inside, the host need not wait for the mask, as it must to know its size.
+        outside |= (index < view_first) | (index >= view_end)
+        remainders = quotients
+    # To select elements the host waits for the mask's size: no selection where all elements are inside.
     if not all(_holds(view, changes.ranges) for view, changes in pairs):
         inside = outside.logical_not().nonzero().flatten()
         target = target[inside]
@@ -66,12 +66,12 @@ def _write(pairs: Sequence[tuple[LiveView, Changes]]) -> None:
 
 
 def _tables(view: LiveView) -> dict[int, torch.Tensor]:
-    """Axis of the tensor -> the view's indices along it, for axes whose indices are not a range."""
+    """Axis of the tensor -> the view's indices along the axis, for axes whose indices are not a range."""
     return {axis: along for axis, along in zip(view.axes, view.indices) if isinstance(along, torch.Tensor)}
 
 
 def _inverse(table: torch.Tensor, size: int) -> torch.Tensor:
-    """[size] int64: the position of each of the tensor's indices in the table, -1 for an index that is not in it."""
+    """[size] int64: the position of each of the tensor's indices in the table, -1 for an index without position."""
     positions = torch.full((max(size, int(table.max()) + 1),), -1, dtype=torch.int64)
     positions[table] = torch.arange(len(table))
     return positions
@@ -81,8 +81,8 @@ def _bounds(view: LiveView) -> list[tuple[int, int, int]]:
     """(first index, end, stride in memory) along each axis of the tensor; an axis with a table counts from 0."""
     bounds = {axis: (index, index + 1, 0) for axis, index in view.fixed.items()}
     for axis, along, stride in zip(view.axes, view.indices, view.live.stride()):
-        low = along.start if isinstance(along, range) else 0
-        bounds[axis] = (low, low + len(along), stride)
+        view_first = along.start if isinstance(along, range) else 0
+        bounds[axis] = (view_first, view_first + len(along), stride)
     return [bounds[axis] for axis in sorted(bounds)]
 
 
@@ -90,18 +90,18 @@ def _row(view: LiveView, ranges: Ranges) -> list[int]:
     """The memory's element of index 0, then for each axis the rectangle's size and first index, and the bounds."""
     base = int(view.live.storage_offset())
     row = []
-    for (a, b), (low, high, stride) in zip(ranges, _bounds(view)):
-        base -= low * stride
-        row += [b - a, a, low, high, stride]
+    for (a, b), (view_first, view_end, stride) in zip(ranges, _bounds(view)):
+        base -= view_first * stride
+        row += [b - a, a, view_first, view_end, stride]
     return [base, *row]
 
 
 def _meets(view: LiveView, ranges: Ranges) -> bool:
     """Whether a rectangle may have elements of the view."""
     tables = _tables(view)
-    for axis, (low, high, _) in enumerate(_bounds(view)):
+    for axis, (view_first, view_end, _) in enumerate(_bounds(view)):
         a, b = ranges[axis]
-        if axis not in tables and (b <= low or high <= a):
+        if axis not in tables and (b <= view_first or view_end <= a):
             return False
     return True
 
@@ -109,4 +109,6 @@ def _meets(view: LiveView, ranges: Ranges) -> bool:
 def _holds(view: LiveView, ranges: Ranges) -> bool:
     """Whether the view has all elements of a rectangle."""
     bounds = zip(ranges, _bounds(view))
-    return not _tables(view) and all(low <= a and b <= high for (a, b), (low, high, _) in bounds)
+    return not _tables(view) and all(
+        view_first <= a and b <= view_end for (a, b), (view_first, view_end, _) in bounds
+    )

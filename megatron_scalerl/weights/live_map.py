@@ -1,21 +1,21 @@
-"""Where the elements of Hugging Face tensors lie in an engine's live parameters, as the model's own loader puts them.
+"""The map from the elements of Hugging Face tensors to an engine's live parameters, learned from the model's loader.
 
 The loader is called once with recording tensors, which have names, shapes and types and no values. Every function
-that cuts, chunks, transposes or permutes a recording tensor is followed. The copy into a parameter at the end is
-recorded as a `Scatter`, and nothing is copied. Afterwards weights are written without the loader, and the rectangles
-of each tensor that an engine needs are known, whatever its parallel layout.
+that cuts, chunks, transposes or permutes a recording tensor is followed. The final copy into a parameter becomes a
+`Scatter`, and no value moves. Afterwards updates write weights without the loader, and the map says which rectangles
+of each tensor an engine needs in any parallel layout.
 
 Life of the map, once per model and then in each update:
 
     record      `record_copies` calls load_weights with _Recording tensors and makes a `Scatter` of each copy
-    needs       the engine names the rectangles that the scatters read when it connects
-    align       `weights.live_weights` makes a `LiveView` of a scatter: a view of the parameter, and the tensor's
-                indices in it
+    needs       when an engine connects, each worker names the rectangles that the scatters read
+    align       `weights.live_weights` makes a `LiveView` of a scatter: a view of the parameter, and the view's
+                indices in the tensor
     write       an arriving rectangle of a tensor is written into the tensor's views
-    digest      the views are read, and their digest is compared with the sender's
+    digest      the views are read, and the digest is compared with the sender's
 
-A _Recording is a view of a meta tensor as long as its storage tells where its elements lie. A function that has to
-copy (a reshape after a transposition, cat) makes it an index of all elements, which takes memory for them.
+A _Recording is a view of a meta tensor while offset and strides tell where the elements lie. A function that has to
+copy (a reshape after a transposition, cat) returns a _Recording with an index of all elements, which takes memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
@@ -28,16 +28,16 @@ import torch
 
 from megatron_scalerl.record import record
 from megatron_scalerl.weights.digest import Along, at, mixed, value_digest
-from megatron_scalerl.weights.plan import Manifest, Ranges, merged
+from megatron_scalerl.weights.plan import Manifest, Ranges, merged_rectangles
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """A model's load_weights."""
 Copied = Callable[["_Recording", torch.Tensor], None]
 """Takes the source and the destination of a copy."""
-_SAME = {"contiguous", "to", "cpu", "clone", "detach", "requires_grad_"}
+_IDENTITIES = {"contiguous", "to", "cpu", "clone", "detach", "requires_grad_"}
 """Functions that do not change which element lies where."""
-_FOLLOWED = {
-    *_SAME,
+_FOLLOWED_FUNCTIONS = {
+    *_IDENTITIES,
     *("view", "reshape", "flatten", "unflatten", "ravel", "transpose", "swapaxes", "swapdims", "permute", "t", "T"),
     *("movedim", "moveaxis", "narrow", "chunk", "split", "tensor_split", "unbind", "select", "__getitem__"),
     *("unsqueeze", "squeeze", "expand", "expand_as", "view_as", "as_strided"),
@@ -45,12 +45,12 @@ _FOLLOWED = {
     *("__get__", "__len__", "size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size"),
     *("is_contiguous", "is_floating_point"),
 }
-"""Functions that only move elements, or tell a tensor's layout: all that a loader may call."""
+"""Functions that only move elements, or tell a tensor's layout: a loader may call no further function."""
 
 
 @record
 class Scatter:
-    """A copy that the loader makes: elements of a tensor, and their destination.
+    """A copy that the loader makes: elements of a tensor, and the destination in a parameter.
 
     Element (i, j, ...) of the copy is element `source_offset` + steps[0][i] + steps[1][j] + ... of the flat tensor.
     """
@@ -72,57 +72,57 @@ class Scatter:
         """The destination, a view of the parameter's storage."""
         return parameter.data.as_strided(self.shape, self.stride, self.offset)
 
-    def needed(self, shape: tuple[int, ...]) -> Ranges:
-        """The smallest rectangle with all elements that the copy reads. shape: of the tensor."""
+    def source_rectangle(self, shape: tuple[int, ...]) -> Ranges:
+        """The smallest rectangle with all elements that the copy reads. shape: the tensor's."""
         first = [int(index) for index in np.unravel_index(self.source_offset, shape)]
-        low = [*first]
-        high = [*first]
+        minima = [*first]
+        maxima = [*first]
         for steps in self.steps:
-            # not of the steps alone: a step back, as after a swap of two halves, is negative
+            # Source and step together: a step back, as after a swap of two halves, is negative.
             for axis, positions in enumerate(torch.unravel_index(self.source_offset + steps, shape)):
-                low[axis] += int(positions.min()) - first[axis]
-                high[axis] += int(positions.max()) - first[axis]
-        assert all(0 <= a <= b < n for a, b, n in zip(low, high, shape)), f"{self.tensor}: steps beyond {shape}"
-        return tuple((a, b + 1) for a, b in zip(low, high))
+                minima[axis] += int(positions.min()) - first[axis]
+                maxima[axis] += int(positions.max()) - first[axis]
+        assert all(0 <= a <= b < n for a, b, n in zip(minima, maxima, shape)), f"{self.tensor}: steps beyond {shape}"
+        return tuple((a, b + 1) for a, b in zip(minima, maxima))
 
 
 @record
 class LiveView:
-    """Elements of a tensor, as a view of a live parameter holds them."""
+    """Elements of a tensor in a view of a live parameter."""
 
     tensor: str
     """Name in the Hugging Face checkpoint."""
     parameter: str
     """Name in the engine's model."""
     live: torch.Tensor
-    """The view; its dimension d runs along dimension `axes[d]` of the tensor."""
+    """The view; dimension d of the view runs along dimension `axes[d]` of the tensor."""
     axes: tuple[int, ...]
     indices: tuple[Along, ...]
     """[live.shape[d]] the tensor's index at each position of dimension d."""
     fixed: Mapping[int, int]
-    """The tensor's other dimensions -> their index."""
+    """Dimension of the tensor that is not in `axes` -> the view's index there."""
 
     def write(self, ranges: Ranges, values: torch.Tensor) -> None:
-        """Write the elements of a rectangle that this view has. values: of the rectangle's shape."""
+        """Write the elements of a rectangle that this view has. values: in the rectangle's shape."""
         if any(not ranges[axis][0] <= index < ranges[axis][1] for axis, index in self.fixed.items()):
             return
         target = self.live
         source = values
-        # From the last axis on, so that the numbers of the axes before stay the same.
+        # From the last axis on, so that the numbers of earlier axes stay the same.
         for axis in sorted(self.fixed, reverse=True):
             source = source.select(axis, self.fixed[axis] - ranges[axis][0])
-        kept = sorted(self.axes)
-        source = source.permute([kept.index(axis) for axis in self.axes])
+        sorted_axes = sorted(self.axes)
+        source = source.permute([sorted_axes.index(axis) for axis in self.axes])
         scattered = {}
         for dim, (axis, along) in enumerate(zip(self.axes, self.indices)):
             first, end = ranges[axis]
             if isinstance(along, range):
-                low = max(along.start, first)
-                size = min(along.stop, end) - low
+                common_first = max(along.start, first)
+                size = min(along.stop, end) - common_first
                 if size <= 0:
                     return
-                target = target.narrow(dim, low - along.start, size)
-                source = source.narrow(dim, low - first, size)
+                target = target.narrow(dim, common_first - along.start, size)
+                source = source.narrow(dim, common_first - first, size)
             else:
                 scattered[dim] = ((along >= first) & (along < end)).nonzero().flatten()
                 rows = along[scattered[dim]] - first
@@ -138,10 +138,10 @@ class LiveView:
             target[tuple(grid.to(target.device) for grid in mesh)] = source.to(target)
 
     def digest(self, number: int, dtype: torch.dtype) -> int:
-        """Digest of the values that the parameter has now. number, dtype: of the tensor.
+        """Digest of the values that the parameter has now. number, dtype: the tensor's.
 
-        The model may hold the parameter in a wider type. Values that are not of the tensor's type then have the
-        digest of nothing likely.
+        The model may hold the parameter in a wider type. Values that the tensor's type cannot hold give a digest
+        that no sender is likely to have.
         """
         values = self.live.to(dtype)
         if values is not self.live and not torch.equal(values.to(self.live.dtype), self.live):
@@ -153,13 +153,13 @@ class LiveView:
 
 
 def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, torch.Tensor]) -> list[Scatter]:
-    """The copies that `load` would make of the manifest's tensors into `parameters`; nothing is copied.
+    """The copies that `load` would make of the manifest's tensors into `parameters`; no value is copied.
 
     Raises NotImplementedError, naming tensor and function, for a function that cannot be followed, ValueError for a
     tensor that `load` refuses.
     """
     scatters = []
-    # A loader copies into views of parameters, which share their storage.
+    # A loader copies into views of parameters, which share the parameters' storage.
     names = {tensor.untyped_storage().data_ptr(): name for name, tensor in parameters.items() if tensor.numel()}
 
     def copied(source: "_Recording", destination: torch.Tensor) -> None:
@@ -206,21 +206,21 @@ def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, torch
     return scatters
 
 
-def unwritten(
+def unfilled_parameters(
     scatters: Iterable[Scatter], parameters: Mapping[str, torch.Tensor], model: torch.nn.Module
 ) -> dict[str, str]:
-    """Parameter -> what is wrong with it, for parameters that are not written once, except for their padding."""
-    written = dict.fromkeys(parameters, 0)
+    """Parameter -> the problem, for each parameter whose values besides padding are not written exactly once."""
+    write_counts = dict.fromkeys(parameters, 0)
     for scatter in scatters:
-        written[scatter.parameter] += prod(scatter.shape)
+        write_counts[scatter.parameter] += prod(scatter.shape)
     problems = {}
     for name, parameter in parameters.items():
         prefix, _, key = name.rpartition(".")
-        missing = parameter.numel() - written[name] - _padding(model.get_submodule(prefix), key, parameter)
-        if missing > 0:
-            problems[name] = f"{missing} values are missing"
-        elif missing < 0:
-            problems[name] = f"{-missing} values are written twice"
+        gap = parameter.numel() - write_counts[name] - _padding(model.get_submodule(prefix), key, parameter)
+        if gap > 0:
+            problems[name] = f"{gap} values are missing"
+        elif gap < 0:
+            problems[name] = f"{-gap} values are written twice"
     return problems
 
 
@@ -240,19 +240,19 @@ def _padding(layer: Any, key: str, parameter: torch.Tensor) -> int:
 
 
 def needs(scatters: Iterable[Scatter], manifest: Manifest) -> dict[str, tuple[Ranges, ...]]:
-    """Tensor -> the disjoint rectangles of it that the scatters read; () if they read nothing."""
+    """Tensor -> the disjoint rectangles that the scatters read; () for a tensor that no scatter reads."""
     shapes = {meta.name: meta.shape for meta in manifest}
     read: dict[str, set[Ranges]] = {meta.name: set() for meta in manifest}
     for scatter in scatters:
-        read[scatter.tensor].add(scatter.needed(shapes[scatter.tensor]))
-    return {name: merged(rectangles) for name, rectangles in read.items()}
+        read[scatter.tensor].add(scatter.source_rectangle(shapes[scatter.tensor]))
+    return {name: merged_rectangles(rectangles) for name, rectangles in read.items()}
 
 
 class _Recording(torch.Tensor):
-    """A tensor without values that knows which elements of a checkpoint's tensor it stands for.
+    """A tensor without values that stands for known elements of a checkpoint's tensor.
 
-    It is a view of a meta tensor, whose offset and strides name the elements. After a function that cannot be a view,
-    `flat_index` has the flat index of every element.
+    A recording is a view of a meta tensor, whose offset and strides name the elements. After a function that cannot
+    be a view, `flat_index` has the flat index of every element.
     """
 
     hf_name: str
@@ -270,7 +270,7 @@ class _Recording(torch.Tensor):
                 return int(self.storage_offset()), tuple(torch.arange(n) * s for n, s in zip(shape, self.stride()))
             if not shape:
                 return int(self.flat_index), ()
-            # A scatter has one list of steps for each dimension: their sums must be all indices.
+            # A scatter has one list of steps for each dimension: the sums of steps must be all indices.
             offset = int(self.flat_index.flatten()[0])
             first: list[Any] = [0] * len(shape)
             steps = []
@@ -304,44 +304,44 @@ class _Recording(torch.Tensor):
                 )
             source.on_copy(source, destination)
             return destination
-        source = next(value for value in _flat((args, kwargs.values())) if isinstance(value, cls))
+        source = next(value for value in _flat_values((args, kwargs.values())) if isinstance(value, cls))
         name = func.__name__
-        if name not in _FOLLOWED or "out" in kwargs:
+        if name not in _FOLLOWED_FUNCTIONS or "out" in kwargs:
             raise NotImplementedError(f"weights: {source.hf_name}: the loader calls {name}, which is not followed")
-        if name in _SAME:
+        if name in _IDENTITIES:
             return source
-        # Without it, functions of a _Recording would come back to this method.
+        # Outside of this block, functions of a _Recording would come back to this method.
         with torch._C.DisableTorchFunctionSubclass():
-            if name in ("is_floating_point", "element_size", "__get__"):  # of the tensor, not of its indices
+            if name in ("is_floating_point", "element_size", "__get__"):  # asked of the tensor, not of the indices
                 answer = func(*args, **kwargs)
                 if not isinstance(answer, torch.Tensor):
                     return answer
             if source.flat_index is None and name not in ("cat", "stack"):
                 out = func(*args, **kwargs)
-                if not isinstance(out, torch.Tensor | tuple | list) or _shares(source, out):
-                    return _wrapped(source, out)
-        return _moved(source, func, args, kwargs)
+                if not isinstance(out, torch.Tensor | tuple | list) or _are_views(source, out):
+                    return _as_recording(source, out)
+        return _with_moved_indices(source, func, args, kwargs)
 
 
-def _flat(values: Any) -> Iterator[Any]:
+def _flat_values(values: Any) -> Iterator[Any]:
     for value in values:
         if isinstance(value, list | tuple | ValuesView):
-            yield from _flat(value)
+            yield from _flat_values(value)
         else:
             yield value
 
 
 def _tensors(out: Any) -> list[torch.Tensor]:
-    return [value for value in _flat([out]) if isinstance(value, torch.Tensor)]
+    return [value for value in _flat_values([out]) if isinstance(value, torch.Tensor)]
 
 
-def _shares(source: torch.Tensor, out: Any) -> bool:
+def _are_views(source: torch.Tensor, out: Any) -> bool:
     """Whether all tensors in `out` are views of the source, or there are none."""
     storage = source.untyped_storage()._cdata
     return all(tensor.untyped_storage()._cdata == storage for tensor in _tensors(out))
 
 
-def _wrapped(source: _Recording, out: Any, index: Any = None) -> Any:
+def _as_recording(source: _Recording, out: Any, index: Any = None) -> Any:
     if isinstance(out, torch.Tensor):
         recording: _Recording = out.as_subclass(_Recording)
         recording.hf_name = source.hf_name
@@ -349,12 +349,12 @@ def _wrapped(source: _Recording, out: Any, index: Any = None) -> Any:
         recording.flat_index = index
         return recording
     if isinstance(out, tuple | list) and _tensors(out):
-        return type(out)(_wrapped(source, tensor, part) for tensor, part in zip(out, index or [None] * len(out)))
+        return type(out)(_as_recording(source, tensor, part) for tensor, part in zip(out, index or [None] * len(out)))
     return out
 
 
-def _moved(source: _Recording, func: Any, args: Any, kwargs: Any) -> Any:
-    """Apply a function that moves elements to the indices of its arguments."""
+def _with_moved_indices(source: _Recording, func: Any, args: Any, kwargs: Any) -> Any:
+    """Apply a function that moves elements to the indices of the arguments."""
 
     def indices(value: Any) -> Any:
         if isinstance(value, _Recording):
@@ -371,5 +371,5 @@ def _moved(source: _Recording, func: Any, args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         empty = [torch.empty(tensor.shape, dtype=source.dtype, device="meta") for tensor in _tensors(out)]
     if isinstance(out, torch.Tensor):
-        return _wrapped(source, empty[0], out)
-    return _wrapped(source, type(out)(empty), out)
+        return _as_recording(source, empty[0], out)
+    return _as_recording(source, type(out)(empty), out)

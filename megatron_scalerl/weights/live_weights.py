@@ -2,15 +2,15 @@
 
 Life of the live weights of a worker:
 
-    create     once for a manifest: `LiveWeights` records the loader's copies (`weights.live_map`), turns each into a
-               `LiveView`, and checks that the views hold every value of the model once
+    create     once for a manifest: `LiveWeights` records the loader's copies (`weights.live_map`), turns each copy
+               into a `LiveView`, and checks that the views hold every value of the model once
     write      each update's rectangles and changes go into the views, without the loader and without a whole tensor
-    finish     layers that were written to are prepared again for their kernels: on CPUs packed, latent attention's
-               keys and values absorbed
-    digest     the views are read, where the model reads them
+    finish     written layers are prepared again for the kernels: on CPUs packed, latent attention's keys and values
+               absorbed
+    digest     the views are read, in the memory that the model reads
 
-A view tells which dimension of the parameter runs along which dimension of the tensor, and over which of its indices.
-Values are written at their old addresses, which captured graphs use.
+A view tells which dimension of the parameter runs along which dimension of the tensor, and over which indices. Values
+are written at unchanged addresses, which captured graphs use.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -25,7 +25,7 @@ import torch
 from megatron_scalerl.models.llama4 import VISION
 from megatron_scalerl.weights.digest import Along, total
 from megatron_scalerl.weights.live_changes import write_changes
-from megatron_scalerl.weights.live_map import LiveView, Scatter, needs, record_copies, unwritten
+from megatron_scalerl.weights.live_map import LiveView, Scatter, needs, record_copies, unfilled_parameters
 from megatron_scalerl.weights.plan import Manifest, volume
 from megatron_scalerl.weights.transport.frames import Payload
 
@@ -39,7 +39,7 @@ def live_views(
     parameters: Mapping[str, torch.Tensor],
     packed: Set[str] = frozenset(),
 ) -> dict[str, list[LiveView]]:
-    """Tensor -> its views in live parameters. packed: names of parameters whose rows lie in blocks of BLOCK_ROWS.
+    """Tensor -> views in live parameters. packed: names of parameters whose rows lie in blocks of BLOCK_ROWS.
 
     Raises NotImplementedError, naming the tensor, for a copy whose dimensions do not run along the tensor's.
     """
@@ -47,7 +47,7 @@ def live_views(
     views: dict[str, list[LiveView]] = {meta.name: [] for meta in manifest}
     for scatter in scatters:
         parameter = parameters[scatter.parameter]
-        view = _aligned(scatter, shapes[scatter.tensor], parameter)
+        view = _aligned_view(scatter, shapes[scatter.tensor], parameter)
         if scatter.parameter in packed:
             views[scatter.tensor] += _in_blocks(view, parameter)
         else:
@@ -55,14 +55,14 @@ def live_views(
     return views
 
 
-def _aligned(scatter: Scatter, shape: tuple[int, ...], parameter: torch.Tensor) -> LiveView:
+def _aligned_view(scatter: Scatter, shape: tuple[int, ...], parameter: torch.Tensor) -> LiveView:
     strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
     start = [int(index) for index in np.unravel_index(scatter.source_offset, shape)]
-    # A dimension of one element has no direction; its index is `fixed`.
+    # A dimension of one element has no direction; the index is in `fixed`.
     dims = [dim for dim, size in enumerate(scatter.shape) if size > 1]
     axes: list[int] = []
     for dim in dims:
-        axis = _axis_of(scatter.steps[dim], start, shape, strides, taken=axes)
+        axis = _axis_of(scatter.steps[dim], start, shape, strides, taken_axes=axes)
         if axis is None:
             raise NotImplementedError(
                 f"weights: {scatter.tensor}: dimension {dim} of {scatter.parameter} runs along none of its own"
@@ -73,7 +73,9 @@ def _aligned(scatter: Scatter, shape: tuple[int, ...], parameter: torch.Tensor) 
         parameter=scatter.parameter,
         live=scatter.destination(parameter).squeeze(),
         axes=tuple(axes),
-        indices=tuple(_along(start[axis] + scatter.steps[dim] // strides[axis]) for dim, axis in zip(dims, axes)),
+        indices=tuple(
+            _indices_along(start[axis] + scatter.steps[dim] // strides[axis]) for dim, axis in zip(dims, axes)
+        ),
         fixed={axis: index for axis, index in enumerate(start) if axis not in axes},
     )
 
@@ -81,17 +83,17 @@ def _aligned(scatter: Scatter, shape: tuple[int, ...], parameter: torch.Tensor) 
 def _in_blocks(view: LiveView, parameter: torch.Tensor) -> Iterator[LiveView]:
     """A view of experts [E, N, K] that are packed as [E, N / BLOCK_ROWS, K, BLOCK_ROWS], one view for each block."""
     _, rows, width = parameter.shape
-    plain_strides = view.live.stride()
+    unpacked_strides = view.live.stride()
     expert, inside = divmod(int(view.live.storage_offset()), rows * width)
     row, column = divmod(inside, width)
-    row_dims = [dim for dim, stride in enumerate(plain_strides) if stride == width]
-    if not set(plain_strides) <= {1, width, rows * width} or len(row_dims) > 1 or width == 1:
+    row_dims = [dim for dim, stride in enumerate(unpacked_strides) if stride == width]
+    if not set(unpacked_strides) <= {1, width, rows * width} or len(row_dims) > 1 or width == 1:
         raise NotImplementedError(
             f"weights: {view.tensor}: its view of {view.parameter} is not made of rows and columns"
         )
     end_row = row + prod(view.live.shape[dim] for dim in row_dims)
-    # Inside a block the rows are the innermost dimension, and a column is BLOCK_ROWS elements from the next.
-    strides = [{1: BLOCK_ROWS, width: 1}.get(stride, stride) for stride in plain_strides]
+    # Inside a block the rows are the innermost dimension, and columns are BLOCK_ROWS elements apart.
+    strides = [{1: BLOCK_ROWS, width: 1}.get(stride, stride) for stride in unpacked_strides]
     for block_row in range(row - row % BLOCK_ROWS, end_row, BLOCK_ROWS):
         first = max(row, block_row)
         end = min(end_row, block_row + BLOCK_ROWS)
@@ -105,109 +107,109 @@ def _in_blocks(view: LiveView, parameter: torch.Tensor) -> Iterator[LiveView]:
 
 
 def _axis_of(
-    steps: torch.Tensor, start: list[int], shape: tuple[int, ...], strides: list[int], *, taken: list[int]
+    steps: torch.Tensor, start: list[int], shape: tuple[int, ...], strides: list[int], *, taken_axes: list[int]
 ) -> int | None:
-    """The dimension of the tensor along which the steps run, None if there is none that is not taken."""
+    """The dimension of the tensor along which the steps run, None if no free dimension fits."""
     for axis, stride in enumerate(strides):
         index = start[axis] + steps // stride
         inside = int(index.min()) >= 0 and int(index.max()) < shape[axis]
-        if inside and axis not in taken and bool((steps % stride == 0).all()):
+        if inside and axis not in taken_axes and bool((steps % stride == 0).all()):
             return axis
     return None
 
 
-def _along(index: torch.Tensor) -> Along:
+def _indices_along(index: torch.Tensor) -> Along:
     first = int(index[0])
-    plain = range(first, first + len(index))
-    return plain if torch.equal(index, torch.arange(plain.start, plain.stop)) else index
+    index_range = range(first, first + len(index))
+    return index_range if torch.equal(index, torch.arange(index_range.start, index_range.stop)) else index
 
 
 class LiveWeights:
-    """The live parameters of one worker's model, which updates are written into."""
+    """The live parameters of one worker's model, which updates write."""
 
     def __init__(self, model: Any, manifest: Manifest):
-        """Raises NotImplementedError, with the reason, for a model that only its own loader can fill.
+        """Raises NotImplementedError, with the reason, for a model that only vLLM's loader can fill.
 
-        Raises ValueError, by name, for a tensor that the model has no parameter for, a parameter that no tensor
-        fills, and one that is filled twice.
+        Raises ValueError, with a name, for a tensor without a parameter in the model, and for a parameter that no
+        tensor fills or that two tensors fill.
         """
         parameters = {n: p for n, p in model.named_parameters() if not n.startswith(VISION)}
         latent = [layer for layer in model.modules() if hasattr(layer, "W_UV")]
-        # what vLLM makes of kv_b_proj, in memory of its own or in views of it
-        absorbed = {id(p) for layer in latent for p in layer.parameters(recurse=False)}
-        parameters = {n: p for n, p in parameters.items() if id(p) not in absorbed}
-        _check_plain(model, parameters)
+        # vLLM makes these parameters from kv_b_proj, as copies or views.
+        absorbed_ids = {id(p) for layer in latent for p in layer.parameters(recurse=False)}
+        parameters = {n: p for n, p in parameters.items() if id(p) not in absorbed_ids}
+        _check_unquantized(model, parameters)
         packed = _packed_experts(model)
         sums = _sums(parameters)
         scatters = record_copies(model.load_weights, manifest, parameters)
-        # A loader that computes, instead of copying, wrote something although all copies were only recorded.
-        if changed := [name for name, value in _sums(parameters).items() if value != sums[name]]:
+        # A loader that computes instead of copying has written values, although all copies were only recorded.
+        if changed_names := [name for name, value in _sums(parameters).items() if value != sums[name]]:
             raise NotImplementedError(
-                f"weights: {changed[0]}: the loader does more than copy: it changed while it was recorded"
+                f"weights: {changed_names[0]}: the loader does more than copy: it changed while it was recorded"
             )
-        if wrong := unwritten(scatters, parameters, model):
-            [name, *_] = wrong
-            raise ValueError(f"weights: the checkpoint does not fill {name} of the model: {wrong[name]}")
+        if problems := unfilled_parameters(scatters, parameters, model):
+            [name, *_] = problems
+            raise ValueError(f"weights: the checkpoint does not fill {name} of the model: {problems[name]}")
         by_tensor = live_views(scatters, manifest, parameters, packed)
-        needed = needs(scatters, manifest)
+        rectangles = needs(scatters, manifest)
         self._dtypes = [getattr(torch, meta.dtype) for meta in manifest]
         for (name, views), dtype in zip(by_tensor.items(), self._dtypes):
             if any(torch.promote_types(view.live.dtype, dtype) != view.live.dtype for view in views):
                 raise NotImplementedError(f"weights: {name}: its parameter does not hold all values of {dtype}")
             count = sum(view.live.numel() for view in views)
-            read = sum(map(volume, needed[name]))
+            read = sum(map(volume, rectangles[name]))
             if count != read:
                 raise NotImplementedError(
                     f"weights: {name}: the parameters hold {count} values of it, and the loader reads {read}"
                 )
-        self.needs = tuple(needed[meta.name] for meta in manifest)
+        self.needs = tuple(rectangles[meta.name] for meta in manifest)
         names = {parameter.data_ptr(): name for name, parameter in parameters.items()}
         linear = [layer for layer in model.modules() if hasattr(layer, "cpu_linear") and layer.weight.dim() == 2]
-        # By address: a tied head has the embedding's weights, and named_parameters does not name it.
+        # By address: a tied head has the embedding's weights, and no name in named_parameters.
         self._packed = [(names.get(layer.weight.data_ptr()), layer) for layer in linear]
         self._latent = [(names[layer.kv_b_proj.weight.data_ptr()], layer) for layer in latent]
         self._views = [by_tensor[meta.name] for meta in manifest]
-        self._written: set[int] = set()
+        self._written_tensors: set[int] = set()
         """Numbers of the tensors that the update has written."""
 
     def write(self, payload: Payload) -> None:
         """Write a rectangle of a tensor, or changed elements of several tensors."""
         if isinstance(payload, list):
-            self._written |= {changes.tensor for changes in payload}
+            self._written_tensors |= {changes.tensor for changes in payload}
             write_changes([(self._views[changes.tensor], changes) for changes in payload])
             return
-        self._written.add(payload.tensor)
+        self._written_tensors.add(payload.tensor)
         for view in self._views[payload.tensor]:
             view.write(payload.ranges, payload.values)
 
     def finish(self) -> None:
-        """Prepare layers that were written to again.
+        """Prepare written layers again.
 
         On CPUs oneDNN computes with packed copies of linear layers' weights; latent attention decodes with two
-        parts of kv_b_proj, which vLLM's MLAAttention copies to their old addresses.
+        parts of kv_b_proj, which vLLM's MLAAttention copies to unchanged addresses.
         """
         from vllm.model_executor.layers import utils
 
-        written = {view.parameter for number in self._written for view in self._views[number]}
+        written_parameters = {view.parameter for number in self._written_tensors for view in self._views[number]}
         for name, layer in self._packed:
-            if name is None or name in written:
+            if name is None or name in written_parameters:
                 utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
         for name, layer in self._latent:
-            # with copies for a context-parallel group, whose workers gather them together
-            if name in written or layer.W_UK_T_dcp_qrep is not None:
+            # All workers of a context-parallel group gather W_UK_T_dcp_qrep together: no worker may skip the call.
+            if name in written_parameters or layer.W_UK_T_dcp_qrep is not None:
                 layer.process_weights_after_loading(layer.W_UV.dtype)
-        self._written = set()
+        self._written_tensors = set()
 
     def digest(self) -> int:
-        """Digest of all values (`weights.digest.value_digest`), read where the model reads them."""
+        """Digest of all values (`weights.digest.value_digest`), read from the model's memory."""
         digests = []
         for number, (views, dtype) in enumerate(zip(self._views, self._dtypes)):
             digests += [view.digest(number, dtype) for view in views]
         return total(digests)
 
 
-def _check_plain(model: Any, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raise NotImplementedError for a quantized model: its loader changes values."""
+def _check_unquantized(model: Any, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise NotImplementedError for a quantized model, whose loader changes values."""
     for name, parameter in parameters.items():
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise NotImplementedError(
@@ -220,7 +222,7 @@ def _check_plain(model: Any, parameters: Mapping[str, torch.Tensor]) -> None:
 
 
 def _sums(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Parameter -> the sum of its bits, which shows whether something was written."""
+    """Parameter -> the sum of the bits, which changes when the loader writes."""
     bits = {2: torch.int16, 4: torch.int32}
     return {n: int(p.detach().view(bits[p.element_size()]).sum(dtype=torch.int64)) for n, p in parameters.items()}
 
@@ -252,6 +254,6 @@ def _rows_lie_in_blocks(dtype: torch.dtype) -> bool:
     """Whether vLLM's CPU kernel packs [E, N, K] as [E, N / BLOCK_ROWS, K, BLOCK_ROWS], tried with numbers."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
-    plain = (torch.arange(2 * 64 * 32) % 251).view(2, 64, 32).to(dtype)  # exact in bfloat16
-    blocks = plain.view(2, 64 // BLOCK_ROWS, BLOCK_ROWS, 32).transpose(2, 3)
-    return torch.equal(cpu_prepack_moe_weight(plain, "vec").flatten(), blocks.flatten())
+    unpacked_weights = (torch.arange(2 * 64 * 32) % 251).view(2, 64, 32).to(dtype)  # exact in bfloat16
+    blocks = unpacked_weights.view(2, 64 // BLOCK_ROWS, BLOCK_ROWS, 32).transpose(2, 3)
+    return torch.equal(cpu_prepack_moe_weight(unpacked_weights, "vec").flatten(), blocks.flatten())

@@ -2,11 +2,11 @@
 
 Every rank makes the same plan from the same table of places:
 
-    _candidates   the rectangles of the weight map, each with the ranks that hold it: one tensor-parallel rank of one
-                  pipeline stage, or one expert-parallel rank, and all data-parallel copies of this rank
+    _candidates   the rectangles of the weight map, each with the ranks that hold the rectangle: one tensor-parallel
+                  rank of one pipeline stage, or one expert-parallel rank, and all data-parallel copies of this rank
     senders       the first copy of each rectangle's ranks, and further copies while `most_senders` allows
-    parts         each rectangle is cut by the needs of every shard; the largest part first, a part is sent by the
-                  rank that holds it and has the least to send
+    parts         each rectangle is cut by the needs of every shard; the largest part first, a part is assigned to the
+                  holder that has the least to send
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,14 +26,14 @@ class Place(NamedTuple):
     ep: int
     etp: int
     copy: int
-    """Rank among those with the same dense parameters."""
+    """Rank among the ranks with the same dense parameters."""
     expert_copy: int
-    """Rank among those with the same experts."""
+    """Rank among the ranks with the same experts."""
 
 
 @record
 class Holding:
-    """A rectangle of a tensor that ranks of the trainer hold in one parameter; parts are cut from it."""
+    """A rectangle of a tensor that ranks of the trainer hold in one parameter; the plan cuts parts from holdings."""
 
     megatron: str
     """Name of the Megatron parameter."""
@@ -45,7 +45,7 @@ class Holding:
 
 @record
 class SendPlan:
-    """The plan of an update with the trainer's side of it: ranks and holdings."""
+    """The plan of an update with the trainer's side: ranks and holdings."""
 
     plan: WeightPlan
     ranks: tuple[int, ...]
@@ -55,7 +55,7 @@ class SendPlan:
 
 
 class _Candidates(NamedTuple):
-    """A holding of a tensor, and the ranks that could send it."""
+    """A holding of a tensor, and the ranks that could send the holding."""
 
     tensor: int
     holding: Holding
@@ -80,21 +80,25 @@ def send_plan(
     parameters = manifest(family, dtype)
     candidates = list(_candidates(family, parameters, places, stage_of_layer))
     first_copies = {candidate.ranks[0] for candidate in candidates}
-    sent = dict.fromkeys(first_copies | _further_copies(candidates, first_copies, most_senders), 0)
-    # The sender is still open: -1 stands for it.
+    sent_elements = dict.fromkeys(first_copies | _further_copies(candidates, first_copies, most_senders), 0)
+    # No part has a sender yet: -1 stands for the sender.
     cuts = []
     for candidate in candidates:
         for shard, shard_needs in enumerate(needs):
-            common = (overlap(candidate.holding.ranges, needed) for needed in shard_needs[candidate.tensor])
+            common = (
+                overlap(candidate.holding.ranges, needed_ranges) for needed_ranges in shard_needs[candidate.tensor]
+            )
             cuts += [
                 (candidate, Part(candidate.tensor, -1, shard, ranges)) for ranges in common if ranges is not None
             ]
     rank_of_cut = [-1] * len(cuts)
-    # The largest part first: small parts even out what each rank has to send.
+    # The largest part first: small parts even out the ranks' shares.
     for index in sorted(range(len(cuts)), key=lambda index: -volume(cuts[index][1].ranges)):
         candidate, part = cuts[index]
-        rank = min((rank for rank in candidate.ranks if rank in sent), key=lambda rank: (sent[rank], rank))
-        sent[rank] += volume(part.ranges)
+        rank = min(
+            (rank for rank in candidate.ranks if rank in sent_elements), key=lambda rank: (sent_elements[rank], rank)
+        )
+        sent_elements[rank] += volume(part.ranges)
         rank_of_cut[index] = rank
     ranks = tuple(sorted(set(rank_of_cut)))
     number = {rank: n for n, rank in enumerate(ranks)}
@@ -105,7 +109,7 @@ def send_plan(
 
 
 def manifest(family: Family, dtype: str) -> Manifest:
-    """The tensors of a policy of this family, layer by layer. dtype: of all but frozen ones, which are in fp32."""
+    """The tensors of a policy of this family, layer by layer. dtype: of trained tensors; frozen ones are in fp32."""
     entries: dict[str, ParamMeta] = {}
     for rule in family.rules:
         if rule.exported:
@@ -117,7 +121,7 @@ def manifest(family: Family, dtype: str) -> Manifest:
 def _candidates(
     family: Family, parameters: Manifest, places: Sequence[Place], stage_of_layer: Mapping[int, int]
 ) -> Iterator[_Candidates]:
-    """Every holding, in the order of the weight map, with the ranks that have it."""
+    """Every holding, in the order of the weight map, with the holders' ranks."""
     number = {meta.name: n for n, meta in enumerate(parameters)}
     sizes = Place(*(1 + max(ranks) for ranks in zip(*places)))
     experts_per_rank = (family.transformer.get("num_moe_experts") or 0) // sizes.ep
@@ -153,14 +157,14 @@ def _holders_of(
         yield (0, len(by_shard)), list(chain.from_iterable(zip(*by_shard)))
 
 
-def _further_copies(candidates: Sequence[_Candidates], first_copies: set[int], most: int) -> set[int]:
+def _further_copies(candidates: Sequence[_Candidates], first_copies: set[int], most_ranks: int) -> set[int]:
     """Data-parallel copies that send as well: all second copies, all third copies, and so on, up to `most` ranks."""
     copies: set[int] = set()
     for copy in range(1, max(len(candidate.ranks) for candidate in candidates)):
-        more = copies | {candidate.ranks[copy] for candidate in candidates if copy < len(candidate.ranks)}
-        if len(first_copies | more) > most:
+        more_copies = copies | {candidate.ranks[copy] for candidate in candidates if copy < len(candidate.ranks)}
+        if len(first_copies | more_copies) > most_ranks:
             break
-        copies = more
+        copies = more_copies
     return copies
 
 

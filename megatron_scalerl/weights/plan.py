@@ -1,24 +1,24 @@
-"""The plan of a weight update: which rank sends which rectangle of which tensor to whom, and in which buckets.
+"""The plan of a weight update: which rank sends which rectangle of which tensor to which shard, and in which buckets.
 
 Life of a plan, while engines connect:
 
     Manifest         the trainer lists names, types and shapes of the Hugging Face tensors, layer by layer
-    Needs            each worker of an engine names the rectangles of each tensor that it needs; all workers with the
-                     same needs are one shard, as the workers of one tensor-parallel rank in all engines
-    WeightPlan       every trainer rank makes the same plan (`weights.owners`): the rank that holds a rectangle sends
-                     it, so nothing is gathered, and no worker receives more than it needs
-    of_shard         the workers of a shard get their part of the plan as JSON
+    Needs            each worker of an engine names the needed rectangles of each tensor; all workers with the same
+                     needs are one shard, as the workers of one tensor-parallel rank in all engines
+    WeightPlan       every trainer rank makes the same plan (`weights.owners`): holders of rectangles send without a
+                     gather, and workers receive needed elements alone
+    of_shard         the workers of a shard get the shard's part of the plan as JSON
 
 and in every update:
 
     digests          the header has the digest of the shard's part of the plan, which both sides compare
     buckets          both sides pack a sender's rectangles for a shard in the plan's order; senders take turns
-    SendReport       the senders report the update, and the controller compares it with the workers' reports
+    SendReport       the senders report the update, and the controller compares this report with the workers' reports
 
 Words: a rectangle is a range of indices along each dimension. A `Part` is a rectangle that one sender sends to one
 shard. A `Slot` is a rectangle in a bucket: a part, or a slice of a part that is larger than a bucket.
 
-An update sends bytes only. This module does not import torch, so that the controller can import it.
+An update sends bytes only. The controller imports this module, so the module does not import torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MOST_CHANNELS = 8
 """Channels of a broadcast group over NCCL; each has buffers on every member's device. An estimate: NCCL takes up to
 32."""
 ALIGNMENT = 16
-"""Every rectangle starts at a multiple of this many bytes in its bucket, so that it can be viewed in its type."""
+"""Every rectangle starts at a multiple of this many bytes in a bucket, as a view in the tensor's type requires."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "bool": 1}
 VLLM_BACKEND = "msrl"
 """Name of this package among vLLM's weight-transfer backends."""
@@ -50,9 +50,9 @@ Needs = tuple[tuple[Ranges, ...], ...]
 """[tensors] the disjoint rectangles of each tensor that a worker needs."""
 
 
-def overlap(one: Ranges, other: Ranges) -> Ranges | None:
-    """The rectangle that two rectangles have in common, None if they are disjoint."""
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other))
+def overlap(first_ranges: Ranges, second_ranges: Ranges) -> Ranges | None:
+    """The rectangle that two rectangles have in common, None for disjoint rectangles."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first_ranges, second_ranges))
     if any(a >= b for a, b in common):
         return None
     return common
@@ -64,58 +64,60 @@ def volume(ranges: Ranges) -> int:
 
 
 def within(outer: Ranges, inner: Ranges) -> tuple[slice, ...]:
-    """The slices of the outer rectangle's elements that make up the inner one."""
+    """The slices of the outer rectangle's elements that make up the inner rectangle."""
     return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(inner, outer))
 
 
-def split(ranges: Ranges, most: int) -> Iterable[Ranges]:
+def split(ranges: Ranges, most_elements: int) -> Iterable[Ranges]:
     """The rectangle in slices of at most `most` elements.
 
-    Slices are cut along the first dimension; where one index of it has too many elements, along the next one too.
+    Slices are cut along the first dimension; where a single index has too many elements, also along the next.
     """
-    if volume(ranges) <= most:
+    if volume(ranges) <= most_elements:
         return [ranges]
     first, end = ranges[0]
-    rest = ranges[1:]
-    rows = most // volume(rest)
+    inner_ranges = ranges[1:]
+    rows = most_elements // volume(inner_ranges)
     if rows == 0:
-        return [((row, row + 1), *tail) for row in range(first, end) for tail in split(rest, most)]
-    return [((row, min(row + rows, end)), *rest) for row in range(first, end, rows)]
+        return [((row, row + 1), *tail) for row in range(first, end) for tail in split(inner_ranges, most_elements)]
+    return [((row, min(row + rows, end)), *inner_ranges) for row in range(first, end, rows)]
 
 
-def merged(rectangles: Iterable[Ranges]) -> tuple[Ranges, ...]:
+def merged_rectangles(rectangles: Iterable[Ranges]) -> tuple[Ranges, ...]:
     """Disjoint rectangles with the same elements, in which neighbors along a dimension have become one rectangle."""
     current = sorted(disjoint(rectangles))
     dimensions = max(map(len, current), default=0)
     for axis in reversed(range(dimensions)):
-        by_rest: dict[Ranges, list[tuple[int, int]]] = {}
+        by_other_ranges: dict[Ranges, list[tuple[int, int]]] = {}
         for ranges in current:
-            by_rest.setdefault(ranges[:axis] + ranges[axis + 1 :], []).append(ranges[axis])
+            by_other_ranges.setdefault(ranges[:axis] + ranges[axis + 1 :], []).append(ranges[axis])
         current = []
-        for rest, intervals in by_rest.items():
-            current += [(*rest[:axis], along, *rest[axis:]) for along in _joined(sorted(intervals))]
+        for other_ranges, intervals in by_other_ranges.items():
+            current += [
+                (*other_ranges[:axis], along, *other_ranges[axis:]) for along in _joined_intervals(sorted(intervals))
+            ]
     return tuple(sorted(current))
 
 
 def disjoint(rectangles: Iterable[Ranges]) -> list[Ranges]:
-    """Disjoint rectangles with the same elements; a rectangle is cut at the boundaries of those that it overlaps."""
-    done: list[Ranges] = []
+    """Disjoint rectangles with the same elements, cut at the boundaries of overlapping rectangles."""
+    disjoint_ranges: list[Ranges] = []
     for ranges in sorted(rectangles):
-        rest = [ranges]
-        for other in done:
-            rest = list(chain.from_iterable(_without(part, other) for part in rest))
-        done += rest
-    return done
+        remainders = [ranges]
+        for earlier in disjoint_ranges:
+            remainders = list(chain.from_iterable(_without(part, earlier) for part in remainders))
+        disjoint_ranges += remainders
+    return disjoint_ranges
 
 
-def _without(ranges: Ranges, other: Ranges) -> Iterator[Ranges]:
-    """The elements of `ranges` that `other` does not have, as rectangles."""
-    if any(b <= c or d <= a for (a, b), (c, d) in zip(ranges, other)):
+def _without(ranges: Ranges, removed: Ranges) -> Iterator[Ranges]:
+    """The elements of `ranges` outside of `removed`, as rectangles."""
+    if any(b <= c or d <= a for (a, b), (c, d) in zip(ranges, removed)):
         yield ranges
         return
-    # Along each axis, what is below and above the other rectangle is left; the middle is cut along the next axes.
+    # Along each axis the parts below and above `removed` remain; the middle is cut along the next axes.
     head: Ranges = ()
-    for axis, ((a, b), (c, d)) in enumerate(zip(ranges, other)):
+    for axis, ((a, b), (c, d)) in enumerate(zip(ranges, removed)):
         tail = ranges[axis + 1 :]
         if a < c:
             yield (*head, (a, c), *tail)
@@ -124,7 +126,7 @@ def _without(ranges: Ranges, other: Ranges) -> Iterator[Ranges]:
         head = (*head, (max(a, c), min(b, d)))
 
 
-def _joined(intervals: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _joined_intervals(intervals: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Disjoint intervals in rising order, with neighbors joined."""
     first, end = intervals[0]
     for a, b in intervals[1:]:
@@ -182,12 +184,12 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     sender: int
     """Index of the sending rank among the senders."""
     shard: int
-    """Index of the shard whose workers receive it."""
+    """Index of the shard whose workers receive the part."""
     ranges: Ranges
 
 
 class WeightPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The parts that make up what every shard needs, exactly once. Produced by `weights.owners` or `whole`."""
+    """The parts that make up every shard's needs, exactly once. Produced by `weights.owners` or `whole_plan`."""
 
     parameters: Manifest
     senders: int
@@ -206,7 +208,7 @@ class WeightPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return pairs
 
     def of_shard(self, shard: int) -> WeightPlan:
-        """The plan for one shard alone, which is its shard 0; its buckets are those of this plan."""
+        """The plan for one shard alone, as shard 0, with the same buckets as in this plan."""
         parts = tuple(self._by_shard[shard])
         return WeightPlan(parameters=self.parameters, senders=self.senders, needs=(self.needs[shard],), parts=parts)
 
@@ -219,7 +221,7 @@ class WeightPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def digests(self) -> tuple[int, ...]:
-        """[shards] 63 bits of a digest of the shard's plan, equal on its senders and workers."""
+        """[shards] 63 bits of a digest of the shard's plan, equal on the shard's senders and workers."""
         # 63 bits, because headers are signed int64
         texts = (to_json(self.of_shard(shard)) for shard in range(len(self.needs)))
         return tuple(int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) >> 1 for text in texts)
@@ -227,7 +229,7 @@ class WeightPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 @record
 class Slot:
-    """A rectangle and its bytes in a bucket."""
+    """A rectangle and the place of its bytes in a bucket."""
 
     part: int
     """Index into the plan's parts."""
@@ -255,8 +257,8 @@ def all_of(manifest: Manifest) -> Needs:
     return tuple((tuple((0, size) for size in meta.shape),) for meta in manifest)
 
 
-def whole(manifest: Manifest) -> WeightPlan:
-    """The plan of one sender that has all tensors as a whole, and of workers that need them as a whole."""
+def whole_plan(manifest: Manifest) -> WeightPlan:
+    """The plan of one sender and of workers that have and need all tensors as a whole."""
     needs = all_of(manifest)
     parts = (Part(number, 0, 0, ranges) for number, [ranges] in enumerate(needs))
     return WeightPlan(parameters=manifest, senders=1, needs=(needs,), parts=tuple(parts))
@@ -278,9 +280,9 @@ def needs_to_json(needs: Needs) -> str:
 
 
 def needs_from_json(text: str, manifest: Manifest) -> Needs:
-    """Inverse of `needs_to_json`. Raises ValueError for all but disjoint rectangles of the manifest's tensors."""
+    """Inverse of `needs_to_json`. Raises ValueError unless all needs are disjoint rectangles inside the tensors."""
     needs: Needs = _decoded(text, Needs, "rectangles of every tensor")
-    parts = tuple(Part(number, 0, 0, ranges) for number, needed in enumerate(needs) for ranges in needed)
+    parts = tuple(Part(number, 0, 0, ranges) for number, rectangles in enumerate(needs) for ranges in rectangles)
     check(WeightPlan(parameters=manifest, senders=1, needs=(needs,), parts=parts))
     return needs
 
@@ -307,42 +309,42 @@ def _decoded(text: str, kind: Any, name: str) -> Any:
 
 def check(plan: WeightPlan) -> None:
     """Raise ValueError unless every element that a shard needs is sent to the shard exactly once."""
-    # A plan may come from another process: its numbers are checked before they are used as indices.
+    # A plan may come from another process: numbers are checked before their use as indices.
     tensors = len(plan.parameters)
     shards = len(plan.needs)
-    sent: list[list[list[Ranges]]] = [[[] for _ in plan.parameters] for _ in plan.needs]
+    sent_rectangles: list[list[list[Ranges]]] = [[[] for _ in plan.parameters] for _ in plan.needs]
     for part in plan.parts:
         inside = 0 <= part.tensor < tensors and 0 <= part.sender < plan.senders and 0 <= part.shard < shards
         if not inside:
             raise ValueError(
                 f"weights: the plan has {tensors} tensors, {plan.senders} senders and {shards} shards, and no {part}"
             )
-        sent[part.shard][part.tensor].append(part.ranges)
+        sent_rectangles[part.shard][part.tensor].append(part.ranges)
     for shard, needs in enumerate(plan.needs):
         if len(needs) != tensors:
             raise ValueError(
                 f"weights: shard {shard} has needs for {len(needs)} tensors, the plan has {tensors} tensors"
             )
-        for meta, rectangles, needed in zip(plan.parameters, sent[shard], needs):
-            _check_cover(meta, rectangles, needed)
+        for meta, rectangles, tensor_needs in zip(plan.parameters, sent_rectangles[shard], needs):
+            _check_cover(meta, rectangles, tensor_needs)
 
 
-def _check_cover(meta: ParamMeta, rectangles: Sequence[Ranges], needed: Sequence[Ranges]) -> None:
-    for ranges in (*rectangles, *needed):
+def _check_cover(meta: ParamMeta, sent_rectangles: Sequence[Ranges], needed_rectangles: Sequence[Ranges]) -> None:
+    for ranges in (*sent_rectangles, *needed_rectangles):
         inside = len(ranges) == len(meta.shape) and all(0 <= a < b <= n for (a, b), n in zip(ranges, meta.shape))
         if not inside:
             raise ValueError(f"weights: {meta.name}: the rectangle {ranges} is not inside the shape {meta.shape}")
-    # The common case: one rectangle that is sent as it is needed.
-    if len(needed) <= 1 and list(rectangles) == list(needed):
+    # The common case: one rectangle, sent as needed.
+    if len(needed_rectangles) <= 1 and list(sent_rectangles) == list(needed_rectangles):
         return
-    sent, wanted = _counted(meta, rectangles, needed)
-    if np.any(wanted > 1):
+    sent_counts, needed_counts = _counted(meta, sent_rectangles, needed_rectangles)
+    if np.any(needed_counts > 1):
         raise ValueError(f"weights: {meta.name}: some elements are needed twice")
-    if not np.array_equal(sent, wanted):
+    if not np.array_equal(sent_counts, needed_counts):
         problem = "sent and not needed"
-        if np.any(sent < wanted):
+        if np.any(sent_counts < needed_counts):
             problem = "needed and not sent"
-        elif np.any(sent > 1):
+        elif np.any(sent_counts > 1):
             problem = "sent twice"
         raise ValueError(f"weights: {meta.name}: some elements are {problem}")
 
@@ -350,8 +352,8 @@ def _check_cover(meta: ParamMeta, rectangles: Sequence[Ranges], needed: Sequence
 def _counted(meta: ParamMeta, *groups: Sequence[Ranges]) -> list[np.ndarray]:
     """[groups] how often a group's rectangles have each cell of the tensor.
 
-    The boundaries of all rectangles cut the tensor into cells. Counting them takes less time than counting elements,
-    of which a tensor has a billion, or than comparing pairs of rectangles.
+    The boundaries of all rectangles cut the tensor into cells. Counting cells takes less time than counting a
+    tensor's billion elements, or than comparing pairs of rectangles.
     """
     rectangles = list(chain.from_iterable(groups))
     cell_of_edge = []
@@ -366,7 +368,7 @@ def _counted(meta: ParamMeta, *groups: Sequence[Ranges]) -> list[np.ndarray]:
 
 
 def not_covered(manifest: Manifest, needs: Iterable[Needs]) -> str:
-    """Why an engine does not take all of a tensor, empty if it takes all of every tensor. needs: of its workers."""
+    """Why an engine takes a tensor in part, empty for an engine that takes all elements. needs: each worker's."""
     for number, meta in enumerate(manifest):
         rectangles = set(chain.from_iterable(worker_needs[number] for worker_needs in needs))
         whole_tensor = tuple((0, size) for size in meta.shape)
@@ -408,7 +410,7 @@ def _pair_buckets(plan: WeightPlan, sender: int, shard: int, numbers: Iterable[i
 
 @record
 class Connection:
-    """The broadcast groups for weights. Produced by `WeightSync`; `msgspec.to_builtins` makes JSON of it."""
+    """The broadcast groups for weights. Produced by `WeightSync`, and sent as JSON by `msgspec.to_builtins`."""
 
     backend: str
     """gloo, nccl or shm."""
@@ -430,7 +432,7 @@ class Connection:
 
 @record
 class SendReport:
-    """A finished weight update, as the sending ranks measured it."""
+    """The sending ranks' measurements of a finished weight update."""
 
     seconds: float = 0.0
     bytes: int = 0
@@ -444,6 +446,6 @@ class SendReport:
     digests: tuple[str, ...] = ()
     """[shards] digest of the buckets that were sent to the shard (hex)."""
     values: tuple[str, ...] = ()
-    """[shards] digest of the values that the shard received (hex), whatever buckets they were sent in."""
+    """[shards] digest of the values that the shard received (hex), independent of the buckets."""
     failure: str = ""
-    """Why a group failed, as when an engine ends during the broadcast; then the other fields do not count."""
+    """Why a group failed, as when an engine ends during the broadcast; then no further field counts."""

@@ -1,13 +1,13 @@
-"""The trainer's side of a weight update: every sending rank sends its own parts to all engines.
+"""The trainer's side of a weight update: every sending rank sends a share of the parts to all engines.
 
 Life of the sending side, on every rank at once:
 
     connect    the groups of the last connection are left, and each sending rank forms groups with its shards' workers
-    send       each sending rank sends its buckets; then all ranks sum a table of digests and bytes
+    send       each sending rank sends buckets; then all ranks sum a table of digests and bytes
     close      the groups are left
 
-An engine that is gone does not end the trainer. The ranks tell each other whether their groups failed, and all of
-them return the failure.
+An engine that is gone does not end the trainer. The ranks tell each other which groups failed, and all ranks return
+the failure.
 """
 
 import logging
@@ -31,22 +31,22 @@ logger = logging.getLogger(__name__)
 class WeightSending:
     """This rank's part in the weight updates of a run."""
 
-    def __init__(self, source: MegatronWeightSource, *, bucket_mib: int, written: ChangeRecord | None = None):
-        """written: the optimizer's record of changes; without it, parameters are compared with copies."""
+    def __init__(self, source: MegatronWeightSource, *, bucket_mib: int, change_record: ChangeRecord | None = None):
+        """change_record: the optimizer's record; without a record, parameters are compared with copies."""
         self._source = source
         self._parallel = source.parallel
         self._bucket_mib = bucket_mib
-        self._written = written or ChangeRecord()
+        self._change_record = change_record or ChangeRecord()
         self._sender: Sender | None = None
 
     def connect(self, connection: Connection) -> str:
-        """Why a group could not be formed, empty if all were. Collective."""
+        """Why a group could not be formed, empty if all groups were formed. Collective."""
         failure = ""
         number = self._source.sender
         self.close()
         # A rank that does not send records changes for the ranks that do.
-        has_readers = number is not None or bool(self._written.gathers)
-        self._written.want(connection.deltas != "off" and has_readers, self._source.parts())
+        has_readers = number is not None or bool(self._change_record.gathers)
+        self._change_record.want(connection.deltas != "off" and has_readers, self._source.parts())
         if number is not None:
             shards = [shard for sender, shard in self._source.plan.pairs if sender == number]
             try:
@@ -68,8 +68,8 @@ class WeightSending:
         plan = self._source.plan
         order = buckets(plan, self._bucket_mib)
         self._source.begin()
-        self._written.gather()
-        # Each rank fills in its own buckets, and the rest stays 0: the sum over ranks is the whole table.
+        self._change_record.gather()
+        # Each rank fills in its own buckets and leaves 0 elsewhere: the sum over ranks is the whole table.
         bucket_digests = torch.zeros(len(order), dtype=torch.int64)
         bucket_bytes = torch.zeros_like(bucket_digests)
         shard_digests = torch.zeros(len(plan.needs), dtype=torch.int64)
@@ -78,14 +78,14 @@ class WeightSending:
             numbers = [number for number, bucket in enumerate(order) if bucket.sender == self._source.sender]
             try:
                 bucket_digests[numbers] = _signed(
-                    self._sender.send(plan, self._source.as_sent, version, self._written)
+                    self._sender.send(plan, self._source.as_sent, version, self._change_record)
                 )
                 bucket_bytes[numbers] = _signed(self._sender.sizes)
                 shard_digests[list(self._sender.values)] = _signed(self._sender.values.values())
             except RuntimeError as error:
                 failure = _logged(f"weights of version {version} were not sent", error)
-        # All ranks come here, also where a group has failed: the others wait for this rank's part of the table.
-        self._written.forget()
+        # All ranks come here, also where a group has failed: every rank waits for this rank's part of the table.
+        self._change_record.forget()
         failure, table = self._shared(failure, torch.cat((bucket_digests, bucket_bytes, shard_digests)))
         if failure:
             return SendReport(failure=failure)
@@ -110,15 +110,15 @@ class WeightSending:
         )
 
     def _shared(self, failure: str, numbers: torch.Tensor) -> tuple[str, torch.Tensor]:
-        """(failure of this rank or name of the rank that failed, "" if none did; sum of all ranks' `numbers`)."""
-        failed = torch.zeros(self._parallel.world_size, dtype=torch.int64)
-        failed[self._parallel.rank] = bool(failure)
-        table = torch.cat((failed, numbers)).to(self._parallel.device)
+        """(failure of this rank or name of the rank that failed, "" without failure; sum of all ranks' `numbers`)."""
+        failed_ranks = torch.zeros(self._parallel.world_size, dtype=torch.int64)
+        failed_ranks[self._parallel.rank] = bool(failure)
+        table = torch.cat((failed_ranks, numbers)).to(self._parallel.device)
         dist.all_reduce(table)
-        ranks = table[: len(failed)].nonzero().flatten().tolist()
+        ranks = table[: len(failed_ranks)].nonzero().flatten().tolist()
         if ranks and not failure:
             failure = f"the weight group of trainer rank {ranks[0]} failed, see its log"
-        return failure, table[len(failed) :].cpu()
+        return failure, table[len(failed_ranks) :].cpu()
 
 
 def _signed(numbers: Iterable[int]) -> torch.Tensor:
@@ -126,7 +126,7 @@ def _signed(numbers: Iterable[int]) -> torch.Tensor:
     return torch.tensor(list(numbers), dtype=torch.uint64).view(torch.int64)
 
 
-def _logged(what: str, error: RuntimeError) -> str:
+def _logged(event: str, error: RuntimeError) -> str:
     line = str(error) or type(error).__name__
-    logger.warning("%s: %s", what, line)
+    logger.warning("%s: %s", event, line)
     return line

@@ -2,13 +2,13 @@
 
 Life of a source:
 
-    create      all ranks share their places in the layout; the first plan is for workers that need everything
+    create      all ranks share places in the layout; the first plan is for workers that need everything
     plan_for    when engines connect, all ranks plan updates for the shards' needs, and compare the plans' digests
     begin       before each update, all ranks wait for parameters that Megatron still gathers
-    as_sent     a sender reads each of its parts: a view of a parameter, or adapters merged into it
+    as_sent     a sender reads a part: a view of a parameter, or of weights with merged adapters
 
-The family's weight map (models/family.py) is used in one direction to load a checkpoint and in the other to send
-the weights; there is no second table.
+The family's weight map (models/family.py) serves in one direction to load a checkpoint and in the reverse direction
+to send the weights; there is no second table.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,19 +52,19 @@ def fill(chunks: Sequence[Any], family: Family, read: Callable[..., torch.Tensor
 def check_held(chunks: Sequence[Any], family: Family, parallel: Parallel) -> None:
     """Check that the family's Hugging Face format holds everything that the model trains or keeps.
 
-    Raises ValueError for a parameter or a persistent buffer without a place in it: an export would lose it.
+    Raises ValueError for a parameter or a persistent buffer that an export to this format would lose.
     """
     rules = {rule.megatron for rule in family.rules}
     names = set(canonical_parameters(chunks, parallel)) - rules
-    if lost := sorted(name for name in names if not is_adapter(name)):
+    if extras := sorted(name for name in names if not is_adapter(name)):
         raise ValueError(
-            f"megatron.model: the Hugging Face format of {family.name} has no place for {lost[0]}; an export would "
+            f"megatron.model: the Hugging Face format of {family.name} has no place for {extras[0]}; an export would "
             "lose it"
         )
 
 
 class MegatronWeightSource:
-    """The trained policy's weights in parts of Hugging Face tensors; each rank reads its own shards.
+    """The trained policy's weights in parts of Hugging Face tensors; each rank reads local shards.
 
     Every rank creates a source; the constructor is collective. Until `plan_for`, the plan is for workers that need
     everything.
@@ -75,33 +75,34 @@ class MegatronWeightSource:
     ):
         """most_senders: limit of the ranks that send; one copy of the model sends in any case.
 
-        family: whose weight map names the tensors, that of the policy's adapters for them alone; None: the policy's.
+        family: the weight map that names the tensors, such as the adapters' map to send adapters alone; None: the
+        policy's.
         """
         self.parallel = parallel
         self.family: Family = family or unwrap(chunks[0]).family
         self._chunks = chunks
         self._parameters = canonical_parameters(chunks, parallel)
-        self._adapted = _adapted(chunks)
-        self._last: tuple[str, torch.Tensor] | None = None
-        """Name and result of the last function of `_adapted` that was called in this update."""
+        self._adapter_functions = _adapter_functions(chunks)
+        self._last_call: tuple[str, torch.Tensor] | None = None
+        """Name and result of the last call of a function of `_adapter_functions` in this update."""
         config = unwrap(chunks[0]).config
         self._dtype = str(config.params_dtype).removeprefix("torch.")
         self.manifest = manifest(self.family, self._dtype)
         self._stages = _stage_of_layer(config.num_layers, self._parameters, parallel)
         self._places = _places(parallel)
         self._most_senders = max(most_senders, 1)
-        self._sends = self._planned([all_of(self.manifest)])
+        self._sends = self._planned_sends([all_of(self.manifest)])
 
     def plan_for(self, needs: Sequence[Needs]) -> WeightPlan:
         """Plan updates for workers with these needs, [shards]; the plan is equal on all ranks. Collective.
 
         Raises ValueError for needs that are outside of the tensors, RuntimeError if the ranks' plans differ.
         """
-        self._sends = self._planned(needs)
+        self._sends = self._planned_sends(needs)
         _check_same(self.plan.digests, self.parallel)
         return self.plan
 
-    def _planned(self, needs: Sequence[Needs]) -> SendPlan:
+    def _planned_sends(self, needs: Sequence[Needs]) -> SendPlan:
         return send_plan(
             self.family, self._places, self._stages, needs, dtype=self._dtype, most_senders=self._most_senders
         )
@@ -113,29 +114,30 @@ class MegatronWeightSource:
 
     @property
     def sender(self) -> int | None:
-        """This rank's number among the senders; None if it sends nothing."""
+        """This rank's number among the senders; None for a rank that sends no part."""
         if self.parallel.rank not in self._sends.ranks:
             return None
         return self._sends.ranks.index(self.parallel.rank)
 
     def read(self, part: int) -> torch.Tensor:
-        """The values of one of this rank's parts, of the shape of its rectangle: a view of the parameter."""
+        """The values of a part of this rank, in the rectangle's shape: a view of the parameter."""
         return self._part(part, self._parameters[self._sends.holdings[part].megatron].data)
 
     @torch.no_grad()
     def as_sent(self, part: int) -> torch.Tensor:
-        """The values of one of this rank's parts that engines get.
+        """The values of a part of this rank as engines get them.
 
-        Those of `read`, but for weights with adapters, which are merged, and for B, which is multiplied by the scale.
+        Equal to `read`, except for weights with adapters, which are merged, and for B, which is multiplied by the
+        scale.
         """
         name = self._sends.holdings[part].megatron
         parameter = self._parameters[name]
-        if id(parameter) not in self._adapted:
+        if id(parameter) not in self._adapter_functions:
             return self._part(part, parameter.data)
         # A parameter's parts follow each other.
-        if self._last is None or self._last[0] != name:
-            self._last = (name, self._adapted[id(parameter)](parameter.data))
-        return self._part(part, self._last[1])
+        if self._last_call is None or self._last_call[0] != name:
+            self._last_call = (name, self._adapter_functions[id(parameter)](parameter.data))
+        return self._part(part, self._last_call[1])
 
     def _part(self, part: int, shard: torch.Tensor) -> torch.Tensor:
         holding = self._sends.holdings[part]
@@ -146,23 +148,23 @@ class MegatronWeightSource:
         return values[within(holding.ranges, self.plan.parts[part].ranges)]
 
     def parts(self) -> list[torch.Tensor]:
-        """The values of all of this rank's parts, views of the parameters."""
+        """The values of all parts of this rank, views of the parameters."""
         return [self.read(number) for number, part in enumerate(self.plan.parts) if part.sender == self.sender]
 
     def begin(self) -> None:
         """Wait for parameters that the distributed optimizer is still gathering in the background; before `read`.
 
-        Collective: Megatron gathers them now where it has not begun to.
+        Collective: Megatron now begins each gather that has not begun.
         """
-        self._last = None
+        self._last_call = None
         for chunk in self._chunks:
             ddp = getattr(chunk, "ddp_config", None)
             if ddp is not None and ddp.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
 
-def _adapted(chunks: Sequence[Any]) -> dict[int, Callable[[torch.Tensor], torch.Tensor]]:
-    """id of a parameter -> what is sent in its place, of weights with adapters and of the adapters' B."""
+def _adapter_functions(chunks: Sequence[Any]) -> dict[int, Callable[[torch.Tensor], torch.Tensor]]:
+    """id of a parameter -> function of the sent values, for weights with adapters and for the adapters' B."""
     functions = {}
     for chunk in chunks:
         for linear in unwrap(chunk).modules():
@@ -203,9 +205,9 @@ def _check_same(digests: Sequence[int], parallel: Parallel) -> None:
 
 
 def canonical_parameters(chunks: Sequence[Any], parallel: Parallel) -> dict[str, torch.Tensor]:
-    """This rank's parameters and kept buffers by the weight map's names.
+    """This rank's parameters and persistent buffers by the weight map's names.
 
-    These have global layer and expert numbers, and the names of plain layers.
+    The names have global layer and expert numbers, and the spelling of plain layers.
     """
     parameters = {}
     for chunk in chunks:
@@ -213,19 +215,19 @@ def canonical_parameters(chunks: Sequence[Any], parallel: Parallel) -> dict[str,
         experts = (model.config.num_moe_experts or 0) // parallel.ep_size
         for name, parameter in model.state_dict(keep_vars=True).items():
             if "_extra_state" not in name:
-                parameters[_canonical(name, model, first_expert=parallel.ep_rank * experts)] = parameter
+                parameters[_canonical_name(name, model, first_expert=parallel.ep_rank * experts)] = parameter
     return parameters
 
 
-def _canonical(name: str, model: Any, *, first_expert: int) -> str:
+def _canonical_name(name: str, model: Any, *, first_expert: int) -> str:
     layer = LAYER.match(name)
     if layer is None:
         return name
     number = model.decoder.layers[int(layer[1])].layer_number - 1
     name = f"decoder.layers.{number}.{name[layer.end() :]}"
-    for plain, fused in FUSED_NORMS.items():
-        if name.endswith(fused):
-            return name.removesuffix(fused) + plain
+    for plain_name, fused_name in FUSED_NORMS.items():
+        if name.endswith(fused_name):
+            return name.removesuffix(fused_name) + plain_name
     name = GROUPED_EXPERT.sub(r".experts.local_experts.\2.linear_fc\1.weight", name)
     return EXPERT.sub(lambda match: f".experts.local_experts.{int(match[1]) + first_expert}.", name)
 

@@ -2,7 +2,7 @@
 
     sum_r rows[r] * sum_j inner[j] * bits[starts[r] + j]      modulo 2^64
 
-It runs on a GPU, or on CPU tensors in Triton's interpreter.
+The kernel also runs on CPU tensors in Triton's interpreter.
 """
 
 import torch
@@ -24,7 +24,7 @@ def weighted_sum(bits: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor, i
     if not len(starts) or not width:
         return 0
     sums = torch.empty(len(starts), triton.cdiv(width, SPAN), dtype=torch.int64, device=bits.device)
-    # Loads widen signed integers with their sign; the mask makes them unsigned. -1 keeps all 64 bits.
+    # Loads widen integers with the sign; the mask makes the integers unsigned. -1 keeps all 64 bits.
     mask = -1
     if bits.element_size() < 8:
         mask = (1 << (8 * bits.element_size())) - 1

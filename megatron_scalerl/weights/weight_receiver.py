@@ -1,14 +1,14 @@
 """Receives weight updates in vLLM's workers: vLLM's weight-transfer protocol over our broadcast groups.
 
-Life of a receiver; the names are those of the engine's HTTP paths:
+Life of a receiver, by the engine's HTTP paths:
 
     init_weight_transfer_engine   join the groups of the senders, get the shard's plan
-    update_weights                receive, check every bucket, write its payloads into the live parameters
+    update_weights                receive, check every bucket, write the payloads into the live parameters
 
-A model whose parameters only its own loader can fill (`live_weights`) goes through vLLM's layerwise reload instead:
-`start_weight_update` moves the parameters to the meta device, `finish_weight_update` copies the new ones to their old
-addresses. A failed update leaves the parameters partly written or loaded. The next `start` discards that state first,
-so that a later one loads the whole model again; until then the model must not run.
+A model whose parameters only vLLM's loader can fill (`live_weights`) goes through vLLM's layerwise reload instead:
+`start_weight_update` moves the parameters to the meta device, `finish_weight_update` copies new parameters to the old
+addresses. A failed update leaves the parameters partly written or loaded. The next `start` discards this state first,
+so that a later update loads the whole model again; until then the model must not run.
 """
 
 import logging
@@ -41,7 +41,7 @@ from megatron_scalerl.weights.plan import (
     needs_to_json,
 )
 from megatron_scalerl.weights.transport import join_sender
-from megatron_scalerl.weights.transport.frames import Payload, assembled, receive
+from megatron_scalerl.weights.transport.frames import Payload, assembled_tensors, receive
 from megatron_scalerl.weights.transport.gloo import Group
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
-    """The receiver of one worker: its groups, its shard's plan, and the version that it holds."""
+    """The receiver of one worker: groups, the shard's plan, and the version of the live parameters."""
 
     init_info_cls = ConnectInfo
     update_info_cls = UpdateInfo
@@ -76,20 +76,20 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.digest = ""
-        """Digest of the last update's buckets (hex), empty while none is complete."""
+        """Digest of the last update's buckets (hex), empty while no update is complete."""
         self._groups: dict[int, Group] = {}
         """Sender -> group."""
         self._plan: WeightPlan | None = None
         """The plan of this worker's shard."""
-        self._holds: int | None = None
-        """The version of the live parameters, None unless all of it came over these groups."""
+        self._held_version: int | None = None
+        """The version of the live parameters, None unless all values came over these groups."""
         self._copies: dict[str, list[str]] = {}
-        """Parameter -> its other names, for vLLM's loader (`_tied`)."""
+        """Parameter -> further names, for vLLM's loader (`_tied_names`)."""
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
-        """Join the senders' groups, leaving earlier ones. Raises ValueError for an invalid connection or plan."""
+        """Leave earlier groups and join the senders' groups. Raises ValueError for an invalid connection or plan."""
         self.shutdown()
-        self._holds = None
+        self._held_version = None
         connection = msgspec.convert(init_info.connection, Connection)
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + get_world_group().rank
@@ -103,7 +103,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         self._discard_failed_update()
         if self._live_weights() is not None:
             return
-        self._copies = self._tied()
+        self._copies = self._tied_names()
         if self.device.type == "cpu":
             self._reset_expert_kernels()
         initialize_layerwise_reload(self.model)
@@ -128,9 +128,9 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         digests: list[int] = []
         # Live weights take each payload at once, so that two buckets of memory are enough.
         reuse = live is not None
-        payloads = receive(self._groups, plan, version, digests, holds=self._holds, reuse=reuse)
-        # Until the update is complete, the parameters are of no version.
-        self._holds = None
+        payloads = receive(self._groups, plan, version, digests, held_version=self._held_version, reuse=reuse)
+        # Until the update is complete, the parameters have no version.
+        self._held_version = None
         try:
             if live is None:
                 self._load(plan, payloads)
@@ -141,57 +141,57 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         except BaseException:
             self.shutdown()
             raise
-        # vLLM's loader takes whole tensors alone, and no changes.
-        self._holds = None if live is None else version
+        # vLLM's loader takes whole tensors and no changes: without a version, the next update is whole.
+        self._held_version = None if live is None else version
         self.digest = combine(digests)
 
     def _live_weights(self) -> LiveWeights | None:
-        """The live parameters that updates are written into, None if updates go through vLLM's loader."""
+        """The live parameters that updates write, None if updates go through vLLM's loader."""
         if self._plan is None:
             return None
-        return _live(self.model, self._plan.parameters)
+        return _live_weights_of(self.model, self._plan.parameters)
 
     def _load(self, plan: WeightPlan, payloads: Iterator[Payload]) -> None:
         """Give whole tensors to vLLM's loader."""
         model = cast(Any, self.model)
-        expected = {name for name, _ in self.model.named_parameters() if not name.startswith(VISION)}
-        arrived = []
+        expected_names = {name for name, _ in self.model.named_parameters() if not name.startswith(VISION)}
+        arrivals = []
 
         def tensors() -> Any:
-            for name, tensor in assembled(payloads, plan):
-                arrived.append(name)
+            for name, tensor in assembled_tensors(payloads, plan):
+                arrivals.append(name)
                 yield name, tensor
                 for copy in self._copies.get(name, ()):
                     yield copy, tensor
 
-        loaded = model.load_weights(tensors())
-        needed = [meta.name for meta, rectangles in zip(plan.parameters, plan.needs[0]) if rectangles]
-        if sorted(arrived) != sorted(needed):
+        loaded_names = model.load_weights(tensors())
+        needed_names = [meta.name for meta, rectangles in zip(plan.parameters, plan.needs[0]) if rectangles]
+        if sorted(arrivals) != sorted(needed_names):
             raise RuntimeError(
-                f"weight update: {len(arrived)} tensors arrived for the {len(needed)} that the worker needs"
+                f"weight update: {len(arrivals)} tensors arrived for the {len(needed_names)} that the worker needs"
             )
-        if loaded is not None and (missing := sorted(expected - loaded)):
-            raise RuntimeError(f"weight update: the model's loader did not set {missing[:3]}")
+        if loaded_names is not None and (missing_names := sorted(expected_names - loaded_names)):
+            raise RuntimeError(f"weight update: the model's loader did not set {missing_names[:3]}")
         self._refuse_partial_layers()
 
     def finish_weight_update(self) -> None:
-        """Copy the new parameters to their final addresses."""
+        """Copy the new parameters to the final addresses."""
         if self._live_weights() is None:
             finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Leave the groups."""
         groups = self._groups
-        # forgotten first: what fails to close now would fail at every later shutdown, too
+        # The groups are forgotten first: a group that fails to close would fail at every later shutdown, too.
         self._groups = {}
         for group in groups.values():
             group.close()
 
-    def _tied(self) -> dict[str, list[str]]:
-        """Parameter -> its other names, as of a head that is tied to the embedding.
+    def _tied_names(self) -> dict[str, list[str]]:
+        """Parameter -> further names, as of a head that is tied to the embedding.
 
-        A layerwise reload makes two parameters of it, and on CPUs each layer packs its weights. So both are loaded,
-        and then copied to the address that they share.
+        A layerwise reload makes two parameters of a tied weight, and on CPUs each layer packs its copy. So both
+        parameters are loaded, and then copied to the shared address.
         """
         first_names: dict[int, str] = {}
         copies: dict[str, list[str]] = {}
@@ -204,7 +204,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         return copies
 
     def _refuse_partial_layers(self) -> None:
-        """Raise RuntimeError for a layer that was loaded in part, whose other values would silently stay old."""
+        """Raise RuntimeError for a layer that was loaded in part: missing values would silently stay old."""
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             if info.can_load() and 0 < info.load_numel < self._loadable(layer, info.load_numel_total or 0):
@@ -214,7 +214,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
 
     @staticmethod
     def _loadable(layer: torch.nn.Module, total: int) -> int:
-        """Number of values that a checkpoint has for a layer, which is without the padding of vocabularies."""
+        """Number of values that a checkpoint has for a layer: all but the padding of vocabularies."""
         indices = getattr(layer, "shard_indices", None)
         if indices is None:
             return total
@@ -222,7 +222,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         return total * rows // indices.num_elements_padded
 
     def _reset_expert_kernels(self) -> None:
-        """Make vLLM set up its expert kernels again.
+        """Make vLLM set up the expert kernels again.
 
         vLLM 0.32.0 packs expert weights for the CPU only where a layer has no kernel yet
         (UnquantizedFusedMoEMethod._setup_kernel): an update would replace packed weights by unpacked ones. On GPUs
@@ -234,7 +234,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
                 method.moe_kernel = None
 
     def _discard_failed_update(self) -> None:
-        # vLLM keeps the old parameters of a layer until all of it is loaded, and would go on with the failed reload.
+        # vLLM keeps a layer's old parameters until the whole layer is loaded, and would go on with the failed reload.
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -246,12 +246,12 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
 def needs_of(model: Any, manifest: str) -> str:
     """The rectangles of a manifest's tensors that a worker's model needs, as JSON.
 
-    Where updates go through vLLM's loader, these are all tensors as a whole.
+    A model that vLLM's loader fills needs all tensors as a whole.
 
-    Raises ValueError for tensors that are not the model's, by name.
+    Raises ValueError, with a name, for tensors that the model does not have.
     """
     tensors = manifest_from_json(manifest)
-    live = _live(model, tensors)
+    live = _live_weights_of(model, tensors)
     if live is None:
         return needs_to_json(all_of(tensors))
     return needs_to_json(live.needs)
@@ -268,10 +268,10 @@ def live_digest(model: Any) -> str:
     return f"{live.digest():016x}"
 
 
-def _live(model: Any, manifest: Manifest) -> LiveWeights | None:
-    """The model's live parameters, None where only its loader can fill them; recorded once for a manifest.
+def _live_weights_of(model: Any, manifest: Manifest) -> LiveWeights | None:
+    """The model's live parameters, None for a model that only vLLM's loader can fill; recorded once for a manifest.
 
-    Raises ValueError for tensors that are not the model's, by name.
+    Raises ValueError, with a name, for tensors that the model does not have.
     """
     recorded_manifest, live = getattr(model, "_msrl_live", ((), None))
     if recorded_manifest != manifest:

@@ -32,7 +32,7 @@ class Worker:
 
     def take(self, version):
         """A copy of all tensors after an update."""
-        received = receive(self.groups, self.plan, version, [], holds=self.version)
+        received = receive(self.groups, self.plan, version, [], held_version=self.version)
         for part in (each for of in received for each in (of if isinstance(of, list) else [of])):
             here = self.held[self.plan.parameters[part.tensor].name][tuple(slice(a, b) for a, b in part.ranges)]
             if isinstance(part, Changes):
@@ -169,7 +169,7 @@ def _connected(path, layout, workers, rendezvous):
             connect_timeout_s=120,
             deltas="absolute",
         )
-        sending = WeightSending(source, bucket_mib=1, written=changes.written if changes else None)
+        sending = WeightSending(source, bucket_mib=1, change_record=changes.written if changes else None)
         with ThreadPoolExecutor(workers) as pool:
             joining = _on_rank_0(pool, [partial(Worker, plan, n, connection) for n in range(workers)])
             assert sending.connect(connection) == ""

@@ -11,7 +11,7 @@ from megatron_scalerl.checkpoints.commit import write_commit
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous
 from megatron_scalerl.trainer.messages import TrainerInfo
 from megatron_scalerl.types import StepReport
-from megatron_scalerl.weights.plan import SendReport, whole
+from megatron_scalerl.weights.plan import SendReport, whole_plan
 
 TRAIN_S, SAVE_S = 2.0, 0.5
 INFO = TrainerInfo(dp_size=1, parameters=1, device="cpu", backend="gloo", logits="fp32")
@@ -102,7 +102,7 @@ class StandInTrainer:
         return self._manifest
 
     async def plan_weights(self, needs):
-        return whole(self._manifest)
+        return whole_plan(self._manifest)
 
     async def connect_weights(self, connection):
         [self.world_size] = connection.world_sizes

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from megatron_scalerl.distributed import device
 from megatron_scalerl.distributed.rendezvous import FolderRendezvous, use_interface
-from megatron_scalerl.weights.plan import Connection, manifest_of, whole
+from megatron_scalerl.weights.plan import Connection, manifest_of, whole_plan
 from megatron_scalerl.weights.transport import join_sender, make_sender
-from megatron_scalerl.weights.transport.frames import assembled, receive
+from megatron_scalerl.weights.transport.frames import assembled_tensors, receive
 
 ELEMENTS = 16 << 20
 """64 MiB: more than sockets hold."""
@@ -32,7 +32,7 @@ def connection(group, folder):
 
 
 def plan():
-    return whole(manifest_of([("a", "float32", (ELEMENTS,))]))
+    return whole_plan(manifest_of([("a", "float32", (ELEMENTS,))]))
 
 
 def send(folder):
@@ -58,7 +58,7 @@ def take(group, folder):
     if group == "gone":
         joined.broadcast(torch.zeros(5, dtype=torch.int64, device=joined.device))  # the header
         os.kill(os.getpid(), signal.SIGKILL)
-    [(_, weights)] = assembled(receive({0: joined}, plan(), 1, []), plan())
+    [(_, weights)] = assembled_tensors(receive({0: joined}, plan(), 1, []), plan())
     assert torch.equal(weights.cpu(), torch.arange(ELEMENTS, dtype=torch.float32))
 
 

@@ -190,13 +190,13 @@ def send(matrices, width):
     """(digests of three updates with the same weights, GiB per second of the fastest)."""
     from megatron_scalerl.distributed import device
     from megatron_scalerl.distributed.rendezvous import private_folder, use_interface
-    from megatron_scalerl.weights.plan import Connection, buckets, manifest_of, whole
+    from megatron_scalerl.weights.plan import Connection, buckets, manifest_of, whole_plan
     from megatron_scalerl.weights.transport import make_sender
 
     generator = torch.Generator(device.device()).manual_seed(2)
     options = dict(device=device.device(), dtype=torch.bfloat16, generator=generator)
     tensors = [torch.randn(width, width, **options) for _ in range(matrices)]
-    plan = whole(manifest_of((f"w{n}", "bfloat16", t.shape) for n, t in enumerate(tensors)))
+    plan = whole_plan(manifest_of((f"w{n}", "bfloat16", t.shape) for n, t in enumerate(tensors)))
     digests, seconds = set(), []
     with private_folder() as rendezvous:
         use_interface(rendezvous)  # before the first group, so that gloo and NCCL listen on loopback only

@@ -9,7 +9,7 @@ from logits.logit_problems import as_megatron_parameter, by_log_softmax
 
 from megatron_scalerl.logits import token_logprobs
 from megatron_scalerl.logits.choice import choose_backend
-from megatron_scalerl.logits.projection import Projection, merged, results
+from megatron_scalerl.logits.projection import Projection, merged_statistics, results
 
 CPU = torch.device("cpu")
 TOKENS, WIDTH, VOCAB = 700, 320, 5003
@@ -119,7 +119,7 @@ def test_two_shards_are_one_vocabulary(dtype, place):
     half = replace(whole, weight=weight[:2500]), replace(whole, weight=weight[2500:], first=2500)
     chosen = choose_backend(backend, device, dtype)
     one = results(chosen.statistics(whole))
-    two = results(merged(torch.stack([chosen.statistics(shard) for shard in half])))
+    two = results(merged_statistics(torch.stack([chosen.statistics(shard) for shard in half])))
     assert max((a - b).abs().max().item() for a, b in zip(one, two)) <= NATS
 
 

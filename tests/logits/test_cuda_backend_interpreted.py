@@ -15,7 +15,7 @@ from triton_interpreter import bf16_as_on_a_gpu, interpret
 from megatron_scalerl.logits import cuda_backend, row_kernels, token_logprobs
 from megatron_scalerl.logits.api import token_loss
 from megatron_scalerl.logits.cuda_backend import CudaBackend, gradient_block, statistics_block
-from megatron_scalerl.logits.projection import Projection, TokenGradients, merged, results
+from megatron_scalerl.logits.projection import Projection, TokenGradients, merged_statistics, results
 
 TOKENS, WIDTH, VOCAB = 21, 24, 150
 TIGHT, ROOMY = 12_000, 2**20
@@ -198,7 +198,7 @@ def test_two_shards_give_what_one_does():
     shards = [replace(whole, weight=weight[:70]), replace(whole, weight=weight[70:], first=70)]
     outcome = []
     for parts in ([whole], shards):
-        lse, logprob, entropy = results(merged(torch.stack([CudaBackend().statistics(p) for p in parts])))
+        lse, logprob, entropy = results(merged_statistics(torch.stack([CudaBackend().statistics(p) for p in parts])))
         g = torch.linspace(-1.0, 2.0, TOKENS)
         given = TokenGradients(lse=lse, logprob=logprob, entropy=entropy, grad_logprob=g, grad_entropy=g.flip(0))
         grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)

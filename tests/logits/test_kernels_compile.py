@@ -57,7 +57,9 @@ def spills(names):
 @pytest.mark.parametrize("split", [False, True])
 def test_gradient_kernel_moves_16_bytes_at_a_time(opcodes, entropy, split):
     constants = {"ENTROPY": entropy, "SPLIT": split, "BLOCK": row_kernels.GRADIENT_BLOCK}
-    names = opcodes(row_kernels._logit_gradient_kernel, constants, targets="*i64", high="*bf16", low="*bf16")
+    names = opcodes(
+        row_kernels._logit_gradient_kernel, constants, targets="*i64", high_term="*bf16", low_term="*bf16"
+    )
     assert "LDG.E.128" in names and "STG.E.128" in names and not spills(names)
     assert sum(name.startswith("STG") for name in names) == (4 if split else 2)
 

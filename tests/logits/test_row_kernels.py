@@ -69,10 +69,10 @@ def gradients(z, targets, dtype, *, split, entropy):
     exact = z.double().requires_grad_()
     lse, logprob, h = truth_with_gradient(exact * scale, targets)
     ((logprob * g).sum() + (h * g_entropy).sum() * entropy).backward()
-    high = torch.empty_like(z, dtype=dtype) if dtype != z.dtype else z.clone()
-    low = torch.empty_like(high) if split else None
+    high_term = torch.empty_like(z, dtype=dtype) if dtype != z.dtype else z.clone()
+    low_term = torch.empty_like(high_term) if split else None
     logit_gradient(
-        high if dtype == z.dtype else z,
+        high_term if dtype == z.dtype else z,
         scale,
         targets,
         0,
@@ -84,10 +84,10 @@ def gradients(z, targets, dtype, *, split, entropy):
             grad_entropy=g_entropy if entropy else None,
         ),
         -torch.expm1(logprob.float()) * g,
-        high=high,
-        low=low,
+        high_term=high_term,
+        low_term=low_term,
     )
-    return high, low, exact.grad
+    return high_term, low_term, exact.grad
 
 
 def truth_with_gradient(z, targets):
@@ -100,5 +100,5 @@ def test_a_certain_target_keeps_its_gradient():
     """1 - p = 69 e^-30: from p itself it would be 0."""
     z, target = torch.zeros(1, 70), torch.tensor([40])
     z[0, 40] = 30.0
-    high, _, exact = gradients(z, target, torch.float32, split=False, entropy=False)
-    assert high[0, 40].item() == pytest.approx(exact[0, 40].item(), rel=1e-5) and exact[0, 40] != 0
+    high_term, _, exact = gradients(z, target, torch.float32, split=False, entropy=False)
+    assert high_term[0, 40].item() == pytest.approx(exact[0, 40].item(), rel=1e-5) and exact[0, 40] != 0

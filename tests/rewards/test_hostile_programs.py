@@ -23,7 +23,7 @@ from megatron_scalerl.rewards.limits import Limits, TimeLimitExceeded
 from megatron_scalerl.rewards.sandbox import Sandbox, SandboxError
 from megatron_scalerl.rewards.sandbox_init import OPEN_FILES, THREADS
 from megatron_scalerl.rewards.sandbox_probe import check_sandbox
-from megatron_scalerl.rewards.sandbox_seccomp import _ALLOWED, _ARCH, _CLONE, _CLONE3
+from megatron_scalerl.rewards.sandbox_seccomp import _ALLOWED_CALLS, _ARCH, _CLONE, _CLONE3
 
 ROOT = Path(__file__).parents[2]
 CASE = json.dumps([{"input": "2 3\n", "output": "5\n"}])
@@ -360,7 +360,7 @@ def test_a_host_without_user_namespaces_is_refused_in_one_line():
 def test_allowed_calls_have_the_numbers_of_libseccomp():
     number = CDLL(find_library("seccomp")).seccomp_syscall_resolve_name_arch
     unknown = -1  # newer than this libseccomp
-    wrong = {name for name, n in _ALLOWED.items() if number(_ARCH, name.encode()) not in (n, unknown)}
+    wrong = {name for name, n in _ALLOWED_CALLS.items() if number(_ARCH, name.encode()) not in (n, unknown)}
     assert not wrong and number(_ARCH, b"clone3") == _CLONE3 and number(_ARCH, b"clone") == _CLONE
 
 

@@ -162,7 +162,7 @@ def test_a_reference_that_is_taken_for_another_one_is_refused():
 @pytest.mark.parametrize("reference", ["12 cm^2", "\\frac{x}{3}", "0.1\\overline{6}", "(1,2]"])
 @pytest.mark.parametrize("equal, problem", [(False, "do not compare as equal"), (True, " compare as equal")])
 def test_each_reference_is_tried_on_its_own_forms_and_on_a_neighbour(reference, equal, problem, monkeypatch):
-    monkeypatch.setattr("megatron_scalerl.rewards.math.same", lambda *_: equal)
+    monkeypatch.setattr("megatron_scalerl.rewards.math.is_equal", lambda *_: equal)
     assert problem in check_references([reference])[0]
 
 

@@ -26,7 +26,7 @@ from megatron_scalerl.recipe.file import dump_recipe
 from megatron_scalerl.trainer.client import TrainerClient, TrainerError
 from megatron_scalerl.weights.digest import combine
 from megatron_scalerl.weights.plan import Connection, all_of
-from megatron_scalerl.weights.transport.frames import assembled, receive
+from megatron_scalerl.weights.transport.frames import assembled_tensors, receive
 from megatron_scalerl.weights.transport.gloo import Group
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -106,7 +106,9 @@ async def receive_weights(client, version):
     _, groups = await asyncio.gather(client.connect_weights(connection), asyncio.to_thread(join))
 
     def collect():
-        return {name: tensor.clone() for name, tensor in assembled(receive(groups, plan, version, digests), plan)}
+        return {
+            name: tensor.clone() for name, tensor in assembled_tensors(receive(groups, plan, version, digests), plan)
+        }
 
     report, tensors = await asyncio.gather(client.send_weights(version), asyncio.to_thread(collect))
     assert report.digests == (combine(digests),) and report.bytes > 0

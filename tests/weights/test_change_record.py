@@ -27,7 +27,7 @@ VIEWS = {
 
 def known(recorder, view):
     """What is recorded of a view; None if that is not all."""
-    [found] = recorder.of([view])
+    [found] = recorder.changes_of([view])
     return found
 
 

@@ -15,7 +15,7 @@ from megatron_scalerl.weights.changes import bits_of, decode, encode
 from megatron_scalerl.weights.live_changes import write_changes
 from megatron_scalerl.weights.live_map import record_copies
 from megatron_scalerl.weights.live_weights import live_views
-from megatron_scalerl.weights.plan import manifest_of, whole
+from megatron_scalerl.weights.plan import manifest_of, whole_plan
 
 ROWS, WIDTH = 40, 24
 
@@ -35,7 +35,7 @@ def experts(count):
     names = [f"experts.{e}.{kind}" for e in range(count) for kind in ("gate", "up")]
     g = torch.Generator().manual_seed(0)
     tensors = [torch.randn(ROWS, WIDTH, generator=g).bfloat16() for _ in names]
-    plan = whole(manifest_of((name, "bfloat16", (ROWS, WIDTH)) for name in names))
+    plan = whole_plan(manifest_of((name, "bfloat16", (ROWS, WIDTH)) for name in names))
     parameters = {"w13": torch.zeros(count, 2 * ROWS, WIDTH).bfloat16()}
 
     def load(given):
@@ -81,7 +81,7 @@ def test_waits_and_operations_of_a_bucket_do_not_grow_with_its_tensors():
         written = stepped(tensors)
 
         def send(tensors=tensors, written=written):
-            return encode(list(enumerate(written.of(tensors))))
+            return encode(list(enumerate(written.changes_of(tensors))))
 
         frame, *sending = counted(send)
         pieces = [(n, ((0, ROWS), (0, WIDTH)), torch.bfloat16) for n in range(len(tensors))]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from live_model import MANIFEST, SHAPES, live, loader
 
-from megatron_scalerl.weights.live_map import Scatter, needs, record_copies, unwritten
+from megatron_scalerl.weights.live_map import Scatter, needs, record_copies, unfilled_parameters
 
 
 @pytest.mark.parametrize("rank, tp", [(0, 1), (0, 2), (1, 2)])
@@ -15,7 +15,7 @@ def test_recording_copies_nothing_and_finds_the_padding(rank, tp):
     scatters = record_copies(loader(parameters, rank, tp), MANIFEST, parameters)
     assert all(torch.equal(parameters[name], untouched) for name, untouched in live(tp).items())
     padding = {(0, 1): 6, (0, 2): 0, (1, 2): 6}[rank, tp]  # rows of 16, of which 10 are in the checkpoint
-    problems = unwritten(scatters, parameters, SimpleNamespace(get_submodule=lambda prefix: None))
+    problems = unfilled_parameters(scatters, parameters, SimpleNamespace(get_submodule=lambda prefix: None))
     assert problems == ({"embedding": f"{6 * padding} values are missing"} if padding else {})
 
 

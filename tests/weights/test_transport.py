@@ -18,7 +18,7 @@ from transfers import KINDS, flip, joined, manifest, or_leaves, plan_of, reader,
 from megatron_scalerl.distributed.rendezvous import HostRendezvous, address_of, listen_on, private_folder, serve_store
 from megatron_scalerl.weights.plan import Connection, Part, WeightPlan, buckets
 from megatron_scalerl.weights.transport import join_sender, make_sender, resolve_transport
-from megatron_scalerl.weights.transport.frames import assembled, receive
+from megatron_scalerl.weights.transport.frames import assembled_tensors, receive
 from megatron_scalerl.weights.transport.gloo import NcclGroup
 
 
@@ -29,7 +29,7 @@ def transfer(senders, receivers, weights, *, plan=None, sent_version=1, version=
     def take(groups):
         digests = []
         parts = receive(groups, expected or plan, version, digests)
-        return dict(assembled(parts, expected or plan)), digests
+        return dict(assembled_tensors(parts, expected or plan)), digests
 
     with ThreadPoolExecutor(len(receivers) + len(senders)) as pool:
         sent = [pool.submit(sender.send, plan, reader(weights, plan), sent_version) for sender in senders]

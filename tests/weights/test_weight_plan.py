@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from megatron_scalerl.weights import plan as plans
-from megatron_scalerl.weights.plan import Part, WeightPlan, buckets, manifest_of, overlap, volume, whole
+from megatron_scalerl.weights.plan import Part, WeightPlan, buckets, manifest_of, overlap, volume, whole_plan
 
 ITEMS = [("a", "float32", (3,)), ("b", "bfloat16", (2, 5)), ("c", "float32", (1 << 18,)), ("d", "float32", ())]
 
@@ -17,7 +17,7 @@ def of(*items, parts, senders=1, needs=None):
 
 
 def test_buckets_are_packed_in_order_and_aligned():
-    first, second, third = buckets(whole(manifest_of(ITEMS)), bucket_mib=1)
+    first, second, third = buckets(whole_plan(manifest_of(ITEMS)), bucket_mib=1)
     # 12 bytes -> 16, 20 bytes -> 32, then a tensor of exactly 1 MiB, then a scalar
     assert [(s.part, s.offset, s.nbytes) for s in first.slots] == [(0, 0, 12), (1, 16, 20)] and first.nbytes == 48
     assert [(s.part, s.offset, s.nbytes) for s in second.slots] == [(2, 0, 1 << 20)] and second.nbytes == 1 << 20
@@ -26,7 +26,7 @@ def test_buckets_are_packed_in_order_and_aligned():
 
 @pytest.mark.parametrize("shape", [(5 << 17,), (3, 1 << 18), (2, 3, 1 << 17), (1, 1, 3 << 18), (7, 100_000)])
 def test_no_bucket_is_larger_than_its_limit_and_none_is_lost(shape):
-    found = buckets(whole(manifest_of([("x", "uint8", (5,)), ("big", "float32", shape)])), bucket_mib=1)
+    found = buckets(whole_plan(manifest_of([("x", "uint8", (5,)), ("big", "float32", shape)])), bucket_mib=1)
     assert max(bucket.nbytes for bucket in found) <= 1 << 20
     pieces = [slot.ranges for bucket in found for slot in bucket.slots if slot.part == 1]
     plans.check(of(("big", "float32", shape), parts=[(0, 0, ranges) for ranges in pieces]))
@@ -48,10 +48,10 @@ def test_buckets_of_the_senders_take_turns():
 
 
 def test_json_round_trip_and_a_digest_that_changes_with_every_field():
-    one = whole(manifest_of(ITEMS))
+    one = whole_plan(manifest_of(ITEMS))
     assert plans.from_json(plans.to_json(one)) == one
     changed = [ITEMS[::-1], [("x", *ITEMS[0][1:]), *ITEMS[1:]], [("a", "int32", (3,)), *ITEMS[1:]], ITEMS[:3]]
-    found = [one, *(whole(manifest_of(items)) for items in changed)]
+    found = [one, *(whole_plan(manifest_of(items)) for items in changed)]
     halves = [(0, 0, ((0, 1),)), (0, 0, ((1, 3),))]
     found += [of(ITEMS[0], parts=halves), of(ITEMS[0], parts=halves, senders=2)]
     found.append(of(ITEMS[0], parts=[halves[0], (0, 1, ((1, 3),))], senders=2))

@@ -10,12 +10,12 @@ import torch
 
 from megatron_scalerl.distributed.rendezvous import private_folder
 from megatron_scalerl.weights import weight_receiver
-from megatron_scalerl.weights.plan import Connection, manifest_of, manifest_to_json, to_json, whole
+from megatron_scalerl.weights.plan import Connection, manifest_of, manifest_to_json, to_json, whole_plan
 from megatron_scalerl.weights.transport import make_sender
 from megatron_scalerl.weights.weight_receiver import UpdateInfo, WeightReceiver, live_digest, needs_of
 
 MANIFEST = manifest_of([("norm", "float32", (4096,))])
-PLAN = whole(MANIFEST)
+PLAN = whole_plan(MANIFEST)
 
 
 class Model(torch.nn.Module):

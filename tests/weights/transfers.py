@@ -6,7 +6,7 @@ import torch
 
 from megatron_scalerl.weights.changes import Changes
 from megatron_scalerl.weights.digest import total, value_digest
-from megatron_scalerl.weights.plan import manifest_of, whole
+from megatron_scalerl.weights.plan import manifest_of, whole_plan
 from megatron_scalerl.weights.transport import make_sender
 from megatron_scalerl.weights.transport.frames import receive
 from megatron_scalerl.weights.transport.gloo import Group
@@ -30,7 +30,7 @@ def manifest(weights):
 
 
 def plan_of(weights):
-    return whole(manifest(weights))
+    return whole_plan(manifest(weights))
 
 
 def reader(weights, plan):
@@ -78,7 +78,9 @@ class Held:
 
     def take(self, groups, plan, version):
         digests, self.kinds = [], []
-        or_leaves(groups, lambda: self._write(plan, receive(groups, plan, version, digests, holds=self.version)))
+        or_leaves(
+            groups, lambda: self._write(plan, receive(groups, plan, version, digests, held_version=self.version))
+        )
         self.version = version
         return digests
 

@@ -1,14 +1,14 @@
 """Weight transfer from the trainer to the engines, the trainer's side: torch only, never vLLM.
 
-Life of a sender: `make_sender` creates it once from a Connection, `Sender.send` sends every update, `Sender.close`
-leaves the groups. gloo serves CPUs, shared memory serves CPUs of one host, NCCL serves GPUs. With any of them, each
-sending rank of the trainer has a broadcast group for each shard of the weights. The sender is the group's rank 0; the
-workers of all engines that need this shard follow.
+Life of a sender: `make_sender` creates the sender once from a Connection, `Sender.send` sends every update,
+`Sender.close` leaves the groups. gloo serves CPUs, shared memory serves CPUs of one host, NCCL serves GPUs. Over each
+backend, a sending rank of the trainer has a broadcast group for each shard of the weights. The sender is the group's
+rank 0; the workers of all engines that need this shard follow.
 
-Who can join: the engines get the rendezvous over their HTTP interface, which requires the run's secret, and on one
+Who can join: the engines get the rendezvous over the HTTP interface, which requires the run's secret, and on one
 host only this user can enter the rendezvous folder (`rendezvous`). The members do not authenticate each other. A
 stranger who could join would read the weights; weights sent to an engine by a stranger would be detected, since
-`WeightSync` compares, over HTTP again, the digest of what each engine holds with the digest of what the trainer sent.
+`WeightSync` compares, over HTTP again, the digest of each engine's values with the digest of the trainer's values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def make_sender(connection: Connection, number: int = 0, shards: Iterable[int] = (0,)) -> Sender:
-    """Create the groups of sender `number` and these shards as their rank 0, and wait for all engines to join.
+    """Create the groups of sender `number` and these shards as rank 0, and wait for all engines to join.
 
     Raises ValueError for an unknown backend, RuntimeError if the engines do not join in time.
     """

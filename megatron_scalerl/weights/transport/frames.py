@@ -1,20 +1,21 @@
 """The framing of a weight update, which all backends share.
 
-Each sending rank has one group for each shard: the sender is its rank 0, and the shard's workers in all engines are
-the others. Life of an update, each line one broadcast in one group; the buckets of all groups take turns
-(`plan.buckets`):
+Each sending rank has one group for each shard: the sender is the group's rank 0, and the shard's workers in all
+engines are the further ranks. Life of an update, each line one broadcast in one group; the buckets of all groups take
+turns (`plan.buckets`):
 
-    header    int64 [5]: magic, version, number of the group's buckets, the plan's digest for the shard, the version
-              that changes are from, or -1 for a whole update
-    size      int64 [1], only in an update of changes: bytes of the bucket's changes; 0: the bucket has none and is
-              not sent; -1: the bucket is whole
-    bucket    uint8 [nbytes + 8]: the packed parameters, or their changes (`weights.changes`), and the digest of these
+    header    int64 [5]: magic, version, number of the group's buckets, the plan's digest for the shard, the base
+              version of the changes, or -1 for a whole update
+    size      int64 [1], only in an update of changes: bytes of the bucket's changes; 0: the bucket has no changes and
+              is not sent; -1: the bucket is whole
+    bucket    uint8 [nbytes + 8]: the packed parameters, or the changes (`weights.changes`), and the digest of these
               bytes, of the version and of the bucket's number in the group's sequence
     ...
 
-A sender (`transport.sender`) packs a bucket, or codes its changes, while the bucket before is on the wire. A receiver
-loads a bucket while the next one arrives; over NCCL each broadcast ends before that (`NcclGroup.start`). Changes come
-from the optimizer's record (`weights.change_record`); without it, a sender keeps a copy of each bucket and compares.
+A sender (`transport.sender`) packs a bucket, or codes the changes, while the previous bucket is on the wire. A
+receiver loads a bucket while the next bucket arrives; over NCCL each broadcast ends first (`NcclGroup.start`).
+Changes come from the optimizer's record (`weights.change_record`); a sender without a record keeps a copy of each
+bucket for comparison.
 """
 
 from collections import Counter
@@ -30,8 +31,8 @@ from megatron_scalerl.weights.transport.gloo import Finish, Group
 
 MAGIC = 0x4D53524C
 """First word of every header; any other word means that the two sides are out of sync."""
-WHOLE = -1
-"""Stands for the version that changes are from, and for a bucket's size, where all values are sent."""
+ALL_VALUES = -1
+"""Takes the place of the base version, and of a bucket's size, where all values are sent."""
 
 
 def slot_of(packed: torch.Tensor, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
@@ -46,13 +47,13 @@ def shape_of(ranges: Ranges) -> tuple[int, ...]:
 
 @record
 class Values:
-    """The values of a rectangle of a tensor, as a receiver unpacks them."""
+    """The values of a rectangle of a tensor. Produced by `receive`."""
 
     tensor: int
     """Number of the tensor in the plan."""
     ranges: Ranges
     values: torch.Tensor
-    """The values, of the rectangle's shape."""
+    """The values, in the rectangle's shape."""
 
 
 Payload = Values | list[Changes]
@@ -65,25 +66,28 @@ def receive(
     version: int,
     digests: list[int],
     *,
-    holds: int | None = None,
+    held_version: int | None = None,
     reuse: bool = False,
 ) -> Iterator[Payload]:
-    """The payloads of one update, each after its bucket was checked: the values of a slot, or a bucket's changes.
+    """The payloads of one update, each from a checked bucket: the values of a slot, or a bucket's changes.
 
     groups: sender -> group. plan: of the receiver's shard alone. digests: each bucket's digest is appended, 0 for a
-    bucket without changes. holds: the version that the receiver has, None if it takes whole updates only. reuse: two
-    buckets take turns in the same memory, and a payload is valid until the next one is asked for; without it, each
-    bucket has its memory. Raises RuntimeError if a sender is out of sync, or if bytes have changed on the way.
+    bucket without changes. held_version: the receiver's version, None for a receiver of whole updates only. reuse:
+    two buckets take turns in the same memory, and a payload is valid until the request for the next payload; without
+    `reuse`, each bucket has fresh memory. Raises RuntimeError if a sender is out of sync, or if bytes have changed on
+    the way.
     """
     any_group = next(iter(groups.values()))
     order = buckets(plan, any_group.bucket_mib)
     counts = Counter(bucket.sender for bucket in order)
-    bases = {_base(groups[sender], header(plan, 0, version, counts[sender], WHOLE)) for sender in sorted(groups)}
-    if len(bases) > 1 or not bases <= {WHOLE, holds}:
-        sent = ", ".join(map(str, sorted(bases)))
-        version_held = "no version" if holds is None else f"version {holds}"
-        raise RuntimeError(f"weight update: the changes are from version {sent}, and the worker holds {version_held}")
-    whole = WHOLE in bases
+    bases = {_base(groups[sender], header(plan, 0, version, counts[sender], ALL_VALUES)) for sender in sorted(groups)}
+    if len(bases) > 1 or not bases <= {ALL_VALUES, held_version}:
+        base_versions = ", ".join(map(str, sorted(bases)))
+        version_held = "no version" if held_version is None else f"version {held_version}"
+        raise RuntimeError(
+            f"weight update: the changes are from version {base_versions}, and the worker holds {version_held}"
+        )
+    is_whole = ALL_VALUES in bases
     sequence = sequence_numbers(bucket.sender for bucket in order)
     turns = None
     if reuse:
@@ -91,17 +95,17 @@ def receive(
 
     def arrive(number: int) -> Callable[[], torch.Tensor | None]:
         bucket = order[number]
-        return _arrive(groups[bucket.sender], bucket, whole, None if turns is None else turns[number % 2])
+        return _arrive(groups[bucket.sender], bucket, is_whole, None if turns is None else turns[number % 2])
 
     arriving = [arrive(0)]
     for number, bucket in enumerate(order):
         following = range(number + 1, min(number + 2, len(order)))
-        # In a whole update, the next bucket arrives while this one is waited for. Otherwise the next broadcast is the
-        # next bucket's size, which the sender sends after the bytes of this one.
-        if whole:
+        # In a whole update, the next bucket arrives during the wait for this bucket. Otherwise the next broadcast is
+        # the next bucket's size, which the sender sends after this bucket's bytes.
+        if is_whole:
             arriving += map(arrive, following)
         packed = arriving.pop(0)()
-        if not whole:
+        if not is_whole:
             arriving += map(arrive, following)
         if packed is None:
             digests.append(0)
@@ -121,7 +125,7 @@ def _payloads_of(plan: WeightPlan, bucket: Bucket, packed: torch.Tensor) -> Iter
     for slot in bucket.slots:
         tensor = plan.parts[slot.part].tensor
         slots.append((tensor, slot.ranges, getattr(torch, plan.parameters[tensor].dtype)))
-    # Changes are sent only where they take fewer bytes than the bucket.
+    # A sender sends changes only in fewer bytes than the bucket.
     if packed.numel() < bucket.nbytes:
         yield decode(packed, slots)
         return
@@ -129,8 +133,8 @@ def _payloads_of(plan: WeightPlan, bucket: Bucket, packed: torch.Tensor) -> Iter
         yield Values(tensor=tensor, ranges=ranges, values=slot_of(packed, slot, dtype).view(shape_of(ranges)))
 
 
-def assembled(payloads: Iterable[Payload], plan: WeightPlan) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of each tensor, once its last values have arrived.
+def assembled_tensors(payloads: Iterable[Payload], plan: WeightPlan) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of each tensor, once the last values have arrived.
 
     Elements that the shard does not need are not set. Raises RuntimeError for changes.
     """
@@ -142,24 +146,24 @@ def assembled(payloads: Iterable[Payload], plan: WeightPlan) -> Iterator[tuple[s
         if tuple(payload.values.shape) == meta.shape:
             yield meta.name, payload.values
             continue
-        needed = sum(map(volume, plan.needs[0][payload.tensor]))
-        tensor, missing = unfinished.pop(payload.tensor, (None, needed))
+        needed_elements = sum(map(volume, plan.needs[0][payload.tensor]))
+        tensor, missing_elements = unfinished.pop(payload.tensor, (None, needed_elements))
         if tensor is None:
             tensor = torch.empty(meta.shape, dtype=payload.values.dtype, device=payload.values.device)
         tensor[tuple(slice(a, b) for a, b in payload.ranges)] = payload.values
-        missing -= volume(payload.ranges)
-        if missing:
-            unfinished[payload.tensor] = tensor, missing
+        missing_elements -= volume(payload.ranges)
+        if missing_elements:
+            unfinished[payload.tensor] = tensor, missing_elements
         else:
             yield meta.name, tensor
 
 
 def _arrive(
-    group: Group, bucket: Bucket, whole: bool, memory: torch.Tensor | None
+    group: Group, bucket: Bucket, is_whole: bool, memory: torch.Tensor | None
 ) -> Callable[[], torch.Tensor | None]:
-    """Begin to receive a bucket; the returned function waits for its bytes, and returns None if none are sent.
+    """Begin to receive a bucket; the returned function waits for the bytes, and returns None for an unsent bucket.
 
-    whole: the update is whole, and no size comes first. memory: for the bucket, None for new memory.
+    is_whole: the update is whole, and no size comes first. memory: for the bucket, None for new memory.
     """
 
     def begin(nbytes: int) -> tuple[torch.Tensor, Finish]:
@@ -169,7 +173,7 @@ def _arrive(
             packed = memory[: nbytes + 8]
         return packed, group.start(packed)
 
-    if whole:
+    if is_whole:
         packed, finish = begin(bucket.nbytes)
     else:
         size = torch.zeros(1, dtype=torch.int64, device=group.device)
@@ -177,17 +181,17 @@ def _arrive(
 
     def end() -> torch.Tensor | None:
         finish()
-        if whole:
+        if is_whole:
             return packed
         nbytes = int(size)
         if nbytes == 0:
             return None
         # No digest covers this word.
-        if nbytes != WHOLE and not 0 < nbytes < bucket.nbytes:
+        if nbytes != ALL_VALUES and not 0 < nbytes < bucket.nbytes:
             raise RuntimeError(
                 f"weight update: {nbytes} bytes of changes are announced for a bucket of {bucket.nbytes} bytes"
             )
-        if nbytes == WHOLE:
+        if nbytes == ALL_VALUES:
             nbytes = bucket.nbytes
         packed_changes, finish_changes = begin(nbytes)
         finish_changes()
@@ -197,24 +201,23 @@ def _arrive(
 
 
 def _base(group: Group, expected: torch.Tensor) -> int:
-    """The version that the group's changes are from, or WHOLE. Raises RuntimeError for another header."""
+    """The base version of the group's changes, or ALL_VALUES. Raises RuntimeError for another header."""
     head = torch.zeros(len(expected), dtype=torch.int64, device=group.device)
     group.broadcast(head)
     *fields, base = head.tolist()
-    *wanted, _ = expected.tolist()
-    if fields != wanted:
-        raise RuntimeError(f"weight update: the header is {fields} instead of {wanted}")
+    *expected_fields, _ = expected.tolist()
+    if fields != expected_fields:
+        raise RuntimeError(f"weight update: the header is {fields} instead of {expected_fields}")
     return base
 
 
 def header(plan: WeightPlan, shard: int, version: int, count: int, base: int) -> torch.Tensor:
-    """[5] int64: magic, version, number of the group's buckets, digest of the plan for the shard, version that
-    changes are from."""
+    """[5] int64: magic, version, number of the group's buckets, digest of the plan for the shard, base version."""
     return torch.tensor([MAGIC, version, count, plan.digests[shard], base], dtype=torch.int64)
 
 
 def sequence_numbers(groups: Iterable[int]) -> list[int]:
-    """The number of each bucket among the buckets of its group. groups: the group of each bucket, in order."""
+    """The number of each bucket among the group's buckets. groups: the group of each bucket, in order."""
     buckets_so_far = Counter[int]()
     numbers = []
     for group in groups:
@@ -226,7 +229,7 @@ def sequence_numbers(groups: Iterable[int]) -> list[int]:
 def bucket_digest(packed: torch.Tensor, version: int, number: int) -> int:
     """The last 8 bytes of a bucket; a bucket that is lost, repeated, late or of another update has another digest.
 
-    number: of the bucket in its group's sequence.
+    number: of the bucket in the group's sequence.
     """
     return (digest(packed[:-8]) + mixed(mixed(version) ^ number)) % (1 << 64)
 

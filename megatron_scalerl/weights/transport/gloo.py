@@ -1,11 +1,11 @@
-"""The broadcast groups over gloo and NCCL; `transport.frames` describes what is sent.
+"""The broadcast groups over gloo and NCCL; `transport.frames` describes the bytes on the wire.
 
 Life of a group:
 
     create      a member opens the group's store and waits until all members have joined
     start       each member begins the next broadcast; rank 0 sends
     finish      the function that `start` returned waits for the end of the broadcast
-    close       a member leaves; pending broadcasts of the others fail
+    close       a member leaves; pending broadcasts of all members fail
 
 Each group is a process group with a store; the default groups of trainer and engine are not involved. Over gloo,
 buckets are in host memory, over NCCL in device memory.
@@ -24,11 +24,11 @@ from megatron_scalerl.distributed.rendezvous import gloo_device, open_store
 from megatron_scalerl.weights.plan import MOST_CHANNELS, Connection
 
 Read = Callable[[int], torch.Tensor]
-"""Number of a part -> its values, of the shape of its rectangle: a view of a parameter."""
+"""Number of a part -> the part's values, in the rectangle's shape: a view of a parameter."""
 Finish = Callable[[], None]
 """Waits for the end of a broadcast. Raises RuntimeError."""
 WITHOUT_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
-"""Variable with which torch makes NCCL groups without a watchdog."""
+"""Environment variable with which torch makes NCCL groups without a watchdog."""
 
 
 class Group:
@@ -38,20 +38,20 @@ class Group:
     _turns: torch.Tensor | None = None
 
     def __init__(self, connection: Connection, rank: int, sender: int = 0, shard: int = 0):
-        """Join the group of a sender and a shard; returns when all members have.
+        """Join the group of a sender and a shard; returns when all members have joined.
 
         Raises RuntimeError after connect_timeout_s.
         """
         self.timeout = timedelta(seconds=connection.timeout_s)
         self.bucket_mib = connection.bucket_mib
-        joining = timedelta(seconds=connection.connect_timeout_s)
+        join_timeout = timedelta(seconds=connection.connect_timeout_s)
         self._world_size = connection.world_sizes[shard]
         name = f"{connection.group}-{sender}-{shard}"
-        self._store: dist.Store | None = open_store(connection.rendezvous, name, timeout=joining)
+        self._store: dist.Store | None = open_store(connection.rendezvous, name, timeout=join_timeout)
         self._group: Any = self._make(connection, rank)
 
     def _make(self, connection: Connection, rank: int) -> Any:
-        gloo: Any = dist.ProcessGroupGloo  # its options are not in torch's stubs
+        gloo: Any = dist.ProcessGroupGloo  # torch's stubs have no options for it
         options = gloo._Options()
         options._devices = [gloo_device(connection.rendezvous)]
         options._timeout = timedelta(seconds=connection.connect_timeout_s)
@@ -75,8 +75,8 @@ class Group:
     def turns(self, nbytes: int) -> torch.Tensor:
         """[2, at least nbytes] uint8, memory for buckets in turn.
 
-        Host memory is kept for later updates, because fresh pages cost more than a copy into them. Device memory is
-        not kept, because the model and the KV cache need it.
+        The group keeps host memory for later updates, because fresh pages cost more than a copy. The group does not
+        keep device memory, because the model and the KV cache need the space.
         """
         if self._turns is not None and self._turns.shape[1] >= nbytes:
             return self._turns
@@ -94,7 +94,7 @@ class Group:
 
 
 class NcclGroup(Group):
-    """A broadcast group on GPUs; each member uses its current device, and all connect before the first broadcast.
+    """A broadcast group on GPUs; members use the current device, and connect before the first broadcast.
 
     NCCL listens on the interface NCCL_SOCKET_IFNAME, in the trainer's ranks and in the engines, and accepts a
     connection that presents the random number which rank 0 put into the store.
@@ -114,11 +114,11 @@ class NcclGroup(Group):
         with _without_watchdog():
             group: Any = dist.ProcessGroupNCCL(self._store, rank, self._world_size, options)
         try:
-            # NCCL itself waits without a limit for a member that never comes.
+            # NCCL waits without a limit for a member that never comes.
             self._store.set(f"here-{rank}", "")
             keys = [f"here-{member}" for member in range(self._world_size)]
             self._store.wait(keys, timedelta(seconds=connection.connect_timeout_s))
-            # Otherwise the first broadcast would connect, and its time limit would have to be that of the start.
+            # Without this call the first broadcast would connect, within the time limit of a broadcast.
             group.eager_connect_single_device(self.device)
         except BaseException:
             group.abort()
@@ -126,10 +126,10 @@ class NcclGroup(Group):
         return group
 
     def start(self, tensor: torch.Tensor) -> Finish:
-        """Broadcast rank 0's tensor and wait until it has arrived. Raises RuntimeError.
+        """Broadcast rank 0's tensor and wait for the arrival. Raises RuntimeError.
 
         Only one broadcast is in progress: with two communicators in progress on one device, two receivers may run
-        them in different orders, and wait for each other.
+        the broadcasts in different orders, and wait for each other.
         """
         super().start(tensor)()
         return lambda: None
@@ -137,18 +137,18 @@ class NcclGroup(Group):
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """A block in which groups are made without a watchdog, which ends its process a minute after a collective failed.
+    """A block in which groups are made without a watchdog, which ends the process a minute after a failed collective.
 
     To switch off the watchdog's error handling alone (TORCH_NCCL_ASYNC_ERROR_HANDLING) is not enough: the watchdog
     also signals the default group's monitor, which ends the process, too (torch's ProcessGroupNCCL.cpp,
     Watchdog::runLoop and HeartbeatMonitor::runLoop). Without a watchdog, `wait` raises failures and time-outs.
-    The whole process has the variable within the block, in which no other NCCL group is made.
+    The variable is set for the whole process, so the block makes no other NCCL group.
     """
-    before = os.environ.get(WITHOUT_WATCHDOG)
+    previous_value = os.environ.get(WITHOUT_WATCHDOG)
     os.environ[WITHOUT_WATCHDOG] = "1"
     try:
         yield
     finally:
         del os.environ[WITHOUT_WATCHDOG]
-        if before is not None:
-            os.environ[WITHOUT_WATCHDOG] = before
+        if previous_value is not None:
+            os.environ[WITHOUT_WATCHDOG] = previous_value

@@ -2,13 +2,13 @@
 
 Life of a bucket:
 
-    read     views of the parameters, one for each slot
+    read     views of the parameters, one view for each slot
     code     changes since the last update, from the optimizer's record or by comparison with a copy; else the values
              are packed as a whole
     digest   of the bytes, and of the values, which does not depend on buckets
-    send     the bucket before has ended; this one is on the wire while the next is read and coded
+    send     the previous bucket has ended; this bucket is on the wire while the next is read and coded
 
-Without a record, the packed bucket is kept: the next update compares with it.
+A sender without a record keeps the packed bucket: the next update compares values with this copy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from megatron_scalerl.weights.changes import ChangedElements, bits_of, encode, f
 from megatron_scalerl.weights.digest import total, value_digest
 from megatron_scalerl.weights.plan import Bucket, Connection, WeightPlan, buckets, within
 from megatron_scalerl.weights.transport.frames import (
-    WHOLE,
+    ALL_VALUES,
     bucket_digest,
     header,
     sequence_numbers,
@@ -31,7 +31,7 @@ from megatron_scalerl.weights.transport.gloo import Finish, Group, Read
 
 
 class Sender:
-    """The groups of one sending rank, and what its receivers hold. Created by `make_sender`."""
+    """The groups of one sending rank, and the receivers' state. Created by `make_sender`."""
 
     def __init__(self, groups: Mapping[int, Group], number: int, connection: Connection):
         """groups: shard -> group."""
@@ -39,24 +39,24 @@ class Sender:
         self.number = number
         self._connection = connection
         self.values: dict[int, int] = {}
-        """shard -> digest of the values that its workers have from this rank (`weights.digest.value_digest`)."""
+        """Shard -> digest of the workers' values from this rank (`weights.digest.value_digest`)."""
         self.sizes: list[int] = []
         """[buckets] bytes of each bucket in the last update, padding included, without headers and digests."""
         self._buckets: list[Bucket] = []
         """This rank's buckets."""
         self._copies: dict[int, torch.Tensor] = {}
-        """Bucket -> the bytes that all receivers have, kept where changes are sent and the optimizer records none."""
-        self._version = WHOLE
-        """The version that all receivers have, WHOLE before the first update."""
+        """Bucket -> the bytes that all receivers have, kept to find changes that no optimizer records."""
+        self._version = ALL_VALUES
+        """The version that all receivers have, ALL_VALUES before the first update."""
 
-    def send(self, plan: WeightPlan, read: Read, version: int, written: ChangeRecord | None = None) -> list[int]:
-        """Send this rank's parts of one update; returns the digests of its buckets, in the order of `plan.buckets`.
+    def send(self, plan: WeightPlan, read: Read, version: int, record: ChangeRecord | None = None) -> list[int]:
+        """Send this rank's parts of one update; returns the digests of the buckets, in the order of `plan.buckets`.
 
-        written: the optimizer's record of changes since the last update. Raises RuntimeError if a group fails; then
-        all groups are closed.
+        record: the optimizer's record of changes since the last update. Raises RuntimeError if a group fails;
+        then all groups are closed.
         """
-        order = buckets(plan, self._connection.bucket_mib)
-        self._buckets = [bucket for bucket in order if bucket.sender == self.number]
+        plan_buckets = buckets(plan, self._connection.bucket_mib)
+        self._buckets = [bucket for bucket in plan_buckets if bucket.sender == self.number]
         sequence = sequence_numbers(bucket.shard for bucket in self._buckets)
         digests = []
         in_flight: list[Finish] = []
@@ -67,13 +67,13 @@ class Sender:
             for number, bucket in enumerate(self._buckets):
                 values = _values(plan, bucket, read)
                 packed = None
-                if base != WHOLE:
-                    packed = self._changes(number, values, written)
-                announced = WHOLE
+                if base != ALL_VALUES:
+                    packed = self._changes(number, values, record)
+                announced_size = ALL_VALUES
                 if packed is None:
-                    packed = self._packed(number, values, written)
+                    packed = self._packed(number, values, record)
                 else:
-                    announced = max(packed.numel() - 8, 0)
+                    announced_size = max(packed.numel() - 8, 0)
                 self.sizes.append(max(packed.numel() - 8, 0))
                 digests.append(0)
                 if packed.numel():
@@ -83,12 +83,12 @@ class Sender:
                     tensor = plan.parts[slot.part].tensor
                     slot_digest = value_digest(slot_values, tensor, range(len(along)), along)
                     self.values[bucket.shard] = total((self.values[bucket.shard], slot_digest))
-                # This bucket was coded while the one before was on the wire.
+                # This bucket was coded while the previous bucket was on the wire.
                 for finish in in_flight:
                     finish()
                 in_flight = []
-                if base != WHOLE:
-                    size = torch.tensor([announced], device=packed.device)
+                if base != ALL_VALUES:
+                    size = torch.tensor([announced_size], device=packed.device)
                     in_flight.append(self.groups[bucket.shard].start(size))
                 if packed.numel():
                     packed[-8:] = torch.tensor([digests[-1]], dtype=torch.uint64).view(torch.uint8)
@@ -96,7 +96,7 @@ class Sender:
             for finish in in_flight:
                 finish()
         except BaseException:
-            self.close()  # receivers that wait for the rest fail at once
+            self.close()  # waiting receivers fail at once
             raise
         self._version = version
         return digests
@@ -112,25 +112,25 @@ class Sender:
             group.close()
 
     def _begin(self, plan: WeightPlan, version: int) -> int:
-        """Send the headers; the version that the update's changes are from, or WHOLE."""
+        """Send the headers; returns the base version of the update's changes, or ALL_VALUES."""
         base = self._version
         if self._connection.deltas == "off":
-            base = WHOLE
+            base = ALL_VALUES
         for shard, group in sorted(self.groups.items()):
             count = sum(bucket.shard == shard for bucket in self._buckets)
             group.broadcast(header(plan, shard, version, count, base).to(group.device))
         return base
 
     def _changes(
-        self, number: int, values: Sequence[torch.Tensor], written: ChangeRecord | None
+        self, number: int, values: Sequence[torch.Tensor], record: ChangeRecord | None
     ) -> torch.Tensor | None:
-        """A bucket's changes with room for their digest, empty if there are none, None if it has to be sent whole."""
+        """A bucket's changes with room for a digest, empty without changes, None for a bucket to be sent whole."""
         bucket = self._buckets[number]
         if number in self._copies:
             by_slot = _compared(self._copies[number], bucket, values)
         else:
-            assert written is not None, "no copy is kept where changes are recorded"
-            by_slot = written.of(values)
+            assert record is not None, "no copy is kept where changes are recorded"
+            by_slot = record.changes_of(values)
         slots = []
         for slot, changes in enumerate(by_slot):
             if changes is None:
@@ -140,17 +140,17 @@ class Sender:
         if not slots:
             return torch.empty(0, dtype=torch.uint8, device=self.groups[bucket.shard].device)
         frame = encode(slots)
-        # The receiver tells changes from a whole bucket by their fewer bytes.
+        # The receiver tells changes from a whole bucket by the smaller size.
         if frame.numel() >= bucket.nbytes:
             return None
         return torch.cat([frame, frame.new_zeros(8)])
 
-    def _packed(self, number: int, values: Sequence[torch.Tensor], written: ChangeRecord | None) -> torch.Tensor:
-        """A whole bucket, with room for its digest."""
+    def _packed(self, number: int, values: Sequence[torch.Tensor], record: ChangeRecord | None) -> torch.Tensor:
+        """A whole bucket, with room for a digest."""
         packed = self._copies.get(number)
         if packed is None:
-            recorded = written is not None and all(map(written.covers, values))
-            is_copy = self._connection.deltas != "off" and not recorded
+            is_recorded = record is not None and all(map(record.covers, values))
+            is_copy = self._connection.deltas != "off" and not is_recorded
             packed = self._memory(number, lasting=is_copy)
             if is_copy:
                 self._copies[number] = packed
@@ -169,7 +169,7 @@ class Sender:
             return torch.zeros(bucket.nbytes + 8, dtype=torch.uint8, device=device)
         turns = self.groups[self._buckets[0].shard].turns(max(bucket.nbytes for bucket in self._buckets) + 8)
         packed = turns[number % 2, : bucket.nbytes + 8]
-        # The padding is in the digest, and this memory holds an earlier bucket's bytes.
+        # The digest covers the padding, and this memory holds an earlier bucket's bytes.
         end = 0
         for slot in bucket.slots:
             packed[end : slot.offset] = 0
@@ -186,10 +186,10 @@ def _values(plan: WeightPlan, bucket: Bucket, read: Read) -> list[torch.Tensor]:
     values = []
     for slot in bucket.slots:
         part = plan.parts[slot.part]
-        whole = read(slot.part)
+        view = read(slot.part)
         meta = plan.parameters[part.tensor]
-        assert (str(whole.dtype), tuple(whole.shape)) == (f"torch.{meta.dtype}", shape_of(part.ranges)), meta.name
-        values.append(whole.detach()[within(part.ranges, slot.ranges)])
+        assert (str(view.dtype), tuple(view.shape)) == (f"torch.{meta.dtype}", shape_of(part.ranges)), meta.name
+        values.append(view.detach()[within(part.ranges, slot.ranges)])
     return values
 
 

@@ -1,16 +1,16 @@
 """The broadcast group in shared memory, for processes of one host: the framing of `transport.frames`.
 
-Rank 0 makes BUFFERS buffers of anonymous memory, and each member maps them. A tensor is cut into chunks of a buffer's
-size. Life of a chunk: rank 0 copies it into the next buffer, and every receiver copies it out. Whose turn it is goes
-over one Unix socket to each receiver:
+Rank 0 makes BUFFERS buffers of anonymous memory, and each member maps the buffers. A tensor is cut into chunks of a
+buffer's size. Life of a chunk: rank 0 copies the chunk into the next buffer, and every receiver copies the chunk out.
+One Unix socket to each receiver passes the turn:
 
     rank 0 ── the memory's file descriptor, once ──► receiver
            ── number of the chunk, its bytes ──────►
-           ◄─ one byte: it was copied out ──────────        (rank 0 is at most BUFFERS chunks ahead of the slowest)
+           ◄─ one byte: chunk copied out ───────────        (rank 0 is at most BUFFERS chunks ahead of the slowest)
 
-The socket is in the run's private folder, which no other user can enter, and both ends compare the other's user id
-with their own. Another user of the host can take a member's place in a group of gloo, and not here. A member that
-ends or closes is noticed by the others at once.
+The socket is in the run's private folder, which no other user can enter, and each end checks that the peer has the
+same user id. Another user of the host can take a member's place in a group of gloo, and not here. All members notice
+at once when a member ends or closes.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from megatron_scalerl.weights.plan import Connection
 from megatron_scalerl.weights.transport.gloo import Finish, Group
 
 BUFFERS = 2
-"""Buffers of shared memory: rank 0 fills one while receivers empty the other."""
+"""Buffers of shared memory: rank 0 fills a buffer while receivers empty the second."""
 _CHUNK = struct.Struct("<QQ")
 """Number and bytes of a chunk."""
 _LAYOUT = struct.Struct("<QQ")
@@ -40,14 +40,14 @@ _CREDENTIALS = struct.Struct("3i")
 _RETRY_S = 0.01
 """Pause before a receiver looks for the sender's socket again (seconds)."""
 _MARGIN = 4096
-"""Bytes of a buffer beyond bucket_mib, for a bucket's digest and the padding of its slots."""
+"""Bytes of a buffer beyond bucket_mib, for a bucket's digest and the slots' padding."""
 
 
 class ShmGroup(Group):
     """A broadcast group of processes on one host."""
 
     def __init__(self, connection: Connection, rank: int, sender: int = 0, shard: int = 0):
-        """Join the group of a sender and a shard; returns when all members have.
+        """Join the group of a sender and a shard; returns when all members have joined.
 
         Raises RuntimeError after connect_timeout_s, and for processes on several hosts.
         """
@@ -64,7 +64,7 @@ class ShmGroup(Group):
         self._next = 0
         """Number of the next chunk."""
         self._copied_out = [0] * (connection.world_sizes[shard] - 1)
-        """[receivers] chunks that each has copied out."""
+        """[receivers] number of chunks that each receiver has copied out."""
         self._receiving: deque[torch.Tensor] = deque()
         """Tensors that this receiver still has to copy out, in the order of the broadcasts."""
         end = time.monotonic() + connection.connect_timeout_s
@@ -78,11 +78,11 @@ class ShmGroup(Group):
         except BaseException:
             self.close()
             raise
-        self._open = True
+        self._is_open = True
 
     def _lead(self, path: str, end: float) -> None:
         size = (self.bucket_mib << 20) + _MARGIN
-        # Memory without a name: it is freed with the last process that maps it, and nothing is left of a killed run.
+        # Memory without a name is freed with the last process that maps it: a killed run leaves nothing behind.
         memory = os.memfd_create("msrl-weights", os.MFD_CLOEXEC)
         try:
             os.ftruncate(memory, BUFFERS * size)
@@ -135,15 +135,16 @@ class ShmGroup(Group):
             raise PermissionError(f"the other process is user {user}'s, not user {os.geteuid()}'s")
 
     def _map(self, memory: int, buffers: int, size: int) -> None:
-        whole = torch.frombuffer(mmap.mmap(memory, buffers * size), dtype=torch.uint8)
-        self._buffers = list(whole.split(size))
+        all_bytes = torch.frombuffer(mmap.mmap(memory, buffers * size), dtype=torch.uint8)
+        self._buffers = list(all_bytes.split(size))
 
     def start(self, tensor: torch.Tensor) -> Finish:
         """Broadcast rank 0's tensor, of any type, contiguous. Raises RuntimeError, as the returned function does.
 
-        When this returns, rank 0 has copied the tensor; when the returned function returns, all receivers have it.
+        When `start` returns, rank 0 has copied the tensor; when the returned function returns, all receivers have
+        copied the tensor out.
         """
-        if not self._open:
+        if not self._is_open:
             raise RuntimeError("the group of the weight update is closed")
         data = tensor.view(-1).view(torch.uint8)
         if self._leads:
@@ -154,7 +155,7 @@ class ShmGroup(Group):
             self._receiving.append(data)
 
         def finish() -> None:
-            if not self._open:
+            if not self._is_open:
                 raise RuntimeError("the group of the weight update is closed")
             if self._leads:
                 with _failing_as("a receiver of the weight group left or did not answer"):
@@ -176,7 +177,7 @@ class ShmGroup(Group):
 
     def _send(self, data: torch.Tensor) -> None:
         for chunk in data.split(len(self._buffers[0])):
-            # The buffer is free once all receivers have the chunk that was in it before.
+            # The buffer is free once all receivers have copied out the previous chunk in this buffer.
             self._wait_for(self._next + 1 - BUFFERS)
             self._buffers[self._next % BUFFERS][: len(chunk)].copy_(chunk)
             for connection in self._sockets:
@@ -199,7 +200,7 @@ class ShmGroup(Group):
 
     def close(self) -> None:
         """Leave the group; the other members notice at once."""
-        self._open = False
+        self._is_open = False
         for connection in self._sockets:
             connection.close()
         self._sockets = []
@@ -211,21 +212,21 @@ def _received(connection: socket.socket, count: int) -> bytes:
     """The next `count` bytes. Raises OSError."""
     data = b""
     while len(data) < count:
-        more = connection.recv(count - len(data))
-        if not more:
+        received_bytes = connection.recv(count - len(data))
+        if not received_bytes:
             raise ConnectionError("the connection was closed")
-        data += more
+        data += received_bytes
     return data
 
 
 @contextlib.contextmanager
 def _short(folder: str) -> Iterator[str]:
     """A short path of a folder, because a socket's path has at most 107 characters."""
-    opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield f"/proc/self/fd/{opened}"
+        yield f"/proc/self/fd/{descriptor}"
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
