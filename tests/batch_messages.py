@@ -1,8 +1,8 @@
 """A batch as the trainer's ranks receive it, and the columns that must come of it, one position after the other."""
 
 import numpy as np
+from random_policy import plan_of
 
-from megatron_scalerl.batching.assignment import plan_step, sample_facts
 from megatron_scalerl.batching.rollout_bytes import write
 from megatron_scalerl.trainer import messages
 
@@ -20,8 +20,7 @@ TYPES = {
 
 def planned(samples, **options):
     """The plan of step 4 at version 3 for one data-parallel rank; `options` replace these."""
-    values = {"step": 4, "dp_size": 1, "micro_batch_tokens": 64, "policy_version": 3} | options
-    return plan_step([sample_facts(sample) for sample in samples], **values)
+    return plan_of(samples, **{"step": 4, "micro_batch_tokens": 64} | options)
 
 
 def frames_of(plan, samples, dp_rank=0):

@@ -260,3 +260,9 @@ def row_logits(model, row):
 def of_targets(logits, targets):
     """[N] log-probabilities (nats) of targets [N], from logits [N, vocab]."""
     return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+
+def completion_logprobs(model, sample):
+    """[T] log-probabilities (nats) of a sample's completion under a Hugging Face model."""
+    ids = torch.tensor([sample.prompt_token_ids + sample.rollout.token_ids])
+    return of_targets(model(ids).logits[0, :-1].float(), ids[0, 1:])[len(sample.prompt_token_ids) - 1 :]

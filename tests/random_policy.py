@@ -54,29 +54,17 @@ def random_samples(seed, count=6):
     return samples
 
 
-def batches_of(
-    samples,
-    *,
-    step=1,
-    dp_size=1,
-    micro_batch_tokens=256,
-    pad_multiple=2,
-):
-    """The samples packed for `dp_size` ranks; version 3 trains."""
-    return pack(
-        samples,
-        step=step,
-        dp_size=dp_size,
-        micro_batch_tokens=micro_batch_tokens,
-        pad_multiple=pad_multiple,
-        policy_version=3,
-    )
+DEFAULTS = {"step": 1, "dp_size": 1, "micro_batch_tokens": 256, "policy_version": 3}
 
 
-def plan_of(samples, *, step=1, dp_size=1, micro_batch_tokens=256):
+def batches_of(samples, **options):
+    """The samples packed for the ranks of `dp_size`, in rows of even length; `options` replace the defaults."""
+    return pack(samples, **DEFAULTS | {"pad_multiple": 2} | options)
+
+
+def plan_of(samples, **options):
     """The plan behind `batches_of`."""
-    facts = [sample_facts(sample) for sample in samples]
-    return plan_step(facts, step=step, dp_size=dp_size, micro_batch_tokens=micro_batch_tokens, policy_version=3)
+    return plan_step([sample_facts(sample) for sample in samples], **DEFAULTS | options)
 
 
 async def train(client, samples, **options):

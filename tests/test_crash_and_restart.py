@@ -268,21 +268,6 @@ def test_skipped_batches_after_a_checkpoint_are_recorded_once(tmp_path):
     assert [e.step for e in events.Scalars("reward")] == [step for _, step, _ in whole]
 
 
-def test_a_run_with_nothing_to_train_on_ends_without_a_step(tmp_path):
-    settings = at_k(0, tmp_path, filters={"max_empty_batches": 2})
-    said = "gave up at step 0 of 6: 2 batches in a row had nothing left to train on: 2 of 2 groups all "
-    with pytest.raises(RuntimeError, match=said):
-        attempt(settings, flat_groups=range(99))
-    records = read_jsonl(tmp_path / "r/metrics.jsonl")
-    assert [(r["step"], r["skipped"]) for r in records] == [(0, 1), (0, 1)]
-    assert all(r["batch/samples"] == 0 and r["batch/groups"] == 2 for r in records)
-    batches = [e for e in read_jsonl(tmp_path / "r/journal.jsonl") if e["event"] == "batch"]
-    assert [(b["batch"], b["step"], b["policy_version"]) for b in batches] == [(0, 1, 0), (1, 1, 0)]
-    history = read_history(tmp_path / "r")
-    groups = read_groups(tmp_path / "r", history, history.finished)
-    assert {v for g in groups.values() for c in g.completions for v in (c.first_version, c.last_version)} == {0}
-
-
 @pytest.mark.parametrize(
     "settings, message",
     [
@@ -299,7 +284,7 @@ def test_a_first_batch_in_which_no_thinking_is_closed_ends_the_run(tmp_path, set
         attempt(made, answers=False)
 
 
-def test_a_run_that_gives_up_fails_and_says_so(tmp_path):
+def test_a_run_with_nothing_left_to_train_on_gives_up_without_a_step_and_says_so(tmp_path):
     settings = at_k(0, tmp_path, filters={"max_empty_batches": 2})
     said = "gave up at step 2 of 6: 2 batches in a row had nothing left to train on: 2 of 2 groups all "
     with pytest.raises(RuntimeError, match=said):
@@ -307,6 +292,10 @@ def test_a_run_that_gives_up_fails_and_says_so(tmp_path):
     [end] = read_jsonl(tmp_path / "r/end.json")
     assert end["reason"].startswith(said) and end["gave_up"] and not end["final"] and end["step"] == 2
     assert resume_point(tmp_path / "r").step == 2
+    skipped = read_jsonl(tmp_path / "r/metrics.jsonl")[2:]
+    assert [(r["step"], r["skipped"], r["batch/samples"], r["batch/groups"]) for r in skipped] == [(2, 1, 0, 2)] * 2
+    batches = read_history(tmp_path / "r").batches
+    assert [(b.batch, b.step, b.policy_version) for b in batches] == [(0, 1, 0), (1, 2, 1), (2, 3, 2), (3, 3, 2)]
     assert attempt(settings).reason == "all 6 steps are made", "the same command may go on"
     [end] = read_jsonl(tmp_path / "r/end.json")
     assert not end["gave_up"]

@@ -6,7 +6,6 @@ import traceback
 
 import pytest
 from fakes.run import attempt, check_records, recipe
-from sampling import sampled
 
 from megatron_scalerl.rollouts.history import read_history
 from megatron_scalerl.rollouts.store import read_block, segment_path
@@ -70,40 +69,3 @@ def test_a_full_disk_ends_the_run_and_it_goes_on_with_space(small_disk):
     check_records(folder / "r")
     kinds = {name for end in ends for name in ("segment", "jsonl", "checkpoints") if name in end}
     assert kinds >= {"segment", "jsonl"}, ends
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("short", sampled("full disk", [False, True], 1))
-def test_a_disk_that_is_full_at_the_nth_write(tmp_path, monkeypatch, short):
-    """By a stand-in for os.write: it refuses, or takes half and then refuses."""
-    write, sizes = os.write, []
-
-    def stand_in(full_at):
-        def limited(handle, data):
-            sizes.append(len(data))
-            if len(sizes) < full_at:
-                return write(handle, data)
-            if short and len(sizes) == full_at and len(data) > 1:
-                return write(handle, data[: len(data) // 2])
-            raise OSError(28, "No space left on device")
-
-        return limited
-
-    for full_at in range(1, 200, 5):
-        settings = recipe(tmp_path, name=f"r{full_at}", steps=3)
-        folder = tmp_path / f"r{full_at}"
-        sizes.clear()
-        monkeypatch.setattr(os, "write", stand_in(full_at))
-        try:
-            ended = attempt(settings).reason
-        except OSError as error:
-            ended = None
-            assert error.errno == 28 and str(error.filename).startswith(str(folder)), error
-        monkeypatch.setattr(os, "write", write)
-        if ended is not None:
-            break
-        check_whole(folder)
-        assert attempt(settings).reason == "all 3 steps are made"
-        groups = [g for b in read_history(folder).batches for g in b.group_ids]
-        assert len(set(groups)) == len(groups) == 6
-    assert full_at > 60

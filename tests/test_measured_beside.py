@@ -3,7 +3,6 @@
 `fakes.run` is a whole controller with a stand-in trainer and stand-in engines.
 """
 
-import asyncio
 import json
 from functools import partial
 from types import SimpleNamespace
@@ -283,14 +282,3 @@ def test_the_time_of_a_held_engine_goes_to_what_it_finished(tmp_path):
     assert ledger.hours("validation") == pytest.approx(0.5)
     assert ledger.hours("engine") == pytest.approx(3.0 + 3.0) and ledger.hours("trainer") == pytest.approx(2.0)
     assert ledger.hours() == pytest.approx(10.0)
-
-
-def test_a_held_engine_can_be_evicted():
-    engines = Membership.of([StandInEngine("engine-0"), StandInEngine("engine-1")], version=0)
-    client = engines.serving[0]
-    engines.hold(client)
-    assert engines.members[0].state is EngineState.HELD and engines.left == 2
-    engines.evict(client, "gone")
-    engines.release(client)
-    assert engines.members[0].state is EngineState.DRAINING
-    assert asyncio.run(engines.evicted(client)) == "gone"

@@ -5,10 +5,6 @@ swaps every jitted function of ours, and those of Triton's library that they cal
 the test is over. The interpreter of Triton 3.9 keeps bf16 as bit patterns: its `dot` multiplies those as integers
 (triton-lang/triton issue 11584) and its cast from fp32 cuts them off. `bf16_as_on_a_gpu` mends both: operands of a
 `dot` are widened, for products of bf16 numbers are exact in fp32, and casts round to nearest even.
-
-The interpreter keeps scalars as arrays of one element. numpy 2.5 no longer makes a number of those, and Triton 3.6
-(which torch 2.11 pins) asks it to wherever a scalar of a kernel bounds a loop: `_patch_indices` takes the element out
-first, as Triton 3.7 and newer do.
 """
 
 from __future__ import annotations
@@ -25,7 +21,6 @@ def interpret(monkeypatch, *modules):
     # Warnings of numpy about infinities that the kernels select away.
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", _quiet(interpreter.GridExecutor.__call__))
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", _tidy_call)
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", _patch_indices(interpreter._patch_lang_tensor))
     for module in (tl, tl.core, tl.standard, tl.math, *modules):
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
@@ -60,14 +55,6 @@ def _tidy_call(self, *arguments, **keywords):
         return self.rewrite()(*arguments, **keywords)
     finally:
         scope.restore()
-
-
-def _patch_indices(patch_tensor):
-    def patched(tensor, scope):
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    return patched
 
 
 def _quiet(call):

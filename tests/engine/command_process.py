@@ -36,3 +36,13 @@ class CommandProcess:
         except ConnectionError:
             return None
         return json.loads(line) if line else None
+
+
+def serve(answer, file):
+    """The program's side: `answer(command)` answers each line, or raises what is said of it."""
+    for line in sys.stdin:
+        try:
+            said = {"value": answer(json.loads(line))}
+        except (RuntimeError, ValueError) as error:
+            said = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(said), file=file, flush=True)

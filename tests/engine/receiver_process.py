@@ -1,7 +1,6 @@
 """An engine for tests of updates: our receiver with a model of a few matrices, in a process without vLLM's server.
 
-Run as a program it reads JSON commands from its input and answers one JSON line each. A thread of it stands for
-generation: it reads the parameters again and again while it is not paused.
+Run as a program it reads JSON commands from its input and answers one JSON line each. It generates nothing.
 """
 
 import asyncio
@@ -10,7 +9,7 @@ import os
 import sys
 from types import SimpleNamespace
 
-from command_process import CommandProcess
+from command_process import CommandProcess, serve
 
 
 class ReceiverProcess:
@@ -73,8 +72,6 @@ class Engine:
     """The process's side. vLLM's rule: no update is started beside another."""
 
     def __init__(self, shapes):
-        import threading
-
         import torch
 
         from megatron_scalerl.weights import weight_receiver
@@ -92,18 +89,7 @@ class Engine:
         self.receiver.model, self.receiver.device = self.model, torch.device("cpu")
         self.receiver.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=1)
         self.receiver.digest, self.receiver._groups = "", {}
-        self.updating, self.label, self.generated = False, "", 0
-        self._running = threading.Event()
-        self._running.set()
-        threading.Thread(target=self._generate, daemon=True).start()
-
-    def _generate(self):
-        import time
-
-        while self._running.wait():
-            sum(float(parameter.view(-1)[0]) for parameter in self.model.parameters())
-            self.generated += 1
-            time.sleep(0.001)
+        self.updating, self.label, self.paused = False, "", False
 
     def do(self, command, body):
         """The answer to a command."""
@@ -113,16 +99,14 @@ class Engine:
             return self._module.live_digest(self.model)
         if command == "info":
             return [self.label, self.receiver.digest]
-        if command == "generated":
-            return self.generated
-        if command == "bits":
-            return self._bits()
+        if command == "paused":
+            return self.paused
         self._change(command, body)
         return None
 
     def _change(self, command, body):
         if command == "pause":
-            (self._running.clear if body else self._running.set)()
+            self.paused = body
         elif command == "msrl_abandon_update":
             self.updating = False
         elif command == "/init_weight_transfer_engine":
@@ -140,12 +124,6 @@ class Engine:
         else:
             assert command == "die", command
             self._die_after(body)
-
-    def _bits(self):
-        import hashlib
-
-        held = self.model.named_parameters()
-        return {name: hashlib.sha256(values.numpy().tobytes()).hexdigest() for name, values in held}
 
     def _die_after(self, parts):
         """Of the next update, write so many parts, and be killed."""
@@ -169,12 +147,7 @@ def main():
 
     torch.set_num_threads(1)
     engine = Engine(json.loads(sys.argv[1]))
-    for line in sys.stdin:
-        try:
-            answer = {"value": engine.do(*json.loads(line))}
-        except (RuntimeError, ValueError) as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=answers, flush=True)
+    serve(lambda command: engine.do(*command), answers)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,13 @@ Run as a program it reads JSON commands from its input and answers one JSON line
 """
 
 import contextlib
-import json
 import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
-from command_process import CommandProcess
+from command_process import CommandProcess, serve
 
 
 class SenderProcess:
@@ -130,26 +129,22 @@ def main():
     module.dist = SimpleNamespace(all_reduce=lambda table: table)  # stands in for a world of one
     source = Source()
     sending = module.WeightSending(source, bucket_mib=1)
-    for line in sys.stdin:
-        command = json.loads(line)
-        try:
-            kind = command["command"]
-            if "folder" in command:
-                source.weights = safetensors.torch.load_file(Path(command["folder"]) / "model.safetensors")
-            if kind == "manifest":
-                value = source.named()
-            elif kind == "plan":
-                value = plans.to_json(source.plan_for(msgspec.convert(command["needs"], tuple[plans.Needs, ...])))
-            elif kind == "connect":
-                value = sending.connect(msgspec.convert(command["connection"], plans.Connection))
-            else:
-                if command["dies"]:
-                    _die(sending._sender)
-                value = msgspec.to_builtins(sending.send(command["version"]))
-            answer = {"value": value}
-        except (RuntimeError, ValueError) as err:
-            answer = {"error": f"{type(err).__name__}: {err}"}
-        print(json.dumps(answer), flush=True)
+
+    def answer(command):
+        kind = command["command"]
+        if "folder" in command:
+            source.weights = safetensors.torch.load_file(Path(command["folder"]) / "model.safetensors")
+        if kind == "manifest":
+            return source.named()
+        if kind == "plan":
+            return plans.to_json(source.plan_for(msgspec.convert(command["needs"], tuple[plans.Needs, ...])))
+        if kind == "connect":
+            return sending.connect(msgspec.convert(command["connection"], plans.Connection))
+        if command["dies"]:
+            _die(sending._sender)
+        return msgspec.to_builtins(sending.send(command["version"]))
+
+    serve(answer, sys.stdout)
     assert "vllm" not in sys.modules
 
 

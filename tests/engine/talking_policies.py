@@ -24,12 +24,8 @@ def make(folder, seed):
     config.vocab_size = len(tokenizer)
     config.bos_token_id = config.pad_token_id = None
     config.eos_token_id = end
-    model = AutoModelForCausalLM.from_config(config).float()
-    generator = torch.Generator().manual_seed(seed)
+    model = tiny_policies.randomized(AutoModelForCausalLM.from_config(config).float(), seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight[0] = 0
             layer.mlp.down_proj.weight[0] = 0

@@ -85,7 +85,6 @@ TLS = ("keyfile", "certfile", "ca_certs", "cert_reqs", "ciphers")
     "options, line",
     [
         ({"max_model_length": 5}, r"engine\.vllm: max_model_length is not .*; the nearest is max_model_len$"),
-        ({"max_num_seq": 5}, r"engine\.vllm: max_num_seq is not .*; the nearest is max_num_seqs$"),
         ({"dtype": "float32"}, r"engine\.vllm\.dtype: .*set by policy\.dtype"),
         ({"enable_prefix_caching": True}, "enable_prefix_caching: True cannot be set here; the option is fixed"),
         (

@@ -13,12 +13,20 @@ def added(**options):
     return AddedToken("</think>", normalized=False, **options)
 
 
+def cleaning():
+    tokenizer = byte_level()
+    tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    return tokenizer
+
+
 TOKENIZERS = {
     "tiny": build_tokenizer,
     "byte level": byte_level,
     "sentence piece": sentence_piece,
     "special tag": lambda: byte_level(tag=added(special=True)),
     "added tag": lambda: byte_level(tag=added()),
+    "blanks that are cleaned up": cleaning,
     "tag that takes blanks along": lambda: byte_level(tag=added(special=True, lstrip=True)),
 }
 
@@ -29,7 +37,7 @@ def forced(tokenizer, phrase=None):
 
 
 def decoded(tokenizer, ids):
-    return tokenizer.decode(list(ids), skip_special_tokens=False)
+    return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -50,14 +58,17 @@ def test_space_and_tag_are_tokenized_as_in_a_warm_start():
     assert tokenizer.convert_ids_to_tokens(list(ids[-3:])) == ["Ġ</", "think", ">"]
 
 
-@pytest.mark.parametrize("phrase", ["Time is up.", "Time is up.\n\n", "\nTime  is up. ", ""])
-@pytest.mark.parametrize("kind", ["byte level", "special tag", "tag that takes blanks along"])
+@pytest.mark.parametrize("phrase", ["Time is up .", "Time is up.\n\n", "\nTime  is up. ", ""])
+@pytest.mark.parametrize("kind", ["blanks that are cleaned up", "special tag", "tag that takes blanks along"])
 def test_every_phrase_keeps_its_whitespace(kind, phrase):
     tokenizer = TOKENIZERS[kind]()
     assert decoded(tokenizer, forced(tokenizer, phrase)[0]) == f"{phrase}</think>"
 
 
-def test_a_phrase_that_a_vocabulary_cannot_encode_is_refused():
+def test_a_phrase_or_a_tag_that_a_vocabulary_cannot_encode_is_refused():
     tokenizer = build_tokenizer()
+    for think_end, said in (("</z>", "does not survive"), ("", "has no tokens")):
+        with pytest.raises(ValueError, match=rf"prompts\.think_end: .* {said}"):
+            plan_ids(tokenizer, "", think_end)
     with pytest.raises(ValueError, match=r"interruption\.phrase: .* does not survive .*becomes '<unk>"):
         forced(tokenizer, "Stop now.")

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from megatron_scalerl.engine.interruption import Forcing, Plan, draw_cut, plan_ids, tag, tag_variants
+from megatron_scalerl.engine.interruption import Forcing, Plan, draw_cut, tag, tag_variants
 
 EOS, END, A, B = 2, 4, 7, 8
 
@@ -47,8 +47,6 @@ def grow(plan, wishes, limit=200):
         ([A, EOS], [A, EOS], "TT", False, False, None),
         # the policy says the phrase by itself before the cut: it is its own token, and ends nothing
         ([5, A, A, A, A, B, EOS], [5, A, A, 5, END, B, EOS], "TTTFFTT", True, False, 5),
-        # phrase and tag sampled by the policy itself before the cut: a natural end, no second phrase
-        ([5, END, B, EOS], [5, END, B, EOS], "TTTT", False, False, 2),
     ],
 )
 def test_by_hand(wishes, tokens, mask, interrupted, truncated, answer_start):
@@ -61,7 +59,6 @@ def test_by_hand(wishes, tokens, mask, interrupted, truncated, answer_start):
         # thinking ended by itself at token 1: the answer has what is left of 6, tag and thinking counted
         ([A, END, B, B, B, B, B, B], [A, END, B, B, B, B], True, 2),
         ([A, END, B, B, B, EOS], [A, END, B, B, B, EOS], False, 2),
-        ([END, B, B, B, B, EOS], [END, B, B, B, B, EOS], False, 1),
         # at the cut: never less than after a forced end
         ([A, A, END, B, B, B, B], [A, A, END, B, B, B], True, 3),
     ],
@@ -151,10 +148,8 @@ def test_a_variant_of_a_tag_of_one_token_ends_thinking():
     "changes, longest",
     [
         ({}, 3 + 2 + 2 + 1),
-        ({"phrase_ids": (5, 5, END)}, 3 + 3 + 2 + 1),
         ({"whole_budget": 5}, 3 + 2 + 2 + 1),
         ({"whole_budget": 20}, 20 + 1),
-        ({"cut": 1, "answer_budget": 1}, 1 + 2 + 1 + 1),
     ],
 )
 def test_the_longest_completion_is_reached_and_not_passed(changes, longest):
@@ -179,33 +174,6 @@ def test_cuts_are_uniform_reproducible_and_independent():
     # 4,800 draws over 9 values: chi-square with 8 degrees of freedom stays below 26.1 but once in a thousand
     assert sum((c - 4800 / 9) ** 2 / (4800 / 9) for c in counts) < 26.1
     assert draw_cut(2, 0, 0, 1, 10**9) != draw_cut(1, 0, 0, 1, 10**9)
-
-
-class _Letters:
-    """One token per letter. Loses the letter z; @ is special; a space before a period is cleaned up."""
-
-    def __len__(self):
-        return 128
-
-    def convert_ids_to_tokens(self, ids):
-        return [chr(i) for i in ids]
-
-    def encode(self, text, add_special_tokens):
-        return [ord(c) for c in text if c != "z"]
-
-    def decode(self, ids, skip_special_tokens=True, clean_up_tokenization_spaces=True):
-        text = "".join(map(chr, ids))
-        text = text.replace("@", "") if skip_special_tokens else text
-        return text.replace(" .", ".") if clean_up_tokenization_spaces else text
-
-
-def test_phrase_and_tag_must_survive_the_tokenizer():
-    assert plan_ids(_Letters(), "ab", "</>") == ((97, 98, 60, 47, 62), (60, 47, 62))
-    assert plan_ids(_Letters(), "@ .", "</>")[0] == (64, 32, 46, 60, 47, 62)
-    with pytest.raises(ValueError, match=r"prompts\.think_end: .* does not survive"):
-        plan_ids(_Letters(), "ab", "</z>")
-    with pytest.raises(ValueError, match=r"prompts\.think_end: .* has no tokens"):
-        plan_ids(_Letters(), "ab", "")
 
 
 def test_engine_and_controller_agree_on_ten_thousand_completions():

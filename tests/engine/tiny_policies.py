@@ -50,14 +50,19 @@ def config(kind):
     return Llama4TextConfig(**_SHARED, **experts, intermediate_size_mlp=128, attention_chunk_size=128)
 
 
+@torch.no_grad()
+def randomized(model, seed):
+    """The model, whose matrices are random now."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
+    return model
+
+
 def make(folder, kind="dense", seed=0, dtype=torch.float32):
     """A random policy with peaked outputs, saved as a Hugging Face folder with a tokenizer."""
-    generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config(kind)).to(dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
+    model = randomized(AutoModelForCausalLM.from_config(config(kind)).to(dtype), seed)
     model.save_pretrained(folder)
     if kind == "dense":
         (folder / "generation_config.json").write_text(json.dumps(HOSTILE))

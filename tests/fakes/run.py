@@ -10,8 +10,8 @@ import gc
 import io
 import os
 import random
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 from fakes.clock import VirtualTimeLoop
 from fakes.engine import StandInEngine
@@ -78,23 +78,6 @@ def run_sampler(flat_groups, lost, *, answers=True):
     )
 
 
-@dataclass
-class Outcome:
-    """The result of an attempt."""
-
-    reason: str | None
-    """Why it ended; None if it was killed."""
-    seconds: float
-    """Virtual seconds from start to end."""
-    trained: list[int]
-    completions: dict[int, set[tuple[int, int]]]
-    """Step -> (group, index) of every completion that the trainer was sent for it."""
-    sent_ahead: list[int]
-    """Steps whose batch was sent, or begun to be, while the trainer made the step before."""
-    killed_in: str
-    """Name of the file that it was writing when it was killed."""
-
-
 def recipe(folder, **changes):
     """Six steps of two groups of four completions, k = 2, validation every second step, a checkpoint every third."""
     data = {
@@ -141,6 +124,10 @@ def attempt(
     send_s: for sending a batch to the trainer. changes: what happens to the engines, and when.
     collector: gets what a Prometheus endpoint would show. sinks: more sinks of the records.
     power_loss: truncate every file to its last synced length.
+
+    The result has the `reason` of its end, None if it was killed; its virtual `seconds`; the steps `trained`; of each
+    step the `completions` that the trainer was sent, as (group, index); the steps `sent_ahead`, whose batch was sent,
+    or begun to be, while the trainer made the step before; the file that it was writing when it was `killed_in`.
     """
     if not gc.get_freeze_count():
         gc.freeze()  # the controller's own collections would go through all that the tests have imported
@@ -172,7 +159,7 @@ def attempt(
             folder.close()
     if power_loss:
         disk.cut(Path(settings.run_dir))
-    return Outcome(
+    return SimpleNamespace(
         reason=reason,
         seconds=seconds,
         trained=trainer.trained,

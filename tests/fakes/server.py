@@ -1,6 +1,5 @@
 """Responses as engines write them, and a stand-in server that gives them."""
 
-import asyncio
 import json
 
 from aiohttp import web
@@ -50,22 +49,3 @@ class StandInServer:
         if callable(body):
             return await body(request)
         return web.Response(body=body if isinstance(body, bytes) else json.dumps(body).encode())
-
-
-class StandInHungServer(StandInServer):
-    """Its health is good and no generation ever ends; the test sets the progress that it reports."""
-
-    def __init__(self, *, tokens=0):
-        super().__init__(self._respond)
-        self.tokens, self.decoding, self.waiting = tokens, 1, 0
-        self.dead = self.silent = False
-
-    async def __aenter__(self):
-        await super().__aenter__()
-        return self
-
-    async def _respond(self, request):
-        if request.path == "/inference/v1/generate" or (self.silent and request.path == "/msrl/progress"):
-            await asyncio.Event().wait()
-        core = {"core": 0, "tokens": self.tokens, "waiting": self.waiting, "decoding": self.decoding}
-        return web.json_response({"cores": [core], "dead": self.dead})

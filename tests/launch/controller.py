@@ -1,7 +1,6 @@
 """A controller with stand-in children, for tests that stop it from outside: `controller.py PIDS LOGS [GRACE_S]`."""
 
 import asyncio
-import contextlib
 import os
 import sys
 from pathlib import Path
@@ -26,11 +25,9 @@ async def run(pids, logs, grace_s):
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(IndexError):
-        grace = 0.3
-        grace = float(sys.argv[3])
+    pids, logs, *grace = sys.argv[1:]
     try:
-        run_until_signal(run(Path(sys.argv[1]), Path(sys.argv[2]), grace))
+        run_until_signal(run(Path(pids), Path(logs), float(*grace or [0.3])))
     except Stopped as stop:
         print(stop, file=sys.stderr)
         sys.exit(stop.exit_code)

@@ -2,13 +2,11 @@
 
 import os
 import sys
-from pathlib import Path
 
 import psutil
 from own_processes import own_processes
+from programs import ROOT
 from waiting import wait_until
-
-ROOT = Path(__file__).parent.parent.parent
 
 STAND_IN_CHILD = """
 import os, signal, sys, time

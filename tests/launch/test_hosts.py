@@ -82,14 +82,10 @@ def test_in_an_allocation_hosts_and_gpus_are_slurms(tmp_path, monkeypatch):
 THREE_NODES = {"trainer": {"world_size": 16}, "engine": {"count": 4}, "weights": {"transport": "gloo"}}
 
 
-def recipe_on_three_nodes():
-    return small_recipe(**THREE_NODES)
-
-
 def test_a_run_that_lost_hosts_says_what_they_had(monkeypatch):
     hosts, left = named("a,b,c"), {"c"}
     monkeypatch.setattr(Hosts, "have_left", lambda _: left)
-    placement = Placement.of(recipe_on_three_nodes(), hosts)
+    placement = Placement.of(small_recipe(**THREE_NODES), hosts)
     assert {place.host.name for place in placement.engines} == {"c"}
     placement.check_present(hosts)
     with pytest.raises(HostsLeft, match="c: Slurm removed this node, which had engines, from the job"):
@@ -104,7 +100,7 @@ def test_a_run_that_lost_hosts_says_what_they_had(monkeypatch):
         placement.check_present(hosts)
     weights = WeightsSection(transport="shm")
     with refused(r"^weights\.transport: shm works on one host alone, and the run has 3$"):
-        Placement.of(recipe_on_three_nodes().model_copy(update={"weights": weights}), hosts)
+        Placement.of(small_recipe(**THREE_NODES).model_copy(update={"weights": weights}), hosts)
 
 
 def test_a_heterogeneous_job_is_refused(monkeypatch):

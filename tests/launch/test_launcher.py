@@ -6,7 +6,8 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from fakes.server import StandInHungServer
+from aiohttp import web
+from fakes.server import StandInServer
 from launch.stand_ins import environment, gone, pids_in, stand_in
 from recipe_files import small_recipe
 
@@ -160,6 +161,13 @@ def attempt_in(folder):
     return Attempt(run_id="r", incarnation="local.0", folder=folder, recipe_file=folder / "recipe.yaml")
 
 
+async def hung(request):
+    """Its health is good, and no generation ever ends."""
+    if request.path == "/inference/v1/generate":
+        await asyncio.Event().wait()
+    return web.json_response({"cores": [{"core": 0, "tokens": 512, "waiting": 0, "decoding": 1}], "dead": False})
+
+
 @contextlib.asynccontextmanager
 async def engines_of(recipe, tmp_path, monkeypatch, fail_starts=(), busy=lambda client: None):
     """Engines behind a stand-in server, not started, and the processes and changes of state so far."""
@@ -172,7 +180,7 @@ async def engines_of(recipe, tmp_path, monkeypatch, fail_starts=(), busy=lambda 
         return made[-1]
 
     monkeypatch.setattr(Engines, "_make", make)
-    async with asyncio.timeout(120), StandInHungServer(tokens=512) as server:
+    async with asyncio.timeout(120), StandInServer(hung) as server:
         engines = Engines(
             recipe,
             placement=Placement.of(recipe, ONE_HOST),

@@ -1,15 +1,14 @@
 """The file of measured constants: there and back, what a plan makes of it, and one line for every mistake."""
 
 import json
-from pathlib import Path
 
 import pytest
 from command_line import command, refusal
+from recipe_files import ROOT
 
 from megatron_scalerl.plan.assumptions import Assumptions, default_sources, described
 from megatron_scalerl.plan.assumptions_file import Measured, read_assumptions
 
-ROOT = Path(__file__).parents[2]
 main = command("plan")
 H100 = "NVIDIA H100 80GB HBM3"
 RECIPE = [str(ROOT / "recipes/scalerl_llama3_8b.yaml"), "--gpus", "80", "--no-build"]

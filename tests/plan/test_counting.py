@@ -1,30 +1,22 @@
 """Parameters: the published totals exactly, ranks that add up to the whole, and the same from Megatron's modules."""
 
 from math import prod
-from pathlib import Path
 
 import pytest
+from planned_recipes import CONFIGS, family_of, recipe_of
 
 from megatron_scalerl.models import read_hf_config
 from megatron_scalerl.plan.assumptions import Assumptions
-from megatron_scalerl.plan.counting import count, load_family, of_stage
+from megatron_scalerl.plan.counting import count, of_stage
 from megatron_scalerl.plan.hardware import GPUS
-from megatron_scalerl.plan.meta_build import compare_with_build
 from megatron_scalerl.plan.planner import make_plan
 from megatron_scalerl.plan.sharding import layout_of
-from megatron_scalerl.recipe.file import load_recipe
 
-ROOT = Path(__file__).parents[2]
-CONFIGS = ROOT / "recipes/configs"
 DENSE, SCOUT = "scalerl_llama3_8b", "scalerl_llama4_scout_17bx16"
 
 
-def recipe_of(name, *overrides):
-    return load_recipe(ROOT / f"recipes/{name}.yaml", overrides)
-
-
 def test_scout_total_and_active():
-    p = count(load_family(CONFIGS / "Llama-4-Scout-17B-16E"))
+    p = count(family_of("Llama-4-Scout-17B-16E"))
     assert p.total == 107_769_861_120
     assert p.active == 17_172_894_720
     assert p.experts == 48 * 16 * 3 * 5_120 * 8_192
@@ -43,7 +35,7 @@ def test_latent_attention_is_counted_as_transformers_builds_it(name, total, acti
     from torch import device
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    family = load_family(CONFIGS / name)
+    family = family_of(name)
     p = count(family)
     assert (p.total, p.active, p.total + p.passthrough) == (total, active, with_mtp)
     with device("meta"):
@@ -70,16 +62,9 @@ OF_1T = (
 
 @pytest.mark.slow
 def test_a_policy_of_1_t_is_planned_on_1024_gpus():
-    """The weights of one rank, the cache of a token and the bytes of an update, by hand."""
-    folder = CONFIGS / "Kimi-K2-Instruct"
-    plan = make_plan(recipe_of(SCOUT, *OF_1T), folder, 1024, GPUS["h100-80g"], Assumptions())
-    assert plan.split_is_recipes
-    assert compare_with_build(plan, folder) == "equal on the first rank of 512 of each pipeline stage"
-    # of 8 layers: 6 of 384 experts each; an eighth of the rest, but narrow projections, norms and router whole
-    rank, hidden = plan.trainer[1].parameters, 7168
-    assert rank.expert == 8 * 6 * 3 * hidden * 2048
-    split = 1536 * 64 * 192 + 512 * 64 * 256 + 64 * 128 * hidden + 3 * hidden * 2048
-    assert rank.dense == 8 * (split // 8 + hidden * (1536 + 576 + 2 + 384) + 1536 + 512)
+    """The cache of a token and the bytes of an update, by hand; its ranks: test_recipe_recompute.py."""
+    recipe = recipe_of(SCOUT, *OF_1T)
+    plan = make_plan(recipe, CONFIGS / "Kimi-K2-Instruct", 1024, GPUS["h100-80g"], Assumptions())
     # 512 latent numbers and 64 rotated ones a layer, in bf16, on each of 32 devices
     assert plan.engine.kv_bytes_per_token == 61 * 576 * 2 * 32
     assert any("an engine runs on one node, which has 8 GPUs, and cannot have 32" in p for p in plan.problems())
@@ -92,7 +77,7 @@ def test_a_policy_of_1_t_is_planned_on_1024_gpus():
 
 
 def test_ranks_add_up_to_the_whole():
-    family = load_family(CONFIGS / "Llama-4-Scout-17B-16E")
+    family = family_of("Llama-4-Scout-17B-16E")
     layout = layout_of(recipe_of(SCOUT), family, 96)
     assert layout.dp == 12
     stages = [of_stage(family, layout, stage) for stage in range(2)]
@@ -103,7 +88,7 @@ def test_ranks_add_up_to_the_whole():
 
 
 def test_uneven_pipeline_stages():
-    family = load_family(CONFIGS / "Llama-3.1-8B")
+    family = family_of("Llama-3.1-8B")
     recipe = recipe_of(
         DENSE,
         "megatron.parallel.pipeline_model_parallel_size=2",

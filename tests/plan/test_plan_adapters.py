@@ -1,18 +1,15 @@
 """The plan of a recipe with adapters: memory, bytes of updates and FLOPs, counted by hand."""
 
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
-from recipe_files import ROOT
+from planned_recipes import CONFIGS, recipe_of
 
 from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.hardware import GPUS
 from megatron_scalerl.plan.planner import make_plan
 from megatron_scalerl.plan.settings import check_settings
-from megatron_scalerl.recipe.file import load_recipe
 
-CONFIGS = Path(ROOT) / "recipes/configs"
 HIDDEN, INNER, QUERY, KEY, LAYERS = 1536, 8960, 1536, 256, 28
 """Of Qwen2.5-Math-1.5B."""
 PER_RANK = LAYERS * (4 * HIDDEN + 2 * QUERY + 2 * KEY + 3 * (HIDDEN + INNER))
@@ -20,7 +17,7 @@ PER_RANK = LAYERS * (4 * HIDDEN + 2 * QUERY + 2 * KEY + 3 * (HIDDEN + INNER))
 
 
 def plan(*more):
-    recipe = load_recipe(ROOT / "recipes/qwen2_5_math_1_5b_lora_24gb.yaml", more)
+    recipe = recipe_of("qwen2_5_math_1_5b_lora_24gb", *more)
     return make_plan(recipe, CONFIGS / "Qwen2.5-Math-1.5B", 1, GPUS["rtx4090-24g"], Assumptions(), layers="plain")
 
 
@@ -41,7 +38,7 @@ def test_frozen_weights_have_neither_gradients_nor_moments():
     assert memory["main weights (fp32)"] == 4 * adapters and memory["Adam moments"] == 8 * adapters
     assert terms(whole)["gradients"] == 4 * weights and terms(whole)["Adam moments"] == 8 * weights
     # a layer's outputs and three more copies of them: of gate and up those of the widest layer
-    tokens = load_recipe(ROOT / "recipes/qwen2_5_math_1_5b_lora_24gb.yaml").micro_batch_tokens
+    tokens = recipe_of("qwen2_5_math_1_5b_lora_24gb").micro_batch_tokens
     more = memory["layer workspace"] - terms(whole)["layer workspace"]
     assert more == 3 * 2 * INNER * tokens * 2
     # without a gradient of the head
@@ -59,7 +56,7 @@ def test_an_update_has_the_adapters_or_all_weights():
 
 def test_an_update_to_engines_of_several_workers_sends_each_its_part():
     more = ("engine.colocate=false", "engine.devices_per_engine=2", "engine.vllm.tensor_parallel_size=2")
-    recipe = load_recipe(ROOT / "recipes/qwen2_5_math_1_5b_lora_24gb.yaml", more)
+    recipe = recipe_of("qwen2_5_math_1_5b_lora_24gb", *more)
     found = make_plan(recipe, CONFIGS / "Qwen2.5-Math-1.5B", 3, GPUS["h100-80g"], Assumptions())
     # one of A and B of each projection is whole on every worker
     whole = 32 * LAYERS * (5 * HIDDEN + HIDDEN + HIDDEN)
@@ -74,15 +71,15 @@ def test_a_step_computes_no_gradients_of_frozen_weights():
 
 
 def test_experts_are_updated_merged():
-    recipe = load_recipe(ROOT / "recipes/qwen3_30b_a3b_16gpus.yaml", ["policy.lora={}"])
+    recipe = recipe_of("qwen3_30b_a3b_16gpus", "policy.lora={}")
     folder = CONFIGS / "Qwen3-30B-A3B"
     with pytest.raises(ValueError, match=r"weights\.adapters: .* merged"):
         check_settings(recipe, folder, planned=True)
-    merged = load_recipe(ROOT / "recipes/qwen3_30b_a3b_16gpus.yaml", ["policy.lora={}", "weights.adapters=merged"])
+    merged = recipe_of("qwen3_30b_a3b_16gpus", "policy.lora={}", "weights.adapters=merged")
     check_settings(merged, folder, planned=True)
 
 
 def test_a_plan_with_transformer_engine_below_hopper_is_refused_with_the_way_out():
-    recipe = load_recipe(ROOT / "recipes/qwen2_5_math_1_5b_lora_24gb.yaml", [])
+    recipe = recipe_of("qwen2_5_math_1_5b_lora_24gb")
     found = make_plan(recipe, CONFIGS / "Qwen2.5-Math-1.5B", 1, GPUS["rtx4090-24g"], Assumptions())
     assert "MSRL_LAYERS=plain" in found.problems()[-1] and plan().problems() == []

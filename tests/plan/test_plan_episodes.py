@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from planned_recipes import CONFIGS, recipe_of
+from recipe_files import ROOT
 from rich.console import Console
 
 from megatron_scalerl.__main__ import main
@@ -14,10 +16,7 @@ from megatron_scalerl.plan.hardware import GPUS
 from megatron_scalerl.plan.planner import as_numbers, make_plan
 from megatron_scalerl.plan.text import show
 from megatron_scalerl.plan.work import assumed_lengths
-from megatron_scalerl.recipe.file import load_recipe
 
-ROOT = Path(__file__).parents[2]
-CONFIGS = ROOT / "recipes/configs"
 SMALL = "qwen2_5_math_1_5b"
 DENSE = "scalerl_llama3_8b"
 H100 = GPUS["h100-80g"]
@@ -31,23 +30,14 @@ TURN = (
 # both medians are far beyond their limits, so that every turn has 100 + 28 tokens
 FIXED = Assumptions(thinking_median=1e6, answer_median=1e6, reply_tokens=50, reply_seconds=0)
 BEFORE = {
-    "qwen2_5_math_1_5b": (36.55767837643263, 33633.023808006415, 477.5374535684566, 1491689.2672),
     "qwen2_5_math_1_5b_1gpu": (88.31932481306187, 13921.588166604257, 239.71003629687732, 1491689.2672),
     "qwen3_30b_a3b_16gpus": (212.86739737917955, 1466.7833395070159, 60.19152054634357, 2694450.816),
-    "qwen3_8b_8gpus": (148.01272311006295, 4218.966389366731, 174.94028125696602, 2694450.816),
-    "scalerl_llama3_8b": (41.41030673426201, 1750.3779304302652, 40.47160292122948, 4835563.968),
     "scalerl_llama3_8b_32k": (181.66846081390173, 1022.4823459603272, 40.88046516383759, 12084786.816),
-    "scalerl_llama3_8b_bs2048": (109.34351227316643, 1767.7302290886307, 42.01513739069448, 12894837.248),
     "scalerl_llama4_scout_17bx16": (40.675417358015544, 5702.407337543695, 142.01575676635485, 4835563.968),
     "tiny_cpu": (3.4672490376429, 1785.9498215362291, 13.659173713608938, 71728.3328),
-    "tiny_moe_cpu": (34.616488926469295, 178.8839074105251, 4.1493317729568995, 71728.3328),
 }
 """Recipe -> seconds of a step, tokens per second of an engine, concurrent completions, trained tokens, as they were
 planned before there were environments."""
-
-
-def recipe_of(name, *overrides):
-    return load_recipe(ROOT / f"recipes/{name}.yaml", overrides)
 
 
 def plan_of(name, *overrides, assumed=FIXED):

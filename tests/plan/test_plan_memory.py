@@ -6,13 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from planned_recipes import CONFIGS, family_of, recipe_of
 from predicted_trainer import predict_trainer
+from recipe_files import ROOT
 from refusals import refused
 from sampling import sampled
 
 from megatron_scalerl.plan.activations import layer_bytes, recompute_of, shape_of
 from megatron_scalerl.plan.assumptions import Assumptions
-from megatron_scalerl.plan.counting import count, load_family
+from megatron_scalerl.plan.counting import count
 from megatron_scalerl.plan.engine import engine_memory
 from megatron_scalerl.plan.hardware import GIB, GPUS, PLAIN_ON_GPU, Kernels
 from megatron_scalerl.plan.memory import logit_bytes, trainer_memory
@@ -20,17 +22,15 @@ from megatron_scalerl.plan.planner import make_plan
 from megatron_scalerl.plan.sharding import layout_of
 from megatron_scalerl.plan.update import GROUP_BYTES
 from megatron_scalerl.plan.work import Lengths, step_work
-from megatron_scalerl.recipe.file import load_recipe
 
-ROOT = Path(__file__).parents[2]
 H100 = GPUS["h100-80g"]
 
 FUSED = Kernels(layers="te", device="gpu")
 
 
 def plan_of(*overrides, name="scalerl_llama3_8b", kernels=FUSED):
-    recipe = load_recipe(ROOT / f"recipes/{name}.yaml", overrides)
-    family = load_family(ROOT / "recipes/configs" / Path(recipe.policy.path).name)
+    recipe = recipe_of(name, *overrides)
+    family = family_of(Path(recipe.policy.path).name)
     layout = layout_of(recipe, family, recipe.trainer.world_size)
     return recipe, family, layout, trainer_memory(recipe, family, layout, Assumptions(), kernels=kernels)
 
@@ -54,7 +54,7 @@ def test_fp32_weights_are_their_own_main_weights():
 
 
 def test_a_frozen_policy_is_on_every_rank_as_the_policy_is():
-    teacher = ROOT / "recipes/configs/Qwen3-8B"
+    teacher = CONFIGS / "Qwen3-8B"
     _, _, layout, [rank] = plan_of(f"algorithm={{kl: {{to: {teacher}, coefficient: 1}}}}")
     *_, frozen = rank.terms
     assert layout.tp == 2 and frozen.bytes == pytest.approx(8_190_735_360, rel=1e-3)  # bf16, over two ranks
@@ -75,7 +75,7 @@ def test_context_parallelism_halves_activations_and_shares_optimizer():
 def test_saved_bytes_of_a_dense_layer_by_hand():
     _, family, layout, _ = plan_of()
     shape = shape_of(family, family.layers[0])
-    one = layout_of(load_recipe(ROOT / "recipes/tiny_cpu.yaml"), family, 1)
+    one = layout_of(recipe_of("tiny_cpu"), family, 1)
     # plain, fp32: two norms (2 fp32 copies and a number), their outputs, projection input, angles, padded q k v and
     # output with its log-sum-exp, five widths of the MLP
     plain = layer_bytes(shape, one, width=4, kernels=Kernels(layers="plain", device="cpu"), imbalance=1.0)
@@ -94,7 +94,7 @@ def test_a_loss_of_whole_sequences_keeps_all_logits_that_fit(tokens, workspace, 
     """On a CPU, if the workspace holds them and they are at most 2^25 numbers; else blocks of at most 2^23."""
     settings = ["loss.name=gspo", "policy.dtype=float32", f"trainer.logit_workspace_mb={workspace}"]
     recipe, family, _, _ = plan_of(*settings)
-    one = layout_of(load_recipe(ROOT / "recipes/tiny_cpu.yaml"), family, 1)
+    one = layout_of(recipe_of("tiny_cpu"), family, 1)
     _, found = logit_bytes(recipe, family, one, tokens, kernels=Kernels(layers="plain", device="cpu"))
     assert found == 4 * tokens * 4096 + min(workspace * 2**20, 4 * numbers + 8 * 2**18)
 
@@ -103,26 +103,20 @@ def test_plain_layers_on_a_gpu_keep_what_layers_and_device_say():
     """Padded copies, angles and five widths as on a CPU; norms, runtime and logits as on a GPU."""
     _, family, _, _ = plan_of()
     shape = shape_of(family, family.layers[0])
-    recipe = load_recipe(
-        ROOT / "recipes/scalerl_llama3_8b.yaml",
-        ["megatron.parallel={}", "megatron.model={}", "trainer.world_size=1"],
-    )
+    recipe = recipe_of("scalerl_llama3_8b", "megatron.parallel={}", "megatron.model={}", "trainer.world_size=1")
     one = layout_of(recipe, family, 1)
     h, kv, f, tokens = 4096, 1024, 14336, 16_512
     layer = layer_bytes(shape, one, width=2, kernels=PLAIN_ON_GPU, imbalance=1.0).total
     assert layer == 2 * (2 * h + 2 * h + h + 4 * 128 + 2 * h + 2 * kv + 5 * f) + 2 * 4 + 4 * 32
-    cpu = Kernels(layers="plain", device="cpu")
-    on_cpu = layer_bytes(shape, one, width=2, kernels=cpu, imbalance=1.0).total
-    assert on_cpu - layer == 2 * (8 * h - 2 * h)
-    [gpu], [fused], [cpu] = (
-        trainer_memory(recipe, family, one, Assumptions(), kernels=kernels) for kernels in (PLAIN_ON_GPU, FUSED, cpu)
+    [gpu], [fused] = (
+        trainer_memory(recipe, family, one, Assumptions(), kernels=kernels) for kernels in (PLAIN_ON_GPU, FUSED)
     )
     plain = terms(gpu)
     assert plain["saved activations"] == tokens * (32 * layer + (h * 2 + 4) + h * 2 + 8 + 8)
     assert plain["logit input gradients"] == terms(fused)["logit input gradients"]
     loss = plain["CUDA, NCCL, fragmentation"] - 3 * GIB
     assert loss == pytest.approx(0.08 * moving(gpu)) and "runtime" not in plain
-    assert plain["gradient clipping copy"] == 0 and "runtime" in terms(cpu)
+    assert plain["gradient clipping copy"] == 0
 
 
 def moving(rank):
@@ -166,7 +160,7 @@ def test_transformer_engine_needs_a_gpu():
 def test_a_prediction_is_the_plans():
     """The fullest rank, and the model FLOPs that the plan's step has."""
     recipe, family, layout, [rank] = plan_of()
-    folder = ROOT / "recipes/configs/Llama-3.1-8B"
+    folder = CONFIGS / "Llama-3.1-8B"
     found = predict_trainer(recipe, folder, layers="te", device="gpu", sequence_tokens=4096)
     assert found.terms == rank.terms and found.total_bytes == rank.total
     assert found.parameters == rank.parameters.total == 4_015_263_744
@@ -192,17 +186,13 @@ def test_recompute_keeps_less():
     assert sizes[0] - sizes[1] == tokens * layers * 3 * 14_336 / 2 * 2  # the MLP's inside, TP 2, bf16
     assert sizes[2] == tokens * (layers * 2048 * 2 + 2 * 2048 * 2 + 4096 * 2 + 10 + 8)
     with refused(r"recompute_modules: .*'mla_up_proj'.* core_attn"):
-        recompute_of(
-            load_recipe(
-                ROOT / "recipes/tiny_cpu.yaml",
-                ["megatron.model.recompute_granularity=selective", "megatron.model.recompute_modules=[mla_up_proj]"],
-            )
-        )
+        modules = "megatron.model.recompute_modules=[mla_up_proj]"
+        recompute_of(recipe_of("tiny_cpu", "megatron.model.recompute_granularity=selective", modules))
 
 
 def test_an_engine_has_narrow_projections_and_routers_on_each_device():
-    recipe = load_recipe(ROOT / "recipes/kimi_k2_1024gpus.yaml")
-    family = load_family(ROOT / "recipes/configs/Kimi-K2-Instruct")
+    recipe = recipe_of("kimi_k2_1024gpus")
+    family = family_of("Kimi-K2-Instruct")
     p = count(family)
     e = engine_memory(recipe, family, p, GPUS["b300"], Assumptions())
     narrow = 61 * (7168 * (1536 + 576) + 1536 + 512)
@@ -222,8 +212,8 @@ def test_the_weight_groups_are_counted_on_both_sides():
     """Scout: each of an engine's 8 workers is in the groups of 32 senders, each sender in those of 8 shards."""
 
     def planned(*overrides):
-        recipe = load_recipe(ROOT / "recipes/scalerl_llama4_scout_17bx16.yaml", overrides)
-        return make_plan(recipe, ROOT / "recipes/configs" / Path(recipe.policy.path).name, 256, H100, Assumptions())
+        recipe = recipe_of("scalerl_llama4_scout_17bx16", *overrides)
+        return make_plan(recipe, CONFIGS / Path(recipe.policy.path).name, 256, H100, Assumptions())
 
     plan, alone = planned(), planned("weights.transport=shm")
     assert [terms(stage)["weight groups (NCCL)"] for stage in plan.trainer] == [8 * GROUP_BYTES] * 2

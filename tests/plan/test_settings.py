@@ -1,15 +1,14 @@
 """`plan`, `prompts`, `submit` and `train` refuse the same settings with the same line."""
 
 import shutil
-from pathlib import Path
 
 import pytest
+from recipe_files import ROOT
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.plan.settings import check_settings
 from megatron_scalerl.recipe.file import load_recipe
 
-ROOT = Path(__file__).parents[2]
 PIPELINE = "{pipeline_model_parallel_size: 3, virtual_pipeline_model_parallel_size: 1}"
 MISTAKES = [
     ("interruption.thinking_tokens=[4000, 5000]", "max_position_embeddings of the policy: 512 is too short for the"),
@@ -19,13 +18,11 @@ MISTAKES = [
         "engine.vllm.max_model_len=89",
         "engine.vllm.max_model_len: 89 is too short for the longest sequence, 91 tokens",
     ),
-    ("engine.vllm.max_num_seq=8", "engine.vllm: max_num_seq is not an option of vLLM; the nearest is max_num_seqs"),
     ("engine.vllm.temperature=0.5", "engine.vllm.temperature"),
     ("megatron.optimizer.adam_eps2=1", "megatron.optimizer: adam_eps2 is not a field"),
     ("megatron.parallel.tp=2", "megatron.parallel: tp is not a keyword"),
     ("megatron.model.recompute_granularty=full", "megatron.model: recompute_granularty is not a field"),
     ("megatron.model.fp8=hybrid", "megatron.model.fp8"),
-    ("megatron.ddp.overlap=true", "megatron.ddp: overlap is not a field"),
     ("rewards.verifier=maths", "rewards.verifier 'maths'"),
     ("rewards.verifier=json:dump_s", "rewards.verifier 'json:dump_s'"),
     ("environment=json:JSONDecoder", "environment.name 'json:JSONDecoder': the class has no method reset"),

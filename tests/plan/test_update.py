@@ -1,30 +1,22 @@
 """The simulated weight update: places and needs that make up the policy, bytes by counting, seconds by hand."""
 
-from pathlib import Path
-
 import pytest
 from megatron.core.parallel_state import RankGenerator
+from planned_recipes import family_of, recipe_of
 
-from megatron_scalerl.plan.counting import load_family
 from megatron_scalerl.plan.sharding import layout_of
 from megatron_scalerl.plan.update import EngineShape, places_of, update_work, worker_needs
-from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.weights.owners import manifest
 from megatron_scalerl.weights.plan import not_covered, volume
 
-ROOT = Path(__file__).parents[2]
 DENSE, SCOUT = "Llama-3.1-8B", "Llama-4-Scout-17B-16E"
 RECIPES = {DENSE: "scalerl_llama3_8b", SCOUT: "scalerl_llama4_scout_17bx16"}
 ITEM = 2
 """Bytes of an element in bf16."""
 
 
-def family_of(name):
-    return load_family(ROOT / "recipes/configs" / name)
-
-
 def work_of(name, *overrides):
-    recipe, family = load_recipe(ROOT / f"recipes/{RECIPES[name]}.yaml", overrides), family_of(name)
+    recipe, family = recipe_of(RECIPES[name], *overrides), family_of(name)
     return update_work(recipe, family, layout_of(recipe, family, recipe.trainer.world_size))
 
 
@@ -48,7 +40,7 @@ def test_ranks_stand_where_megatron_puts_them(world, sizes):
     name = SCOUT if "expert_model_parallel_size" in sizes else DENSE
     overrides = [f"megatron.parallel={sizes}".replace("'", ""), "megatron.model={sequence_parallel: true}"]
     overrides.append(f"trainer.world_size={world}")
-    recipe = load_recipe(ROOT / f"recipes/{RECIPES[name]}.yaml", overrides)
+    recipe = recipe_of(RECIPES[name], *overrides)
     layout = layout_of(recipe, family_of(name), world)
     places = places_of(layout)
     order = "tp-cp-ep-dp-pp"

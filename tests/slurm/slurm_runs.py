@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 
 import yaml
+from recipe_files import ROOT
 
 from megatron_scalerl.__main__ import main
 from megatron_scalerl.checkpoints.jsonl import read_jsonl
 from megatron_scalerl.cluster import cluster
 
-ROOT = Path(__file__).parents[2]
 WITH_STAND_INS = ROOT / "tests/fakes/run_with_stand_ins.py"
 STAND_IN_PROGRAM = Path(__file__).with_name("stand_in_program.py")
 JOB = ["--partition", "gpu", "--time", "30", "--startup-seconds", "10", "--save-seconds", "5"]
@@ -79,18 +79,18 @@ def write_site(path, program, **more):
     return str(path)
 
 
-def wait_for(condition, what, seconds=300.0):
+def wait_for(condition, seconds=300.0):
     """Return the first result of `condition` that counts as true."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
-        assert time.monotonic() < deadline, f"expected {what} within {seconds:g} s"
+        assert time.monotonic() < deadline
         time.sleep(0.1)
     return found
 
 
 def wait_for_end(state_of, job, seconds=300.0):
     """The final state of a job."""
-    return wait_for(lambda: (state := state_of(job)) in ENDED and state, f"the end of job {job}", seconds)
+    return wait_for(lambda: (state := state_of(job)) in ENDED and state, seconds)
 
 
 def submitted(words, capsys):

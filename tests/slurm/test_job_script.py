@@ -167,10 +167,16 @@ def test_only_an_exclusive_node_is_whole():
     assert Site().exclusive and not any(Site(sbatch=options).exclusive for options in shared)
 
 
-def test_steps_of_a_container_get_what_the_job_has_exported(tmp_path):
+PYXIS = "--container-image=/i --no-container-mount-home --container-workdir=/c --container-mounts=/c:/c,r:r,/l:/l"
+
+
+@pytest.mark.parametrize(
+    "container, words", [({"container": ("env",)}, "env"), ({"container": "pyxis", "image": "/i"}, PYXIS)]
+)
+def test_steps_of_a_container_get_its_words_and_what_the_job_has_exported(tmp_path, container, words):
     """As a site file's NCCL_IB_HCA."""
-    site = Site(container=("env",), environment={"NCCL_IB_HCA": "=mlx5_0:1"})
-    text = checked(changed(SEVERAL, site=site), tmp_path)
+    site = Site(environment={"NCCL_IB_HCA": "=mlx5_0:1"}, **container)
+    text = checked(changed(SEVERAL, site=site, cwd=Path("/c")), tmp_path)
     [variable] = [line for line in text.splitlines() if line.startswith("export NCCL_IB_HCA=")]
     assert text.index(variable) < text.index("\nrelay=$!") < text.index("role controller")
     relay = text[text.index("container=(") : text.index("role() {")]
@@ -181,7 +187,7 @@ def test_steps_of_a_container_get_what_the_job_has_exported(tmp_path):
         ["bash", "-c", f"logs={tmp_path} run=r MSRL_LOCAL=/l/7\n{variable}\n{relay}\n{step}"],
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
-    assert done.stdout == "=mlx5_0:1: --nodes=1 env env true\n", done.stderr
+    assert done.stdout == f"=mlx5_0:1: --nodes=1 {words} env true\n", done.stderr
 
 
 SECRETS = (

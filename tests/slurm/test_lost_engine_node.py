@@ -30,7 +30,7 @@ def run(policy, tmp_path, cluster, on_login_node, capsys):
     settings = overrides(policy, tmp_path, "r", *words(more))
     [job] = submitted(["submit", "recipes/tiny_cpu.yaml", *settings, *job_words], capsys)
     folder = tmp_path / "r"
-    wait_for(lambda: steps(folder) >= 2, "two steps", LIMIT_S)
+    wait_for(lambda: steps(folder) >= 2, LIMIT_S)
     assert states(folder) == {"engine-0": "serving", "engine-1": "serving"}
     yield folder, job
     slurm.cancel([job])
@@ -55,11 +55,11 @@ def charged(folder):
 def test_an_engine_that_is_cut_off_for_a_while_rejoins(run, cluster):
     folder, job = run
     cluster.link("node3", "down")
-    wait_for(lambda: states(folder)["engine-1"] != "serving", "the eviction of engine-1", LIMIT_S)
+    wait_for(lambda: states(folder)["engine-1"] != "serving", LIMIT_S)
     cluster.link("node3", "up")
     reached = steps(folder)
-    wait_for(lambda: steps(folder) >= reached + 2, "two further steps", LIMIT_S)
-    wait_for(lambda: states(folder)["engine-1"] == "serving", "the return of engine-1", LIMIT_S)
+    wait_for(lambda: steps(folder) >= reached + 2, LIMIT_S)
+    wait_for(lambda: states(folder)["engine-1"] == "serving", LIMIT_S)
     assert last(folder, "engine-1")["restarts"] >= 1
     assert held_by(job) == ["node1", "node2", "node3"]
     assert all(row["devices"] == 1 for row in rows(folder / "engines.jsonl")), "held, and charged, throughout"
@@ -68,12 +68,12 @@ def test_an_engine_that_is_cut_off_for_a_while_rejoins(run, cluster):
 def test_a_run_goes_on_without_an_engine_whose_node_is_gone_and_pays_no_longer_for_it(run, cluster):
     folder, job = run
     cluster.link("node3", "down")
-    wait_for(lambda: held_by(job) == ["node1", "node2"], "the excision of node3", LIMIT_S)
-    wait_for(lambda: last(folder, "engine-1")["given_up"], "the end of engine-1", LIMIT_S)
+    wait_for(lambda: held_by(job) == ["node1", "node2"], LIMIT_S)
+    wait_for(lambda: last(folder, "engine-1")["given_up"], LIMIT_S)
     assert last(folder, "engine-1")["devices"] == 0
     reached = steps(folder)
-    wait_for(lambda: steps(folder) >= reached + 3, "three further steps", LIMIT_S)
+    wait_for(lambda: steps(folder) >= reached + 3, LIMIT_S)
     assert states(folder)["engine-0"] == "serving"
     before = len(charged(folder))
-    wait_for(lambda: len(charged(folder)) >= before + 2, "two heartbeats", LIMIT_S)
+    wait_for(lambda: len(charged(folder)) >= before + 2, LIMIT_S)
     assert charged(folder)[-1] == pytest.approx(2.0)

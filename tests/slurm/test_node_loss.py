@@ -18,26 +18,18 @@ def cluster(new_cluster):
         yield made
 
 
-def job_without_node2(ends, stand_in, cluster, capsys):
-    """(id, run folder) of a job that has lost a node."""
-    words, run = stand_in(ends, *TWO, *FLEET)
+def started(stand_in, capsys):
+    """(id, run folder) of a job of two nodes with a step on each."""
+    words, run = stand_in("steps finish", *TWO, *FLEET)
     [job] = submitted(words, capsys)
-    wait_for((run / "slurm/beats-node2").exists, "the step on node2")
-    cluster.kill_daemon("node2")
-    wait_for(lambda: held_by(job) == ["node1"], "the excision of node2")
+    wait_for((run / "slurm/beats-node2").exists)
     return job, run
 
 
-def test_a_job_goes_on_without_a_node_that_fails(stand_in, cluster, capsys):
-    job, run = job_without_node2("steps", stand_in, cluster, capsys)
-    assert f"job {job}: RUNNING (node1)" in status(run, capsys)
-    (run / "slurm/enough").touch()
-    assert wait_for_end(slurm.last_state, job, 120) == "COMPLETED"
-    assert len(starts(run)) == 1
-
-
 def test_a_run_that_needs_the_lost_node_is_queued_again(stand_in, cluster, capsys):
-    job, run = job_without_node2("steps finish", stand_in, cluster, capsys)
+    job, run = started(stand_in, capsys)
+    cluster.kill_daemon("node2")
+    wait_for(lambda: held_by(job) == ["node1"])
     (run / "slurm/broken").touch()  # srun says that the node failed, and waits for its task all the same
     assert wait_for_end(slurm.last_state, job, 120) == "COMPLETED", output_of(run, job)
     assert "nodes were lost: node2; queued again" in output_of(run, job)
@@ -45,9 +37,7 @@ def test_a_run_that_needs_the_lost_node_is_queued_again(stand_in, cluster, capsy
 
 
 def test_the_loss_of_the_first_node_queues_the_job_again(stand_in, cluster, capsys):
-    words, run = stand_in("steps finish", *TWO, *FLEET)
-    [job] = submitted(words, capsys)
-    wait_for((run / "slurm/beats-node2").exists, "the step on node2")
+    job, run = started(stand_in, capsys)
     cluster.kill_daemon("node1")
     assert wait_for_end(slurm.last_state, job, 120) == "COMPLETED", output_of(run, job)
     assert nodes_of(starts(run)[1]) == ["node2", "node3"]

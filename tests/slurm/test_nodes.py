@@ -56,7 +56,7 @@ def test_a_node_on_which_the_check_never_starts_is_named(stand_in, on_login_node
     words, run = stand_in("finish", *TWO, "--check-seconds", "60", *FLEET)
     with link_down(on_login_node):
         [job] = submitted(words, capsys)
-        wait_for(lambda: "queued again" in output_of(run, job), "the exclusion of node2")
+        wait_for(lambda: "queued again" in output_of(run, job))
     assert "1 of 2 nodes are unfit: node2 (no report (" in output_of(run, job)
     assert wait_for_end(slurm.last_state, job) == "COMPLETED", output_of(run, job)
     assert nodes_of(starts(run)[0]) == ["node1", "node3"]
@@ -66,10 +66,10 @@ def test_a_short_outage_of_a_nodes_network_ends_nothing(stand_in, on_login_node,
     words, run = stand_in("steps", *TWO, *FLEET)
     [job] = submitted(words, capsys)
     beats = run / "slurm/beats-node2"
-    wait_for(beats.exists, "the step on node2")
+    wait_for(beats.exists)
     with link_down(on_login_node):
         before = len(beats.read_text())
-        wait_for(lambda: len(beats.read_text()) > before + 10, "a second of the step without its network")
+        wait_for(lambda: len(beats.read_text()) > before + 10)
     assert f"job {job}: RUNNING" in status(run, capsys)
     (run / "slurm/enough").touch()
     assert wait_for_end(slurm.last_state, job) == "COMPLETED"

@@ -2,7 +2,6 @@
 
 import shlex
 import sys
-import time
 
 import pytest
 from e2e.whole_runs import overrides
@@ -44,17 +43,12 @@ def test_a_run_resumes_on_the_nodes_that_are_left(policy, tmp_path, cluster, on_
     job_words = ["--nodes", "3", "--gpus-per-node", "0", "--slots", "1", "--max-requeues", "3"]
     [job] = submitted(["submit", RECIPE, *words, "--partition", "gpu", "--time", "120", *job_words], capsys)
     folder = tmp_path / "r"
-    wait_for(lambda: steps(folder) >= 4, "four steps", 600)
+    wait_for(lambda: steps(folder) >= 4, 600)
     cluster.link(lost, "down")
-    lost_at, reached = time.monotonic(), steps(folder)
-    wait_for(lambda: steps(folder) > reached + 2 or slurm.last_state(job) == "FAILED", "new steps", 1500)
-    with capsys.disabled():
-        print(f"\n{lost}: {time.monotonic() - lost_at:.0f} s from the loss to two further steps")
+    reached = steps(folder)
+    wait_for(lambda: steps(folder) > reached + 2 or slurm.last_state(job) == "FAILED", 1500)
     assert wait_for_end(slurm.last_state, job, 1500) == "COMPLETED", output_of(folder, job)
     check_whole(folder)
-    waited = rows(folder / "attempts.jsonl")[0]["unix_time"] - rows(folder / "slurm/jobs.jsonl")[0]["unix_time"]
-    with capsys.disabled():
-        print(f"{waited:.1f} s from the submission to the controller's start, the check of three nodes included")
     attempts = [row["incarnation"] for row in rows(folder / "attempts.jsonl")]
     assert attempts[0] == f"{job}.0" and attempts[-1].startswith(f"{job}.1")
 
@@ -84,7 +78,7 @@ def test_an_engine_of_another_job_serves_while_that_job_lasts(policy, tmp_path, 
     words += ["--partition", "gpu", "--time", "120", "--nodes", "2", "--gpus-per-node", "0", "--slots", "1"]
     [job] = submitted(["submit", RECIPE, *words], capsys)
     folder = tmp_path / "r"
-    wait_for(lambda: steps(folder) >= 2, "two steps", 600)
+    wait_for(lambda: steps(folder) >= 2, 600)
     join = shlex.join([sys.executable, "-m", "megatron_scalerl", "engine", "--join", str(folder)])
     script = tmp_path / "engines.sbatch"
     script.write_text(f"#!/bin/bash\nsrun {join}\n")
@@ -94,13 +88,13 @@ def test_an_engine_of_another_job_serves_while_that_job_lasts(policy, tmp_path, 
         found = [row for row in rows(folder / "engines.jsonl") if row["name"].startswith(f"extra-{added}-")]
         return bool(found) and found[-1]["state"] in states
 
-    wait_for(lambda: joined("serving"), "an engine that has joined and serves", 600)
+    wait_for(lambda: joined("serving"), 600)
     reached = steps(folder)
-    wait_for(lambda: steps(folder) >= reached + 3, "three steps with it", 300)
+    wait_for(lambda: steps(folder) >= reached + 3, 300)
     assert joined("serving")
     slurm.cancel([added])
-    wait_for(lambda: joined("lost"), "its end", 120)
+    wait_for(lambda: joined("lost"), 120)
     reached = steps(folder)
-    wait_for(lambda: steps(folder) >= reached + 2, "two steps without it", 300)
+    wait_for(lambda: steps(folder) >= reached + 2, 300)
     slurm.cancel([job])
     wait_for_end(slurm.last_state, job, 120)

@@ -67,7 +67,7 @@ def test_typed_gpus_with_memory_for_each_on_shared_nodes_of_either_partition(at_
 def test_a_preempted_run_saves_within_the_grace_time_and_goes_on(at_a_site, tmp_path, capsys):
     words, run = at_a_site("wait finish", sbatch={"nodelist": "node1", "exclusive": True})
     [job] = submitted(words, capsys)
-    wait_for(lambda: starts(run), "the start of the program")
+    wait_for(lambda: starts(run))
     script = tmp_path / "high.sbatch"
     script.write_text("#!/bin/bash\nsleep 3\n")
     high = slurm.submit(script, ["--partition=high", "--exclusive", "--nodelist=node1", "--output=/dev/null"])

@@ -97,10 +97,7 @@ FOLDERS = [
     ),
     # first values beside the base, and those that replace a part of it
     *(({"init_lora_weights": start}, None) for start in (None, True, False, "gaussian", "eva", "orthogonal")),
-    *(
-        ({"init_lora_weights": start}, "init_lora_weights is")
-        for start in ("pissa", "pissa_niter_4", "olora", "loftq", "corda", "lora_ga", "of_tomorrow", [])
-    ),
+    *(({"init_lora_weights": start}, "init_lora_weights is") for start in ("pissa_niter_4", "of_tomorrow", [])),
     # modules that name every tensor, and those that leave one out
     (dict(target_modules=["q_proj", "mlp.down_proj"]), None),
     (dict(target_modules=["model.layers.0.mlp.down_proj", "q_proj", "1.mlp.down_proj"]), None),
@@ -179,9 +176,7 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path, text):
         ("Qwen/Qwen3-8B", "/cache/models--Qwen--Qwen3-8B/snapshots/0a1b", True),
         ("/cache/models--Qwen--Qwen3-8B/snapshots/0a1b", "/cache/models--Qwen--Qwen3-8B/snapshots/0a1b", True),
         ("Qwen/Qwen3-8B", "/data/models/Qwen3-8B-Base", False),
-        ("Qwen/Qwen3-8B", "/data/models/My-Qwen3-8B", False),
         (None, "Qwen3-8B", True),
-        ("Qwen/Qwen3-8B-Base", "/data/models/Qwen3-8B", False),
         ("Qwen/Qwen3-8B", "/cache/models--Qwen--Qwen3-4B/snapshots/0a1b", False),
     ],
 )

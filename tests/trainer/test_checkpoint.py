@@ -142,9 +142,11 @@ def test_generators_are_restored(stepped, tmp_path):
 
 
 @pytest.mark.slow
-def test_saving_again_replaces(stepped, tmp_path):
-    save(tmp_path / "step_000001", stepped, {"attempt": 1})
-    save(tmp_path / "step_000001", stepped, {"attempt": 2})
+def test_saving_again_replaces_and_starts_no_process(stepped, tmp_path):
+    before = set(psutil.Process().children(recursive=True))
+    for number in (1, 2):
+        save(tmp_path / "step_000001", stepped, {"attempt": number})
+    assert set(psutil.Process().children(recursive=True)) <= before
     assert latest(tmp_path) == tmp_path / "step_000001"
     assert load(tmp_path / "step_000001", stepped) == {"attempt": 2}
 
@@ -180,12 +182,6 @@ def test_a_checkpoint_of_another_optimizer_is_a_line_and_loads_nothing(new_train
     with pytest.raises(ValueError, match=rf"^{path}: {what}: {said}\S+$"):
         load(path, other)
     assert all(map(torch.equal, before, unwrap(other.chunks[0]).parameters()))
-
-
-def test_saving_starts_no_process(stepped, tmp_path):
-    before = set(psutil.Process().children(recursive=True))
-    save(tmp_path / "step_000001", stepped, {})
-    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_a_disk_that_refuses_ends_the_save_without_a_commit(stepped, tmp_path, monkeypatch):

@@ -220,43 +220,23 @@ def test_a_stop_without_an_answer_ends_in_time_and_closes(monkeypatch):
     joined(scenario, world_size=1)
 
 
-def knock(endpoint, times):
-    """Connects as somebody who knows nothing of the run, and leaves again."""
-    host, port = endpoint.removeprefix("tcp://").split(":")
-    for _ in range(times):
-        socket.create_connection((host, int(port)), timeout=60).close()
-
-
-def test_strangers_who_come_and_go_between_commands_hold_nothing_up():
+@pytest.mark.parametrize("times, stay", [(3_000, False), (200, True)], ids=["come and go", "left open"])
+def test_strangers_who_connect_between_commands_hold_up_neither_a_rank_nor_the_end(times, stay):
     async def scenario(trainer, start):
         start.cancel()
         await asyncio.gather(start, return_exceptions=True)
-        await asyncio.to_thread(knock, trainer.endpoint, 3_000)
-        waiting = asyncio.create_task(trainer.wait_ready(timeout_s=240))
-        with StandInRank(trainer) as rank:
-            await rank.hello(0, world_size=1)
-            assert await rank.answer() == messages.Welcome()
-        closing = threading.Thread(target=trainer.close, daemon=True)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        closing.start()
-        closing.join(240)
-        assert not closing.is_alive()
-
-    conversation(scenario, world_size=1)
-
-
-def test_connections_that_are_left_open_do_not_hold_up_the_end():
-    async def scenario(trainer, start):
         host, port = trainer.endpoint.removeprefix("tcp://").split(":")
         with contextlib.ExitStack() as strangers:
-            for _ in range(200):
-                strangers.enter_context(socket.create_connection((host, int(port)), timeout=60))
+            for _ in range(times):
+                stranger = strangers.enter_context(socket.create_connection((host, int(port)), timeout=60))
+                if not stay:
+                    stranger.close()
+            waiting = asyncio.create_task(trainer.wait_ready(timeout_s=240))
             with StandInRank(trainer) as rank:
                 await rank.hello(0, world_size=1)
                 assert await rank.answer() == messages.Welcome()
-            start.cancel()
-            await asyncio.gather(start, return_exceptions=True)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
             closing = threading.Thread(target=trainer.close, daemon=True)
             closing.start()
             closing.join(240)

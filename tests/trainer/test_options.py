@@ -127,11 +127,6 @@ def test_bf16_sets_every_dtype():
     assert optimizer_config(recipe(dtype="bfloat16")).bf16
 
 
-def test_pipelines_exchange_rows_of_any_length():
-    assert model_options(llama(), recipe(), alone(pp_size=2)).config.variable_seq_lengths
-    assert not of_model(llama, {}).config.variable_seq_lengths
-
-
 def test_the_precision_aware_optimizer_is_refused():
     with pytest.raises(ValueError, match=r"aware_optimizer is not supported: .* checkpoints read them"):
         optimizer_config(recipe(dict(optimizer=dict(use_precision_aware_optimizer=True))))
@@ -199,9 +194,11 @@ def test_an_interleaved_pipeline_is_refused_on_cpus(monkeypatch):
         init_parallel(recipe(dict(parallel=parallel), world_size=2))
 
 
-def test_a_pipeline_with_context_parallelism_requires_variable_lengths():
+def test_pipelines_exchange_rows_of_any_length_and_with_context_parallelism_no_others():
+    assert not of_model(llama, {}).config.variable_seq_lengths
     place = replace(alone(pp_size=2), cp_size=2)
-    assert model_options(llama(), recipe(), place).config.variable_seq_lengths
+    for pipeline in (alone(pp_size=2), place):
+        assert model_options(llama(), recipe(), pipeline).config.variable_seq_lengths
     given = recipe(dict(model=dict(variable_seq_lengths=False)))
     assert not model_options(llama(), given, alone(pp_size=2)).config.variable_seq_lengths
     with pytest.raises(ValueError, match=r"megatron.model.variable_seq_lengths: .* true"):

@@ -15,6 +15,7 @@ from megatron_scalerl.types import StepReport
 pytestmark = pytest.mark.slow
 
 SAMPLES = random_samples(1, 9)
+PLANS = [plan_of(SAMPLES, step=step, dp_size=2) for step in (1, 2)]
 REPORT = StepReport(
     step=1, policy_version=1, loss=0.5, grad_norm=1.0, learning_rate=1e-3, tokens=9, seconds=0.1, metrics={}
 )
@@ -36,7 +37,7 @@ async def finish(call, *ranks):
 
 def test_one_rank_of_each_data_parallel_rank_gets_its_own_completions_and_all_get_the_step():
     async def scenario(trainer, first, second):
-        plan = plan_of(SAMPLES, dp_size=2)
+        plan = PLANS[0]
         await trainer.prepare(plan, of_rollouts([sample.rollout for sample in SAMPLES]))
         stepping = asyncio.create_task(trainer.step(1))
         for number, rank in enumerate((first, second)):
@@ -78,18 +79,17 @@ def test_the_next_batch_is_read_while_a_step_runs_once_the_ranks_hold_the_batch_
     asked, read = reading()
 
     async def scenario(trainer, first, second):
-        plans = [plan_of(SAMPLES, step=step, dp_size=2) for step in (1, 2)]
-        await trainer.prepare(plans[0], read)
+        await trainer.prepare(PLANS[0], read)
         stepping = asyncio.create_task(trainer.step(1))
-        preparing = asyncio.create_task(trainer.prepare(plans[1], read))
+        preparing = asyncio.create_task(trainer.prepare(PLANS[1], read))
         await first.socket.send(messages.encode(messages.BatchReceived(rank=0, step=1)))
         for rank in (first, second):
             assert [type(await rank.answer()) for _ in range(2)] == [messages.Prepare, messages.Step]
-        assert asked == list(plans[0].numbers) and not preparing.done()
+        assert asked == list(PLANS[0].numbers) and not preparing.done()
         await second.socket.send(messages.encode(messages.BatchReceived(rank=1, step=1)))
         await preparing
-        assert asked == [*plans[0].numbers, *plans[1].numbers] and not stepping.done()
-        assert (await first.answer()).plan == plans[1].ranks[0]
+        assert asked == [*PLANS[0].numbers, *PLANS[1].numbers] and not stepping.done()
+        assert (await first.answer()).plan == PLANS[1].ranks[0]
         await finish(1, first, second)
         await stepping
 
@@ -102,8 +102,7 @@ def test_no_rank_is_sent_the_next_batch_before_the_step(monkeypatch):
     free = asyncio.Event()
 
     async def scenario(trainer, first, second):
-        plans = [plan_of(SAMPLES, step=step, dp_size=2) for step in (1, 2)]
-        await trainer.prepare(plans[0], read)
+        await trainer.prepare(PLANS[0], read)
         send = trainer._send
 
         async def slow(rank, *frames):
@@ -115,9 +114,9 @@ def test_no_rank_is_sent_the_next_batch_before_the_step(monkeypatch):
         for number in range(2):
             trainer._note_received(number)
         stepping = asyncio.create_task(trainer.step(1))
-        preparing = asyncio.create_task(trainer.prepare(plans[1], read))
+        preparing = asyncio.create_task(trainer.prepare(PLANS[1], read))
         assert [type(await first.answer()) for _ in range(2)] == [messages.Prepare, messages.Step]
-        assert asked == list(plans[0].numbers)
+        assert asked == list(PLANS[0].numbers)
         free.set()
         await preparing
         answers = [type(await second.answer()) for _ in range(3)]
@@ -132,11 +131,11 @@ def test_a_batch_that_no_rank_takes_ends_in_time():
     async def scenario(trainer, first, second):
         trainer._command_timeout_s = 0.3
         read = of_rollouts([sample.rollout for sample in SAMPLES])
-        await trainer.prepare(plan_of(SAMPLES, dp_size=2), read)
+        await trainer.prepare(PLANS[0], read)
         with pytest.raises(TrainerError, match=r"trainer rank 0, 1: .* a command within 0.3 s"):
             await trainer.step(1)
         with pytest.raises(TrainerError, match=r"trainer rank 0, 1: .* a batch within 0.3 s"):
-            await trainer.prepare(plan_of(SAMPLES, step=2, dp_size=2), read)
+            await trainer.prepare(PLANS[1], read)
 
     joined(scenario)
 
@@ -146,10 +145,9 @@ def test_a_store_that_returns_fewer_completions_sends_nothing():
         return [b""] * (len(numbers) - 1)
 
     async def scenario(trainer, first, second):
-        plan = plan_of(SAMPLES, dp_size=2)
-        count = len(plan.numbers[0])
+        count = len(PLANS[0].numbers[0])
         with pytest.raises(RuntimeError, match=f"^step 1: {count - 1} completions .* {count} samples"):
-            await trainer.prepare(plan, read)
+            await trainer.prepare(PLANS[0], read)
 
     joined(scenario)
 

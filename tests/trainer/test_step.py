@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from policy_rows import greedy
-from random_policies import of_targets
+from random_policies import completion_logprobs
 from random_policy import batches_of, plan_of, random_samples
 from transformers import AutoModelForCausalLM
 
@@ -28,18 +28,11 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 NO_CLIP = {"optimizer": {"clip_grad": 0}}
 
 
-def reference_logprobs(model, sample):
-    """Log-probabilities of a sample's completion under the Hugging Face model, one sequence at a time."""
-    ids = torch.tensor([sample.prompt_token_ids + sample.rollout.token_ids])
-    logits = model(ids).logits[0].float()
-    return of_targets(logits[:-1], ids[0, 1:])[len(sample.prompt_token_ids) - 1 :], logits
-
-
 def reference_cispo(model, samples):
     """-sum w min(rho, 5) A log pi over sampled tokens, written out with the gradient left in the model."""
     total = 0.0
     for s in samples:
-        logprobs, _ = reference_logprobs(model, s)
+        logprobs = completion_logprobs(model, s)
         mask = torch.tensor(s.rollout.loss_mask)
         rho = (logprobs.detach() - torch.tensor(s.rollout.rollout_logprobs)).exp().clamp(max=5.0)
         total = total - (s.token_weight * rho * s.advantage * logprobs)[mask].sum()
