@@ -111,7 +111,7 @@ def connect_peers() -> None:
 
     Without this call NCCL creates the world's communicator when the first step ends. `init_process_group(device_id=)`
     would also create the communicator at once, but is not used. PyTorch then splits the communicator for every
-    subgroup and requires ranks outside the subgroup to take part, whatever the subgroup's backend is. Megatron creates
+    subgroup and requires ranks outside the subgroup to take part, whatever the subgroup's backend is. Megatron has
     several gloo groups, whose members do not (torch/distributed/distributed_c10d.py:2040-2057 of 2.13).
     """
     if HAVE_GPU:

@@ -70,7 +70,7 @@ def join_world(
 ) -> Parallel:
     """Join the process group and create the subgroups, on a device that `device.prepare` has prepared.
 
-    keywords: arguments of Megatron's initialize_model_parallel. Rank and size come from RANK and WORLD_SIZE. The run's
+    keywords: arguments of Megatron's initialize_model_parallel. Rank and size come from RANK and WORLD_SIZE. The
     ranks meet at `rendezvous`; for None the ranks meet at torchrun's MASTER_ADDR and MASTER_PORT. torchrun's store
     listens on every interface, and the user must protect the network. Without any of the four variables this process
     is the whole world. Raises ValueError if RANK and WORLD_SIZE are not of a world of `world_size`; RuntimeError

@@ -168,7 +168,7 @@ class Engines:
             reason = await self._until_evicted(self._processes[index])
             barren += 1
             # an engine without a request has not failed at its work
-            if not self._processes[index].client.ended or self._completes:
+            if not self._processes[index].client.ended_generations or self._completes:
                 barren = 0
             if barren == MOST_BARREN:
                 reason = f"{reason}; in its last {barren} starts no engine completed a request"
