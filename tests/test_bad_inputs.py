@@ -107,7 +107,7 @@ JOURNAL = b'{"event":"admit","group_id":0,"prompt_id":"p","epoch":0}\n{"event":"
 @settings(max_examples=400, deadline=None)
 def test_a_changed_response_is_a_whole_completion_or_an_error(data):
     try:
-        found = completion(data, plan=None, seed=0, where="engine-0: /generate")
+        found = completion(data, plan=None, seed=0, source="engine-0: /generate")
     except (RuntimeError, CompletionLost) as error:
         assert str(error).startswith("engine-0: /generate: ")
     else:

@@ -13,7 +13,7 @@ from megatron_scalerl.recipe import Recipe
 
 
 def algorithm_of(recipe: Recipe) -> ScaleRL:
-    """The algorithm of a recipe: its fields have the values of the sections, and the further keys of `algorithm`.
+    """The algorithm of a recipe. The recipe's sections and the further keys of `algorithm` set the object's fields.
 
     Raises ValueError, naming the key, for an unknown algorithm, loss or setting.
     """

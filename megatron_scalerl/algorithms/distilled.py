@@ -1,7 +1,7 @@
-"""On-policy distillation: the advantage of a sampled token is how much more probable a teacher finds it.
+"""On-policy distillation: the advantage of a sampled token is the teacher's log-prob less the trainer's.
 
-The gradient of a token is that of the reverse KL at its position, estimated from the sampled token, on texts that the
-policy wrote (Lu and Thinking Machines Lab, "On-Policy Distillation", 2025); nothing is discounted from later tokens.
+A token's gradient is the gradient of the reverse KL at the token's position, estimated from the sampled token, on
+texts that the policy wrote (Lu and Thinking Machines Lab, "On-Policy Distillation", 2025). Later tokens add nothing.
 Where the teacher fits on the trainer's ranks, `algorithm.kl` has the same divergence exactly.
 """
 
@@ -15,10 +15,10 @@ from megatron_scalerl.types import Completion, RolloutGroup
 
 @dataclass(frozen=True, kw_only=True)
 class Distilled(ScaleRL):
-    """ScaleRL's advantages, times `reward_weight`, less the gap of each token to its teacher, times `gap_weight`.
+    """ScaleRL's advantages, times `reward_weight`, less each token's gap to the teacher, times `gap_weight`.
 
     The gap is log p of the trainer, at the update, less log p of the teacher (nats), without gradient. Forced tokens
-    and those of an environment have none. The importance weight stays the loss's own, of trainer and engine.
+    and tokens of an environment have no gap. The importance weight stays the loss's own, of trainer and engine.
     """
 
     columns: ClassVar = ("teacher_logprobs",)
@@ -31,7 +31,7 @@ class Distilled(ScaleRL):
         return not self.reward_weight or super().trains(completion)
 
     def drop_reason(self, group: RolloutGroup) -> str:
-        """Without rewards every completion teaches; with them ScaleRL's filter decides."""
+        """Without rewards every completion teaches; with rewards ScaleRL's filter decides."""
         if self.reward_weight:
             return super().drop_reason(group)
         return "" if group.completions else "too_few"

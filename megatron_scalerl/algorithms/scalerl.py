@@ -1,11 +1,11 @@
-"""The algorithm of ScaleRL, and the interface of every other: which completions are trained, and how.
+"""The algorithm of ScaleRL, and the interface of every other algorithm: which completions are trained, and how.
 
-The life of a group and of its batch:
+The life of a group and of the group's batch:
 
-    score         once, when its completions are scored and before it is stored: the columns of its tokens
-    trains        of each completion: whether it is in the batch
-    drop_reason   of each group of what is left: why it teaches nothing, or ""
-    advantages    of the groups that stay, a number for each completion, or for each of its tokens
+    score         once, after the verifier and before the group is stored: the columns of the group's tokens
+    trains        of each completion: whether the completion is in the batch
+    drop_reason   of each group, with the completions that train alone: why the group teaches nothing, or ""
+    advantages    of the groups that stay, a number for each completion, or for each token of a completion
     weights       of the groups that stay, the weight of each completion's tokens in the summed loss
     loss          on the trainer's ranks, for each micro-batch
 
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleRL:
-    """ScaleRL (Khatri et al. 2025, arXiv 2510.13786, section 3.2, eq. 2 and 4); other fields are its baselines.
+    """ScaleRL (Khatri et al. 2025, arXiv 2510.13786, section 3.2, eq. 2 and 4); other field values are baselines.
 
-    A subclass is another algorithm (recipe: algorithm.name `module:Class`): it overrides a method, and its fields are
-    settings of the recipe's section. Controller and ranks of the trainer make equal objects, and a resume
-    composes batches again: the methods are pure functions of their arguments and of the fields.
+    A subclass is another algorithm (recipe: algorithm.name `module:Class`). The subclass overrides a method, and the
+    fields that a subclass adds are settings of the recipe's section. Controller and trainer ranks make equal objects,
+    and a resume composes batches again: the methods are pure functions of arguments and fields.
     """
 
     metrics: ClassVar[Mapping[str, Literal["sum", "mean", "max"]]] = {}
-    """Name of a number in `LossOutput.metrics` -> its reduction over the tokens of a step, in metrics.jsonl as
-    loss/NAME. Declared, so that ranks without tokens have it; of "max" the values are not negative."""
+    """Name of a number in `LossOutput.metrics` -> reduction over the tokens of a step, in metrics.jsonl as loss/NAME.
+    Declared, so that ranks without tokens report the number, too; values of a "max" are not negative."""
     columns: ClassVar[tuple[str, ...]] = ()
-    """Names of the columns, [tokens] of float32, that `score` fills and `loss` gets as `LossInputs.columns`. They are
-    stored with the group, so that a resume and `show` have them; without any nothing is stored or sent."""
+    """Names of the columns, [tokens] of float32, that `score` fills and `loss` gets as `LossInputs.columns`. Columns
+    are stored with the group, for a resume and for `show`. Without a name nothing is stored or sent."""
     normalize: Literal["batch", "prompt", "none"] = "batch"
     """Recipe: advantages.normalize."""
     truncated: Literal["exclude", "wrong"] = "exclude"
     """Recipe: rewards.truncated. "exclude" leaves truncated completions out of loss and group mean; "wrong" keeps
-    them with the incorrect reward of their score."""
+    truncated completions, with the reward of an incorrect answer."""
     zero_variance: bool = True
     """Recipe: filters.zero_variance. False: groups with equal rewards stay, with advantage 0, and count in the mean
     over prompts."""
@@ -64,8 +64,8 @@ class ScaleRL:
         """[samples] the columns of each sample, by name: may ask a judge, a teacher, a reference.
 
         samples: `batching.rollout_bytes.RolloutArrays` of the group's completions in order; an episode that forked
-        has several (`Completion.samples`). The verifier has scored the completions already, and scores them in
-        validations, too. The call is repeated after an exception or ten minutes, four times; then the run ends.
+        has several (`Completion.samples`). The verifier has scored the completions already, and scores validations,
+        too. The call is repeated after an exception or ten minutes, four times; then the run ends.
         """
         raise NotImplementedError(f"{type(self).__name__} has columns {self.columns} and no score")
 
@@ -74,7 +74,7 @@ class ScaleRL:
         return self.truncated == "wrong" or not completion.truncated
 
     def drop_reason(self, group: RolloutGroup) -> str:
-        """Why a group teaches nothing, one word; empty: it is trained. `group` has the completions that train alone.
+        """Why a group teaches nothing, a word; empty: the group is trained. `group` has only completions that train.
 
         too_few: no completion, or with `zero_variance` fewer than two, so there is no spread. all_correct,
         all_incorrect, equal_rewards (although correctness differs). Nothing is refilled (section 3.2).
@@ -89,7 +89,7 @@ class ScaleRL:
         return "all_correct" if True in correct else "all_incorrect"
 
     def advantages(self, groups: Sequence[RolloutGroup]) -> Sequence[Sequence[float | Sequence[float]]]:
-        """[groups][completions] rewards less their group's mean, over a standard deviation (eq. 2, section 3.2)."""
+        """[groups][completions] rewards less the group's mean, over a standard deviation (eq. 2, section 3.2)."""
         centered = [centered_rewards(group) for group in groups]
         if self.normalize == "none":
             return centered
@@ -100,7 +100,7 @@ class ScaleRL:
         return [_divided(values, statistics.pstdev(values)) for values in centered]
 
     def weights(self, groups: Sequence[RolloutGroup]) -> list[list[float]]:
-        """[groups][completions] weight of a loss-mask token; they count groups and tokens that are left (N_eff)."""
+        """[groups][completions] weight of a loss-mask token, by the groups and tokens that are left (N_eff)."""
         lengths = [[completion.sampled_tokens for completion in group.completions] for group in groups]
         return token_weights(lengths, self.reduction)
 
@@ -110,26 +110,26 @@ class ScaleRL:
 
     @property
     def separable(self) -> bool:
-        """Whether the loss is a sum of independent token losses: the mark `losses.inputs.separable` of its function.
+        """Whether the loss is a sum of independent token losses: the mark `losses.inputs.separable` of the loss.
 
-        Where a subclass overrides `loss`, that method needs the mark, too: it may call the recipe's loss.
+        Where a subclass overrides `loss`, the override needs the mark, too: `loss` may call the recipe's loss.
         """
         method = type(self).loss
         return is_separable(self.loss_name) and (method is ScaleRL.loss or getattr(method, "separable", False))
 
     @cached_property
     def paper_loss(self) -> Loss:
-        """The loss of the recipe's section, with its options. Raises ValueError for another name or option."""
+        """The loss of the recipe's section, with the options. Raises ValueError for another name or option."""
         return make_loss(self.loss_name, self.loss_options)
 
 
 def reward_spread(groups: Sequence[RolloutGroup]) -> float:
-    """Standard deviation over all rewards of the groups, each less its group's mean; 0 without any."""
+    """Standard deviation over all rewards of the groups, each less the group's mean; 0 without rewards."""
     return statistics.pstdev(list(chain.from_iterable(map(centered_rewards, groups))) or [0.0])
 
 
 def centered_rewards(group: RolloutGroup) -> list[float]:
-    """[completions] rewards minus their mean. Equal rewards give exact zeros, not the mean's rounding error."""
+    """[completions] rewards less the mean. Equal rewards give exact zeros, not the mean's rounding error."""
     rewards = [score.reward for score in group.scores]
     if len(set(rewards)) == 1:
         return [0.0] * len(rewards)

@@ -1,8 +1,8 @@
 """Patches with which Megatron-Core 0.19.2 trains on CPUs over gloo.
 
 Opt-in: nothing happens at import, and `install()` raises if a GPU is visible.
-Each patch is a function that names the upstream lines (megatron/core/...) that need it.
-tests/distributed/test_cpu_compat_patches.py shows for each that upstream still fails without it.
+Each patch is a function that names the upstream lines (megatron/core/...) that need the patch.
+tests/distributed/test_cpu_compat_patches.py shows for each patch that upstream still fails unpatched.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _ABSENT = object()
 
 
 def install(*, without: Collection[str] = ()) -> None:
-    """Install all patches except those in `without` (for tests); a second call does nothing.
+    """Install all patches except the patches in `without` (for tests); a second call does nothing.
 
     Raises ValueError if a GPU is visible.
     """
@@ -51,7 +51,7 @@ WITHOUT_TE = (
 
 
 def install_without_te() -> None:
-    """Install WITHOUT_TE, for GPUs without Transformer Engine; the patches of AdamW only if it is PyTorch's."""
+    """Install WITHOUT_TE, for GPUs without Transformer Engine; the patches of AdamW only for PyTorch's AdamW."""
     if _undo:
         return
     torch_adamw = _core("optimizer").USING_PYTORCH_OPTIMIZER
@@ -76,7 +76,7 @@ def _patch(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
-    """Set owner.name and record its previous value."""
+    """Set owner.name and record the previous value."""
     _undo.append((owner, name, vars(owner).get(name, _ABSENT)))
     setattr(owner, name, value)
 
@@ -86,7 +86,7 @@ def _core(name: str) -> ModuleType:
 
 
 class _Overriding(ModuleType):
-    """A module as one upstream file sees it: another module with some attributes replaced."""
+    """A module as a single upstream file sees that module: some attributes are replaced."""
 
     def __init__(self, module: ModuleType, **overrides: Any):
         super().__init__(module.__name__)
@@ -143,7 +143,7 @@ LITERAL_FILES = (
     "dist_checkpointing.strategies.state_dict_saver",  # 204
     "dist_checkpointing.exchange_utils",  # 103, 109, 329
 )
-"""Upstream files with device="cuda" literals; their `torch` maps those to the CPU."""
+"""Upstream files with device="cuda" literals, which a replaced `torch` maps to the CPU."""
 
 
 @_patch
@@ -157,7 +157,7 @@ def device_literal() -> None:
 
 @_patch
 def cuda_method() -> None:
-    """`Tensor.cuda()` is the tensor itself.
+    """`Tensor.cuda()` returns the same tensor.
 
     models/common/language_module/language_module.py:307 (tied embeddings over pipeline stages);
     optimizer/distrib_optimizer.py:1374; optimizer/optimizer.py:586,591; dist_checkpointing/exchange_utils.py:339,506
@@ -229,7 +229,7 @@ def streams() -> None:
 def router_gemm() -> None:
     """The router's fp32 product is torch's: Transformer Engine's takes TF32, whatever torch's settings are.
 
-    transformer/moe/moe_utils.py:1326,1359 call Transformer Engine, where it is installed, under plain layers, too.
+    transformer/moe/moe_utils.py:1326,1359 call an installed Transformer Engine under plain layers, too.
     """
     _set(_core("transformer.moe.moe_utils"), "te_general_gemm", None)
 
@@ -284,9 +284,9 @@ def uneven_gather() -> None:
 
 @_patch
 def adamw_state_before_first_step() -> None:
-    """A new optimizer creates its AdamW state before a checkpoint is loaded into it.
+    """A new optimizer creates the AdamW state before a checkpoint is loaded.
 
-    optimizer/distrib_optimizer.py:838-839 asserts exactly one value of `step`, which torch's AdamW only has after its
+    optimizer/distrib_optimizer.py:838-839 asserts exactly one value of `step`, which torch's AdamW only has after the
     first step. Learning rate and weight decay are 0 in the dummy step that creates the state.
     """
     optimizer_class = _core("optimizer.distrib_optimizer").DistributedOptimizer
@@ -310,7 +310,7 @@ def adamw_state_before_first_step() -> None:
 
 @_patch
 def adamw_step_of_loaded_state() -> None:
-    """Loading one parameter's state keeps its `step`.
+    """Loading a parameter's state keeps the parameter's `step`.
 
     optimizer/distrib_optimizer.py:1225 indexes tensors[key] for every key of the state, but the fully reshardable
     load (:2389) has dropped `step`: KeyError.
@@ -330,7 +330,7 @@ def adamw_step_of_loaded_state() -> None:
 
 @_patch
 def adamw_step_per_parameter() -> None:
-    """After a load every parameter has its own `step`, on its device if AdamW is fused.
+    """After a load every parameter has a separate `step`, on the parameter's device if AdamW is fused.
 
     optimizer/distrib_optimizer.py:1024-1032 gives all parameters one shared `step` tensor in host memory, which
     torch's AdamW then increments once per parameter: the bias correction is silently wrong after a resume.

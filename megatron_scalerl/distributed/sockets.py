@@ -1,14 +1,14 @@
-"""How a process joins its controller: one protocol for the trainer's ranks and for the agents of engines.
+"""The protocol by which a process joins the controller: a trainer's rank, or the agent of an engine.
 
-1. The peer connects a DEALER to the controller's ROUTER. CURVE proves to each that the other knows the secret.
-2. The peer sends Hello: the run, the start of the controller that it belongs to, and which rank or engine it is.
+1. The peer connects a DEALER to the controller's ROUTER. CURVE proves to both ends that both know the secret.
+2. The peer sends Hello: the run, the start of the controller, and the rank or engine.
 3. The controller answers Welcome, or Refused with a reason: the peer exits. A wrong secret gets no answer.
 4. Both send heartbeats. A Ping shows the controller a lost peer; a peer that loses the controller exits at once.
 5. A peer that the controller lets stop, or that fails, says so last, and exits when the message is delivered.
 
-For each purpose, two key pairs are derived from the run's secret: the controller's and its peers'. A peer accepts
+For each purpose, two key pairs are derived from the run's secret: the controller's and the peers'. A peer accepts
 only a server that holds the first, the controller only clients that hold the second, so neither public key grants
-access, and a peer of one purpose is refused by the socket of another. CURVE's ephemeral keys make a recorded session
+access, and the socket of one purpose refuses peers of another. CURVE's ephemeral keys make a recorded session
 useless, and every start of a run has a new secret. Messages are msgpack of declared types.
 """
 
@@ -33,8 +33,8 @@ from zmq.utils.monitor import recv_monitor_message
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_MS = 5_000
-"""Interval of ZeroMQ's heartbeats (milliseconds). Its I/O thread sends them, also during a long step: they
-show that a process lives, not that its event loop goes on."""
+"""Interval of ZeroMQ's heartbeats (milliseconds). ZeroMQ's I/O thread sends heartbeats during a long step, too: a
+heartbeat shows that a process lives, not that the process's event loop goes on."""
 HEARTBEAT_TIMEOUT_MS = 60_000
 """Silence after which a peer counts as disconnected (milliseconds). A closed connection is noticed at once."""
 MAX_QUEUED = 16
@@ -56,11 +56,11 @@ Buffer = bytes | memoryview
 
 
 class Message(msgspec.Struct, tag=True, frozen=True):
-    """A message; the name of its class tells it from the others."""
+    """A message, which carries the name of the class."""
 
 
 class Hello(Message, frozen=True):
-    """Peer to controller: first message. Each kind of peer adds who it is."""
+    """Peer to controller: first message. Each kind of peer adds a rank or a name."""
 
     run_id: str
     incarnation: str
@@ -86,7 +86,7 @@ class Refused(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Controller to peer: no operation; sending it shows whether the peer is still connected."""
+    """Controller to peer: no operation; a Ping that can be sent shows that the peer is still connected."""
 
 
 class InvalidMessage(RuntimeError):
@@ -94,7 +94,7 @@ class InvalidMessage(RuntimeError):
 
 
 class RefusedError(RuntimeError):
-    """The controller did not accept this peer, or gave it up."""
+    """The controller did not accept this peer, or gave the peer up."""
 
 
 encode = msgspec.msgpack.encode
@@ -108,8 +108,10 @@ def decode(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[Buffer | msgs
     try:
         return decoder.decode(frames[0])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        why = ascii(str(error))[1:-1][:300]  # it may quote the message
-        raise InvalidMessage(f"the {len(bytes(frames[0]))} bytes that have arrived are no message ({why})") from error
+        reason = ascii(str(error))[1:-1][:300]  # the error may quote the message
+        raise InvalidMessage(
+            f"the {len(bytes(frames[0]))} bytes that have arrived are no message ({reason})"
+        ) from error
 
 
 class Purpose(enum.StrEnum):
@@ -131,7 +133,7 @@ class Side(enum.StrEnum):
 class CurveAuthenticator(AsyncioAuthenticator):
     """Admits clients with the peers' key to the server sockets of one context; needs a running event loop.
 
-    libzmq queries it for every connection, and refuses the connection without an answer.
+    libzmq asks the authenticator about every connection, and refuses the connection without an answer.
     """
 
     def __init__(self, context: zmq.Context, secret: str, purpose: Purpose):
@@ -147,7 +149,7 @@ class CurveAuthenticator(AsyncioAuthenticator):
 def secure_server(socket: zmq.Socket, secret: str, purpose: Purpose) -> None:
     """Make `socket` the CURVE server of the run, with heartbeats; call before bind.
 
-    Its context must have a running CurveAuthenticator. Raises ValueError for an empty secret.
+    The socket's context must have a running CurveAuthenticator. Raises ValueError for an empty secret.
     """
     socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
@@ -164,8 +166,8 @@ def secure_client(socket: zmq.Socket, secret: str, purpose: Purpose) -> None:
     socket.curve_serverkey = _keys(secret, purpose, Side.CONTROLLER)[0]
     socket.curve_publickey, socket.curve_secretkey = _keys(secret, purpose, Side.PEER)
     _keep_alive(socket)
-    # The controller is the only peer. Its pings wait until a step is done, and a socket with a full queue would not
-    # read heartbeats either: it would take the controller for disconnected.
+    # The controller is the only peer. Pings wait until a step is done, and a socket with a full queue would not
+    # read heartbeats either: ZeroMQ would take the controller for disconnected.
     socket.setsockopt(zmq.RCVHWM, 0)
 
 
@@ -194,11 +196,11 @@ def _keep_alive(socket: zmq.Socket) -> None:
 class ControllerSocket:
     """The controller's end of the connections to all peers of one purpose. Needs a running event loop.
 
-    It queues at most MAX_QUEUED messages per peer and direction.
+    The socket queues at most MAX_QUEUED messages per peer and direction.
     """
 
     def __init__(self, secret: str, purpose: Purpose, *, address: str = LOCAL, longest: int = -1):
-        """address: of this host, where it listens at a free port. longest: bytes of a peer's message, -1: any.
+        """address: of this host; the port is a free one. longest: bytes of a peer's message, -1: any.
 
         Raises ValueError for an address that is not this host's.
         """
@@ -206,7 +208,7 @@ class ControllerSocket:
         self.authenticator = CurveAuthenticator(self._context, secret, purpose)
         self.authenticator.start()
         self._socket = self._context.socket(zmq.ROUTER)
-        # Without it, ZeroMQ drops messages to a lost peer silently, and `send` could not tell.
+        # Without this option, ZeroMQ drops messages to a lost peer silently, and `send` could not tell.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, longest)
         self._socket.setsockopt(zmq.IPV6, int(":" in address))
@@ -229,14 +231,14 @@ class ControllerSocket:
         return bool(await self._socket.poll(milliseconds))
 
     async def read(self) -> tuple[bytes, list[bytes]]:
-        """A sender, as ZeroMQ identifies it, and the frames of its message."""
+        """ZeroMQ's identity of a sender, and the frames of the sender's message."""
         sender, *frames = await self._socket.recv_multipart()
         return sender, frames
 
     async def send(self, peer: bytes, *frames: Buffer, wait: bool = True) -> bool:
         """Send a message, not copied; False if the peer is not connected.
 
-        wait: for room in its queue; without it, a message for which there is no room is not sent.
+        wait: for room in the peer's queue. Without waiting, a message for which there is no room is not sent.
         """
         try:
             await self._socket.send_multipart([peer, *frames], flags=0 if wait else zmq.DONTWAIT, copy=False)
@@ -260,7 +262,7 @@ class ControllerSocket:
 
 
 class ControllerLink:
-    """A peer's end of its connection to the controller: `greet`, send and receive, `leave`, `exit`."""
+    """A peer's end of the connection to the controller: `greet`, send and receive, `leave`, `exit`."""
 
     def __init__(self, endpoint: str, secret: str, purpose: Purpose, decoded: Callable[[Sequence[Buffer]], Any]):
         """decoded: the controller's message in these frames, or InvalidMessage."""
@@ -295,7 +297,7 @@ class ControllerLink:
         self.socket.send(encode(message))
 
     def receive(self) -> tuple[Any, list[memoryview]]:
-        """The next message, and all of its frames, not copied. Raises InvalidMessage, and RefusedError."""
+        """The next message and all frames, not copied. Raises InvalidMessage, and RefusedError."""
         message = None
         while message is None:  # a Ping
             frames = [frame.buffer for frame in self.socket.recv_multipart(copy=False)]
@@ -312,7 +314,7 @@ class ControllerLink:
         return message
 
     def leave(self) -> None:
-        """Allow the controller to disconnect from now on: this process exits by itself."""
+        """Allow the controller to disconnect from now on: this process is about to exit."""
         self._leaving.set()
 
     def abandon(self) -> None:
@@ -333,8 +335,8 @@ class ControllerLink:
         os._exit(status)
 
     def _exit_on_disconnect(self) -> None:
-        # In a separate thread, because the main one computes for minutes without reading its socket.
-        # A connection that broke before its handshake was tried again, and counts for nothing.
+        # In a separate thread, because the main thread computes for minutes without reading the socket.
+        # A connection that broke before the handshake was tried again, and counts for nothing.
         connected = False
         with contextlib.suppress(zmq.ContextTerminated):
             event = None

@@ -3,11 +3,11 @@
 In the controller's process:
 
     options.py         the server's command line and environment, from the recipe
-    client.py          its HTTP client
-    answers.py         parses them, completions in the decoder processes (`rollouts.decoder`)
+    client.py          the HTTP client of a server
+    answers.py         parses a server's responses; completions in the decoder processes (`rollouts.decoder`)
     membership.py      the state of every engine
     watchdog.py        detects a server that hangs
-    numerics.py        checks that it computes what the trainer computes
+    numerics.py        checks that engine and trainer compute alike
     rounds.py          engines in rounds, for deterministic runs
 
 In the server's processes:

@@ -1,7 +1,7 @@
 """Parses an engine's HTTP responses. Completions are parsed in decoder processes (`rollouts.decoder`).
 
-A malformed response is the engine's fault, which is evicted: EngineError. Sampled tokens without a log-probability
-concern one completion alone: CompletionLost.
+A malformed response is the fault of the engine, which is evicted: EngineError. Sampled tokens without a
+log-probability concern a single completion: CompletionLost.
 """
 
 import io
@@ -24,7 +24,7 @@ PROGRESS_PATH = "/msrl/progress"
 ADAPTER = "adapter"
 """Name of the policy's adapter in engines that are sent adapters alone."""
 REFUSED = "refused: "
-"""How a worker's answer begins if the trainer's tensors are not those of its model."""
+"""Start of a worker's answer if the trainer's tensors do not fit the worker's model."""
 MISSING_LOGPROB = -9999.0
 """vLLM's placeholder for a log-probability that is missing, NaN or -inf."""
 NO_LOGPROBS = "no_logprobs"
@@ -45,7 +45,7 @@ class EngineLost(EngineError):
 
 @record
 class EngineInfo:
-    """An engine's configuration and weights, as its workers report them."""
+    """An engine's configuration and weights, as reported by the workers."""
 
     vocab_size: int
     """Rows of the logits."""
@@ -69,12 +69,12 @@ class EngineInfo:
 
 @record
 class CoreProgress:
-    """Token and request counts of one engine core (one core per data-parallel rank), as its server counts them."""
+    """Token and request counts of one engine core (one core per data-parallel rank), as the server counts."""
 
     core: int
     """Data-parallel rank of the core."""
     tokens: int
-    """Tokens that the core has produced since the server started, including those of aborted requests."""
+    """Tokens that the core has produced since the server started, including tokens of aborted requests."""
     waiting: int
     """Requests of the core without a first token: queued or in prefill."""
     decoding: int
@@ -83,7 +83,7 @@ class CoreProgress:
 
 @record
 class EngineProgress:
-    """Progress of all cores of an engine, as its server counts it; a hanging core cannot delay it."""
+    """Progress of all cores of an engine, as the server counts; a hanging core cannot delay the report."""
 
     cores: tuple[CoreProgress, ...]
     dead: bool
@@ -122,59 +122,63 @@ class _Answer(msgspec.Struct):
     prompt_logprobs: list[dict[str, _Token] | None] | None = None
 
 
-def decode(content: bytes, kind: type[T], where: str) -> T:
-    """JSON as `kind`. where: engine and path, for the message. Raises EngineError for anything else."""
+def decode(content: bytes, kind: type[T], source: str) -> T:
+    """JSON as `kind`. source: engine and path, for the message. Raises EngineError for anything else."""
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
-        raise EngineError(f"{where}: the answer is not valid: {content[:80]!r} ({ascii(str(err))[1:-1]})") from None
+        raise EngineError(f"{source}: the answer is not valid: {content[:80]!r} ({ascii(str(err))[1:-1]})") from None
 
 
-def convert(value: Any, kind: type[T], where: str) -> T:
-    """Decoded JSON as `kind`. where: engine and path. Raises EngineError."""
+def convert(value: Any, kind: type[T], source: str) -> T:
+    """Decoded JSON as `kind`. source: engine and path. Raises EngineError."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.MsgspecError as err:
-        raise EngineError(f"{where}: the answer is not a valid {kind.__name__}: {str(value)[:200]} ({err})") from None
+        raise EngineError(
+            f"{source}: the answer is not a valid {kind.__name__}: {str(value)[:200]} ({err})"
+        ) from None
 
 
-def completion(content: bytes, *, plan: Plan | None, seed: int, where: str) -> RolloutArrays:
+def completion(content: bytes, *, plan: Plan | None, seed: int, source: str) -> RolloutArrays:
     """The completion in the response to a generation request.
 
-    plan: the request's interruption plan, None for none. seed: its sampling seed. where: engine and path. Raises
-    EngineError, and CompletionLost (`no_logprobs`) if a sampled token has no log-probability.
+    plan: the request's interruption plan, None for none. seed: the request's sampling seed. source: engine and path.
+    Raises EngineError, and CompletionLost (`no_logprobs`) if a sampled token has no log-probability.
     """
-    answer = decode(content, _Answer, where)
+    answer = decode(content, _Answer, source)
     if len(answer.choices) != 1:
-        raise EngineError(f"{where}: the answer has {len(answer.choices)} completions instead of one")
-    return arrays_of(answer.choices[0], plan=plan, seed=seed, where=where)
+        raise EngineError(f"{source}: the answer has {len(answer.choices)} completions instead of one")
+    return arrays_of(answer.choices[0], plan=plan, seed=seed, source=source)
 
 
-def prompt_logprobs(content: bytes, token_ids: Sequence[int], where: str) -> tuple[float, ...]:
+def prompt_logprobs(content: bytes, token_ids: Sequence[int], source: str) -> tuple[float, ...]:
     """[T - 1] log-probs (nats) of token_ids[1:] in the response to a scoring request. Raises EngineError.
 
-    token_ids: [T] the prompt. where: engine and path.
+    token_ids: [T] the prompt. source: engine and path.
     """
-    rows = decode(content, _Answer, where).prompt_logprobs or []
+    rows = decode(content, _Answer, source).prompt_logprobs or []
     if len(rows) != len(token_ids):
-        raise EngineError(f"{where}: the prompt has {len(token_ids)} tokens, and the answer log-probs of {len(rows)}")
+        raise EngineError(
+            f"{source}: the prompt has {len(token_ids)} tokens, and the answer log-probs of {len(rows)}"
+        )
     tokens = [(row or {}).get(str(token), _Token()) for row, token in zip(rows[1:], token_ids[1:])]
     values = _values(tokens)
     if (index := _first_unusable(values)) is not None:
-        raise EngineError(f"{where}: prompt token {index + 1}: {_unusable(tokens[index])}")
+        raise EngineError(f"{source}: prompt token {index + 1}: {_unusable(tokens[index])}")
     return tuple(values.tolist())
 
 
-def arrays_of(choice: _Choice, *, plan: Plan | None, seed: int, where: str) -> RolloutArrays:
+def arrays_of(choice: _Choice, *, plan: Plan | None, seed: int, source: str) -> RolloutArrays:
     """The completion in a choice of a response; arguments and errors as for `completion`."""
     tokens = np.array(choice.token_ids, dtype=np.uint32)
-    length = kept = len(tokens)
+    length = kept_length = len(tokens)
     if choice.finish_reason not in ("stop", "length"):
-        raise EngineError(f"{where}: the completion ended with {choice.finish_reason!r} after {length} tokens")
-    scored = [] if choice.logprobs is None else choice.logprobs.content
-    if not length or len(scored) != length:
+        raise EngineError(f"{source}: the completion ended with {choice.finish_reason!r} after {length} tokens")
+    logprobs = [] if choice.logprobs is None else choice.logprobs.content
+    if not length or len(logprobs) != length:
         raise EngineError(
-            f"{where}: the completion has {length} tokens and {len(scored)} log-probs; it has to have one for each"
+            f"{source}: the completion has {length} tokens and {len(logprobs)} log-probs; it has to have one for each"
         )
     truncated = choice.finish_reason == "length"
     mask = np.ones(length, dtype=bool)
@@ -184,22 +188,22 @@ def arrays_of(choice: _Choice, *, plan: Plan | None, seed: int, where: str) -> R
         try:
             tags = tag(tokens, plan)
         except ValueError as err:
-            raise EngineError(f"{where}: {err}") from None
-        kept = tags.kept_length
+            raise EngineError(f"{source}: {err}") from None
+        kept_length = tags.kept_length
         mask = tags.loss_mask
         interrupted = tags.interrupted
         truncated |= tags.truncated
         cut = plan.cut
-    values = np.where(mask, _values(scored[:kept]), 0.0)
+    values = np.where(mask, _values(logprobs[:kept_length]), 0.0)
     if (index := _first_unusable(values)) is not None:
-        raise CompletionLost(f"{where}: token {index}: {_unusable(scored[index])}", reason=NO_LOGPROBS)
+        raise CompletionLost(f"{source}: token {index}: {_unusable(logprobs[index])}", reason=NO_LOGPROBS)
     experts = None
     if choice.routed_experts is not None:
-        experts = _expert_choices(choice.routed_experts, where)
+        experts = _expert_choices(choice.routed_experts, source)
     return RolloutArrays(
-        token_ids=tokens[:kept],
+        token_ids=tokens[:kept_length],
         rollout_logprobs=narrowest(values),
-        policy_versions=_versions(choice.weight_versions, length, where)[:kept],
+        policy_versions=_versions(choice.weight_versions, length, source)[:kept_length],
         loss_mask=mask,
         interrupted=interrupted,
         truncated=truncated,
@@ -210,7 +214,7 @@ def arrays_of(choice: _Choice, *, plan: Plan | None, seed: int, where: str) -> R
 
 
 def _values(tokens: Sequence[_Token]) -> np.ndarray:
-    """[T] float64 log-probs, NaN for a missing one."""
+    """[T] float64 log-probs, NaN for a missing log-prob."""
     return np.array([token.logprob for token in tokens], dtype=np.float64)  # None becomes NaN
 
 
@@ -224,16 +228,16 @@ def _unusable(token: _Token) -> str:
     return f"{token.logprob} is not a log-probability above {MISSING_LOGPROB:g} and at most 0"
 
 
-def _expert_choices(encoded: str, where: str) -> ExpertChoices:
+def _expert_choices(encoded: str, source: str) -> ExpertChoices:
     """vLLM's base64 .npy array, [P + T - 1, L, K]. Raises EngineError for any other content."""
     try:
         array = np.lib.format.read_array(io.BytesIO(b64decode(encoded, validate=True)), allow_pickle=False)
-    except Exception as err:  # a header is a Python literal: parsing a broken one raises almost anything
+    except Exception as err:  # a header is a Python literal: parsing a broken literal raises almost anything
         reason = f"{type(err).__name__}: {str(err)[:200]}"
-        raise EngineError(f"{where}: routed_experts: the text is not a base64 .npy array ({reason})") from None
+        raise EngineError(f"{source}: routed_experts: the text is not a base64 .npy array ({reason})") from None
     if array.ndim != 3 or array.dtype not in (np.uint8, np.uint16):
         raise EngineError(
-            f"{where}: routed_experts: {array.dtype} {array.shape} is not uint8 or uint16 [tokens, layers, experts]"
+            f"{source}: routed_experts: {array.dtype} {array.shape} is not uint8 or uint16 [tokens, layers, experts]"
         )
     _, layers, topk = array.shape
     width: Literal[1, 2] = 1 if array.dtype == np.uint8 else 2
@@ -241,7 +245,7 @@ def _expert_choices(encoded: str, where: str) -> ExpertChoices:
     return ExpertChoices(layers=layers, topk=topk, width=width, data=array.astype(f"<u{width}").tobytes())
 
 
-def _versions(spans: list[_Span] | None, length: int, where: str) -> np.ndarray:
+def _versions(spans: list[_Span] | None, length: int, source: str) -> np.ndarray:
     """[T] int64 policy version of every token. Raises EngineError if a token has none."""
     versions = np.empty(length, dtype=np.int64)
     end = 0
@@ -249,19 +253,19 @@ def _versions(spans: list[_Span] | None, length: int, where: str) -> np.ndarray:
         label = span.version
         if not (label.isascii() and label.isdecimal() and len(label) <= _VERSION_DIGITS):
             raise EngineError(
-                f"{where}: policy version: {label[:80]!r} is not a number of at most {_VERSION_DIGITS} digits"
+                f"{source}: policy version: {label[:80]!r} is not a number of at most {_VERSION_DIGITS} digits"
             )
         if span.start != end or not span.start < span.end <= length:
             raise EngineError(
-                f"{where}: policy versions: tokens {span.start} to {span.end} are no span that begins at token {end} "
-                f"and ends by {length}"
+                f"{source}: policy versions: tokens {span.start} to {span.end} are no span that begins at token "
+                f"{end} and ends by {length}"
             )
         if end and int(label) < versions[end - 1]:
             raise EngineError(
-                f"{where}: policy versions: token {end} has {label}, older than {versions[end - 1]} before it"
+                f"{source}: policy versions: token {end} has {label}, older than {versions[end - 1]} before it"
             )
         versions[end : span.end] = int(label)
         end = span.end
     if end != length:
-        raise EngineError(f"{where}: policy versions: {end} of {length} tokens have one")
+        raise EngineError(f"{source}: policy versions: {end} of {length} tokens have one")
     return versions

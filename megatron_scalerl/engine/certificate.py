@@ -1,8 +1,8 @@
-"""The TLS certificate of the engines on other hosts: one for every start of a run, made by the controller.
+"""The TLS certificate of the engines on other hosts: the controller makes a new certificate at every start of a run.
 
-It is signed by itself and is the only one that the controller's clients trust, so whoever answers in its name holds
-its private key. Host names are not compared: a pinned key says more. The agents receive certificate and key over
-their encrypted socket (`launch.agents`).
+The certificate is self-signed, and the controller's clients trust no other: whoever answers in the certificate's name
+holds the private key. Host names are not compared: a pinned key says more. The agents receive certificate and key
+over an encrypted socket (`launch.agents`).
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from megatron_scalerl.record import record
 
 _BEGIN = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 _END = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
-"""No well-defined end (RFC 5280, 4.1.2.5): the certificate is discarded with the start of the run that made it, and a
-clock that jumps must not end one."""
+"""No well-defined end (RFC 5280, 4.1.2.5): a certificate lasts as long as a start of the run, and a clock that jumps
+must not end a certificate."""
 
 
 @record
 class Certificate:
-    """A certificate and its private key. Produced by `make_certificate`."""
+    """A certificate and the private key. Produced by `make_certificate`."""
 
     certificate: str
     """PEM."""
@@ -31,16 +31,16 @@ class Certificate:
     """PEM, not encrypted; secret."""
 
     def trusting(self) -> ssl.SSLContext:
-        """A client's context that accepts this certificate and no other one."""
+        """A client's context that accepts this certificate alone."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False  # the certificate itself is pinned
+        context.check_hostname = False  # the certificate is pinned
         context.load_verify_locations(cadata=self.certificate)
         return context
 
 
 def make_certificate() -> Certificate:
-    """A new certificate that signs itself and nothing else."""
+    """A new self-signed certificate, which can sign no other."""
     # only a run on several hosts needs the package
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -69,10 +69,10 @@ def make_certificate() -> Certificate:
 
 @contextlib.contextmanager
 def certificate_arguments(certificate: Certificate | None) -> Iterator[list[str]]:
-    """vLLM's arguments for TLS, without a certificate none.
+    """vLLM's arguments for TLS; an empty list without a certificate.
 
-    They name files that only this user can read, deleted at the end of the block. The server has read them when it
-    reports that it is up.
+    The arguments name files that only this user can read, deleted at the end of the block. A server that is up has
+    read the files.
     """
     arguments: list[str] = []
     with private_folder() as folder:

@@ -1,8 +1,8 @@
 """HTTP client of one engine: generate (tokens in, tokens out), pause and resume, info. Runs in the controller.
 
-Every request carries the run's secret. A generation has no timeout until its response begins:
-`engine.watchdog` detects an engine that stops producing tokens, `launch.process` one that exits, and `abort` then
-ends every request. A response's body is limited in time.
+Every request carries the run's secret. A generation has no timeout until the response begins:
+`engine.watchdog` detects an engine that stops producing tokens, `launch.process` an engine that exits, and `abort`
+then ends every request. A response's body is limited in time.
 """
 
 import asyncio
@@ -63,8 +63,8 @@ WHOLE_DISTRIBUTION: dict[str, Any] = {
     "trace_decode_token_ids": None,
     "watermarking": False,
 }
-"""Part of every request: sample from softmax(logits / temperature) and from nothing else, which is what the trainer
-computes, whatever the defaults of the policy's generation_config.json or of a later vLLM."""
+"""Part of every request: sample from softmax(logits / temperature) and from nothing else, as the trainer computes,
+whatever the defaults of the policy's generation_config.json or of a later vLLM."""
 
 
 @record
@@ -72,21 +72,21 @@ class SamplingSpec:
     """How one completion is sampled."""
 
     max_tokens: int
-    """Budget of the whole completion (tokens); the interruption plan's own limit applies if it is lower."""
+    """Budget of the whole completion (tokens); a lower limit of the interruption plan takes precedence."""
     temperature: float = 1.0
     """0 is greedy."""
     seed: int = 0
     seeded: bool = True
-    """False: the engine draws from its own generator, and `seed` only names the completion
+    """False: the engine draws from the engine's generator, and `seed` only names the completion
     (`options.training_seeds`)."""
     interruption: Plan | None = None
     """Cut, phrase and answer budget; None: no interruption, `max_tokens` alone."""
     priority: int = 0
     """Lower is served first."""
     end_ids: tuple[int, ...] = ()
-    """Tokens that end the completion, besides the plan's and those that vLLM reads from the policy's folder."""
+    """Tokens that end the completion, besides the plan's tokens and the end tokens in the policy's folder."""
     stop: tuple[str, ...] = ()
-    """Texts that end the completion. Their tokens are sampled as all are, and returned."""
+    """Texts that end the completion. The tokens of such a text are sampled and returned like all tokens."""
     ignore_eos: bool = False
     """True: generate to the budget whatever is sampled; for measurements."""
 
@@ -95,24 +95,24 @@ class Decoder(Protocol[T_co]):
     """A parser of completions."""
 
     def slot(self) -> AbstractAsyncContextManager[None]:
-        """A block from before the body of a response is read until it is decoded: bounds the bodies in memory."""
+        """A block around the reading and the decoding of a response's body, which bounds the bodies in memory."""
 
     async def decode(self, body: bytes, *, plan: Plan | None, seed: int, where: str) -> tuple[T_co, int]:
-        """(the completion, its tokens); arguments and errors as for `answers.completion`."""
+        """(the completion, number of tokens); arguments and errors as for `answers.completion`."""
 
 
-class _DecoderHere:
-    """Decodes in this process, which blocks its event loop for up to 30 ms: for checks of single completions."""
+class _DecoderInProcess:
+    """Decodes in this process, which blocks the event loop for up to 30 ms: for checks of single completions."""
 
     def slot(self) -> AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
 
     async def decode(self, body: bytes, *, plan: Plan | None, seed: int, where: str) -> tuple[Rollout, int]:
-        rollout = rollout_of(completion(body, plan=plan, seed=seed, where=where))
+        rollout = rollout_of(completion(body, plan=plan, seed=seed, source=where))
         return rollout, len(rollout.token_ids)
 
 
-_HERE = _DecoderHere()
+_IN_PROCESS = _DecoderInProcess()
 
 
 class _Results(msgspec.Struct):
@@ -131,7 +131,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class EngineClient:
-    """The HTTP interface of an engine. Keeps its connections open until `close`."""
+    """The HTTP interface of an engine, with connections that stay open until `close`."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class EngineClient:
         """url: http://host:port, or https://host:port with `tls`, the context that trusts the server's certificate.
 
         name: used in error messages. settings: None for the defaults. adapter: requests are for the policy's adapter,
-        whose updates the engine gets, on the weights of its folder.
+        whose updates the engine gets, on the weights of the policy's folder.
         """
         self.url = url.rstrip("/")
         self._tls = tls
@@ -154,12 +154,12 @@ class EngineClient:
         self.secret = secret
         self.in_flight = 0
         """Generations that this client is waiting for."""
-        self.ended = 0
+        self.ended_generations = 0
         """Generations that this client waits for no more, in total."""
         self.paused = False
         """True from the request to pause until the engine has resumed."""
         self.produced_tokens = 0
-        """Tokens that the engine has generated, as of its last progress report."""
+        """Tokens that the engine has generated, as of the last progress report."""
         self.received_tokens = 0
         """Tokens of the completions that this client has received."""
         self._model = {"model": ADAPTER} if adapter else {}
@@ -185,7 +185,7 @@ class EngineClient:
             self._session = None
 
     def abort(self, reason: str) -> None:
-        """End all requests, those of the future too, with EngineLost, which names the engine and this reason."""
+        """End all requests, present and future, with EngineLost, which names the engine and this reason."""
         if self._aborted is None:
             self._aborted = reason
             for limit in self._limits:
@@ -200,7 +200,7 @@ class EngineClient:
     ) -> T: ...
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], *, sampling: SamplingSpec, decoder: Decoder[Any] = _HERE
+        self, prompt_token_ids: Sequence[int], *, sampling: SamplingSpec, decoder: Decoder[Any] = _IN_PROCESS
     ) -> Any:
         """A completion as `decoder` returns it, by default as a Rollout that is decoded in this process.
 
@@ -221,10 +221,10 @@ class EngineClient:
 
     async def _counted(self, decoder: Decoder[T], content: bytes, sampling: SamplingSpec) -> T:
         """Decode; many completions in a row without log-probabilities are an EngineError."""
-        where = self._where(_GENERATE)
+        source = self._source(_GENERATE)
         try:
             decoded, tokens = await decoder.decode(
-                content, plan=sampling.interruption, seed=sampling.seed, where=where
+                content, plan=sampling.interruption, seed=sampling.seed, where=source
             )
         except CompletionLost as lost:
             if lost.reason != NO_LOGPROBS:
@@ -246,41 +246,41 @@ class EngineClient:
         with self._generating():
             body = self._salted({"token_ids": token_ids, "sampling_params": params})
             content = await self._request("POST", _GENERATE, body)
-        self.received_tokens += 1  # which the engine has generated for it
-        return prompt_logprobs(content, token_ids, self._where(_GENERATE))
+        self.received_tokens += 1  # which the engine has generated for the request
+        return prompt_logprobs(content, token_ids, self._source(_GENERATE))
 
     def _salted(self, body: dict[str, Any]) -> dict[str, Any]:
-        """A request that shares cached prefixes with requests since the last label alone."""
+        """A request that shares cached prefixes only with requests since the last label."""
         return body | self._model | self._salt
 
     async def progress(self) -> EngineProgress:
         """Token counts of the engine's cores, from the server alone. Raises EngineError."""
-        progress = decode(await self.get(PROGRESS_PATH), EngineProgress, self._where(PROGRESS_PATH))
+        progress = decode(await self.get(PROGRESS_PATH), EngineProgress, self._source(PROGRESS_PATH))
         self.produced_tokens = progress.tokens
         return progress
 
     async def info(self) -> EngineInfo:
-        """Configuration and weights as the engine's workers report them. Raises EngineError."""
+        """Configuration and weights, as reported by the engine's workers. Raises EngineError."""
         answers = await self.rpc("msrl_info")
-        world = decode(await self.get("/get_world_size"), _WorldSize, self._where("/get_world_size"))
-        label = decode(await self.get("/weight_info"), _WeightInfo, self._where("/weight_info"))
-        where = f"{self._where('/collective_rpc')} msrl_info"
+        world = decode(await self.get("/get_world_size"), _WorldSize, self._source("/get_world_size"))
+        label = decode(await self.get("/weight_info"), _WeightInfo, self._source("/weight_info"))
+        source = f"{self._source('/collective_rpc')} msrl_info"
         common = {"world_size": world.world_size, "weight_version": label.weight_version}
-        workers = [convert(answer, dict, where) for answer in answers]
+        workers = [convert(answer, dict, source) for answer in answers]
         if not workers:
-            raise EngineError(f"{where}: no worker has answered")
+            raise EngineError(f"{source}: no worker has answered")
         digests = [worker.pop("weight_digest", None) for worker in workers]
-        return convert({**workers[0], **common, "weight_digests": digests}, EngineInfo, where)
+        return convert({**workers[0], **common, "weight_digests": digests}, EngineInfo, source)
 
     async def rpc(self, method: str, *args: str) -> list[Any]:
-        """Call a method of every worker; their answers in rank order. Raises EngineError."""
+        """Call a method of every worker; the workers' answers in rank order. Raises EngineError."""
         body = await self.post("/collective_rpc", {"method": method, "args": args})
         if not body:
             return []
-        return decode(body, _Results, self._where("/collective_rpc")).results
+        return decode(body, _Results, self._source("/collective_rpc")).results
 
     async def pause(self, *, clear_cache: bool) -> None:
-        """Stop between two steps and keep every request; clear_cache: recompute their KV cache on resume."""
+        """Stop between two steps and keep every request; clear_cache: recompute the requests' KV cache on resume."""
         self.paused = True
         await self.post("/pause", None, {"mode": "keep", "clear_cache": str(clear_cache).lower()})
 
@@ -314,9 +314,9 @@ class EngineClient:
             yield
         finally:
             self.in_flight -= 1
-            self.ended += 1
+            self.ended_generations += 1
 
-    def _where(self, path: str) -> str:
+    def _source(self, path: str) -> str:
         return f"{self.name}: {path}"
 
     async def _request(self, method: str, path: str, body: Any, query: Mapping[str, str] | None = None) -> bytes:
@@ -327,14 +327,14 @@ class EngineClient:
     async def _response(
         self, method: str, path: str, body: Any, query: Mapping[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The response to a request, once its header has arrived. `abort` ends the block, too."""
-        if self._aborted is not None:  # closed: it must not open a session again
+        """The response to a request, once the header has arrived. `abort` ends the block, too."""
+        if self._aborted is not None:  # closed: the client must not open a session again
             raise EngineLost(f"{self.name}: {self._aborted}")
         data = None if body is None else _encode(body)
         headers = {}
         if path != _GENERATE:
-            # the server drops a connection after an internal error, and the next request on it would fail: only
-            # generations, which are many, reuse connections
+            # the server drops a connection after an internal error, and the connection's next request would fail:
+            # only generations, which are many, reuse connections
             headers["Connection"] = "close"
         try:
             async with (
@@ -357,7 +357,7 @@ class EngineClient:
                 content = await response.read()
         except TimeoutError:
             raise EngineError(
-                f"{self._where(path)}: only a part of the response came within {self._body_timeout_s:g} s of its "
+                f"{self._source(path)}: only a part of the response came within {self._body_timeout_s:g} s of its "
                 "header (engine.stall_timeout_s)"
             ) from None
         if response.status != 200:
@@ -376,7 +376,7 @@ class EngineClient:
 
     @contextlib.asynccontextmanager
     async def _until_aborted(self) -> AsyncIterator[None]:
-        """Raises TimeoutError inside the block when `abort` is called, also if it was called before."""
+        """Raises TimeoutError inside the block when `abort` is called, or was called before."""
         async with asyncio.timeout(None if self._aborted is None else 0) as limit:
             self._limits.add(limit)
             try:

@@ -1,9 +1,9 @@
 """Forced interruption in vLLM's V2 model runner, whose tokens are on the device only (vLLM 0.32.0, v1/worker/gpu).
 
-    validate_params (server) --> add_request: a plan enters a slot --> apply_staged_writes: its row of the table
-    --> apply, once per step: rows that end their thinking, and tokens that are forced
+    validate_params (server) --> add_request: a plan enters a slot --> apply_staged_writes: the slot's row is written
+    --> apply, once per step: rows whose thinking ends, and tokens that are forced
 
-The rules are those of `engine.interruption.Forcing`, here for all rows of a batch at once. The host waits for the
+The rules of `engine.interruption.Forcing` apply, here to all rows of a batch at once. The host waits for the
 device only where a request enters a slot. vLLM's server process loads the class, too, to validate requests.
 """
 
@@ -24,21 +24,21 @@ _CUT, _ANSWER_BUDGET, _WHOLE_BUDGET, _ANSWER_START, _BUDGET_END = range(5)
 
 
 class ForcedTokens(LogitsProcessor):
-    """The plans of the requests by their slots. All requests of an engine share phrase, closing tag and end token."""
+    """The requests' plans by slot. All requests of an engine share phrase, closing tag and end token."""
 
     _words: ClassVar[tuple[Any, ...] | None] = None
 
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState):
         self._states = req_states
         self._table = torch.full((req_states.max_num_reqs, 5), -1, dtype=torch.int64, device=req_states.device)
-        self._added: dict[int, Plan | None] = {}
+        self._new_plans: dict[int, Plan | None] = {}
         self._planned: set[int] = set()
         self._phrase = self._tag = torch.empty(0)
         self._eos = -1
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raises ValueError for an invalid plan or one with other tokens; the server responds with 400."""
+        """Raises ValueError for an invalid plan or a plan with other tokens; the server responds with 400."""
         plan = Plan.from_extra_args(sampling_params.extra_args)
         if plan is not None:
             words = _words(plan)
@@ -49,15 +49,15 @@ class ForcedTokens(LogitsProcessor):
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Take the plan of the request that enters slot `req_idx`."""
         plan = Plan.from_extra_args(sampling_params.extra_args)
-        self._added[req_idx] = plan
+        self._new_plans[req_idx] = plan
         return plan is not None
 
     def apply_staged_writes(self) -> None:
-        """Write the new slots' rows. A request that was preempted brings the tokens that it already has."""
-        if not self._added:
+        """Write the new slots' rows. A request that was preempted brings the tokens generated before."""
+        if not self._new_plans:
             return
         rows = []
-        for slot, plan in self._added.items():
+        for slot, plan in self._new_plans.items():
             if plan is None:
                 self._planned.discard(slot)
                 rows.append([-1] * 5)
@@ -65,9 +65,9 @@ class ForcedTokens(LogitsProcessor):
                 self._planned.add(slot)
                 rows.append(self._row(slot, plan))
         device = self._states.device
-        slots = torch.tensor(list(self._added), device=device)
+        slots = torch.tensor(list(self._new_plans), device=device)
         self._table[slots] = torch.tensor(rows, dtype=torch.int64, device=device)
-        self._added.clear()
+        self._new_plans.clear()
 
     def _row(self, slot: int, plan: Plan) -> list[int]:
         if self._eos < 0:
@@ -94,8 +94,8 @@ class ForcedTokens(LogitsProcessor):
         if len(accepted) > 1:
             accepted[0] |= plan.think_end_first
         self._tag = torch.zeros(len(accepted), self._states.vocab_size, dtype=torch.bool)
-        for allowed, tokens in zip(self._tag, accepted):
-            allowed[sorted(tokens)] = True
+        for mask_row, tokens in zip(self._tag, accepted):
+            mask_row[sorted(tokens)] = True
         self._tag = self._tag.to(device)
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
@@ -108,21 +108,21 @@ class ForcedTokens(LogitsProcessor):
         start = row[:, _ANSWER_START]
         length = ctx.pos + 1 - self._states.prompt_len.gpu[slots]  # of the completion so far, [rows]
         width = len(self._tag)
-        # a completion shorter than the tag has no such positions: clamped ones are ruled out by `length >= width`
+        # a completion shorter than the tag has no such positions: `length >= width` rules clamped positions out
         positions = ctx.pos[:, None] + torch.arange(1 - width, 1, device=logits.device)
         last = self._states.all_token_ids.gpu[slots[:, None], positions.clamp(min=0)].long()
         closed = self._tag[torch.arange(width, device=logits.device), last].all(dim=1)
         thinking = (cut >= 0) & (start < 0)
         natural = thinking & closed & (length >= width) & (length <= cut)
         forced = thinking & ~natural & (length == cut)
-        whole = row[:, _WHOLE_BUDGET]
-        answer = row[:, _ANSWER_BUDGET]
+        whole_budget = row[:, _WHOLE_BUDGET]
+        answer_budget = row[:, _ANSWER_BUDGET]
         after_phrase = cut + len(self._phrase)
         row[:, _ANSWER_START] = torch.where(natural, length, torch.where(forced, after_phrase, start))
         row[:, _BUDGET_END] = torch.where(
             natural,
-            torch.where(whole < 0, length + answer, whole),
-            torch.where(forced, after_phrase + answer, row[:, _BUDGET_END]),
+            torch.where(whole_budget < 0, length + answer_budget, whole_budget),
+            torch.where(forced, after_phrase + answer_budget, row[:, _BUDGET_END]),
         )
         self._table[slots] = row
         start = row[:, _ANSWER_START]

@@ -1,18 +1,18 @@
-"""Forced interruption: where thinking is cut, which token is forced next, and what was forced on a completion.
+"""Forced interruption: where thinking is cut, which token is forced next, and which tokens were forced.
 
 Khatri et al. 2025, arXiv 2510.13786, section 2 ("Forced interruptions"): a completion that is still thinking
-after a random number of tokens gets a phrase that ends its thinking, and then a budget for its answer.
+after a random number of tokens gets a phrase that ends thinking, and then a budget for the answer.
 
 The same rules run in two processes: `Forcing` in vLLM's workers while a completion grows (O(1) per token), `tag` in
-the controller on the finished one. Both depend on the tokens and the plan alone, so they agree (property test).
+the controller on the finished completion. Both depend on tokens and plan alone, and so agree (property test).
 
     natural end   the whole closing tag is within the first `cut` tokens
     forced end    otherwise, after `cut` tokens: `phrase_ids` follow, one after another
     answer        after a forced end at most `answer_budget` tokens; after a natural end until the completion
                   has `whole_budget` tokens; then `eos_id` is forced: truncated
 
-Choices where the paper is silent: the forced end of sequence is removed again (it was not sampled), and a closing tag
-that only a forced token completes is not a natural end.
+Choices where the paper is silent: the forced end of sequence, which was not sampled, is removed again, and a closing
+tag that only a forced token completes is not a natural end.
 """
 
 import random
@@ -29,9 +29,9 @@ _EXTRA_ARG = "msrl_interruption"
 """Key of a plan in `sampling_params.extra_args`."""
 
 
-def draw_cut(seed: int, group_id: int, index: int, low: int, high: int) -> int:
-    """The cut of one completion: uniform over low..high (tokens, inclusive), a function of the arguments alone."""
-    return random.Random(f"cut/{seed}/{group_id}/{index}").randint(low, high)
+def draw_cut(seed: int, group_id: int, index: int, lower_bound: int, upper_bound: int) -> int:
+    """The cut of a completion, uniform between the bounds (tokens, inclusive): a function of the arguments alone."""
+    return random.Random(f"cut/{seed}/{group_id}/{index}").randint(lower_bound, upper_bound)
 
 
 @record
@@ -45,9 +45,9 @@ class Plan:
     think_end_ids: tuple[int, ...]
     """Tokens of the closing tag, at least one."""
     think_end_first: frozenset[int] = frozenset()
-    """Tokens accepted in place of the tag's first one, see `tag_variants`."""
+    """Tokens accepted in place of the tag's first token, see `tag_variants`."""
     think_end_last: frozenset[int] = frozenset()
-    """Tokens accepted in place of the tag's last one."""
+    """Tokens accepted in place of the tag's last token."""
     answer_budget: int
     """Tokens after a forced end of thinking, including an end of sequence by the policy."""
     whole_budget: int | None = None
@@ -57,7 +57,7 @@ class Plan:
     """The token that ends a sequence."""
 
     def __post_init__(self) -> None:
-        # The recipe and `plan_ids` have refused what a user could have set wrong.
+        # The recipe and `plan_ids` have refused mistakes of a user.
         assert self.cut >= 1 and self.answer_budget >= 1, self
         assert self.ends_thinking(self.phrase_ids, len(self.phrase_ids)), self
 
@@ -94,7 +94,7 @@ class Plan:
 
     @classmethod
     def from_extra_args(cls, extra: dict[str, Any] | None) -> "Plan | None":
-        """The plan in a request's extra arguments, None if it has none. Raises ValueError for an invalid one."""
+        """The plan in a request's extra arguments, None without a plan. Raises ValueError for an invalid plan."""
         if not extra or _EXTRA_ARG not in extra:
             return None
         try:
@@ -106,9 +106,9 @@ class Plan:
 def plan_ids(tokenizer: Any, phrase: str, think_end: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(phrase_ids, think_end_ids) of a Hugging Face tokenizer; phrase_ids decode to `phrase + think_end` exactly.
 
-    The two texts are encoded as one, as in the warm start's examples: Llama 3 merges the space before the tag and the
-    tag's first characters into one token. Where that loses a space, as before a tag that is an added token with
-    `lstrip`, they are encoded one by one. Raises ValueError if neither decodes to the text.
+    The two texts are encoded together, as in the warm start's examples: Llama 3 merges the space before the tag and
+    the tag's first characters into one token. Where that loses a space, as before a tag that is an added token with
+    `lstrip`, each text is encoded alone. Raises ValueError if neither encoding decodes to the text.
     """
     end_ids = _encode(tokenizer, think_end)
     if not end_ids:
@@ -118,13 +118,13 @@ def plan_ids(tokenizer: Any, phrase: str, think_end: str) -> tuple[tuple[int, ..
         raise ValueError(f"prompts.think_end: {think_end!r} does not survive encode and decode; it becomes {back!r}")
     first, last = tag_variants(tokenizer, end_ids)
     text = phrase + think_end
-    whole = _encode(tokenizer, text)
-    for ids in (whole, _encode(tokenizer, phrase) + end_ids):
+    text_ids = _encode(tokenizer, text)
+    for ids in (text_ids, _encode(tokenizer, phrase) + end_ids):
         if _decode(tokenizer, ids) == text and _closes(ids, len(ids), end_ids, first, last):
             return ids, end_ids
     raise ValueError(
         f"interruption.phrase: {text!r} does not survive encode and decode with the closing tag at its end; it "
-        f"becomes {_decode(tokenizer, whole)!r}"
+        f"becomes {_decode(tokenizer, text_ids)!r}"
     )
 
 
@@ -145,7 +145,7 @@ def _closes(
     first: frozenset[int],
     last: frozenset[int],
 ) -> bool:
-    """True if the tag is right before index `end`; `first` and `last` are accepted as its outer tokens."""
+    """True if the tag is right before index `end`; `first` and `last` are accepted as outer tokens of the tag."""
     start = end - len(tag_ids)
     if start < 0 or (tokens[end - 1] != tag_ids[-1] and tokens[end - 1] not in last):
         return False
@@ -156,10 +156,10 @@ def _closes(
 
 
 def tag_variants(tokenizer: Any, think_end_ids: tuple[int, ...]) -> tuple[frozenset[int], frozenset[int]]:
-    """(tokens accepted in place of the tag's first token, tokens accepted in place of its last).
+    """(tokens accepted in place of the tag's first token, tokens accepted in place of the tag's last token).
 
-    A tag of several tokens merges with its neighbors in byte-pair vocabularies: Llama 3 encodes the end of "</think>"
-    and a blank line as one token. Such a token closes the tag as well as the plain one. A piece with letters has no
+    A tag of several tokens merges with neighbors in byte-pair vocabularies: Llama 3 encodes the end of "</think>" and
+    a blank line as one token. Such a token closes the tag as well as the plain token. A piece with letters has no
     variants: a longer token is another word. SentencePiece's prefix of a text's first piece is no part of the tag.
     """
     if len(think_end_ids) < 2:
@@ -167,13 +167,13 @@ def tag_variants(tokenizer: Any, think_end_ids: tuple[int, ...]) -> tuple[frozen
     pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     first = pieces[think_end_ids[0]].lstrip("\u2581")
     last = pieces[think_end_ids[-1]]
-    before: set[int] = set()
-    after: set[int] = set()
+    first_variants: set[int] = set()
+    last_variants: set[int] = set()
     if _is_mark(first):
-        before = {index for index, piece in enumerate(pieces) if piece and piece.endswith(first)}
+        first_variants = {index for index, piece in enumerate(pieces) if piece and piece.endswith(first)}
     if _is_mark(last):
-        after = {index for index, piece in enumerate(pieces) if piece and piece.startswith(last)}
-    return frozenset(before - {think_end_ids[0]}), frozenset(after - {think_end_ids[-1]})
+        last_variants = {index for index, piece in enumerate(pieces) if piece and piece.startswith(last)}
+    return frozenset(first_variants - {think_end_ids[0]}), frozenset(last_variants - {think_end_ids[-1]})
 
 
 def _is_mark(piece: str) -> bool:
@@ -182,10 +182,10 @@ def _is_mark(piece: str) -> bool:
 
 
 class Forcing:
-    """The rules for one completion as it grows. Call `next_token` before each token is sampled.
+    """The rules for a growing completion. Call `next_token` before each token is sampled.
 
-    Tokens that were read are not read again, so they may only grow between two calls; a list that is replaced by an
-    equal or longer one (preemption, pause) is fine.
+    Tokens that were read are not read again, so the list may only grow between two calls. A list that is replaced by
+    an equal or longer list (preemption, pause) is fine.
     """
 
     __slots__ = ("_answer_start", "_budget_end", "_read", "plan")
@@ -197,7 +197,7 @@ class Forcing:
         self._budget_end = -1
 
     def next_token(self, tokens: Sequence[int]) -> int | None:
-        """The token that must come next, or None if it is sampled.
+        """The token that must come next, or None for a sampled token.
 
         tokens: [n] the completion so far, sampled and forced.
         """
@@ -244,13 +244,13 @@ class Tags:
 
 
 def tag(token_ids: Sequence[int] | np.ndarray, plan: Plan) -> Tags:
-    """The forced tokens of a finished completion, and whether a budget ended it.
+    """The forced tokens of a finished completion, and whether a budget ended the completion.
 
-    token_ids: [T] as the engine returned it, the forced end of sequence included. Raises ValueError if the
-    engine did not force what the plan says (it ran without the plugin, or with another plan).
+    token_ids: [T] as the engine returned the completion, the forced end of sequence included. Raises ValueError if
+    the engine did not force the plan's tokens: an engine without the plugin, or with another plan.
     """
     tokens = np.asarray(token_ids)
-    length = kept = len(tokens)
+    length = kept_length = len(tokens)
     answer_start = plan.thinking_end(tokens[: plan.cut])
     forced_until = plan.cut
     truncated = False
@@ -266,19 +266,19 @@ def tag(token_ids: Sequence[int] | np.ndarray, plan: Plan) -> Tags:
     if answer_start is not None:
         budget_end = plan.budget_end(answer_start, forced=forced_until > plan.cut)
     if length > budget_end:
-        kept = budget_end
-        beyond = tuple(tokens[kept:].tolist())
-        if beyond != (plan.eos_id,):
+        kept_length = budget_end
+        excess_ids = tuple(tokens[kept_length:].tolist())
+        if excess_ids != (plan.eos_id,):
             raise ValueError(
-                f"completion tokens from {kept}: {beyond} is not the forced end of sequence, {plan.eos_id}"
+                f"completion tokens from {kept_length}: {excess_ids} is not the forced end of sequence, {plan.eos_id}"
             )
         truncated = True
-    loss_mask = np.ones(kept, dtype=bool)
+    loss_mask = np.ones(kept_length, dtype=bool)
     loss_mask[plan.cut : forced_until] = False
     return Tags(
         loss_mask=loss_mask,
         interrupted=forced_until > plan.cut,
         truncated=truncated,
         answer_start=answer_start,
-        kept_length=kept,
+        kept_length=kept_length,
     )

@@ -1,6 +1,6 @@
-"""Which engines take work: the state of each, and an epoch that every change of a state increments.
+"""Which engines take work: the state of each engine, and an epoch that every change of a state increments.
 
-A new policy version of an engine that goes on serving is no change of its state.
+A new policy version of an engine that goes on serving is no change of state.
 
     starting --> stale --> serving --> draining --> lost --> starting ...
                  | ^         | |           ^
@@ -10,7 +10,7 @@ A new policy version of an engine that goes on serving is no change of its state
 The launcher (`launch.engines`) reports starts and ends of processes, and engines that join and leave. The weight
 update (`controller.weight_sync`) reports which engines hold the current policy version. Whoever finds a fault evicts
 the engine: the watchdog, the weight update, or the caller of a completion. Rollouts, validation, probe and updates
-take their engines from here for every piece of work and keep no lists.
+take engines from here for every piece of work and keep no lists.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class EngineState(enum.StrEnum):
     """The engine keeps an older policy version for a measurement, and takes no other requests and no weight update.
     An eviction ends this, too."""
     DRAINING = "draining"
-    """The engine is evicted: its requests are aborted and its processes are being ended."""
+    """The engine is evicted: requests are aborted and processes are being ended."""
     LOST = "lost"
-    """The engine has no process; it is started again unless it is given up."""
+    """The engine has no process, and is started again unless given up."""
 
 
 _ANSWERING = (EngineState.SERVING, EngineState.STALE, EngineState.HELD)
@@ -58,26 +58,26 @@ class Member:
     """engine-N; of a teacher teacher-..., of an engine that joined extra-..."""
     state: EngineState
     epoch: int
-    """Number of changes of all engines up to its last one."""
+    """Number of changes of all engines up to this engine's last change."""
     client: EngineClient | None = None
-    """Client of the running server; a server that is started again has another one."""
+    """Client of the running server; a server that is started again has another client."""
     version: int | None = None
-    """Policy version that it holds, None before its first weight update."""
+    """Policy version that the engine holds, None before the first weight update."""
     reason: str = ""
-    """Why it was evicted or lost, in one line."""
+    """Reason of the eviction or loss, in one line."""
     restarts: int = 0
     """Starts after the first."""
     lost_tokens: int = 0
     """Tokens that evicted servers of this engine had generated and nobody received, in total."""
     given_up: bool = False
-    """True if it is not started again."""
+    """True if the engine is not started again."""
     joined: bool = False
-    """True for an engine that the run did not start: it may leave, and come back under its name."""
+    """True for an engine that the run did not start: such an engine may leave, and come back under the same name."""
     teacher: bool = False
-    """True for a teacher: it keeps its weights, and takes no rollouts."""
+    """True for a teacher, which keeps the same weights and takes no rollouts."""
     devices: float = 0
-    """Devices that the run holds for it: of one that joined while it is there, of the others until they are given up
-    and their host is gone. Half of those that the trainer shares."""
+    """Devices that the run holds for the engine; a device shared with the trainer counts half. An engine that joined
+    has devices while present, any other engine until given up and the host is gone."""
 
 
 class Membership:
@@ -94,7 +94,7 @@ class Membership:
     ):
         """minimum: fewer engines that are not given up end the run. devices: of each of the `count` engines.
 
-        teachers: devices of each teacher, by its engine's name; a teacher that is given up ends the run, too.
+        teachers: devices of each teacher, by the engine's name; a teacher that is given up ends the run, too.
         record: called with every changed member.
         """
         self.epoch = 0
@@ -139,7 +139,7 @@ class Membership:
 
     @property
     def alive(self) -> list[EngineClient]:
-        """Engines that answer, by number: those that a weight update includes."""
+        """Engines that a weight update includes, by number: serving or stale."""
         return self._clients(EngineState.SERVING, EngineState.STALE)
 
     @property
@@ -149,49 +149,49 @@ class Membership:
 
     @property
     def answering(self) -> list[EngineClient]:
-        """Engines that answer, those that are held included, by number."""
+        """Engines that answer, by number; includes engines that are held."""
         return self._clients(*_ANSWERING)
 
     @property
     def devices(self) -> float:
-        """Devices that the run holds for its engines now."""
+        """Devices that the run holds for the engines now."""
         return sum(member.devices for member in self._members if not member.teacher)
 
     def teacher(self, name: str) -> EngineClient | None:
-        """The teacher's engine of this name, if it answers."""
+        """The teacher's engine of this name, None unless the engine answers."""
         return next((m.client for m in self._members if m.name == name and m.state is EngineState.STALE), None)
 
     def add(self, name: str, devices: int) -> int:
-        """An engine that the run did not start is here, and its server is being started; returns its number.
+        """An engine that the run did not start joins, and the server is being started; returns the engine's number.
 
-        It has the same number each time it joins. Its name must not be that of an engine that is there.
+        An engine that joins again has the same number again. No present engine may have the same name.
         """
         names = [member.name for member in self._members]
         if name not in names:
             self._members.append(Member(name=name, state=EngineState.LOST, epoch=0, joined=True))
         index = [*names, name].index(name)
-        before = self._members[index]
-        assert before.joined and before.state is EngineState.LOST, before
-        self._set(index, state=EngineState.STARTING, devices=devices, restarts=before.restarts + names.count(name))
+        member = self._members[index]
+        assert member.joined and member.state is EngineState.LOST, member
+        self._set(index, state=EngineState.STARTING, devices=devices, restarts=member.restarts + names.count(name))
         return index
 
     def start(self, index: int) -> None:
         """The server of engine `index` is being started."""
-        again = self._members[index].state is EngineState.LOST
-        restarts = self._members[index].restarts + again
+        is_restart = self._members[index].state is EngineState.LOST
+        restarts = self._members[index].restarts + is_restart
         self._set(index, state=EngineState.STARTING, restarts=restarts, client=None, version=None)
 
     def join(self, index: int, client: EngineClient) -> None:
-        """The server of engine `index` answers through `client`; it serves after a weight update."""
+        """The server of engine `index` answers through `client`; the engine serves after a weight update."""
         self._set(index, state=EngineState.STALE, client=client, reason="", version=None)
 
     def serve(self, client: EngineClient, version: int) -> None:
-        """An engine holds `version`, the current one. No effect on an engine that was evicted meanwhile."""
+        """An engine holds `version`, which is current. No effect on an engine that was evicted meanwhile."""
         if (index := self._find(client)) is not None:
             self._set(index, state=EngineState.SERVING, version=version)
 
     def hold(self, client: EngineClient) -> None:
-        """A serving engine keeps the version that it has: no new group, no weight update. Its requests go on."""
+        """A serving engine keeps the present version: no new group, no weight update. Requests in flight go on."""
         index = self._find(client)
         assert index is not None and self._members[index].state is EngineState.SERVING, client.name
         self._set(index, state=EngineState.HELD)
@@ -202,12 +202,12 @@ class Membership:
             self._set(index, state=EngineState.STALE)
 
     def devices_of(self, client: EngineClient) -> float:
-        """Devices of the engine that answers through `client`; 0 if it is evicted."""
+        """Devices of the engine that answers through `client`; 0 for an evicted engine."""
         index = self._find(client)
         return 0 if index is None else self._members[index].devices
 
     def evict(self, client: EngineClient, reason: str) -> None:
-        """Abort an engine's requests and let its processes be ended. No effect on an engine already evicted."""
+        """Abort an engine's requests and let the processes be ended. No effect on an engine already evicted."""
         if (index := self._find(client)) is None:
             return
         line = _line(reason)
@@ -223,7 +223,7 @@ class Membership:
         )
 
     def lose(self, index: int, reason: str, *, given_up: bool = False, host_gone: bool = False) -> None:
-        """Engine `index` has no process. given_up: it is not started again. host_gone: nor are its devices held."""
+        """Engine `index` has no process. given_up: no start follows. host_gone: nor are the devices held."""
         devices = self._members[index].devices
         if self._members[index].joined or (given_up and host_gone):
             devices = 0
@@ -238,7 +238,7 @@ class Membership:
         )
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` holds; it is evaluated now and after each change."""
+        """Wait until `condition` holds, which is evaluated now and after each change."""
         while not condition():
             await self._changed.wait()
 
@@ -259,11 +259,11 @@ class Membership:
 
     @property
     def left(self) -> int:
-        """Number of engines that are not given up; one that joined counts while it is there."""
-        gone = (EngineState.DRAINING, EngineState.LOST)
-        started = [m for m in self._members if not (m.joined or m.given_up or m.teacher)]
-        joined = [m for m in self._members if m.joined and m.state not in gone]
-        return len(started) + len(joined)
+        """Number of engines that are not given up; an engine that joined counts while present."""
+        absent_states = (EngineState.DRAINING, EngineState.LOST)
+        started_engines = [m for m in self._members if not (m.joined or m.given_up or m.teacher)]
+        joined_engines = [m for m in self._members if m.joined and m.state not in absent_states]
+        return len(started_engines) + len(joined_engines)
 
     @property
     def given_up_because(self) -> str:
@@ -274,28 +274,31 @@ class Membership:
         return [m.client for m in self._members if m.client is not None and m.state in states and not m.teacher]
 
     def _find(self, client: EngineClient) -> int | None:
-        """Number of the engine that answers through `client`; None if it is evicted."""
+        """Number of the engine that answers through `client`; None for an evicted engine."""
         return next((i for i, m in enumerate(self._members) if m.client is client and m.state in _ANSWERING), None)
 
     def _set(self, index: int, **changes: object) -> None:
-        before = self._members[index]
-        if all(getattr(before, key) == value for key, value in changes.items()):
+        previous_member = self._members[index]
+        if all(getattr(previous_member, key) == value for key, value in changes.items()):
             return
-        member = self._members[index] = replace(before, **changes)  # type: ignore[arg-type]
-        if changes.get("state", before.state) is before.state and before.given_up == member.given_up:
+        member = self._members[index] = replace(previous_member, **changes)  # type: ignore[arg-type]
+        if (
+            changes.get("state", previous_member.state) is previous_member.state
+            and previous_member.given_up == member.given_up
+        ):
             return
         self.epoch += 1
         member = self._members[index] = replace(member, epoch=self.epoch)
-        why = f" ({member.reason})" if member.reason else ""
-        logger.info("epoch %d: %s is %s%s", self.epoch, member.name, member.state, why)
+        suffix = f" ({member.reason})" if member.reason else ""
+        logger.info("epoch %d: %s is %s%s", self.epoch, member.name, member.state, suffix)
         # a set event wakes whoever waits now; the next change has an event that is not set
         self._changed.set()
         self._changed = asyncio.Event()
-        if member.devices != before.devices:
+        if member.devices != previous_member.devices:
             self.on_devices(self.devices)
-        self._record(member)  # last: nobody may wait forever where it fails
+        self._record(member)  # last: nobody may wait forever where `record` fails
 
 
 def _line(reason: str) -> str:
-    """A reason without the end of a log that follows it."""
+    """A reason without the end of a log that follows."""
     return (reason.splitlines() or ["no reason is known"])[0].partition(LOG_END)[0]

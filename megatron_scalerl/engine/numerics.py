@@ -1,4 +1,4 @@
-"""Numerics that trainer and engine must share, and the check that they do. Runs in the controller."""
+"""Numerics that trainer and engine must share, and the check of both sides. Runs in the controller."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,9 @@ from megatron_scalerl.recipe.file import RecipeError
 
 
 def check_engine(info: EngineInfo, recipe: Recipe) -> None:
-    """Refuse an engine that does not compute what the trainer computes.
+    """Refuse an engine that does not compute like the trainer.
 
-    Raises ValueError with the key that the user can change, EngineError where vLLM does not do what it was configured
-    to do.
+    Raises ValueError with the key that the user can change, EngineError where vLLM does not follow the configuration.
     """
     logits = "float32" if recipe.policy.logits == "fp32" else recipe.policy.dtype
     temperature = info.attention_temperature
@@ -34,7 +33,7 @@ def check_engine(info: EngineInfo, recipe: Recipe) -> None:
 
 
 def logprobs_mode(recipe: Recipe) -> str:
-    """Which log-probs the engine reports: those of the policy, or those of its logits over the temperature."""
+    """vLLM's name of the log-probs that the engine reports: of the logits, or of the logits over the temperature."""
     return "raw_logprobs" if recipe.rollouts.temperature == 1 else "processed_logprobs"
 
 

@@ -1,13 +1,13 @@
 """Command line and environment of one vLLM server, from the recipe. Runs in the controller.
 
-`engine.vllm` passes vLLM's options through by their own names. Options that this package sets itself (address,
-policy, precision, log-probs, plugin) are refused there, and so are options that change the sampling distribution.
+`engine.vllm` passes vLLM's options through by vLLM's names. Options that this package sets (address, policy,
+precision, log-probs, plugin) are refused there, and so are options that change the sampling distribution.
 Names are checked against vLLM's source, which is parsed and not imported, so that the controller starts fast and
 never loads an engine.
 
 Options that change the engine's arithmetic (quantization, kv_cache_dtype, attention_backend, model_impl ...) pass.
-They change the policy that is sampled from, not how it is sampled: its log-probs are reported, the importance weight
-is the ratio to them, and weights.probe_tolerance bounds the difference.
+Such options change the policy that is sampled from, not the sampling: the changed policy's log-probs are reported,
+the importance weight is the ratio to the reported log-probs, and weights.probe_tolerance bounds the difference.
 """
 
 import ast
@@ -70,7 +70,7 @@ OURS = {
     "ssl_ciphers": None,
     "enable_ssl_refresh": None,
 }
-"""vLLM options that this package sets itself -> the recipe key that decides them (None: fixed)."""
+"""vLLM options that this package sets -> the recipe key that decides the value (None: fixed)."""
 
 _DRAFTS = (
     "proposes tokens with a draft model that gets no weight updates; vLLM does not support forced interruption with "
@@ -84,7 +84,7 @@ _REQUEST = "is set in every request"
 _HOSTS = "spreads an engine over hosts, and its processes listen on loopback alone; take smaller engines, or more"
 
 _ONE_HOST = {"nnodes": 1, "node_rank": 0, "headless": False}
-"""Values of options for several hosts that say that there is one."""
+"""Values of options for several hosts that stand for a single host."""
 
 CHANGES_SAMPLING = {
     # engine and server options
@@ -125,11 +125,11 @@ CHANGES_SAMPLING = {
     "headless": _HOSTS,
     "data_parallel_address": _HOSTS,
 }
-"""Options that change which token is sampled, where a completion ends or what is reported -> why each is refused.
+"""Options that change the sampled token, the end of a completion or the report -> why each option is refused.
 
-Checked against the sampler and the options of vLLM 0.32, these have no such effect: max_logprobs (only the
-sampled token's is requested), reasoning_parser, reasoning_config, enable_trace_replay and
-structured_outputs_config (for requests that ask for them), use_fp64_gumbel and enable_batch_sharded_sampling (other
+Checked against the sampler and the options of vLLM 0.32, the following have no such effect: max_logprobs (only the
+sampled token's is requested), reasoning_parser, reasoning_config, enable_trace_replay and structured_outputs_config
+(effective for requests that ask for such outputs), use_fp64_gumbel and enable_batch_sharded_sampling (other
 arithmetic of the same sampling)."""
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -144,12 +144,12 @@ CPU_DEFAULTS: dict[str, Any] = {
     "kv_cache_memory_bytes": 256 << 20,
 }
 """Without torch.compile (no gain, needs a compiler). Without chunked prefill: a seeded request whose prompt is split
-would rewind its generator, which on CPUs has no offset, and crash the engine (gpu_model_runner.py,
+would rewind a generator that on CPUs has no offset, and crash the engine (gpu_model_runner.py,
 _bookkeeping_sync). With an explicit KV cache size: by default vLLM takes a share of all memory."""
 
 GPU_DEFAULTS: dict[str, Any] = {"moe_backend": "triton"}
-"""Other backends for mixtures of experts, the default on Blackwell too, rearrange the experts' weights; then updates
-cannot write them in place."""
+"""Other backends for mixtures of experts, the default on Blackwell too, rearrange the experts' weights, which updates
+then cannot write in place."""
 
 
 @cache
@@ -185,8 +185,8 @@ def on_cpu() -> bool:
 def training_seeds(recipe: Recipe) -> bool:
     """Whether training requests carry a seed.
 
-    With a seed, a completion that was in flight on an evicted engine is drawn again as it was. vLLM's V1 runner on
-    GPUs then launches one sampling kernel for each sequence and token, so there only deterministic runs have seeds.
+    With a seed, another engine draws the same completion after an eviction. vLLM's V1 runner on GPUs then launches
+    one sampling kernel for each sequence and token, so there only deterministic runs have seeds.
     """
     return on_cpu() or recipe.rollouts.deterministic or recipe.rollouts.routing_replay
 
@@ -194,8 +194,8 @@ def training_seeds(recipe: Recipe) -> bool:
 def check_options(options: dict[str, Any]) -> None:
     """Check the options of `engine.vllm`.
 
-    Raises ValueError for an unknown option, naming the nearest, for one that this package sets, and for a nested
-    option of the wrong type. Also for an option or an installed plugin that changes the sampling distribution.
+    Raises ValueError for an unknown option, naming the nearest, for an option that this package sets, for a nested
+    option of the wrong type, and for an option or an installed plugin that changes the sampling distribution.
     """
     for name in ("distributed_executor_backend", "data_parallel_backend"):
         if options.get(name) == "ray":
@@ -230,7 +230,7 @@ def _overrides(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine_arguments(recipe: Recipe, *, host: str, port: int) -> list[str]:
-    """Arguments of vLLM's OpenAI server, without those of `certificate.certificate_arguments`.
+    """Arguments of vLLM's OpenAI server, except the arguments of `certificate.certificate_arguments`.
 
     Raises ValueError as `check_options` does, and for an option that contradicts another setting of the recipe.
     """
@@ -242,20 +242,20 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int) -> list[str]:
         "disable_fastapi_docs": True,
         # per-iteration statistics take a seventh of the server's time
         "disable_log_stats": True,
-        # engines must not draw alike: without request seeds they sample from a generator with this seed
+        # engines must not draw alike: requests without a seed are sampled from a generator with this seed
         "seed": 0 if recipe.rollouts.deterministic else secrets.randbits(31),
     }
     options |= recipe.engine.vllm
     if not options["disable_log_stats"]:
         del options["disable_log_stats"]  # a flag of vLLM without a negative form
-    # the last one is the outermost: the user's middleware sees no request without the secret
+    # the last middleware is the outermost: the user's middleware sees no request without the secret
     options["middleware"] = [*_as_list(options.get("middleware")), f"{PLUGIN}.SecretMiddleware"]
     options["logits_processors"] = [f"{PLUGIN}:ForcedTokens"]
     head = "float32" if recipe.policy.logits == "fp32" else "model"
     options["hf_overrides"] = {**_overrides(options), "head_dtype": head}
     temperature = attention_temperature(recipe)
     if temperature is not None:
-        # vLLM reads it from the generation config, not from config.json, and else decides by max_model_len
+        # vLLM reads this from the generation config, not from config.json, and else decides by max_model_len
         # (vllm/model_executor/models/llama4.py, Llama4ForCausalLM.__init__)
         options["override_generation_config"] = {"attn_temperature_tuning": temperature}
     options |= {
@@ -268,8 +268,8 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int) -> list[str]:
         "generation_config": "vllm",
         "weight_transfer_config": {"backend": VLLM_BACKEND},
         "worker_extension_cls": f"{PLUGIN}.WorkerExtension",
-        # for the turns of episodes; every request has the salt of its policy version, or a cached prefix would
-        # outlive the weights that computed it
+        # for the turns of episodes; every request has the salt of a policy version, or a cached prefix would
+        # outlive the weights that computed the prefix
         "enable_prefix_caching": recipe.episodes,
         "scheduling_policy": "priority",
         "enable_scale_out": True,
@@ -289,7 +289,7 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int) -> list[str]:
 
 
 def _adapter_options(lora: LoraSection) -> dict[str, Any]:
-    """One slot for adapters of at least this rank, and an adapter in it."""
+    """A slot for adapters of at least this rank, and an adapter in the slot."""
     return {
         "enable_lora": True,
         "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= lora.rank),
@@ -309,12 +309,12 @@ def _routing_options() -> dict[str, Any]:
     return {"enable_return_routed_experts": True, "enable_prefix_caching": True}
 
 
-def _deterministic_options(given: dict[str, Any]) -> dict[str, Any]:
-    """For rollouts.deterministic: which requests share a batch must not depend on time."""
+def _deterministic_options(user_options: dict[str, Any]) -> dict[str, Any]:
+    """Options for rollouts.deterministic: which requests share a batch must not depend on time."""
     for name, expected in {"async_scheduling": False, "data_parallel_size": 1}.items():
-        if given.get(name, expected) != expected:
+        if user_options.get(name, expected) != expected:
             raise ValueError(
-                f"engine.vllm.{name}: {given[name]!r} does not go with rollouts.deterministic, which needs "
+                f"engine.vllm.{name}: {user_options[name]!r} does not go with rollouts.deterministic, which needs "
                 f"{str(expected).lower()}"
             )
     return {"async_scheduling": False}
@@ -362,14 +362,14 @@ def engine_environment(
 ) -> dict[str, str]:
     """The server's environment.
 
-    ready_fd: pipe that the plugin writes to once the server is up. listen_fd: socket that listens on its address.
-    devices: CUDA_VISIBLE_DEVICES of this engine. interface: the one to the other members of the
-    weight group, for NCCL; a NCCL_SOCKET_IFNAME that the user has set takes its place between hosts.
+    ready_fd: pipe that the plugin writes to once the server is up. listen_fd: socket that listens on the server's
+    address. devices: CUDA_VISIBLE_DEVICES of this engine. interface: the route to other members of the weight group,
+    for NCCL; between hosts, a NCCL_SOCKET_IFNAME that the user has set takes precedence.
     """
     env = dict(os.environ)
     env |= {
         "VLLM_SERVER_DEV_MODE": "1",
-        # the V2 model runner has another interface for logits processors; it alone reports expert choices
+        # the V2 model runner has another interface for logits processors; only this runner reports expert choices
         "VLLM_USE_V2_MODEL_RUNNER": str(int(recipe.rollouts.routing_replay)),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
@@ -382,10 +382,10 @@ def engine_environment(
         "MSRL_ADAPTER": str(int(recipe.adapters_alone)),
     }
     env.setdefault("VLLM_LOGGING_LEVEL", "INFO")
-    # for top-p and top-k, which no request uses, vLLM would compile FlashInfer's kernel at its first start
+    # for top-p and top-k, which no request uses, vLLM would compile FlashInfer's kernel at the first start
     env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    # an engine is on one host: vLLM's processes listen for each other on loopback only. On several hosts the weight
-    # group goes beyond: NCCL has one interface for all of a process's groups, gloo's is chosen per group
+    # an engine is on a single host: vLLM's processes listen for each other on loopback only. A weight group may span
+    # hosts: NCCL has one interface for all of a process's groups, gloo's interface is chosen per group
     # (`distributed.rendezvous.gloo_device`).
     if interface != LOOPBACK:
         interface = os.environ.get("NCCL_SOCKET_IFNAME") or interface
@@ -398,6 +398,6 @@ def engine_environment(
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "MSRL_KEEP_WEIGHTS": "1",
         }
-        # in whole GiB; it would silently take precedence over kv_cache_memory_bytes
+        # in whole GiB; the variable would silently take precedence over kv_cache_memory_bytes
         env.pop("VLLM_CPU_KVCACHE_SPACE", None)
     return env

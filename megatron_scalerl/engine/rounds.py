@@ -1,10 +1,10 @@
-"""Rounds: requests that reach their engines together, while these are paused, and run there alone.
+"""Rounds: requests that reach paused engines together, and run there alone.
 
-Used by `rollouts.deterministic`. The last bits of what an engine computes for a request depend on the requests that
-share its batches, and the batches on the order and the time of arrival. In a round neither varies: the engines are
-paused, every request is submitted with another priority to an engine that depends on its rank alone, and the
-engines continue once they hold all of them. vLLM then forms the same batches each time (scheduling by priority,
-neither prefix cache nor asynchronous scheduling, see `engine.options`).
+Used by `rollouts.deterministic`. The last bits of a request's result depend on the requests that share a batch, and
+the batches on the order and the time of arrival. In a round neither varies: the engines are paused, every request is
+submitted with another priority to an engine that the request's rank alone decides, and the engines continue once all
+requests have arrived. vLLM then forms the same batches each time (scheduling by priority, neither prefix cache nor
+asynchronous scheduling, see `engine.options`).
 
     begin --> pause --> submit (caller) --> go: wait until the engines hold all requests --> resume
 
@@ -21,11 +21,11 @@ from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.processes.child_process import time_limit
 
 _POLL_S = 0.01
-"""Seconds between two polls of the requests that an engine holds: vLLM has no call that waits for them."""
+"""Seconds between two polls of the requests that an engine holds: vLLM has no call that waits for requests."""
 
 
 class Round:
-    """A round, with its engines paused."""
+    """A round, whose engines are paused."""
 
     def __init__(self, engines: Membership, members: Sequence[EngineClient], timeout_s: float):
         self._engines = engines
@@ -34,7 +34,7 @@ class Round:
 
     @property
     def size(self) -> int:
-        """Number of its engines."""
+        """Number of engines in the round."""
         return len(self._members)
 
     def engine(self, rank: int) -> EngineClient:
@@ -42,9 +42,9 @@ class Round:
         return self._members[rank % len(self._members)]
 
     async def go(self, requests: Sequence[EngineClient]) -> None:
-        """Wait until the engines hold what was submitted, and resume them.
+        """Wait until the engines hold the submitted requests, and resume the engines.
 
-        requests: the engine of each request. An engine that does not get or take its requests is evicted.
+        requests: the engine of each request. An engine that does not get or take the requests is evicted.
         """
         counts = Counter(requests)
         await asyncio.gather(*(self._go(engine, counts[engine]) for engine in self._members))
@@ -70,12 +70,12 @@ class Rounds:
     """Begins rounds on the engines of a run."""
 
     def __init__(self, engines: Membership, *, timeout_s: float):
-        """timeout_s: an engine that has not paused, or not received its requests, after so long is evicted."""
+        """timeout_s: an engine that has not paused, or not received the requests, after so long is evicted."""
         self._engines = engines
         self._timeout_s = timeout_s
 
     async def begin(self) -> Round:
-        """A round on all engines that are not given up; waits until they serve, and pauses them."""
+        """A round on all engines that are not given up; waits until all serve, and pauses all."""
         while True:
             await self._engines.until(self._complete)
             members = self._engines.serving

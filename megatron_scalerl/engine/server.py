@@ -47,7 +47,7 @@ async def _serve(arguments: Namespace, sock: socket.socket) -> None:
     from vllm.utils.system_utils import decorate_logs, set_ulimit
 
     decorate_logs("APIServer", skip_if_decorated=True)
-    signal.signal(signal.SIGTERM, _interrupt)  # until vLLM's server installs its own handler
+    signal.signal(signal.SIGTERM, _interrupt)  # until vLLM's server installs a handler
     validate_api_server_args(arguments)
     set_ulimit()
     scheme = "https" if arguments.ssl_certfile else "http"

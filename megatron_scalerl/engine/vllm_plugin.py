@@ -1,10 +1,10 @@
-"""The plugin that vLLM loads in all its processes, by its entry point `vllm.general_plugins`.
+"""The plugin that all of vLLM's processes load, by the entry point `vllm.general_plugins`.
 
 - `register`, in every process: registers our weight-transfer backends; imports nothing heavy.
 - `SecretMiddleware` (--middleware), in the server: every path but /health requires the run's secret. vLLM's own
-  --api-key leaves /collective_rpc, /pause and /update_weights open. It serves /msrl/progress itself.
+  --api-key leaves /collective_rpc, /pause and /update_weights open. The middleware serves /msrl/progress.
 - `ForcedTokens` (--logits-processors), in the workers: forced interruption, see `engine.interruption`.
-- `WorkerExtension` (--worker-extension-cls), in the workers: reports what the engine actually computes.
+- `WorkerExtension` (--worker-extension-cls), in the workers: reports the engine's actual numerics.
 
 Life of a server:
 
@@ -42,7 +42,7 @@ def register() -> None:
     if VLLM_BACKEND not in Factory._registry:
         Factory.register_engine(VLLM_BACKEND, "megatron_scalerl.weights.weight_receiver", "WeightReceiver")
     if torch.cpu._is_amx_tile_supported():
-        # vLLM's bfloat16 attention uses AMX tiles without requesting them from the kernel (illegal instruction)
+        # vLLM's bfloat16 attention uses AMX tiles without a request to the kernel (illegal instruction)
         torch.cpu._init_amx()
     if os.environ.get("MSRL_KEEP_WEIGHTS") == "1":
         _keep_linear_weights()
@@ -50,17 +50,17 @@ def register() -> None:
         _keep_adapter()
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None and os.environ.get("MSRL_DIE_WITH_PARENT") == "1":
-        # the server itself is tied to the controller and forked processes to their parent (`processes.parent_death`);
-        # a spawned core or worker ties itself here, to the fork server where one started it
+        # server and forked processes are tied to controller and parent already (`processes.parent_death`); a spawned
+        # core or worker is tied here, to the fork server if a fork server started the process
         forkserver = multiprocessing.get_start_method(allow_none=True) == "forkserver"
         die_with_parent(os.getppid() if forkserver else parent.pid)
 
 
 def _keep_linear_weights() -> None:
-    """On CPUs, keep linear layers' weights where updates can write them. Idempotent.
+    """On CPUs, keep linear layers' weights where updates can write. Idempotent.
 
-    vLLM 0.32.0 packs them for oneDNN or SGL's kernel after loading and empties the parameters. The packed copy is
-    made again after every update (`live_weights.LiveWeights.finish`).
+    vLLM 0.32.0 packs the weights for oneDNN or SGL's kernel after loading and empties the parameters. The packed copy
+    is made again after every update (`live_weights.LiveWeights.finish`).
     """
     from vllm.model_executor.layers import utils
 
@@ -70,10 +70,10 @@ def _keep_linear_weights() -> None:
 
 
 def _keep_adapter() -> None:
-    """Begin with an adapter of zeros, and keep it where updates write it (`weights.adapter_slot`). Idempotent.
+    """Begin with an adapter of zeros, kept where updates write (`weights.adapter_slot`). Idempotent.
 
-    vLLM 0.32.0 loads an adapter from its path alone, and removes it after every update of weights
-    (gpu_worker.py, finish_weight_update): with the next batch it would load it again.
+    vLLM 0.32.0 loads an adapter from a path alone. Every weight update removes the adapter (gpu_worker.py,
+    finish_weight_update), and the next batch would load the adapter again.
     """
     from vllm.lora.worker_manager import WorkerLoRAManager
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
@@ -97,7 +97,7 @@ class SecretMiddleware:
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, _reporting(send))
-        elif not self._allowed(scope):
+        elif not self._is_allowed(scope):
             await _refuse(scope["type"], send)
         elif scope["type"] == "http" and scope["path"] == PROGRESS_PATH:
             from megatron_scalerl.engine.vllm_progress import progress  # in the server process only
@@ -106,11 +106,11 @@ class SecretMiddleware:
         else:
             await self._app(scope, receive, send)
 
-    def _allowed(self, scope: dict[str, Any]) -> bool:
+    def _is_allowed(self, scope: dict[str, Any]) -> bool:
         if scope["type"] == "http" and (scope["method"], scope["path"]) == ("GET", "/health"):
             return True
-        given = [value for key, value in scope["headers"] if key == b"x-run-secret"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._secret)
+        secrets = [value for key, value in scope["headers"] if key == b"x-run-secret"]
+        return len(secrets) == 1 and hmac.compare_digest(secrets[0], self._secret)
 
 
 async def _refuse(kind: str, send: Any) -> None:
@@ -142,7 +142,7 @@ def _reporting(send: Any) -> Any:
 class ForcedTokens(LogitsProcessor):
     """Forced interruption on vLLM's batch: the requests that carry a plan, by row.
 
-    vLLM passes each request's own list of output tokens, which grows as tokens are sampled. It is read when the
+    vLLM passes each request's own list of output tokens, which grows as tokens are sampled. The list is read when the
     logits are computed, so that preemption, pause and asynchronous scheduling change nothing.
     """
 
@@ -185,7 +185,7 @@ def _start(params: SamplingParams, _: Any, output: list[int]) -> tuple[Forcing, 
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its workers; called through /collective_rpc."""
+    """Methods that vLLM adds to the workers; called through /collective_rpc."""
 
     def msrl_info(self) -> dict[str, Any]:
         """The fields of `EngineInfo` that a worker knows."""
@@ -208,7 +208,7 @@ class WorkerExtension:
     def msrl_weight_needs(self, manifest: str) -> str:
         """This worker's needs (`plan.needs_to_json`) of the tensors of a manifest (`plan.manifest_to_json`).
 
-        If they are not those of its model: REFUSED and the reason.
+        REFUSED and the reason if the tensors do not fit the worker's model.
         """
         from megatron_scalerl.weights.weight_receiver import needs_of
 
@@ -218,7 +218,7 @@ class WorkerExtension:
             return REFUSED + str(error)
 
     def msrl_live_digest(self) -> str:
-        """Digest of the values that this worker's model holds now (hex); empty where only its loader knows them."""
+        """Digest of the values in this worker's model (hex); empty where only the model's loader knows the values."""
         from megatron_scalerl.weights.weight_receiver import live_digest
 
         return live_digest(self.model_runner.get_model())  # type: ignore[attr-defined]
@@ -226,15 +226,15 @@ class WorkerExtension:
     def msrl_abandon_update(self) -> None:
         """Forget a weight update that was started and not finished; without one, this has no effect.
 
-        vLLM 0.32.0 refuses to start another one before its end, and has no call that ends it. The model's state is
-        discarded when the next one starts (`weights.weight_receiver`).
+        vLLM 0.32.0 refuses to start a second update before the first has ended, and has no call that ends an update.
+        The next update discards the model's state (`weights.weight_receiver`).
         """
         self._weight_update_active = False
         self.weight_transfer_engine.reset_weight_update_target()  # type: ignore[attr-defined]
 
 
 def _attention_temperature(model: torch.nn.Module) -> bool | None:
-    """Whether Llama 4's layers without RoPE scale their queries; None without such layers."""
+    """Whether Llama 4's layers without RoPE scale queries; None without such layers."""
     settings = [bool(layer.attn_temperature_tuning) for layer in model.modules() if getattr(layer, "nope", False)]
     if not settings:
         return None
@@ -243,7 +243,7 @@ def _attention_temperature(model: torch.nn.Module) -> bool | None:
 
 @torch.inference_mode()
 def _probe_head(model: Any, config: Any) -> tuple[int, str]:
-    """(rows of the logits, precision they were computed in), measured on the logits of two synthetic hidden states.
+    """(rows of the logits, precision of the projection), measured on the logits of two synthetic hidden states.
 
     Logits computed in bfloat16 have 8 significant bits even after a cast to float32; of thousands computed in
     float32 practically none has.

@@ -1,8 +1,8 @@
-"""Counts tokens in vLLM's server process, where it receives them from the engine's cores.
+"""Counts tokens in vLLM's server process, where tokens arrive from the engine's cores.
 
 `python -m megatron_scalerl.engine.server` is one server process with one or more cores (data-parallel ranks), each a
 separate process, even where VLLM_ENABLE_V1_MULTIPROCESSING is 0. Counting needs neither vLLM's statistics, which
-are disabled because they cost a seventh of the throughput, nor a response from a core, which may hang.
+would cost a seventh of the throughput and are disabled, nor a response from a core, which may hang.
 """
 
 from collections import Counter
@@ -13,11 +13,11 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from megatron_scalerl.engine.answers import CoreProgress, EngineProgress
 
 _tokens: Counter[int] = Counter()
-"""Data-parallel rank of a core -> tokens received from it."""
+"""Data-parallel rank of a core -> tokens received from the core."""
 
 
 def count_tokens() -> None:
-    """Start counting; call it once, before the engine is built."""
+    """Start counting; call once, before the engine is built."""
     take = AsyncMPClient.get_output_async
 
     async def counted(client: AsyncMPClient) -> Any:

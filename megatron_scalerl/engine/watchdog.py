@@ -2,10 +2,10 @@
 
     poll --> no answer for stall_timeout_s, or a core has exited       \\
          --> StallClock: a core has requests and produces no token      > EngineDied --> evicted, started again
-         --> LagClock: the engine is slower than the others            /                (`launch.engines`)
+         --> LagClock: the engine is slower than other engines         /                (`launch.engines`)
 
 A poll reads the token count of each engine core, which the server process keeps (`engine.vllm_progress`): a hanging
-core cannot delay the response. No limit of time applies to a completion as a whole, only its budget of tokens. Time
+core cannot delay the response. No limit of time applies to a completion as a whole, only a budget of tokens. Time
 in which the engine is paused does not count, nor does time in which the controller did not run (a suspended job).
 """
 
@@ -24,8 +24,8 @@ _POLLS = 20
 """Polls within `stall_timeout_s`."""
 _MAX_INTERVAL_S = 5.0
 """Longest time between two polls."""
-_OTHERS = 2
-"""Engines with a rate, besides the one that is judged, for LagClock to judge it."""
+_MIN_PEER_RATES = 2
+"""Fewest other engines with a rate for LagClock to judge an engine."""
 
 
 class EngineDied(RuntimeError):
@@ -71,13 +71,13 @@ class StallClock:
 
 
 class LagClock:
-    """Compares the rates of a run's engines, and measures how long each has lagged behind the others.
+    """Compares the rates of a run's engines, and measures how long each engine has lagged.
 
-    The rate is tokens per second and decoding request. By itself it does not depend on the lengths of completions but
-    it does on the number of requests that an engine decodes at once: the more, the fewer tokens each gets a second.
-    The stream gives work to the engine with the least of it (`rollouts.stream`), which keeps the numbers alike
-    while there is work for all; engine.min_relative_rate has to leave room for the rest, such as a full engine while
-    the others have the last completions of a batch.
+    The rate is tokens per second and decoding request. The rate does not depend on the lengths of completions, but
+    does on the number of requests that an engine decodes at once: the more, the fewer tokens each gets a second.
+    The stream gives work to the engine with the least work (`rollouts.stream`), which keeps the numbers alike while
+    there is work for all. engine.min_relative_rate has to leave room for exceptions, such as a full engine while the
+    other engines have the last completions of a batch.
     """
 
     def __init__(self, settings: EngineSection):
@@ -87,15 +87,15 @@ class LagClock:
         self._lagging_s: dict[str, float] = {}
 
     def update(self, name: str, *, tokens: int, decoding: int, elapsed_s: float) -> str | None:
-        """Add one poll of an engine that was neither idle nor paused; returns a description of its lag, or None.
+        """Add one poll of an engine that was neither idle nor paused; returns a description of the lag, or None.
 
         tokens: generated since the last poll. decoding: requests that have a token. elapsed_s: seconds since then.
         """
         if not decoding or elapsed_s <= 0:
             return None
         rate = self._rates[name] = tokens / decoding / elapsed_s
-        others = [value for other, value in self._rates.items() if other != name]
-        if len(others) < _OTHERS or rate >= self._share * statistics.median(others):
+        peer_rates = [value for engine, value in self._rates.items() if engine != name]
+        if len(peer_rates) < _MIN_PEER_RATES or rate >= self._share * statistics.median(peer_rates):
             self._lagging_s[name] = 0.0
             return None
         self._lagging_s[name] = self._lagging_s.get(name, 0.0) + elapsed_s
@@ -103,7 +103,7 @@ class LagClock:
             return None
         return (
             f"generated {rate:.3g} tokens a second and request for {self._lagging_s[name]:.3g} s, below "
-            f"{self._share:g} of the median of {len(others)} other engines, {statistics.median(others):.3g} "
+            f"{self._share:g} of the median of {len(peer_rates)} other engines, {statistics.median(peer_rates):.3g} "
             "(engine.min_relative_rate)"
         )
 
@@ -114,7 +114,7 @@ class LagClock:
 
 
 async def watch_progress(client: EngineClient, settings: EngineSection, lag: LagClock | None = None) -> NoReturn:
-    """Poll one engine's progress forever. Raises EngineDied, naming it, once it hangs, lags or does not respond."""
+    """Poll an engine's progress forever. Raises EngineDied, with the name, on a hang, a lag or no response."""
     limit = settings.stall_timeout_s
     interval = min(limit / _POLLS, _MAX_INTERVAL_S)
     clock = StallClock(settings)
@@ -127,9 +127,9 @@ async def watch_progress(client: EngineClient, settings: EngineSection, lag: Lag
                 progress = await client.progress()
         except (EngineError, TimeoutError) as err:
             if time.monotonic() - answered >= limit:
-                why = f": {err}" if str(err) else ""
+                reason = f": {err}" if str(err) else ""
                 raise EngineDied(
-                    f"{client.name} gave no answer within {limit:g} s (engine.stall_timeout_s){why}"
+                    f"{client.name} gave no answer within {limit:g} s (engine.stall_timeout_s){reason}"
                 ) from None
             continue
         if progress.dead:

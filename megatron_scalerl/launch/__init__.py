@@ -1,16 +1,16 @@
-"""Starts the processes of a run, watches them, stops them.
+"""Starts, watches and stops the processes of a run.
 
 In the controller's process:
 
-    placement.py, hosts.py   what runs where; the commands that start a program on another host
+    placement.py, hosts.py   the places of processes; the commands that start a program on another host
     ray_hosts.py             the same from a Ray cluster: reserves nodes, runs programs there
-    launcher.py              starts the run's processes: trainer.py its ranks, engines.py its engines
-    process.py               starts an engine, watches and stops it
-    agents.py                its server on another host, behind an agent, and the socket to all agents
+    launcher.py              starts the run's processes: trainer.py the ranks, engines.py the engines
+    process.py               starts, watches and stops an engine
+    agents.py                an engine's server on another host, behind an agent, and the socket to all agents
 
 On another host:
 
-    agent.py                 one program: the host's trainer ranks, or one start of an engine; its messages
+    agent.py                 one program: the host's trainer ranks, or one start of an engine; an agent's messages
 
 On every host:
 

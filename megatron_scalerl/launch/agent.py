@@ -4,20 +4,21 @@
     engine-3       one start of an engine that the controller starts, or of a teacher (teacher-NAME)
     extra-77-0     one start of an engine that joins (`megatron-scalerl engine --join RUN`)
 
-Environment: `control_folder.public_environment`, then of ranks what `start_ranks` reads, of an engine
-MSRL_START, by which the controller that requested this start recognizes it, and MSRL_DEVICES. MSRL_BIND_HOST:
-address of this host at which the server listens, in place of the one on the route to the controller.
+Environment: `control_folder.public_environment`; for ranks also the variables of `start_ranks`, for an engine
+MSRL_DEVICES and MSRL_START, by which the controller recognizes a start that the controller requested.
+MSRL_BIND_HOST: address of this host at which the server listens; by default the address on the route to the
+controller.
 
-The ranks are child processes. When one fails the others are ended, and the exit code is 1. SIGTERM ends all. They
-exit by themselves when the controller disconnects.
+The ranks are child processes. When a rank fails all other ranks are ended, and the exit code is 1. SIGTERM ends all
+ranks. Ranks exit without a signal when the controller disconnects.
 
-An engine's agent connects to the controller, starts vLLM's server with TLS, reports that it is up, and waits. Its
-exit code says how it ended:
+An engine's agent connects to the controller, starts vLLM's server with TLS, reports that the server is up, and
+waits. The exit code says how the agent ended:
 
-    0   the controller let it stop
+    0   the controller let the agent stop
     1   the server exited, or did not start
-    3   the controller disconnected: it ended, or the network is gone (heartbeats)
-    4   the controller refused it, or did not answer, or its secret did not appear
+    3   the controller disconnected: the controller ended, or the network is gone (heartbeats)
+    4   the controller refused the agent, or did not answer, or the controller's secret did not appear
 
 Messages, each one frame of at most LONGEST bytes (`distributed.sockets` has the connection):
 
@@ -28,7 +29,7 @@ Messages, each one frame of at most LONGEST bytes (`distributed.sockets` has the
     Exited          ------------>  (the server ended)
                     <------------  Stop (end the server)
 
-Ranks and server die with this process (`processes.parent_death`), however that ends.
+Ranks and server die with this process (`processes.parent_death`), however the process ends.
 """
 
 import asyncio
@@ -58,27 +59,27 @@ from megatron_scalerl.trainer.client import BLAME_S
 
 logger = logging.getLogger("megatron_scalerl.launch.agent")  # also where this module is __main__
 
-_OTHERS_S = BLAME_S + 20.0
-"""Seconds for the host's other ranks to exit by themselves after the failure of one: most when they lose its
-connection, the rest with the controller's, which may be held up. After that they are ended."""
+_OTHER_RANKS_S = BLAME_S + 20.0
+"""Seconds for the host's other ranks to exit after a rank has failed, before they are ended. Most exit when the
+failed rank's connection is lost, the rest when the controller's is, which may be held up."""
 EXIT_FAILED = 1
 LONGEST = 1 << 17
-"""Bytes of the longest message. ZeroMQ closes the connection of a peer that sends a longer one."""
+"""Bytes of the longest message. ZeroMQ closes the connection of a peer that sends a longer message."""
 HOW_CHARACTERS = 1_000
-"""Characters of an agent's report about the end of its server."""
+"""Characters of an agent's report about the end of the server."""
 _NAME = r"^(engine-[0-9]{1,6}|(teacher|extra)-[A-Za-z0-9._-]{1,64})$"
 _URL = r"^https://(\[[0-9A-Fa-f:.%a-z]{2,64}\]|[0-9.]{7,15}):[0-9]{1,5}$"
 JOINING = "extra-"
-"""Names of engines that the controller did not start begin so; those of the others are engine-N."""
+"""Prefix of the names of engines that the controller did not start; the controller's engines are engine-N."""
 
 
 class Hello(sockets.Hello, frozen=True):
     """Agent to controller: first message."""
 
     name: Annotated[str, msgspec.Meta(pattern=_NAME)]
-    """engine-N or teacher-... of an engine that the controller starts, extra-... of one that joins."""
+    """engine-N or teacher-... of an engine that the controller starts, extra-... of an engine that joins."""
     start: str
-    """Identifies this start of the engine, as the controller chose it; empty for an engine that joins."""
+    """Id of this start of the engine, chosen by the controller; empty for an engine that joins."""
     host: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,255}$")]
     """Name of the agent's host."""
     devices: Annotated[int, msgspec.Meta(ge=1, le=1024)]
@@ -93,9 +94,9 @@ class Welcome(sockets.Welcome, frozen=True):
     key: str
     """PEM; secret."""
     port: int = 0
-    """Port of the server; 0: a free one."""
+    """Port of the server; 0: a free port."""
     positions: Sequence[int] | None = None
-    """The engine's devices, as indices into its host's visible GPUs; None without GPUs."""
+    """The engine's devices, as indices into the host's visible GPUs; None without GPUs."""
 
 
 class Up(sockets.Message, frozen=True):
@@ -137,7 +138,7 @@ def decode_for_controller(frames: Sequence[Buffer]) -> ToController:
 
 
 class Agent:
-    """A single start of an engine: `join` its controller, then `serve`."""
+    """A single start of an engine: `join` the controller, then `serve`."""
 
     link: sockets.ControllerLink
     welcome: Welcome | None = None
@@ -148,7 +149,7 @@ class Agent:
         self._environment = environment
 
     def join(self) -> None:
-        """Wait for the controller's answer to Hello. Raises RefusedError without one."""
+        """Wait for the controller's answer to Hello. Raises RefusedError without an answer."""
         environment = self._environment
         self._secret = find_secret(environment, sockets.Purpose.ENGINES)
         self.link = sockets.ControllerLink(
@@ -166,25 +167,25 @@ class Agent:
         logger.info("%s: accepted by the controller at %s", self._name, self.link.endpoint)
 
     async def serve(self) -> int:
-        """Run the server until it or the controller ends it; the exit code. Raises RefusedError."""
+        """Run the server until the server exits or the controller ends it; the exit code. Raises RefusedError."""
         self._connection = zmq.asyncio.Socket(self.link.socket)
         try:
             server = self._server()
         except (ValueError, OSError) as error:
             return await self._leave(_not_started(error), EXIT_FAILED)
         grace_s = 0.0
-        how = "was stopped"
+        reason = "was stopped"
         code = 0
         try:
-            async with race(self._until_ended(server), self._until_stop()) as (ended, stop):
-                if ended.done():
-                    how = ended.result()
+            async with race(self._until_ended(server), self._until_stop()) as (server_end, stop):
+                if server_end.done():
+                    reason = server_end.result()
                     code = EXIT_FAILED
                 else:
                     grace_s = stop.result()
         finally:
             await server.stop(grace_s)
-        return await self._leave(how, code)
+        return await self._leave(reason, code)
 
     def _server(self) -> LocalServer:
         """The server, not started. Raises ValueError and OSError."""
@@ -202,7 +203,7 @@ class Agent:
         return LocalServer(recipe, place, name=self._name, secret=self._secret, log_path=log)
 
     async def _until_ended(self, server: LocalServer) -> str:
-        """Start the server and wait for its end; returns the reason for either."""
+        """Start the server and wait for the end; returns the reason of the end or of a failed start."""
         try:
             await self._send(Up(url=await server.start()))
             return await server.wait()
@@ -221,12 +222,12 @@ class Agent:
     async def _send(self, message: ToController) -> None:
         await self._connection.send(sockets.encode(message))
 
-    async def _leave(self, how: str, code: int) -> int:
+    async def _leave(self, reason: str, code: int) -> int:
         """Tell the controller how the server ended; this process's exit code."""
         if code:
-            logger.error("the server %s", how)
+            logger.error("the server %s", reason)
         self.link.leave()
-        await self._send(Exited(how=how))
+        await self._send(Exited(how=reason))
         return code
 
 
@@ -237,8 +238,8 @@ def _not_started(error: Exception) -> str:
 async def start_ranks(environment: Mapping[str, str], logs: Path, threads: int) -> AsyncIterator[ChildProcess]:
     """Start the ranks of this host, which join the trainer that `environment` names.
 
-    environment: what `trainer.worker` reads, and MSRL_RANKS (FIRST:COUNT) in place of RANK; it takes precedence over
-    this process's environment. threads: trainer.threads.
+    environment: the variables of `trainer.worker`, with MSRL_RANKS (FIRST:COUNT) in place of RANK; takes precedence
+    over this process's environment. threads: trainer.threads.
     """
     first, count = map(int, environment["MSRL_RANKS"].split(":"))
     for number in range(count):
@@ -271,8 +272,8 @@ async def serve_ranks(environment: Mapping[str, str], secret: str) -> int:
                 # as_completed does not say which task has ended
                 failed, code = next((exits[task], task.result()) for task in exits if task.done() and task.result())
                 logger.error("%s exited with code %d%s", failed.name, code, log_end(failed.log))
-                # the controller names a rank that exits unheard, which one that is ended here would do
-                await asyncio.wait(exits, timeout=_OTHERS_S)
+                # the controller names a rank that exits unheard, as a rank that is ended here would
+                await asyncio.wait(exits, timeout=_OTHER_RANKS_S)
                 return EXIT_FAILED
         return 0
     finally:

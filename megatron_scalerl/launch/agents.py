@@ -1,12 +1,12 @@
-"""Engines on other hosts, as the controller has them: the socket to their agents, and each one's server.
+"""The controller's side of engines on other hosts: the socket to the agents, and the server behind each agent.
 
-One task, `Agents.serve`, reads the socket. It resolves what the holders of a `RemoteServer` wait for, refuses with a
+One task, `Agents.serve`, reads the socket. The task resolves the futures of every `RemoteServer`, refuses with a
 reason whoever does not belong to this start of the controller, and puts engines that join into a queue. No frame ends
-it: an agent that sends an invalid one has ended, for the controller, and is refused.
+the task: an agent that sends an invalid frame has ended, for the controller, and is refused.
 
-The controller starts an agent (`launch.agent`) by a command, such as ssh or srun, which is its child process, or the
-agent has joined by itself. Either way the agent's connection says what becomes of the server: the command may end
-while the agent goes on, and the other way round.
+The controller starts an agent (`launch.agent`) by a command, such as ssh or srun, as a child process, or the agent
+joins without a command. Either way the agent's connection decides the fate of the server: command and agent may each
+outlive the other.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from megatron_scalerl.recipe import Recipe
 PROBE_INTERVAL_S = 1.0
 """Interval at which the agents' connections are checked (seconds)."""
 MAX_JOINING = 64
-"""Engines that may wait to be taken into the run; one more is refused."""
-_DRAINED = 1024
-"""Messages that are read, at most, before an agent that has disconnected is taken for lost: its last one may be
-among them."""
+"""Engines that may wait to be taken into the run; a further engine is refused."""
+_MAX_DRAINED_MESSAGES = 1024
+"""Messages that are read, at most, before an agent that has disconnected is taken for lost: the agent's last message
+may be unread."""
 HELLO_S = 120.0
-"""Seconds from the start of an agent's command to its first message: for the step to be scheduled, and imports."""
+"""Seconds from the start of an agent's command to Hello: for the step to be scheduled, and imports."""
 ANSWER_S = 15.0
-"""Seconds for an agent to report the end of its server, once that is due."""
+"""Seconds for an agent to report the end of the server, once a report is due."""
 EXIT_S = 5.0
-"""Seconds for an agent that has reported the end of its server to exit."""
+"""Seconds for an agent to exit after the report about the server's end."""
 DISCONNECTED = "lost its agent, which disconnected"
 
 Launch = Callable[[], Awaitable[ChildProcess]]
@@ -53,16 +53,15 @@ Launch = Callable[[], Awaitable[ChildProcess]]
 class RemoteServer:
     """A server whose agent was requested, or has joined. Same use as `LocalServer`.
 
-    `Agents.serve` resolves the futures, in this order, but `ended` at any time; each once, none with an exception.
+    `Agents.serve` resolves each future once, in this order, but `end_reason` at any time; none gets an exception.
     """
 
     def __init__(self, agents: Agents, *, name: str, host: str, start_id: str, launch: Launch | None):
-        """start_id: identifies the agent. launch: starts the command that starts it. An agent that has joined has
-        neither."""
+        """start_id: id of the agent's start. launch: starts the agent's command. An agent that joins has neither."""
         future = asyncio.get_running_loop().create_future
         self.name = name
         self.host = host
-        self.where = f"host {host}"
+        self.location = f"host {host}"
         """Part of an error message."""
         self.start_id = start_id
         self._log_path = agents.logs / f"{name}.log"  # of the server, in a folder that both hosts see
@@ -74,7 +73,7 @@ class RemoteServer:
         self.hello: asyncio.Future[messages.Hello] = future()
         self.up: asyncio.Future[str] = future()
         """URL of the server."""
-        self.ended: asyncio.Future[str] = future()
+        self.end_reason: asyncio.Future[str] = future()
         """The reason, which continues "engine-3 (host b)"."""
         self.command: ChildProcess | None = None
         self._socket = agents.socket
@@ -82,16 +81,16 @@ class RemoteServer:
 
     @property
     def reached(self) -> bool:
-        """Whether the agent has connected: its host was there."""
+        """Whether the agent has connected, so that the host was there."""
         return self.hello.done()
 
     @property
     def connected(self) -> bool:
         """Whether the agent has connected and not ended."""
-        return self.reached and not self.ended.done()
+        return self.reached and not self.end_reason.done()
 
     async def start(self) -> str:
-        """Start the agent and wait until its server is up; its URL. Raises ServerEnded, and OSError."""
+        """Start the agent and wait until the server is up; the server's URL. Raises ServerEnded, and OSError."""
         assert self.command is None, "a server starts once"
         if self._launch is not None:
             self.command = await self._launch()
@@ -107,14 +106,14 @@ class RemoteServer:
         return self.up.result()
 
     async def wait(self) -> str:
-        """Wait until the server or its agent has ended; how."""
+        """Wait until the server or the agent has ended; the reason."""
         if self.command is None:
-            return await asyncio.shield(self.ended)
-        async with race(self.command.wait(), asyncio.shield(self.ended)) as (command, _):
-            if self.reached:  # the agent may outlive its command; a lost connection ends it (`Agents`)
-                await asyncio.wait({self.ended})
-            if self.ended.done():
-                return self.ended.result()
+            return await asyncio.shield(self.end_reason)
+        async with race(self.command.wait(), asyncio.shield(self.end_reason)) as (command, _):
+            if self.reached:  # the agent may outlive the command; a lost connection ends the agent (`Agents`)
+                await asyncio.wait({self.end_reason})
+            if self.end_reason.done():
+                return self.end_reason.result()
             return f"lost the command that started its agent, which exited with code {command.result()}"
 
     @property
@@ -125,18 +124,18 @@ class RemoteServer:
         return self.command.log
 
     async def stop(self, grace_s: float = STOP_S) -> None:
-        """Let the agent end its server, after `grace_s` by SIGKILL, then end the command. May be called twice.
+        """Let the agent end the server, after `grace_s` by SIGKILL, then end the command. May be called twice.
 
-        Raises RuntimeError if the agent is connected and does not report the end: the server may hold its devices.
+        Raises RuntimeError if the agent is connected and does not report the end: the server may hold devices.
         """
-        # where the agent cannot be reached, its connection is given up after the heartbeats' time limit, as the agent
-        # does, which ends the server then
+        # where the agent cannot be reached, both sides give the connection up after the heartbeats' time limit, and
+        # the agent ends the server then
         limit_s = max(grace_s, sockets.HEARTBEAT_TIMEOUT_MS / 1000) + ANSWER_S
         answered = True
         try:
             if self.connected:
                 await self.send(messages.Stop(grace_s=grace_s))
-                _, unfinished = await asyncio.wait({self.ended}, timeout=limit_s)
+                _, unfinished = await asyncio.wait({self.end_reason}, timeout=limit_s)
                 answered = not unfinished
         finally:
             await self.forget()
@@ -147,39 +146,41 @@ class RemoteServer:
                 await self.command.stop(STOP_S)
         if not answered:
             raise RuntimeError(
-                f"{self.name} ({self.where}): its agent is connected and did not end the server within {limit_s:g} s"
+                f"{self.name} ({self.location}): its agent is connected and did not end the server within "
+                f"{limit_s:g} s"
             )
 
     async def send(self, message: messages.ToAgent) -> None:
-        """Send the agent a message, if it is connected and reads its messages."""
+        """Send the agent a message, if the agent is connected and reads messages."""
         if self.connected and not await self._socket.send(self.identity, sockets.encode(message), wait=False):
             self.end(DISCONNECTED)
 
     async def forget(self) -> None:
-        """Refuse the agent from now on, connected or not; it ends its server then."""
+        """Refuse the agent from now on, connected or not; the agent ends the server then."""
         await self.send(sockets.Refused(reason="the controller has given this start up"))
         self.end("was given up by the controller")
 
     def end(self, reason: str) -> None:
-        """The agent has ended, for this reason. No effect if it has already."""
-        if not self.ended.done():
-            self.ended.set_result(reason)
+        """The agent has ended, for this reason. No effect after an earlier end."""
+        if not self.end_reason.done():
+            self.end_reason.set_result(reason)
 
     async def _unless_ended(self, sign: asyncio.Future[Any]) -> None:
-        """Wait for a sign of the agent. Raises ServerEnded if the agent or its command ends first."""
+        """Wait for a sign of the agent. Raises ServerEnded if agent or command ends first."""
         async with race(self.wait(), asyncio.shield(sign)) as (ending, _):
             if not sign.done():
                 raise ServerEnded(ending.result())
 
 
 class Agents:
-    """All agents of one start of the controller. `serve` in a task, then `close`; create it in a running event loop.
+    """All agents of one start of the controller. Create in a running event loop, `serve` in a task, then `close`.
 
-    An agent's message has at most `messages.LONGEST` bytes. Nothing waits for room in a queue: what does not fit is
-    not sent.
+    An agent's message has at most `messages.LONGEST` bytes. Nothing waits for room in a queue: a message that does
+    not fit is not sent.
 
-    joining: engines that offer themselves. `serve` fills it, `launch.engines` empties it; at most MAX_JOINING, one
-    more is refused. Who empties it ends before `close`; the agents in it exit then, since they are disconnected.
+    joining: queue of at most MAX_JOINING engines that want to join; a further engine is refused. `serve` fills the
+    queue, `launch.engines` empties it and ends before `close`. Agents left in the queue are disconnected then, and
+    exit.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class Agents:
     ):
         """attempt: folder, run id and incarnation of the controller. objection: why an engine may not join, or None.
 
-        Binds the socket to the controller's address among `hosts`. Raises ValueError for one that is not this host's.
+        Binds the socket to the controller's address in `hosts`. Raises ValueError for another host's address.
         """
         assert hosts.address is not None, hosts
         self._recipe = recipe
@@ -204,7 +205,7 @@ class Agents:
         self.tls = certificate.trusting()
         self.welcome = messages.Welcome(certificate=certificate.certificate, key=certificate.key)
         self.interface = interface_of(HostRendezvous(host=hosts.address, port=0))
-        """Name of this host's interface to the others."""
+        """Name of this host's interface to the other hosts."""
         self.joining: asyncio.Queue[RemoteServer] = asyncio.Queue(MAX_JOINING)
         self._servers: list[RemoteServer] = []
         self.socket = sockets.ControllerSocket(
@@ -222,7 +223,7 @@ class Agents:
         """The server of the next start of engine `index`, of a teacher too, on another host."""
         start = uuid.uuid4().hex
         environment = self._environment | {"MSRL_START": start, "MSRL_DEVICES": str(devices)}
-        log = self.logs / f"agent-{name.removeprefix('engine-')}.log"  # the other host writes the server's
+        log = self.logs / f"agent-{name.removeprefix('engine-')}.log"  # the server's log is written on that host
         launch = partial(start_agent, self._hosts, place.host, name, environment, log)
         server = self.expect(name, place.host.name, start, launch)
         server.welcome = msgspec.structs.replace(
@@ -231,7 +232,7 @@ class Agents:
         return server
 
     def expect(self, name: str, host: str, start_id: str = "", launch: Launch | None = None) -> RemoteServer:
-        """The server of an agent that `launch` is about to start or, without `start_id`, of one that has joined."""
+        """The server of an agent that `launch` is about to start or, without `start_id`, that has joined."""
         server = RemoteServer(self, name=name, host=host, start_id=start_id, launch=launch)
         self._servers.append(server)
         return server
@@ -249,7 +250,7 @@ class Agents:
                 probe_at = loop.time() + PROBE_INTERVAL_S
 
     def close(self) -> None:
-        """Close the socket; agents that are still connected exit, and their servers with them."""
+        """Close the socket; agents that are still connected exit, and end the servers."""
         self.socket.close()
 
     async def _read(self) -> None:
@@ -272,7 +273,7 @@ class Agents:
 
     async def _greet(self, sender: bytes, hello: messages.Hello) -> None:
         joins = hello.name.startswith(messages.JOINING)
-        waiting = [server for server in self._servers if not server.reached and not server.ended.done()]
+        waiting = [server for server in self._servers if not server.reached and not server.end_reason.done()]
         starts = {(server.name, server.start_id): server for server in reversed(waiting)}
         server = starts.get((hello.name, hello.start))
         reason = hello.objection(self._attempt.run_id, self._attempt.incarnation)
@@ -308,7 +309,7 @@ class Agents:
         return [server for server in self._servers if server.connected]
 
     async def _refuse(self, sender: bytes, server: RemoteServer | None, reason: str) -> None:
-        """Answer with Refused; if the sender was an agent of this run, it has ended."""
+        """Answer with Refused, which ends an agent of this run."""
         await self.socket.send(sender, sockets.encode(sockets.Refused(reason=reason)), wait=False)
         if server is not None:
             server.end(f"was refused: {reason}")
@@ -316,12 +317,12 @@ class Agents:
     async def _probe(self) -> None:
         """End the servers of agents that are not connected any more, and forget all that have ended."""
         lost = [server for server in self._connected() if not await self.socket.connected(server.identity)]
-        # an agent that exits in order has sent Exited, which may still be unread: it says why
+        # an agent that exits in order has sent Exited, which gives the reason and may still be unread
         if lost:
-            for _ in range(_DRAINED):
+            for _ in range(_MAX_DRAINED_MESSAGES):
                 if not await self.socket.poll(0):
                     break
                 await self._read()
         for server in lost:
             server.end(DISCONNECTED)
-        self._servers = [server for server in self._servers if not server.ended.done()]
+        self._servers = [server for server in self._servers if not server.end_reason.done()]

@@ -1,7 +1,7 @@
 """Folders for the code that ranks and engines compile.
 
 Compilers write below MSRL_LOCAL, a folder of the Slurm job on the node's own disk: many processes that share one
-cache on a network file system wait for its locks.
+cache on a network file system wait for the cache's locks.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ CACHES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTO
 
 
 def cache_variables(name: str) -> dict[str, str]:
-    """Variables of a process with the folders of its caches. name: engine-3, trainer-0."""
+    """Variables of a process with the folders of the caches. name: engine-3, trainer-0."""
     local = os.environ.get("MSRL_LOCAL", "")
     if not local or not _is_private(Path(local)):
         return {}
@@ -25,7 +25,7 @@ def cache_variables(name: str) -> dict[str, str]:
 
 
 def _is_private(folder: Path) -> bool:
-    """Make a folder; whether it and its parent are this user's alone, since what is compiled there is executed."""
+    """Make a folder; whether folder and parent are this user's alone, since code compiled there is executed."""
     private = False
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""How a program on another host finds the controller: by its environment, and by RUN/control/, its owner's alone.
+"""A program on another host finds the controller by environment variables and by RUN/control/, the owner's alone.
 
 secret            the secret of this start of the controller (`processes.secret_file`)
 controller.json   the environment of an engine's agent, for `megatron-scalerl engine --join`
 
-A shared file system may show the secret of an earlier start for a while: the file is read until its secret gives the
+A shared file system may show the secret of an earlier start for a while: the file is read until the secret gives the
 controller's public key.
 """
 
@@ -36,7 +36,7 @@ CONTROLLER_VARIABLES = (
 
 
 def public_environment(attempt: Attempt, endpoint: str, secret: str, purpose: Purpose) -> dict[str, str]:
-    """Environment of a program on another host. It holds no secret: every user of both hosts may see it."""
+    """Environment of a program on another host, without a secret: every user of both hosts may see the variables."""
     return {
         "MSRL_CONTROLLER": endpoint,
         "MSRL_CONTROLLER_KEY": controller_key(secret, purpose),
@@ -49,19 +49,19 @@ def public_environment(attempt: Attempt, endpoint: str, secret: str, purpose: Pu
 
 
 async def start_agent(hosts: Hosts, host: Host, name: str, environment: Mapping[str, str], log: Path) -> ChildProcess:
-    """Start the command that starts `launch.agent` on another host; its output goes to `log`. Raises OSError."""
+    """Start the command that starts `launch.agent` on another host; output goes to `log`. Raises OSError."""
     argv = [sys.executable, "-m", "megatron_scalerl.launch.agent", name]
     command = hosts.command(host, argv, {**environment, NAME_VARIABLE: name})
     return await ChildProcess.start(log.stem, command, os.environ, log)
 
 
 def controller_address(environment: Mapping[str, str]) -> str:
-    """The controller's address, without its port."""
+    """The controller's address, without the port."""
     return environment["MSRL_CONTROLLER"].removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 def find_secret(environment: Mapping[str, str], purpose: Purpose) -> str:
-    """The secret of the controller that the environment names. Blocks; raises RefusedError if it does not appear."""
+    """The secret of the controller that the environment names. Blocks; raises RefusedError if no secret appears."""
     path = Path(environment["MSRL_SECRET_FILE"])
     end = time.monotonic() + SECRET_S
     while True:
@@ -88,8 +88,8 @@ def controller_file(run: Path) -> Path:
 
 
 def withdraw(run: Path, secret: str) -> None:
-    """Delete both files at the end of a controller, unless they are of a later start. secret: its own one."""
-    with contextlib.suppress(OSError, ValueError):  # there are none, or they are not readable: nothing of ours
+    """Delete both files at the end of a controller, but no files of a later start. secret: of this controller."""
+    with contextlib.suppress(OSError, ValueError):  # files are absent or unreadable: nothing of ours
         # a supervisor may have started the next controller already
         if read_secret(secret_file(run)) == secret:
             secret_file(run).unlink()

@@ -3,13 +3,13 @@
     start: _start --> _until_evicted --> _restart: stop, delay, _start --> _until_evicted ...
                                              '--> given up: its supervisor ends
 
-One supervisor task per engine (`_supervise`). Consumes: the exits, stalls and evictions of its engine. Waits for: one
-of these; then for the end of the engine's processes, for the delay, and for the new server. Unblocked by: the
-watchdog (`engine.watchdog`), or whoever evicts the engine (`engine.membership`). It ends when the engine is given up.
+One supervisor task per engine (`_supervise`). Consumes: exits, stalls and evictions of the engine. Waits for: such an
+event; then for the end of the engine's processes, for the delay, and for the new server. Unblocked by: the watchdog
+(`engine.watchdog`), or whoever evicts the engine (`engine.membership`). Ends when the engine is given up.
 
 With several hosts there are two tasks more. The first reads the socket to the agents (`launch.agents`). The second
-takes in engines that join (`_take_in`), and serves each in a task until it is evicted or leaves (`_serve_joined`).
-The run does not start such an engine again: the engine's host does (`commands.engine`).
+takes in engines that join (`_take_in`), and serves each engine in a task until the engine is evicted or leaves
+(`_serve_joined`). The run does not start such an engine again: the engine's host does (`commands.engine`).
 """
 
 import asyncio
@@ -33,17 +33,16 @@ from megatron_scalerl.recipe import Recipe
 logger = logging.getLogger(__name__)
 
 FIRST_DELAY_S = 1.0
-"""Delay before the first restart in a row (seconds); it doubles with each further one."""
+"""Delay before the first restart in a row (seconds); doubles with each further restart."""
 LONGEST_DELAY_S = 60.0
 """Bound of that delay (seconds)."""
 HEALTHY_S = 600.0
-"""An engine that ran for this time (seconds) and the longest one in which a fault is found begins a new row of
-restarts."""
+"""Seconds, beyond the longest time in which a fault is found, after which an engine begins a new row of restarts."""
 MOST_BARREN = 2
-"""Starts in a row of an engine that died with requests before any engine of the run had completed one: what kills it
-is not chance, and more starts would take minutes each."""
+"""Starts in a row of an engine that died with requests before any engine of the run had completed a request: such
+deaths are no chance, and more starts would take minutes each."""
 UNREACHED_S = 600.0
-"""Seconds for which starts on a host that cannot be reached do not count as restarts: it may be starting up."""
+"""Seconds for which starts on a host that cannot be reached do not count as restarts: the host may be booting."""
 
 
 class Engines:
@@ -59,10 +58,10 @@ class Engines:
         secret: str,
         record: Callable[[Member], None] = lambda member: None,
     ):
-        """attempt: the run's folder, and what agents of this start of the controller are recognized by.
+        """attempt: the run's folder, and the ids by which agents of this start of the controller are recognized.
 
-        Binds the servers' addresses on this host and, with several hosts, the socket to the agents, for which it
-        needs a running event loop. Raises ValueError for a port in use and for options unknown to vLLM.
+        Binds the servers' addresses on this host and, with several hosts, the socket to the agents, which needs a
+        running event loop. Raises ValueError for a port in use and for options unknown to vLLM.
         """
         engine = recipe.engine
         self._names = [*recipe.engine_devices]
@@ -86,7 +85,7 @@ class Engines:
                 recipe, hosts=hosts, attempt=attempt, secret=secret, objection=self._objection_to_joining
             )
         self._processes = [self._make(index) for index in range(len(self._names))]
-        self._agent_tasks: list[asyncio.Task[NoReturn]] = []  # the reader of their socket, who takes in engines
+        self._agent_tasks: list[asyncio.Task[NoReturn]] = []  # socket reader, intake of engines
         self._completed = False
         self._supervisors: list[asyncio.Task[None]] = []
 
@@ -109,7 +108,7 @@ class Engines:
     async def watch(self) -> NoReturn:
         """Wait until fewer engines than engine.min_engines are left, then raise EngineDied.
 
-        Raises the error of a supervisor as well: nobody would end its engine or start it again.
+        Raises the error of a supervisor as well: nobody would end or restart the supervisor's engine.
         """
         too_few = asyncio.create_task(self.members.too_few())
         try:
@@ -126,7 +125,7 @@ class Engines:
         """Stop every process, whatever fails meanwhile; each failure is logged as a one-line warning."""
         await cancelled(*self._supervisors, *self._agent_tasks[1:])
         await stop_all(self._processes)
-        await cancelled(*self._agent_tasks)  # the reader last: it gets the agents' answers
+        await cancelled(*self._agent_tasks)  # the reader last, which gets the agents' answers
         if self._agents is not None:
             self._agents.close()
 
@@ -156,36 +155,36 @@ class Engines:
         self.members.join(index, process.client)
 
     async def _supervise(self, index: int) -> None:
-        """Keep one engine running until it is given up."""
-        # an engine that ran for longer had no fault at its start: one is found within the longest limit
+        """Keep an engine running until the engine is given up."""
+        # an engine that ran for longer had no fault at the start: a fault is found within the longest limit
         engine = self._recipe.engine
         limits = (engine.stall_timeout_s, engine.first_token_timeout_s, self._recipe.weights.timeout_s)
         healthy_s = HEALTHY_S + max(limits)
         failures = 0
-        barren = 0
-        started = time.monotonic()
+        barren_starts = 0
+        start_time = time.monotonic()
         while True:
             reason = await self._until_evicted(self._processes[index])
-            barren += 1
-            # an engine without a request has not failed at its work
-            if not self._processes[index].client.ended or self._completes:
-                barren = 0
-            if barren == MOST_BARREN:
-                reason = f"{reason}; in its last {barren} starts no engine completed a request"
+            barren_starts += 1
+            # an engine without a request has not failed at work
+            if not self._processes[index].client.ended_generations or self._completes:
+                barren_starts = 0
+            if barren_starts == MOST_BARREN:
+                reason = f"{reason}; in its last {barren_starts} starts no engine completed a request"
                 failures = engine.max_restarts  # no more
-            elif time.monotonic() - started > healthy_s:
+            elif time.monotonic() - start_time > healthy_s:
                 failures = 0
             failures += 1
-            lost = time.monotonic()
+            loss_time = time.monotonic()
             delay = FIRST_DELAY_S * 2 ** (failures - 1)
             while not await self._restart(index, failures, reason, delay=min(delay, LONGEST_DELAY_S)):
                 if self.members.members[index].given_up:
                     return
-                if self._processes[index].server.reached or time.monotonic() - lost > UNREACHED_S:
+                if self._processes[index].server.reached or time.monotonic() - loss_time > UNREACHED_S:
                     failures += 1
                 reason = self.members.members[index].reason
                 delay *= 2
-            started = time.monotonic()
+            start_time = time.monotonic()
 
     @property
     def _completes(self) -> bool:
@@ -194,8 +193,8 @@ class Engines:
         return self._completed
 
     async def _until_evicted(self, process: EngineProcess) -> str:
-        """Wait until the engine fails or is evicted; it is evicted then. Returns the reason."""
-        # a teacher has other work than the engines that it would be compared with
+        """Wait until the engine fails or is evicted; an engine that fails is evicted. Returns the reason."""
+        # a teacher has other work than the engines, and cannot be compared
         lag = None if self.members.teacher(process.name) else self._lag
         async with race(process.watch(lag), self.members.evicted(process.client)) as (watch, evicted):
             error = watch.exception() if watch.done() else None
@@ -206,10 +205,10 @@ class Engines:
             return reason
 
     async def _restart(self, index: int, failures: int, reason: str, *, delay: float) -> bool:
-        """End what is left of an engine's server and start another; False if it is given up or does not start.
+        """End the rest of an engine's server and start another; False for an engine given up and a failed start.
 
         delay: seconds between both.
-        An engine whose processes do not end is given up: they hold its devices.
+        An engine whose processes do not end, and so hold devices, is given up.
         """
         process = self._processes[index]
         logger.warning("%s is evicted: %s", process.name, reason)
@@ -220,7 +219,7 @@ class Engines:
             given_up = True
             reason = f"its host has left the job ({reason})"
         try:
-            await process.stop(0.0)  # it may be stopped or hang, and nothing of it is worth saving
+            await process.stop(0.0)  # the server may be stopped or hang, and has nothing worth saving
         except (RuntimeError, OSError) as error:
             given_up = True
             host_gone = False
@@ -239,7 +238,7 @@ class Engines:
         return True
 
     async def _take_in(self, agents: Agents) -> NoReturn:
-        """Serve every engine that joins. Consumes `agents.joining`, and waits for it alone."""
+        """Serve every engine that joins. Consumes `agents.joining`, and waits for nothing else."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 server = await agents.joining.get()
@@ -252,11 +251,11 @@ class Engines:
         raise AssertionError("it ends by being cancelled")
 
     async def _serve_joined(self, index: int, process: EngineProcess) -> None:
-        """Use an engine that has joined, until it is evicted or leaves."""
+        """Use an engine that has joined, until the engine is evicted or leaves."""
         reason = "the run ends"
         grace_s = STOP_S
         devices = self.members.members[index].devices
-        logger.info("%s joins from %s with %d devices", process.name, process.server.where, devices)
+        logger.info("%s joins from %s with %d devices", process.name, process.server.location, devices)
         try:
             await process.start()
             self.members.join(index, process.client)
@@ -284,8 +283,8 @@ class Engines:
 
 
 def _with_cause(error: str, process: EngineProcess) -> str:
-    """The first line of an error with the last fatal error in the engine's log; the whole error without one."""
-    # vLLM's server only says that its core has died, and the core wrote why into the log that both share
+    """The first line of an error with the last fatal error in the engine's log; without a fatal error, the error."""
+    # vLLM's server only says that the core has died, and the core wrote the cause into the log that both share
     cause = fatal_error(process.server.log_path)
     if not cause:
         return error

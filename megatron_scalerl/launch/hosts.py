@@ -1,12 +1,12 @@
-"""The hosts of a run, and the command that starts a program on another one.
+"""The hosts of a run, and the command that starts a program on another host.
 
     one host        the default: every process is a child of the controller
     --hosts a,b     `--run-on "ssh {host}"`: the words, then one argument for a shell on that host, as with ssh
-    --hosts slurm   inside an allocation: one step (srun) per host and role, none of which spans two hosts
+    --hosts slurm   inside an allocation: one step (srun) per host and role; no step spans two hosts
     --hosts ray     devices of a Ray cluster, reserved for as long as the controller runs (`launch.ray_hosts`); ray:4
                     takes four nodes, for which the cluster may start machines
 
-The controller's own host may be one of them; its processes are children of the controller then, too. The hosts see
+The hosts may include the controller's own, whose processes are children of the controller then, too. All hosts see
 the run's folder, the policy and this installation under the same paths.
 
 The limit on open files: each completion in flight is a connection, in the controller and in its engine.
@@ -33,16 +33,18 @@ SLURM = "slurm"
 """Instead of names: the hosts of the allocation that this process is in."""
 DEFAULT_COMMAND = "ssh {host}"
 _SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--input=none", "--cpu-bind=none", "--export=ALL")
-"""A step on one host, which shares its resources with the other steps there."""
-_CARRIED = re.compile(r"MSRL_|NCCL_|UCX_|VLLM_|TORCH_|HF_|PYTHON|(LD_LIBRARY_PATH|CUDA_HOME|OMP_NUM_THREADS|TMPDIR)$")
-"""Variables of the controller that a program on another host gets; srun hands all of them on."""
-_PRIVATE = re.compile(
+"""A step on one host, which shares resources with other steps there."""
+_CARRIED_VARIABLES = re.compile(
+    r"MSRL_|NCCL_|UCX_|VLLM_|TORCH_|HF_|PYTHON|(LD_LIBRARY_PATH|CUDA_HOME|OMP_NUM_THREADS|TMPDIR)$"
+)
+"""Variables of the controller that a program on another host gets; srun hands all variables on."""
+_PRIVATE_NAMES = re.compile(
     r"^(?!.*_(PATH|FILE|DIR)$).*(SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|(TOKEN|KEY)S?(?![A-Z])"
     r"|(^|_)(PAT|PASS|AUTH|PWD|BEARER)(?![A-Z]))",
     re.IGNORECASE,
 )
 """Variables whose values no other user may see; where a secret is, everybody may."""
-_SECRET = re.compile(
+_SECRET_VALUES = re.compile(
     r"://[^/@\s]+:[^/@\s]+@"
     r"|(?<![A-Za-z0-9])((hf|gh[opsur]|sk)[_-][A-Za-z0-9]{16}|(github_pat|glpat|nvapi)[_-][\w-]{16}|xox[a-z]-[\w-]{8}"
     r"|sk-(?=[\w-]*[0-9])[\w-]{16}|(AKIA|ASIA)[A-Z0-9]{12}|(AIza|eyJ)[\w-]{16})|-----BEGIN [A-Z ]*PRIVATE KEY"
@@ -50,25 +52,25 @@ _SECRET = re.compile(
     r"|://hooks?\.|://[^\s]*/(web)?hooks?/",
     re.IGNORECASE,
 )
-"""Values that are secrets whatever their variable is called: logins in addresses, tokens of known forms, signed
-addresses, and addresses of hooks, which whoever knows them may call."""
+"""Values that are secrets under any variable name: logins in addresses, tokens of known forms, signed addresses, and
+addresses of hooks, which anybody with the address may call."""
 _TIMEOUT_S = 60.0
 _LOOK_S = 5.0
 """Time limit of a question while a run goes on (seconds): the run's end waits for the answer."""
 PER_COMPLETION = 2
 """Connections per slot: every engine may have a validation in flight in addition to the training completions."""
 PER_PROCESS = 8
-"""Pipes, sockets and log of one child process, and the descriptors by which asyncio watches it."""
+"""Pipes, sockets and log of one child process, and the descriptors by which asyncio watches the child."""
 TARGET = 65536
 """The soft limit is raised to this if the hard limit allows. Beyond the run's own need, because unauthenticated
-connections to the controller's socket count too, until libzmq drops them after 30 s."""
+connections to the controller's socket count too, until libzmq drops such connections after 30 s."""
 MARGIN = 1024
 """Files of the journal and of checkpoints, libraries, and the event loop."""
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether no other user may see this variable, by its name or its value."""
-    return bool(_PRIVATE.search(name) or _SECRET.search(value))
+    """Whether no other user may see this variable, by name or value."""
+    return bool(_PRIVATE_NAMES.search(name) or _SECRET_VALUES.search(value))
 
 
 class HostsLeft(RuntimeError):
@@ -92,28 +94,28 @@ class Hosts:
 
     hosts: tuple[Host, ...]
     slots: int | None
-    """Devices of each host that the run may use; None: those of the only host."""
+    """Devices of each host that the run may use; None: the devices of the only host."""
     address: str | None
-    """The controller's address as the other hosts reach it; None if there is no other one."""
+    """The controller's address on the route to other hosts; None without other hosts."""
     words: tuple[str, ...] = ()
     """The command that hands one argument to a shell on {host}, as ssh does. Empty in an allocation: a step."""
 
     def command(self, host: Host, argv: Sequence[str], env: Mapping[str, str]) -> list[str]:
         """The command line that runs `argv` on another host, in this process's working directory.
 
-        env: variables to set there. They are visible to every user of both hosts, and must hold no secret.
+        env: variables to set there, visible to every user of both hosts, so without secrets.
         """
         assert not host.here, host
         if not self.words:
             return [*step_words(host.name), "env", *_assignments(env), *argv]
         words = [word.replace("{host}", host.name) for word in self.words]
-        carried = {name: value for name, value in os.environ.items() if _CARRIED.match(name)}
+        carried = {name: value for name, value in os.environ.items() if _CARRIED_VARIABLES.match(name)}
         public = {name: value for name, value in carried.items() if not is_secret(name, value)}
         program = shlex.join(["env", *_assignments({**public, **env}), *argv])
         return [*words, f"cd {shlex.quote(str(Path.cwd()))} && exec {program}"]
 
     def have_left(self) -> set[str]:
-        """Names of the hosts that Slurm has taken out of the job: they do not come back. Blocks; none if unknown."""
+        """Names of the hosts that Slurm has taken out of the job for good. Blocks; empty if unknown."""
         job = _this_job()
         if self.words or self.address is None or job is None:
             return set()
@@ -134,7 +136,7 @@ ONE_HOST = Hosts(hosts=(Host(name="localhost", here=True),), slots=None, address
 def takes_gpus(transport: str) -> bool:
     """Whether a run with this `weights.transport` is on GPUs: where this host has some, and with nccl elsewhere, too.
 
-    The other transports serve GPUs and CPUs alike. Hide a host's GPUs (CUDA_VISIBLE_DEVICES=) to use its CPUs.
+    Other transports serve GPUs and CPUs alike. Hide a host's GPUs (CUDA_VISIBLE_DEVICES=) to use the CPUs.
     """
     from megatron_scalerl.distributed import device  # imports torch
 
@@ -151,10 +153,10 @@ def hosts_of(
 ) -> Hosts:
     """The hosts that the user names.
 
-    names: comma-separated, SLURM, or ray and ray:NODES; None for this host alone. slots: devices of each; None: in
-    an allocation its GPUs on this node, with Ray those of each. run_on: the command, None for ssh. address: of the
-    controller, None: the one on the route to the first other host. transport: weights.transport, which says with Ray
-    whether devices are GPUs. Raises ValueError.
+    names: comma-separated, SLURM, or ray and ray:NODES; None for this host alone. slots: devices of each host; None:
+    in an allocation the job's GPUs on this node, with Ray all devices of a node. run_on: the command, None for ssh.
+    address: of the controller, None: the address on the route to the first other host. transport: weights.transport,
+    which says with Ray whether devices are GPUs. Raises ValueError.
     """
     options = (("--slots", slots), ("--run-on", run_on), ("--address", address))
     for option, value in options:
@@ -172,7 +174,7 @@ def hosts_of(
                 f"weights.transport: {transport} does not say whether the nodes of --hosts {names} have GPUs; set "
                 "nccl for GPUs, or gloo for GPUs if this host has some, else CPUs"
             )
-        return _of_ray("GPU" if takes_gpus(transport) else "CPU", int(ray[1] or 0) or None, slots, address)
+        return _hosts_of_ray("GPU" if takes_gpus(transport) else "CPU", int(ray[1] or 0) or None, slots, address)
     words: tuple[str, ...] = ()
     if in_slurm:
         listed = hosts_of_allocation()
@@ -180,31 +182,31 @@ def hosts_of(
             # Slurm's `8` or `h100:8`
             slots = int(os.environ.get("SLURM_GPUS_ON_NODE", "0").rpartition(":")[2]) or None
     else:
-        listed = _listed(names)
+        listed = _listed_names(names)
         words = tuple(shlex.split(run_on or DEFAULT_COMMAND))
     this_host = _names_of_this_host()
-    # users and Slurm write a host with and without its domain
-    hosts = tuple(Host(name=name, here=_bare(name) in this_host) for name in listed)
-    others = [host.name for host in hosts if not host.here]
+    # users and Slurm write a host with and without the domain
+    hosts = tuple(Host(name=name, here=_bare_name(name) in this_host) for name in listed)
+    other_hosts = [host.name for host in hosts if not host.here]
     if slots is not None and slots < 1:
         raise ValueError(f"--slots is {slots}; it has to be at least 1")
-    if others and slots is None:
+    if other_hosts and slots is None:
         raise ValueError("--slots is missing; give the number of devices of each host")
-    if others and not in_slurm and not any("{host}" in word for word in words):
+    if other_hosts and not in_slurm and not any("{host}" in word for word in words):
         raise ValueError(f"--run-on: {run_on!r} has no {{host}}, which stands for the name of the host")
-    if not others:
+    if not other_hosts:
         return Hosts(hosts=hosts, slots=slots, address=None, words=words)
-    return Hosts(hosts=hosts, slots=slots, address=address or _address_towards(others[0]), words=words)
+    return Hosts(hosts=hosts, slots=slots, address=address or _address_towards(other_hosts[0]), words=words)
 
 
-def _of_ray(kind: Literal["GPU", "CPU"], count: int | None, slots: int | None, address: str | None) -> Hosts:
-    """The nodes that Ray reserves. The controller's node runs its programs through Ray, too, which counts devices."""
+def _hosts_of_ray(kind: Literal["GPU", "CPU"], count: int | None, slots: int | None, address: str | None) -> Hosts:
+    """The nodes that Ray reserves. The controller's node runs programs through Ray, too, which counts devices."""
     names, slots, words = ray_hosts.reserve(kind, count, slots)
     hosts = tuple(Host(name=name) for name in names)
     return Hosts(hosts=hosts, slots=slots, address=address or _address_towards(names[0]), words=words)
 
 
-def _listed(names: str) -> list[str]:
+def _listed_names(names: str) -> list[str]:
     listed = [name.strip() for name in names.split(",")]
     if not all(re.fullmatch(r"[\w.@:-]+", name) and name[0] != "-" for name in listed):
         raise ValueError(
@@ -222,7 +224,7 @@ def _assignments(env: Mapping[str, str]) -> list[str]:
 def step_words(host: str) -> list[str]:
     """The command that starts a program on a host of the allocation, on all CPUs that the job has there.
 
-    Where its nodes differ, as many CPUs as the smallest has.
+    Where the allocation's nodes differ, the step gets the CPU count of the smallest node.
     """
     per_node = os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")  # 128,64(x2)
     words = [*_SRUN, f"--nodelist={host}"]
@@ -265,19 +267,19 @@ def _scontrol(*words: str, within_s: float = _TIMEOUT_S) -> str:
 
 def _names_of_this_host() -> set[str]:
     name = socket.gethostname()
-    return {"localhost", _bare(name), _bare(os.environ.get("SLURMD_NODENAME", name))}
+    return {"localhost", _bare_name(name), _bare_name(os.environ.get("SLURMD_NODENAME", name))}
 
 
-def _bare(name: str) -> str:
-    """The name without user and domain; an address stays as it is."""
+def _bare_name(name: str) -> str:
+    """The name without user and domain; an address stays unchanged."""
     host = name.rpartition("@")[2]
     is_address = ":" in host or re.fullmatch(r"[\d.]+", host)
     return host if is_address else host.partition(".")[0]
 
 
-def _address_towards(other: str) -> str:
-    """This host's address on the route to another one. Raises ValueError if there is none."""
-    name = other.rpartition("@")[2]
+def _address_towards(other_host: str) -> str:
+    """This host's address on the route to another host. Raises ValueError without a route."""
+    name = other_host.rpartition("@")[2]
     try:
         return local_address(name)
     except OSError as error:
@@ -292,25 +294,25 @@ def files_needed(recipe: Recipe) -> int:
     completions = PER_COMPLETION * engines * recipe.rollouts.max_in_flight
     workers = (recipe.rewards.workers or default_workers()) + (recipe.rollouts.decoders or default_workers())
     processes = engines + recipe.trainer.world_size + workers
-    needed = completions + PER_PROCESS * processes + MARGIN
+    open_files = completions + PER_PROCESS * processes + MARGIN
     if recipe.episodes:
-        needed *= 2  # half of them for agents (`rollouts.agents.AgentServer`)
-    return needed
+        open_files *= 2  # half of the files for agents (`rollouts.agents.AgentServer`)
+    return open_files
 
 
 def allow_open_files(recipe: Recipe) -> None:
-    """Raise the soft limit of this process to TARGET, or as far as allowed; its children inherit it.
+    """Raise the soft limit of this process to TARGET, or as far as allowed; child processes inherit the limit.
 
     Raises ValueError if the hard limit is lower than the run's need.
     """
-    needed = files_needed(recipe)
+    open_files = files_needed(recipe)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and needed > hard:
+    if hard != resource.RLIM_INFINITY and open_files > hard:
         raise ValueError(
             f"open files: the hard limit of {hard} (ulimit -Hn) is too low: engine.count {recipe.engine.count} x "
-            f"rollouts.max_in_flight {recipe.rollouts.max_in_flight} take {needed}"
+            f"rollouts.max_in_flight {recipe.rollouts.max_in_flight} take {open_files}"
         )
-    target = max(needed, TARGET)
+    target = max(open_files, TARGET)
     if hard != resource.RLIM_INFINITY:
         target = min(target, hard)
     if soft != resource.RLIM_INFINITY and soft < target:

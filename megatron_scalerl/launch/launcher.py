@@ -1,4 +1,4 @@
-"""The processes of a run: engines and trainer ranks, on this host and, where `hosts` names more, on others.
+"""The processes of a run: engines and trainer ranks, on this host and on all hosts that `hosts` names.
 
 Engines live as long as the run (`launch.engines`), trainer ranks as long as one attempt (`launch.trainer`). An engine
 that exits or hangs is evicted and started again. A trainer rank that exits ends the attempt. Nothing else in the
@@ -27,7 +27,7 @@ Watch = Callable[[], Coroutine[Any, Any, NoReturn]]
 
 
 class Launcher:
-    """The processes of one run: its engines, and the trainer of the current attempt."""
+    """The processes of one run: the engines, and the trainer of the current attempt."""
 
     def __init__(self, recipe: Recipe, attempt: Attempt, secret: str, hosts: Hosts, record: Callable[[Member], None]):
         self._recipe = recipe
@@ -42,12 +42,12 @@ class Launcher:
         self._starting: asyncio.Task[None] | None = None
 
     def trainer(self, attempt: Attempt) -> AbstractAsyncContextManager[TrainerRanks]:
-        """The trainer of one attempt; its processes are stopped on exit from the block."""
+        """The trainer of one attempt; the processes are stopped on exit from the block."""
         return trainer_ranks(self._recipe, attempt, self._secret, self._hosts, self._placement)
 
     async def start(self, trainer: TrainerRanks) -> Fleet:
         """Start the trainer and, the first time, the engines; wait until all are ready. Raises the first failure."""
-        # the engines of a run outlive an attempt of its trainer: a second attempt finds them running
+        # a run's engines outlive an attempt of the trainer: a second attempt finds running engines
         if self._starting is None:
             self._starting = asyncio.create_task(self.engines.start(), name="engines")
 
@@ -65,7 +65,7 @@ class Launcher:
         return await until_failure(work, trainer.watch, self.engines.watch)
 
     async def stop(self) -> None:
-        """Stop the engines, those that are being started too."""
+        """Stop the engines, including engines that are being started."""
         if self._starting is not None:
             await cancelled(self._starting)
         await self.engines.stop()
@@ -90,9 +90,9 @@ async def launching(
 ) -> AsyncIterator[Launcher]:
     """A launcher whose processes are stopped on exit from the block.
 
-    attempt: the first of this process; the engines belong to its folder and incarnation. record: called with every
-    change of an engine. Raises ValueError for a port in use, for options unknown to vLLM, and for a fleet that does
-    not fit on the hosts.
+    attempt: the first of this process; the engines belong to the attempt's folder and incarnation. record: called
+    with every change of an engine. Raises ValueError for a port in use, for options unknown to vLLM, and for a fleet
+    that does not fit on the hosts.
     """
     launcher = Launcher(recipe, attempt, secret, hosts, record)
     try:

@@ -1,10 +1,10 @@
 """A vLLM server as a child process. Runs in the controller and, on other hosts, in the engine's agent.
 
-    __init__: bind the address --> start: spawn, wait for the plugin's byte --> wait: its exit --> stop
+    __init__: bind the address --> start: spawn, wait for the plugin's byte --> wait: for the exit --> stop
 
 The parent binds the server's address and passes the listening socket on (`engine.server`), so that nobody takes a
-free port between its choice and its use. The server reports through a pipe that it is up (`engine.vllm_plugin`). It
-leads its own process group, so that its core and its workers stop with it.
+free port between choice and use. A server that is up reports through a pipe (`engine.vllm_plugin`). The server leads
+a process group, so that core and workers stop with the server.
 """
 
 import asyncio
@@ -30,21 +30,21 @@ _BACKLOG = 2048
 
 
 class ServerEnded(RuntimeError):
-    """The server ended before it was up; the message continues "engine-0 (port 8000) ..."."""
+    """The server ended before the start was complete; the message continues "engine-0 (port 8000) ..."."""
 
 
 @record
 class ServerPlace:
-    """Where a server runs and what it listens on."""
+    """Devices, address and interface of a server."""
 
     host: str
     """Address of this host."""
     port: int = 0
-    """Port of the server; 0: a free one is chosen."""
+    """Port of the server; 0: a free port is chosen."""
     positions: Sequence[int] | None = None
     """The server's devices, as indices into this host's visible GPUs; None without GPUs."""
     interface: str = LOOPBACK
-    """Name of the interface to the other members of a weight group over NCCL."""
+    """Name of the interface to a weight group's members over NCCL."""
     tls: Certificate | None = None
     """Certificate and key; None: HTTP without TLS, for loopback."""
 
@@ -53,11 +53,11 @@ class LocalServer:
     """A server that is a child of this process. `start` once; `stop` at any time."""
 
     reached = True
-    """Whether its host was there when it was started."""
+    """Whether the host was there when the server was started."""
     tls = None
 
     def __init__(self, recipe: Recipe, place: ServerPlace, *, name: str, secret: str, log_path: str | Path):
-        """Binds the address. Raises ValueError for an option that vLLM does not know and for a port in use."""
+        """Binds the address. Raises ValueError for an option unknown to vLLM and for a port in use."""
         self.name = name
         self.log_path = Path(log_path)
         self._recipe = recipe
@@ -66,7 +66,7 @@ class LocalServer:
         self._devices = gpus_at(place.positions)
         self._socket = bind_server(place.host, place.port)
         self.port: int = self._socket.getsockname()[1]
-        self.where = f"port {self.port}"
+        self.location = f"port {self.port}"
         """Part of an error message."""
         try:
             self._arguments = engine_arguments(recipe, host=place.host, port=self.port)
@@ -74,18 +74,18 @@ class LocalServer:
             self._socket.close()
             raise
         self._process: ChildProcess | None = None
-        self._folder = contextlib.ExitStack()  # of vLLM's own sockets, which it leaves behind
+        self._folder = contextlib.ExitStack()  # of sockets that vLLM leaves behind
 
     @property
     def pid(self) -> int:
-        """Process id of the server, also the id of its process group."""
+        """Process id of the server, also the id of the process group."""
         assert self._process is not None, "started"
         return self._process.pid
 
     async def start(self) -> str:
-        """Start the process and wait until it is up; its URL. Raises ServerEnded and OSError."""
+        """Start the process and wait until the server is up; the server's URL. Raises ServerEnded and OSError."""
         assert self._process is None, "a server starts once"
-        with certificate_arguments(self._place.tls) as files:  # until the server has read them
+        with certificate_arguments(self._place.tls) as files:  # until the server has read the files
             await self._launch([*self._arguments, *files])
         host = f"[{self._place.host}]" if ":" in self._place.host else self._place.host
         scheme = "https" if self._place.tls else "http"
@@ -97,14 +97,14 @@ class LocalServer:
         return f"exited with code {await self._process.wait()}"
 
     async def stop(self, grace_s: float = STOP_S) -> None:
-        """Terminate the server with all its processes, after `grace_s` seconds by SIGKILL. May be called twice."""
+        """Terminate all processes of the server, after `grace_s` seconds by SIGKILL. May be called twice."""
         self._socket.close()
         if self._process is not None:
             await self._process.stop(grace_s)
         self._folder.close()
 
     async def _launch(self, arguments: list[str]) -> None:
-        """Start the process, and wait until it reports on a pipe that it is up."""
+        """Start the process, and wait until the server reports on a pipe."""
         read, write = os.pipe()
         listening = self._socket.fileno()
         env = engine_environment(
@@ -127,7 +127,7 @@ class LocalServer:
             raise
         finally:
             os.close(write)
-            self._socket.close()  # the server alone listens now: once it exits, connections are refused
+            self._socket.close()  # the server alone listens now: after an exit, connections are refused
         await self._ready(read)
 
     async def _ready(self, read: int) -> None:
@@ -137,9 +137,9 @@ class LocalServer:
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read, "rb")
         )
         try:
-            async with race(self.wait(), reader.read(1)) as (ended, up):
+            async with race(self.wait(), reader.read(1)) as (server_exit, up):
                 if not up.done() or not up.result():  # the write end was closed: the process is about to exit
-                    raise ServerEnded(f"{await ended} before it was up")
+                    raise ServerEnded(f"{await server_exit} before it was up")
         finally:
             pipe.close()
 
@@ -161,7 +161,7 @@ def gpus_at(positions: Sequence[int] | None) -> str:
 
 
 def engine_port(engine: EngineSection, index: int) -> int:
-    """Port of engine `index`: each has its own; 0 for any free one."""
+    """Port of engine `index`, different for each engine; 0 for any free port."""
     return engine.port + index if engine.port else 0
 
 

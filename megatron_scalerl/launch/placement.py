@@ -1,9 +1,9 @@
-"""Which rank and which engine runs on which host, and on which of its devices.
+"""The host and the devices of every trainer rank and every engine.
 
-The trainer's ranks fill one host after the other, from each host's first device on; the engines follow, and none
-spans two hosts. With engine.colocate they are on the trainer's devices.
+The trainer's ranks fill host after host, from each host's first device on. The engines follow, and no engine spans
+two hosts. With engine.colocate the engines are on the trainer's devices.
 
-The processes of a run as the controller uses them, independent of the launcher that started them.
+Also the processes of a run for the controller, independent of the launcher that started the processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 from megatron_scalerl.types import ComputeUnit
 
-if TYPE_CHECKING:  # without them submit refuses a recipe at once
+if TYPE_CHECKING:  # without these imports submit refuses a recipe at once
     from megatron_scalerl.engine.membership import Membership
     from megatron_scalerl.trainer.client import TrainerClient
     from megatron_scalerl.trainer.messages import TrainerInfo
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @record
 class HostRanks:
-    """The trainer's ranks on one host, which use its first devices in their order."""
+    """The trainer's ranks on one host, which use the host's first devices in rank order."""
 
     host: Host
     first: int
@@ -58,7 +58,7 @@ class Placement:
     def of(cls, recipe: Recipe, hosts: Hosts, *, trainer: bool = True) -> Placement:
         """The places on these hosts. trainer: whether there are ranks in addition to the engines.
 
-        Raises ValueError if they have too few devices, or an engine needs more than one of them has.
+        Raises ValueError for too few devices, and for an engine that needs more devices than a host has.
         """
         world_size = recipe.trainer.world_size if trainer else 0
         if recipe.weights.transport == "shm" and len(hosts.hosts) > 1:
@@ -85,31 +85,31 @@ class Placement:
         in_use = () if recipe.engine.colocate else ranks
         engines = _engines(recipe, hosts, in_use, slots, gpus=gpus)
         if sum(part.count for part in ranks) < world_size or len(engines) < len(recipe.engine_devices):
-            raise ValueError(_too_few(recipe, hosts, slots, gpus=gpus, trainer=trainer))
+            raise ValueError(_shortage(recipe, hosts, slots, gpus=gpus, trainer=trainer))
         count = recipe.engine.count
         return cls(trainer=ranks, engines=tuple(engines[:count]), teachers=tuple(engines[count:]))
 
     def check_present(self, hosts: Hosts, *, engines: int = 0) -> None:
         """Raises HostsLeft if a host with trainer ranks or a teacher has left the job, or with too many engines.
 
-        engines: the fewest that have to be left.
+        engines: the fewest engines that have to be left.
 
         Blocks.
         """
-        left = hosts.have_left()
-        for what, names in (
+        departed_hosts = hosts.have_left()
+        for role, names in (
             ("trainer ranks", {ranks.host.name for ranks in self.trainer}),
             ("a teacher", {place.host.name for place in self.teachers}),
             ("engines", {place.host.name for place in self.engines}),
         ):
-            remaining = [place for place in self.engines if place.host.name not in left]
-            if left & names and (what != "engines" or len(remaining) < engines):
-                nodes = ", ".join(sorted(left & names))
-                raise HostsLeft(f"{nodes}: Slurm removed this node, which had {what}, from the job")
+            remaining = [place for place in self.engines if place.host.name not in departed_hosts]
+            if departed_hosts & names and (role != "engines" or len(remaining) < engines):
+                nodes = ", ".join(sorted(departed_hosts & names))
+                raise HostsLeft(f"{nodes}: Slurm removed this node, which had {role}, from the job")
 
 
 def visible_gpus() -> list[str]:
-    """Names of the GPUs that a process on this host sees, as CUDA_VISIBLE_DEVICES has them."""
+    """Names of the GPUs that a process on this host sees, as in CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible:
         return visible.split(",")
@@ -121,19 +121,19 @@ def visible_gpus() -> list[str]:
 def _engines(
     recipe: Recipe, hosts: Hosts, trainer: Sequence[HostRanks], slots: int, *, gpus: bool
 ) -> list[EnginePlace]:
-    """Places of the run's engines, of as many as fit."""
+    """Places of the run's engines, in order; fewer where not all engines fit."""
     sizes = [*recipe.engine_devices.values()]
-    placed: list[EnginePlace] = []
+    places: list[EnginePlace] = []
     for host in hosts.hosts:
         first = sum(ranks.count for ranks in trainer if ranks.host == host)
-        while len(placed) < len(sizes) and first + sizes[len(placed)] <= slots:
-            end = first + sizes[len(placed)]
-            placed.append(EnginePlace(host=host, positions=tuple(range(first, end)) if gpus else None))
+        while len(places) < len(sizes) and first + sizes[len(places)] <= slots:
+            end = first + sizes[len(places)]
+            places.append(EnginePlace(host=host, positions=tuple(range(first, end)) if gpus else None))
             first = end
-    return placed
+    return places
 
 
-def _too_few(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool, trainer: bool) -> str:
+def _shortage(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool, trainer: bool) -> str:
     fleet = (
         f"{recipe.trainer.world_size} trainer ranks and {recipe.engine.count} engines of "
         f"{recipe.engine.devices_per_engine}"
@@ -149,18 +149,18 @@ def _too_few(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool, trainer: b
             f"{too_few}, the trainer {recipe.trainer.world_size} more; engine.colocate: true puts engines on the "
             "trainer's GPUs, and needs engine.vllm.gpu_memory_utilization and engine.vllm.kv_cache_memory_bytes"
         )
-    what = "GPUs" if gpus else "devices"
+    kind = "GPUs" if gpus else "devices"
     if recipe.engine.colocate:
-        return f"--slots: {slots} {what} are too few: with engine.colocate the host needs {recipe.devices}"
-    wanted = hosts_needed(recipe, slots)
-    if wanted is None:
+        return f"--slots: {slots} {kind} are too few: with engine.colocate the host needs {recipe.devices}"
+    host_count = hosts_needed(recipe, slots)
+    if host_count is None:
         return (
-            f"--slots: {slots} {what} of a host are too few for one engine, which takes "
+            f"--slots: {slots} {kind} of a host are too few for one engine, which takes "
             f"{max(recipe.engine_devices.values())} (engine.devices_per_engine, or devices of a teacher)"
         )
     return (
-        f"--hosts: {len(hosts.hosts)} hosts with {slots} {what} each are too few: {fleet} take at least "
-        f"{wanted} hosts"
+        f"--hosts: {len(hosts.hosts)} hosts with {slots} {kind} each are too few: {fleet} take at least "
+        f"{host_count} hosts"
     )
 
 
@@ -169,11 +169,11 @@ class Devices:
     """The devices that a run holds, known before any process is started."""
 
     unit: ComputeUnit
-    """gpu_hours if the devices are GPUs, device_hours if they are processes on CPUs."""
+    """gpu_hours for GPUs, device_hours for processes on CPUs."""
     trainer: float
-    """Devices of the trainer; half of them if it shares them with engines."""
+    """Devices of the trainer; a device shared with an engine counts half."""
     engine: float
-    """Devices of all engines together; half of them if they share them with the trainer."""
+    """Devices of all engines together; a device shared with the trainer counts half."""
     teacher: float = 0
     """Devices of the teachers."""
 
@@ -190,14 +190,14 @@ class Devices:
 
 @record
 class Attempt:
-    """A start of a run, as its processes identify it. Produced by `controller.run_folder`."""
+    """A start of a run, with the ids that the run's processes compare. Produced by `controller.run_folder`."""
 
     run_id: str
-    """Id of the run, which all of its attempts share."""
+    """Id of the run, shared by all attempts."""
     incarnation: str
-    """`JOB_ID.RESTART_COUNT` on Slurm, otherwise `local.N`; processes of an earlier attempt are refused by it."""
+    """`JOB_ID.RESTART_COUNT` on Slurm, otherwise `local.N`. A process with another incarnation is refused."""
     folder: Path
-    """RUN/; the processes write their logs to its subfolder `logs`."""
+    """RUN/; the processes write logs to the subfolder `logs`."""
     recipe_file: Path
     """The resolved recipe, which every process reads."""
 
@@ -216,7 +216,7 @@ def hosts_needed(recipe: Recipe, slots: int) -> int | None:
     """Hosts that a run needs; None if an engine needs more devices than a host has. slots: devices of a host."""
     ranks = recipe.trainer.world_size
     hosts = -(-ranks // slots)
-    # devices that the ranks leave free on the last of their hosts go to the first engines
+    # devices that the ranks leave free on the ranks' last host go to the first engines
     free = -ranks % slots
     for size in recipe.engine_devices.values():
         if size > slots:

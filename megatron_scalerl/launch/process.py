@@ -1,8 +1,8 @@
-"""Starts, watches and stops one engine: its server, wherever it runs, and the client to it. Runs in the controller.
+"""Starts, watches and stops an engine: the server, on whichever host, and the client. Runs in the controller.
 
-The server is a child process (`launch.local_server`), or on another host, behind an agent (`launch.agents`).
-Its end is awaited, its progress watched (`engine.watchdog`), and the last lines of its log are part of the error when
-it dies. An engine that ended is not started again: another `EngineProcess` is (`launch.engines`).
+The server is a child process (`launch.local_server`), or on another host, behind an agent (`launch.agents`). The
+server's end is awaited, the engine's progress watched (`engine.watchdog`), and the last lines of the log are part of
+the error of a dead engine. An `EngineProcess` that ended is not started again: a new one is (`launch.engines`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_scalerl.recipe import Recipe
 
 
 class EngineProcess:
-    """An engine. `start` it, then use `client`; `watch` never returns; `stop` may be called at any time."""
+    """An engine. `start`, then use `client`; `watch` never returns; `stop` may be called at any time."""
 
     def __init__(self, recipe: Recipe, server: LocalServer | RemoteServer, *, secret: str):
         self._recipe = recipe
@@ -42,10 +42,10 @@ class EngineProcess:
     def local(
         cls, recipe: Recipe, *, index: int = 0, name: str = "", secret: str, log_path: str | Path, **place: Any
     ) -> EngineProcess:
-        """An engine whose server is a child of this process, as the recipe has it.
+        """An engine of the recipe whose server is a child of this process.
 
-        index: number of the engine from 0. name: empty for engine-`index`. place: fields of `ServerPlace` but its
-        address. Raises ValueError for an option that vLLM does not know and for a port in use.
+        index: number of the engine from 0. name: empty for engine-`index`. place: fields of `ServerPlace` except the
+        address. Raises ValueError for an option unknown to vLLM and for a port in use.
         """
         engine = recipe.engine
         address = ServerPlace(host=engine.host, port=engine_port(engine, index), **place)
@@ -53,10 +53,10 @@ class EngineProcess:
         return cls(recipe, server, secret=secret)
 
     async def start(self, *, version: int = 0) -> EngineInfo:
-        """Start the server, wait until it answers, label its weights with `version`, and check it.
+        """Start the server, wait for the first answer, label the weights with `version`, and check the engine.
 
-        Raises EngineDied if it exits or takes longer than engine.start_timeout_s, EngineError and ValueError if it
-        does not compute what the recipe says (see `check_engine`). It is stopped first.
+        Raises EngineDied for a server that exits or takes longer than engine.start_timeout_s, EngineError and
+        ValueError for an engine that does not follow the recipe (see `check_engine`). The server is stopped first.
         """
         limit = self._recipe.engine.start_timeout_s
         try:
@@ -79,20 +79,20 @@ class EngineProcess:
     async def watch(self, lag: LagClock | None = None) -> NoReturn:
         """Wait until the server exits, stops answering or, with requests in flight, stalls. Raises EngineDied.
 
-        lag: compares this engine with others that it watches too; one that lags behind them raises as well.
+        lag: compares this engine with other watched engines; an engine that lags behind raises as well.
         """
         progress = watch_progress(self.client, self._recipe.engine, lag)
-        async with race(self.server.wait(), progress) as (ended, hung):
-            if ended.done():
-                raise self._died(ended.result())
+        async with race(self.server.wait(), progress) as (server_end, hang):
+            if server_end.done():
+                raise self._died(server_end.result())
             try:
-                hung.result()
+                hang.result()
             except EngineDied as died:
                 raise EngineDied(f"{died}{log_end(self.server.log_path)}") from None
         raise AssertionError("watch_progress raises")
 
     async def stop(self, grace_s: float = STOP_S) -> None:
-        """Terminate the server with all its processes, after `grace_s` by SIGKILL. May be called twice."""
+        """Terminate all processes of the server, after `grace_s` by SIGKILL. May be called twice."""
         try:
             await self.client.close()
         finally:
@@ -107,5 +107,5 @@ class EngineProcess:
             await asyncio.sleep(pause_s)
         await self.client.get("/health")
 
-    def _died(self, what: str) -> EngineDied:
-        return EngineDied(f"{self.name} ({self.server.where}) {what}{log_end(self.server.log_path)}")
+    def _died(self, event: str) -> EngineDied:
+        return EngineDied(f"{self.name} ({self.server.location}) {event}{log_end(self.server.log_path)}")

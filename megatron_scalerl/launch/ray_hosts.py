@@ -3,9 +3,9 @@
     controller --stdin/stdout--> keeper --Ray--> one actor on each node, which holds the node's devices
          '--> `python -m megatron_scalerl.launch.ray_hosts SOCKET HOST PROGRAM` --socket--^   (one for each program)
 
-The keeper is a child process of the controller and the only one that is a driver of Ray: it reserves the devices, and
-its actors run the programs that `--run-on ssh` would run, with the same argument. When the controller ends, however
-that happens, so does the keeper, Ray ends its actors, and the programs die with these (`processes.parent_death`).
+The keeper is a child process of the controller and the run's only driver of Ray. The keeper reserves the devices, and
+the keeper's actors run the programs that `--run-on ssh` would run, with the same argument. When the controller ends,
+in any way, the keeper ends too, Ray ends the actors, and the programs die with the actors (`processes.parent_death`).
 
     to the keeper, a line:      {"host": "10.0.0.2", "program": "cd /run && exec ..."}
     from it, a line each time:  {"output": "..."}, at the end {"code": 0}
@@ -35,7 +35,7 @@ from megatron_scalerl.processes.signals import SAVE_SIGNAL, SIGNALS
 logger = logging.getLogger(__name__)
 
 RESERVED_S = 1800.0
-"""Seconds for the cluster to have the devices: it may start machines for them."""
+"""Seconds for the cluster to have the devices, for which the cluster may start machines."""
 _PROGRAMS = 512
 """Programs that a node may run at a time."""
 _MODULE = "megatron_scalerl.launch.ray_hosts"
@@ -44,10 +44,10 @@ _MODULE = "megatron_scalerl.launch.ray_hosts"
 def reserve(
     kind: Literal["GPU", "CPU"], count: int | None, slots: int | None
 ) -> tuple[list[str], int, tuple[str, ...]]:
-    """Start the keeper and wait until it holds the devices, until this process ends. Raises ValueError.
+    """Start the keeper and wait until the keeper holds the devices, until this process ends. Raises ValueError.
 
-    Returns the addresses of the nodes, the devices of each, and the command that runs its last argument in a shell on
-    {host}.
+    Returns the addresses of the nodes, the devices of each node, and the command that runs the last argument in a
+    shell on {host}.
 
     kind: of devices. count: nodes; None: all that have the devices. slots: devices of each node, None: all.
     """
@@ -67,14 +67,14 @@ def reserve(
 
 
 class Node:
-    """An actor on one node, which holds its devices and runs programs."""
+    """An actor on one node, which holds the node's devices and runs programs."""
 
     def __init__(self) -> None:
         self._running: dict[str, subprocess.Popen[str]] = {}
         self._given_up: set[str] = set()
 
     def run(self, name: str, program: str) -> Iterator[dict[str, Any]]:
-        """Run a program in a shell; its output as it comes, then its exit code."""
+        """Run a program in a shell; the output, line by line, then the exit code."""
         env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}  # Ray's own, 1
         child = subprocess.Popen(
             tied_command(["sh", "-c", program]),
@@ -95,7 +95,7 @@ class Node:
         yield {"code": child.wait()}
 
     def end(self, name: str) -> None:
-        """Terminate a program, as the end of an ssh connection does; also before it has started."""
+        """Terminate a program, as the end of an ssh connection does; also before the program has started."""
         self._given_up.add(name)
         if (child := self._running.get(name)) is not None:
             child.terminate()
@@ -129,7 +129,7 @@ class _Program(socketserver.StreamRequestHandler):
 
 
 def _keep(folder: str, kind: str, count: int | None, slots: int | None) -> None:
-    """Reserve the devices, say which, and run programs on them until this process is killed."""
+    """Reserve the devices, print the hosts, and run programs there until this process is killed."""
     import ray
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -168,7 +168,7 @@ def _keep(folder: str, kind: str, count: int | None, slots: int | None) -> None:
 
 
 def _run(path: str, host: str, program: str) -> int:
-    """Ask the keeper for a program on a node, print its output, and return its exit code."""
+    """Ask the keeper for a program on a node, print the program's output, and return the exit code."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         connection.sendall(json.dumps({"host": host, "program": program}).encode() + b"\n")

@@ -1,7 +1,7 @@
 """The trainer's ranks of one attempt: started, watched and stopped.
 
-On the controller's host each rank is its child process; on another one all of them are children of one program
-(`launch.agent`), which is started by a command. With GPUs, a host's ranks use its first visible ones
+On the controller's host each rank is a child process of the controller. On another host all ranks are children of one
+program (`launch.agent`), which is started by a command. With GPUs, a host's ranks use the first visible GPUs
 (`launch.placement`).
 """
 
@@ -27,10 +27,10 @@ from megatron_scalerl.trainer.ranks import environment as environment_of_ranks
 logger = logging.getLogger(__name__)
 
 _EXIT_S = 10.0
-"""Seconds in which processes that are about to exit may do so by themselves: a signal would reach ranks on another
-host by way of the command that started them, which reports it as a failure."""
+"""Seconds in which processes that are about to exit may exit without a signal. A signal would reach ranks on another
+host through the command that started the ranks, and the command would report a failure."""
 _STOP_S = 60.0
-"""Seconds for all ranks to leave their process groups and answer, once the run is finished."""
+"""Seconds for all ranks to leave the process groups and answer, once the run is finished."""
 
 
 class TrainerRanks:
@@ -49,7 +49,7 @@ class TrainerRanks:
         self._started = asyncio.Event()
 
     async def start(self) -> TrainerInfo:
-        """Start all ranks and wait until they are ready. Raises the first failure."""
+        """Start all ranks and wait until all are ready. Raises the first failure."""
         logs = self._attempt.folder / "logs"
         joining = self.client.worker_env(0)
         public = public_environment(self._attempt, self.client.endpoint, joining["MSRL_SECRET"], Purpose.TRAINER)
@@ -80,14 +80,14 @@ class TrainerRanks:
         """Wait until a rank has exited, then raise ProcessDied."""
         await self._started.wait()
         await asyncio.wait(self._watches, return_when=asyncio.FIRST_COMPLETED)
-        # its last message, which says why, reaches whoever waits for an answer by then
+        # the rank's last message, which gives the reason, reaches whoever waits for an answer by then
         await asyncio.wait(self._watches, return_when=asyncio.ALL_COMPLETED, timeout=BLAME_S + 1.0)
         next(watch for watch in self._watches if watch.done()).result()
 
     async def stop(self, *, graceful: bool) -> None:
         """Stop every rank, whatever fails meanwhile; each failure is logged as a one-line warning.
 
-        graceful: let the ranks leave their process groups first.
+        graceful: let the ranks leave the process groups first.
         """
         await cancelled(*self._watches)
         try:
@@ -98,7 +98,7 @@ class TrainerRanks:
             reason = str(error) or f"no answer within {_STOP_S:g} s"
             logger.warning("the run is finished, but its trainer did not stop gracefully: %s", reason)
         finally:
-            self.client.close()  # ranks that have not exited do so now
+            self.client.close()  # ranks that have not exited exit now
             leaving = [child for child in self._children if graceful or child.name in self._elsewhere]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_EXIT_S):

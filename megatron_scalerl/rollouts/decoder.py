@@ -166,7 +166,7 @@ class Decoding:
         except (ValueError, RecursionError) as error:
             return Answer(head=Reply(error=str(error)))
         try:
-            arrays = completion(body, plan=request.plan, seed=request.seed, where=request.where)
+            arrays = completion(body, plan=request.plan, seed=request.seed, source=request.where)
         except EngineError as error:
             return Answer(head=Reply(error=str(error)))
         except CompletionLost as lost:

@@ -61,7 +61,7 @@ async def test_it_is_an_engine_error_in_one_line(respond):
     async with StandInServer(respond, stall_timeout_s=1.0 if respond in (slow, silent) else 240.0) as client:
         with pytest.raises(EngineError) as error:
             await client.generate([1], sampling=SPEC)
-        assert (client.in_flight, client.ended) == (0, 1)
+        assert (client.in_flight, client.ended_generations) == (0, 1)
     line = str(error.value)
     assert line.startswith("engine-4: ")
     assert re.match(CASES[respond], line) and "\n" not in line

@@ -24,7 +24,7 @@ PLAN = Plan(cut=1, phrase_ids=(8, 9), think_end_ids=(9,), answer_budget=4, eos_i
 
 def rollout(plan=None, **changes):
     choice = msgspec.convert(answer(**changes)["choices"][0], _Choice)
-    return rollout_of(arrays_of(choice, plan=plan, seed=0, where="engine-4: /generate"))
+    return rollout_of(arrays_of(choice, plan=plan, seed=0, source="engine-4: /generate"))
 
 
 def experts(array):

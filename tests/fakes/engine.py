@@ -18,7 +18,7 @@ class StandInEngine:
 
     def __init__(self, name="engine-0", version=0, *, fails="", needs=()):
         self.name, self.version, self.fails = name, version, fails
-        self.produced_tokens = self.received_tokens = self.in_flight = self.ended = 0
+        self.produced_tokens = self.received_tokens = self.in_flight = self.ended_generations = 0
         self.calls = []
         self.paused = self.updating = False
         self.held = ()

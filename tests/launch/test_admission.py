@@ -100,7 +100,7 @@ async def engine_0(registry, agent):
 
 
 async def ended(link):
-    return await asyncio.wait_for(asyncio.shield(link.ended), 240)
+    return await asyncio.wait_for(asyncio.shield(link.end_reason), 240)
 
 
 async def test_an_agent_says_hello_and_up_and_how_its_server_ended():
@@ -165,7 +165,7 @@ async def test_two_agents_with_one_name():
         fifth = agent()
         await fifth.join()
         assert await fifth.answer() == registry.welcome
-        assert not link.ended.done()
+        assert not link.end_reason.done()
 
 
 def frames(draws):
@@ -201,7 +201,7 @@ async def test_no_frame_ends_the_registry_and_one_that_is_invalid_ends_its_agent
                 if sender is stranger:
                     assert isinstance(await stranger.answer(), sockets.Refused)
             # of what is left of a message some is valid, and says that the server is up or ended
-            await asyncio.wait({link.ended, link.up}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({link.end_reason, link.up}, return_when=asyncio.FIRST_COMPLETED)
             one.close()
             stranger.close()
         good = agent()
@@ -314,7 +314,7 @@ async def test_a_command_whose_agent_does_not_connect_is_reported_with_its_outpu
         server = registry.expect("engine-0", "b", "s", command(script, tmp_path))
         with pytest.raises(ServerEnded, match=said):
             await server.start()
-        assert server.where == "host b" and not server.reached
+        assert server.location == "host b" and not server.reached
         if script.endswith("255"):
             assert "no route to host" in server.log_path.read_text()
         await server.stop()

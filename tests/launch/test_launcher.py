@@ -261,7 +261,7 @@ async def test_an_engine_that_ends_with_its_first_requests_is_given_up_with_the_
     (tmp_path / "engine-0.log").write_text(f"(EngineCore pid=7) ERROR 11-25 [core.py:1] {error}\nINFO: down\n")
 
     def busy(client):
-        client.ended = 1
+        client.ended_generations = 1
         client.received_tokens = completed
 
     barren = "; in its last 2 starts no engine completed a request" if not completed else ""

@@ -77,7 +77,7 @@ def test_the_results_are_those_of_decoding_in_this_process(tmp_path):
     found = dict(zip(CASES, asyncio.run(main())))
     for seed, (name, (body, plan)) in enumerate(CASES.items()):
         try:
-            expected = completion(encoded(body), plan=plan, seed=seed, where=WHERE)
+            expected = completion(encoded(body), plan=plan, seed=seed, source=WHERE)
         except (EngineError, CompletionLost) as error:
             assert (type(found[name]), str(found[name])) == (type(error), str(error)), name
             assert getattr(found[name], "reason", "") == getattr(error, "reason", "")
