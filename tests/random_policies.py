@@ -66,6 +66,7 @@ _qwen2 = partial(_config, "qwen2", use_sliding_window=False, sliding_window=8, m
 _olmo2 = partial(_config, "olmo2")
 # head_dim is 24, where hidden size / heads is 16, as in Mistral Nemo
 _mistral = partial(_config, "mistral", head_dim=24, sliding_window=None)
+_smollm3 = partial(_config, "smollm3")
 _qwen3 = partial(_config, "qwen3", head_dim=24)
 # two of four experts per token
 _qwen3_moe = partial(
@@ -133,6 +134,7 @@ KINDS = {
     "qwen3_tied": partial(_qwen3, tie_word_embeddings=True, **_ONE_HEAD),
     "qwen3_moe": partial(_qwen3_moe, norm_topk_prob=True, mlp_only_layers=[1]),
     "qwen3_moe_tied": partial(_qwen3_moe, norm_topk_prob=False, decoder_sparse_step=2, tie_word_embeddings=True),
+    "smollm3": _smollm3,
     "llama4": partial(llama4_text, moe_layers=[0, 2, 3]),
     "llama4_tied": partial(llama4_text, interleave_moe_layer_step=2, tie_word_embeddings=True),
     "llama4_multimodal": _llama4_multimodal,

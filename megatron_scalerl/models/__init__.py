@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.models import deepseek, llama, llama4, mistral, olmo2, qwen2, qwen3, qwen3_moe
+from megatron_scalerl.models import deepseek, llama, llama4, mistral, olmo2, qwen2, qwen3, qwen3_moe, smollm3
 from megatron_scalerl.models.adapters import refuse_adapter
 from megatron_scalerl.models.family import Family
 from megatron_scalerl.models.unsupported import parts_of
@@ -22,6 +22,7 @@ FAMILIES: dict[str, Callable[..., Family]] = {
     "qwen2": qwen2.family,
     "qwen3": qwen3.family,
     "qwen3_moe": qwen3_moe.family,
+    "smollm3": smollm3.family,
 }
 """`model_type` of config.json -> function that builds the family."""
 
