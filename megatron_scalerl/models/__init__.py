@@ -6,22 +6,50 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.models import deepseek, llama, llama4, mistral, olmo2, qwen2, qwen3, qwen3_moe, smollm3
+from megatron_scalerl.models import (
+    deepseek,
+    dots1,
+    ernie4_5,
+    exaone4,
+    glm4_moe,
+    glm4_moe_lite,
+    llama,
+    llama4,
+    minimax_m2,
+    mistral,
+    mixtral,
+    olmo2,
+    olmoe,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    seed_oss,
+    smollm3,
+)
 from megatron_scalerl.models.adapters import refuse_adapter
 from megatron_scalerl.models.family import Family
 from megatron_scalerl.models.unsupported import parts_of
 
 FAMILIES: dict[str, Callable[..., Family]] = {
     "deepseek_v3": deepseek.family,
+    "dots1": dots1.family,
+    "ernie4_5": ernie4_5.family,
+    "exaone4": exaone4.family,
+    "glm4_moe": glm4_moe.family,
+    "glm4_moe_lite": glm4_moe_lite.family,
     "kimi_k2": deepseek.family,
     "llama": llama.family,
     "llama4": llama4.family,
     "llama4_text": llama4.family,
+    "minimax_m2": minimax_m2.family,
     "mistral": mistral.family,
+    "mixtral": mixtral.family,
     "olmo2": olmo2.family,
+    "olmoe": olmoe.family,
     "qwen2": qwen2.family,
     "qwen3": qwen3.family,
     "qwen3_moe": qwen3_moe.family,
+    "seed_oss": seed_oss.family,
     "smollm3": smollm3.family,
 }
 """`model_type` of config.json -> function that builds the family."""

@@ -2,19 +2,18 @@
 
 from typing import Any
 
-from megatron_scalerl.models.blocks import build_family, dense_rules, require_full_attention
-from megatron_scalerl.models.family import Family, LayerStyle, require
+from megatron_scalerl.models.blocks import decoder_family
+from megatron_scalerl.models.family import Family, LayerStyle
 
 
 def family(config: Any) -> Family:
-    """The Family of a SmolLM3Config. Raises ValueError for sliding windows, MLP biases, activations besides SiLU."""
-    require_full_attention(config)
-    require(config, "mlp_bias", False)
+    """The Family of a SmolLM3Config. Raises ValueError as `decoder_family` does."""
     rotated = config.no_rope_layers[: config.num_hidden_layers]  # 1 for a layer with rotary embeddings
-    return build_family(
+    bias = config.attention_bias
+    return decoder_family(
         config,
-        name="smollm3",
         layers=tuple(LayerStyle(rope=bool(rope)) for rope in rotated),
-        rules=dense_rules(config),
+        qkv_bias=bias,
+        output_bias=bias,
         transformer=dict(no_rope_freq=[int(not rope) for rope in rotated]),
     )
