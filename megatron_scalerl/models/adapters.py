@@ -100,7 +100,7 @@ def _factors(rule: Rule, rank: int, targets: Collection[str]) -> Iterator[Rule]:
 
 
 def _module(rule: Rule, number: int, projection: str) -> str:
-    """Hugging Face's module of a rule's projection `number`; experts in one tensor have the names of separate ones."""
+    """Hugging Face's module of a rule's projection; experts in one tensor have the names of separate ones."""
     names = list(rule.hf_shapes)
     if names[0].endswith(".weight"):
         return names[number].removesuffix(".weight")

@@ -54,10 +54,10 @@ def build_family(
     """
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method", "unknown method")
-        raise ValueError(
-            f"config.json: the weights are quantized ({method}); take the policy's bf16 release, or convert it "
-            "(docs/families.md)"
-        )
+        advice = "take the bf16 release that they were made from"
+        if method == "fp8":
+            advice = "take the policy's bf16 release, or convert it (docs/families.md)"
+        raise ValueError(f"config.json: the weights are quantized ({method}); {advice}")
     for key, allowed in READ_BY_ENGINES.items():
         require(config, key, *allowed)
     head_dim = head_size(config)
