@@ -9,6 +9,7 @@ import pytest
 import random_policies
 import torch
 from chosen import Worlds
+from family_configs import experts_apart
 from layouts import gradients_whole, grid, kind_of, same_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -50,24 +51,9 @@ class Transformers(dict):
             chosen = random_policies.of_targets(random_policies.row_logits(model, row), row["targets"])
             (-(chosen * row["weights"]).sum()).backward()
             logprobs.append(chosen.detach())
-        self[kind] = logprobs, dict(as_published(model))
+        grads = ((name, parameter.grad) for name, parameter in model.named_parameters())
+        self[kind] = logprobs, dict(experts_apart(model.config.model_type, grads))
         return self[kind]
-
-
-def as_published(model):
-    """Gradients by the names of published checkpoints, which have each expert apart."""
-    mlp, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
-    if model.config.model_type in ("mixtral", "minimax_m2"):
-        mlp, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
-    for name, parameter in model.named_parameters():
-        layer, fused, projection = name.partition("mlp.experts.")
-        if not fused:
-            yield name.replace("mlp.gate.", f"{mlp}.gate."), parameter.grad
-            continue
-        for expert, grad in enumerate(parameter.grad):
-            kinds = (gate, up) if projection == "gate_up_proj" else (down,)
-            for kind, part in zip(kinds, grad.chunk(len(kinds))):
-                yield f"{layer}{mlp}.experts.{expert}.{kind}.weight", part
 
 
 @pytest.fixture(scope="module")
