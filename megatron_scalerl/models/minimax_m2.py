@@ -19,6 +19,8 @@ def family(config: Any) -> Family:
     require_present(config, "use_routing_bias", True)
     share = config.rope_parameters.get("partial_rotary_factor", 1.0)
     require_present(config, "rotary_dim", int(head_size(config) * share))
+    require(config, "routed_scaling_factor", 1.0)
+    require(config, "n_group", 1)
     require(config, "tie_word_embeddings", False)  # vLLM's class has a head of its own
     experts = Experts(
         count=config.num_local_experts,

@@ -38,9 +38,8 @@ FAMILIES = {
     "flash": (random_policies.LATENT_FOR_ENGINES, 40, (*EP2, *LATENT, *UNSCALED)),
     "glm4_moe": (random_policies.FOR_ENGINES, 40, EP2),
     "minimax_m2": (random_policies.FOR_ENGINES | {"rotary_dim": 16}, 40, EP2),
-    "mixtral": (random_policies.FOR_ENGINES, 40, EP2),
-    "olmoe": (random_policies.QWEN2_FOR_ENGINES, 40, EP2),
-    "dots1": (random_policies.QWEN2_FOR_ENGINES, 40, (*EP2, "engine.vllm.model_impl=transformers")),
+    "mixtral": (random_policies.FOR_ENGINES, 40, ()),
+    "olmoe": (random_policies.QWEN2_FOR_ENGINES, 40, ()),
     "llama4_tied": (random_policies.LLAMA4_FOR_ENGINES, 300, EP2),
 }
 """Kind -> its settings, length of the prompts (tokens), layout. Llama 4 is past its second chunk, and past

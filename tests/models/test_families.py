@@ -228,7 +228,7 @@ FP8 = {"quantization_config": {"quant_method": "fp8"}}
         ),
         (LlamaConfig, {"sliding_window": 8}, "config.json: sliding_window: 8 is not supported, only None or 0"),
         (LlamaConfig, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported for llama"),
-        (Glm4MoeConfig, {"rope_parameters": YARN}, "partial_rotary_factor: 0.5 is not supported .* with yarn"),
+        (Glm4MoeConfig, {"rope_parameters": {**YARN}}, "partial_rotary_factor: 0.5 is not supported .* with yarn"),
         (Glm4MoeConfig, {"n_group": 4, "topk_group": 2}, "num_experts_per_tok: 2 experts from 2 groups"),
         (Glm4MoeLiteConfig, {"first_k_dense_replace": 2}, "first_k_dense_replace: it has to be 1"),
         (Glm4MoeLiteConfig, {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types: .* is not supported"),
