@@ -37,7 +37,6 @@ FAMILIES = {
     "exaone4": (random_policies.FOR_ENGINES, 40, ()),
     "flash": (random_policies.LATENT_FOR_ENGINES, 40, (*EP2, *LATENT, *UNSCALED)),
     "glm4_moe": (random_policies.FOR_ENGINES, 40, EP2),
-    "minimax_m2": (random_policies.FOR_ENGINES | {"rotary_dim": 16}, 40, EP2),
     "mixtral": (random_policies.FOR_ENGINES, 40, ()),
     "olmoe": (random_policies.QWEN2_FOR_ENGINES, 40, ()),
     "llama4_tied": (random_policies.LLAMA4_FOR_ENGINES, 300, EP2),
