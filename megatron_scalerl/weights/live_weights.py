@@ -132,6 +132,8 @@ class LiveWeights:
         fills, and one that is filled twice.
         """
         parameters = {n: p for n, p in model.named_parameters() if not n.startswith(VISION)}
+        # transformers' modules, which vLLM serves where it has no class, hold the bias of a router as a buffer
+        parameters |= {n: b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
         latent = [layer for layer in model.modules() if hasattr(layer, "W_UV")]
         # what vLLM makes of kv_b_proj, in memory of its own or in views of it
         absorbed = {id(p) for layer in latent for p in layer.parameters(recurse=False)}
