@@ -39,6 +39,7 @@ FAMILIES = {
     "glm4_moe": (random_policies.FOR_ENGINES, 40, EP2),
     "mixtral": (random_policies.FOR_ENGINES, 40, ()),
     "olmoe": (random_policies.QWEN2_FOR_ENGINES, 40, ()),
+    "dots1": (random_policies.QWEN2_FOR_ENGINES, 40, ()),
     "llama4_tied": (random_policies.LLAMA4_FOR_ENGINES, 300, EP2),
 }
 """Kind -> its settings, length of the prompts (tokens), layout. Llama 4 is past its second chunk, and past

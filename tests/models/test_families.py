@@ -361,3 +361,6 @@ def test_layers_of_multi_token_prediction_are_outside_the_policy():
     tables = tuple(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(2))
     assert family(DeepseekV3Config(**DEEPSEEK)).passthrough == found.passthrough[2:] == tables
     assert found.frozen == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    one = {"num_nextn_predict_layers": 1}
+    for config in (Glm4MoeConfig(**GLM | one), Glm4MoeLiteConfig(**FLASH | one)):
+        assert family(config).passthrough[0] == "model.layers.2." and family(config).untrained > 0
