@@ -117,8 +117,8 @@ def decoder_family(
     if qkv_bias is None:
         require(config, "attention_bias", False)
     if attention is None:
-        biases = dict(qkv_bias=bool(qkv_bias), output_bias=output_bias)
-        attention = partial(attention_rules, config, prefix="model.", **biases)
+        biased = bool(qkv_bias)
+        attention = partial(attention_rules, config, prefix="model.", qkv_bias=biased, output_bias=output_bias)
 
     def layer_rules(layer: int, style: LayerStyle) -> list[Rule]:
         if experts is not None and style.moe:

@@ -44,7 +44,7 @@ class Experts:
         hf = f"model.layers.{layer}.{self.module}"
         megatron = f"decoder.layers.{layer}.mlp."
         at = Location(layer=layer)
-        sizes = dict(hidden=hidden, what=f"config.json: {self.width_key}")
+        sizes: dict[str, Any] = dict(hidden=hidden, what=f"config.json: {self.width_key}")
         weight_map = [rules.replicated(f"{megatron}router.weight", f"{hf}gate.weight", (self.count, hidden), at)]
         if self.router_bias:
             name = f"{hf}{self.router_bias}"
