@@ -68,6 +68,7 @@ _qwen2 = partial(_config, "qwen2", use_sliding_window=False, sliding_window=8, m
 _olmo2 = partial(_config, "olmo2")
 # head_dim is 24, where hidden size / heads is 16, as in Mistral Nemo
 _mistral = partial(_config, "mistral", head_dim=24, sliding_window=None)
+_smollm3 = partial(_config, "smollm3")
 _qwen3 = partial(_config, "qwen3", head_dim=24)
 # two of four experts per token
 _qwen3_moe = partial(
@@ -107,14 +108,25 @@ def _llama4_multimodal(**settings):
 
 
 # keys of 16 + 8, values of 12; two of eight experts, after a dense layer
-_deepseek = partial(
-    _config,
-    "deepseek_v3",
+_LATENT = dict(
     **dict(q_lora_rank=20, kv_lora_rank=28, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12),
     **dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, n_shared_experts=1),
     **dict(n_group=1, topk_group=1, first_k_dense_replace=1, routed_scaling_factor=2.5),
-    **dict(topk_method="noaux_tc", scoring_func="sigmoid", num_nextn_predict_layers=0, num_key_value_heads=4),
+    **dict(num_nextn_predict_layers=0, num_key_value_heads=4),
 )
+_deepseek = partial(_config, "deepseek_v3", **_LATENT, topk_method="noaux_tc", scoring_func="sigmoid")
+# with the rotary part of a head by MiniMax's two keys, and the keys that only engines read
+_minimax = partial(
+    _config,
+    "minimax_m2",
+    **dict(head_dim=24, rotary_dim=12, num_local_experts=8, num_experts_per_tok=2, intermediate_size=48),
+    **dict(scoring_func="sigmoid", use_routing_bias=True),
+)
+_SPARSE = dict(
+    **dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, n_shared_experts=1),
+    **dict(first_k_dense_replace=1, routed_scaling_factor=2.5, norm_topk_prob=True, attention_bias=True),
+)
+"""Experts as DeepSeek-V3's, and biases in the attention."""
 _ONE_HEAD = dict(num_key_value_heads=1, rope_parameters=YARN_ROPE)
 
 _SCALES = dict(mscale=1.0, mscale_all_dim=0.5)
@@ -135,14 +147,29 @@ KINDS = {
     "qwen3_tied": partial(_qwen3, tie_word_embeddings=True, **_ONE_HEAD),
     "qwen3_moe": partial(_qwen3_moe, norm_topk_prob=True, mlp_only_layers=[1]),
     "qwen3_moe_tied": partial(_qwen3_moe, norm_topk_prob=False, decoder_sparse_step=2, tie_word_embeddings=True),
+    "smollm3": _smollm3,
+    "seed_oss": partial(_config, "seed_oss", head_dim=24),
+    "ernie4_5": partial(_config, "ernie4_5", head_dim=24),
+    "exaone4": partial(_config, "exaone4", sliding_window=None, layer_types=["full_attention"] * 4, head_dim=24),
+    "flash": partial(_config, "glm4_moe_lite", **_LATENT, rms_norm_eps=1e-6),
+    "glm4_moe": partial(_config, "glm4_moe", **_SPARSE, head_dim=24, use_qk_norm=True),
+    "minimax_m2": _minimax,
+    "mixtral": partial(_config, "mixtral", num_local_experts=4, num_experts_per_tok=2, head_dim=24),
+    "olmoe": partial(_config, "olmoe", num_experts=4, num_experts_per_tok=2, intermediate_size=48),
+    "dots1": partial(_config, "dots1", **_SPARSE, sliding_window=None),
     "llama4": partial(llama4_text, moe_layers=[0, 2, 3]),
     "llama4_tied": partial(llama4_text, interleave_moe_layer_step=2, tie_word_embeddings=True),
     "llama4_multimodal": _llama4_multimodal,
 }
 """Kind -> maker of its config. Covers all mixes of dense and MoE layers; one KV head in qwen3_tied."""
-SMALL_WEIGHTS = ("llama_biased", "mistral", "qwen2", "qwen2_tied")
+SMALL_WEIGHTS = ("llama_biased", "mistral", "qwen2", "qwen2_tied", "smollm3", "seed_oss", "ernie4_5", "mixtral")
 """Kinds with smaller weights in the layers; else the fp32 error of transformers itself is 1e-4: their queries and
 keys have no norm."""
+WITH_EXPERTS = (
+    *("qwen3_moe", "llama4", "kimi", "deepseek", "moonlight"),
+    *("flash", "glm4_moe", "minimax_m2", "mixtral", "olmoe", "dots1"),
+)
+"""Beginnings of the kinds with experts."""
 FUSED = ("qwen3_moe_tied",)
 """Kinds that are saved in transformers' in-memory layout: a layer's experts in one tensor."""
 

@@ -6,27 +6,61 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_scalerl.models import deepseek, llama, llama4, mistral, olmo2, qwen2, qwen3, qwen3_moe
+from megatron_scalerl.models import (
+    deepseek,
+    dots1,
+    ernie4_5,
+    exaone4,
+    glm4_moe,
+    glm4_moe_lite,
+    llama,
+    llama4,
+    minimax_m2,
+    mistral,
+    mixtral,
+    olmo2,
+    olmoe,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    seed_oss,
+    smollm3,
+)
 from megatron_scalerl.models.adapters import refuse_adapter
 from megatron_scalerl.models.family import Family
 from megatron_scalerl.models.unsupported import parts_of
 
 FAMILIES: dict[str, Callable[..., Family]] = {
     "deepseek_v3": deepseek.family,
+    "dots1": dots1.family,
+    "ernie4_5": ernie4_5.family,
+    "exaone4": exaone4.family,
+    "glm4_moe": glm4_moe.family,
+    "glm4_moe_lite": glm4_moe_lite.family,
     "kimi_k2": deepseek.family,
     "llama": llama.family,
     "llama4": llama4.family,
     "llama4_text": llama4.family,
+    "minimax_m2": minimax_m2.family,
     "mistral": mistral.family,
+    "mixtral": mixtral.family,
     "olmo2": olmo2.family,
+    "olmoe": olmoe.family,
     "qwen2": qwen2.family,
     "qwen3": qwen3.family,
     "qwen3_moe": qwen3_moe.family,
+    "seed_oss": seed_oss.family,
+    "smollm3": smollm3.family,
 }
 """`model_type` of config.json -> function that builds the family."""
 
 MOST_PARTS = 10_000
 """Most layers, heads or experts that a config may have: for each an object is made."""
+AT_LEAST_1 = (
+    *("hidden_size", "intermediate_size", "vocab_size", "head_dim"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+)
+"""Keys whose value is at least 1 in every model."""
 
 __all__ = ["FAMILIES", "Family", "family", "read_hf_config"]
 
@@ -52,7 +86,8 @@ def read_hf_config(hf_path: str | Path) -> Any:
     """The Hugging Face config of a folder.
 
     Raises ValueError for a folder without config.json, for an adapter, and for a config.json that is not readable,
-    has an unknown model_type or values of wrong types, or is of a model without a language model's head.
+    has an unknown model_type, values of wrong types or another family's architecture, or is of a model without a
+    language model's head.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, DeepseekV3Config
@@ -83,19 +118,40 @@ def read_hf_config(hf_path: str | Path) -> Any:
                 f"{path}: {architecture} is no policy: its head is not a language model's (a reward model, a "
                 "classifier) or is missing; take a ...ForCausalLM"
             )
+    _check_numbers(path, config)
+    try:
+        if kind == "kimi_k2":  # DeepSeek-V3's architecture; transformers has no class for its name
+            read = DeepseekV3Config.from_dict(config)
+        else:
+            # A config may name code in its folder, which is never run.
+            read = AutoConfig.from_pretrained(str(hf_path), trust_remote_code=False)
+    except StrictDataclassError as error:  # its text has several lines
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        line = " ".join(map(str, error.args))
+        raise ValueError(f"{path}: transformers cannot read it: {line}; correct the file") from error
+    policy = type(read).__name__.removesuffix("Config").removesuffix("Text")
+    for architecture in architectures:
+        if architecture not in {policy + head for head in heads}:
+            raise ValueError(
+                f"{path}: architectures has {architecture}, by which engines choose a model, and model_type {kind!r} "
+                f"is {policy}{heads[-1]}; correct the wrong one"
+            )
+    return read
+
+
+def _check_numbers(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises ValueError for more parts than any model has, and for fewer than 1 of those that every model has."""
     items = list(config.items())
     if isinstance(config.get("text_config"), dict):
         items += config["text_config"].items()
     for key, value in items:
-        if key.endswith(("layers", "heads", "experts")) and isinstance(value, int | float) and value > MOST_PARTS:
+        if not isinstance(value, int | float):
+            continue
+        if key.endswith(("layers", "heads", "experts")) and value > MOST_PARTS:
             raise ValueError(f"{path}: {key}: {value:,} is more than any model has; at most {MOST_PARTS:,} are read")
-    try:
-        if kind == "kimi_k2":  # DeepSeek-V3's architecture; transformers has no class for its name
-            return DeepseekV3Config.from_dict(config)
-        # A config may name code in its folder, which is never run.
-        return AutoConfig.from_pretrained(str(hf_path), trust_remote_code=False)
-    except StrictDataclassError as error:  # its text has several lines
-        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+        if key in AT_LEAST_1 and value < 1:
+            raise ValueError(f"{path}: {key}: {value} is too few; every model has at least 1")
 
 
 def _unsupported(where: str, config: Mapping[str, Any]) -> str:

@@ -87,7 +87,7 @@ def _factors(rule: Rule, rank: int, targets: Collection[str]) -> Iterator[Rule]:
     for number, projection in enumerate(projections):
         if projection not in targets:
             continue
-        hf = f"base_model.model.{_module(rule)}.{projection}"
+        hf = f"base_model.model.{_module(rule, number, projection)}"
         a = (f"{linear}.lora.{projection}_A", f"{hf}.lora_A.weight")
         b = (f"{linear}.lora.{projection}_B", f"{hf}.lora_B.weight")
         if pieces[0].axis == 1:
@@ -99,9 +99,9 @@ def _factors(rule: Rule, rank: int, targets: Collection[str]) -> Iterator[Rule]:
         yield rules.column(*b, rows, rank, at, what=linear)
 
 
-def _module(rule: Rule) -> str:
-    """Hugging Face's module of a rule's projections; experts in one tensor have the names of separate ones."""
-    name = next(iter(rule.hf_shapes))
-    if name.endswith(".weight"):
-        return name.removesuffix(".weight").rpartition(".")[0]
-    return f"{name.rpartition('.')[0]}.{rule.expert}"
+def _module(rule: Rule, number: int, projection: str) -> str:
+    """Hugging Face's module of a rule's projection; experts in one tensor have the names of separate ones."""
+    names = list(rule.hf_shapes)
+    if names[0].endswith(".weight"):
+        return names[number].removesuffix(".weight")
+    return f"{names[0].rpartition('.')[0]}.{rule.expert}.{projection}"

@@ -1,9 +1,13 @@
-"""Rules and options that families share: embedding and head, attention, gated MLP, experts, dense models."""
+"""Rules and options that families share: embedding and head, attention, whole decoders."""
 
+from collections.abc import Callable
+from functools import partial
+from math import prod
 from typing import Any
 
 from megatron_scalerl.models import rules
-from megatron_scalerl.models.family import Family, LayerStyle, QkNorm, Rule, require
+from megatron_scalerl.models.experts import Experts, mlp_rules
+from megatron_scalerl.models.family import Family, LayerStyle, Rule, require
 from megatron_scalerl.models.rope import rotary
 from megatron_scalerl.models.rules import Location
 
@@ -13,9 +17,9 @@ READ_BY_ENGINES: dict[str, tuple[Any, ...]] = {
     "llama_4_scaling": (None,),
     "is_causal": (True,),
     "logit_scale": (1.0,),
-    "partial_rotary_factor": (1.0,),
     "qk_norm": (False,),
     "bias": (False,),
+    "mlp_bias": (False,),
     "shared_expert_intermediate_size": (0, None),
 }
 """Keys that vLLM 0.32 reads in families that do not have them, where transformers ignores them -> values that change
@@ -35,31 +39,32 @@ def key_value_heads(config: Any) -> int:
 def build_family(
     config: Any,
     *,
-    name: str,
     layers: tuple[LayerStyle, ...],
     rules: tuple[Rule, ...],
     transformer: dict[str, Any] | None = None,
+    name: str = "",
+    partial_rotary: bool = False,
     **more: Any,
 ) -> Family:
-    """The Family of a config with Llama's and Qwen's keys.
+    """The Family of a config with Llama's and Qwen's keys; biases are those of the rules.
 
-    transformer: fields of TransformerConfig that are added or replaced. more: further fields of Family. Raises
-    ValueError for quantized weights, and for a key with which an engine computes another model.
+    transformer: fields of TransformerConfig that are added or replaced. name: by default the config's model_type.
+    partial_rotary: the family may rotate a part of each head. more: further fields of Family. Raises ValueError for
+    quantized weights, and for a key with which an engine computes another model.
     """
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method", "unknown method")
-        raise ValueError(
-            f"config.json: the weights are quantized ({method}); take the policy's bf16 release, or convert it "
-            "(docs/families.md)"
-        )
+        advice = "take the bf16 release that they were made from"
+        if method == "fp8":
+            advice = "take the policy's bf16 release, or convert it (docs/families.md)"
+        raise ValueError(f"config.json: the weights are quantized ({method}); {advice}")
     for key, allowed in READ_BY_ENGINES.items():
         require(config, key, *allowed)
     head_dim = head_size(config)
-    # One key for queries, keys, values and output, in Llama and Qwen3.
-    bias = bool(getattr(config, "attention_bias", False))
-    rope = rotary(config, head_dim)
+    rope = rotary(config, head_dim, partial=partial_rotary)
+    biases = {rule.megatron.rpartition(".self_attention.")[2] for rule in rules if rule.megatron.endswith(".bias")}
     return Family(
-        name=name,
+        name=name or config.model_type,
         transformer=dict(
             num_layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
@@ -70,7 +75,8 @@ def build_family(
             layernorm_epsilon=config.rms_norm_eps,
             init_method_std=config.initializer_range,
             softmax_scale=rope.softmax_scale(head_dim),
-            add_qkv_bias=bias,
+            add_qkv_bias="linear_qkv.bias" in biases,
+            qk_layernorm=any(style.qk_norm in ("weighted", "all_heads") for style in layers),
         )
         | (transformer or {}),
         gpt=dict(
@@ -81,25 +87,72 @@ def build_family(
         inv_freq=rope.inv_freq,
         layers=layers,
         rules=rules,
-        output_bias=bias,
+        output_bias="linear_proj.bias" in biases,
         **more,
     )
 
 
-def dense_rules(config: Any, **attention: Any) -> tuple[Rule, ...]:
-    """The weight map of a model with a gated MLP in every layer; `attention`: keywords of `attention_rules`."""
+def decoder_family(
+    config: Any,
+    *,
+    layers: tuple[LayerStyle, ...],
+    experts: Experts | None = None,
+    attention: Callable[[int, LayerStyle], list[Rule]] | None = None,
+    qkv_bias: bool | None = None,
+    output_bias: bool = False,
+    prediction_layers: int = 0,
+    passthrough: tuple[str, ...] = (),
+    transformer: dict[str, Any] | None = None,
+    **more: Any,
+) -> Family:
+    """The Family of a decoder with Llama's names: an attention and an MLP, gated or of `experts`, in each layer.
+
+    attention: rules of a layer's norms and attention, by default `attention_rules`, with biases of queries, keys and
+    values where `qkv_bias`, and of the output where `output_bias`. qkv_bias None: the family has no such biases, and
+    `attention_bias` is refused. prediction_layers: number of layers of multi-token prediction, which checkpoints
+    number after the others, and an export copies. transformer, more: as in `build_family`. Raises ValueError as
+    `build_family` and `require_full_attention` do.
+    """
+    require_full_attention(config)
+    if qkv_bias is None:
+        require(config, "attention_bias", False)
+    if attention is None:
+        biased = bool(qkv_bias)
+        attention = partial(attention_rules, config, prefix="model.", qkv_bias=biased, output_bias=output_bias)
+
+    def layer_rules(layer: int, style: LayerStyle) -> list[Rule]:
+        if experts is not None and style.moe:
+            mlp = experts.rules(layer, hidden)
+        else:
+            names = (f"model.layers.{layer}.mlp.", f"decoder.layers.{layer}.mlp.")
+            mlp = mlp_rules(*names, ffn=config.intermediate_size, hidden=hidden, at=Location(layer=layer))
+        return attention(layer, style) + mlp
+
+    hidden = config.hidden_size
     first, last = outer_rules(config, "model.", "lm_head.weight")
     weight_map = list(first)
-    for layer in range(config.num_hidden_layers):
-        weight_map += attention_rules(config, layer, "model.", **attention)
-        weight_map += mlp_rules(
-            f"model.layers.{layer}.mlp.",
-            f"decoder.layers.{layer}.mlp.",
-            ffn=config.intermediate_size,
-            hidden=config.hidden_size,
-            at=Location(layer=layer),
-        )
-    return (*weight_map, *last)
+    for layer, style in enumerate(layers):
+        weight_map += layer_rules(layer, style)
+    predicting = range(len(layers), len(layers) + prediction_layers)
+    untrained = 0
+    for layer in predicting:
+        # besides a whole layer three norms, a projection of two hidden states to one, another embedding and head
+        untrained += 3 * hidden + 2 * hidden * hidden + 2 * config.vocab_size * hidden
+        trained = [rule for rule in layer_rules(layer, layers[-1]) if not rule.frozen]
+        untrained += sum(prod(shape) for rule in trained for shape in rule.hf_shapes.values())
+    options = {}
+    if experts is not None and any(style.moe for style in layers):
+        options = dict(moe_layer_freq=[int(style.moe) for style in layers], **experts.options())
+    options |= transformer or {}
+    return build_family(
+        config,
+        layers=layers,
+        rules=(*weight_map, *last),
+        transformer=options,
+        passthrough=(*(f"model.layers.{layer}." for layer in predicting), *passthrough),
+        untrained=untrained,
+        **more,
+    )
 
 
 def outer_rules(config: Any, prefix: str, head: str) -> tuple[tuple[Rule, ...], tuple[Rule, ...]]:
@@ -119,86 +172,52 @@ def outer_rules(config: Any, prefix: str, head: str) -> tuple[tuple[Rule, ...], 
 
 
 def attention_rules(
-    config: Any, layer: int, prefix: str, *, qk_norm: QkNorm = "none", qkv_bias: bool = False, post_norm: bool = False
+    config: Any, layer: int, style: LayerStyle, *, prefix: str, qkv_bias: bool = False, output_bias: bool = False
 ) -> list[Rule]:
-    """Norms and attention projections of one layer; `qk_norm` and `post_norm` as in `LayerStyle`.
-
-    With `attention_bias` in the config all projections have biases, with `qkv_bias` all but the output's.
-    """
+    """Rules of the norms and attention projections of one layer; biases as in `decoder_family`."""
     at = Location(layer=layer)
-    hf_layer = f"{prefix}layers.{layer}."
-    layer_name = f"decoder.layers.{layer}."
-    hf = f"{hf_layer}self_attn."
-    megatron = f"{layer_name}self_attention."
+    hf = f"{prefix}layers.{layer}.self_attn."
+    megatron = f"decoder.layers.{layer}.self_attention."
     hidden = config.hidden_size
     heads = config.num_attention_heads
     groups = key_value_heads(config)
     head_dim = head_size(config)
-    norms = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
-    if post_norm:
-        norms = {
-            "self_attention.linear_proj.norm": "post_attention_layernorm",
-            "mlp.linear_fc2.norm": "post_feedforward_layernorm",
-        }
-    weight_map = [
-        rules.replicated(f"{layer_name}{name}.weight", f"{hf_layer}{hf_name}.weight", (hidden,), at)
-        for name, hf_name in norms.items()
-    ]
+    weight_map = norm_rules(config, layer, prefix, style)
     qkv = dict(heads=heads, groups=groups, head_dim=head_dim, at=at)
     weight_map.append(rules.query_key_value(f"{megatron}linear_qkv", hf, "weight", columns=(hidden,), **qkv))
     output = f"{megatron}linear_proj"
     what = "config.json: num_attention_heads"
     weight_map.append(rules.row(f"{output}.weight", f"{hf}o_proj.weight", hidden, heads * head_dim, at, what=what))
-    output_bias = bool(getattr(config, "attention_bias", False))
-    if qkv_bias or output_bias:
+    if qkv_bias:
         weight_map.append(rules.query_key_value(f"{megatron}linear_qkv", hf, "bias", columns=(), **qkv))
     if output_bias:
         # RowParallelLinear adds its bias after the reduction, so each rank holds all of it
         weight_map.append(rules.replicated(f"{output}.bias", f"{hf}o_proj.bias", (hidden,), at))
     # Heads that one weight vector covers.
-    normed = {"weighted": {"q": 1, "k": 1}, "all_heads": {"q": heads, "k": groups}}.get(qk_norm, {})
+    normed = {"weighted": {"q": 1, "k": 1}, "all_heads": {"q": heads, "k": groups}}.get(style.qk_norm, {})
     for kind, count in normed.items():
         name = f"{megatron}{kind}_layernorm.weight"
         weight_map.append(rules.replicated(name, f"{hf}{kind}_norm.weight", (head_dim * count,), at))
     return weight_map
 
 
-def mlp_rules(
-    hf: str, megatron: str, *, ffn: int, hidden: int, at: Location, what: str = "config.json: intermediate_size"
-) -> list[Rule]:
-    """Rules of a gated MLP: `hf`{gate,up,down}_proj.weight and `megatron`linear_fc{1,2}.weight."""
-    gate, up, down = (f"{hf}{kind}_proj.weight" for kind in ("gate", "up", "down"))
+def norm_rules(config: Any, layer: int, prefix: str, style: LayerStyle) -> list[Rule]:
+    """Rules of the two norms of the hidden states in a layer."""
+    norms = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+    if style.post_norm:
+        norms = {
+            "self_attention.linear_proj.norm": "post_attention_layernorm",
+            "mlp.linear_fc2.norm": "post_feedforward_layernorm",
+        }
     return [
-        rules.gate_up(f"{megatron}linear_fc1.weight", gate, up, ffn=ffn, hidden=hidden, at=at, what=what),
-        rules.row(f"{megatron}linear_fc2.weight", down, hidden, ffn, at, what=what),
+        rules.replicated(
+            f"decoder.layers.{layer}.{name}.weight",
+            f"{prefix}layers.{layer}.{hf_name}.weight",
+            (config.hidden_size,),
+            Location(layer=layer),
+        )
+        for name, hf_name in norms.items()
     ]
-
-
-def expert_rules(hf: str, megatron: str, *, experts: int, ffn: int, hidden: int, layer: int, what: str) -> list[Rule]:
-    """Rules of experts that are separate gated MLPs: `hf`E.{gate,up,down}_proj.weight."""
-    weight_map = []
-    for expert in range(experts):
-        at = Location(layer=layer, expert=expert)
-        name = f"{megatron}experts.local_experts.{expert}."
-        weight_map += mlp_rules(f"{hf}{expert}.", name, ffn=ffn, hidden=hidden, at=at, what=what)
-    return weight_map
-
-
-def fused_expert_rules(
-    hf: str, megatron: str, *, experts: int, ffn: int, hidden: int, layer: int, what: str, transposed: bool
-) -> list[Rule]:
-    """Rules of experts fused into `hf`gate_up_proj and `hf`down_proj; `transposed`: stored as [in, out]."""
-    weight_map = []
-    sizes = dict(experts=experts, ffn=ffn, hidden=hidden)
-    for projection, tensor, make_rule in (
-        ("linear_fc1", "gate_up_proj", rules.fused_expert_gate_up),
-        ("linear_fc2", "down_proj", rules.fused_expert_down),
-    ):
-        for expert in range(experts):
-            name = f"{megatron}experts.local_experts.{expert}.{projection}.weight"
-            at = Location(layer=layer, expert=expert)
-            weight_map.append(make_rule(name, f"{hf}{tensor}", at=at, what=what, transposed=transposed, **sizes))
-    return weight_map
 
 
 def require_full_attention(config: Any) -> None:

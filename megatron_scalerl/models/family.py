@@ -136,6 +136,12 @@ def require(config: Any, key: str, *allowed: Any) -> None:
         raise ValueError(f"config.json: {key}: {value!r} is not supported, only {' or '.join(map(repr, allowed))}")
 
 
+def require_present(config: Any, key: str, value: Any) -> None:
+    """Raises ValueError unless the Hugging Face config has the `key`, which engines read, with this value."""
+    if getattr(config, key, None) != value:
+        raise ValueError(f"config.json: {key}: it has to be {value!r}")
+
+
 def check_layout(family: Family, *, tp_size: int = 1, ep_size: int = 1, etp_size: int = 1) -> None:
     """Raises ValueError for a parallel size that does not divide the heads, key-value heads, MLPs or experts."""
     options = family.transformer

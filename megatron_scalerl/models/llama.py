@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from megatron_scalerl.models.blocks import build_family, dense_rules
-from megatron_scalerl.models.family import Family, LayerStyle, require
+from megatron_scalerl.models.blocks import decoder_family
+from megatron_scalerl.models.family import Family, LayerStyle
 
 
 def family(config: Any) -> Family:
-    """The Family of a LlamaConfig. Raises ValueError for MLP biases and activations other than SiLU."""
-    require(config, "mlp_bias", False)
-    require(config, "hidden_act", "silu")
+    """The Family of a LlamaConfig. Raises ValueError as `decoder_family` does."""
+    bias = config.attention_bias
     layers = (LayerStyle(),) * config.num_hidden_layers
-    return build_family(config, name="llama", layers=layers, rules=dense_rules(config))
+    return decoder_family(config, layers=layers, qkv_bias=bias, output_bias=bias)

@@ -12,14 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_scalerl.models import rules
-from megatron_scalerl.models.blocks import (
-    attention_rules,
-    build_family,
-    fused_expert_rules,
-    head_size,
-    mlp_rules,
-    outer_rules,
-)
+from megatron_scalerl.models.blocks import attention_rules, build_family, head_size, outer_rules
+from megatron_scalerl.models.experts import fused_expert_rules, mlp_rules
 from megatron_scalerl.models.family import Family, LayerStyle, QkNorm, Rule, require
 from megatron_scalerl.models.rope import rotary
 from megatron_scalerl.models.rules import Location
@@ -114,7 +108,7 @@ def _rules(text: Any, styles: tuple[LayerStyle, ...], prefix: str) -> tuple[Rule
     first, last = outer_rules(text, f"{prefix}model.", f"{prefix}lm_head.weight")
     weight_map = list(first)
     for layer, style in enumerate(styles):
-        weight_map += attention_rules(text, layer, f"{prefix}model.")
+        weight_map += attention_rules(text, layer, style, prefix=f"{prefix}model.")
         hf = f"{prefix}model.layers.{layer}.feed_forward."
         megatron = f"decoder.layers.{layer}.mlp."
         if style.moe:

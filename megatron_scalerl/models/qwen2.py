@@ -2,21 +2,11 @@
 
 from typing import Any
 
-from megatron_scalerl.models.blocks import build_family, dense_rules, require_full_attention
+from megatron_scalerl.models.blocks import decoder_family
 from megatron_scalerl.models.family import Family, LayerStyle, require
 
 
 def family(config: Any) -> Family:
-    """The Family of a Qwen2Config.
-
-    Raises ValueError for sliding windows, a bias of the output projection, and activations other than SiLU.
-    """
-    require_full_attention(config)
+    """The Family of a Qwen2Config. Raises ValueError as `decoder_family` does, and for a bias of the output."""
     require(config, "attention_bias", False)  # the key of Llama and Qwen3, which means the output's bias as well
-    return build_family(
-        config,
-        name="qwen2",
-        layers=(LayerStyle(),) * config.num_hidden_layers,
-        rules=dense_rules(config, qkv_bias=True),
-        transformer=dict(add_qkv_bias=True),
-    )
+    return decoder_family(config, layers=(LayerStyle(),) * config.num_hidden_layers, qkv_bias=True)

@@ -30,11 +30,12 @@ class Rotary:
         return self.factor**2 / math.sqrt(head_dim)
 
 
-def rotary(config: Any, head_dim: int) -> Rotary:
+def rotary(config: Any, head_dim: int, *, partial: bool = False) -> Rotary:
     """The Rotary of rope_parameters (transformers 5) or of rope_theta and rope_scaling (4).
 
-    Types are `default`, `linear`, `llama3` (Llama 3.1's scaling) and `yarn` (arXiv 2309.00071). Raises ValueError
-    for others, and for a scaling without one of its keys.
+    Types are `default`, `linear`, `llama3` (Llama 3.1's scaling) and `yarn` (arXiv 2309.00071). With `partial` the
+    frequencies are those of the part of a head that is rotated. Raises ValueError for other types, for a scaling
+    without one of its keys, and for a part of a head without `partial` or with YaRN.
     """
     import torch
 
@@ -44,9 +45,14 @@ def rotary(config: Any, head_dim: int) -> Rotary:
     kind = parameters.get("rope_type", parameters.get("type", "default")) or "default"
     if kind not in KINDS:
         raise ValueError(f"config.json: rope_type: expected one of {', '.join(KINDS)}, found {kind!r}")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        factor = parameters["partial_rotary_factor"]
-        raise ValueError(f"config.json: partial_rotary_factor: {factor} is not supported, only 1")
+    share = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+    # YaRN's factor is on the scores, and would reach the part of a head that is not rotated
+    if share != 1.0 and (not partial or kind == "yarn"):
+        raise ValueError(
+            f"config.json: partial_rotary_factor: {share} is not supported for {config.model_type} with {kind} "
+            "positions, only 1"
+        )
+    head_dim = int(head_dim * share)
     # In fp32 and in this order, as transformers computes them: other roundings change late positions.
     frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     parameters.setdefault(

@@ -10,12 +10,15 @@ from typing import Any
 
 PARTS = {
     "an encoder": r"is_encoder_decoder|encoder_(layers|config|hidden_size)|num_encoder_layers|cross_attention.*",
-    "a tower of images or sound": r"(vision|visual|audio|image|video|speech|thinker|talker|sam|codec|dac)_.*|"
-    r".*(perceiver|patch|image|_mel_|pixel|num_channels|num_codebooks|qformer|backbone|_vl(_|$)|_ocr|omni).*",
+    "a tower of images or sound": r"(vision|visual|audio|image|video|speech|thinker|talker|sam|codec|dac|vq)_.*|"
+    r".*(perceiver|patch|image|_mel_|pixel|num_channels|num_codebooks|qformer|backbone_config|_vl(_|$)|_ocr|omni).*",
     "multi-head latent attention": r"kv_lora_rank",
     "linear attention": r"linear_.*|lightning.*|attn_linear.*|.*rwkv.*|delta_.*|kda_.*|minimax",
     "state-space layers": r".*mamba.*|ssm_.*|time_step_.*|hybrid_override_pattern|state_size|attn_layer_period|"
-    r"recurrent.*|lru_.*|conv|conv_(kernel|L_cache).*|xlstm.*|[sm]lstm.*",
+    r"recurrent.*|lru_.*|conv_kernel.*|xlstm.*|[sm]lstm.*",
+    "convolution layers": r"conv|conv_L_cache",
+    "differential attention": r"diffllama",
+    "a temperature of attention": r"ministral3|attn_temperature.*",
     "sparse attention": r"index_(topk|n_heads|head_dim)|.*(block_sparse|sparse_attention|moba|nsa_).*",
     "sliding windows": r"(use_)?sliding.*|.*attention_window|window_size|local_attention|attention_types|chunked.*",
     "attention sinks": r"gpt_oss|.*_sinks?(_.*)?",
@@ -24,13 +27,15 @@ PARTS = {
     r"router_(?!aux|jitter|z_loss|weighting).*|routed_scaling_factor|.*expert_bias",
     "a shared expert": r"(n_|num_)?shared_expert.*",
     "multi-token prediction": r"num_nextn_predict_layers|mtp_.*|num_mtp.*",
-    "embeddings for each layer": r".*_per_layer(_input|_config)?|laurel.*|altup.*",
+    "embeddings for each layer": r".*_per_layer_input|laurel.*|altup.*",
     "soft caps of logits": r".*soft_?cap.*",
     "multipliers of embeddings, residuals or logits": r".*_multipliers?|logits?_scal.*|scale_(emb|depth)|mup_.*|"
     r"embedding_scale|scale_embedding|.*residual_scale.*|(vault)?gemma.*",
     "norms after attention and MLP": r"(use_)?(sandwich|post)_?norm.*|gemma[2-9].*|glm4",
-    "other norms": r"layer_norm.*|(rms_|layer)?norm_(eps(ilon)?|type)(?<!rms_norm_eps)|(use_)?qk_(layer)?norm.*",
+    "other norms": r"layer_norm.*|(rms_|layer)?norm_(eps(ilon)?|type)(?<!rms_norm_eps)|(use_)?qk_(layer)?norm.*|"
+    r"olmo|hunyuan_v1_dense",
     "partial rotary embeddings": r"partial_rotary_factor|rotary_(pct|dim|percent)|rope_(percent|ratio)",
+    "rotary pairs of neighbors": r"helium",
     "layers without rotary embeddings": r"no_rope.*|nope.*",
     "positions other than rotary embeddings": r"alibi.*|n_positions|relative_attention.*|position_embedding_type|"
     r"type_vocab_size|learned_pos.*|max_source_positions|axial.*",
@@ -43,7 +48,7 @@ PARTS = {
 _QUIET = re.compile(
     r"(.*dropout.*|.*token.*|initializer.*|use_cache|transformers_version|architectures|model_type|dtype|torch_dtype|"
     r"_.*|id2label|label2id|output_.*|return_dict|problem_type|chunk_size_.*|auto_map|is_decoder|tie_.*|.*_loss.*|"
-    r"layer_types|num_labels|.*_config)$"
+    r"layer_types|num_labels|.*_config|rope_(theta|scaling|parameters))$"
 )
 """Keys that say nothing about the layers."""
 _MOST = 5

@@ -134,6 +134,8 @@ class LiveWeights:
         tensor fills or that two tensors fill.
         """
         parameters = {n: p for n, p in model.named_parameters() if not n.startswith(VISION)}
+        # transformers' modules, which vLLM serves where it has no class, hold the bias of a router as a buffer
+        parameters |= {n: b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
         latent = [layer for layer in model.modules() if hasattr(layer, "W_UV")]
         # vLLM makes these parameters from kv_b_proj, as copies or views.
         absorbed_ids = {id(p) for layer in latent for p in layer.parameters(recurse=False)}

@@ -52,6 +52,11 @@ def _rope_everywhere(family):
     return replace(family, transformer={**family.transformer, "no_rope_freq": [0] * len(family.layers)})
 
 
+def _whole_heads(family):
+    """RoPE of as many more angles as the head has room for."""
+    return replace(family, inv_freq=family.inv_freq.repeat(2))
+
+
 WITHOUT = {
     "kimi: YaRN's scales": _option(mscale=1.0, mscale_all_dim=0.0),
     "kimi: router's bias": _option(moe_router_enable_expert_bias=False),
@@ -68,6 +73,19 @@ WITHOUT = {
     "llama4: probability on the expert's input": _option(moe_apply_probs_on_input=False),
     "llama4: sigmoid router": _option(moe_router_score_function="softmax", moe_router_pre_softmax=True),
     "llama4: shared expert": _option(moe_shared_expert_intermediate_size=None),
+    "smollm3: layers without RoPE": _rope_everywhere,
+    "ernie4_5: interleaved rotary pairs": _option(rotary_interleaved=False),
+    "exaone4: query and key norm": _layers(qk_norm="none"),
+    "seed_oss: query, key and value biases": _option(add_qkv_bias=False),
+    "glm4_moe: query and key norm": _layers(qk_norm="none"),
+    "glm4_moe: part of a head without RoPE": _whole_heads,
+    "glm4_moe: shared expert": _option(moe_shared_expert_intermediate_size=None),
+    "minimax_m2: part of a head without RoPE": _whole_heads,
+    "minimax_m2: router's bias": _option(moe_router_enable_expert_bias=False),
+    "mixtral: normalized probabilities": _option(moe_router_pre_softmax=True),
+    "olmoe: query and key norm": _layers(qk_norm="none"),
+    "olmoe: probabilities over all experts": _option(moe_router_pre_softmax=False),
+    "dots1: scaled experts": _option(moe_router_topk_scaling_factor=None),
     "olmo2: query and key norm": _layers(qk_norm="none"),
     "qwen2: query, key and value biases": _option(add_qkv_bias=False),
     "qwen2_tied: YaRN's attention factor": _option(softmax_scale=None),

@@ -28,7 +28,7 @@ HEADS = grid("llama, llama_tied, mistral, qwen2, qwen3, qwen3_moe, llama4")
 
 def _layouts(kind):
     """Layouts of two ranks; one key-value head cannot be sharded, dense layers have no experts."""
-    experts = kind.startswith(("qwen3_moe", "llama4", "kimi", "deepseek", "moonlight"))
+    experts = kind.startswith(random_policies.WITH_EXPERTS)
     return ["pp2", *([] if kind == "qwen3_tied" else ["tp2 sp"]), "ep2" if experts else "dp2"]
 
 

@@ -31,6 +31,15 @@ FAMILIES = {
     "qwen3_tied": (random_policies.FOR_ENGINES, 40, ()),
     "qwen3_moe": (random_policies.FOR_ENGINES, 40, EP2),
     "qwen3_moe_tied": (random_policies.FOR_ENGINES, 40, EP2),
+    "smollm3": (random_policies.QWEN2_FOR_ENGINES, 40, ()),
+    "seed_oss": (random_policies.FOR_ENGINES, 40, ()),
+    "ernie4_5": (random_policies.FOR_ENGINES, 40, ()),
+    "exaone4": (random_policies.FOR_ENGINES, 40, ()),
+    "flash": (random_policies.LATENT_FOR_ENGINES, 40, (*EP2, *LATENT, *UNSCALED)),
+    "glm4_moe": (random_policies.FOR_ENGINES, 40, EP2),
+    "mixtral": (random_policies.FOR_ENGINES, 40, ()),
+    "olmoe": (random_policies.QWEN2_FOR_ENGINES, 40, ()),
+    "dots1": (random_policies.QWEN2_FOR_ENGINES, 40, ()),
     "llama4_tied": (random_policies.LLAMA4_FOR_ENGINES, 300, EP2),
 }
 """Kind -> its settings, length of the prompts (tokens), layout. Llama 4 is past its second chunk, and past

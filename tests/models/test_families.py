@@ -2,13 +2,33 @@
 
 import pytest
 import torch
-from family_configs import CONFIGS, DEEPSEEK, LLAMA, LLAMA4, QWEN3_MOE, family_of, shard_shape
+from family_configs import (
+    CONFIGS,
+    DEEPSEEK,
+    FLASH,
+    GLM,
+    LLAMA,
+    LLAMA4,
+    MINIMAX,
+    OLMOE,
+    QWEN3_MOE,
+    as_published,
+    experts_apart,
+    family_of,
+    shard_shape,
+)
 from refusals import refused
 from transformers import (
     DeepseekV3Config,
+    Ernie4_5Config,
+    Exaone4Config,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     Llama4TextConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
+    OlmoeConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -16,7 +36,7 @@ from transformers import (
 )
 
 from megatron_scalerl.checkpoints.hf_folder import family_of_folder
-from megatron_scalerl.models import family, read_hf_config
+from megatron_scalerl.models import FAMILIES, family, read_hf_config
 from megatron_scalerl.models.adapters import adapter_family
 from megatron_scalerl.models.family import check_layout, padded_vocab_size
 from megatron_scalerl.models.llama4 import attention_temperature
@@ -66,7 +86,8 @@ def test_every_linear_layer_but_head_and_router_has_an_adapter(kind):
             sizes = dict(gate_proj=(20, 24), up_proj=(20, 24), down_proj=(24, 20))
             layers |= {f"{name}.{e}.{p}": s for e in range(len(module.down_proj)) for p, s in sizes.items()}
     expected = {}
-    for name, (out, inputs) in layers.items():
+    for usual, (out, inputs) in layers.items():
+        name = as_published(model.config.model_type, usual)
         expected[f"base_model.model.{name}.lora_A.weight"] = (3, inputs)
         expected[f"base_model.model.{name}.lora_B.weight"] = (out, 3)
     adapters = adapter_family(family_of(kind), rank=3, targets=PROJECTIONS)
@@ -98,17 +119,12 @@ def test_names_are_those_of_hugging_face(kind):
     config = CONFIGS[kind]()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    tensors = list(model.named_parameters())
+    tensors += [(name, b) for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    if not kind.endswith("fused"):
+        tensors = experts_apart(config.model_type, tensors)
     found = {name: shape for rule in family_of(kind).rules for name, shape in rule.hf_shapes.items()}
-    expected |= {n: tuple(b.shape) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
-    if kind == "qwen3_moe" or kind.startswith("deepseek"):
-        fused = {name: expected.pop(name) for name in list(expected) if ".experts." in name}
-        assert list(fused.values()) == [(4, 40, 24), (4, 24, 20)]
-        for expert in range(4):
-            prefix = f"model.layers.1.mlp.experts.{expert}."
-            expected |= {f"{prefix}{k}_proj.weight": (20, 24) for k in ("gate", "up")}
-            expected[f"{prefix}down_proj.weight"] = (24, 20)
-    assert found == expected
+    assert found == {name: tuple(tensor.shape) for name, tensor in tensors}
 
 
 def test_a_fused_expert_is_cut_as_it_is_stored():
@@ -190,6 +206,12 @@ BASES = {
     Qwen3MoeConfig: QWEN3_MOE,
     Llama4TextConfig: LLAMA4,
     DeepseekV3Config: DEEPSEEK,
+    Glm4MoeLiteConfig: FLASH,
+    Glm4MoeConfig: GLM,
+    MiniMaxM2Config: MINIMAX,
+    OlmoeConfig: OLMOE,
+    Exaone4Config: LLAMA,
+    Ernie4_5Config: LLAMA,
 }
 FP8 = {"quantization_config": {"quant_method": "fp8"}}
 
@@ -205,7 +227,17 @@ FP8 = {"quantization_config": {"quant_method": "fp8"}}
             "config.json: use_sliding_window: True is not supported, only False",
         ),
         (LlamaConfig, {"sliding_window": 8}, "config.json: sliding_window: 8 is not supported, only None or 0"),
-        (LlamaConfig, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported, only 1"),
+        (LlamaConfig, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported for llama"),
+        (Glm4MoeConfig, {"rope_parameters": {**YARN}}, "partial_rotary_factor: 0.5 is not supported .* with yarn"),
+        (Glm4MoeConfig, {"n_group": 4, "topk_group": 2}, "num_experts_per_tok: 2 experts from 2 groups"),
+        (Glm4MoeLiteConfig, {"first_k_dense_replace": 2}, "first_k_dense_replace: it has to be 1"),
+        (Glm4MoeLiteConfig, {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types: .* is not supported"),
+        (MiniMaxM2Config, {"use_routing_bias": False}, "use_routing_bias: it has to be True"),
+        (MiniMaxM2Config, {"partial_rotary_factor": 0.75}, "rotary_dim: it has to be 6"),
+        (OlmoeConfig, {"rms_norm_eps": 1e-6}, "rms_norm_eps: 1e-06 is not supported, only 1e-05"),
+        (Exaone4Config, {"sliding_window": 8}, "sliding_window: 8 is not supported, only None"),
+        (Ernie4_5Config, {"use_bias": True}, "use_bias: True is not supported"),
+        (LlamaConfig, {"quantization_config": {"quant_method": "awq"}}, r"\(awq\); take the bf16 release that they"),
         (Qwen3Config, {"is_causal": False}, "config.json: is_causal: False is not supported, only True"),
         (Qwen2Config, FP8, r"config.json: the weights are quantized \(fp8\); take the policy's bf16 release"),
         (MistralConfig, {}, "config.json: sliding_window: 4096 is not supported, only None or 0"),
@@ -222,7 +254,7 @@ FP8 = {"quantization_config": {"quant_method": "fp8"}}
         (
             Qwen3MoeConfig,
             {"num_experts_per_tok": 1, "norm_topk_prob": True},
-            "num_experts_per_tok: 1 is too few with norm_topk_prob",
+            "num_experts_per_tok: 1 is too few with normalized",
         ),
         (Llama4TextConfig, {"num_experts_per_tok": 2}, "num_experts_per_tok: 2 is not supported, only 1"),
         (Llama4TextConfig, {"rope_parameters": YARN}, "rope_type: 'yarn' is not supported for Llama 4"),
@@ -263,10 +295,7 @@ def test_other_unknown_keys_change_nothing():
     assert [rule.megatron for rule in plain.rules] == [rule.megatron for rule in more.rules]
 
 
-KNOWN = (
-    "supported are deepseek_v3, kimi_k2, llama, llama4, llama4_text, mistral, olmo2, qwen2, qwen3, qwen3_moe; "
-    "adding a family: docs/families.md"
-)
+KNOWN = f"supported are {', '.join(FAMILIES)}; adding a family: docs/families.md"
 
 
 def test_unknown_and_broken_configs_are_one_line(tmp_path):
@@ -291,6 +320,9 @@ def test_unknown_and_broken_configs_are_one_line(tmp_path):
                 '{"model_type": "llama4", "text_config": {"num_local_experts": %d}}',
             )
         ),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "num_attention_heads: 0 is too few"),
+        ('{"model_type": "llama", "rope_scaling": {"type": "yarn"}}', "Missing required keys .*'yarn': {'factor'}"),
+        ('{"model_type": "llama", "architectures": ["Qwen2ForCausalLM"]}', "'llama' is LlamaForCausalLM"),
         ("{", r"config.json: it is not JSON: Expecting property name"),
         ('{"model_type": "llama4_text", "attn_temperature_tuning": 4}', r"attn_temperature_tuning.* expected bool"),
     ):
@@ -329,3 +361,6 @@ def test_layers_of_multi_token_prediction_are_outside_the_policy():
     tables = tuple(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(2))
     assert family(DeepseekV3Config(**DEEPSEEK)).passthrough == found.passthrough[2:] == tables
     assert found.frozen == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    one = {"num_nextn_predict_layers": 1}
+    for config in (Glm4MoeConfig(**GLM | one), Glm4MoeLiteConfig(**FLASH | one)):
+        assert family(config).passthrough[0] == "model.layers.2." and family(config).untrained > 0

@@ -36,7 +36,8 @@ def test_published_configs_of_other_families_name_their_parts(kind, tmp_path):
         "adding a family: docs/families.md"
     )
     assert [part for part in published["says"] if part not in said] == [], said
-    if kind in ("smollm3", "phi3"):
+    assert "rope_theta" not in said
+    if kind == "phi3":
         assert "sliding" not in said, "they are switched off"
 
 
@@ -69,7 +70,7 @@ def test_a_model_without_the_head_of_a_policy_is_refused(head, tmp_path):
 
 def test_quantized_weights_and_refused_keys_name_the_folder(tmp_path):
     qwen2 = dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"])
-    assert "the weights are quantized (a); take the policy's bf16 release" in refusal(
+    assert "the weights are quantized (a); take the bf16 release that they were made from" in refusal(
         tmp_path, **qwen2, quantization_config={"quant_method": "a"}
     )
     said = refusal(tmp_path, **qwen2, use_sliding_window=True)

@@ -1,4 +1,4 @@
-"""Latent attention under every layout is transformers': log-probabilities, every gradient, and the weights' bits.
+"""Families under their layouts are transformers': log-probabilities, every gradient, and the weights' bits.
 
 Why this matters: a narrow projection that ranks share, a rotary part of the keys that all heads share and a router
 whose bias chooses and does not weigh each have a gradient that is wrong under one layout alone. Rows are packed here,
@@ -9,18 +9,26 @@ import pytest
 import random_policies
 import torch
 from chosen import Worlds
+from family_configs import experts_apart
 from layouts import gradients_whole, grid, kind_of, same_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-KINDS = ("kimi", "deepseek", "moonlight")
+KINDS = ("kimi", "deepseek", "moonlight", "flash", "glm4_moe", "dots1")
+"""Policies with three layers of experts whose routers have a bias."""
+OTHERS = ("smollm3", "seed_oss", "ernie4_5", "exaone4", "minimax_m2", "mixtral", "olmoe")
 ROWS = {
-    1: KINDS,
+    1: KINDS + OTHERS,
     2: grid(
         """
         kimi tp2 sp, kimi ep2, kimi pp2, kimi pp2 1+3 experts, kimi pp2 3+1 experts, kimi cp2,
-        deepseek tp2 sp, deepseek ep2 recomputed, moonlight tp2 sp, moonlight pp2 3+1
+        deepseek tp2 sp, deepseek ep2 recomputed, moonlight tp2 sp, moonlight pp2 3+1,
+        smollm3 tp2, smollm3 pp2, smollm3 cp2, seed_oss tp2 sp, seed_oss pp2, ernie4_5 tp2 sp, ernie4_5 pp2,
+        ernie4_5 cp2, exaone4 tp2 sp, exaone4 pp2, flash tp2 sp, flash ep2, flash pp2, flash cp2,
+        glm4_moe tp2 sp, glm4_moe ep2, glm4_moe pp2, glm4_moe cp2, minimax_m2 tp2 sp, minimax_m2 ep2,
+        minimax_m2 pp2, minimax_m2 cp2, mixtral tp2 sp, mixtral ep2, mixtral pp2, olmoe tp2 sp, olmoe ep2,
+        olmoe pp2, dots1 tp2 sp, dots1 ep2, dots1 pp2
         """
     ),
     4: grid("kimi tp2 sp ep2, kimi tp2 pp2 3+1 sp, deepseek tp2 sp ep2 etp1"),
@@ -43,21 +51,9 @@ class Transformers(dict):
             chosen = random_policies.of_targets(random_policies.row_logits(model, row), row["targets"])
             (-(chosen * row["weights"]).sum()).backward()
             logprobs.append(chosen.detach())
-        self[kind] = logprobs, dict(as_published(model))
+        grads = ((name, parameter.grad) for name, parameter in model.named_parameters())
+        self[kind] = logprobs, dict(experts_apart(model.config.model_type, grads))
         return self[kind]
-
-
-def as_published(model):
-    """Gradients by the names of published checkpoints, which have each expert apart."""
-    for name, parameter in model.named_parameters():
-        layer, fused, projection = name.partition("mlp.experts.")
-        if not fused:
-            yield name, parameter.grad
-            continue
-        for expert, grad in enumerate(parameter.grad):
-            kinds = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
-            for kind, part in zip(kinds, grad.chunk(len(kinds))):
-                yield f"{layer}mlp.experts.{expert}.{kind}.weight", part
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,13 @@
+"""EXAONE 4 models without sliding windows: norms after attention and MLP, and of queries and keys per head."""
+
+from typing import Any
+
+from megatron_scalerl.models.blocks import decoder_family
+from megatron_scalerl.models.family import Family, LayerStyle, require
+
+
+def family(config: Any) -> Family:
+    """The Family of an Exaone4Config. Raises ValueError as `decoder_family` does, and for a sliding window."""
+    require(config, "sliding_window", None)  # with another value transformers rotates no layer that sees all tokens
+    layers = (LayerStyle(qk_norm="weighted", post_norm=True),) * config.num_hidden_layers
+    return decoder_family(config, layers=layers)

@@ -1,0 +1,173 @@
+"""Gated MLPs and experts: their weight map by the checkpoint's names, and the options of routers."""
+
+from functools import partial
+from typing import Any
+
+from megatron_scalerl.models import rules
+from megatron_scalerl.models.family import LayerStyle, Rule, require
+from megatron_scalerl.models.rules import Location
+from megatron_scalerl.record import record
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""Names of a gated MLP's projections in most checkpoints."""
+
+
+@record
+class Experts:
+    """The experts of a family's layers, by the names of its checkpoints."""
+
+    count: int
+    ffn: int
+    """Width of an expert."""
+    width_key: str = "moe_intermediate_size"
+    """Key of config.json for `ffn`."""
+    router: dict[str, Any]
+    """Fields of TransformerConfig: `softmax_router` or `sigmoid_router`."""
+    module: str = "mlp."
+    projections: tuple[str, str, str] = PROJECTIONS
+    router_bias: str = ""
+    """Name of the frozen bias in `module`; empty: none."""
+    shared_ffn: int = 0
+    """Width of the shared expert; 0: none."""
+    fused: bool = False
+    """True where one tensor has a layer's experts, [experts, 2 ffn, hidden] and [experts, hidden, ffn]."""
+
+    def options(self) -> dict[str, Any]:
+        """Fields of TransformerConfig."""
+        shared = {}
+        if self.shared_ffn:
+            shared["moe_shared_expert_intermediate_size"] = self.shared_ffn
+        return dict(num_moe_experts=self.count, moe_ffn_hidden_size=self.ffn, **shared, **self.router)
+
+    def rules(self, layer: int, hidden: int) -> list[Rule]:
+        """Rules of a layer's router, shared expert and experts."""
+        hf = f"model.layers.{layer}.{self.module}"
+        megatron = f"decoder.layers.{layer}.mlp."
+        at = Location(layer=layer)
+        sizes: dict[str, Any] = dict(hidden=hidden, what=f"config.json: {self.width_key}")
+        weight_map = [rules.replicated(f"{megatron}router.weight", f"{hf}gate.weight", (self.count, hidden), at)]
+        if self.router_bias:
+            name = f"{hf}{self.router_bias}"
+            weight_map.append(rules.replicated(f"{megatron}router.expert_bias", name, (self.count,), at, frozen=True))
+        if self.shared_ffn:
+            shared = (f"{hf}shared_experts.", f"{megatron}shared_experts.")
+            weight_map += mlp_rules(*shared, ffn=self.shared_ffn, at=at, **sizes)
+        make_rules = partial(expert_rules, projections=self.projections)
+        if self.fused:
+            make_rules = partial(fused_expert_rules, transposed=False)
+        return weight_map + make_rules(
+            f"{hf}experts.", megatron, layer=layer, experts=self.count, ffn=self.ffn, **sizes
+        )
+
+
+def softmax_router(config: Any, *, normalized: bool) -> dict[str, Any]:
+    """Fields of TransformerConfig for a softmax over all experts; `normalized`: the chosen probabilities sum to 1.
+
+    Raises ValueError for a router whose probabilities are all 1.
+    """
+    return dict(
+        moe_router_topk=_top_k(config, normalized=normalized),
+        moe_router_score_function="softmax",
+        # the softmax over the chosen experts is the normalized probability
+        moe_router_pre_softmax=not normalized,
+    )
+
+
+def sigmoid_router(config: Any) -> dict[str, Any]:
+    """Fields of TransformerConfig for sigmoids of which the chosen ones are normalized, with a frozen bias.
+
+    Raises ValueError for a router whose probabilities are all 1, and for groups that Megatron-Core scores otherwise.
+    """
+    topk = _top_k(config, normalized=True)
+    router = dict(
+        moe_router_topk=topk,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_topk_scaling_factor=getattr(config, "routed_scaling_factor", None),
+    )
+    groups = getattr(config, "n_group", 1)
+    chosen = getattr(config, "topk_group", 1)
+    if groups <= chosen:
+        return router
+    if topk // chosen != 2:
+        raise ValueError(
+            f"config.json: num_experts_per_tok: {topk} experts from {chosen} groups (topk_group) are not supported, "
+            "only two a group; Megatron-Core would score groups in another way"
+        )
+    return router | dict(moe_router_num_groups=groups, moe_router_group_topk=chosen)
+
+
+def sigmoid_experts(config: Any) -> Experts:
+    """The experts of DeepSeek-V3 and its heirs, with a shared one. Raises ValueError for other routers."""
+    require(config, "norm_topk_prob", True)
+    for key in ("num_experts_per_tok", "n_routed_experts", "n_group", "topk_group", "n_shared_experts"):
+        if not getattr(config, key):
+            raise ValueError(f"config.json: {key}: it has to be at least 1")
+    return Experts(
+        count=config.n_routed_experts,
+        ffn=config.moe_intermediate_size,
+        router=sigmoid_router(config),
+        router_bias="gate.e_score_correction_bias",
+        shared_ffn=config.n_shared_experts * config.moe_intermediate_size,
+    )
+
+
+def dense_first(config: Any, **style: Any) -> tuple[LayerStyle, ...]:
+    """Layers with experts after `first_k_dense_replace` without; `style`: further fields of each."""
+    dense = config.first_k_dense_replace
+    return tuple(LayerStyle(moe=layer >= dense, **style) for layer in range(config.num_hidden_layers))
+
+
+def _top_k(config: Any, *, normalized: bool) -> int:
+    # A single probability that is normalized is 1: the router would get no gradient.
+    if normalized and config.num_experts_per_tok < 2:
+        raise ValueError(
+            f"config.json: num_experts_per_tok: {config.num_experts_per_tok} is too few with normalized "
+            "probabilities; take at least 2"
+        )
+    return config.num_experts_per_tok
+
+
+def mlp_rules(
+    hf: str,
+    megatron: str,
+    *,
+    ffn: int,
+    hidden: int,
+    at: Location,
+    what: str = "config.json: intermediate_size",
+    projections: tuple[str, str, str] = PROJECTIONS,
+) -> list[Rule]:
+    """Rules of a gated MLP: `hf` with each of `projections`, and `megatron`linear_fc{1,2}.weight."""
+    gate, up, down = (f"{hf}{projection}.weight" for projection in projections)
+    return [
+        rules.gate_up(f"{megatron}linear_fc1.weight", gate, up, ffn=ffn, hidden=hidden, at=at, what=what),
+        rules.row(f"{megatron}linear_fc2.weight", down, hidden, ffn, at, what=what),
+    ]
+
+
+def expert_rules(hf: str, megatron: str, *, experts: int, layer: int, **mlp: Any) -> list[Rule]:
+    """Rules of experts that are separate gated MLPs, `hf`E.; `mlp`: keywords of `mlp_rules`."""
+    weight_map = []
+    for expert in range(experts):
+        at = Location(layer=layer, expert=expert)
+        name = f"{megatron}experts.local_experts.{expert}."
+        weight_map += mlp_rules(f"{hf}{expert}.", name, at=at, **mlp)
+    return weight_map
+
+
+def fused_expert_rules(
+    hf: str, megatron: str, *, experts: int, ffn: int, hidden: int, layer: int, what: str, transposed: bool
+) -> list[Rule]:
+    """Rules of experts fused into `hf`gate_up_proj and `hf`down_proj; `transposed`: stored as [in, out]."""
+    weight_map = []
+    sizes = dict(experts=experts, ffn=ffn, hidden=hidden)
+    for projection, tensor, make_rule in (
+        ("linear_fc1", "gate_up_proj", rules.fused_expert_gate_up),
+        ("linear_fc2", "down_proj", rules.fused_expert_down),
+    ):
+        for expert in range(experts):
+            name = f"{megatron}experts.local_experts.{expert}.{projection}.weight"
+            at = Location(layer=layer, expert=expert)
+            weight_map.append(make_rule(name, f"{hf}{tensor}", at=at, what=what, transposed=transposed, **sizes))
+    return weight_map

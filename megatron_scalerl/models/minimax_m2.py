@@ -1,0 +1,36 @@
+"""MiniMax-M2: partial rotary embeddings, norms of queries and keys over all heads, a sigmoid router with a bias."""
+
+from typing import Any
+
+from megatron_scalerl.models.blocks import decoder_family, head_size
+from megatron_scalerl.models.experts import Experts, sigmoid_router
+from megatron_scalerl.models.family import Family, LayerStyle, require, require_present
+from megatron_scalerl.models.mixtral import NAMES
+
+
+def family(config: Any) -> Family:
+    """The Family of a MiniMaxM2Config.
+
+    Raises ValueError as `decoder_family` and `sigmoid_router` do, and for a config without the keys by which engines
+    know the router and the rotated part of a head.
+    """
+    # vLLM reads these keys; transformers has the values without reading them
+    require_present(config, "scoring_func", "sigmoid")
+    require_present(config, "use_routing_bias", True)
+    share = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    require_present(config, "rotary_dim", int(head_size(config) * share))
+    require(config, "routed_scaling_factor", 1.0)
+    require(config, "n_group", 1)
+    require(config, "tie_word_embeddings", False)  # vLLM's class has a head of its own
+    experts = Experts(
+        count=config.num_local_experts,
+        ffn=config.intermediate_size,
+        router=sigmoid_router(config),
+        router_bias="e_score_correction_bias",
+        **NAMES,
+    )
+    layers = (LayerStyle(moe=True, qk_norm="all_heads"),) * config.num_hidden_layers
+    predicting = range(len(layers), len(layers) + getattr(config, "num_mtp_modules", 0))
+    # by the two names that transformers and vLLM leave out
+    passthrough = ("model.mtp.", *(f"model.layers.{layer}." for layer in predicting))
+    return decoder_family(config, layers=layers, experts=experts, partial_rotary=True, passthrough=passthrough)

@@ -1,0 +1,16 @@
+"""Seed-OSS models: Llama's layers with biases of queries, keys and values, and another key for the output's."""
+
+from typing import Any
+
+from megatron_scalerl.models.blocks import decoder_family
+from megatron_scalerl.models.family import Family, LayerStyle
+
+
+def family(config: Any) -> Family:
+    """The Family of a SeedOssConfig. Raises ValueError as `decoder_family` does."""
+    return decoder_family(
+        config,
+        layers=(LayerStyle(),) * config.num_hidden_layers,
+        qkv_bias=config.attention_bias,
+        output_bias=config.attention_out_bias,
+    )

@@ -1,0 +1,19 @@
+"""SmolLM3 models: Llama's layers, of which every fourth has no rotary embedding."""
+
+from typing import Any
+
+from megatron_scalerl.models.blocks import decoder_family
+from megatron_scalerl.models.family import Family, LayerStyle
+
+
+def family(config: Any) -> Family:
+    """The Family of a SmolLM3Config. Raises ValueError as `decoder_family` does."""
+    rotated = config.no_rope_layers[: config.num_hidden_layers]  # 1 for a layer with rotary embeddings
+    bias = config.attention_bias
+    return decoder_family(
+        config,
+        layers=tuple(LayerStyle(rope=bool(rope)) for rope in rotated),
+        qkv_bias=bias,
+        output_bias=bias,
+        transformer=dict(no_rope_freq=[int(not rope) for rope in rotated]),
+    )
