@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TREES = ("megatron_scalerl", "tools", "tests", "examples")
-CEILINGS = {"package": 356_000, "tools": 41_000, "tests": 458_500, "tree": 860_000}
+CEILINGS = {"package": 356_000, "tools": 41_000, "tests": 453_500, "tree": 855_500}
 """Tokens. A change that does not fit deletes something. Teachers and ten families have raised the package's from
 351,500, by their price."""
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
