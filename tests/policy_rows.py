@@ -28,7 +28,7 @@ def full_logits(model, row):
         return None
     if policy.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-    hidden = given["plan"].share.whole(hidden[:, 0])
+    hidden = given["plan"].share.whole_row(hidden[:, 0])
 
     def project(weight):
         return (hidden @ weight.t()).float() if policy.logits == "model" else hidden.float() @ weight.float().t()

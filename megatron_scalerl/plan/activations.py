@@ -7,11 +7,11 @@ The saved tensors depend on the layers and on the device (`Kernels`):
   Read from the sources of version 2.11 (what each module saves for backward). With version 2.20.2 on one H200 the
   planner's memory was 1.05 and 1.07 times what two shapes took (docs/measurements.md).
 * `plain` layers, used without Transformer Engine (`trainer/layers`): unfused SwiGLU saves five widths instead of
-  three, rotary angles are saved per token, attention saves padded copies of queries, keys, values and output.
-  On a CPU norms save two fp32 copies; measured there with `torch.autograd.graph.saved_tensors_hooks`, and
-  tools/bench_plan.py compares whole runs. On a GPU PyTorch's norm is one kernel that saves its input and one number
-  per token, and attention is its flash (or cuDNN) kernel, which saves the same as the CPU's. Derived from PyTorch's
-  sources, not measured.
+  three, rotary angles are saved per token, attention saves padded copies of queries, keys, values and output. On a
+  CPU norms save two fp32 copies; measured there with `torch.autograd.graph.saved_tensors_hooks`, and
+  tools/bench_plan.py compares whole runs. On a GPU PyTorch's norm is a kernel that saves the input and one number per
+  token, and attention is PyTorch's flash (or cuDNN) kernel, which saves the same tensors as the CPU's. Derived from
+  PyTorch's sources, not measured.
 """
 
 from collections.abc import Collection
@@ -45,7 +45,7 @@ class Recompute:
 
 
 def recompute_of(recipe: Recipe) -> Recompute:
-    """The recipe's recompute settings. Raises ValueError for unsupported ones."""
+    """The recipe's recompute settings. Raises ValueError for unsupported settings."""
     model = recipe.megatron.model
     granularity: Any = model.get("recompute_granularity") or "none"
     modules: tuple[str, ...] = ()
@@ -192,7 +192,7 @@ def layer_bytes(shape: Shape, layout: Layout, *, width: int, kernels: Kernels, i
         qk_norm = 4 * (q + kv + shape.heads / tp + shape.groups / tp)
         if width == 4:
             qk_norm += 4 * (q + kv)  # the key is a view of the whole projection, which is saved
-    latent = 2 * shape.latent / sp * width  # before and after their norms
+    latent = 2 * shape.latent / sp * width  # before and after the norms
     log_sum_exp = 4 * shape.heads / tp
     return LayerBytes(
         norms=2 * norm_bytes(shape.hidden, width=width, kernels=kernels) / sp,
@@ -215,7 +215,7 @@ def norm_bytes(hidden: float, *, width: int, kernels: Kernels) -> float:
 
 
 def _routed(shape: Shape, layout: Layout, imbalance: float) -> float:
-    """Tokens that a rank's experts receive for each of its tokens, on the busiest rank."""
+    """Tokens that a rank's experts receive for each token of the rank, on the busiest rank."""
     routed = shape.top_k / layout.sp
     if layout.ep > 1:
         routed *= imbalance
@@ -236,7 +236,7 @@ def _experts(shape: Shape, layout: Layout, width: int, swiglu_widths: int, imbal
     return router + weighted_input + routed * (shape.hidden + widths * shape.expert_ffn / layout.etp) * width
 
 
-def kept(bytes_: LayerBytes, recompute: Recompute, *, moe: bool, width: int, hidden: float) -> float:
+def kept_bytes(bytes_: LayerBytes, recompute: Recompute, *, moe: bool, width: int, hidden: float) -> float:
     """Bytes per token that a layer saves until its backward pass under the recompute setting."""
     if recompute.granularity == "full":
         return hidden * width
@@ -259,11 +259,11 @@ def kept(bytes_: LayerBytes, recompute: Recompute, *, moe: bool, width: int, hid
 def backward_bytes(shape: Shape, layout: Layout, *, width: int, imbalance: float, adapters: bool) -> float:
     """Bytes per token of gradients alive at once in a layer's backward pass: MLP, residual, gathered input."""
     widths = 4
-    if adapters:  # three more copies of the gate's and the inner outputs are alive while theirs are added
+    if adapters:  # three more copies of the gate's and the inner outputs are alive while adapters are added
         widths = 10
     dense = widths * shape.ffn / layout.tp
     expert = _routed(shape, layout, imbalance) * (widths * shape.expert_ffn + 2 * shape.hidden)
     gathered = 0
     if layout.sequence_parallel:
-        gathered = 2 * shape.hidden  # the backward pass gathers the input, and its gradient is scattered after it
+        gathered = 2 * shape.hidden  # the backward pass gathers the input and scatters the gradient
     return (max(dense, expert) + 2 * shape.hidden / layout.sp + gathered) * width

@@ -14,15 +14,15 @@ _AtLeast1 = Annotated[float, Range(ge=1)]
 _Share = Annotated[float, Range(gt=0, le=1)]
 
 
-def _assumed(value: Any, unit: str, what: str, source: str = "project default, not measured") -> Any:
-    return field(default=value, metadata={"unit": unit, "what": what, "source": source})
+def _assumed(value: Any, unit: str, meaning: str, source: str = "project default, not measured") -> Any:
+    return field(default=value, metadata={"unit": unit, "what": meaning, "source": source})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=ConfigDict(strict=True, allow_inf_nan=False))
 class Assumptions:
     """Every field is a flag of `megatron-scalerl plan` and a key of an assumptions file; None means computed.
 
-    Raises pydantic's ValidationError for a number outside its field's range; `checked` says it in one line.
+    Raises pydantic's ValidationError for a number outside its field's range; `checked` gives the error one line.
     """
 
     dense_utilization: _Share = _assumed(

@@ -1,6 +1,6 @@
 """A YAML file of measured constants that replace the planner's defaults: `plan --assumptions FILE`.
 
-gpu: NVIDIA H100 80GB HBM3        # its name in CUDA, or the planner's --gpu; constants apply to one GPU
+gpu: NVIDIA H100 80GB HBM3        # name in CUDA, or the planner's --gpu; constants apply to one GPU
 layers: plain                     # optional: layers of the measured trainer, see --layers
 written: 2026-11-21
 assumptions:
@@ -27,7 +27,7 @@ class Measured(Section):
     value: Annotated[float, Field(strict=True)]
     """A number in the unit of the field of `Assumptions`."""
     source: str | None = None
-    """How it was measured; one line."""
+    """How the constant was measured, in one line."""
 
 
 class AssumptionsFile(Section):
@@ -47,8 +47,8 @@ class AssumptionsFile(Section):
         text = str(path)
         if self.written:
             text += f" of {self.written}"
-        if how := " ".join((self.assumptions[name].source or "").split()):
-            text += f": {how}"
+        if method := " ".join((self.assumptions[name].source or "").split()):
+            text += f": {method}"
         return text
 
 

@@ -18,7 +18,7 @@ from megatron_scalerl.recipe.sections import LoraSection
 SIZES = (1, 2, 4, 8)
 """Sizes of model-parallel groups and of engines: within a node of eight GPUs."""
 MOST_GPUS = 256
-"""More are not tried for a policy that does not fit the GPUs that there are."""
+"""Largest number of GPUs that is tried for a policy that does not fit the given GPUs."""
 SPARE = 0.1
 """Share of a GPU that has to be free on the fullest trainer rank: the planner's memory is an estimate."""
 SHORTEST = 1024
@@ -35,8 +35,8 @@ Layout = dict[str, Any]
 def choose(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> RunPlan:
     """The plan of the recipe with a layout for `gpus`.
 
-    Raises ValueError where no layout fits, naming adapters, shorter completions and a number of GPUs with which one
-    would.
+    Raises ValueError where no layout fits, naming adapters, shorter completions and a number of GPUs with which a
+    layout would fit.
     """
     plan = _first(recipe, config, gpus, gpu)
     if plan is not None:
@@ -55,7 +55,7 @@ def choose(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> RunPlan:
 
 
 def _smaller(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> Iterator[str]:
-    """Settings with which the recipe fits the GPUs: shorter completions, and adapters with as long ones as fit."""
+    """Settings that fit the GPUs: shorter completions, and adapters with the longest completions that fit."""
 
     def fits(completion: int) -> bool:
         settings = recipe.model_dump()
@@ -107,7 +107,7 @@ def _first(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> RunPlan | None:
 
 
 def _smallest_engine(recipe: Recipe, family: Family, gpus: int, gpu: Gpu, *, colocate: bool) -> Layout | None:
-    """The section `engine` with the fewest devices, and the smallest share of them, in which the KV cache fits."""
+    """The section `engine` with the fewest devices, and the smallest share of a device, that hold the KV cache."""
     heads = family.transformer["num_attention_heads"]
     for size in SIZES:
         fits = gpus % size == 0 if colocate else size < gpus
@@ -143,9 +143,9 @@ def _trainers(family: Family, gpus: int) -> Iterator[tuple[int, Layout]]:
         module = "moe"
     selective = {"recompute_granularity": "selective", "recompute_modules": [module]}
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    none: Layout = {}
+    no_recompute: Layout = {}
     # Recomputing MLPs costs less than communication between more ranks, recomputing whole layers costs more.
-    for settings in ((none, selective), (full,)):
+    for settings in ((no_recompute, selective), (full,)):
         for size in (size for size in SIZES if size <= gpus):
             parallel: Layout = {}
             sequence: Layout = {}

@@ -27,7 +27,7 @@ EPILOG = """example:
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Add the options of the command; those of the assumptions are generated from `Assumptions`."""
+    """Add the options of the command; the flags of assumptions are generated from `Assumptions`."""
     p.description = "Predict whether a recipe fits its GPUs and what it costs, before any GPU is allocated."
     p.epilog = EPILOG
     p.add_argument("recipe", metavar="RECIPE", help="recipe file")
@@ -149,18 +149,18 @@ def _inputs(options: argparse.Namespace) -> tuple[str, Layers, Assumptions, dict
     if options.assumptions:
         file = read_assumptions(options.assumptions)
     for key in ("gpu", "layers"):
-        given = getattr(options, key)
+        option = getattr(options, key)
         measured = getattr(file, key, None)
-        if given and measured and given != measured:
+        if option and measured and option != measured:
             raise ValueError(
-                f"--{key}: {options.assumptions} was measured for {measured} and does not apply to {given}"
+                f"--{key}: {options.assumptions} was measured for {measured} and does not apply to {option}"
             )
     values = {}
     sources = default_sources()
     for f in described():
-        given = getattr(options, f.name)
-        if given is not None:
-            values[f.name] = given
+        option = getattr(options, f.name)
+        if option is not None:
+            values[f.name] = option
             sources[f.name] = "given on the command line"
         elif file and f.name in file.assumptions:
             values[f.name] = file.assumptions[f.name].value
@@ -170,20 +170,20 @@ def _inputs(options: argparse.Namespace) -> tuple[str, Layers, Assumptions, dict
     return gpu, layers, checked(values), sources
 
 
-def config_folder(policy: str, recipe: str | Path, given: str | Path | None = None) -> Path:
-    """The folder with the config.json: `given`, the policy's folder, or configs/<its name> next to the recipe.
+def config_folder(policy: str, recipe: str | Path, config: str | Path | None = None) -> Path:
+    """The folder with the config.json: `config`, the policy's folder, or configs/<its name> next to the recipe.
 
-    Raises ValueError if there is none, or an adapter in its place.
+    Raises ValueError if there is no such folder, or an adapter in place of the policy.
     """
-    tried = [Path(policy), Path(recipe).parent / "configs" / Path(policy).name]
-    if given:
-        tried = [Path(given)]
-    for folder in tried:
+    candidates = [Path(policy), Path(recipe).parent / "configs" / Path(policy).name]
+    if config:
+        candidates = [Path(config)]
+    for folder in candidates:
         refuse_adapter(folder)
         if (folder / "config.json").is_file():
             return folder
     raise ValueError(
-        f"policy.path: there is no config.json in {' or '.join(map(str, tried))}" + hint(policy, "model")
+        f"policy.path: there is no config.json in {' or '.join(map(str, candidates))}" + hint(policy, "model")
     )
 
 

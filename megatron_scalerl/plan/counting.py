@@ -72,7 +72,7 @@ def count(family: Family) -> Parameters:
 
 
 def trained_family(recipe: Recipe, family: Family) -> Family:
-    """The weight map of the parameters that have gradients: those of adapters with policy.lora."""
+    """The weight map of the parameters with gradients, with policy.lora the adapters' parameters."""
     lora = recipe.policy.lora
     if lora is None:
         return family
@@ -80,7 +80,7 @@ def trained_family(recipe: Recipe, family: Family) -> Family:
 
 
 def elements(rule: Rule, size: int = 1) -> int:
-    """Elements of a parameter on rank 0 of a group of `size`; rank 0 never has fewer than the others."""
+    """Elements of a parameter on rank 0 of a group of `size`; no rank has more than rank 0."""
     slices = ([index for index in piece.hf_index if isinstance(index, slice)] for piece in rule.pieces(0, size))
     return sum(math.prod(index.stop - index.start for index in piece) for piece in slices)
 

@@ -53,7 +53,7 @@ class CpuPlan:
     cores: int
     """Cores that this process may use."""
     seconds: Mapping[str, float]
-    """Trainer and engine -> seconds of a step's work, with its cores for itself."""
+    """Trainer and engine -> seconds of a step's work, without competition for cores."""
     step_seconds: float
     """Trainer and engine work side by side, on too few cores in turn."""
     run_seconds: float
@@ -61,7 +61,7 @@ class CpuPlan:
 
     @property
     def problem(self) -> str:
-        """How much memory lacks; empty if the run fits."""
+        """The lack of memory as a message; empty if the run fits."""
         excess = sum(self.gib.values()) - self.machine_gib
         if excess <= 0:
             return ""
@@ -87,7 +87,7 @@ def plan_on_cpus(recipe: Recipe, config: Path) -> CpuPlan:
     assumed = replace(ASSUMED, prompt_tokens=prompt)
     lengths = assumed_lengths(recipe, assumed)
     ranks = trainer_memory(recipe, family, layout, assumed, kernels=Kernels(layers="plain", device="cpu"))
-    # any GPU: weights and cache do not depend on it
+    # any GPU: weights and cache do not depend on the GPU
     engine = engine_memory(recipe, family, count(family), GPUS["h200"], assumed)
     cache = recipe.engine.vllm.get("kv_cache_memory_bytes", CPU_DEFAULTS["kv_cache_memory_bytes"])
     engine_gib = LIBRARIES["engine"] + (engine.weights_bytes + cache) / GIB
@@ -97,7 +97,7 @@ def plan_on_cpus(recipe: Recipe, config: Path) -> CpuPlan:
     completions = groups * recipe.rollouts.group_size
     flops = token_flops(recipe, family, layout, [n + prompt for n in lengths.tokens])
     trained = assumed.kept_share * completions * (lengths.mean + prompt)
-    # the prefix cache has a prompt for all completions of its group
+    # the prefix cache has a prompt for all completions of a group
     generated = completions * lengths.mean + groups * prompt
     thread = measured_flops(family.transformer["hidden_size"], recipe.policy.dtype)
     training = world_size * recipe.trainer.threads
@@ -136,11 +136,11 @@ def measured_flops(width: int, dtype: str) -> float:
     matrix = torch.ones(width, 4 * width, dtype=rows.dtype)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    begun = time.thread_time()
+    first_start = time.thread_time()
     shortest = math.inf
-    while time.thread_time() < begun + MEASURED_S:
-        started = time.thread_time()
+    while time.thread_time() < first_start + MEASURED_S:
+        start = time.thread_time()
         torch.mm(rows, matrix)
-        shortest = min(shortest, time.thread_time() - started)
+        shortest = min(shortest, time.thread_time() - start)
     torch.set_num_threads(threads)
     return 8 * ROWS * width**2 / shortest

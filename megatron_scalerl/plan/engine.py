@@ -1,6 +1,6 @@
 """KV-cache capacity and decode speed of an engine.
 
-A decode step reads the weights that its tokens use and the KV cache of every running completion, at the memory
+A decode step reads the weights that the step's tokens use and the KV cache of every running completion, at the memory
 bandwidth that the devices reach. With n running completions it takes fixed + per_completion x n seconds.
 """
 
@@ -63,7 +63,7 @@ class EngineMemory:
 
     @property
     def missing_bytes(self) -> float:
-        """Bytes that a device lacks for one sequence of maximum length; 0 if it fits."""
+        """Bytes that a device lacks for one sequence of maximum length; 0 if the sequence fits."""
         need = self.kv_bytes_per_token * self.context_tokens * self.copies / self.devices
         return max(0.0, need - self.kv_bytes)
 
@@ -75,7 +75,7 @@ class Decoding:
     fixed_seconds: float
     per_completion_seconds: float
     prefill_seconds: float
-    """Seconds for the prefill of a prompt, and of what follows it in an episode of several turns."""
+    """Seconds for the prefill of a prompt, and of later text in an episode of several turns."""
     running: int
     """Max concurrent completions; further completions are queued in the engine."""
 
@@ -94,7 +94,7 @@ def engine_memory(
     """Weights, overhead and KV cache of one device. Raises ValueError for contradicting parallel sizes."""
     options = recipe.engine.vllm
     devices = recipe.engine.devices_per_engine
-    shape = EngineShape.of(options)
+    shape = EngineShape.of_options(options)
     # vLLM would start other devices than the launcher has reserved.
     product = shape.tensor * shape.pipeline * shape.data
     if product != devices:
@@ -113,8 +113,9 @@ def engine_memory(
     if "fp8" in str(options.get("kv_cache_dtype", "auto")):
         width = 1
     limit = gpu.memory_bytes * float(options.get("gpu_memory_utilization", MEMORY_UTILIZATION))
-    whole = sum(elements(rule) for rule in family.rules if not rule.sharded and not rule.frozen)
-    dense = p.total - p.experts + (shape.tensor - 1) * whole  # each device has norms, routers, narrow projections
+    unsharded_elements = sum(elements(rule) for rule in family.rules if not rule.sharded and not rule.frozen)
+    # Each device has norms, routers, narrow projections.
+    dense = p.total - p.experts + (shape.tensor - 1) * unsharded_elements
     weights = (shape.data * dense + p.experts) * WIDTH[recipe.policy.dtype] / devices
     if recipe.adapters_alone:  # at most: tensor parallelism shards one of A and B
         weights += count(trained_family(recipe, family)).total * WIDTH[recipe.policy.dtype]
@@ -139,10 +140,10 @@ def decoding(
     """Speed at the concurrency that the recipe and the KV cache allow."""
     resident = assumed.prompt_tokens + lengths.mean_resident
     room = int(memory.kv_tokens / resident)
-    most = memory.copies * int(recipe.engine.vllm.get("max_num_seqs", MAX_NUM_SEQS))
-    running = max(1, min(room, most, recipe.rollouts.max_in_flight))
+    max_running = memory.copies * int(recipe.engine.vllm.get("max_num_seqs", MAX_NUM_SEQS))
+    running = max(1, min(room, max_running, recipe.rollouts.max_in_flight))
     missed = 0.0
-    if recipe.rollouts.schedule == "pipeline":  # each weight update during an episode empties it
+    if recipe.rollouts.schedule == "pipeline":  # each weight update during an episode empties the prefix cache
         missed = min(lengths.replies, recipe.rollouts.max_staleness_steps)
     # on average half of an episode is behind a turn
     context = assumed.prompt_tokens + (lengths.mean + lengths.written) / 2
@@ -155,7 +156,7 @@ def decoding(
     dense = p.total - p.experts
     read_experts = 0.0
     if p.experts:
-        # An expert is read unless none of the running completions has chosen it.
+        # A step reads the experts that at least one running completion has chosen.
         chosen = (p.active - dense) / p.experts
         read_experts = p.experts * (1 - (1 - chosen) ** running)
     read = WIDTH[recipe.policy.dtype] * (memory.copies * (dense - p.embedding) + read_experts)

@@ -100,7 +100,7 @@ GPUS: dict[str, Gpu] = {
 
 
 def gpu_of_device(name: str) -> str | None:
-    """The key of `GPUS` for a CUDA device name, or for a key itself; None for other GPUs.
+    """The key of `GPUS` for a CUDA device name or a key; None for other GPUs.
 
     Names have to match exactly: "NVIDIA H100 PCIe" and "NVIDIA H200 NVL" have other FLOP/s and bandwidths.
     """

@@ -1,11 +1,11 @@
 """Peak memory of one trainer rank: static memory, activations, workspaces.
 
 Bytes per parameter with Megatron's distributed optimizer over d ranks, fp32 gradients: bf16 weights 2 + 4 + 12/d,
-fp32 weights 4 + 4 + 8/d (they are their own main weights); weights that adapters freeze 2 or 4. The peak is in the
+fp32 weights 4 + 4 + 8/d (which serve as main weights); weights that adapters freeze 2 or 4. The peak is in the
 backward pass, when all saved activations are allocated and in addition either the logits or the recomputation and
 gradients of one layer. The optimizer steps in place, including PyTorch's AdamW, which is fused on GPUs. Without
 Transformer Engine and apex, clipping copies one gradient after another to fp32: with few activations the copy of the
-largest one is the peak.
+largest gradient is the peak.
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ class Term:
     name: str
     bytes: float
     moving: bool = False
-    """Whether it is allocated and freed with a micro-batch: `Assumptions.fragmentation` is a share of this memory."""
+    """Whether a micro-batch allocates and frees the memory: `Assumptions.fragmentation` is a share of this memory."""
 
 
 @record
@@ -86,7 +86,7 @@ def trainer_memory(
 def _check_attention(recipe: Recipe, family: Family, layout: Layout) -> None:
     """Raise ValueError if PyTorch has no attention kernel on a GPU that avoids saving the scores.
 
-    Its memory-efficient kernel, the only one for fp32, does not support grouped queries; its flash kernel does not
+    The memory-efficient kernel, the only fp32 kernel, does not support grouped queries; the flash kernel does not
     support masks, which context parallelism requires.
     """
     t = family.transformer
@@ -134,15 +134,15 @@ def _stage_memory(
     moving = saved + stays + work
     main_weights = 4 * sharded
     if width == 4:
-        main_weights = 0.0  # fp32 weights are their own main weights
+        main_weights = 0.0  # fp32 weights serve as main weights
     if kernels.device == "cpu":
         runtime = CPU_RUNTIME_BYTES
         if p.expert and width == 2:
             runtime += CPU_KERNEL_CACHE_BYTES
-        rest = Term(name="runtime", bytes=runtime)
+        runtime_term = Term(name="runtime", bytes=runtime)
     else:
         loss = assumed.fragmentation * moving
-        rest = Term(name="CUDA, NCCL, fragmentation", bytes=assumed.runtime_gib * GIB + loss)
+        runtime_term = Term(name="CUDA, NCCL, fragmentation", bytes=assumed.runtime_gib * GIB + loss)
     terms = [
         Term(name="weights", bytes=width * p.total),
         Term(name="gradients", bytes=gradient * trained.total),
@@ -151,7 +151,7 @@ def _stage_memory(
         Term(name="saved activations", bytes=saved, moving=True),
         Term(name="logit input gradients", bytes=stays, moving=True),
         Term(name=workspace, bytes=work, moving=True),
-        rest,
+        runtime_term,
         Term(name="weight groups (NCCL)", bytes=group_bytes),
     ]
     second = recipe.algorithm.kl
@@ -159,7 +159,7 @@ def _stage_memory(
         frozen_family = load_family(second.to)
         frozen = of_stage(frozen_family, layout_of(recipe, frozen_family, layout.world_size), stage)
         terms.append(Term(name="frozen policy (algorithm.kl)", bytes=width * frozen.total))
-    # Temporary memory is freed before gradients are clipped: only a copy that is larger than it raises the peak.
+    # Temporary memory is freed before gradients are clipped: only a copy larger than that memory raises the peak.
     if kernels == PLAIN_ON_GPU:
         terms.append(Term(name="gradient clipping copy", bytes=max(0.0, 4 * trained.largest - moving)))
     return RankMemory(stage=stage, parameters=p, terms=tuple(terms))
@@ -190,15 +190,17 @@ def _activations(
         index = layout.places[layer]
         style = family.layers[layer]
         shape = activations.shape_of(family, style)
-        whole = activations.layer_bytes(
+        layer_bytes = activations.layer_bytes(
             shape, layout, width=width, kernels=kernels, imbalance=assumed.expert_imbalance
         )
         setting = _setting_of(recompute, index)
-        per_token = activations.kept(whole, setting, moe=style.moe, width=width, hidden=shape.hidden / layout.sp)
-        recomputed = whole.total - per_token
+        per_token = activations.kept_bytes(
+            layer_bytes, setting, moe=style.moe, width=width, hidden=shape.hidden / layout.sp
+        )
+        recomputed = layer_bytes.total - per_token
         if setting.granularity == "full":
-            recomputed = whole.total
-            # The method "uniform" saves the input of every `layers` layers, and recomputes all of them at once.
+            recomputed = layer_bytes.total
+            # The method "uniform" saves the input of every `layers` layers, and recomputes these layers at once.
             if setting.method == "uniform":
                 recomputed *= setting.layers
                 if index % setting.layers:
@@ -230,7 +232,7 @@ def _ends(family: Family, layout: Layout, width: int, kernels: Kernels, stage: i
     hidden = family.transformer["hidden_size"]
     norm = norm_bytes(hidden, width=width, kernels=kernels)
     if kernels.device == "gpu" and layout.sp > 1:
-        norm += hidden * width  # its output, from which the head's input is gathered
+        norm += hidden * width  # the output, from which the head's input is gathered
     ends = 0.0
     if stage == layout.pp - 1:
         ends = norm / layout.sp + hidden * width + 8  # the head's input is not sequence-parallel
@@ -249,19 +251,20 @@ def logit_bytes(
 ) -> tuple[float, float]:
     """(gradients kept until the backward pass, workspace of the logit projection), bytes.
 
-    trainer.logit_workspace_mb bounds the workspace. A GPU uses all of it, a CPU blocks of at most 2^25 elements.
+    trainer.logit_workspace_mb bounds the workspace. A GPU uses the whole limit, a CPU blocks of at most 2^25
+    elements.
     """
     hidden = family.transformer["hidden_size"]
     rows = padded_vocab_size(family.vocab_size, layout.tp) // layout.tp
     narrow = recipe.policy.dtype == "bfloat16"
     stays = 4 * tokens * hidden  # gradients of the head's input
     if in_chunk(recipe) and recipe.policy.lora is None:
-        stays += 4 * rows * hidden  # and of its weights
-    kept = WIDTH[recipe.policy.dtype] * tokens * hidden  # the tokens with loss, selected
+        stays += 4 * rows * hidden  # and of the head's weights
+    selected = WIDTH[recipe.policy.dtype] * tokens * hidden  # the tokens with loss, selected
     stated = recipe.trainer.logit_workspace_mb
     limit = workspace_mb(stated, large_gpu=kernels.device == "gpu", shared=recipe.engine.colocate) * MIB
     if kernels.device == "gpu":
-        return stays, kept + limit
+        return stays, selected + limit
     fits = rows * tokens <= LARGEST_CHUNK and 4 * rows * tokens <= limit
     largest = LARGEST
     if in_chunk(recipe) or fits:  # logits that fit are kept until the backward pass
@@ -273,4 +276,4 @@ def logit_bytes(
         block += 4 * chunk * hidden + 8 * min(rows, _CAST_COLUMNS) * hidden
         if recipe.trainer.logit_gradient == "bf16x2":
             block += 2 * numbers
-    return stays, kept + min(limit, block)
+    return stays, selected + min(limit, block)

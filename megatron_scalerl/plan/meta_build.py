@@ -2,7 +2,7 @@
 
 The same PolicyModel that is trained is built at full size and in the full world, in one process and without
 allocating memory; PyTorch's fake process group replaces the collectives. A child process builds it, because
-Megatron's globals and the CPU patches are process-wide. It is a fresh one, since a fork can hang or crash where
+Megatron's globals and the CPU patches are process-wide. The child is spawned, since a fork can hang or crash where
 threads of a library were running.
 Context parallelism, which shards no weights, is counted as data parallelism.
 """
@@ -18,7 +18,7 @@ from megatron_scalerl.recipe import Recipe
 
 
 def compare_with_build(plan: RunPlan, config: Path) -> str:
-    """The ranks on which the counts are equal, or why nothing was built, in one line.
+    """The ranks on which the counts are equal, or the reason for no build, in one line.
 
     Raises ValueError if Megatron rejects the recipe.
 

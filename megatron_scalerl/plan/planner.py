@@ -22,7 +22,7 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 
 COMPLETIONS = 20_000
-"""Completions simulated after the warm-up; ten steps if those have more."""
+"""Completions simulated after the warm-up; ten steps if ten steps have more."""
 
 
 @record
@@ -38,7 +38,7 @@ class RunPlan:
     layers: Layers
     """Layers of the trainer."""
     unfused: str
-    """Why they have no fused attention on this GPU; empty: they have."""
+    """Reason for unfused attention on this GPU; empty for fused attention."""
     config: str
     """File from which the architecture was read."""
     parameters: Parameters
@@ -74,7 +74,7 @@ class RunPlan:
 
     @property
     def headroom(self) -> float:
-        """Bytes free on the fullest trainer rank; negative if it does not fit."""
+        """Bytes free on the fullest trainer rank; negative if the rank does not fit."""
         return self.room - max(stage.total for stage in self.trainer)
 
     @property
@@ -146,12 +146,13 @@ def make_plan(
     recipe_split = Split(trainer=recipe.trainer.world_size, engines=recipe.engine.count)
     split_is_recipes = gpus_of(recipe, recipe_split) == gpus
     possible = splits(recipe, gpus, gpu)
-    # The weight groups' memory depends on the trainer's layout; all splits are compared with the first one's.
+    # The weight groups' memory depends on the trainer's layout; all splits are compared with the memory for the first
+    # split.
     first = recipe_split if split_is_recipes else possible[0]
     update = update_work(recipe, family, layout_of(recipe, family, first.trainer))
-    got, sent = (_group_bytes(recipe, groups) for groups in (update.groups, update.sender_groups))
+    worker_bytes, sender_bytes = (_group_bytes(recipe, groups) for groups in (update.groups, update.sender_groups))
     kernels = Kernels(layers=layers, device="gpu")
-    engine = engine_memory(recipe, family, parameters, gpu, assumed, group_bytes=got)
+    engine = engine_memory(recipe, family, parameters, gpu, assumed, group_bytes=worker_bytes)
     lengths = assumed_lengths(recipe, assumed)
     speed = decoding(recipe, parameters, engine, gpu, lengths, assumed)
     base = _base(recipe, speed, lengths, _pause(update, gpu, assumed))
@@ -160,7 +161,9 @@ def make_plan(
         layout = layout_of(recipe, family, split.trainer)
         work = step_work(recipe, family, parameters, layout, gpu, lengths, assumed)
         n = int(work.micro_batches) + 1
-        memory = trainer_memory(recipe, family, layout, assumed, kernels=kernels, micro_batches=n, group_bytes=sent)
+        memory = trainer_memory(
+            recipe, family, layout, assumed, kernels=kernels, micro_batches=n, group_bytes=sender_bytes
+        )
         return _Trainer(layout=layout, work=work, memory=memory)
 
     best = _search({split: trainer_of(split) for split in possible}, _room(recipe, gpu, engine), base)
@@ -203,7 +206,7 @@ def _unfused(recipe: Recipe, family: Family, gpu: Gpu, layout: Layout, longest: 
 
 
 def _counting(recipe: Recipe, sources: Mapping[str, str]) -> dict[str, str]:
-    """The sources of assumptions that count: those of episodes only with an environment."""
+    """The sources of assumptions that count; assumptions of episodes count only with an environment."""
     return {name: source for name, source in sources.items() if recipe.episodes or name not in OF_EPISODES}
 
 
@@ -238,7 +241,7 @@ def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> 
 
 
 def _pause(update: UpdateWork, gpu: Gpu, assumed: Assumptions) -> float:
-    """The engines' pause for a weight update (seconds); other splits of the same GPUs have nearly the same."""
+    """The engines' pause for a weight update (seconds); other splits of the same GPUs have nearly the same pause."""
     if assumed.publish_seconds is not None:
         return assumed.publish_seconds
     return update.bound_seconds(gpu.nic_bytes_per_second / 2)
@@ -261,7 +264,7 @@ def _room(recipe: Recipe, gpu: Gpu, engine: EngineMemory) -> float:
 def _search(trainers: Mapping[Split, _Trainer], room: float, base: QueueSettings) -> list[Simulated]:
     """The fastest splits that fit, or the fastest of all if none fits."""
     seconds = {split: trainer.work.train_seconds for split, trainer in trainers.items()}
-    # If no split fits, the fastest one shows by how much.
+    # If no split fits, the fastest split shows by how much.
     fitting = {s: seconds[s] for s, t in trainers.items() if max(m.total for m in t.memory) <= room}
     return best_splits(list((fitting or seconds).items()), base)
 

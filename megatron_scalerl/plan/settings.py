@@ -1,4 +1,4 @@
-"""Checks of a recipe that need no GPU, no weights and no data: `plan`, `prompts`, `submit` and `train` make them."""
+"""Checks of a recipe that need no GPU, no weights and no data: made by `plan`, `prompts`, `submit` and `train`."""
 
 from dataclasses import dataclass
 from math import prod
@@ -35,11 +35,11 @@ class Settings:
     chat: Any
     """A `Chat`: how the policy is talked to; None without a tokenizer."""
     tokenizer: Any
-    """The policy's tokenizer, from transformers; None where only its config.json is known."""
+    """The policy's tokenizer, from transformers; None where only a config.json is known."""
     longest_sequence: int
     """Longest prompt and completion together, with forced phrase and end (tokens).
 
-    Without a tokenizer it is a lower bound.
+    Without a tokenizer the length is a lower bound.
     """
     micro_batch_tokens: int
     """Capacity of one packed micro-batch (tokens)."""
@@ -82,8 +82,8 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
             "weights.adapters: on GPUs vLLM computes adapters alone in bfloat16 and adds in no fixed order, which "
             "excludes policy.dtype float32 and rollouts.deterministic; set it to merged"
         )
-    given = recipe.megatron
-    if recipe.policy.lora or given.model or given.parallel or given.ddp or given.optimizer:
+    megatron = recipe.megatron
+    if recipe.policy.lora or megatron.model or megatron.parallel or megatron.ddp or megatron.optimizer:
         from megatron_scalerl.trainer.options import check_megatron  # slow: only if there is something to check
 
         check_megatron(policy, recipe)
@@ -130,7 +130,7 @@ def _check_second_policy(recipe: Recipe, policy: Family, tokenizer: Any) -> None
 
 
 def _micro_batch_tokens(recipe: Recipe) -> int:
-    """Capacity of a micro-batch; a run that resumes keeps its capacity if the recipe does not set one."""
+    """Capacity of a micro-batch; a run that resumes keeps the capacity if the recipe does not set one."""
     if recipe.trainer.micro_batch_tokens is None and Path(recipe.run_dir, "recipe.yaml").exists():
         trainer = read_run_recipe(recipe.run_dir).get("trainer") or {}
         return trainer.get("micro_batch_tokens") or recipe.micro_batch_tokens

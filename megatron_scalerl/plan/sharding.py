@@ -1,4 +1,4 @@
-"""The trainer's parallel layout, and what each rank holds under it."""
+"""The trainer's parallel layout, and each rank's shards."""
 
 from dataclasses import asdict
 
@@ -17,7 +17,7 @@ from megatron_scalerl.record import record
 
 @record
 class Layout(ParallelSizes):
-    """Parallel sizes of the trainer, and what follows from them. Produced by `layout_of`."""
+    """Parallel sizes of the trainer, and derived sizes. Produced by `layout_of`."""
 
     world_size: int
     sequence_parallel: bool
@@ -48,7 +48,7 @@ class Layout(ParallelSizes):
 
     @property
     def sp(self) -> int:
-        """Sequence-parallel size: norms and residuals are divided by it."""
+        """Sequence-parallel size, which divides norms and residuals."""
         if self.sequence_parallel:
             return self.tp
         return 1

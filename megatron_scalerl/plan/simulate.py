@@ -1,11 +1,11 @@
 """Discrete-event simulation of a run's timing: the queue of its schedule, with the gate that runs use.
 
-Events: an engine's next completion ends, or its wait does; the trainer's step ends. Engines decode at the speed of
+Events: an engine's next completion or wait ends; the trainer's step ends. Engines decode at the speed of
 `engine.Decoding`, receive whole groups as `rollouts.stream` dispatches them (least loaded engine with room for the
 group), and pause during weight updates; the trainer takes batches as `rollouts.gate` releases them.
 
-An episode waits for all replies of its environment at once, after its last token: so it keeps its slot and its KV
-cache as long as if it waited between its turns.
+An episode waits for all replies of its environment at once, after the last token: so the episode keeps a slot and
+a KV cache as long as with waits between turns.
 """
 
 import heapq
@@ -128,7 +128,7 @@ class _Run:
         self.engines = [_Engine(s.decoding) for _ in range(s.engines)]
         self.events: list[tuple[float, int, int]] = []
         """Heap of (time, engine, stamp)."""
-        self.left: dict[int, int] = {}
+        self.unfinished_counts: dict[int, int] = {}
         self.tokens: dict[int, int] = {}
         self.started: dict[int, int] = {}
         self.groups = 0
@@ -150,11 +150,11 @@ class _Run:
             self.groups += 1
             self.gate.start(group, self.served)
             self.started[group] = self.served
-            self.left[group] = self.rollouts.group_size
+            self.unfinished_counts[group] = self.rollouts.group_size
             engine.advance(self.now)
-            drawn = [self.rng.choice(self.lengths) for _ in range(self.rollouts.group_size)]
-            self.tokens[group] = sum(drawn)
-            engine.add(drawn, group)
+            lengths = [self.rng.choice(self.lengths) for _ in range(self.rollouts.group_size)]
+            self.tokens[group] = sum(lengths)
+            engine.add(lengths, group)
             self.schedule(index)
 
     def has_room(self, engine: _Engine) -> bool:
@@ -178,7 +178,7 @@ class _Run:
         self.now = max(self.now, end)
 
     def one_event(self) -> bool:
-        """Process the end of the next completion, or of its wait; True if it completes its group."""
+        """Process the next end of a completion or a wait; True if a group is complete."""
         time, index, stamp = heapq.heappop(self.events)
         engine = self.engines[index]
         if stamp != engine.stamp:  # the engine has another event by now
@@ -193,9 +193,9 @@ class _Run:
         while engine.away and engine.away[0][0] <= time:
             _, group = engine.away.popleft()
             engine.load -= 1
-            self.left[group] -= 1
-            if not self.left[group]:
-                del self.left[group]
+            self.unfinished_counts[group] -= 1
+            if not self.unfinished_counts[group]:
+                del self.unfinished_counts[group]
                 self.gate.finish(group, self.started[group])
         engine.fill()
         self.schedule(index)
@@ -222,10 +222,10 @@ def simulate(s: QueueSettings) -> Timing:
     run = _Run(s)
     run.admit()
     ages: list[int] = []
-    waited = begun = idle = busy = 0.0
+    waited = start_time = idle = busy = 0.0
     for step in range(s.steps):
         if step == s.warm_up:
-            begun = run.now
+            start_time = run.now
             waited = 0.0
             ages = []
             idle = sum(engine.idle for engine in run.engines)
@@ -243,7 +243,7 @@ def simulate(s: QueueSettings) -> Timing:
         work = sum(run.tokens.pop(g) for g in batch) / s.batch_tokens
         run.until(run.now + s.train_seconds * work + s.other_seconds)
         run.end_step()
-    wall = run.now - begun
+    wall = run.now - start_time
     counted = s.steps - s.warm_up
     engine_time = wall * s.engines
     return Timing(

@@ -39,22 +39,22 @@ def gpus_of(recipe: Recipe, split: Split) -> int:
 
 
 def splits(recipe: Recipe, gpus: int, gpu: Gpu) -> list[Split]:
-    """Every split of `gpus`; trainers are multiples of their model-parallel sizes and, if possible, whole nodes.
+    """Every split of `gpus`; trainers are multiples of the model-parallel sizes and, if possible, whole nodes.
 
-    Raises ValueError if there is none.
+    Raises ValueError if there is no split.
     """
     unit = math.lcm(*sizes_of(recipe.megatron.parallel).unit)
-    # Whole nodes for the trainer, where there is more than one.
+    # Whole nodes for the trainer, where there are several nodes.
     if gpus >= 2 * gpu.per_node:
         unit = math.lcm(unit, gpu.per_node)
     devices = recipe.engine.devices_per_engine
     sizes: list[tuple[int, int]] = []
     if not recipe.engine.colocate:
-        left = gpus - recipe.teacher_devices
-        sizes = [(trainer, left - trainer) for trainer in range(unit, left, unit)]
+        free_gpus = gpus - recipe.teacher_devices
+        sizes = [(trainer, free_gpus - trainer) for trainer in range(unit, free_gpus, unit)]
     elif gpus % unit == 0:
         sizes = [(gpus, gpus)]
-    possible = [Split(trainer=ranks, engines=left // devices) for ranks, left in sizes if left % devices == 0]
+    possible = [Split(trainer=ranks, engines=number // devices) for ranks, number in sizes if number % devices == 0]
     if not possible:
         raise ValueError(
             f"--gpus: {gpus} GPUs cannot be split into trainer ranks, in multiples of {unit}, and engines of "
@@ -66,17 +66,19 @@ def splits(recipe: Recipe, gpus: int, gpu: Gpu) -> list[Split]:
 def queue_of(base: QueueSettings, split: Split, train_seconds: float) -> QueueSettings:
     """`base` for another split.
 
-    Two processes on a GPU take turns (without MPS its driver slices the time): a step takes as long as training and
-    generation together, each slowed down by the other.
+    Two processes on a GPU take turns (without MPS the driver slices the time): a step takes as long as training and
+    generation together, and both slow down.
     """
     queue = replace(base, engines=split.engines, train_seconds=train_seconds)
     if not base.takes_turns:
         return queue
     generate = generate_seconds(base, split)
-    both = train_seconds + generate
+    turn_seconds = train_seconds + generate
     names = ("fixed_seconds", "per_completion_seconds", "prefill_seconds")
-    slower = replace(base.decoding, **{name: getattr(base.decoding, name) * both / generate for name in names})
-    return replace(queue, train_seconds=both, decoding=slower)
+    slower = replace(
+        base.decoding, **{name: getattr(base.decoding, name) * turn_seconds / generate for name in names}
+    )
+    return replace(queue, train_seconds=turn_seconds, decoding=slower)
 
 
 def generate_seconds(base: QueueSettings, split: Split) -> float:
@@ -90,7 +92,7 @@ def generate_seconds(base: QueueSettings, split: Split) -> float:
 
 
 def best_splits(candidates: list[tuple[Split, float]], base: QueueSettings) -> list[Simulated]:
-    """Simulate the best of the candidates (split, train seconds); returns them fastest first.
+    """Simulate the best of the candidates (split, train seconds); returns the fastest first.
 
     Of splits equal within a percent, the split with more engines comes first: a trainer that waits has fresher data.
     """

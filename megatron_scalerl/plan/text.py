@@ -153,7 +153,7 @@ def _step(plan: RunPlan) -> Table:
     n = plan.lengths
     u = plan.update
     gb = 1e9
-    moved = f"{u.senders} ranks send up to {u.most_sent / gb:.3g} GB, a worker gets {u.most_received / gb:.3g} GB"
+    traffic = f"{u.senders} ranks send up to {u.most_sent / gb:.3g} GB, a worker gets {u.most_received / gb:.3g} GB"
     bounds = [("  at least", f"{seconds:.3f} s: {link}") for link, seconds in plan.update_bounds.items()]
     length = f"mean {n.mean:,.0f}, median {n.quantile(0.5):,}, 90th percentile {n.quantile(0.9):,} tokens"
     packed = f"{w.micro_batches:.1f} micro-batches of {plan.recipe.micro_batch_tokens:,} tokens per rank"
@@ -164,7 +164,7 @@ def _step(plan: RunPlan) -> Table:
         ("FLOPs", f"{w.model_flops:.3g} model, {w.hardware_flops:.3g} hardware (with recomputation)"),
         ("trainer", f"{w.train_seconds:.1f} s; {packed}, pipeline bubble {w.bubble:.0%}"),
         ("weight update", f"{u.bytes / gb:,.1f} GB; {plan.publish_seconds:.2f} s assumed"),
-        ("  each", moved),
+        ("  each", traffic),
         *bounds,
     )
 
@@ -200,10 +200,10 @@ def _assumptions(plan: RunPlan) -> Table:
         if f.name not in plan.sources:
             continue
         value = getattr(plan.assumed, f.name)
-        shown = "computed"
+        value_text = "computed"
         if value is not None:
-            shown = f"{value:g} {f.metadata['unit']}".strip()
-        rows.append(("--" + f.name.replace("_", "-"), shown, f.metadata["what"], plan.sources[f.name]))
+            value_text = f"{value:g} {f.metadata['unit']}".strip()
+        rows.append(("--" + f.name.replace("_", "-"), value_text, f.metadata["what"], plan.sources[f.name]))
     rows.append(("--gpu", "", plan.gpu.name, plan.gpu.source))
     columns = ("flag", "value", "what", "source")
     return Table(title="assumptions; each is a flag", columns=columns, rows=tuple(rows), labels=4)

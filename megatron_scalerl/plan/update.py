@@ -1,4 +1,4 @@
-"""The bytes that every sender sends and every worker receives in a weight update, in the trainer's plan of it.
+"""The bytes that every sender sends and every worker receives in a weight update, by the trainer's plan.
 
 The plan is `weights.owners.send_plan`'s for the trainer's layout. The needs of an engine's worker are computed as
 vLLM shards a model: in a run the engine's loader decides, which cannot be asked here.
@@ -33,14 +33,14 @@ class EngineShape:
     data: int = 1
     """Copies of the model in one engine."""
     whole_experts: bool = False
-    """Whether each worker has some experts as a whole; otherwise it has a part of every expert."""
+    """Whether each worker has some experts as a whole; otherwise each has a part of every expert."""
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> EngineShape:
+    def of_options(cls, options: Mapping[str, Any]) -> EngineShape:
         """The shape that the options of `engine.vllm` set."""
         tensor, pipeline, data = (int(options.get(f"{k}_parallel_size", 1)) for k in ("tensor", "pipeline", "data"))
-        whole = bool(options.get("enable_expert_parallel", False))
-        return cls(tensor=tensor, pipeline=pipeline, data=data, whole_experts=whole)
+        whole_experts = bool(options.get("enable_expert_parallel", False))
+        return cls(tensor=tensor, pipeline=pipeline, data=data, whole_experts=whole_experts)
 
 
 @record
@@ -52,13 +52,13 @@ class UpdateWork:
     senders: int
     """Number of trainer ranks that send."""
     groups: int
-    """Most broadcast groups that a worker is in, one for each of its senders."""
+    """Most broadcast groups that a worker is in: a group for each sender to the worker."""
     sender_groups: int
-    """Most broadcast groups that a sender is in, one for each shard that it sends to."""
+    """Most broadcast groups that a sender is in: a group for each receiving shard."""
     sent: Mapping[int, int]
     """Sender -> bytes."""
     received: Mapping[int, int]
-    """Shard -> bytes that each of its workers receives."""
+    """Shard -> bytes that each worker of the shard receives."""
 
     @property
     def most_sent(self) -> int:
@@ -79,17 +79,17 @@ def update_work(recipe: Recipe, family: Family, layout: Layout) -> UpdateWork:
     """The work of a weight update of this recipe, with the trainer in this layout."""
     if recipe.adapters_alone:
         family = trained_family(recipe, family)
-    return moved(
+    return _shape_work(
         family,
         recipe.policy.dtype,
         layout,
-        EngineShape.of(recipe.engine.vllm),
+        EngineShape.of_options(recipe.engine.vllm),
         bucket_mib=recipe.weights.bucket_mib,
         most_senders=recipe.weights.max_senders,
     )
 
 
-def moved(
+def _shape_work(
     family: Family, dtype: str, layout: Layout, engine: EngineShape, *, bucket_mib: int, most_senders: int
 ) -> UpdateWork:
     """The work of a weight update from a trainer in this layout to engines of this shape."""
@@ -97,17 +97,17 @@ def moved(
     needs = worker_needs(family, engine)
     stages = {layer: stage for stage, layers in enumerate(layout.stages) for layer in layers}
     plan = send_plan(family, places_of(layout), stages, needs, dtype=dtype, most_senders=most_senders).plan
-    sent = Counter[int]()
+    sent_bytes = Counter[int]()
     received = Counter[int]()
     for bucket in buckets(plan, bucket_mib):
-        sent[bucket.sender] += bucket.nbytes
+        sent_bytes[bucket.sender] += bucket.nbytes
         received[bucket.shard] += bucket.nbytes
     return UpdateWork(
         bytes=sum(meta.item_bytes * math.prod(meta.shape) for meta in parameters),
         senders=plan.senders,
         groups=max(Counter(shard for _, shard in plan.pairs).values()),
         sender_groups=max(Counter(sender for sender, _ in plan.pairs).values()),
-        sent=sent,
+        sent=sent_bytes,
         received=received,
     )
 
@@ -131,7 +131,7 @@ def places_of(layout: Layout) -> list[Place]:
 
 
 def worker_needs(family: Family, engine: EngineShape) -> list[Needs]:
-    """[shards] the needs of each worker of an engine; too few key-value heads are counted as if they were split."""
+    """[shards] the needs of each worker of an engine; too few key-value heads are counted as if split."""
     layers = len(family.layers)
     experts = family.transformer.get("num_moe_experts") or 0
 
@@ -139,18 +139,18 @@ def worker_needs(family: Family, engine: EngineShape) -> list[Needs]:
         stages = {"first": 0, "last": engine.pipeline - 1}
         if stage != stages.get(rule.place, rule.layer * engine.pipeline // layers):
             return
-        whole = tuple((0, size) for size in shape)
+        full_ranges = tuple((0, size) for size in shape)
         # A tensor of three dimensions has all experts of a layer, and is split by expert below.
         if rule.expert is not None and engine.whole_experts and len(shape) == 2:
             if rule.expert * engine.tensor // experts == rank:
-                yield whole
+                yield full_ranges
         elif rule.expert is None and not rule.sharded:
-            yield whole
+            yield full_ranges
         else:
             axis = _split_axis(name, len(shape), whole_experts=engine.whole_experts)
             size = shape[axis]
             share = (size * rank // engine.tensor, size * (rank + 1) // engine.tensor)
-            yield (*whole[:axis], share, *whole[axis + 1 :])
+            yield (*full_ranges[:axis], share, *full_ranges[axis + 1 :])
 
     exported = [rule for rule in family.rules if rule.exported]
     shapes = {name: (rule, tuple(shape)) for rule in exported for name, shape in rule.hf_shapes.items()}
@@ -162,9 +162,9 @@ def worker_needs(family: Family, engine: EngineShape) -> list[Needs]:
 
 
 def _split_axis(name: str, dimensions: int, *, whole_experts: bool) -> int:
-    """The dimension along which tensor parallelism splits a Hugging Face tensor; all experts in one have three."""
-    # Output projections and their adapters' A are split along their inputs, all others along their outputs; fused
-    # experts are transposed.
+    """The dimension along which tensor parallelism splits a Hugging Face tensor; fused experts have three."""
+    # Output projections and the A of output projections are split along the inputs, all other tensors along the
+    # outputs; fused experts are transposed.
     output = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj", "lora_A.weight"))
     if dimensions == 3 and whole_experts:
         return 0

@@ -1,4 +1,4 @@
-"""The trial of a user's verifier before a run: a mistake in what the verifier returns shows at the first rows."""
+"""The trial of a user's verifier before a run: a mistake in the verifier's results shows at the first rows."""
 
 import asyncio
 import logging
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 ROWS = 5
 """Rows of each task whose answers are tried."""
 MALFORMED = ("\\boxed{-918273645}", "I do not know.", "", "The answer is \\boxed{")
-"""A wrong answer, a text without an answer, an empty and a truncated one."""
+"""A wrong answer, a text without an answer, an empty text and a truncated answer."""
 
 
 def try_verifier(task: Task) -> None:
     """Call the user's verifier of a task with right and malformed answers to the first rows.
 
     Raises ValueError, in one line, for a verifier that returns something that is no reward, or no reward for any of
-    the answers. Where the verifier's judge cannot be reached, or a variable is not set, that is a warning.
+    the answers. Where the verifier's judge cannot be reached, or a variable is not set, the trial only warns.
     """
     verifier = task.rewards.verifier
     path = task.prompts.path
@@ -62,14 +62,14 @@ async def _try_rows(pool: VerifierPool, task: Task, prompts: list[Prompt]) -> No
         for prompt in prompts:
             forms = forms_of(prompt.answer, prompt.extra)
             texts = [*forms, *MALFORMED]
-            tried = await asyncio.gather(*(pool.outcome(text, prompt) for text in texts))
-            for text, outcome in zip(texts, tried):
+            row_outcomes = await asyncio.gather(*(pool.outcome(text, prompt) for text in texts))
+            for text, outcome in zip(texts, row_outcomes):
                 if outcome.returned:
                     raise ValueError(f"{head}: {prompt.prompt_id}: for the answer {text!r} {outcome.returned}")
-            values = [outcome.value for outcome in tried if outcome.value is not None]
+            values = [outcome.value for outcome in row_outcomes if outcome.value is not None]
             right |= any(pool.paid(value, prompt, tokens=0).correct for value in values)
-            outcomes += tried
-            if any(outcome.limit for outcome in tried):  # the other rows would take as long
+            outcomes += row_outcomes
+            if any(outcome.limit for outcome in row_outcomes):  # the other rows would take as long
                 break
     unreached = [outcome.reason for outcome in outcomes if outcome.unavailable and not outcome.error]
     if any(outcome.value is not None for outcome in outcomes):
@@ -78,8 +78,8 @@ async def _try_rows(pool: VerifierPool, task: Task, prompts: list[Prompt]) -> No
     elif unreached:
         logger.warning("%s was not tried: %s", head, unreached[0])
     elif outcomes:
-        why = (outcomes[0].error or outcomes[0].limit).strip().splitlines()[-1]
+        reason = (outcomes[0].error or outcomes[0].limit).strip().splitlines()[-1]
         raise ValueError(
             f"{head} gives no reward for any of {len(outcomes)} answers, not for the reference of "
-            f"{prompts[0].prompt_id}: {why}"
+            f"{prompts[0].prompt_id}: {reason}"
         )

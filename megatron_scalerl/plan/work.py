@@ -35,7 +35,7 @@ class Lengths:
     written: float = 0.0
     """Tokens of all replies in an episode."""
     waiting: float = 0.0
-    """Seconds for which an episode waits for all its replies."""
+    """Seconds for which an episode waits for replies."""
 
     @property
     def mean(self) -> float:
@@ -59,35 +59,35 @@ def assumed_lengths(recipe: Recipe, assumed: Assumptions) -> Lengths:
     """
     rng = random.Random(0)
     tasks = tasks_of(recipe)
-    whole = sum(task.weight for task in tasks)
+    total_weight = sum(task.weight for task in tasks)
     tokens = []
     replies = 0.0
     written = 0.0
     for task in tasks:
-        share = task.weight / whole
+        share = task.weight / total_weight
         environment = task.recipe.environment
         turns = min(assumed.turns, environment.max_turns) if environment.name else 1.0
-        most = task.recipe.max_completion_tokens
-        written_by_task = min((turns - 1) * assumed.reply_tokens, most - 1)
+        limit = task.recipe.max_completion_tokens
+        written_by_task = min((turns - 1) * assumed.reply_tokens, limit - 1)
         replies += share * (turns - 1)
         written += share * written_by_task
         for number in range(round(share * DRAWN)):
             # whole numbers of turns with the mean `turns`
             count = int((number + 1) * turns) - int(number * turns)
             sampled = sum(_turn_tokens(task.recipe, assumed, rng) for _ in range(count))
-            tokens.append(min(sampled, int(most - written_by_task)))
+            tokens.append(min(sampled, int(limit - written_by_task)))
     return Lengths(tuple(tokens), replies, written, replies * assumed.reply_seconds)
 
 
 def _turn_tokens(recipe: Recipe, assumed: Assumptions, rng: random.Random) -> int:
     """Tokens of a turn. recipe: of the task."""
     section = recipe.interruption
-    low, high = section.thinking_tokens
-    thinking = rng.lognormvariate(math.log(assumed.thinking_median * high), assumed.thinking_sigma)
+    lower_bound, upper_bound = section.thinking_tokens
+    thinking = rng.lognormvariate(math.log(assumed.thinking_median * upper_bound), assumed.thinking_sigma)
     answer_median = max(1.0, assumed.answer_median * section.answer_tokens)
     answer = min(rng.lognormvariate(math.log(answer_median), 0.5), section.answer_tokens)
     if section.enabled:
-        thinking = min(thinking, rng.randint(low, high))
+        thinking = min(thinking, rng.randint(lower_bound, upper_bound))
     return int(max(1.0, min(thinking + answer, recipe.environment.turn_tokens or math.inf)))
 
 
@@ -116,12 +116,12 @@ class TokenFlops:
 
     body: float
     """Forward pass of the layers."""
-    again: float
+    recomputation: float
     """Recomputation of the layers."""
     head: float
     """Forward pass of the logit projection; the embedding has no FLOPs."""
     frozen: float
-    """FLOPs of gradients that frozen weights do not need, less those of their adapters."""
+    """FLOPs of gradients that frozen weights do not need, less the FLOPs of adapters' gradients."""
 
     @property
     def model(self) -> float:
@@ -131,14 +131,14 @@ class TokenFlops:
     def hardware(self, recipe: Recipe) -> float:
         """Forward and backward with recomputation of layers and, outside a chunk's loss, of logits.
 
-        A second policy (algorithm.kl) is counted as a forward pass of one as large.
+        A second policy (algorithm.kl) is counted as a forward pass of an equally large policy.
         """
         if recipe.algorithm.kl is not None:
-            return self.model + self.again + self.body + self.head
+            return self.model + self.recomputation + self.body + self.head
         if in_chunk(recipe):
-            return self.model + self.again
+            return self.model + self.recomputation
         # Outside of a chunk's loss, logits are computed again for the backward pass.
-        return self.model + self.again + self.head
+        return self.model + self.recomputation + self.head
 
 
 def step_work(
@@ -147,9 +147,9 @@ def step_work(
     """The trainer's work in a step, and its time at the assumed utilization."""
     completions = recipe.rollouts.groups_per_batch * recipe.rollouts.group_size
     generated = completions * lengths.mean
-    given = assumed.prompt_tokens + lengths.written
-    trained = assumed.kept_share * (generated + completions * given)
-    flops = token_flops(recipe, family, layout, [n + given for n in lengths.tokens])
+    context = assumed.prompt_tokens + lengths.written
+    trained = assumed.kept_share * (generated + completions * context)
+    flops = token_flops(recipe, family, layout, [n + context for n in lengths.tokens])
     utilization = assumed.dense_utilization
     if p.experts:
         utilization = assumed.moe_utilization
@@ -176,32 +176,32 @@ def token_flops(recipe: Recipe, family: Family, layout: Layout, sizes: Sequence[
     """FLOPs per token of sequences of these lengths (prompts included); attention is causal."""
     recompute = recompute_of(recipe)
     chunk = family.attention_chunk_size
-    # Mean length of a token's sequence. A token attends to half of it, at 2 FLOPs per key and width.
-    whole = fmean(n * n for n in sizes) / fmean(sizes)
-    chunked = whole
+    # Mean length of a token's sequence. A token attends to half of the sequence, at 2 FLOPs per key and width.
+    mean_length = fmean(n * n for n in sizes) / fmean(sizes)
+    chunked_length = mean_length
     if chunk:
-        chunked = fmean(n * min(n, chunk) for n in sizes) / fmean(sizes)
-    body = again = matrices = 0.0
+        chunked_length = fmean(n * min(n, chunk) for n in sizes) / fmean(sizes)
+    body = recomputation = matrices = 0.0
     for place, style in zip(layout.places, family.layers):
         shape = shape_of(family, style)
         projections = 2 * shape.projections
-        keys = chunked if style.chunked else whole
+        keys = chunked_length if style.chunked else mean_length
         core = (shape.query + shape.out) * keys
         # SwiGLU has three matrices, at 2 FLOPs per weight; the router scores all experts.
         mlp = 6 * shape.hidden * (shape.ffn + shape.top_k * shape.expert_ffn) + 2 * shape.hidden * shape.experts
         body += projections + core + mlp
         matrices += projections + mlp
         if recompute.granularity == "full" and (recompute.method == "uniform" or place < recompute.layers):
-            again += projections + core + mlp
+            recomputation += projections + core + mlp
         if "core_attn" in recompute.modules:
-            again += core
+            recomputation += core
         mlp_module = "moe" if style.moe else "mlp"
         if mlp_module in recompute.modules:
-            again += mlp
+            recomputation += mlp
         elif style.moe and "shared_experts" in recompute.modules:
-            again += 6 * shape.hidden * shape.ffn
+            recomputation += 6 * shape.hidden * shape.ffn
     head = 2.0 * family.transformer["hidden_size"] * family.vocab_size
     frozen = 0.0
     if recipe.policy.lora is not None:
         frozen = matrices + head - 6 * count(trained_family(recipe, family)).active
-    return TokenFlops(body=body, again=again, head=head, frozen=frozen)
+    return TokenFlops(body=body, recomputation=recomputation, head=head, frozen=frozen)

@@ -143,11 +143,11 @@ class PolicyModel(GPTModel):
         )
         if loss is None:
             pair = self.output_layer(partial(token_logprobs, hidden[:, 0], **options))
-            return share.whole(torch.stack(pair, dim=1)).t()
+            return share.whole_row(torch.stack(pair, dim=1)).t()
         if share.places is not None:
             loss = partial(_loss_of_row, loss, share.places)
         total, *pair = self.output_layer(partial(token_loss, hidden[:, 0], loss=loss, second=second, **options))
-        return total, share.whole(torch.stack(pair, dim=1)).t()
+        return total, share.whole_row(torch.stack(pair, dim=1)).t()
 
     @torch.no_grad()
     def _second_policy(self, plan: Plan, tokens: Tensor, weights: Tensor, direction: Direction) -> SecondPolicy:

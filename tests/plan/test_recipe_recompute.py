@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from megatron_scalerl.__main__ import main
-from megatron_scalerl.plan.activations import MODULES, kept, layer_bytes, recompute_of, shape_of
+from megatron_scalerl.plan.activations import MODULES, kept_bytes, layer_bytes, recompute_of, shape_of
 from megatron_scalerl.plan.assumptions import Assumptions
 from megatron_scalerl.plan.counting import count, load_family
 from megatron_scalerl.plan.engine import decoding, engine_memory
@@ -180,7 +180,7 @@ def test_norms_that_are_fused_are_not_recomputed():
         layout = layout_of(recipe, family, recipe.trainer.world_size)
         shape = shape_of(family, family.layers[0])
         whole = layer_bytes(shape, layout, width=2, kernels=kernels, imbalance=1.0)
-        left = kept(whole, recompute_of(recipe), moe=shape.experts > 0, width=2, hidden=shape.hidden)
+        left = kept_bytes(whole, recompute_of(recipe), moe=shape.experts > 0, width=2, hidden=shape.hidden)
         assert whole.total - left == norms * shape.hidden / layout.sp * 2
 
 

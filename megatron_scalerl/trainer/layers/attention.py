@@ -1,10 +1,10 @@
 """Causal self-attention by PyTorch's scaled_dot_product_attention, on packed rows and on plain batches.
 
 The life of a packed row in a layer: Megatron's SelfAttention projects and rotates queries and keys, then calls the
-core attention with the row's `PackedRow`. Without Transformer Engine that is `SdpaCoreAttention`: it gathers the
-sequences of each bucket into a padded block, attends causally, and puts the results back in the row's order; under
-context parallelism it gathers the keys of all ranks instead. Transformer Engine's own attention reads cu_seqlens, and
-`with_chunks` adds the chunks and the query scale of Llama 4.
+core attention with the row's `PackedRow`. Without Transformer Engine the core attention is `SdpaCoreAttention`, which
+gathers the sequences of each bucket into a padded block, attends causally, and puts the results back in row order;
+under context parallelism `SdpaCoreAttention` gathers the keys of all ranks instead. Transformer Engine's own
+attention reads cu_seqlens, and `with_chunks` adds the chunks and the query scale of Llama 4.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from megatron_scalerl.trainer.layers.packing import Layout, PackedRow
 
 
 def with_bias(linear: type) -> type:
-    """The linear layer with a bias; Megatron's attention output has one only if every other layer has."""
+    """The linear layer with a bias; Megatron gives attention output a bias only if every linear layer has one."""
 
     class WithBias(linear):  # type: ignore[misc]
         def __init__(self, *args: Any, bias: bool = False, **keywords: Any):
@@ -33,16 +33,16 @@ def with_bias(linear: type) -> type:
 def with_chunks(core: type, *, chunked: bool, query_scale: Any) -> type:
     """A core attention for packed rows in Megatron's "thd" format, extended by the features of Llama-4 layers.
 
-    `chunked`: the row's chunks are separate sequences for it (queries and keys are already rotated by their positions
-    in the whole sequences). `query_scale` maps positions [N] to a factor on the queries [N, heads, d]. Written for
-    Transformer Engine's class as Megatron-Core wraps it, and not run with it.
+    `chunked`: the core attends to the row's chunks as separate sequences (queries and keys are already rotated by the
+    positions in the whole sequences). `query_scale` maps positions [N] to a factor on the queries [N, heads, d].
+    Written for Megatron-Core's wrapper of Transformer Engine's attention, and not run with Transformer Engine.
     """
 
     class WithChunks(core):  # type: ignore[misc]
         def forward(
             self,
             query: Tensor,
-            *others: Any,
+            *arguments: Any,
             packed_seq_params: PackedRow | None = None,
             **keywords: Any,
         ) -> Tensor:
@@ -54,7 +54,7 @@ def with_chunks(core: type, *, chunked: bool, query_scale: Any) -> type:
             row = packed_seq_params
             if chunked and row.in_chunks is not None:
                 row = row.in_chunks
-            return super().forward(query, *others, packed_seq_params=row, **keywords)
+            return super().forward(query, *arguments, packed_seq_params=row, **keywords)
 
     return WithChunks
 
@@ -62,12 +62,12 @@ def with_chunks(core: type, *, chunked: bool, query_scale: Any) -> type:
 class SdpaCoreAttention(torch.nn.Module):
     """Core attention for Megatron's SelfAttention; grouped queries, no attention bias, no dropout.
 
-    A packed row is one sequence [N, 1, heads, d] with a `PackedRow`: its sequences are gathered into a few padded
-    buckets, attended causally, and scattered back, so tokens never see another sequence. Without a `PackedRow` the
-    input is a plain batch [s, b, heads, d]. With context parallelism N are this rank's tokens (`layers.context`): it
-    gathers the keys and values of all ranks, and attends with its own queries. `chunked` layers (Llama 4) attend
-    inside chunks of the sequence; `query_scale` (Llama 4's layers without RoPE) maps positions [N] to a factor on the
-    queries.
+    A packed row is one sequence [N, 1, heads, d] with a `PackedRow`: the row's sequences are gathered into a few
+    padded buckets, attended causally, and scattered back, so tokens never see another sequence. Without a `PackedRow`
+    the input is a plain batch [s, b, heads, d]. With context parallelism N are this rank's tokens (`layers.context`):
+    the rank gathers the keys and values of all ranks, and attends with the rank's own queries. `chunked` layers
+    (Llama 4) attend inside chunks of the sequence; `query_scale` (Llama 4's layers without RoPE) maps positions [N]
+    to a factor on the queries.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class SdpaCoreAttention(torch.nn.Module):
         """[queries, heads, d] of consecutive queries, which are the last positions of their keys."""
         reach = slice(span.start, span.start + span.keys)
         q, k, v = (x.transpose(0, 1)[None] for x in (query, keys[reach], values[reach]))
-        # `is_causal` would align the first query with the first key; here the last ones belong together.
+        # `is_causal` would align the first query with the first key; here the last query belongs to the last key.
         mask = torch.ones((span.queries, span.keys), dtype=torch.bool, device=query.device)
         mask = mask.tril(span.keys - span.queries)
         out = F.scaled_dot_product_attention(
@@ -174,7 +174,7 @@ class SdpaCoreAttention(torch.nn.Module):
         return out[0].transpose(0, 1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[b, heads, s, d] causal attention of a padded block. A valid query comes before its padding."""
+        """[b, heads, s, d] causal attention of a padded block. Padding comes after every valid query."""
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1]
         )

@@ -1,11 +1,12 @@
 """Context parallelism: which tokens of a packed row a rank computes, and which keys its queries see.
 
-The life of a row: `share_of` pads it and says which tokens each rank computes; `Share.of_row` takes them; in every
-layer attention gathers keys by `Context.order` and computes the rank's `Span`s; `Share.whole` gathers the results.
+The life of a row: `share_of` pads the row and divides the tokens among the ranks; `Share.of_row` takes a rank's
+tokens; in every layer attention gathers keys by `Context.order` and computes the rank's `Span`s; `Share.whole_row`
+gathers the results.
 
-Every sequence is padded to a multiple of 2 x size tokens and split into as many chunks; rank r computes chunks r and
+Every sequence is padded to a multiple of 2 x size tokens and split into 2 x size chunks; rank r computes chunks r and
 2 x size - 1 - r, which balances causal attention. Megatron's RoPE for packed rows
-(megatron/core/models/common/embeddings/rope_utils.py:140) and Transformer Engine's attention for them
+(megatron/core/models/common/embeddings/rope_utils.py:140) and Transformer Engine's attention
 (thd_get_partitioned_indices; read, not run) expect that order, and cu_seqlens of whole padded sequences.
 """
 
@@ -24,7 +25,7 @@ PADDING = -1
 
 @record
 class Span:
-    """Consecutive queries of a rank's share, and their keys: the queries' positions are the last of the keys'."""
+    """Consecutive queries of a rank's share, with keys whose last positions are the queries' positions."""
 
     queries: int
     start: int
@@ -41,7 +42,7 @@ class Context:
     order: Tensor
     """[M] index of each token of the padded row in the concatenated shares of all ranks."""
     spans: tuple[Span, ...]
-    """This rank's queries, in the order of its share."""
+    """This rank's queries, in the order of the share."""
     chunked: tuple[Span, ...]
     """This rank's queries where layers attend inside chunks."""
 
@@ -51,7 +52,7 @@ class Share:
     """A rank's tokens of a packed row of N tokens: n of the padded row's M."""
 
     starts: list[int]
-    """[S+1] starts of the padded sequences, including one of padding at the end; the last is M."""
+    """[S+1] starts of the padded sequences, including a sequence of padding at the end; the last start is M."""
     rank: int
     size: int
     group: Any
@@ -70,15 +71,15 @@ class Share:
         """[n, ...] of this rank from the given row's [N, ...]; padding is `fill`."""
         if self.places is None:
             return values
-        taken = values.index_select(0, self.places.clamp(min=0))
+        share_values = values.index_select(0, self.places.clamp(min=0))
         padding = (self.places == PADDING).view(-1, *[1] * (values.dim() - 1))
-        return taken.masked_fill(padding, fill)
+        return share_values.masked_fill(padding, fill)
 
-    def whole(self, values: Tensor) -> Tensor:
+    def whole_row(self, values: Tensor) -> Tensor:
         """The given row's [N, ...], the same on all ranks, from each rank's [n, ...].
 
-        The gradient of a rank's part is that of its own result, not the sum over ranks: every rank computes the same
-        from the whole row.
+        The gradient of a rank's part comes from the rank's own result, not from a sum over ranks: every rank computes
+        the same results from the whole row.
         """
         if self.back is None:
             return values
@@ -88,44 +89,44 @@ class Share:
     def context(self, chunk: int | None) -> Context:
         """The `Context` of this rank, with chunks of `chunk` tokens for layers with chunked attention."""
         assert self.order is not None
-        whole = spans(self.starts, rank=self.rank, size=self.size)
-        chunked = spans(self.starts, rank=self.rank, size=self.size, chunk=chunk)
-        return Context(group=self.group, order=self.order, spans=whole, chunked=chunked)
+        row_spans = spans(self.starts, rank=self.rank, size=self.size)
+        chunk_spans = spans(self.starts, rank=self.rank, size=self.size, chunk=chunk)
+        return Context(group=self.group, order=self.order, spans=row_spans, chunked=chunk_spans)
 
 
 def share_of(starts: list[int], *, rank: int, size: int, group: Any, divisor: int) -> Share:
     """The share of context-parallel rank `rank` of `size` in a row with sequence starts `starts` ([S+1]).
 
-    Its tensors are in host memory. Every rank's share has the same number of tokens, a multiple of `divisor`: the
-    tensor-parallel size under sequence parallelism. The row grows by less than 2 x size tokens per sequence, and by a
-    sequence of padding at the end, which is the only padding without context parallelism.
+    The share's tensors are in host memory. Every rank's share has the same number of tokens, a multiple of `divisor`:
+    the tensor-parallel size under sequence parallelism. The row grows by less than 2 x size tokens per sequence, and
+    by a sequence of padding at the end, which is the only padding without context parallelism.
     """
     lengths = [b - a for a, b in zip(starts, starts[1:])]
     padded, filler = _padded(lengths, size=size, divisor=divisor)
     if padded == lengths and not filler and size == 1:
         return Share(starts=starts, rank=rank, size=size, group=group, length=starts[-1])
-    # The filler is one more sequence, without a token of the given row.
+    # The filler is an additional sequence, without a token of the given row.
     if filler:
         lengths.append(0)
         padded.append(filler)
     ends = [0, *accumulate(padded)]
     places = torch.full((ends[-1],), PADDING)
     positions = torch.cat([torch.arange(length) for length in padded])
-    given = torch.cat([torch.arange(a, a + n) for a, n in zip(ends, lengths)])
-    places[given] = torch.arange(starts[-1])
-    taken = [_tokens(ends, rank=r, size=size) for r in range(size)]
+    row_places = torch.cat([torch.arange(a, a + n) for a, n in zip(ends, lengths)])
+    places[row_places] = torch.arange(starts[-1])
+    rank_places = [_tokens(ends, rank=r, size=size) for r in range(size)]
     order = torch.empty_like(places)
-    order[torch.cat(taken)] = torch.arange(ends[-1])
+    order[torch.cat(rank_places)] = torch.arange(ends[-1])
     return Share(
         starts=ends,
         rank=rank,
         size=size,
         group=group,
         length=starts[-1],
-        places=places[taken[rank]],
-        position_ids=positions[taken[rank]],
+        places=places[rank_places[rank]],
+        position_ids=positions[rank_places[rank]],
         order=order,
-        back=order[given],
+        back=order[row_places],
     )
 
 
@@ -157,7 +158,7 @@ def _tokens(starts: list[int], *, rank: int, size: int) -> Tensor:
 
 
 def spans(starts: list[int], *, rank: int, size: int, chunk: int | None = None) -> tuple[Span, ...]:
-    """Spans of a rank's queries: each sees the keys before it in the sequence, or in its chunk of `chunk` tokens."""
+    """Spans of a rank's queries: a query sees the earlier keys of the sequence, or of a chunk of `chunk` tokens."""
     pieces = []
     for a, b in zip(starts, starts[1:]):
         part = (b - a) // (2 * size)

@@ -1,8 +1,8 @@
 """Multi-head latent attention on packed rows: Megatron's, with the row's own angles and whole narrow projections.
 
-The life of a row in a layer: `PolicyModel` puts the rotary angles of its tokens into the row; Megatron's attention
-projects down and up, and asks for a table of angles; `RowAngles` answers with the row's; the core attention of
-`layers.attention` takes values that are narrower than the keys.
+The life of a row in a layer: `PolicyModel` puts the rotary angles of the row's tokens into the row; Megatron's
+attention projects down and up, and asks for a table of angles; `RowAngles` answers with the row's angles; the core
+attention of `layers.attention` takes values that are narrower than the keys.
 
 Without Transformer Engine Megatron shards the narrow projections, and then gathers their results. The backward pass
 of that gather gives each rank its part of the gradient and does not sum over ranks, though each rank has only its own
@@ -24,7 +24,7 @@ from megatron_scalerl.trainer.layers.packing import PackedRow
 
 
 class RowAngles(torch.nn.Module):
-    """Gives Megatron's latent attention the angles of the row, in place of a table that counts its tokens from 0."""
+    """Gives Megatron's latent attention the angles of the row's tokens, in place of a table from position 0."""
 
     def __init__(self, factor: float):
         """factor: on cosine and sine (YaRN's)."""
@@ -32,7 +32,7 @@ class RowAngles(torch.nn.Module):
         self.factor = factor
 
     def get_rotary_seq_len(self, *arguments: Any) -> Tensor:
-        """The angles of the row, the last argument; Megatron passes them to `forward` as a length."""
+        """The angles of the row, the last argument; Megatron passes the angles to `forward` as a length."""
         row: PackedRow = arguments[-1]
         assert row.angles is not None
         return row.angles[:, 0]  # Megatron drops the dimension of one row
@@ -43,17 +43,17 @@ class RowAngles(torch.nn.Module):
 
 
 class WholeLinear(torch.nn.Linear):
-    """A projection that every tensor-parallel rank holds whole, for its own tokens under sequence parallelism."""
+    """A projection that every tensor-parallel rank holds whole, under sequence parallelism for local tokens."""
 
     def __init__(self, inner: int, out: int, config: TransformerConfig):
         super().__init__(inner, out, bias=False, dtype=config.params_dtype)
         weight: Any = self.weight
         assert config.init_method is not None
         config.init_method(weight)
-        weight.sequence_parallel = config.sequence_parallel  # Megatron then sums its gradient over the ranks
+        weight.sequence_parallel = config.sequence_parallel  # Megatron then sums the gradient over the ranks
 
     def forward(self, x: Tensor) -> Any:
-        """(projection, no bias), as Megatron's linear layers return it."""
+        """(projection, no bias), like the results of Megatron's linear layers."""
         return super().forward(x), None
 
 
@@ -64,7 +64,7 @@ class LatentAttention(MLASelfAttention):
         # Megatron's table of YaRN takes a GPU under context parallelism, and is replaced in any case.
         config.rope_type = "rope"
         super().__init__(config, *args, **keywords)
-        config.rope_type = "yarn"  # its attention then takes a factor with the angles
+        config.rope_type = "yarn"  # Megatron's attention then takes a factor with the angles
         factor = _yarn_get_concentration_factor(config.rotary_scaling_factor, config.mscale, config.mscale_all_dim)
         self.rotary_pos_emb = RowAngles(factor)
         if HAVE_TE:
@@ -77,13 +77,13 @@ class LatentAttention(MLASelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: Any, position_ids: Any, row: PackedRow, **keywords: Any
     ) -> Any:
-        """Rotated by the angles of each token: for each sequence of a "thd" row Megatron would ask the device."""
+        """Tensors rotated by the angles of each token; for each "thd" sequence Megatron would ask the device."""
         row = copy.copy(row)
         row.qkv_format = "sbhd"
         return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, row, **keywords)
 
     def _run_core_attention(self, *tensors: Any, attn_mask_type: Any = None, **keywords: Any) -> Any:
-        """On Blackwell with values as they are, as cuDNN trains keys of 192 with 128; Megatron pads them to 192."""
+        """On Blackwell values stay unpadded: cuDNN trains keys of 192 with values of 128; Megatron pads to 192."""
         run = super()._run_core_attention
         if capability() >= (10, 0):
             run = self.core_attention

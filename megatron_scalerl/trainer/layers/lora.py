@@ -1,16 +1,16 @@
 """Adapters (LoRA) beside Megatron's parallel linear layers, exact on every layout.
 
 The life of an adapter: `with_lora` makes the layers' classes have adapters; `fill_adapters` gives every rank its
-shards of the same factors; a layer adds scale B (A x) to its result; gradients are reduced as those of other layers.
+shards of the same factors; a layer adds scale B (A x) to its result; gradients are reduced as in other layers.
 
-One factor of a pair is sharded like the weight, the other one is whole on every tensor-parallel rank
-(`models.adapters`). Ranks exchange A x alone, which has as many numbers per token as the adapter has ranks. The
-gradient of a whole factor is
+One factor of a pair is sharded like the weight, the second factor is whole on every tensor-parallel rank
+(`models.adapters`). Ranks exchange A x alone, which has policy.lora.rank numbers per token. The gradient of a whole
+factor is
 
     complete on each rank           without sequence parallelism
-    a sum over the ranks' tokens    with it: Megatron sums it with those of the norms (attribute `sequence_parallel`)
+    a sum over the ranks' tokens    with sequence parallelism: Megatron sums as for norms (`sequence_parallel`)
     a sum over the ranks' columns   in experts, whose layers exchange nothing: each rank gets all tokens, and Megatron
-                                    sums inputs' gradients and outputs outside. Here the backward pass sums it
+                                    sums inputs' gradients and outputs outside. Here the backward pass sums
 
 PyTorch computes the factors' gradients and DDP adds them to its buffers, so that no fused accumulation passes by the
 sums.
@@ -48,21 +48,22 @@ from megatron_scalerl.trainer.adapter_folder import adapter_reader
 from megatron_scalerl.weights.source import fill
 
 _BY_ROWS = ("linear_proj", "linear_fc2")
-"""Layers that tensor-parallel ranks divide by inputs; the others are divided by outputs."""
+"""Layers that tensor-parallel ranks divide by inputs; all other layers are divided by outputs."""
 _EXCHANGES: dict[tuple[bool, bool], Callable[..., Tensor]] = {
     (False, False): copy_to_tensor_model_parallel_region,
     (False, True): gather_from_sequence_parallel_region,
     (True, False): reduce_from_tensor_model_parallel_region,
     (True, True): reduce_scatter_to_sequence_parallel_region,
 }
-"""(divided by inputs, sequence parallelism) -> what ranks do with A x. Its backward pass does the reverse."""
+"""(divided by inputs, sequence parallelism) -> the ranks' operation on A x, which the backward pass reverses."""
 
 
 class Adapters(torch.nn.Module):
     """The adapters of one linear layer.
 
-    name: Megatron's name of the layer. inputs, outputs: of all tensor-parallel ranks in `group`. weight: the layer's.
-    A module of its own: Megatron's hooks that wait for gathered parameters run when it is called.
+    name: Megatron's name of the layer. inputs, outputs: of all tensor-parallel ranks in `group`. weight: the layer's
+    weight. The adapters are a separate module: Megatron's hooks that wait for gathered parameters run at a module's
+    call.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Adapters(torch.nn.Module):
         by_rows = name in _BY_ROWS
         sequence_parallel = config.sequence_parallel and not is_expert
         self.sums_gradients = is_expert and group.size() > 1
-        self.off = False
+        self.bypass = False
         """True while the layer computes without adapters."""
         self.exchange: Callable[..., Tensor] | None = None
         if group.size() > 1 and not is_expert:
@@ -115,7 +116,7 @@ class Adapters(torch.nn.Module):
 
     def _register(self, name: str, shape: tuple[int, int], weight: Tensor, sequence_parallel: bool) -> None:
         parameter: Any = torch.nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
-        # False for experts whose data-parallel ranks are others than those of the dense layers.
+        # False for experts whose data-parallel ranks differ from the dense layers' ranks.
         parameter.allreduce = getattr(weight, "allreduce", True)
         if name in self.sharded:
             set_tensor_model_parallel_attributes(parameter, True, self.sharded[name], 1)
@@ -124,20 +125,20 @@ class Adapters(torch.nn.Module):
         self.register_parameter(name, parameter)
 
     def forward(self, x: Tensor, result: Tensor) -> Tensor:
-        """`result` of the layer for x, with what the adapters add to it."""
-        if not self.sharded or self.off:
+        """The layer's `result` for x plus the adapters' outputs."""
+        if not self.sharded or self.bypass:
             return result
-        low = F.linear(x, torch.cat(self._factors("A"))) * self.scale
+        a_x = F.linear(x, torch.cat(self._factors("A"))) * self.scale
         if self.exchange is not None:
-            low = self.exchange(low, group=self.group)
-        added = [F.linear(part, b) for part, b in zip(low.split(self.rank, dim=-1), self._factors("B"))]
-        return self._plus(result, added)
+            a_x = self.exchange(a_x, group=self.group)
+        outputs = [F.linear(part, b) for part, b in zip(a_x.split(self.rank, dim=-1), self._factors("B"))]
+        return self._plus(result, outputs)
 
     def merged(self, weight: Tensor) -> Tensor:
         """The layer's weight with its adapters, computed in fp32; ranks exchange nothing."""
         pairs = zip(self._factors("A"), self._factors("B"))
-        added = [self.scale * (a.float().t() @ b.float().t()) for a, b in pairs]
-        return self._plus(weight.float().t(), added).t().to(weight.dtype)
+        products = [self.scale * (a.float().t() @ b.float().t()) for a, b in pairs]
+        return self._plus(weight.float().t(), products).t().to(weight.dtype)
 
     def _factors(self, factor: str) -> list[Tensor]:
         """A or B of each target."""
@@ -149,15 +150,15 @@ class Adapters(torch.nn.Module):
             factors.append(parameter)
         return factors
 
-    def _plus(self, result: Tensor, added: Sequence[Tensor]) -> Tensor:
-        """[..., outputs] with the targets' outputs added in the layer's order of outputs."""
-        more = iter(added)
+    def _plus(self, result: Tensor, outputs: Sequence[Tensor]) -> Tensor:
+        """[..., outputs] with the targets' `outputs` added in the layer's order of outputs."""
+        target_outputs = iter(outputs)
         parts = []
         for part, target in zip(
             result.unflatten(-1, (self.groups, -1)).split(self.widths, -1), self.targets.values()
         ):
             if target:
-                part = part + next(more).unflatten(-1, (self.groups, -1))
+                part = part + next(target_outputs).unflatten(-1, (self.groups, -1))
             parts.append(part)
         return torch.cat(parts, dim=-1).flatten(-2)
 
@@ -178,15 +179,15 @@ class Adapters(torch.nn.Module):
 
 @contextlib.contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """A block in which a model computes as its base does."""
+    """A block in which a model computes without adapters."""
     adapters = [module for module in model.modules() if isinstance(module, Adapters)]
     for module in adapters:
-        module.off = True
+        module.bypass = True
     try:
         yield
     finally:
         for module in adapters:
-            module.off = False
+            module.bypass = False
 
 
 def with_adapters(linear: type, lora: LoraSection) -> type:
@@ -205,21 +206,26 @@ def with_adapters(linear: type, lora: LoraSection) -> type:
             **keywords: Any,
         ):
             group = get_tensor_model_parallel_group_if_none(tp_group, is_expert=is_expert)
-            same = dict(config=config, is_expert=is_expert)
+            options = dict(config=config, is_expert=is_expert)
             super().__init__(
-                input_size, output_size, tp_comm_buffer_name=tp_comm_buffer_name, tp_group=group, **same, **keywords
+                input_size,
+                output_size,
+                tp_comm_buffer_name=tp_comm_buffer_name,
+                tp_group=group,
+                **options,
+                **keywords,
             )
-            # Megatron names its layers to no one but the buffers of Transformer Engine: qkv, proj, fc1, fc2.
+            # Megatron tells a layer's name to the buffers of Transformer Engine alone: qkv, proj, fc1, fc2.
             name = f"linear_{tp_comm_buffer_name}"
-            self.lora = Adapters(name, input_size, output_size, lora=lora, group=group, weight=self.weight, **same)
+            self.lora = Adapters(name, input_size, output_size, lora=lora, group=group, weight=self.weight, **options)
 
-        def forward(self, x: Tensor, *others: Any) -> Any:
-            result, bias = super().forward(x, *others)
+        def forward(self, x: Tensor, *arguments: Any) -> Any:
+            result, bias = super().forward(x, *arguments)
             return self.lora(x, result), bias
 
         def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
             state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-            # The layer takes all but its own weights for whole ones.
+            # Megatron's method treats all parameters but the linear layer's own as whole.
             return state | self.lora.sharded_state_dict(f"{prefix}lora.", sharded_offsets, metadata)
 
     return WithAdapters
@@ -252,16 +258,16 @@ def with_lora(provider: Any, lora: LoraSection) -> Any:
 def fill_adapters(chunks: Sequence[Any], adapters: Family, recipe: Recipe, parallel: Parallel) -> None:
     """Fill this rank's shards: from policy.adapter, else A by the run's seed and B with zeros.
 
-    Raises ValueError for a folder of other adapters than those of policy.lora.
+    Raises ValueError for a folder whose adapters differ from policy.lora.
     """
-    read: Callable[..., Tensor] = partial(_drawn, recipe.seed)
+    read: Callable[..., Tensor] = partial(_new_factor, recipe.seed)
     if recipe.policy.adapter is not None:
         read = adapter_reader(recipe.policy, adapters).read
     fill(chunks, adapters, read, parallel)
 
 
-def _drawn(seed: int, name: str, index: tuple[Index, ...], shape: tuple[int, ...]) -> Tensor:
-    """A part of a new factor, of which every rank draws the whole: PEFT's distribution, the same on every layout."""
+def _new_factor(seed: int, name: str, index: tuple[Index, ...], shape: tuple[int, ...]) -> Tensor:
+    """A part of a new factor in PEFT's distribution; every rank draws the whole factor, the same on every layout."""
     if name.endswith(".lora_B.weight"):
         return torch.zeros(shape)[index]
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()

@@ -1,4 +1,4 @@
-"""RMS norms: one for sequence parallelism, two of queries and keys, and one of a linear layer's result."""
+"""RMS norms for sequence parallelism, for queries and keys (two norms), and for a linear layer's result."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from megatron.core.transformer import TransformerConfig
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
     """RMSNorm over the last dimension whose weight gradient is summed over the tensor-parallel group.
 
-    Megatron's own torch norm refuses sequence parallelism (transformer/torch_norm.py:50); its gradient reduction
-    checks the attribute `sequence_parallel` of the weight.
+    Megatron's own torch norm refuses sequence parallelism (transformer/torch_norm.py:50); Megatron's gradient
+    reduction checks the attribute `sequence_parallel` of the weight.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
@@ -26,7 +26,7 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
 class HeadRMSNorm(torch.nn.Module):
     """Weightless RMS norm over each head, computed in fp32 (Llama 4's query and key norm).
 
-    Megatron's own (transformer/torch_norm.py:90) uses torch.compile, which requires a C++ compiler.
+    Megatron's norm (transformer/torch_norm.py:90) uses torch.compile, which requires a C++ compiler.
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, **_: Any):
@@ -41,8 +41,8 @@ class HeadRMSNorm(torch.nn.Module):
 class AllHeadsRMSNorm(torch.nn.Module):
     """RMS norm of all heads of a token together, which tensor-parallel ranks share (OLMo 2's query and key norm).
 
-    Every rank has the weights of all heads; Megatron sums their gradients over the ranks, as of every query and key
-    norm (distributed/finalize_model_grads.py:453).
+    Every rank has the weights of all heads; Megatron sums the weights' gradients over the ranks, as for every query
+    and key norm (distributed/finalize_model_grads.py:453).
     """
 
     heads: int
@@ -51,12 +51,12 @@ class AllHeadsRMSNorm(torch.nn.Module):
     """The tensor-parallel process group."""
 
     @classmethod
-    def of(cls, heads: int, group: Any) -> type:
+    def of_heads(cls, heads: int, group: Any) -> type:
         """A class with this number of heads and this group: Megatron's specs take classes."""
         return type(cls.__name__, (cls,), {"heads": heads, "group": group})
 
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float):
-        """`hidden_size` is that of a head, as Megatron's attention passes it."""
+        """Megatron's attention passes the width of a head as `hidden_size`."""
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(self.heads * hidden_size, dtype=config.params_dtype))
         self.eps = eps
@@ -64,8 +64,8 @@ class AllHeadsRMSNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., heads of this rank, d] with mean square 1 over the heads of all ranks."""
         squares = x.float().square().sum(dim=(-2, -1), keepdim=True)
-        # One function sums in the forward pass and copies in the backward pass, the other the reverse: the mean needs
-        # the sum of all ranks, and its gradient too, since the result of every rank depends on it.
+        # One function sums in the forward pass and copies in the backward pass, the second the reverse: the mean
+        # and the mean's gradient need sums over all ranks, since the result of every rank depends on the mean.
         squares = reduce_from_tensor_model_parallel_region(squares, group=self.group)
         squares = copy_to_tensor_model_parallel_region(squares, group=self.group)
         weight = self.weight.view(-1, *x.shape[-2:])[self.group.rank()]

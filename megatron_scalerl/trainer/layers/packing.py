@@ -1,8 +1,8 @@
 """The layout of a packed row's sequences for attention; computed once per micro-batch, on the host.
 
 The life of a layout: `PolicyModel.plan` asks for `packed_row` with the starts of the row's sequences;
-`trainer.staging` copies its host tensors to the device; Megatron hands it to every layer as packed_seq_params;
-`layers.attention` reads it. Nothing here looks at a device.
+`trainer.staging` copies its host tensors to the device; Megatron hands the row to every layer as packed_seq_params;
+`layers.attention` reads the layout. Nothing here looks at a device.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from megatron_scalerl.record import record
 from megatron_scalerl.trainer.layers.context import Context, Share
 
 SAME_BUCKET = 0.75
-"""A sequence shares a bucket with longer ones if it has at least this share of the longest one's tokens. Measured on
+"""A sequence shares a bucket if the sequence has at least this share of the longest sequence's tokens. Measured on
 48 sequences of 20 to 80 tokens: buckets are 1.35 times as fast as one padded block and 2.6 times as fast as a loop
 over sequences; more than four buckets gain nothing."""
 
 LONGEST_STEP = 64
-"""The longest sequence is rounded up to a multiple of this for Transformer Engine, as it does when it computes it
-itself (attention/dot_product_attention/dot_product_attention.py:2470 of 2.20.2): kernels are chosen, and cuDNN's are
-planned, for a longest sequence, which differs between micro-batches."""
+"""Transformer Engine gets the longest length rounded up to a multiple of this number, and itself rounds a length that
+the caller leaves out (attention/dot_product_attention/dot_product_attention.py:2470 of 2.20.2): kernels are chosen,
+and cuDNN's are planned, for the longest length, which differs between micro-batches."""
 
 
 @record
 class Bucket:
-    """Sequences of similar length, padded to the longest of them."""
+    """Sequences of similar length, padded to the longest sequence."""
 
     sequences: int
     """Number of sequences."""
@@ -52,17 +52,17 @@ class Layout:
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """A packed row [1, N] as attention sees it; passes through Megatron as its packed_seq_params.
+    """A packed row [1, N] for attention, which Megatron passes on as packed_seq_params.
 
     `qkv_format` is "sbhd" for our attention, for which the row is one sequence of Megatron's with rotary angles per
-    token; "thd" for Transformer Engine's.
+    token; "thd" for Transformer Engine's attention.
     """
 
     position_ids: torch.Tensor | None = None
-    """[N] position of each of this rank's tokens in its sequence."""
+    """[N] position of each token of this rank in the token's sequence."""
     longest: int = 0
     """Tokens of the longest sequence; `max_seqlen_q` may be an upper bound. Megatron's RoPE without fusion takes
-    a table as long as the row for one with an entry per token, so tables have this length."""
+    a table as long as the row for a table with an entry per token, so tables have this length."""
     layout: Layout | None = None
     """The layout of whole sequences; None with Transformer Engine or `context`."""
     chunked: Layout | None = None
@@ -86,7 +86,7 @@ class Plan:
     packed: PackedRow
     """The layout of the share for attention."""
     places: torch.Tensor | None
-    """[c] int64 positions of the tokens with loss in this rank's share, ascending; None: all of them."""
+    """[c] int64 positions of the tokens with loss in this rank's share, ascending; None: all positions."""
 
 
 def layout(starts: list[int]) -> Layout:
@@ -137,7 +137,7 @@ def packed_row(
 ) -> PackedRow:
     """The PackedRow of one row: `starts` (S+1 numbers) of whole sequences, `position_ids` [N] in host memory.
 
-    `fused` is for Transformer Engine. With context parallelism `share` is this rank's, N its tokens, and `starts`
+    `fused` is for Transformer Engine. With context parallelism `share` is this rank's share of N tokens, and `starts`
     belong to the padded sequences. Raises ValueError for chunks with Transformer Engine's context parallelism.
     """
     longest = max((b - a for a, b in zip(starts, starts[1:])), default=0)

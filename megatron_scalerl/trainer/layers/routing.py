@@ -1,15 +1,16 @@
 """Routing replay: the trainer's routers use the experts that the engine chose.
 
-Trainer and engine round differently, and a router with two nearly equal experts may then choose another one: the
-token's log-probability changes by far more than rounding. With the engine's choices the trainer's routers compute the
-experts' weights only, forward and backward, and still get their gradient through these.
+Trainer and engine round differently, and a router with two nearly equal experts may then choose a different expert:
+the token's log-probability changes by far more than rounding. With the engine's choices the trainer's routers compute
+the experts' weights only, forward and backward, and still get gradients through these weights.
 
-The life of the choices: the engine sends them with a completion; `PolicyModel.hidden_states` puts this rank's into
-the row; a pre-hook of each layer gives the layer's to its router; the router asks for them in place of its top-k.
+The life of the choices: the engine sends the choices with a completion; `PolicyModel.hidden_states` puts this rank's
+choices into the row; a pre-hook of each layer gives the layer's choices to the router, which asks for choices in
+place of a top-k.
 
 Megatron-Core's own RouterReplay keeps one set of choices per process, and distinguishes forward from recomputation by
 a flag. Here the choices are part of the row (`PackedRow.expert_choices`), so any pipeline schedule and the
-recomputation of whole layers use the choices of their micro-batch.
+recomputation of whole layers use the choices of the right micro-batch.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
 UNKNOWN = -1
-"""Choice of a token for which the router chooses itself; all K or none."""
+"""Choice of a token whose experts the router chooses; all K or none."""
 
 
 class ReplayedRouting(RouterReplay):
@@ -34,7 +35,7 @@ class ReplayedRouting(RouterReplay):
 
     def before_layer(self, _module: torch.nn.Module, _args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Forward pre-hook of the transformer layer: reads this layer's choices from the row."""
-        # In a hook of the layer, which Megatron also calls when it recomputes the layer in the backward pass.
+        # In a hook of the layer, because Megatron also calls the layer for recomputation in the backward pass.
         self.choices = getattr(keywords.get("packed_seq_params"), "expert_choices", None)
         if self.choices is not None:
             self.choices = self.choices[:, self.layer]
@@ -76,7 +77,7 @@ def install(decoder: Any) -> None:
 
 
 def freeze_biases(decoder: Any) -> None:
-    """Keeps the biases of a decoder's routers in fp32, and as they are."""
+    """Keeps the biases of a decoder's routers in fp32 and unchanged."""
     for layer in decoder.layers:
         router = getattr(layer.mlp, "router", None)
         if router is not None:
@@ -85,7 +86,7 @@ def freeze_biases(decoder: Any) -> None:
 
 
 def check_replay(config: TransformerConfig, *, pipeline_size: int) -> None:
-    """Raises ValueError for options under which a router would not see its row's choices."""
+    """Raises ValueError for options under which a router would not see the row's choices."""
     if config.num_moe_experts is None:
         raise ValueError("rollouts.routing_replay: the policy is dense; only a mixture of experts has routers")
     if config.moe_router_fusion:

@@ -1,7 +1,7 @@
 """The layers of a policy as Megatron's ModuleSpecs: Transformer Engine's if available, else ours.
 
-The life of a spec: `PolicyModel` asks for `block_submodules` of its chunk; a provider names the classes of this
-machine; each layer's style in the family chooses among them; Megatron builds a TransformerLayer from each spec.
+The life of a spec: `PolicyModel` asks for `block_submodules` of a model chunk; a provider names the classes of this
+machine; each layer's style in the family chooses a class; Megatron builds a TransformerLayer from each spec.
 
 The Transformer Engine part ran on one GPU (docs/gpu.md).
 """
@@ -33,7 +33,7 @@ from megatron_scalerl.trainer.layers.norm import AllHeadsRMSNorm, HeadRMSNorm, S
 _MOE_NAMES = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 _DENSE_NAMES = {**_MOE_NAMES, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 """Distributed checkpoints use Transformer Engine's names of the norms, so that either implementation reads the
-other's: a norm that it fuses into the following linear layer is part of that layer."""
+checkpoints of both: a norm that Transformer Engine fuses into the following linear layer is part of that layer."""
 
 
 class PlainSpecProvider(LocalSpecProvider):
@@ -79,7 +79,7 @@ def block_submodules(
     tp_group: Any,
     lora: LoraSection | None = None,
 ) -> TransformerBlockSubmodules:
-    """Specs of the layers of one model chunk, each in its family's style; with `lora` they have adapters.
+    """Specs of the layers of one model chunk, each in the family's style; with `lora` the layers have adapters.
 
     Raises ValueError if Megatron's number of layers differs from the family's.
     """
@@ -110,8 +110,8 @@ def _layer_spec(
         names = _MOE_NAMES
     input_norm = norm
     mlp_norm = norm
-    # Transformer Engine fuses a norm into the linear layer after it. Experts come after a router: theirs is separate.
-    if config.multi_latent_attention:  # two linear layers come after its norm
+    # Transformer Engine fuses a norm into the linear layer after it. Before a router a norm stays separate.
+    if config.multi_latent_attention:  # two linear layers come after the input norm
         names = {name: fused for name, fused in names.items() if name != "input_layernorm."}
     if provider.fuse_layernorm_and_linear():
         names = {}
@@ -141,7 +141,7 @@ def _attention_spec(
     core = provider.core_attention()
     if config.multi_latent_attention:
         return _latent_attention_spec(config, provider, core)
-    # Llama 4 scales queries in the layers that do not rotate them.
+    # Llama 4 scales queries in the layers without rotation.
     scale = family.query_scale
     if style.rope:
         scale = None
@@ -155,8 +155,8 @@ def _attention_spec(
         "weighted": provider.layer_norm(rms_norm=True, for_qk=True),
     }
     if style.qk_norm == "all_heads":
-        q_norm: Any = AllHeadsRMSNorm.of(config.num_attention_heads, tp_group)
-        k_norm: Any = AllHeadsRMSNorm.of(config.num_query_groups, tp_group)
+        q_norm: Any = AllHeadsRMSNorm.of_heads(config.num_attention_heads, tp_group)
+        k_norm: Any = AllHeadsRMSNorm.of_heads(config.num_query_groups, tp_group)
     else:
         q_norm = k_norm = qk_norms[style.qk_norm]
     qkv = provider.column_parallel_linear()
