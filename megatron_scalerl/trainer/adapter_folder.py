@@ -1,7 +1,7 @@
-"""A PEFT folder to start from: it has to hold the adapters of the recipe, and no others.
+"""A PEFT folder to start from, which has to hold exactly the adapters of the recipe.
 
-A key of adapter_config.json is compared with policy.lora, or changes nothing of what loaded factors compute, or has
-to be off: with any other key the adapter is another function than W x + alpha / rank B A x.
+A key of adapter_config.json is compared with policy.lora, or has no effect on loaded factors, or has to be off:
+with any other key the adapter is another function than W x + alpha / rank B A x.
 """
 
 import logging
@@ -19,27 +19,27 @@ from megatron_scalerl.recipe.sections import PolicySection
 
 logger = logging.getLogger(__name__)
 
-_ALLOWED: Mapping[str, tuple[object, ...]] = {
+_ALLOWED_VALUES: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "task_type": (None, "CAUSAL_LM"),
     "bias": (None, "none"),
     # peft/tuners/lora/layer.py, update_layer: every other value changes the base's weights.
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
 }
-"""Key -> its values with which an adapter is B A beside its base alone. Other keys have to be off."""
+"""Key -> the values with which an adapter is B A beside the base alone. Other keys have to be off."""
 _WITHOUT_EFFECT = (
     *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
     *("fan_in_fan_out", "inference_mode", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_config"),
     *("megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "unsloth_fixed"),
     "velora_config",
 )
-"""Keys of PEFT 0.21 and of Unsloth without effect on loaded factors: they are of first values, gradients, Megatron's
-own layers, or of another key that has to be off. PEFT itself turns fan_in_fan_out off beside linear layers."""
+"""Keys of PEFT 0.21 and of Unsloth without effect on loaded factors: keys of first values, gradients, Megatron's own
+layers, or of another key that has to be off. PEFT turns fan_in_fan_out off beside linear layers."""
 _COMPARED = ("r", "lora_alpha", "target_modules", "exclude_modules")
 
 
 def adapter_reader(policy: PolicySection, adapters: Family) -> HfReader:
-    """The reader of policy.adapter, which has the factors of `adapters`, no others, and all of them finite.
+    """The reader of policy.adapter, whose tensors are exactly the factors of `adapters`, all finite.
 
     Warns of an adapter of another base. Raises ValueError for a folder of another rank or alpha than policy.lora's,
     of other layers or shapes, or that PEFT would compute in another way.
@@ -53,8 +53,10 @@ def adapter_reader(policy: PolicySection, adapters: Family) -> HfReader:
     )
     reader = HfReader(open_folder(path))
     shapes = {name: shape for rule in adapters.rules for name, shape in rule.hf_shapes.items()}
-    if differing := sorted(shapes.keys() ^ reader.folder.tensors.keys()):
-        raise ValueError(f"policy.adapter: {path}: policy.lora.targets and the folder differ by {listed(differing)}")
+    if different_names := sorted(shapes.keys() ^ reader.folder.tensors.keys()):
+        raise ValueError(
+            f"policy.adapter: {path}: policy.lora.targets and the folder differ by {listed(different_names)}"
+        )
     for name, shape in shapes.items():
         _check_tensor(reader, name, shape, config)
     base = str(config.get("base_model_name_or_path") or policy.path)
@@ -71,23 +73,23 @@ def adapter_reader(policy: PolicySection, adapters: Family) -> HfReader:
     return reader
 
 
-def _check_config(where: str, config: Mapping[str, Any], expected: Mapping[str, float]) -> None:
+def _check_config(place: str, config: Mapping[str, Any], expected: Mapping[str, float]) -> None:
     """Raises ValueError for a configuration of another product than policy.lora's, or of more than a product."""
     for key, value in expected.items():
         if config.get(key) != value:
             raise ValueError(
-                f"{where}: {key} is {config.get(key)!r}, and policy.lora means {value!r}; set policy.lora.rank and "
+                f"{place}: {key} is {config.get(key)!r}, and policy.lora means {value!r}; set policy.lora.rank and "
                 "policy.lora.alpha to r and lora_alpha there"
             )
-    for key in {**_ALLOWED, **config}:
-        given = config.get(key)
+    for key in {**_ALLOWED_VALUES, **config}:
+        value = config.get(key)
         # 0 equals False, and may be the number of a layer or a token
-        usual = given is False or given in (None, "", [], {})
-        if key in _ALLOWED:
-            usual = given in _ALLOWED[key]
+        usual = value is False or value in (None, "", [], {})
+        if key in _ALLOWED_VALUES:
+            usual = value in _ALLOWED_VALUES[key]
         if not usual and key not in _WITHOUT_EFFECT + _COMPARED:
             raise ValueError(
-                f"{where}: {key} is {str(given)[:60]}, with which an adapter is more than alpha / rank B A beside "
+                f"{place}: {key} is {str(value)[:60]}, with which an adapter is more than alpha / rank B A beside "
                 "its base; merge it into the base with PEFT, where PEFT can, and train from that"
             )
 
@@ -95,16 +97,16 @@ def _check_config(where: str, config: Mapping[str, Any], expected: Mapping[str, 
 def _check_tensor(reader: HfReader, name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> None:
     """Raises ValueError for a factor that PEFT would not load here, or that cannot be computed with."""
     tensor = reader.folder.tensors[name]
-    where = f"policy.adapter: {reader.folder.path / tensor.file}: {name}"
+    place = f"policy.adapter: {reader.folder.path / tensor.file}: {name}"
     if tensor.shape != shape:
         raise ValueError(
-            f"{where}: its shape is {list(tensor.shape)}, and beside policy.path it is {list(shape)}; take the "
+            f"{place}: its shape is {list(tensor.shape)}, and beside policy.path it is {list(shape)}; take the "
             f"adapter's own base, {config.get('base_model_name_or_path')}"
         )
     if tensor.dtype not in TORCH_NAMES:
-        raise ValueError(f"{where}: its type is {tensor.dtype}; save the adapter in one of {', '.join(TORCH_NAMES)}")
+        raise ValueError(f"{place}: its type is {tensor.dtype}; save the adapter in one of {', '.join(TORCH_NAMES)}")
     if has_nonfinite(reader.bits(name), tensor.dtype):
-        raise ValueError(f"{where}: the factor has NaN or Inf; take another checkpoint of the adapter")
+        raise ValueError(f"{place}: the factor has NaN or Inf; take another checkpoint of the adapter")
     module = name.removeprefix("base_model.model.").partition(".lora_")[0]
     targets = config.get("target_modules")
     # a text is a regular expression, and an expression from elsewhere is not run
@@ -112,11 +114,11 @@ def _check_tensor(reader: HfReader, name: str, shape: tuple[int, ...], config: M
     excluded = config.get("exclude_modules")
     if not targeted or isinstance(excluded, str) or _names(excluded or (), module):
         raise ValueError(
-            f"{where}: target_modules and exclude_modules of {CONFIG} leave {module} out, where PEFT would load no "
+            f"{place}: target_modules and exclude_modules of {CONFIG} leave {module} out, where PEFT would load no "
             "factor; make the tensors and both lists agree"
         )
 
 
 def _names(names: Iterable[str], module: str) -> bool:
-    """Whether one of the names is the module's or its end, as in peft/tuners/tuners_utils.py."""
+    """Whether a name is the module's name or the end of that name, as in peft/tuners/tuners_utils.py."""
     return any(f".{module}".endswith(f".{name}") for name in names)

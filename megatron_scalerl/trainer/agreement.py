@@ -1,7 +1,7 @@
 """Checks once at the start of a step, on the host, that ranks hold the same batch.
 
-The logit projection can compare its arguments on all tensor-parallel ranks by itself, but then reads from the device
-for every micro-batch. Here the ranks compare what they have received, before anything is queued.
+The logit projection can compare arguments on all tensor-parallel ranks too, but then reads from the device for every
+micro-batch. Here the ranks compare the received batches before the device gets any work.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from megatron_scalerl.types import MicroBatch
 def check_tokens(micro_batches: Sequence[MicroBatch], vocab_size: int) -> None:
     """Raises ValueError for a token, or a target with loss, outside the vocabulary.
 
-    A GPU's kernels would end the process at such an id, without its place.
+    A GPU's kernels would end the process at such an id, without naming the position.
     """
     for number, m in enumerate(micro_batches):
         for name, places in (("tokens", np.arange(len(m.tokens))), ("targets", np.flatnonzero(m.loss_mask))):
@@ -40,16 +40,16 @@ def agree(micro_batches: Sequence[MicroBatch], parallel: Parallel, *, step: int)
     if parallel.world_size == 1:
         return
     facts = [parallel.dp_rank, step, len(micro_batches), _digest(micro_batches)]
-    mine = torch.tensor(facts, dtype=torch.int64, device=parallel.device)
-    gathered = mine.new_empty((parallel.world_size, len(facts)))
-    dist.all_gather_into_tensor(gathered.view(-1), mine)
-    everyone = gathered.tolist()
+    own_facts = torch.tensor(facts, dtype=torch.int64, device=parallel.device)
+    gathered = own_facts.new_empty((parallel.world_size, len(facts)))
+    dist.all_gather_into_tensor(gathered.view(-1), own_facts)
+    facts_of_ranks = gathered.tolist()
     first_of: dict[int, tuple[int, int]] = {}
-    for rank, (dp_rank, rank_step, count, digest) in enumerate(everyone):
-        if [rank_step, count] != everyone[0][1:3]:
+    for rank, (dp_rank, rank_step, count, digest) in enumerate(facts_of_ranks):
+        if [rank_step, count] != facts_of_ranks[0][1:3]:
             raise RuntimeError(
-                f"rank {rank} has {count} micro-batches for step {rank_step}, rank 0 has {everyone[0][2]} for step "
-                f"{everyone[0][1]}"
+                f"rank {rank} has {count} micro-batches for step {rank_step}, rank 0 has {facts_of_ranks[0][2]} for "
+                f"step {facts_of_ranks[0][1]}"
             )
         first_digest, first_rank = first_of.setdefault(dp_rank, (digest, rank))
         if digest != first_digest:
@@ -60,7 +60,7 @@ def agree(micro_batches: Sequence[MicroBatch], parallel: Parallel, *, step: int)
 
 
 def _digest(micro_batches: Sequence[MicroBatch]) -> int:
-    """63-bit digest of all arrays, their types and shapes."""
+    """63-bit digest of all arrays, with types and shapes."""
     digest = xxhash.xxh3_64()
     for m in micro_batches:
         for field in fields(m):

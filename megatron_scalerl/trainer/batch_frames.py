@@ -1,10 +1,10 @@
-"""A rank's batch: received by one rank of each data-parallel rank, checked, shared with its peers, built.
+"""A rank's batch: received by one rank of each data-parallel rank, checked, shared with the peers, built.
 
 The peers are the tensor, pipeline and context parallel ranks with the same data-parallel rank. Expert parallel ranks
-are among the other data-parallel ranks, and train their own batches. Peers get the frames as they came, broadcast on
+belong to other data-parallel ranks, and train separate batches. Peers get the received frames unchanged, broadcast on
 the trainer's device over Megatron's model-parallel group (tensor and pipeline), then over the context-parallel group.
-A peer whose holding rank fails fails with it: its collective ends when the other process exits, or by the group's
-time-out, and the controller ends all ranks at the first failure.
+When a holding rank fails, the peers fail too: a peer's collective ends when the holding process exits, or by the
+group's time-out, and the controller ends all ranks at the first failure.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:  # without Megatron a stand-in rank starts in a second
 
 @record
 class ReceivedBatch:
-    """A valid batch in the form in which it was sent. Produced by `checked`."""
+    """A valid batch in the form of the wire. Produced by `checked`."""
 
     frames: tuple[Buffer, ...]
-    """The message and its completions; the memory of ZeroMQ, or of the buffer that a peer received."""
+    """The message and the completions; the memory of ZeroMQ, or of the buffer that a peer received."""
     plan: RankPlan
     completions: tuple[RolloutArrays, ...]
     """The completions of `plan.samples`, as views of the frames."""
@@ -49,43 +49,43 @@ def checked(frames: Sequence[Buffer]) -> ReceivedBatch:
     plan = message.plan
     completions = []
     for number, (sample, frame) in enumerate(zip(plan.samples, frames[1:], strict=True)):
-        where = f"batch of step {plan.step}: completion {number}"
+        place = f"batch of step {plan.step}: completion {number}"
         try:
             completion = read(frame)
         except ValueError as error:
-            raise InvalidMessage(f"{where}: {error}") from error
+            raise InvalidMessage(f"{place}: {error}") from error
         if len(completion.token_ids) != sample.tokens:
             raise InvalidMessage(
-                f"{where}: {len(completion.token_ids)} tokens arrived, the plan says {sample.tokens}"
+                f"{place}: {len(completion.token_ids)} tokens arrived, the plan says {sample.tokens}"
             )
         completions.append(completion)
     return ReceivedBatch(frames=tuple(frames), plan=plan, completions=tuple(completions))
 
 
 class BatchFrames:
-    """The batch that a rank holds for its next step: at most one. Filled by `hold`, emptied by `take`."""
+    """The batch that a rank holds for the next step, or no batch. Filled by `hold`, emptied by `take`."""
 
     def __init__(self, parallel: Parallel, *, pad_multiple: int, columns: Sequence[str] = ()):
         """columns: of the run's algorithm."""
         self._parallel = parallel
         self._pad_multiple = pad_multiple
         self._columns = columns
-        self._held: ReceivedBatch | None = None
+        self._held_batch: ReceivedBatch | None = None
 
     def hold(self, frames: Sequence[Buffer]) -> int:
-        """Keep the batch in the frames of a Prepare; returns its step. Raises InvalidMessage as `checked` does."""
+        """Keep the batch in the frames of a Prepare; returns the step. Raises InvalidMessage as `checked` does."""
         assert self._parallel.holds_batch, "this rank gets its batches from a peer"
-        assert self._held is None, f"this rank still holds the batch of step {self._held.plan.step}"
-        self._held = checked(frames)
-        return self._held.plan.step
+        assert self._held_batch is None, f"this rank still holds the batch of step {self._held_batch.plan.step}"
+        self._held_batch = checked(frames)
+        return self._held_batch.plan.step
 
     def take(self, step: int) -> Batch:
-        """The batch held by this rank or its peer, for which all these ranks must ask together."""
-        batch = self._held
-        self._held = None
+        """The batch held by this rank or a peer. The rank and all peers must ask together."""
+        batch = self._held_batch
+        self._held_batch = None
         if batch is None:
             assert not self._parallel.holds_batch, f"step {step}: this rank holds no batch"
-            # The frames come from a peer: this rank, too, checks what it builds from.
+            # The frames come from a peer, and this rank checks the frames again.
             batch = checked(shared(None, self._parallel))
         else:
             shared(batch.frames, self._parallel)
@@ -94,9 +94,9 @@ class BatchFrames:
 
 
 def shared(frames: Sequence[Buffer] | None, parallel: Parallel) -> Sequence[Buffer]:
-    """The frames of the holding rank on all its peers, which pass None. Collective.
+    """The frames of the holding rank on all peers, which pass None. Collective.
 
-    Without peers the frames are returned as they are.
+    Without peers the result is `frames`.
     """
     model = parallel.groups.mp
     context = parallel.groups.cp
@@ -104,20 +104,20 @@ def shared(frames: Sequence[Buffer] | None, parallel: Parallel) -> Sequence[Buff
         assert frames is not None
         return frames
     # Megatron's model-parallel group has the tensor and pipeline ranks of one context-parallel rank: first the group
-    # of the holding rank, then each of its members broadcasts to its context-parallel peers.
-    sizes, payload = _joined(frames, parallel.device)
+    # of the holding rank, then each member of that group broadcasts to the context-parallel peers.
+    sizes, payload = _sizes_and_bytes(frames, parallel.device)
     if parallel.cp_rank == 0:
         sizes, payload = _broadcast(sizes, payload, model)
     sizes, payload = _broadcast(sizes, payload, context)
     if frames is not None:
         return frames
-    whole = payload.cpu().numpy().data
+    data = payload.cpu().numpy().data
     ends = np.cumsum(sizes.cpu().numpy())
-    return [whole[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist())]
+    return [data[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist())]
 
 
-def _joined(frames: Sequence[Buffer] | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[F] int64 sizes of the frames, and their bytes one after the other; empty without frames."""
+def _sizes_and_bytes(frames: Sequence[Buffer] | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[F] int64 sizes of the frames, and the concatenated bytes; empty without frames."""
     sizes = torch.tensor([len(frame) for frame in frames or ()], dtype=torch.int64, device=device)
     payload = np.concatenate([np.frombuffer(frame, np.uint8) for frame in frames or (b"",)])
     return sizes, torch.from_numpy(payload).to(device)
@@ -127,13 +127,13 @@ def _broadcast(sizes: Tensor, payload: Tensor, group: Any) -> tuple[Tensor, Tens
     """The first rank's sizes and payload on all ranks of the group."""
     if group.size() == 1:
         return sizes, payload
-    first = dist.get_global_rank(group, 0)
+    first_rank = dist.get_global_rank(group, 0)
     lengths = torch.tensor([len(sizes), len(payload)], dtype=torch.int64, device=sizes.device)
-    dist.broadcast(lengths, first, group=group)
+    dist.broadcast(lengths, first_rank, group=group)
     if group.rank() != 0:
         count, total = lengths.tolist()
         sizes = sizes.new_empty(count)
         payload = payload.new_empty(total)
-    dist.broadcast(sizes, first, group=group)
-    dist.broadcast(payload, first, group=group)
+    dist.broadcast(sizes, first_rank, group=group)
+    dist.broadcast(payload, first_rank, group=group)
     return sizes, payload

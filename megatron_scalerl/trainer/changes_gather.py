@@ -1,7 +1,7 @@
 """Changed elements of the weights, shared between the ranks of a distributed optimizer.
 
-Each data-parallel rank writes a shard of the parameters and gets the other shards whole. Here it learns which of
-their elements changed, from 6 bytes for each, so that it can send changes of any part that it holds.
+Each data-parallel rank writes a shard of the parameters and gets all elements of the remaining shards. Here a rank
+learns which elements of these shards changed, from 6 bytes a change, and can then send changes of any part it holds.
 """
 
 from bisect import bisect_right
@@ -18,34 +18,34 @@ from megatron_scalerl.weights.changes import ChangedElements
 WINDOW = 1 << 22
 """Largest number of changes that are gathered at once, of all ranks together."""
 _DENSE = -1
-"""The number of changes of a shard where more than one in `MOST_CHANGED` changed."""
+"""The number of changes of a shard where more than 1 / MOST_CHANGED of the elements changed."""
 
 
 class ChangesGather:
     """The shards of one optimizer in the ranks of its group. The constructor and the calls are collective."""
 
-    def __init__(self, written: ChangeRecord, parameters: Sequence[Tensor], shards: Sequence[Tensor], group: Any):
-        """`parameters` are what the group shards, in one order on all ranks; `shards` are this rank's, views."""
+    def __init__(self, record: ChangeRecord, parameters: Sequence[Tensor], shards: Sequence[Tensor], group: Any):
+        """parameters: all that the group shards, in one order on all ranks. shards: this rank's parts, views."""
         assert all(shard.numel() < 1 << 31 for shard in shards), "positions are gathered as int32"
-        self._written = written
+        self._record = record
         self._group = group
         self._shards = list(shards)
         self._device = parameters[0].device
         rows = torch.tensor(_places(shards, parameters), dtype=torch.int64, device=self._device)
-        self._others: list[list[Tensor]] = []
+        self._shards_of_peers: list[list[Tensor]] = []
         for rank, table in enumerate(self._gathered(rows.view(-1))):
-            others = []
+            rank_shards = []
             if rank != group.rank():
-                others = [parameters[n].view(-1)[a : a + size] for n, a, size in table.view(-1, 3).tolist()]
-            for shard in others:
-                written.watch(shard, of_another=True)
-            self._others.append(others)
+                rank_shards = [parameters[n].view(-1)[a : a + size] for n, a, size in table.view(-1, 3).tolist()]
+            for shard in rank_shards:
+                record.watch(shard, of_another=True)
+            self._shards_of_peers.append(rank_shards)
 
     def __call__(self) -> None:
-        """Send the group the changes of this rank's shards, and add the others' in shards that are needed here."""
+        """Send the group the changes of this rank's shards, and record the peers' changes of shards needed here."""
         sparse = []
         counts = []
-        for change in self._written.changes_of(self._shards):
+        for change in self._record.changes_of(self._shards):
             if change is None:
                 counts.append(_DENSE)
             else:
@@ -53,23 +53,25 @@ class ChangesGather:
                 sparse.append(change)
         gathered = self._gathered(torch.tensor(counts, dtype=torch.int64, device=self._device))
         rank_counts = [counts_of_rank.tolist() for counts_of_rank in gathered]
-        for shards, numbers in zip(self._others, rank_counts):
+        for shards, numbers in zip(self._shards_of_peers, rank_counts):
             for shard, number in zip(shards, numbers):
                 if number == _DENSE:
-                    self._written.add(shard, 0, None)
+                    self._record.add(shard, 0, None)
         longest = max(sum(number for number in numbers if number != _DENSE) for numbers in rank_counts)
         if not longest:
             return
-        none = torch.empty(0, dtype=torch.int64, device=self._device)
-        mine = joined_changes(sparse or [ChangedElements(positions=none, bits=none.to(torch.int16))])
-        positions = mine.positions.to(torch.int32)
-        # In windows, which bound the memory; all ranks make as many as the rank with the most changes needs.
+        no_positions = torch.empty(0, dtype=torch.int64, device=self._device)
+        own_changes = joined_changes(
+            sparse or [ChangedElements(positions=no_positions, bits=no_positions.to(torch.int16))]
+        )
+        positions = own_changes.positions.to(torch.int32)
+        # Windows bound the memory; the rank with the most changes sets the number of windows.
         window = max(WINDOW // self._group.size(), 1)
         for begin in range(0, longest, window):
             end = min(begin + window, longest)
             rank_positions = self._window(positions[begin:end], end - begin)
-            rank_bits = self._window(mine.bits[begin:end], end - begin)
-            for rank, shards in enumerate(self._others):
+            rank_bits = self._window(own_changes.bits[begin:end], end - begin)
+            for rank, shards in enumerate(self._shards_of_peers):
                 changes_of_rank = ChangedElements(positions=rank_positions[rank], bits=rank_bits[rank])
                 self._take(shards, rank_counts[rank], begin, changes_of_rank)
 
@@ -81,20 +83,18 @@ class ChangesGather:
             first = max(start, begin) - begin
             last = min(start + number, end) - begin
             start += max(number, 0)
-            if first < last and self._written.needs(shard):
+            if first < last and self._record.needs(shard):
                 positions = window.positions[first:last].to(torch.int64)
-                self._written.add(
-                    shard, 0, ChangedElements(positions=positions, bits=window.bits[first:last].clone())
-                )
+                self._record.add(shard, 0, ChangedElements(positions=positions, bits=window.bits[first:last].clone()))
 
     def _window(self, values: Tensor, size: int) -> list[Tensor]:
         """[ranks][size] values of all ranks, from at most `size` of this rank."""
         padded = values.new_zeros(size)
         padded[: values.numel()] = values
         # As bytes: gloo and NCCL have no 16-bit integers.
-        sent = padded.view(torch.uint8)
-        received = [torch.empty_like(sent) for _ in range(self._group.size())]
-        dist.all_gather(received, sent, group=self._group)
+        payload = padded.view(torch.uint8)
+        received = [torch.empty_like(payload) for _ in range(self._group.size())]
+        dist.all_gather(received, payload, group=self._group)
         return [part.view(values.dtype) for part in received]
 
     def _gathered(self, values: Tensor) -> list[Tensor]:
@@ -108,7 +108,7 @@ class ChangesGather:
 
 
 def _places(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[tuple[int, int, int]]:
-    """(number of the parameter, first element, elements) of each shard, a view of it."""
+    """(number of the parameter, first element, elements) of each shard, a view of that parameter."""
     order = sorted((parameter.data_ptr(), number) for number, parameter in enumerate(parameters))
     places = []
     for shard in shards:

@@ -1,14 +1,16 @@
 """Saving and resuming the trainer through Megatron's distributed checkpoints (torch_dist).
 
-A checkpoint holds the policy, or its adapters alone if it has any, the optimizer in its fully reshardable form, the
-RNG states of every rank, the step, and the controller's own state as JSON. It can be loaded under another tensor,
-pipeline, context or data parallel size; the RNG then keeps the seed of a new run, since the states are those of other
-ranks. `checkpoints.commit` says which folders are complete.
+A checkpoint holds the policy, or the adapters alone of a policy with adapters, the optimizer in the fully reshardable
+form, the RNG states of every rank, the step, and the controller's state as JSON. A checkpoint can be loaded under
+another tensor, pipeline, context or data parallel size; the RNG then keeps the seed of a new run, since the states
+belong to different ranks. `checkpoints.commit` says which folders are complete.
 
-The life of a checkpoint: all ranks make its state, in which Megatron knows each shard's place; rank 0 empties the
-folder; each rank writes its files; rank 0 writes the index, the controller's state, and the commit file last. `save`
-returns when the checkpoint is committed. `begin_save` copies the state to host memory and lets a thread of each rank
-write it; `finish` commits it between two of the trainer's commands, since it is collective.
+The life of a checkpoint:
+
+1. All ranks make the state, in which Megatron knows each shard's place; rank 0 empties the folder.
+2. A thread of each rank writes the rank's files, after `begin_save` from a copy in host memory.
+3. `finish`, a collective call between two of the trainer's commands, commits the checkpoint: rank 0 writes the index,
+   the controller's state, and the commit file last.
 """
 
 import contextlib
@@ -38,11 +40,11 @@ from megatron_scalerl.trainer.shard_writer import ShardWriting, writing_in_proce
 from megatron_scalerl.trainer.step import Trainer
 
 EXTRA = "controller.json"
-"""File of the controller's own state."""
+"""File of the controller's state."""
 
 
 def save(path: str | Path, trainer: Trainer, extra: dict[str, Any]) -> None:
-    """Write and commit a checkpoint at `path`, replacing any existing one. Every rank must call it.
+    """Write and commit a checkpoint at `path`, in place of an existing checkpoint. Collective.
 
     `extra` is JSON data; rank 0's is written.
     """
@@ -52,9 +54,9 @@ def save(path: str | Path, trainer: Trainer, extra: dict[str, Any]) -> None:
 def begin_save(
     path: str | Path, trainer: Trainer, extra: dict[str, Any], *, copied: bool = True
 ) -> "CheckpointWriting":
-    """Copy what `save` writes, and begin to write it. Costs host memory: as many bytes as this rank writes.
+    """Copy the state to host memory, and begin to write a checkpoint. The copy has the size of this rank's files.
 
-    copied: False for a trainer that makes no step before `finish`: state that lies in host memory is not copied.
+    copied: False for a trainer that makes no step before `finish`: state in host memory is then not copied.
     """
     state = _sharded_state(trainer, loading=False, generators=True)
     live = live_storages(_inside_ddp(trainer.chunks), trainer.optimizer) if copied else set[int]()
@@ -62,7 +64,7 @@ def begin_save(
 
 
 def save_policy(path: str | Path, chunks: Sequence[Any], parallel: Parallel) -> None:
-    """Write and commit a checkpoint of the weights alone, to be exported. Every rank must call it."""
+    """Write and commit a checkpoint of the weights alone, to be exported. Collective."""
     CheckpointWriting(path, sharded_models(_inside_ddp(chunks)), parallel, {}, None, set()).finish(wait=True)
 
 
@@ -95,20 +97,20 @@ class CheckpointWriting:
     def finish(self, *, wait: bool) -> float | None:
         """Commit; the seconds for which the slowest rank wrote. None if a rank still writes, unless `wait`.
 
-        Raises on every rank if one could not write its files: OSError for a full disk, else CheckpointException.
+        Raises on every rank if a rank could not write a file: OSError for a full disk, else CheckpointException.
         """
         if wait:
             self._writing.wait()
-        # One reduction for both: the minimum of `done`, and of the negative seconds, which is the slowest rank's.
+        # One reduction of two minima: of `done`, and of the negative seconds, where the slowest rank is the minimum.
         progress = torch.tensor([self._writing.done, -self._writing.seconds], device=self._parallel.device)
         dist.all_reduce(progress, op=dist.ReduceOp.MIN)
         all_done, seconds = progress.tolist()
         if not all_done:
             return None
-        with _full_disk_named(self._path):
+        with _naming_full_disk(self._path):
             self._writing.complete()
         if self._parallel.rank == 0:
-            # The commit file is last: a folder without it counts as never written.
+            # The commit file is last: a folder without a commit file counts as never written.
             if self._extra is not None:
                 write_durably(self._path / EXTRA, json.dumps(self._extra).encode())
             write_commit(self._path, {**self._facts, "layout": _layout(self._parallel)})
@@ -117,7 +119,7 @@ class CheckpointWriting:
 
 
 @contextlib.contextmanager
-def _full_disk_named(path: Path) -> Iterator[None]:
+def _naming_full_disk(path: Path) -> Iterator[None]:
     """Context in which a full disk is an OSError with the path, not Megatron's report with every rank's traceback."""
     try:
         yield
@@ -130,7 +132,7 @@ def _full_disk_named(path: Path) -> Iterator[None]:
 
 
 def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
-    """Resume from the checkpoint at `path`; returns the `extra` it was saved with. Every rank must call it.
+    """Resume from the checkpoint at `path`; returns the `extra` of the save. Collective.
 
     Raises ValueError, naming the file, for a folder that is not committed, lacks a file, or is of another policy,
     optimizer or expert-parallel size, before anything is loaded, and for a part that `safe_megatron` refuses; the
@@ -147,7 +149,7 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
             "sizes may change)"
         )
     same_layout = saved == layout
-    # What engines have differs from the loaded weights in elements that nobody has recorded.
+    # The engines' weights differ from the loaded weights in elements that nobody has recorded.
     trainer.changes.written.lose()
     state = safe_megatron.load(_sharded_state(trainer, loading=True, generators=same_layout), path, common=True)
     load_chunks(_inside_ddp(trainer.chunks), state)
@@ -159,7 +161,7 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
 
 
 def _sharded_state(trainer: Trainer, *, loading: bool, generators: bool) -> dict[str, Any]:
-    """The state that Megatron saves, or the template that it loads into."""
+    """The state that Megatron saves, or the template for Megatron's load."""
     adapters = unwrap(trainer.chunks[0]).adapters is not None
     state = sharded_models(_inside_ddp(trainer.chunks), adapters=adapters)
     groups = trainer.parallel.groups
@@ -168,7 +170,7 @@ def _sharded_state(trainer: Trainer, *, loading: bool, generators: bool) -> dict
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "dp_cp_group": groups.dp_cp,
     }
-    # Megatron's optimizers take the state of a single chunk itself, and the states of several under their keys.
+    # Megatron's optimizers take the bare state of a single chunk, and the states of several chunks by chunk key.
     models = state.get("model", state)
     with gathered_with_few_copies(trainer.optimizer):
         state["optimizer"] = trainer.optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata)

@@ -19,12 +19,12 @@ from megatron_scalerl.types import StepReport
 from megatron_scalerl.weights.plan import Connection, Manifest, Needs, SendReport, WeightPlan
 
 STOP_TIMEOUT_S = 30.0
-"""Seconds for all ranks to leave their process groups at the end; a hung rank must not block the others' devices."""
+"""Seconds for all ranks to leave the process groups at the end; a hung rank must not block other ranks' devices."""
 PROBE_INTERVAL_MS = 1_000
 """Silence after which the ranks' connections are checked (milliseconds)."""
 BLAME_S = 2.0
-"""Seconds after a failure in which a rank that exited without a word is looked for: its peers' collectives fail
-first."""
+"""Seconds after a failure in which the client looks for a rank that exited without a word: the peers' collectives
+fail first."""
 
 
 class TrainerError(RuntimeError):
@@ -42,9 +42,9 @@ class TrainerClient:
     """All trainer ranks as one object; one command at a time. Create and use it inside a running event loop.
 
     After a TrainerError only `close` is valid. `command_timeout_s` bounds every command but `stop`, which has
-    STOP_TIMEOUT_S. All ranks exit when the client is closed or its process ends. The socket queues at most
+    STOP_TIMEOUT_S. All ranks exit when the client is closed or the process ends. The socket queues at most
     `sockets.MAX_QUEUED` messages per rank, and at most one batch's bytes are in this process: the ranks' I/O threads
-    drain it while the ranks compute, and the next `prepare` waits until the ranks hold the batch before.
+    drain the socket while the ranks compute, and the next `prepare` waits until the ranks hold the batch before.
 
     rendezvous: of the ranks on one host. None for several, where rank 0 binds a store (MSRL_BIND_HOST).
     """
@@ -67,20 +67,20 @@ class TrainerClient:
         self._secret = secret
         self._command_timeout_s = command_timeout_s
         self._rendezvous: Rendezvous | None = rendezvous
-        self._met: set[int] = set()
-        self._ready: set[int] = set()
-        self._holders: dict[int, int] = {}  # data-parallel rank -> the rank that receives its batches
-        self._prepared: int | None = None  # the step whose batch was sent and which was not called yet
+        self._met_ranks: set[int] = set()
+        self._ready_ranks: set[int] = set()
+        self._holders: dict[int, int] = {}  # data-parallel rank -> the rank that receives the batches
+        self._prepared_step: int | None = None  # the step whose batch was sent and which was not called yet
         # A batch follows once every rank was sent the step that was called last, and the batch before has arrived.
         self._step_sent = asyncio.Event()
         self._all_received = asyncio.Event()
         self._step_sent.set()
         self._all_received.set()
-        self._awaited: set[int] = set()  # ranks whose batch was sent and has not arrived yet
+        self._awaited_ranks: set[int] = set()  # ranks whose batch was sent and has not arrived yet
         self._identities: dict[int, bytes] = {}
         self._calls = 0
-        self._busy = asyncio.Lock()
-        self._sending = asyncio.Lock()
+        self._command_lock = asyncio.Lock()
+        self._batch_lock = asyncio.Lock()
         self._socket = sockets.ControllerSocket(secret, sockets.Purpose.TRAINER, address=address)
         self.endpoint = self._socket.endpoint
 
@@ -105,9 +105,9 @@ class TrainerClient:
         }
 
     async def wait_ready(self, timeout_s: float) -> TrainerInfo:
-        """Wait until every rank has built its trainer. Raises TrainerError at a failure or after `timeout_s`."""
-        async with self._busy, self._deadline(timeout_s, "start", lambda: self._ready):
-            while len(self._ready) < self.world_size:
+        """Wait until every rank has built a trainer. Raises TrainerError at a failure or after `timeout_s`."""
+        async with self._command_lock, self._deadline(timeout_s, "start", lambda: self._ready_ranks):
+            while len(self._ready_ranks) < self.world_size:
                 sender, message = await self._receive()
                 await self._greet(sender, message)
         assert self.info is not None
@@ -115,18 +115,18 @@ class TrainerClient:
         return self.info
 
     async def prepare(self, plan: StepPlan, read: ReadCompletions) -> None:
-        """Send each data-parallel rank's plan and completions to one of its ranks, which keeps them for `step`.
+        """Send each data-parallel rank's plan and completions to the rank that holds batches.
 
         May run while any command does, but only one batch may be prepared and not yet stepped on, and every rank is
-        sent the step before the next batch. `read` is called for each data-parallel rank in turn; its bytes are
-        not copied, and must not change. Raises TrainerError for a rank that is gone, and if the ranks do not hold the
-        batch before within `command_timeout_s`; RuntimeError if `read` returns another number of completions. After
-        an error only `close` is valid. A rank's objection is raised by the command in progress or the next.
+        sent the step before the next batch. `read` is called for each data-parallel rank in turn; the returned bytes
+        are not copied, and must not change. Raises TrainerError for a rank that is gone, and if the ranks do not hold
+        the batch before within `command_timeout_s`; RuntimeError if `read` returns another number of completions.
+        After an error only `close` is valid. A rank's objection is raised by the command in progress or the next.
         """
         assert self.info is not None, "wait_ready first"
         assert len(plan.ranks) == self.info.dp_size, (len(plan.ranks), self.info.dp_size)
-        async with self._sending:
-            assert self._prepared is None, f"step {self._prepared} is prepared and was not called"
+        async with self._batch_lock:
+            assert self._prepared_step is None, f"step {self._prepared_step} is prepared and was not called"
             async with self._deadline(self._command_timeout_s, "take a batch", self._without_batch):
                 await self._step_sent.wait()
                 await self._all_received.wait()
@@ -137,25 +137,25 @@ class TrainerClient:
                         f"step {plan.step}: {len(completions)} completions were read for {len(numbers)} samples"
                     )
                 rank = self._holders[dp_rank]
-                self._awaited.add(rank)
+                self._awaited_ranks.add(rank)
                 self._all_received.clear()
                 async with self._deadline(self._command_timeout_s, "take a batch", self._without_batch):
                     await self._send(rank, *messages.batch_frames(part, completions))
-            self._prepared = plan.step
+            self._prepared_step = plan.step
 
     async def step(self, step: int) -> StepReport:
-        """Make an optimizer step on the batch that was prepared for it. Raises TrainerError, as all commands do."""
-        assert self._prepared == step, f"step {step} was called, step {self._prepared} is prepared"
-        self._prepared = None
+        """Make an optimizer step on the batch prepared for `step`. Raises TrainerError, as all commands do."""
+        assert self._prepared_step == step, f"step {step} was called, step {self._prepared_step} is prepared"
+        self._prepared_step = None
         self._step_sent.clear()
-        return await self._call(partial(messages.Step, step=step), StepReport, sent=self._step_sent.set)
+        return await self._call(partial(messages.Step, step=step), StepReport, when_sent=self._step_sent.set)
 
     async def manifest(self) -> Manifest:
         """Names, types and shapes of the weights, layer by layer."""
         return await self._call(messages.DescribeWeights, Manifest)
 
     async def plan_weights(self, needs: tuple[Needs, ...]) -> WeightPlan:
-        """Plan what updates send to workers with these needs, [shards]; valid from the next connection on."""
+        """Plan the updates of workers with these needs, [shards]; valid from the next connection on."""
         return await self._call(partial(messages.PlanWeights, needs=needs), WeightPlan)
 
     async def connect_weights(self, connection: Connection) -> None:
@@ -172,33 +172,33 @@ class TrainerClient:
         return report
 
     async def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        """For each token list, log-probabilities (nats) of its tokens from the second on."""
+        """For each token list, log-probabilities (nats) of the tokens from the second on."""
         return (await self.token_scores(token_ids))[0]
 
     async def token_scores(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """[2] log-probabilities as `logprobs`, and entropies (nats) of their distributions."""
+        """[2] log-probabilities as `logprobs`, and entropies (nats) of the tokens' distributions."""
         tokens = [list(ids) for ids in token_ids]
         return await self._call(partial(messages.ScoreTokens, token_ids=tokens), list[list[list[float]]])
 
     async def save(self, path: str, extra: dict[str, Any], *, asynchronous: bool = False) -> None:
-        """Write and commit a checkpoint; `extra` is the controller's own state, as JSON data.
+        """Write and commit a checkpoint; `extra` is the controller's state, as JSON data.
 
-        `asynchronous`: copy it, and write while the trainer goes on; `finish_save` comes before the next one.
+        `asynchronous`: copy the state, and write while the trainer goes on; `finish_save` comes before the next save.
         """
         await self._call(partial(messages.Save, path=str(path), extra=extra, copied=asynchronous), None)
         if not asynchronous:
             await self.finish_save(wait=True)
 
     async def finish_save(self, *, wait: bool) -> float | None:
-        """Commit; seconds for which the slowest rank wrote. None if one still writes, unless `wait`."""
+        """Commit; seconds for which the slowest rank wrote. None if a rank still writes, unless `wait`."""
         return await self._call(partial(messages.FinishSave, wait=wait), float | None)
 
     async def load(self, path: str) -> dict[str, Any]:
-        """Resume from a committed checkpoint; returns the `extra` it was saved with."""
+        """Resume from a committed checkpoint; returns the `extra` of the save."""
         return await self._call(partial(messages.Load, path=str(path)), dict[str, Any])
 
     async def stop(self) -> None:
-        """Let every rank exit with 0, and close. Raises TrainerError if one does not answer; closes anyway."""
+        """Let every rank exit with 0, and close. Raises TrainerError if a rank does not answer; closes anyway."""
         try:
             await self._call(messages.Stop, None, leaves=True)
         finally:
@@ -214,11 +214,11 @@ class TrainerClient:
         kind: Any,
         *,
         leaves: bool = False,
-        sent: Callable[[], None] = lambda: None,
+        when_sent: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Send each rank its command, wait for all answers, and return rank 0's as `kind`.
+        """Send each rank the command, wait for all answers, and return rank 0's answer as `kind`.
 
-        `leaves`: after its answer a rank may disconnect. `sent`: called when every rank was sent the command.
+        `leaves`: after the answer a rank may disconnect. `when_sent`: called when every rank was sent the command.
         """
         answers: dict[int, msgspec.Raw] = {}
         limit = self._command_timeout_s
@@ -226,18 +226,18 @@ class TrainerClient:
         if leaves:
             limit = STOP_TIMEOUT_S
             task = "stop"
-        async with self._deadline(limit, task, lambda: set(answers)), self._busy:
+        async with self._deadline(limit, task, lambda: set(answers)), self._command_lock:
             self._calls += 1
             for rank in range(self.world_size):
                 await self._send(rank, messages.encode(make(call=self._calls)))
-            sent()
+            when_sent()
             while len(answers) < self.world_size:
                 sender, message = await self._receive()
                 if isinstance(message, messages.BatchReceived):
                     self._note_received(message.rank)
                 elif not isinstance(message, messages.Done):
                     await self._greet(sender, message)
-                # The answer to an earlier call is late if its caller stopped waiting.
+                # The answer to an earlier call is late if the caller stopped waiting.
                 elif message.call == self._calls:
                     answers[message.rank] = message.value
                     if leaves:
@@ -248,17 +248,17 @@ class TrainerClient:
             raise TrainerError(f"trainer rank 0: {error}") from error
 
     def _without_batch(self) -> set[int]:
-        """Ranks whose batch has arrived, or that get none."""
-        return set(range(self.world_size)) - self._awaited
+        """Ranks whose batch has arrived, and ranks without a batch."""
+        return set(range(self.world_size)) - self._awaited_ranks
 
     def _note_received(self, rank: int) -> None:
-        """Let the next batch follow if this was the last rank to receive one."""
-        self._awaited.discard(rank)
-        if not self._awaited:
+        """Let the next batch follow if no rank's batch is awaited any more."""
+        self._awaited_ranks.discard(rank)
+        if not self._awaited_ranks:
             self._all_received.set()
 
     async def _greet(self, sender: bytes, message: messages.ToController) -> None:
-        """Answer a process that joins; refuse it if it is not a rank of this run."""
+        """Answer a process that joins; refuse a process that is not a rank of this run."""
         if isinstance(message, messages.Hello):
             reason = self._objection(message)
             answer: messages.Welcome | messages.Refused = messages.Welcome()
@@ -268,7 +268,7 @@ class TrainerClient:
                 self._identities[message.rank] = sender
                 if message.rank == 0:
                     self._rendezvous = self._rendezvous or message.bound
-            # A process that has disconnected needs no answer; if it was a rank, the next probe finds it.
+            # A process that has disconnected needs no answer; the next probe finds a lost rank.
             await self._socket.send(sender, messages.encode(answer))
             await self._send_rendezvous()
             return
@@ -276,7 +276,7 @@ class TrainerClient:
         if message.holds_batch:
             assert message.dp_rank not in self._holders, message
             self._holders[message.dp_rank] = message.rank
-        self._ready.add(message.rank)
+        self._ready_ranks.add(message.rank)
         if message.rank == 0:
             self.info = message.info
 
@@ -284,8 +284,8 @@ class TrainerClient:
         """Send Meet to all ranks that have joined, once the rendezvous is known."""
         if self._rendezvous is None:
             return
-        for rank in sorted(self._identities.keys() - self._met):
-            self._met.add(rank)
+        for rank in sorted(self._identities.keys() - self._met_ranks):
+            self._met_ranks.add(rank)
             await self._send(rank, messages.encode(messages.Meet(rendezvous=self._rendezvous)))
 
     def _objection(self, hello: messages.Hello) -> str | None:
@@ -311,26 +311,26 @@ class TrainerClient:
             raise await self._last_words(rank)
 
     async def _last_words(self, rank: int) -> TrainerError:
-        """The error that says why this rank, which is not connected any more, has left."""
+        """The error with the reason why this rank, which is not connected any more, has left."""
         while await self._socket.poll(0):
             _, message = await self._read()
             if isinstance(message, messages.Failed):
                 return await self._blame(message)
-        return _gone(rank)
+        return _exit_error(rank)
 
     async def _receive(self) -> tuple[bytes, messages.ToController]:
         """The next message. Raises TrainerError if a rank has failed or disconnected.
 
         A socket monitor would report a closed connection at once, but also connections of other processes, and
-        ZeroMQ's I/O thread blocks while its events are not read.
+        ZeroMQ's I/O thread blocks while the monitor's events are not read.
         """
         while True:
             if not await self._socket.poll(PROBE_INTERVAL_MS):
-                lost = await self._lost()
+                lost_rank = await self._lost()
                 # The last message of a rank may have arrived since the poll.
-                if lost is None or await self._socket.poll(0):
+                if lost_rank is None or await self._socket.poll(0):
                     continue
-                raise _gone(lost)
+                raise _exit_error(lost_rank)
             sender, message = await self._read()
             if isinstance(message, messages.Failed):
                 raise await self._blame(message)
@@ -338,7 +338,7 @@ class TrainerClient:
                 return sender, message
 
     async def _read(self) -> tuple[bytes, messages.ToController | None]:
-        """A sender and its message, None if it is not a rank of this run. Raises TrainerError for an invalid one."""
+        """A sender and a message, or None from a stranger. Raises TrainerError for an invalid message of a rank."""
         sender, frames = await self._socket.read()
         rank = next((rank for rank, identity in self._identities.items() if identity == sender), None)
         try:
@@ -357,28 +357,28 @@ class TrainerClient:
         return sender, message
 
     async def _blame(self, first: messages.Failed) -> TrainerError:
-        """The error that names the rank that exited without a word or, where none did, the first that failed."""
+        """The error that names the rank that exited without a word or, without such a rank, the first that failed."""
         failure = f"rank {first.rank}: {first.error}"
-        failed = {first.rank}
+        failed_ranks = {first.rank}
         end = time.monotonic() + BLAME_S
-        while time.monotonic() < end and self._identities.keys() - failed:
-            lost = await self._lost(except_for=failed)
+        while time.monotonic() < end and self._identities.keys() - failed_ranks:
+            lost_rank = await self._lost(except_for=failed_ranks)
             wait_ms = 50
-            if lost is not None:
+            if lost_rank is not None:
                 wait_ms = 0
             # A lost rank is blamed only if no last word of any rank is left to read.
             if await self._socket.poll(wait_ms):
                 _, message = await self._read()
                 if isinstance(message, messages.Failed):
-                    failed.add(message.rank)
-            elif lost is not None:
-                return _gone(lost, f" ({failure})")
+                    failed_ranks.add(message.rank)
+            elif lost_rank is not None:
+                return _exit_error(lost_rank, f" ({failure})")
         error = TrainerError(f"trainer {failure}")
         error.full = first.full
         return error
 
     async def _lost(self, *, except_for: Set[int] = frozenset()) -> int | None:
-        """The first rank that has joined and is no longer connected; None if all are."""
+        """The first rank that has joined and is no longer connected; None if all ranks are connected."""
         for rank in sorted(self._identities.keys() - except_for):
             if not await self._socket.connected(self._identities[rank]):
                 return rank
@@ -395,5 +395,5 @@ class TrainerClient:
             raise TrainerError(f"trainer rank {silent}: it did not {task} within {seconds:g} s") from None
 
 
-def _gone(rank: int, also: str = "") -> TrainerError:
-    return TrainerError(f"trainer rank {rank}: the process exited unexpectedly{also}")
+def _exit_error(rank: int, failure: str = "") -> TrainerError:
+    return TrainerError(f"trainer rank {rank}: the process exited unexpectedly{failure}")

@@ -1,7 +1,7 @@
-"""Messages between the controller and the trainer's ranks, and their msgpack form.
+"""Messages between the controller and the trainer's ranks, in msgpack.
 
-`distributed.sockets` has the connection, and the messages by which a rank joins. A message is one frame; only Prepare
-is followed by others.
+`distributed.sockets` has the connection, and the messages by which a rank joins. A message is one frame; a
+Prepare has further frames.
 """
 
 from collections.abc import Sequence
@@ -48,14 +48,14 @@ class Hello(sockets.Hello, frozen=True):
     rank: int
     world_size: int
     bound: HostRendezvous | None = None
-    """On several hosts, from rank 0: address where it has bound the run's store."""
+    """On several hosts, from rank 0: address where rank 0 has bound the run's store."""
 
 
 class Meet(Message, frozen=True):
     """Controller to rank: join the process group and build the trainer."""
 
     rendezvous: Rendezvous
-    """On several hosts the address in rank 0's Hello, for which the others wait."""
+    """On several hosts the address in rank 0's Hello, for which the remaining ranks wait."""
 
 
 class Ready(Message, frozen=True):
@@ -64,7 +64,7 @@ class Ready(Message, frozen=True):
     rank: int
     dp_rank: int
     holds_batch: bool
-    """True for the one rank of each data-parallel rank that receives its batches."""
+    """True for the single rank of a data-parallel rank that receives the batches."""
     info: TrainerInfo
 
 
@@ -82,7 +82,7 @@ class Done(Message, frozen=True):
     """Number of the command."""
     rank: int
     value: msgspec.Raw
-    """The result as msgpack, from rank 0; nil from the others."""
+    """The result as msgpack, from rank 0; nil from every other rank."""
 
 
 class Failed(Message, frozen=True):
@@ -96,7 +96,7 @@ class Failed(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """Keep a batch until its Step; to the rank of each data-parallel rank that `Ready.holds_batch`.
+    """Keep a batch until the same step's Step; to the rank of each data-parallel rank that `Ready.holds_batch`.
 
     Answer: BatchReceived. A frame for each completion follows, in the order of `plan.samples` and the bytes of
     `batching.rollout_bytes`.
@@ -108,7 +108,7 @@ class Prepare(Message, frozen=True):
 
 
 class Command(Message, frozen=True):
-    """Controller to rank: all ranks execute it; rank 0 answers with its result."""
+    """Controller to rank: an order to all ranks; rank 0 answers with the result."""
 
     call: int
     """Number of the command."""
@@ -132,7 +132,7 @@ class PlanWeights(Command, frozen=True):
 
 
 class ConnectWeights(Command, frozen=True):
-    """Open the weight transport to the engines. Answer: why it failed, empty if it did not."""
+    """Open the weight transport to the engines. Answer: the reason of a failure, or an empty text."""
 
     connection: Connection
 
@@ -158,13 +158,13 @@ class Save(Command, frozen=True):
 
 
 class FinishSave(Command, frozen=True):
-    """Commit the checkpoint that was begun. Answer: seconds for which it was written; nil if a rank still writes."""
+    """Commit the checkpoint that was begun. Answer: seconds of writing; nil if a rank still writes."""
 
     wait: bool
 
 
 class Load(Command, frozen=True):
-    """Read a checkpoint. Answer: its `extra`."""
+    """Read a checkpoint. Answer: the `extra` of the Save."""
 
     path: str
 
@@ -197,14 +197,14 @@ _to_controller = msgspec.msgpack.Decoder(ToController)
 
 
 def batch_frames(plan: RankPlan, completions: Sequence[Buffer]) -> list[Buffer]:
-    """The frames of a Prepare, with the completions of `plan.samples` in this order; they are not copied."""
+    """The frames of a Prepare: the message, then the completions of `plan.samples` in order, not copied."""
     return [encode(Prepare(plan=plan, sizes=tuple(map(len, completions)))), *completions]
 
 
 def decode_for_rank(frames: Sequence[Buffer]) -> ToRank:
     """A message of the controller. Raises InvalidMessage for anything else.
 
-    That includes a Prepare without exactly its completions, each of the size stated.
+    Invalid is also a Prepare whose completions differ from the plan in number or from `sizes` in bytes.
     """
     if not frames:
         raise InvalidMessage("a message arrived without a frame")
@@ -217,15 +217,15 @@ def decode_for_rank(frames: Sequence[Buffer]) -> ToRank:
 
 
 def _check_sizes(message: Prepare, completions: Sequence[Buffer]) -> None:
-    where = f"batch of step {message.plan.step}"
+    place = f"batch of step {message.plan.step}"
     expected = len(message.plan.samples)
     if not len(message.sizes) == len(completions) == expected:
         raise InvalidMessage(
-            f"{where}: {len(completions)} completions and {len(message.sizes)} sizes arrived, the plan has {expected}"
+            f"{place}: {len(completions)} completions and {len(message.sizes)} sizes arrived, the plan has {expected}"
         )
     for number, (size, completion) in enumerate(zip(message.sizes, completions)):
         if len(completion) != size:
-            raise InvalidMessage(f"{where}: completion {number} has {len(completion)} bytes, its size is {size}")
+            raise InvalidMessage(f"{place}: completion {number} has {len(completion)} bytes, its size is {size}")
 
 
 def decode_for_controller(frames: Sequence[bytes]) -> ToController:

@@ -70,7 +70,7 @@ class PolicyModel(GPTModel):
         )
         self.family = family
         self.adapters: Family | None = None
-        """The family of the adapters, which are then all that is trained."""
+        """The family of the adapters, which are then the only trained parameters."""
         if lora := recipe.policy.lora:
             self.adapters = adapter_family(family, rank=lora.rank, targets=lora.targets)
             for name, parameter in self.named_parameters():
@@ -91,7 +91,7 @@ class PolicyModel(GPTModel):
             backend=recipe.trainer.logit_backend,
         )
         if self.post_process:
-            # GPTModel itself materializes [N, vocab] logits.
+            # GPTModel would materialize [N, vocab] logits.
             self.output_layer.forward = self._use_head
         self.second: tuple[PolicyModel, ...] = ()
         """The frozen policy of algorithm.kl, which is no part of this module; empty: the base of the adapters."""
@@ -114,15 +114,16 @@ class PolicyModel(GPTModel):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Log-probabilities of `targets` and entropies, [2, N] fp32, nats, on the last stage.
 
-        tokens and targets [N]; `plan` is what `plan` made of the row, on this device. Row 0 of the result: the
-        log-probability of each target given its sequence so far; row 1: the entropy. Off the plan's loss mask both
-        are 0. With `loss` (see `logits.api.token_loss`) the result is the loss and these two, which then carry no
-        gradient; with kl_weights [N], of the second policy's divergence in the loss, row 2 has the divergences.
+        tokens and targets [N]; `plan` is the result of the method `plan` for the row, on this device. Row 0 of the
+        result: the log-probability of each target given the sequence up to the target; row 1: the entropy. Off the
+        plan's loss mask both rows are 0. With `loss` (see `logits.api.token_loss`) the result is the loss and both
+        rows, without gradient; with kl_weights [N], of the second policy's divergence in the loss, row 2 has the
+        divergences.
         expert_choices [N, L, K] are the engine's (`layers.routing`); None: routers choose by themselves.
         Earlier stages return hidden states.
 
         All ranks of a tensor-, context- or pipeline-parallel group get the same arguments. With context parallelism
-        each computes its share of the row and returns the result of the whole row; of `loss`, that of its share.
+        each rank computes a share of the row, and returns the values of all tokens and the loss of the share.
         Nothing is read back from the device: the caller has checked the targets (`trainer.agreement`).
         """
         share = plan.share
@@ -192,18 +193,18 @@ class PolicyModel(GPTModel):
         assert row.position_ids is not None
         if expert_choices is not None:
             row.expert_choices = plan.share.of_row(expert_choices, fill=routing.UNKNOWN)
-            # Routers then see the tokens of this tensor-parallel rank only.
+            # Routers then see the tokens of this tensor-parallel rank alone.
             if self.config.sequence_parallel:
                 row.expert_choices = row.expert_choices.chunk(self.parallel.tp_size)[self.parallel.tp_rank]
         embedded = None
         if self.pre_process:
             tokens = plan.share.of_row(tokens)[None]
             embedded = self.embedding(input_ids=tokens, position_ids=row.position_ids[None])
-            # Without a gradient of its input, Megatron's recomputation would cut the first layers' adapters off.
+            # Without a gradient of the embedding, Megatron's recomputation would cut the first layers' adapters off.
             if self.adapters is not None:
                 embedded.requires_grad_()
         angles: Tensor | None = self._rotary_angles(row)
-        if self.config.multi_latent_attention:  # Megatron's makes a table of its own; ours asks the row
+        if self.config.multi_latent_attention:  # Megatron's layer makes a table; ours asks the row
             row.angles = angles
             angles = None
         return self.decoder(
@@ -214,7 +215,7 @@ class PolicyModel(GPTModel):
         )
 
     def _set_attention_backend(self) -> None:
-        """Attention that no fused kernel computes is an error: Transformer Engine's other keeps all scores of a row.
+        """Makes attention without a fused kernel an error: Transformer Engine's fallback keeps all scores of a row.
 
         Megatron would set the variable to 1, and refuse an environment that has 0.
         """
@@ -226,7 +227,7 @@ class PolicyModel(GPTModel):
     def _use_head(self, project: Callable[..., Any]) -> Any:
         """The output layer's forward: `project` with the head's weight.
 
-        Called through the layer, so that Megatron's hooks run: under overlap_param_gather they wait for the weights.
+        Called through the layer, so that Megatron's hooks run: under overlap_param_gather hooks wait for the weights.
         """
         weight = self.output_layer.weight
         if self.share_embeddings_and_output_weights:
@@ -242,7 +243,7 @@ class PolicyModel(GPTModel):
             assert row.position_ids is not None
             positions = row.position_ids
         half = positions.float()[:, None] * frequencies
-        # The angle of a pair, once for each of its two elements: neighbors if interleaved, else half a head apart.
+        # The angle of a pair, once for each of the two elements: neighbors if interleaved, else half a head apart.
         pairs = half.repeat(1, 2)
         if self.config.rotary_interleaved:
             pairs = torch.repeat_interleave(half, 2, dim=-1)
@@ -257,7 +258,7 @@ def row_divisor(config: Any) -> int:
 
 
 def _loss_of_row(loss: ChunkLoss, row_places: Tensor, logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:
-    """`loss` of some tokens of a rank's share, with their positions in the whole row."""
+    """`loss` of some tokens of a rank's share, with the tokens' positions in the row."""
     return loss(logprobs, entropies, row_places[places])
 
 
@@ -322,7 +323,7 @@ def _check_attention(config: Any, recipe: Recipe) -> None:
 
 
 def frozen_policy(hf_path: str, recipe: Recipe, parallel: Parallel) -> PolicyModel:
-    """A second policy on this rank, in the recipe's data type (`plan.settings` has compared its vocabulary)."""
+    """A second policy on this rank, in the recipe's data type (`plan.settings` has compared the vocabularies)."""
     family = family_of_folder(hf_path)
     recipe = recipe.model_copy(update={"policy": recipe.policy.model_copy(update={"lora": None})})
     options = model_options(family, recipe, parallel)
@@ -335,11 +336,11 @@ def frozen_policy(hf_path: str, recipe: Recipe, parallel: Parallel) -> PolicyMod
 
 
 def accumulate_in_linears(chunks: Sequence[torch.nn.Module]) -> None:
-    """Makes Transformer Engine's linear layers add their weight gradients to main_grad, which DDP has made.
+    """Makes Transformer Engine's linear layers add weight gradients to main_grad, which DDP has made.
 
-    As Megatron-LM does by default. Set here and not in the configuration: Megatron's own output layer, whose forward
-    is ours, would refuse it without apex (tensor_parallel/layers.py:1070). Layers of Transformer Engine read it in
-    every forward pass and tell DDP (module/linear.py:2540, 1701 of 2.20.2).
+    Megatron-LM's default. Set here and not in the configuration: Megatron's output layer, whose forward is ours,
+    would refuse the option without apex (tensor_parallel/layers.py:1070). Layers of Transformer Engine read
+    the attribute in every forward pass and tell DDP (module/linear.py:2540, 1701 of 2.20.2).
     """
     for chunk in chunks:
         for module in chunk.modules():
@@ -352,14 +353,14 @@ def _sync_functions(config: Any, ddp: Any, chunks: list[Any]) -> None:
     if not ddp.overlap_grad_reduce:
         return
     functions = [chunk.no_sync for chunk in chunks]
-    # Megatron's interleaved schedule takes a list, the others a function.
+    # Megatron's interleaved schedule takes a list, every other schedule a function.
     config.no_sync_func = functions
     if len(functions) == 1:
         config.no_sync_func = functions[0]
 
 
 def load_megatron(models: Sequence[Any], path: str | Path) -> None:
-    """Load this rank's unwrapped model chunks from a checkpoint of the converter. Every rank must call it.
+    """Load this rank's unwrapped model chunks from a checkpoint of the converter. Collective.
 
     Parameters are cast to the model's type; rows that pad the vocabulary become 0. The only other data read are
     modules' extra states, which must be empty. Raises ValueError for a folder that is not a complete checkpoint, or
@@ -372,13 +373,13 @@ def load_megatron(models: Sequence[Any], path: str | Path) -> None:
 
 
 def load_chunks(models: Sequence[Any], state: Mapping[str, Any]) -> None:
-    """Load a state with `sharded_models` as its template; with adapters it is a part of the models' state."""
+    """Load a state with the template of `sharded_models`; with adapters the state is a part of the models' state."""
     for key, model in keyed(models).items():
         model.load_state_dict(state[key], strict=unwrap(model).adapters is None)
 
 
 def sharded_models(models: Sequence[Any], *, adapters: bool = False) -> dict[str, Any]:
-    """Sharded state of model chunks by Megatron's keys: of their adapters, or of all but these."""
+    """Sharded state of model chunks by Megatron's keys: the adapters alone, or all except adapters."""
     state = {}
     for key, model in keyed(models).items():
         items = model.sharded_state_dict().items()

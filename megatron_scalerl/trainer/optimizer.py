@@ -1,7 +1,7 @@
 """AdamW through Megatron's optimizers: fp32 main weights under bf16, sharded over data-parallel ranks.
 
 Megatron uses Transformer Engine's FusedAdam, else apex's, else PyTorch's AdamW, and has no option for PyTorch's fused
-implementation; `use_fused_adamw` turns it on.
+kernel; `use_fused_adamw` turns that kernel on.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,9 @@ def build_optimizer(chunks: list[torch.nn.Module], recipe: Recipe) -> MegatronOp
 
 
 def use_fused_adamw(optimizer: MegatronOptimizer) -> None:
-    """Make PyTorch's AdamW, if it is in use, a fused kernel; call before its first step.
+    """Turn on the fused kernel of every PyTorch AdamW in `optimizer`; call before the first step.
 
-    Without it AdamW allocates several temporary fp32 tensors of the size of this rank's weights. Results differ by
+    The unfused AdamW allocates several temporary fp32 tensors of the size of this rank's weights. Results differ by
     rounding. Other optimizers are unchanged.
     """
     for part in parts_of(optimizer):
@@ -39,11 +39,11 @@ def use_fused_adamw(optimizer: MegatronOptimizer) -> None:
         if isinstance(inner, torch.optim.AdamW):
             assert not inner.state, "AdamW already has step counters in host memory"
             for group in inner.param_groups:
-                # PyTorch allows one of the two; a group has both keys from its defaults.
+                # PyTorch allows a single True among the two keys; the defaults set both keys of a group.
                 group["fused"] = True
                 group["foreach"] = False
 
 
 def parts_of(optimizer: Any) -> Sequence[Any]:
-    """The optimizers that a chained one consists of, else the optimizer itself."""
+    """The optimizers that a chained optimizer consists of; [optimizer] for any other optimizer."""
     return getattr(optimizer, "chained_optimizers", [optimizer])

@@ -1,16 +1,19 @@
 """The distributed optimizer's state for a checkpoint, in whole tensors, gathered with few copies.
 
-The life of a state: `checkpoint` asks the optimizer for its sharded state inside `gathered_with_few_copies`;
-Megatron calls `get_parameter_state_dp_zero`, which is replaced here; for each buffer and key it then reads the slices
-of all parameters, and makes the checkpoint's shards of them.
+The life of a state:
 
-Megatron-Core's `DistributedOptimizer.get_parameter_state_dp_zero` zeroes and fills a shard, the list of what all
-ranks send, its concatenation and the result, each as large as what they hold, while the trainer is stopped. Here each
-shard is gathered where it is, and the result is copied once.
+1. `checkpoint` asks the optimizer for the sharded state inside `gathered_with_few_copies`.
+2. Megatron calls `get_parameter_state_dp_zero`, replaced here by `_state_dp_zero`.
+3. For each buffer and key Megatron reads the slices of all parameters, and turns the slices into the checkpoint's
+   shards.
 
-It also drops the padding between buckets, which the places of parameters count: with several buckets (on GPUs, where
-gradients are reduced while the backward pass computes) and a bucket whose size is no multiple of 128, Megatron-Core
-saves the parameters after it from wrong places. Here each is taken from its own.
+Megatron-Core's `DistributedOptimizer.get_parameter_state_dp_zero` zeroes and fills a shard, the list of all ranks'
+shards, the concatenation and the result, each a full copy, while the trainer is stopped. Here each shard is gathered
+in place, and the result is copied once.
+
+Megatron-Core also drops the padding between buckets, which the places of parameters count. With several buckets (on
+GPUs, where gradients are reduced while the backward pass computes), a bucket whose size is no multiple of 128 makes
+Megatron-Core save all later parameters from wrong places. Here each parameter is taken from the right place.
 """
 
 import contextlib
@@ -26,8 +29,8 @@ from megatron_scalerl.trainer.optimizer import parts_of
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 """Tensors of a parameter in the optimizer's state: the main weight and the two moments of Adam."""
-_UNWRITTEN = torch.zeros(())
-"""Expanded to the shape of a parameter on ranks that do not write it."""
+_NO_VALUES = torch.zeros(())
+"""Expanded to the shape of a parameter on ranks that write no parameters."""
 
 
 @contextlib.contextmanager
@@ -55,7 +58,7 @@ def live_storages(models: Sequence[Any], optimizer: Any) -> set[int]:
 
 
 class _Parameters:
-    """A buffer's tensor of a key, as far as Megatron reads it: the slice of each parameter, in separate memory.
+    """Stands for a buffer's tensor of a key where Megatron reads: the slice of each parameter, in separate memory.
 
     Megatron would copy the slices of one large tensor again.
     """
@@ -72,38 +75,40 @@ def _state_dp_zero(
 ) -> Any:
     """Replaces `get_parameter_state_dp_zero`: the parameters of each buffer, by key, in host memory.
 
-    Data-parallel ranks that write none have tensors of the same shapes without memory.
+    Data-parallel ranks that write no parameters have tensors of the same shapes without memory.
     """
-    # Other arguments come with a load, and from forms of the state that no checkpoint of ours has.
+    # Other arguments come with a load, and from forms of the state that checkpoints do not use here.
     if use_gloo_comm or empty_data or not return_on_all_ranks:
         original = DistributedOptimizer.get_parameter_state_dp_zero
         return original(part, use_gloo_comm, empty_data, return_on_all_ranks)
     state: dict[Any, Any] = {"buckets_coalesced": True}
     for number, (buffer, ranges_by_type) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
         [(dtype, ranges)] = ranges_by_type.items()
-        whole = {key: _Parameters() for key in KEYS}
+        buffer_state = {key: _Parameters() for key in KEYS}
         for bucket, bucket_ranges in zip(buffer.buckets, ranges, strict=True):
             places = {parameter: buffer.param_index_map[parameter][:2] for parameter in bucket.params_list}
-            _gather_bucket(part, bucket, bucket_ranges["param_map"], places, whole)
-        state[number] = {dtype: {**whole, "numel_unpadded": buffer.numel_unpadded}}
+            _gather_bucket(part, bucket, bucket_ranges["param_map"], places, buffer_state)
+        state[number] = {dtype: {**buffer_state, "numel_unpadded": buffer.numel_unpadded}}
     return state
 
 
-def _gather_bucket(part: Any, bucket: Any, shard_ranges: Any, places: Any, whole: dict[str, _Parameters]) -> None:
-    """Add a bucket's parameters to `whole`. Collective.
+def _gather_bucket(
+    part: Any, bucket: Any, shard_ranges: Any, places: Any, buffer_state: dict[str, _Parameters]
+) -> None:
+    """Add a bucket's parameters to `buffer_state`, by key. Collective.
 
-    shard_ranges: parameter -> its range in this rank's shard. places: parameter -> its begin and end in the buffer.
+    shard_ranges: parameter -> range in this rank's shard. places: parameter -> (begin, end) in the buffer.
     """
     ranks = part.data_parallel_group.size()
     if ranks == 1:
         for parameter, place in places.items():
             tensors = part._get_main_param_and_optimizer_states(parameter)
-            for key, parameters in whole.items():
+            for key, parameters in buffer_state.items():
                 parameters.tensors[place] = tensors[key].detach().to("cpu", torch.float32, copy=True)
         return
-    # As large as the bucket, with its padding: the shards of all ranks are equally long.
-    everyone = torch.empty(bucket.grad_data.numel(), dtype=torch.float32, device=bucket.grad_data.device)
-    shards = {key: torch.zeros_like(everyone[: len(everyone) // ranks]) for key in whole}
+    # As large as the bucket with padding: the shards of all ranks are equally long.
+    gathered_bucket = torch.empty(bucket.grad_data.numel(), dtype=torch.float32, device=bucket.grad_data.device)
+    shards = {key: torch.zeros_like(gathered_bucket[: len(gathered_bucket) // ranks]) for key in buffer_state}
     for parameter, ranges in shard_ranges.items():
         local = ranges["gbuf_local"]
         tensors = part._get_main_param_and_optimizer_states(parameter)
@@ -111,10 +116,10 @@ def _gather_bucket(part: Any, bucket: Any, shard_ranges: Any, places: Any, whole
             shard[local.start : local.end].copy_(tensors[key].detach())
     writes = part.data_parallel_group.rank() == 0
     for key, shard in shards.items():
-        dist.all_gather(list(everyone.chunk(ranks)), shard, group=part.data_parallel_group)
+        dist.all_gather(list(gathered_bucket.chunk(ranks)), shard, group=part.data_parallel_group)
         for begin, end in places.values():
-            # Only the first replica is written: the others' memory would be as much again for each rank of a node.
-            values = _UNWRITTEN.expand(end - begin)
+            # Only the first replica is written: more copies would cost the same memory for each rank of a node.
+            values = _NO_VALUES.expand(end - begin)
             if writes:
-                values = everyone[begin - bucket.offset : end - bucket.offset].to("cpu", copy=True)
-            whole[key].tensors[begin, end] = values
+                values = gathered_bucket[begin - bucket.offset : end - bucket.offset].to("cpu", copy=True)
+            buffer_state[key].tensors[begin, end] = values

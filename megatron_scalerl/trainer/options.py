@@ -29,7 +29,7 @@ from megatron_scalerl.trainer.ranks import parallel_keywords
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 TABLE = yaml.safe_load(Path(__file__).with_name("megatron_options.yaml").read_text(encoding="utf8"))
-"""Lists of options of megatron.model: free, model, unused, elsewhere; and refused -> why."""
+"""Lists of options of megatron.model: free, model, unused, elsewhere; and refused -> the reason."""
 FREE, MODEL, UNUSED, ELSEWHERE = (frozenset(TABLE[name].split()) for name in ("free", "model", "unused", "elsewhere"))
 REFUSED: Mapping[str, str] = TABLE["refused"]
 _ATTENTION = frozenset(PROJECTIONS["linear_qkv"] + PROJECTIONS["linear_proj"])
@@ -37,7 +37,7 @@ _WITHOUT_ADAPTERS = (
     *("moe_grouped_gemm", "moe_shared_expert_overlap", "use_transformer_engine_op_fuser"),
     *("use_grouped_gemm_for_shared_expert", "use_grouped_gemm_for_dense_mlp"),
 )
-"""Options whose layers multiply with the weight itself, past its adapters."""
+"""Options whose layers multiply with the weight alone, past the adapters."""
 
 
 @record
@@ -50,17 +50,18 @@ class ModelOptions:
 
 
 def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOptions:
-    """Our defaults for this device, overridden by the family's options, then by the free ones of megatron.model.
+    """Our defaults for this device, overridden by the family's options, then by the free options of megatron.model.
 
-    Raises ValueError for a key that neither TransformerConfig nor GPTModel has, naming the nearest one; for one that
-    would make the trainer another model than the policy's config.json, which engines serve; for one that another
-    section sets; for a parallel size that does not divide what it shards; and for what Megatron refuses.
+    Raises ValueError for a key that neither TransformerConfig nor GPTModel has, naming the nearest key; for a key
+    that would make the trainer another model than the policy's config.json, which engines serve; for a key that
+    another section sets; for a parallel size that does not divide the sharded size; and for options that Megatron
+    refuses.
     """
     check_sharding(family, recipe.megatron.parallel, recipe.megatron.model)
-    given = recipe.megatron.model
+    options = recipe.megatron.model
     defaults = option_defaults()
     expected = "a field of TransformerConfig or GPTModel"
-    check_keys("megatron.model", given, sorted(defaults), expected=expected, in_recipe=True)
+    check_keys("megatron.model", options, sorted(defaults), expected=expected, in_recipe=True)
     settings = {**_device_settings(), **family.transformer, "variable_seq_lengths": parallel.pp_size > 1}
     settings["deterministic_mode"] = HAVE_GPU and recipe.trainer.deterministic
     if family.transformer.get("num_moe_experts"):
@@ -68,13 +69,13 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
     if recipe.policy.lora is not None:
         settings["moe_grouped_gemm"] = False
     _check_options(
-        given, {**defaults, **family.gpt, **_moe_settings(), **settings}, MODEL | family.transformer.keys()
+        options, {**defaults, **family.gpt, **_moe_settings(), **settings}, MODEL | family.transformer.keys()
     )
-    settings |= {key: value for key, value in given.items() if key in FREE}
-    # Layers of Transformer Engine get it later, see `model.accumulate_in_linears`.
+    settings |= {key: value for key, value in options.items() if key in FREE}
+    # Layers of Transformer Engine get this option later, see `model.accumulate_in_linears`.
     if HAVE_TE:
         settings["gradient_accumulation_fusion"] = False
-    # It was not compared with the layers of `layers.latent`.
+    # This recomputation was not compared with the layers of `layers.latent`.
     if "mla_up_proj" in (settings.get("recompute_modules") or ()):
         raise ValueError("megatron.model.recompute_modules: mla_up_proj is not supported; take it out of the list")
     if recipe.policy.lora is not None:
@@ -84,7 +85,9 @@ def model_options(family: Family, recipe: Recipe, parallel: Parallel) -> ModelOp
             "megatron.model.variable_seq_lengths: it has to be true in a pipeline with context parallelism, where "
             "padding depends on each row's sequences; leave it out"
         )
-    return ModelOptions(config=_transformer_config(settings | _owned_by_others(recipe, parallel)), gpt=family.gpt)
+    return ModelOptions(
+        config=_transformer_config(settings | _settings_of_sections(recipe, parallel)), gpt=family.gpt
+    )
 
 
 def option_defaults() -> dict[str, Any]:
@@ -94,26 +97,26 @@ def option_defaults() -> dict[str, Any]:
     return options | {name: parameters[name].default for name in parameters if name in FREE | MODEL | UNUSED}
 
 
-def _check_options(given: Mapping[str, Any], present: Mapping[str, Any], model: Set[str]) -> None:
-    """Raises ValueError for an option that is not free and differs from what the policy and our layers have.
+def _check_options(options: Mapping[str, Any], present_values: Mapping[str, Any], model: Set[str]) -> None:
+    """Raises ValueError for an option that is not free and differs from the value of the policy and our layers.
 
-    model: options that say which model it is.
+    present_values: option -> that value. model: options that tell models apart.
     """
-    for key, value in given.items():
+    for key, value in options.items():
         if key in ELSEWHERE:
-            where = "megatron.parallel"
+            section = "megatron.parallel"
             if key in ("bf16", "params_dtype", "pipeline_dtype"):
-                where = "policy.dtype"
-            raise ValueError(f"megatron.model.{key}: {where} sets it; leave it out here")
-        if key in model and value != present[key]:
+                section = "policy.dtype"
+            raise ValueError(f"megatron.model.{key}: {section} sets it; leave it out here")
+        if key in model and value != present_values[key]:
             raise ValueError(
                 f"megatron.model.{key}: {value!r} would train another model than the policy's config.json describes "
-                f"and engines serve; leave it out (the policy has {present[key]!r})"
+                f"and engines serve; leave it out (the policy has {present_values[key]!r})"
             )
-        if key in REFUSED and value and value != present[key]:
+        if key in REFUSED and value and value != present_values[key]:
             raise ValueError(f"megatron.model.{key} is not supported: {REFUSED[key]}; leave it out")
-        if key not in FREE and key not in REFUSED and value != present[key]:
-            raise ValueError(f"megatron.model.{key}: only {present[key]!r} is supported; leave it out")
+        if key not in FREE and key not in REFUSED and value != present_values[key]:
+            raise ValueError(f"megatron.model.{key}: only {present_values[key]!r} is supported; leave it out")
 
 
 def _check_lora(settings: Mapping[str, Any], targets: Collection[str]) -> None:
@@ -143,8 +146,8 @@ def _transformer_config(settings: Mapping[str, Any]) -> TransformerConfig:
 def check_megatron(family: Family, recipe: Recipe) -> None:
     """Build the first rank's configuration objects in this process, to find errors before any rank starts.
 
-    Raises ValueError, in one line, for unknown keys of the four sections and for whatever Megatron's configuration
-    classes refuse or assert.
+    Raises ValueError, in one line, for unknown keys of the four sections and for settings that Megatron's
+    configuration classes refuse.
     """
     parallel_keywords(recipe)
     ddp_config(recipe)
@@ -199,7 +202,7 @@ def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:
 
 
 def optimizer_config(recipe: Recipe) -> OptimizerConfig:
-    """AdamW with the settings of the optimizer section; megatron.optimizer adds to them.
+    """AdamW with the settings of the optimizer section; megatron.optimizer adds further settings.
 
     Raises ValueError for unknown keys of megatron.optimizer, and for keys that other sections set.
     """
@@ -219,24 +222,24 @@ def optimizer_config(recipe: Recipe) -> OptimizerConfig:
         use_distributed_optimizer=ddp.use_distributed_optimizer,
         overlap_param_gather=ddp.overlap_param_gather,
     )
-    given = recipe.megatron.optimizer
+    options = recipe.megatron.optimizer
     names = [field.name for field in fields(OptimizerConfig)]
-    check_keys("megatron.optimizer", given, names, expected="a field of OptimizerConfig", in_recipe=True)
-    for key in given:
+    check_keys("megatron.optimizer", options, names, expected="a field of OptimizerConfig", in_recipe=True)
+    for key in options:
         if key in settings:
             raise ValueError(
                 f"megatron.optimizer.{key}: the optimizer section or megatron.ddp sets it; leave it out here"
             )
-    if given.get("use_precision_aware_optimizer"):
+    if options.get("use_precision_aware_optimizer"):
         raise ValueError(
             "megatron.optimizer.use_precision_aware_optimizer is not supported: Transformer Engine would keep the "
             "main weights, where neither weight updates nor checkpoints read them"
         )
-    return OptimizerConfig(**settings, **given)
+    return OptimizerConfig(**settings, **options)
 
 
 def _device_settings() -> dict[str, Any]:
-    """What all policies have in common. Fusions that require Transformer Engine, apex or a GPU are off without it."""
+    """Settings of all policies. A fusion is off where the required Transformer Engine, apex or GPU is missing."""
     return dict(
         normalization="RMSNorm",
         gated_linear_unit=True,
@@ -270,7 +273,7 @@ def _moe_settings() -> dict[str, Any]:
     )
 
 
-def _owned_by_others(recipe: Recipe, parallel: Parallel) -> dict[str, Any]:
+def _settings_of_sections(recipe: Recipe, parallel: Parallel) -> dict[str, Any]:
     """Fields that other sections set."""
     dtype = DTYPES[recipe.policy.dtype]
     return dict(

@@ -1,8 +1,8 @@
-"""Pipeline stages exchange activations without exchanging their shapes first.
+"""Pipeline stages exchange activations without exchanging the shapes first.
 
-With variable_seq_lengths Megatron-Core sends the shape before every exchange: it waits for the whole device
+With variable_seq_lengths Megatron-Core sends the shape before every exchange: the host waits for the whole device
 twice and reads the answer back (pipeline_parallel/p2p_communication.py:263, 267, 271). But all stages of a pipeline
-receive the same micro-batches, in the fixed order of the schedule without interleaving, so they know the shapes.
+receive the same micro-batches, in the fixed order of the schedule without interleaving, so stages know the shapes.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ Shape = tuple[int, int, int]
 class KnownShapes(P2PCommunicator):
     """Megatron's communicator between neighbors, for one run of the schedule without interleaving.
 
-    Micro-batches arrive from the previous stage in order, and so do their gradients from the next one.
+    Activations arrive from the previous stage, gradients from the next stage, both in the order of the micro-batches.
     """
 
     def __init__(self, pp_group: Any, config: Any, shapes: Sequence[Shape]):
@@ -33,7 +33,7 @@ class KnownShapes(P2PCommunicator):
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[Sequence[int], Sequence[int]]:
         forward = backward = (0, 0, 0)
-        # Activations and their gradients have equal shapes, and each kind arrives in the order of the micro-batches.
+        # Activations and gradients have equal shapes.
         if recv_prev:
             forward = next(self._forward)
         if recv_next:
@@ -42,7 +42,7 @@ class KnownShapes(P2PCommunicator):
 
 
 def known_shapes(micro_batches: Sequence[MicroBatch], config: Any, parallel: Parallel) -> dict[str, Any]:
-    """Keywords for Megatron's schedule if it would exchange shapes; none otherwise, nor for interleaved stages."""
+    """Keywords for Megatron's schedule; {} for interleaved stages and for schedules that exchange no shapes."""
     if parallel.pp_size == 1 or not config.variable_seq_lengths or config.virtual_pipeline_model_parallel_size:
         return {}
     divisor = row_divisor(config)

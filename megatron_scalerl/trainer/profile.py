@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def profile_of(step: int, recipe: Recipe, run_dir: Path, rank: int) -> AbstractContextManager[None]:
-    """A context around a step: records it if the recipe asks for it."""
+    """A context around a step, which writes a trace if the recipe asks for a trace of that step."""
     if step not in recipe.telemetry.profile_steps:
         return nullcontext()
     return profiled(run_dir / "profile" / f"step_{step:06d}", f"rank_{rank}")
@@ -22,7 +22,7 @@ def profile_of(step: int, recipe: Recipe, run_dir: Path, rank: int) -> AbstractC
 
 @contextmanager
 def profiled(folder: Path, name: str) -> Iterator[None]:
-    """Context that writes torch's trace to FOLDER/NAME.json.gz, and on GPUs the memory to a file next to it.
+    """Context that writes torch's trace to FOLDER/NAME.json.gz, and on GPUs the memory to FOLDER/NAME.memory.pickle.
 
     After an exception there is no trace, only the memory. A file that cannot be written is a line in the log.
     """

@@ -14,7 +14,7 @@ from megatron_scalerl.recipe.parallel_layout import check_world, sizes_of
 def init_parallel(recipe: Recipe, rendezvous: Rendezvous | None = None) -> Parallel:
     """Prepare the device, join the process group and create the subgroups of `megatron.parallel`.
 
-    See `distributed.parallel.join_world` for where the ranks meet. Raises ValueError if the world does not fit the
+    `distributed.parallel.join_world` says where the ranks meet. Raises ValueError if the world does not fit the
     layout or trainer.world_size, for unknown keys of megatron.parallel, and for an interleaved pipeline without a
     GPU; RuntimeError if the ranks do not meet.
     """
@@ -34,7 +34,7 @@ def init_parallel(recipe: Recipe, rendezvous: Rendezvous | None = None) -> Paral
 
 
 def parallel_keywords(recipe: Recipe) -> dict[str, Any]:
-    """Keywords of initialize_model_parallel. Raises ValueError for an unknown one, naming the nearest."""
+    """Keywords of initialize_model_parallel. Raises ValueError for an unknown keyword, naming the nearest."""
     keywords = dict(recipe.megatron.parallel)
     expected = "a keyword of initialize_model_parallel"
     check_keys("megatron.parallel", keywords, known_keywords(), expected=expected, in_recipe=True)
@@ -52,19 +52,19 @@ def check_device(recipe: Recipe) -> None:
 
 
 def environment(recipe: Recipe) -> dict[str, str]:
-    """Environment variables that a trainer process needs before it initializes CUDA; on CPUs, what hides GPUs.
+    """Environment variables that a trainer process needs before CUDA starts; on CPUs, the variable that hides GPUs.
 
-    Launchers set those that the user has not set; `device.prepare` does so in processes started otherwise. The source
-    of each is in docs/cuda.md.
+    Launchers set the variables that the user has not set; `device.prepare` sets the variables in processes without a
+    launcher. docs/cuda.md has the source of each variable.
     """
     if recipe.weights.transport != "nccl" and not device.HAVE_GPU:
-        return {"CUDA_VISIBLE_DEVICES": ""}  # its host may have GPUs; the run was placed without
+        return {"CUDA_VISIBLE_DEVICES": ""}  # the host may have GPUs; the run was placed without
     variables = {}
     sizes = sizes_of(recipe.megatron.parallel)
     if sizes.tp > 1 or sizes.cp > 1:
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if not recipe.megatron.ddp.get("nccl_ub") and "PYTORCH_ALLOC_CONF" not in os.environ:
-        # The older of its two names, which Megatron-Core reads.
+        # The older name of PYTORCH_ALLOC_CONF, which Megatron-Core reads.
         variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if recipe.trainer.deterministic:
         variables |= {name: values[0] for name, values in device.DETERMINISTIC.items()}

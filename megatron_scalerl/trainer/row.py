@@ -1,4 +1,4 @@
-"""A micro-batch as the trainer computes it: columns and plan, prepared on the host, copied to the device at once."""
+"""The trainer's form of a micro-batch: columns and plan, prepared on the host, copied to the device at once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -18,7 +18,7 @@ _LOSS_COLUMNS = ("rollout_logprobs", "advantages", "loss_mask", "token_weights",
 
 @record
 class Row:
-    """Columns of `types.MicroBatch` as tensors [N, ...], and what the host derives from them."""
+    """Columns of `types.MicroBatch` as tensors [N, ...], and the plan and places that the host derives."""
 
     tokens: Tensor
     targets: Tensor
@@ -37,22 +37,24 @@ class Row:
     def loss_inputs(
         self, trainer_logprobs: Tensor, places: Tensor | None = None, *, names: Sequence[str] = ()
     ) -> LossInputs:
-        """The loss's inputs at all positions, or at `places` [C] with their log-probabilities [C].
+        """The loss's inputs at all positions, or at `places` [C] with log-probabilities [C].
 
-        names: of the algorithm's columns, which a filler lacks: they are 0 there.
+        names: of the algorithm's columns. A filler micro-batch lacks these columns, and gets zeros.
         """
         columns = {name: getattr(self, name) for name in _LOSS_COLUMNS}
-        named = self.columns
-        if named is None:
-            named = self.advantages.new_zeros(len(self.tokens), len(names))
+        algorithm_columns = self.columns
+        if algorithm_columns is None:
+            algorithm_columns = self.advantages.new_zeros(len(self.tokens), len(names))
         if places is not None:
             columns = {name: values[places] for name, values in columns.items()}
-            named = named[places]
-        return LossInputs(trainer_logprobs=trainer_logprobs, columns=dict(zip(names, named.unbind(1))), **columns)
+            algorithm_columns = algorithm_columns[places]
+        return LossInputs(
+            trainer_logprobs=trainer_logprobs, columns=dict(zip(names, algorithm_columns.unbind(1))), **columns
+        )
 
 
 def host_row(m: MicroBatch, plan_of: Callable[[list[int], Tensor, Tensor], Plan]) -> Row:
-    """The row of a micro-batch in host memory; shares the memory of its arrays.
+    """The row of a micro-batch in host memory; the tensors share the memory of the arrays.
 
     `plan_of` returns the plan for sequence starts, positions [N] and loss mask [N].
     """

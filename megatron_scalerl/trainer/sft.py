@@ -1,7 +1,7 @@
 """Warm start: supervised training on prompts with completions, by the trainer that later does the RL.
 
 `python -m megatron_scalerl sft RECIPE`. The loss is the cross-entropy per completion token; tokens that an
-interruption forces are left out, as they are in RL (`sft_examples`). Runs in one process, or under torchrun in
+interruption forces are left out, as in RL (`sft_examples`). Runs in one process, or under torchrun in
 several.
 """
 
@@ -62,11 +62,11 @@ def schedule(section: SftSection) -> Callable[[int], float]:
 
 
 def run_sft(recipe: Recipe, out: str | Path, *, report: Callable[[str], None] = print) -> StepReport:
-    """Train the recipe's policy on its warm-start examples and write it to `out`, a Hugging Face folder.
+    """Train the recipe's policy on the warm-start examples and write the policy to `out`, a Hugging Face folder.
 
     `report` gets the rows that were skipped and a progress line every 50 steps. Returns the last step's report.
     Raises ValueError for examples that cannot be read, and for an `out` that exists and is not empty; RuntimeError
-    where the trained policy cannot be exported, with the path of the checkpoint that holds it.
+    where the trained policy cannot be exported, with the path of the checkpoint that holds the policy.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -108,7 +108,7 @@ def run_sft(recipe: Recipe, out: str | Path, *, report: Callable[[str], None] = 
 
 
 def _export(weights: Path, out: Path, *, like: Path) -> None:
-    """Turn the checkpoint `weights` into the Hugging Face folder `out`, and remove it; a failed export keeps it."""
+    """Turn the checkpoint `weights` into the Hugging Face folder `out`; after a failure the checkpoint is kept."""
     if out.exists():
         out.rmdir()
     try:
@@ -122,8 +122,8 @@ def _export(weights: Path, out: Path, *, like: Path) -> None:
 def _of_warm_start(recipe: Recipe) -> Recipe:
     """The recipe with the warm start's optimizer, threads, temperature and world size.
 
-    One process, or as many as torchrun starts. It trains all weights, also of a recipe with adapters. The temperature
-    is 1 whatever that of the rollouts is: the examples were not sampled from this policy at that temperature.
+    The world size is torchrun's, or 1. All weights are trained, also in a recipe with adapters. The temperature is 1,
+    not the rollouts' temperature, with which the examples were not sampled.
     """
     section = recipe.sft
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

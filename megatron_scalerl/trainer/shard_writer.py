@@ -1,8 +1,8 @@
-"""Writes a checkpoint's shards in the training process itself, at once or in a thread from a copy.
+"""Writes a checkpoint's shards inside the training process, at once or in a thread from a copy.
 
-Megatron-Core forks a process per file and collects their reports through a multiprocessing manager, a spawned
-process of about 290 MB that runs as long as the rank and survives a killed one. A synchronous save gains nothing by
-that, and forking a process with threads of collectives is a risk. An asynchronous one (`ShardWriting`) takes a
+Megatron-Core forks a process per file and collects the reports through a multiprocessing manager, a spawned process
+of about 290 MB that runs as long as the rank and survives a killed rank. A synchronous save gains nothing from more
+processes, and forking a process with threads of collectives is a risk. An asynchronous save (`ShardWriting`) takes a
 thread: writing and syncing files release the interpreter.
 """
 
@@ -25,12 +25,12 @@ _WRITER = "write_preloaded_data_multithread"
 
 @contextlib.contextmanager
 def writing_in_process() -> Iterator[None]:
-    """Context in which `dist_checkpointing.save` starts no process, nor does what it returns later."""
+    """Context in which `dist_checkpointing.save` starts no process, nor does the returned request later."""
     kept_writer = getattr(FileSystemWriterAsync, _WRITER)
     kept_queue = filesystem_async._results_queue
     setattr(FileSystemWriterAsync, _WRITER, staticmethod(_write))
     filesystem_async._results_queue = queue.Queue()
-    torch_strategies._logged_mcore_async_deprecation = True  # it recommends processes for every save
+    torch_strategies._logged_mcore_async_deprecation = True  # the warning recommends processes for every save
     try:
         yield
     finally:
@@ -39,12 +39,12 @@ def writing_in_process() -> Iterator[None]:
 
 
 write_bucket_of_one_file: Any = inspect.unwrap(FileSystemWriterAsync.write_preloaded_data)
-"""Megatron's writer of a file without its decorator, which turns the garbage collection of its process off."""
+"""Megatron's writer of a file without the decorator, which turns the process's garbage collection off."""
 
 
 def _write(transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], results: Any) -> None:
     """Replaces Megatron's writer: the same files and the same report, one file after another."""
-    written = {}
+    reports = {}
     for index, bucket in enumerate(write_buckets):
         report: queue.Queue[Any] = queue.Queue()
         unfinished: queue.Queue[Any] = queue.Queue()
@@ -62,12 +62,12 @@ def _write(transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[
         if isinstance(outcome, Exception):
             results.put(_disk_error(outcome) or outcome)
             return
-        written[index] = outcome
-    results.put(written)
+        reports[index] = outcome
+    results.put(reports)
 
 
 def _disk_error(error: BaseException) -> OSError | None:
-    """The OSError, such as that of a full disk, in whose place torch's archive raises that it could not be closed."""
+    """The OSError, for example of a full disk, behind the error of torch's archive that cannot be closed."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
@@ -78,17 +78,17 @@ class ShardWriting:
     """This rank's files of a checkpoint, written by a thread from a copy in host memory."""
 
     def __init__(self, request: AsyncRequest, live: Set[int]):
-        """Copy what is live in `request` (of `dist_checkpointing.save` in `writing_in_process`) and begin to write.
+        """Copy the live tensors of `request` (of `dist_checkpointing.save` in `writing_in_process`), begin to write.
 
-        live: addresses of the memory that changes. It may change once this returns.
+        live: addresses of the memory that steps change. Steps may follow once the constructor returns.
         """
         self.seconds = 0.0
-        """Seconds for which the thread wrote, once it is done."""
+        """Seconds for which the thread wrote, once the thread is done."""
         self._finalize = list(request.finalize_fns)
         self._thread: threading.Thread | None = None
         if request.async_fn is not None:
             rank, buckets, results = request.async_fn_args
-            arguments = (rank, _copied(request, buckets, live), results)
+            arguments = (rank, _copied_buckets(request, buckets, live), results)
             self._thread = threading.Thread(
                 target=self._run, args=(request.async_fn, arguments), name="checkpoint", daemon=True
             )
@@ -115,13 +115,13 @@ class ShardWriting:
             finalize()
 
 
-def _copied(request: AsyncRequest, buckets: list[Any], live: Set[int]) -> list[Any]:
-    """The write buckets with copies in host memory of what is live; the tensors in `buckets` are dropped."""
-    copied: list[Any] = request.preload_fn()  # waits for the copies from a device
-    for (_, _, (_, tensors)), (_, _, (_, fresh)) in zip(buckets, copied, strict=True):
+def _copied_buckets(request: AsyncRequest, buckets: list[Any], live: Set[int]) -> list[Any]:
+    """The write buckets with copies of live tensors in host memory; the tensors in `buckets` are dropped."""
+    copies: list[Any] = request.preload_fn()  # waits for the copies from a device
+    for (_, _, (_, tensors)), (_, _, (_, copied_tensors)) in zip(buckets, copies, strict=True):
         tensors.clear()
-        for number, (item, tensor) in enumerate(fresh):
-            # Megatron has copied tensors that are parts of others, and tensors of a device.
+        for number, (item, tensor) in enumerate(copied_tensors):
+            # Megatron has copied tensors that are parts of other tensors, and tensors of a device.
             if tensor.untyped_storage().data_ptr() in live:
-                fresh[number] = (item, tensor.clone())
-    return copied
+                copied_tensors[number] = (item, tensor.clone())
+    return copies

@@ -1,12 +1,12 @@
 """Copies host tensors to the device: packed into one pinned buffer, in one asynchronous copy.
 
-A copy from pageable memory makes the host wait until the stream reaches it, once for every array of every
-micro-batch. Here a micro-batch is one copy, queued on the current stream before the kernels that read it.
+A copy from pageable memory makes the host wait until the stream reaches the copy, once for every array of every
+micro-batch. Here a micro-batch is one copy, queued on the current stream before the kernels that read the copy.
 
 The pinned buffer comes from PyTorch's caching host allocator, which records an event of the copying stream and reuses
 the buffer only after that event. So nothing here waits, and nothing may write into the buffer after the copy. The
-device tensors are views of one allocation. To read them on a stream other than the current one, make that stream
-wait and call `record_stream`; the trainer's schedules compute on one stream.
+device tensors are views of one allocation. To read the tensors on a stream other than the current stream, make that
+stream wait and call `record_stream`; the trainer's schedules compute on one stream.
 """
 
 from dataclasses import fields, is_dataclass, replace
@@ -23,21 +23,21 @@ ALIGNMENT = 256
 
 
 def staged(tree: T, device: torch.device) -> T:
-    """`tree` with every host tensor in it on `device`; on a CPU `tree` itself.
+    """`tree` with every host tensor on `device`; on a CPU the same object.
 
     A tree is a tensor, or a dataclass or tuple of trees; other values are unchanged. An object that occurs twice is
-    sent once and shared again. The call returns before the copy is done.
+    copied once and shared again. The call returns before the copy is done.
     """
     if device.type == "cpu":
         return tree
     tensors: dict[int, Tensor] = {}
     _collect(tree, tensors)
-    moved: dict[int, Any] = dict(zip(tensors, _sent(list(tensors.values()), device)))
-    return _rebuilt(tree, moved)
+    device_objects: dict[int, Any] = dict(zip(tensors, _device_copies(list(tensors.values()), device)))
+    return _rebuilt_tree(tree, device_objects)
 
 
 def _collect(tree: Any, tensors: dict[int, Tensor]) -> None:
-    """Adds every tensor of the tree to `tensors`, by its id."""
+    """Adds every tensor of the tree to `tensors`, by id."""
     if isinstance(tree, Tensor):
         assert tree.device.type == "cpu", tree.device
         tensors[id(tree)] = tree
@@ -53,7 +53,7 @@ def _parts(tree: Any) -> list[Any]:
     return []
 
 
-def _sent(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+def _device_copies(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     """Copies on the device, through one pinned buffer."""
     sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
     *starts, total = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
@@ -72,14 +72,14 @@ def _pinned(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
-def _rebuilt(tree: Any, moved: dict[int, Any]) -> Any:
-    """The tree with its objects replaced as `moved` maps their ids; dataclasses are added to `moved`."""
-    if id(tree) in moved:
-        return moved[id(tree)]
+def _rebuilt_tree(tree: Any, device_objects: dict[int, Any]) -> Any:
+    """The tree with `device_objects`, by id, in place of host objects. Adds dataclasses to `device_objects`."""
+    if id(tree) in device_objects:
+        return device_objects[id(tree)]
     if is_dataclass(tree) and not isinstance(tree, type):
-        parts = {field.name: _rebuilt(getattr(tree, field.name), moved) for field in fields(tree)}
-        moved[id(tree)] = replace(tree, **parts)
-        return moved[id(tree)]
+        parts = {field.name: _rebuilt_tree(getattr(tree, field.name), device_objects) for field in fields(tree)}
+        device_objects[id(tree)] = replace(tree, **parts)
+        return device_objects[id(tree)]
     if isinstance(tree, tuple):
-        return tuple(_rebuilt(part, moved) for part in tree)
+        return tuple(_rebuilt_tree(part, device_objects) for part in tree)
     return tree

@@ -1,15 +1,17 @@
 """An optimizer step on a packed batch, through Megatron's own schedules with our loss.
 
-The life of a step: all ranks compare their batches; gradients are zeroed and the rate is set; Megatron's schedule
-asks `forward` for each micro-batch, whose row is prepared on the host and copied while the device computes, and then
-for its loss; gradients are reduced with the last micro-batch; the optimizer steps, and the changed weights are
-counted; the metrics of all ranks are read back once.
+The life of a step:
+
+1. All ranks compare batches; gradients are zeroed and the learning rate is set.
+2. Megatron's schedule calls `forward` for each micro-batch, whose row is prepared on the host and copied while the
+   device computes, and then the loss function. Gradients are reduced with the last micro-batch.
+3. The optimizer steps, and the changed weights are counted; the metrics of all ranks are read back once.
 
 The loss is a plain sum over the tokens of all micro-batches and ranks; every denominator is part of the token
-weights. Megatron would divide twice: its schedule divides the loss in place by the number of micro-batches, its
-gradient buffers divide by the data-parallel size. The loss passed to it is multiplied by both, so the gradients are
-those of the plain sum. With context parallelism the schedule multiplies by that size and the buffers divide by it:
-the result is the sum of the ranks' gradients, each from its own tokens.
+weights. Megatron would divide twice: the schedule divides the loss in place by the number of micro-batches, and the
+gradient buffers divide by the data-parallel size. Here the loss is multiplied by both numbers first, which leaves the
+gradients of the plain sum. With context parallelism the schedule multiplies by the context-parallel size and the
+buffers divide by that size: the result is the sum of the gradients that the ranks compute from disjoint tokens.
 """
 
 import math
@@ -63,11 +65,11 @@ def constant_with_warmup(section: OptimizerSection) -> Schedule:
 
 
 class Trainer:
-    """The policy, its optimizer and its loss on one rank. All ranks must call each method together.
+    """The policy, the optimizer and the loss on one rank. All ranks must call each method together.
 
-    `chunks` are the DDP-wrapped model chunks of this rank (one, except in interleaved pipelines). `temperature`
-    divides the logits, as it does when the engine samples. `loss_in_chunk`: the loss is a sum over tokens and is
-    computed inside the projection, see `logits.api.token_loss`; `kl` joins it there. `loss_metrics` and `columns` as
+    `chunks` are the DDP-wrapped model chunks of this rank (one chunk, except in interleaved pipelines). `temperature`
+    divides the logits, as in the engine's sampling. `loss_in_chunk`: the loss is a sum over tokens and is computed
+    inside the projection, with the divergence of `kl`; see `logits.api.token_loss`. `loss_metrics` and `columns` as
     of `ScaleRL`.
     """
 
@@ -108,12 +110,12 @@ class Trainer:
         self._config = get_model_config(chunks[0])
         self._config.finalize_model_grads_func = _finalize
         # The gradient buffers average over data-parallel ranks (distributed_data_parallel.py:212). With
-        # calculate_per_token_loss they sum, also over context-parallel ranks, but the schedule still multiplies by
-        # the number of these.
+        # calculate_per_token_loss the buffers sum, also over context-parallel ranks, but the schedule still
+        # multiplies by the context-parallel size.
         self._averaged_ranks: float = parallel.dp_size
         if self._config.calculate_per_token_loss:
             self._averaged_ranks = 1 / parallel.cp_size
-        self._counts = parallel.is_last_stage and parallel.tp_rank == 0 and parallel.cp_rank == 0
+        self._counts_tokens = parallel.is_last_stage and parallel.tp_rank == 0 and parallel.cp_rank == 0
 
     def step(self, batch: Batch) -> StepReport:
         """Forward, backward and one optimizer step on this rank's batch.
@@ -141,7 +143,7 @@ class Trainer:
             # Before the clock is read: kernels are only queued.
             device.synchronize()
         metrics = running.reduced(
-            counts=self._counts,
+            counts=self._counts_tokens,
             tokens=real_tokens(batch),
             seconds=time.monotonic() - begin,
             changes=self.changes.counts(),
@@ -165,7 +167,7 @@ class Trainer:
         )
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        """For each token list, the log-probabilities (nats) of its tokens from the second on; forward only."""
+        """For each token list, the log-probabilities (nats) of the tokens from the second on; forward only."""
         return self.token_scores(token_ids)[0]
 
     def token_scores(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
@@ -198,7 +200,7 @@ class Trainer:
     def _train_loss(
         self, metrics: StepMetrics, count: int, row: Row, output: Tensor | tuple[Tensor, Tensor]
     ) -> _MegatronLoss:
-        """The loss of one of `count` micro-batches, times the numbers by which Megatron will divide."""
+        """The loss of a micro-batch among `count`, times the numbers by which Megatron will divide."""
         loss = None
         if isinstance(output, tuple):
             loss, output = output
@@ -211,7 +213,7 @@ class Trainer:
         metrics.add(inputs, result, output[1].detach(), row.staleness, row.places)
         if loss is None:  # never with a divergence
             loss = result.loss
-        # A new tensor: the schedule changes it in place (pipeline_parallel/schedules.py:340).
+        # A new tensor: the schedule changes the loss in place (pipeline_parallel/schedules.py:340).
         return loss * (count * self._averaged_ranks), {}
 
     def _chunk_loss(self, row: Row, logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:
@@ -219,11 +221,11 @@ class Trainer:
         return self._loss(row.loss_inputs(logprobs, places, names=self.columns)).loss
 
     def _filled(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches, filled up to a multiple of the stages, which Megatron requires of interleaved ones."""
+        """The micro-batches; with interleaved stages fillers make a multiple of the stages, as Megatron requires."""
         if len(self.chunks) == 1:
             return [*micro_batches]
-        missing = -len(micro_batches) % self.parallel.pp_size
-        return [*micro_batches, *[filler_micro_batch(self.pad_multiple)] * missing]
+        number = -len(micro_batches) % self.parallel.pp_size
+        return [*micro_batches, *[filler_micro_batch(self.pad_multiple)] * number]
 
     def _schedule(
         self, micro_batches: Sequence[MicroBatch], loss: Callable[[Row, Tensor], Any], *, train: bool
@@ -235,7 +237,7 @@ class Trainer:
             micro_batches = [pad_to(m, size) for m in micro_batches]
 
         def forward(rows: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            # Prepared on the host while the device computes what was queued before.
+            # The host prepares the row while the device computes the micro-batch before.
             row = staged(host_row(next(rows), unwrap(model).plan), self.parallel.device)
             chunk_loss = None
             kl: dict[str, Any] = {}
@@ -257,7 +259,7 @@ class Trainer:
 
         for chunk in self.chunks:
             chunk.train(train)
-        # An interleaved schedule asks each chunk's iterator, the others take the iterator itself.
+        # An interleaved schedule takes an iterator for each chunk, any other schedule one iterator.
         iterators: Any = [iter(micro_batches) for _ in self.chunks]
         if len(self.chunks) == 1:
             iterators = iterators[0]
@@ -273,13 +275,13 @@ class Trainer:
         )
 
     def _check(self, micro_batches: Sequence[MicroBatch], *, step: int) -> None:
-        """Raises as `step` does, before anything is queued: a later error would leave the other ranks waiting."""
+        """Raises as `step` does, before the device gets work: a later error would leave other ranks waiting."""
         check_tokens(micro_batches, unwrap(self.chunks[0]).family.vocab_size)
         agree(micro_batches, self.parallel, step=step)
 
 
 def _finalize(model: list[Any], num_tokens: Tensor | None = None, **keywords: Any) -> None:
-    """Megatron's reduction of gradients without its division by a token count."""
+    """Megatron's reduction of gradients without the division by a token count."""
     finalize_model_grads(model, None, **keywords)
 
 
@@ -291,10 +293,10 @@ def make_trainer(
     learning_rate: Schedule | None = None,
     load_weights: bool = True,
 ) -> Trainer:
-    """The trainer of a recipe, with the weights of its policy. Raises ValueError as `build_policy` does.
+    """The trainer of a recipe, with the weights of the recipe's policy. Raises ValueError as `build_policy` does.
 
-    `loss` and `learning_rate` replace the recipe's; the warm start has its own. Without `load_weights` the weights
-    are random, as Megatron initializes them, and only config.json is read from the policy's folder.
+    `loss` and `learning_rate` replace the recipe's, for the warm start. Without `load_weights` the weights are
+    Megatron's random initial weights, and only config.json is read from the policy's folder.
     """
     chunks = build_policy(recipe.policy.path, recipe, parallel, load_weights=load_weights)
     algorithm = algorithm_of(recipe)

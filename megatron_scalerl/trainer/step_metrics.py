@@ -1,8 +1,8 @@
 """The metrics of one optimizer step: accumulated on the device, reduced over all ranks once.
 
-Each metric is one of the types below, which knows its reduction and how its value follows from the reduced parts. A
-micro-batch adds to two vectors on the device, one for each reduction; the host reads them back once, at the end of
-the step. Nothing here takes part in the gradient.
+Each metric has a type below, which knows the reduction and the value of the reduced parts. A micro-batch adds to a
+vector of sums and a vector of maxima on the device; the host reads both back once, at the end of the step. No metric
+takes part in the gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Scalar = Any
 
 @dataclass(frozen=True)
 class Metric:
-    """Scalars that are reduced alike over micro-batches and ranks, and the value that follows from them."""
+    """Scalars with one reduction over micro-batches and ranks, and the value of the reduced scalars."""
 
     op: ClassVar[Any]
     """SUM or MAX."""
@@ -38,7 +38,7 @@ class Metric:
         return tuple(vars(self).values())
 
     def value(self) -> float:
-        """The metric's value, once its parts are reduced."""
+        """The metric's value, once the parts are reduced."""
         raise NotImplementedError
 
 
@@ -56,7 +56,7 @@ class Sum(Metric):
 
 @dataclass(frozen=True)
 class Mean(Metric):
-    """A mean over all that was counted; 0 where nothing was."""
+    """A mean, total / count; 0 for a count of 0."""
 
     op = SUM
     total: Scalar
@@ -69,7 +69,7 @@ class Mean(Metric):
 
 @dataclass(frozen=True)
 class EffectiveSampleSize(Metric):
-    """Effective sample size of importance weights as a share of their number; 0 where there is none."""
+    """Effective sample size of importance weights as a share of the number of weights; 0 without weights."""
 
     op = SUM
     total: Scalar
@@ -85,7 +85,7 @@ class EffectiveSampleSize(Metric):
 
 @dataclass(frozen=True)
 class Max(Metric):
-    """A maximum over micro-batches and ranks of values that are not negative; 0 where there is none."""
+    """A maximum over micro-batches and ranks of values that are not negative; 0 without values."""
 
     op = MAX
     largest: Scalar
@@ -104,7 +104,7 @@ class Max(Metric):
 
 Kinds = Mapping[str, type[Metric]]
 OF_LOSS: Mapping[str, type[Metric]] = {"sum": Sum, "mean": Mean, "max": Max}
-"""Kinds of `ScaleRL.metrics` by their names."""
+"""Name of a kind of `ScaleRL.metrics` -> type."""
 
 STALENESS_BUCKETS: tuple[tuple[str, int], ...] = (("0", 0), ("1", 1), ("2", 2), ("3_4", 4), ("5_8", 8))
 """Name and largest staleness (optimizer steps) of each bucket; older tokens fall into `over_8`."""
@@ -137,8 +137,8 @@ class StepMetrics:
 
     def __init__(self, device: torch.device, of_loss: Mapping[str, str] | None = None):
         """of_loss: the loss's own metrics, as `ScaleRL.metrics`."""
-        self._of_loss = {name: OF_LOSS[kind] for name, kind in (of_loss or {}).items()}
-        self._kinds = {**MICRO_BATCH_METRICS, **{f"loss/{name}": kind for name, kind in self._of_loss.items()}}
+        self._loss_kinds = {name: OF_LOSS[kind] for name, kind in (of_loss or {}).items()}
+        self._kinds = {**MICRO_BATCH_METRICS, **{f"loss/{name}": kind for name, kind in self._loss_kinds.items()}}
         self._vectors = {
             op: torch.zeros(_length(self._kinds, op), dtype=torch.float64, device=device) for op in (SUM, MAX)
         }
@@ -148,11 +148,11 @@ class StepMetrics:
     def add(self, inputs: LossInputs, output: LossOutput, entropy: Tensor, staleness: Tensor, places: Tensor) -> None:
         """Add one micro-batch: `entropy` [N] nats, `staleness` [N] optimizer steps, -1 off the loss mask.
 
-        `places` [K] int64 holds the positions of the loss mask. To index by the mask itself the host would have to
-        wait for its count.
+        `places` [K] int64 holds the positions of the loss mask. Indexing by the mask would make the host
+        wait for the number of positions.
         """
         metrics = _micro_batch_metrics(inputs, output, entropy, staleness, places, self._edges)
-        for name, kind in self._of_loss.items():
+        for name, kind in self._loss_kinds.items():
             values = output.metrics[name].index_select(0, places).double()
             if kind is Max:
                 metrics[f"loss/{name}"] = Max.of(values)
@@ -164,12 +164,12 @@ class StepMetrics:
         torch.maximum(self._vectors[MAX], _flat(metrics, MAX), out=self._vectors[MAX])
 
     def reduced(self, *, counts: bool, tokens: int, seconds: float, changes: Tensor) -> dict[str, float]:
-        """The metrics over all ranks of the world; every rank must call it, and gets the same.
+        """The metrics over all ranks of the world, equal on every rank. Collective.
 
-        `counts` is True on the one rank of each model replica that contributes to sums, so that no token counts
-        twice. `tokens` are those of that rank's batch, prompts included; `seconds` is this rank's wall time, of which
-        the maximum is returned. `changes` [2]: elements of the weights that this rank changed, and wrote. Buckets of
-        staleness without tokens are left out, and `weights_changed` where nothing was counted.
+        `counts` is True on a single rank of each model replica, whose sums contribute, so that no token counts twice.
+        `tokens`: of that rank's batch, prompts included. `seconds`: this rank's wall time, reduced to the maximum.
+        `changes` [2]: elements of the weights that this rank changed, and wrote. Buckets of staleness without tokens
+        are left out, and `weights_changed` without written elements.
         """
         metrics = _named(self._kinds, self._vectors)
         sums = self._vectors[SUM]
@@ -177,7 +177,7 @@ class StepMetrics:
         metrics["seconds"] = Max(sums.new_full((), seconds))
         metrics["weights_changed"] = Mean(*changes.unbind())
         vectors = {op: _flat(metrics, op) for op in (SUM, MAX)}
-        # Every rank counts its own weights: the last parts of the sums stay.
+        # Every rank counts the weights that this rank writes: the last parts of the sums stay.
         if not counts:
             vectors[SUM][: -len(changes)].zero_()
         if dist.get_world_size() > 1:

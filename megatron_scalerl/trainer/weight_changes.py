@@ -1,9 +1,9 @@
 """Elements of the weights that an optimizer step changes, compared where Megatron writes the new weights.
 
-In bf16 a small step rounds away in most elements: what changed is what an update has to tell the engines. Megatron's
-optimizers with fp32 main weights round them into the policy's parameters in one place, and the old values are
-compared there with what is about to be written. Optimizers without main weights of their own (an fp32 policy, the
-precision-aware optimizer) write in place, and are not counted.
+In bf16 a small step rounds away in most elements: an update has to send the engines the changed elements alone.
+Megatron's optimizers with fp32 main weights round the main weights into the policy's parameters in one place, where
+the old values are compared with the new values. Optimizers without main weights (an fp32 policy, the precision-aware
+optimizer) write in place, and are not counted.
 """
 
 from typing import Any
@@ -19,13 +19,13 @@ from megatron_scalerl.weights.changes import bits_of, find
 CHUNK = 1 << 20
 """Elements compared at once on CPUs, whose caches then hold them."""
 GPU_CHUNK = 1 << 24
-"""Elements compared at once on GPUs; temporary memory is three bytes for each, and the recorded changes."""
+"""Elements compared at once on GPUs; temporary memory is three bytes an element, and the recorded changes."""
 
 
 class WeightChanges:
-    """Counts the elements of this rank's parameters, or of its shard of them, that an optimizer's steps change.
+    """Counts the elements of this rank's parameters, or of this rank's shard, that an optimizer's steps change.
 
-    Where updates consist of changes, `written` records them.
+    `written` records the changes, where updates consist of changes.
     """
 
     def __init__(self, optimizer: Any, device: torch.device):
@@ -40,7 +40,7 @@ class WeightChanges:
                 self._watch(part, pairs)
 
     def begin(self) -> None:
-        """Forget what was counted; before a step."""
+        """Set the counts to 0; before a step."""
         self._counts.zero_()
         self.written.begin_step()
 
@@ -49,10 +49,10 @@ class WeightChanges:
         return self._counts
 
     def _watch(self, part: Any, pairs: Any) -> None:
-        """Compare before every write of an optimizer, and register what it writes."""
+        """Compare before every write of an optimizer, and register the written shards."""
         write = part._copy_main_params_to_model_params
 
-        def counted() -> None:
+        def count_and_write() -> None:
             for values, main in zip(*pairs()):
                 if main is not None:
                     self._compare(values.reshape(-1), main.reshape(-1))
@@ -61,18 +61,18 @@ class WeightChanges:
         shards = [values for values, main in zip(*pairs()) if main is not None and values.is_contiguous()]
         for shard in shards:
             self.written.watch(shard)
-        # Only a distributed optimizer has a group and buffers; that of experts is empty on a stage without them.
+        # Only a distributed optimizer has a group and buffers; the buffers for experts may be empty on a stage.
         group = getattr(part, "data_parallel_group", None)
         parameters = []
         for buffer in getattr(part, "buffers", ()):
             parameters += [parameter.data for parameter in buffer.params]
         if group is not None and group.size() > 1 and parameters:
             self.written.gathers.append(ChangesGather(self.written, parameters, shards, group))
-        part._copy_main_params_to_model_params = counted
+        part._copy_main_params_to_model_params = count_and_write
 
     @torch.no_grad()
     def _compare(self, values: Tensor, main: Tensor) -> None:
-        """Count, and record where wanted, the elements of `values` that differ from `main` after rounding."""
+        """Count, and record if needed, the elements of `values` that differ from `main` after rounding."""
         records = self.written.is_recording and self.written.covers(values)
         for number, (old, new) in enumerate(zip(values.split(self._chunk), main.split(self._chunk))):
             self._counts[1] += old.numel()

@@ -2,14 +2,18 @@
 
 Environment: from `TrainerClient.worker_env` RANK, WORLD_SIZE, MSRL_CONTROLLER, MSRL_RUN_ID, MSRL_INCARNATION and
 MSRL_SECRET; from the launcher MSRL_RECIPE (path of the resolved recipe) and, on several hosts, for rank 0
-MSRL_BIND_HOST (its own address at which the ranks meet); optionally MSRL_GREETING_TIMEOUT_S.
+MSRL_BIND_HOST (the address of rank 0 at which the ranks meet); optionally MSRL_GREETING_TIMEOUT_S.
 
-The life of a rank: it greets the controller, which may refuse it before it has loaded torch; it receives the
-rendezvous, joins the process group, builds its trainer and says Ready; it executes one command after another; at Stop
-it leaves the groups and exits with 0.
+The life of a rank:
 
-After an exception it sends the last line of the traceback and exits with 1. When the controller disconnects it exits
-with 3, at once, also in the middle of a step, so that no orphan holds devices.
+| state | the rank | ends with |
+|---|---|---|
+| greeting | sends Hello, before torch is loaded | Welcome; Refused: exits with EXIT_REFUSED |
+| starting | waits for Meet, joins the process group, builds the trainer | Ready |
+| serving | executes one command after another | Stop: leaves the groups, exits with 0 |
+
+After an exception a rank sends the last line of the traceback and exits with 1. When the controller disconnects, the
+rank exits with 3 at once, also in the middle of a step: no orphan holds devices.
 """
 
 from __future__ import annotations
@@ -71,9 +75,9 @@ class WorkerSettings:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "WorkerSettings":
         """Read MSRL_*, RANK and WORLD_SIZE. Raises ValueError naming the missing variables."""
-        missing = [name for name in _VARIABLES if not environment.get(name)]
-        if missing:
-            raise ValueError(f"environment: the launcher of this rank has not set {', '.join(missing)}")
+        missing_names = [name for name in _VARIABLES if not environment.get(name)]
+        if missing_names:
+            raise ValueError(f"environment: the launcher of this rank has not set {', '.join(missing_names)}")
         return cls(
             recipe_path=environment["MSRL_RECIPE"],
             endpoint=environment["MSRL_CONTROLLER"],
@@ -137,7 +141,7 @@ class Worker:
         return messages.BatchReceived(rank=self.parallel.rank, step=self._batches.hold(frames))
 
     def run(self, command: messages.Command) -> Any:
-        """Execute one command on this rank; the value is rank 0's answer."""
+        """Execute one command on this rank; the result on rank 0 is the answer."""
         from megatron_scalerl.trainer import checkpoint
         from megatron_scalerl.trainer.profile import profile_of
 
@@ -188,20 +192,22 @@ def greet(link: sockets.ControllerLink, settings: WorkerSettings, listening: soc
 
 
 def serve(link: sockets.ControllerLink, settings: WorkerSettings, listening: socket.socket | None = None) -> None:
-    """Build the trainer, then execute commands until Stop. `listening`: the store's socket, if it is this rank's."""
+    """Build the trainer, then execute commands until Stop. `listening`: socket of the run's store, None elsewhere."""
     recipe = load_recipe(settings.recipe_path)
     from megatron_scalerl.distributed.parallel import shutdown_parallel
 
     meet, _ = link.receive()
     assert isinstance(meet, messages.Meet), meet
-    # The store ends with this variable, which lives as long as the ranks may ask it.
+    # The store ends with this variable, which lives as long as the ranks may ask the store.
     store = None
     if listening is not None:
         store = serve_store(listening)
     worker = Worker(recipe, meet.rendezvous, Path(settings.recipe_path).parent)
-    where = worker.parallel
+    parallel = worker.parallel
     link.send(
-        messages.Ready(rank=where.rank, dp_rank=where.dp_rank, holds_batch=where.holds_batch, info=worker.info())
+        messages.Ready(
+            rank=parallel.rank, dp_rank=parallel.dp_rank, holds_batch=parallel.holds_batch, info=worker.info()
+        )
     )
     while True:
         command, frames = link.receive()
@@ -211,7 +217,7 @@ def serve(link: sockets.ControllerLink, settings: WorkerSettings, listening: soc
         assert not isinstance(command, messages.Welcome | messages.Meet), command
         value = None
         if isinstance(command, messages.Stop):
-            # Groups first: their end is collective, and the store serves it. The answer is last.
+            # Groups first: the end of a group is collective, and needs the store. The answer is last.
             shutdown_parallel()
             del store
             link.leave()
@@ -227,10 +233,10 @@ def serve(link: sockets.ControllerLink, settings: WorkerSettings, listening: soc
 
 
 def main() -> int:
-    """Run one rank. Returns the exit status of a refused one; others end here."""
+    """Run one rank. Returns the exit status of a refused rank; the process of any other rank ends here."""
     log_to_stderr()
     settings = WorkerSettings.from_environment(os.environ)
-    del os.environ["MSRL_SECRET"]  # child processes do not need it
+    del os.environ["MSRL_SECRET"]  # child processes do not need the secret
     listening = None
     if settings.bind_host and settings.rank == 0:
         listening = listen_on(settings.bind_host)
