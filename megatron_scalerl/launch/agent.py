@@ -60,7 +60,7 @@ from megatron_scalerl.trainer.client import BLAME_S
 logger = logging.getLogger("megatron_scalerl.launch.agent")  # also where this module is __main__
 
 _OTHER_RANKS_S = BLAME_S + 20.0
-"""Seconds for the host's other ranks to exit after a rank has failed, before they are ended. Most exit when the
+"""Seconds for the host's other ranks to exit after a rank has failed, before the ranks are ended. Most exit when the
 failed rank's connection is lost, the rest when the controller's is, which may be held up."""
 EXIT_FAILED = 1
 LONGEST = 1 << 17
@@ -272,7 +272,7 @@ async def serve_ranks(environment: Mapping[str, str], secret: str) -> int:
                 # as_completed does not say which task has ended
                 failed, code = next((exits[task], task.result()) for task in exits if task.done() and task.result())
                 logger.error("%s exited with code %d%s", failed.name, code, log_end(failed.log))
-                # the controller names a rank that exits unheard, as a rank that is ended here would
+                # the controller blames a rank that exits unheard, and a rank that is ended here would
                 await asyncio.wait(exits, timeout=_OTHER_RANKS_S)
                 return EXIT_FAILED
         return 0

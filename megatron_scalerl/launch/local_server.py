@@ -35,7 +35,7 @@ class ServerEnded(RuntimeError):
 
 @record
 class ServerPlace:
-    """Devices, address and interface of a server."""
+    """A server's address, devices, interface and certificate."""
 
     host: str
     """Address of this host."""

@@ -2,7 +2,7 @@
 
 The server is a child process (`launch.local_server`), or on another host, behind an agent (`launch.agents`). The
 server's end is awaited, the engine's progress watched (`engine.watchdog`), and the last lines of the log are part of
-the error of a dead engine. An `EngineProcess` that ended is not started again: a new one is (`launch.engines`).
+the error of a dead engine. An `EngineProcess` starts once; a restart has a new `EngineProcess` (`launch.engines`).
 """
 
 from __future__ import annotations
