@@ -59,8 +59,7 @@ class LoraSection(Section):
     alpha: PositiveFloat = 32.0
     """The product is multiplied by alpha / rank."""
     targets: Annotated[tuple[Projection, ...], Field(min_length=1)] = PROJECTIONS
-    """Linear layers with an adapter, also in experts and shared experts. Embedding, head and routers have no
-    adapters."""
+    """Linear layers with an adapter, also in experts. Embedding, head and routers have no adapters."""
 
 
 class PolicySection(Section):
@@ -101,8 +100,7 @@ class InterruptionSection(Section):
     by the paper: the point is drawn uniformly per completion from the run's seed."""
     phrase: str = PAPER_PHRASE
     """Forced when the interruption point is reached while thinking. The closing think tag follows immediately, so a
-    space before the tag has to be the phrase's last character. Forced tokens are masked out of the loss (not
-    specified by the paper)."""
+    space before the tag has to be the phrase's last character. Forced tokens are masked out of the loss."""
     answer_tokens: PositiveInt = 2048
     """Budget after a forced end of thinking (tokens; section 2 of the paper: 2,048)."""
     after_natural_end: Literal["rest_of_budget", "answer_tokens"] = "rest_of_budget"
@@ -140,8 +138,7 @@ class EnvironmentSection(Section):
     thinking_tokens: PositiveInt | None = None
     """Thinking of an episode (tokens); interruption.thinking_tokens holds for each turn. null: no limit."""
     timeout_s: PositiveFloat = 60.0
-    """Wall-clock limit of one reset or step, or of an agent's time without a request (s). Beyond this limit the
-    environment has failed."""
+    """Wall-clock limit of one reset or step, or of an agent's time without a request (s)."""
     episode_timeout_s: PositiveFloat | None = None
     """Wall-clock limit of an episode (s), generation included, after which the episode is truncated: a limit favors
     short episodes. null: no limit."""
@@ -226,8 +223,7 @@ class PromptsSection(Section):
     system: str | None = None
     """Message of the system, in place of the file's. Requires chat_template."""
     template_arguments: dict[str, Any] = {}
-    """Arguments of the chat template, such as enable_thinking or reasoning_effort. A name that is not in the template
-    is refused."""
+    """Arguments of the chat template, such as enable_thinking. A name that is not in the template is refused."""
     template_date: date = date(2024, 7, 26)
     """The day that a chat template gets for today's (Llama 3.2, gpt-oss), so that a prompt has the same tokens every
     day. The default is the day in Llama 3.2's template."""
@@ -286,8 +282,7 @@ class RolloutsSection(Section):
     max_in_flight: PositiveInt = 256
     """Maximum number of concurrent completions per engine; at least group_size."""
     decoders: PositiveInt | None = None
-    """Processes that decode the engines' responses. null: a process for each CPU available to the controller, at most
-    4."""
+    """Processes that decode the engines' responses. null: one for each of the controller's CPUs, at most 4."""
     deterministic: bool = False
     """Submit requests in rounds, so that on CPUs an interrupted and resumed run has the same bits as an uninterrupted
     run. Requires max_staleness_steps 0, or the schedule ppo_off_policy. Slower: validation, probe and generation come
@@ -423,8 +418,7 @@ class TeacherSection(Section):
 
 
 class AlgorithmSection(Section):
-    """The algorithm that selects and weighs completions: `name` alone, or a mapping with the name and the
-    algorithm's own settings."""
+    """The algorithm: `name` alone, or a mapping with the name and the algorithm's own settings."""
 
     name: str = "scalerl"
     """scalerl, whose settings are the sections advantages, filters, loss and rewards.truncated; distilled, which
@@ -453,8 +447,7 @@ class AdvantagesSection(Section):
 
     normalize: Literal["batch", "prompt", "none"] = "batch"
     """Scope of the standard deviation that divides the group-centered rewards (section 3.2 of the paper: batch). Not
-    specified by the paper: the deviation is of one value per completion, over the completions that remain after
-    filtering."""
+    specified by the paper: one value per completion, over the completions that remain after filtering."""
 
 
 class FiltersSection(Section):
@@ -478,8 +471,7 @@ class LossSection(Section):
     clip_low: NonNegativeFloat | None = None
     """dapo, grpo, gspo: lower clip distance from 1. null: the default of the loss (0.2; gspo 3e-3)."""
     clip_high: NonNegativeFloat | None = None
-    """dapo, grpo, gspo: upper clip distance from 1. null: the default of the loss (dapo 0.26, grpo 0.2,
-    gspo 5e-3)."""
+    """dapo, grpo, gspo: upper clip distance from 1. null: that of the loss (dapo 0.26, grpo 0.2, gspo 5e-3)."""
     options: dict[str, Any] = {}
     """Further arguments of a loss of your own, by name."""
     reduction: Literal["prompt_mean", "sequence_mean", "token_mean"] = "prompt_mean"
@@ -536,8 +528,7 @@ class ValidationSection(Section):
     audit: str | None = AUTO
     """A second judge of the answers that the verifier accepts, in validations and in training: the run records the
     share that the judge confirms, and warns of a low share. The judge changes no reward. auto: for `math` a judge
-    that computes nothing (docs/tasks.md), none for other verifiers. `module:function`: as rewards.verifier. null: no
-    judge."""
+    that computes nothing (docs/tasks.md), else none. `module:function`: as rewards.verifier. null: no judge."""
     fresh_seeds: bool = True
     """Draw sampling seeds and interruption points anew at every validation, so that the noise of validations is
     independent. False: all validations have the same seed and point for completion j of prompt i, so that close
@@ -584,8 +575,7 @@ class SftSection(Section):
     """Warm-start examples: .jsonl with the columns `prompt` and `completion`. The forced phrase and the closing tag
     after the phrase are masked out of the loss, as in RL."""
     add_eos: bool = True
-    """Append the tokenizer's end-of-sequence token to completions without that token at the end, so that the policy
-    learns to stop."""
+    """Append the end-of-sequence token to completions that lack the token, so that the policy learns to stop."""
     too_long: Literal["error", "skip"] = "error"
     """A row longer than trainer.micro_batch_tokens or the policy's context is an error, or is skipped and reported,
     but never truncated, since a truncated completion teaches the policy not to stop."""
