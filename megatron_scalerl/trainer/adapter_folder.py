@@ -82,14 +82,14 @@ def _check_config(place: str, config: Mapping[str, Any], expected: Mapping[str, 
                 "policy.lora.alpha to r and lora_alpha there"
             )
     for key in {**_ALLOWED_VALUES, **config}:
-        value = config.get(key)
+        setting = config.get(key)
         # 0 equals False, and may be the number of a layer or a token
-        usual = value is False or value in (None, "", [], {})
+        usual = setting is False or setting in (None, "", [], {})
         if key in _ALLOWED_VALUES:
-            usual = value in _ALLOWED_VALUES[key]
+            usual = setting in _ALLOWED_VALUES[key]
         if not usual and key not in _WITHOUT_EFFECT + _COMPARED:
             raise ValueError(
-                f"{place}: {key} is {str(value)[:60]}, with which an adapter is more than alpha / rank B A beside "
+                f"{place}: {key} is {str(setting)[:60]}, with which an adapter is more than alpha / rank B A beside "
                 "its base; merge it into the base with PEFT, where PEFT can, and train from that"
             )
 
