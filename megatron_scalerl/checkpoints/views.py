@@ -86,7 +86,7 @@ def read_record(folder: Path) -> ConversionRecord:
 
 
 def layout_of(folder: HfFolder, family: Family) -> ConversionRecord:
-    """The record of a Hugging Face folder, without tensors. Raises ValueError like `other_tensors`."""
+    """The record of a Hugging Face folder, with `tensors` empty. Raises ValueError as `other_tensors` does."""
     copies, passthrough = other_tensors(folder, family)
     return _layout(folder, copies, passthrough)
 

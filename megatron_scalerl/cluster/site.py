@@ -132,7 +132,7 @@ def _requests_gpus(name: str, value: object) -> bool:
 
 def _numbered(gres: str, gpus: int) -> str:
     """Generic resources with `gpus` after a type without a number. Raises ValueError for too few GPUs."""
-    # `gpu` and `gpu:h100`, but neither `gpu:4` nor `gpu:h100:4`
+    # matches `gpu` and `gpu:h100`, which give no number, but neither `gpu:4` nor `gpu:h100:4`
     numbered = re.sub(r"(?<![^,])gpu(?::(?!\d+(?:,|$))[^:,]*)?(?=,|$)", lambda match: f"{match[0]}:{gpus}", gres)
     if gpus_of(numbered) < gpus:
         raise ValueError(f"site file: sbatch: {gres} gives fewer GPUs of a node than the {gpus} that the run takes")

@@ -270,7 +270,10 @@ def jobs_of(run: Path, jobs: Iterable[Job]) -> list[Job]:
 
 
 def check_free(run: Path, jobs: Iterable[Job] | None) -> None:
-    """Raise ValueError for a run with a queued or running job. jobs: None without Slurm, where past jobs may run."""
+    """Raise ValueError for a run with a queued or running job.
+
+    jobs: None in a dry run where Slurm is absent or fails: a run with any recorded job is refused then.
+    """
     if jobs is None and job_ids(run):
         raise ValueError(f"{run}: may have a job, which a dry run without Slurm would change; give it another name")
     for job in jobs_of(run, jobs or ()):

@@ -176,7 +176,7 @@ class Membership:
         return index
 
     def start(self, index: int) -> None:
-        """The server of engine `index` is being started."""
+        """Record that the server of engine `index` is being started: for a lost engine, a restart."""
         is_restart = self._members[index].state is EngineState.LOST
         restarts = self._members[index].restarts + is_restart
         self._set(index, state=EngineState.STARTING, restarts=restarts, client=None, version=None)

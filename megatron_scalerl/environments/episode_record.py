@@ -13,7 +13,8 @@ logger = logging.getLogger(__name__)
 WARNED_SHARE = 0.05
 """Share of the latest RECENT episodes above which a warning tells of lost episodes."""
 MOST_BAD_ROWS = 8
-"""Distinct rows of lost episodes below which no loss ends the run; a quarter of all rows, if that is fewer."""
+"""Lost episodes of fewer distinct rows, or of fewer than a quarter of the rows of the latest RECENT episodes (of all
+rows at first), do not end the run."""
 
 
 @dataclass(eq=False)

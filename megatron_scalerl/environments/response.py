@@ -32,7 +32,7 @@ class Response:
     text: str
     """The text after thinking, without special tokens; empty if thinking did not end."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Calls of tools in the order of `text`, which has the calls, too."""
+    """Calls of tools, in their order in `text`, which still contains the calls."""
 
 
 @record

@@ -210,7 +210,7 @@ def _answers(kind: type, timeout_s: float) -> Callable[[bytes, bytes], Coroutine
     """The last call of each episode."""
 
     async def answer(head: bytes, _: bytes) -> Answer | None:
-        # not by msgspec, which refuses the NaN of a row
+        # json.loads, since msgspec's decoder refuses the NaN that a row may hold
         request = msgspec.convert(json.loads(head), Request)
         if request.row is None and request.response is None:
             # a second close, or a close before the first call, finds nothing

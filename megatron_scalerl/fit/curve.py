@@ -32,7 +32,7 @@ class Curve:
     generations: Array | None = field(repr=False)
     """[n] generations per prompt; None if not recorded."""
     initial_generations: int | None = None
-    """Generations per prompt of R_0; None if not recorded."""
+    """Generations per prompt with which R_0 was measured; None if not recorded."""
     within_variance: Array | None = field(repr=False, default=None)
     """[n] mean over prompts of one completion's variance, NaN where not measured; None if no point was measured."""
     initial_within_variance: float | None = None

@@ -149,7 +149,7 @@ class Agent:
         self._environment = environment
 
     def join(self) -> None:
-        """Wait for the controller's answer to Hello. Raises RefusedError without an answer."""
+        """Send Hello and wait for the answer. Raises RefusedError for a refusal, and for no answer in time."""
         environment = self._environment
         self._secret = find_secret(environment, sockets.Purpose.ENGINES)
         self.link = sockets.ControllerLink(

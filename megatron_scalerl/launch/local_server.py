@@ -85,7 +85,7 @@ class LocalServer:
     async def start(self) -> str:
         """Start the process and wait until the server is up; the server's URL. Raises ServerEnded and OSError."""
         assert self._process is None, "a server starts once"
-        with certificate_arguments(self._place.tls) as files:  # until the server has read the files
+        with certificate_arguments(self._place.tls) as files:  # which exist until the server has read them
             await self._launch([*self._arguments, *files])
         host = f"[{self._place.host}]" if ":" in self._place.host else self._place.host
         scheme = "https" if self._place.tls else "http"

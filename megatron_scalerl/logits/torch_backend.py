@@ -135,7 +135,7 @@ class TorchBackend:
         if _casts(p):
             budget -= _head_columns(p) * costs.column
         per_token = costs.token + costs.element * p.count
-        # The scratch of a tile, or of a chunk that is smaller than a tile.
+        # The scratch is that of a tile, or of the whole chunk where the chunk is smaller than a tile.
         fit = max((budget - costs.scratch) // per_token, budget // (per_token + 2 * p.accumulator.itemsize * p.count))
         if p.hidden.device.type == "cpu":
             fit = min(fit, max(1, LARGEST_CHUNK // max(1, p.count)))

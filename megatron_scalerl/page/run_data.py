@@ -161,7 +161,7 @@ class RunData:
             return [f"the gain cannot be computed: {one_line(f'{type(error).__name__}: {error}')}"]
 
     def _events(self) -> list[dict[str, Any]]:
-        """Starts of the run, and states of engines, in the order of time."""
+        """Starts of the run and changes of engines' states, in the order of time; the latest MOST_EVENTS."""
         events = []
         kind = "start"
         for row in self._other_records["attempts.jsonl"].rows:

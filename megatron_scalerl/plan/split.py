@@ -103,7 +103,7 @@ def best_splits(candidates: list[tuple[Split, float]], base: QueueSettings) -> l
 
 
 def estimated_seconds(base: QueueSettings, split: Split, train_seconds: float) -> float:
-    """Seconds per step if the slower side never waits, or both in turn with phases."""
+    """Estimated seconds per step and update: of the slower side, or of both sides where they take turns."""
     generate = generate_seconds(base, split)
     if base.rollouts.schedule == "ppo_off_policy" or base.takes_turns:
         return train_seconds + generate + base.publish_seconds / base.rollouts.batches_per_update

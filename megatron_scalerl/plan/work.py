@@ -137,7 +137,7 @@ class TokenFlops:
             return self.model + self.recomputation + self.body + self.head
         if in_chunk(recipe):
             return self.model + self.recomputation
-        # Outside of a chunk's loss, logits are computed again for the backward pass.
+        # Where the loss is not computed in chunks, logits are computed again for the backward pass.
         return self.model + self.recomputation + self.head
 
 

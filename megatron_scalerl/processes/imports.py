@@ -5,7 +5,10 @@ from typing import Any
 
 
 def imported(head: str, spec: str, forms: str) -> Any:
-    """The object called `module:name`. head: begin of errors. Raises ValueError, in one line, if the import fails."""
+    """The object that `spec`, `module:name`, names. head: the beginning of each message. forms: accepted forms.
+
+    Raises ValueError, in one line, for another form, and if the import fails.
+    """
     module_name, separator, name = spec.partition(":")
     if not (module_name and separator and name):
         raise ValueError(f"{head}: it has to be {forms}")

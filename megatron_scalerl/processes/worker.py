@@ -80,7 +80,7 @@ async def serve_concurrently(connection: socket.socket, answer: Callable[[bytes,
             result = await answer(head, body)
             if number:
                 send(connection, number, result)
-        except BaseException:  # sys.exit, too: an exception would cancel the other tasks and wait for threads
+        except BaseException:  # SystemExit, too, would leave this task, cancel other tasks and wait for threads
             traceback.print_exc()
             os._exit(1)
 

@@ -49,8 +49,8 @@ REFUSED = {
     "tools|functions|documents|tool_calls|function_call": "they need an environment",
     CHECKED: "outputs have to equal the expected ones",
 }
-"""Pattern of columns without which a question cannot be answered, or an answer not be judged -> reason of refusal.
-With an environment, which uses the columns of all other patterns, only the first pattern is refused."""
+"""Pattern of columns without which a question cannot be answered, or an answer cannot be judged -> reason of refusal.
+With an environment, which may use the columns of all other patterns, only the first pattern is refused."""
 ROLES = {"human": "user", "gpt": "assistant"}
 """Roles in ShareGPT's form of messages."""
 

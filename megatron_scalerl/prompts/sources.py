@@ -162,7 +162,7 @@ def read_json_lines(path: Path) -> Iterator[Row]:
             place = f"{path}: line {number}"
             try:
                 yield _row(place, json.loads(line))
-            except (ValueError, RecursionError) as error:  # thousands of digits or brackets, too
+            except (ValueError, RecursionError) as error:  # also for thousands of digits, or of brackets
                 problem = f"the line is not JSON: {str(error).partition(';')[0]}"
                 yield Row(where=place, values={}, problem=problem)
 

@@ -88,9 +88,9 @@ class EngineSection(Section):
     start_timeout_s: PositiveFloat = 1800.0
     """Time limit for a server to start (s)."""
     stall_timeout_s: PositiveFloat = 600.0
-    """Time after which an engine is evicted that has running requests, some with tokens, and produces no token or
-    does not respond, or whose begun response has not arrived (s). Pauses for a weight update do not count. A
-    generation has no total time limit."""
+    """Time limit (s) after which an engine is evicted that answers no poll, that produces no token for requests with
+    tokens, or whose response is incomplete so long after its header. A pause for a weight update does not count as
+    time without a token. A generation has no total time limit."""
     first_token_timeout_s: PositiveFloat = 1800.0
     """The limit instead of stall_timeout_s while no running request has a token yet (s), since a prefill reports no
     progress. A longer stall_timeout_s is used instead."""
@@ -135,7 +135,7 @@ class WeightsSection(Section):
     """Size of a packed bucket (MiB); each sender has two buckets in memory, each engine worker as well."""
     max_senders: PositiveInt = 1
     """Limit of trainer ranks that send a share of the weights: the ranks of one copy of the policy always send, and
-    further data-parallel copies as far as the limit allows. Each sender has a group with each shard of the engines:
+    further data-parallel copies as far as the limit allows. Each sender has a group with each shard that it sends to:
     over NCCL, whose broadcasts run one at a time, more copies only cost buffers in engines."""
     deltas: Annotated[Literal["off", "absolute"], BeforeValidator(_off_text)] = "off"
     """absolute: send only the elements that changed since the last version, each in 3.1 bytes, where at most 1 in 8

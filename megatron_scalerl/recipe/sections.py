@@ -270,8 +270,8 @@ class RolloutsSection(Section):
     are then trained on one after another; the engines get the weights after the last batch, and validations run
     between the phases."""
     updates_per_phase: PositiveInt = 8
-    """ppo_off_policy: k, batches of groups_per_batch prompts that one version generates, at most one optimizer step
-    on each (section 3.1 of the paper: 8, and 1, which is synchronous). pipeline: has no phases, the default stays."""
+    """ppo_off_policy: k, the batches of groups_per_batch prompts that one version of the policy generates. The paper
+    (section 3.1) has 8, and 1, which is synchronous. pipeline: there are no phases; leave the default."""
     max_staleness_steps: NonNegativeInt = 8
     """No batch contains a completion whose first token is more than this many optimizer steps old. pipeline: k of
     PipelineRL-k (the paper: 8). 0: synchronous training. ppo_off_policy: at least updates_per_phase - 1, which is

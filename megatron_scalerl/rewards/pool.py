@@ -71,7 +71,7 @@ CACHE_SIZE = 4096
 MAX_DEFAULT_WORKERS = 8
 """Most verifier processes where the recipe does not set the number."""
 MOST_ROWS = 16
-"""Rows among the latest checks for whose references the verifier failed, too, after which the pool ends."""
+"""The pool ends once the verifier has failed for the references of so many rows of the latest checks."""
 WAITING_SHARE = 0.1
 """A check that used a processor for less than this share of the wall-clock limit was waiting for something."""
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])

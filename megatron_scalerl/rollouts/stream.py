@@ -251,7 +251,7 @@ class RolloutStream:
         except asyncio.CancelledError:
             raise
         except BaseException as failure:
-            if isinstance(failure, BaseExceptionGroup):  # of the completions of a group
+            if isinstance(failure, BaseExceptionGroup):  # a TaskGroup failed, which a group of completions is
                 failure = failure.exceptions[0]
             async with self._changed:
                 self._failure = self._failure or failure

@@ -115,7 +115,7 @@ class TrainerClient:
         return self.info
 
     async def prepare(self, plan: StepPlan, read: ReadCompletions) -> None:
-        """Send each data-parallel rank's plan and completions to the rank that holds batches.
+        """Send each data-parallel rank's plan and completions to the rank's process that holds batches.
 
         May run while any command does, but only one batch may be prepared and not yet stepped on, and every rank is
         sent the step before the next batch. `read` is called for each data-parallel rank in turn; the returned bytes

@@ -134,7 +134,7 @@ class MegatronWeightSource:
         parameter = self._parameters[name]
         if id(parameter) not in self._adapter_functions:
             return self._part(part, parameter.data)
-        # A parameter's parts follow each other.
+        # Parts of one parameter are read one after another, so the last merged parameter is kept for the next part.
         if self._last_call is None or self._last_call[0] != name:
             self._last_call = (name, self._adapter_functions[id(parameter)](parameter.data))
         return self._part(part, self._last_call[1])

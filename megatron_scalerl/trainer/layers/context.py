@@ -158,7 +158,7 @@ def _tokens(starts: list[int], *, rank: int, size: int) -> Tensor:
 
 
 def spans(starts: list[int], *, rank: int, size: int, chunk: int | None = None) -> tuple[Span, ...]:
-    """Spans of a rank's queries: a query sees the earlier keys of the sequence, or of a chunk of `chunk` tokens."""
+    """Spans of a rank's queries: a query sees the keys of its sequence, or chunk, up to the query's own position."""
     pieces = []
     for a, b in zip(starts, starts[1:]):
         part = (b - a) // (2 * size)
