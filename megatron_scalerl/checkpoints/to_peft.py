@@ -39,13 +39,15 @@ class Adapted:
 def to_peft(checkpoint: Path, out: Path, policy: Adapted) -> None:
     """Write the adapters as a PEFT folder. Raises ValueError like `to_hf.to_hf`."""
     _, tensors, chunks = _adapters(checkpoint, family_of_folder(policy.path), policy)
+    modules = {name.partition(".lora_")[0].rpartition(".")[2] for name in tensors}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": policy.path,
         "r": policy.rank,
         "lora_alpha": policy.alpha,
-        "target_modules": policy.targets,
+        # Mixtral's experts have other names
+        "target_modules": policy.targets if modules == {*policy.targets} else sorted(modules),
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,

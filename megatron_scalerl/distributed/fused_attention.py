@@ -16,7 +16,7 @@ def why_unfused(
     scores = sequences * heads * longest**2
     reason = ""
     if capability < (9, 0):
-        reason = "Transformer Engine has no fused attention for packed rows below compute capability 9.0"
+        reason = "Transformer Engine has no fused attention for packed rows below capability 9.0 without flash-attn"
     elif deterministic and capability == (9, 0) and scores >= MOST_SCORES:
         reason = (
             "trainer.deterministic: Transformer Engine has no deterministic fused attention for sequences of "

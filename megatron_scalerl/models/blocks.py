@@ -21,6 +21,9 @@ READ_BY_ENGINES: dict[str, tuple[Any, ...]] = {
     "bias": (False,),
     "mlp_bias": (False,),
     "shared_expert_intermediate_size": (0, None),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "qkv_bias": (None, False),
 }
 """Keys that vLLM 0.32 reads in families that do not have them, where transformers ignores them -> values that change
 nothing (vllm/model_executor/models/{llama,mistral,qwen2,qwen3_moe}.py, vllm/config/model.py)."""
@@ -62,6 +65,11 @@ def build_family(
         require(config, key, *allowed)
     head_dim = head_size(config)
     rope = rotary(config, head_dim, partial=partial_rotary)
+    if rope.factor != 1.0 and not all(style.rope for style in layers):
+        raise ValueError(
+            "config.json: rope_type: 'yarn' is not supported with layers without rotary embeddings, whose scores "
+            "YaRN does not scale; only default, linear or llama3"
+        )
     biases = {rule.megatron.rpartition(".self_attention.")[2] for rule in rules if rule.megatron.endswith(".bias")}
     return Family(
         name=name or config.model_type,

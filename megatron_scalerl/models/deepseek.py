@@ -17,7 +17,6 @@ from megatron_scalerl.models.rules import Location
 
 def family(config: Any) -> Family:
     """The Family of a DeepseekV3Config. Raises ValueError as `latent_family` does, and for other routers."""
-    require(config, "moe_layer_freq", 1)
     # vLLM takes a config without these keys for another router
     require_present(config, "scoring_func", "sigmoid")
     require_present(config, "topk_method", "noaux_tc")
@@ -30,6 +29,7 @@ def latent_family(config: Any) -> Family:
     Raises ValueError as `decoder_family` and `sigmoid_experts` do, and for scalings of positions on which engines
     differ.
     """
+    require(config, "moe_layer_freq", 1)
     require(config, "rope_interleave", True)
     require(config, "head_dim", config.qk_rope_head_dim)  # the part of a head that RoPE rotates
     require(config, "tie_word_embeddings", False)  # vLLM's class has a head of its own

@@ -114,7 +114,7 @@ def sigmoid_experts(config: Any) -> Experts:
 
 def dense_first(config: Any, **style: Any) -> tuple[LayerStyle, ...]:
     """Layers with experts after `first_k_dense_replace` without; `style`: further fields of each."""
-    dense = config.first_k_dense_replace
+    dense = config.first_k_dense_replace or 0
     return tuple(LayerStyle(moe=layer >= dense, **style) for layer in range(config.num_hidden_layers))
 
 

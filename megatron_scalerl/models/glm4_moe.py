@@ -23,5 +23,5 @@ def family(config: Any) -> Family:
         experts=sigmoid_experts(config),
         qkv_bias=config.attention_bias,
         partial_rotary=True,
-        prediction_layers=config.num_nextn_predict_layers,
+        prediction_layers=config.num_nextn_predict_layers or 0,
     )

@@ -12,10 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_scalerl.models import rules
-from megatron_scalerl.models.blocks import attention_rules, build_family, head_size, outer_rules
+from megatron_scalerl.models.blocks import attention_rules, build_family, outer_rules
 from megatron_scalerl.models.experts import fused_expert_rules, mlp_rules
 from megatron_scalerl.models.family import Family, LayerStyle, QkNorm, Rule, require
-from megatron_scalerl.models.rope import rotary
 from megatron_scalerl.models.rules import Location
 
 if TYPE_CHECKING:
@@ -40,10 +39,6 @@ def family(config: Any) -> Family:
     require(text, "hidden_act", "silu")
     # Megatron-Core's moe_apply_probs_on_input works with moe_router_topk 1 only
     require(text, "num_experts_per_tok", 1)
-    if rotary(text, head_size(text)).factor != 1.0:
-        raise ValueError(
-            "config.json: rope_type: 'yarn' is not supported for Llama 4, only default, linear or llama3"
-        )
     moe_layers = set(text.moe_layers)
     styles = tuple(_style(text, layer, moe=layer in moe_layers) for layer in range(text.num_hidden_layers))
     query_scale = None

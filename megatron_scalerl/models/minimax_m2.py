@@ -30,7 +30,7 @@ def family(config: Any) -> Family:
         **NAMES,
     )
     layers = (LayerStyle(moe=True, qk_norm="all_heads"),) * config.num_hidden_layers
-    predicting = range(len(layers), len(layers) + getattr(config, "num_mtp_modules", 0))
+    predicting = range(len(layers), len(layers) + (getattr(config, "num_mtp_modules", 0) or 0))
     # by the two names that transformers and vLLM leave out
     passthrough = ("model.mtp.", *(f"model.layers.{layer}." for layer in predicting))
     return decoder_family(config, layers=layers, experts=experts, partial_rotary=True, passthrough=passthrough)

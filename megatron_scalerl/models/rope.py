@@ -40,6 +40,9 @@ def rotary(config: Any, head_dim: int, *, partial: bool = False) -> Rotary:
     import torch
 
     parameters = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    for key in ("rope_dim", "use_fope"):
+        if parameters.get(key):
+            raise ValueError(f"config.json: {key}: engines rotate by this key, and transformers does not; remove it")
     # transformers 4 keeps theta outside of rope_scaling.
     theta = float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
     kind = parameters.get("rope_type", parameters.get("type", "default")) or "default"

@@ -273,7 +273,7 @@ def build_policy(
     """
     family = family_of_folder(hf_path)
     options = model_options(family, recipe, parallel)
-    if HAVE_TE and find_spec("flash_attn") is None:
+    if HAVE_TE and find_spec("flash_attn") is None and os.environ.get("NVTE_UNFUSED_ATTN") != "1":
         _check_attention(options.config, recipe)
     if recipe.rollouts.routing_replay:
         routing.check_replay(options.config, pipeline_size=parallel.pp_size)

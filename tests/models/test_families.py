@@ -33,6 +33,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from megatron_scalerl.checkpoints.hf_folder import family_of_folder
@@ -212,6 +213,7 @@ BASES = {
     OlmoeConfig: OLMOE,
     Exaone4Config: LLAMA,
     Ernie4_5Config: LLAMA,
+    SmolLM3Config: LLAMA,
 }
 FP8 = {"quantization_config": {"quant_method": "fp8"}}
 
@@ -257,7 +259,21 @@ FP8 = {"quantization_config": {"quant_method": "fp8"}}
             "num_experts_per_tok: 1 is too few with normalized",
         ),
         (Llama4TextConfig, {"num_experts_per_tok": 2}, "num_experts_per_tok: 2 is not supported, only 1"),
-        (Llama4TextConfig, {"rope_parameters": YARN}, "rope_type: 'yarn' is not supported for Llama 4"),
+        (
+            Llama4TextConfig,
+            {"rope_parameters": YARN},
+            "rope_type: 'yarn' is not supported with layers without rotary",
+        ),
+        (SmolLM3Config, {"rope_parameters": YARN}, "rope_type: 'yarn' is not supported with layers without rotary"),
+        (SmolLM3Config, {"no_rope_layers": [1]}, "no_rope_layers: it says so of 1 layers"),
+        (SmolLM3Config, {"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0 is not supported"),
+        (LlamaConfig, {"qkv_bias": True}, "qkv_bias: True is not supported"),
+        (
+            LlamaConfig,
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "rope_dim": 2}},
+            "rope_dim: eng",
+        ),
+        (Glm4MoeLiteConfig, {"moe_layer_freq": 2}, "moe_layer_freq: 2 is not supported, only 1"),
         *(
             (DeepseekV3Config, keys, line)
             for keys, line in (
