@@ -264,8 +264,16 @@ FP8 = {"quantization_config": {"quant_method": "fp8"}}
             {"rope_parameters": YARN},
             "rope_type: 'yarn' is not supported with layers without rotary",
         ),
-        (SmolLM3Config, {"rope_parameters": YARN}, "rope_type: 'yarn' is not supported with layers without rotary"),
-        (SmolLM3Config, {"no_rope_layers": [1]}, "no_rope_layers: it says so of 1 layers"),
+        (
+            SmolLM3Config,
+            {"rope_parameters": YARN, "no_rope_layers": [1, 0]},
+            "'yarn' is not supported with layers with",
+        ),
+        (
+            SmolLM3Config,
+            {"no_rope_layers": [1], "layer_types": ["full_attention"] * 2},
+            "no_rope_layers: it says so of 1 layers",
+        ),
         (SmolLM3Config, {"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0 is not supported"),
         (LlamaConfig, {"qkv_bias": True}, "qkv_bias: True is not supported"),
         (
