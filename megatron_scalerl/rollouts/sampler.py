@@ -25,7 +25,7 @@ class ScoredCompletion:
     """Each sample in the bytes of `batching.rollout_bytes.write`: one sample, or the parts of a forked episode."""
     score: Score
     unconfirmed_text: str = ""
-    """The answer, if correct and not confirmed by the second judge; else empty."""
+    """The answer, if the verifier calls it correct and the second judge does not confirm it; else empty."""
 
 
 class Sampler:
