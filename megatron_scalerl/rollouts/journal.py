@@ -56,9 +56,9 @@ class _Waiting:
 class Journal:
     """Appends events of the rollout stream and the controller; `history` reads them at a restart.
 
-    Queue `_waiting`: finished groups whose block is not written yet. Filled by `finish`, one entry per group, so the
-    gate's (k + 1) * groups_per_batch outstanding groups bound the queue; emptied by `_write_waiting`, which takes
-    all entries and syncs once; closed by `close`.
+    Queue `_waiting`: finished groups whose block is not written yet. `finish` fills the queue with one entry per
+    group, so the gate's (k + 1) * groups_per_batch outstanding groups bound the queue. `_write_waiting` takes all
+    entries and syncs once. `close` closes the queue.
     """
 
     def __init__(
@@ -140,7 +140,8 @@ class Journal:
         # The size is taken before the syncs: the position excludes events that are appended meanwhile.
         size = self._events.size
         await self._in_thread(self._events.sync)
-        await self._in_thread(self._store.sync)  # this sync detects a removed segment
+        # This sync detects a removed segment.
+        await self._in_thread(self._store.sync)
         return Position(journal_bytes=size)
 
     async def retain(self, batches: int) -> None:

@@ -50,8 +50,8 @@ class Sampler:
         """A completion with a score. max_tokens: a limit below the run's budget.
 
         An answer on which the verifier fails counts as wrong. Raises CompletionLost for a completion that is unusable
-        for a reason other than the policy, EngineError for an engine to evict, and RuntimeError, which ends the run,
-        if a pool of decoders or verifiers has no processes.
+        for a reason other than the policy, and EngineError for an engine to evict. Raises RuntimeError, which ends
+        the run, if a pool of decoders or verifiers has no processes.
         """
         spec = self._plans.spec(draw, priority)
         if max_tokens is not None:

@@ -490,7 +490,8 @@ class RolloutStream:
         reissued = replace(admission, kept=results, redraws=redraws)
         if pause_s:
             async with self._changed:
-                self._gate.drop(admission.group_id)  # another group may start instead
+                # Another group may start instead.
+                self._gate.drop(admission.group_id)
                 self._put_off += 1
                 self._changed.notify_all()
             await asyncio.sleep(pause_s)
