@@ -7,7 +7,7 @@ the policy version, or the next weight update waits for the measurement, which k
 
 If a second engine serves, one engine is held at the version and nothing waits: trainer and other engines go on.
 
-    begin of a measurement   a serving engine is held: no new group, no weight update; completions in flight go on
+    start of a measurement   a serving engine is held: no new group, no weight update; completions in flight go on
     end of the last use      the engine is stale, and gets the weights in the next update, or while the trainer waits
 
 Both measurements of one version share the engine. A held engine that is evicted is not replaced: by then the trainer

@@ -244,9 +244,9 @@ def batch_metrics(
     """Scalars of the batch that `policy_version` trains on; `stats` are the counts of the filters.
 
     `confirmed_share` is a share of the correct completions that the second judge saw. `staleness_*` are optimizer
-    steps since the oldest first token of each group. `train_pass_rate` is taken before every filter;
+    steps since the oldest first token of each group. `train_pass_rate` is taken before every filter.
     `train_within_variance` over `train_completions` is the pass rate's binomial variance given the prompts. Batches
-    with episodes of several turns have `turns_mean` and `environment_tokens`, too; batches with lost completions have
+    with episodes of several turns also have `turns_mean` and `environment_tokens`. Batches with lost completions have
     `lost/REASON`.
     """
     completions = [c for g in groups for c in g.completions]
