@@ -108,7 +108,7 @@ class Turn:
     """The environment's result for a response."""
 
     messages: tuple[Message, ...]
-    """Messages with role (user or tool; from reset system, too) and content (str); other values are scalars."""
+    """Messages with role (user or tool; from reset also system) and content (str); other values are scalars."""
     reward: bool | float | None
     """At most MOST_REWARD, absolutely."""
     done: bool

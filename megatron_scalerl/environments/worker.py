@@ -220,7 +220,7 @@ def _answers(kind: type, timeout_s: float) -> Callable[[bytes, bytes], Coroutine
         # json.loads is used, since msgspec's decoder refuses the NaN that a row may hold.
         request = msgspec.convert(json.loads(head), Request)
         if request.row is None and request.response is None:
-            # a second close, or a close before the first call, finds nothing
+            # A second close, or a close before the first call, finds nothing.
             episodes.pop(request.episode, None)
             call = calls.pop(request.episode, None)
             if call is not None and stoppable:
