@@ -11,7 +11,7 @@ Life of a signal, in `run_until_signal`:
 has lost.
 
 `uncharged_seconds` is the time for which a Slurm job has held its devices without a charge in the ledger. The
-variable HELD_SINCE has the begin of this time in seconds of /proc/uptime, which no change of the time of day moves.
+variable HELD_SINCE has the start of this time in seconds of /proc/uptime, which no change of the time of day moves.
 The job's script sets the variable to the job's start. When `train --supervise` starts a program again, the variable
 becomes the end of the program before, if that program has charged anything.
 """
