@@ -1,7 +1,7 @@
 """The training prompts that contain text of evaluation problems, by word n-grams in common.
 
 The rule comes from Brown et al. 2020 (arXiv 2005.14165, appendix C): a training prompt hits a problem if both have a
-sequence of n = 13 words in common. For mathematics, operators (+ - * / ^ = < >) count as words, too, since 3 - 5 and
+sequence of n = 13 words in common. For mathematics, operators (+ - * / ^ = < >) also count as words, since 3 - 5 and
 3 + 5 are not the same problem. Words are runs of letters or of digits, in lower case, after Unicode's NFKC.
 
 A problem with fewer than n words is compared as a whole. A problem of 8 words (the paper's smallest n) or more is hit

@@ -136,10 +136,10 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
 
     Of a recipe with prompts.tasks, evaluation.task is evaluated.
 
-    Raises ValueError, in one line with key or row: a task that is missing, an option that vLLM does not know, think
-    tags or a phrase that do not survive the tokenizer, two files of one name, a prompt longer than
-    prompts.max_prompt_tokens (a problem that is left out would change the score), and a context that is too short
-    for the longest completion.
+    Raises ValueError, in one line with key or row, for a task that is missing, an option that vLLM does not know, and
+    two files of one name. Raises ValueError for think tags or a phrase that do not survive the tokenizer, and for a
+    context that is too short for the longest completion. A prompt longer than prompts.max_prompt_tokens also raises
+    ValueError, since a problem that is left out would change the score.
     """
     recipe = recipe_of_task(recipe)
     check_policy(recipe)
