@@ -15,55 +15,57 @@ from megatron_scalerl.checkpoints.hf_folder import ITEM_BYTES
 from megatron_scalerl.record import record
 
 BAND_BYTES = 8 << 20
-"""Tensors are read, cast, checked and written in bands of whole rows of about this size."""
+"""Approximate size of a band of whole rows. Tensors are read, cast, checked and written band by band."""
 BITS = {dtype: np.dtype(f"u{size}") for dtype, size in ITEM_BYTES.items()}
 """safetensors' name of a type -> integers that hold the bits of a value."""
 TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Types that a policy's weights may have: safetensors' name -> torch's."""
+"""safetensors' names of the types that a policy's weights may have -> torch's names."""
 HF_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
-"""torch's name -> safetensors'."""
+"""torch's names of these types -> safetensors' names."""
 _INFINITY_SHIFTED = {"F32": 0xFF000000, "BF16": 0xFF00, "F16": 0xF800}
-"""Bits of infinity without the sign: shifted left by 1, as values are before a comparison."""
+"""Bits of infinity, shifted left by 1 so that the sign drops out. Values are shifted in the same way to be
+compared."""
 _CHECK_ITEMS = 1 << 18
-"""Elements that are shifted at a time: 1 MiB of F32, which stays in a core's cache."""
+"""Number of elements that are shifted at a time: 1 MiB of F32, which stays in a core's cache."""
 _TILE_ROWS = 128
 _TILE_COLUMNS = 512
 _GAP = 32
-"""Elements that lengthen a row of the buffer to a length that is not a power of two."""
+"""Number of elements by which a buffer's row is longer, so that the row's length is no power of two."""
 
 Origin = Literal["hugging_face", "megatron", "merged"]
-"""Tensor of a Hugging Face folder, chunk of Megatron's checkpoint, or weight with a merged adapter (`to_peft`)."""
+"""Where elements come from: a tensor of a Hugging Face folder, a chunk of Megatron's checkpoint, or a weight with a
+merged adapter (`to_peft`)."""
 Index = tuple[int | slice, ...]
 Sources = Callable[[Origin, str], np.ndarray]
-"""The bits of a whole tensor or chunk by (origin, name), mapped from the file if possible."""
+"""A function from (origin, name) to the bits of a whole tensor or chunk, mapped from the file if possible."""
 
 
 @record
 class Part:
-    """A rectangle of the assembled tensor, and the source of the elements."""
+    """A rectangle of the assembled tensor, and the source of the rectangle's elements."""
 
     row: int
     """First row of the rectangle in the assembled tensor, seen as a matrix."""
     column: int
-    """First column of the rectangle."""
+    """First column of the rectangle in the assembled tensor, seen as a matrix."""
     height: int
     width: int
     origin: Origin
     source: str
     """Name of the tensor or chunk that the rectangle is cut from."""
     index: Index
-    """Selects the elements; an int drops that dimension."""
+    """Selects the rectangle in the source; an int drops that dimension."""
     transposed: bool = False
-    """True if the source holds [column, row]."""
+    """True if the source holds the rectangle as [column, row]."""
 
 
 @record
 class Assembly:
-    """A tensor to assemble. The parts cover the tensor exactly once, in the order of rows."""
+    """How a tensor is assembled from parts. The parts cover the tensor exactly once, in the order of rows."""
 
     name: str
     dtype: str
-    """Type to write. A tensor whose type is none of TORCH_NAMES is written in `source_dtype`."""
+    """Type to write. A tensor whose type is not in TORCH_NAMES is written in `source_dtype`."""
     source_dtype: str
     """Type of the elements of all parts."""
     shape: tuple[int, ...]
@@ -76,17 +78,17 @@ class Assembly:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row as written."""
+        """Bytes of one row in the type to write."""
         return matrix_shape(self.shape)[1] * BITS[self.dtype].itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes as written."""
+        """Bytes of the whole tensor in the type to write."""
         return prod(self.shape) * BITS[self.dtype].itemsize
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """(rows, columns) of a tensor of this shape, seen as a matrix."""
+    """(rows, columns) of a tensor of this shape when the tensor is seen as a matrix."""
     if len(shape) < 2:
         return prod(shape), 1
     return prod(shape[:-1]), shape[-1]
@@ -104,14 +106,14 @@ def check_covered(assembly: Assembly) -> None:
 
 
 def band_rows(assembly: Assembly) -> int:
-    """Rows of one band."""
+    """Number of rows of one band."""
     return max(1, BAND_BYTES // max(1, assembly.row_bytes))
 
 
 def bands(assembly: Assembly, sources: Sources, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
-    """Rows `start` to `stop` in order, as contiguous arrays in the type to write, about BAND_BYTES each.
+    """Yield rows `start` to `stop` in bands of about BAND_BYTES: contiguous arrays in the type to write.
 
-    An array is valid until the next request. Rows that are contiguous in a file are not copied.
+    An array is valid until the request for the next array. Rows that are contiguous in a file are not copied.
     """
     if stop is None:
         stop = assembly.rows
@@ -121,10 +123,11 @@ def bands(assembly: Assembly, sources: Sources, start: int = 0, stop: int | None
 
 
 def band(assembly: Assembly, sources: Sources, start: int, stop: int) -> np.ndarray:
-    """[rows, columns] rows `start` to `stop`, contiguous, in the type to write."""
+    """Rows `start` to `stop` as [rows, columns], contiguous, in the type to write."""
     width = matrix_shape(assembly.shape)[1]
     parts = [part for part in assembly.parts if part.row < stop and start < part.row + part.height]
-    # The usual case, a tensor that is whole rows of one source: the bytes are written from the mapped file.
+    # In the usual case the tensor is whole rows of one source, and the bytes are written straight from the mapped
+    # file.
     if len(parts) == 1 and not parts[0].transposed and parts[0].width == width:
         rows = _rows_of(parts[0], sources, start, stop)
         if rows.flags.c_contiguous:
@@ -139,7 +142,7 @@ def band(assembly: Assembly, sources: Sources, start: int, stop: int) -> np.ndar
 
 
 def _rows_of(part: Part, sources: Sources, start: int, stop: int) -> np.ndarray:
-    """The part's share of rows `start` to `stop` of the assembled tensor."""
+    """The elements that a part contributes to rows `start` to `stop` of the assembled tensor."""
     view = sources(part.origin, part.source)[part.index]
     view = view.reshape(matrix_shape(view.shape))
     if part.transposed:
@@ -148,10 +151,10 @@ def _rows_of(part: Part, sources: Sources, start: int, stop: int) -> np.ndarray:
 
 
 def has_nonfinite(bits: np.ndarray, dtype: str) -> bool:
-    """True if a contiguous array of `dtype` has a NaN or an Inf: all bits of an exponent are set."""
+    """True if a contiguous array of `dtype` has a NaN or an Inf, in which all bits of the exponent are set."""
     flat = bits.reshape(-1)
     limit = _INFINITY_SHIFTED[dtype]
-    # A value without the sign is not finite exactly if the bits are at least infinity's.
+    # Without the sign, a value is not finite exactly if the bits, as a number, are at least the bits of infinity.
     shifted = np.empty(min(flat.size, _CHECK_ITEMS), flat.dtype)
     for start in range(0, flat.size, _CHECK_ITEMS):
         items = flat[start : start + _CHECK_ITEMS]
@@ -163,23 +166,24 @@ def has_nonfinite(bits: np.ndarray, dtype: str) -> bool:
 
 
 def cast(bits: np.ndarray, source: str, target: str) -> np.ndarray:
-    """The values of `bits` in another float type, rounded to nearest, ties to even, as torch does."""
+    """The values of `bits` in another float type. Values are rounded to nearest, ties to even, as torch does."""
     if source == target:
         return bits
     import torch
 
     values = torch.from_numpy(bits.copy()).view(getattr(torch, TORCH_NAMES[source]))
     result = values.to(getattr(torch, TORCH_NAMES[target]))
-    result[result.isnan()] = torch.nan  # one NaN, whatever instructions the machine has
-    # numpy takes no bfloat16 tensor, so the bits pass as integers.
+    # Every NaN becomes the same NaN, whatever instructions the machine has.
+    result[result.isnan()] = torch.nan
+    # numpy accepts no bfloat16 tensor, so the bits are passed as integers.
     integers = {"F32": torch.int32}.get(target, torch.int16)
     return result.view(integers).numpy().view(BITS[target])
 
 
 def copy_into(target: np.ndarray, source: np.ndarray) -> None:
-    """target[:] = source for matrices; a transposed source is copied tile by tile.
+    """Copy a matrix into another: target[:] = source. A transposed source is copied tile by tile.
 
-    A tile is first copied untransposed, into rows whose length is not a power of two: with such a length all elements
+    A tile is first copied untransposed, into rows whose length is no power of two. With a power of two, all elements
     of a column share a few cache sets, and the plain transposed copy is ten times slower.
     """
     if source.strides[0] >= source.strides[1] or min(source.shape) == 1:

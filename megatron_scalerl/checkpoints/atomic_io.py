@@ -1,4 +1,4 @@
-"""Files and folders that get a name whole or not at all, whenever a process or a machine stops."""
+"""Writes files and folders that get a name whole or not at all, whenever a process or a machine stops."""
 
 import contextlib
 import fcntl
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MODES = {True: 0o600, False: 0o666}
-"""private -> mode of a new file, before the umask: only the owner may read a private file."""
+"""Whether a file is private -> mode of the new file, before the umask. Only the owner may read a private file."""
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Context in which an OSError without a file name, such as a full disk's, gets the name `path`."""
+    """A block in which an OSError without a file name, such as the error of a full disk, gets the name `path`."""
     try:
         yield
     except OSError as error:
@@ -27,11 +27,10 @@ def naming(path: Path) -> Iterator[None]:
 def write_durably(path: Path, content: bytes, *, private: bool = False) -> None:
     """Write a file under a temporary name, sync and rename the file, and sync the folder.
 
-    private: only the owner may read the file (mode 0600). Raises OSError naming the file, whose old content is kept
-    then.
+    private: only the owner may read the file (mode 0600). Raises OSError naming the file; the old content then stays.
     """
     draft = path.with_name(f".{path.name}.draft")
-    # A killed process may have left a draft, and anybody a link: O_EXCL makes a new file, and follows no link.
+    # A killed process may have left a draft, and any user a link. O_EXCL makes a new file, and follows no link.
     draft.unlink(missing_ok=True)
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODES[private])
     try:
@@ -44,16 +43,19 @@ def write_durably(path: Path, content: bytes, *, private: bool = False) -> None:
     except OSError:
         draft.unlink(missing_ok=True)
         raise
-    # The content is on the disk before the name: after a crash the name leads to a whole content, old or new.
+    # The content is on the disk before the name, so after a crash the name leads to a whole content, old or new.
     draft.replace(path)
     sync(path.parent)
 
 
 def lock_file(path: Path) -> int:
-    """Descriptor of a file, locked (flock) until the close. Raises BlockingIOError for a locked file."""
+    """Open and lock a file (flock) until the returned descriptor is closed.
+
+    Raises BlockingIOError for a locked file.
+    """
     handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        # The kernel ends the lock with the process, so that a killed process leaves no lock.
+        # The kernel ends the lock together with the process, so a killed process leaves no lock.
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(handle)
@@ -62,9 +64,10 @@ def lock_file(path: Path) -> int:
 
 
 def check_in_place(path: Path, handle: int, size: int) -> None:
-    """Raises OSError unless `path` still is the open file `handle` with `size` written bytes.
+    """Check that `path` still is the open file `handle`, with `size` written bytes. Raises OSError otherwise.
 
-    If another file has the name `path`, the written content is copied to `path`.kept, since no name leads there.
+    If another file has the name `path`, the written content is copied to `path`.kept, since no name leads to the
+    content.
     """
     if path.exists() and os.path.samestat(os.stat(path), os.fstat(handle)):
         if os.fstat(handle).st_size < size:
@@ -74,7 +77,7 @@ def check_in_place(path: Path, handle: int, size: int) -> None:
             )
         return
     copy = path.with_name(f"{path.name}.kept")
-    shutil.copy(f"/proc/self/fd/{handle}", copy)  # with the mode
+    shutil.copy(f"/proc/self/fd/{handle}", copy)  # the copy has the original's mode
     raise OSError(
         f"{path}: was removed or replaced while the run wrote it; what the run wrote is in {copy}: rename that file "
         f"to {path.name}, then start the run again"
@@ -82,7 +85,7 @@ def check_in_place(path: Path, handle: int, size: int) -> None:
 
 
 def write_all(handle: int, data: bytes) -> None:
-    """Write all of `data`, by one system call if the system accepts the whole. Raises OSError."""
+    """Write all of `data`, by one system call if the system accepts all bytes at once. Raises OSError."""
     count = os.write(handle, data)
     while count < len(data):
         count += os.write(handle, memoryview(data)[count:])
@@ -92,13 +95,13 @@ def publish_folder(folder: Path, name: Path) -> None:
     """Rename a folder with synced files, and sync all inner folders and the parent of the new name."""
     for inner in {file.parent for file in folder.rglob("*")}:
         sync(inner)
-    # Names in the folder first: after a crash the new name leads to all files.
+    # The names in the folder are synced first, so after a crash the new name leads to all files.
     folder.rename(name)
     sync(name.parent)
 
 
 def sync(path: Path) -> None:
-    """Return once the content of a file, or the names in a folder, are on the disk."""
+    """Return once the content of a file, or the names in a folder, are on the disk. path: the file or folder."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with naming(path):

@@ -1,8 +1,10 @@
 """Committed checkpoint folders: the COMMIT file, the newest checkpoint, the deletion of old checkpoints.
 
-A checkpoint is a folder `step_000123` whose COMMIT file, written last and by rename, lists the size of every other
-file and the digests of small files. All files are on the disk before COMMIT. A folder without COMMIT was interrupted
-during the write and is not a checkpoint. This module imports no torch, because the controller imports this module.
+A checkpoint is a folder `step_000123` with a COMMIT file. COMMIT is written last and by rename; it lists the size of
+every other file and the digests of small files. All files are on the disk before COMMIT. A folder without COMMIT was
+interrupted during the write and is not a checkpoint.
+
+This module imports no torch, because the controller imports this module.
 """
 
 import hashlib
@@ -21,9 +23,9 @@ from megatron_scalerl.checkpoints.plain_files import is_file_name
 
 COMMIT = "COMMIT"
 DIGEST_BYTES = 16 << 20
-"""Files up to this size are committed with a SHA-256: metadata, common state, controller state."""
+"""Files up to this many bytes are committed with a SHA-256: metadata, common state, controller state."""
 _COMMIT_LIMIT = 64 << 20
-"""Bytes of a COMMIT file."""
+"""Most bytes of a COMMIT file."""
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -35,7 +37,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 def write_commit(path: Path, facts: Mapping[str, Any]) -> None:
     """Commit the folder `path`: sync all files, list names and sizes in COMMIT, and add `facts`."""
     inside = [p for p in sorted(path.rglob("*")) if p != path / COMMIT]
-    # Before COMMIT exists, which says that all files are on the disk.
+    # COMMIT says that all files are on the disk, so the files are synced before COMMIT exists.
     for item in [*inside, path, path.parent]:
         sync(item)
     files = {str(p.relative_to(path)): p for p in inside if p.is_file()}
@@ -64,7 +66,7 @@ def read_commit(path: Path) -> dict[str, Any]:
             raise ValueError(f"{file}: this file of the checkpoint is missing")
         if file.stat().st_size != size:
             raise ValueError(f"{file}: it has {file.stat().st_size} bytes, and {size} were committed")
-        # Large files have no digest: a digest of such files would delay every start by minutes.
+        # Large files have no digest, which would delay every start by minutes.
         if name in digests and digests[name] != _digest(file):
             raise ValueError(f"{file}: its content is not what was committed; the SHA-256 differs")
     return facts
@@ -107,14 +109,14 @@ def committed(folder: Path) -> list[tuple[int, Path]]:
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest committed checkpoint under `folder`, None if there is none."""
+    """The newest committed checkpoint under `folder`; None if there is no checkpoint."""
     return next((path for _, path in reversed(committed(folder))), None)
 
 
 def latest_whole(folder: Path, check: Callable[[Path], object] = read_commit) -> tuple[Path | None, list[str]]:
     """The newest committed checkpoint that `check` accepts, and a line about each newer, rejected checkpoint.
 
-    `check` raises ValueError or OSError naming the damage. (None, []) if nothing was committed yet. Raises
+    check: raises ValueError or OSError naming the damage. Returns (None, []) if nothing was committed yet. Raises
     RuntimeError if every checkpoint is damaged.
     """
     damaged = []
@@ -134,11 +136,11 @@ def latest_whole(folder: Path, check: Callable[[Path], object] = read_commit) ->
 
 
 def prune(folder: Path, keep: int, *, newest: int) -> list[Path]:
-    """Delete old checkpoints, and folders that were never committed; the `keep` newest up to step `newest` stay.
+    """Delete old checkpoints and folders that were never committed. The `keep` newest up to step `newest` stay.
 
-    newest: step of the checkpoint that was just written. Checkpoints of later steps were damaged at the start, do
-    not count, and stay until the same step is written again. Only the run's controller may call this, while no
-    checkpoint is being written. Returns the deleted folders.
+    newest: step of the checkpoint that was just written. Checkpoints of later steps were damaged at the start; they
+    do not count, and stay until the same step is written again. Only the run's controller may call this function,
+    while no checkpoint is being written. Returns the deleted folders.
     """
     assert keep >= 1, keep
     checkpoints = committed(folder)
@@ -151,7 +153,7 @@ def prune(folder: Path, keep: int, *, newest: int) -> list[Path]:
 
 
 def discard(path: Path) -> None:
-    """Delete a checkpoint folder, COMMIT first, so that an interrupted deletion leaves no checkpoint."""
+    """Delete a checkpoint folder. COMMIT is deleted first, so that an interrupted deletion leaves no checkpoint."""
     (path / COMMIT).unlink(missing_ok=True)
     if path.exists():
         shutil.rmtree(path)

@@ -26,7 +26,7 @@ from megatron_scalerl.processes.logs import size
 from megatron_scalerl.record import record
 
 _RESERVE = 64 << 20
-"""Bytes of the disk that a conversion leaves free."""
+"""Bytes of the disk that a conversion must leave free."""
 
 
 @record
@@ -34,13 +34,13 @@ class Options:
     """Options of a conversion."""
 
     dtype: str | None = None
-    """F32, BF16 or F16; None keeps each tensor's type."""
+    """Type to write: F32, BF16 or F16; None keeps each tensor's type."""
     verify: bool = False
-    """Compare every tensor bit for bit before the result gets a name."""
+    """Whether to compare every tensor bit for bit before the result gets its name."""
     allow_nonfinite: bool = False
-    """Accept NaN and Inf in the policy's weights."""
+    """Whether NaN and Inf are accepted in the policy's weights."""
     console: Console | None = None
-    """Console of the progress bar, which only a terminal shows."""
+    """Console for the progress bar, which is shown on a terminal only."""
 
 
 @record
@@ -63,11 +63,11 @@ class Copier:
     """Called with the number of bytes of every band that was written."""
 
     def checksum(self, assembly: Assembly) -> str:
-        """The checksum of a tensor of the policy. Raises ValueError for NaN or Inf."""
+        """The checksum of a tensor of the policy. Raises ValueError if the tensor has a NaN or an Inf."""
         return self._checksum(assembly, True, lambda rows: None)
 
     def write(self, file: IO[bytes], assembly: Assembly, *, policy: bool = True) -> str:
-        """Append a tensor to a file and return the checksum. Raises like `checksum`."""
+        """Append a tensor to a file and return the checksum. Raises ValueError as `checksum` does."""
 
         def append(rows: np.ndarray) -> None:
             file.write(rows.data)
@@ -76,7 +76,7 @@ class Copier:
         return self._checksum(assembly, policy, append)
 
     def rows(self, assembly: Assembly, start: int, stop: int) -> Iterator[np.ndarray]:
-        """Rows `start` to `stop` of a tensor, to be written by the caller."""
+        """Yield rows `start` to `stop` of a tensor, band by band, for the caller to write."""
         for rows in bands(assembly, self.sources, start, stop):
             yield rows
             self.on_bytes(rows.nbytes)
@@ -87,7 +87,7 @@ class Copier:
         for rows in bands(assembly, self.sources):
             if check and has_nonfinite(rows, assembly.dtype):
                 raise ValueError(f"{assembly.name}: the tensor has NaN or Inf; --allow-nonfinite accepts them")
-            # A view, no copy: checksum and file get the bytes that were checked.
+            # The content is a view, not a copy, so checksum and file get the bytes that were checked.
             content = rows.reshape(-1).view(np.uint8)
             state.update(content.data)
             use(content)
@@ -96,16 +96,16 @@ class Copier:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write, which is on the disk after the block.
+    """A block with a new file to write, which is on the disk after the block.
 
-    Raises ValueError for a full disk, a limit on the size of files, and a disk that fails.
+    Raises ValueError for a full disk, for a limit on the size of files, and for a disk that fails.
     """
     try:
         with path.open("wb", buffering=1 << 16) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            # A comparison then reads the disk, not the pages in memory.
+            # The pages leave memory, so that a later comparison reads the disk.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as error:
         raise ValueError(f"{path.name}: it cannot be written: {error.strerror}") from None
@@ -113,7 +113,7 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def progress(options: Options, title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar of bytes on a terminal, nothing elsewhere; yields the function that advances the bar."""
+    """A block with a progress bar of bytes, on a terminal only. The block gets the function that advances the bar."""
     console = options.console
     if console is None or not console.is_terminal:
         yield lambda nbytes: None
@@ -127,7 +127,7 @@ def progress(options: Options, title: str, total: int) -> Iterator[Callable[[int
 
 @contextmanager
 def result_folder(out: Path, nbytes: int) -> Iterator[Path]:
-    """A folder for a result of `nbytes`, which gets the name `out` after the block.
+    """A block with a folder for a result of `nbytes`. After the block the folder gets the name `out`.
 
     Raises ValueError if `out` exists, another process converts to `out`, or the disk has too little space.
     """
@@ -153,6 +153,6 @@ def result_folder(out: Path, nbytes: int) -> Iterator[Path]:
         yield result
         publish_folder(result, out)
     finally:
-        # While the lock is held, so that no other conversion is in the folder.
+        # The lock is still held here, so no other conversion is in the folder.
         shutil.rmtree(state)
         os.close(lock)

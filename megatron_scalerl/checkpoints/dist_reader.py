@@ -1,9 +1,9 @@
-"""Megatron's `torch_dist` checkpoints: the address of each parameter, and the chunks under any layout as arrays.
+"""Megatron's `torch_dist` checkpoints: the address of each parameter, and the chunks as arrays, whatever the layout.
 
-The addresses are read from megatron-core (transformer_block.py and moe/experts.py, `sharded_state_dict`), and
-a test compares addresses with a stock save. Equal layers are stacked along a leading axis, unequal layers numbered.
-Experts are stacked along another axis. Norms before a linear layer have Transformer Engine's names. Every linear
-layer has an object `_extra_state`, empty unless fp8 is used.
+The rules for addresses come from megatron-core's source (transformer_block.py and moe/experts.py,
+`sharded_state_dict`). A test compares addresses with a stock save. Equal layers are stacked along a leading axis,
+unequal layers numbered. Experts are stacked along another axis. Norms before a linear layer have Transformer Engine's
+names. Every linear layer has an object `_extra_state`, empty unless fp8 is used.
 """
 
 from __future__ import annotations
@@ -30,22 +30,25 @@ if TYPE_CHECKING:
 
 _LINEAR = re.compile(r"\.(linear_qkv|linear_proj|linear_fc[12]|linear_(q|kv)(_down|_up)?_proj)\.weight$")
 _TE_MODULES = re.compile(r"(\.(q|k|kv|input|pre_mlp)_layernorm|final_layernorm)\.weight$")
-"""Modules that have an extra state with Transformer Engine's layers only (read in TE's source, not run)."""
+"""Modules that have an extra state only with Transformer Engine's layers. Read in TE's source, not run."""
 
 
 @record
 class Address:
-    """A parameter's place in a checkpoint: tensor[offset] of the tensor called `key`."""
+    """The place of a parameter in a checkpoint: tensor[offset] of the tensor called `key`."""
 
     key: str
     offset: tuple[int, ...]
-    """Position on the leading axes: layer, expert, both or neither."""
+    """Position on the leading axes, which count layers, experts, both or neither."""
     sizes: tuple[int, ...]
     """Lengths of the leading axes."""
 
 
 def addresses(rule: Rule, family: Family) -> tuple[Address, ...]:
-    """The addresses that `rule`'s parameter may have in a checkpoint of the family; we write to the first address."""
+    """The addresses that the parameter of `rule` may have in a checkpoint of the family.
+
+    We write to the first address.
+    """
     name = _key(rule, family)
     frequency = family.transformer.get("moe_layer_freq", 1)
     stacked = isinstance(frequency, int) and frequency <= 1
@@ -53,7 +56,7 @@ def addresses(rule: Rule, family: Family) -> tuple[Address, ...]:
 
 
 def extra_states(family: Family) -> Iterator[str]:
-    """Keys of the empty objects that the stock load expects besides the tensors."""
+    """Keys of the empty objects that the stock load expects in addition to the tensors."""
     for rule in family.rules:
         if not rule.exported:
             continue
@@ -74,9 +77,9 @@ def _object_key(module: str, address: Address) -> str:
 def _key(rule: Rule, family: Family) -> str:
     """Name of the parameter in checkpoints, before layers and experts are stacked."""
     for plain_name, fused_name in FUSED_NORMS.items():
-        # Transformer Engine has no fused norm before experts, where the norm has the plain name.
+        # Transformer Engine fuses no norm into experts, so the norm before experts has the plain name.
         unfused = plain_name.startswith(".pre_mlp") and family.layers[rule.layer].moe
-        # In latent attention two linear layers come after the norm.
+        # In latent attention two linear layers follow the norm, so the norm is fused into neither.
         unfused |= plain_name.startswith(".input") and family.transformer.get("multi_latent_attention", False)
         if rule.megatron.endswith(plain_name) and not unfused:
             return rule.megatron.removesuffix(plain_name) + fused_name
@@ -101,7 +104,7 @@ def _address(family: Family, name: str, *, stacked: bool) -> Address:
 
 @record
 class StoredParameter:
-    """A parameter in the checkpoint."""
+    """A parameter as the checkpoint stores it."""
 
     address: Address
     dtype: str
@@ -115,10 +118,10 @@ class StoredParameter:
 def stored_parameters(
     path: Path, family: Family, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, StoredParameter]:
-    """Every exported parameter of the family in the checkpoint at `path`, by the name in the weight map.
+    """Name in the weight map -> parameter in the checkpoint at `path`, for every exported parameter of the family.
 
-    `shapes` are the parameters' full shapes. Raises ValueError for a folder that is not a complete checkpoint, and
-    for parameters that are missing (all are listed) or have another shape.
+    shapes: the parameters' full shapes. Raises ValueError for a folder that is not a complete checkpoint, and for
+    parameters that are missing (all are listed) or have another shape.
     """
     if (path / COMMIT).is_file():
         read_commit(path)
@@ -146,16 +149,16 @@ def _stored(
         raise ValueError(f"{path}: {address.key}: {tensor.dtype} is not a type of weights; {', '.join(HF_NAMES)} are")
     expected = (*address.sizes, *shape)
     if tensor.shape != expected:
-        # Megatron pads a vocabulary for tensor parallelism: more rows of an embedding or a head are no mistake.
+        # Megatron pads a vocabulary for tensor parallelism, so an embedding or a head may have more rows.
         vocabulary = rule.place != "layer" and rule.sharded
         if not vocabulary or tensor.shape[1:] != expected[1:] or tensor.shape[0] < expected[0]:
             shapes = f"its shape is {list(tensor.shape)}, and the config says {list(expected)}"
             raise ValueError(f"{path}: {address.key}: {shapes}")
-    # The leading axes choose the layer and the expert; the parameter's axes follow.
+    # The leading axes choose the layer and the expert; the parameter's own axes follow.
     lead = len(address.offset)
     chunks = tuple(c for c in tensor.chunks if _overlaps(c, address.offset, shape[0], lead))
     elements = sum(_elements(c, shape, lead) for c in chunks)
-    # Chunks of a save do not overlap, so the right number of elements means that none is missing.
+    # Chunks of a save do not overlap, so with the right number of elements no element is missing.
     if elements != prod(shape):
         raise ValueError(f"{path}: {address.key}: its chunks hold {elements} of {prod(shape)} elements")
     return StoredParameter(address=address, dtype=HF_NAMES[tensor.dtype], shape=shape, chunks=chunks)
@@ -167,23 +170,24 @@ def _overlaps(chunk: Chunk, offset: tuple[int, ...], rows: int, lead: int) -> bo
 
 
 def _elements(chunk: Chunk, shape: tuple[int, ...], lead: int) -> int:
-    """Number of the parameter's elements in a chunk; rows of padding do not count."""
+    """Number of the parameter's elements in a chunk. Rows of padding do not count."""
     ends = zip(chunk.offset[lead:], chunk.shape[lead:], shape)
     return prod(min(o + n, size) - o for o, n, size in ends)
 
 
 class DistReader:
-    """Chunks of a checkpoint as arrays of bits, mapped from files; `chunk_name` gives the names."""
+    """Reads chunks of a checkpoint as arrays of bits, mapped from files. `chunk_name` gives the chunks' names."""
 
     def __init__(self, path: Path, parameters: Mapping[str, StoredParameter]):
         self.parameters = parameters
         self._path = path
         self._mapped = cache(lambda file: MappedFile(path / file, open_plain(path, file)))
         self.bits = cache(self._read)
-        """Name -> the chunk, at the parameter's place on the leading axes."""
+        """A function from a chunk's name to the chunk's values at the parameter's place on the leading axes."""
 
     def _read(self, name: str) -> np.ndarray:
-        from megatron_scalerl.checkpoints.safe_values import find_tensor  # imports torch
+        # The import is here because the module imports torch.
+        from megatron_scalerl.checkpoints.safe_values import find_tensor
 
         parameter, number = name.rsplit("#", 1)
         stored = self.parameters[parameter]

@@ -1,8 +1,7 @@
-"""Hugging Face folders: safetensors headers, checked, and tensors read through memory maps.
+"""Hugging Face folders: safetensors headers that are checked, and tensors that are read through memory maps.
 
-Names of Megatron-Core's parameters: where layer and expert numbers are, and Transformer Engine's other names.
-
-Read from megatron-core. Imports no torch.
+The module also has the patterns of Megatron-Core's parameter names: where layer and expert numbers are, and
+Transformer Engine's other names. The patterns come from megatron-core's source. Imports no torch.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class HfTensor:
     """safetensors' name of the type: BF16, F32 ..."""
     shape: tuple[int, ...]
     offset: int
-    """First byte in the file."""
+    """Position of the tensor's first byte in the file."""
     nbytes: int
 
 
@@ -60,18 +59,18 @@ class Shard:
     metadata: Mapping[str, str] | None
     """The header's __metadata__."""
     tensors: tuple[str, ...]
-    """Names in the order of bytes."""
+    """Names of the tensors, in the order of their bytes."""
 
 
 @record
 class HfFolder:
-    """The tensors of a folder and the distribution over files. Produced by `open_folder`."""
+    """The tensors of a folder, and which file holds which tensor. Produced by `open_folder`."""
 
     path: Path
     tensors: Mapping[str, HfTensor]
     shards: tuple[Shard, ...]
     index_metadata: Mapping[str, Any] | None
-    """The index file's metadata, None for a folder without an index."""
+    """The metadata of the index file; None for a folder without an index."""
 
 
 def open_folder(path: str | Path) -> HfFolder:
@@ -85,7 +84,8 @@ def open_folder(path: str | Path) -> HfFolder:
     index_metadata: dict[str, Any] | None = None
     weight_map: dict[str, str] = {}
     files = {file.name for file in path.glob("*.safetensors")}
-    if index.is_file():  # files outside the index are no part of the model, as in transformers
+    # As in transformers, files that the index does not name are no part of the model.
+    if index.is_file():
         index_metadata, weight_map = _read_index(index)
         files = set(weight_map.values())
     if not files:
@@ -133,7 +133,7 @@ def read_header(path: Path) -> tuple[Mapping[str, str] | None, list[HfTensor]]:
     with path.open("rb") as file:
         offset = 8 + int.from_bytes(file.read(8), "little")
     try:
-        # safe_open checks that the tensors fill the rest of the file, without overlaps or holes.
+        # safe_open checks that the tensors fill the rest of the file, without overlaps and holes.
         with safe_open(path, "numpy") as header:
             for name in header.offset_keys():
                 entry = header.get_slice(name)
@@ -159,14 +159,14 @@ class HfReader:
         self._mapped = cache(lambda file: MappedFile(folder.path / file))
 
     def bits(self, name: str) -> np.ndarray:
-        """[tensor's shape] bits of a tensor as unsigned integers, read-only and not copied."""
+        """The bits of a tensor as unsigned integers in the tensor's shape, read-only and not copied."""
         tensor = self.folder.tensors[name]
         size = ITEM_BYTES[tensor.dtype]
         file = self._mapped(tensor.file)
         return file.array(tensor.offset, tensor.nbytes // size, np.dtype(f"u{size}")).reshape(tensor.shape)
 
     def read(self, name: str, index: tuple[Index, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """A copy of `tensor[index]`; an int in `index` drops a dimension.
+        """A copy of `tensor[index]`. An int in `index` drops a dimension.
 
         shape: full shape that the tensor must have. Raises ValueError for a tensor that is missing, has another
         shape, or is not of a float type.
@@ -181,15 +181,15 @@ class HfReader:
             raise ValueError(f"{head}: its shape is {list(tensor.shape)} in place of {list(shape)}")
         if tensor.dtype not in _TORCH_FLOATS:
             raise ValueError(f"{head}: expected one of {', '.join(_TORCH_FLOATS)}, found {tensor.dtype}")
-        # The mapped file is read-only, and torch has no read-only tensors.
+        # The mapped file is read-only and torch has no read-only tensors, so the bits are copied.
         bits = torch.from_numpy(self.bits(name)[index].copy())
         return bits.view(getattr(torch, _TORCH_FLOATS[tensor.dtype]))
 
 
 def family_of_folder(hf_path: str | Path) -> Family:
-    """The Family of a Hugging Face folder, in the layout of the tensors or, without tensors, in the usual layout.
+    """The Family of a Hugging Face folder. Raises ValueError.
 
-    Raises ValueError.
+    The layout is that of the folder's tensors or, without tensors, the usual layout.
     """
     from megatron_scalerl.models import family, read_hf_config
 
@@ -208,4 +208,5 @@ FUSED_NORMS = {
     ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
     ".pre_mlp_layernorm.weight": ".mlp.linear_fc1.layer_norm_weight",
 }
-"""Norm of a plain layer -> name of the norm that Transformer Engine fuses into the next linear layer."""
+"""Norm of a plain layer -> name of the same norm where Transformer Engine fuses the norm into the next linear
+layer."""

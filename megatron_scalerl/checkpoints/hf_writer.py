@@ -14,7 +14,7 @@ from megatron_scalerl.checkpoints.conversion import Copier, new_file
 from megatron_scalerl.checkpoints.hf_folder import INDEX, Shard
 
 CONVERSION_FILE = "conversion.json"
-"""Our record of a conversion (`views.ConversionRecord`), in both kinds of result."""
+"""Name of our record of a conversion (`views.ConversionRecord`), in both kinds of result."""
 _WEIGHT_FILES = re.compile(r"\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx|distcp)$|\.index\.json$|^\.")
 _SIDE_FOLDERS = ("additional_chat_templates",)
 
@@ -24,7 +24,7 @@ def write_shard(
 ) -> dict[str, str]:
     """Write a safetensors file with tensors in the shard's order, and return all checksums.
 
-    Tensors of `passthrough` need not be finite. Raises like `Copier.write` and `new_file`.
+    passthrough: names of tensors that need not be finite. Raises ValueError as `Copier.write` and `new_file` do.
     """
     header: dict[str, object] = {}
     if shard.metadata:
@@ -36,7 +36,8 @@ def write_shard(
         header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # safetensors' own writer aligns the tensors to 8 bytes
+    # safetensors' own writer also aligns the tensors to 8 bytes.
+    text += b" " * (-len(text) % 8)
     with new_file(folder / shard.file) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         return {n: copier.write(file, tensors[n], policy=n not in passthrough) for n in shard.tensors}
@@ -55,7 +56,7 @@ def write_index(
 
 
 def copy_side_files(source: Path, target: Path) -> None:
-    """Copy everything but weights: config, tokenizer, chat templates, generation config."""
+    """Copy everything but weights: config, tokenizer, chat templates, generation config and other files."""
     target.mkdir(exist_ok=True)
     files = [f for f in sorted(source.iterdir()) if f.is_file() and not _WEIGHT_FILES.search(f.name)]
     for folder in _SIDE_FOLDERS:
@@ -68,11 +69,11 @@ def copy_side_files(source: Path, target: Path) -> None:
 
 
 def set_config_dtype(folder: Path, dtype: str) -> None:
-    """Set the weights' type in a folder's config.json; a config with this type is not rewritten."""
+    """Set the weights' type in a folder's config.json. A config that already has this type is not rewritten."""
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf8"))
     changed = False
-    # The section of a vision tower keeps its type.
+    # The section of a vision tower keeps its own type.
     for part in (config, config.get("text_config") or {}):
         for key in ("dtype", "torch_dtype"):
             if part.get(key, dtype) != dtype:
@@ -93,7 +94,7 @@ def add_generation_keys(folder: Path, keys: Mapping[str, Any]) -> None:
     path = folder / "generation_config.json"
     if path.is_file():
         content = json.loads(path.read_text())
-        # transformers ignores unknown keys if this key is set
+        # transformers ignores unknown keys where `_from_model_config` is set.
         content.pop("_from_model_config", None)
     else:
         config = json.loads((folder / "config.json").read_text())

@@ -16,51 +16,56 @@ import msgspec
 from megatron_scalerl.checkpoints.atomic_io import MODES, check_in_place, naming, sync, write_all, write_durably
 
 _BLOCK = 1 << 16
-"""Bytes that are read at a time, from the end of a file, until the last line is complete."""
+"""Number of bytes that are read at a time, from the end of a file backwards, until the last line is complete."""
 
 
 class JsonlWriter:
     """Appends rows to one file. The constructor recovers the file first."""
 
     def __init__(self, path: Path, *, private: bool = False):
-        """Open or create `path`. `private`: mode 0600, for prompts and completions: only the owner may read the file.
+        """Recover the file `path`, and open or create it. Raises OSError.
 
-        Raises OSError.
+        private: mode 0600, for prompts and completions: only the owner may read the file.
         """
         self.path = path
         recover(self.path)
         created = not self.path.exists()
         self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, MODES[private])
-        if created:  # the name of a new file is on the disk once the folder is
+        # The name of a new file is on the disk only once the folder is synced.
+        if created:
             sync(self.path.parent)
         self.size = os.fstat(self._fd).st_size
-        """Bytes of the file."""
+        """Number of bytes in the file."""
         self._encoder = msgspec.json.Encoder()
 
     def append(self, *rows: Any) -> None:
-        """Append rows (JSON objects: mappings, dataclasses, structs) with one write. NaN and Inf become null.
+        """Append rows with one write. A row is a JSON object: a mapping, dataclass or struct. NaN and Inf become
+        null.
 
-        Raises OSError naming the file, without any part of the rows in the file.
+        Raises OSError naming the file, and then leaves no part of the rows in the file.
         """
         data = b"".join(self._encoder.encode(row) + b"\n" for row in rows)
         try:
             with naming(self.path):
                 write_all(self._fd, data)
         except OSError:
-            # A full disk may have taken a part, which the next row must not continue.
+            # A full disk may have taken a part of the rows, and the next row must not continue this part.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self.size)
             raise
         self.size += len(data)
 
     def sync(self) -> None:
-        """Return once every row is on the disk, under the file's name. Raises OSError naming the file."""
+        """Return once every row is on the disk under the file's name. Raises OSError naming the file."""
         with naming(self.path):
             os.fsync(self._fd)
         check_in_place(self.path, self._fd, self.size)
 
     def close(self) -> None:
-        """Close the file, and keep the content if the file was removed; a second call does nothing."""
+        """Close the file.
+
+        If the file was removed, the content is kept in another file. A second call does nothing.
+        """
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 check_in_place(self.path, self._fd, self.size)
@@ -76,9 +81,10 @@ def append_row(path: Path, row: Any) -> None:
 
 
 def recover(path: Path) -> None:
-    """Make the file end with a complete line: a last line without newline gets a newline or, if torn, is truncated.
+    """Make the file end with a complete line.
 
-    A missing file is not created.
+    A last line without a newline gets a newline if it is complete, and is cut off if it is torn. A missing file is
+    not created.
     """
     if not path.exists():
         return
@@ -93,7 +99,8 @@ def recover(path: Path) -> None:
         last = tail[tail.rfind(b"\n") + 1 :]
         if not last:
             return
-        if _is_object(last):  # only the newline is lost, and the writer may have acted on the row
+        # Only the newline is lost, and the writer may already have acted on the row, so the row stays.
+        if _is_object(last):
             file.seek(0, os.SEEK_END)
             file.write(b"\n")
         else:
@@ -103,10 +110,10 @@ def recover(path: Path) -> None:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Every complete row of a JSONL file; a torn last line is skipped, a missing file reads as empty.
+    """Every complete row of a JSONL file. A torn last line is skipped, and a missing file reads as empty.
 
-    Raises ValueError naming file and line for any other line that is not a JSON object, and for a path that is not a
-    file: reading a pipe would block.
+    Raises ValueError, naming file and line, for any other line that is not a JSON object. Raises ValueError for a
+    path that is not a file: reading a pipe would block.
     """
     path = Path(path)
     if not path.exists():

@@ -1,4 +1,5 @@
-"""Reading files of a folder that another party may have written: regular files inside, never links to the outside."""
+"""Reads files of a folder that another party may have written: only regular files inside, never links to the
+outside."""
 
 import errno
 import mmap
@@ -13,7 +14,7 @@ _LINK = "it is a link, which is not followed; cp -RL makes a folder without link
 
 
 def open_plain(folder: Path, name: str) -> BinaryIO:
-    """The file `name` in `folder`, opened to be read.
+    """Open the file `name` in `folder` for reading.
 
     Raises ValueError for a name that leaves the folder, a missing file, a link, and anything that is not a regular
     file (reading a pipe would block forever).
@@ -21,7 +22,7 @@ def open_plain(folder: Path, name: str) -> BinaryIO:
     check_name(folder, name)
     path = folder / name
     try:
-        # O_NONBLOCK changes nothing for a regular file; the opening of a pipe without a writer would block.
+        # O_NONBLOCK matters for a pipe without a writer, where open would block; nothing changes for a regular file.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise ValueError(f"{path}: this file of the checkpoint is missing") from None
@@ -44,18 +45,18 @@ def check_name(folder: Path, name: object) -> None:
 
 
 def is_file_name(name: str) -> bool:
-    """True for a printable name without folders."""
+    """Whether a name is printable and has no folders."""
     return name not in ("", ".", "..") and len(name) <= 255 and "/" not in name and name.isprintable()
 
 
 def printable(text: str) -> str:
-    """Text of a file, made safe for a message: one line, at most 200 characters, no control characters."""
+    """Text of a file, made safe for a message: one line of at most 200 characters, without control characters."""
     return text[:200] if text.isprintable() else ascii(text)[1:-1][:200]
 
 
 def refuse_links(folder: Path) -> None:
     """Raises ValueError if `folder` or any path inside, at any depth, is a link."""
-    # A copy of the folder would follow the link, and take a file of this machine into the result.
+    # A copy of the folder would follow the link, and put a file of this machine into the result.
     for path in (folder, *sorted(folder.rglob("*"))):
         if path.is_symlink():
             raise ValueError(f"{path}: {_LINK}")
@@ -65,7 +66,7 @@ class MappedFile:
     """A memory-mapped file. The pages belong to the page cache and do not count as memory of the process."""
 
     def __init__(self, path: Path, opened: BinaryIO | None = None):
-        """opened: the file, which the constructor closes, if another function has opened `path`."""
+        """opened: `path` as another function has opened it; the constructor then closes this file."""
         self.path = path
         with opened or path.open("rb") as file:
             self.size = os.fstat(file.fileno()).st_size

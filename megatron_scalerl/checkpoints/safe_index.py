@@ -28,9 +28,10 @@ METADATA = ".metadata"
 FORMAT_FILE = "metadata.json"
 COMMON = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
-"""State that Megatron saves once for all ranks: a file up to Megatron-Core 0.16, an object of the index since."""
+"""Key of the state that Megatron saves once for all ranks. Up to Megatron-Core 0.16 the state is a file, since then
+an object of the index."""
 _FORMAT_LIMIT = 1 << 16
-"""Bytes of metadata.json that are read."""
+"""Most bytes of metadata.json that are read."""
 _DTYPE = r"\A(b?float16|float32|float64|float8_e4m3fn|float8_e5m2|u?int(8|16|32|64)|bool)\Z"
 """torch's names of the types that tensors of a checkpoint may have."""
 Size = Annotated[int, Meta(ge=0, lt=1 << 43)]
@@ -39,7 +40,7 @@ Shape = tuple[Size, ...]
 
 
 class ByteRange(msgspec.Struct, frozen=True, rename={"file": "relative_path", "start": "offset"}):
-    """`length` bytes from byte `start` on, of a file in the folder. Torch's record has other names for the fields."""
+    """`length` bytes of a file in the folder, from byte `start` on. torch's record has other names for the fields."""
 
     file: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_]{1,80}\.distcp\Z")]
     start: Size
@@ -48,10 +49,10 @@ class ByteRange(msgspec.Struct, frozen=True, rename={"file": "relative_path", "s
 
 @record
 class Chunk:
-    """A rectangle of a tensor, and the bytes of the elements."""
+    """A rectangle of a tensor, and where the bytes of the rectangle's elements are."""
 
     offset: Shape
-    """Position in the tensor, in elements of each axis."""
+    """Position of the rectangle in the tensor, in elements along each axis."""
     shape: Shape
     place: ByteRange
 
@@ -61,7 +62,7 @@ class StoredTensor:
     """A tensor of a checkpoint."""
 
     dtype: str
-    """torch's name of the type."""
+    """torch's name of the tensor's type."""
     shape: Shape
     chunks: tuple[Chunk, ...]
 
@@ -73,7 +74,7 @@ class CheckpointIndex:
     path: Path
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, ByteRange]
-    """Values other than tensors, each an archive of `torch.save`."""
+    """Values that are not tensors. Each is an archive of `torch.save`."""
 
 
 class _Format(msgspec.Struct):
@@ -98,13 +99,15 @@ def read_index(path: Path) -> CheckpointIndex:
     with open_plain(path, METADATA) as file:
         try:
             return _index(path, msgspec.convert(_Unpickler(file).load(), _Metadata, from_attributes=True))
-        except Exception as error:  # damage makes the unpickler raise errors of many types
+        except Exception as error:
+            # Damage makes the unpickler raise errors of many types.
             reason = printable(str(error) or repr(error))
             raise ValueError(f"{path / METADATA}: it is not the metadata of a checkpoint: {reason}") from None
 
 
 class Record:
-    """The pickled attributes of an object in `.metadata`. Arguments, as of enumerations and paths, are ignored.
+    """The pickled attributes of an object in `.metadata`. Arguments, such as those of enumerations and paths, are
+    ignored.
 
     The unpickler also calls this class in place of a function. Python's unpickler sets attributes of a class without
     `__setstate__`, as torch's classes are, and cannot set attributes of this class.
@@ -114,7 +117,8 @@ class Record:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        if type(state) is tuple:  # of a tensor's properties, which begin with the type
+        # The state of a tensor's properties is a tuple that starts with the type.
+        if type(state) is tuple:
             state = {"dtype": state[0]}
         self.__dict__.update(state)
 
@@ -123,18 +127,18 @@ _MODULES = frozenset(
     [
         *(f"torch.distributed.checkpoint.{module}" for module in ("metadata", "filesystem", "planner")),
         "megatron.core.dist_checkpointing.strategies.torch",
-        # The path that the checkpoint was first written to.
+        # A `.metadata` holds the path to which the checkpoint was first written.
         *("pathlib", "pathlib._local"),
     ]
 )
-"""Modules of the classes in a `.metadata`: classes of the index and of the plans of the save."""
+"""Modules of the classes in a `.metadata`: classes of the index, and classes of the plans of the save."""
 _NAMES = {
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): Record,
     ("collections", "OrderedDict"): dict,
     ("builtins", "getattr"): Record,  # Python 3.11.2 pickles a member of an enumeration as a call of getattr
 }
-"""Every other name that a `.metadata` may use, besides torch's types."""
+"""All other names that a `.metadata` may use, in addition to torch's types."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -149,14 +153,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Item(msgspec.Struct, frozen=True):
-    """torch's MetadataIndex: an object, or the chunk of a tensor at an offset."""
+    """torch's MetadataIndex, which names an object, or the chunk of a tensor at an offset."""
 
     fqn: str
     offset: Shape | None = None
 
 
 class _Part(msgspec.Struct):
-    """torch's ChunkStorageMetadata."""
+    """torch's ChunkStorageMetadata: the place of one chunk."""
 
     offsets: Shape
     sizes: Shape
@@ -175,7 +179,7 @@ class _Entry(msgspec.Struct):
 
 
 class _Metadata(msgspec.Struct):
-    # Keys appear in messages, and control characters would reach the terminal.
+    # Keys appear in messages, so control characters, which would reach the terminal, are refused.
     state_dict_metadata: dict[Annotated[str, Meta(pattern=r"\A[ -~]+\Z")], _Entry]
     storage_data: dict[_Item, ByteRange]
 

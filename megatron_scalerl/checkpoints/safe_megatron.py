@@ -52,22 +52,24 @@ from megatron_scalerl.checkpoints.safe_values import read_object, read_tensor, r
 from megatron_scalerl.distributed.device import device
 
 _ARRAYS = [np.empty(0).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.uint32))]
-"""Names of a run's own checkpoints: numpy's random number generator keeps the state in an array.
+"""Names that a run's own checkpoints may use: numpy's random number generator keeps the state in an array.
 
 No other party's checkpoint may use these names: numpy takes the flags of a type, such as "holds objects", unchanged
 from a pickle.
 """
 _TEXT = 4096
-"""Bytes of a rank's failure that all ranks get."""
+"""Most bytes of a rank's failure that all ranks get."""
 
 
 def load(target: dict[str, Any], path: Path, *, common: bool) -> dict[str, Any]:
-    """`dist_checkpointing.load(target, path)` without unpickling. Every rank must call `load`.
+    """Load a checkpoint as `dist_checkpointing.load(target, path)` does, without unpickling. Every rank must call
+    `load`.
 
-    With `common`, for a run's own checkpoint, the result also has the state that Megatron saves once for all ranks,
-    and `target` has to name every tensor; without `common`, common.pt is not opened. Raises ValueError, on every
-    rank, for a folder of another format, a folder without a part of `target`, and a part with content that is not
-    allowed.
+    common: for a run's own checkpoint. The result then also has the state that Megatron saves once for all ranks, and
+    `target` has to name every tensor. Without `common`, common.pt is not opened.
+
+    Raises ValueError, on every rank, for a folder of another format, a folder without a part of `target`, and a part
+    with content that is not allowed.
     """
     index = read_index(path)
     state = {}
@@ -86,13 +88,15 @@ def load(target: dict[str, Any], path: Path, *, common: bool) -> dict[str, Any]:
             merge(state, torch_strategies.TorchDistLoadShardedStrategy().load(sharded, path))
     except (CheckpointException, CheckpointingException, ValueError, KeyError, RuntimeError, OSError) as error:
         failure = error
-        # torch's planner raises this class for a failure of any rank; since Megatron-Core 0.17, of this rank alone
+        # torch's planner raises this class for a failure of any rank; since Megatron-Core 0.17 only for a failure of
+        # this rank.
         if isinstance(error, CheckpointException):
             failure = _first_failure(index, error)
     text = ""
     if failure is not None:
         text = str(failure) or repr(failure)
-    # A rank without a failure learns of the failure here, and does not wait for failed ranks in the next collective.
+    # A rank without a failure learns of other ranks' failures here, and does not wait for them in the next
+    # collective.
     text = _first_of_all_ranks(text)
     if failure is not None:
         raise failure from None
@@ -155,7 +159,8 @@ def _common(index: CheckpointIndex) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _read_with(reader: FileSystemReader) -> Iterator[None]:
-    """Context in which Megatron's strategy (strategies/torch.py, `load`) uses `reader`, not a FileSystemReader."""
+    """A block in which Megatron's strategy (strategies/torch.py, `load`) uses `reader` in place of a
+    FileSystemReader."""
     original_reader = torch_strategies._get_filesystem_reader
     torch_strategies._get_filesystem_reader = lambda *_, **__: reader
     try:
@@ -165,14 +170,14 @@ def _read_with(reader: FileSystemReader) -> Iterator[None]:
 
 
 class _Reader(FileSystemReader):
-    """Reads the items of a load plan from the files of a checkpoint, whose objects may use `names`."""
+    """Reads the items of a load plan from the files of a checkpoint. The checkpoint's objects may use `names`."""
 
     def __init__(self, index: CheckpointIndex, names: Sequence[Any]):
         super().__init__(index.path)
         self._folder = index.path
         self._names = names
         self._metadata = Metadata(state_dict_metadata={}, storage_data={})
-        # torch looks a chunk up by key and offset, an object by the key alone.
+        # torch looks up a chunk by key and offset, and an object by the key alone.
         for key, tensor in index.tensors.items():
             self._metadata.state_dict_metadata[key] = TensorStorageMetadata(
                 properties=TensorProperties(dtype=getattr(torch, tensor.dtype)),
@@ -213,7 +218,7 @@ class _Reader(FileSystemReader):
 
 
 def _set(planner: Any, key: str, value: list[Any]) -> None:
-    """Store an object, as the planner's load_bytes does after torch.load."""
+    """Store an object in the planner, as the planner's load_bytes does after torch.load."""
     if planner.flatten_state_dict:
         set_element(planner.original_state_dict, planner.mappings[key], value)
     else:

@@ -25,18 +25,20 @@ _EXTRA_STATE = "_extra_state"
 
 
 def read_value(folder: Path, place: ByteRange, content: str, names: Sequence[Any] = ()) -> Any:
-    """The value in an archive, which may use `names` besides torch's own list. content: noun phrase for messages.
+    """Read the value in an archive, which may use `names` in addition to torch's own list.
 
-    Raises ValueError, naming the file, for another name, and for a damaged archive.
+    content: noun phrase for messages. Raises ValueError, naming the file, for any other name and for a damaged
+    archive.
     """
     with _archive(folder, place, content, names) as window:
         return torch.load(window, map_location="cpu", weights_only=True)
 
 
 def read_object(folder: Path, place: ByteRange, key: str, names: Sequence[Any] = ()) -> Any:
-    """The object `key` of a checkpoint, read by `read_value`: Megatron stores a list with one item per rank.
+    """Read the object `key` of a checkpoint by `read_value`. Megatron stores a list with one item per rank.
 
-    Raises ValueError for a module's extra state that is not empty, too: Transformer Engine unpickles such states.
+    Also raises ValueError for a module's extra state that is not empty, since Transformer Engine unpickles such
+    states.
     """
     items = read_value(folder, place, key, names)
     if _EXTRA_STATE in key and (type(items) is not list or not all(map(_is_empty, items))):
@@ -52,18 +54,21 @@ def _is_empty(state: Any) -> bool:
 
 
 def read_tensor(folder: Path, place: ByteRange, content: str) -> torch.Tensor:
-    """The only tensor of an archive. Arguments as for `read_value`. Raises ValueError, naming the file, otherwise."""
+    """Read the only tensor of an archive. Arguments are those of `read_value`.
+
+    Raises ValueError, naming the file, for an archive with anything else.
+    """
     with _archive(folder, place, content) as window:
         return _tensor(window)
 
 
 def find_tensor(folder: Path, place: ByteRange) -> tuple[str, tuple[int, ...], int]:
-    """(type, shape, offset of the bits in the file) of the tensor in an archive, written by us or by torch.
+    """(type, shape, offset of the bits in the file) of the tensor in an archive that we or torch wrote.
 
     Raises ValueError for anything but a saved tensor, and for a tensor that is not contiguous.
     """
     with _archive(folder, place, "a saved tensor") as window:
-        # Type, shape and strides are in the pickle; the values stay unread.
+        # Type, shape and strides are in the pickle, so the values are not read.
         with torch.serialization.skip_data():
             tensor = _tensor(window)
         nbytes = tensor.untyped_storage().nbytes()
@@ -89,24 +94,26 @@ def _is_dense(value: Any) -> bool:
 
 
 def _first_byte(window: Any, nbytes: int) -> int:
-    """Position of the first byte of an archive's only tensor, in the archive."""
+    """Position, in an archive, of the first byte of the archive's only tensor."""
     with zipfile.ZipFile(window) as archive:
         entries = {entry.filename.split("/", 1)[-1]: entry for entry in archive.infolist()}
         order = b"little"
-        if "byteorder" in entries:  # older versions of torch wrote none
+        # Older versions of torch wrote no such entry.
+        if "byteorder" in entries:
             order = archive.read(entries["byteorder"])
         entry = entries["data/0"]
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != nbytes or order != b"little":
             raise ValueError("the archive does not hold its content as one uncompressed, little-endian entry")
-        with archive.open(entry):  # reads the entry's own header, which ends where the content begins
+        # Opening the entry reads the entry's own header, which ends where the content starts.
+        with archive.open(entry):
             return int(window.tell())
 
 
 @contextlib.contextmanager
 def _archive(folder: Path, place: ByteRange, content: str, names: Sequence[Any] = ()) -> Iterator[Any]:
-    """An archive as a file, in a context in which torch may load `names` besides torch's own list.
+    """A block with an archive as a file, in which torch may load `names` in addition to torch's own list.
 
-    Names that other programs add, as Megatron-Core does, do not count here. An error in the context becomes a
+    Names that other programs add, as Megatron-Core does, do not count here. An error in the block becomes a
     ValueError of one line.
     """
     original_names = torch.serialization.get_safe_globals()
@@ -119,11 +126,13 @@ def _archive(folder: Path, place: ByteRange, content: str, names: Sequence[Any] 
             end = place.start + place.length
             if size < end:
                 raise ValueError(f"the file has {size} bytes, and .metadata names {end}")
-            if window.read(len(_MARK)) != _MARK:  # torch would try the format of before 2020
+            # Without the mark, torch would try the format of before 2020.
+            if window.read(len(_MARK)) != _MARK:
                 raise ValueError("they are no archive of torch.save")
             window.seek(0)
             yield window
-        except Exception as error:  # damage makes torch raise errors of many undocumented types
+        except Exception as error:
+            # Damage makes torch raise errors of many undocumented types.
             reason = str(error) or repr(error)
             name = re.search(r"GLOBAL (\S+)", reason)
             if name:
@@ -136,7 +145,7 @@ def _archive(folder: Path, place: ByteRange, content: str, names: Sequence[Any] 
 
 
 class _Window(io.RawIOBase):
-    """A range of bytes of a file as a file object."""
+    """A range of a file's bytes, presented as a file object."""
 
     def __init__(self, file: Any, place: ByteRange):
         self._file = file

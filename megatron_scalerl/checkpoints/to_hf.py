@@ -1,4 +1,4 @@
-"""A Megatron `torch_dist` checkpoint as a Hugging Face folder, in the files of the original folder."""
+"""Converts a Megatron `torch_dist` checkpoint to a Hugging Face folder with the files of the original folder."""
 
 from pathlib import Path
 
@@ -17,19 +17,20 @@ from megatron_scalerl.checkpoints.views import View, folder_view, megatron_view,
 
 
 def to_hf(megatron_path: Path, out: Path, options: Options | None = None, *, like: Path | None = None) -> Summary:
-    """Convert a checkpoint that `to_megatron` wrote, or with `like` any other, for example of a run.
+    """Convert a checkpoint that `to_megatron` wrote or, with `like`, any other checkpoint, such as a run's.
 
     Tensors outside the policy, the tokenizer, and the distribution over files come from the checkpoint, or from the
-    Hugging Face folder `like`. Whatever layout the checkpoint was saved under, no tensor is loaded as a whole. Raises
-    ValueError, and leaves nothing at `out`, for a checkpoint that is incomplete or does not fit the config, checksums
-    that differ from the record, a full disk, an existing `out`, and weights that are not finite.
+    Hugging Face folder `like`. Whatever layout the checkpoint was saved under, no tensor is loaded as a whole.
+
+    Raises ValueError, and leaves nothing at `out`, for a checkpoint that is incomplete or does not fit the config,
+    checksums that differ from the record, a full disk, an existing `out`, and weights that are not finite.
     """
     options = options or Options()
     return write_view(megatron_view(megatron_path, like=like, dtype=options.dtype), out, options)
 
 
 def write_view(view: View, out: Path, options: Options) -> Summary:
-    """Write a view as a Hugging Face folder. Raises ValueError like `to_hf`."""
+    """Write a view as a Hugging Face folder. Raises ValueError as `to_hf` does."""
     layout = view.layout
     nbytes = sum(view.tensors[name].nbytes for shard in layout.shards for name in shard.tensors)
     checksums: dict[str, str] = {}
@@ -38,7 +39,7 @@ def write_view(view: View, out: Path, options: Options) -> Summary:
             copier = Copier(sources=view.sources, options=options, on_bytes=advance)
             for shard in layout.shards:
                 checksums |= write_shard(work, shard, view.tensors, copier, layout.passthrough)
-                # After each file: a damaged checkpoint is reported before the rest is written.
+                # The comparison follows each file, so a damaged checkpoint is reported before the rest is written.
                 _compare_checksums(view, shard.tensors, checksums)
         _write_the_rest(work, view)
         write_record(work, layout, view.tensors, checksums)
@@ -48,7 +49,10 @@ def write_view(view: View, out: Path, options: Options) -> Summary:
 
 
 def _compare_checksums(view: View, names: tuple[str, ...], checksums: dict[str, str]) -> None:
-    """Raises ValueError if a tensor that is written in the recorded type differs from the recorded checksum."""
+    """Compare checksums with the record.
+
+    Raises ValueError if a tensor in the recorded type differs from the record.
+    """
     for name in names:
         entry = view.layout.tensors.get(name)
         if entry is None or entry.dtype != view.tensors[name].dtype or entry.checksum == checksums[name]:
@@ -57,7 +61,7 @@ def _compare_checksums(view: View, names: tuple[str, ...], checksums: dict[str, 
 
 
 def _write_the_rest(work: Path, view: View) -> None:
-    """Write config, tokenizer, generation config, and the index of a folder with an index."""
+    """Write config, tokenizer and generation config, and the index of a folder with an index."""
     copy_side_files(view.side, work)
     add_generation_keys(work, view.generation)
     outside = {*view.layout.passthrough, *view.frozen}

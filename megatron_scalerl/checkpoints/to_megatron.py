@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a Megatron `torch_dist` checkpoint that opens under any parallel layout."""
+"""Converts a Hugging Face folder to a Megatron `torch_dist` checkpoint that opens under any parallel layout."""
 
 import io
 import json
@@ -46,11 +46,12 @@ from megatron_scalerl.models.family import Family, Rule
 from megatron_scalerl.record import record
 
 CHUNK_BYTES = 128 << 20
-"""Larger parameters are split into chunks of whole rows: the stock load holds a chunk at a time."""
+"""Larger parameters are split into chunks of whole rows, since the stock load holds a whole chunk in memory."""
 _MIN_FILE_BYTES = 32 << 20
 _MAX_FILE_BYTES = 1 << 30
 _MIN_FILES = 16
-"""Files of a checkpoint, fewer if a file would be below _MIN_FILE_BYTES: ranks read files at the same time."""
+"""Fewest files of a checkpoint, unless a file would be below _MIN_FILE_BYTES: ranks read several files at the same
+time."""
 _FORMAT = dict(
     sharded_backend="torch_dist", sharded_backend_version=1, common_backend="torch", common_backend_version=1
 )
@@ -63,16 +64,16 @@ class Unit:
     tensors: tuple[Assembly, ...]
     parameters: tuple[tuple[Assembly, Address], ...]
     copies: tuple[tuple[Assembly, str], ...]
-    """(copy, name of the unit's tensor that the copy has to equal)."""
+    """Pairs of (copy, name of the unit's tensor that the copy has to equal)."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes to write."""
+        """Number of bytes to write."""
         return sum(assembly.nbytes for assembly in self.tensors)
 
 
 def to_megatron(hf_path: Path, out: Path, options: Options | None = None) -> Summary:
-    """Convert a Hugging Face folder. This needs memory for a few bands of a tensor, however large the model.
+    """Convert a Hugging Face folder, in memory for a few bands of a tensor, however large the model is.
 
     Raises ValueError, and leaves nothing at `out`, for an invalid folder, a full disk, an existing `out`, weights
     that are not finite, and a comparison that fails.
@@ -148,7 +149,7 @@ def _write_units(
 
 
 def _grouped(units: Iterable[Unit], limit: int) -> Iterator[list[Unit]]:
-    """The units in order, in groups of at most `limit` bytes; a larger unit is alone."""
+    """Yield the units in order, in groups of at most `limit` bytes. A larger unit is a group of its own."""
     group: list[Unit] = []
     for unit in units:
         if group and sum(member.nbytes for member in group) + unit.nbytes > limit:
@@ -182,7 +183,7 @@ def _write_parameter(
     step = max(1, CHUNK_BYTES // parameter.row_bytes)
     for start in range(0, parameter.shape[0], step):
         stop = min(start + step, parameter.shape[0])
-        # A chunk has one layer and one expert: length 1 on the leading axes.
+        # A chunk belongs to one layer and one expert, so the leading axes have length 1.
         shape = (*(1 for _ in address.offset), stop - start, *inner_shape)
         offset = torch.Size((*address.offset, start, *(0 for _ in inner_shape)))
         first_byte = file.tell()
@@ -192,13 +193,13 @@ def _write_parameter(
 
 
 def _write_metadata(folder: Path, file: str, metadata: Metadata, extra_states: Iterable[str]) -> None:
-    """Write .metadata, metadata.json, common.pt and `file`, which all the empty objects share."""
+    """Write .metadata, metadata.json, common.pt and `file`. All the empty objects share `file`."""
     content = _saved([None])
     write_durably(folder / file, content)
     for key in extra_states:
         metadata.state_dict_metadata[key] = BytesStorageMetadata()
         metadata.storage_data[MetadataIndex(key)] = _StorageInfo(file, 0, len(content))
-    # metadata.json last: for a reader a folder without metadata.json is no checkpoint.
+    # metadata.json is written last, since a folder without metadata.json is no checkpoint for a reader.
     write_durably(folder / COMMON, _saved({}))
     write_durably(folder / METADATA, pickle.dumps(metadata))
     write_durably(folder / FORMAT_FILE, json.dumps(_FORMAT).encode())

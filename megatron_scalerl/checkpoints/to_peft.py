@@ -1,4 +1,5 @@
-"""The adapters of a run's checkpoint as a PEFT folder, or merged into the weights of the base policy."""
+"""Converts the adapters of a run's checkpoint to a PEFT folder, or merges them into the weights of the base
+policy."""
 
 import json
 from collections import Counter
@@ -27,7 +28,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 @record
 class Adapted:
-    """The policy whose adapters a run trains: fields of policy and policy.lora in the run's recipe."""
+    """The policy whose adapters a run trains. The fields are those of policy and policy.lora in the run's recipe."""
 
     path: str
     dtype: str
@@ -37,7 +38,7 @@ class Adapted:
 
 
 def to_peft(checkpoint: Path, out: Path, policy: Adapted) -> None:
-    """Write the adapters as a PEFT folder. Raises ValueError like `to_hf.to_hf`."""
+    """Write the adapters as a PEFT folder. Raises ValueError as `to_hf.to_hf` does."""
     _, tensors, chunks = _adapters(checkpoint, family_of_folder(policy.path), policy)
     modules = {name.partition(".lora_")[0].rpartition(".")[2] for name in tensors}
     config = {
@@ -46,7 +47,7 @@ def to_peft(checkpoint: Path, out: Path, policy: Adapted) -> None:
         "base_model_name_or_path": policy.path,
         "r": policy.rank,
         "lora_alpha": policy.alpha,
-        # Mixtral's experts have other names
+        # Mixtral's experts have other module names than the targets.
         "target_modules": policy.targets if modules == {*policy.targets} else sorted(modules),
         "lora_dropout": 0.0,
         "bias": "none",
@@ -60,7 +61,7 @@ def to_peft(checkpoint: Path, out: Path, policy: Adapted) -> None:
 
 
 def to_merged(checkpoint: Path, out: Path, policy: Adapted) -> None:
-    """Write the policy with W + alpha / rank B A in place of W. Raises ValueError like `to_hf.to_hf`."""
+    """Write the policy with W + alpha / rank B A in place of W. Raises ValueError as `to_hf.to_hf` does."""
     family = family_of_folder(policy.path)
     adapters, tensors, chunks = _adapters(checkpoint, family, policy)
     factors = {}
@@ -74,7 +75,8 @@ def to_merged(checkpoint: Path, out: Path, policy: Adapted) -> None:
             pieces.setdefault(piece.hf_name, []).append((piece, b, factors[f"{projection}_A"]))
     view = _base(policy, family)
 
-    @lru_cache(maxsize=1)  # each band of a tensor asks for the whole tensor
+    # Each band of a tensor asks for the whole tensor, so the last result is kept.
+    @lru_cache(maxsize=1)
     def merged_bits(name: str) -> np.ndarray:
         weight = view.tensors[name]
         values = _values(weight, view.sources)
@@ -91,7 +93,7 @@ def to_merged(checkpoint: Path, out: Path, policy: Adapted) -> None:
 
 
 def _adapters(checkpoint: Path, family: Family, policy: Adapted) -> tuple[Family, dict[str, Assembly], Sources]:
-    """(weight map of the adapters, the adapters' tensors by PEFT's names, the chunks of all tensors)"""
+    """(weight map of the adapters, the adapters' tensors by PEFT's names, the chunks of all tensors)."""
     adapters = adapter_family(family, rank=policy.rank, targets=policy.targets)
     shapes = {rule.megatron: parameter_shape(rule) for rule in adapters.rules}
     stored = stored_parameters(checkpoint, adapters, shapes)
@@ -100,7 +102,7 @@ def _adapters(checkpoint: Path, family: Family, policy: Adapted) -> tuple[Family
 
 
 def _base(policy: Adapted, family: Family) -> View:
-    """The weights beside which the adapters were trained, in policy.dtype."""
+    """The weights beside which the adapters were trained, converted to policy.dtype."""
     path = Path(policy.path)
     dtype = HF_NAMES[policy.dtype]
     folder = open_folder(path)
@@ -118,7 +120,7 @@ def _base(policy: Adapted, family: Family) -> View:
 
 
 def _projections(family: Family) -> Iterator[tuple[Piece, str, slice]]:
-    """(piece of a weight, Megatron's name of the adapter without _A and _B, the piece's rows of B)"""
+    """Yield (piece of a weight, Megatron's name of the adapter without _A and _B, the piece's rows of B)."""
     for rule in family.rules:
         linear, projections = projections_of(rule)
         if not projections:
@@ -135,13 +137,13 @@ def _projections(family: Family) -> Iterator[tuple[Piece, str, slice]]:
 
 
 def _values(tensor: Assembly, chunks: Sources) -> np.ndarray:
-    """[the tensor's shape] float32, a copy."""
+    """The values of a tensor as float32 in the tensor's shape; a copy."""
     bits = cast(band(tensor, chunks, 0, tensor.rows), tensor.dtype, "F32")
     return bits.view(np.float32).reshape(tensor.shape).copy()
 
 
 def _merged_tensor(tensor: Assembly) -> Assembly:
-    """The tensor as a single part, from the merged weights."""
+    """The tensor as an assembly of a single part, which comes from the merged weights."""
     height, width = matrix_shape(tensor.shape)
     part = Part(row=0, column=0, height=height, width=width, origin="merged", source=tensor.name, index=())
     return replace(tensor, source_dtype=tensor.dtype, parts=(part,))

@@ -1,4 +1,4 @@
-"""A tensor in `torch.save`'s format, band by band: a zip archive with uncompressed bits.
+"""Writes a tensor in `torch.save`'s format, band by band: a zip archive with uncompressed bits.
 
 The files of a distributed checkpoint are such archives, one after another. Each archive holds the CRC-32 of the bits,
 where any zip tool finds the sum.
@@ -20,15 +20,15 @@ from megatron_scalerl.checkpoints.assembly import BITS, TORCH_NAMES
 _STORAGES = {"F32": torch.FloatStorage, "BF16": torch.BFloat16Storage, "F16": torch.HalfStorage}
 _ALIGNMENT = 64
 _LOCAL_HEADER = 30
-"""Bytes of an entry's own header, without name and extra field."""
+"""Bytes of the header that precedes an entry's content, without name and extra field."""
 _PADDING = b"FB"
-"""torch's tag of the extra field that pads to the alignment."""
+"""Tag with which torch marks the extra field that pads to the alignment."""
 _LIMIT = (1 << 32) - (1 << 20)
-"""Bytes that fit in an archive without the 64-bit extension."""
+"""Most bytes of an archive without the 64-bit extension."""
 
 
 class _Appended:
-    """The end of a file, for zipfile: a file whose offsets begin at 0."""
+    """The end of a file, presented to zipfile as a file whose offsets start at 0."""
 
     def __init__(self, file: IO[bytes]):
         self.write = file.write
@@ -56,7 +56,7 @@ def append_tensor(file: IO[bytes], dtype: str, shape: Sequence[int], bands: Iter
         archive.writestr(zipfile.ZipInfo("archive/byteorder"), "little")
         entry = zipfile.ZipInfo("archive/data/0")
         entry.file_size = size
-        # Aligned in the file, so that a mapping can be viewed in the tensor's type.
+        # The content is aligned in the file, so that a mapping can be viewed in the tensor's type.
         padding = -(file.tell() + _LOCAL_HEADER + len(entry.filename) + 4) % _ALIGNMENT
         entry.extra = _PADDING + struct.pack("<H", padding) + b"Z" * padding
         with archive.open(entry, "w") as data:
@@ -69,10 +69,10 @@ def append_tensor(file: IO[bytes], dtype: str, shape: Sequence[int], bands: Iter
 
 def _pickled(dtype: str, shape: Sequence[int]) -> bytes:
     stream = io.BytesIO()
-    # torch.save's protocol and persistent ids for storages: torch.load accepts no other form.
+    # torch.load accepts only torch.save's protocol and persistent ids for storages.
     pickler = pickle.Pickler(stream, protocol=2)
     ids = {torch.TypedStorage: ("storage", _STORAGES[dtype], "0", "cpu", prod(shape))}
     pickler.persistent_id = lambda value: ids.get(type(value))  # type: ignore[method-assign]
-    # Nobody touches the tensor's memory, so that the system does not provide pages.
+    # The tensor's memory is never touched, so the system provides no pages for it.
     pickler.dump(torch.empty(tuple(shape), dtype=getattr(torch, TORCH_NAMES[dtype])))
     return stream.getvalue()

@@ -1,4 +1,4 @@
-"""Compares two checkpoints, of either kind, tensor by tensor and bit by bit."""
+"""Compares two checkpoints of either kind, tensor by tensor and bit by bit."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from megatron_scalerl.processes.logs import listed
 
 
 def verify(first: Path, second: Path, options: Options | None = None) -> Summary:
-    """Compare two folders. With `options.dtype` both are compared in that type.
+    """Compare two folders; with `options.dtype`, in that type.
 
     Raises ValueError listing the tensors that are missing, have another type or shape, or differ in a bit.
     """
@@ -23,7 +23,7 @@ def verify(first: Path, second: Path, options: Options | None = None) -> Summary
 
 
 def compare(first: View, second: View, options: Options) -> int:
-    """Compare two opened checkpoints, as `verify` does; returns the number of bytes that were compared."""
+    """Compare two opened checkpoints as `verify` does, and return the number of compared bytes."""
     for view, peer in ((first, second), (second, first)):
         missing_names = [name for name in view.tensors if name not in peer.tensors]
         if missing_names:
@@ -58,7 +58,7 @@ def _equal(first_tensor: Assembly, second_tensor: Assembly, first: View, second:
     step = band_rows(first_tensor)
     for start in range(0, first_tensor.rows, step):
         stop = min(first_tensor.rows, start + step)
-        # Bits are compared, not values: NaN equals NaN, and 0.0 is not -0.0.
+        # Bits are compared, not values: a NaN equals a NaN with the same bits, and 0.0 differs from -0.0.
         if not np.array_equal(
             band(first_tensor, first.sources, start, stop), band(second_tensor, second.sources, start, stop)
         ):

@@ -1,8 +1,8 @@
-"""A checkpoint of either kind as Hugging Face tensors in files: the view that is exported and compared.
+"""A checkpoint of either kind, seen as Hugging Face tensors in files. This view is exported and compared.
 
 `conversion.json` in both kinds of result records every tensor with a checksum, and the layout of the Hugging Face
-folder. Checksums are xxh3_64 of a tensor's bytes in Hugging Face's orientation, the same on both sides; the way back
-compares checksums.
+folder. Checksums are xxh3_64 of a tensor's bytes in Hugging Face's orientation, so both sides have the same
+checksums. The way back compares checksums.
 """
 
 import json
@@ -28,13 +28,13 @@ from megatron_scalerl.models.family import Family
 from megatron_scalerl.record import record
 
 SIDE_FOLDER = "hugging_face"
-"""Folder of a Megatron checkpoint with config, tokenizer and tensors outside the policy."""
+"""Folder inside a Megatron checkpoint with config, tokenizer and tensors outside the policy."""
 PASSTHROUGH_FILE = "carried.safetensors"
-"""Tensors outside the policy, in the side folder."""
+"""File in the side folder with the tensors outside the policy."""
 
 
 class TensorRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor in conversion.json."""
+    """What conversion.json records of one tensor."""
 
     dtype: str
     """safetensors' name of the type."""
@@ -49,19 +49,19 @@ class ConversionRecord(msgspec.Struct, frozen=True, kw_only=True):
     checksum: Literal["xxh3_64"] = "xxh3_64"
     tensors: Mapping[str, TensorRecord]
     shards: tuple[Shard, ...]
-    """Files of the Hugging Face folder."""
+    """Safetensors files of the Hugging Face folder."""
     index_metadata: Mapping[str, Any] | None
     """Metadata of the folder's index; None for a folder without an index."""
     copies: Mapping[str, str]
     """Name of a copy -> name of the original tensor."""
     passthrough: tuple[str, ...] = msgspec.field(name="carried")
-    """Tensors outside the policy."""
+    """Names of the tensors outside the policy."""
 
 
 def write_record(
     folder: Path, layout: ConversionRecord, tensors: Mapping[str, Assembly], checksums: Mapping[str, str]
 ) -> None:
-    """Write conversion.json of `layout` with these tensors."""
+    """Write conversion.json with the layout of `layout`, these tensors and these checksums."""
     records = {n: TensorRecord(dtype=t.dtype, shape=t.shape, checksum=checksums[n]) for n, t in tensors.items()}
     content = msgspec.to_builtins(msgspec.structs.replace(layout, tensors=records))
     write_durably(folder / CONVERSION_FILE, (json.dumps(content, indent=1) + "\n").encode())
@@ -118,13 +118,13 @@ class View:
     side: Path
     """Folder with the config, the tokenizer and so on."""
     generation: Mapping[str, Any] = field(default_factory=dict)
-    """Keys that generation_config.json must have."""
+    """Keys and values that generation_config.json must have."""
     frozen: frozenset[str] = frozenset()
-    """Tensors whose type no option changes (`Family.frozen`)."""
+    """Names of tensors whose type no option changes (`Family.frozen`)."""
 
 
 def open_view(path: Path) -> View:
-    """The view of a checkpoint of either kind. Raises ValueError for anything else."""
+    """Open a checkpoint of either kind as a view. Raises ValueError for anything else."""
     if (path / FORMAT_FILE).is_file():
         return megatron_view(path)
     return folder_view(open_folder(path))
@@ -146,10 +146,10 @@ def folder_view(folder: HfFolder) -> View:
 
 
 def megatron_view(path: Path, *, like: Path | None = None, dtype: str | None = None) -> View:
-    """The view of a Megatron checkpoint that we wrote or, with `like`, of any other.
+    """The view of a Megatron checkpoint that we wrote or, with `like`, of any other Megatron checkpoint.
 
     like: a Hugging Face folder with the config, the tokenizer and the tensors that the checkpoint lacks. Raises
-    ValueError if the checkpoint is incomplete, does not fit the config, or has neither config nor `like`.
+    ValueError if the checkpoint is incomplete, does not fit the config, or has no config and `like` is not given.
     """
     if like is None:
         side = path / SIDE_FOLDER
@@ -159,7 +159,8 @@ def megatron_view(path: Path, *, like: Path | None = None, dtype: str | None = N
         family = family_of(policy_config(side), layout.tensors)
     else:
         side = like
-        config = policy_config(side)  # first, as the message is plainer than open_folder's
+        # The config is checked first, as the message is plainer than that of open_folder.
+        config = policy_config(side)
         outer = open_folder(side)
         family = family_of(config, outer.tensors)
         layout = layout_of(outer, family)

@@ -1,7 +1,8 @@
-"""A family's rules as assemblies: parameters out of Hugging Face tensors, and Hugging Face tensors out of parameters.
+"""A family's rules as assemblies, in both directions: parameters from Hugging Face tensors, and tensors from
+parameters.
 
 Nothing in this module is specific to a family. A rule's pieces for a tensor-parallel group of 1 describe the whole
-parameter. Checkpoints hold whole parameters, whatever the layout of a load.
+parameter. Checkpoints hold whole parameters, whatever the layout of a load is.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,11 +19,11 @@ from megatron_scalerl.processes.logs import listed
 
 
 def other_tensors(folder: HfFolder, family: Family) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The folder's tensors outside the weight map; tensors of the weight map are checked.
+    """The folder's tensors outside the weight map. The tensors of the weight map are checked.
 
-    Returns (copy -> original tensor, as in some folders with tied embeddings; tensors outside the policy, copied
-    unchanged). Raises ValueError for tensors that are missing or unknown (all are listed), and for a tensor whose
-    shape or type does not match the config.
+    Returns (copies, passthrough). copies: name of a copy -> original tensor, as in some folders with tied embeddings.
+    passthrough: tensors outside the policy, which are copied unchanged. Raises ValueError for tensors that are
+    missing or unknown (all are listed), and for a tensor whose shape or type does not match the config.
     """
     policy = {name: tuple(shape) for rule in family.rules for name, shape in rule.hf_shapes.items()}
     missing_names = [name for name in policy if name not in folder.tensors]
@@ -69,7 +70,7 @@ def check_weights(path: str | Path) -> None:
 
 
 def parameter_shape(rule: Rule) -> tuple[int, ...]:
-    """Full shape of a rule's parameter, without leading axes and padding."""
+    """Full shape of a rule's parameter, without leading axes and without padding."""
     pieces = rule.pieces(0, 1)
     shape = list(_dims(rule, pieces[0]))
     shape[pieces[0].axis] = max(piece.stop for piece in pieces)
@@ -77,7 +78,7 @@ def parameter_shape(rule: Rule) -> tuple[int, ...]:
 
 
 def _dims(rule: Rule, piece: Piece) -> tuple[int, ...]:
-    """Shape of a piece in Megatron's orientation."""
+    """Shape of a piece in the orientation that Megatron stores."""
     full = rule.hf_shapes[piece.hf_name]
     dims = tuple(len(range(n)[i]) for i, n in zip(piece.hf_index, full) if isinstance(i, slice))
     if piece.transposed:
@@ -86,7 +87,7 @@ def _dims(rule: Rule, piece: Piece) -> tuple[int, ...]:
 
 
 def parameter_assembly(rule: Rule, source_dtype: str, dtype: str) -> Assembly:
-    """A rule's parameter, assembled from Hugging Face tensors."""
+    """How a rule's parameter is assembled from Hugging Face tensors."""
     parts = []
     for piece in rule.pieces(0, 1):
         height, width = matrix_shape(_dims(rule, piece))
@@ -109,7 +110,7 @@ def parameter_assembly(rule: Rule, source_dtype: str, dtype: str) -> Assembly:
 def tensor_assemblies(
     family: Family, stored: Mapping[str, StoredParameter], dtype: str | None, path: str
 ) -> dict[str, Assembly]:
-    """Every Hugging Face tensor, assembled from the checkpoint's chunks; in `dtype`, or in the stored type."""
+    """How every Hugging Face tensor is assembled from the checkpoint's chunks, in `dtype` or in the stored type."""
     parts: dict[str, list[Part]] = {}
     dtypes: dict[str, set[str]] = {}
     shapes = {}
@@ -141,14 +142,14 @@ def _assembly(name: str, dtype: str, source: str, shape: tuple[int, ...], parts:
 
 
 def only_dtype(dtypes: set[str], head: str) -> str:
-    """The type of all parts of a tensor. head: begin of the error. Raises ValueError for a mixture."""
+    """The one type of all parts of a tensor. head: start of the error message. Raises ValueError for a mixture."""
     if len(dtypes) > 1:
         raise ValueError(f"{head}: its parts have different types: {', '.join(sorted(dtypes))}")
     return next(iter(dtypes))
 
 
 def folder_assembly(folder: HfFolder, name: str, dtype: str | None = None) -> Assembly:
-    """A tensor of a folder in `dtype`, or in the stored type."""
+    """A tensor of a folder as an assembly, in `dtype` or in the stored type."""
     tensor = folder.tensors[name]
     height, width = matrix_shape(tensor.shape)
     part = Part(row=0, column=0, height=height, width=width, origin="hugging_face", source=name, index=())
@@ -157,14 +158,14 @@ def folder_assembly(folder: HfFolder, name: str, dtype: str | None = None) -> As
 
 
 def _start(piece: Piece) -> tuple[int, int]:
-    """(row, column) of a piece in the parameter."""
+    """(row, column) at which a piece starts in the parameter."""
     if piece.axis == 0:
         return piece.start, 0
     return 0, piece.start
 
 
 def _part_of_tensor(rule: Rule, piece: Piece) -> Part:
-    """The rectangle of a piece in the Hugging Face tensor, seen as a matrix."""
+    """The rectangle of a piece in the Hugging Face tensor, when the tensor is seen as a matrix."""
     shape = rule.hf_shapes[piece.hf_name]
     ranges = []
     for index, size in zip(piece.hf_index, shape):
@@ -176,7 +177,8 @@ def _part_of_tensor(rule: Rule, piece: Piece) -> Part:
     *outer, columns = ranges
     row = 0
     height = 1
-    # All axes but the last are the matrix's rows, contiguous if at most the innermost axis has several elements.
+    # All axes but the last form the matrix's rows. The rows are contiguous if at most the innermost of these axes has
+    # more than one selected element.
     for rows, size in zip(outer, shape):
         assert len(rows) == 1 or height == 1, f"{piece.hf_name}: the piece is not a rectangle"
         row = row * size + rows.start
@@ -206,7 +208,7 @@ def _split_by_chunks(rule: Rule, piece: Piece, piece_part: Part, stored: StoredP
     row, column = _start(piece)
     parts = []
     for number, chunk in enumerate(stored.chunks):
-        # A vector is a matrix of one column.
+        # A vector counts as a matrix with one column.
         chunk_row, chunk_column = (*chunk.offset[lead:], 0)[:2]
         chunk_height, chunk_width = (*chunk.shape[lead:], 1)[:2]
         rows = range(max(row, chunk_row), min(row + height, chunk_row + chunk_height))
@@ -220,7 +222,8 @@ def _split_by_chunks(rule: Rule, piece: Piece, piece_part: Part, stored: StoredP
         down = rows.start - row
         right = columns.start - column
         size = (len(rows), len(columns))
-        if piece_part.transposed:  # rows of the parameter are columns of the tensor
+        # The rows of the parameter are the columns of the tensor.
+        if piece_part.transposed:
             down, right = right, down
             size = size[::-1]
         parts.append(

@@ -25,7 +25,7 @@ _ABSENT = object()
 
 
 def install(*, without: Collection[str] = ()) -> None:
-    """Install all patches except the patches in `without` (for tests); a second call does nothing.
+    """Install all patches but those in `without`, which is for tests. A second call does nothing.
 
     Raises ValueError if a GPU is visible.
     """
@@ -47,11 +47,14 @@ WITHOUT_TE = (
     "adamw_step_of_loaded_state",
     "adamw_step_per_parameter",
 )
-"""Patches for bugs of Megatron-Core that occur on any device without Transformer Engine."""
+"""Names of the patches for bugs of Megatron-Core that occur on every device without Transformer Engine."""
 
 
 def install_without_te() -> None:
-    """Install WITHOUT_TE, for GPUs without Transformer Engine; the patches of AdamW only for PyTorch's AdamW."""
+    """Install the patches of WITHOUT_TE on GPUs without Transformer Engine.
+
+    The patches of AdamW are only for PyTorch's AdamW.
+    """
     if _undo:
         return
     torch_adamw = _core("optimizer").USING_PYTORCH_OPTIMIZER
@@ -61,7 +64,7 @@ def install_without_te() -> None:
 
 
 def uninstall() -> None:
-    """Restore upstream's code."""
+    """Take all patches back, so that upstream's code runs."""
     while _undo:
         owner, name, original = _undo.pop()
         if original is _ABSENT:
@@ -76,7 +79,7 @@ def _patch(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
-    """Set owner.name and record the previous value."""
+    """Set owner.name, and record the previous value for `uninstall`."""
     _undo.append((owner, name, vars(owner).get(name, _ABSENT)))
     setattr(owner, name, value)
 
@@ -86,7 +89,7 @@ def _core(name: str) -> ModuleType:
 
 
 class _Overriding(ModuleType):
-    """A module as a single upstream file sees that module: some attributes are replaced."""
+    """A module as one upstream file sees the module: some attributes are replaced."""
 
     def __init__(self, module: ModuleType, **overrides: Any):
         super().__init__(module.__name__)
@@ -109,7 +112,7 @@ def _factory_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 @_patch
 def current_device() -> None:
-    """`torch.cuda.current_device()` is the CPU, where about forty buffers are then allocated.
+    """`torch.cuda.current_device()` returns the CPU, where upstream then allocates about forty buffers.
 
     models/common/embeddings/rotary_pos_embedding.py:78,162; utils.py:715; tensor_parallel/mappings.py:95,
     145,152,185,447; tensor_parallel/layers.py:647; transformer/moe/router.py:98,184,193;
@@ -143,12 +146,13 @@ LITERAL_FILES = (
     "dist_checkpointing.strategies.state_dict_saver",  # 204
     "dist_checkpointing.exchange_utils",  # 103, 109, 329
 )
-"""Upstream files with device="cuda" literals, which a replaced `torch` maps to the CPU."""
+"""Upstream files with device="cuda" literals. These files get a replaced `torch` that maps the literals to the
+CPU."""
 
 
 @_patch
 def device_literal() -> None:
-    """`device="cuda"` literals mean the CPU in LITERAL_FILES, and nowhere else."""
+    """`device="cuda"` literals mean the CPU in LITERAL_FILES, and only there."""
     names = ("tensor", "zeros", "ones", "empty", "full", "empty_like")
     proxy = _Overriding(torch, **{name: _factory_on_cpu(getattr(torch, name)) for name in names})
     for name in LITERAL_FILES:
@@ -167,7 +171,7 @@ def cuda_method() -> None:
 
 @_patch
 def type_name() -> None:
-    """`Tensor.type()` is "torch.cuda.FloatTensor": upstream groups parameters by that string.
+    """`Tensor.type()` returns "torch.cuda.FloatTensor", the string by which upstream groups parameters.
 
     optimizer/distrib_optimizer.py:401,466,758; optimizer/optimizer.py:1009,1028; optimizer/clip_grads.py:174
     """
@@ -191,7 +195,7 @@ def synchronize() -> None:
 
 
 class _Stream:
-    """A stream that is always idle, with events that are always complete."""
+    """A stream that is always idle, whose events are always complete."""
 
     def wait_stream(self, stream: "_Stream") -> None:
         pass
@@ -205,14 +209,14 @@ class _Stream:
 
 STREAM_FILES = (
     "transformer.moe.token_dispatcher",  # 469, 922-946: the all-to-all's side stream
-    "distributed.param_and_grad_buffer",  # 632: gradients of CUDA graphs are waited for, there are none
+    "distributed.param_and_grad_buffer",  # 632: waits for the gradients of CUDA graphs, of which there are none
 )
-"""Upstream files that use CUDA streams without a condition."""
+"""Upstream files that use CUDA streams unconditionally."""
 
 
 @_patch
 def streams() -> None:
-    """Streams are idle in STREAM_FILES."""
+    """CUDA streams are always idle in STREAM_FILES."""
     idle = _Stream()
     cuda = _Overriding(
         torch.cuda,
@@ -227,16 +231,20 @@ def streams() -> None:
 
 @_patch
 def router_gemm() -> None:
-    """The router's fp32 product is torch's: Transformer Engine's takes TF32, whatever torch's settings are.
+    """The router's fp32 product is torch's, since Transformer Engine's product uses TF32 whatever torch's settings
+    are.
 
-    transformer/moe/moe_utils.py:1326,1359 call an installed Transformer Engine under plain layers, too.
+    transformer/moe/moe_utils.py:1326,1359 call an installed Transformer Engine even under plain layers.
     """
     _set(_core("transformer.moe.moe_utils"), "te_general_gemm", None)
 
 
 @_patch
 def router_not_compiled() -> None:
-    """The router counts tokens without torch.compile, which needs a C++ compiler: transformer/moe/router.py:727."""
+    """The router counts tokens without torch.compile, which would need a C++ compiler.
+
+    transformer/moe/router.py:727
+    """
     router = _core("transformer.moe.router").TopKRouter
     compiled = router._apply_expert_bias
     _set(router, "_apply_expert_bias", getattr(compiled, "_torchdynamo_orig_callable", compiled))
@@ -260,9 +268,9 @@ def split_sizes() -> None:
 
 @_patch
 def uneven_gather() -> None:
-    """`all_gather` of unequal shapes, which gloo lacks, pads first: tensor_parallel/mappings.py:154.
+    """`all_gather` of tensors with unequal shapes pads the tensors first, since gloo requires equal shapes.
 
-    Needed for experts with both tensor and expert parallelism.
+    tensor_parallel/mappings.py:154; needed for experts with both tensor and expert parallelism.
     """
     all_gather = torch.distributed.all_gather
 
@@ -310,10 +318,10 @@ def adamw_state_before_first_step() -> None:
 
 @_patch
 def adamw_step_of_loaded_state() -> None:
-    """Loading a parameter's state keeps the parameter's `step`.
+    """Loading the state of a parameter keeps the parameter's `step`.
 
-    optimizer/distrib_optimizer.py:1225 indexes tensors[key] for every key of the state, but the fully reshardable
-    load (:2389) has dropped `step`: KeyError.
+    optimizer/distrib_optimizer.py:1225 indexes tensors[key] for every key of the state. The fully reshardable load
+    (:2389) has dropped `step`, so the index raises KeyError.
     """
     optimizer_class = _core("optimizer.distrib_optimizer").DistributedOptimizer
     original = optimizer_class._set_main_param_and_optimizer_states
@@ -330,10 +338,10 @@ def adamw_step_of_loaded_state() -> None:
 
 @_patch
 def adamw_step_per_parameter() -> None:
-    """After a load every parameter has a separate `step`, on the parameter's device if AdamW is fused.
+    """After a load every parameter has a `step` tensor of its own, on the parameter's device if AdamW is fused.
 
-    optimizer/distrib_optimizer.py:1024-1032 gives all parameters one shared `step` tensor in host memory, which
-    torch's AdamW then increments once per parameter: the bias correction is silently wrong after a resume.
+    optimizer/distrib_optimizer.py:1024-1032 gives all parameters one shared `step` tensor in host memory. torch's
+    AdamW then increments this tensor once per parameter, and the bias correction is silently wrong after a resume.
     """
     optimizer_class = _core("optimizer.distrib_optimizer").DistributedOptimizer
     original = optimizer_class.load_state_dict

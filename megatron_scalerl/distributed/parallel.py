@@ -29,34 +29,34 @@ class Parallel:
     world_size: int
     tp_rank: int
     tp_size: int
-    """Tensor parallel."""
+    """Size of the tensor-parallel group."""
     pp_rank: int
     pp_size: int
-    """Pipeline parallel."""
+    """Number of pipeline stages."""
     ep_rank: int
     ep_size: int
-    """Expert parallel, over data-parallel ranks."""
+    """Number of ranks that share the experts of a layer; these are data-parallel ranks."""
     etp_rank: int
     etp_size: int
-    """Tensor parallel inside experts."""
+    """Size of the tensor-parallel group inside experts."""
     dp_rank: int
     dp_size: int
-    """Data parallel: ranks with different dp_rank train different micro-batches."""
+    """Number of data-parallel ranks. Ranks with different dp_rank train different micro-batches."""
     cp_rank: int
     cp_size: int
-    """Context parallel."""
+    """Size of the context-parallel group."""
     device: torch.device
     groups: ProcessGroupCollection
     """Megatron's process groups by name: tp, pp, ep, expt_tp, dp, dp_cp, mp ..."""
 
     @property
     def is_last_stage(self) -> bool:
-        """True for the stage with the head, which returns log-probabilities."""
+        """True on the last pipeline stage, which has the head and returns log-probabilities."""
         return self.pp_rank == self.pp_size - 1
 
     @property
     def holds_batch(self) -> bool:
-        """True for the rank of each data-parallel rank that receives batches and passes batches on to the peers."""
+        """True for the first rank of each data-parallel rank, which receives batches and passes them to the peers."""
         return self.tp_rank == self.pp_rank == self.cp_rank == 0
 
 
@@ -71,16 +71,18 @@ def join_world(
     """Join the process group and create the subgroups, on a device that `device.prepare` has prepared.
 
     keywords: arguments of Megatron's initialize_model_parallel. Rank and size come from RANK and WORLD_SIZE. The
-    ranks meet at `rendezvous`; for None the ranks meet at torchrun's MASTER_ADDR and MASTER_PORT. torchrun's store
-    listens on every interface, and the user must protect the network. Without any of the four variables this process
-    is the whole world. Raises ValueError if RANK and WORLD_SIZE are not of a world of `world_size`; RuntimeError
-    if the ranks do not meet.
+    ranks meet at `rendezvous`; with None at torchrun's MASTER_ADDR and MASTER_PORT. torchrun's store listens on every
+    interface, and the user must protect the network. Without any of the four variables this process is the whole
+    world.
+
+    Raises ValueError if RANK and WORLD_SIZE are not of a world of `world_size`; RuntimeError if the ranks do not
+    meet.
     """
     rank = rank_in_world(world_size, rendezvous)
     if not dist.is_initialized():
         _join(rank, world_size, rendezvous, timedelta(seconds=timeout_s))
         device.connect_peers()
-    # Megatron's own groups would time out after 30 minutes, whatever `timeout_s` is.
+    # Megatron's own groups would otherwise time out after 30 minutes, whatever `timeout_s` is.
     minutes = max(1, math.ceil(timeout_s / 60))
     parallel_state.initialize_model_parallel(**{"distributed_timeout_minutes": minutes, **keywords})
     device.seed_everything(seed)
@@ -89,22 +91,26 @@ def join_world(
 
 
 def shutdown_parallel(*, keep_world: bool = False) -> None:
-    """Leave all process groups, so that `join_world` can be called again; `keep_world`: all but the world's."""
+    """Leave all process groups, so that `join_world` can be called again.
+
+    keep_world: leave all groups but the world's.
+    """
     parallel_state.destroy_model_parallel()
     if not dist.is_initialized():
         return
     if not keep_world:
         dist.destroy_process_group()
         return
-    # Megatron only forgets the groups, and every gloo group that is left wakes a thread a hundred times a second.
+    # Megatron only forgets the groups. Every gloo group that is left wakes a thread a hundred times a second.
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    gc.collect()  # rank objects and groups refer to each other
+    # Rank objects and groups refer to each other, so only the garbage collector frees the groups.
+    gc.collect()
 
 
 def virtual_pipeline_size() -> int | None:
-    """Model chunks per pipeline stage under the interleaved schedule, or None."""
+    """Number of model chunks per pipeline stage under the interleaved schedule; None under another schedule."""
     return parallel_state.get_virtual_pipeline_model_parallel_world_size()
 
 
@@ -138,7 +144,8 @@ def _join(rank: int, world_size: int, rendezvous: Rendezvous | None, timeout: ti
     if rendezvous is not None:
         use_interface(rendezvous)
         store = open_store(rendezvous, "trainer", timeout=timeout)
-    elif "MASTER_ADDR" not in os.environ:  # a world of a single rank; with the variable, torchrun has a store
+    # This is a world of a single rank. With MASTER_ADDR, torchrun has a store.
+    elif "MASTER_ADDR" not in os.environ:
         use_interface(None)
         store = dist.HashStore()
     dist.init_process_group(device.backend(), rank=rank, world_size=world_size, timeout=timeout, store=store)

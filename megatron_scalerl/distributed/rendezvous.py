@@ -38,27 +38,27 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 LOOPBACK = "lo"
-"""Linux's name of the loopback interface."""
+"""Name of the loopback interface on Linux."""
 _ANY_PORT = 9
-"""Port for looking up a route; nothing is sent."""
+"""Port that stands for any port when a route is looked up; nothing is sent."""
 _ANY_ADDRESS = ("", "0.0.0.0", "::")
-"""Wildcards: a socket that is bound to a wildcard listens on all interfaces."""
+"""Wildcard addresses. A socket that is bound to a wildcard listens on all interfaces."""
 
 
 class FolderRendezvous(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Processes of one host meet in files; no port is bound. Produced by `private_folder`."""
+    """The processes of one host meet in files, so no port is bound. Produced by `private_folder`."""
 
     folder: str
-    """Absolute path; owned by this user, mode 0700, new for every start of a run."""
+    """Absolute path of the folder, which is owned by this user, has mode 0700 and is new for every start of a run."""
 
 
 class HostRendezvous(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Processes of several hosts meet at a TCPStore of the trainer's rank 0. Produced by `address_of`."""
+    """The processes of several hosts meet at a TCPStore of the trainer's rank 0. Produced by `address_of`."""
 
     host: str
     """Address of rank 0's interface to which the store is bound."""
     port: int
-    """Chosen by the kernel."""
+    """Port of the store, chosen by the kernel."""
 
 
 Rendezvous = FolderRendezvous | HostRendezvous
@@ -66,12 +66,13 @@ Rendezvous = FolderRendezvous | HostRendezvous
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[FolderRendezvous]:
-    """A new folder for one start of a run, deleted at the end of the block; a kill leaves folder and files behind.
+    """A block with a new folder for one start of a run. The folder is deleted at the end of the block, but not by a
+    kill.
 
     The folder is in the temporary directory (TMPDIR), because not every network file system has the file locks that
     the stores need. A lock keeps systemd-tmpfiles from deleting the folder during a long run.
     """
-    folder = tempfile.mkdtemp(prefix="megatron_scalerl-")  # mode 0700, with a new name
+    folder = tempfile.mkdtemp(prefix="megatron_scalerl-")  # the folder has mode 0700 and a new name
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(lock, fcntl.LOCK_SH)
     try:
@@ -100,13 +101,13 @@ def listen_on(host: str) -> socket.socket:
 
 
 def address_of(listening: socket.socket) -> HostRendezvous:
-    """The address of the store that `serve_store` serves on this socket."""
+    """The address at which `serve_store` serves a store on this socket."""
     host, port = listening.getsockname()[:2]
     return HostRendezvous(host=host, port=port)
 
 
 def serve_store(listening: socket.socket) -> dist.TCPStore:
-    """The store behind a HostRendezvous, on a socket of `listen_on`, served while the object exists."""
+    """Serve the store of a HostRendezvous on a socket of `listen_on`, for as long as the returned object exists."""
     import torch.distributed as dist
 
     address = address_of(listening)
@@ -116,7 +117,7 @@ def serve_store(listening: socket.socket) -> dist.TCPStore:
 
 
 def open_store(rendezvous: Rendezvous, name: str, *, timeout: timedelta) -> dist.Store:
-    """The store of one group; waiting operations time out after `timeout`.
+    """Open the store of one group. Operations that wait time out after `timeout`.
 
     Raises RuntimeError for a folder that another user owns or can access, and for a host that does not answer.
     """
@@ -132,7 +133,7 @@ def open_store(rendezvous: Rendezvous, name: str, *, timeout: timedelta) -> dist
 
 
 def use_interface(rendezvous: Rendezvous | None) -> None:
-    """Make this process's default collectives listen only on the interface to the peers; None: no peers.
+    """Make this process's default collectives listen only on the interface to the peers. None: there are no peers.
 
     Between hosts, a NCCL_SOCKET_IFNAME that the user has set stays. Call before the first group is created.
     """
@@ -143,26 +144,29 @@ def use_interface(rendezvous: Rendezvous | None) -> None:
 
 
 def listen_only_at(interface: str) -> dict[str, str]:
-    """Environment with which gloo and NCCL open ports on this interface only."""
+    """Environment variables with which gloo and NCCL open ports on this interface only."""
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
 
 def gloo_device(rendezvous: Rendezvous) -> Any:
-    """The device of a gloo group that listens only on the interface to the peers."""
+    """The device with which a gloo group listens only on the interface to the peers."""
     import torch.distributed as dist
 
     return dist.ProcessGroupGloo.create_device(interface=interface_of(rendezvous))
 
 
 def interface_of(rendezvous: Rendezvous) -> str:
-    """Name of this host's interface to the other processes. Raises RuntimeError if there is none."""
+    """Name of the interface through which this host reaches the other processes.
+
+    Raises RuntimeError if there is none.
+    """
     if isinstance(rendezvous, FolderRendezvous):
         return LOOPBACK
     import psutil
 
     address = local_address(rendezvous.host)
     for name, entries in psutil.net_if_addrs().items():
-        # an IPv6 entry ends with %INTERFACE
+        # The address of an IPv6 entry ends with %INTERFACE.
         if any(entry.address.split("%")[0] == address for entry in entries):
             return name
     raise RuntimeError(f"rendezvous: no interface has the address {address}, from which {rendezvous.host} is reached")
@@ -171,14 +175,15 @@ def interface_of(rendezvous: Rendezvous) -> str:
 def local_address(host: str) -> str:
     """This host's address on the route to `host`. Raises OSError for a name that cannot be resolved or reached."""
     [(family, kind, *_, address), *_] = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
-    with socket.socket(family, kind) as probe:  # sends nothing: connecting a datagram socket only looks up the route
+    # Connecting a datagram socket only looks up the route, and sends nothing.
+    with socket.socket(family, kind) as probe:
         probe.connect(address)
         return probe.getsockname()[0]
 
 
 def check_private(folder: str) -> None:
     """Raise RuntimeError for a folder that another user owns or can access."""
-    status = os.lstat(folder)  # not stat: another user may have made a link
+    status = os.lstat(folder)  # not stat, since another user may have made a link
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o077:
         raise RuntimeError(

@@ -33,21 +33,21 @@ from zmq.utils.monitor import recv_monitor_message
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_MS = 5_000
-"""Interval of ZeroMQ's heartbeats (milliseconds). ZeroMQ's I/O thread sends heartbeats during a long step, too: a
-heartbeat shows that a process lives, not that the process's event loop goes on."""
+"""Interval of ZeroMQ's heartbeats (milliseconds). ZeroMQ's I/O thread sends heartbeats even during a long step. So a
+heartbeat shows that a process lives, but not that the process's event loop goes on."""
 HEARTBEAT_TIMEOUT_MS = 60_000
 """Silence after which a peer counts as disconnected (milliseconds). A closed connection is noticed at once."""
 MAX_QUEUED = 16
-"""Messages that may wait in the controller's socket, per peer and direction: there is one command at a time."""
+"""Most messages that wait in the controller's socket, per peer and direction. There is one command at a time."""
 
 GREETING_S = 60.0
-"""Seconds in which the controller answers a Hello."""
+"""Seconds in which the controller must answer a Hello."""
 LEAVE_S = 10.0
-"""Seconds to deliver the last message to the controller."""
+"""Seconds in which the last message to the controller must be delivered."""
 EXIT_ORPHAN = 3
 """Exit code of a peer whose controller disconnected."""
 EXIT_REFUSED = 4
-"""Exit code of a peer that the controller refused, or did not answer."""
+"""Exit code of a peer that the controller refused, or that got no answer."""
 LOCAL = "127.0.0.1"
 
 _ZAP_DOMAIN = b"megatron_scalerl"
@@ -56,18 +56,18 @@ Buffer = bytes | memoryview
 
 
 class Message(msgspec.Struct, tag=True, frozen=True):
-    """A message, which carries the name of the class."""
+    """A message. The encoded form carries the name of the class."""
 
 
 class Hello(Message, frozen=True):
-    """Peer to controller: first message. Each kind of peer adds a rank or a name."""
+    """The first message, from peer to controller. Each kind of peer adds a rank or a name."""
 
     run_id: str
     incarnation: str
-    """Identifies the start of the controller that started the peer, or that the peer wants to join."""
+    """The start of the controller that started the peer, or that the peer wants to join."""
 
     def objection(self, run_id: str, incarnation: str) -> str | None:
-        """The reason why the peer does not belong to this start of the controller, or None."""
+        """Why the peer does not belong to this start of the controller; None if the peer belongs to it."""
         if self.run_id != run_id:
             return f"its run id is {self.run_id}, and this controller's is {run_id}"
         if self.incarnation != incarnation:
@@ -76,17 +76,20 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Controller to peer: accepted."""
+    """Message from controller to peer: the peer is accepted."""
 
 
 class Refused(Message, frozen=True):
-    """Controller to peer: exit, for this reason."""
+    """Message from controller to peer: exit, for this reason."""
 
     reason: str
 
 
 class Ping(Message, frozen=True):
-    """Controller to peer: no operation; a Ping that can be sent shows that the peer is still connected."""
+    """Message from controller to peer without any effect.
+
+    A Ping that can be sent shows that the peer is still connected.
+    """
 
 
 class InvalidMessage(RuntimeError):
@@ -98,24 +101,25 @@ class RefusedError(RuntimeError):
 
 
 encode = msgspec.msgpack.encode
-"""A message or a plain value as msgpack."""
+"""Encode a message or a plain value as msgpack."""
 
 
 def decode(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[Buffer | msgspec.Raw]) -> Any:
-    """The message in one frame. Raises InvalidMessage for anything else."""
+    """Decode the message in one frame. Raises InvalidMessage for anything else."""
     if len(frames) != 1:
         raise InvalidMessage(f"a message has one frame, and {len(frames)} have arrived")
     try:
         return decoder.decode(frames[0])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        reason = ascii(str(error))[1:-1][:300]  # the error may quote the message
+        # The error may quote the message, so unprintable characters are escaped and the length is limited.
+        reason = ascii(str(error))[1:-1][:300]
         raise InvalidMessage(
             f"the {len(bytes(frames[0]))} bytes that have arrived are no message ({reason})"
         ) from error
 
 
 class Purpose(enum.StrEnum):
-    """The purpose of one of the controller's sockets; keys are derived for each purpose."""
+    """What one of the controller's sockets is for. Each purpose has keys of its own."""
 
     TRAINER = "trainer"
     """The peers are the trainer's ranks."""
@@ -124,16 +128,16 @@ class Purpose(enum.StrEnum):
 
 
 class Side(enum.StrEnum):
-    """The end of a connection."""
+    """One of the two ends of a connection."""
 
     CONTROLLER = "controller"
     PEER = "peer"
 
 
 class CurveAuthenticator(AsyncioAuthenticator):
-    """Admits clients with the peers' key to the server sockets of one context; needs a running event loop.
+    """Admits clients that hold the peers' key to the server sockets of one context. Needs a running event loop.
 
-    libzmq asks the authenticator about every connection, and refuses the connection without an answer.
+    libzmq asks the authenticator about every connection, and refuses a connection if there is no answer.
     """
 
     def __init__(self, context: zmq.Context, secret: str, purpose: Purpose):
@@ -142,12 +146,12 @@ class CurveAuthenticator(AsyncioAuthenticator):
         self.configure_curve_callback(_ZAP_DOMAIN.decode(), credentials_provider=self)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client with this public key (Z85) is admitted."""
+        """Whether to admit a client with this public key (Z85)."""
         return hmac.compare_digest(key, self._public)
 
 
 def secure_server(socket: zmq.Socket, secret: str, purpose: Purpose) -> None:
-    """Make `socket` the CURVE server of the run, with heartbeats; call before bind.
+    """Make `socket` the CURVE server of the run, with heartbeats. Call before bind.
 
     The socket's context must have a running CurveAuthenticator. Raises ValueError for an empty secret.
     """
@@ -159,25 +163,26 @@ def secure_server(socket: zmq.Socket, secret: str, purpose: Purpose) -> None:
 
 
 def secure_client(socket: zmq.Socket, secret: str, purpose: Purpose) -> None:
-    """Make `socket` a CURVE client of the run, with heartbeats; call before connect.
+    """Make `socket` a CURVE client of the run, with heartbeats. Call before connect.
 
     Raises ValueError for an empty secret.
     """
     socket.curve_serverkey = _keys(secret, purpose, Side.CONTROLLER)[0]
     socket.curve_publickey, socket.curve_secretkey = _keys(secret, purpose, Side.PEER)
     _keep_alive(socket)
-    # The controller is the only peer. Pings wait until a step is done, and a socket with a full queue would not
-    # read heartbeats either: ZeroMQ would take the controller for disconnected.
+    # The queue is unlimited, as the controller is the only peer. Pings wait until a step is done. A socket with a
+    # full queue would not read heartbeats either, and ZeroMQ would take the controller for disconnected.
     socket.setsockopt(zmq.RCVHWM, 0)
 
 
 def controller_key(secret: str, purpose: Purpose) -> str:
-    """The controller's public key (hexadecimal), by which a peer knows the secret of one start of the controller."""
+    """The controller's public key (hexadecimal), which tells a peer whether a secret is that of one start of the
+    controller."""
     return z85.decode(_keys(secret, purpose, Side.CONTROLLER)[0]).hex()
 
 
 def _keys(secret: str, purpose: Purpose, side: Side) -> tuple[bytes, bytes]:
-    """Public and private key (Z85) of one side, the same for the same secret and purpose."""
+    """Public and private key (Z85) of one side. The same secret and purpose always give the same keys."""
     if not secret:
         raise ValueError("secret: it is empty")
     label = f"megatron_scalerl {purpose} {side}".encode()
@@ -200,15 +205,16 @@ class ControllerSocket:
     """
 
     def __init__(self, secret: str, purpose: Purpose, *, address: str = LOCAL, longest: int = -1):
-        """address: of this host; the port is a free one. longest: bytes of a peer's message, -1: any.
+        """Create the socket. Raises ValueError for an address that is not this host's.
 
-        Raises ValueError for an address that is not this host's.
+        address: an address of this host; the port is any free one. longest: most bytes of a peer's message; -1: no
+        limit.
         """
         self._context = zmq.asyncio.Context()
         self.authenticator = CurveAuthenticator(self._context, secret, purpose)
         self.authenticator.start()
         self._socket = self._context.socket(zmq.ROUTER)
-        # Without this option, ZeroMQ drops messages to a lost peer silently, and `send` could not tell.
+        # Without this option ZeroMQ silently drops messages to a lost peer, and `send` could not tell.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, longest)
         self._socket.setsockopt(zmq.IPV6, int(":" in address))
@@ -227,18 +233,19 @@ class ControllerSocket:
         return self._socket.closed
 
     async def poll(self, milliseconds: int) -> bool:
-        """Whether a message arrives within this time."""
+        """Wait for a message for so long; returns whether a message has arrived."""
         return bool(await self._socket.poll(milliseconds))
 
     async def read(self) -> tuple[bytes, list[bytes]]:
-        """ZeroMQ's identity of a sender, and the frames of the sender's message."""
+        """Read one message: ZeroMQ's identity of the sender, and the message's frames."""
         sender, *frames = await self._socket.recv_multipart()
         return sender, frames
 
     async def send(self, peer: bytes, *frames: Buffer, wait: bool = True) -> bool:
-        """Send a message, not copied; False if the peer is not connected.
+        """Send a message without copying it; returns False if the peer is not connected.
 
-        wait: for room in the peer's queue. Without waiting, a message for which there is no room is not sent.
+        wait: whether to wait for room in the peer's queue. Without waiting, a message is not sent if there is no
+        room.
         """
         try:
             await self._socket.send_multipart([peer, *frames], flags=0 if wait else zmq.DONTWAIT, copy=False)
@@ -255,7 +262,7 @@ class ControllerSocket:
         return await self.send(peer, encode(Ping()), wait=False)
 
     def close(self) -> None:
-        """Close the connections; peers that have not left exit."""
+        """Close all connections. Peers that have not left then exit."""
         if not self._socket.closed:
             self.authenticator.stop()
             self._context.destroy(linger=0)
@@ -265,7 +272,7 @@ class ControllerLink:
     """A peer's end of the connection to the controller: `greet`, send and receive, `leave`, `exit`."""
 
     def __init__(self, endpoint: str, secret: str, purpose: Purpose, decoded: Callable[[Sequence[Buffer]], Any]):
-        """decoded: the controller's message in these frames, or InvalidMessage."""
+        """decoded: a function that decodes the frames of the controller's message, and raises InvalidMessage."""
         self.endpoint = endpoint
         self._decoded = decoded
         self._context = zmq.Context()
@@ -277,9 +284,10 @@ class ControllerLink:
         self._leaving = threading.Event()
 
     def greet(self, hello: Any, within_s: float) -> Any:
-        """Send Hello; the controller's answer. Raises RefusedError for a refusal, and if no answer arrives in time.
+        """Send Hello, and return the controller's answer. Raises RefusedError for a refusal, and if no answer arrives
+        in time.
 
-        From the answer on, this process exits with EXIT_ORPHAN when the controller disconnects, or heartbeats end,
+        From the answer on, this process exits with EXIT_ORPHAN when the controller disconnects or heartbeats end,
         whatever this process does meanwhile.
         """
         self.send(hello)
@@ -293,19 +301,22 @@ class ControllerLink:
         return answer
 
     def send(self, message: Any) -> None:
-        """Queue a message."""
+        """Queue a message to the controller."""
         self.socket.send(encode(message))
 
     def receive(self) -> tuple[Any, list[memoryview]]:
-        """The next message and all frames, not copied. Raises InvalidMessage, and RefusedError."""
+        """Wait for the next message, and return the message with all frames, which are not copied.
+
+        Raises InvalidMessage and RefusedError.
+        """
         message = None
-        while message is None:  # a Ping
+        while message is None:  # the message was a Ping
             frames = [frame.buffer for frame in self.socket.recv_multipart(copy=False)]
             message = self.understood(frames)
         return message, frames
 
     def understood(self, frames: Sequence[Buffer]) -> Any:
-        """The message in these frames, None for a Ping. Raises InvalidMessage, and RefusedError."""
+        """Decode the message in these frames; None for a Ping. Raises InvalidMessage and RefusedError."""
         message = self._decoded(frames)
         if isinstance(message, Refused):
             raise RefusedError(f"the controller at {self.endpoint} refused this process: {message.reason}")
@@ -314,7 +325,7 @@ class ControllerLink:
         return message
 
     def leave(self) -> None:
-        """Allow the controller to disconnect from now on: this process is about to exit."""
+        """Let the controller disconnect from now on, because this process is about to exit."""
         self._leaving.set()
 
     def abandon(self) -> None:
@@ -324,8 +335,9 @@ class ControllerLink:
     def exit(self, status: int) -> NoReturn:
         """End the process without the interpreter's cleanup, after messages to the controller are delivered.
 
-        Destructors of process groups wait: for peers inside a collective, and with NCCL for a GPU that may never
-        answer. Threads of gloo's groups abort the process while Python ends (`processes.child_process.end_with`).
+        Destructors of process groups would wait: for peers inside a collective, and with NCCL for a GPU that may
+        never answer. Threads of gloo's groups would abort the process while Python ends
+        (`processes.child_process.end_with`).
         """
         self.leave()
         self.socket.close(linger=int(LEAVE_S * 1000))
@@ -335,8 +347,8 @@ class ControllerLink:
         os._exit(status)
 
     def _exit_on_disconnect(self) -> None:
-        # In a separate thread, because the main thread computes for minutes without reading the socket.
-        # A connection that broke before the handshake was tried again, and counts for nothing.
+        # A separate thread watches the connection, because the main thread computes for minutes without reading the
+        # socket. A connection that breaks before the handshake is tried again, and does not count as lost.
         connected = False
         with contextlib.suppress(zmq.ContextTerminated):
             event = None

@@ -28,11 +28,11 @@ REFUSED = "refused: "
 MISSING_LOGPROB = -9999.0
 """vLLM's placeholder for a log-probability that is missing, NaN or -inf."""
 NO_LOGPROBS = "no_logprobs"
-"""`CompletionLost.reason` of a completion with such a token."""
+"""`CompletionLost.reason` of a completion in which a sampled token has the log-probability MISSING_LOGPROB."""
 LARGEST_LOGPROB = 1e-3
-"""A log-probability is at most 0, up to rounding in float32 (nats)."""
+"""The largest accepted log-probability (nats): 0, with room for rounding in float32."""
 _VERSION_DIGITS = 18
-"""Digits of the longest policy version, which is then below 2**63."""
+"""Most digits of a policy version, so that every version is below 2**63."""
 
 
 class EngineError(RuntimeError):
@@ -45,24 +45,24 @@ class EngineLost(EngineError):
 
 @record
 class EngineInfo:
-    """An engine's configuration and weights, as reported by the workers."""
+    """The configuration and the weights of an engine, as the engine's workers report them."""
 
     vocab_size: int
     """Rows of the logits."""
     dtype: str
-    """Configured dtype of the weights: float32, bfloat16."""
+    """Configured type of the weights: float32 or bfloat16."""
     head_dtype: str
     """Precision of the logit projection, measured on the logits of a probe, not read from a setting."""
     logprobs_mode: str
     max_model_len: int
-    """Longest prompt and completion together (tokens)."""
+    """Most tokens of a prompt and its completion together."""
     pid: int
     world_size: int
-    """Workers: tensor x pipeline x data parallel."""
+    """Number of workers: the product of tensor, pipeline and data parallelism."""
     weight_version: str
     """Label of the weights in use."""
     weight_digests: tuple[str, ...]
-    """Digests of the bytes that each worker received in the last update, empty before the first."""
+    """Digest of the bytes that each worker received in the last update, empty before the first update."""
     attention_temperature: bool | None = None
     """Whether layers without RoPE scale their queries by position; None where the policy has no such layers."""
 
@@ -87,7 +87,7 @@ class EngineProgress:
 
     cores: tuple[CoreProgress, ...]
     dead: bool
-    """True if the server knows that a core has exited."""
+    """True if the server has noticed that a core exited."""
 
     @property
     def tokens(self) -> int:
@@ -123,7 +123,10 @@ class _Answer(msgspec.Struct):
 
 
 def decode(content: bytes, kind: type[T], source: str) -> T:
-    """JSON as `kind`. source: engine and path, for the message. Raises EngineError for anything else."""
+    """Decode JSON as `kind`. Raises EngineError for any other content.
+
+    source: engine and path, for the message.
+    """
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
@@ -131,7 +134,7 @@ def decode(content: bytes, kind: type[T], source: str) -> T:
 
 
 def convert(value: Any, kind: type[T], source: str) -> T:
-    """Decoded JSON as `kind`. source: engine and path. Raises EngineError."""
+    """Convert decoded JSON to `kind`. source: engine and path, for the message. Raises EngineError."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.MsgspecError as err:
@@ -143,8 +146,9 @@ def convert(value: Any, kind: type[T], source: str) -> T:
 def completion(content: bytes, *, plan: Plan | None, seed: int, source: str) -> RolloutArrays:
     """The completion in the response to a generation request.
 
-    plan: the request's interruption plan, None for none. seed: the request's sampling seed. source: engine and path.
-    Raises EngineError, and CompletionLost (`no_logprobs`) if a sampled token has no log-probability.
+    plan: the request's interruption plan, None for a request without a plan. seed: the request's sampling seed.
+    source: engine and path, for the message. Raises EngineError, and CompletionLost (`no_logprobs`) if a sampled
+    token has no log-probability.
     """
     answer = decode(content, _Answer, source)
     if len(answer.choices) != 1:
@@ -153,9 +157,9 @@ def completion(content: bytes, *, plan: Plan | None, seed: int, source: str) -> 
 
 
 def prompt_logprobs(content: bytes, token_ids: Sequence[int], source: str) -> tuple[float, ...]:
-    """[T - 1] log-probs (nats) of token_ids[1:] in the response to a scoring request. Raises EngineError.
+    """[T - 1] the log-probs (nats) of token_ids[1:], read from the response to a scoring request. Raises EngineError.
 
-    token_ids: [T] the prompt. source: engine and path.
+    token_ids: [T] the prompt. source: engine and path, for the message.
     """
     rows = decode(content, _Answer, source).prompt_logprobs or []
     if len(rows) != len(token_ids):
@@ -170,7 +174,7 @@ def prompt_logprobs(content: bytes, token_ids: Sequence[int], source: str) -> tu
 
 
 def arrays_of(choice: _Choice, *, plan: Plan | None, seed: int, source: str) -> RolloutArrays:
-    """The completion in a choice of a response; arguments and errors as for `completion`."""
+    """The completion in one choice of a response. The further arguments and the errors are those of `completion`."""
     tokens = np.array(choice.token_ids, dtype=np.uint32)
     length = kept_length = len(tokens)
     if choice.finish_reason not in ("stop", "length"):
@@ -214,13 +218,13 @@ def arrays_of(choice: _Choice, *, plan: Plan | None, seed: int, source: str) -> 
 
 
 def _values(tokens: Sequence[_Token]) -> np.ndarray:
-    """[T] float64 log-probs, NaN for a missing log-prob."""
-    return np.array([token.logprob for token in tokens], dtype=np.float64)  # None becomes NaN
+    """[T] float64 the log-probs of the tokens, NaN for a missing log-prob."""
+    return np.array([token.logprob for token in tokens], dtype=np.float64)  # numpy turns None into NaN
 
 
 def _first_unusable(values: np.ndarray) -> int | None:
-    """Index of the first of `values` [T] that is no log-probability, None without one."""
-    usable = (values > MISSING_LOGPROB) & (values <= LARGEST_LOGPROB)  # NaN fails both
+    """Index of the first of `values` [T] that is no log-probability; None if all are log-probabilities."""
+    usable = (values > MISSING_LOGPROB) & (values <= LARGEST_LOGPROB)  # NaN fails both comparisons
     return None if usable.all() else int(np.argmin(usable))
 
 
@@ -229,10 +233,14 @@ def _unusable(token: _Token) -> str:
 
 
 def _expert_choices(encoded: str, source: str) -> ExpertChoices:
-    """vLLM's base64 .npy array, [P + T - 1, L, K]. Raises EngineError for any other content."""
+    """Decode vLLM's base64 .npy array [P + T - 1, L, K] of expert choices.
+
+    Raises EngineError for any other content.
+    """
     try:
         array = np.lib.format.read_array(io.BytesIO(b64decode(encoded, validate=True)), allow_pickle=False)
-    except Exception as err:  # a header is a Python literal: parsing a broken literal raises almost anything
+    except Exception as err:
+        # The array's header is a Python literal, and parsing a broken literal raises almost any error.
         reason = f"{type(err).__name__}: {str(err)[:200]}"
         raise EngineError(f"{source}: routed_experts: the text is not a base64 .npy array ({reason})") from None
     if array.ndim != 3 or array.dtype not in (np.uint8, np.uint16):
@@ -241,7 +249,7 @@ def _expert_choices(encoded: str, source: str) -> ExpertChoices:
         )
     _, layers, topk = array.shape
     width: Literal[1, 2] = 1 if array.dtype == np.uint8 else 2
-    # little-endian whatever the host: the bytes go to other processes and into the journal
+    # The bytes are little-endian on every host, since other processes and the journal get the bytes.
     return ExpertChoices(layers=layers, topk=topk, width=width, data=array.astype(f"<u{width}").tobytes())
 
 

@@ -1,4 +1,4 @@
-"""The TLS certificate of the engines on other hosts: the controller makes a new certificate at every start of a run.
+"""The TLS certificate of engines on other hosts. The controller makes a new certificate at every start of a run.
 
 The certificate is self-signed, and the controller's clients trust no other: whoever answers in the certificate's name
 holds the private key. Host names are not compared: a pinned key says more. The agents receive certificate and key
@@ -17,8 +17,8 @@ from megatron_scalerl.record import record
 
 _BEGIN = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 _END = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
-"""No well-defined end (RFC 5280, 4.1.2.5): a certificate lasts as long as a start of the run, and a clock that jumps
-must not end a certificate."""
+"""The date by which RFC 5280 (4.1.2.5) says "no well-defined end". A certificate lasts as long as a start of the run,
+and a clock that jumps must not end a certificate."""
 
 
 @record
@@ -26,22 +26,23 @@ class Certificate:
     """A certificate and the private key. Produced by `make_certificate`."""
 
     certificate: str
-    """PEM."""
+    """The certificate in PEM."""
     key: str = field(repr=False)
-    """PEM, not encrypted; secret."""
+    """The private key in PEM, not encrypted; secret."""
 
     def trusting(self) -> ssl.SSLContext:
-        """A client's context that accepts this certificate alone."""
+        """A client's TLS context that trusts this certificate alone."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False  # the certificate is pinned
+        # The certificate is pinned, so the host name proves nothing more.
+        context.check_hostname = False
         context.load_verify_locations(cadata=self.certificate)
         return context
 
 
 def make_certificate() -> Certificate:
-    """A new self-signed certificate, which can sign no other."""
-    # only a run on several hosts needs the package
+    """A new self-signed certificate, which cannot sign other certificates."""
+    # The import is here because only a run on several hosts needs the package.
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -69,10 +70,10 @@ def make_certificate() -> Certificate:
 
 @contextlib.contextmanager
 def certificate_arguments(certificate: Certificate | None) -> Iterator[list[str]]:
-    """vLLM's arguments for TLS; an empty list without a certificate.
+    """A block with vLLM's arguments for TLS; an empty list without a certificate.
 
-    The arguments name files that only this user can read, deleted at the end of the block. A server that is up has
-    read the files.
+    The arguments name files that only this user can read. The files are deleted at the end of the block: a server
+    that is up has read the files.
     """
     arguments: list[str] = []
     with private_folder() as folder:

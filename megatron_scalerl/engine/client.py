@@ -40,7 +40,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 SECRET_HEADER = "X-Run-Secret"
-"""Required by every path but /health."""
+"""Header with the run's secret, which every path but /health requires."""
 
 _GENERATE = "/inference/v1/generate"
 
@@ -63,8 +63,8 @@ WHOLE_DISTRIBUTION: dict[str, Any] = {
     "trace_decode_token_ids": None,
     "watermarking": False,
 }
-"""Part of every request: sample from softmax(logits / temperature) and from nothing else, as the trainer computes,
-whatever the defaults of the policy's generation_config.json or of a later vLLM."""
+"""Part of every request: sample from softmax(logits / temperature) alone, as the trainer computes. The defaults of
+the policy's generation_config.json or of a later vLLM then do not count."""
 
 
 @record
@@ -74,35 +74,35 @@ class SamplingSpec:
     max_tokens: int
     """Budget of the whole completion (tokens); a lower limit of the interruption plan takes precedence."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """Sampling temperature; 0 always takes the likeliest token."""
     seed: int = 0
     seeded: bool = True
-    """False: the engine draws from the engine's generator, and `seed` only names the completion
+    """False: the engine draws from a generator of its own, and `seed` only names the completion
     (`options.training_seeds`)."""
     interruption: Plan | None = None
-    """Cut, phrase and answer budget; None: no interruption, `max_tokens` alone."""
+    """Cut, phrase and answer budget. None: nothing is interrupted, and `max_tokens` alone limits the completion."""
     priority: int = 0
-    """Lower is served first."""
+    """A request with a lower number is served first."""
     end_ids: tuple[int, ...] = ()
     """Tokens that end the completion, besides the plan's tokens and the end tokens in the policy's folder."""
     stop: tuple[str, ...] = ()
     """Texts that end the completion. The tokens of such a text are sampled and returned like all tokens."""
     ignore_eos: bool = False
-    """True: generate to the budget whatever is sampled; for measurements."""
+    """True: generate until the budget whatever is sampled, for measurements."""
 
 
 class Decoder(Protocol[T_co]):
     """A parser of completions."""
 
     def slot(self) -> AbstractAsyncContextManager[None]:
-        """A block around the reading and the decoding of a response's body, which bounds the bodies in memory."""
+        """A block in which a response's body is read and decoded. Slots bound the bodies in memory."""
 
     async def decode(self, body: bytes, *, plan: Plan | None, seed: int, where: str) -> tuple[T_co, int]:
-        """(the completion, number of tokens); arguments and errors as for `answers.completion`."""
+        """Decode a body to (completion, number of tokens). Arguments and errors are those of `answers.completion`."""
 
 
 class _DecoderInProcess:
-    """Decodes in this process, which blocks the event loop for up to 30 ms: for checks of single completions."""
+    """Decodes in this process, for checks of single completions: the event loop is blocked for up to 30 ms."""
 
     def slot(self) -> AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
@@ -143,10 +143,11 @@ class EngineClient:
         tls: ssl.SSLContext | None = None,
         adapter: bool = False,
     ):
-        """url: http://host:port, or https://host:port with `tls`, the context that trusts the server's certificate.
+        """Create a client of the engine at `url`: http://host:port, or https://host:port with `tls`.
 
-        name: used in error messages. settings: None for the defaults. adapter: requests are for the policy's adapter,
-        whose updates the engine gets, on the weights of the policy's folder.
+        tls: the context that trusts the server's certificate. name: used in error messages. settings: None for the
+        defaults. adapter: requests are for the policy's adapter, whose updates the engine gets, on the weights of the
+        policy's folder.
         """
         self.url = url.rstrip("/")
         self._tls = tls
@@ -155,13 +156,13 @@ class EngineClient:
         self.in_flight = 0
         """Generations that this client is waiting for."""
         self.ended_generations = 0
-        """Generations that this client waits for no more, in total."""
+        """Number of generations, in total, for which this client has stopped waiting."""
         self.paused = False
         """True from the request to pause until the engine has resumed."""
         self.produced_tokens = 0
         """Tokens that the engine has generated, as of the last progress report."""
         self.received_tokens = 0
-        """Tokens of the completions that this client has received."""
+        """Tokens of all completions that this client has received."""
         self._model = {"model": ADAPTER} if adapter else {}
         self._salt: dict[str, str] = {}
         self._aborted: str | None = None
@@ -185,7 +186,7 @@ class EngineClient:
             self._session = None
 
     def abort(self, reason: str) -> None:
-        """End all requests, present and future, with EngineLost, which names the engine and this reason."""
+        """End all present and future requests with an EngineLost that names the engine and this reason."""
         if self._aborted is None:
             self._aborted = reason
             for limit in self._limits:
@@ -202,7 +203,7 @@ class EngineClient:
     async def generate(
         self, prompt_token_ids: Sequence[int], *, sampling: SamplingSpec, decoder: Decoder[Any] = _IN_PROCESS
     ) -> Any:
-        """A completion as `decoder` returns it, by default as a Rollout that is decoded in this process.
+        """A completion as `decoder` returns it, by default a Rollout that is decoded in this process.
 
         Cancelling the call aborts the request in the engine. Raises CompletionLost for a completion without
         log-probabilities or without a decoder process, EngineError for any other failure and for
@@ -214,13 +215,14 @@ class EngineClient:
             with contextlib.ExitStack() as generating:
                 generating.enter_context(self._generating())
                 async with self._response("POST", _GENERATE, body) as response:
-                    generating.close()  # the engine has finished: what is in the way now is not its fault
+                    # The engine has finished generating, so no later delay counts against the engine.
+                    generating.close()
                     await slot.enter_async_context(decoder.slot())
                     content = await self._content(response)
             return await self._counted(decoder, content, sampling)
 
     async def _counted(self, decoder: Decoder[T], content: bytes, sampling: SamplingSpec) -> T:
-        """Decode; many completions in a row without log-probabilities are an EngineError."""
+        """Decode a completion. Raises EngineError where many completions in a row had no log-probabilities."""
         source = self._source(_GENERATE)
         try:
             decoded, tokens = await decoder.decode(
@@ -246,15 +248,16 @@ class EngineClient:
         with self._generating():
             body = self._salted({"token_ids": token_ids, "sampling_params": params})
             content = await self._request("POST", _GENERATE, body)
-        self.received_tokens += 1  # which the engine has generated for the request
+        # The engine generates one token for a scoring request.
+        self.received_tokens += 1
         return prompt_logprobs(content, token_ids, self._source(_GENERATE))
 
     def _salted(self, body: dict[str, Any]) -> dict[str, Any]:
-        """A request that shares cached prefixes only with requests since the last label."""
+        """The request with the present salt: only requests since the last version label share cached prefixes."""
         return body | self._model | self._salt
 
     async def progress(self) -> EngineProgress:
-        """Token counts of the engine's cores, from the server alone. Raises EngineError."""
+        """Token counts of the engine's cores, which the server keeps without asking the cores. Raises EngineError."""
         progress = decode(await self.get(PROGRESS_PATH), EngineProgress, self._source(PROGRESS_PATH))
         self.produced_tokens = progress.tokens
         return progress
@@ -273,30 +276,34 @@ class EngineClient:
         return convert({**workers[0], **common, "weight_digests": digests}, EngineInfo, source)
 
     async def rpc(self, method: str, *args: str) -> list[Any]:
-        """Call a method of every worker; the workers' answers in rank order. Raises EngineError."""
+        """Call a method of every worker, and return the workers' answers in rank order. Raises EngineError."""
         body = await self.post("/collective_rpc", {"method": method, "args": args})
         if not body:
             return []
         return decode(body, _Results, self._source("/collective_rpc")).results
 
     async def pause(self, *, clear_cache: bool) -> None:
-        """Stop between two steps and keep every request; clear_cache: recompute the requests' KV cache on resume."""
+        """Stop the engine between two steps; every request is kept.
+
+        clear_cache: the engine drops the requests' KV cache, and computes it again after `resume`.
+        """
         self.paused = True
         await self.post("/pause", None, {"mode": "keep", "clear_cache": str(clear_cache).lower()})
 
     async def resume(self) -> None:
-        """Continue after `pause`."""
+        """Let the engine continue after `pause`."""
         await self.post("/resume", None)
         self.paused = False
 
     async def set_version(self, version: int) -> None:
-        """Label the weights that the engine holds with a policy version."""
+        """Label the weights in the engine with a policy version."""
         await self.post("/update_weight_version", {"new_version": str(version)})
         self.note_version(version)
 
     def note_version(self, version: int) -> None:
-        """Note the version that the engine's weights are labeled with."""
-        # a trainer that starts again from a checkpoint comes to the same versions again
+        """Note the version that labels the engine's weights, and change the salt of cached prefixes."""
+        # The salt has a random part, since a trainer that starts again from a checkpoint reaches the same versions
+        # again.
         self._salt = {"cache_salt": f"{version}-{secrets.token_hex(8)}"}
 
     async def get(self, path: str) -> bytes:
@@ -327,14 +334,16 @@ class EngineClient:
     async def _response(
         self, method: str, path: str, body: Any, query: Mapping[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The response to a request, once the header has arrived. `abort` ends the block, too."""
-        if self._aborted is not None:  # closed: the client must not open a session again
+        """A block with the response to a request, entered when the header has arrived. `abort` ends the block as
+        well."""
+        # The client is closed, and must not open a session again.
+        if self._aborted is not None:
             raise EngineLost(f"{self.name}: {self._aborted}")
         data = None if body is None else _encode(body)
         headers = {}
         if path != _GENERATE:
-            # the server drops a connection after an internal error, and the connection's next request would fail:
-            # only generations, which are many, reuse connections
+            # After an internal error the server drops the connection, and the next request on the connection would
+            # fail. So only generations, which are many, reuse connections.
             headers["Connection"] = "close"
         try:
             async with (
@@ -370,13 +379,15 @@ class EngineClient:
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3600, ssl=self._tls or True),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
                 headers={SECRET_HEADER: self.secret, "Content-Type": "application/json"},
-                auto_decompress=False,  # a small response must not become a large one
+                # Decompression could turn a small response into a large one.
+                auto_decompress=False,
             )
         return self._session
 
     @contextlib.asynccontextmanager
     async def _until_aborted(self) -> AsyncIterator[None]:
-        """Raises TimeoutError inside the block when `abort` is called, or was called before."""
+        """A block in which TimeoutError is raised once `abort` is called, and at once if `abort` was called
+        before."""
         async with asyncio.timeout(None if self._aborted is None else 0) as limit:
             self._limits.add(limit)
             try:
@@ -386,7 +397,7 @@ class EngineClient:
 
 
 def _reason(content: bytes) -> str:
-    """The error message in an error response."""
+    """The error message in the body of an error response."""
     try:
         answer = msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,10 +1,10 @@
-"""Forced interruption in vLLM's V2 model runner, whose tokens are on the device only (vLLM 0.32.0, v1/worker/gpu).
+"""Forced interruption in vLLM's V2 model runner, which keeps tokens on the device only (vLLM 0.32.0, v1/worker/gpu).
 
     validate_params (server) --> add_request: a plan enters a slot --> apply_staged_writes: the slot's row is written
-    --> apply, once per step: rows whose thinking ends, and tokens that are forced
+    --> apply, once per step: finds rows whose thinking ends, and forces tokens
 
-The rules of `engine.interruption.Forcing` apply, here to all rows of a batch at once. The host waits for the
-device only where a request enters a slot. vLLM's server process loads the class, too, to validate requests.
+The rules of `engine.interruption.Forcing` apply, here to all rows of a batch at once. The host waits for the device
+only where a request enters a slot. vLLM's server process also loads the class, to validate requests.
 """
 
 from typing import Any, ClassVar
@@ -20,11 +20,14 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import (
 from megatron_scalerl.engine.interruption import Plan
 
 _CUT, _ANSWER_BUDGET, _WHOLE_BUDGET, _ANSWER_START, _BUDGET_END = range(5)
-"""Columns of the slots' table. A cut of -1: the request in this slot has no plan."""
+"""Columns of the table of slots. A cut of -1 means that the request in the slot has no plan."""
 
 
 class ForcedTokens(LogitsProcessor):
-    """The requests' plans by slot. All requests of an engine share phrase, closing tag and end token."""
+    """Forces the tokens of the requests' plans, slot by slot.
+
+    All requests of an engine share phrase, closing tag and end token.
+    """
 
     _words: ClassVar[tuple[Any, ...] | None] = None
 
@@ -38,7 +41,10 @@ class ForcedTokens(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raises ValueError for an invalid plan or a plan with other tokens; the server responds with 400."""
+        """Check the plan of a request; the server answers an error with status 400.
+
+        Raises ValueError for an invalid plan, and for other tokens than an earlier plan's.
+        """
         plan = Plan.from_extra_args(sampling_params.extra_args)
         if plan is not None:
             words = _words(plan)
@@ -47,13 +53,16 @@ class ForcedTokens(LogitsProcessor):
                 raise ValueError("extra_args: this engine has forced another phrase, closing tag or end token before")
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """Take the plan of the request that enters slot `req_idx`."""
+        """Keep the plan of the request that enters slot `req_idx`; returns whether the request has a plan."""
         plan = Plan.from_extra_args(sampling_params.extra_args)
         self._new_plans[req_idx] = plan
         return plan is not None
 
     def apply_staged_writes(self) -> None:
-        """Write the new slots' rows. A request that was preempted brings the tokens generated before."""
+        """Write the table's rows of newly filled slots.
+
+        A request that was preempted has tokens already, which decide where its thinking ended.
+        """
         if not self._new_plans:
             return
         rows = []
@@ -99,16 +108,20 @@ class ForcedTokens(LogitsProcessor):
         self._tag = self._tag.to(device)
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        """logits: [rows, vocabulary]; in a row whose next token is forced, every other token becomes -inf."""
+        """Leave only the forced token in each row whose next token is forced: all other logits become -inf.
+
+        logits: [rows, vocabulary].
+        """
         if not self._planned.intersection(ctx.idx_mapping_np.tolist()):
             return logits
         slots = ctx.expanded_idx_mapping.long()
         row = self._table[slots]
         cut = row[:, _CUT]
         start = row[:, _ANSWER_START]
-        length = ctx.pos + 1 - self._states.prompt_len.gpu[slots]  # of the completion so far, [rows]
+        # [rows] tokens of each completion so far.
+        length = ctx.pos + 1 - self._states.prompt_len.gpu[slots]
         width = len(self._tag)
-        # a completion shorter than the tag has no such positions: `length >= width` rules clamped positions out
+        # Positions before the completion are clamped; the condition `length >= width` discards their result.
         positions = ctx.pos[:, None] + torch.arange(1 - width, 1, device=logits.device)
         last = self._states.all_token_ids.gpu[slots[:, None], positions.clamp(min=0)].long()
         closed = self._tag[torch.arange(width, device=logits.device), last].all(dim=1)

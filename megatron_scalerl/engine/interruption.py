@@ -30,16 +30,19 @@ _EXTRA_ARG = "msrl_interruption"
 
 
 def draw_cut(seed: int, group_id: int, index: int, lower_bound: int, upper_bound: int) -> int:
-    """The cut of a completion, uniform between the bounds (tokens, inclusive): a function of the arguments alone."""
+    """The cut of a completion (tokens), uniform between the bounds, both included.
+
+    Equal arguments give an equal cut.
+    """
     return random.Random(f"cut/{seed}/{group_id}/{index}").randint(lower_bound, upper_bound)
 
 
 @record
 class Plan:
-    """The tokens that may be forced on a completion."""
+    """The tokens that may be forced on one completion, and where."""
 
     cut: int
-    """Thinking tokens after which the phrase is forced, at least 1."""
+    """Number of thinking tokens after which the phrase is forced, at least 1."""
     phrase_ids: tuple[int, ...]
     """Tokens of the phrase, which ends with the closing tag."""
     think_end_ids: tuple[int, ...]
@@ -49,15 +52,15 @@ class Plan:
     think_end_last: frozenset[int] = frozenset()
     """Tokens accepted in place of the tag's last token."""
     answer_budget: int
-    """Tokens after a forced end of thinking, including an end of sequence by the policy."""
+    """Most tokens after a forced end of thinking, the policy's end of sequence included."""
     whole_budget: int | None = None
-    """Tokens of a completion whose thinking ended naturally, thinking included; at least `cut + answer_budget`.
-    None: `answer_budget` after the tag, as after a forced end."""
+    """Most tokens of a completion whose thinking ended naturally, thinking included; at least `cut + answer_budget`.
+    None: `answer_budget` tokens after the tag, as after a forced end."""
     eos_id: int
     """The token that ends a sequence."""
 
     def __post_init__(self) -> None:
-        # The recipe and `plan_ids` have refused mistakes of a user.
+        # A user's mistakes were refused by the recipe and `plan_ids`, so these conditions hold.
         assert self.cut >= 1 and self.answer_budget >= 1, self
         assert self.ends_thinking(self.phrase_ids, len(self.phrase_ids)), self
 
@@ -66,14 +69,14 @@ class Plan:
         return _closes(tokens, end, self.think_end_ids, self.think_end_first, self.think_end_last)
 
     def thinking_end(self, tokens: np.ndarray) -> int | None:
-        """Index after the first closing tag in `tokens` [T], None without one."""
+        """Index after the first closing tag in `tokens` [T]; None if there is no tag."""
         ends = np.flatnonzero(np.isin(tokens, (self.think_end_ids[-1], *self.think_end_last))) + 1
         return next((end for end in ends.tolist() if self.ends_thinking(tokens, end)), None)
 
     def budget_end(self, answer_start: int, *, forced: bool) -> int:
-        """Index of the forced end of sequence.
+        """Index at which the end of sequence is forced.
 
-        answer_start: index of the first token after thinking. forced: the phrase ended thinking.
+        answer_start: index of the first token after thinking. forced: whether the phrase ended thinking.
         """
         if forced or self.whole_budget is None:
             return answer_start + self.answer_budget
@@ -81,9 +84,9 @@ class Plan:
 
     @property
     def max_tokens(self) -> int:
-        """Longest completion this plan allows, the forced end of sequence included.
+        """Most tokens of a completion under this plan, the forced end of sequence included.
 
-        `Recipe.longest_sequence` bounds it for all plans of a run.
+        `Recipe.longest_sequence` bounds this number for all plans of a run.
         """
         interrupted = self.cut + len(self.phrase_ids) + self.answer_budget
         return max(interrupted, self.whole_budget or 0) + 1
@@ -94,7 +97,10 @@ class Plan:
 
     @classmethod
     def from_extra_args(cls, extra: dict[str, Any] | None) -> "Plan | None":
-        """The plan in a request's extra arguments, None without a plan. Raises ValueError for an invalid plan."""
+        """The plan in a request's extra arguments; None if there is no plan.
+
+        Raises ValueError for an invalid plan.
+        """
         if not extra or _EXTRA_ARG not in extra:
             return None
         try:
@@ -145,7 +151,10 @@ def _closes(
     first: frozenset[int],
     last: frozenset[int],
 ) -> bool:
-    """True if the tag is right before index `end`; `first` and `last` are accepted as outer tokens of the tag."""
+    """Whether the closing tag ends right before index `end`.
+
+    first, last: tokens that are accepted in place of the tag's first and last token.
+    """
     start = end - len(tag_ids)
     if start < 0 or (tokens[end - 1] != tag_ids[-1] and tokens[end - 1] not in last):
         return False
@@ -177,15 +186,15 @@ def tag_variants(tokenizer: Any, think_end_ids: tuple[int, ...]) -> tuple[frozen
 
 
 def _is_mark(piece: str) -> bool:
-    """Whether a piece of a vocabulary has neither letters nor digits."""
+    """Whether a piece of a vocabulary has no letters and no digits."""
     return bool(piece) and not any(character.isalnum() for character in piece)
 
 
 class Forcing:
     """The rules for a growing completion. Call `next_token` before each token is sampled.
 
-    Tokens that were read are not read again, so the list may only grow between two calls. A list that is replaced by
-    an equal or longer list (preemption, pause) is fine.
+    Tokens that were read are not read again, so the list may only grow between two calls. After a preemption or a
+    pause, an equal or longer list may replace the list.
     """
 
     __slots__ = ("_answer_start", "_budget_end", "_read", "plan")
@@ -197,9 +206,9 @@ class Forcing:
         self._budget_end = -1
 
     def next_token(self, tokens: Sequence[int]) -> int | None:
-        """The token that must come next, or None for a sampled token.
+        """The token that is forced next; None if the next token is sampled.
 
-        tokens: [n] the completion so far, sampled and forced.
+        tokens: [n] the completion so far, sampled and forced tokens.
         """
         plan = self.plan
         length = len(tokens)
@@ -229,18 +238,18 @@ class Forcing:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tags:
-    """The forced tokens of a finished completion."""
+    """Which tokens of a finished completion were forced, and how the completion ended."""
 
     loss_mask: np.ndarray
     """[kept_length] bool, False where a token was forced."""
     interrupted: bool
-    """Thinking was cut and the phrase forced."""
+    """Whether thinking was cut and the phrase forced."""
     truncated: bool
-    """A budget ended the completion before the policy did."""
+    """Whether a budget ended the completion before the policy did."""
     answer_start: int | None
-    """Index of the first token after thinking, None if thinking did not end."""
+    """Index of the first token after thinking; None if thinking did not end."""
     kept_length: int
-    """Tokens of the completion without a forced end of sequence."""
+    """Number of the completion's tokens without a forced end of sequence."""
 
 
 def tag(token_ids: Sequence[int] | np.ndarray, plan: Plan) -> Tags:

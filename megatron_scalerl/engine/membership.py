@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineState(enum.StrEnum):
-    """The use of an engine."""
+    """The state of an engine, which says what the engine is used for."""
 
     STARTING = "starting"
     """The engine's server is being started."""
@@ -52,13 +52,13 @@ _ANSWERING = (EngineState.SERVING, EngineState.STALE, EngineState.HELD)
 
 @record
 class Member:
-    """An engine at an epoch."""
+    """The state of one engine at one epoch."""
 
     name: str
-    """engine-N; of a teacher teacher-..., of an engine that joined extra-..."""
+    """Name of the engine: engine-N, teacher-... for a teacher, extra-... for an engine that joined."""
     state: EngineState
     epoch: int
-    """Number of changes of all engines up to this engine's last change."""
+    """Number of state changes of all engines, counted up to this engine's last change."""
     client: EngineClient | None = None
     """Client of the running server; a server that is started again has another client."""
     version: int | None = None
@@ -66,9 +66,9 @@ class Member:
     reason: str = ""
     """Reason of the eviction or loss, in one line."""
     restarts: int = 0
-    """Starts after the first."""
+    """Number of starts after the first start."""
     lost_tokens: int = 0
-    """Tokens that evicted servers of this engine had generated and nobody received, in total."""
+    """Tokens that evicted servers of this engine generated and that no client received, in total."""
     given_up: bool = False
     """True if the engine is not started again."""
     joined: bool = False
@@ -77,11 +77,14 @@ class Member:
     """True for a teacher, which keeps the same weights and takes no rollouts."""
     devices: float = 0
     """Devices that the run holds for the engine; a device shared with the trainer counts half. An engine that joined
-    has devices while present, any other engine until given up and the host is gone."""
+    has devices while present. Any other engine has devices until the engine is given up and the host is gone."""
 
 
 class Membership:
-    """The engines of a run. Every method but `until` and `too_few` returns at once; all run in one event loop."""
+    """The engines of a run. All methods run in one event loop.
+
+    `until`, `evicted` and `too_few` wait; every other method returns at once.
+    """
 
     def __init__(
         self,
@@ -92,14 +95,16 @@ class Membership:
         teachers: Mapping[str, float] | None = None,
         record: Callable[[Member], None] = lambda member: None,
     ):
-        """minimum: fewer engines that are not given up end the run. devices: of each of the `count` engines.
+        """Create the members engine-0 to engine-N, and the teachers, all of which are starting.
 
-        teachers: devices of each teacher, by the engine's name; a teacher that is given up ends the run, too.
-        record: called with every changed member.
+        minimum: the run ends when fewer engines are left. devices: of each of the `count` engines. teachers: devices
+        of each teacher, by the engine's name; a teacher that is given up also ends the run. record: called with every
+        changed member.
         """
         self.epoch = 0
         self.on_devices: Callable[[float], None] = lambda count: None
-        """Called with every new value of `devices`, after the change of the member; must return at once."""
+        """Called with every new value of `devices`, after the member has changed. The function must return at
+        once."""
         self._minimum = minimum
         self._supervised = True
         self._record = record
@@ -113,7 +118,10 @@ class Membership:
 
     @classmethod
     def of(cls, clients: Sequence[EngineClient], *, version: int | None = 0) -> Membership:
-        """Engines that are started elsewhere, and never again: serving `version`, or stale for None."""
+        """Members for engines that were started elsewhere, and that are never started again.
+
+        version: the policy version that the engines serve; None for stale engines.
+        """
         members = cls(len(clients))
         members._supervised = False
         for index, client in enumerate(clients):
@@ -158,13 +166,13 @@ class Membership:
         return sum(member.devices for member in self._members if not member.teacher)
 
     def teacher(self, name: str) -> EngineClient | None:
-        """The teacher's engine of this name, None unless the engine answers."""
+        """The client of the teacher with this name; None unless the teacher answers."""
         return next((m.client for m in self._members if m.name == name and m.state is EngineState.STALE), None)
 
     def add(self, name: str, devices: int) -> int:
-        """An engine that the run did not start joins, and the server is being started; returns the engine's number.
+        """Add an engine that joins and whose server is being started; returns the engine's number.
 
-        An engine that joins again has the same number again. No present engine may have the same name.
+        An engine that joins again gets the earlier number. No present engine may have the same name.
         """
         names = [member.name for member in self._members]
         if name not in names:
@@ -182,22 +190,34 @@ class Membership:
         self._set(index, state=EngineState.STARTING, restarts=restarts, client=None, version=None)
 
     def join(self, index: int, client: EngineClient) -> None:
-        """The server of engine `index` answers through `client`; the engine serves after a weight update."""
+        """Record that the server of engine `index` answers through `client`.
+
+        The engine serves after a weight update.
+        """
         self._set(index, state=EngineState.STALE, client=client, reason="", version=None)
 
     def serve(self, client: EngineClient, version: int) -> None:
-        """An engine holds `version`, which is current. No effect on an engine that was evicted meanwhile."""
+        """Record that an engine holds `version`, the current version.
+
+        No effect on an engine that was evicted meanwhile.
+        """
         if (index := self._find(client)) is not None:
             self._set(index, state=EngineState.SERVING, version=version)
 
     def hold(self, client: EngineClient) -> None:
-        """A serving engine keeps the present version: no new group, no weight update. Requests in flight go on."""
+        """Let a serving engine keep the present version: it gets no new group and no weight update.
+
+        Requests in flight go on.
+        """
         index = self._find(client)
         assert index is not None and self._members[index].state is EngineState.SERVING, client.name
         self._set(index, state=EngineState.HELD)
 
     def release(self, client: EngineClient) -> None:
-        """A held engine takes part in the next weight update. No effect on an engine that was evicted meanwhile."""
+        """Let a held engine take part in the next weight update.
+
+        No effect on an engine that was evicted meanwhile.
+        """
         if (index := self._find(client)) is not None:
             self._set(index, state=EngineState.STALE)
 
@@ -207,7 +227,10 @@ class Membership:
         return 0 if index is None else self._members[index].devices
 
     def evict(self, client: EngineClient, reason: str) -> None:
-        """Abort an engine's requests and let the processes be ended. No effect on an engine already evicted."""
+        """Abort an engine's requests, and mark the engine so that its processes are ended.
+
+        No effect on an engine that is already evicted.
+        """
         if (index := self._find(client)) is None:
             return
         line = _line(reason)
@@ -223,7 +246,11 @@ class Membership:
         )
 
     def lose(self, index: int, reason: str, *, given_up: bool = False, host_gone: bool = False) -> None:
-        """Engine `index` has no process. given_up: no start follows. host_gone: nor are the devices held."""
+        """Record that engine `index` has no process.
+
+        given_up: the engine is not started again. host_gone: the devices of an engine that is given up are not held
+        either.
+        """
         devices = self._members[index].devices
         if self._members[index].joined or (given_up and host_gone):
             devices = 0
@@ -238,17 +265,17 @@ class Membership:
         )
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` holds, which is evaluated now and after each change."""
+        """Wait until `condition` holds. The condition is evaluated now and after each change."""
         while not condition():
             await self._changed.wait()
 
     async def evicted(self, client: EngineClient) -> str:
-        """Wait until this engine is evicted; returns the reason."""
+        """Wait until this engine is evicted, and return the reason."""
         await self.until(lambda: self._find(client) is None)
         return next((m.reason for m in self._members if m.client is client), "evicted")
 
     async def too_few(self) -> None:
-        """Wait until fewer engines than the minimum, or not all teachers, are left, then raise EngineDied."""
+        """Wait until too few engines are left or a teacher is given up, then raise EngineDied."""
         await self.until(lambda: self.left < self._minimum or any(m.teacher and m.given_up for m in self._members))
         if self.left >= self._minimum:
             raise EngineDied(f"algorithm.teachers: a teacher is given up ({self.given_up_because})")
@@ -259,7 +286,7 @@ class Membership:
 
     @property
     def left(self) -> int:
-        """Number of engines that are not given up; an engine that joined counts while present."""
+        """Number of engines that are not given up. An engine that joined counts while present."""
         absent_states = (EngineState.DRAINING, EngineState.LOST)
         started_engines = [m for m in self._members if not (m.joined or m.given_up or m.teacher)]
         joined_engines = [m for m in self._members if m.joined and m.state not in absent_states]
@@ -291,14 +318,15 @@ class Membership:
         member = self._members[index] = replace(member, epoch=self.epoch)
         suffix = f" ({member.reason})" if member.reason else ""
         logger.info("epoch %d: %s is %s%s", self.epoch, member.name, member.state, suffix)
-        # a set event wakes whoever waits now; the next change has an event that is not set
+        # A set event wakes all present waiters; the next change gets a new event, which is not set.
         self._changed.set()
         self._changed = asyncio.Event()
         if member.devices != previous_member.devices:
             self.on_devices(self.devices)
-        self._record(member)  # last: nobody may wait forever where `record` fails
+        # `record` is called last: if `record` fails, nobody waits for this change forever.
+        self._record(member)
 
 
 def _line(reason: str) -> str:
-    """A reason without the end of a log that follows."""
+    """The first line of a reason, without the end of a log that may follow."""
     return (reason.splitlines() or ["no reason is known"])[0].partition(LOG_END)[0]

@@ -11,11 +11,13 @@ from megatron_scalerl.recipe.file import RecipeError
 def check_engine(info: EngineInfo, recipe: Recipe) -> None:
     """Refuse an engine that does not compute like the trainer.
 
-    Raises ValueError with the key that the user can change, EngineError where vLLM does not follow the configuration.
+    Raises ValueError, with the recipe's key, for a difference that the user can change. Raises EngineError where vLLM
+    does not follow the configuration.
     """
     logits = "float32" if recipe.policy.logits == "fp32" else recipe.policy.dtype
     temperature = info.attention_temperature
-    if temperature is not None:  # the engine's policy has such layers
+    # The engine's policy has layers without RoPE, so the trainer's setting is compared.
+    if temperature is not None:
         temperature = attention_temperature(recipe)
     required_len = recipe.longest_sequence(phrase_tokens=0)
     for error, key, trainer, engine in (
@@ -33,12 +35,12 @@ def check_engine(info: EngineInfo, recipe: Recipe) -> None:
 
 
 def logprobs_mode(recipe: Recipe) -> str:
-    """vLLM's name of the log-probs that the engine reports: of the logits, or of the logits over the temperature."""
+    """vLLM's name of the kind of log-probs to report: of the logits, or of the logits divided by the temperature."""
     return "raw_logprobs" if recipe.rollouts.temperature == 1 else "processed_logprobs"
 
 
 def attention_temperature(recipe: Recipe) -> bool | None:
-    """Whether the policy scales the queries of layers without RoPE by position (Llama 4); None for other families."""
+    """Whether the policy scales queries by position in layers without RoPE (Llama 4); None for other families."""
     path = Path(recipe.policy.path) / "config.json"
     if not path.is_file():
         return None

@@ -70,7 +70,7 @@ OURS = {
     "ssl_ciphers": None,
     "enable_ssl_refresh": None,
 }
-"""vLLM options that this package sets -> the recipe key that decides the value (None: fixed)."""
+"""Each vLLM option that this package sets -> the recipe key that decides the value; None for a fixed value."""
 
 _DRAFTS = (
     "proposes tokens with a draft model that gets no weight updates; vLLM does not support forced interruption with "
@@ -84,10 +84,10 @@ _REQUEST = "is set in every request"
 _HOSTS = "spreads an engine over hosts, and its processes listen on loopback alone; take smaller engines, or more"
 
 _ONE_HOST = {"nnodes": 1, "node_rank": 0, "headless": False}
-"""Values of options for several hosts that stand for a single host."""
+"""Values with which options for several hosts mean a single host."""
 
 CHANGES_SAMPLING = {
-    # engine and server options
+    # These are options of engine and server.
     "logits_processors": "changes logits before sampling, which the trainer does not compute",
     "watermark_config": "changes how tokens are sampled without changing the reported log-probs",
     "speculative_config": _DRAFTS,
@@ -98,7 +98,7 @@ CHANGES_SAMPLING = {
     "kv_transfer_config": _STALE,
     "kv_offloading_size": _STALE,
     "kv_offloading_backend": _STALE,
-    # request fields (vllm/sampling_params.py), which are no server options but which users look for here
+    # These are fields of requests (vllm/sampling_params.py), not options of the server, but users look for them here.
     "temperature": "is set by rollouts.temperature",
     "top_p": _NUCLEUS,
     "top_k": _NUCLEUS,
@@ -119,24 +119,24 @@ CHANGES_SAMPLING = {
     "n": _REQUEST,
     "max_tokens": _REQUEST,
     "logprobs": _REQUEST,
-    # no part of sampling
+    # These options have nothing to do with sampling.
     "nnodes": _HOSTS,
     "node_rank": _HOSTS,
     "headless": _HOSTS,
     "data_parallel_address": _HOSTS,
 }
-"""Options that change the sampled token, the end of a completion or the report -> why each option is refused.
+"""Each option that changes the sampled token, the end of a completion or the report -> why the option is refused.
 
-Checked against the sampler and the options of vLLM 0.32, the following have no such effect: max_logprobs (only the
-sampled token's is requested), reasoning_parser, reasoning_config, enable_trace_replay and structured_outputs_config
-(effective for requests that ask for such outputs), use_fp64_gumbel and enable_batch_sharded_sampling (other
-arithmetic of the same sampling)."""
+By vLLM 0.32's sampler and options, these have no such effect: max_logprobs (only the sampled token's is requested),
+reasoning_parser, reasoning_config, enable_trace_replay and structured_outputs_config (effective for requests that ask
+for such outputs), use_fp64_gumbel and enable_batch_sharded_sampling (other arithmetic of the same sampling).
+"""
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's max_lora_rank (vllm/config/lora.py)."""
+"""Values that vLLM accepts for max_lora_rank (vllm/config/lora.py)."""
 
 _PROCESSOR_PLUGINS = "vllm.logits_processors"
-"""Entry points that vLLM loads into every engine unconditionally."""
+"""Group of entry points that vLLM loads into every engine unconditionally."""
 
 CPU_DEFAULTS: dict[str, Any] = {
     "enforce_eager": True,
@@ -148,8 +148,8 @@ would rewind a generator that on CPUs has no offset, and crash the engine (gpu_m
 _bookkeeping_sync). With an explicit KV cache size: by default vLLM takes a share of all memory."""
 
 GPU_DEFAULTS: dict[str, Any] = {"moe_backend": "triton"}
-"""Other backends for mixtures of experts, the default on Blackwell too, rearrange the experts' weights, which updates
-then cannot write in place."""
+"""The Triton backend for mixtures of experts. Other backends, such as the default on Blackwell, rearrange the
+experts' weights, which updates then cannot write in place."""
 
 
 @cache
@@ -194,8 +194,12 @@ def training_seeds(recipe: Recipe) -> bool:
 def check_options(options: dict[str, Any]) -> None:
     """Check the options of `engine.vllm`.
 
-    Raises ValueError for an unknown option, naming the nearest, for an option that this package sets, for a nested
-    option of the wrong type, and for an option or an installed plugin that changes the sampling distribution.
+    Raises ValueError for:
+
+        an unknown option; the error names the nearest known option
+        an option that this package sets
+        a nested option of the wrong type
+        an option, or an installed plugin, that changes the sampling distribution
     """
     for name in ("distributed_executor_backend", "data_parallel_backend"):
         if options.get(name) == "ray":
@@ -240,23 +244,25 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int) -> list[str]:
         "uvicorn_log_level": "warning",
         "disable_uvicorn_access_log": True,
         "disable_fastapi_docs": True,
-        # per-iteration statistics take a seventh of the server's time
+        # Statistics of every iteration would take a seventh of the server's time.
         "disable_log_stats": True,
-        # engines must not draw alike: requests without a seed are sampled from a generator with this seed
+        # A request without a seed is sampled from a generator with this seed, and engines must not draw the same
+        # tokens.
         "seed": 0 if recipe.rollouts.deterministic else secrets.randbits(31),
     }
     options |= recipe.engine.vllm
     if not options["disable_log_stats"]:
-        del options["disable_log_stats"]  # a flag of vLLM without a negative form
-    # the last middleware is the outermost: the user's middleware sees no request without the secret
+        # This flag of vLLM has no negative form.
+        del options["disable_log_stats"]
+    # The last middleware is the outermost, so the user's middleware sees no request without the secret.
     options["middleware"] = [*_as_list(options.get("middleware")), f"{PLUGIN}.SecretMiddleware"]
     options["logits_processors"] = [f"{PLUGIN}:ForcedTokens"]
     head = "float32" if recipe.policy.logits == "fp32" else "model"
     options["hf_overrides"] = {**_overrides(options), "head_dtype": head}
     temperature = attention_temperature(recipe)
     if temperature is not None:
-        # vLLM reads this from the generation config, not from config.json, and else decides by max_model_len
-        # (vllm/model_executor/models/llama4.py, Llama4ForCausalLM.__init__)
+        # vLLM reads this setting from the generation config, not from config.json. Without the setting, vLLM decides
+        # by max_model_len (vllm/model_executor/models/llama4.py, Llama4ForCausalLM.__init__).
         options["override_generation_config"] = {"attn_temperature_tuning": temperature}
     options |= {
         "model": recipe.policy.path,
@@ -264,12 +270,12 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int) -> list[str]:
         "port": port,
         "dtype": recipe.policy.dtype,
         "logprobs_mode": logprobs_mode(recipe),
-        # not the sampling defaults of the policy's generation_config.json
+        # "vllm" means vLLM's sampling defaults, in place of those in the policy's generation_config.json.
         "generation_config": "vllm",
         "weight_transfer_config": {"backend": VLLM_BACKEND},
         "worker_extension_cls": f"{PLUGIN}.WorkerExtension",
-        # for the turns of episodes; every request has the salt of a policy version, or a cached prefix would
-        # outlive the weights that computed the prefix
+        # The turns of an episode share a prefix. Every request has the salt of a policy version, or a cached prefix
+        # would outlive the weights that computed the prefix.
         "enable_prefix_caching": recipe.episodes,
         "scheduling_policy": "priority",
         "enable_scale_out": True,
@@ -289,18 +295,18 @@ def engine_arguments(recipe: Recipe, *, host: str, port: int) -> list[str]:
 
 
 def _adapter_options(lora: LoraSection) -> dict[str, Any]:
-    """A slot for adapters of at least this rank, and an adapter in the slot."""
+    """Options for a slot that takes adapters of at least this rank, and for an adapter in the slot."""
     return {
         "enable_lora": True,
         "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= lora.rank),
         "lora_target_modules": list(lora.targets),
-        # not a path: the plugin loads zeros, which the first update replaces
+        # The value is no path: the plugin loads zeros, which the first update replaces.
         "lora_modules": [f"{ADAPTER}=policy.lora"],
     }
 
 
 def _routing_options() -> dict[str, Any]:
-    """Required by vLLM to report expert choices (vllm/config/vllm.py, _verify_aux_output_compatibility)."""
+    """Options that vLLM needs to report expert choices (vllm/config/vllm.py, _verify_aux_output_compatibility)."""
     if on_cpu():
         raise ValueError(
             "rollouts.routing_replay: the V2 model runner of vLLM for GPUs reports expert choices, and the CPU build "
@@ -310,7 +316,7 @@ def _routing_options() -> dict[str, Any]:
 
 
 def _deterministic_options(user_options: dict[str, Any]) -> dict[str, Any]:
-    """Options for rollouts.deterministic: which requests share a batch must not depend on time."""
+    """Options for rollouts.deterministic, with which the requests that share a batch do not depend on time."""
     for name, expected in {"async_scheduling": False, "data_parallel_size": 1}.items():
         if user_options.get(name, expected) != expected:
             raise ValueError(
@@ -347,7 +353,7 @@ def _argument(name: str, value: Any) -> list[str]:
 
 
 def engine_command(arguments: list[str]) -> list[str]:
-    """The server's whole command line."""
+    """The whole command line of the server."""
     return [sys.executable, "-m", SERVER, *arguments]
 
 
@@ -369,7 +375,7 @@ def engine_environment(
     env = dict(os.environ)
     env |= {
         "VLLM_SERVER_DEV_MODE": "1",
-        # the V2 model runner has another interface for logits processors; only this runner reports expert choices
+        # Only the V2 model runner reports expert choices. Its interface for logits processors is another.
         "VLLM_USE_V2_MODEL_RUNNER": str(int(recipe.rollouts.routing_replay)),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
@@ -382,10 +388,10 @@ def engine_environment(
         "MSRL_ADAPTER": str(int(recipe.adapters_alone)),
     }
     env.setdefault("VLLM_LOGGING_LEVEL", "INFO")
-    # for top-p and top-k, which no request uses, vLLM would compile FlashInfer's kernel at the first start
+    # vLLM would compile FlashInfer's kernel at the first start, for top-p and top-k, which no request uses.
     env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    # an engine is on a single host: vLLM's processes listen for each other on loopback only. A weight group may span
-    # hosts: NCCL has one interface for all of a process's groups, gloo's interface is chosen per group
+    # An engine is on a single host, so vLLM's processes listen for each other on loopback only. A weight group may
+    # span hosts: NCCL has one interface for all groups of a process, gloo's interface is chosen for each group
     # (`distributed.rendezvous.gloo_device`).
     if interface != LOOPBACK:
         interface = os.environ.get("NCCL_SOCKET_IFNAME") or interface
@@ -398,6 +404,6 @@ def engine_environment(
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "MSRL_KEEP_WEIGHTS": "1",
         }
-        # in whole GiB; the variable would silently take precedence over kv_cache_memory_bytes
+        # The variable is in whole GiB, and would silently take precedence over kv_cache_memory_bytes.
         env.pop("VLLM_CPU_KVCACHE_SPACE", None)
     return env

@@ -21,11 +21,11 @@ from megatron_scalerl.engine.membership import Membership
 from megatron_scalerl.processes.child_process import time_limit
 
 _POLL_S = 0.01
-"""Seconds between two polls of the requests that an engine holds: vLLM has no call that waits for requests."""
+"""Seconds between two polls of the requests that an engine holds. vLLM has no call that waits for requests."""
 
 
 class Round:
-    """A round, whose engines are paused."""
+    """One round. Its engines are paused until `go`."""
 
     def __init__(self, engines: Membership, members: Sequence[EngineClient], timeout_s: float):
         self._engines = engines
@@ -38,13 +38,14 @@ class Round:
         return len(self._members)
 
     def engine(self, rank: int) -> EngineClient:
-        """The engine for the work of this rank."""
+        """The engine for the request with this rank."""
         return self._members[rank % len(self._members)]
 
     async def go(self, requests: Sequence[EngineClient]) -> None:
-        """Wait until the engines hold the submitted requests, and resume the engines.
+        """Wait until the engines hold the submitted requests, then resume the engines.
 
-        requests: the engine of each request. An engine that does not get or take the requests is evicted.
+        requests: the engine of each request. An engine that does not receive the requests in time, or fails, is
+        evicted.
         """
         counts = Counter(requests)
         await asyncio.gather(*(self._go(engine, counts[engine]) for engine in self._members))
@@ -67,15 +68,15 @@ class Round:
 
 
 class Rounds:
-    """Begins rounds on the engines of a run."""
+    """Starts rounds on the engines of a run."""
 
     def __init__(self, engines: Membership, *, timeout_s: float):
-        """timeout_s: an engine that has not paused, or not received the requests, after so long is evicted."""
+        """timeout_s: an engine that needs longer to pause, or to receive the requests, is evicted."""
         self._engines = engines
         self._timeout_s = timeout_s
 
     async def begin(self) -> Round:
-        """A round on all engines that are not given up; waits until all serve, and pauses all."""
+        """Start a round: wait until all engines that are not given up serve, and pause these engines."""
         while True:
             await self._engines.until(self._complete)
             members = self._engines.serving
@@ -99,5 +100,5 @@ class Rounds:
 
 
 async def _received(engine: EngineClient) -> int:
-    """Requests that an engine has received and not finished."""
+    """Number of requests that an engine has received and not finished."""
     return sum(core.waiting + core.decoding for core in (await engine.progress()).cores)

@@ -47,7 +47,8 @@ async def _serve(arguments: Namespace, sock: socket.socket) -> None:
     from vllm.utils.system_utils import decorate_logs, set_ulimit
 
     decorate_logs("APIServer", skip_if_decorated=True)
-    signal.signal(signal.SIGTERM, _interrupt)  # until vLLM's server installs a handler
+    # This handler serves until vLLM's server installs another.
+    signal.signal(signal.SIGTERM, _interrupt)
     validate_api_server_args(arguments)
     set_ulimit()
     scheme = "https" if arguments.ssl_certfile else "http"

@@ -35,14 +35,15 @@ from megatron_scalerl.weights.plan import VLLM_BACKEND
 
 def register() -> None:
     """Register our weight-transfer backend with vLLM, and set up this process. Idempotent."""
-    if NAME_VARIABLE in os.environ:  # an engine of a run
+    # Only an engine of a run has this variable.
+    if NAME_VARIABLE in os.environ:
         log_to_stderr("vllm")
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
     if VLLM_BACKEND not in Factory._registry:
         Factory.register_engine(VLLM_BACKEND, "megatron_scalerl.weights.weight_receiver", "WeightReceiver")
     if torch.cpu._is_amx_tile_supported():
-        # vLLM's bfloat16 attention uses AMX tiles without a request to the kernel (illegal instruction)
+        # vLLM's bfloat16 attention uses AMX tiles without asking the kernel, which ends in an illegal instruction.
         torch.cpu._init_amx()
     if os.environ.get("MSRL_KEEP_WEIGHTS") == "1":
         _keep_linear_weights()
@@ -50,8 +51,9 @@ def register() -> None:
         _keep_adapter()
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None and os.environ.get("MSRL_DIE_WITH_PARENT") == "1":
-        # server and forked processes are tied to controller and parent already (`processes.parent_death`); a spawned
-        # core or worker is tied here, to the fork server if a fork server started the process
+        # The server and forked processes already die with controller and parent (`processes.parent_death`). A spawned
+        # core or worker is tied here: to the fork server where a fork server started the process, otherwise to the
+        # parent.
         forkserver = multiprocessing.get_start_method(allow_none=True) == "forkserver"
         die_with_parent(os.getppid() if forkserver else parent.pid)
 
@@ -70,7 +72,7 @@ def _keep_linear_weights() -> None:
 
 
 def _keep_adapter() -> None:
-    """Begin with an adapter of zeros, kept where updates write (`weights.adapter_slot`). Idempotent.
+    """Start with an adapter of zeros that stays where updates write (`weights.adapter_slot`). Idempotent.
 
     vLLM 0.32.0 loads an adapter from a path alone. Every weight update removes the adapter (gpu_worker.py,
     finish_weight_update), and the next batch would load the adapter again.
@@ -100,7 +102,8 @@ class SecretMiddleware:
         elif not self._is_allowed(scope):
             await _refuse(scope["type"], send)
         elif scope["type"] == "http" and scope["path"] == PROGRESS_PATH:
-            from megatron_scalerl.engine.vllm_progress import progress  # in the server process only
+            # Only the server process imports this module.
+            from megatron_scalerl.engine.vllm_progress import progress
 
             await _answer(send, 200, progress(scope["app"].state.engine_client))
         else:
@@ -127,7 +130,7 @@ async def _answer(send: Any, status: int, content: Any) -> None:
 
 
 def _reporting(send: Any) -> Any:
-    """`send`, writing one byte to MSRL_READY_FD once start-up is complete."""
+    """`send`, wrapped so that one byte goes to MSRL_READY_FD once start-up is complete."""
 
     async def reporting(message: dict[str, Any]) -> None:
         await send(message)
@@ -140,7 +143,7 @@ def _reporting(send: Any) -> Any:
 
 
 class ForcedTokens(LogitsProcessor):
-    """Forced interruption on vLLM's batch: the requests that carry a plan, by row.
+    """Forced interruption of the requests in vLLM's batch that carry a plan, by row.
 
     vLLM passes each request's own list of output tokens, which grows as tokens are sampled. The list is read when the
     logits are computed, so that preemption, pause and asynchronous scheduling change nothing.
@@ -152,19 +155,25 @@ class ForcedTokens(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raises ValueError for an invalid plan; the server responds with 400."""
+        """Check the plan of a request; the server answers an error with status 400.
+
+        Raises ValueError for an invalid plan.
+        """
         Plan.from_extra_args(sampling_params.extra_args)
 
     def is_argmax_invariant(self) -> bool:
-        """False: tokens are forced on greedy requests too."""
+        """False, since tokens are also forced on greedy requests."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow requests that are added, removed and moved."""
+        """Follow the requests that vLLM adds, removes and moves."""
         process_dict_updates(self._rows, batch_update, _start)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """logits: [batch, vocabulary]; in a row whose next token is forced, every other token becomes -inf."""
+        """Leave only the forced token in each row whose next token is forced: all other logits become -inf.
+
+        logits: [batch, vocabulary].
+        """
         rows = []
         tokens = []
         for row, (forcing, output) in self._rows.items():
@@ -185,7 +194,7 @@ def _start(params: SamplingParams, _: Any, output: list[int]) -> tuple[Forcing, 
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to the workers; called through /collective_rpc."""
+    """Methods that vLLM adds to the workers, called through /collective_rpc."""
 
     def msrl_info(self) -> dict[str, Any]:
         """The fields of `EngineInfo` that a worker knows."""
@@ -206,9 +215,10 @@ class WorkerExtension:
         }
 
     def msrl_weight_needs(self, manifest: str) -> str:
-        """This worker's needs (`plan.needs_to_json`) of the tensors of a manifest (`plan.manifest_to_json`).
+        """This worker's needs of a manifest's tensors, or REFUSED and the reason if the tensors do not fit the
+        worker's model.
 
-        REFUSED and the reason if the tensors do not fit the worker's model.
+        manifest: JSON of `plan.manifest_to_json`. The needs are JSON of `plan.needs_to_json`.
         """
         from megatron_scalerl.weights.weight_receiver import needs_of
 
@@ -218,13 +228,14 @@ class WorkerExtension:
             return REFUSED + str(error)
 
     def msrl_live_digest(self) -> str:
-        """Digest of the values in this worker's model (hex); empty where only the model's loader knows the values."""
+        """Digest of the present values in this worker's model (hex); empty where only the model's loader knows the
+        values."""
         from megatron_scalerl.weights.weight_receiver import live_digest
 
         return live_digest(self.model_runner.get_model())  # type: ignore[attr-defined]
 
     def msrl_abandon_update(self) -> None:
-        """Forget a weight update that was started and not finished; without one, this has no effect.
+        """Forget a weight update that was started and not finished. No effect if there is none.
 
         vLLM 0.32.0 refuses to start a second update before the first has ended, and has no call that ends an update.
         The next update discards the model's state (`weights.weight_receiver`).
@@ -234,7 +245,7 @@ class WorkerExtension:
 
 
 def _attention_temperature(model: torch.nn.Module) -> bool | None:
-    """Whether Llama 4's layers without RoPE scale queries; None without such layers."""
+    """Whether the layers without RoPE of Llama 4 scale queries; None for a model without such layers."""
     settings = [bool(layer.attn_temperature_tuning) for layer in model.modules() if getattr(layer, "nope", False)]
     if not settings:
         return None
@@ -245,14 +256,15 @@ def _attention_temperature(model: torch.nn.Module) -> bool | None:
 def _probe_head(model: Any, config: Any) -> tuple[int, str]:
     """(rows of the logits, precision of the projection), measured on the logits of two synthetic hidden states.
 
-    Logits computed in bfloat16 have 8 significant bits even after a cast to float32; of thousands computed in
-    float32 practically none has.
+    Logits that were computed in bfloat16 have 8 significant bits, even after a cast to float32. Of thousands of
+    logits that were computed in float32, practically none has so few bits.
     """
     width = config.get_hidden_size()
     device = next(model.parameters()).device
     hidden = torch.sin(torch.arange(2 * width, device=device, dtype=torch.float32)).view(2, width).to(config.dtype)
     logits = model.compute_logits(hidden)
-    if logits is None:  # a tensor-parallel rank that gets no logits
+    # This tensor-parallel rank gets no logits.
+    if logits is None:
         return config.get_vocab_size(), str(config.head_dtype).removeprefix("torch.")
     exact = logits.float()
     rounded = bool((exact == exact.bfloat16().float()).all())

@@ -13,11 +13,11 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from megatron_scalerl.engine.answers import CoreProgress, EngineProgress
 
 _tokens: Counter[int] = Counter()
-"""Data-parallel rank of a core -> tokens received from the core."""
+"""Data-parallel rank of a core -> number of tokens received from the core."""
 
 
 def count_tokens() -> None:
-    """Start counting; call once, before the engine is built."""
+    """Start counting tokens. Call once, before the engine is built."""
     take = AsyncMPClient.get_output_async
 
     async def counted(client: AsyncMPClient) -> Any:
@@ -33,7 +33,8 @@ def progress(engine: Any) -> EngineProgress:
     client = engine.engine_core
     assert isinstance(client, AsyncMPClient), f"cores of {type(client).__name__} are not behind sockets"
     ranks = client.engine_ranks_managed
-    of_request = getattr(client, "reqs_in_flight", {})  # only where the client chooses among several cores
+    # The client has this attribute only where it chooses among several cores.
+    of_request = getattr(client, "reqs_in_flight", {})
     waiting: Counter[int] = Counter()
     decoding: Counter[int] = Counter()
     for request_id, state in engine.output_processor.request_states.items():

@@ -21,11 +21,11 @@ from megatron_scalerl.processes.child_process import time_limit
 from megatron_scalerl.recipe.process_sections import EngineSection
 
 _POLLS = 20
-"""Polls within `stall_timeout_s`."""
+"""Number of polls within `stall_timeout_s`."""
 _MAX_INTERVAL_S = 5.0
 """Longest time between two polls."""
 _MIN_PEER_RATES = 2
-"""Fewest other engines with a rate for LagClock to judge an engine."""
+"""LagClock judges an engine only if at least this many other engines have a rate."""
 
 
 class EngineDied(RuntimeError):
@@ -42,12 +42,12 @@ class StallClock:
         self._stalled_s: dict[int, float] = {}
 
     def update(self, cores: Sequence[CoreProgress], *, in_flight: int, paused: bool, elapsed_s: float) -> str | None:
-        """Add one poll; returns a description of the stall, or None.
+        """Add one poll, and return a description of the stall; None without a stall.
 
         in_flight: requests that the client is waiting for. paused: whether the engine is paused. elapsed_s: seconds
         since the last poll.
         """
-        # requests that the client is waiting for and no core has are stuck in the server
+        # If the client waits for requests and no core has any, the requests are stuck in the server.
         stuck = in_flight > 0 and not any(core.waiting or core.decoding for core in cores)
         for core in cores:
             busy = stuck or core.waiting + core.decoding > 0
@@ -73,9 +73,11 @@ class StallClock:
 class LagClock:
     """Compares the rates of a run's engines, and measures how long each engine has lagged.
 
-    The rate is tokens per second and decoding request. The rate does not depend on the lengths of completions, but
-    does on the number of requests that an engine decodes at once: the more, the fewer tokens each gets a second.
-    The stream gives work to the engine with the least work (`rollouts.stream`), which keeps the numbers alike while
+    The rate is tokens per second and decoding request. The rate does not depend on the lengths of completions. The
+    rate does depend on the number of requests that an engine decodes at once: with more requests, each gets fewer
+    tokens a second.
+
+    The stream gives work to the engine with the least work (`rollouts.stream`), which keeps these numbers alike while
     there is work for all. engine.min_relative_rate has to leave room for exceptions, such as a full engine while the
     other engines have the last completions of a batch.
     """
@@ -87,9 +89,11 @@ class LagClock:
         self._lagging_s: dict[str, float] = {}
 
     def update(self, name: str, *, tokens: int, decoding: int, elapsed_s: float) -> str | None:
-        """Add one poll of an engine that was neither idle nor paused; returns a description of the lag, or None.
+        """Add one poll of an engine that was neither idle nor paused; returns a description of the lag, None without
+        a lag.
 
-        tokens: generated since the last poll. decoding: requests that have a token. elapsed_s: seconds since then.
+        tokens: generated since the last poll. decoding: requests that have a token. elapsed_s: seconds since the last
+        poll.
         """
         if not decoding or elapsed_s <= 0:
             return None
@@ -108,13 +112,16 @@ class LagClock:
         )
 
     def forget(self, name: str) -> None:
-        """An engine left."""
+        """Drop the rate of an engine that has left."""
         self._rates.pop(name, None)
         self._lagging_s.pop(name, None)
 
 
 async def watch_progress(client: EngineClient, settings: EngineSection, lag: LagClock | None = None) -> NoReturn:
-    """Poll an engine's progress forever. Raises EngineDied, with the name, on a hang, a lag or no response."""
+    """Poll an engine's progress forever.
+
+    Raises EngineDied, with the engine's name, on a hang, a lag or no response.
+    """
     limit = settings.stall_timeout_s
     interval = min(limit / _POLLS, _MAX_INTERVAL_S)
     clock = StallClock(settings)
@@ -135,7 +142,7 @@ async def watch_progress(client: EngineClient, settings: EngineSection, lag: Lag
         if progress.dead:
             raise EngineDied(f"{client.name} lost a core")
         answered = time.monotonic()
-        # where this process was suspended, that time does not count against the engine
+        # Time in which this process was suspended does not count against the engine.
         elapsed = min(answered - polled, limit / 4)
         polled = answered
         paused = client.paused

@@ -57,16 +57,17 @@ from megatron_scalerl.processes.signals import Stopped, run_until_signal
 from megatron_scalerl.recipe.file import load_recipe
 from megatron_scalerl.trainer.client import BLAME_S
 
-logger = logging.getLogger("megatron_scalerl.launch.agent")  # also where this module is __main__
+logger = logging.getLogger("megatron_scalerl.launch.agent")  # the same name where the module is __main__
 
 _OTHER_RANKS_S = BLAME_S + 20.0
-"""Seconds for the host's other ranks to exit after a rank has failed, before the ranks are ended. Most exit when the
-failed rank's connection is lost, the rest when the controller's is, which may be held up."""
+"""Seconds for the host's other ranks to exit after a rank has failed; then the ranks are ended. Most ranks exit when
+the failed rank's connection is lost. The rest exit when the controller's connection is lost, which may take
+longer."""
 EXIT_FAILED = 1
 LONGEST = 1 << 17
-"""Bytes of the longest message. ZeroMQ closes the connection of a peer that sends a longer message."""
+"""Most bytes of a message. ZeroMQ closes the connection of a peer that sends a longer message."""
 HOW_CHARACTERS = 1_000
-"""Characters of an agent's report about the end of the server."""
+"""Most characters in an agent's report about the end of the server."""
 _NAME = r"^(engine-[0-9]{1,6}|(teacher|extra)-[A-Za-z0-9._-]{1,64})$"
 _URL = r"^https://(\[[0-9A-Fa-f:.%a-z]{2,64}\]|[0-9.]{7,15}):[0-9]{1,5}$"
 JOINING = "extra-"
@@ -74,25 +75,26 @@ JOINING = "extra-"
 
 
 class Hello(sockets.Hello, frozen=True):
-    """Agent to controller: first message."""
+    """The first message, from agent to controller."""
 
     name: Annotated[str, msgspec.Meta(pattern=_NAME)]
-    """engine-N or teacher-... of an engine that the controller starts, extra-... of an engine that joins."""
+    """Name of the engine: engine-N or teacher-... if the controller starts the engine, extra-... if the engine
+    joins."""
     start: str
     """Id of this start of the engine, chosen by the controller; empty for an engine that joins."""
     host: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,255}$")]
     """Name of the agent's host."""
     devices: Annotated[int, msgspec.Meta(ge=1, le=1024)]
-    """Devices of the engine."""
+    """Number of devices of the engine."""
 
 
 class Welcome(sockets.Welcome, frozen=True):
-    """Controller to agent: accepted, start the server."""
+    """Message from controller to agent: the agent is accepted, and starts the server."""
 
     certificate: str
-    """PEM, for TLS."""
+    """The server's TLS certificate in PEM."""
     key: str
-    """PEM; secret."""
+    """The certificate's private key in PEM; secret."""
     port: int = 0
     """Port of the server; 0: a free port."""
     positions: Sequence[int] | None = None
@@ -100,24 +102,24 @@ class Welcome(sockets.Welcome, frozen=True):
 
 
 class Up(sockets.Message, frozen=True):
-    """Agent to controller: the server is up."""
+    """Message from agent to controller: the server is up."""
 
     url: Annotated[str, msgspec.Meta(pattern=_URL)]
-    """https://ADDRESS:PORT"""
+    """URL of the server: https://ADDRESS:PORT."""
 
 
 class Exited(sockets.Message, frozen=True):
-    """Agent to controller: there is no server, and the agent exits next."""
+    """Message from agent to controller: there is no server any more, and the agent exits next."""
 
     how: Annotated[str, msgspec.Meta(max_length=HOW_CHARACTERS)]
-    """The end of the server, as in "exited with code 1": continues the name of the engine."""
+    """How the server ended, such as "exited with code 1". The text continues the name of the engine."""
 
 
 class Stop(sockets.Message, frozen=True):
-    """Controller to agent: end the server and exit with 0."""
+    """Message from controller to agent: end the server, then exit with 0."""
 
     grace_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
-    """Seconds between SIGTERM and SIGKILL; 0: SIGKILL at once."""
+    """Seconds between SIGTERM and SIGKILL; with 0, SIGKILL comes at once."""
 
 
 ToAgent = Welcome | Refused | Ping | Stop
@@ -128,17 +130,17 @@ _to_controller = msgspec.msgpack.Decoder(ToController)
 
 
 def decode_for_agent(frames: Sequence[Buffer]) -> ToAgent:
-    """A message of the controller. Raises InvalidMessage for anything else."""
+    """Decode a message of the controller. Raises InvalidMessage for anything else."""
     return decode(_to_agent, frames)
 
 
 def decode_for_controller(frames: Sequence[Buffer]) -> ToController:
-    """A message of an agent. Raises InvalidMessage for anything else."""
+    """Decode a message of an agent. Raises InvalidMessage for anything else."""
     return decode(_to_controller, frames)
 
 
 class Agent:
-    """A single start of an engine: `join` the controller, then `serve`."""
+    """One start of an engine: `join` the controller, then `serve`."""
 
     link: sockets.ControllerLink
     welcome: Welcome | None = None
@@ -167,7 +169,10 @@ class Agent:
         logger.info("%s: accepted by the controller at %s", self._name, self.link.endpoint)
 
     async def serve(self) -> int:
-        """Run the server until the server exits or the controller ends it; the exit code. Raises RefusedError."""
+        """Run the server until the server exits or the controller ends it; returns the exit code.
+
+        Raises RefusedError.
+        """
         self._connection = zmq.asyncio.Socket(self.link.socket)
         try:
             server = self._server()
@@ -188,7 +193,7 @@ class Agent:
         return await self._leave(reason, code)
 
     def _server(self) -> LocalServer:
-        """The server, not started. Raises ValueError and OSError."""
+        """Create the server, which is not started yet. Raises ValueError and OSError."""
         assert self.welcome is not None, "joined"
         address = controller_address(self._environment)
         place = ServerPlace(
@@ -213,7 +218,7 @@ class Agent:
             return _not_started(error)
 
     async def _until_stop(self) -> float:
-        """Wait for Stop; seconds between SIGTERM and SIGKILL. Raises RefusedError."""
+        """Wait for Stop, and return the seconds between SIGTERM and SIGKILL. Raises RefusedError."""
         while True:
             message = self.link.understood(await self._connection.recv_multipart())
             if isinstance(message, Stop):
@@ -223,7 +228,7 @@ class Agent:
         await self._connection.send(sockets.encode(message))
 
     async def _leave(self, reason: str, code: int) -> int:
-        """Tell the controller how the server ended; this process's exit code."""
+        """Tell the controller how the server ended, and return this process's exit code."""
         if code:
             logger.error("the server %s", reason)
         self.link.leave()
@@ -238,8 +243,8 @@ def _not_started(error: Exception) -> str:
 async def start_ranks(environment: Mapping[str, str], logs: Path, threads: int) -> AsyncIterator[ChildProcess]:
     """Start the ranks of this host, which join the trainer that `environment` names.
 
-    environment: the variables of `trainer.worker`, with MSRL_RANKS (FIRST:COUNT) in place of RANK; takes precedence
-    over this process's environment. threads: trainer.threads.
+    environment: the variables of `trainer.worker`, with MSRL_RANKS (FIRST:COUNT) in place of RANK. These variables
+    take precedence over this process's environment. threads: trainer.threads.
     """
     first, count = map(int, environment["MSRL_RANKS"].split(":"))
     for number in range(count):
@@ -258,7 +263,7 @@ async def start_ranks(environment: Mapping[str, str], logs: Path, threads: int) 
 
 
 async def serve_ranks(environment: Mapping[str, str], secret: str) -> int:
-    """Start the host's ranks and wait until all have exited; the exit code. Raises OSError."""
+    """Start the host's ranks, wait until all have exited, and return the exit code. Raises OSError."""
     threads = load_recipe(environment["MSRL_RECIPE"]).trainer.threads
     address = local_address(controller_address(environment))
     environment = {**environment, "MSRL_SECRET": secret, "MSRL_BIND_HOST": address}
@@ -269,10 +274,11 @@ async def serve_ranks(environment: Mapping[str, str], secret: str) -> int:
         exits = {asyncio.create_task(rank.wait()): rank for rank in ranks}
         for first in asyncio.as_completed(exits):
             if await first:
-                # as_completed does not say which task has ended
+                # The tasks are searched, since as_completed does not say which task has ended.
                 failed, code = next((exits[task], task.result()) for task in exits if task.done() and task.result())
                 logger.error("%s exited with code %d%s", failed.name, code, log_end(failed.log))
-                # the controller blames a rank that exits unheard, and a rank that is ended here would
+                # The other ranks get time to exit by themselves: the controller blames a rank that exits unheard, as
+                # a rank that is ended here would.
                 await asyncio.wait(exits, timeout=_OTHER_RANKS_S)
                 return EXIT_FAILED
         return 0
@@ -281,7 +287,10 @@ async def serve_ranks(environment: Mapping[str, str], secret: str) -> int:
 
 
 def main() -> int:
-    """Run the host's ranks, or an engine. Returns the exit code, but of an engine that was accepted ends here."""
+    """Run the host's ranks, or one start of an engine. Returns the exit code.
+
+    An engine that was accepted does not return: the process ends here.
+    """
     log_to_stderr()
     agent = Agent(sys.argv[1], os.environ)
     try:

@@ -2,7 +2,7 @@
 
 One task, `Agents.serve`, reads the socket. The task resolves the futures of every `RemoteServer`, refuses with a
 reason whoever does not belong to this start of the controller, and puts engines that join into a queue. No frame ends
-the task: an agent that sends an invalid frame has ended, for the controller, and is refused.
+the task: an agent that sends an invalid frame counts as ended and is refused.
 
 The controller starts an agent (`launch.agent`) by a command, such as ssh or srun, as a child process, or the agent
 joins without a command. Either way the agent's connection decides the fate of the server: command and agent may each
@@ -35,25 +35,26 @@ from megatron_scalerl.recipe import Recipe
 PROBE_INTERVAL_S = 1.0
 """Interval at which the agents' connections are checked (seconds)."""
 MAX_JOINING = 64
-"""Engines that may wait to be taken into the run; a further engine is refused."""
+"""Most engines that may wait to be taken into the run; a further engine is refused."""
 _MAX_DRAINED_MESSAGES = 1024
-"""Messages that are read, at most, before an agent that has disconnected is taken for lost: the agent's last message
-may be unread."""
+"""Most messages to read before a disconnected agent counts as lost: the agent's last message may still be unread."""
 HELLO_S = 120.0
-"""Seconds from the start of an agent's command to Hello: for the step to be scheduled, and imports."""
+"""Seconds from the start of an agent's command to Hello. In this time the step is scheduled and modules are
+imported."""
 ANSWER_S = 15.0
 """Seconds for an agent to report the end of the server, once a report is due."""
 EXIT_S = 5.0
-"""Seconds for an agent to exit after the report about the server's end."""
+"""Seconds for an agent to exit after the agent's report about the end of the server."""
 DISCONNECTED = "lost its agent, which disconnected"
 
 Launch = Callable[[], Awaitable[ChildProcess]]
 
 
 class RemoteServer:
-    """A server whose agent was requested, or has joined. Same use as `LocalServer`.
+    """A server behind an agent that was requested or has joined. The class is used like `LocalServer`.
 
-    `Agents.serve` resolves each future once, in this order, but `end_reason` at any time; none gets an exception.
+    `Agents.serve` resolves each future once, in this order; only `end_reason` may be resolved at any time. No future
+    gets an exception.
     """
 
     def __init__(self, agents: Agents, *, name: str, host: str, start_id: str, launch: Launch | None):
@@ -62,35 +63,39 @@ class RemoteServer:
         self.name = name
         self.host = host
         self.location = f"host {host}"
-        """Part of an error message."""
+        """Where the server is, for error messages."""
         self.start_id = start_id
-        self._log_path = agents.logs / f"{name}.log"  # of the server, in a folder that both hosts see
+        # The server writes this log, into a folder that both hosts see.
+        self._log_path = agents.logs / f"{name}.log"
         self.tls = agents.tls
         self.welcome = agents.welcome
-        """The controller's answer to the agent."""
+        """The controller's answer to Hello."""
         self.identity = b""
         """ZeroMQ's name of the agent's connection, empty before Hello."""
         self.hello: asyncio.Future[messages.Hello] = future()
         self.up: asyncio.Future[str] = future()
         """URL of the server."""
         self.end_reason: asyncio.Future[str] = future()
-        """The reason, which continues "engine-3 (host b)"."""
+        """Why the server ended; the text continues "engine-3 (host b)"."""
         self.command: ChildProcess | None = None
         self._socket = agents.socket
         self._launch = launch
 
     @property
     def reached(self) -> bool:
-        """Whether the agent has connected, so that the host was there."""
+        """Whether the agent has ever connected, so that the host was there."""
         return self.hello.done()
 
     @property
     def connected(self) -> bool:
-        """Whether the agent has connected and not ended."""
+        """Whether the agent has connected and has not ended."""
         return self.reached and not self.end_reason.done()
 
     async def start(self) -> str:
-        """Start the agent and wait until the server is up; the server's URL. Raises ServerEnded, and OSError."""
+        """Start the agent, wait until the server is up, and return the server's URL.
+
+        Raises ServerEnded and OSError.
+        """
         assert self.command is None, "a server starts once"
         if self._launch is not None:
             self.command = await self._launch()
@@ -106,11 +111,12 @@ class RemoteServer:
         return self.up.result()
 
     async def wait(self) -> str:
-        """Wait until the server or the agent has ended; the reason."""
+        """Wait until the server or the agent has ended, and return the reason."""
         if self.command is None:
             return await asyncio.shield(self.end_reason)
         async with race(self.command.wait(), asyncio.shield(self.end_reason)) as (command, _):
-            if self.reached:  # the agent may outlive the command; a lost connection ends the agent (`Agents`)
+            # The agent may outlive the command; a lost connection ends the agent (`Agents`).
+            if self.reached:
                 await asyncio.wait({self.end_reason})
             if self.end_reason.done():
                 return self.end_reason.result()
@@ -118,18 +124,18 @@ class RemoteServer:
 
     @property
     def log_path(self) -> Path:
-        """The server's log or, where the agent never connected, the command's."""
+        """The server's log or, for an agent that never connected, the log of the agent's command."""
         if self.command is None or self.reached:
             return self._log_path
         return self.command.log
 
     async def stop(self, grace_s: float = STOP_S) -> None:
-        """Let the agent end the server, after `grace_s` by SIGKILL, then end the command. May be called twice.
+        """Let the agent end the server, by SIGKILL after `grace_s`, then end the command. May be called twice.
 
         Raises RuntimeError if the agent is connected and does not report the end: the server may hold devices.
         """
-        # where the agent cannot be reached, both sides give the connection up after the heartbeats' time limit, and
-        # the agent ends the server then
+        # If the agent cannot be reached, both sides give up the connection after the heartbeats' time limit, and the
+        # agent then ends the server.
         limit_s = max(grace_s, sockets.HEARTBEAT_TIMEOUT_MS / 1000) + ANSWER_S
         answered = True
         try:
@@ -140,7 +146,8 @@ class RemoteServer:
         finally:
             await self.forget()
             if self.command is not None:
-                if answered and self.reached:  # the agent exits; a signal would look like a failure
+                # The agent exits by itself; a signal would look like a failure.
+                if answered and self.reached:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self.command.wait(), EXIT_S)
                 await self.command.stop(STOP_S)
@@ -151,22 +158,22 @@ class RemoteServer:
             )
 
     async def send(self, message: messages.ToAgent) -> None:
-        """Send the agent a message, if the agent is connected and reads messages."""
+        """Send a message to the agent; no effect unless the agent is connected and reads messages."""
         if self.connected and not await self._socket.send(self.identity, sockets.encode(message), wait=False):
             self.end(DISCONNECTED)
 
     async def forget(self) -> None:
-        """Refuse the agent from now on, connected or not; the agent ends the server then."""
+        """Refuse the agent from now on, whether the agent is connected or not. The agent then ends the server."""
         await self.send(sockets.Refused(reason="the controller has given this start up"))
         self.end("was given up by the controller")
 
     def end(self, reason: str) -> None:
-        """The agent has ended, for this reason. No effect after an earlier end."""
+        """Record that the agent has ended, for this reason. No effect after an earlier end."""
         if not self.end_reason.done():
             self.end_reason.set_result(reason)
 
     async def _unless_ended(self, sign: asyncio.Future[Any]) -> None:
-        """Wait for a sign of the agent. Raises ServerEnded if agent or command ends first."""
+        """Wait for a sign of the agent, a future. Raises ServerEnded if agent or command ends first."""
         async with race(self.wait(), asyncio.shield(sign)) as (ending, _):
             if not sign.done():
                 raise ServerEnded(ending.result())
@@ -179,8 +186,8 @@ class Agents:
     not fit is not sent.
 
     joining: queue of at most MAX_JOINING engines that want to join; a further engine is refused. `serve` fills the
-    queue, `launch.engines` empties it and ends before `close`. Agents left in the queue are disconnected then, and
-    exit.
+    queue. `launch.engines` empties the queue, and ends before `close`. Agents that are left in the queue are then
+    disconnected, and exit.
     """
 
     def __init__(
@@ -192,7 +199,8 @@ class Agents:
         secret: str,
         objection: Callable[[messages.Hello], str | None] = lambda hello: None,
     ):
-        """attempt: folder, run id and incarnation of the controller. objection: why an engine may not join, or None.
+        """attempt: folder, run id and incarnation of the controller. objection: why an engine may not join; None if
+        it may.
 
         Binds the socket to the controller's address in `hosts`. Raises ValueError for another host's address.
         """
@@ -205,7 +213,7 @@ class Agents:
         self.tls = certificate.trusting()
         self.welcome = messages.Welcome(certificate=certificate.certificate, key=certificate.key)
         self.interface = interface_of(HostRendezvous(host=hosts.address, port=0))
-        """Name of this host's interface to the other hosts."""
+        """Name of the interface through which this host reaches the other hosts."""
         self.joining: asyncio.Queue[RemoteServer] = asyncio.Queue(MAX_JOINING)
         self._servers: list[RemoteServer] = []
         self.socket = sockets.ControllerSocket(
@@ -220,10 +228,11 @@ class Agents:
         write_controller(self._attempt.folder, self._environment)
 
     def engine(self, index: int, name: str, place: EnginePlace, devices: int) -> RemoteServer:
-        """The server of the next start of engine `index`, of a teacher too, on another host."""
+        """The server for the next start of engine `index` on another host. The engine may be a teacher."""
         start = uuid.uuid4().hex
         environment = self._environment | {"MSRL_START": start, "MSRL_DEVICES": str(devices)}
-        log = self.logs / f"agent-{name.removeprefix('engine-')}.log"  # the server's log is written on that host
+        # This log is the command's; the server's log is written on the other host.
+        log = self.logs / f"agent-{name.removeprefix('engine-')}.log"
         launch = partial(start_agent, self._hosts, place.host, name, environment, log)
         server = self.expect(name, place.host.name, start, launch)
         server.welcome = msgspec.structs.replace(
@@ -232,13 +241,16 @@ class Agents:
         return server
 
     def expect(self, name: str, host: str, start_id: str = "", launch: Launch | None = None) -> RemoteServer:
-        """The server of an agent that `launch` is about to start or, without `start_id`, that has joined."""
+        """Register the server of an agent that `launch` is about to start or, without `start_id`, that has joined."""
         server = RemoteServer(self, name=name, host=host, start_id=start_id, launch=launch)
         self._servers.append(server)
         return server
 
     async def serve(self) -> NoReturn:
-        """Read the socket until cancelled; the only task that does. Waits for messages and, for the probe, time."""
+        """Read the socket until cancelled. No other task reads the socket.
+
+        Waits for messages and, between two probes of the connections, for time.
+        """
         loop = asyncio.get_running_loop()
         probe_at = loop.time() + PROBE_INTERVAL_S
         while True:
@@ -250,11 +262,11 @@ class Agents:
                 probe_at = loop.time() + PROBE_INTERVAL_S
 
     def close(self) -> None:
-        """Close the socket; agents that are still connected exit, and end the servers."""
+        """Close the socket. Agents that are still connected end the servers, and exit."""
         self.socket.close()
 
     async def _read(self) -> None:
-        """Take one message."""
+        """Read and handle one message."""
         sender, frames = await self.socket.read()
         server = next((server for server in self._connected() if server.identity == sender), None)
         try:
@@ -290,7 +302,7 @@ class Agents:
             server = self.expect(hello.name, hello.host)
             if takes_gpus(self._recipe.weights.transport):
                 server.welcome = msgspec.structs.replace(self.welcome, positions=list(range(hello.devices)))
-        # before the future: whoever waits for Hello may send at once
+        # The identity is set before the future, since whoever waits for Hello may send at once.
         server.identity = sender
         server.hello.set_result(hello)
         if joins:
@@ -298,7 +310,7 @@ class Agents:
         await server.send(server.welcome)
 
     def _objection(self, hello: messages.Hello) -> str | None:
-        """Why this agent may not join, or None."""
+        """The reason why this agent may not join; None if the agent may join."""
         if hello.start:
             return f"{hello.name}: an engine that joins names no start, and this one names {hello.start}"
         if self.joining.full():
@@ -315,9 +327,9 @@ class Agents:
             server.end(f"was refused: {reason}")
 
     async def _probe(self) -> None:
-        """End the servers of agents that are not connected any more, and forget all that have ended."""
+        """End the servers of agents that are no longer connected, and forget all agents that have ended."""
         lost = [server for server in self._connected() if not await self.socket.connected(server.identity)]
-        # an agent that exits in order has sent Exited, which gives the reason and may still be unread
+        # An agent that exits in order has sent Exited with the reason, and the message may still be unread.
         if lost:
             for _ in range(_MAX_DRAINED_MESSAGES):
                 if not await self.socket.poll(0):

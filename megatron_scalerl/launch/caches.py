@@ -11,12 +11,12 @@ import os
 from pathlib import Path
 
 _warn = functools.cache(logging.getLogger(__name__).warning)
-"""Says each text once."""
+"""Log a warning, each text only once."""
 CACHES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 
 
 def cache_variables(name: str) -> dict[str, str]:
-    """Variables of a process with the folders of the caches. name: engine-3, trainer-0."""
+    """Environment variables that name a process's cache folders. name: engine-3, trainer-0."""
     local = os.environ.get("MSRL_LOCAL", "")
     if not local or not _is_private(Path(local)):
         return {}
@@ -25,7 +25,8 @@ def cache_variables(name: str) -> dict[str, str]:
 
 
 def _is_private(folder: Path) -> bool:
-    """Make a folder; whether folder and parent are this user's alone, since code compiled there is executed."""
+    """Make a folder, and return whether only this user may write to it and to the parent: code in the folder is
+    executed."""
     private = False
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

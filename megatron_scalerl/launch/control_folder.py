@@ -1,10 +1,12 @@
-"""A program on another host finds the controller by environment variables and by RUN/control/, the owner's alone.
+"""How a program on another host finds the controller: by environment variables and by the folder RUN/control/.
 
-secret            the secret of this start of the controller (`processes.secret_file`)
-controller.json   the environment of an engine's agent, for `megatron-scalerl engine --join`
+The folder is the owner's alone:
 
-A shared file system may show the secret of an earlier start for a while: the file is read until the secret gives the
-controller's public key.
+    secret            the secret of this start of the controller (`processes.secret_file`)
+    controller.json   the environment of an engine's agent, for `megatron-scalerl engine --join`
+
+A shared file system may show the secret of an earlier start for a while. The file is therefore read until the secret
+gives the controller's public key.
 """
 
 import contextlib
@@ -27,16 +29,19 @@ from megatron_scalerl.processes.secret_file import read_secret
 SECRET_S = 60.0
 """Seconds in which the secret of this start of the controller must appear."""
 _READ_AGAIN_S = 2.0
-"""Seconds between two looks for the secret."""
+"""Seconds between two readings of the secret."""
 CONTROLLER_VARIABLES = (
     *("MSRL_CONTROLLER", "MSRL_CONTROLLER_KEY", "MSRL_SECRET_FILE", "MSRL_RUN_ID", "MSRL_INCARNATION"),
     *("MSRL_RECIPE", "MSRL_LOGS"),
 )
-"""Variables of `public_environment`, and all that is read from controller.json."""
+"""Names of the variables of `public_environment`. No other variable is read from controller.json."""
 
 
 def public_environment(attempt: Attempt, endpoint: str, secret: str, purpose: Purpose) -> dict[str, str]:
-    """Environment of a program on another host, without a secret: every user of both hosts may see the variables."""
+    """Environment of a program on another host.
+
+    The variables hold no secret, as every user of both hosts may see them.
+    """
     return {
         "MSRL_CONTROLLER": endpoint,
         "MSRL_CONTROLLER_KEY": controller_key(secret, purpose),
@@ -49,7 +54,7 @@ def public_environment(attempt: Attempt, endpoint: str, secret: str, purpose: Pu
 
 
 async def start_agent(hosts: Hosts, host: Host, name: str, environment: Mapping[str, str], log: Path) -> ChildProcess:
-    """Start the command that starts `launch.agent` on another host; output goes to `log`. Raises OSError."""
+    """Start `launch.agent` on another host by a command; output goes to `log`. Raises OSError."""
     argv = [sys.executable, "-m", "megatron_scalerl.launch.agent", name]
     command = hosts.command(host, argv, {**environment, NAME_VARIABLE: name})
     return await ChildProcess.start(log.stem, command, os.environ, log)
@@ -61,7 +66,10 @@ def controller_address(environment: Mapping[str, str]) -> str:
 
 
 def find_secret(environment: Mapping[str, str], purpose: Purpose) -> str:
-    """The secret of the controller that the environment names. Blocks; raises RefusedError if no secret appears."""
+    """Find the secret of the controller that the environment names.
+
+    Blocks. Raises RefusedError if no secret appears.
+    """
     path = Path(environment["MSRL_SECRET_FILE"])
     end = time.monotonic() + SECRET_S
     while True:
@@ -83,14 +91,17 @@ def secret_file(run: Path) -> Path:
 
 
 def controller_file(run: Path) -> Path:
-    """The file for engines that join."""
+    """The file controller.json, for engines that join. run: RUN/."""
     return secret_file(run).with_name("controller.json")
 
 
 def withdraw(run: Path, secret: str) -> None:
-    """Delete both files at the end of a controller, but no files of a later start. secret: of this controller."""
-    with contextlib.suppress(OSError, ValueError):  # files are absent or unreadable: nothing of ours
-        # a supervisor may have started the next controller already
+    """Delete both files when a controller ends, unless a later start has replaced the files.
+
+    secret: of the controller that ends.
+    """
+    with contextlib.suppress(OSError, ValueError):  # absent or unreadable files are not this controller's
+        # A supervisor may already have started the next controller, whose files must stay.
         if read_secret(secret_file(run)) == secret:
             secret_file(run).unlink()
             controller_file(run).unlink()
@@ -102,7 +113,7 @@ def write_controller(run: Path, environment: Mapping[str, str]) -> None:
 
 
 def read_controller(run: Path) -> dict[str, str]:
-    """The content of controller.json. Raises OSError, and ValueError if there is none and for another content."""
+    """Read controller.json. Raises OSError, and ValueError for a missing file and for any other content."""
     path = controller_file(run)
     try:
         content = msgspec.json.decode(path.read_bytes(), type=dict[str, str])

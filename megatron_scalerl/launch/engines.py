@@ -35,18 +35,19 @@ logger = logging.getLogger(__name__)
 FIRST_DELAY_S = 1.0
 """Delay before the first restart in a row (seconds); doubles with each further restart."""
 LONGEST_DELAY_S = 60.0
-"""Bound of that delay (seconds)."""
+"""Longest delay before a restart (seconds)."""
 HEALTHY_S = 600.0
-"""Seconds, beyond the longest time in which a fault is found, after which an engine begins a new row of restarts."""
+"""After a run of so many seconds, beyond the longest time in which a fault is found, an engine's restarts count
+anew."""
 MOST_BARREN = 2
-"""Starts in a row of an engine that died with requests before any engine of the run had completed a request: such
-deaths are no chance, and more starts would take minutes each."""
+"""Most starts in a row of an engine that dies with requests before any engine of the run has completed a request.
+Such deaths are no chance, and each further start would take minutes."""
 UNREACHED_S = 600.0
-"""Seconds for which starts on a host that cannot be reached do not count as restarts: the host may be booting."""
+"""Seconds for which failed starts on an unreachable host do not count as restarts: the host may be booting."""
 
 
 class Engines:
-    """The engines of one run. `start`, then `watch`, then `stop`."""
+    """The engines of one run. Call `start`, then `watch`, then `stop`."""
 
     def __init__(
         self,
@@ -60,8 +61,8 @@ class Engines:
     ):
         """attempt: the run's folder, and the ids by which agents of this start of the controller are recognized.
 
-        Binds the servers' addresses on this host and, with several hosts, the socket to the agents, which needs a
-        running event loop. Raises ValueError for a port in use and for options unknown to vLLM.
+        Binds the servers' addresses on this host. With several hosts, also binds the socket to the agents, which
+        needs a running event loop. Raises ValueError for a port in use and for options unknown to vLLM.
         """
         engine = recipe.engine
         self._names = [*recipe.engine_devices]
@@ -85,12 +86,16 @@ class Engines:
                 recipe, hosts=hosts, attempt=attempt, secret=secret, objection=self._objection_to_joining
             )
         self._processes = [self._make(index) for index in range(len(self._names))]
-        self._agent_tasks: list[asyncio.Task[NoReturn]] = []  # socket reader, intake of engines
+        # The tasks that read the socket and take in engines that join.
+        self._agent_tasks: list[asyncio.Task[NoReturn]] = []
         self._completed = False
         self._supervisors: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Start all engines, which are stale then. Raises the first failure: a first start is not repeated."""
+        """Start all engines; each engine is stale then.
+
+        Raises the first failure, since a first start is not repeated.
+        """
         if self._agents is not None:
             self._agent_tasks = [
                 asyncio.create_task(self._agents.serve(), name="agents"),
@@ -108,7 +113,7 @@ class Engines:
     async def watch(self) -> NoReturn:
         """Wait until fewer engines than engine.min_engines are left, then raise EngineDied.
 
-        Raises the error of a supervisor as well: nobody would end or restart the supervisor's engine.
+        Also raises the error of a supervisor that failed: no other task would end or restart the supervisor's engine.
         """
         too_few = asyncio.create_task(self.members.too_few())
         try:
@@ -125,7 +130,8 @@ class Engines:
         """Stop every process, whatever fails meanwhile; each failure is logged as a one-line warning."""
         await cancelled(*self._supervisors, *self._agent_tasks[1:])
         await stop_all(self._processes)
-        await cancelled(*self._agent_tasks)  # the reader last, which gets the agents' answers
+        # The socket's reader is cancelled last, since the reader gets the agents' answers.
+        await cancelled(*self._agent_tasks)
         if self._agents is not None:
             self._agents.close()
 
@@ -156,7 +162,7 @@ class Engines:
 
     async def _supervise(self, index: int) -> None:
         """Keep an engine running until the engine is given up."""
-        # an engine that ran for longer had no fault at the start: a fault is found within the longest limit
+        # A fault at the start is found within the longest limit, so an engine that ran for longer had none.
         engine = self._recipe.engine
         limits = (engine.stall_timeout_s, engine.first_token_timeout_s, self._recipe.weights.timeout_s)
         healthy_s = HEALTHY_S + max(limits)
@@ -166,12 +172,12 @@ class Engines:
         while True:
             reason = await self._until_evicted(self._processes[index])
             barren_starts += 1
-            # an engine without a request has not failed at work
+            # An engine that had no request has not failed at work, so the end does not count as barren.
             if not self._processes[index].client.ended_generations or self._completes:
                 barren_starts = 0
             if barren_starts == MOST_BARREN:
                 reason = f"{reason}; in its last {barren_starts} starts no engine completed a request"
-                failures = engine.max_restarts  # no more
+                failures = engine.max_restarts  # no restart follows
             elif time.monotonic() - start_time > healthy_s:
                 failures = 0
             failures += 1
@@ -188,13 +194,13 @@ class Engines:
 
     @property
     def _completes(self) -> bool:
-        """Whether an engine has ever completed a request."""
+        """Whether any engine of the run has ever completed a request."""
         self._completed |= any(process.client.received_tokens for process in self._processes)
         return self._completed
 
     async def _until_evicted(self, process: EngineProcess) -> str:
-        """Wait until the engine fails or is evicted; an engine that fails is evicted. Returns the reason."""
-        # a teacher has other work than the engines, and cannot be compared
+        """Wait until the engine fails or is evicted, and return the reason. An engine that fails is evicted."""
+        # A teacher does other work than the engines, so its rate cannot be compared.
         lag = None if self.members.teacher(process.name) else self._lag
         async with race(process.watch(lag), self.members.evicted(process.client)) as (watch, evicted):
             error = watch.exception() if watch.done() else None
@@ -205,10 +211,10 @@ class Engines:
             return reason
 
     async def _restart(self, index: int, failures: int, reason: str, *, delay: float) -> bool:
-        """End the rest of an engine's server and start another; False for an engine given up and a failed start.
+        """End what is left of an engine's server, and start another server after `delay` seconds.
 
-        delay: seconds between both.
-        An engine whose processes do not end, and so hold devices, is given up.
+        Returns False for an engine that is given up and for a failed start. An engine whose processes do not end, and
+        so hold devices, is given up.
         """
         process = self._processes[index]
         logger.warning("%s is evicted: %s", process.name, reason)
@@ -219,7 +225,7 @@ class Engines:
             given_up = True
             reason = f"its host has left the job ({reason})"
         try:
-            await process.stop(0.0)  # the server may be stopped or hang, and has nothing worth saving
+            await process.stop(0.0)  # SIGKILL at once: the server may hang, and has nothing worth saving
         except (RuntimeError, OSError) as error:
             given_up = True
             host_gone = False
@@ -238,11 +244,12 @@ class Engines:
         return True
 
     async def _take_in(self, agents: Agents) -> NoReturn:
-        """Serve every engine that joins. Consumes `agents.joining`, and waits for nothing else."""
+        """Serve every engine that joins. Reads the queue `agents.joining`, and waits for nothing else."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 server = await agents.joining.get()
-                if self._in_run(server.name):  # two agents of one name were in the queue
+                # Two agents of the same name were in the queue.
+                if self._in_run(server.name):
                     await server.forget()
                     continue
                 index = self.members.add(server.name, server.hello.result().devices)
@@ -274,7 +281,7 @@ class Engines:
         return any(member.name == name and member.devices for member in self.members.members)
 
     def _objection_to_joining(self, hello: Hello) -> str | None:
-        """Why this engine may not join now, or None."""
+        """The reason why this engine may not join now; None if the engine may join."""
         if self._recipe.rollouts.deterministic:
             return "rollouts.deterministic: the run keeps the engines that it started with, and none may join"
         if self._in_run(hello.name):
@@ -283,8 +290,11 @@ class Engines:
 
 
 def _with_cause(error: str, process: EngineProcess) -> str:
-    """The first line of an error with the last fatal error in the engine's log; without a fatal error, the error."""
-    # vLLM's server only says that the core has died, and the core wrote the cause into the log that both share
+    """The first line of an error with the last fatal error in the engine's log.
+
+    Returns the error unchanged if the log has no fatal error.
+    """
+    # vLLM's server only says that the core has died. The core wrote the cause into the log that both processes share.
     cause = fatal_error(process.server.log_path)
     if not cause:
         return error

@@ -30,20 +30,20 @@ from megatron_scalerl.record import record
 from megatron_scalerl.rewards.pool import default_workers
 
 SLURM = "slurm"
-"""Instead of names: the hosts of the allocation that this process is in."""
+"""Given in place of host names: the hosts of the Slurm allocation that this process is in."""
 DEFAULT_COMMAND = "ssh {host}"
 _SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--input=none", "--cpu-bind=none", "--export=ALL")
-"""A step on one host, which shares resources with other steps there."""
+"""Command of a Slurm step on one host, which shares the host's resources with other steps."""
 _CARRIED_VARIABLES = re.compile(
     r"MSRL_|NCCL_|UCX_|VLLM_|TORCH_|HF_|PYTHON|(LD_LIBRARY_PATH|CUDA_HOME|OMP_NUM_THREADS|TMPDIR)$"
 )
-"""Variables of the controller that a program on another host gets; srun hands all variables on."""
+"""Variables that a program on another host gets from the controller. srun always hands on all variables."""
 _PRIVATE_NAMES = re.compile(
     r"^(?!.*_(PATH|FILE|DIR)$).*(SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|(TOKEN|KEY)S?(?![A-Z])"
     r"|(^|_)(PAT|PASS|AUTH|PWD|BEARER)(?![A-Z]))",
     re.IGNORECASE,
 )
-"""Variables whose values no other user may see; where a secret is, everybody may."""
+"""Names of variables whose values no other user may see. A name of the place of a secret is not among these names."""
 _SECRET_VALUES = re.compile(
     r"://[^/@\s]+:[^/@\s]+@"
     r"|(?<![A-Za-z0-9])((hf|gh[opsur]|sk)[_-][A-Za-z0-9]{16}|(github_pat|glpat|nvapi)[_-][\w-]{16}|xox[a-z]-[\w-]{8}"
@@ -52,29 +52,29 @@ _SECRET_VALUES = re.compile(
     r"|://hooks?\.|://[^\s]*/(web)?hooks?/",
     re.IGNORECASE,
 )
-"""Values that are secrets under any variable name: logins in addresses, tokens of known forms, signed addresses, and
-addresses of hooks, which anybody with the address may call."""
+"""Patterns of values that are secrets under any variable name: logins in addresses, tokens of known forms, signed
+addresses, and addresses of hooks, which anybody who has the address may call."""
 _TIMEOUT_S = 60.0
 _LOOK_S = 5.0
-"""Time limit of a question while a run goes on (seconds): the run's end waits for the answer."""
+"""Time limit of a question to Slurm while a run goes on (seconds). The run's end waits for the answer."""
 PER_COMPLETION = 2
-"""Connections per slot: every engine may have a validation in flight in addition to the training completions."""
+"""Connections per slot: each engine may have a validation in flight besides the training completions."""
 PER_PROCESS = 8
-"""Pipes, sockets and log of one child process, and the descriptors by which asyncio watches the child."""
+"""Open files per child process: pipes, sockets, the log, and the descriptors by which asyncio watches the child."""
 TARGET = 65536
-"""The soft limit is raised to this if the hard limit allows. Beyond the run's own need, because unauthenticated
-connections to the controller's socket count too, until libzmq drops such connections after 30 s."""
+"""The soft limit is raised to this number if the hard limit allows. The number exceeds the run's own need, because
+unauthenticated connections to the controller's socket also count until libzmq drops such connections after 30 s."""
 MARGIN = 1024
-"""Files of the journal and of checkpoints, libraries, and the event loop."""
+"""Open files for the journal and checkpoints, for libraries, and for the event loop."""
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether no other user may see this variable, by name or value."""
+    """Whether no other user may see this variable, judged by name and value."""
     return bool(_PRIVATE_NAMES.search(name) or _SECRET_VALUES.search(value))
 
 
 class HostsLeft(RuntimeError):
-    """Slurm has taken hosts of the trainer out of the job, which can go on in another allocation alone."""
+    """Slurm has taken hosts of the trainer out of the job, so the run can go on only in another allocation."""
 
     exit_code = HOSTS_LEFT_CODE
 
@@ -85,7 +85,7 @@ class Host:
 
     name: str
     here: bool = False
-    """True for the host of the controller."""
+    """Whether the controller runs on this host."""
 
 
 @record
@@ -94,11 +94,12 @@ class Hosts:
 
     hosts: tuple[Host, ...]
     slots: int | None
-    """Devices of each host that the run may use; None: the devices of the only host."""
+    """Number of devices of each host that the run may use; None for all devices of the only host."""
     address: str | None
-    """The controller's address on the route to other hosts; None without other hosts."""
+    """The controller's address on the route to other hosts; None if there are no other hosts."""
     words: tuple[str, ...] = ()
-    """The command that hands one argument to a shell on {host}, as ssh does. Empty in an allocation: a step."""
+    """The command that hands one argument to a shell on {host}, as ssh does. Empty in an allocation, where srun is
+    used."""
 
     def command(self, host: Host, argv: Sequence[str], env: Mapping[str, str]) -> list[str]:
         """The command line that runs `argv` on another host, in this process's working directory.
@@ -115,7 +116,7 @@ class Hosts:
         return [*words, f"cd {shlex.quote(str(Path.cwd()))} && exec {program}"]
 
     def have_left(self) -> set[str]:
-        """Names of the hosts that Slurm has taken out of the job for good. Blocks; empty if unknown."""
+        """Names of the hosts that Slurm has taken out of the job for good; empty if unknown. Blocks."""
         job = _this_job()
         if self.words or self.address is None or job is None:
             return set()
@@ -130,15 +131,16 @@ class Hosts:
 
 
 ONE_HOST = Hosts(hosts=(Host(name="localhost", here=True),), slots=None, address=None)
-"""This host alone."""
+"""The hosts of a run on this host alone."""
 
 
 def takes_gpus(transport: str) -> bool:
-    """Whether a run with this `weights.transport` is on GPUs: where this host has some, and with nccl elsewhere, too.
+    """Whether a run with this `weights.transport` is on GPUs: where this host has GPUs, and with nccl on any host.
 
-    Other transports serve GPUs and CPUs alike. Hide a host's GPUs (CUDA_VISIBLE_DEVICES=) to use the CPUs.
+    The other transports serve both GPUs and CPUs. Hide a host's GPUs (CUDA_VISIBLE_DEVICES=) to use the CPUs.
     """
-    from megatron_scalerl.distributed import device  # imports torch
+    # The import is here because the module imports torch.
+    from megatron_scalerl.distributed import device
 
     return transport == "nccl" or device.HAVE_GPU
 
@@ -179,13 +181,13 @@ def hosts_of(
     if in_slurm:
         listed = hosts_of_allocation()
         if slots is None:
-            # Slurm's `8` or `h100:8`
+            # The variable holds `8` or `h100:8`.
             slots = int(os.environ.get("SLURM_GPUS_ON_NODE", "0").rpartition(":")[2]) or None
     else:
         listed = _listed_names(names)
         words = tuple(shlex.split(run_on or DEFAULT_COMMAND))
     this_host = _names_of_this_host()
-    # users and Slurm write a host with and without the domain
+    # Users and Slurm write a host's name with or without the domain.
     hosts = tuple(Host(name=name, here=_bare_name(name) in this_host) for name in listed)
     other_hosts = [host.name for host in hosts if not host.here]
     if slots is not None and slots < 1:
@@ -200,7 +202,10 @@ def hosts_of(
 
 
 def _hosts_of_ray(kind: Literal["GPU", "CPU"], count: int | None, slots: int | None, address: str | None) -> Hosts:
-    """The nodes that Ray reserves. The controller's node runs programs through Ray, too, which counts devices."""
+    """The nodes that Ray reserves.
+
+    The controller's own node runs programs through Ray as well, since Ray counts the devices in use.
+    """
     names, slots, words = ray_hosts.reserve(kind, count, slots)
     hosts = tuple(Host(name=name) for name in names)
     return Hosts(hosts=hosts, slots=slots, address=address or _address_towards(names[0]), words=words)
@@ -224,9 +229,9 @@ def _assignments(env: Mapping[str, str]) -> list[str]:
 def step_words(host: str) -> list[str]:
     """The command that starts a program on a host of the allocation, on all CPUs that the job has there.
 
-    Where the allocation's nodes differ, the step gets the CPU count of the smallest node.
+    If the allocation's nodes differ, the step gets the CPU count of the smallest node.
     """
-    per_node = os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")  # 128,64(x2)
+    per_node = os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")  # such as 128,64(x2)
     words = [*_SRUN, f"--nodelist={host}"]
     if cpus := re.findall(r"(?:^|,)(\d+)", per_node):
         words.append(f"--cpus-per-task={min(map(int, cpus))}")
@@ -252,7 +257,7 @@ def hosts_of_allocation() -> list[str]:
 def _this_job() -> str | None:
     """The job's id for scontrol; None outside of a job.
 
-    A task of an array is named by both numbers: SLURM_JOB_ID of the last task means all tasks.
+    A task of an array is named by the array's and the task's number: SLURM_JOB_ID of the last task means all tasks.
     """
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
@@ -271,7 +276,7 @@ def _names_of_this_host() -> set[str]:
 
 
 def _bare_name(name: str) -> str:
-    """The name without user and domain; an address stays unchanged."""
+    """The host's name without user and domain. An address stays unchanged."""
     host = name.rpartition("@")[2]
     is_address = ":" in host or re.fullmatch(r"[\d.]+", host)
     return host if is_address else host.partition(".")[0]
@@ -289,19 +294,20 @@ def _address_towards(other_host: str) -> str:
 
 
 def files_needed(recipe: Recipe) -> int:
-    """Open files that the controller of a run may need at once. Each engine needs fewer."""
+    """Most files that the controller of a run may have open at once. An engine needs fewer."""
     engines = len(recipe.engine_devices)
     completions = PER_COMPLETION * engines * recipe.rollouts.max_in_flight
     workers = (recipe.rewards.workers or default_workers()) + (recipe.rollouts.decoders or default_workers())
     processes = engines + recipe.trainer.world_size + workers
     open_files = completions + PER_PROCESS * processes + MARGIN
     if recipe.episodes:
-        open_files *= 2  # half of the files for agents (`rollouts.agents.AgentServer`)
+        # Half of the files are for agents (`rollouts.agents.AgentServer`).
+        open_files *= 2
     return open_files
 
 
 def allow_open_files(recipe: Recipe) -> None:
-    """Raise the soft limit of this process to TARGET, or as far as allowed; child processes inherit the limit.
+    """Raise the soft limit of this process to TARGET, or as far as allowed. Child processes inherit the limit.
 
     Raises ValueError if the hard limit is lower than the run's need.
     """

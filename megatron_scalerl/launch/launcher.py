@@ -42,12 +42,15 @@ class Launcher:
         self._starting: asyncio.Task[None] | None = None
 
     def trainer(self, attempt: Attempt) -> AbstractAsyncContextManager[TrainerRanks]:
-        """The trainer of one attempt; the processes are stopped on exit from the block."""
+        """The trainer of one attempt, whose processes are stopped on exit from the block."""
         return trainer_ranks(self._recipe, attempt, self._secret, self._hosts, self._placement)
 
     async def start(self, trainer: TrainerRanks) -> Fleet:
-        """Start the trainer and, the first time, the engines; wait until all are ready. Raises the first failure."""
-        # a run's engines outlive an attempt of the trainer: a second attempt finds running engines
+        """Start the trainer, and in the first attempt the engines; wait until all are ready.
+
+        Raises the first failure.
+        """
+        # Engines outlive an attempt of the trainer, so a second attempt finds running engines.
         if self._starting is None:
             self._starting = asyncio.create_task(self.engines.start(), name="engines")
 
@@ -61,7 +64,10 @@ class Launcher:
         )
 
     async def while_alive(self, trainer: TrainerRanks, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. Raises the error of the first trainer rank that exits, and if engines are too few."""
+        """Run `work` and return the result.
+
+        Raises the error of the first trainer rank that exits, and an error if too few engines are left.
+        """
         return await until_failure(work, trainer.watch, self.engines.watch)
 
     async def stop(self) -> None:
@@ -72,7 +78,10 @@ class Launcher:
 
 
 async def until_failure(work: Coroutine[Any, Any, T], *watches: Watch) -> T:
-    """The result of `work`, which is cancelled when the first of `watches` raises; that is raised then."""
+    """Run `work` and return the result.
+
+    If one of `watches` raises first, `work` is cancelled and the error is raised.
+    """
     async with race(work, *(watch() for watch in watches)) as (task, *watching):
         if not task.done():
             next(watch for watch in watching if watch.done()).result()

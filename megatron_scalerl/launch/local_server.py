@@ -30,34 +30,34 @@ _BACKLOG = 2048
 
 
 class ServerEnded(RuntimeError):
-    """The server ended before the start was complete; the message continues "engine-0 (port 8000) ..."."""
+    """The server ended before the start was complete. The message continues "engine-0 (port 8000) ..."."""
 
 
 @record
 class ServerPlace:
-    """A server's address, devices, interface and certificate."""
+    """Where a server runs: address, devices, interface and certificate."""
 
     host: str
-    """Address of this host."""
+    """Address of this host at which the server listens."""
     port: int = 0
     """Port of the server; 0: a free port is chosen."""
     positions: Sequence[int] | None = None
     """The server's devices, as indices into this host's visible GPUs; None without GPUs."""
     interface: str = LOOPBACK
-    """Name of the interface to a weight group's members over NCCL."""
+    """Name of the interface through which NCCL reaches the members of a weight group."""
     tls: Certificate | None = None
     """Certificate and key; None: HTTP without TLS, for loopback."""
 
 
 class LocalServer:
-    """A server that is a child of this process. `start` once; `stop` at any time."""
+    """A server that is a child of this process. Call `start` once, and `stop` at any time."""
 
     reached = True
-    """Whether the host was there when the server was started."""
+    """Whether the host was there when the server was started; here always true."""
     tls = None
 
     def __init__(self, recipe: Recipe, place: ServerPlace, *, name: str, secret: str, log_path: str | Path):
-        """Binds the address. Raises ValueError for an option unknown to vLLM and for a port in use."""
+        """Bind the address. Raises ValueError for an option unknown to vLLM and for a port in use."""
         self.name = name
         self.log_path = Path(log_path)
         self._recipe = recipe
@@ -67,37 +67,42 @@ class LocalServer:
         self._socket = bind_server(place.host, place.port)
         self.port: int = self._socket.getsockname()[1]
         self.location = f"port {self.port}"
-        """Part of an error message."""
+        """Where the server is, for error messages."""
         try:
             self._arguments = engine_arguments(recipe, host=place.host, port=self.port)
         except BaseException:
             self._socket.close()
             raise
         self._process: ChildProcess | None = None
-        self._folder = contextlib.ExitStack()  # of sockets that vLLM leaves behind
+        # The folder holds sockets that vLLM leaves behind.
+        self._folder = contextlib.ExitStack()
 
     @property
     def pid(self) -> int:
-        """Process id of the server, also the id of the process group."""
+        """Process id of the server, which is also the id of the server's process group."""
         assert self._process is not None, "started"
         return self._process.pid
 
     async def start(self) -> str:
-        """Start the process and wait until the server is up; the server's URL. Raises ServerEnded and OSError."""
+        """Start the process, wait until the server is up, and return the server's URL.
+
+        Raises ServerEnded and OSError.
+        """
         assert self._process is None, "a server starts once"
-        with certificate_arguments(self._place.tls) as files:  # which exist until the server has read them
+        # The files exist until the server has read them.
+        with certificate_arguments(self._place.tls) as files:
             await self._launch([*self._arguments, *files])
         host = f"[{self._place.host}]" if ":" in self._place.host else self._place.host
         scheme = "https" if self._place.tls else "http"
         return f"{scheme}://{host}:{self.port}"
 
     async def wait(self) -> str:
-        """Wait until the process has exited; returns "exited with code N"."""
+        """Wait until the process has exited, and return "exited with code N"."""
         assert self._process is not None, "started"
         return f"exited with code {await self._process.wait()}"
 
     async def stop(self, grace_s: float = STOP_S) -> None:
-        """Terminate all processes of the server, after `grace_s` seconds by SIGKILL. May be called twice."""
+        """End all processes of the server by SIGTERM, and by SIGKILL after `grace_s` seconds. May be called twice."""
         self._socket.close()
         if self._process is not None:
             await self._process.stop(grace_s)
@@ -127,7 +132,8 @@ class LocalServer:
             raise
         finally:
             os.close(write)
-            self._socket.close()  # the server alone listens now: after an exit, connections are refused
+            # Only the server listens now, so connections are refused once the server has exited.
+            self._socket.close()
         await self._ready(read)
 
     async def _ready(self, read: int) -> None:
@@ -138,16 +144,17 @@ class LocalServer:
         )
         try:
             async with race(self.wait(), reader.read(1)) as (server_exit, up):
-                if not up.done() or not up.result():  # the write end was closed: the process is about to exit
+                # The write end was closed, so the process is about to exit.
+                if not up.done() or not up.result():
                     raise ServerEnded(f"{await server_exit} before it was up")
         finally:
             pipe.close()
 
 
 def gpus_at(positions: Sequence[int] | None) -> str:
-    """CUDA_VISIBLE_DEVICES with the GPUs of this host at these positions; None: of a run on CPUs, no GPU.
+    """CUDA_VISIBLE_DEVICES for the GPUs of this host at these positions; with None, for no GPU, as in a run on CPUs.
 
-    Raises ValueError if this process sees fewer.
+    Raises ValueError if this process sees fewer GPUs.
     """
     if positions is None:
         return ""
@@ -161,12 +168,15 @@ def gpus_at(positions: Sequence[int] | None) -> str:
 
 
 def engine_port(engine: EngineSection, index: int) -> int:
-    """Port of engine `index`, different for each engine; 0 for any free port."""
+    """Port of engine `index`, different for each engine; 0 means any free port."""
     return engine.port + index if engine.port else 0
 
 
 def bind_server(host: str, port: int) -> socket.socket:
-    """A socket that listens on this address, on a free port for 0. Raises ValueError for a port in use."""
+    """A socket that listens on this address.
+
+    With port 0, a free port is taken. Raises ValueError for a port in use.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)

@@ -3,7 +3,7 @@
 The trainer's ranks fill host after host, from each host's first device on. The engines follow, and no engine spans
 two hosts. With engine.colocate the engines are on the trainer's devices.
 
-Also the processes of a run for the controller, independent of the launcher that started the processes.
+The module also has the classes by which the controller knows a run's processes, independent of the launcher.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 from megatron_scalerl.types import ComputeUnit
 
-if TYPE_CHECKING:  # without these imports submit refuses a recipe at once
+# Without these imports, submit can refuse a recipe at once.
+if TYPE_CHECKING:
     from megatron_scalerl.engine.membership import Membership
     from megatron_scalerl.trainer.client import TrainerClient
     from megatron_scalerl.trainer.messages import TrainerInfo
@@ -39,7 +40,7 @@ class HostRanks:
 
 @record
 class EnginePlace:
-    """The place of an engine."""
+    """The host and the devices of an engine."""
 
     host: Host
     positions: tuple[int, ...] | None
@@ -48,7 +49,7 @@ class EnginePlace:
 
 @record
 class Placement:
-    """The places of all processes of a run."""
+    """The hosts and devices of all processes of a run."""
 
     trainer: tuple[HostRanks, ...]
     engines: tuple[EnginePlace, ...]
@@ -56,7 +57,8 @@ class Placement:
 
     @classmethod
     def of(cls, recipe: Recipe, hosts: Hosts, *, trainer: bool = True) -> Placement:
-        """The places on these hosts. trainer: whether there are ranks in addition to the engines.
+        """Place the processes of a recipe on these hosts. trainer: whether there are trainer ranks besides the
+        engines.
 
         Raises ValueError for too few devices, and for an engine that needs more devices than a host has.
         """
@@ -77,7 +79,7 @@ class Placement:
             slots = hosts.slots or visible
             if slots > visible:
                 raise ValueError(f"--slots: {slots} is more than the {visible} GPUs visible on this host")
-        # each host takes `slots` ranks, the last one the rest; hosts behind it have no rank
+        # Each host takes `slots` ranks, and the last host the rest. The hosts after the last have no rank.
         ranks = tuple(
             HostRanks(host=host, first=first, count=min(slots, world_size - first))
             for host, first in zip(hosts.hosts, range(0, world_size, max(1, slots)))
@@ -90,11 +92,10 @@ class Placement:
         return cls(trainer=ranks, engines=tuple(engines[:count]), teachers=tuple(engines[count:]))
 
     def check_present(self, hosts: Hosts, *, engines: int = 0) -> None:
-        """Raises HostsLeft if a host with trainer ranks or a teacher has left the job, or with too many engines.
+        """Check that Slurm has left the run enough hosts. Blocks.
 
-        engines: the fewest engines that have to be left.
-
-        Blocks.
+        engines: fewest engines that have to be left. Raises HostsLeft if a host with trainer ranks or a teacher has
+        left the job, or if fewer engines are left.
         """
         departed_hosts = hosts.have_left()
         for role, names in (
@@ -109,11 +110,12 @@ class Placement:
 
 
 def visible_gpus() -> list[str]:
-    """Names of the GPUs that a process on this host sees, as in CUDA_VISIBLE_DEVICES."""
+    """Names of the GPUs that a process on this host sees, written as in CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible:
         return visible.split(",")
-    from megatron_scalerl.distributed.device import gpu_count  # imports torch
+    # The import is here because the module imports torch.
+    from megatron_scalerl.distributed.device import gpu_count
 
     return [str(number) for number in range(gpu_count())]
 
@@ -121,7 +123,7 @@ def visible_gpus() -> list[str]:
 def _engines(
     recipe: Recipe, hosts: Hosts, trainer: Sequence[HostRanks], slots: int, *, gpus: bool
 ) -> list[EnginePlace]:
-    """Places of the run's engines, in order; fewer where not all engines fit."""
+    """Places of the run's engines, in order. Fewer places are returned if not all engines fit."""
     sizes = [*recipe.engine_devices.values()]
     places: list[EnginePlace] = []
     for host in hosts.hosts:
@@ -166,16 +168,16 @@ def _shortage(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool, trainer: 
 
 @record
 class Devices:
-    """The devices that a run holds, known before any process is started."""
+    """The devices that a run holds. The numbers are known before any process is started."""
 
     unit: ComputeUnit
-    """gpu_hours for GPUs, device_hours for processes on CPUs."""
+    """Unit of the run's compute: gpu_hours for GPUs, device_hours for processes on CPUs."""
     trainer: float
-    """Devices of the trainer; a device shared with an engine counts half."""
+    """Number of the trainer's devices. A device shared with an engine counts half."""
     engine: float
-    """Devices of all engines together; a device shared with the trainer counts half."""
+    """Number of devices of all engines. A device shared with the trainer counts half."""
     teacher: float = 0
-    """Devices of the teachers."""
+    """Number of devices of all teachers."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> Devices:
@@ -190,16 +192,16 @@ class Devices:
 
 @record
 class Attempt:
-    """A start of a run, with the ids that the run's processes compare. Produced by `controller.run_folder`."""
+    """One start of a run, with the ids that the run's processes compare. Produced by `controller.run_folder`."""
 
     run_id: str
     """Id of the run, shared by all attempts."""
     incarnation: str
     """`JOB_ID.RESTART_COUNT` on Slurm, otherwise `local.N`. A process with another incarnation is refused."""
     folder: Path
-    """RUN/; the processes write logs to the subfolder `logs`."""
+    """The folder RUN/. The processes write logs to the subfolder `logs`."""
     recipe_file: Path
-    """The resolved recipe, which every process reads."""
+    """File with the resolved recipe, which every process reads."""
 
 
 @record
@@ -213,10 +215,13 @@ class Fleet:
 
 
 def hosts_needed(recipe: Recipe, slots: int) -> int | None:
-    """Hosts that a run needs; None if an engine needs more devices than a host has. slots: devices of a host."""
+    """Number of hosts that a run needs; None if an engine needs more devices than a host has.
+
+    slots: devices of a host.
+    """
     ranks = recipe.trainer.world_size
     hosts = -(-ranks // slots)
-    # devices that the ranks leave free on the ranks' last host go to the first engines
+    # Devices that the ranks leave free on their last host go to the first engines.
     free = -ranks % slots
     for size in recipe.engine_devices.values():
         if size > slots:

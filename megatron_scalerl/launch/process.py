@@ -23,7 +23,10 @@ from megatron_scalerl.recipe import Recipe
 
 
 class EngineProcess:
-    """An engine. `start`, then use `client`; `watch` never returns; `stop` may be called at any time."""
+    """An engine's server and client.
+
+    Call `start`, then use `client`. `watch` never returns; `stop` may come at any time.
+    """
 
     def __init__(self, recipe: Recipe, server: LocalServer | RemoteServer, *, secret: str):
         self._recipe = recipe
@@ -55,8 +58,9 @@ class EngineProcess:
     async def start(self, *, version: int = 0) -> EngineInfo:
         """Start the server, wait for the first answer, label the weights with `version`, and check the engine.
 
-        Raises EngineDied for a server that exits or takes longer than engine.start_timeout_s, EngineError and
-        ValueError for an engine that does not follow the recipe (see `check_engine`). The server is stopped first.
+        Raises EngineDied for a server that exits or takes longer than engine.start_timeout_s. Raises EngineError and
+        ValueError for an engine that does not follow the recipe (see `check_engine`). The server is stopped before an
+        error is raised.
         """
         limit = self._recipe.engine.start_timeout_s
         try:
@@ -67,7 +71,8 @@ class EngineProcess:
                 info = await self.client.info()
             check_engine(info, self._recipe)
         except BaseException as error:
-            timeout = self._died(f"was not up within {limit:g} s (engine.start_timeout_s)")  # has the log's end
+            # The error is made here, since it has the end of the log.
+            timeout = self._died(f"was not up within {limit:g} s (engine.start_timeout_s)")
             await self.stop()
             if isinstance(error, TimeoutError):
                 raise timeout from None
@@ -77,9 +82,9 @@ class EngineProcess:
         return info
 
     async def watch(self, lag: LagClock | None = None) -> NoReturn:
-        """Wait until the server exits, stops answering or, with requests in flight, stalls. Raises EngineDied.
+        """Wait until the server exits, stops answering or stalls with requests in flight, then raise EngineDied.
 
-        lag: compares this engine with other watched engines; an engine that lags behind raises as well.
+        lag: compares this engine with other watched engines. With `lag`, an engine that lags behind also raises.
         """
         progress = watch_progress(self.client, self._recipe.engine, lag)
         async with race(self.server.wait(), progress) as (server_end, hang):
@@ -92,14 +97,14 @@ class EngineProcess:
         raise AssertionError("watch_progress raises")
 
     async def stop(self, grace_s: float = STOP_S) -> None:
-        """Terminate all processes of the server, after `grace_s` by SIGKILL. May be called twice."""
+        """End all processes of the server by SIGTERM, and by SIGKILL after `grace_s` seconds. May be called twice."""
         try:
             await self.client.close()
         finally:
             await self.server.stop(grace_s)
 
     async def _first_answer(self) -> None:
-        """Wait for the first response: the plugin reports shortly before the server accepts connections."""
+        """Wait for the first response, since the plugin reports shortly before the server accepts connections."""
         for pause_s in (*(0.02 * 2**n for n in range(6)), *(60 * [1.0])):
             with contextlib.suppress(EngineError):
                 await self.client.get("/health")

@@ -5,10 +5,11 @@
 
 The keeper is a child process of the controller and the run's only driver of Ray. The keeper reserves the devices, and
 the keeper's actors run the programs that `--run-on ssh` would run, with the same argument. When the controller ends,
-in any way, the keeper ends too, Ray ends the actors, and the programs die with the actors (`processes.parent_death`).
+in any way, the keeper also ends. Ray then ends the actors, and the programs die with the actors
+(`processes.parent_death`).
 
-    to the keeper, a line:      {"host": "10.0.0.2", "program": "cd /run && exec ..."}
-    from it, a line each time:  {"output": "..."}, at the end {"code": 0}
+    to the keeper, one line:     {"host": "10.0.0.2", "program": "cd /run && exec ..."}
+    from the keeper, each line:  {"output": "..."}, at the end {"code": 0}
 """
 
 import atexit
@@ -35,27 +36,28 @@ from megatron_scalerl.processes.signals import SAVE_SIGNAL, SIGNALS
 logger = logging.getLogger(__name__)
 
 RESERVED_S = 1800.0
-"""Seconds for the cluster to have the devices, for which the cluster may start machines."""
+"""Seconds in which the cluster must have the devices; the cluster may start machines for them."""
 _PROGRAMS = 512
-"""Programs that a node may run at a time."""
+"""Most programs that a node may run at a time."""
 _MODULE = "megatron_scalerl.launch.ray_hosts"
 
 
 def reserve(
     kind: Literal["GPU", "CPU"], count: int | None, slots: int | None
 ) -> tuple[list[str], int, tuple[str, ...]]:
-    """Start the keeper and wait until the keeper holds the devices, until this process ends. Raises ValueError.
+    """Start the keeper, and wait until the keeper has reserved the devices. Raises ValueError.
 
-    Returns the addresses of the nodes, the devices of each node, and the command that runs the last argument in a
-    shell on {host}.
+    The keeper holds the devices until this process ends. Returns the addresses of the nodes, the devices of each
+    node, and the command that runs the last argument in a shell on {host}.
 
-    kind: of devices. count: nodes; None: all that have the devices. slots: devices of each node, None: all.
+    kind: the kind of devices. count: number of nodes; None for all nodes that have the devices. slots: devices of
+    each node; None for all.
     """
     folder = tempfile.mkdtemp(prefix="msrl-ray-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     argv = [sys.executable, "-m", _MODULE, "--keep", folder, json.dumps([kind, count, slots])]
     logger.warning("waiting until the Ray cluster has free %ss", kind)
-    # in a new session: a terminal's SIGINT reaches the controller, which ends the run in order
+    # The keeper has a new session, since a terminal's SIGINT is for the controller, which ends the run in order.
     keeper = subprocess.Popen(tied_command(argv), stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert keeper.stdout is not None
     line = keeper.stdout.readline()
@@ -74,8 +76,9 @@ class Node:
         self._given_up: set[str] = set()
 
     def run(self, name: str, program: str) -> Iterator[dict[str, Any]]:
-        """Run a program in a shell; the output, line by line, then the exit code."""
-        env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}  # Ray's own, 1
+        """Run a program in a shell, and yield the output line by line, then the exit code."""
+        # Ray sets OMP_NUM_THREADS to 1, which is not for the program.
+        env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
         child = subprocess.Popen(
             tied_command(["sh", "-c", program]),
             env=env,
@@ -95,14 +98,20 @@ class Node:
         yield {"code": child.wait()}
 
     def end(self, name: str) -> None:
-        """Terminate a program, as the end of an ssh connection does; also before the program has started."""
+        """Terminate a program, as the end of an ssh connection does.
+
+        A program that has not started yet is never started.
+        """
         self._given_up.add(name)
         if (child := self._running.get(name)) is not None:
             child.terminate()
 
 
 class _Program(socketserver.StreamRequestHandler):
-    """A program of the controller, requested by a separate process (`_run`), whose end ends the program."""
+    """A program of the controller, requested by a separate process (`_run`).
+
+    When that process ends, the program ends.
+    """
 
     def handle(self) -> None:
         import ray
@@ -119,7 +128,8 @@ class _Program(socketserver.StreamRequestHandler):
             self._send({"code": 1})
 
     def _send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the caller is gone
+        with contextlib.suppress(OSError):
+            # The caller may be gone.
             self.wfile.write(json.dumps(message).encode() + b"\n")
 
     def _end_with_caller(self, node: Any, name: str) -> None:
@@ -136,7 +146,8 @@ def _keep(folder: str, kind: str, count: int | None, slots: int | None) -> None:
 
     ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
     for number in (*SIGNALS, SAVE_SIGNAL):
-        signal.signal(number, signal.SIG_IGN)  # the controller's end ends this process
+        # The keeper ignores these signals, since the end of the controller ends the keeper.
+        signal.signal(number, signal.SIG_IGN)
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     slots = slots or int(max((node.get(kind, 0) for node in alive), default=0))
     count = count or sum(node.get(kind, 0) >= slots for node in alive)
@@ -183,7 +194,7 @@ def _run(path: str, host: str, program: str) -> int:
 
 
 def main() -> int:
-    """Be the keeper, or a program of the run."""
+    """Run as the keeper, or ask the keeper for a program of the run."""
     if sys.argv[1] != "--keep":
         return _run(*sys.argv[1:])
     try:

@@ -34,7 +34,7 @@ _STOP_S = 60.0
 
 
 class TrainerRanks:
-    """The ranks of one attempt. `start`, then use `client` while `watch` waits, then `stop`."""
+    """The ranks of one attempt. Call `start`, then use `client` while `watch` waits, then `stop`."""
 
     def __init__(self, recipe: Recipe, attempt: Attempt, client: TrainerClient, hosts: Hosts, placement: Placement):
         self.client = client
@@ -45,7 +45,8 @@ class TrainerRanks:
         self._children: list[ChildProcess] = []
         self._elsewhere: set[str] = set()
         """Names of the children that start ranks on other hosts."""
-        self._watches: list[asyncio.Task[NoReturn]] = []  # for each child, which end by raising
+        # One task for each child, which ends by raising.
+        self._watches: list[asyncio.Task[NoReturn]] = []
         self._started = asyncio.Event()
 
     async def start(self) -> TrainerInfo:
@@ -55,8 +56,9 @@ class TrainerRanks:
         public = public_environment(self._attempt, self.client.endpoint, joining["MSRL_SECRET"], Purpose.TRAINER)
         public["WORLD_SIZE"] = joining["WORLD_SIZE"]
         for name, value in environment_of_ranks(self._recipe).items():
-            public[name] = os.environ.get(name, value)  # the user's own value
-        # only MSRL_RANKS differs between the hosts
+            # A value that the user has set takes precedence.
+            public[name] = os.environ.get(name, value)
+        # Only MSRL_RANKS differs between the hosts.
         for ranks in self._placement.trainer:
             public["MSRL_RANKS"] = f"{ranks.first}:{ranks.count}"
             if ranks.host.here:
@@ -80,7 +82,7 @@ class TrainerRanks:
         """Wait until a rank has exited, then raise ProcessDied."""
         await self._started.wait()
         await asyncio.wait(self._watches, return_when=asyncio.FIRST_COMPLETED)
-        # the rank's last message, which gives the reason, reaches whoever waits for an answer by then
+        # In this time the rank's last message, with the reason, reaches whoever waits for an answer.
         await asyncio.wait(self._watches, return_when=asyncio.ALL_COMPLETED, timeout=BLAME_S + 1.0)
         next(watch for watch in self._watches if watch.done()).result()
 
@@ -94,11 +96,13 @@ class TrainerRanks:
             if graceful:
                 async with asyncio.timeout(_STOP_S):
                     await self.client.stop()
-        except (RuntimeError, OSError) as error:  # the run is finished and on disk
+        # The run is finished and on disk, so a failure here is only logged.
+        except (RuntimeError, OSError) as error:
             reason = str(error) or f"no answer within {_STOP_S:g} s"
             logger.warning("the run is finished, but its trainer did not stop gracefully: %s", reason)
         finally:
-            self.client.close()  # ranks that have not exited exit now
+            # Closing the connection makes ranks that have not exited exit now.
+            self.client.close()
             leaving = [child for child in self._children if graceful or child.name in self._elsewhere]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_EXIT_S):

@@ -1,8 +1,8 @@
-"""vLLM's slot of the policy's adapter, as a model with live parameters that updates write.
+"""The slot in which vLLM holds the policy's adapter, as a model whose live parameters updates write.
 
 Life of the slot:
 
-    start      the engine begins with one slot that holds an adapter of zeros; every request names this adapter
+    start      the engine starts with one slot that holds an adapter of zeros; every request names this adapter
                (`engine.vllm_plugin`)
     record     `weights.live_weights` calls `load_weights`, which calls vLLM's `set_lora` of each layer: `set_lora`
                cuts A and B for the worker's tensor-parallel rank and copies both into the slot
@@ -26,10 +26,13 @@ SERVED = [1]
 
 
 class AdapterSlot(torch.nn.Module):
-    """A and B of a worker's LoRA layers that a manifest fills. The module's parameters are the slot's alone."""
+    """A worker's adapter slot as a module whose only parameters are the A and B matrices that a manifest fills."""
 
     def __init__(self, manager: Any, manifest: Manifest):
-        """manager: vLLM's LoRAModelManager. manifest: tensors under PEFT's names. Empties the slot."""
+        """Empty the slot.
+
+        manager: vLLM's LoRAModelManager. manifest: the adapter's tensors, under PEFT's names.
+        """
         super().__init__()
         self._manager = manager
         self._mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
@@ -44,16 +47,16 @@ class AdapterSlot(torch.nn.Module):
             layer.reset_lora(_INDEX)
 
     def _parsed(self, name: str) -> tuple[str, bool]:
-        """(vLLM's name of the projection, whether the tensor is A)"""
+        """The name of a tensor in the adapter as (vLLM's name of the projection, whether the tensor is A)."""
         return parse_fine_tuned_lora_name(name, self._mapper)
 
     def _parts(self) -> Iterator[tuple[Any, list[str]]]:
-        """Layers, and the names of the projections that vLLM packs into each layer."""
+        """Yield each layer with the names of the projections that vLLM packs into the layer."""
         for name, layer in self._manager.modules.items():
             yield layer, self._manager.packed_modules.get(name, [name])
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
-        """The slot's A and B of each projection with an adapter."""
+        """Yield (name, slot's matrix) for A and for B of each projection that has an adapter."""
         for layer, projections in self._parts():
             for projection, a, b in zip(projections, layer.lora_a_stacked, layer.lora_b_stacked):
                 rank = self._ranks.get(projection, 0)
@@ -62,7 +65,7 @@ class AdapterSlot(torch.nn.Module):
                     yield f"{projection}.lora_B", b[_INDEX, 0, :, :rank]
 
     def get_submodule(self, target: str) -> torch.nn.Module:
-        """This module, since no parameter of the slot has padding."""
+        """This module itself, whatever the target, since no parameter of the slot has padding."""
         return self
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

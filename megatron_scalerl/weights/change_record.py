@@ -35,14 +35,16 @@ class _Region:
     dtype: torch.dtype
     device: torch.device
     of_another: bool
-    """Another rank writes the region and shares the changes; this rank keeps changes that its updates need."""
+    """Whether another rank writes the region and shares the changes. This rank then keeps the changes that its
+    updates need."""
     changed: int = 0
     """Number of changes in all steps."""
     by_step: list[tuple[int, ChangedElements]] = field(default_factory=list)
-    """(step, changes), in order; empty where more than one element in MOST_CHANGED changed."""
+    """(step, changes) pairs in the order of the steps; empty where there are more changes than `most_coded`
+    allows."""
 
     def all_changes(self) -> ChangedElements | None:
-        """The changes of all steps, None where more than one element in MOST_CHANGED changed."""
+        """The changes of all steps; None where there are more changes than `most_coded` allows."""
         if self.changed > most_coded(self.elements):
             return None
         if not self.by_step:
@@ -50,7 +52,8 @@ class _Region:
             return ChangedElements(positions=empty, bits=bits_of(empty.to(self.dtype)))
         last, _ = self.by_step[-1]
         changes = joined_changes([step_changes for _, step_changes in self.by_step])
-        # Only chunks of one step are in rising order and change no element twice.
+        # Only chunks of one step come in rising order and change no element twice, so changes of several steps are
+        # sorted.
         if any(step != last for step, _ in self.by_step):
             changes = _newest(changes)
         self.by_step = [(last, changes)]
@@ -64,22 +67,25 @@ class ChangeRecord:
         self.is_recording = False
         """Whether changes are recorded, because an update will ask for changes; see `want`."""
         self._addresses: list[int] = []
-        """[regions] address of the first element, rising."""
+        """[regions] address of each region's first element, in rising order."""
         self._regions: list[_Region] = []
         self._needed_regions: set[int] = set()
-        """Numbers of the regions that this rank's updates read."""
+        """Numbers of the regions that this rank's updates read. A region's number is the region's place in
+        `_addresses`."""
         self._step = 0
         self._lost = False
         self.gathers: list[Callable[[], None]] = []
         """Functions that all ranks call at once before an update: each adds the changes that other ranks made."""
 
     def want(self, is_recording: bool, views: Iterable[Tensor] = ()) -> None:
-        """Begin or end the recording. views: the views that this rank's updates will read.
+        """Start or stop the recording.
 
-        The record drops changes that other ranks make outside of the views.
+        views: the views that this rank's updates will read. The record drops changes that other ranks make outside of
+        the views.
         """
         if is_recording and not self.is_recording:
-            self.lose()  # steps were made without a record
+            # Earlier steps were made without a record, so their changes are unknown.
+            self.lose()
         self.is_recording = is_recording
         self._needed_regions = set(chain.from_iterable(self._regions_of(view) for view in views))
 
@@ -88,7 +94,7 @@ class ChangeRecord:
         return self._number_of(region) in self._needed_regions
 
     def watch(self, region: Tensor, *, of_another: bool = False) -> None:
-        """Promise that every later change of this region will be added.
+        """Register a region: from now on, every change of the region will be added.
 
         region: contiguous. of_another: another rank writes the region, and `gather` adds that rank's changes.
         """
@@ -99,19 +105,20 @@ class ChangeRecord:
         self._regions.insert(number, _Region(region.numel(), region.dtype, region.device, of_another))
 
     def gather(self) -> None:
-        """Add the changes that other ranks made; before an update. Collective."""
+        """Add the changes that other ranks made. Collective; called before an update."""
         if self.is_recording and self._step and not self._lost:
             for gather in self.gathers:
                 gather()
 
     def begin_step(self) -> None:
-        """An optimizer is about to write."""
+        """Note the start of a step, in which the optimizer will write."""
         self._step += 1
 
     def add(self, memory: Tensor, first: int, changes: ChangedElements | None) -> None:
-        """Add the changes in a chunk of a region that begins at element `first`; chunks come in order.
+        """Add the changes that one step made in a chunk of a region. The chunks of a step come in order.
 
-        changes: None where more than one element in MOST_CHANGED of the region changed.
+        first: the region's element at which the chunk starts. changes: None for more changes than `most_coded` allows
+        for the region.
         """
         region = self._regions[self._number_of(memory)]
         if changes is None:
@@ -135,7 +142,7 @@ class ChangeRecord:
         self._drop()
 
     def forget(self) -> None:
-        """An update has sent the changes: the record begins again."""
+        """Start an empty record, after an update has sent the changes."""
         self._step = 0
         self._lost = False
         self._drop()
@@ -150,17 +157,20 @@ class ChangeRecord:
         return bool(self._regions_of(view)) and _nested(view)
 
     def changes_of(self, views: Sequence[Tensor]) -> list[ChangedElements | None]:
-        """[views] the changes since the last update, by position in the view's row-major order.
+        """The changes since the last update in each view, at positions in the view's row-major order.
 
-        views: each passes `covers`. None for a view of a region in which more than one element in MOST_CHANGED
-        changed, in all steps together. None for all views after `lose`, and while no changes are recorded. None for
-        a region of another rank whose changes this rank dropped.
+        views: each passes `covers`. The result is None in these cases:
+
+            a view       a region of the view has, in all steps together, more changes than `most_coded` allows
+            a view       this rank has dropped the changes of a region of the view, which another rank writes
+            all views    the record is incomplete (`lose`), or no changes are recorded
         """
         by_view = [self._changes_in(view) for view in views]
         pairs = [(view, *pair) for view, changes in zip(views, by_view) for pair in changes or ()]
         bounds: Iterator[list[int]] = iter(())
         if pairs:
-            # The device searches the bounds of all views, and the host reads all bounds at once: one wait.
+            # The host would wait once per view for the bounds, so the device searches all bounds, and the host reads
+            # them at once.
             ends = torch.tensor([[offset, offset + _extent(view)] for view, _, offset in pairs], dtype=torch.int64)
             ends = ends.to(pairs[0][1].positions.device)
             searched = [torch.searchsorted(changes.positions, end) for (_, changes, _), end in zip(pairs, ends)]
@@ -177,7 +187,10 @@ class ChangeRecord:
         return view_changes
 
     def _changes_in(self, view: Tensor) -> list[tuple[ChangedElements, int]] | None:
-        """(changes of a region, the region's element with which the view begins) of the regions of a view."""
+        """The regions of a view as (changes of the region, index in the region of the view's first element).
+
+        None where the changes of the view are unknown.
+        """
         numbers = self._regions_of(view)
         if not numbers or self._lost or not self.is_recording:
             return None
@@ -194,7 +207,8 @@ class ChangeRecord:
         return bisect_right(self._addresses, memory.data_ptr()) - 1
 
     def _regions_of(self, view: Tensor) -> range:
-        """Numbers of the regions that make up a view's memory, empty where a part of the memory is in no region."""
+        """Numbers of the regions that make up a view's memory. The range is empty where a part of the memory is in no
+        region."""
         first = number = self._number_of(view)
         if number < 0 or not view.numel():
             return range(0)
@@ -226,14 +240,18 @@ def _cut(changes: ChangedElements, bounds: Sequence[int], offset: int) -> Change
 
 
 def _newest(changes: ChangedElements) -> ChangedElements:
-    """The last bits of each element in the changes of several steps, in the order of the steps."""
+    """The last bits of each changed element, in rising order of position.
+
+    changes: the changes of several steps, in the order of the steps.
+    """
     positions, order = changes.positions.sort(stable=True)
     last = torch.cat((positions[1:] != positions[:-1], order.new_ones(1, dtype=torch.bool)))
     return ChangedElements(positions=positions[last], bits=changes.bits[order][last])
 
 
 def _axes(view: Tensor) -> list[tuple[int, int, int]]:
-    """(stride in memory, size, stride in row-major order) of the axes with several elements, the widest first."""
+    """(stride in memory, size, stride in row-major order) of each axis with more than one element, the widest stride
+    first."""
     axes = []
     inner = 1
     for size, stride in zip(reversed(view.shape), reversed(view.stride())):
@@ -244,12 +262,12 @@ def _axes(view: Tensor) -> list[tuple[int, int, int]]:
 
 
 def _extent(view: Tensor) -> int:
-    """Number of elements of memory from the first to the last element of a view."""
+    """Number of elements of memory that a view spans, from the first element to the last."""
     return 1 + sum((size - 1) * stride for stride, size, _ in _axes(view))
 
 
 def _nested(view: Tensor) -> bool:
-    """Whether each axis steps over all inner axes, so that an element of memory has one index in the view."""
+    """Whether each axis steps over all inner axes. Each element of memory then has at most one index in the view."""
     reach = 1
     for stride, size, _ in reversed(_axes(view)):
         if stride < reach:
@@ -259,7 +277,7 @@ def _nested(view: Tensor) -> bool:
 
 
 def _in_view(changes: ChangedElements, view: Tensor) -> ChangedElements:
-    """The changes of a range of memory that are in a view, by position in the view."""
+    """The changes inside a view, at positions in the view, out of the changes in the memory that the view spans."""
     remainders = changes.positions
     inside = torch.ones_like(remainders, dtype=torch.bool)
     positions = torch.zeros_like(remainders)
@@ -272,7 +290,7 @@ def _in_view(changes: ChangedElements, view: Tensor) -> ChangedElements:
     inside &= remainders == 0
     positions = positions[inside]
     bits = changes.bits[inside]
-    # In a transposed view the positions of rising addresses do not rise.
+    # In a transposed view, positions do not rise with addresses, so the changes are sorted by position.
     inner_strides = [inner for _, _, inner in axes]
     if inner_strides != sorted(inner_strides, reverse=True):
         positions, order = positions.sort()

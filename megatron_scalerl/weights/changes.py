@@ -1,4 +1,4 @@
-"""The elements of tensors that changed: found, coded in three bytes each, and decoded again, without loss.
+"""Changed elements of tensors: found, coded in about three bytes each, and decoded, without loss.
 
 Life of a change:
 
@@ -26,11 +26,12 @@ from megatron_scalerl.record import record
 from megatron_scalerl.weights.plan import Ranges
 
 MOST_CHANGED = 8
-"""Where more than one element in this many changed, all are sent: coding and writing single elements costs more."""
+"""Where more than 1 / MOST_CHANGED of the elements changed, all elements are sent: coding and writing single elements
+would cost more."""
 SMALL = 1 << 14
-"""Slots of up to this many elements are coded at any density: for a norm, the whole bucket must not be sent."""
+"""Slots of up to this many elements are coded however many elements changed: a norm must not cause a whole bucket."""
 _LONG = 255
-"""Byte of a gap that the next byte continues."""
+"""Value of a gap's byte after which the gap continues in the next byte."""
 _BITS = {2: torch.int16, 4: torch.int32}
 """Bytes of an element -> the integer type of the bits."""
 
@@ -54,18 +55,19 @@ class Changes:
     ranges: Ranges
     """The rectangle, in the whole tensor's indices."""
     positions: Tensor
-    """[n] int64, rising, in the rectangle's elements in row-major order."""
+    """[n] int64, rising: positions among the rectangle's elements in row-major order."""
     values: Tensor
-    """[n] of the tensor's type."""
+    """[n] the new values, in the tensor's type."""
 
 
 def bits_of(values: Tensor) -> Tensor:
-    """The values as integers of the same size."""
+    """The bits of the values, as integers of the same size."""
     return values.view(_BITS[values.element_size()])
 
 
 def most_coded(elements: int) -> int:
-    """The largest number of changes that is coded for a slot of `elements`; with more, all values are sent."""
+    """The largest number of changes for which a slot of `elements` is coded; with more changes, all values are
+    sent."""
     return max(elements // MOST_CHANGED, min(elements, SMALL))
 
 
@@ -82,14 +84,16 @@ def find(old_bits: Tensor, values: Tensor) -> ChangedElements:
 
 
 def encode(slots: Sequence[tuple[int, ChangedElements]]) -> Tensor:
-    """[bytes] uint8, a multiple of 8: the changes of several slots, given as (number, changes); no slot is empty.
+    """The changes of several slots as one frame: [bytes] uint8, a multiple of 8.
 
-    int64 [1]           number of slots
-    int64 [slots, 3]    number, changed elements, bytes of gaps; wide types first
-    uint8 [...]         gaps of all slots, padded to 8 bytes
-    bits [...]          new bits of all slots, padded to 8 bytes
+    slots: (number, changes) of each slot, and no slot without changes. The frame holds:
+
+        int64 [1]           number of slots
+        int64 [slots, 3]    number, changed elements, bytes of gaps; wide types first
+        uint8 [...]         gaps of all slots, padded to 8 bytes
+        bits [...]          new bits of all slots, padded to 8 bytes
     """
-    # A typed view of a plane starts at a multiple of the element's size, so wide types come first.
+    # A typed view must start at a multiple of the element's size, so slots of wide types come first.
     ordered = sorted(slots, key=lambda slot: -slot[1].bits.element_size())
     gaps, gap_bytes = _gaps([changes.positions for _, changes in ordered])
     head = [len(ordered)]
@@ -100,7 +104,8 @@ def encode(slots: Sequence[tuple[int, ChangedElements]]) -> Tensor:
 
 
 def decode(frame: Tensor, slots: Sequence[tuple[int, Ranges, torch.dtype]]) -> list[Changes]:
-    """Inverse of `encode`. slots: (tensor, rectangle, type) by number."""
+    """The changes that `encode` put into a frame. slots: (tensor, rectangle, type) of each slot, by the slot's
+    number."""
     count = int(frame[:8].view(torch.int64))
     start = 8 + 24 * count
     numbers, counts, gap_bytes = frame[8:start].view(torch.int64).view(count, 3).t().tolist()
@@ -116,7 +121,7 @@ def decode(frame: Tensor, slots: Sequence[tuple[int, Ranges, torch.dtype]]) -> l
 
 
 def slot_numbers(counts: Sequence[int], device: torch.device) -> Tensor:
-    """[sum of counts] the number of the slot that each element belongs to."""
+    """[sum of counts] the number of the slot of each element. counts: elements of each slot."""
     return torch.repeat_interleave(_host(counts, device), output_size=sum(counts))
 
 
@@ -129,11 +134,14 @@ def _padded(plane: Tensor) -> Tensor:
 
 
 def _gaps(positions: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """([...] uint8 gaps of the slots' rising positions, slot by slot; bytes of each slot)."""
+    """([...] uint8 gaps of all slots, one slot after another; number of gap bytes of each slot).
+
+    positions: rising positions of each slot.
+    """
     all_positions = torch.cat(list(positions))
     ends = list(accumulate(map(len, positions)))
     unchanged = torch.diff(all_positions, prepend=all_positions.new_full((1,), -1)) - 1
-    # The first gap of a slot counts from the slot's begin, not from the last position of the slot before.
+    # The first gap of a slot counts from the slot's start, not from the last position of the slot before.
     starts = _host([0, *ends[:-1]], all_positions.device)
     unchanged[starts] = all_positions[starts]
     long_gaps = unchanged.div(_LONG, rounding_mode="floor")
@@ -147,7 +155,7 @@ def _gaps(positions: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
 def _positions(gaps: Tensor, gap_bytes: Sequence[int], counts: Sequence[int]) -> Sequence[Tensor]:
     """[slots][changed] int64, inverse of `_gaps`."""
     is_last = gaps != _LONG
-    # The running sum counts all slots; the sum at a slot's begin is subtracted from the slot's positions.
+    # The running sum goes on over all slots, so the sum at a slot's start is subtracted from the slot's positions.
     running = torch.cumsum(gaps.to(torch.int64) + is_last, 0)
     ends = _host(list(accumulate(gap_bytes)), gaps.device)
     sums_before = torch.cat([ends.new_zeros(1), running[ends[:-1] - 1]])

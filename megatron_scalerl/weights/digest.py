@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 Along = range | torch.Tensor
-"""The whole tensor's index at each position of a dimension: a range of step 1, or [n] int64 in any order."""
+"""The whole tensor's index at each position of a dimension: a range of step 1, or an int64 tensor [n] in any
+order."""
 _CHUNK_WORDS = 1 << 20
 _MASK = (1 << 64) - 1
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -31,7 +32,7 @@ _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
-    """Mix the bits of uint64 numbers (Steele, Lea and Flood 2014)."""
+    """Mix the bits of uint64 numbers by the function SplitMix64 (Steele, Lea and Flood 2014)."""
     with np.errstate(over="ignore"):
         x = x + np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -80,7 +81,8 @@ def _on_cpu(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner: tor
 
 
 def _on_device(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner: torch.Tensor) -> int:
-    from megatron_scalerl.weights import sum_kernel  # imports Triton
+    # The import is here because the module imports Triton.
+    from megatron_scalerl.weights import sum_kernel
 
     device_starts = torch.from_numpy(starts).to(bits.device)
     device_rows = torch.from_numpy(rows.view(np.int64)).to(bits.device)
@@ -89,7 +91,7 @@ def _on_device(bits: torch.Tensor, starts: np.ndarray, rows: np.ndarray, inner: 
 
 @cache
 def _compiled_sum():  # type: ignore[no-untyped-def]
-    """`weighted_sum` on a CPU, compiled by numba, a dependency of vLLM."""
+    """A version of `weighted_sum` for CPUs, compiled by numba, which vLLM depends on."""
     import numba
 
     @numba.njit(nogil=True)
@@ -117,15 +119,16 @@ def combine(digests: Iterable[int]) -> str:
 def value_digest(values: torch.Tensor, tensor: int, axes: Sequence[int], along: Sequence[Along]) -> int:
     """Digest of a part of a tensor.
 
-    values: of any strides; dimension d has the indices `along[d]` of the whole tensor's dimension `axes[d]`. The
-    tensor's other dimensions count as index 0 (`at` has the factor of another index).
+    values: of any strides; dimension d of the values has the indices `along[d]` of the whole tensor's dimension
+    `axes[d]`. A dimension of the tensor that is not in `axes` counts as index 0; `at` has the factor of another
+    index.
     """
     factors = [_factors_of_indices(axis, index) for axis, index in zip(axes, along)]
     return _weighted_digest(values, factors) * (mixed(tensor) | 1) & _MASK
 
 
 def at(axis: int, index: int) -> int:
-    """The factor of one index, where a part has no dimension along `axis`."""
+    """The factor of index `index` along `axis`, for a part that has no dimension along this axis."""
     return int(factors_of(axis, index + 1)[index])
 
 
@@ -135,7 +138,7 @@ def total(digests: Sequence[int]) -> int:
 
 
 def _factors_of_indices(axis: int, along: Along) -> np.ndarray:
-    # A range is a slice of the table, which is not copied.
+    # The indices of a range select a slice of the table, which is not copied.
     if isinstance(along, range):
         return factors_of(axis, along.stop)[along.start : along.stop]
     index = along.cpu().numpy()
@@ -149,7 +152,7 @@ def factors_of(axis: int, size: int) -> np.ndarray:
 
 @cache
 def _table(axis: int, bits: int) -> np.ndarray:
-    """[2^bits] factors; one table serves all sizes up to 2^bits."""
+    """[2^bits] factors of a dimension's indices. One table serves all sizes up to 2^bits."""
     return splitmix64(np.arange(1 << bits, dtype=np.uint64) + np.uint64((axis + 1) << 40)) | np.uint64(1)
 
 

@@ -4,9 +4,9 @@ The time grows with the number of changes, not with the tensors' size.
 
 Life of a write:
 
-    pair     each `Changes` with the live views (`weights.live_map`) that the rectangle may meet
-    group    pairs of one parameter, as the experts of a layer; a view with a table of indices has its own group
-    row      the numbers of a pair: sizes, first indices, bounds and strides along each axis
+    pair     each `Changes` is paired with the live views (`weights.live_map`) that the rectangle may meet
+    group    pairs of one parameter form a group, such as a layer's experts; a view with a table has its own
+    row      the numbers of each pair are one row: sizes, first indices, bounds and strides along each axis
     write    positions become indices, and indices an element of the parameter's memory; elements outside of a view
              are dropped; one indexed store writes the group
 """
@@ -27,7 +27,7 @@ def write_changes(arrived: Iterable[tuple[Sequence[LiveView], Changes]]) -> None
         for view in views:
             if not _meets(view, changes.ranges):
                 continue
-            # one table of indices serves one view
+            # A table of indices serves one view, so a view with a table is no group with other views.
             table_owner = id(view) if _tables(view) else 0
             key = (view.live.untyped_storage().data_ptr(), len(changes.ranges), table_owner)
             groups.setdefault(key, []).append((view, changes))
@@ -36,7 +36,7 @@ def write_changes(arrived: Iterable[tuple[Sequence[LiveView], Changes]]) -> None
 
 
 def _write(pairs: Sequence[tuple[LiveView, Changes]]) -> None:
-    """Write into one parameter; all rectangles have the same number of dimensions."""
+    """Write the changes of all pairs into one parameter. All rectangles have the same number of dimensions."""
     live = pairs[0][0].live
     tables = _tables(pairs[0][0])
     remainders = torch.cat([changes.positions for _, changes in pairs])
@@ -56,7 +56,7 @@ def _write(pairs: Sequence[tuple[LiveView, Changes]]) -> None:
         target = target + index * stride
         outside |= (index < view_first) | (index >= view_end)
         remainders = quotients
-    # To select elements the host waits for the mask's size: no selection where all elements are inside.
+    # A selection makes the host wait for the mask's size, so nothing is selected where all elements are inside.
     if not all(_holds(view, changes.ranges) for view, changes in pairs):
         inside = outside.logical_not().nonzero().flatten()
         target = target[inside]
@@ -66,19 +66,20 @@ def _write(pairs: Sequence[tuple[LiveView, Changes]]) -> None:
 
 
 def _tables(view: LiveView) -> dict[int, torch.Tensor]:
-    """Axis of the tensor -> the view's indices along the axis, for axes whose indices are not a range."""
+    """Axis of the tensor -> the view's indices along the axis. Axes whose indices are a range are absent."""
     return {axis: along for axis, along in zip(view.axes, view.indices) if isinstance(along, torch.Tensor)}
 
 
 def _inverse(table: torch.Tensor, size: int) -> torch.Tensor:
-    """[size] int64: the position of each of the tensor's indices in the table, -1 for an index without position."""
+    """[size] int64: the position in the table of each index of the tensor, -1 for an index that the table lacks."""
     positions = torch.full((max(size, int(table.max()) + 1),), -1, dtype=torch.int64)
     positions[table] = torch.arange(len(table))
     return positions
 
 
 def _bounds(view: LiveView) -> list[tuple[int, int, int]]:
-    """(first index, end, stride in memory) along each axis of the tensor; an axis with a table counts from 0."""
+    """(first index, end, stride in memory) of the view along each axis of the tensor. For an axis with a table,
+    positions in the table take the place of indices."""
     bounds = {axis: (index, index + 1, 0) for axis, index in view.fixed.items()}
     for axis, along, stride in zip(view.axes, view.indices, view.live.stride()):
         view_first = along.start if isinstance(along, range) else 0
@@ -87,7 +88,8 @@ def _bounds(view: LiveView) -> list[tuple[int, int, int]]:
 
 
 def _row(view: LiveView, ranges: Ranges) -> list[int]:
-    """The memory's element of index 0, then for each axis the rectangle's size and first index, and the bounds."""
+    """The numbers of a pair: the memory's element of index 0, then for each axis the rectangle's size and first
+    index, and the view's bounds."""
     base = int(view.live.storage_offset())
     row = []
     for (a, b), (view_first, view_end, stride) in zip(ranges, _bounds(view)):
@@ -107,7 +109,7 @@ def _meets(view: LiveView, ranges: Ranges) -> bool:
 
 
 def _holds(view: LiveView, ranges: Ranges) -> bool:
-    """Whether the view has all elements of a rectangle."""
+    """Whether all elements of a rectangle are in the view."""
     bounds = zip(ranges, _bounds(view))
     return not _tables(view) and all(
         view_first <= a and b <= view_end for (a, b), (view_first, view_end, _) in bounds

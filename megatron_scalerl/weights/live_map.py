@@ -31,11 +31,11 @@ from megatron_scalerl.weights.digest import Along, at, mixed, value_digest
 from megatron_scalerl.weights.plan import Manifest, Ranges, merged_rectangles
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
-"""A model's load_weights."""
+"""The load_weights method of a model."""
 Copied = Callable[["_Recording", torch.Tensor], None]
-"""Takes the source and the destination of a copy."""
+"""A function that takes the source and the destination of a copy."""
 _IDENTITIES = {"contiguous", "to", "cpu", "clone", "detach", "requires_grad_"}
-"""Functions that do not change which element lies where."""
+"""Functions after which every element lies where it lay before."""
 _FOLLOWED_FUNCTIONS = {
     *_IDENTITIES,
     *("view", "reshape", "flatten", "unflatten", "ravel", "transpose", "swapaxes", "swapdims", "permute", "t", "T"),
@@ -45,7 +45,7 @@ _FOLLOWED_FUNCTIONS = {
     *("__get__", "__len__", "size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size"),
     *("is_contiguous", "is_floating_point"),
 }
-"""Functions that only move elements, or tell a tensor's layout: a loader may call no further function."""
+"""Functions that only move elements, or tell a tensor's layout. A loader that calls any other function is refused."""
 
 
 @record
@@ -61,24 +61,26 @@ class Scatter:
     """Name in the engine's model."""
     shape: tuple[int, ...]
     offset: int
-    """First element of the destination in the parameter's storage."""
+    """Position of the destination's first element in the parameter's storage."""
     stride: tuple[int, ...]
     """Strides of the destination, in elements."""
     source_offset: int
     steps: tuple[torch.Tensor, ...] = field(repr=False)
-    """[shape[d]] int64 of each dimension."""
+    """[shape[d]] int64 for each dimension d: distance of each index's element from `source_offset` in the flat
+    tensor."""
 
     def destination(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The destination, a view of the parameter's storage."""
+        """The destination as a view of the parameter's storage."""
         return parameter.data.as_strided(self.shape, self.stride, self.offset)
 
     def source_rectangle(self, shape: tuple[int, ...]) -> Ranges:
-        """The smallest rectangle with all elements that the copy reads. shape: the tensor's."""
+        """The smallest rectangle with all elements that the copy reads. shape: the whole tensor's shape."""
         first = [int(index) for index in np.unravel_index(self.source_offset, shape)]
         minima = [*first]
         maxima = [*first]
         for steps in self.steps:
-            # Source and step together: a step back, as after a swap of two halves, is negative.
+            # The offset is added before the steps are unraveled: steps may be negative, as after a swap of two
+            # halves.
             for axis, positions in enumerate(torch.unravel_index(self.source_offset + steps, shape)):
                 minima[axis] += int(positions.min()) - first[axis]
                 maxima[axis] += int(positions.max()) - first[axis]
@@ -88,27 +90,27 @@ class Scatter:
 
 @record
 class LiveView:
-    """Elements of a tensor in a view of a live parameter."""
+    """A view of a live parameter that holds elements of a tensor."""
 
     tensor: str
     """Name in the Hugging Face checkpoint."""
     parameter: str
     """Name in the engine's model."""
     live: torch.Tensor
-    """The view; dimension d of the view runs along dimension `axes[d]` of the tensor."""
+    """The view of the parameter. Dimension d of the view runs along dimension `axes[d]` of the tensor."""
     axes: tuple[int, ...]
     indices: tuple[Along, ...]
-    """[live.shape[d]] the tensor's index at each position of dimension d."""
+    """[live.shape[d]] for each dimension d of the view: the tensor's index at each position."""
     fixed: Mapping[int, int]
-    """Dimension of the tensor that is not in `axes` -> the view's index there."""
+    """Dimension of the tensor that is not in `axes` -> the one index that the view has there."""
 
     def write(self, ranges: Ranges, values: torch.Tensor) -> None:
-        """Write the elements of a rectangle that this view has. values: in the rectangle's shape."""
+        """Write those elements of a rectangle that are in this view. values: in the rectangle's shape."""
         if any(not ranges[axis][0] <= index < ranges[axis][1] for axis, index in self.fixed.items()):
             return
         target = self.live
         source = values
-        # From the last axis on, so that the numbers of earlier axes stay the same.
+        # The last axis comes first, so that the numbers of earlier axes stay the same.
         for axis in sorted(self.fixed, reverse=True):
             source = source.select(axis, self.fixed[axis] - ranges[axis][0])
         sorted_axes = sorted(self.axes)
@@ -138,10 +140,10 @@ class LiveView:
             target[tuple(grid.to(target.device) for grid in mesh)] = source.to(target)
 
     def digest(self, number: int, dtype: torch.dtype) -> int:
-        """Digest of the values that the parameter has now. number, dtype: the tensor's.
+        """Digest of the view's present values. number, dtype: the tensor's.
 
-        The model may hold the parameter in a wider type. Values that the tensor's type cannot hold give a digest
-        that no sender is likely to have.
+        The model may hold the parameter in a wider type. Values that the tensor's type cannot hold give a digest that
+        no sender is likely to have.
         """
         values = self.live.to(dtype)
         if values is not self.live and not torch.equal(values.to(self.live.dtype), self.live):
@@ -155,8 +157,8 @@ class LiveView:
 def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, torch.Tensor]) -> list[Scatter]:
     """The copies that `load` would make of the manifest's tensors into `parameters`; no value is copied.
 
-    Raises NotImplementedError, naming tensor and function, for a function that cannot be followed, ValueError for a
-    tensor that `load` refuses.
+    Raises NotImplementedError, naming tensor and function, for a function that cannot be followed. Raises ValueError
+    for a tensor that `load` refuses.
     """
     scatters = []
     # A loader copies into views of parameters, which share the parameters' storage.
@@ -184,7 +186,8 @@ def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, torch
     name = "the manifest's first tensor"
 
     def recordings() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal name  # the tensor that the loader is at, for errors
+        # Error messages name the tensor that the loader is reading.
+        nonlocal name
         for meta in manifest:
             name = meta.name
             empty = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta")
@@ -198,7 +201,8 @@ def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, torch
     except (KeyError, ValueError) as error:
         line = f"{type(error).__name__}: {error}"
         raise ValueError(f"weights: the engine's model does not take {name}: {line}") from error
-    except NotImplementedError:  # a RuntimeError, too, which is caught below
+    except NotImplementedError:
+        # NotImplementedError is a RuntimeError, which the next clause would catch.
         raise
     except (RuntimeError, AttributeError, IndexError, TypeError, AssertionError) as error:
         line = f"{type(error).__name__}: {error}"
@@ -209,7 +213,8 @@ def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, torch
 def unfilled_parameters(
     scatters: Iterable[Scatter], parameters: Mapping[str, torch.Tensor], model: torch.nn.Module
 ) -> dict[str, str]:
-    """Parameter -> the problem, for each parameter whose values besides padding are not written exactly once."""
+    """Parameter -> the problem, for each parameter with a value that is not written exactly once; padding does not
+    count."""
     write_counts = dict.fromkeys(parameters, 0)
     for scatter in scatters:
         write_counts[scatter.parameter] += prod(scatter.shape)
@@ -225,8 +230,9 @@ def unfilled_parameters(
 
 
 def _padding(layer: Any, key: str, parameter: torch.Tensor) -> int:
-    """Number of values with which vLLM pads a layer's parameter, and which no checkpoint has."""
-    indices = getattr(layer, "shard_indices", None)  # of a vocabulary
+    """Number of padding values that vLLM adds to a layer's parameter, and that no checkpoint has."""
+    # Only the layers of a vocabulary have `shard_indices`.
+    indices = getattr(layer, "shard_indices", None)
     if indices is not None:
         rows = indices.num_elements_padded - indices.num_org_elements - indices.num_added_elements
         return rows * (parameter.numel() // indices.num_elements_padded)
@@ -234,7 +240,7 @@ def _padding(layer: Any, key: str, parameter: torch.Tensor) -> int:
     if experts is not None and key in ("w13_weight", "w2_weight"):
         matrix = experts.hidden_dim_unpadded * experts.intermediate_size_per_partition_unpadded
         if key == "w13_weight" and experts.is_act_and_mul:
-            matrix *= 2  # gate and up projection
+            matrix *= 2  # for the gate and the up projection
         return parameter.numel() - parameter.shape[0] * matrix
     return 0
 
@@ -251,8 +257,8 @@ def needs(scatters: Iterable[Scatter], manifest: Manifest) -> dict[str, tuple[Ra
 class _Recording(torch.Tensor):
     """A tensor without values that stands for known elements of a checkpoint's tensor.
 
-    A recording is a view of a meta tensor, whose offset and strides name the elements. After a function that cannot
-    be a view, `flat_index` has the flat index of every element.
+    A recording is a view of a meta tensor, whose offset and strides name the elements. Some functions cannot return a
+    view; a recording that such a function returns has the flat index of every element in `flat_index`.
     """
 
     hf_name: str
@@ -260,7 +266,10 @@ class _Recording(torch.Tensor):
     flat_index: torch.Tensor | None = None
 
     def steps_in(self, shape: tuple[int, ...]) -> tuple[int, tuple[torch.Tensor, ...]]:
-        """(offset, steps of each dimension) of the elements, read in `shape`. Raises NotImplementedError."""
+        """The elements as (offset, steps of each dimension), for a copy into `shape`.
+
+        Raises NotImplementedError for another shape, and for elements in an order that steps cannot describe.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             if tuple(self.shape) != shape:
                 raise NotImplementedError(
@@ -270,7 +279,8 @@ class _Recording(torch.Tensor):
                 return int(self.storage_offset()), tuple(torch.arange(n) * s for n, s in zip(shape, self.stride()))
             if not shape:
                 return int(self.flat_index), ()
-            # A scatter has one list of steps for each dimension: the sums of steps must be all indices.
+            # A scatter has one list of steps for each dimension, so each index must be the sum of one step of each
+            # list.
             offset = int(self.flat_index.flatten()[0])
             first: list[Any] = [0] * len(shape)
             steps = []
@@ -310,9 +320,10 @@ class _Recording(torch.Tensor):
             raise NotImplementedError(f"weights: {source.hf_name}: the loader calls {name}, which is not followed")
         if name in _IDENTITIES:
             return source
-        # Outside of this block, functions of a _Recording would come back to this method.
+        # Without this block, each function of a _Recording would call this method again.
         with torch._C.DisableTorchFunctionSubclass():
-            if name in ("is_floating_point", "element_size", "__get__"):  # asked of the tensor, not of the indices
+            if name in ("is_floating_point", "element_size", "__get__"):
+                # These functions ask about the tensor itself, not about the order of the elements.
                 answer = func(*args, **kwargs)
                 if not isinstance(answer, torch.Tensor):
                     return answer
@@ -336,7 +347,7 @@ def _tensors(out: Any) -> list[torch.Tensor]:
 
 
 def _are_views(source: torch.Tensor, out: Any) -> bool:
-    """Whether all tensors in `out` are views of the source, or there are none."""
+    """Whether all tensors in `out` are views of the source; true if there are none."""
     storage = source.untyped_storage()._cdata
     return all(tensor.untyped_storage()._cdata == storage for tensor in _tensors(out))
 
@@ -354,7 +365,7 @@ def _as_recording(source: _Recording, out: Any, index: Any = None) -> Any:
 
 
 def _with_moved_indices(source: _Recording, func: Any, args: Any, kwargs: Any) -> Any:
-    """Apply a function that moves elements to the indices of the arguments."""
+    """Apply a function that moves elements to the arguments' flat indices, and record where the elements went."""
 
     def indices(value: Any) -> Any:
         if isinstance(value, _Recording):

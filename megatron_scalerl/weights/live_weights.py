@@ -39,9 +39,11 @@ def live_views(
     parameters: Mapping[str, torch.Tensor],
     packed: Set[str] = frozenset(),
 ) -> dict[str, list[LiveView]]:
-    """Tensor -> views in live parameters. packed: names of parameters whose rows lie in blocks of BLOCK_ROWS.
+    """Tensor -> the tensor's views in live parameters. packed: names of parameters whose rows lie in blocks of
+    BLOCK_ROWS.
 
-    Raises NotImplementedError, naming the tensor, for a copy whose dimensions do not run along the tensor's.
+    Raises NotImplementedError, naming the tensor, for a copy with a dimension that runs along no dimension of the
+    tensor.
     """
     shapes = {meta.name: meta.shape for meta in manifest}
     views: dict[str, list[LiveView]] = {meta.name: [] for meta in manifest}
@@ -58,7 +60,7 @@ def live_views(
 def _aligned_view(scatter: Scatter, shape: tuple[int, ...], parameter: torch.Tensor) -> LiveView:
     strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
     start = [int(index) for index in np.unravel_index(scatter.source_offset, shape)]
-    # A dimension of one element has no direction; the index is in `fixed`.
+    # A dimension with one element runs along no axis; the element's index is in `fixed`.
     dims = [dim for dim, size in enumerate(scatter.shape) if size > 1]
     axes: list[int] = []
     for dim in dims:
@@ -81,7 +83,10 @@ def _aligned_view(scatter: Scatter, shape: tuple[int, ...], parameter: torch.Ten
 
 
 def _in_blocks(view: LiveView, parameter: torch.Tensor) -> Iterator[LiveView]:
-    """A view of experts [E, N, K] that are packed as [E, N / BLOCK_ROWS, K, BLOCK_ROWS], one view for each block."""
+    """The views, one for each block, of a view of experts that vLLM has packed.
+
+    The experts' shape is [E, N, K]; the packed shape is [E, N / BLOCK_ROWS, K, BLOCK_ROWS].
+    """
     _, rows, width = parameter.shape
     unpacked_strides = view.live.stride()
     expert, inside = divmod(int(view.live.storage_offset()), rows * width)
@@ -109,7 +114,8 @@ def _in_blocks(view: LiveView, parameter: torch.Tensor) -> Iterator[LiveView]:
 def _axis_of(
     steps: torch.Tensor, start: list[int], shape: tuple[int, ...], strides: list[int], *, taken_axes: list[int]
 ) -> int | None:
-    """The dimension of the tensor along which the steps run, None if no free dimension fits."""
+    """The dimension of the tensor along which `steps` run; None if the steps fit no dimension outside of
+    `taken_axes`."""
     for axis, stride in enumerate(strides):
         index = start[axis] + steps // stride
         inside = int(index.min()) >= 0 and int(index.max()) < shape[axis]
@@ -128,23 +134,26 @@ class LiveWeights:
     """The live parameters of one worker's model, which updates write."""
 
     def __init__(self, model: Any, manifest: Manifest):
-        """Raises NotImplementedError, with the reason, for a model that only vLLM's loader can fill.
+        """Record the loader's copies and make the views.
 
-        Raises ValueError, with a name, for a tensor without a parameter in the model, and for a parameter that no
-        tensor fills or that two tensors fill.
+        Raises NotImplementedError, with the reason, for a model that only vLLM's loader can fill. Raises ValueError,
+        with a name, for a tensor without a parameter in the model, and for a parameter that no tensor fills or that
+        two tensors fill.
         """
         parameters = {n: p for n, p in model.named_parameters() if not n.startswith(VISION)}
-        # transformers' modules, which vLLM serves where it has no class, hold the bias of a router as a buffer
+        # Where vLLM has no class for a model, transformers' modules are served, which hold a router's bias as a
+        # buffer.
         parameters |= {n: b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
         latent = [layer for layer in model.modules() if hasattr(layer, "W_UV")]
-        # vLLM makes these parameters from kv_b_proj, as copies or views.
+        # vLLM makes these parameters from kv_b_proj, as copies or views, so no tensor fills them.
         absorbed_ids = {id(p) for layer in latent for p in layer.parameters(recurse=False)}
         parameters = {n: p for n, p in parameters.items() if id(p) not in absorbed_ids}
         _check_unquantized(model, parameters)
         packed = _packed_experts(model)
         sums = _sums(parameters)
         scatters = record_copies(model.load_weights, manifest, parameters)
-        # A loader that computes instead of copying has written values, although all copies were only recorded.
+        # All copies were only recorded, so a changed parameter means that the loader computes values instead of
+        # copying them.
         if changed_names := [name for name, value in _sums(parameters).items() if value != sums[name]]:
             raise NotImplementedError(
                 f"weights: {changed_names[0]}: the loader does more than copy: it changed while it was recorded"
@@ -167,7 +176,7 @@ class LiveWeights:
         self.needs = tuple(rectangles[meta.name] for meta in manifest)
         names = {parameter.data_ptr(): name for name, parameter in parameters.items()}
         linear = [layer for layer in model.modules() if hasattr(layer, "cpu_linear") and layer.weight.dim() == 2]
-        # By address: a tied head has the embedding's weights, and no name in named_parameters.
+        # Names are found by address: a tied head has the embedding's weights, and no name in named_parameters.
         self._packed = [(names.get(layer.weight.data_ptr()), layer) for layer in linear]
         self._latent = [(names[layer.kv_b_proj.weight.data_ptr()], layer) for layer in latent]
         self._views = [by_tensor[meta.name] for meta in manifest]
@@ -185,10 +194,10 @@ class LiveWeights:
             view.write(payload.ranges, payload.values)
 
     def finish(self) -> None:
-        """Prepare written layers again.
+        """Prepare the layers whose weights were written.
 
-        On CPUs oneDNN computes with packed copies of linear layers' weights; latent attention decodes with two
-        parts of kv_b_proj, which vLLM's MLAAttention copies to unchanged addresses.
+        On CPUs oneDNN computes with packed copies of linear layers' weights. Latent attention decodes with two parts
+        of kv_b_proj, which vLLM's MLAAttention copies to unchanged addresses.
         """
         from vllm.model_executor.layers import utils
 
@@ -197,7 +206,7 @@ class LiveWeights:
             if name is None or name in written_parameters:
                 utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
         for name, layer in self._latent:
-            # All workers of a context-parallel group gather W_UK_T_dcp_qrep together: no worker may skip the call.
+            # All workers of a context-parallel group gather W_UK_T_dcp_qrep together, so no worker may skip the call.
             if name in written_parameters or layer.W_UK_T_dcp_qrep is not None:
                 layer.process_weights_after_loading(layer.W_UV.dtype)
         self._written_tensors = set()
@@ -224,13 +233,16 @@ def _check_unquantized(model: Any, parameters: Mapping[str, torch.Tensor]) -> No
 
 
 def _sums(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Parameter -> the sum of the bits, which changes when the loader writes."""
+    """Parameter -> the sum of the values' bits. A sum that has changed means that the loader wrote values."""
     bits = {2: torch.int16, 4: torch.int32}
     return {n: int(p.detach().view(bits[p.element_size()]).sum(dtype=torch.int64)) for n, p in parameters.items()}
 
 
 def _packed_experts(model: Any) -> set[str]:
-    """Names of the expert weights that lie in blocks. Raises NotImplementedError for a kernel of unknown order."""
+    """Names of the expert weights whose rows lie in blocks.
+
+    Raises NotImplementedError for a kernel with an unknown order.
+    """
     names = set()
     for prefix, layer in model.named_modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
@@ -253,9 +265,11 @@ def _packed_experts(model: Any) -> set[str]:
 
 @cache
 def _rows_lie_in_blocks(dtype: torch.dtype) -> bool:
-    """Whether vLLM's CPU kernel packs [E, N, K] as [E, N / BLOCK_ROWS, K, BLOCK_ROWS], tried with numbers."""
+    """Whether vLLM's CPU kernel packs [E, N, K] as [E, N / BLOCK_ROWS, K, BLOCK_ROWS]; the kernel is tried with
+    numbers."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
-    unpacked_weights = (torch.arange(2 * 64 * 32) % 251).view(2, 64, 32).to(dtype)  # exact in bfloat16
+    # bfloat16 holds these numbers exactly.
+    unpacked_weights = (torch.arange(2 * 64 * 32) % 251).view(2, 64, 32).to(dtype)
     blocks = unpacked_weights.view(2, 64 // BLOCK_ROWS, BLOCK_ROWS, 32).transpose(2, 3)
     return torch.equal(cpu_prepack_moe_weight(unpacked_weights, "vec").flatten(), blocks.flatten())

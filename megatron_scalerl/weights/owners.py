@@ -4,9 +4,9 @@ Every rank makes the same plan from the same table of places:
 
     _candidates   the rectangles of the weight map, each with the ranks that hold the rectangle: one tensor-parallel
                   rank of one pipeline stage, or one expert-parallel rank, and all data-parallel copies of this rank
-    senders       the first copy of each rectangle's ranks, and further copies while `most_senders` allows
-    parts         each rectangle is cut by the needs of every shard; the largest part first, a part is assigned to the
-                  holder that has the least to send
+    senders       the first copy among each rectangle's ranks, and further copies while `most_senders` allows
+    parts         each rectangle is cut by the needs of every shard; then each part, the largest first, is assigned to
+                  the holder that has the least to send
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from megatron_scalerl.weights.plan import Manifest, Needs, ParamMeta, Part, Rang
 
 
 class Place(NamedTuple):
-    """Coordinates of a rank in the trainer's layout, in the order of the columns of `weights.source`'s table."""
+    """The coordinates of a rank in the trainer's layout, in the order of the columns of `weights.source`'s table."""
 
     tp: int
     pp: int
@@ -33,19 +33,19 @@ class Place(NamedTuple):
 
 @record
 class Holding:
-    """A rectangle of a tensor that ranks of the trainer hold in one parameter; the plan cuts parts from holdings."""
+    """A rectangle of a tensor that ranks of the trainer hold in one parameter. The plan cuts parts from holdings."""
 
     megatron: str
     """Name of the Megatron parameter."""
     piece: Piece
-    """The rectangle's elements in the rank's shard of the parameter."""
+    """Where the rectangle's elements lie in the rank's shard of the parameter."""
     ranges: Ranges
     """The rectangle, in the Hugging Face tensor's indices."""
 
 
 @record
 class SendPlan:
-    """The plan of an update with the trainer's side: ranks and holdings."""
+    """The plan of an update, and the trainer's side of the plan: ranks and holdings."""
 
     plan: WeightPlan
     ranks: tuple[int, ...]
@@ -60,7 +60,7 @@ class _Candidates(NamedTuple):
     tensor: int
     holding: Holding
     ranks: tuple[int, ...]
-    """Global ranks that have the holding, the first copy first."""
+    """Global ranks that have the holding. The first data-parallel copy comes first."""
 
 
 def send_plan(
@@ -72,16 +72,16 @@ def send_plan(
     dtype: str,
     most_senders: int,
 ) -> SendPlan:
-    """The plan of a trainer whose global ranks stand at `places`.
+    """The plan of an update from a trainer whose global ranks stand at `places`.
 
-    stage_of_layer: layer -> pipeline stage. needs: [shards]. dtype: as in `manifest`. Raises ValueError if the
-    weight map and the layout do not make up every needed element exactly once.
+    stage_of_layer: layer -> pipeline stage. needs: [shards]. dtype: as in `manifest`. Raises ValueError if the weight
+    map and the layout do not make up every needed element exactly once.
     """
     parameters = manifest(family, dtype)
     candidates = list(_candidates(family, parameters, places, stage_of_layer))
     first_copies = {candidate.ranks[0] for candidate in candidates}
     sent_elements = dict.fromkeys(first_copies | _further_copies(candidates, first_copies, most_senders), 0)
-    # No part has a sender yet: -1 stands for the sender.
+    # -1 stands for the sender, which no part has yet.
     cuts = []
     for candidate in candidates:
         for shard, shard_needs in enumerate(needs):
@@ -92,7 +92,7 @@ def send_plan(
                 (candidate, Part(candidate.tensor, -1, shard, ranges)) for ranges in common if ranges is not None
             ]
     rank_of_cut = [-1] * len(cuts)
-    # The largest part first: small parts even out the ranks' shares.
+    # The largest part is assigned first, so that small parts even out the ranks' shares at the end.
     for index in sorted(range(len(cuts)), key=lambda index: -volume(cuts[index][1].ranges)):
         candidate, part = cuts[index]
         rank = min(
@@ -121,11 +121,12 @@ def manifest(family: Family, dtype: str) -> Manifest:
 def _candidates(
     family: Family, parameters: Manifest, places: Sequence[Place], stage_of_layer: Mapping[int, int]
 ) -> Iterator[_Candidates]:
-    """Every holding, in the order of the weight map, with the holders' ranks."""
+    """Yield every holding with the ranks that hold it, in the order of the weight map."""
     number = {meta.name: n for n, meta in enumerate(parameters)}
     sizes = Place(*(1 + max(ranks) for ranks in zip(*places)))
     experts_per_rank = (family.transformer.get("num_moe_experts") or 0) // sizes.ep
-    # Dense parameters are keyed by two coordinates, experts by three. The first copies come first in each list.
+    # The keys of dense parameters have two coordinates, the keys of experts three. In each list the first copies come
+    # first.
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank, place in sorted(enumerate(places), key=lambda item: (item[1].copy, item[0])):
         holders.setdefault((place.pp, place.tp), []).append(rank)
@@ -144,7 +145,7 @@ def _candidates(
 def _holders_of(
     rule: Rule, stage: int, holders: Mapping[tuple[int, ...], list[int]], sizes: Place, experts_per_rank: int
 ) -> Iterator[tuple[tuple[int, int], list[int]]]:
-    """((tensor-parallel shard, number of shards) of a parameter, the ranks that hold this shard)."""
+    """((shard, number of shards), ranks that hold this shard) for each tensor-parallel shard of a parameter."""
     if rule.expert is not None:
         expert_rank = rule.expert // experts_per_rank
         by_shard = [holders[(stage, expert_rank, shard)] for shard in range(sizes.etp)]
@@ -153,12 +154,13 @@ def _holders_of(
     if rule.sharded:
         for shard, ranks in enumerate(by_shard):
             yield (shard, len(by_shard)), ranks
-    else:  # every tensor-parallel rank has the whole parameter; the first copies of all these ranks come first
+    else:
+        # Every tensor-parallel rank has the whole parameter. The first copies of all these ranks come first.
         yield (0, len(by_shard)), list(chain.from_iterable(zip(*by_shard)))
 
 
 def _further_copies(candidates: Sequence[_Candidates], first_copies: set[int], most_ranks: int) -> set[int]:
-    """Data-parallel copies that send as well: all second copies, all third copies, and so on, up to `most` ranks."""
+    """Data-parallel copies that send as well: all second copies, then all third copies, while `most_ranks` allows."""
     copies: set[int] = set()
     for copy in range(1, max(len(candidate.ranks) for candidate in candidates)):
         more_copies = copies | {candidate.ranks[copy] for candidate in candidates if copy < len(candidate.ranks)}

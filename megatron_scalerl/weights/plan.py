@@ -37,13 +37,13 @@ from megatron_scalerl.distributed.rendezvous import Rendezvous
 from megatron_scalerl.record import record
 
 MOST_CHANNELS = 8
-"""Channels of a broadcast group over NCCL; each has buffers on every member's device. An estimate: NCCL takes up to
-32."""
+"""Channels of a broadcast group over NCCL. Each channel has buffers on every member's device. NCCL would take up to
+32; 8 is an estimate."""
 ALIGNMENT = 16
-"""Every rectangle starts at a multiple of this many bytes in a bucket, as a view in the tensor's type requires."""
+"""Every rectangle starts in a bucket at a multiple of this many bytes, as a view in the tensor's type requires."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "bool": 1}
 VLLM_BACKEND = "msrl"
-"""Name of this package among vLLM's weight-transfer backends."""
+"""Name under which this package registers a weight-transfer backend with vLLM."""
 Ranges = tuple[tuple[int, int], ...]
 """A rectangle: (first, end) along each dimension of a tensor; () for a scalar."""
 Needs = tuple[tuple[Ranges, ...], ...]
@@ -64,14 +64,15 @@ def volume(ranges: Ranges) -> int:
 
 
 def within(outer: Ranges, inner: Ranges) -> tuple[slice, ...]:
-    """The slices of the outer rectangle's elements that make up the inner rectangle."""
+    """The slices that cut the inner rectangle out of the values of the outer rectangle."""
     return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(inner, outer))
 
 
 def split(ranges: Ranges, most_elements: int) -> Iterable[Ranges]:
-    """The rectangle in slices of at most `most` elements.
+    """The rectangle in slices of at most `most_elements` elements.
 
-    Slices are cut along the first dimension; where a single index has too many elements, also along the next.
+    Slices are cut along the first dimension. Where one index of this dimension has too many elements, slices are also
+    cut along the next dimension.
     """
     if volume(ranges) <= most_elements:
         return [ranges]
@@ -84,7 +85,7 @@ def split(ranges: Ranges, most_elements: int) -> Iterable[Ranges]:
 
 
 def merged_rectangles(rectangles: Iterable[Ranges]) -> tuple[Ranges, ...]:
-    """Disjoint rectangles with the same elements, in which neighbors along a dimension have become one rectangle."""
+    """Disjoint rectangles that cover the same elements; neighbors along a dimension are merged into one rectangle."""
     current = sorted(disjoint(rectangles))
     dimensions = max(map(len, current), default=0)
     for axis in reversed(range(dimensions)):
@@ -100,7 +101,7 @@ def merged_rectangles(rectangles: Iterable[Ranges]) -> tuple[Ranges, ...]:
 
 
 def disjoint(rectangles: Iterable[Ranges]) -> list[Ranges]:
-    """Disjoint rectangles with the same elements, cut at the boundaries of overlapping rectangles."""
+    """Disjoint rectangles that cover the same elements, cut at the boundaries of overlapping rectangles."""
     disjoint_ranges: list[Ranges] = []
     for ranges in sorted(rectangles):
         remainders = [ranges]
@@ -111,7 +112,7 @@ def disjoint(rectangles: Iterable[Ranges]) -> list[Ranges]:
 
 
 def _without(ranges: Ranges, removed: Ranges) -> Iterator[Ranges]:
-    """The elements of `ranges` outside of `removed`, as rectangles."""
+    """The elements of `ranges` outside of `removed`, as disjoint rectangles."""
     if any(b <= c or d <= a for (a, b), (c, d) in zip(ranges, removed)):
         yield ranges
         return
@@ -127,7 +128,7 @@ def _without(ranges: Ranges, removed: Ranges) -> Iterator[Ranges]:
 
 
 def _joined_intervals(intervals: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Disjoint intervals in rising order, with neighbors joined."""
+    """Disjoint intervals in rising order; intervals that touch are joined."""
     first, end = intervals[0]
     for a, b in intervals[1:]:
         if a > end:
@@ -144,7 +145,7 @@ class ParamMeta:
     name: str
     """Name in the Hugging Face checkpoint."""
     dtype: str
-    """float32, bfloat16 ..."""
+    """Type of the elements: float32, bfloat16 ..."""
     shape: tuple[int, ...]
 
     @property
@@ -195,20 +196,20 @@ class WeightPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     senders: int
     """Number of sending ranks."""
     needs: tuple[Needs, ...]
-    """[shards]"""
+    """[shards] the needs of each shard's workers."""
     parts: tuple[Part, ...]
-    """Layer by layer."""
+    """All parts, layer by layer."""
 
     @cached_property
     def pairs(self) -> dict[tuple[int, int], list[int]]:
-        """(sender, shard) -> numbers of the parts that this sender sends to this shard, over one group."""
+        """(sender, shard) -> numbers of the parts that this sender sends to this shard over one broadcast group."""
         pairs: dict[tuple[int, int], list[int]] = {}
         for number, part in enumerate(self.parts):
             pairs.setdefault((part.sender, part.shard), []).append(number)
         return pairs
 
     def of_shard(self, shard: int) -> WeightPlan:
-        """The plan for one shard alone, as shard 0, with the same buckets as in this plan."""
+        """The plan for one shard alone, which has number 0 there; the shard's buckets stay the same."""
         parts = tuple(self._by_shard[shard])
         return WeightPlan(parameters=self.parameters, senders=self.senders, needs=(self.needs[shard],), parts=parts)
 
@@ -221,8 +222,8 @@ class WeightPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def digests(self) -> tuple[int, ...]:
-        """[shards] 63 bits of a digest of the shard's plan, equal on the shard's senders and workers."""
-        # 63 bits, because headers are signed int64
+        """[shards] 63 bits of a digest of each shard's plan, equal on the shard's senders and workers."""
+        # Headers are signed int64, so a digest has 63 bits.
         texts = (to_json(self.of_shard(shard)) for shard in range(len(self.needs)))
         return tuple(int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) >> 1 for text in texts)
 
@@ -234,7 +235,7 @@ class Slot:
     part: int
     """Index into the plan's parts."""
     ranges: Ranges
-    """The rectangle, in the whole tensor's indices: the part's, or a slice of a part that is larger than a bucket."""
+    """The rectangle, in the whole tensor's indices: a part's, or a slice of a part that is larger than a bucket."""
     offset: int
     """First byte in the bucket."""
     nbytes: int
@@ -258,14 +259,14 @@ def all_of(manifest: Manifest) -> Needs:
 
 
 def whole_plan(manifest: Manifest) -> WeightPlan:
-    """The plan of one sender and of workers that have and need all tensors as a whole."""
+    """The plan of a single sender, which has all tensors as a whole, for workers that need all tensors as a whole."""
     needs = all_of(manifest)
     parts = (Part(number, 0, 0, ranges) for number, [ranges] in enumerate(needs))
     return WeightPlan(parameters=manifest, senders=1, needs=(needs,), parts=tuple(parts))
 
 
 def manifest_to_json(manifest: Manifest) -> str:
-    """[[name, dtype, shape], ...]"""
+    """A manifest as JSON: [[name, dtype, shape], ...]."""
     return msgspec.json.encode([[m.name, m.dtype, m.shape] for m in manifest]).decode()
 
 
@@ -334,7 +335,7 @@ def _check_cover(meta: ParamMeta, sent_rectangles: Sequence[Ranges], needed_rect
         inside = len(ranges) == len(meta.shape) and all(0 <= a < b <= n for (a, b), n in zip(ranges, meta.shape))
         if not inside:
             raise ValueError(f"weights: {meta.name}: the rectangle {ranges} is not inside the shape {meta.shape}")
-    # The common case: one rectangle, sent as needed.
+    # The common case is one rectangle that is sent as needed: no cells have to be counted.
     if len(needed_rectangles) <= 1 and list(sent_rectangles) == list(needed_rectangles):
         return
     sent_counts, needed_counts = _counted(meta, sent_rectangles, needed_rectangles)
@@ -350,7 +351,7 @@ def _check_cover(meta: ParamMeta, sent_rectangles: Sequence[Ranges], needed_rect
 
 
 def _counted(meta: ParamMeta, *groups: Sequence[Ranges]) -> list[np.ndarray]:
-    """[groups] how often a group's rectangles have each cell of the tensor.
+    """[groups] how often the rectangles of each group cover each cell of the tensor.
 
     The boundaries of all rectangles cut the tensor into cells. Counting cells takes less time than counting a
     tensor's billion elements, or than comparing pairs of rectangles.
@@ -368,7 +369,8 @@ def _counted(meta: ParamMeta, *groups: Sequence[Ranges]) -> list[np.ndarray]:
 
 
 def not_covered(manifest: Manifest, needs: Iterable[Needs]) -> str:
-    """Why an engine takes a tensor in part, empty for an engine that takes all elements. needs: each worker's."""
+    """The reason why an engine takes a tensor in part; empty for an engine that takes all elements. needs: each
+    worker's."""
     for number, meta in enumerate(manifest):
         rectangles = set(chain.from_iterable(worker_needs[number] for worker_needs in needs))
         whole_tensor = tuple((0, size) for size in meta.shape)
@@ -379,12 +381,13 @@ def not_covered(manifest: Manifest, needs: Iterable[Needs]) -> str:
 
 
 def buckets(plan: WeightPlan, bucket_mib: int) -> tuple[Bucket, ...]:
-    """All buckets in the order that both sides follow: the first bucket of each pair, the second of each pair, ..."""
+    """All buckets in the order of both sides: the first bucket of each (sender, shard) pair, then each pair's second,
+    ..."""
     pairs = [
         list(_pair_buckets(plan, sender, shard, numbers, bucket_mib << 20))
         for (sender, shard), numbers in sorted(plan.pairs.items())
     ]
-    # In turn, so that all senders are busy at the same time.
+    # The pairs take turns, so that all senders are busy at the same time.
     turns = zip_longest(*pairs)
     return tuple(bucket for turn in turns for bucket in turn if bucket is not None)
 
@@ -410,14 +413,17 @@ def _pair_buckets(plan: WeightPlan, sender: int, shard: int, numbers: Iterable[i
 
 @record
 class Connection:
-    """The broadcast groups for weights. Produced by `WeightSync`, and sent as JSON by `msgspec.to_builtins`."""
+    """The broadcast groups of a weight update.
+
+    Produced by `WeightSync`, and sent as JSON by `msgspec.to_builtins`.
+    """
 
     backend: str
-    """gloo, nccl or shm."""
+    """The backend of the groups: gloo, nccl or shm."""
     rendezvous: Rendezvous
     """Where the members find the group's store."""
     group: str
-    """Name of the connection, unique and not a secret; the store of sender n and shard s is GROUP-n-s."""
+    """Name of the connection, unique and not a secret. The store of sender n and shard s is called GROUP-n-s."""
     world_sizes: tuple[int, ...]
     """[shards] members of a shard's group: 1 + the workers of all engines that need the shard."""
     bucket_mib: int
@@ -427,7 +433,8 @@ class Connection:
     connect_timeout_s: float
     """Time limit until all members of a group have joined (seconds)."""
     deltas: Literal["off", "absolute"] = "off"
-    """absolute: updates send the new values of changed elements (`weights.changes`); off: updates send all values."""
+    """"absolute": updates send the new values of changed elements (`weights.changes`). "off": updates send all
+    values."""
 
 
 @record
@@ -440,12 +447,12 @@ class SendReport:
     whole_bytes: int = 0
     """Bytes that all ranks would have sent without deltas."""
     most_sent: int = 0
-    """Bytes of the rank that sent most."""
+    """Bytes of the rank that sent the most."""
     most_received: int = 0
-    """Bytes of the worker that received most."""
+    """Bytes of the worker that received the most."""
     digests: tuple[str, ...] = ()
     """[shards] digest of the buckets that were sent to the shard (hex)."""
     values: tuple[str, ...] = ()
     """[shards] digest of the values that the shard received (hex), independent of the buckets."""
     failure: str = ""
-    """Why a group failed, as when an engine ends during the broadcast; then no further field counts."""
+    """The reason why a group failed, as when an engine ends during the broadcast. No other field counts then."""

@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSending:
-    """This rank's part in the weight updates of a run."""
+    """This rank's part in the weight updates of a run: the connection, and the sending."""
 
     def __init__(self, source: MegatronWeightSource, *, bucket_mib: int, change_record: ChangeRecord | None = None):
-        """change_record: the optimizer's record; without a record, parameters are compared with copies."""
+        """change_record: the optimizer's record of changes. Without a record, parameters are compared with copies."""
         self._source = source
         self._parallel = source.parallel
         self._bucket_mib = bucket_mib
@@ -40,11 +40,11 @@ class WeightSending:
         self._sender: Sender | None = None
 
     def connect(self, connection: Connection) -> str:
-        """Why a group could not be formed, empty if all groups were formed. Collective."""
+        """Form the groups; returns why a group could not be formed, empty if all groups were formed. Collective."""
         failure = ""
         number = self._source.sender
         self.close()
-        # A rank that does not send records changes for the ranks that do.
+        # A rank that does not send still records changes, for the ranks that do.
         has_readers = number is not None or bool(self._change_record.gathers)
         self._change_record.want(connection.deltas != "off" and has_readers, self._source.parts())
         if number is not None:
@@ -62,14 +62,15 @@ class WeightSending:
             self._sender = None
 
     def send(self, version: int) -> SendReport:
-        """Send all parts; the report is the same on all ranks but for the seconds. Collective."""
+        """Send all parts and report the update. Only the report's seconds differ between the ranks. Collective."""
         begin = time.perf_counter()
         failure = ""
         plan = self._source.plan
         order = buckets(plan, self._bucket_mib)
         self._source.begin()
         self._change_record.gather()
-        # Each rank fills in its own buckets and leaves 0 elsewhere: the sum over ranks is the whole table.
+        # Each rank fills in the entries of the rank's own buckets and leaves 0 elsewhere: the sum over ranks is the
+        # whole table.
         bucket_digests = torch.zeros(len(order), dtype=torch.int64)
         bucket_bytes = torch.zeros_like(bucket_digests)
         shard_digests = torch.zeros(len(plan.needs), dtype=torch.int64)
@@ -84,7 +85,7 @@ class WeightSending:
                 shard_digests[list(self._sender.values)] = _signed(self._sender.values.values())
             except RuntimeError as error:
                 failure = _logged(f"weights of version {version} were not sent", error)
-        # All ranks come here, also where a group has failed: every rank waits for this rank's part of the table.
+        # A rank whose group failed comes here as well, since every rank waits for all ranks' entries of the table.
         self._change_record.forget()
         failure, table = self._shared(failure, torch.cat((bucket_digests, bucket_bytes, shard_digests)))
         if failure:
@@ -110,7 +111,10 @@ class WeightSending:
         )
 
     def _shared(self, failure: str, numbers: torch.Tensor) -> tuple[str, torch.Tensor]:
-        """(failure of this rank or name of the rank that failed, "" without failure; sum of all ranks' `numbers`)."""
+        """Share failures, and sum `numbers` over all ranks: returns (failure, sums).
+
+        The failure is this rank's or, where only another rank failed, names that rank; "" means that no rank failed.
+        """
         failed_ranks = torch.zeros(self._parallel.world_size, dtype=torch.int64)
         failed_ranks[self._parallel.rank] = bool(failure)
         table = torch.cat((failed_ranks, numbers)).to(self._parallel.device)
@@ -122,7 +126,7 @@ class WeightSending:
 
 
 def _signed(numbers: Iterable[int]) -> torch.Tensor:
-    """[n] int64 with the bits of unsigned numbers, because collectives do not take uint64."""
+    """Unsigned numbers as [n] int64 with the same bits, because collectives do not take uint64."""
     return torch.tensor(list(numbers), dtype=torch.uint64).view(torch.int64)
 
 

@@ -38,7 +38,8 @@ def load_hf(chunks: Sequence[Any], family: Family, hf_path: str | Path, parallel
 
 
 def fill(chunks: Sequence[Any], family: Family, read: Callable[..., torch.Tensor], parallel: Parallel) -> None:
-    """Fill this rank's shards of the weight map's tensors, whose parts are `read(name, index, shape)`."""
+    """Fill this rank's shards of all tensors in the weight map. `read(name, index, shape)` reads a part of a
+    tensor."""
     parameters = canonical_parameters(chunks, parallel)
     for rule in family.rules:
         parameter = parameters.pop(rule.megatron, None)
@@ -64,7 +65,7 @@ def check_held(chunks: Sequence[Any], family: Family, parallel: Parallel) -> Non
 
 
 class MegatronWeightSource:
-    """The trained policy's weights in parts of Hugging Face tensors; each rank reads local shards.
+    """The trained policy's weights as parts of Hugging Face tensors. Each rank reads the rank's own shards.
 
     Every rank creates a source; the constructor is collective. Until `plan_for`, the plan is for workers that need
     everything.
@@ -73,7 +74,7 @@ class MegatronWeightSource:
     def __init__(
         self, chunks: Sequence[Any], parallel: Parallel, *, most_senders: int = 1, family: Family | None = None
     ):
-        """most_senders: limit of the ranks that send; one copy of the model sends in any case.
+        """most_senders: most ranks that may send; one copy of the model sends in any case.
 
         family: the weight map that names the tensors, such as the adapters' map to send adapters alone; None: the
         policy's.
@@ -94,7 +95,7 @@ class MegatronWeightSource:
         self._sends = self._planned_sends([all_of(self.manifest)])
 
     def plan_for(self, needs: Sequence[Needs]) -> WeightPlan:
-        """Plan updates for workers with these needs, [shards]; the plan is equal on all ranks. Collective.
+        """Plan updates for workers with these needs, [shards]. The plan is the same on all ranks. Collective.
 
         Raises ValueError for needs that are outside of the tensors, RuntimeError if the ranks' plans differ.
         """
@@ -109,7 +110,7 @@ class MegatronWeightSource:
 
     @property
     def plan(self) -> WeightPlan:
-        """The plan of every update."""
+        """The plan that every update follows."""
         return self._sends.plan
 
     @property
@@ -120,15 +121,15 @@ class MegatronWeightSource:
         return self._sends.ranks.index(self.parallel.rank)
 
     def read(self, part: int) -> torch.Tensor:
-        """The values of a part of this rank, in the rectangle's shape: a view of the parameter."""
+        """The values of one of this rank's parts, in the rectangle's shape: a view of the parameter."""
         return self._part(part, self._parameters[self._sends.holdings[part].megatron].data)
 
     @torch.no_grad()
     def as_sent(self, part: int) -> torch.Tensor:
-        """The values of a part of this rank as engines get them.
+        """The values of one of this rank's parts, as engines get the values.
 
-        Equal to `read`, except for weights with adapters, which are merged, and for B, which is multiplied by the
-        scale.
+        The values are those of `read`, with two exceptions: weights with adapters are merged, and an adapter's B is
+        multiplied by the scale.
         """
         name = self._sends.holdings[part].megatron
         parameter = self._parameters[name]
@@ -143,18 +144,19 @@ class MegatronWeightSource:
         holding = self._sends.holdings[part]
         values = holding.piece.of_shard(shard)
         for axis, index in enumerate(holding.piece.hf_index):
-            if isinstance(index, int):  # one expert of a fused tensor
+            # This index selects one expert of a fused tensor, and `of_shard` has dropped the axis.
+            if isinstance(index, int):
                 values = values.unsqueeze(axis)
         return values[within(holding.ranges, self.plan.parts[part].ranges)]
 
     def parts(self) -> list[torch.Tensor]:
-        """The values of all parts of this rank, views of the parameters."""
+        """The values of all of this rank's parts, as views of the parameters."""
         return [self.read(number) for number, part in enumerate(self.plan.parts) if part.sender == self.sender]
 
     def begin(self) -> None:
-        """Wait for parameters that the distributed optimizer is still gathering in the background; before `read`.
+        """Wait for parameters that the distributed optimizer still gathers in the background. Call before `read`.
 
-        Collective: Megatron now begins each gather that has not begun.
+        Collective: Megatron now starts each gather that has not started.
         """
         self._last_call = None
         for chunk in self._chunks:
@@ -164,14 +166,15 @@ class MegatronWeightSource:
 
 
 def _adapter_functions(chunks: Sequence[Any]) -> dict[int, Callable[[torch.Tensor], torch.Tensor]]:
-    """id of a parameter -> function of the sent values, for weights with adapters and for the adapters' B."""
+    """id of a parameter -> the function that makes the values to send, for weights with adapters and for the
+    adapters' B."""
     functions = {}
     for chunk in chunks:
         for linear in unwrap(chunk).modules():
             if not hasattr(linear, "lora"):
                 continue
             functions[id(linear.weight)] = linear.lora.merged
-            # vLLM's layers add B A x.
+            # vLLM's layers add B A x without a scale, so B is sent with the scale.
             for name, parameter in linear.lora.named_parameters():
                 if name.endswith("_B"):
                     functions[id(parameter)] = partial(torch.mul, torch.tensor(linear.lora.scale))
@@ -188,7 +191,7 @@ def _places(parallel: Parallel) -> list[Place]:
         copy=parallel.groups.dp_cp.rank(),
         expert_copy=parallel.groups.expt_dp.rank(),
     )
-    # Tensors, because torch would unpickle objects of other ranks.
+    # A tensor is exchanged, because torch would unpickle objects of other ranks.
     table = torch.zeros((parallel.world_size, len(place)), dtype=torch.int64, device=parallel.device)
     table[parallel.rank] = torch.tensor(place, dtype=torch.int64)
     dist.all_reduce(table)
@@ -196,7 +199,7 @@ def _places(parallel: Parallel) -> list[Place]:
 
 
 def _check_same(digests: Sequence[int], parallel: Parallel) -> None:
-    # The maximum of a number equals minus the maximum of its negative only if all ranks have the same number.
+    # The maximum of a number over the ranks equals minus the maximum of the negative number only if all ranks agree.
     extremes = torch.tensor(digests, dtype=torch.int64, device=parallel.device)
     extremes = torch.stack([extremes, -extremes])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
@@ -237,7 +240,7 @@ def _stage_of_layer(layers: int, parameters: Mapping[str, Any], parallel: Parall
     matches = filter(None, map(LAYER.match, parameters))
     stages = torch.full((layers,), -1, dtype=torch.int64, device=parallel.device)
     stages[sorted({int(match[1]) for match in matches})] = parallel.pp_rank
-    # A tensor, because torch would unpickle objects of other ranks.
+    # A tensor is exchanged, because torch would unpickle objects of other ranks.
     dist.all_reduce(stages, op=dist.ReduceOp.MAX, group=parallel.groups.pp)
     assert -1 not in stages, f"layers that no pipeline stage holds: {stages.tolist()}"
     return dict(enumerate(stages.tolist()))

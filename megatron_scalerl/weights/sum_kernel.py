@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 
 BLOCK = 1024
-"""Values that a program of the kernel reads at a time."""
+"""Values that a program of the kernel reads in one step."""
 SPAN = 16 * BLOCK
-"""Values that a program of the kernel sums."""
+"""Values that a program of the kernel sums in all steps."""
 
 
 def weighted_sum(bits: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor, inner: torch.Tensor) -> int:
-    """The sum above, in 0 to 2^64 - 1.
+    """The sum that the module's docstring defines, from 0 to 2^64 - 1.
 
     bits: [n] of any integer type, as unsigned numbers. starts, rows: [r] int64. inner: [j] int64. All on one device.
     """
@@ -24,7 +24,8 @@ def weighted_sum(bits: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor, i
     if not len(starts) or not width:
         return 0
     sums = torch.empty(len(starts), triton.cdiv(width, SPAN), dtype=torch.int64, device=bits.device)
-    # Loads widen integers with the sign; the mask makes the integers unsigned. -1 keeps all 64 bits.
+    # A load extends the sign of an integer to 64 bits, and the mask removes the extension. A mask of -1 keeps all 64
+    # bits.
     mask = -1
     if bits.element_size() < 8:
         mask = (1 << (8 * bits.element_size())) - 1

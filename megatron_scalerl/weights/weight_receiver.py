@@ -49,26 +49,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ConnectInfo(WeightTransferInitInfo):
-    """Body of /init_weight_transfer_engine, a path that requires the run's secret."""
+    """Body of a request to /init_weight_transfer_engine, a path that requires the run's secret."""
 
     connection: dict[str, Any]
     """A `Connection` as JSON data."""
     places: list[tuple[int, int]]
-    """[workers of this engine] (shard, rank in the shard's groups)"""
+    """[workers of this engine] each worker's (shard, rank in the shard's groups)."""
     plans: list[str]
-    """[shards] plan of the shard (`plan.to_json` of `WeightPlan.of_shard`)."""
+    """[shards] each shard's plan (`plan.to_json` of `WeightPlan.of_shard`)."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Body of /update_weights."""
+    """Body of a request to /update_weights."""
 
     version: int
     """Policy version of the weights."""
 
 
 class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
-    """The receiver of one worker: groups, the shard's plan, and the version of the live parameters."""
+    """The receiver of one worker, with the groups, the shard's plan, and the version of the live parameters."""
 
     init_info_cls = ConnectInfo
     update_info_cls = UpdateInfo
@@ -82,7 +82,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         self._plan: WeightPlan | None = None
         """The plan of this worker's shard."""
         self._held_version: int | None = None
-        """The version of the live parameters, None unless all values came over these groups."""
+        """The version of the live parameters; None unless all values came over these groups."""
         self._copies: dict[str, list[str]] = {}
         """Parameter -> further names, for vLLM's loader (`_tied_names`)."""
 
@@ -99,7 +99,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
             self._groups[sender] = join_sender(connection, rank, sender, shard)
 
     def start_weight_update(self) -> None:
-        """Prepare the model for new parameters; discards the state of a failed update first."""
+        """Discard the state of a failed update, and prepare the model for new parameters."""
         self._discard_failed_update()
         if self._live_weights() is not None:
             return
@@ -118,7 +118,10 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load the plan's tensors. Raises RuntimeError unless each is loaded once and every parameter is set."""
+        """Receive an update into the model.
+
+        Raises RuntimeError unless each tensor is loaded once and every parameter is set.
+        """
         plan = self._plan
         if not self._groups or plan is None:
             raise RuntimeError("weight update: the worker has no connection to the trainer")
@@ -126,10 +129,10 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         self.digest = ""
         live = self._live_weights()
         digests: list[int] = []
-        # Live weights take each payload at once, so that two buckets of memory are enough.
+        # Live weights write each payload at once, so memory for two buckets is enough.
         reuse = live is not None
         payloads = receive(self._groups, plan, version, digests, held_version=self._held_version, reuse=reuse)
-        # Until the update is complete, the parameters have no version.
+        # Until the update is complete, the parameters are of no version.
         self._held_version = None
         try:
             if live is None:
@@ -141,7 +144,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         except BaseException:
             self.shutdown()
             raise
-        # vLLM's loader takes whole tensors and no changes: without a version, the next update is whole.
+        # vLLM's loader takes whole tensors and no changes. Without a held version, the next update is whole.
         self._held_version = None if live is None else version
         self.digest = combine(digests)
 
@@ -152,7 +155,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         return _live_weights_of(self.model, self._plan.parameters)
 
     def _load(self, plan: WeightPlan, payloads: Iterator[Payload]) -> None:
-        """Give whole tensors to vLLM's loader."""
+        """Pass whole tensors to vLLM's loader."""
         model = cast(Any, self.model)
         expected_names = {name for name, _ in self.model.named_parameters() if not name.startswith(VISION)}
         arrivals = []
@@ -182,20 +185,21 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
     def shutdown(self) -> None:
         """Leave the groups."""
         groups = self._groups
-        # The groups are forgotten first: a group that fails to close would fail at every later shutdown, too.
+        # The groups are forgotten first, since a group that fails to close would make every later shutdown fail.
         self._groups = {}
         for group in groups.values():
             group.close()
 
     def _tied_names(self) -> dict[str, list[str]]:
-        """Parameter -> further names, as of a head that is tied to the embedding.
+        """Parameter -> the parameter's further names, such as the name of a head that is tied to the embedding.
 
         A layerwise reload makes two parameters of a tied weight, and on CPUs each layer packs its copy. So both
         parameters are loaded, and then copied to the shared address.
         """
         first_names: dict[int, str] = {}
         copies: dict[str, list[str]] = {}
-        for prefix, layer in self.model.named_modules():  # each layer once, under its first name
+        # named_modules yields each layer once, under the first name.
+        for prefix, layer in self.model.named_modules():
             for key, parameter in layer.named_parameters(recurse=False):
                 name = f"{prefix}.{key}"
                 first_name = first_names.setdefault(id(parameter), name)
@@ -214,7 +218,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
 
     @staticmethod
     def _loadable(layer: torch.nn.Module, total: int) -> int:
-        """Number of values that a checkpoint has for a layer: all but the padding of vocabularies."""
+        """Number of a layer's values that a checkpoint has: all values but the padding of a vocabulary."""
         indices = getattr(layer, "shard_indices", None)
         if indices is None:
             return total
@@ -225,8 +229,8 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         """Make vLLM set up the expert kernels again.
 
         vLLM 0.32.0 packs expert weights for the CPU only where a layer has no kernel yet
-        (UnquantizedFusedMoEMethod._setup_kernel): an update would replace packed weights by unpacked ones. On GPUs
-        nothing is packed, and captured graphs require the kernels to stay.
+        (UnquantizedFusedMoEMethod._setup_kernel). With the old kernels, an update would replace packed weights by
+        unpacked weights. On GPUs nothing is packed, and captured graphs require the kernels to stay.
         """
         for layer in self.model.modules():
             method: Any = getattr(layer, "quant_method", None)
@@ -234,7 +238,8 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
                 method.moe_kernel = None
 
     def _discard_failed_update(self) -> None:
-        # vLLM keeps a layer's old parameters until the whole layer is loaded, and would go on with the failed reload.
+        # Without this reset vLLM would go on with the failed reload: vLLM keeps a layer's old parameters until the
+        # whole layer is loaded.
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -258,7 +263,7 @@ def needs_of(model: Any, manifest: str) -> str:
 
 
 def live_digest(model: Any) -> str:
-    """Digest of the values of the model's parameters now (hex), empty if updates go through vLLM's loader."""
+    """Digest of the present values of the model's parameters (hex); empty if updates go through vLLM's loader."""
     _, live = getattr(model, "_msrl_live", ((), None))
     if live is None:
         return ""
@@ -269,7 +274,7 @@ def live_digest(model: Any) -> str:
 
 
 def _live_weights_of(model: Any, manifest: Manifest) -> LiveWeights | None:
-    """The model's live parameters, None for a model that only vLLM's loader can fill; recorded once for a manifest.
+    """The model's live parameters, recorded once for a manifest; None for a model that only vLLM's loader can fill.
 
     Raises ValueError, with a name, for tensors that the model does not have.
     """
@@ -279,7 +284,8 @@ def _live_weights_of(model: Any, manifest: Manifest) -> LiveWeights | None:
         try:
             live = LiveWeights(model if manager is None else AdapterSlot(manager, manifest), manifest)
         except NotImplementedError as error:
-            if manager is not None:  # vLLM's loader takes no adapters
+            if manager is not None:
+                # vLLM's loader takes no adapters, so the error is final here.
                 raise ValueError(str(error)) from error
             logger.warning("updates go through vLLM's loader: %s", error)
             live = None

@@ -32,11 +32,11 @@ from megatron_scalerl.weights.transport.gloo import Finish, Group
 MAGIC = 0x4D53524C
 """First word of every header; any other word means that the two sides are out of sync."""
 ALL_VALUES = -1
-"""Takes the place of the base version, and of a bucket's size, where all values are sent."""
+"""Stands for the base version in a header, and for a bucket's size, where all values are sent."""
 
 
 def slot_of(packed: torch.Tensor, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
-    """[n] the slot's memory in a bucket, in the tensor's type."""
+    """[n] the memory of a slot in a bucket, as elements of the tensor's type."""
     return packed[slot.offset : slot.offset + slot.nbytes].view(dtype)
 
 
@@ -57,7 +57,7 @@ class Values:
 
 
 Payload = Values | list[Changes]
-"""The values of a slot, or the changes of all slots of a bucket."""
+"""What the receiver gets at once: the values of one slot, or the changes of all slots of a bucket."""
 
 
 def receive(
@@ -72,10 +72,12 @@ def receive(
     """The payloads of one update, each from a checked bucket: the values of a slot, or a bucket's changes.
 
     groups: sender -> group. plan: of the receiver's shard alone. digests: each bucket's digest is appended, 0 for a
-    bucket without changes. held_version: the receiver's version, None for a receiver of whole updates only. reuse:
-    two buckets take turns in the same memory, and a payload is valid until the request for the next payload; without
-    `reuse`, each bucket has fresh memory. Raises RuntimeError if a sender is out of sync, or if bytes have changed on
-    the way.
+    bucket without changes. held_version: the receiver's version, None for a receiver of whole updates only.
+
+    reuse: two buckets take turns in the same memory, and a payload is valid until the request for the next payload;
+    without `reuse`, each bucket has fresh memory.
+
+    Raises RuntimeError if a sender is out of sync, or if bytes have changed on the way.
     """
     any_group = next(iter(groups.values()))
     order = buckets(plan, any_group.bucket_mib)
@@ -100,8 +102,8 @@ def receive(
     arriving = [arrive(0)]
     for number, bucket in enumerate(order):
         following = range(number + 1, min(number + 2, len(order)))
-        # In a whole update, the next bucket arrives during the wait for this bucket. Otherwise the next broadcast is
-        # the next bucket's size, which the sender sends after this bucket's bytes.
+        # In a whole update, the next bucket arrives while this bucket is awaited. In an update of changes, the next
+        # broadcast is the next bucket's size, which the sender sends only after this bucket's bytes.
         if is_whole:
             arriving += map(arrive, following)
         packed = arriving.pop(0)()
@@ -125,7 +127,7 @@ def _payloads_of(plan: WeightPlan, bucket: Bucket, packed: torch.Tensor) -> Iter
     for slot in bucket.slots:
         tensor = plan.parts[slot.part].tensor
         slots.append((tensor, slot.ranges, getattr(torch, plan.parameters[tensor].dtype)))
-    # A sender sends changes only in fewer bytes than the bucket.
+    # Fewer bytes than the bucket has mean changes: a sender sends a whole bucket where changes take as many bytes.
     if packed.numel() < bucket.nbytes:
         yield decode(packed, slots)
         return
@@ -134,7 +136,7 @@ def _payloads_of(plan: WeightPlan, bucket: Bucket, packed: torch.Tensor) -> Iter
 
 
 def assembled_tensors(payloads: Iterable[Payload], plan: WeightPlan) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of each tensor, once the last values have arrived.
+    """Yield (name, whole tensor) of each tensor, once the tensor's last values have arrived.
 
     Elements that the shard does not need are not set. Raises RuntimeError for changes.
     """
@@ -161,9 +163,9 @@ def assembled_tensors(payloads: Iterable[Payload], plan: WeightPlan) -> Iterator
 def _arrive(
     group: Group, bucket: Bucket, is_whole: bool, memory: torch.Tensor | None
 ) -> Callable[[], torch.Tensor | None]:
-    """Begin to receive a bucket; the returned function waits for the bytes, and returns None for an unsent bucket.
+    """Start to receive a bucket, and return a function that waits for the bytes; None for a bucket that is not sent.
 
-    is_whole: the update is whole, and no size comes first. memory: for the bucket, None for new memory.
+    is_whole: the update is whole, so no size comes first. memory: where the bucket goes; None for new memory.
     """
 
     def begin(nbytes: int) -> tuple[torch.Tensor, Finish]:
@@ -186,7 +188,7 @@ def _arrive(
         nbytes = int(size)
         if nbytes == 0:
             return None
-        # No digest covers this word.
+        # No digest covers the size, so the size is checked.
         if nbytes != ALL_VALUES and not 0 < nbytes < bucket.nbytes:
             raise RuntimeError(
                 f"weight update: {nbytes} bytes of changes are announced for a bucket of {bucket.nbytes} bytes"
@@ -201,7 +203,10 @@ def _arrive(
 
 
 def _base(group: Group, expected: torch.Tensor) -> int:
-    """The base version of the group's changes, or ALL_VALUES. Raises RuntimeError for another header."""
+    """The base version of the group's changes, or ALL_VALUES.
+
+    Raises RuntimeError for a header that is not `expected`.
+    """
     head = torch.zeros(len(expected), dtype=torch.int64, device=group.device)
     group.broadcast(head)
     *fields, base = head.tolist()
@@ -212,12 +217,14 @@ def _base(group: Group, expected: torch.Tensor) -> int:
 
 
 def header(plan: WeightPlan, shard: int, version: int, count: int, base: int) -> torch.Tensor:
-    """[5] int64: magic, version, number of the group's buckets, digest of the plan for the shard, base version."""
+    """The header of a group as int64 [5]: magic, version, number of buckets, digest of the shard's plan, base
+    version."""
     return torch.tensor([MAGIC, version, count, plan.digests[shard], base], dtype=torch.int64)
 
 
 def sequence_numbers(groups: Iterable[int]) -> list[int]:
-    """The number of each bucket among the group's buckets. groups: the group of each bucket, in order."""
+    """The number of each bucket among the buckets of the bucket's group. groups: the group of each bucket, in
+    order."""
     buckets_so_far = Counter[int]()
     numbers = []
     for group in groups:
@@ -227,9 +234,10 @@ def sequence_numbers(groups: Iterable[int]) -> list[int]:
 
 
 def bucket_digest(packed: torch.Tensor, version: int, number: int) -> int:
-    """The last 8 bytes of a bucket; a bucket that is lost, repeated, late or of another update has another digest.
+    """The digest that a bucket ends with, which differs for a bucket that is lost, repeated, late or of another
+    update.
 
-    number: of the bucket in the group's sequence.
+    number: the bucket's number in the group's sequence.
     """
     return (digest(packed[:-8]) + mixed(mixed(version) ^ number)) % (1 << 64)
 

@@ -24,11 +24,11 @@ from megatron_scalerl.distributed.rendezvous import gloo_device, open_store
 from megatron_scalerl.weights.plan import MOST_CHANNELS, Connection
 
 Read = Callable[[int], torch.Tensor]
-"""Number of a part -> the part's values, in the rectangle's shape: a view of a parameter."""
+"""A function from the number of a part to the part's values, in the rectangle's shape: a view of a parameter."""
 Finish = Callable[[], None]
-"""Waits for the end of a broadcast. Raises RuntimeError."""
+"""A function that waits for the end of a broadcast. Raises RuntimeError."""
 WITHOUT_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
-"""Environment variable with which torch makes NCCL groups without a watchdog."""
+"""Environment variable that makes torch create NCCL groups without a watchdog."""
 
 
 class Group:
@@ -38,7 +38,7 @@ class Group:
     _turns: torch.Tensor | None = None
 
     def __init__(self, connection: Connection, rank: int, sender: int = 0, shard: int = 0):
-        """Join the group of a sender and a shard; returns when all members have joined.
+        """Join the group of a sender and a shard, and return when all members have joined.
 
         Raises RuntimeError after connect_timeout_s.
         """
@@ -51,14 +51,15 @@ class Group:
         self._group: Any = self._make(connection, rank)
 
     def _make(self, connection: Connection, rank: int) -> Any:
-        gloo: Any = dist.ProcessGroupGloo  # torch's stubs have no options for it
+        # The type is Any, since torch's stubs lack the class's options.
+        gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo_device(connection.rendezvous)]
         options._timeout = timedelta(seconds=connection.connect_timeout_s)
         return gloo(self._store, rank, self._world_size, options)
 
     def start(self, tensor: torch.Tensor) -> Finish:
-        """Begin to broadcast rank 0's tensor; the returned function waits for the end. Raises RuntimeError."""
+        """Start to broadcast rank 0's tensor, and return a function that waits for the end. Raises RuntimeError."""
         if self._group is None:
             raise RuntimeError("the group of the weight update is closed")
         options = dist.BroadcastOptions()
@@ -73,7 +74,7 @@ class Group:
         self.start(tensor)()
 
     def turns(self, nbytes: int) -> torch.Tensor:
-        """[2, at least nbytes] uint8, memory for buckets in turn.
+        """[2, at least nbytes] uint8: memory for two buckets, which take turns.
 
         The group keeps host memory for later updates, because fresh pages cost more than a copy. The group does not
         keep device memory, because the model and the KV cache need the space.
@@ -94,7 +95,7 @@ class Group:
 
 
 class NcclGroup(Group):
-    """A broadcast group on GPUs; members use the current device, and connect before the first broadcast.
+    """A broadcast group on GPUs. Members use the current device, and connect before the first broadcast.
 
     NCCL listens on the interface NCCL_SOCKET_IFNAME, in the trainer's ranks and in the engines, and accepts a
     connection that presents the random number which rank 0 put into the store.
@@ -110,15 +111,17 @@ class NcclGroup(Group):
         assert self._store is not None
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self.timeout
-        options.config.max_ctas = MOST_CHANNELS  # each channel takes memory that the KV cache could use
+        # Each channel takes device memory that the KV cache could use.
+        options.config.max_ctas = MOST_CHANNELS
         with _without_watchdog():
             group: Any = dist.ProcessGroupNCCL(self._store, rank, self._world_size, options)
         try:
-            # NCCL waits without a limit for a member that never comes.
+            # NCCL would wait without a limit for a member that never comes, so all members first report in the store.
             self._store.set(f"here-{rank}", "")
             keys = [f"here-{member}" for member in range(self._world_size)]
             self._store.wait(keys, timedelta(seconds=connection.connect_timeout_s))
-            # Without this call the first broadcast would connect, within the time limit of a broadcast.
+            # Without this call the members would connect in the first broadcast, within the time limit of a
+            # broadcast.
             group.eager_connect_single_device(self.device)
         except BaseException:
             group.abort()
@@ -128,7 +131,7 @@ class NcclGroup(Group):
     def start(self, tensor: torch.Tensor) -> Finish:
         """Broadcast rank 0's tensor and wait for the arrival. Raises RuntimeError.
 
-        Only one broadcast is in progress: with two communicators in progress on one device, two receivers may run
+        Only one broadcast is in progress. With two communicators in progress on one device, two receivers might run
         the broadcasts in different orders, and wait for each other.
         """
         super().start(tensor)()
@@ -137,12 +140,14 @@ class NcclGroup(Group):
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """A block in which groups are made without a watchdog, which ends the process a minute after a failed collective.
+    """A block in which NCCL groups are made without torch's watchdog.
 
-    To switch off the watchdog's error handling alone (TORCH_NCCL_ASYNC_ERROR_HANDLING) is not enough: the watchdog
-    also signals the default group's monitor, which ends the process, too (torch's ProcessGroupNCCL.cpp,
-    Watchdog::runLoop and HeartbeatMonitor::runLoop). Without a watchdog, `wait` raises failures and time-outs.
-    The variable is set for the whole process, so the block makes no other NCCL group.
+    The watchdog ends the process a minute after a failed collective. To switch off the watchdog's error handling
+    alone (TORCH_NCCL_ASYNC_ERROR_HANDLING) is not enough: the watchdog also signals the default group's monitor, and
+    the monitor ends the process (torch's ProcessGroupNCCL.cpp, Watchdog::runLoop and HeartbeatMonitor::runLoop).
+
+    Without a watchdog, `wait` raises failures and time-outs. The variable is set for the whole process, so the block
+    must make no other NCCL group.
     """
     previous_value = os.environ.get(WITHOUT_WATCHDOG)
     os.environ[WITHOUT_WATCHDOG] = "1"

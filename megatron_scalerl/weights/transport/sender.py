@@ -5,8 +5,8 @@ Life of a bucket:
     read     views of the parameters, one view for each slot
     code     changes since the last update, from the optimizer's record or by comparison with a copy; else the values
              are packed as a whole
-    digest   of the bytes, and of the values, which does not depend on buckets
-    send     the previous bucket has ended; this bucket is on the wire while the next is read and coded
+    digest   digests of the bucket's bytes, and of the values; the latter do not depend on buckets
+    send     after the previous bucket has been sent; the next bucket is read and coded meanwhile
 
 A sender without a record keeps the packed bucket: the next update compares values with this copy.
 """
@@ -34,26 +34,27 @@ class Sender:
     """The groups of one sending rank, and the receivers' state. Created by `make_sender`."""
 
     def __init__(self, groups: Mapping[int, Group], number: int, connection: Connection):
-        """groups: shard -> group."""
+        """groups: the broadcast group of each shard."""
         self.groups = dict(groups)
         self.number = number
         self._connection = connection
         self.values: dict[int, int] = {}
-        """Shard -> digest of the workers' values from this rank (`weights.digest.value_digest`)."""
+        """Shard -> digest of the values that the shard's workers have from this rank
+        (`weights.digest.value_digest`)."""
         self.sizes: list[int] = []
         """[buckets] bytes of each bucket in the last update, padding included, without headers and digests."""
         self._buckets: list[Bucket] = []
-        """This rank's buckets."""
+        """The buckets that this rank sends."""
         self._copies: dict[int, torch.Tensor] = {}
-        """Bucket -> the bytes that all receivers have, kept to find changes that no optimizer records."""
+        """Number of a bucket -> the bytes that all receivers have, kept to find changes that no optimizer records."""
         self._version = ALL_VALUES
         """The version that all receivers have, ALL_VALUES before the first update."""
 
     def send(self, plan: WeightPlan, read: Read, version: int, record: ChangeRecord | None = None) -> list[int]:
-        """Send this rank's parts of one update; returns the digests of the buckets, in the order of `plan.buckets`.
+        """Send this rank's parts of one update, and return the digests of the buckets in the order of `plan.buckets`.
 
-        record: the optimizer's record of changes since the last update. Raises RuntimeError if a group fails;
-        then all groups are closed.
+        record: the optimizer's record of changes since the last update. Raises RuntimeError if a group fails; all
+        groups are closed then.
         """
         plan_buckets = buckets(plan, self._connection.bucket_mib)
         self._buckets = [bucket for bucket in plan_buckets if bucket.sender == self.number]
@@ -83,7 +84,7 @@ class Sender:
                     tensor = plan.parts[slot.part].tensor
                     slot_digest = value_digest(slot_values, tensor, range(len(along)), along)
                     self.values[bucket.shard] = total((self.values[bucket.shard], slot_digest))
-                # This bucket was coded while the previous bucket was on the wire.
+                # The previous bucket was on the wire while this bucket was coded, and has to end first.
                 for finish in in_flight:
                     finish()
                 in_flight = []
@@ -96,7 +97,8 @@ class Sender:
             for finish in in_flight:
                 finish()
         except BaseException:
-            self.close()  # waiting receivers fail at once
+            # Closed groups make waiting receivers fail at once.
+            self.close()
             raise
         self._version = version
         return digests
@@ -112,7 +114,7 @@ class Sender:
             group.close()
 
     def _begin(self, plan: WeightPlan, version: int) -> int:
-        """Send the headers; returns the base version of the update's changes, or ALL_VALUES."""
+        """Send the headers, and return the base version of the update's changes, or ALL_VALUES."""
         base = self._version
         if self._connection.deltas == "off":
             base = ALL_VALUES
@@ -124,7 +126,10 @@ class Sender:
     def _changes(
         self, number: int, values: Sequence[torch.Tensor], record: ChangeRecord | None
     ) -> torch.Tensor | None:
-        """A bucket's changes with room for a digest, empty without changes, None for a bucket to be sent whole."""
+        """The bytes of a bucket's changes with room for a digest; None for a bucket that is sent as a whole.
+
+        Without changes the result is empty.
+        """
         bucket = self._buckets[number]
         if number in self._copies:
             by_slot = _compared(self._copies[number], bucket, values)
@@ -140,13 +145,13 @@ class Sender:
         if not slots:
             return torch.empty(0, dtype=torch.uint8, device=self.groups[bucket.shard].device)
         frame = encode(slots)
-        # The receiver tells changes from a whole bucket by the smaller size.
+        # The receiver recognizes changes by a size below the whole bucket's size.
         if frame.numel() >= bucket.nbytes:
             return None
         return torch.cat([frame, frame.new_zeros(8)])
 
     def _packed(self, number: int, values: Sequence[torch.Tensor], record: ChangeRecord | None) -> torch.Tensor:
-        """A whole bucket, with room for a digest."""
+        """The bytes of a whole bucket, with room for a digest."""
         packed = self._copies.get(number)
         if packed is None:
             is_recorded = record is not None and all(map(record.covers, values))
@@ -159,9 +164,9 @@ class Sender:
         return packed
 
     def _memory(self, number: int, *, lasting: bool) -> torch.Tensor:
-        """[nbytes + 8] uint8, 0 between the slots.
+        """[nbytes + 8] uint8: memory for a bucket, 0 between the slots.
 
-        On CPUs the bucket after the next gets the same memory, unless it is `lasting`.
+        On CPUs the bucket after the next gets the same memory, unless the memory is `lasting`.
         """
         bucket = self._buckets[number]
         device = self.groups[bucket.shard].device
@@ -169,7 +174,7 @@ class Sender:
             return torch.zeros(bucket.nbytes + 8, dtype=torch.uint8, device=device)
         turns = self.groups[self._buckets[0].shard].turns(max(bucket.nbytes for bucket in self._buckets) + 8)
         packed = turns[number % 2, : bucket.nbytes + 8]
-        # The digest covers the padding, and this memory holds an earlier bucket's bytes.
+        # The padding is set to 0: the digest covers the padding, and the memory holds an earlier bucket's bytes.
         end = 0
         for slot in bucket.slots:
             packed[end : slot.offset] = 0
@@ -182,7 +187,7 @@ class Sender:
 
 
 def _values(plan: WeightPlan, bucket: Bucket, read: Read) -> list[torch.Tensor]:
-    """[slots] views of the parameters."""
+    """[slots] the values of each slot, as a view of a parameter."""
     values = []
     for slot in bucket.slots:
         part = plan.parts[slot.part]
@@ -194,7 +199,10 @@ def _values(plan: WeightPlan, bucket: Bucket, read: Read) -> list[torch.Tensor]:
 
 
 def _compared(copy: torch.Tensor, bucket: Bucket, values: Sequence[torch.Tensor]) -> list[ChangedElements | None]:
-    """[slots] the changes since a copy was made, None for more changes than are coded; the copy gets the values."""
+    """[slots] the changes since the copy was made; None for a slot with more changes than are coded.
+
+    The copy then gets the present values.
+    """
     by_slot: list[ChangedElements | None] = []
     for slot, slot_values in zip(bucket.slots, values):
         changes = find(bits_of(slot_of(copy, slot, slot_values.dtype)), slot_values)

@@ -30,13 +30,13 @@ from megatron_scalerl.weights.plan import Connection
 from megatron_scalerl.weights.transport.gloo import Finish, Group
 
 BUFFERS = 2
-"""Buffers of shared memory: rank 0 fills a buffer while receivers empty the second."""
+"""Number of buffers in shared memory: rank 0 fills one buffer while receivers empty the other."""
 _CHUNK = struct.Struct("<QQ")
-"""Number and bytes of a chunk."""
+"""Layout of the message that announces a chunk: the chunk's number and bytes."""
 _LAYOUT = struct.Struct("<QQ")
-"""Number of buffers, bytes of each buffer."""
+"""Layout of the first message: number of buffers, and bytes of each buffer."""
 _CREDENTIALS = struct.Struct("3i")
-"""Process, user and group of a socket's other end."""
+"""Layout of a socket's credentials: process, user and group of the other end."""
 _RETRY_S = 0.01
 """Pause before a receiver looks for the sender's socket again (seconds)."""
 _MARGIN = 4096
@@ -47,7 +47,7 @@ class ShmGroup(Group):
     """A broadcast group of processes on one host."""
 
     def __init__(self, connection: Connection, rank: int, sender: int = 0, shard: int = 0):
-        """Join the group of a sender and a shard; returns when all members have joined.
+        """Join the group of a sender and a shard, and return when all members have joined.
 
         Raises RuntimeError after connect_timeout_s, and for processes on several hosts.
         """
@@ -64,7 +64,7 @@ class ShmGroup(Group):
         self._next = 0
         """Number of the next chunk."""
         self._copied_out = [0] * (connection.world_sizes[shard] - 1)
-        """[receivers] number of chunks that each receiver has copied out."""
+        """[receivers] number of chunks that each receiver has copied out so far."""
         self._receiving: deque[torch.Tensor] = deque()
         """Tensors that this receiver still has to copy out, in the order of the broadcasts."""
         end = time.monotonic() + connection.connect_timeout_s
@@ -82,7 +82,8 @@ class ShmGroup(Group):
 
     def _lead(self, path: str, end: float) -> None:
         size = (self.bucket_mib << 20) + _MARGIN
-        # Memory without a name is freed with the last process that maps it: a killed run leaves nothing behind.
+        # Memory without a file name is freed with the last process that maps it, so a killed run leaves nothing
+        # behind.
         memory = os.memfd_create("msrl-weights", os.MFD_CLOEXEC)
         try:
             os.ftruncate(memory, BUFFERS * size)
@@ -108,7 +109,8 @@ class ShmGroup(Group):
             try:
                 member.connect(path)
                 break
-            except (FileNotFoundError, ConnectionRefusedError):  # the sender does not listen yet
+            except (FileNotFoundError, ConnectionRefusedError):
+                # The sender does not listen yet, so the receiver tries again.
                 member.close()
                 if time.monotonic() > end:
                     raise
@@ -127,7 +129,7 @@ class ShmGroup(Group):
         member.settimeout(self._timeout)
 
     def _check(self, member: socket.socket) -> None:
-        """Raise OSError for a process of another user."""
+        """Check the process at the socket's other end. Raises OSError for a process of another user."""
         member.settimeout(self._timeout)
         credentials = member.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         _, user, _ = _CREDENTIALS.unpack(credentials)
@@ -139,10 +141,10 @@ class ShmGroup(Group):
         self._buffers = list(all_bytes.split(size))
 
     def start(self, tensor: torch.Tensor) -> Finish:
-        """Broadcast rank 0's tensor, of any type, contiguous. Raises RuntimeError, as the returned function does.
+        """Broadcast rank 0's tensor, which may have any type and must be contiguous.
 
-        When `start` returns, rank 0 has copied the tensor; when the returned function returns, all receivers have
-        copied the tensor out.
+        When `start` returns, rank 0 has copied the tensor. When the returned function returns, all receivers have
+        copied the tensor out. Both raise RuntimeError.
         """
         if not self._is_open:
             raise RuntimeError("the group of the weight update is closed")
@@ -177,7 +179,7 @@ class ShmGroup(Group):
 
     def _send(self, data: torch.Tensor) -> None:
         for chunk in data.split(len(self._buffers[0])):
-            # The buffer is free once all receivers have copied out the previous chunk in this buffer.
+            # This buffer is free once all receivers have copied out the last chunk that was in the buffer.
             self._wait_for(self._next + 1 - BUFFERS)
             self._buffers[self._next % BUFFERS][: len(chunk)].copy_(chunk)
             for connection in self._sockets:
@@ -193,7 +195,7 @@ class ShmGroup(Group):
                     f"chunk {number} of {size} bytes arrived instead of chunk {self._next} of {len(chunk)} bytes"
                 )
             chunk.copy_(self._buffers[number % len(self._buffers)][:size])
-            # A sender that has left does not need the answer.
+            # A sender that has left does not need the answer, so a broken connection is no failure here.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 connection.sendall(b"\0")
             self._next += 1
@@ -221,7 +223,7 @@ def _received(connection: socket.socket, count: int) -> bytes:
 
 @contextlib.contextmanager
 def _short(folder: str) -> Iterator[str]:
-    """A short path of a folder, because a socket's path has at most 107 characters."""
+    """A block with a short path for a folder, because a socket's path has at most 107 characters."""
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}"
