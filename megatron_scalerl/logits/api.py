@@ -12,8 +12,7 @@ Numerics contract of every backend:
 * On CPUs log-probabilities are within 5e-5 nats of fp64 for |logit| <= 50. The sums of an H200's tensor cores were up
   to 1.9e-4 nats off at hidden sizes of 4,096 and more.
 * The gradient of bf16 logits enters the GEMMs of the backward pass as `grad_logits` says. Before the head's gradient
-  is
-  rounded to the head's type, its relative error is at most 3e-3 (bf16) or 1e-5 (bf16x2, fp32).
+  is rounded to the head's type, its relative error is at most 3e-3 (bf16) or 1e-5 (bf16x2, fp32).
 """
 
 from typing import Any
