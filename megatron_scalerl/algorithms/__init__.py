@@ -1,6 +1,6 @@
-"""The algorithm of a run: one object, chosen once by the recipe, that says which completions are trained, and how.
+"""The algorithm of a run: one object that says which completions are trained, and how. The recipe chooses it once.
 
-Nothing here imports torch at run time: the controller has the object, too.
+Nothing here imports torch at run time, because the controller also has the object.
 """
 
 from dataclasses import fields
@@ -62,7 +62,7 @@ def algorithm_of(recipe: Recipe) -> ScaleRL:
 
 
 def _number(key: str, text: str) -> float:
-    """A number that YAML takes for a text, such as 1e-3."""
+    """A number that YAML reads as a text, such as 1e-3."""
     try:
         return float(text)
     except ValueError:

@@ -18,7 +18,8 @@ class Distilled(ScaleRL):
     """ScaleRL's advantages, times `reward_weight`, less each token's gap to the teacher, times `gap_weight`.
 
     The gap is log p of the trainer, at the update, less log p of the teacher (nats), without gradient. Forced tokens
-    and tokens of an environment have no gap. The importance weight stays the loss's own, of trainer and engine.
+    and tokens of an environment have no gap. The importance weight stays the weight that the loss computes from
+    trainer and engine.
     """
 
     columns: ClassVar = ("teacher_logprobs",)
@@ -27,11 +28,12 @@ class Distilled(ScaleRL):
     reward_weight: float = 0.0
 
     def trains(self, completion: Completion) -> bool:
-        """Without rewards a truncated completion teaches, too."""
+        """Whether a completion is trained. Without rewards a truncated completion also teaches."""
         return not self.reward_weight or super().trains(completion)
 
     def drop_reason(self, group: RolloutGroup) -> str:
-        """Without rewards every completion teaches; with rewards ScaleRL's filter decides."""
+        """The reason why a group teaches nothing. Without rewards every completion teaches; with rewards ScaleRL's
+        filter decides."""
         if self.reward_weight:
             return super().drop_reason(group)
         return "" if group.completions else "too_few"

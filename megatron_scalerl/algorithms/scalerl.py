@@ -40,44 +40,56 @@ class ScaleRL:
     """
 
     metrics: ClassVar[Mapping[str, Literal["sum", "mean", "max"]]] = {}
-    """Name of a number in `LossOutput.metrics` -> reduction over the tokens of a step, in metrics.jsonl as loss/NAME.
-    Declared, so that ranks without tokens report the number, too; values of a "max" are not negative."""
+    """Name of a number in `LossOutput.metrics` -> reduction over the tokens of a step. The result is loss/NAME in
+    metrics.jsonl.
+
+    The names are declared, so that ranks without tokens also report the numbers. Values of a "max" are not negative.
+    """
     columns: ClassVar[tuple[str, ...]] = ()
-    """Names of the columns, [tokens] of float32, that `score` fills and `loss` gets as `LossInputs.columns`. Columns
-    are stored with the group, for a resume and for `show`. Without a name nothing is stored or sent."""
+    """Names of the columns, [tokens] of float32, that `score` fills and `loss` gets as `LossInputs.columns`.
+
+    Columns are stored with the group, for a resume and for `show`. Without a name nothing is stored or sent.
+    """
     normalize: Literal["batch", "prompt", "none"] = "batch"
-    """Recipe: advantages.normalize."""
+    """The recipe's advantages.normalize."""
     truncated: Literal["exclude", "wrong"] = "exclude"
-    """Recipe: rewards.truncated. "exclude" leaves truncated completions out of loss and group mean; "wrong" keeps
-    truncated completions, with the reward of an incorrect answer."""
+    """The recipe's rewards.truncated.
+
+    "exclude" leaves truncated completions out of loss and group mean. "wrong" keeps truncated completions, with the
+    reward of an incorrect answer.
+    """
     zero_variance: bool = True
-    """Recipe: filters.zero_variance. False: groups with equal rewards stay, with advantage 0, and count in the mean
-    over prompts."""
+    """The recipe's filters.zero_variance. If false, groups with equal rewards stay, with advantage 0, and count in
+    the mean over prompts."""
     reduction: Reduction = "prompt_mean"
-    """Recipe: loss.reduction."""
+    """The recipe's loss.reduction."""
     loss_name: str = "cispo"
-    """Recipe: loss.name."""
+    """The recipe's loss.name."""
     loss_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the loss, by name (recipe: the other keys of `loss`)."""
+    """Options of the loss, by name: the other keys of the recipe's section `loss`."""
 
     async def score(self, group: RolloutGroup, samples: Sequence[Any]) -> Sequence[Mapping[str, Sequence[float]]]:
-        """[samples] the columns of each sample, by name: may ask a judge, a teacher, a reference.
+        """[samples] the columns of each sample, by name. The method may ask a judge, a teacher or a reference.
 
         samples: `batching.rollout_bytes.RolloutArrays` of the group's completions in order; an episode that forked
-        has several (`Completion.samples`). The verifier has scored the completions already, and scores validations,
-        too. The call is repeated after an exception or ten minutes, four times; then the run ends.
+        has several (`Completion.samples`). The verifier has scored the completions already. The verifier also scores
+        validations. The call is repeated after an exception or ten minutes, four times; then the run ends.
         """
         raise NotImplementedError(f"{type(self).__name__} has columns {self.columns} and no score")
 
     def trains(self, completion: Completion) -> bool:
-        """Whether a completion is in loss and group mean. A group's pass rate counts it in either case."""
+        """Whether a completion is in loss and group mean. A group's pass rate counts the completion in either
+        case."""
         return self.truncated == "wrong" or not completion.truncated
 
     def drop_reason(self, group: RolloutGroup) -> str:
-        """Why a group teaches nothing, a word; empty: the group is trained. `group` has only completions that train.
+        """The reason why a group teaches nothing, in one word; empty: the group is trained.
 
-        too_few: no completion, or with `zero_variance` fewer than two, so there is no spread. all_correct,
-        all_incorrect, equal_rewards (although correctness differs). Nothing is refilled (section 3.2).
+        group: a group with only completions that train.
+
+        too_few: no completion, or with `zero_variance` fewer than two, so that there is no spread. all_correct,
+        all_incorrect: every completion is correct, or none is. equal_rewards: the rewards are equal although
+        correctness differs. Nothing replaces a dropped group (section 3.2).
         """
         if len(group.scores) < (2 if self.zero_variance else 1):
             return "too_few"
@@ -105,14 +117,14 @@ class ScaleRL:
         return token_weights(lengths, self.reduction)
 
     def loss(self, inputs: LossInputs) -> LossOutput:
-        """The loss of a micro-batch, a sum with the given weights."""
+        """The loss of a micro-batch: a sum with the given weights."""
         return self.paper_loss(inputs)
 
     @property
     def separable(self) -> bool:
-        """Whether the loss is a sum of independent token losses: the mark `losses.inputs.separable` of the loss.
+        """Whether the loss is a sum of independent token losses, as the mark `losses.inputs.separable` says.
 
-        Where a subclass overrides `loss`, the override needs the mark, too: `loss` may call the recipe's loss.
+        Where a subclass overrides `loss`, the override also needs the mark: `loss` may call the recipe's loss.
         """
         method = type(self).loss
         return is_separable(self.loss_name) and (method is ScaleRL.loss or getattr(method, "separable", False))
@@ -129,7 +141,7 @@ def reward_spread(groups: Sequence[RolloutGroup]) -> float:
 
 
 def centered_rewards(group: RolloutGroup) -> list[float]:
-    """[completions] rewards less the mean. Equal rewards give exact zeros, not the mean's rounding error."""
+    """[completions] rewards less the group's mean. Equal rewards give exact zeros, not the mean's rounding error."""
     rewards = [score.reward for score in group.scores]
     if len(set(rewards)) == 1:
         return [0.0] * len(rewards)
@@ -138,5 +150,5 @@ def centered_rewards(group: RolloutGroup) -> list[float]:
 
 
 def _divided(values: list[float], spread: float) -> list[float]:
-    """`values` over `spread`. With a spread of 0 every value is 0, and stays so."""
+    """`values` over `spread`. With a spread of 0 every value is 0, and remains 0."""
     return [value / (spread or 1.0) for value in values]

@@ -1,1 +1,1 @@
-"""From scored groups to the trainer's micro-batches: filters, advantages, packing. Runs in the controller."""
+"""Makes the trainer's micro-batches from scored groups: filters, advantages, packing. Runs in the controller."""

@@ -15,7 +15,8 @@ from megatron_scalerl.record import record
 from megatron_scalerl.types import Sample
 
 ReadCompletions = Callable[[Sequence[int]], Awaitable[Sequence[bytes]]]
-"""Numbers of samples -> completions of the samples, in this order, in the bytes of `rollout_bytes`.
+"""A function from numbers of samples to the completions of these samples, in this order, in the bytes of
+`rollout_bytes`.
 
 The controller calls the function once for each data-parallel rank, when that rank's message is sent. A store of files
 then reads the completions of a single rank at a time and off the event loop.
@@ -31,7 +32,7 @@ class SampleFacts:
     tokens: int
     """T, tokens of the completion."""
     advantage: float | tuple[float, ...]
-    """Normalized advantage: of every token of the completion, or [T] of each."""
+    """Normalized advantage: one number for every token of the completion, or [T] a number for each token."""
     token_weight: float
     """Weight of each loss-mask token in the summed loss."""
 
@@ -88,14 +89,14 @@ def plan_step(
             raise ValueError(
                 f"trainer.micro_batch_tokens: {micro_batch_tokens} are too few for sample {index} of {length} tokens"
             )
-    # Ranks first, then micro-batches: the slowest rank decides the time of the step.
+    # Ranks are balanced first, then micro-batches, because the slowest rank decides the time of the step.
     bins = [_first_fit(members, lengths, micro_batch_tokens) for members in _balance(lengths, dp_size)]
     count = max(map(len, bins))
     ranks = []
     numbers = []
     for rank_bins in bins:
         rows = [tuple(samples[i] for i in members) for members in rank_bins]
-        # Without fillers the collectives of the next micro-batch would wait for a rank that has no more samples.
+        # Without fillers, the collectives of the next micro-batch would wait for a rank that has no more samples.
         fillers = [()] * (count - len(rows))
         plan = RankPlan(step=step, policy_version=policy_version, micro_batches=(*rows, *fillers))
         ranks.append(plan)
@@ -117,7 +118,7 @@ def _balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """Sample numbers of each rank, longest first; each sample goes to the rank with the fewest tokens so far."""
     members: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    # The sort is stable: samples of equal length stay in order, so the assignment follows from the lengths alone.
+    # The sort is stable, so samples of equal length stay in order and the assignment follows from the lengths alone.
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         rank = loads.index(min(loads))
         members[rank].append(index)
@@ -126,7 +127,8 @@ def _balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def _first_fit(members: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """`members` in bins of at most `capacity` tokens. The longest come first, so that similar lengths share a bin."""
+    """`members` in bins of at most `capacity` tokens. The longest samples come first, so that similar lengths
+    share a bin."""
     bins: list[list[int]] = []
     free_tokens: list[int] = []
     for index in members:

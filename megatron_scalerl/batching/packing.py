@@ -15,7 +15,7 @@ from megatron_scalerl.batching.rollout_bytes import RolloutArrays, arrays_of
 from megatron_scalerl.types import Batch, Int32, Int64, MicroBatch, Sample
 
 _FILLS = {"staleness": -1, "expert_choices": -1}
-"""Values of padding positions that are not 0."""
+"""Values of padding positions, for the columns whose padding is not 0."""
 _COLUMNS = tuple(f.name for f in fields(MicroBatch) if f.name not in ("position_ids", "cu_seqlens"))
 
 
@@ -101,7 +101,7 @@ def _sequence(
     tokens = np.empty(size, np.int64)
     tokens[:prompt] = sample.prompt_token_ids
     tokens[prompt:] = completion.token_ids
-    # The last position of the prompt predicts the first token of the completion, and the last position nothing.
+    # The last position of the prompt predicts the first token of the completion. The last position predicts nothing.
     predicts = slice(prompt - 1, size - 1)
     mask = np.zeros(size, bool)
     mask[predicts] = completion.loss_mask
@@ -119,7 +119,7 @@ def _sequence(
         if name not in completion.columns:
             raise ValueError(f"a completion has no column {name}: its group was stored before the algorithm had one")
         column_values[predicts, number] = np.where(completion.loss_mask, completion.columns[name], np.float32(0))
-    # Off the mask every column has a neutral value; the target 0 of the last position is never used.
+    # Off the mask every column has a neutral value. The target 0 of the last position is never used.
     row = {
         "tokens": tokens,
         "position_ids": np.arange(size, dtype=np.int64),
@@ -150,15 +150,16 @@ def _joined_choices(
         choices = completion.expert_choices
         if choices is not None:
             numbers = np.frombuffer(choices.data, dtype=f"<u{choices.width}").reshape(-1, layers, topk)
-            # No layer has processed the last token: the last position keeps -1, and the router chooses.
+            # No layer has processed the last token, so the last position keeps -1, and the router chooses its
+            # experts.
             part[: len(numbers)] = numbers[:tokens]
         parts.append(part)
     return {"expert_choices": np.concatenate(parts)}
 
 
 def pad_to(micro_batch: MicroBatch, size: int) -> MicroBatch:
-    """`micro_batch` with a sequence of zero weight at the end, which makes `size` positions."""
-    # Padding is a sequence of its own: no real token attends to padding, and the last sequence keeps its length.
+    """`micro_batch` with `size` positions: a sequence of zero weight is added at the end."""
+    # Padding is a separate sequence, so that no real token attends to padding and the last sequence keeps its length.
     missing_positions = size - len(micro_batch.tokens)
     assert missing_positions >= 0, (size, len(micro_batch.tokens))
     if missing_positions == 0:
@@ -211,7 +212,7 @@ def scoring_micro_batches(
         used += len(ids)
     micro_batches = []
     for row in rows:
-        # The first token stands for a prompt: every later token is scored.
+        # The first token stands for a prompt, so every later token is scored.
         facts = [
             SampleFacts(prompt_token_ids=tuple(ids[:1]), tokens=len(ids) - 1, advantage=0.0, token_weight=0.0)
             for ids in row

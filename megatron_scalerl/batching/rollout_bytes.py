@@ -102,7 +102,8 @@ def rollout_of(arrays: RolloutArrays) -> Rollout:
 
 def facts_of(arrays: RolloutArrays) -> Completion:
     """The facts about a completion of at least one token."""
-    # start, end, start, end ... of the policy's ranges; a range may be empty before a history or after a last message
+    # The list has the numbers start, end, start, end ... of the policy's ranges. A range may be empty, before a
+    # history or after a last message.
     edges = [0, *arrays.environment.ravel().tolist(), len(arrays.token_ids)]
     return Completion(
         tokens=len(arrays.token_ids),
@@ -228,7 +229,7 @@ def read(data: bytes | memoryview) -> RolloutArrays:
         value = np.dtype("<f8")
     sizes = [runs * _VERSION_RUN.itemsize, ranges * 8, environment_ranges * 8, tokens * 4, tokens * value.itemsize]
     starts = np.cumsum([_HEADER.size, *sizes, expert_bytes]).tolist()
-    # The counts are not trusted: nothing is allocated before counts and received bytes agree.
+    # The counts are not trusted, so nothing is allocated before counts and received bytes agree.
     columns = {}
     if flags & _COLUMNS:
         columns = _columns(data, starts[-1], tokens)
@@ -255,7 +256,8 @@ def read(data: bytes | memoryview) -> RolloutArrays:
         )
     elif expert_bytes:
         raise ValueError(f"rollout: it has {expert_bytes} bytes of expert choices, but no flag for them")
-    # Views where the bytes are the numbers; versions and mask are stored as runs and have to be spread.
+    # The fields are views where the bytes are the numbers. Versions and mask are stored as runs and have to be
+    # spread.
     return RolloutArrays(
         token_ids=np.frombuffer(data, "<u4", tokens, starts[3]),
         rollout_logprobs=np.frombuffer(data, value, tokens, starts[4]),
@@ -309,14 +311,14 @@ def _version_runs(versions: Int64[np.ndarray, " T"]) -> np.ndarray:
 
 def _forced_ranges(mask: np.ndarray) -> np.ndarray:
     """[F, 2] uint32 ranges in which `mask` [T] is False."""
-    # Between two sampled tokens at the ends, each range has an edge down and one up.
+    # With a sampled token added at both ends, each range begins with a falling edge and ends with a rising edge.
     edges = np.flatnonzero(np.diff(np.concatenate([[True], mask, [True]]).astype(np.int8)))
     return edges.astype("<u4").reshape(-1, 2)
 
 
 def _ranges(data: bytes | memoryview, count: int, offset: int, tokens: int) -> Int64[np.ndarray, "count 2"]:
     """The ranges at `offset`. Raises ValueError unless they ascend within the completion."""
-    # start, end, start, end ...: if these numbers rise, no range is empty and no two ranges overlap.
+    # The numbers are start, end, start, end ... If they rise, no range is empty and no two ranges overlap.
     bounds = np.frombuffer(data, "<u4", 2 * count, offset).astype(np.int64)
     if len(bounds) and (bounds[-1] > tokens or (np.diff(bounds) <= 0).any()):
         raise ValueError(f"rollout: ranges have to ascend within {tokens} tokens, these are {bounds.tolist()[:8]}")

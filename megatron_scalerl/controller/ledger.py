@@ -39,15 +39,15 @@ class Charge:
     step: int
     """The optimizer step of the window."""
     phase: Phase
-    """`produce`: until the batch is composed; `train`: step and weight update; `validate`: a validation with nothing
-    else in progress; `startup`, `replay`: see the module; `crash`: the window that a crash cut off."""
+    """`produce`: until the batch is composed. `train`: step and weight update. `validate`: a validation with
+    nothing else in progress. `startup`, `replay`: see the module. `crash`: the window that a crash cut off."""
     role: Role
     devices: float
-    """Number of devices; a fraction where a window was split between roles."""
+    """Number of devices. The number is a fraction where a window was split between roles."""
     seconds: float
-    """Wall time."""
+    """Wall time (s)."""
     incarnation: str
-    """The attempt that was charged."""
+    """The attempt that held the devices."""
 
     @property
     def hours(self) -> float:
@@ -77,7 +77,8 @@ class Ledger:
             )
         self._hours: dict[Role, float] = defaultdict(float)
         self._axis = array("d")
-        """Batch -> device-hours on the forecast's compute axis. Only sums stay: a month has 100,000 charges."""
+        """Batch -> device-hours on the forecast's compute axis. Only these sums stay in memory: a month has
+        100,000 charges."""
         self._trained = 0
         charges = _recovered(self.path, rows)
         self._add(charges)
@@ -103,7 +104,8 @@ class Ledger:
             )
             for role, count in devices
         ]
-        self._file.append(*map(_row, charges))  # a crash may leave only some charges, see `_recovered`
+        # A crash may leave only some of the charges on disk, see `_recovered`.
+        self._file.append(*map(_row, charges))
         self._add(charges)
 
     def heartbeat(self, *, batch: int, step: int, devices: float, seconds: float) -> None:
@@ -125,7 +127,7 @@ class Ledger:
     def axis_at(self, batches: int) -> float:
         """The forecast's compute axis (device-hours) after the first `batches` batches of the lineage.
 
-        Trainer and engine, without validation and lost work.
+        The axis counts trainer and engine, without validation and lost work.
         """
         return math.fsum(self._axis[: batches + 1])
 
@@ -162,10 +164,11 @@ def _recovered(path: Path, rows: Iterable[dict[str, Any]]) -> list[Charge]:
         if "heartbeat" in row:
             heartbeat = charge
             continue
-        heartbeat = None  # a later charge includes the heartbeat's time
+        # The time of a later charge includes the time of the heartbeat.
+        heartbeat = None
         incarnation = charge.incarnation
         charges.append(charge)
-        # the trainer's charge, or one of all devices, is the last of its window
+        # A charge of the trainer, or of all devices, is the last charge of its window.
         if charge.role not in ("engine", "teacher", "validation", "evaluation"):
             complete = len(charges)
     charges[complete:] = [dataclasses.replace(c, role="lost", phase="crash") for c in charges[complete:]]
@@ -175,7 +178,7 @@ def _recovered(path: Path, rows: Iterable[dict[str, Any]]) -> list[Charge]:
 
 
 def _charge(location: str, row: dict[str, Any], incarnation: str) -> Charge:
-    """A row as a charge. A heartbeat becomes a charge of the attempt `incarnation` for the lost time."""
+    """A row as a charge. A heartbeat becomes a charge for the lost time of the attempt `incarnation`."""
     if "heartbeat" in row:
         row |= {"seconds": row["heartbeat"], "role": "lost", "phase": "crash", "incarnation": incarnation}
     try:

@@ -7,7 +7,7 @@ the policy version, or the next weight update waits for the measurement, which k
 
 If a second engine serves, one engine is held at the version and nothing waits: trainer and other engines go on.
 
-    begin of a measurement   a serving engine is held: no new group, no weight update; completions in flight go on
+    start of a measurement   a serving engine is held: no new group, no weight update; completions in flight go on
     end of the last use      the engine is stale, and gets the weights in the next update, or while the trainer waits
 
 Both measurements of one version share the engine. A held engine that is evicted is not replaced: by then the trainer
@@ -49,10 +49,11 @@ from megatron_scalerl.rollouts.sampler import Sampler
 logger = logging.getLogger(__name__)
 
 _TRIES = 2
-"""Attempts at the last evaluation, apart from an evaluation in progress."""
+"""Number of attempts at the last evaluation, without an evaluation that is already in progress."""
 
 WhileWaiting = Callable[[Awaitable[None]], Awaitable[None]]
-"""Waits for work while engines that join get the trainer's weights (`overlap.Overlap.while_waiting`)."""
+"""A function that waits for work. Meanwhile engines that join get the trainer's weights
+(`overlap.Overlap.while_waiting`)."""
 
 
 class VersionLost(RuntimeError):
@@ -78,7 +79,8 @@ class HeldEngine:
         if users:
             engine = users[0]
             if engine not in self._engines.held:
-                return None  # evicted; every other engine may have a later version by now
+                # The engine was evicted, and every other engine may have a later version by now.
+                return None
         else:
             serving = self._engines.serving
             if len(serving) < least_serving:
@@ -127,7 +129,7 @@ class Measurement:
 
     @property
     def in_progress(self) -> bool:
-        """True between the begin and the end of a measurement."""
+        """True between the start and the end of a measurement."""
         return self._task is not None and not self._task.done()
 
     @property
@@ -158,7 +160,8 @@ class Measurement:
         self.engine = None
         if hold:
             self.engine = self._holder.hold(step, purpose, least_serving=least_serving)
-            # a held engine serves again later: the measurement stays due rather than delay the next update
+            # A held engine serves again later, so the measurement stays due: measuring on all engines would delay the
+            # next update.
             if self.engine is None and (self._engines.held or not self._prompts.on_all):
                 return False
         logger.info("%s of version %d begins", purpose, step)
@@ -215,7 +218,8 @@ class Measurement:
             await asyncio.wait({work, no_engine_left}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             no_engine_left.cancel()
-        if not work.done():  # an engine that joins now could only get a later version
+        # Every engine that joins now could only get a later version.
+        if not work.done():
             raise VersionLost(f"{work.get_name()}: no engine is left that holds this version")
         await work
 
@@ -251,7 +255,8 @@ class Measurements:
         self._engines = engines
         self._metrics = metrics
         self._meter = meter
-        holder = HeldEngine(engines, meter)  # a common holder, so that both measurements share an engine
+        # Both measurements have one holder, so that they share an engine.
+        holder = HeldEngine(engines, meter)
         usable = [prompt for prompt in prompts.held_out if not prompts.problems.get(prompt.prompt_id)]
         held_out = HeldOut(recipe, usable, sampler, metrics, progress)
         self._validations = Measurement(recipe, held_out, engines=engines, holder=holder, meter=meter, rounds=rounds)
@@ -260,7 +265,7 @@ class Measurements:
             files = EvaluationFiles(recipe, evaluation, folder, start, sampler)
             self._evaluations = Measurement(recipe, files, engines=engines, holder=holder, meter=meter)
         self._on_all = False
-        """True from the begin of a validation on all engines until the time is charged."""
+        """True from the start of a validation on all engines until the time is charged."""
 
     def begin(self, *, while_training: bool = True) -> bool:
         """Start the due measurements of the version that the engines hold; True if a validation starts.

@@ -29,17 +29,17 @@ from megatron_scalerl.processes.loop_watch import LoopLag
 from megatron_scalerl.record import record
 
 HEARTBEAT_S = 10.0
-"""Seconds between heartbeats: the longest time that a crash leaves uncharged."""
+"""Seconds between heartbeats. A crash leaves at most this time uncharged."""
 Purpose = Literal["validation", "evaluation"]
 """Kinds of measurements."""
 
 
 @record
 class BatchTime:
-    """Time and tokens of a batch, both windows together."""
+    """Time and tokens of a batch, summed over both windows."""
 
     seconds: float = 0.0
-    """Wall time."""
+    """Wall time (s)."""
     tokens: int = 0
     """Tokens of completions that finished in the windows, validation included."""
 
@@ -194,7 +194,7 @@ class Meter:
         return finished
 
     def charge_replay(self) -> None:
-        """Charge time spent on catching up with the previous attempt as lost."""
+        """Charge as lost the time in which this attempt caught up with the previous attempt."""
         self._charge_all("replay", "lost")
 
     def charge_validation(self) -> None:
@@ -202,11 +202,11 @@ class Meter:
         self._split("validate")
 
     def charge_waiting(self, purpose: Purpose) -> None:
-        """Charge the time after the training in which the run waited for a measurement on an engine that is held."""
+        """Charge the time after the training in which the run waited for a measurement on a held engine."""
         self._charge_all("validate", purpose)
 
     def charge_crash(self) -> None:
-        """Charge the window in which the attempt failed as lost."""
+        """Charge as lost the window in which the attempt failed."""
         self._charge_all("crash", "lost")
 
     async def beat(self) -> None:
@@ -216,7 +216,8 @@ class Meter:
         most HEARTBEAT_S uncharged.
         """
         while True:
-            with contextlib.suppress(OSError):  # a full disk may recover; a charge that cannot be written raises
+            # A full disk may recover, so a heartbeat may fail; a charge that cannot be written raises.
+            with contextlib.suppress(OSError):
                 self.ledger.heartbeat(
                     batch=self._batches,
                     step=self._step,
@@ -237,7 +238,7 @@ class Meter:
         if seconds > 0:
             on_held = {role: device_seconds / seconds for role, device_seconds in self._held_seconds.items()}
             pinned = self._trainer * min(1.0, self.pinned_seconds / seconds)
-        # All other engines: the window's tokens without the tokens that held engines finished.
+        # All engines that are not held share the window's tokens without the tokens of held engines.
         engine = max(0.0, self._engine_devices - sum(on_held.values()))
         training = max(0, self._training_tokens - self._held_training_tokens)
         validating = engine * self._validation_tokens / max(1, training + self._validation_tokens)
@@ -252,23 +253,26 @@ class Meter:
         self._write(phase, seconds, devices)
 
     def _write(self, phase: Phase, seconds: float, devices: list[tuple[Role, float]]) -> None:
-        self._close_holds()  # a window that is charged as a whole ends for held engines, too
+        # A window that is charged as a whole also ends for held engines.
+        self._close_holds()
         self.ledger.charge(batch=self._batches, step=self._step, phase=phase, seconds=seconds, devices=devices)
         if phase in ("produce", "train", "replay"):
             tokens = self._training_tokens + self._validation_tokens + self._held_measured_tokens
             self._batch = BatchTime(seconds=self._batch.seconds + seconds, tokens=self._batch.tokens + tokens)
-        self._since += seconds  # not the clock's now: no time between two windows is left uncharged
+        # The clock's present time is not used, so that no time between two windows is left uncharged.
+        self._since += seconds
         self._clear()
 
 
 @contextlib.asynccontextmanager
 async def metering(meter: Meter) -> AsyncIterator[None]:
-    """Heartbeats inside the block. If the block raises, the current window is charged as lost."""
+    """A block with heartbeats. If the block raises, the current window is charged as lost."""
     heartbeats = asyncio.create_task(meter.beat(), name="heartbeat")
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # for example a full disk: report the error that ends the block instead
+        # The error may be a full disk. The caller then gets the error that ended the block.
+        with contextlib.suppress(OSError):
             meter.charge_crash()
         raise
     finally:

@@ -29,13 +29,13 @@ from megatron_scalerl.types import PassRate, RolloutGroup, Score, StepReport
 logger = logging.getLogger(__name__)
 
 FAILED = ("timeout", "memory", "crash", "error", "unavailable")
-"""Reasons of wrong answers for which the verifier failed."""
+"""Reasons of wrong answers on which the verifier failed."""
 FLUSH_S = 5
-"""Seconds after which TensorBoard's file has a record."""
+"""Seconds after which TensorBoard's file has a record at the latest."""
 
 
 Outcomes = tuple[tuple[bool | None, ...], ...]
-"""[prompts][generations] True: correct; None: lost, left out of every pass rate."""
+"""[prompts][generations] True: correct. False: wrong. None: lost, and left out of every pass rate."""
 _LETTERS = {True: "1", False: "0", None: "-"}
 
 
@@ -43,10 +43,11 @@ class Sink(Protocol):
     """Gets the numbers of every record."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """The numbers of a batch that ended at `step`, or of a validation of `step`: names with `validation/`."""
+        """Take the numbers of a batch that ended at `step`. The names of a validation's numbers begin with
+        `validation/`."""
 
     def close(self) -> None:
-        """The attempt ends."""
+        """Close the sink at the end of the attempt."""
 
 
 class TensorBoardSink:
@@ -99,7 +100,7 @@ class WandbSink:
             self._run.log({**scalars, "step": step})
 
     def close(self) -> None:
-        """Flush."""
+        """Send all records and end the W&B run."""
         self._run.finish()
 
 
@@ -123,7 +124,8 @@ class Metrics:
         rows = sorted((r for r in validation_rows if r["step"] <= last_step), key=itemgetter("step"))
         rewrite(validations, rows)
         self._validated_steps = {row["step"] for row in rows}
-        # by_prompt is written first: a crash between the two writes leaves a by_prompt row without a validation
+        # The file by_prompt is written first: a crash between the two writes leaves a by_prompt row without a
+        # validation.
         rewrite(by_prompt, [r for r in read_jsonl(by_prompt) if r["step"] in self._validated_steps])
         self._steps = JsonlWriter(steps)
         self._validations = JsonlWriter(validations)
@@ -158,9 +160,8 @@ class Metrics:
         self._by_prompt.sync()
         self._validations.append(row)
         self._validations.sync()
-        if (
-            not is_last
-        ):  # the run was resumed from this version, and an earlier attempt has recorded a later validation
+        # A run that was resumed from this version may have a later validation on record, from an earlier attempt.
+        if not is_last:
             self._validations = _in_order(self._validations)
             self._by_prompt = _in_order(self._by_prompt)
         self._validated_steps.add(result.step)
@@ -207,7 +208,7 @@ def _in_order(file: JsonlWriter) -> JsonlWriter:
 
 @contextlib.contextmanager
 def _guarded(sink: str, action: str, outcome: str = "") -> Iterator[None]:
-    """Context in which a failure of a sink is a line in the log: the records are in the JSONL files."""
+    """A block in which a failure of a sink only gives a line in the log: the JSONL files have the records."""
     try:
         yield
     # A sink's library may raise exceptions that derive from Exception alone, such as wandb.errors.UsageError.
@@ -243,9 +244,9 @@ def batch_metrics(
     """Scalars of the batch that `policy_version` trains on; `stats` are the counts of the filters.
 
     `confirmed_share` is a share of the correct completions that the second judge saw. `staleness_*` are optimizer
-    steps since the oldest first token of each group. `train_pass_rate` is taken before every filter;
+    steps since the oldest first token of each group. `train_pass_rate` is taken before every filter.
     `train_within_variance` over `train_completions` is the pass rate's binomial variance given the prompts. Batches
-    with episodes of several turns have `turns_mean` and `environment_tokens`, too; batches with lost completions have
+    with episodes of several turns also have `turns_mean` and `environment_tokens`. Batches with lost completions have
     `lost/REASON`.
     """
     completions = [c for g in groups for c in g.completions]
@@ -296,7 +297,7 @@ def environment_metrics(scores: Iterable[Score]) -> dict[str, float]:
 
 
 def _lost_shares(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Shares of lost completions: of the whole batch, and of each half of the groups.
+    """Shares of lost completions, in the whole batch and in each half of the groups.
 
     Groups are halved by pass rate (`hard`, `easy`) and by mean length (`short`, `long`). If the shares of two halves
     differ, losses bias the training.

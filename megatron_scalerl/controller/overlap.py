@@ -96,15 +96,17 @@ class EarlyBatch:
         self._groups_taken = False
 
     async def batch(self) -> SentBatch | None:
-        """The batch, once sent; None if the gate has released no batch. Raises as `Sender.send` does."""
+        """The batch, once the batch is sent; None if the gate has released no batch. Raises as `Sender.send` does."""
         if not self._groups_taken:
-            self._task.cancel()  # from now on a released batch belongs to `next_batch`, with the new version
+            # From now on a released batch belongs to `next_batch`, with the new version.
+            self._task.cancel()
             return None
         return await self._task
 
     async def _send(self) -> SentBatch:
         groups = await self._take()
-        self._groups_taken = True  # from here on the groups are the batch's, so that `batch` waits for them
+        # From here on `batch` waits for the sending of these groups.
+        self._groups_taken = True
         return await self._sender.send(groups, self._policy_version)
 
     async def __aenter__(self) -> EarlyBatch:
@@ -141,7 +143,7 @@ class Overlap:
         self._saving = saving
         self._sender = Sender(recipe, fleet, run_dir)
         self._early: SentBatch | None = None
-        """The next batch, if sent already."""
+        """The next batch, if the batch was sent early."""
         self.send_seconds = 0.0
         """Seconds that the trainer waited for the sending of the last batch and of the early batch after it."""
 
@@ -161,9 +163,10 @@ class Overlap:
 
     async def step(self, step: int) -> StepReport:
         """The trainer's step; meanwhile the next batch is sent."""
-        if step == self._recipe.steps:  # the last step: no batch follows
+        # No batch follows the last step.
+        if step == self._recipe.steps:
             return await self._fleet.trainer.step(step)
-        # step N makes policy version N, and that version trains on the early batch
+        # Step N makes policy version N, and version N trains on the early batch.
         async with EarlyBatch(self._sender, self._stream.next_batch_ahead, step) as early:
             report = await self._fleet.trainer.step(step)
             begin = self._meter.elapsed
@@ -172,7 +175,7 @@ class Overlap:
             return report
 
     async def while_waiting(self, work: Awaitable[T]) -> T:
-        """The result of `work`, for which the trainer waits, too.
+        """The result of `work`, for which the trainer also waits.
 
         Engines that join meanwhile get the trainer's weights and are probed before the result is returned. With
         rollouts.deterministic the probe follows the next step, since it would join a round. Within a phase of
@@ -190,7 +193,7 @@ class Overlap:
                 finally:
                     engine_joined.cancel()
                 if not task.done():
-                    # a signal to save in the middle of an update would leave engines paused
+                    # A signal to save, in the middle of an update, would leave engines paused.
                     async with self._saving.uninterrupted():
                         await self._sync.catch_up(self._state.step)
                         if not self._recipe.rollouts.deterministic:

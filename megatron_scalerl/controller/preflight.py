@@ -30,9 +30,10 @@ from megatron_scalerl.rewards.sandbox_probe import check_sandbox
 from megatron_scalerl.trainer.ranks import check_device
 
 _END = 1 << 16
-"""Bytes at the end of a file of weights that the digest reads."""
+"""Number of bytes, at the end of each file of weights, that the digest reads."""
 MOST_REFERENCES = 10_000
-"""Mathematical references of a file that are checked before a run: in 60 s on two processors, at 10 ms each."""
+"""Number of mathematical references of a file that are checked before a run. The check takes 60 s on two
+processors, 10 ms a reference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +64,19 @@ class Inputs(Settings):
 
 
 def policy_digest(folder: str, *, end: int = _END) -> str:
-    """16 hexadecimal digits for a policy's folder, in milliseconds: of weights only names, sizes and ends are read.
+    """16 hexadecimal digits for a policy's folder.
 
-    end: bytes at the end of a file of weights that are read.
-    Other files than configuration, tokenizer, template and weights do not count.
+    The digest takes milliseconds: of files of weights it covers only names, sizes and ends. Configuration, tokenizer
+    and template count whole, and no other file counts.
+
+    end: number of bytes at the end of a file of weights that are read.
     """
     folder_hash = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):
         if path.suffix not in (".json", ".txt", ".jinja", ".model", ".safetensors"):
             continue
         with path.open("rb") as file:
-            # further training changes values but no size, so the digest reads the end of the weights, too
+            # Further training changes values but no size, so the digest also reads the end of the weights.
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - end) if path.suffix == ".safetensors" else 0)
             folder_hash.update(f"{path.name} {size} {hashlib.sha256(file.read()).hexdigest()}\n".encode())
@@ -141,7 +144,8 @@ def check_answers(
     if task.rewards.verifier == "math":
         texts = {answer for _, answer, _ in answers}
         slow = [text for text in texts if not text.isdecimal()]
-        # by hash: every start checks the same references, whatever the order in the file
+        # The references are sorted by hash, so that every start checks the same references, whatever their order in
+        # the file.
         slow.sort(key=lambda text: hashlib.sha256(text.encode()).digest())
         texts -= {*slow[MOST_REFERENCES:]}
         ordered = sorted(texts)

@@ -25,14 +25,16 @@ logger = logging.getLogger(__name__)
 
 PROMPTS = 4
 TOKENS = 256
-"""Longest completion: the trainer waits for the probe, and an unlimited completion may take minutes."""
+"""Longest completion (tokens). The trainer waits for the probe, and an unlimited completion may take minutes."""
 TOLERANCE = {"float32": 5e-4, "bfloat16": 0.15}
-"""Nats by policy.dtype, for the mean of an engine's tokens, if weights.probe_tolerance is unset. In bf16 correct
-random policies of four layers have 0.02 to 0.08, and with one tensor zeroed or transposed, or two experts exchanged,
-0.35 or more (tests/controller/test_probe_bounds.py)."""
+"""Tolerated mean difference of an engine's tokens (nats), by policy.dtype, if weights.probe_tolerance is unset.
+
+In bf16, correct random policies of four layers differ by 0.02 to 0.08. With one tensor zeroed or transposed, or two
+experts exchanged, the difference is 0.35 or more (tests/controller/test_probe_bounds.py).
+"""
 FAR = 20
-"""A single token may differ by this multiple of the tolerance: a correct Qwen3-MoE in bf16 has a token with
-2.2 nats, where trainer and engine choose different experts."""
+"""Multiple of the tolerance by which a single token may differ. In a correct Qwen3-MoE in bf16, one token differs
+by 2.2 nats: trainer and engine choose different experts."""
 
 
 class ProbeError(RuntimeError):
@@ -56,9 +58,10 @@ class Scored(NamedTuple):
 
 
 def judged(tokens: Sequence[Scored], tolerance: float) -> str:
-    """The difference of an engine's log-probs in one line; empty within the tolerance, which a NaN exceeds."""
+    """The difference of an engine's log-probs in one line. The line is empty within the tolerance, which a NaN
+    exceeds."""
     mean = fmean(token.difference for token in tokens)
-    # A NaN compares false with every number, so the key of `max` makes a NaN the worst.
+    # A NaN compares false with every number, so the key of `max` makes a NaN the worst difference.
     worst = max(tokens, key=lambda token: (math.isnan(token.difference), token.difference))
     if mean <= tolerance and worst.difference <= FAR * tolerance:
         return ""
@@ -87,7 +90,7 @@ class Probe:
         evicted. Raises ProbeError beyond the tolerance.
         """
         differences: list[float] = []
-        # An engine that left, or is held, is probed again once it serves.
+        # An engine that left, or is held, is probed again once the engine serves.
         self._checked_engines &= set(self._fleet.engines.serving)
         for engine in self._fleet.engines.serving:
             if new_only and engine in self._checked_engines:
@@ -118,7 +121,7 @@ class Probe:
             async with asyncio.TaskGroup() as tasks:
                 attempts = [
                     tasks.create_task(
-                        # no group has the id -1, so the probe shares no seed with a completion of training
+                        # No group has the id -1, so the probe shares no seed with a completion of training.
                         self._sampler.complete(
                             engine,
                             prompt,
@@ -133,7 +136,7 @@ class Probe:
             self._fleet.engines.evict(engine, str(errors.exceptions[0]))
         except* CompletionLost as errors:
             logger.warning("%s is not probed: a completion is lost: %s", engine.name, errors.exceptions[0])
-        # a failure has cancelled the other completions, and another part of the run may have evicted the engine
+        # A failure has cancelled the other completions, or another part of the run has evicted the engine meanwhile.
         if engine not in self._fleet.engines.serving or any(
             task.cancelled() or task.exception() for task in attempts
         ):
@@ -147,7 +150,8 @@ class Probe:
         for prompt, rollout, logprobs in zip(self._prompts, rollouts, sequence_logprobs):
             columns = zip(
                 rollout.token_ids.tolist(),
-                logprobs[len(prompt.token_ids) - 1 :],  # the first is of the token after the prompt
+                # The first log-prob is of the token after the prompt.
+                logprobs[len(prompt.token_ids) - 1 :],
                 rollout.rollout_logprobs.tolist(),
                 rollout.loss_mask,
             )

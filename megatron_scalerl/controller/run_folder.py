@@ -50,7 +50,7 @@ _LAYOUT = frozenset(
         *(f"megatron.model.{key}" for key in MODEL_KEYS),
     }
 )
-"""Keys of the trainer's layout: tests/distributed/test_dp_trainer.py loads a checkpoint in another layout."""
+"""Keys of the trainer's layout. tests/distributed/test_dp_trainer.py loads a checkpoint in another layout."""
 MAY_CHANGE = _LAYOUT | frozenset(
     {
         "steps",
@@ -63,10 +63,12 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "forecast.fit_until_share",
         "cost.price_per_device_hour",
         "cost.currency",
-        "prompts.preset",  # prompts.digest holds the effect of the preset and of the columns
+        # The digest prompts.digest holds the effect of the preset and of the columns.
+        "prompts.preset",
         "prompts.prompt_column",
         "prompts.answer_column",
-        "algorithm.settings.url",  # the same server may be elsewhere
+        # The same server may be at another address.
+        "algorithm.settings.url",
         "environment.timeout_s",
         "environment.episode_timeout_s",
         "environment.workers",
@@ -94,7 +96,7 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "telemetry.metrics_port",
         "telemetry.metrics_host",
         "telemetry.metrics_access",
-        # five former keys, which older runs still have
+        # The next five keys are former keys, which older runs still have.
         "telemetry.trace_steps",
         "weights.anchor_every",
         "weights.store",
@@ -104,7 +106,7 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "weights.timeout_s",
         "weights.connect_timeout_s",
         *OF_OLD_MEGATRON,
-        # former keys: first and last stage say the same, or the checkpoint's layout changes
+        # The next keys are former keys: first and last stage say the same, or the checkpoint's layout changes.
         *(f"megatron.model.{key}" for key in LEFT_KEYS),
         "engine.vllm.override_generation_config",
     }
@@ -121,7 +123,8 @@ SLURM = "slurm"
 """Folder in RUN/ that `slurm` fills before the first attempt."""
 _FOLDERS = ("logs", "checkpoints", "rollouts")
 _BEFORE_RECIPE = frozenset({"lock", ".recipe.yaml.draft", "recipe.yaml.tmp", *_FOLDERS})
-"""Leftovers of an attempt that was killed before recipe.yaml was written; the folders are still empty."""
+"""Files that an attempt leaves if the attempt is killed before recipe.yaml is written. The folders are still
+empty."""
 
 
 class RunState:
@@ -143,7 +146,7 @@ class ResumePoint:
     """The state from which an attempt starts."""
 
     checkpoint: Path | None = None
-    """None: the recipe's policy."""
+    """The folder of the checkpoint; None: the recipe's policy."""
     step: int = 0
     """Optimizer steps in the checkpoint."""
     batches: int = 0
@@ -174,13 +177,14 @@ class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
     """Batches of the run's lineage, batches without a step included."""
     run_id: str
     position: Position
-    """End of the journal when the checkpoint was written."""
+    """End of the journal at the moment of the checkpoint."""
     record_rows: dict[str, int] = {}
-    """Record -> rows at this time, see `rows_of`: a file with fewer rows has lost a part of the curve."""
+    """Record -> number of rows at the checkpoint, see `rows_of`. A file with fewer rows has lost a part of the
+    curve."""
 
 
 class RunInUse(RecipeError):
-    """Another controller has locked the run's folder, and may end soon."""
+    """Another controller has locked the run's folder. That controller may end soon."""
 
     exit_code = IN_USE_CODE
 
@@ -189,16 +193,22 @@ class RunFolder:
     """The folder of one run, locked by one controller at a time."""
 
     def __init__(self, recipe: Recipe):
-        """Create or reopen. Raises RecipeError if the folder belongs to another recipe, RunInUse if it is locked."""
+        """Create or reopen the folder.
+
+        Raises RecipeError if the folder belongs to another recipe, RunInUse if another controller has locked the
+        folder.
+        """
         self.path = recipe.run_dir
-        check_recipe(recipe)  # before anything is written into a folder that may be a stranger's
+        # The check comes before anything is written into a folder that may be a stranger's.
+        check_recipe(recipe)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RecipeError(f"output_dir: {self.path} cannot be made: {error.strerror}") from None
         self._lock = self._take_lock()
         try:
-            check_recipe(recipe)  # again, now that no other controller can write
+            # The check is repeated, because now no other controller can write.
+            check_recipe(recipe)
             for name in _FOLDERS:
                 (self.path / name).mkdir(exist_ok=True)
             write_durably(self.path / "recipe.yaml", dump_recipe(recipe).encode())
@@ -248,14 +258,15 @@ class RunFolder:
         os.close(self._lock)
 
     def _take_lock(self) -> int:
-        # Any reader of the file could lock it and so keep the run from starting.
+        # Only the owner may read the lock file, because any reader could lock the file and keep the run from
+        # starting.
         lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         os.fchmod(lock, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(lock)
-            # flock fails with EWOULDBLOCK; over NFS Linux takes an fcntl lock instead, which may fail with EACCES
+            # flock fails with EWOULDBLOCK. Over NFS, Linux takes an fcntl lock instead, which may fail with EACCES.
             if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
                 raise RunInUse(f"{self.path}: another controller has locked the folder; end it first") from None
             raise RecipeError(
@@ -298,10 +309,11 @@ def check_recipe(recipe: Recipe) -> None:
         return
     settings = read_run_recipe(folder)
     _check_experts(folder, (settings.get("megatron") or {}).get("parallel") or {}, recipe)
-    if not (settings.get("policy") or {}).get("digest"):  # the run was begun before digests were recorded
+    # The run was begun before digests were recorded.
+    if not (settings.get("policy") or {}).get("digest"):
         recipe = recipe.model_copy(update={"policy": recipe.policy.model_copy(update={"digest": None})})
     differences = differing(settings, recipe.model_dump(mode="json"))
-    # policy.digest comes last: where policy.path differs, too, that is the reason
+    # policy.digest comes last: where policy.path also differs, the path is the reason.
     for key, was, now in sorted(differences, key=lambda difference: difference[0] == "policy.digest"):
         if key == "prompts.digest":
             raise RecipeError(f"{folder}: {PROMPTS_CHANGED} since the run began: restore it, or choose another name")
@@ -372,7 +384,10 @@ def check_history(run_dir: Path, history: History, start: ResumePoint) -> None:
 
 
 def rows_of(record: Path) -> int:
-    """Complete rows of a record, without heartbeats: a restart rewrites the ledger without them, and loses no row."""
+    """Number of complete rows of a record, without heartbeats.
+
+    A restart rewrites the ledger without heartbeats, and loses no row.
+    """
     if not record.exists():
         return 0
     with record.open("rb") as file:

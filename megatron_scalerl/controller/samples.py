@@ -1,4 +1,4 @@
-"""From scored groups to the samples of a step, as the run's algorithm says."""
+"""Makes the samples of a step from scored groups, as the run's algorithm says."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ class BatchPlan:
 
     samples: tuple[SampleFacts, ...]
     sources: tuple[tuple[BlockRef | None, int], ...]
-    """[samples] where the group of the sample is stored, and the sample's position there."""
+    """[samples] (block in which the group of the sample is stored, the sample's position in the block)"""
     trained: Trained
     """The advantages and the dropped groups, for the page."""
     stats: Mapping[str, float]
@@ -94,7 +94,8 @@ def _sample_facts(
         )
     start = 0
     for part in completion.samples:
-        part_advantage = values.tolist()  # a number, for all tokens alike
+        # The value is one number for all tokens.
+        part_advantage = values.tolist()
         if values.ndim:
             part_advantage = tuple(part_advantage[start : start + part.tokens])
             start += part.tokens
@@ -109,7 +110,7 @@ def _sample_facts(
 def trained_part(group: RolloutGroup, algorithm: ScaleRL) -> RolloutGroup:
     """The group with the trained completions alone, possibly none."""
     trained_indices = [i for i, completion in enumerate(group.completions) if algorithm.trains(completion)]
-    # Positions say where completions are stored: every completion keeps its number, so that gaps are left.
+    # Positions say where completions are stored, so every remaining completion keeps its position, and gaps are left.
     return replace(
         group,
         completions=tuple(group.completions[i] for i in trained_indices),

@@ -59,13 +59,14 @@ class Saver:
         """The checkpoint that is being written."""
 
     async def save(self, step: int, batches: int, *, last: bool = False) -> None:
-        """Write and commit a checkpoint, or begin to with checkpoint.async_save. Not while the trainer steps.
+        """Write and commit a checkpoint; with checkpoint.async_save only begin to. Not called while the trainer
+        steps.
 
         last: the state is not copied, since no step follows.
         """
         await self.commit(wait=True)
         begin = self._meter.elapsed
-        # Rows are counted before the syncs, which detect a replaced file, so that every count is of a synced file.
+        # Rows are counted before the syncs. The syncs detect a replaced file, so every count is of a synced file.
         rows = {name: rows_of(self._folder.path / name) for name in RECORDS}
         self._meter.ledger.sync()
         self._metrics.sync()
@@ -123,6 +124,6 @@ class Saver:
         self.step = step
         self._folder.saved(step, seconds=seconds, stopped_seconds=stopped_seconds)
         self._folder.keep_checkpoints(self._section.keep, newest=step)
-        # Checkpoints are deleted first: the batches in the kept checkpoints decide which rollouts are needed.
+        # Checkpoints are deleted first, because the batches in the kept checkpoints decide which rollouts are needed.
         await self._journal.retain(self._folder.kept_batches(self._section.keep))
         release_memory()

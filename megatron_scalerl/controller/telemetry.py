@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "scalerl"
 SUMMED = ("tokens", "weight_bytes")
-"""Keys of a step's record whose values are added up, as are the keys that end in `_seconds`."""
+"""Keys of a step's record whose values are added up. Keys that end in `_seconds` are also added up."""
 METRICS_PATH = "/metrics"
 MOST_CONNECTIONS = 64
-"""Most open connections; further connections are closed at once, so that no user of this host can exhaust the run's
-file descriptors."""
+"""Largest number of open connections. Further connections are closed at once, so that no user of this host can
+exhaust the run's file descriptors."""
 CONNECTION_S = 60.0
 """Seconds after which a connection takes no further request."""
 
@@ -58,7 +58,7 @@ class RunCollector(Collector):
     def __init__(self, *, run: str, run_id: str, planned_steps: int, device: str):
         """run: the recipe's name. device: the kind of a device, gpu or process."""
         self.members: Callable[[], Sequence[Member]] = lambda: ()
-        """Returns the engines; no engine before the launch."""
+        """A function that returns the engines; no engine before the launch."""
         self._info = {"run": run, "run_id": run_id, "device": device}
         self._planned_steps = planned_steps
         self._device_seconds: Callable[[], Mapping[str, float]] = dict
@@ -73,7 +73,7 @@ class RunCollector(Collector):
         ProcessCollector(registry=self.registry)
 
     def attempt(self, step: int, device_seconds: Callable[[], Mapping[str, float]]) -> None:
-        """An attempt begins at `step`. device_seconds: role -> device-seconds that the run has held so far."""
+        """Start an attempt at `step`. device_seconds: role -> device-seconds that the run has held so far."""
         self._attempts += 1
         self._step = step
         self._device_seconds = device_seconds
@@ -84,7 +84,7 @@ class RunCollector(Collector):
         if "validation/pass_rate" in scalars:
             self._validated_step = step
             return
-        # A batch names only reasons with a loss: every other reason falls back to 0.
+        # A batch names only the reasons of its own losses, so every other reason falls back to 0.
         self._last |= {key: 0.0 for key in self._last if "lost/" in key and key not in scalars}
         self._step = step
         for key, value in scalars.items():
@@ -100,7 +100,7 @@ class RunCollector(Collector):
             self._counts["weight_updates"] += 1
 
     def close(self) -> None:
-        """An attempt has ended; the last numbers stay."""
+        """Note that an attempt has ended. The last numbers stay."""
 
     def collect(self) -> Iterable[Metric]:
         """Every family, in the order of the page."""
@@ -168,7 +168,8 @@ class Endpoint:
         requests; None: requests need no token."""
         folder = (run_dir / "metrics").absolute()
         folder.mkdir(mode=0o700, exist_ok=True)
-        folder.chmod(0o700)  # an earlier start may have made it
+        # An earlier start may have made the folder with another mode.
+        folder.chmod(0o700)
         self._registry = collector.registry
         self._authorization: bytes | None = None
         if token is not None:
@@ -181,7 +182,7 @@ class Endpoint:
     @web.middleware
     async def _authorized(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if self._authorization is not None:
-            # Two headers are refused: servers differ in which header counts.
+            # Two headers are refused, because servers differ in which header counts.
             headers = request.headers.getall("Authorization", [])
             if len(headers) != 1 or not hmac.compare_digest(headers[0].encode(errors="replace"), self._authorization):
                 return web.Response(status=401, headers={"WWW-Authenticate": "Bearer"})
@@ -194,7 +195,8 @@ class Endpoint:
 
 @contextlib.asynccontextmanager
 async def serving_metrics(recipe: Recipe, run_dir: Path, *, run_id: str) -> AsyncIterator[RunCollector | None]:
-    """Serves the endpoint of a recipe inside the block; yields the collector, None without telemetry.metrics_port.
+    """A block in which the endpoint of a recipe is served. The value is the collector, None without
+    telemetry.metrics_port.
 
     Raises ValueError for an address that cannot be bound, and for a token file that another user owns or may read.
     """
@@ -211,7 +213,7 @@ async def serving_metrics(recipe: Recipe, run_dir: Path, *, run_id: str) -> Asyn
     except ValueError as error:
         if not restarted:
             raise
-        # After a restart nobody may be there to choose another port, and the run matters more than the metrics.
+        # After a restart nobody may be there to choose another port. The run matters more than the metrics.
         logger.warning("the run goes on without its endpoint for metrics: %s", error)
         yield None
         return
@@ -228,9 +230,8 @@ async def serving_metrics(recipe: Recipe, run_dir: Path, *, run_id: str) -> Asyn
                 yield collector
         finally:
             with contextlib.suppress(OSError):
-                _list_nothing(
-                    run_dir
-                )  # another program may take the port, and would get the token with the next request
+                # Another program may take the port, and would get the token with the next request.
+                _list_nothing(run_dir)
             await runner.cleanup()
 
 
@@ -238,7 +239,8 @@ def _token(run_dir: Path) -> str:
     """The run's token, created if missing. Raises ValueError for a file that another user owns or may read."""
     path = run_dir / "metrics" / "token"
     if path.is_file() and not path.is_symlink() and path.stat().st_size == 0:
-        path.unlink()  # an earlier start was killed during the write
+        # An earlier start was killed while it wrote the file.
+        path.unlink()
     try:
         return read_secret(path).strip()
     except FileNotFoundError:
@@ -268,9 +270,11 @@ def _limited(runner: web.AppRunner) -> Callable[[], asyncio.BaseProtocol]:
         assert server is not None
         protocol = server()
         if len(server.connections) >= MOST_CONNECTIONS:
-            loop.call_later(0.0, protocol.force_close)  # not now: the connection has no transport yet
+            # The connection has no transport yet, so it is closed in the next round of the loop.
+            loop.call_later(0.0, protocol.force_close)
         else:
-            loop.call_later(CONNECTION_S, protocol.close)  # after the answer in progress
+            # The first call lets an answer in progress end.
+            loop.call_later(CONNECTION_S, protocol.close)
             loop.call_later(CONNECTION_S + 1.0, protocol.force_close)
         return protocol
 

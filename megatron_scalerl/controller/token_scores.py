@@ -18,7 +18,8 @@ from megatron_scalerl.rollouts.token_scores import CompletionScores, write_score
 from megatron_scalerl.types import BlockRef, RolloutGroup
 
 _GROUPS = 4
-"""Groups of a batch with two scored completions each: the trainer waits for a forward pass over the completions."""
+"""Number of groups of a batch with two scored completions each. The trainer waits for a forward pass over these
+completions."""
 
 
 class TokenScores:
@@ -36,7 +37,7 @@ class TokenScores:
         """
         if not self._every_steps or step % self._every_steps:
             return
-        # most groups that are trained on have completions of different rewards
+        # Most groups that are trained on have completions of different rewards.
         groups_with_spread = [
             g for g in groups if isinstance(g.stored, BlockRef) and len({s.reward for s in g.scores}) > 1
         ]
@@ -69,7 +70,8 @@ class TokenScores:
 
 
 def _ends(group: RolloutGroup) -> list[tuple[int, int | None]]:
-    """(position, `types.Part.prompt_tokens`) of each sample of the completions with the highest and lowest reward."""
+    """(position, `types.Part.prompt_tokens`) of each sample of the completions with the highest and the lowest
+    reward."""
     rewards = [score.reward for score in group.scores]
     ends = [rewards.index(max(rewards)), rewards.index(min(rewards))]
     samples = [(group.positions[end], group.completions[end].samples) for end in ends]
@@ -77,5 +79,5 @@ def _ends(group: RolloutGroup) -> list[tuple[int, int | None]]:
 
 
 def _rounded(values: Sequence[float]) -> list[float]:
-    """The values to 1e-4, which keeps the file small."""
+    """The values rounded to 1e-4, which keeps the file small."""
     return [round(value, 4) for value in values]

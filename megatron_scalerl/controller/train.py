@@ -76,20 +76,23 @@ class RunFailed(RuntimeError):
 
 @contextmanager
 def log_failures(log: str | Path) -> Iterator[None]:
-    """Context of a run whose inputs are checked and whose folder exists.
+    """A block around a run whose inputs are checked and whose folder exists.
 
-    Inside, a ValueError means an invalid answer of a peer, a damaged file or a bug, so every exception other than
+    Inside, a ValueError means an invalid answer of a peer, a damaged file or a bug. So every exception other than
     RuntimeError and OSError becomes RunFailed, which names the exception's type. A RecipeError remains a user error.
-    Of an exception group the first exception is raised. The controller's log lines and the traceback of every failure
-    are appended to `log`, and a note on the exception names that file.
+    Of an exception group the first exception is raised.
+
+    The controller's log lines and the traceback of every failure are appended to `log`. A note on the exception names
+    that file.
     """
-    # a path may hold bytes that are not UTF-8
+    # A path may hold bytes that are not UTF-8.
     text = io.TextIOWrapper(open_log(Path(log)), "utf8", "backslashreplace")
     try:
         with log_to_file(text), _failures(log):
             yield
     finally:
-        with contextlib.suppress(OSError):  # of a full disk, which would take the place of the run's failure
+        # A full disk may make `close` fail. That error would take the place of the run's failure.
+        with contextlib.suppress(OSError):
             text.close()
 
 
@@ -117,7 +120,7 @@ def _first_of(error: Exception) -> Exception:
 
 
 _RESTART = (TrainerError, ProcessDied, WeightUpdateError, VersionLost)
-"""Failures after which the trainer is started again; every other failure ends the run."""
+"""Failures after which the trainer is started again. Every other failure ends the run."""
 
 
 class StartFailed(RuntimeError):
@@ -127,9 +130,9 @@ class StartFailed(RuntimeError):
 def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
     """Start or resume the run of `recipe`; returns the reason why the run ended.
 
-    Raises ValueError for user errors (no file is written then), RuntimeError and OSError for a failed process or
-    update, HostsLeft if the job has lost a host of the trainer, and Stopped for a signal; SIGUSR1 saves a checkpoint
-    before. Started again, the run resumes from the last checkpoint.
+    Raises ValueError for user errors (no file is written then), and RuntimeError and OSError for a failed process or
+    update. Raises HostsLeft if the job has lost a host of the trainer, and Stopped for a signal. SIGUSR1 saves a
+    checkpoint before. Started again, the run resumes from the last checkpoint.
     """
     map_large_blocks()
     takeover = Takeover(recipe.run_dir)
@@ -150,7 +153,8 @@ def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
         return f"{reason}; nothing is left to do"
     allow_open_files(recipe)
     saving = SaveAndExit()
-    hide_memory()  # environments are programs of the same user
+    # Environments are programs of the same user, and must not read this process's memory.
+    hide_memory()
     with loop_watcher() as pipe:
         work = _train(recipe, inputs, console, saving, hosts, placement, takeover, pipe)
         return run_until_signal(work, saving, partial(_next_start, recipe.run_dir))
@@ -177,10 +181,10 @@ async def _train(
     pipe: int,
 ) -> str:
     async with watched_loop(pipe) as lag, TaskPools(tasks_of(recipe)) as verifier:
-        # the folder is created last, after every check for user errors
+        # The folder is created last, after every check for user errors.
         with contextlib.closing(RunFolder(recipe)) as folder, log_failures(folder.path / "logs" / "controller.log"):
             write_contamination(folder.path, inputs.evaluation)
-            # a damaged folder is found before any device is held
+            # A damaged folder is found before any device is held.
             resumed = await _resume(folder, console)
             async with (
                 serving_metrics(recipe, folder.path, run_id=folder.attempt.run_id) as collector,
@@ -204,7 +208,7 @@ async def _train(
 
 @record
 class _Run:
-    """Objects that the attempts of one process share."""
+    """The objects that the attempts of one process share."""
 
     recipe: Recipe
     inputs: Inputs
@@ -231,7 +235,7 @@ async def _attempts(run: _Run, resumed: Resumed) -> str:
     check_present = run.placement.check_present
     minimum = run.recipe.engine.min_engines
     held_since = time.monotonic() - uncharged_seconds()
-    # private: a reason may quote an engine's answer
+    # The file is private, because a reason may quote an engine's answer.
     with contextlib.closing(JsonlWriter(run.folder.path / "engines.jsonl", private=True)) as changes:
         record = partial(_record, changes)
         secret = secrets.token_hex(32)
@@ -255,7 +259,7 @@ async def _attempts(run: _Run, resumed: Resumed) -> str:
                     if too_few:
                         required_engines = minimum
                     await asyncio.to_thread(check_present, run.hosts, engines=required_engines)
-                    # engines that are given up do not come back, nor does space
+                    # Engines that are given up do not come back. Space on a full disk does not come back either.
                     if too_few or _is_full(error, run.folder.path):
                         raise
                     resumed = await _resume(run.folder, run.console)
@@ -272,14 +276,15 @@ async def _attempts(run: _Run, resumed: Resumed) -> str:
 
 
 def _is_full(error: BaseException, run: Path) -> bool:
-    """Whether a rank found no space for a file of the run, so that the next attempt would fail, too."""
+    """Whether a rank found no space for a file of the run. The next attempt would then also fail."""
     if not isinstance(error, TrainerError) or not error.full:
         return False
     return Path(error.full).absolute().is_relative_to(run.absolute())
 
 
 def _record(engines: JsonlWriter, member: Member) -> None:
-    """Append a change of an engine. A full disk may recover, so a failed write stops no eviction and no restart."""
+    """Append a change of an engine. A failed write stops no eviction and no restart, since a full disk may
+    recover."""
     row = asdict(replace(member, client=None))
     del row["client"]
     try:
@@ -292,7 +297,7 @@ async def _attempt(run: _Run, launcher: Launcher, resumed: Resumed, *, held_sinc
     """Run one attempt, from the newest checkpoint to the end; returns the reason why the run ended.
 
     held_since: time since which the devices are held, or the end of the previous attempt (monotonic seconds). first:
-    a failure to start is final, as after a user's mistake.
+    whether a failure to start is final, as after a user's mistake.
     """
     recipe = run.recipe
     folder = run.folder
@@ -340,7 +345,8 @@ async def _attempt(run: _Run, launcher: Launcher, resumed: Resumed, *, held_sinc
 
 
 async def _resume(folder: RunFolder, console: Console) -> Resumed:
-    """The newest intact checkpoint and the journal; in a thread, since the event loop watches engines meanwhile."""
+    """The newest intact checkpoint and the journal. A thread reads both, since the event loop watches engines
+    meanwhile."""
     with bounded():
         return await asyncio.to_thread(_read_run, folder, console)
 

@@ -58,7 +58,7 @@ from megatron_scalerl.weights.transport import resolve_transport
 logger = logging.getLogger(__name__)
 
 _TRIES = 3
-"""Attempts at an update whose broadcast fails although no engine is known to be gone."""
+"""Number of attempts at an update whose broadcast fails although no engine is known to be gone."""
 _COLLECTIVE = ("connect", "update")
 """Phases in which the failure of one member makes every member fail."""
 
@@ -127,11 +127,11 @@ class _Phases:
         if trainer is not None:
             calls.insert(0, trainer)
         begin = time.perf_counter()
-        # return_exceptions: otherwise a failure would leave calls running into the next attempt
+        # Without return_exceptions, a failure would leave calls running into the next attempt.
         results = await asyncio.gather(*map(self._limited, calls), return_exceptions=True)
         self.seconds[phase] = time.perf_counter() - begin
         for result in results:
-            # A TrainerError is a RuntimeError, too, but ends the trainer, and no further update can help.
+            # A TrainerError is also a RuntimeError, but ends the trainer: no further update can help.
             is_failed_member = isinstance(result, RuntimeError | ValueError | OSError)
             if isinstance(result, TrainerError) or (isinstance(result, BaseException) and not is_failed_member):
                 raise result
@@ -165,12 +165,15 @@ class WeightUpdate:
     seconds_paused: float
     """Seconds from the pause of the last engine to the resumption of the first."""
     seconds_total: float
-    """Seconds, with connecting and with attempts that failed."""
+    """Seconds of the whole update, including connecting and attempts that failed."""
     phases: Mapping[str, float]
-    """Phase of the last attempt -> seconds until all members had answered: `needs` and `connect` if the members were
-    new, `pause`, `start`, `update` (packed, sent, received, written), `finish`, `verify`, `resume`."""
+    """Phase of the last attempt -> seconds until all members had answered.
+
+    `needs` and `connect` occur if the members were new. The other phases are `pause`, `start`, `update` (packed,
+    sent, received, written), `finish`, `verify` and `resume`.
+    """
     seconds_sending: float
-    """Seconds in which the trainer packed and sent, as its rank 0 measured."""
+    """Seconds in which the trainer packed and sent the weights, measured by the trainer's rank 0."""
     bytes: int
     """Bytes that all senders sent, padding included."""
     whole_bytes: int
@@ -244,7 +247,8 @@ class WeightSync:
         """
         policy = self._recipe.policy
         least_lr = 0.0
-        if policy.dtype == "bfloat16":  # a step of the warm-up may be too small for every element
+        # In bfloat16 a step of the warm-up may be too small to change any element.
+        if policy.dtype == "bfloat16":
             least_lr = self._recipe.optimizer.lr
         moves = [s for s in self._steps if s.grad_norm > 0 and s.learning_rate > 0 and s.learning_rate >= least_lr]
         previous = self._last
@@ -271,7 +275,8 @@ class WeightSync:
                 try:
                     return await self._send(version, engines, begin)
                 except _PhaseFailed as failed:
-                    self._connected = {}  # a broken group cannot be used again
+                    # A broken process group cannot be used again.
+                    self._connected = {}
                     if failed.all_refused and not self._proven:
                         raise WeightsRefused(str(failed)) from failed
                     if not self._evict_failed(failed, engines):
@@ -287,16 +292,20 @@ class WeightSync:
         engine_is_gone = any(engine not in self._engines.alive for engine in engines)
         all_failed = len(failed.engines) == len(engines)
         if failed.phase in _COLLECTIVE and (engine_is_gone or all_failed):
-            return engine_is_gone  # one engine made every engine fail, and nothing says which
+            # One engine made every engine fail, and nothing says which.
+            return engine_is_gone
         if failed.phase == "verify" and all_failed and self._sent_changes:
-            return False  # an unrecorded write changed the trainer's weights; a new connection sends whole tensors
+            # An unrecorded write changed the trainer's weights. A new connection sends whole tensors.
+            return False
         for engine, reason in failed.engines.items():
             self._engines.evict(engine, reason)
         return engine_is_gone or bool(failed.engines)
 
     def _evict_newcomers(self, failed: _PhaseFailed, engines: Sequence[EngineClient]) -> None:
-        """Evict the engines that have completed no update. Raises WeightUpdateError if no newcomer or no proven
-        engine exists."""
+        """Evict the engines that have completed no update.
+
+        Raises WeightUpdateError if no newcomer or no proven engine exists.
+        """
         newcomers = [engine for engine in engines if engine not in self._proven]
         if not newcomers or not self._proven:
             raise WeightUpdateError(str(failed)) from failed
@@ -305,7 +314,7 @@ class WeightSync:
 
     async def _send(self, version: int, engines: list[EngineClient], begin: float) -> WeightUpdate:
         phases = _Phases(self._recipe.weights.timeout_s)
-        # The order counts, too, because the workers' ranks in the groups follow from the order.
+        # The order of the engines also counts, because the workers' ranks in the groups follow from the order.
         if engines != list(self._connected):
             self._connected = await self._connect(engines, phases)
         clear = self._recipe.rollouts.kv_cache == "recompute"
@@ -321,14 +330,15 @@ class WeightSync:
         answers = await phases.call_all("update", engines, write, trainer=self._trainer.send_weights(version))
         report: SendReport = answers[0]
         self._sent_changes = report.bytes < report.whole_bytes
-        # The label comes first, since `_verify` checks the label; the engines stay paused until both phases end.
+        # The label comes first, since `_verify` checks the label. The engines stay paused until both phases end.
         await phases.call_all("finish", engines, lambda engine: engine.post("/finish_weight_update", label))
         await phases.call_all(
             "verify", engines, lambda engine: _verify(engine, version, report, self._connected[engine])
         )
         resumed = time.perf_counter()
         for engine in engines:
-            # Requests sent meanwhile continue prefixes of the previous version, like requests in flight.
+            # Requests that are sent during the update continue prefixes of the previous version, like requests in
+            # flight.
             engine.note_version(version)
         await phases.call_all("resume", engines, lambda engine: engine.resume())
         for engine in engines:
@@ -363,10 +373,11 @@ class WeightSync:
         places: dict[EngineClient, list[_Place]] = {engine: [] for engine in engines}
         for engine, worker_needs in zip(engines, needs):
             for need in worker_needs:
-                rank = sizes.setdefault(need, 1)  # the sender has rank 0
+                # The sender has rank 0, so the workers' ranks begin at 1.
+                rank = sizes.setdefault(need, 1)
                 sizes[need] += 1
                 places[engine].append(_Place(list(sizes).index(need), rank))
-        # plans of large models take seconds, which the event loop cannot spare
+        # The plans of large models take seconds, which the event loop cannot spare.
         shard_needs = await asyncio.to_thread(lambda: tuple(needs_from_json(need, manifest) for need in sizes))
         plan = await self._trainer.plan_weights(shard_needs)
         plans = await asyncio.to_thread(lambda: [to_json(plan.of_shard(shard)) for shard in range(len(sizes))])
@@ -375,7 +386,7 @@ class WeightSync:
                 section.transport, self._trainer.rendezvous, colocated=self._recipe.engine.colocate
             ),
             rendezvous=self._trainer.rendezvous,
-            # a new name each time: members of a broken group may still wait under the old name
+            # Each group gets a new name, because members of a broken group may still wait under the old name.
             group=f"weights-{uuid.uuid4().hex}",
             world_sizes=tuple(sizes.values()),
             bucket_mib=section.bucket_mib,
@@ -385,9 +396,8 @@ class WeightSync:
         )
 
         async def join(engine: EngineClient) -> None:
-            engine_plans = [""] * len(
-                plans
-            )  # an engine gets only the plans of its own shards: a plan may have megabytes
+            # An engine gets only the plans of its own shards, because a plan may have megabytes.
+            engine_plans = [""] * len(plans)
             for place in places[engine]:
                 engine_plans[place.shard] = plans[place.shard]
             info = {
@@ -402,7 +412,8 @@ class WeightSync:
         return places
 
     async def _deltas(self, engines: list[EngineClient], phases: _Phases) -> Literal["off", "absolute"]:
-        """The setting for changes: off if an engine's loader takes whole tensors only, which have no digest."""
+        """The setting for changes. It is off if the loader of an engine takes whole tensors only, which have no
+        digest."""
         deltas = self._recipe.weights.deltas
         if deltas == "off":
             return deltas
@@ -435,13 +446,14 @@ class WeightSync:
             raise EngineError(
                 f"msrl_weight_needs: {len(answers)} workers answered, which do not divide the engine's {world_size}"
             )
-        # Engines of one kind answer alike, and a check of a large model takes seconds, so answers are checked once.
+        # Engines of one kind answer alike, and a check of a large model takes seconds, so equal answers are checked
+        # once.
         key = tuple(answers)
         if key not in problems:
             problems[key] = await asyncio.to_thread(_problem, manifest, set(answers))
         if problems[key]:
             raise _TensorsRefused(problems[key])
-        # vLLM asks only the workers of the first data-parallel rank; the workers of later ranks have equal needs.
+        # vLLM asks only the workers of the first data-parallel rank. The workers of later ranks have equal needs.
         return list(answers) * (world_size // len(answers))
 
 
@@ -451,7 +463,8 @@ async def _verify(engine: EngineClient, version: int, report: SendReport, places
     places: places of the engine's workers. Raises EngineError, with both digests.
     """
     info = await engine.info()
-    workers = places[: len(info.weight_digests)]  # of the first data-parallel rank, as in `_needs`
+    # As in `_needs`, only the workers of the first data-parallel rank report digests.
+    workers = places[: len(info.weight_digests)]
     sent_state = (str(version), tuple(report.digests[place.shard] for place in workers))
     received_state = (info.weight_version, tuple(info.weight_digests))
     if received_state != sent_state:
@@ -461,7 +474,8 @@ async def _verify(engine: EngineClient, version: int, report: SendReport, places
         raise EngineError(f"msrl_live_digest: the answer {live_digests!r} does not hold a digest of each worker")
     for worker, (place, digest) in enumerate(zip(places, live_digests)):
         values = report.values[place.shard]
-        if digest not in (values, ""):  # a loader that takes whole tensors only has no digest
+        # The digest is empty for a loader that takes whole tensors only.
+        if digest not in (values, ""):
             raise EngineError(f"worker {worker}: its weights have digest {digest}, and the sent ones {values}")
 
 

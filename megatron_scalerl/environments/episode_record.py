@@ -1,4 +1,5 @@
-"""The record of the latest episodes: a lost share is said above WARNED_SHARE, and ends the run above a half."""
+"""The record of the latest episodes. A share of lost episodes above WARNED_SHARE is logged; a share above a half
+ends the run."""
 
 from __future__ import annotations
 
@@ -11,15 +12,18 @@ from megatron_scalerl.rewards import outages
 logger = logging.getLogger(__name__)
 
 WARNED_SHARE = 0.05
-"""Share of the latest RECENT episodes above which a warning tells of lost episodes."""
+"""Share of lost episodes, among the latest RECENT episodes, above which a warning is logged."""
 MOST_BAD_ROWS = 8
-"""Lost episodes of fewer distinct rows, or of fewer than a quarter of the rows of the latest RECENT episodes (of all
-rows at first), do not end the run."""
+"""Number of distinct rows with a lost episode below which the run goes on.
+
+The run also goes on if the lost episodes are of fewer than a quarter of the rows of the latest RECENT episodes (of
+all rows at first).
+"""
 
 
 @dataclass(eq=False)
 class Fate:
-    """The record's entry for an episode."""
+    """The entry of an episode in the record."""
 
     row: bytes
     """Digest of the episode's row."""
@@ -37,21 +41,23 @@ class EpisodeRecord:
     """The ends of a pool's latest episodes."""
 
     def __init__(self, subject: str):
-        """subject: begin of warnings, the key of the recipe."""
+        """subject: start of each warning, the key of the recipe."""
         self._subject = subject
         self._outages = outages.Outages("episodes")
         self._latest: deque[Fate] = deque(maxlen=outages.RECENT)
         """Episodes that have ended."""
         self._noted: deque[Fate] = deque(maxlen=outages.RECENT)
-        """Episodes that have ended or failed once, in the order of this event: in the order of ends, failures would
-        be late, as failed calls are tried again."""
+        """Episodes that have ended or failed once, in the order of this event.
+
+        In the order of ends, failures would come late, as failed calls are tried again.
+        """
         self._rows: set[bytes] = set()
         """Digests of the rows of all episodes so far."""
         self._warned = 0
         """Lost episodes at the last warning."""
 
     def begin_episode(self, row: bytes) -> Fate:
-        """A new episode of a row."""
+        """Start a new episode of a row; returns the episode's entry."""
         self._rows.add(row)
         return Fate(row)
 
@@ -68,7 +74,8 @@ class EpisodeRecord:
         return 2 * sum(failures) < len(failures)
 
     def record_end(self, fate: Fate) -> RuntimeError | None:
-        """Record the end of an episode; the end of the run, if too many are lost."""
+        """Record the end of an episode. Returns the error that ends the run if too many episodes are lost, else
+        None."""
         self._latest.append(fate)
         if not fate.noted:
             fate.noted = True
@@ -86,7 +93,7 @@ class EpisodeRecord:
         return end
 
     def _warn(self, lost: list[Fate]) -> None:
-        """Warn of lost episodes, and again when their number has doubled."""
+        """Warn of lost episodes. The warning is repeated when their number has doubled."""
         limit = WARNED_SHARE * outages.RECENT
         if len(lost) <= limit / 2:
             self._warned = 0

@@ -79,16 +79,16 @@ from megatron_scalerl.types import ENDS, EpisodeEnd, Prompt
 logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""Time limit for a process's report that a coroutine was cancelled (s)."""
+"""Time limit for a process to report that a coroutine was cancelled (s)."""
 START_TIMEOUT_S = 300.0
 MOST_FAILURES = 5
-"""Calls of a process in a row that failed there and succeeded elsewhere, after which the process is replaced."""
+"""Number of calls in a row that failed in a process and succeeded elsewhere, after which the process is replaced."""
 REPLY_BYTES = TURN_BYTES + 2**16
-"""Highest number of bytes of a reply."""
+"""The largest size of a reply (bytes)."""
 PAUSED = ("unavailable", "hung")
-"""Failures that may pass with time."""
+"""Reasons of failures that may pass with time."""
 SHOWN_CHARS = 500
-"""Characters of a row, and of the policy's responses, in a warning."""
+"""Number of characters of a row, and of the policy's responses, in a warning."""
 
 
 class EnvironmentFailed(RuntimeError):
@@ -108,7 +108,7 @@ class Turn:
     """The environment's result for a response."""
 
     messages: tuple[Message, ...]
-    """Messages with role (user or tool; from reset system, too) and content (str); other values are scalars."""
+    """Messages with role (user or tool; from reset also system) and content (str); other values are scalars."""
     reward: bool | float | None
     """At most MOST_REWARD, absolutely."""
     done: bool
@@ -119,16 +119,16 @@ class Session(Protocol):
     """An agent's counterpart while `run` is in progress. Implemented in `rollouts.agents`."""
 
     def begin(self) -> Agent:
-        """The argument of a try: requests of earlier tries get the same answers again."""
+        """Start a try; returns the argument of `run`. Requests of earlier tries get the same answers again."""
 
     def end(self) -> None:
-        """The end of a try: the rest of the try can ask nothing."""
+        """End a try. Code of the try that still runs can ask nothing."""
 
     async def silent(self) -> None:
         """Return once the agent has asked nothing for environment.timeout_s."""
 
     def responses(self) -> Sequence[str]:
-        """The answers of the last try, none if the try did not repeat all requests of earlier tries."""
+        """The answers of the last try. The list is empty if the try did not repeat all requests of earlier tries."""
 
 
 Argument = Response | Session | None
@@ -146,11 +146,12 @@ class _Process(Worker):
         """False before the start by `ready`, and once the end of the process was noticed."""
         self._started = False
         self.failures = 0
-        """Calls in a row that failed."""
+        """Number of calls in a row that failed."""
         self._problem = ""
         """Last line of the last failure."""
         self.local_failures = 0
-        """Failures whose calls then succeeded in another process, each begun after the last such success."""
+        """Number of failures whose calls then succeeded in another process. Each call was begun after the last
+        such success."""
         self._success_elsewhere_s = 0.0
         """Time of the last such success (time of the loop)."""
 
@@ -175,7 +176,7 @@ class _Process(Worker):
         The call of a cancelled caller goes on, so that no call hangs unnoticed.
         """
         self._number += 1
-        # before this task can be suspended: the process may end then
+        # The request is sent before this task can be suspended, because the process may end then.
         outcome = self.send(self._number, encoded(request))
         frame = await asyncio.shield(asyncio.create_task(self._within_limits(outcome, request.episode, session)))
         if isinstance(frame, EnvironmentFailed):
@@ -188,7 +189,8 @@ class _Process(Worker):
         if not reply.failure:
             self.failures = 0
             self.local_failures = 0
-        elif reply.failure != "unavailable":  # an outage of a service does not spoil a process
+        # An outage of a service does not spoil a process.
+        elif reply.failure != "unavailable":
             self.failures += 1
             self._problem = printable(reply.error.strip().rpartition("\n")[2])
         return reply
@@ -199,14 +201,16 @@ class _Process(Worker):
             self.send(0, encoded(Request(episode=episode)))
 
     async def empty(self) -> None:
-        """End a process with a call of a cancelled caller, or with a failure that may have spoiled the process."""
+        """End a process that may harm the next call: a call of a cancelled caller goes on there, or a failure may
+        have spoiled the process."""
         if self._replies or self.failures:
             await self.end()
 
     async def succeeded_elsewhere(self, begin_s: float) -> None:
-        """Note that a call which failed here has succeeded in another process; replace this process after several.
+        """Note that a call which failed here has succeeded in another process. Several such calls replace this
+        process.
 
-        begin_s: begin of the call that failed. Calls that failed together count once: an outage may have ended.
+        begin_s: start of the call that failed. Calls that failed together count once: an outage may have ended.
         """
         if not self.failures or begin_s < self._success_elsewhere_s:
             return
@@ -216,7 +220,7 @@ class _Process(Worker):
             await self.end(cause=f"replaced after {MOST_FAILURES} failures in a row, the last: {self._problem}")
 
     async def end(self, hung: object = None, *, computing: bool = False, cause: str = "") -> None:
-        """Kill the process; all calls fail, all episodes leave the process.
+        """Kill the process. All calls fail, and all episodes leave the process.
 
         hung: the future of a call that exceeded the limit, `computing` or not. cause: the reason of a replacement.
         """
@@ -238,10 +242,12 @@ class _Process(Worker):
                 failure = EnvironmentFailed(f"{self.name}: {end}", reason="hung")
                 if computing:
                     failure.end = replace(failure.end, by="class")
-            reply.set_result(failure)  # an exception would be reported where the caller was cancelled
+            # The failure is a result, because asyncio would report an exception of a future whose caller was
+            # cancelled.
+            reply.set_result(failure)
 
     async def close(self) -> None:
-        """Kill the process, after a start that goes on."""
+        """Kill the process, also a process that is being started."""
         async with self.gate:
             await self.end()
 
@@ -285,11 +291,11 @@ class EnvironmentPool:
         """logs: folder of the logs, NAME-N.log. Raises ValueError if a variable of `variables` is not set."""
         self.counters: Counter[str] = Counter()
         self.numbers = itertools.count()
-        """Numbers for episodes in a process."""
+        """Number of the next episode in a process."""
         self.subject = f"environment.name {section.name!r}"
         self.record = EpisodeRecord(self.subject)
         self.warned_reasons: set[str] = set()
-        """Reasons of paid failures with a warning so far."""
+        """Reasons of paid failures of which a warning was already logged."""
         assert section.name is not None
         setup: Setup = (section.name, section.memory_mb, section.timeout_s)
         program = Program(
@@ -306,9 +312,9 @@ class EnvironmentPool:
         count = section.workers or default_workers()
         self._processes = [_Process(f"{name}-{n}", program, self.counters) for n in range(count)]
         self.extra = [_Process(f"{name}-{count + n}", program, self.counters) for n in range(count)]
-        """Processes for calls that are made alone."""
+        """Extra processes, for calls that are made alone."""
         self.idle_extras: asyncio.Queue[_Process] = asyncio.Queue()
-        """Processes of `extra` that no call uses. Filled at the start."""
+        """Extra processes that no call uses. The start fills the queue."""
 
     async def __aenter__(self) -> EnvironmentPool:
         """Start all processes. Raises ValueError, in one line, if the class cannot be used or no process starts."""
@@ -339,11 +345,12 @@ class EnvironmentPool:
         """Raise a problem, if there is one, in every pending and later call."""
         if problem is not None and not self.end_error.done():
             self.end_error.set_exception(problem)
-            self.end_error.exception()  # asyncio reports an exception that nobody retrieves
+            # asyncio reports an exception that nobody retrieves, so the exception is retrieved here.
+            self.end_error.exception()
 
     @property
     def pids(self) -> list[int]:
-        """Ids of the processes that run."""
+        """Process ids of the environments that are running."""
         return [process.pid for process in (*self._processes, *self.extra) if process.pid is not None]
 
     def emptiest(self, failed_tries: Mapping[_Process, Any]) -> _Process:
@@ -393,7 +400,7 @@ class Episode:
             self._pool.record.record_end(self._fate)
 
     async def reset(self) -> tuple[Message, ...]:
-        """Begin, once; the first messages."""
+        """Begin the episode, once; returns the first messages."""
         self._pool.counters["episodes"] += 1
         return (await self._call(None)).messages
 
@@ -403,7 +410,7 @@ class Episode:
         return await self._call(response)
 
     async def run(self, session: Session) -> bool | float | None:
-        """Run the agent, once; the reward that the agent returns."""
+        """Run the agent, once; returns the reward that the agent returns."""
         self._pool.counters["episodes"] += 1
         return (await self._call(session)).reward
 
@@ -421,11 +428,11 @@ class Episode:
         pool = self._pool
         lives = 2 if pool.agent else 1
         failed_tries: dict[_Process, float] = {}
-        """Begin of the last failed try in each process (time of the loop); -1 after an outage."""
+        """Process -> start of the last failed try there (time of the loop); -1 after an outage."""
         previous_reason = ""
         for pause_s in (*outages.PAUSES_S[: outages.TRIES - 1], None):
             process = self.process or pool.emptiest(failed_tries)
-            # a failure that may pass with time is not worth an extra process
+            # A failure that may pass with time is not worth an extra process.
             repeats = pause_s is None and previous_reason not in ("", *PAUSED)
             in_extra = not lives or (repeats and (pool.repeated_failure == "wrong" or process in failed_tries))
             begin_s = asyncio.get_running_loop().time()
@@ -446,7 +453,7 @@ class Episode:
                     raise
                 previous_reason = failure.end.reason
                 if not in_extra:
-                    # after an outage no success elsewhere counts: the service has failed, not the process
+                    # After an outage no success elsewhere counts, because the service has failed, not the process.
                     failed_tries[process] = -1.0 if previous_reason == "unavailable" else begin_s
                 if previous_reason in PAUSED:
                     await asyncio.sleep(pause_s)
@@ -550,7 +557,7 @@ class Episode:
 
 
 async def try_out(section: EnvironmentSection, prompt: Prompt) -> None:
-    """Play the begin of an episode, with the reference and an empty text. Raises ValueError for an invalid turn.
+    """Play the first turn of an episode, with the reference and an empty text. Raises ValueError for an invalid turn.
 
     An agent, which needs a policy, is not tried.
     """

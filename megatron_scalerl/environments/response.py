@@ -20,9 +20,10 @@ class ToolCall:
     raw: str = ""
     """The text of the call."""
     error: str = ""
-    """Why the call cannot be read, in one word; empty for a readable call. The environment answers the error."""
+    """The reason why the call cannot be read, in one word; empty for a readable call. The environment answers a
+    call with an error."""
     id: str = ""
-    """The name that the format gives the call, for `tool_call_id`; empty for most formats."""
+    """The id that the format gives the call, for `tool_call_id`; empty for most formats."""
 
 
 @record

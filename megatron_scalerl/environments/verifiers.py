@@ -42,7 +42,10 @@ Table = dict[str, Any]
 
 
 class LibraryFailed(RuntimeError):
-    """A run has no reward. `status_code`: HTTP's status, where the library reports a status."""
+    """A run has no reward.
+
+    `status_code`: HTTP's status, where the library reports a status.
+    """
 
     def __init__(self, error: Table):
         super().__init__(f"{error['type']}: {error['message']}")
@@ -50,7 +53,7 @@ class LibraryFailed(RuntimeError):
 
 
 class Server:
-    """An environment server, which takes runs already during the start.
+    """An environment server. The server already takes runs during the start.
 
     `life_task`: the server's task, which raises the reason of the end.
     """
@@ -59,7 +62,8 @@ class Server:
         self._name = name
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.linger = 0
-        self._socket.sndhwm = 0  # no request waits for a server that starts
+        # The queue of the socket has no limit, so no request waits for a server that starts.
+        self._socket.sndhwm = 0
         self._runs: dict[str, tuple[asyncio.Future[Table], Table]] = {}
         """Reply and traces of each request."""
         self.life_task = asyncio.create_task(self._live())
@@ -70,12 +74,14 @@ class Server:
         reply: asyncio.Future[Table] = asyncio.get_running_loop().create_future()
         self._runs[number] = (reply, {})
         try:
-            sending = self._send(number, method, request)  # waits for the socket's connection
+            # The sending waits for the socket's connection.
+            sending = self._send(number, method, request)
             await asyncio.wait((sending, self.life_task), return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait((reply, self.life_task), return_when=asyncio.FIRST_COMPLETED)
         finally:
             del self._runs[number]
-            if not (reply.done() or self.life_task.done()):  # the caller was cancelled
+            # The caller was cancelled while the run was in progress.
+            if not (reply.done() or self.life_task.done()):
                 await self._send("", "cancel", {"request_id": number})
         if not reply.done():
             problem = self.life_task.exception()
@@ -90,7 +96,8 @@ class Server:
 
     async def _live(self) -> None:
         with self._socket:
-            folder = tempfile.mkdtemp(dir="/tmp")  # of this user alone; a socket's path has at most 107 characters
+            # The folder is of this user alone. The path is short, because a socket's path has at most 107 characters.
+            folder = tempfile.mkdtemp(dir="/tmp")
             address = f"ipc://{folder}/server"
             server = command("serve", self._name, address)
             self._socket.connect(address)
@@ -110,7 +117,8 @@ class Server:
             raise TimeoutError(f"no answer within {START_S:g} s of its start")
         while True:
             number, kind, data = await self._socket.recv_multipart()
-            if number.decode() not in self._runs:  # the run's caller was cancelled
+            # The run's caller was cancelled.
+            if number.decode() not in self._runs:
                 continue
             part = msgspec.msgpack.decode(data)
             reply, traces = self._runs[number.decode()]
@@ -132,7 +140,7 @@ def verdict(reply: Table) -> tuple[float, Table]:
         raise LibraryFailed([unknown, *(error for part in (*traces, head) for error in part["errors"])][-1])
     rewards_by_name = {name: reward for trace in traces for name, reward in (trace.get("rewards") or {}).items()}
     rewards = list(rewards_by_name.values())
-    # a second agent, such as a user, would be trained with the reward of the first
+    # A second agent, such as a user, would be trained with the reward of the first agent.
     if len(traces) != 1 or not rewards or None in rewards:
         problem = f"{len(traces)} agents with rewards {rewards}; an episode needs one, with a score for each reward"
         raise LibraryFailed({"type": "the taskset", "message": problem})
@@ -161,7 +169,7 @@ class Verifiers:
 
     @classmethod
     async def ask(cls, method: str, request: Table) -> Table:
-        """The reply of the server, which `ask` starts if no server runs."""
+        """The reply of the server. A server is started if none runs."""
         if cls.server is None or cls.server.life_task.done():
             cls.server = Server(cls.name)
         return await cls.server.ask(method, request)
@@ -191,7 +199,7 @@ def command(*arguments: str) -> list[str]:
         raise ModuleNotFoundError(f"verifiers is not installed in {programs.parent}: tools/install.sh environments")
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path != PACKAGE_ROOT]
     variables = [f"PYTHONPATH={os.pathsep.join(paths)}", f"PATH={programs}{os.pathsep}{os.environ['PATH']}"]
-    # -P: the folder of the program has a module with the library's name
+    # -P is needed because the folder of the program has a module with the library's name.
     return ["env", *variables, f"{programs}/python", "-P", verifiers_server.__file__, *arguments]
 
 

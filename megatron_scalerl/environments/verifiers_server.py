@@ -27,14 +27,16 @@ def tables(name: str) -> dict[str, Any]:
 def configured(name: str) -> tuple[Any, Any, Any]:
     """The library's configurations (environment, harness, runtime). The default runtime is a process of this host.
 
-    Exits with a line on stderr if the table cannot be used, or if a program would execute the policy's text here.
+    Exits with a line on stderr if the table cannot be used, or if a program would execute the policy's text on this
+    host.
     """
     from verifiers.v1.runtimes import SubprocessConfig
     from verifiers.v1.utils.loaders import harness_class, resolve_env_config
 
     try:
         config = resolve_env_config(tables(name)["env"])
-    except ValueError as problem:  # of several lines
+    except ValueError as problem:
+        # The message may have several lines, which become one.
         sys.exit(" ".join(str(problem).split()))
     harnesses = config.agent_harnesses()
     if len(harnesses) != 1 or config.id == "best-of-n":
@@ -79,7 +81,8 @@ def rows(name: str) -> None:
     """Print the tasks as rows of a prompts file: the task's key stands for the answer, which the taskset knows."""
     from verifiers.v1.utils.loaders import load_taskset
 
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for `| head`
+    # The default action lets `| head` end the program without an error.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     config, _, _ = configured(name)
     for task in load_taskset(config.taskset):
         row = {"prompt": task.data.prompt_text or task.key, "answer": task.key}

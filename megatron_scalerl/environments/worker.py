@@ -34,17 +34,20 @@ from megatron_scalerl.rewards.limits import MIB, lower
 from megatron_scalerl.rewards.worker import check_signature, is_unavailable
 
 TURN_BYTES = 2**20
-"""Highest number of bytes of a call's result, as JSON in UTF-8."""
+"""The largest size of a call's result, as JSON in UTF-8 (bytes)."""
 ERROR_CHARS = 4000
-"""Last characters of a traceback that are sent."""
+"""Number of characters, from the end of a traceback, that are sent."""
 Failure = Literal["", "raised", "unavailable", "invalid", "oversized", "hung"]
 
 
 Setup = tuple[str, int | None, float]
 """(environment.name, environment.memory_mb, time limit of a coroutine (s)) of all episodes of a pool."""
 Declared = tuple[list[dict[str, Any]], Literal["wrong", "lost"], bool]
-"""(tools, repeated_failure, whether there is `run`) of the user's class: JSON schemas of functions, and the verdict
-on an episode whose failure repeats."""
+"""(tools, repeated_failure, whether there is `run`) of the user's class.
+
+The tools are JSON schemas of functions. The value repeated_failure is the verdict on an episode whose failure
+repeats.
+"""
 
 
 @record
@@ -67,13 +70,13 @@ class Reply:
     turn: msgspec.Raw
     """`pool.Turn` as JSON, without checks of the values."""
     failure: Failure
-    """Empty for a result that JSON can hold."""
+    """The reason of a failure; empty for a result that JSON can hold."""
     error: str
     """The end of the traceback."""
 
 
 def encoded(value: Any, *, finite: bool = False) -> bytes:
-    """A value as JSON in UTF-8; half a pair of surrogates, which has no UTF-8, becomes a question mark.
+    """A value as JSON in UTF-8. Half a pair of surrogates, which has no UTF-8, becomes a question mark.
 
     finite: whether NaN and infinity raise ValueError.
     """
@@ -82,7 +85,8 @@ def encoded(value: Any, *, finite: bool = False) -> bytes:
 
 
 def _builtin_value(value: Any) -> Any:
-    if hasattr(value, "item"):  # a scalar of numpy
+    # The value is a scalar of numpy.
+    if hasattr(value, "item"):
         return value.item()
     return msgspec.to_builtins(value)
 
@@ -106,7 +110,7 @@ async def _reply(request: Request, kind: Any, place: list[Any], timeout_s: float
         return getattr(place[0], name)(*arguments)
 
     asynchronous = inspect.iscoroutinefunction(getattr(kind, name))
-    # the duration of a run depends on the policy: the pool sets the limit
+    # The duration of a run depends on the policy, so the pool sets the limit of a run.
     limit = asyncio.timeout(timeout_s if asynchronous and name != "run" else None)
     turn = b"null"
     error = ""
@@ -117,14 +121,16 @@ async def _reply(request: Request, kind: Any, place: list[Any], timeout_s: float
         failure = "invalid"
         turn = encoded(_turn(result, name), finite=True)
         failure = ""
-    except BaseException as problem:  # sys.exit, too: other episodes go on
+    except BaseException as problem:
+        # SystemExit is also caught, because the process goes on with other episodes.
         error = traceback.format_exc()[-ERROR_CHARS:].encode(errors="replace").decode()
         if limit.expired() or asyncio.current_task().cancelling():  # type: ignore[union-attr]
             failure = "hung"
         elif failure == "raised" and is_unavailable(problem):
             failure = "unavailable"
     if error:
-        with contextlib.suppress(OSError, ValueError):  # the class may have closed stderr
+        # The class may have closed stderr.
+        with contextlib.suppress(OSError, ValueError):
             os.write(2, f"{name} failed ({failure}):\n{error}".encode())
     if len(turn) > TURN_BYTES:
         error = f"what it returned has {len(turn)} bytes, of {TURN_BYTES} allowed"
@@ -167,7 +173,8 @@ def _kind(head: str, name: str) -> Any:
     library, _, environment = name.partition(":")
     if library != "verifiers":
         return imported(head, name, "'module:Class'")
-    from megatron_scalerl.environments.verifiers import agent_class  # slow to import
+    # This module is slow to import.
+    from megatron_scalerl.environments.verifiers import agent_class
 
     try:
         return agent_class(environment)
@@ -210,10 +217,10 @@ def _answers(kind: type, timeout_s: float) -> Callable[[bytes, bytes], Coroutine
     """The last call of each episode."""
 
     async def answer(head: bytes, _: bytes) -> Answer | None:
-        # json.loads, since msgspec's decoder refuses the NaN that a row may hold
+        # json.loads is used, since msgspec's decoder refuses the NaN that a row may hold.
         request = msgspec.convert(json.loads(head), Request)
         if request.row is None and request.response is None:
-            # a second close, or a close before the first call, finds nothing
+            # A second close, or a close before the first call, finds nothing.
             episodes.pop(request.episode, None)
             call = calls.pop(request.episode, None)
             if call is not None and stoppable:
@@ -228,7 +235,7 @@ def _answers(kind: type, timeout_s: float) -> Callable[[bytes, bytes], Coroutine
 
 def main() -> None:
     """Serve episodes until the controller ends this process."""
-    # signals to the whole group are for the controller, which may still finish episodes to save
+    # Signals to the whole group are for the controller, which may still finish episodes to save.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with pool_socket() as connection:

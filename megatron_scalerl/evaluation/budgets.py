@@ -28,7 +28,7 @@ MARGIN = 0.01
 
 @record
 class Step:
-    """The comparison of a budget with all larger ones."""
+    """The comparison of a budget with all larger budgets."""
 
     budget: int
     """Thinking tokens."""
@@ -80,9 +80,9 @@ def saturation(budgets: Sequence[int], rates: np.ndarray, *, margin: float = MAR
     for number, budget in enumerate(budgets[:-1]):
         largest_gain = float((means[number + 1 :] - means[number]).max())
         gains = bootstrap_rates[:, number + 1 :] - bootstrap_rates[:, [number]]
-        # the quantile of the maximum holds for all larger budgets at once; a maximum of quantiles does not
+        # The quantile of the maximum holds for all larger budgets at once. A maximum of quantiles does not.
         upper = float(np.quantile(gains.max(axis=1), LEVEL))
-        # Bonferroni: the tails of the intervals of all larger budgets add up to the level's.
+        # Bonferroni: the tails of the intervals of all larger budgets add up to the tail of the level.
         tail = (1 - LEVEL) / gains.shape[1] / 2
         gain_is_shown = bool((np.quantile(gains, tail, axis=0) > 0).any())
         steps.append(Step(budget=budget, largest_gain=largest_gain, upper=upper, shown=gain_is_shown))

@@ -28,7 +28,7 @@ from megatron_scalerl.types import CompletionLost, Prompt
 logger = logging.getLogger(__name__)
 
 TRIES = 2
-"""Attempts at a completion, with the same seed and interruption point."""
+"""Number of attempts at a completion, all with the same seed and interruption point."""
 
 
 class HeldEngineLost(RuntimeError):
@@ -47,7 +47,7 @@ class Request:
 
 
 Finished = Callable[[Request, ScoredCompletion | CompletionLost], None]
-"""Takes each result as soon as the score is known."""
+"""A function that takes each result as soon as the score is known."""
 
 
 @record
@@ -57,13 +57,13 @@ class Completer:
     members: Membership
     version: int
     at_once: int
-    """Requests in flight; with `rounds`, requests of each engine in a round."""
+    """Number of requests in flight; with `rounds`, number of requests of each engine in a round."""
     only: EngineClient | None = None
     """The engine that is held at the version; None: every serving engine has the version."""
     rounds: Rounds | None = None
-    """See `engine.rounds`; None: requests do not wait for each other."""
+    """See `engine.rounds`. If None, requests do not wait for each other."""
     count: Callable[[int], object] = int
-    """Gets the tokens of each completion."""
+    """A function that gets the number of tokens of each completion."""
 
     async def engine(self, number: int) -> EngineClient:
         """An engine for problem `number`: all completions of a problem share an engine. Raises HeldEngineLost."""
@@ -87,12 +87,13 @@ class Completer:
         losses = 0
         while losses < TRIES:
             engine = first or await self.engine(request.key.number)
-            # A second attempt asks for an engine anew: the first engine may be evicted by then.
+            # A second attempt asks for an engine anew, because the first engine may be evicted by then.
             first = None
             try:
                 result = await request.sampler.complete(engine, request.prompt, request.draw, priority=priority)
                 versions = {result.completion.first_version, result.completion.last_version}
-                if versions != {self.version}:  # versions never decrease in a completion
+                # One comparison of first and last version is enough, because versions never decrease in a completion.
+                if versions != {self.version}:
                     served_versions = ", ".join(map(str, sorted(versions)))
                     raise EngineError(
                         f"{engine.name}: it answered with policy version {served_versions}, not {self.version}"
@@ -105,16 +106,18 @@ class Completer:
                 )
                 losses += 1
                 result = error
-            except EngineError as error:  # the engine's failure is no attempt at the completion
+            except EngineError as error:
+                # The engine's failure does not count as an attempt at the completion.
                 self.members.evict(engine, str(error))
         finished(request, result)
 
     async def complete_all(self, requests: Iterable[Request], finished: Finished) -> None:
-        """Complete every request. Raises HeldEngineLost, unless something else fails, too."""
+        """Complete every request. Raises HeldEngineLost, unless another failure comes with it."""
         waiting = iter(requests)
 
         async def work() -> None:
-            for request in waiting:  # all workers take from this iterator
+            # All workers take requests from this iterator.
+            for request in waiting:
                 await self.complete(request, finished)
 
         try:
@@ -125,7 +128,7 @@ class Completer:
                 for _ in range(self.at_once):
                     tasks.create_task(work())
         except BaseExceptionGroup as failures:
-            # An evicted engine follows from many failures: any other failure says more.
+            # Many failures end in an evicted engine, so any other failure says more.
             raise min(failures.exceptions, key=lambda error: isinstance(error, HeldEngineLost)) from None
 
     async def _in_rounds(self, rounds: Rounds, requests_left: list[Request], finished: Finished) -> None:

@@ -1,7 +1,7 @@
 """The training prompts that contain text of evaluation problems, by word n-grams in common.
 
 The rule comes from Brown et al. 2020 (arXiv 2005.14165, appendix C): a training prompt hits a problem if both have a
-sequence of n = 13 words in common. For mathematics, operators (+ - * / ^ = < >) count as words, too, since 3 - 5 and
+sequence of n = 13 words in common. For mathematics, operators (+ - * / ^ = < >) also count as words, since 3 - 5 and
 3 + 5 are not the same problem. Words are runs of letters or of digits, in lower case, after Unicode's NFKC.
 
 A problem with fewer than n words is compared as a whole. A problem of 8 words (the paper's smallest n) or more is hit
@@ -21,12 +21,14 @@ from megatron_scalerl.prompts.sources import read_rows
 from megatron_scalerl.record import record
 
 WORDS = 13
-"""Words of an n-gram."""
+"""Number of words of an n-gram."""
 SHORTEST = 8
-"""A problem with fewer words is hit by an equal prompt alone."""
+"""Number of words below which a problem is hit by an equal prompt alone."""
 MOST_HITS = 100
-"""Hits of a problem that are kept, by the largest share: an instruction that all prompts and problems begin with
-makes a hit for each pair."""
+"""Number of hits of a problem that are kept, by the largest share.
+
+An instruction with which all prompts and problems begin makes a hit for each pair.
+"""
 _WORD = re.compile(r"\d+|[^\W\d_]+|[-+*/^=<>]")
 _MINUS = str.maketrans({"\N{MINUS SIGN}": "-", "\N{MULTIPLICATION SIGN}": "*", "\N{DIVISION SIGN}": "/"})
 
@@ -101,7 +103,7 @@ class Contamination:
 
 def words(text: str) -> tuple[str, ...]:
     """The normalized words of a text."""
-    # NFKC unifies digits and letters, and keeps the signs of _MINUS.
+    # NFKC unifies digits and letters, but keeps the signs that _MINUS replaces.
     return tuple(_WORD.findall(unicodedata.normalize("NFKC", text).translate(_MINUS).casefold()))
 
 
@@ -114,18 +116,19 @@ def contamination(training: Iterable[Text], problems: Sequence[Text], *, n: int 
     lengths = sorted({len(gram) for gram in grams})
     count = all_hits = 0
     prompts_hit = set()
-    # Heaps by (share, minus the prompt's number), so that the smallest share is left out, the later prompt first.
+    # The heaps are ordered by (share, minus the prompt's number), so that the smallest share is left out, and the
+    # later prompt first.
     best_hits: list[list[tuple[float, int, Text]]] = [[] for _ in problems]
     for count, prompt in enumerate(training, 1):
         prompt_words = words(prompt.text)
-        # An equal prompt has all of a short problem: the problem's text counts as the only n-gram.
+        # An equal prompt has all of a short problem, so the problem's text counts as the only n-gram.
         shared: dict[int, int] = dict.fromkeys(whole_texts.get(prompt_words, ()), 1)
         for length in lengths:
             for gram in _grams(prompt_words, length):
                 for number in grams.get(gram, ()):
                     shared[number] = shared.get(number, 0) + 1
         for number, common in shared.items():
-            # the prompt's number is unique in a heap, so that texts, which have no order, are never compared
+            # The prompt's number is unique in a heap, so that texts, which have no order, are never compared.
             heapq.heappush(best_hits[number], (common / totals[number], -count, prompt))
             if len(best_hits[number]) > MOST_HITS:
                 heapq.heappop(best_hits[number])
@@ -158,7 +161,7 @@ def _index(problems: Sequence[Text], n: int) -> tuple[_Index, _Index, list[int]]
         problem_words = words(problem.text)
         if len(problem_words) < min(n, SHORTEST):
             totals.append(1)
-            # a problem without words would be hit by every prompt without words
+            # A problem without words would be hit by every prompt without words.
             if problem_words:
                 whole_texts.setdefault(problem_words, []).append(number)
             continue

@@ -15,13 +15,15 @@ import numpy as np
 from megatron_scalerl.record import record
 
 Outcomes = Sequence[Sequence[bool]]
-"""[P][k] whether each completion of each prompt is correct; at least one each, fewer than k if some were lost."""
+"""[P][k] whether each completion of each prompt is correct. A prompt has at least one completion, and fewer than k
+if some were lost."""
 LEVEL = 0.95
-"""Probability of every interval."""
+"""Confidence level of every interval."""
 DRAWS = 10_000
-"""Bootstrap draws of a paired difference."""
+"""Number of bootstrap draws of a paired difference."""
 _AT_ONCE = 500
-"""Draws whose weights are in memory at once, 8 bytes a prompt and draw; a divisor of DRAWS."""
+"""Number of draws whose weights are in memory at once, with 8 bytes for each prompt and draw. The number divides
+DRAWS."""
 
 
 @record
@@ -56,8 +58,8 @@ def pass_at_k(outcomes: Outcomes, k: int) -> Estimate:
     """
     values = []
     for row in outcomes:
-        # The quotient of binomials as a product of small factors, which does not overflow.
-        # With fewer than k wrong completions a factor is 1 - k / k = 0, so that the estimate is 1.
+        # The quotient of binomials is a product of small factors, which does not overflow. With fewer than k wrong
+        # completions a factor is 1 - k / k = 0, so that the estimate is 1.
         values.append(1.0 - float(np.prod(1.0 - k / np.arange(len(row) - sum(row) + 1, len(row) + 1))))
     return rate_over_prompts(np.asarray(values), observations=sum(len(row) // k for row in outcomes))
 
@@ -78,15 +80,15 @@ def rate_over_prompts(values: np.ndarray, *, observations: int) -> Estimate:
         variance = float(np.var(values, ddof=1)) / prompts
         independent = float(prompts)
         if variance > 1e-15:
-            # effective sample size: the number of independent draws that have the variance of the prompts
+            # The effective sample size is the number of independent draws that have the variance of the prompts.
             independent = min(value * (1 - value) / variance, observations)
         tail = (1 - LEVEL) / 2
-        # Student's t in place of the normal distribution, since the variance is estimated from the prompts.
+        # Student's t replaces the normal distribution, since the variance is estimated from the prompts.
         independent *= float(stats.norm.ppf(tail) / stats.t.ppf(tail, prompts - 1)) ** 2
         correct = value * independent
         wrong = independent - correct
         if correct > 1e-12:
-            # Clopper and Pearson's bounds are quantiles of Beta, which also takes fractional counts
+            # Clopper and Pearson's bounds are quantiles of Beta, which also takes fractional counts.
             lower_bound = min(float(stats.beta.ppf(tail, correct, wrong + 1)), value)
         if wrong > 1e-12:
             upper_bound = max(float(stats.beta.ppf(1 - tail, correct + 1, wrong)), value)
@@ -94,18 +96,20 @@ def rate_over_prompts(values: np.ndarray, *, observations: int) -> Estimate:
 
 
 def bootstrap_means(values: np.ndarray) -> np.ndarray:
-    """[DRAWS, C] means of values [P, C] over prompts drawn with replacement, the same prompts for all columns."""
+    """[DRAWS, C] means of values [P, C] over prompts drawn with replacement. All columns have the same prompts in
+    a draw."""
     prompts = len(values)
     random = np.random.default_rng(0)
     means = []
     for _ in range(DRAWS // _AT_ONCE):
-        # how often each of P prompts is drawn, with replacement, is multinomial
+        # The multinomial distribution says how often each of P prompts is drawn with replacement.
         weights = random.multinomial(prompts, np.full(prompts, 1 / prompts), size=_AT_ONCE) / prompts
         means.append(weights @ values)
     return np.concatenate(means)
 
 
 def default_ks(outcomes: Outcomes) -> list[int]:
-    """The k of pass@k that are shown: powers of two up to the fewest completions of a prompt, and that number."""
+    """The k of pass@k that are shown: powers of two up to the fewest completions of a prompt, and this fewest
+    number."""
     fewest = min(map(len, outcomes))
     return sorted({fewest, *(2**i for i in range(fewest.bit_length()))})

@@ -27,12 +27,13 @@ from megatron_scalerl.rollouts.sampler import Sampler, ScoredCompletion
 from megatron_scalerl.types import CompletionLost, Prompt
 
 _LIMITS = ("cpu_s", "timeout_s", "memory_mb", "file_mb")
-"""Keys of rewards with which an answer that is stopped counts as wrong."""
+"""Keys of the section rewards that limit an answer. An answer that is stopped at a limit counts as wrong."""
 _CAPACITY = re.compile(
     "max_.*|.*memory.*|.*_parallel_size|.*parallel_backend|swap_space|block_size|async_scheduling|"
     "enforce_eager|compilation_config|disable_log_.*|enable_log_.*|middleware"
 )
-"""Options of vLLM that may change before an evaluation is resumed, on a machine with less memory or fewer devices."""
+"""Pattern of vLLM's options that may change before an evaluation is resumed, on a machine with less memory or
+fewer devices."""
 
 
 @record
@@ -42,7 +43,7 @@ class EvaluationInputs:
     recipe: Recipe
     """The recipe of one task; for a folder with the engines' context length filled in."""
     budgets: tuple[int | None, ...] = (None,)
-    """Thinking budgets; (None,): the recipe's interruption."""
+    """Thinking budgets. The value (None,) stands for the recipe's interruption."""
     tokenizer: Any
     """The tokenizer of the policy's folder, from transformers."""
     files: tuple[ProblemFile, ...]
@@ -135,10 +136,10 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
 
     Of a recipe with prompts.tasks, evaluation.task is evaluated.
 
-    Raises ValueError, in one line with key or row: a task that is missing, an option that vLLM does not know, think
-    tags or a phrase that do not survive the tokenizer, two files of one name, a prompt longer than
-    prompts.max_prompt_tokens (a problem that is left out would change the score), and a context that is too short
-    for the longest completion.
+    Raises ValueError, in one line with key or row, for a task that is missing, an option that vLLM does not know, and
+    two files of one name. Raises ValueError for think tags or a phrase that do not survive the tokenizer, and for a
+    context that is too short for the longest completion. A prompt longer than prompts.max_prompt_tokens also raises
+    ValueError, since a problem that is left out would change the score.
     """
     recipe = recipe_of_task(recipe)
     check_policy(recipe)
@@ -146,14 +147,15 @@ def check_evaluation(recipe: Recipe, files: Sequence[ProblemFile], budgets: Sequ
     hf_config = read_hf_config(recipe.policy.path)
     tokenizer = policy_tokenizer(recipe, hf_config)
     check_weights(recipe.policy.path)
-    # Problems are texts. If the recipe has other prompts, the layout of the recipe's prompts decides, as in training.
+    # Problems are texts. If the recipe's prompts come from another file, the layout of those prompts decides, as in
+    # training.
     messages = None
     if recipe.prompts.path in [file.path for file in files]:
         messages = False
     recipe = chat_of_recipe(recipe, tokenizer, messages=messages).settled(recipe)
     longest = longest_sequence(at_budget(recipe, max(budgets, default=None)), hf_config, tokenizer)
     engine = recipe.engine.model_copy(update={"vllm": {"max_model_len": longest, **recipe.engine.vllm}})
-    # Neither section changes a completion or the verdict on a completion.
+    # Neither of these sections changes a completion or the verdict on a completion.
     rewards = recipe.rewards.model_copy(update={"length_penalty": None})
     rollouts = recipe.rollouts.model_copy(update={"routing_replay": False})
     return EvaluationInputs(
@@ -235,7 +237,7 @@ def settings(recipe: Recipe, *, k: int, budgets: Sequence[int | None]) -> dict[s
 
 def policy_digest(folder: str | Path) -> str:
     """SHA-256 (hexadecimal) of the names and contents of a Hugging Face folder's files. Raises OSError."""
-    # The folder's name is left out: a moved folder is the same policy.
+    # The folder's name is left out, because a moved folder is the same policy.
     folder_hash = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):
         if path.is_file():

@@ -81,7 +81,7 @@ def _first(failures: BaseException) -> BaseException:
 async def _engines(evaluated: EvaluationInputs, folder: Path) -> AsyncIterator[Engines]:
     """The engines, which are stopped on exit from the block."""
     attempt = Attempt(run_id="evaluation", incarnation="local.0", folder=folder, recipe_file=folder / "recipe.yaml")
-    # The engines have room for the largest budget, and serve the smaller budgets, too.
+    # The engines have room for the largest budget, and also serve the smaller budgets.
     largest = max((budget for budget in evaluated.budgets if budget is not None), default=None)
     recipe = at_budget(evaluated.recipe, largest)
     engines = Engines(
@@ -98,7 +98,7 @@ async def _engines(evaluated: EvaluationInputs, folder: Path) -> AsyncIterator[E
 
 
 async def _serve(members: Membership) -> None:
-    """Let every engine take requests from the first answer on, since an answering engine has the folder's weights.
+    """Let every engine take requests from the first answer on. An engine that answers has the folder's weights.
 
     Waits for starting engines until the task is cancelled.
     """

@@ -71,7 +71,8 @@ class ProblemFile:
     def digest(self) -> str:
         """SHA-256 (hexadecimal) of all problems and answers in the file's order.
 
-        With the schema PROBLEM,ANSWER the digest covers every other column, too: a custom verifier may read them all.
+        With the schema PROBLEM,ANSWER the digest also covers every other column, because a custom verifier may read
+        all columns.
         """
         content: list[list[Any]] = []
         for problem in self.problems:
@@ -83,7 +84,7 @@ class ProblemFile:
 
 
 def split_schema(text: str) -> tuple[str, str | None]:
-    """(path, schema) of `FILE`, `FILE:aime`, `FILE:math500` or `FILE:PROBLEM,ANSWER`; the schema is None for `FILE`.
+    """(path, schema) of `FILE`, `FILE:aime`, `FILE:math500` or `FILE:PROBLEM,ANSWER`. For `FILE` the schema is None.
 
     Raises ValueError for another schema after the last colon, unless a file of the whole name exists.
     """

@@ -51,7 +51,7 @@ class Key:
     """The identity of a completion of a problem at a thinking budget."""
 
     file: str
-    """`ProblemFile.name`"""
+    """The value of `ProblemFile.name`."""
     number: int
     """Number of the problem in the file, from 1."""
     index: int
@@ -68,7 +68,7 @@ class Row:
     problem_id: str
     correct: bool
     reason: str = ""
-    """`types.Score.reason`"""
+    """The value of `types.Score.reason`."""
     tokens: int = 0
     """Tokens of the completion, forced tokens included."""
     sampled_tokens: int = 0
@@ -80,7 +80,7 @@ class Row:
     cut: int = 0
     """Thinking tokens after which thinking is interrupted, 0 without interruption."""
     lost: str = ""
-    """Reason why the completion is lost (`types.CompletionLost`), else empty; a lost completion is in no rate."""
+    """The reason why the completion is lost (`types.CompletionLost`), else empty. A lost completion is in no rate."""
     text: str = ""
     """The completion as text, with special tokens."""
 
@@ -94,7 +94,7 @@ class OtherResult(ValueError):
 
 
 class ProblemLost(ValueError):
-    """All completions of a problem are lost: there is no score of all problems."""
+    """All completions of a problem are lost, so there is no score of all problems."""
 
 
 class ResultFile(AbstractContextManager["ResultFile"]):
@@ -116,7 +116,8 @@ class ResultFile(AbstractContextManager["ResultFile"]):
             self.path = self.folder / COMPLETIONS
             self.rows = _rows(self.path, header)
             self._file = JsonlWriter(self.path, private=True)
-            if not self._file.size:  # the header is on the disk before any row
+            # The header is on the disk before any row.
+            if not self._file.size:
                 self._file.append({"header": header})
                 self._file.sync()
         except BaseException:
@@ -126,7 +127,8 @@ class ResultFile(AbstractContextManager["ResultFile"]):
 
     def missing(self, keys: Sequence[Key]) -> list[Key]:
         """The keys to generate: keys without a row, and keys of a problem whose completions are all lost."""
-        # A problem whose completions are all lost has no score and fails the evaluation: it is tried again.
+        # A problem whose completions are all lost has no score and fails the evaluation, so the problem is tried
+        # again.
         scored_problems = {_problem_of(key) for key, row in self.rows.items() if not row.lost}
         return [key for key in keys if key not in self.rows or _problem_of(key) not in scored_problems]
 
@@ -152,7 +154,7 @@ def _problem_of(key: Key) -> tuple[str, int, int | None]:
 
 
 def _rows(path: Path, header: Header) -> dict[Key, Row]:
-    """The rows of an existing file; no rows for a new file. Raises OtherResult."""
+    """The rows of an existing file. A new file has no rows. Raises OtherResult."""
     try:
         lines = read_jsonl(path)
     except ValueError as error:
@@ -174,7 +176,8 @@ def _check_header(path: Path, header_on_disk: Any, header: Header) -> None:
     if not isinstance(header_on_disk, dict):
         raise OtherResult(f"{path}: it has no header of an evaluation")
     if expected["digest"]:
-        header_on_disk["policy"] = expected["policy"]  # the digest identifies the policy, wherever the folder is now
+        # The digest identifies the policy, wherever the folder is now.
+        header_on_disk["policy"] = expected["policy"]
     for key, was, now in differing(header_on_disk, expected):
         raise OtherResult(f"{path}: it is the result of another evaluation: {key}: {was!r}, not {now!r}")
 

@@ -1,4 +1,4 @@
-"""The summary of an evaluation: rates with intervals, budgets compared, as JSON and as tables."""
+"""The summary of an evaluation, as JSON and as tables: rates with intervals, and a comparison of budgets."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -33,7 +33,7 @@ class FileSummary:
     k: int
     mean_at_k: Estimate
     pass_at_k: dict[int, Estimate]
-    """k -> pass@k"""
+    """k -> estimate of pass@k."""
     mean_tokens: float
     """Mean length of a completion (tokens)."""
     truncated_share: float
@@ -55,7 +55,7 @@ def summarize(cell: Cell, file: ProblemFile, contaminated: Contamination | None,
     def mean_of(numbers: list[int]) -> Estimate:
         return rate_over_prompts(shares[numbers], observations=sum(len(outcomes[i]) for i in numbers))
 
-    # Numbers of problems from 0, as in `shares`.
+    # Problems are numbered from 0 here, as in `shares`.
     numbers_of: dict[str, dict[str, list[int]]] = {}
     for number, problem in enumerate(file.problems):
         for name, value in problem.labels.items():
@@ -149,7 +149,8 @@ def scores_table(summaries: Sequence[FileSummary]) -> Table:
         row = [budget, str(summary.problems), f"{mean.value:.3f}", f"{mean.low:.3f}-{mean.high:.3f}"]
         if k in summary.pass_at_k and k > 1:
             row.append(f"{summary.pass_at_k[k].value:.3f}")
-        elif k > 1:  # completions were lost
+        elif k > 1:
+            # The file has fewer than k completions of some problem, because completions were lost.
             row.append("")
         row.append(f"{summary.mean_tokens:,.1f}")
         row += [f"{share:.3f}" for share in (summary.interrupted_share, summary.truncated_share)]
@@ -169,7 +170,7 @@ def labels_table(summary: FileSummary) -> Table:
 
 
 def gains_table(saturation: Saturation) -> Table:
-    """The comparisons of budgets, a row for each but the largest."""
+    """The comparisons of budgets: a row for each budget except the largest."""
     words = {True: "yes", False: "no"}
     rows = [
         (f"{step.budget:,}", f"{step.largest_gain:+.3f}", f"{step.upper:+.3f}", words[step.shown])

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,7 @@ def make_plan(
     update = update_work(recipe, family, layout_of(recipe, family, first.trainer))
     worker_bytes, sender_bytes = (_group_bytes(recipe, groups) for groups in (update.groups, update.sender_groups))
     kernels = Kernels(layers=layers, device="gpu")
+    memory_of = partial(trainer_memory, recipe, family, assumed=assumed, kernels=kernels, group_bytes=sender_bytes)
     engine = engine_memory(recipe, family, parameters, gpu, assumed, group_bytes=worker_bytes)
     lengths = assumed_lengths(recipe, assumed)
     speed = decoding(recipe, parameters, engine, gpu, lengths, assumed)
@@ -164,10 +166,7 @@ def make_plan(
     def trainer_of(split: Split) -> _Trainer:
         layout = layout_of(recipe, family, split.trainer)
         work = step_work(recipe, family, parameters, layout, gpu, lengths, assumed)
-        n = int(work.micro_batches) + 1
-        memory = trainer_memory(
-            recipe, family, layout, assumed, kernels=kernels, micro_batches=n, group_bytes=sender_bytes
-        )
+        memory = memory_of(layout=layout, micro_batches=int(work.micro_batches) + 1)
         return _Trainer(layout=layout, work=work, memory=memory)
 
     best = _search({split: trainer_of(split) for split in possible}, _room(recipe, gpu, engine), base)

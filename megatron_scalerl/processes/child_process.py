@@ -28,14 +28,15 @@ from megatron_scalerl.processes.parent_death import tied_command
 logger = logging.getLogger(__name__)
 
 LOG_LINES = 15
-"""Last lines of a log that an error message quotes."""
+"""Number of last lines of a log that an error message quotes."""
 LOG_END = "; the end of "
-"""Separates an error message from the end of a log."""
+"""Text between an error message and the end of a log."""
 KILLED_S = 30.0
-"""Seconds in which a process ends after SIGKILL: the kernel frees the process's memory, on a busy host later."""
+"""Seconds in which a process ends after SIGKILL. The kernel frees the process's memory first, which takes time on
+a busy host."""
 _TAIL_BYTES = 20_000
 _SLICES = 4
-"""Parts in which a time limit is waited for."""
+"""Number of parts in which a time limit is waited for."""
 
 _started: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
@@ -118,7 +119,8 @@ class ChildProcess:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.wait(), grace_s)
                 self._signal(signal.SIGKILL)
-        except asyncio.CancelledError:  # there is no time for a graceful end
+        except asyncio.CancelledError:
+            # There is no time for a graceful end.
             self.kill()
             raise
         try:
@@ -135,8 +137,9 @@ class ChildProcess:
 
     def _signal(self, sig: int) -> bool:
         """Send a signal to the process group; False if no process of the group is left."""
-        # The kernel gives the number of a process to another process only when the group of that number is empty.
-        # So a process of this number after the exit of ours shows that our group is gone, and must not be signaled.
+        # The kernel gives the number of a process to another process only when the group of that number is empty. So
+        # a process of this number, after the exit of ours, shows that our group is gone. Such a process must not be
+        # signaled.
         if not self.running and Path(f"/proc/{self.pid}").exists():
             self._group_gone = True
         if not self._group_gone:
@@ -173,12 +176,13 @@ def open_log(path: Path) -> BinaryIO:
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     if stat.S_ISREG(os.fstat(fd).st_mode):
-        os.fchmod(fd, 0o600)  # an earlier attempt may have made the file
+        # An earlier attempt may have made the file with another mode.
+        os.fchmod(fd, 0o600)
     return os.fdopen(fd, "ab")
 
 
 def log_tail(path: Path) -> str:
-    """The last lines of a log, empty if there is no such file."""
+    """The last lines of a log; empty if there is no such file."""
     if not path.exists():
         return ""
     with open(path, "rb") as file:
@@ -200,7 +204,8 @@ def fatal_error(path: Path) -> str:
 
     Empty if the log has no exception.
     """
-    with contextlib.suppress(OSError), open(path, "rb") as file:  # a log of another host may be unreadable
+    # A log of another host may be unreadable.
+    with contextlib.suppress(OSError), open(path, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 10 * _TAIL_BYTES))
         text = file.read().decode(errors="replace")
         return (_FATAL.findall(text) or _ERROR.findall(text) or [""])[-1]
@@ -231,7 +236,7 @@ async def cancelled(*tasks: asyncio.Future[Any]) -> None:
 
 @contextlib.asynccontextmanager
 async def time_limit(seconds: float) -> AsyncIterator[None]:
-    """A block that is cancelled after `seconds`. Raises TimeoutError then.
+    """A block that is cancelled after `seconds`; the block then raises TimeoutError.
 
     The limit is waited for in _SLICES parts. Where this process is stopped for hours (a suspended job), the stop
     counts as one part, and the block has the remaining parts to finish.
@@ -270,7 +275,7 @@ def end_with(main: Callable[[], object]) -> NoReturn:
         code = end.code
     except BaseException:
         sys.excepthook(*sys.exc_info())
-    # As Python does with SystemExit: None is success, and a text is printed.
+    # SystemExit has the same meaning for Python: None is success, and a text is printed.
     status = 0
     if isinstance(code, int):
         status = code
@@ -281,8 +286,10 @@ def end_with(main: Callable[[], object]) -> NoReturn:
         try:
             stream.write(text)
             stream.flush()
-        except OSError:  # the stream's reader has gone
+        except OSError:
+            # The stream's reader has gone.
             status = status or 1
-        except (ValueError, AttributeError):  # the program closed the stream, or the stream is None from the start
+        except (ValueError, AttributeError):
+            # The program closed the stream, or the stream is None from the start.
             pass
     os._exit(status & 0xFF)

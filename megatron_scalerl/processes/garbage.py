@@ -5,12 +5,12 @@ import ctypes
 import gc
 from collections.abc import Iterator
 
-_M_TRIM_THRESHOLD = -1  # of <malloc.h>
-_M_MMAP_THRESHOLD = -3  # of <malloc.h>
+_M_TRIM_THRESHOLD = -1  # M_TRIM_THRESHOLD of <malloc.h>
+_M_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of <malloc.h>
 _LARGE_BLOCK = 1 << 20
-"""Bytes from which a block of memory is large."""
+"""Size from which a block of memory is large (bytes)."""
 FULL_COLLECTIONS_EVERY = 100
-"""Collections of the middle generation for one full collection; Python's own value is 10."""
+"""Number of collections of the middle generation for one full collection. Python's own value is 10."""
 
 
 @contextlib.contextmanager
@@ -22,7 +22,8 @@ def rare_full_collections() -> Iterator[None]:
     """
     thresholds = gc.get_threshold()
     gc.collect()
-    gc.freeze()  # collections skip frozen objects
+    # Collections skip frozen objects.
+    gc.freeze()
     gc.set_threshold(*thresholds[:2], FULL_COLLECTIONS_EVERY)
     try:
         yield

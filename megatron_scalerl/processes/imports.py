@@ -14,7 +14,8 @@ def imported(head: str, spec: str, forms: str) -> Any:
         raise ValueError(f"{head}: it has to be {forms}")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module raises on import
+    except Exception as error:
+        # A user's module may raise any exception on import.
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(f"{head}: the module cannot be imported: {reason}") from None
     if not hasattr(module, name):

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from typing import TextIO
 
 LEVEL_VARIABLE = "MSRL_LOG_LEVEL"
-"""Environment variable, inherited by every process of a run: debug, info (default), warning or error."""
+"""Environment variable with the level, inherited by every process of a run: debug, info (default), warning or
+error."""
 NAME_VARIABLE = "MSRL_PROCESS_NAME"
 """Environment variable with the name of a child process, such as trainer-3."""
 FORMAT = "%(asctime)s %(levelname)-7s %(process_name)s %(name)s: %(message)s"
@@ -33,7 +34,7 @@ def log_level() -> int:
 def log_to_stderr(*logger_names: str) -> None:
     """Log to stderr for as long as this child process runs.
 
-    logger_names: loggers of other packages whose handlers get this format, too.
+    logger_names: loggers of other packages whose handlers also get this format.
     """
     root = logging.getLogger()
     if not root.handlers:

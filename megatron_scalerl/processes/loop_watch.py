@@ -32,11 +32,11 @@ from megatron_scalerl.processes.parent_death import tied_command
 logger = logging.getLogger(__name__)
 
 HUNG_S = 300
-"""Seconds without a sign of the loop after which the process is killed: the cost of a restart."""
+"""Seconds without a sign of the loop after which the process is killed. The limit is as long as a restart costs."""
 STACKS_SIGNAL = signal.SIGUSR2
 _BEAT_S = 1.0
 _STACKS_S = 5.0
-"""Seconds for the stacks to be written: stderr may be a file of the file system that hangs."""
+"""Seconds in which the stacks have to be written. stderr may be a file of the file system that hangs."""
 
 
 class LoopLag:
@@ -58,7 +58,8 @@ class LoopLag:
             begin = clock()
             try:
                 os.write(pipe, b".")
-            except BlockingIOError:  # the pipe's reader is stopped
+            except BlockingIOError:
+                # The pipe's reader is stopped.
                 pass
             except BrokenPipeError:
                 logger.warning(
@@ -81,12 +82,12 @@ def bounded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def loop_watcher() -> Iterator[int]:
-    """A block around an event loop in this main thread; the value is the pipe for `watched_loop`. Raises OSError."""
+    """A block around an event loop in this main thread. The value is the pipe for `watched_loop`. Raises OSError."""
     faulthandler.register(STACKS_SIGNAL, file=2)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     words = [sys.executable, "-m", __name__, str(reader), str(HUNG_S)]
-    # In another session: the signals that a terminal sends to the run do not stop the watcher.
+    # The watcher is in another session, so that the signals that a terminal sends to the run do not stop the watcher.
     with subprocess.Popen(tied_command(words), pass_fds=[reader], start_new_session=True) as watcher:
         os.close(reader)
         try:
@@ -116,11 +117,11 @@ def main() -> None:
         if select.select([pipe], [], [], _BEAT_S)[0]:
             silent = 0
             os.read(pipe, select.PIPE_BUF)
-        # State T: the process is stopped. Under a tracer the state is t, and counts.
+        # State T means that the process is stopped. Under a tracer the state is t, and the time counts.
         elif b") T " not in Path(f"/proc/{watched}/stat").read_bytes():
             silent += 1
     line = f"megatron-scalerl: the event loop stood still for {limit} s: its process is killed; its stacks:\n"
-    # In a thread, because a write to stderr may wait for ever.
+    # The write is in a thread, because a write to stderr may wait for ever.
     threading.Thread(target=os.write, args=(2, line.encode()), daemon=True).start()
     time.sleep(_BEAT_S)
     os.kill(watched, STACKS_SIGNAL)

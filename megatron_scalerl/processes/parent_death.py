@@ -19,12 +19,14 @@ _forking_pid = 0
 
 
 def die_with_parent(parent_pid: int, sig: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent exits, or now if the parent is gone already.
+    """Have the kernel send this process a signal when its parent exits. If the parent is gone already, the signal
+    comes now.
 
     parent_pid: the parent's own os.getpid(). Does nothing on systems other than Linux. Raises OSError.
     """
     set_process(_PR_SET_PDEATHSIG, sig)
-    if os.getppid() != parent_pid and sys.platform == "linux":  # the parent exited before the signal was set
+    # The parent may have exited before the signal was set.
+    if os.getppid() != parent_pid and sys.platform == "linux":
         signal.raise_signal(sig)
 
 

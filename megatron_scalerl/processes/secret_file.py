@@ -15,7 +15,8 @@ def write_secret(path: Path, secret: str) -> None:
     """Write the secret to `path`, mode 0600, in a folder that is made, or set, to mode 0700. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.parent.chmod(0o700)
-    path.unlink(missing_ok=True)  # an earlier start's file may have another mode or owner
+    # The file of an earlier start may have another mode or owner.
+    path.unlink(missing_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.write(handle, secret.encode())
@@ -28,7 +29,7 @@ def read_secret(path: Path) -> str:
     """The secret. Raises ValueError for a file that another user owns or can read, OSError if there is none."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        # The status is the open file's, as the path may name another file by now.
+        # The status is taken from the open file, as the path may name another file by now.
         status = os.fstat(handle)
         mode = stat.S_IMODE(status.st_mode)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o077:

@@ -30,7 +30,8 @@ def subreaper_command(folder: str, argv: list[str]) -> list[str]:
 
 
 def _end(*_: object) -> None:
-    with contextlib.suppress(ChildProcessError):  # until there is no child left
+    # The loop ends when no child is left.
+    with contextlib.suppress(ChildProcessError):
         while True:
             for child in Path("/proc/thread-self/children").read_text().split():
                 os.kill(int(child), signal.SIGKILL)

@@ -1,4 +1,7 @@
-"""The worker's side of a `worker_pool`, which describes the protocol. Imports neither asyncio nor anything heavy."""
+"""The worker's side of a `worker_pool`, which describes the protocol.
+
+This module imports neither asyncio nor anything that takes long to import.
+"""
 
 import inspect
 import os
@@ -22,11 +25,11 @@ FRAME = struct.Struct("!QBQQ")
 REQUEST, READ, REPLY, LAST_REPLY = range(4)
 """Kinds of frames."""
 THREADS = 4096
-"""Highest number of calls at once in threads of a worker of several requests."""
+"""Largest number of threads for the calls of a worker of several requests."""
 CONCURRENT = b"concurrent"
 """Body of the reply to the setup of a worker that works on several requests at once."""
 _sending = threading.Lock()
-"""Lock around the writing of a frame: a worker of several requests writes from two threads."""
+"""Lock around the writing of a frame. A worker of several requests writes from two threads."""
 
 
 @record
@@ -72,7 +75,7 @@ async def serve_concurrently(connection: socket.socket, answer: Callable[[bytes,
     import asyncio
     from concurrent.futures import ThreadPoolExecutor
 
-    # asyncio's default executor has a handful of threads
+    # asyncio's default executor has too few threads.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS))
 
     async def reply(number: int, head: bytes, body: bytes) -> None:
@@ -80,7 +83,8 @@ async def serve_concurrently(connection: socket.socket, answer: Callable[[bytes,
             result = await answer(head, body)
             if number:
                 send(connection, number, result)
-        except BaseException:  # SystemExit, too, would leave this task, cancel other tasks and wait for threads
+        # SystemExit is also caught. If raised, it would leave this task, cancel other tasks and wait for threads.
+        except BaseException:
             traceback.print_exc()
             os._exit(1)
 
@@ -96,17 +100,17 @@ def pool_socket() -> Iterator[socket.socket]:
     """The socket to the pool."""
     connection = socket.socket(fileno=int(os.environ.pop(SOCKET_VARIABLE)))
     connection.set_inheritable(False)
-    # a surviving child must not keep the socket open
+    # A surviving child must not keep the socket open.
     os.register_at_fork(after_in_child=connection.close)
     try:
         yield connection
     finally:
-        # Only the end of this process closes the socket: the process then has an exit code when the pool notices.
+        # Only the end of this process closes the socket, so that the process has an exit code when the pool notices.
         connection.detach()
 
 
 def receive_setup(connection: socket.socket) -> tuple[int, bytes]:
-    """(number, head) of the first request; from now on this process imports from the pool's folders, too."""
+    """(number, head) of the first request. From now on this process also imports from the pool's folders."""
     number, setup, paths = receive(connection)
     sys.path.extend(path for path in map(os.fsdecode, paths.split(b"\0")) if path not in sys.path)
     return number, setup
@@ -116,7 +120,7 @@ def receive(connection: socket.socket) -> tuple[int, bytes, bytes]:
     """(number, head, body) of the next request, after a READ frame to the pool."""
     number, _, *sizes = FRAME.unpack(_read(connection, FRAME.size))
     head, body = (_read(connection, size) for size in sizes)
-    # Before the work begins: a death from here on counts against the request.
+    # The pool is told before the work begins: a death from here on counts against the request.
     if number:
         with _sending:
             connection.sendall(FRAME.pack(number, READ, 0, 0))
@@ -142,6 +146,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
     while done < size:
         received = connection.recv_into(view[done:])
         if not received:
-            os._exit(0)  # from any thread
+            # `os._exit` works from any thread.
+            os._exit(0)
         done += received
     return bytes(buffer)

@@ -73,21 +73,22 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Head = TypeVar("Head")
 MAX_LOSSES = 2
-"""Workers that may end with one request."""
+"""Number of workers that may end with one request."""
 MAX_EARLY_LOSSES = 3
-"""Workers that may end before a request is read."""
+"""Number of workers that may end before a request is read."""
 START_TRIES = 4
-"""Tries of a round to replace a process."""
+"""Number of tries in a round to replace a process."""
 START_PAUSE_S = 0.5
 """Pause after the first try of a round, which doubles after each further try (seconds)."""
 ROUND_PAUSE_S = 20.0
 """Pause between two rounds (seconds)."""
 START_ROUNDS = 3
-"""Failed rounds per worker, with none alive, after which the pool ends: about a minute."""
+"""Number of failed rounds per worker, with no worker alive, after which the pool ends. The rounds take about a
+minute."""
 END_TIMEOUT_S = 10.0
-"""Seconds for a killed process to exit; a slower process is left behind."""
+"""Seconds for a killed process to exit. A slower process is left behind."""
 GRACE_S = 5.0
-"""Further time for workers of several requests, which keep the time limit themselves (seconds)."""
+"""Additional seconds for workers of several requests, which keep the time limit themselves."""
 
 
 @dataclass(eq=False, repr=False)
@@ -95,7 +96,7 @@ class WorkerDied(Exception):
     """A worker ended with a request. The message is `cause`."""
 
     cause: str
-    """A noun phrase for the event in place of a reply."""
+    """A noun phrase for the event that came in place of a reply."""
     read: bool = False
     """Whether the worker had read the request."""
     unanswered_requests: bool = False
@@ -115,21 +116,21 @@ class Program:
     name: str
     """Workers are called NAME-N."""
     module: str
-    """Calls `worker.serve`."""
+    """The module, which calls `worker.serve`."""
     setup: bytes
-    """Head of the first request."""
+    """Head of the first request, the setup."""
     environment: Mapping[str, str]
-    """The complete environment variables, but for the socket's number."""
+    """All environment variables, without the variable for the socket's number."""
     subject: str
-    """Begin of the message of an error at the start, such as a recipe's key."""
+    """Start of the message of an error at the start of a worker, such as a recipe's key."""
     timeout_s: float
     """Time limit of a request (seconds)."""
     start_timeout_s: float
     """Time limit of the start with the setup (seconds)."""
     concurrency: int = 1
-    """Requests at work in all workers together, if a worker works on several."""
+    """Number of requests at work in all workers together, if a worker works on several requests."""
     most_reply: int = 2**32
-    """Highest number of bytes of a reply; a frame that announces more is taken for damage."""
+    """The largest size of a reply (bytes). A frame that announces more is taken for damage."""
     logs: Path | None = None
     """Folder for the logs, NAME-N.log. None: output goes to the stderr of this process."""
 
@@ -142,11 +143,11 @@ class _Request(Generic[Head]):
     body: bytes
     reply: asyncio.Future[tuple[Head, bytes]]
     begun: Callable[[], None]
-    """Callback for each worker that takes the request."""
+    """Function that is called for each worker that takes the request."""
     losses: int = 0
-    """Workers that ended after the request was read."""
+    """Number of workers that ended after the request was read."""
     early_losses: int = 0
-    """Workers that ended before the request was read."""
+    """Number of workers that ended before the request was read."""
 
     def fail(self, problem: Exception) -> None:
         """Raise `problem` for the caller, unless the caller was cancelled or has a reply."""
@@ -171,7 +172,7 @@ class WorkerPool(Generic[Head]):
         workers = [Worker(f"{program.name}-{n}", program, self._output) for n in range(2 * count)]
         self._workers = workers[:count]
         self._extra = workers[count:]
-        """Workers for requests that were outstanding in a dead worker of several requests."""
+        """Extra workers, for requests that were outstanding in a dead worker of several requests."""
         self._decode = msgspec.json.Decoder(reply_type).decode
         self._settles = settles
         self._queue: asyncio.Queue[_Request[Head]] = asyncio.Queue()
@@ -182,7 +183,7 @@ class WorkerPool(Generic[Head]):
         self._limit_s = program.timeout_s
         self._failed_rounds = 0
         self._failed_tries = 0
-        """Rounds and tries since a process was last started."""
+        """Numbers of failed rounds and of failed tries since a process was last started."""
         self._end: Exception | None = RuntimeError(f"the {program.name} pool was not started")
         """The reason why `ask` gets no answer, None while the pool works."""
 
@@ -249,7 +250,7 @@ class WorkerPool(Generic[Head]):
             return await reply
         finally:
             self._outstanding.discard(request)
-            # The request of a cancelled caller stays in the queue until its turn; the body may be large.
+            # The request of a cancelled caller stays in the queue until its turn, and the body may be large.
             request.body = b""
 
     async def _work(self, worker: Worker) -> None:
@@ -257,7 +258,8 @@ class WorkerPool(Generic[Head]):
         queue = self._queue if concurrent else self._suspects
         while True:
             request = await queue.get()
-            if concurrent and not worker.alive:  # a replacement waits for the worker's last replies
+            # A replacement waits for the last replies of the ending worker, so another worker takes the request.
+            if concurrent and not worker.alive:
                 queue.put_nowait(request)
             else:
                 await self._serve(worker, request, queue)
@@ -267,7 +269,8 @@ class WorkerPool(Generic[Head]):
     async def _serve(self, worker: Worker, request: _Request[Head], queue: asyncio.Queue[_Request[Head]]) -> None:
         """See a request to a reply, a failure or the queue of suspects."""
         concurrent = queue is not self._suspects
-        while not request.reply.done():  # by a cancelled caller
+        # The reply of a cancelled caller is also done.
+        while not request.reply.done():
             if not await self._ready(worker):
                 self._refuse(request, queue)
                 continue
@@ -316,7 +319,7 @@ class WorkerPool(Generic[Head]):
                 try:
                     await worker.start()
                 except (ValueError, OSError, ProcessDied) as error:
-                    # The program has started before, so that a refused setup is as transient as a lack of memory.
+                    # The program has started before, so a refused setup is as transient as a lack of memory.
                     problem = error
                     self._failed_tries += 1
                     continue
@@ -366,9 +369,9 @@ class Worker(asyncio.Protocol):
         """Numbers of requests that the process has read and not replied to; a new process gets a new set."""
         self._received = bytearray()
         self._ending = False
-        """Whether a reply was the last."""
+        """Whether a reply was the last reply of the process."""
         self.gate = asyncio.Lock()
-        """Lock that each request passes and a replacement holds."""
+        """Lock that each request passes. A replacement of the process holds the lock."""
         self.greeting = b""
         """Body of the reply to the setup."""
 
@@ -398,7 +401,7 @@ class Worker(asyncio.Protocol):
             raise ValueError(refusal)
 
     async def _start(self) -> str:
-        """Start the process, after all replies of an ending predecessor; the reply to the setup."""
+        """Start the process, after all replies of an ending predecessor. Returns the reply to the setup."""
         if self._ending and self._replies:
             await asyncio.wait(self._replies.values())
         await self.kill()
@@ -407,7 +410,7 @@ class Worker(asyncio.Protocol):
         self._read = set()
         self._ending = False
         self._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=pool_socket)
-        # Once this process has closed this copy, the end of the worker closes the socket.
+        # This process closes its copy of the socket, so that the end of the worker closes the socket.
         with worker_socket:
             descriptor = worker_socket.fileno()
             self._child = await ChildProcess.start(
@@ -424,7 +427,7 @@ class Worker(asyncio.Protocol):
         return reply
 
     async def ask(self, head: bytes, body: bytes, timeout_s: float, decode: Callable[[bytes], T]) -> tuple[T, bytes]:
-        """(decoded head, body) of the reply. Raises WorkerDied; then the process is dead.
+        """(decoded head, body) of the reply. Raises WorkerDied, after which the process is dead.
 
         After a cancellation the worker has to be killed: a late reply would be damage.
         """
@@ -437,20 +440,22 @@ class Worker(asyncio.Protocol):
         try:
             async with time_limit(timeout_s):
                 last, reply_head, reply_body = await self._exchange(number, head, body)
-            unanswered.add(number)  # until the head is decoded
+            # The request counts as unanswered until the head of the reply is decoded.
+            unanswered.add(number)
             decoded = decode(reply_head)
             unanswered.discard(number)
         except (OSError, EOFError, ValueError, RecursionError) as problem:
             died = functools.partial(WorkerDied, read=number in unanswered, unanswered_requests=bool(unanswered))
             busy = (self._processor_s() - used_before) / (time.monotonic() - begin)
             code = None
-            if self._transport is transport:  # else another request has ended the process
+            # If the transport differs, another request has already ended the process.
+            if self._transport is transport:
                 code = await self.kill()
             if isinstance(problem, TimeoutError):
                 raise died(f"no answer within {timeout_s:g} s", late=True, busy=busy) from None
             if isinstance(problem, ValueError | RecursionError):
                 raise died("bytes in its socket that are no reply") from None
-            # A process that closed the socket has exited, with a fixed code, or can no longer be trusted.
+            # A process that closed the socket has exited with a fixed code, or can no longer be trusted.
             raise died(end_of(code), code=code) from None
         finally:
             self._replies.pop(number, None)
@@ -463,8 +468,10 @@ class Worker(asyncio.Protocol):
         waiting = [str(self.pid)]
         while waiting:
             folder = Path(f"/proc/{waiting.pop()}")
-            with contextlib.suppress(OSError):  # the process has ended
-                # After the name, which may contain spaces: utime, stime, and both of the children that have ended.
+            # The process may have ended.
+            with contextlib.suppress(OSError):
+                # The fields follow the name, which may contain spaces. The four fields are utime, stime, and both
+                # times of the children that have ended.
                 fields = (folder / "stat").read_text().rpartition(")")[2].split()
                 ticks += sum(map(int, fields[11:15]))
                 for children in folder.glob("task/*/children"):
@@ -472,7 +479,8 @@ class Worker(asyncio.Protocol):
         return ticks / os.sysconf("SC_CLK_TCK")
 
     async def kill(self) -> int | None:
-        """End the process and all children at once; the exit code, None if there is none. May be called twice."""
+        """End the process and all children at once. Returns the exit code, None if there is none. May be called
+        twice."""
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
@@ -495,8 +503,8 @@ class Worker(asyncio.Protocol):
         return kind == LAST_REPLY, head, body
 
     def send(self, number: int, head: bytes, body: bytes = b"") -> asyncio.Future[Any]:
-        """Send a request; (kind, head, body) of the reply, which never comes for number 0."""
-        # the process is alive: `_Process.call` and `leave` of environments look first
+        """Send a request. The future gets (kind, head, body) of the reply, which never comes for number 0."""
+        # The process is alive, because `_Process.call` and `leave` of environments look first.
         assert self._transport is not None, "started"
         self._transport.write(FRAME.pack(number, REQUEST, len(head), len(body)) + head)
         self._transport.write(body)
@@ -533,7 +541,7 @@ class Worker(asyncio.Protocol):
 
 
 def end_of(code: int | None) -> str:
-    """The end of a process with an exit code, as a noun phrase."""
+    """The end of a process with this exit code, as a noun phrase."""
     if code is None:
         return "a closed socket"
     if code < 0:

@@ -57,23 +57,24 @@ MODEL = "policy"
 GENERATE = "/inference/v1/generate"
 CHAT = "/v1/chat/completions"
 BODY_BYTES = 2**22
-"""Most bytes of a request."""
+"""The largest size of a request (bytes)."""
 BODY_S = 60.0
-"""Time for a request to arrive, and for a connection without a request (s)."""
+"""Time limit for the arrival of a request, and for a connection without a request (s)."""
 TOKEN_BYTES = 16
-"""Bytes of a body for each token that a context may have, beside OTHER_BYTES: an id takes 8 at most, words take 5.
+"""Bytes that a body may have for each token of a context, in addition to OTHER_BYTES. An id takes at most 8 bytes, a
+token in words 5 bytes.
 
 A decoder takes 16 us for a byte of special tokens.
 """
 OTHER_BYTES = 2**16
-"""Bytes of a body beside the context."""
+"""Bytes that a body may have in addition to the context."""
 IGNORED_SETTINGS = """
     model user metadata store service_tier safety_identifier prompt_cache_key stream_options priority cache_salt
     sampling_params temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty
 """
-"""Settings that change nothing: the run decides how the policy is sampled."""
+"""Settings of a request that have no effect: the run decides how the policy is sampled."""
 ID_CLIENT_SETTINGS = "stop_token_ids logprobs skip_special_tokens return_token_ids routed_experts_prompt_start"
-"""Settings of clients that send ids, who get ids with log-probs in any case."""
+"""Settings of clients that send ids. Such clients get ids with log-probs in any case."""
 ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "logit_bias": ({},),
@@ -83,13 +84,14 @@ ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto",),
     "content_parts": ([],),
 }
-"""Settings that a request may have with these values alone. Every unnamed setting has to be null."""
+"""Settings that a request may have with these values alone. Every setting without a name here has to be null."""
 
 
 MOST_STRANGERS = 256
-"""Connections that have shown no known key; above this number the oldest is closed once STRANGER_S has passed."""
+"""Limit of connections that have shown no known key. Above the limit the oldest connection is closed once
+STRANGER_S has passed."""
 STRANGER_S = 5.0
-"""Time to show a key (s): many agents connect at once when episodes begin."""
+"""Time limit for a connection to show a key (s). Many agents connect at once when episodes begin."""
 ENDS = 64
 """Number of latest episodes among which cuts by `max_tokens` are counted."""
 UNKNOWN = "the key is of no episode in progress: send agent.api_key of this call of run"
@@ -104,11 +106,11 @@ class LimitReached(Exception):
 
 
 class AnswerCut(LimitReached):
-    """The limit is `max_tokens` of the agent's request."""
+    """The limit `max_tokens` of an agent's request ended the episode."""
 
 
 Ask = Callable[..., Awaitable[tuple[Part, PastTurn, Decoded]]]
-"""Samples a turn after a context [N], as `EpisodeSampler._ask`."""
+"""A function that samples a turn after a context [N]; see `EpisodeSampler._ask`."""
 
 
 @record
@@ -125,7 +127,7 @@ class Conversation:
 
 @record
 class _Job:
-    """A request in the form that `ask` samples."""
+    """A request in the form in which `ask` samples a turn."""
 
     context: list[int]
     tools: str = "[]"
@@ -133,7 +135,7 @@ class _Job:
     conversation: Conversation = Conversation()
     """The conversation, with the new messages."""
     digest: Any = None
-    """Hash of tools and messages, which the answer updates."""
+    """Hash of tools and messages. The policy's answer is added to this hash."""
 
 
 class _Text(msgspec.Struct):
@@ -164,7 +166,7 @@ class _Salted(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """A request on either path; fields of sampling_params count as fields of the request."""
+    """The body of a request, on either path. Fields of sampling_params count as fields of the request."""
 
     token_ids: list[Annotated[int, msgspec.Meta(ge=0)]] = []
     messages: list[_Message] = []
@@ -177,17 +179,17 @@ class _Body(msgspec.Struct):
 
 
 Reply = tuple[int, str, bytes]
-"""(status, type, body) of an answer, which may be sent several times."""
+"""(status, type, body) of an answer. The same reply may be sent several times."""
 
 
 @dataclass(eq=False)
 class _Entry:
-    """A request on record."""
+    """A recorded request."""
 
     digest: bytes
     answer: asyncio.Task[Reply]
     reader: Any = None
-    """The handler of the try in progress that has got the answer, or waits for it."""
+    """The handler that has got the answer, or waits for the answer, in the try in progress."""
 
 
 class Session:
@@ -208,7 +210,7 @@ class Session:
         """sessions: key -> session of a try in progress. agent: address without a key. vocabulary: number of ids of
         the policy. tokens: limit of a context."""
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Ends with the error that ended the episode."""
+        """Future that ends with the error that ended the episode."""
         self._agent = agent
         self._ask = ask
         self._decoders = decoders
@@ -221,7 +223,7 @@ class Session:
         self._requests = 0
         self._record: list[_Entry] = []
         self.unasked: set[_Entry] = set()
-        """Requests of earlier tries that this try has not asked."""
+        """Requests of earlier tries that this try has not asked yet."""
         self._texts: list[str] = []
         """Answers of the policy."""
         self._conversations: dict[bytes, Conversation] = {}
@@ -229,9 +231,9 @@ class Session:
         self._handlers: set[asyncio.Task[Any]] = set()
         """Handlers of the requests in flight."""
         self._request_in_flight = asyncio.Event()
-        """Set while a request is in flight."""
+        """Event that is set while a request is in flight."""
         self._no_request = asyncio.Event()
-        """Set while no request is in flight."""
+        """Event that is set while no request is in flight."""
         self._no_request.set()
 
     def begin(self) -> Agent:
@@ -250,7 +252,7 @@ class Session:
             handler.cancel()
 
     async def silent(self) -> None:
-        """Return once no request was in flight for the limit."""
+        """Return once no request has been in flight for the time limit."""
         while True:
             await self._no_request.wait()
             try:
@@ -260,7 +262,8 @@ class Session:
                 return
 
     def responses(self) -> Sequence[str]:
-        """The policy's answers; none while recorded requests are unasked, since the answers are of several runs."""
+        """The policy's answers. The list is empty while recorded requests are unasked, since the answers then come
+        from several runs."""
         if self.unasked:
             return []
         return self._texts
@@ -282,7 +285,8 @@ class Session:
             self.unasked.discard(entry)
             try:
                 status, kind, body = await asyncio.shield(entry.answer)
-            except asyncio.CancelledError:  # the agent has hung up, and may ask again, or has done so
+            except asyncio.CancelledError:
+                # The agent has hung up. The agent may ask again, or has already asked again.
                 if entry.reader is handler:
                     entry.reader = None
                     awaited = {e.digest for e in self._record if e.reader and not e.answer.done()}
@@ -333,20 +337,21 @@ class Session:
             scored = [{"token": f"token_id:{token}", "logprob": value, "top_logprobs": []} for token, value in values]
             choice = {"token_ids": turn.token_ids, "logprobs": {"content": scored}}
             return _json({"choices": [FINISHED | choice]})
-        except (LimitReached, CompletionLost, RuntimeError, *REQUEST_ERRORS) as end:  # a defect of ours ends the run
+        except (LimitReached, CompletionLost, RuntimeError, *REQUEST_ERRORS) as end:
+            # An error of REQUEST_ERRORS is a defect of this program here, and ends the run.
             if not self.over.done():
                 self.over.set_exception(end)
             return _refusal(410, GONE)
 
     async def _ids(self, request: _Body) -> _Job:
-        """Ids after ids, in the form of vLLM."""
+        """The job of a request with token ids, in the form of vLLM's generate route."""
         largest = max(request.token_ids, default=self._vocabulary)
         if largest >= self._vocabulary:
             raise ValueError(f"token_ids: they have to be ids below {self._vocabulary}, at least one")
         return _Job(context=request.token_ids)
 
     async def _messages(self, request: _Body) -> _Job:
-        """A message after messages, whose longest beginning that the policy has answered is known."""
+        """The job of a request with messages. The longest known conversation at their start keeps its ids."""
         messages = list(map(_plain_message, request.messages))
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError("messages: the last one has to be of user, tool or system")
@@ -370,7 +375,7 @@ class Session:
         return _Job(context=context, tools=tools, conversation=conversation, digest=digest)
 
     def _message(self, request: _Body, job: _Job, part: Part, turn: PastTurn, decoded: Decoded) -> Reply:
-        """The answer to messages."""
+        """The reply to a request with messages."""
         message = _message(decoded, f"call_{len(self._conversations)}", request.stop or ())
         size = len(job.context) + len(turn.token_ids)
         job.digest.update(msgspec.json.encode(_plain_message(msgspec.convert(message, _Message)), order="sorted"))
@@ -417,14 +422,14 @@ def _json(value: dict[str, Any], status: int = 200) -> Reply:
 
 
 def _refusal(status: int, text: str) -> Reply:
-    """An error as OpenAI's client reads errors."""
+    """A refusal, as an error in the form that OpenAI's client reads."""
     text = text.encode(errors="replace").decode()
     return _json({"error": {"message": text, "type": "invalid_request_error", "code": status}}, status)
 
 
 @web.middleware
 async def _refusing(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Turns aiohttp's refusals into errors as OpenAI's client reads errors."""
+    """Turns aiohttp's refusals into errors in the form that OpenAI's client reads."""
     try:
         response: web.StreamResponse = await handler(request)
         return response
@@ -444,14 +449,14 @@ def _plain_message(message: _Message) -> Message:
     if message.role == "developer":
         fields["role"] = "system"
     if message.role == "assistant":
-        # the policy's text may come back without the space around it
+        # An agent may send the policy's text back without the white space around the text.
         fields["content"] = text.strip()
         names = {"tool_calls": list(map(_plain_call, message.tool_calls or ()))}
     return fields | {name: value for name, value in names.items() if value}
 
 
 def _plain_call(call: _Call) -> dict[str, Any]:
-    """A call as chat templates read it: arguments are no text if they are JSON."""
+    """A call in the form that chat templates read: arguments that are JSON become objects."""
     arguments: Any = call.function.arguments
     with contextlib.suppress(ValueError, RecursionError):
         arguments = msgspec.json.decode(arguments)
@@ -461,7 +466,7 @@ def _plain_call(call: _Call) -> dict[str, Any]:
 def _message(decoded: Decoded, prefix: str, stops: Sequence[str]) -> dict[str, Any]:
     """The policy's message. An unreadable call stays in the text.
 
-    prefix: begins the ids of calls without an id. stops: texts before which the message ends.
+    prefix: start of the id that a call without an id gets. stops: texts before which the message ends.
     """
     content = decoded.text or ""
     readable = [call for call in decoded.tool_calls if not call.error]
@@ -484,7 +489,7 @@ def _message(decoded: Decoded, prefix: str, stops: Sequence[str]) -> dict[str, A
 
 
 class _RefusedConnection(asyncio.Protocol):
-    """A connection beyond the bound."""
+    """A connection above the limit of connections, which is closed at once."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Close the connection."""
@@ -501,18 +506,19 @@ class AgentServer:
         self._sessions: dict[str, Session] = {}
         """Key of a try -> session."""
         self._key = secrets.token_urlsafe(32)
-        """`Agent.route_key`."""
+        """The value of `Agent.route_key`."""
         self._strangers: dict[Any, float] = {}
-        """Connection that has shown no known key, the oldest first -> time of arrival (s, time of the loop)."""
+        """Connection that has shown no known key -> time of arrival (s, time of the loop). The oldest connection
+        comes first."""
         self._cut: deque[bool] = deque(maxlen=ENDS)
-        """Whether `max_tokens` ended the latest episodes."""
+        """Whether `max_tokens` ended each of the latest episodes."""
 
     async def __aenter__(self) -> AgentServer:
         application = web.Application(client_max_size=BODY_BYTES, middlewares=[_refusing])
         application.router.add_get("/v1/models", self._models)
         for path in (GENERATE, CHAT):
             application.router.add_post(path, self._post)
-        # a handler ends when the agent hangs up
+        # The option handler_cancellation ends a handler when the agent hangs up.
         self._runner = web.AppRunner(
             application, access_log=None, handler_cancellation=True, keepalive_timeout=BODY_S, shutdown_timeout=1.0
         )
@@ -527,7 +533,8 @@ class AgentServer:
     def _protocol(self) -> asyncio.BaseProtocol:
         server: Any = self._runner.server
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if 0 < files // 2 <= len(server.connections):  # without a limit it is negative
+        # The number is negative if open files have no limit.
+        if 0 < files // 2 <= len(server.connections):
             return _RefusedConnection()
         protocol: asyncio.BaseProtocol = server()
         now_s = asyncio.get_running_loop().time()

@@ -18,9 +18,10 @@ from megatron_scalerl.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 PAUSES_S = (1.0, 4.0, 15.0, 60.0)
-"""Pauses between the tries: a judge or teacher that is down for a minute ends no run."""
+"""Pauses between the tries. A judge or teacher that is down for a minute must not end the run."""
 SCORE_S = 600.0
-"""Limit of one try: a judge that accepts a connection and never answers would hold the batch for ever."""
+"""Limit of one try. Without a limit, a judge that accepts a connection and never answers would hold the batch for
+ever."""
 
 
 Score = Callable[[RolloutGroup, Sequence[RolloutArrays]], Awaitable[Sequence[Mapping[str, Any]]]]
@@ -38,7 +39,7 @@ class Teachers:
         self._engines = engines
 
     async def score(self, group: RolloutGroup, samples: Sequence[RolloutArrays]) -> list[dict[str, Any]]:
-        """[samples] the column of `Distilled`. Raises EngineError."""
+        """[samples] for each sample, the column that `Distilled` needs. Raises EngineError."""
         task = group.prompt.task
         name = TEACHER + next(name for name, section in self._sections.items() if task in (section.tasks or [task]))
         parts = [part for completion in group.completions for part in completion.samples]
@@ -57,7 +58,8 @@ class Teachers:
                 logprobs = await teacher.score(ids)
             except EngineLost:
                 continue
-            by_token = np.array([0.0, *logprobs])[len(prompt) :]  # nothing comes before a text's first token
+            # No teacher scores the first token of a text, since nothing comes before this token.
+            by_token = np.array([0.0, *logprobs])[len(prompt) :]
             return {"teacher_logprobs": np.where(sample.loss_mask, by_token, 0.0)}
 
 
@@ -66,10 +68,10 @@ async def with_columns(
 ) -> list[bytes]:
     """The samples of a group, as `rollout_bytes.write` writes them, with the columns of `score`.
 
-    score: of `Teachers`, without a limit of time; None: the algorithm's own.
+    score: the method of `Teachers`, which has no limit of time; None: the algorithm's own method.
 
-    Raises RuntimeError, which ends the run, where in each try `score` raised, took more than `SCORE_S`, or gave other
-    columns.
+    Raises RuntimeError, which ends the run, if every try failed: `score` raised, took more than `SCORE_S`, or gave
+    other columns.
     """
     arrays = [read(sample) for sample in samples]
     for pause_s in (*PAUSES_S, None):

@@ -27,7 +27,7 @@ def completions_of(run_dir: Path, sources: Sequence[Source]) -> ReadCompletions:
 
 
 def _read(folder: Path, sources: Sequence[Source]) -> list[bytes]:
-    # by block, so that the head of each block is read and verified once
+    # Positions are collected by block, so that the head of each block is read and verified once.
     positions: dict[BlockRef, list[int]] = {}
     for stored, position in sources:
         assert stored is not None, "a group is stored before it is trained"

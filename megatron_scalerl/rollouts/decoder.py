@@ -35,7 +35,7 @@ from megatron_scalerl.rollouts.tool_calls import ToolParser, tool_parser
 from megatron_scalerl.types import Completion, CompletionLost
 
 TOOL_SETS = 16
-"""Sets of tools for which a process keeps a renderer."""
+"""Number of sets of tools for which a process keeps a renderer."""
 
 
 @record
@@ -43,7 +43,8 @@ class AnswerFormat:
     """The rule by which the answer of a completion is found. Produced by `rollouts.plans`."""
 
     plan: Plan | None
-    """Any interruption plan of the run, for the closing tag that ends thinking; None for a policy without tags."""
+    """An interruption plan of the run. All plans have the same closing tag of thinking; None for a policy without
+    tags."""
     think_end: str
     """The closing tag as text."""
     hidden_ids: frozenset[int]
@@ -152,7 +153,8 @@ class Decoding:
         self._text = _text_decoder(setup)
         self._request = msgspec.json.Decoder(Request)
         if setup.episodes:
-            from megatron_scalerl.prompts.tokenizer import load_tokenizer  # imports transformers
+            # This module imports transformers, which takes seconds.
+            from megatron_scalerl.prompts.tokenizer import load_tokenizer
 
             # Every request of an agent may have different tools.
             self._talk = lru_cache(TOOL_SETS)(partial(turns_of, load_tokenizer(setup.policy)))
@@ -175,7 +177,8 @@ class Decoding:
         before_calls = ""
         calls: tuple[ToolCall, ...] = ()
         answer_start = self._format.answer_start(arrays.token_ids) or 0
-        if not arrays.truncated:  # a truncated completion counts as wrong, whatever the text says
+        # A truncated completion counts as wrong, whatever the text says.
+        if not arrays.truncated:
             text = self._format.answer_text(arrays.token_ids, self._text)
         if text is not None and request.talk is not None:
             _, read = self._talk(request.talk)
@@ -197,8 +200,10 @@ class Decoding:
 
 
 def turns_of(tokenizer: Any, turns: TurnSettings) -> tuple[TurnRenderer, ToolParser]:
-    """(renderer of the turns, parser of calls of tools in the turns). Raises ValueError as both do, and for tools
-    that no template shows."""
+    """(renderer of the turns, parser of calls of tools in the turns).
+
+    Raises ValueError as both do, and for tools that no template shows.
+    """
     prompts = PromptsSection.model_validate_json(turns.prompts)
     tools = msgspec.json.decode(turns.tools)
     if tools and not prompts.chat_template:
@@ -209,13 +214,14 @@ def turns_of(tokenizer: Any, turns: TurnSettings) -> tuple[TurnRenderer, ToolPar
 
 
 def _text_decoder(setup: Setup) -> Callable[[Sequence[int]], str]:
-    """Token ids to text: all tokens, with every space."""
+    """A function that decodes token ids to text, with special tokens and every space."""
     if setup.tokenizer is not None:
         from tokenizers import Tokenizer
 
         fast = Tokenizer.from_str(setup.tokenizer)
         return lambda ids: str(fast.decode(ids, skip_special_tokens=False))
-    from megatron_scalerl.prompts.tokenizer import load_tokenizer  # imports transformers
+    # This module imports transformers, which takes seconds.
+    from megatron_scalerl.prompts.tokenizer import load_tokenizer
 
     slow = load_tokenizer(setup.policy)
     return lambda ids: str(slow.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

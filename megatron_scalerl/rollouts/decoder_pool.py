@@ -47,13 +47,14 @@ from megatron_scalerl.types import CompletionLost
 logger = logging.getLogger(__name__)
 
 SLOTS = 4
-"""Bodies in memory per decoder process."""
+"""Number of bodies in memory for each decoder process."""
 TIMEOUT_S = 60.0
-"""Time limit of one body, which takes 10 ms at 14,000 tokens (s)."""
+"""Time limit of one body (s). A body of 14,000 tokens takes 10 ms."""
 MAX_LOST_IN_A_ROW = 16
 START_TIMEOUT_S = 300.0
 MAX_DEFAULT_WORKERS = 4
-"""Most decoder processes if the recipe sets no number: a process decodes over a million tokens a second."""
+"""Largest number of decoder processes if the recipe sets no number. A process decodes over a million tokens a
+second."""
 
 
 class DecoderPool:
@@ -70,7 +71,7 @@ class DecoderPool:
     ):
         """logs: folder of the processes' logs, `decoder-N.log`."""
         fast: Any = getattr(tokenizer, "backend_tokenizer", None)
-        # with this text the processes need no transformers, whose import takes seconds
+        # With this text the processes need no transformers, whose import takes seconds.
         text = fast.to_str() if hasattr(fast, "to_str") else None
         setup = Setup(
             answer=plans.answer_format(), tokenizer=text, policy=recipe.policy.path, episodes=recipe.episodes
@@ -80,7 +81,7 @@ class DecoderPool:
             name="decoder",
             module="megatron_scalerl.rollouts.decoder",
             setup=msgspec.json.encode(setup),
-            # a process decodes one body at a time, so it needs no threads
+            # A process decodes one body at a time, so it needs no threads.
             environment=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
             subject="rollouts.decoders",
             timeout_s=timeout_s,
@@ -105,7 +106,7 @@ class DecoderPool:
         return self._workers.pids
 
     def slot(self) -> AbstractAsyncContextManager[None]:
-        """A slot, to be held from the begin of reading a body to the end of decoding."""
+        """A slot, which the caller holds from the start of reading a body to the end of decoding."""
         return self._slots
 
     def of_turns(self, talk: TurnSettings) -> Decoder[Decoded]:
@@ -145,7 +146,7 @@ class DecoderPool:
         return np.frombuffer(data, dtype="<u4"), reply.rewritten
 
     async def _ask(self, request: Request, body: bytes, problem: str) -> tuple[Reply, bytes]:
-        """The reply. problem: the error text for a request that ends processes."""
+        """The reply to a request. problem: the error text for a request that ends processes."""
         try:
             answer = await self._workers.ask(msgspec.json.encode(request), body)
         except WorkerDied as death:

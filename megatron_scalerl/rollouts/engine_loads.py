@@ -32,17 +32,17 @@ class EngineLoads:
         return min(free_engines, key=self._completions.__getitem__, default=None)
 
     def add(self, engine: EngineClient, completions: int) -> None:
-        """Count completions."""
+        """Count new completions on an engine."""
         self._completions[engine] += completions
         self.note_idle()
 
     def remove(self, engine: EngineClient) -> None:
-        """A completion is over."""
+        """Count a completion on an engine as over."""
         self._completions[engine] -= 1
         self.note_idle()
 
     def note_idle(self) -> None:
-        """Begin or end the time in which engines serve without work; also called when an engine joins or leaves.
+        """Start or end the time in which engines serve without work; also called when an engine joins or leaves.
 
         Time without a serving engine is not idle: the engines are being started then.
         """
@@ -62,7 +62,7 @@ class EngineLoads:
         return seconds
 
     def _end_idle(self) -> None:
-        """Add the time since `_idle_since`, and begin anew."""
+        """Add the time since `_idle_since` to the idle seconds, and measure from now on."""
         if self._idle_since is not None:
             now = time.monotonic()
             self._idle_seconds += now - self._idle_since

@@ -54,12 +54,12 @@ from megatron_scalerl.rollouts.trace import Part, Trace
 from megatron_scalerl.types import ENDS, CompletionLost, Prompt
 
 TRIES = 3
-"""Tries of an episode whose environment answers equal responses differently."""
+"""Number of tries of an episode whose environment answers equal responses differently."""
 PROBLEM_CHARS = 500
-"""Last characters of a failure that are stored with the score."""
+"""Number of characters, from the end of a failure's text, that are stored with the score."""
 OWN_FAILURES = 16
-"""Episodes of a prompt in a row, each ended by the prompt's row, after which the prompt is left out: no outage ends
-an episode this way."""
+"""Number of a prompt's episodes in a row that the prompt's row has ended, after which the prompt is left out. An
+outage ends no episode this way."""
 
 
 class EpisodeSampler(Sampler):
@@ -91,8 +91,8 @@ class EpisodeSampler(Sampler):
         """Prompts with an episode that the verifier has scored."""
 
     async def problem_of(self, prompt: Prompt) -> str:
-        """The reason why a prompt cannot be learned from, known after the first episodes: all fail, or no answer may
-        be paid."""
+        """The reason why a prompt cannot be learned from. The reason is known after the first episodes: all
+        episodes fail, or no answer may be paid."""
         problem = self._problems.get(prompt.prompt_id, "")
         if problem or prompt.prompt_id not in self._verified:
             return problem
@@ -163,7 +163,7 @@ class EpisodeSampler(Sampler):
         return replace(scored, score=replace(scored.score, problem=problem[-PROBLEM_CHARS:]))
 
     async def _first(self, environment: Episode) -> tuple[Sequence[Message], np.ndarray]:
-        """(the first messages, ids [P] of these messages). Raises EnvironmentFailed."""
+        """(the environment's first messages, ids [P] of these messages). Raises EnvironmentFailed."""
         messages = await environment.reset()
         ids, _ = await self._rendered([messages], [])
         if not 1 <= len(ids) <= self._most_prompt_tokens:
@@ -233,7 +233,7 @@ class EpisodeSampler(Sampler):
         tools: str | None = None,
         stop: tuple[str, ...] = (),
     ) -> tuple[Part, PastTurn, Decoded]:
-        """(the part, the turn in it) after a context [N].
+        """(the part, the turn in the part) that the policy samples after a context [N].
 
         number: number of the request, from 0. max_tokens: the agent's limit of the turn. tools: as JSON; None: the
         environment's tools. stop: texts that end the turn. Raises LimitReached.
@@ -287,7 +287,8 @@ class EpisodeSampler(Sampler):
             if not all(isinstance(reward, bool) for reward in trace.rewards):
                 value = total
             score = self._verifier.paid(value, prompt, tokens=sampled)
-        if trace.end.by != "environment":  # breaking off does not save the costs so far
+        # A policy that breaks an episode off must not escape the costs so far.
+        if trace.end.by != "environment":
             score = replace(score, reward=min(score.reward, total))
         return ScoredCompletion(
             prompt=prompt,
@@ -306,7 +307,7 @@ async def sampling(
     verifier: VerifierPool | TaskPools,
     logs: Path,
 ) -> AsyncIterator[Callable[[Recipe], Sampler]]:
-    """Makes samplers that share decoders and environments, whose processes run in the block.
+    """Makes samplers that share decoders and environments. The processes of both run in the block.
 
     The recipe of each sampler may differ from `recipe` in token budgets alone. Raises as `DecoderPool`,
     `EnvironmentPool` and `turn_settings`.

@@ -171,7 +171,8 @@ class StalenessGate:
         earliest = self._in_flight.pop(group_id)
         deadline = first_token_version + self.max_staleness_steps
         assert deadline >= earliest, f"group {group_id}: first token older than its admission"
-        self._ready[group_id] = deadline  # later than at the start if an update came before the first token
+        # The deadline is later than at the start if an update came before the first token.
+        self._ready[group_id] = deadline
 
     def drop(self, group_id: int) -> None:
         """Discard a group in flight for good."""
@@ -182,7 +183,7 @@ class StalenessGate:
         self.drop(group_id)
 
     def restore(self, group_id: int, first_token_version: int) -> None:
-        """Count a finished group as ready, which was read from the journal after a restart."""
+        """Count as ready a finished group that was read from the journal after a restart."""
         self._ready[group_id] = first_token_version + self.max_staleness_steps
 
     def forget_ready(self) -> None:
@@ -190,10 +191,12 @@ class StalenessGate:
         self._ready.clear()
 
     def exhaust(self) -> None:
-        """Note that no group will start any more. Nothing to do: no batch of this gate waits for new groups."""
+        """Note that no group will start any more. This gate has nothing to do, since no batch waits for new
+        groups."""
 
     def resume(self, batches: int) -> None:
-        """Note after a restart that `batches` batches of the run are done. Nothing to do: no rule counts batches."""
+        """Note after a restart that `batches` batches of the run are done. This gate has nothing to do, since no
+        rule counts batches."""
 
     def batch(self, policy_version: int) -> tuple[int, ...] | None:
         """The groups to train on at `policy_version`, earliest deadline first; None if the trainer must wait.
@@ -202,19 +205,19 @@ class StalenessGate:
         """
         if len(self._ready) < self.groups_per_batch:
             return None
-        # by id among equal deadlines, so that the batch does not depend on which group finished first
+        # Groups with equal deadlines go by id, so that the batch does not depend on which group finished first.
         order = sorted(self._ready, key=lambda group: (self._ready[group], group))
         chosen_groups = order[: self.groups_per_batch]
         remaining_groups = order[self.groups_per_batch :]
         deadlines = sorted([*self._in_flight.values(), *(self._ready[group] for group in remaining_groups)])
-        # the waiting rule; j = 0 means that no remaining group has a deadline now
+        # This is the waiting rule. For j = 0 the rule says that no remaining group has a deadline now.
         for j in range(self.max_staleness_steps + 1):
             if bisect.bisect_right(deadlines, policy_version + j) > j * self.groups_per_batch:
                 return None
         return tuple(chosen_groups)
 
     def take(self, group_ids: tuple[int, ...]) -> None:
-        """Take the groups of a released batch, which trains from now on, or next if a batch trains already."""
+        """Take the groups of a released batch. The batch trains from now on, or next if a batch trains already."""
         assert not self._next, "one batch trains at a time, and one is taken ahead"
         for group_id in group_ids:
             del self._ready[group_id]
@@ -243,7 +246,7 @@ class PhaseGate(StalenessGate):
         self._exhausted = False
 
     def may_start(self) -> bool:
-        """True if the phase lacks groups."""
+        """True if the phase needs more groups."""
         return self.outstanding + self._done < self._size
 
     def start(self, group_id: int, policy_version: int) -> None:
@@ -269,7 +272,7 @@ class PhaseGate(StalenessGate):
         incomplete = self._in_flight or self._abandoned or (self.may_start() and not self._exhausted)
         if incomplete or len(self._ready) < self.groups_per_batch:
             return None
-        # in the order of admission: by completion, the first batches would have the short completions
+        # Batches follow the order of admission. By completion, the first batches would have the short completions.
         return tuple(sorted(self._ready)[: self.groups_per_batch])
 
     def trained(self) -> None:

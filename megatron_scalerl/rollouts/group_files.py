@@ -35,7 +35,8 @@ def listed_groups(run_dir: str | Path) -> Iterator[ListedGroup]:
         raise ValueError(f"{run_dir}: there is no folder rollouts in it; name the folder of a run")
     stored_segments = segments(folder)
     for event in read_history(Path(run_dir)).finished.values():
-        if event.segment not in stored_segments:  # deleted (checkpoint.rollouts)
+        if event.segment not in stored_segments:
+            # The segment was deleted (checkpoint.rollouts).
             continue
         path = segment_path(folder, event.segment)
         group_id, header = read_header(path, event.stored)

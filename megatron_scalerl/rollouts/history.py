@@ -143,7 +143,8 @@ def read_event(line: bytes, location: str) -> Admit | Finish | BatchRecord | Non
     try:
         return _DECODER.decode(line)
     except (ValueError, RecursionError) as error:
-        if not line.endswith(b"\n"):  # the last line, which a crash has cut off
+        if not line.endswith(b"\n"):
+            # A crash has cut off this last line.
             return None
         raise ValueError(f"{location}: the line is no event of a journal: {error}") from None
 

@@ -56,9 +56,9 @@ class _Waiting:
 class Journal:
     """Appends events of the rollout stream and the controller; `history` reads them at a restart.
 
-    Queue `_waiting`: finished groups whose block is not written yet. Filled by `finish`, one entry per group, so the
-    gate's (k + 1) * groups_per_batch outstanding groups bound the queue; emptied by `_write_waiting`, which takes
-    all entries and syncs once; closed by `close`.
+    Queue `_waiting`: finished groups whose block is not written yet. `finish` fills the queue with one entry per
+    group, so the gate's (k + 1) * groups_per_batch outstanding groups bound the queue. `_write_waiting` takes all
+    entries and syncs once. `close` closes the queue.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class Journal:
         self._events.append(Admit(group_id=group_id, prompt_id=prompt_id, epoch=epoch))
 
     async def finish(self, group: RolloutGroup, completions: Sequence[bytes]) -> RolloutGroup:
-        """Record a finished, scored group, once the block is on the disk; returns the group with the block's place.
+        """Record a finished, scored group. At return the block is on the disk, and the returned group has the block's
+        place.
 
         completions: the group's completions in the format of `rollout_bytes.write`; for a forked episode, its parts.
         After the event is written, the caller runs on without a further wait. Raises OSError naming the file.
@@ -108,7 +109,7 @@ class Journal:
         self._waiting.append(
             _Waiting(group_id=group.group_id, header=header, completions=tuple(completions), done=done)
         )
-        # One task at a time: groups that come while the task waits for the disk share the next sync.
+        # One task runs at a time: groups that come while the task waits for the disk share the next sync.
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write_waiting(), name="rollout store")
         stored = await done
@@ -139,7 +140,8 @@ class Journal:
         # The size is taken before the syncs: the position excludes events that are appended meanwhile.
         size = self._events.size
         await self._in_thread(self._events.sync)
-        await self._in_thread(self._store.sync)  # this sync detects a removed segment
+        # This sync detects a removed segment.
+        await self._in_thread(self._store.sync)
         return Position(journal_bytes=size)
 
     async def retain(self, batches: int) -> None:
@@ -149,12 +151,15 @@ class Journal:
         """
         expired = self._retention.take_expired(batches, self._on_disk)
         if self._retention.policy != "keep":
-            self._store.complete_segment()  # so that the groups up to this checkpoint are soon a whole segment
+            # The next block begins a new segment, so that the groups up to this checkpoint are soon in whole
+            # segments.
+            self._store.complete_segment()
         if expired:
             await self._in_thread(partial(remove, self._folder, expired))
 
     async def close(self) -> None:
-        """Wait for the blocks that are being written and close every file; groups that still wait are not written."""
+        """Wait for the blocks that are being written, and close every file. Groups that still wait are not
+        written."""
         for waiting in self._waiting:
             waiting.done.cancel()
         self._waiting.clear()
@@ -166,7 +171,7 @@ class Journal:
         self._store.close()
 
     async def _write_waiting(self) -> None:
-        """Write groups until no group waits; groups that wait together share a sync, which is the slow part."""
+        """Write groups until no group waits. Groups that wait together share a sync, which is the slow part."""
         while self._waiting:
             groups = self._waiting
             self._waiting = []
@@ -176,7 +181,8 @@ class Journal:
                 for waiting in groups:
                     if not waiting.done.done():
                         waiting.done.set_exception(failure)
-                if not isinstance(failure, OSError):  # a full disk may recover: the task goes on with later groups
+                # A full disk may recover, so the task goes on with later groups after an OSError.
+                if not isinstance(failure, OSError):
                     raise
                 continue
             for waiting, block in zip(groups, blocks):
@@ -192,7 +198,7 @@ class Journal:
         return blocks
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread, to the end even if the caller is cancelled: `close` waits for the thread."""
+        """Run `work` in a thread to the end, even if the caller is cancelled: `close` waits for the thread."""
         # A thread cannot be cancelled, and must not write to a file that `close` has closed.
         thread_result = asyncio.ensure_future(asyncio.to_thread(work))
         self._in_threads.add(thread_result)

@@ -15,7 +15,8 @@ from megatron_scalerl.rollouts.decoder import AnswerFormat
 
 VALIDATION_PRIORITY = 0
 TRAINING_PRIORITY = 1
-"""The engine serves lower numbers first: validation comes first because the next weight update may wait for it."""
+"""Priorities of requests. The engine serves lower numbers first. Validation comes first, because the next weight
+update may wait for a validation."""
 
 
 @record
@@ -91,11 +92,12 @@ class Plans:
         self._special_ids = frozenset(tokenizer.all_special_ids)
         words = 1 + max(tokenizer.get_vocab().values())
         self.vocabulary = text_config(recipe.policy.path).get("vocab_size", words)
-        """Number of ids that an engine may sample: rows of the embedding, possibly more than the tokenizer's ids."""
+        """Number of ids that an engine may sample. The embedding has this number of rows, possibly more than the
+        tokenizer's ids."""
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens of a completion, or of an episode after the prompt."""
+        """Largest number of tokens of a completion, or of an episode after the prompt."""
         return self._recipe.max_completion_tokens
 
     def draw(self, seed: int, group_id: int, index: int) -> Draw:
@@ -109,7 +111,7 @@ class Plans:
         """The random choices of turn `number` of an episode, from 0; turn 0 has the choices of the episode."""
         if number == 0:
             return draw
-        # no completion has the index -1
+        # The index -1 belongs to no completion, so no turn shares the choices of a completion.
         return self.draw(draw.seed, number, -1)
 
     def plan(self, cut: int) -> Plan:
@@ -149,6 +151,6 @@ class Plans:
         """The rule by which the answer is found in a completion."""
         # The closing tag may be a special token, but stays in the text: the tag is cut off as text.
         hidden = (self._special_ids | set(self._end_ids)) - set(self._think_end_ids)
-        # with any cut: all plans of the run have the same closing tag
+        # Any cut is right here: all plans of the run have the same closing tag.
         plan = self.plan(1) if self._think_end_ids else None
         return AnswerFormat(plan=plan, think_end=self._recipe.prompts.think_end, hidden_ids=hidden)

@@ -44,7 +44,8 @@ class Retention:
         """Note that the groups of `record` are in a batch."""
         for group_id in record.group_ids:
             segment = self._unbatched.pop(group_id, None)
-            if segment is not None:  # batches come in order, so this batch is the segment's last so far
+            # Batches come in order, so this batch is so far the last with a group of the segment.
+            if segment is not None:
                 self._last_batches[segment] = record.batch
 
     def take_expired(self, batches: int, newest: int) -> list[int]:

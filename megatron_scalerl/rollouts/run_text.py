@@ -11,7 +11,7 @@ from megatron_scalerl.recipe.file import read_run_recipe
 
 
 class RunTokenizer(Protocol):
-    """The interface of a tokenizer that decoding needs."""
+    """The part of a tokenizer's interface that decoding needs."""
 
     def decode(self, token_ids: list[int], **settings: bool) -> str:
         """The text of these tokens."""
@@ -19,7 +19,7 @@ class RunTokenizer(Protocol):
 
 
 class _FastTokenizer:
-    """A tokenizer.json without transformers, whose import takes seconds."""
+    """A tokenizer made from tokenizer.json, without transformers, whose import takes seconds."""
 
     def __init__(self, path: Path):
         from tokenizers import Tokenizer
@@ -44,12 +44,13 @@ def load_tokenizer(run_dir: Path) -> RunTokenizer:
     path = Path(read_run_recipe(run_dir)["policy"]["path"])
     if not path.is_dir():
         raise ValueError(f"{recipe}: policy.path: {path} is no folder, and the tokenizer is read from it")
-    # without transformers if tokenizer.json has all tokens
+    # Transformers is not imported if tokenizer.json has all tokens.
     if (path / "tokenizer.json").is_file():
         fast = _FastTokenizer(path / "tokenizer.json")
         if all(map(fast.knows, _added_ids(path / "tokenizer_config.json"))):
             return fast
-    from megatron_scalerl.prompts import tokenizer  # imports transformers: only once the folder is found
+    # This module imports transformers, which takes seconds, so the import waits until the folder is found.
+    from megatron_scalerl.prompts import tokenizer
 
     return cast(RunTokenizer, tokenizer.load_tokenizer(path))
 

@@ -25,7 +25,7 @@ class ScoredCompletion:
     """Each sample in the bytes of `batching.rollout_bytes.write`: one sample, or the parts of a forked episode."""
     score: Score
     unconfirmed_text: str = ""
-    """The answer, if correct and not confirmed by the second judge; else empty."""
+    """The answer, if the verifier calls it correct and the second judge does not confirm it; else empty."""
 
 
 class Sampler:
@@ -50,8 +50,8 @@ class Sampler:
         """A completion with a score. max_tokens: a limit below the run's budget.
 
         An answer on which the verifier fails counts as wrong. Raises CompletionLost for a completion that is unusable
-        for a reason other than the policy, EngineError for an engine to evict, and RuntimeError, which ends the run,
-        if a pool of decoders or verifiers has no processes.
+        for a reason other than the policy, and EngineError for an engine to evict. Raises RuntimeError, which ends
+        the run, if a pool of decoders or verifiers has no processes.
         """
         spec = self._plans.spec(draw, priority)
         if max_tokens is not None:

@@ -40,10 +40,10 @@ from megatron_scalerl.record import record
 from megatron_scalerl.types import BlockRef, Completion, Prompt, Score
 
 SEGMENT_BYTES = 512 << 20
-"""Size at which a segment is complete: retention deletes whole segments."""
+"""Size at which a segment is complete (bytes). Retention deletes whole segments."""
 _SEGMENT = re.compile(r"segment-(\d+)\.bin")
 _FIRST_READ = 1 << 14
-"""Bytes that are read for a head at first; most heads have fewer."""
+"""Number of bytes that are read first for a block's head. Most heads are shorter."""
 _CHECKSUM = struct.Struct("<I")
 _MAGIC = b"GRUP"
 _FIXED = struct.Struct("<4sIQqII")
@@ -61,9 +61,9 @@ class GroupHeader:
     first_token_version: int
     lost_completions: int
     scores: tuple[Score, ...]
-    """[C]"""
+    """[C] the score of each completion."""
     completions: tuple[Completion, ...]
-    """[C]"""
+    """[C] the facts about each completion."""
     lost_reasons: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -88,7 +88,7 @@ def block_bytes(group_id: int, header: GroupHeader, completions: Sequence[bytes]
     """The block of one group."""
     encoded = msgspec.json.encode(header)
     size = _FIXED.size + _ENTRY.size * len(completions) + len(encoded) + sum(map(len, completions))
-    # The checksum covers the head only: each completion has a separate checksum, and is read alone.
+    # The checksum covers the head only, because each completion has a separate checksum and is read alone.
     covered = _COVERED.pack(size, group_id, len(encoded), len(completions))
     table = b"".join(_ENTRY.pack(len(c), zlib.crc32(c)) for c in completions)
     start = b"".join([covered, table, encoded])
@@ -109,7 +109,7 @@ def head_bytes(data: bytes) -> int:
 
 
 def read_head(data: bytes) -> BlockHead:
-    """The head of the block at the begin of `data`, which has at least `head_bytes` bytes. Raises ValueError."""
+    """The head of the block at the start of `data`, which has at least `head_bytes` bytes. Raises ValueError."""
     end = head_bytes(data)
     if len(data) < end:
         raise ValueError(f"only {len(data)} of the {end} bytes of the block's head are left")
@@ -176,7 +176,7 @@ class StoreWriter:
         self._complete = False
         self._failure: OSError | None = None
         self._lock = threading.RLock()
-        # a removed segment's number is not used again
+        # The number of a removed segment is not used again.
         self.segment = max(*segments(folder), last_segment, -1)
         """Number of the newest segment, -1 in a new store."""
         self._end = 0
@@ -216,7 +216,8 @@ class StoreWriter:
                     os.fsync(self._fd)
                 check_in_place(path, self._fd, self._end)
             except OSError as error:
-                self._failure = error  # the system may have dropped unwritten bytes: no later sync is proof
+                # The system may have dropped unwritten bytes, so no later sync proves that the bytes are on the disk.
+                self._failure = error
                 raise
 
     def complete_segment(self) -> None:
@@ -232,11 +233,12 @@ class StoreWriter:
     def _begin_segment(self) -> None:
         self.sync()
         path = segment_path(self.folder, self.segment + 1)
-        # O_EXCL, O_NOFOLLOW: an existing file or link could belong to another program
+        # O_EXCL and O_NOFOLLOW refuse an existing file or link, which could belong to another program.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         handle = os.open(path, flags, 0o600)
         try:
-            sync(self.folder)  # without this sync, a power loss may take the new file's name
+            # Without this sync, a power loss may remove the new file's name.
+            sync(self.folder)
         except OSError:
             os.close(handle)
             path.unlink(missing_ok=True)
@@ -298,7 +300,8 @@ def read_completions(path: Path, stored: BlockRef, positions: Iterable[int]) -> 
 
 def _head_at(path: Path, offset: int, available: int) -> BlockHead:
     bytes_left = path.stat().st_size - offset
-    if bytes_left < available:  # otherwise the head would be read, and the loss met only when completions are sent
+    # Without this check the head would be read, and the loss noticed only when completions are sent.
+    if bytes_left < available:
         raise ValueError(f"{max(0, bytes_left)} of {available} bytes are left")
     data = _pread(path, offset, min(_FIRST_READ, available))
     size = head_bytes(data)
@@ -329,10 +332,12 @@ def stored_header(head: BlockHead) -> GroupHeader:
 
 
 def _pread(path: Path, offset: int, size: int) -> bytes:
-    """The `size` bytes of the file from `offset` on. Raises ValueError for a file that ends before, and OSError; the
-    OSError names the file."""
+    """The `size` bytes of the file from `offset` on.
+
+    Raises ValueError for a file that ends before, and an OSError that names the file.
+    """
     bytes_left = path.stat().st_size - offset
-    # before the read, because a damaged size would allocate memory
+    # The size is checked before the read, because a damaged size would allocate too much memory.
     if offset < 0 or not 0 <= size <= bytes_left:
         raise ValueError(f"{max(0, bytes_left)} of {size} bytes are left")
     with naming(path), path.open("rb") as file:
@@ -342,7 +347,7 @@ def _pread(path: Path, offset: int, size: int) -> bytes:
 
 @contextlib.contextmanager
 def _placing(path: Path, offset: int) -> Iterator[None]:
-    """Context that adds the place in a segment to ValueErrors, and makes a missing file a ValueError."""
+    """A block that adds the place in a segment to ValueErrors, and turns a missing file into a ValueError."""
     try:
         yield
     except FileNotFoundError:

@@ -73,11 +73,12 @@ from megatron_scalerl.types import CompletionLost, Prompt, RolloutGroup
 logger = logging.getLogger(__name__)
 
 MOST_PAUSE_S = 600.0
-"""Longest pause of a group that was lost again and again (s)."""
+"""Longest pause of a group whose completions were all lost several times (s)."""
 PAUSE_S = 10.0
-"""Pause after the second time that all completions of a group were lost, which doubles (s)."""
+"""Pause after the second time that all completions of a group were lost (s). The pause doubles after each further
+time."""
 MOST_UNUSABLE = 1000
-"""Draws in a row of prompts that cannot be learned from, after which the run ends."""
+"""Number of draws in a row of prompts that cannot be learned from, after which the run ends."""
 
 
 Results = dict[int, ScoredCompletion | CompletionLost]
@@ -171,7 +172,7 @@ class RolloutStream:
             self._gate.restore(group.group_id, group.first_token_version)
             self._ready[group.group_id] = group
         admissions = list(unfinished)
-        # Without a full batch the round was interrupted: finished groups shared batches with unfinished groups.
+        # A round without a full batch was interrupted: its finished groups shared batches with unfinished groups.
         if self._rounds is not None and self._gate.batch(self.policy_version) is None:
             admissions += [Admission(group_id=g.group_id, prompt=g.prompt, epoch=g.epoch) for g in ready]
             self._ready.clear()
@@ -197,7 +198,7 @@ class RolloutStream:
                 batch = self._take(self.policy_version)
                 if batch is not None:
                     return batch
-                # nothing can become ready any more; groups that do not fill a batch are left
+                # No further group can become ready. Groups that do not fill a batch are left over.
                 groups_to_come = self._gate.in_flight or self._reissue or self._put_off
                 if self.exhausted and not groups_to_come:
                     return None
@@ -209,7 +210,7 @@ class RolloutStream:
         Waits until cancelled if no batch comes or the stream has failed; a cancelled call has taken no group.
         """
         async with self._changed:
-            # a failure is raised by `next_batch`, which is called after the step in progress
+            # The method `next_batch`, which is called after the step in progress, raises the failure.
             while (batch := self._take(self.policy_version + 1)) is None:
                 await self._changed.wait()
             return batch
@@ -233,7 +234,8 @@ class RolloutStream:
         return self._gate.ready
 
     def take_idle_seconds(self) -> float:
-        """Seconds since the last call in which engines served and the staleness bound left all without work."""
+        """Seconds since the last call in which engines served and no engine had work, because of the staleness
+        bound."""
         return self._loads.take_idle_seconds()
 
     async def close(self) -> None:
@@ -251,7 +253,8 @@ class RolloutStream:
         except asyncio.CancelledError:
             raise
         except BaseException as failure:
-            if isinstance(failure, BaseExceptionGroup):  # a TaskGroup failed, which a group of completions is
+            # A group's completions run in a TaskGroup, which has failed here.
+            if isinstance(failure, BaseExceptionGroup):
                 failure = failure.exceptions[0]
             async with self._changed:
                 self._failure = self._failure or failure
@@ -262,9 +265,8 @@ class RolloutStream:
         epoch = self._engines.epoch
         while True:
             await self._engines.until(lambda: self._engines.epoch != epoch)  # noqa: B023
-            epoch = (
-                self._engines.epoch
-            )  # before the notification, so that a change during the notification is noticed, too
+            # The epoch is read before the notification, so that a change during the notification is noticed.
+            epoch = self._engines.epoch
             async with self._changed:
                 self._loads.note_idle()
                 self._changed.notify_all()
@@ -285,7 +287,8 @@ class RolloutStream:
         self._loads.add(engine, self._group_size - len(admission.kept))
         name = f"group {admission.group_id}"
         task = asyncio.create_task(self._guarded(self._group, engine, admission, priority), name=name)
-        self._tasks.add(task)  # asyncio keeps only weak references to tasks
+        # asyncio keeps only weak references to tasks, so the stream keeps the task.
+        self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
@@ -303,12 +306,13 @@ class RolloutStream:
             async with self._changed:
                 admissions = self._draw_round(self._groups_per_engine * next_round.size)
                 self._changed.notify_all()
-            if not admissions:  # the engines are paused, and have to be resumed without requests
+            # The engines are paused, and have to be resumed although no request is sent.
+            if not admissions:
                 return await next_round.go([])
             groups = []
             requests = []
             for rank, admission in enumerate(admissions):
-                # engine and priority depend on the rank alone, so that the engines form the same batches each time
+                # Engine and priority depend on the rank alone, so that the engines form the same batches each time.
                 engine = next_round.engine(rank)
                 first = TRAINING_PRIORITY + rank * self._group_size
                 groups.append(self._submit(engine, admission, first))
@@ -336,7 +340,8 @@ class RolloutStream:
         The gate counts the group from now on. Raises RuntimeError for MOST_UNUSABLE other prompts in a row.
         """
         for _ in range(MOST_UNUSABLE):
-            # The journal has draws of unusable prompts, too, so the order does not depend on the time of discovery.
+            # The journal also has the draws of unusable prompts, so the order does not depend on the time of
+            # discovery.
             admission = self._next()
             if admission is None:
                 return None
@@ -347,7 +352,8 @@ class RolloutStream:
         raise RuntimeError(f"none of the last {MOST_UNUSABLE} prompts that were drawn can be learned from")
 
     def _next(self) -> Admission | None:
-        """The next group: to issue again, otherwise of a new prompt; None if the curriculum is exhausted."""
+        """The next group: a group to issue again, otherwise a group of a new prompt. None if the curriculum is
+        exhausted."""
         if self._reissue:
             return self._reissue.pop(0)
         try:
@@ -386,7 +392,8 @@ class RolloutStream:
             await self._finish(admission, completions, lost)
             return
         if not completions:
-            results = {}  # a group with only lost completions keeps no result, because none fixes a deadline
+            # A group with only lost completions keeps no result, because no result fixes a deadline.
+            results = {}
         await self._reissue_group(admission, results, evicted=evicted)
 
     async def _completions(self, engine: EngineClient, admission: Admission, priority: int) -> Results:
@@ -444,7 +451,8 @@ class RolloutStream:
         if self._algorithm.columns:
             samples = await with_columns(self._algorithm, group, samples, self._score)
         group = await self._journal.finish(group, samples)
-        # Nothing is awaited since the event was written: a replay of the journal observes in the order of the events.
+        # Nothing is awaited after the event is written, so that a replay of the journal observes pass rates in the
+        # same order.
         self._curriculum.observe(prompt.prompt_id, group.pass_rate)
         async with self._changed:
             self._gate.finish(group.group_id, group.first_token_version)
@@ -461,7 +469,8 @@ class RolloutStream:
             return known_problem
         try:
             problem = await self._sampler.problem_of(prompt)
-        except CompletionLost as lost:  # by the verifier: the prompt is tried again at the next draw
+        except CompletionLost as lost:
+            # The verifier lost the completion. The prompt is tried again at the next draw.
             return str(lost) if known_problem is None else ""
         self._problems[prompt.prompt_id] = problem
         return problem
@@ -469,9 +478,9 @@ class RolloutStream:
     async def _reissue_group(self, admission: Admission, results: Results, *, evicted: bool) -> None:
         """Generate the missing completions of a group again, under the same id.
 
-        After an eviction with the same draws; every eviction counts as a restart of an engine (engine.max_restarts).
-        A group whose completions are all lost gets new draws, since equal draws might be lost again for ever. From
-        the second loss on a pause comes first, because the prompt may be at fault, or a passing outage.
+        After an eviction the completions get the same draws. Every eviction counts as a restart of an engine
+        (engine.max_restarts). A group whose completions are all lost gets new draws, since equal draws might be lost
+        for ever. From the second loss on, the group pauses first: the prompt may be at fault, or an outage may pass.
         """
         redraws = admission.redraws
         pause_s = 0.0
@@ -481,7 +490,8 @@ class RolloutStream:
         reissued = replace(admission, kept=results, redraws=redraws)
         if pause_s:
             async with self._changed:
-                self._gate.drop(admission.group_id)  # another group may start instead
+                # Another group may start instead.
+                self._gate.drop(admission.group_id)
                 self._put_off += 1
                 self._changed.notify_all()
             await asyncio.sleep(pause_s)
@@ -493,27 +503,30 @@ class RolloutStream:
             elif not reissued.counted:
                 self._gate.abandon(admission.group_id)
             self._reissue.append(reissued)
-            if self._admission is not None and self._admission.done():  # because the curriculum was exhausted
+            # The admission has ended if the curriculum was exhausted, so the group needs a new admission task.
+            if self._admission is not None and self._admission.done():
                 self._start_admission()
             self._changed.notify_all()
 
     async def _completion(
         self, engine: EngineClient, prompt: Prompt, draw: Draw, *, priority: int, label: str
     ) -> ScoredCompletion | CompletionLost | EngineError:
-        """A scored completion; the exception if the completion is lost, or if the engine was evicted meanwhile."""
+        """A scored completion. An exception is returned if the completion is lost, or if the engine was evicted
+        meanwhile."""
         result: ScoredCompletion | CompletionLost | EngineError
         served_version = self.policy_version
         try:
             result = await self._sampler.complete(engine, prompt, draw, priority=priority)
             completion = result.completion
-            # during a weight update, engines may serve the next version already
+            # During a weight update, engines may already serve the next version.
             newest_version = self.policy_version + 1
             if completion.last_version > newest_version:
                 raise EngineError(
                     f"{engine.name}: a token of its completion has policy version {completion.last_version}, and no "
                     f"version after {newest_version} can have been published"
                 )
-            if completion.first_version < served_version:  # the gate relies on this order
+            # The gate relies on the fact that no token is older than the version served at the request.
+            if completion.first_version < served_version:
                 raise EngineError(
                     f"{engine.name}: a token of its completion has policy version {completion.first_version}, and it "
                     f"served version {served_version} when the request was sent"

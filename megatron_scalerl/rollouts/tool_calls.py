@@ -42,7 +42,7 @@ def _table(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _value(text: str, types: set[str]) -> Any:
-    """A value that is written without quotes."""
+    """The value of an argument that is written without quotes."""
     text = text.removeprefix("\n").removesuffix("\n")
     if types != {"string"}:
         with contextlib.suppress(ValueError):
@@ -64,7 +64,7 @@ def _read_json_call(text: str, types: Types, *, keys: Sequence[set[str]]) -> tup
 
 
 def _read_tagged_call(text: str, types: Types, *, call: str, argument: str) -> tuple[str, Any, Any]:
-    """A call with arguments in tags."""
+    """A call whose arguments are in tags."""
     match = re.fullmatch(call, text, re.DOTALL)
     if not match or re.sub(argument, "", match[2], flags=re.DOTALL).strip():
         raise _UnreadableCall("malformed_structure")
@@ -166,7 +166,8 @@ def tool_parser(tokenizer: Any, tools: Sequence[Any], end_ids: Sequence[int]) ->
             if not tool_calls:
                 text_before = text[: block.start()]
             inner = block[1] or block[0]
-            parts = [part.strip() for part in inner.split("<|tool_call_begin|>") if part.strip()]  # of Kimi-K2
+            # Kimi-K2 puts several calls into one block.
+            parts = [part.strip() for part in inner.split("<|tool_call_begin|>") if part.strip()]
             tool_calls += [_call(part, ERRORS[block.lastindex], read, types) for part in parts or [inner]]
         return text_before, tuple(tool_calls)
 
@@ -189,7 +190,7 @@ def _types(schema: Any) -> set[str]:
 
 
 def _call(text: str, error: str, read: Reader, types: Types) -> ToolCall:
-    """A call. error: the block's error."""
+    """The call in a text. error: the error of the call's block."""
     try:
         if error:
             raise _UnreadableCall(error)
@@ -197,12 +198,15 @@ def _call(text: str, error: str, read: Reader, types: Types) -> ToolCall:
         if not (isinstance(name, str) and NAME.fullmatch(name) and isinstance(arguments, dict)):
             raise _UnreadableCall("malformed_structure")
         nested: Any = arguments
-        for _ in range(32):  # deeper than in a Reply
+        # These levels are more than a Reply puts around a call.
+        for _ in range(32):
             nested = [nested]
         if msgspec.json.decode(msgspec.json.encode(nested)) != nested:
-            raise _UnreadableCall("invalid_value")  # a number beyond JSON, which becomes null
+            # The value has a number beyond JSON's range, which becomes null.
+            raise _UnreadableCall("invalid_value")
         return ToolCall(id=call_id, name=name, arguments=arguments, raw=text)
     except _UnreadableCall as problem:
         return ToolCall(raw=text, error=str(problem))
-    except (ValueError, RecursionError):  # JSON beyond Python's limits, or that is no Unicode
+    except (ValueError, RecursionError):
+        # The JSON is beyond Python's limits, or is no Unicode.
         return ToolCall(raw=text, error="invalid_json")

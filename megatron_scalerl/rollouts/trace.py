@@ -61,16 +61,17 @@ class Trace:
 
     @property
     def shared(self) -> list[int | None]:
-        """Tokens of the prompt with which each part begins; None: all."""
+        """[parts] number of the prompt's tokens with which each part begins; None: all tokens."""
         return [None if part.shared == len(self.prompt) else part.shared for part in self._parts]
 
     def begins(self, context: list[int]) -> int:
-        """Tokens of the prompt with which a context [N] begins."""
+        """Number of the prompt's tokens with which a context [N] begins."""
         return len(list(takewhile(bool, map(eq, context, self.prompt))))
 
     @contextlib.contextmanager
     def turn(self, context: list[int]) -> Iterator[Part]:
-        """A block in which the policy continues a context [N]; the part to which `add` appends the turn."""
+        """A block in which the policy continues a context [N]. The value is the part to which `add` appends the
+        turn."""
         ids = array("I", context)
         idle = [part for part in self._parts if not part.busy and ids[: len(part.context)] == part.context]
         part = max(idle, key=lambda part: len(part.context), default=None)
@@ -128,7 +129,8 @@ def _environment(ids: list[int], turn: RolloutArrays) -> RolloutArrays:
 
 
 def _choices(pieces: Sequence[RolloutArrays]) -> ExpertChoices | None:
-    """The experts of all tokens. Each request reports the experts of its context; a token's first report counts."""
+    """The experts of all tokens. Each request reports the experts of its whole context; the first report about a
+    token counts."""
     reports = [piece.expert_choices for piece in pieces if piece.expert_choices is not None]
     if not reports:
         return None

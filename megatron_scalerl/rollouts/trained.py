@@ -28,7 +28,8 @@ def write_trained(run_dir: Path, batch: int, trained: Trained) -> None:
     path.parent.mkdir(exist_ok=True)
     draft = path.with_suffix(".draft")
     try:
-        with naming(path):  # not synced: the trainer waits, and a resume trains the last batches again
+        # The file is not synced: the trainer waits, and a resume trains the last batches again.
+        with naming(path):
             draft.write_bytes(msgspec.json.encode(trained))
             draft.replace(path)
     except OSError:
