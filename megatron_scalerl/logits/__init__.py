@@ -1,4 +1,6 @@
-"""From hidden states to token log-probabilities and entropies: vocabulary-parallel, without rounding the logits."""
+"""The logit projection: token log-probabilities and entropies from hidden states.
+
+The vocabulary is sharded over tensor-parallel ranks. Logits are not rounded."""
 
 from megatron_scalerl.logits.api import token_logprobs, token_loss
 

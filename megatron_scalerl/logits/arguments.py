@@ -1,7 +1,7 @@
-"""Checks of a projection's arguments, before any rank waits for another.
+"""Checks of a projection's arguments, made before any rank waits for another.
 
-Every mistake is a ValueError that names the argument. No check compares ranks: the trainer compares the ranks'
-batches once a step (`trainer.agreement`).
+Every mistake is a ValueError that names the argument. No check compares ranks, because the trainer compares the
+ranks' batches once a step (`trainer.agreement`).
 """
 
 import math
@@ -18,41 +18,50 @@ from megatron_scalerl.record import record
 from megatron_scalerl.types import Int64
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-"""Types of hidden and weight whose values are multiplied exactly."""
+"""Types that hidden and weight may have. Values of these types are multiplied exactly."""
 
 
 @record
 class Settings:
-    """How to project: the options of `api.token_logprobs` and `api.token_loss`."""
+    """The options of `api.token_logprobs` and `api.token_loss`."""
 
     group: dist.ProcessGroup | None = None
-    """Tensor-parallel group of size p. Targets, places and options have to be the same on all ranks of the group; the
-    results are then the same, bit for bit."""
+    """Tensor-parallel group of size p. All ranks of the group have to pass the same targets, places and options, and
+    get the same results bit for bit."""
     logits: Precision = "fp32"
-    """"fp32": the numerics contract of `api` (Khatri et al. 2025, arXiv 2510.13786, section 3.2). "model": logits are
+    """Precision of the logits.
+
+    "fp32": the numerics contract of `api` (Khatri et al. 2025, arXiv 2510.13786, section 3.2). "model": logits are
     first rounded to the operands' dtype, as in an engine without an fp32 head."""
     temperature: float = 1.0
-    """Divides the logits."""
+    """The logits are divided by this number."""
     entropy: Entropy = "none"
-    """"none": zeros; "metric": without gradient; "grad": differentiable."""
+    """"none": entropies are zeros. "metric": entropies have no gradient. "grad": entropies are differentiable."""
     vocab_size: int | None = None
     """True size of the vocabulary (default: all rows). Columns from there on are padding, with probability 0."""
     places: Int64[Tensor, " C"] | None = None
-    """Positions of the tokens that are computed, each once (default: all). Elsewhere targets may hold anything, and
-    results are 0. With a mask the host would wait until a GPU has counted the mask's tokens."""
+    """Positions of the tokens that are computed, without repetition (default: all). At other positions targets may
+    hold anything, and results are 0. Positions are taken instead of a mask, because the host would wait until a GPU
+    has counted the mask's tokens."""
     trusted: bool = False
-    """True: the caller has checked the targets; the call does not check again, and reads nothing from the device."""
+    """True: the caller has already checked the targets, so the call checks no target and reads nothing from the
+    device."""
     grad_logits: GradLogits = "bf16"
-    """How the gradient of bf16 logits enters the GEMMs, see `Projection.grad_logits`; fp32 and fp64 keep theirs."""
+    """Form in which the gradient of bf16 logits enters the GEMMs, see `Projection.grad_logits`. With fp32 and fp64
+    operands the gradient is never rounded."""
     sequence_parallel: bool = False
-    """hidden is this rank's [T/p, H] share. The call gathers hidden, and reduce-scatters the gradient in fp32."""
+    """True: `hidden` is this rank's share [T/p, H] of the tokens. The call gathers the shares, and reduce-scatters
+    the gradient in fp32."""
     workspace_mb: float = 512.0
-    """Bound (MiB) on memory besides inputs, results and gradients: backward recomputes the logits."""
+    """Bound (MiB) on memory besides inputs, results and gradients. To stay below it, the backward pass recomputes the
+    logits."""
     keep_logits: bool = False
-    """True: if all logits of the call fit the workspace, the logits stay there until the backward pass: three GEMMs
-    instead of four. For a caller whose backward pass follows at once. `api.token_loss` keeps no logits."""
+    """True: the logits stay in the workspace until the backward pass, if all logits of the call fit. This takes three
+    GEMMs instead of four, and suits a caller whose backward pass follows at once. `api.token_loss` keeps no
+    logits."""
     backend: BackendName = "auto"
-    """cuda (bf16 and fp32 on an NVIDIA GPU), torch (all dtypes and devices), or auto: cuda where possible."""
+    """"cuda": bf16 and fp32 on an NVIDIA GPU. "torch": all dtypes and devices. "auto": cuda where possible, else
+    torch."""
 
 
 def checked(hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings) -> Call:
@@ -75,17 +84,17 @@ def checked(hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings)
     _check_tokens(tokens, targets, settings, shares)
     true_size = _true_size(settings.vocab_size, rows, ranks)
     places = settings.places
-    # The type of sums, as in `Projection.accumulator`; only operands that are narrower are ever rounded.
+    # The same type as `Projection.accumulator`. Logits are rounded only for operands narrower than this type.
     accumulator = torch.promote_types(hidden.dtype, torch.float32)
-    # `full` runs on the device: for a copy the host would wait.
+    # `full` fills the tensor on the device; the host would wait for a copy.
     scale = torch.full((), 1.0 / settings.temperature, dtype=accumulator, device=hidden.device)
     if places is not None:
         targets = targets.index_select(0, places)
-    # Only now: to look at values the host waits for the device.
+    # This check is last, because reading the targets makes the host wait for the device.
     if not settings.trusted:
         _check_targets(targets, places, true_size)
     narrow = hidden.dtype != accumulator
-    # The hidden states come later, gathered or selected: here one row of memory stands for all rows.
+    # `Call.projection` supplies the hidden states later. Until then one row of memory stands for all rows.
     shape = Projection(
         hidden=hidden.new_empty((1, hidden.shape[1])).expand(targets.shape[0], -1),
         weight=weight.detach()[: max(0, true_size - first)],
@@ -184,9 +193,9 @@ def _check_targets(targets: Tensor, places: Tensor | None, vocabulary: int) -> N
 
 
 def _has_main_grad(weight: Tensor) -> bool:
-    """Whether the weight has a main_grad of Megatron's DDP, to which the call then adds the gradient directly.
+    """Whether the weight has a `main_grad`, the gradient buffer of Megatron's DDP.
 
-    Megatron's gradient accumulation fusion does the same.
+    The call then adds the gradient directly to `main_grad`, like Megatron's gradient accumulation fusion.
     """
     grad = getattr(weight, "main_grad", None)
     return (

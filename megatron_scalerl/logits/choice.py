@@ -1,4 +1,4 @@
-"""Which backend computes a projection, and in how much memory."""
+"""The choice of a projection's backend and workspace."""
 
 import functools
 import logging
@@ -13,16 +13,19 @@ logger = logging.getLogger(__name__)
 
 BackendName = Literal["auto", "cuda", "torch"]
 LARGE_GPU = 64 * 2**30
-"""Bytes of a GPU from which the trainer's workspace is larger where the recipe states none."""
+"""Memory of a GPU (bytes) from which the trainer's default workspace is larger."""
 CUDA_DTYPES = (torch.bfloat16, torch.float32)
-"""Operands that the backend `cuda` multiplies."""
+"""Types of the operands that the backend `cuda` multiplies."""
 
 _log = functools.cache(logger.info)
-"""Logs each choice once."""
+"""Logger that drops a repeated message."""
 
 
 def workspace_mb(stated: float | None, *, large_gpu: bool, shared: bool) -> float:
-    """The trainer's workspace (MiB). stated: the recipe's value. shared: engines run on the same device."""
+    """The trainer's workspace (MiB), by default larger on a large GPU of the trainer's own.
+
+    stated: the recipe's value, if any. shared: whether engines run on the same device.
+    """
     if stated:
         return stated
     if large_gpu and not shared:
@@ -31,7 +34,7 @@ def workspace_mb(stated: float | None, *, large_gpu: bool, shared: bool) -> floa
 
 
 def choose_backend(name: BackendName, device: torch.device, dtype: torch.dtype) -> Backend:
-    """The backend `name` for operands of `dtype` on `device`; auto: cuda where possible, else torch.
+    """The backend `name` for operands of `dtype` on `device`. "auto" is cuda where possible, else torch.
 
     Logs each choice once. Raises ValueError for operands that `cuda` cannot multiply.
     """
@@ -44,7 +47,7 @@ def choose_backend(name: BackendName, device: torch.device, dtype: torch.dtype) 
 
 
 def _cuda(device: torch.device, dtype: torch.dtype) -> Backend:
-    # Imported here because a CPU may lack Triton.
+    # The import stands here because a machine without a GPU may lack Triton.
     from megatron_scalerl.logits import row_kernels
     from megatron_scalerl.logits.cuda_backend import CudaBackend
 

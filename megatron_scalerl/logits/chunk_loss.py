@@ -1,7 +1,8 @@
-"""A loss that is a sum over tokens, computed while a chunk's logits are in memory: three GEMMs instead of four.
+"""A loss that is a sum over tokens, computed while a chunk's logits are in memory.
 
-The forward pass computes the gradients for a loss of weight 1, and the backward pass multiplies these gradients by
-the gradient of the loss. Under tensor parallelism there is one small all-gather per chunk.
+The logits are computed once, so there are three GEMMs instead of four. The forward pass computes the gradients of the
+loss itself. The backward pass multiplies these gradients by the gradient that arrives for the loss. Under tensor
+parallelism there is one small all-gather per chunk.
 """
 
 from collections.abc import Callable
@@ -15,26 +16,28 @@ from megatron_scalerl.logits.function import Call, added_to_main_grad
 from megatron_scalerl.logits.projection import TokenGradients, no_columns, part_of, slices
 
 ChunkLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""The loss of some tokens: from log-probabilities [C], entropies [C] and places [C] (int64, among all tokens of the
-call) to the sum of the token losses, a scalar that is differentiable in log-probabilities and entropies. A token's
-loss must not depend on other tokens: each token is passed once, in chunks of any size."""
+"""Function (log-probabilities [C], entropies [C], places [C]) -> summed loss of these tokens.
+
+Places are int64 positions among all tokens of the call. The result is a scalar, differentiable in log-probabilities
+and entropies. A token's loss must not depend on other tokens: each token is passed once, in chunks of any size."""
 
 SCALED = 2**22
-"""Elements of the head's gradient that are multiplied and rounded at a time (16 MiB in fp32)."""
+"""Number of elements of the head's gradient that `_scaled` multiplies and rounds at a time (16 MiB in fp32)."""
 
 
 class TokenLoss(torch.autograd.Function):
-    """See `api.token_loss`."""
+    """The autograd function of `api.token_loss`."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, loss: ChunkLoss, call: Call, second: SecondPolicy | None
     ) -> tuple[Tensor, ...]:
-        """The loss, and log-probabilities, entropies and divergences from the second policy, [tokens] each."""
+        """The loss, log-probabilities, entropies, and divergences from the second policy; the last three [tokens]."""
         p = call.projection(hidden)
         size = call.chunk_tokens(weight)
         if second is not None:
-            size //= 5  # four more matrices of a chunk's logits, two of the four for a moment
+            # A divergence needs four more matrices as large as the chunk's logits, two of the four only briefly.
+            size //= 5
         size = max(1, size)
         logits = p.hidden.new_empty((min(size, p.tokens), p.count), dtype=p.accumulator)
         grad_hidden = None
@@ -43,7 +46,7 @@ class TokenLoss(torch.autograd.Function):
             grad_hidden = torch.zeros_like(p.hidden, dtype=p.accumulator)
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight, dtype=p.accumulator)
-        # Only columns that are no padding have a gradient.
+        # The head's padding rows have no gradient.
         grad_rows = part_of(grad_weight, slice(p.count))
         total = p.hidden.new_zeros((), dtype=p.accumulator)
         logprobs = p.hidden.new_zeros(p.tokens, dtype=p.accumulator)
@@ -67,11 +70,11 @@ class TokenLoss(torch.autograd.Function):
                 divergences[rows], extra_gradient = divergence.of_chunk(rows, block, stats, lse)
                 total += divergence.weights[rows] @ divergences[rows]
             if grad_hidden is not None and p.count:
-                # Before the next chunk, which overwrites the logits.
+                # The next chunk overwrites the logits, so the gradients are computed now.
                 call.backend.chunk_gradients(
                     part, block, stats, token_gradients, grad_hidden[rows], grad_rows, extra_gradient
                 )
-        # The workspace is free again before the gradient is summed over the ranks.
+        # The workspace is freed before the gradient is summed over the ranks.
         del logits, divergence
         if grad_hidden is not None:
             grad_hidden = call.grad_of_hidden(grad_hidden, p.accumulator)
@@ -86,7 +89,7 @@ class TokenLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of the forward pass times the gradient of the loss, rounded once."""
+        """The gradients of the forward pass, multiplied by the gradient of the loss and then rounded once."""
         weight, grad_hidden, grad_weight = ctx.saved_tensors
         scale = grads[0]
         result = None
@@ -99,7 +102,8 @@ class TokenLoss(torch.autograd.Function):
 
 
 def _scaled(grad: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    """grad * scale, rounded into `out`, in parts: a CPU makes the whole product before the rounding."""
+    """grad * scale, rounded into `out` part by part. In one piece, a CPU would allocate the whole unrounded
+    product."""
     for rows in slices(grad.shape[0], max(1, SCALED // max(1, grad.shape[1]))):
         torch.mul(grad[rows], scale, out=out[rows])
     return out
@@ -116,7 +120,7 @@ def _differentiated(
     inputs = [leaf]
     if call.shape.entropy_grad:
         inputs.append(entropies)
-    # `materialize_grads`: a loss that ignores an input has the gradient 0.
+    # With `materialize_grads` an input that the loss ignores has the gradient 0 instead of None.
     grads = torch.autograd.grad(value, inputs, allow_unused=True, materialize_grads=True)
     token_gradients = TokenGradients(
         lse=lse, logprob=logprob, entropy=entropy, grad_logprob=grads[0], grad_entropy=next(iter(grads[1:]), None)

@@ -1,10 +1,13 @@
-"""The logit projection on a GPU: cuBLAS GEMMs with fp32 output into one reused block, Triton kernels over the rows.
+"""The logit projection on a GPU: cuBLAS GEMMs with fp32 output, and Triton kernels over the rows.
 
-The life of a block: a GEMM writes the logits; `row_kernels.row_statistics` adds the block to the rows' statistics; in
-the backward pass a GEMM writes the logits again, unless the workspace still holds them; `row_kernels.logit_gradient`
-turns logits into their gradient; two GEMMs add the products to the gradients of the head and of the hidden states.
+The life of a block of logits, in a buffer that all blocks share:
 
-Statistics use chunks of tokens with whole rows. Gradients use blocks of the vocabulary with all tokens: a block's
+1. A GEMM writes the logits, and `row_kernels.row_statistics` adds the block to the rows' statistics.
+2. In the backward pass a GEMM writes the logits again, unless the workspace still holds them.
+3. `row_kernels.logit_gradient` turns the logits into their gradient.
+4. Two GEMMs add the products to the gradients of the head and of the hidden states.
+
+Statistics use chunks of tokens with whole rows. Gradients use blocks of the vocabulary with all tokens. A block's
 share of the head's gradient is then one GEMM over the tokens, directly into Megatron's main_grad. A product of two
 bf16 numbers is exact in fp32 and tensor cores add in fp32, so bf16 operands run at tensor-core speed.
 
@@ -23,38 +26,43 @@ from megatron_scalerl.record import record
 
 TOKEN_STEP = 128
 COLUMN_STEP = 256
-"""Blocks are multiples of both steps: tiles of a Hopper GEMM."""
+"""Tile of a Hopper GEMM: a block's tokens and columns are multiples of these two steps."""
 
 FEWEST_TOKENS = 512
 FEWEST_COLUMNS = 1024
-"""With a thinner block the GEMM is bound by memory: then the other side is split as well."""
+"""Smallest block whose GEMM is not bound by memory. Instead of a thinner block, the other side is split as well."""
 
 FEWEST_CHUNK_TOKENS = 1024
-"""Each chunk of whole rows reads and writes the fp32 gradient of the head. With fewer tokens on an H100 this traffic
-takes longer than the chunk's GEMM, and soon longer than the GEMM that two passes add."""
+"""Fewest tokens of a chunk of whole rows.
+
+Each chunk reads and writes the fp32 gradient of the head. With fewer tokens on an H100 this traffic takes longer than
+the chunk's GEMM, and soon longer than the GEMM that two passes add."""
 
 CHUNK_COLUMNS = 8192
-"""Columns whose gradient is computed at a time with whole rows of logits."""
+"""Number of columns of a chunk of whole rows whose gradient is computed at a time."""
 
 
 @record
 class _Side:
-    """One side of a projection, tokens or columns: a block has a part of both sides."""
+    """One side of a projection: its tokens or its columns. A block has a part of both sides."""
 
     size: int
-    """All tokens or columns."""
+    """Number of all tokens or columns."""
     min_size: int
     step: int
     cost: int = 0
-    """Bytes of workspace for a token or column, without the block's elements."""
+    """Bytes of workspace per token or column, in addition to the block's elements."""
 
     def fitting(self, other_side: _Side, count: int, element: int, budget: int) -> int:
-        """Largest length of this side with which a block of `count` on the other side fits `budget` bytes."""
+        """Most tokens or columns of this side in a block of `budget` bytes with `count` of the other side."""
         return max(0, budget - count * other_side.cost) // (count * element + self.cost)
 
 
 def _block(whole_side: _Side, split_side: _Side, element: int, budget: int) -> tuple[int, int]:
-    """Sizes of a block on both sides: all of `whole` unless `split` would then become too thin."""
+    """Sizes of a block on `whole_side` and `split_side`.
+
+    The block has all of `whole_side`, unless its part of `split_side` would then be too thin.
+    """
     count = split_side.fitting(whole_side, whole_side.size, element, budget)
     if count >= min(split_side.size, split_side.min_size):
         return whole_side.size, min(split_side.size, _multiple(count, split_side.step))
@@ -67,7 +75,7 @@ def _block(whole_side: _Side, split_side: _Side, element: int, budget: int) -> t
 
 
 def statistics_block(p: Projection) -> tuple[int, int]:
-    """Tokens and columns of a block of logits of the forward pass: whole rows if the workspace allows."""
+    """Tokens and columns of a block of the forward pass. A block has whole rows if the workspace allows."""
     tokens = _Side(size=p.tokens, min_size=FEWEST_TOKENS, step=TOKEN_STEP)
     columns = _Side(size=p.count, min_size=FEWEST_COLUMNS, step=COLUMN_STEP)
     count, rows = _block(columns, tokens, _logit_bytes(p), p.workspace_bytes)
@@ -75,7 +83,7 @@ def statistics_block(p: Projection) -> tuple[int, int]:
 
 
 def gradient_block(p: Projection) -> tuple[int, int]:
-    """Tokens and columns of a block of the backward pass: all tokens if the workspace allows."""
+    """Tokens and columns of a block of the backward pass. A block has all tokens if the workspace allows."""
     tokens, columns = _gradient_sides(p)
     return _block(tokens, columns, _logit_bytes(p) + _gradient_bytes(p), p.workspace_bytes)
 
@@ -90,7 +98,7 @@ def _gradient_sides(p: Projection) -> tuple[_Side, _Side]:
 
 
 class CudaBackend:
-    """See `projection.Backend`."""
+    """The `projection.Backend` of cuBLAS and Triton."""
 
     name = "cuda"
 
@@ -106,7 +114,7 @@ class CudaBackend:
         """The statistics [4, T]: a GEMM and a row kernel for every chunk of tokens."""
         stats = no_columns(p.tokens, p.hidden, torch.float32)
         tokens, columns = statistics_block(p)
-        # One buffer for all blocks: each block starts where the last block did.
+        # All blocks use the start of one buffer in turn.
         buffer = p.hidden.new_empty(tokens * columns, dtype=torch.float32)
         for rows in slices(p.tokens, tokens):
             part = p.of_tokens(rows)
@@ -119,7 +127,7 @@ class CudaBackend:
     def gradients(
         self, p: Projection, token_gradients: TokenGradients, grad_hidden: Tensor, grad_weight: Tensor | None
     ) -> None:
-        """Recomputes the logits and adds to both gradients, block by block of the vocabulary."""
+        """Recomputes the logits block by block, and adds each block's share to both gradients."""
         tokens, columns = gradient_block(p)
         logits = p.hidden.new_empty(tokens * columns, dtype=torch.float32)
         maker = _GradientMaker(p, token_gradients, tokens * columns)
@@ -132,7 +140,7 @@ class CudaBackend:
                 maker.add(z, rows, cols, grad_hidden, grad_weight)
 
     def chunk_tokens(self, p: Projection) -> int:
-        """Tokens whose whole rows of logits fit, with the gradient of CHUNK_COLUMNS columns."""
+        """Most tokens whose whole rows of logits fit the workspace, beside the gradient of CHUNK_COLUMNS columns."""
         columns = min(p.count, CHUNK_COLUMNS)
         token, column = _gradient_sides(p)
         per_token = _logit_bytes(p) * p.count + columns * _gradient_bytes(p) + token.cost
@@ -143,7 +151,7 @@ class CudaBackend:
         return fit
 
     def chunk_statistics(self, p: Projection, logits: Tensor) -> Tensor:
-        """The statistics of a chunk; `logits` then holds hidden @ weight.T, not scaled."""
+        """The statistics of a chunk. Afterwards `logits` holds the unscaled product hidden @ weight.T."""
         stats = no_columns(p.tokens, p.hidden, torch.float32)
         _logits(p, p.hidden, p.weight, logits)
         row_statistics(logits, p.scale, p.targets, p.first, stats)
@@ -159,7 +167,7 @@ class CudaBackend:
         grad_weight: Tensor | None,
         extra_gradient: Tensor | None = None,
     ) -> None:
-        """Adds to both gradients, CHUNK_COLUMNS at a time."""
+        """Adds the chunk's share to both gradients, CHUNK_COLUMNS columns at a time."""
         assert extra_gradient is None
         maker = _GradientMaker(p, token_gradients, p.tokens * min(p.count, CHUNK_COLUMNS))
         for cols in slices(p.count, CHUNK_COLUMNS):
@@ -172,21 +180,21 @@ class _GradientMaker:
     def __init__(self, p: Projection, token_gradients: TokenGradients, elements: int):
         self._p = p
         self._token_gradients = token_gradients.contiguous()
-        # (1 - p) times the gradient: expm1 of the log-probability keeps digits that 1 - exp would cancel.
+        # The gradient times 1 - p. -expm1(log p) keeps the digits that 1 - exp(log p) would cancel.
         self._at_target = -torch.expm1(token_gradients.logprob) * token_gradients.grad_logprob
         dtype = _gradient_dtype(p)
         self._high_buffer: Tensor | None = None
         self._low_buffer: Tensor | None = None
-        # In fp32 the gradient takes the place of the logits.
+        # An fp32 gradient overwrites the logits, and needs no buffer.
         if dtype != torch.float32:
             self._high_buffer = p.hidden.new_empty(elements, dtype=dtype)
         if p.grad_logits == "bf16x2":
             self._low_buffer = p.hidden.new_empty(elements, dtype=dtype)
 
     def add(self, z: Tensor, rows: slice, cols: slice, grad_hidden: Tensor, grad_weight: Tensor | None) -> None:
-        """Adds the products of the gradient of block z [rows, cols], which may be overwritten.
+        """Adds to both gradients the products with the gradient of the block z [rows, cols] of logits.
 
-        The gradient's rounding error (bf16x2) enters the weight's gradient only.
+        `z` may be overwritten. The gradient's rounding error (bf16x2) enters the weight's gradient only.
         """
         part = self._p.of_tokens(rows)
         high_term = z
@@ -218,7 +226,7 @@ class _GradientMaker:
 
 
 def _logits(p: Projection, hidden: Tensor, head: Tensor, z: Tensor) -> None:
-    """z [T, n] fp32 = hidden @ head.T, not scaled."""
+    """Writes the unscaled product hidden @ head.T into z [T, n], fp32."""
     with fp32_products(hidden.device):
         if p.round_logits:
             z.copy_(hidden @ head.t())
@@ -227,7 +235,7 @@ def _logits(p: Projection, hidden: Tensor, head: Tensor, z: Tensor) -> None:
 
 
 def _logit_bytes(p: Projection) -> int:
-    """Bytes per logit: the fp32 value and, with `round_logits`, the rounded product."""
+    """Bytes per logit: those of the fp32 value and, with `round_logits`, of the rounded product."""
     if p.round_logits:
         return 4 + p.hidden.itemsize
     return 4
@@ -240,12 +248,12 @@ def _gradient_dtype(p: Projection) -> torch.dtype:
 
 
 def _gradient_bytes(p: Projection) -> int:
-    """Bytes of the gradient per logit, besides the logit's bytes; an fp32 gradient overwrites the logit."""
+    """Bytes per logit that the gradient needs in addition. An fp32 gradient overwrites the logit, and needs none."""
     return {"bf16": 2, "bf16x2": 4, "fp32": 0}[p.grad_logits]
 
 
 def _multiple(size: int, step: int) -> int:
-    """The largest multiple of `step` up to `size`; a `size` below `step` is returned as given."""
+    """The largest multiple of `step` that is at most `size`; `size` itself if it is below `step`."""
     if size < step:
         return size
     return size - size % step

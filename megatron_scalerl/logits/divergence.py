@@ -1,16 +1,20 @@
-"""The exact divergence of the policy from a second policy, over the whole vocabulary, in the chunks of a loss.
+"""The exact divergence of the policy from a second policy, computed in the chunks of a loss.
 
-With log-probabilities s of the policy and t of the second policy at a position, given the prefix:
+s and t are the log-probabilities under the policy and under the second policy at a position, given the prefix:
 
     reverse   KL(policy || second) = sum p_s (s - t)      d/dz_s = p_s (s - t - KL)
     forward   KL(second || policy) = sum p_t (t - s)      d/dz_s = p_s - p_t
 
-The sums are over the vocabulary: nothing is estimated from the sampled token. The second policy has no gradient. The
-prefixes come from the rollouts, which an older policy may have sampled.
+The sums are over the whole vocabulary: nothing is estimated from the sampled token. The second policy has no
+gradient. The prefixes come from the rollouts, which an older policy may have sampled.
 
-The life of a chunk: the policy's logits are in memory for the loss; the second policy's logits are one GEMM more;
-ranks exchange the second log-sum-exp and the sum; the gradient joins the gradient of the loss, before the two GEMMs
-of the backward pass. Equal policies have the same bits in both logits, so divergence and gradient are exactly 0.
+The life of a chunk:
+
+1. The policy's logits are in memory for the loss. One more GEMM computes the second policy's logits.
+2. Ranks exchange the second policy's log-sum-exp and the divergence's sum.
+3. The gradient is added to the gradient of the loss, before the two GEMMs of the backward pass.
+
+Equal policies have the same bits in both logits, so divergence and gradient are exactly 0.
 """
 
 from dataclasses import replace
@@ -30,12 +34,12 @@ Direction = Literal["reverse", "forward"]
 
 @record
 class SecondPolicy:
-    """A policy without gradient, from which the policy's divergence is part of the loss."""
+    """A policy without gradient. The trained policy's divergence from it is part of the loss."""
 
     hidden: Float[Tensor, "T H2"]
-    """Hidden states of the same tokens: this rank's share under sequence parallelism."""
+    """The second policy's hidden states of the same tokens; under sequence parallelism this rank's share."""
     weight: Float[Tensor, "rows H2"]
-    """This rank's rows of the second policy's head, equal in number to the policy's rows, in hidden's dtype."""
+    """This rank's rows of the second policy's head: as many as of the policy's head, in hidden's dtype."""
     token_weights: Float[Tensor, " T"]
     """Weight of each token's divergence in the loss."""
     direction: Direction = "reverse"
@@ -51,15 +55,15 @@ class Divergence:
         count = call.shape.count
         self._p = replace(call.projection(second.hidden), weight=second.weight.detach()[:count])
         self.weights = call.with_loss(second.token_weights).to(accumulator)
-        """[C] factors of the divergences of the tokens with loss."""
+        """[C] weights of the divergences of the tokens with loss."""
         self._second = self._p.hidden.new_empty((rows, count), dtype=accumulator)
         self._gradient = torch.empty_like(self._second)
 
     def of_chunk(self, rows: slice, logits: Tensor, stats: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """(divergence [C] of the chunk's tokens (nats), gradient [C, n] of the weighted sum in hidden @ weight.T).
+        """The divergences [C] (nats) of a chunk's tokens, and a gradient [C, n].
 
-        logits, stats: from `chunk_statistics`. lse: [C] over the whole vocabulary. The next call overwrites the
-        gradient.
+        The gradient is that of the weighted sum of divergences with respect to hidden @ weight.T. The next call
+        overwrites it. logits, stats: from `chunk_statistics`. lse: log-sum-exp [C] over the whole vocabulary.
         """
         p = self._p.of_tokens(rows)
         t = self._second[: p.tokens]
@@ -68,7 +72,7 @@ class Divergence:
         if p.count:
             stats_t = self._call.backend.chunk_statistics(p, t)
         lse_t, _, _ = self._call.token_results(stats_t)
-        # `chunk_statistics` of the backend torch leaves z - m in the logits.
+        # `chunk_statistics` of the backend torch has left z - m in the logits.
         torch.sub(logits, (lse - stats[0])[:, None], out=s)
         t -= (lse_t - stats_t[0])[:, None]
         scale = (self.weights[rows] * p.scale)[:, None]
@@ -84,7 +88,10 @@ class Divergence:
         return divergence, gradient.mul_(scale)
 
     def _summed(self, values: Tensor) -> Tensor:
-        """[C] the sum over all columns, the same bits on every rank: parts are added in the order of the ranks."""
+        """[C] sums over the columns of all ranks.
+
+        Every rank adds the ranks' parts in the same order, and so gets the same bits.
+        """
         group = self._call.group
         if group is None or not len(values):
             return values

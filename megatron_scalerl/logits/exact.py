@@ -1,7 +1,7 @@
 """Matrix products with exact operands: no TF32, no rounding of fp32, and tensor-core speed for bf16.
 
-A product of two bf16 numbers has 16 significant bits and is exact in fp32. So a GEMM of fp32 operands with bf16
-values may convert the operands back to bf16 for a CPU's matrix unit: only the order of the sum differs.
+A product of two bf16 numbers has 16 significant bits and is exact in fp32. So where fp32 operands hold bf16 values, a
+GEMM may convert the operands back to bf16 for a CPU's matrix unit. Only the order of the additions differs.
 """
 
 from collections.abc import Iterator
@@ -17,22 +17,22 @@ from torch import Tensor
 def fp32_products(device: torch.device, *, of_bf16: bool = False) -> Iterator[None]:
     """Context in which GEMMs on `device` do not round fp32 operands, whatever the user has set.
 
-    With `of_bf16` a GEMM may round operands to bf16 (CPUs do where bf16 is faster), which is exact for operands with
-    bf16 values. The user's setting, which belongs to the process, is restored at the end.
+    `of_bf16` says that the operands hold bf16 values. Rounding to bf16 is then exact, and a CPU may do it where bf16
+    is faster. The setting is global to the process; the user's value is restored at the end.
     """
     on_cpu = device.type == "cpu"
     user = None
     if not on_cpu:
-        # torch raises where the user has set one backend separately. Old and new setting must not be mixed: with the
-        # old setting at "high" and an accelerator's at "ieee", torch's query whether TF32 is allowed, which the
-        # profiler makes, raises.
+        # The query raises if the user has set one backend's precision by torch's new setting; `user` then stays None.
+        # Old and new setting must not be mixed: with the old at "high" and an accelerator's at "ieee", torch's query
+        # whether TF32 is allowed raises. The profiler makes this query.
         with suppress(RuntimeError):
             user = torch.get_float32_matmul_precision()
     switch = _switch(device)
     precision = "ieee"
     if of_bf16 and on_cpu:
         precision = "bf16"
-    # The old setting covers all backends; a backend's setting changes only where the user has set one separately.
+    # The old setting covers all backends. A backend's new setting changes only if the user has used the new setting.
     if user is not None:
         torch.set_float32_matmul_precision("highest")
     elif switch is not None:
@@ -49,16 +49,17 @@ def fp32_products(device: torch.device, *, of_bf16: bool = False) -> Iterator[No
 
 @cache
 def bf16_may_be_faster() -> bool:
-    """False where a CPU gains nothing from rounding operands to bf16: on Intel CPUs without AMX.
+    """Whether this CPU may gain from rounding operands to bf16. Intel CPUs without AMX do not.
 
-    There the setting selects oneDNN, which computes in fp32, slower than MKL, torch's choice without the setting.
+    On such a CPU the setting selects oneDNN, which computes in fp32 more slowly than MKL. Without the setting torch
+    chooses MKL.
     """
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return not capabilities.get("cpu_name", "").startswith("Intel") or bool(capabilities.get("amx_bf16", True))
 
 
 def _switch(device: torch.device) -> Any:
-    """The setting of this device's backend; None for a backend without a setting."""
+    """The object with the device backend's `fp32_precision`; None for a backend without this setting."""
     name = {"cpu": "mkldnn"}.get(device.type, device.type)
     matmul = getattr(getattr(torch.backends, name, None), "matmul", None)
     if hasattr(matmul, "fp32_precision"):
@@ -67,16 +68,16 @@ def _switch(device: torch.device) -> Any:
 
 
 def set_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out = a @ b in out's dtype, fp32 or fp64; bf16 operands are multiplied exactly and summed in fp32."""
+    """Writes a @ b into `out`, which is fp32 or fp64. bf16 operands are multiplied exactly and summed in fp32."""
     if a.is_cuda and a.dtype != out.dtype:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
     else:
-        # CPUs have no product of bf16 operands with an fp32 result.
+        # On CPUs torch has no GEMM of bf16 operands with an fp32 result.
         torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out += a @ b, as `set_product`, within the GEMM."""
+    """Adds a @ b to `out` within the GEMM, with the numerics of `set_product`."""
     if a.is_cuda and a.dtype != out.dtype:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:

@@ -1,8 +1,9 @@
 """The logit projection as an autograd function for all backends.
 
-Statistics of this rank's columns -> one all-gather -> the same merge on every rank, so that results are bitwise
-equal on all ranks -> only log-sum-exp, log-probability and entropy are saved; backward recomputes the logits, unless
-the caller asked for `keep_logits` and the workspace holds all logits.
+The forward pass computes the statistics of this rank's columns. One all-gather exchanges them. Every rank merges them
+in the same way, so that results are bitwise equal on all ranks. Only log-sum-exp, log-probability and entropy are
+saved for the backward pass, which recomputes the logits. With `keep_logits` the logits are kept as well, if the
+workspace holds all of them.
 """
 
 from dataclasses import replace
@@ -32,21 +33,26 @@ class Call:
     group: dist.ProcessGroup | None
     """Tensor-parallel group; None for a single rank."""
     sequence_parallel: bool
-    """hidden is this rank's share of the tokens, in rank order."""
+    """True: `hidden` is this rank's share of the tokens. The shares follow each other in rank order."""
     tokens: int
-    """T, all tokens, with and without loss."""
+    """T, the number of all tokens, with and without loss."""
     loss_places: Tensor | None
-    """[C] int64 positions of the tokens with loss; None: all."""
+    """[C] int64 positions of the tokens with loss; None: all tokens have loss."""
     shape: Projection
-    """The projection of the tokens with loss. Its hidden states have the right shape and no memory: under sequence
-    parallelism this rank has only a part until `projection` gathers."""
+    """The projection of the tokens with loss, without their hidden states.
+
+    `hidden` has the right shape and no memory of its own, because under sequence parallelism this rank has only a
+    share until `projection` gathers all."""
     main_grad: bool
-    """The weight's gradient is added directly to weight.main_grad."""
+    """True: the weight's gradient is added directly to weight.main_grad."""
     keep_logits: bool
-    """The logits stay in memory until the backward pass if the workspace holds all logits."""
+    """True: the logits stay in memory until the backward pass, if the workspace holds all of them."""
 
     def projection(self, hidden: Tensor) -> Projection:
-        """The backend's input; gathers hidden under sequence parallelism."""
+        """The backend's input, with the hidden states of the tokens with loss.
+
+        Under sequence parallelism the call gathers the hidden states of all ranks.
+        """
         if self.sequence_parallel and self.group is not None:
             gathered = hidden.new_empty((self.tokens, hidden.shape[1]))
             dist.all_gather_into_tensor(gathered, hidden.contiguous(), group=self.group)
@@ -60,17 +66,20 @@ class Call:
         return self.loss_places
 
     def with_loss(self, values: Tensor) -> Tensor:
-        """[C, ...] of the tokens with loss, from [T, ...]."""
+        """The values [C, ...] of the tokens with loss, selected from the values [T, ...] of all tokens."""
         if self.loss_places is None:
             return values
         return values.index_select(0, self.loss_places)
 
     def chunk_tokens(self, weight: Tensor) -> int:
-        """Tokens of a chunk with whole rows, equal on all ranks, which gather after each: padding counts as rows."""
+        """Tokens of a chunk with whole rows.
+
+        All ranks need the same number, because they gather after each chunk. So the head's padding rows count.
+        """
         return self.backend.chunk_tokens(replace(self.shape, weight=weight.detach()))
 
     def statistics(self, projection: Projection, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The backend's statistics, and the logits as `chunk_gradients` takes them if the logits stay in memory."""
+        """The backend's statistics, and the logits for `chunk_gradients` if they stay in memory, else None."""
         p = projection
         if p.empty:
             return no_columns(p.tokens, p.hidden, p.accumulator), None
@@ -80,8 +89,8 @@ class Call:
         return self.backend.chunk_statistics(p, logits), logits
 
     def token_results(self, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-sum-exp, log-probability and entropy of the tokens with loss, from this rank's statistics."""
-        # All ranks have the same tokens: without tokens no rank waits in the all-gather.
+        """Log-sum-exp, log-probability and entropy of the tokens with loss, over all ranks' columns."""
+        # All ranks have the same tokens. Without tokens every rank skips the all-gather, so no rank waits.
         if self.group is None or not stats.shape[1]:
             return results(stats)
         parts = stats.new_empty((self.group.size(), *stats.shape))
@@ -89,20 +98,21 @@ class Call:
         return results(merged_statistics(parts))
 
     def at_all_tokens(self, values: Tensor) -> Tensor:
-        """[T, ...] with 0 where there is no loss."""
+        """The values [C, ...] of the tokens with loss in a tensor [T, ...] that is 0 for all other tokens."""
         if self.loss_places is None:
             return values
         return values.new_zeros((self.tokens, *values.shape[1:])).index_copy_(0, self.loss_places, values)
 
     def grad_of_hidden(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """The gradient of the caller's `hidden`, from the gradient of this rank's columns and the tokens with loss.
+        """The gradient of the caller's `hidden`.
 
-        The sum over the group is in the accumulator's dtype, and is then rounded.
+        `grad` is the part of this rank's columns, for the tokens with loss. The sum over the group is in the
+        accumulator's dtype, and is then rounded to `dtype`.
         """
         if self.group is None:
             return self.at_all_tokens(grad.to(dtype))
         if not self.sequence_parallel:
-            # The ranks sum before `at_all_tokens` adds rows of zeros, so that fewer numbers travel.
+            # The sum over the ranks comes before `at_all_tokens` adds rows of zeros, so that fewer numbers travel.
             if grad.shape[0]:
                 dist.all_reduce(grad, group=self.group)
             return self.at_all_tokens(grad.to(dtype))
@@ -113,11 +123,11 @@ class Call:
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """See `api.token_logprobs`."""
+    """The autograd function of `api.token_logprobs`."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, [tokens] each."""
+        """Log-probabilities [tokens] and entropies [tokens]."""
         stats, logits = call.statistics(call.projection(hidden), weight)
         lse, logprob, entropy = call.token_results(stats)
         ctx.save_for_backward(hidden, weight, lse, logprob, entropy)
@@ -134,7 +144,7 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """Recomputes the logits that were not kept."""
+        """The gradients of hidden and weight, from kept or recomputed logits."""
         hidden, weight, lse, logprob, entropy = ctx.saved_tensors
         call: Call = ctx.call
         projection = call.projection(hidden)
@@ -147,21 +157,21 @@ class TokenLogprobs(torch.autograd.Function):
         )
         grad_hidden = torch.zeros_like(projection.hidden, dtype=projection.accumulator)
         grad_weight = None
-        # Backends add the head's gradient in the accumulator's dtype: to main_grad of that dtype, or to zeros.
+        # A backend adds the head's gradient in the accumulator's dtype: to a main_grad of that dtype, else to zeros.
         if ctx.needs_input_grad[1] and call.main_grad and weight.main_grad.dtype == projection.accumulator:
             grad_weight = weight.main_grad
         elif ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight, dtype=projection.accumulator)
         grad_rows = part_of(grad_weight, slice(projection.count))
         kept_logits = ctx.kept_logits
-        # The backend overwrites the logits: another backward pass has to recompute the logits.
+        # The backend overwrites the logits, so a second backward pass has to recompute them.
         ctx.kept_logits = None
         if kept_logits is not None:
             logits, stats = kept_logits
             call.backend.chunk_gradients(projection, logits, stats, token_gradients, grad_hidden, grad_rows)
         elif not projection.empty:
             call.backend.gradients(projection, token_gradients, grad_hidden, grad_rows)
-        # To an fp32 main_grad the backend has added directly: no second copy of the head's gradient.
+        # A main_grad of the accumulator's dtype already contains the gradient: the backend has added to it.
         if grad_weight is not None and call.main_grad:
             if grad_weight is not weight.main_grad:
                 weight.main_grad += grad_weight
@@ -174,9 +184,9 @@ class TokenLogprobs(torch.autograd.Function):
 def added_to_main_grad(weight: Tensor) -> Tensor:
     """Tells Megatron's DDP that weight.main_grad contains this gradient, and returns a placeholder for autograd.
 
-    DDP's hook runs only if a gradient arrives, and adds the gradient unless `grad_added_to_main_grad` is set. For a
-    weight with `zero_out_wgrad` (an embedding tied within one stage) DDP adds anyway, because autograd has summed the
-    placeholder with the embedding's gradient: there the placeholder must be 0. Source: the linear layers of
+    DDP's hook runs only if a gradient arrives, and adds the gradient unless `grad_added_to_main_grad` is set. An
+    embedding tied within one stage has `zero_out_wgrad`, and DDP adds its gradient anyway. Autograd has then summed
+    the placeholder with the embedding's gradient, so the placeholder must be 0. Source: the linear layers of
     megatron/core/tensor_parallel/layers.py with fused accumulation.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]

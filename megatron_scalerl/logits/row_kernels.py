@@ -1,7 +1,7 @@
 """Triton kernels over blocks of logits from a GEMM: statistics of rows, and gradients of logits.
 
-Both kernels read a block once and write four numbers per row (statistics) or the gradient. Kernels run on a GPU, or
-on CPU tensors in Triton's interpreter (TRITON_INTERPRET=1 before this module is imported).
+Both kernels read a block once. One writes four statistics per row, the other writes the gradient. The kernels run on
+a GPU, or on CPU tensors in Triton's interpreter, if TRITON_INTERPRET=1 is set before this module is imported.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from torch import Tensor
 from megatron_scalerl.logits.projection import TokenGradients
 
 STATISTICS_BLOCK = 4096
-"""Columns that one pass of the statistics kernel holds in registers: 16 for each thread of 8 warps."""
+"""Number of columns that one pass of the statistics kernel holds in registers: 16 for each thread of 8 warps."""
 
 GRADIENT_BLOCK = 2048
-"""Columns of one program of the gradient kernel."""
+"""Number of columns of one program of the gradient kernel."""
 
 
 def compiled() -> bool:
-    """True if kernels are compiled for a GPU; False in the interpreter, which also accepts CPU tensors."""
+    """Whether kernels are compiled for a GPU. In the interpreter, which also accepts CPU tensors, they are not."""
     return isinstance(_row_statistics_kernel, triton.runtime.JITFunction)
 
 
 def row_statistics(logits: Tensor, scale: Tensor, targets: Tensor, first: int, stats: Tensor) -> None:
-    """Adds a block of columns to the statistics [4, T] of `projection.Backend`, in place.
+    """Adds a block of columns to the statistics `stats` [4, T] of `projection.Backend`, in place.
 
-    logits [T, columns] fp32, without `scale` (0-dimensional, fp32); `first` is the id of column 0,
-    `targets` [T] int64 are ids. The largest logit's own term is not part of r, and each further equal maximum counts
-    1, so r is exact if one token is almost certain.
+    logits [T, columns] are fp32, not yet multiplied by `scale` (0-dimensional, fp32). `first` is the id of column 0.
+    `targets` [T] are int64 ids. r leaves out the largest logit's own term, and counts 1 for each further equal
+    maximum. So r is exact if one token is almost certain.
     """
     tokens, columns = logits.shape
     if tokens == 0 or columns == 0:
@@ -61,15 +61,16 @@ def logit_gradient(
     high_term: Tensor,
     low_term: Tensor | None,
 ) -> None:
-    """Gradient of a block of logits [T, columns], times scale, into `high_term` (the rounding error into `low_term`).
+    """Writes the gradient of a block of logits [T, columns], times scale, into `high_term`.
 
-    `high_term` is bf16 or fp32; an fp32 `high_term` may be `logits`. high_term + low_term has 16 bits of the
-    gradient's significand. at_target [T] is grad_logprob (1 - p) of the target, computed without cancellation.
+    `low_term`, if given, gets the rounding error. `high_term` is bf16 or fp32, and an fp32 `high_term` may be
+    `logits` itself. bf16 high_term + low_term has 16 bits of the gradient's significand. at_target [T] is
+    grad_logprob (1 - p) of the target, computed without cancellation.
     """
     tokens, columns = logits.shape
     if tokens == 0 or columns == 0:
         return
-    # A kernel has no optional pointers: the tensors for an absent entropy gradient or split are ignored.
+    # A kernel has no optional pointers. Without an entropy gradient or a split it ignores the tensors passed instead.
     grad_entropy = token_gradients.entropy
     if token_gradients.grad_entropy is not None:
         grad_entropy = token_gradients.grad_entropy
@@ -102,7 +103,7 @@ def logit_gradient(
 
 @triton.jit
 def merged_pair(m0, r0, u0, m1, r1, u1):
-    """m, r, u of two sets of columns together; the first set may be empty (r0 = -1), the second not."""
+    """m, r and u of the union of two sets of columns. Only the first set may be empty (r0 = -1)."""
     terms0 = 1.0 + r0
     terms1 = 1.0 + r1
     top = tl.maximum(m0, m1)
@@ -119,13 +120,14 @@ def merged_pair(m0, r0, u0, m1, r1, u1):
 def _row_statistics_kernel(
     logits, row_stride, scale, targets, stats, stats_stride, first, columns, BLOCK: tl.constexpr
 ):
-    # 64 bits: rows times columns of a large vocabulary exceed 2^31 elements.
+    # The row needs 64 bits, because rows times columns of a large vocabulary exceed 2^31 elements.
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * row_stride
     factor = tl.load(scale)
     lane = tl.arange(0, BLOCK)
     filled = lane < columns
-    # Every lane accumulates the statistics of some columns: one reduction at the end, one exponential per logit.
+    # Every lane accumulates the statistics of its own columns. So there is one reduction, at the end, and one
+    # exponential per logit.
     m = tl.load(start + lane, mask=filled, other=0.0) * factor
     m = tl.where(filled, m, float("-inf"))
     r = tl.zeros((BLOCK,), tl.float32)
@@ -141,7 +143,7 @@ def _row_statistics_kernel(
         u = tl.where(inside, tl.where(rising, (u + gap * terms) * e, u + gap * e), u)
         m = tl.where(inside & rising, z, m)
 
-    # The sum leaves out one of several equal maxima; each further maximum counts 1.
+    # The sum leaves out one of several equal maxima. Each further one counts 1.
     top = tl.max(m, 0)
     largest = m == top
     gap = tl.where(filled, m - top, 0.0)
@@ -197,7 +199,7 @@ def _logit_gradient_kernel(
     if ENTROPY:
         dz -= tl.load(grad_entropy + row) * p * (log_p + tl.load(entropy + row))
     dz *= factor
-    # high_term + low_term has 16 bits of the significand: the rounding error of bf16 is rounded to bf16 again.
+    # The rounding error of the bf16 term is rounded to bf16 as well, so both terms together have 16 significant bits.
     rounded = dz.to(high_term.dtype.element_ty)
     tl.store(high_term + row * out_stride + column, rounded, mask=inside)
     if SPLIT:

@@ -1,12 +1,14 @@
-"""The logit projection in plain PyTorch: any device, in blocks of tokens by columns.
+"""The logit projection in plain PyTorch, for any device, in blocks of tokens by columns.
 
-The life of a block: `_logits` multiplies into the shared buffer; `_row_statistics` computes the statistics; in the
-backward pass `_logits` fills the buffer again, `_to_gradient` turns the logits into their gradient, and
-`_add_gradients` adds the products to the gradients of the head and of the hidden states.
+The life of a block:
 
-The vocabulary is the outer loop: a block of the head is cast once, and the block's gradient is one GEMM over a chunk
-of tokens. Each block's statistics are merged into the running statistics. Operations after a GEMM work in place, on
-tiles of rows that stay in a CPU's cache.
+1. `_logits` multiplies into the shared buffer, and `_row_statistics` computes the statistics.
+2. In the backward pass `_logits` fills the buffer again, and `_to_gradient` turns the logits into their gradient.
+3. `_add_gradients` adds the products to the gradients of the head and of the hidden states.
+
+The vocabulary is the outer loop. So a block of the head is cast once, and the block's gradient is one GEMM over a
+chunk of tokens. Each block's statistics are merged into the running statistics. Operations after a GEMM work in
+place, on tiles of rows that stay in a CPU's cache.
 """
 
 import math
@@ -31,25 +33,27 @@ from megatron_scalerl.record import record
 SMALLEST = (4, 4)
 """Tokens and columns of the smallest block."""
 TILE = 2**18
-"""Elements of a block that are processed together after a GEMM (1 MiB in fp32)."""
+"""Number of elements of a block that are processed together after a GEMM (1 MiB in fp32)."""
 LARGEST = 2**23
-"""Elements of the largest block of logits on a CPU: larger blocks were not faster."""
+"""Number of elements of the largest block of logits on a CPU. Larger blocks were not faster."""
 LARGEST_CHUNK = 2**25
-"""Elements of the largest chunk of whole rows (`chunk_tokens`), which adds to the head's gradient once."""
+"""Number of elements of the largest chunk of whole rows on a CPU (`chunk_tokens`).
+
+It is larger than a block, because each chunk adds once to the whole gradient of the head."""
 
 
 @record
 class _Costs:
-    """Bytes of workspace per element, token and column of a block."""
+    """Bytes of workspace that a block needs per element, per token and per column."""
 
     element: int
-    """The logits and, for bf16x2, the first of two bf16 terms."""
+    """Bytes of a logit and, for bf16x2, of the first of the gradient's two bf16 terms."""
     token: int
-    """Running statistics, before and after a block, and the cast hidden states."""
+    """Bytes of a token's running statistics, before and after a block, and of its cast hidden state."""
     column: int
-    """The head in the accumulator's type, and the cast head."""
+    """Bytes of a column's row of the head in the accumulator's type, and of the cast row."""
     scratch: int
-    """Upper bound for one tile, in all."""
+    """Upper bound on the bytes of all temporary tensors of one tile."""
 
     def bytes(self, tokens: int, columns: int) -> int:
         scratch = min(self.scratch, 2 * self.element * tokens * columns)
@@ -74,7 +78,7 @@ def _costs(p: Projection) -> _Costs:
 
 
 def blocks(p: Projection) -> tuple[int, int]:
-    """Tokens and columns of a block: nearly square, as large as the workspace and LARGEST allow."""
+    """Tokens and columns of a block. Blocks are nearly square, and as large as the workspace and LARGEST allow."""
     costs = _costs(p)
     block = (min(p.tokens, SMALLEST[0]), min(p.count, SMALLEST[1]))
     limit = p.tokens * p.count
@@ -82,7 +86,7 @@ def blocks(p: Projection) -> tuple[int, int]:
         limit = LARGEST
     while True:
         tokens, columns = block
-        # The shorter side doubles first; once a side is complete, only the second side grows.
+        # The shorter side doubles first. Once a side is complete, only the other side grows.
         more_tokens = (min(2 * tokens, p.tokens), columns)
         more_columns = (tokens, min(2 * columns, p.count))
         for larger in sorted([more_tokens, more_columns], key=max):
@@ -94,7 +98,7 @@ def blocks(p: Projection) -> tuple[int, int]:
 
 
 class TorchBackend:
-    """See `projection.Backend`."""
+    """The `projection.Backend` in plain PyTorch."""
 
     name = "torch"
 
@@ -103,7 +107,7 @@ class TorchBackend:
         return _costs(p).bytes(min(p.tokens, SMALLEST[0]), min(p.count, SMALLEST[1]))
 
     def statistics(self, p: Projection) -> Tensor:
-        """The statistics [4, T], block by block."""
+        """The statistics [4, T], merged block by block."""
         stats = no_columns(p.tokens, p.hidden, p.accumulator)
         size = blocks(p)
         buffer = p.hidden.new_empty(math.prod(size), dtype=p.accumulator)
@@ -117,7 +121,7 @@ class TorchBackend:
     def gradients(
         self, p: Projection, token_gradients: TokenGradients, grad_hidden: Tensor, grad_weight: Tensor | None
     ) -> None:
-        """Adds to both gradients, block by block of the head."""
+        """Recomputes the logits block by block, and adds each block's share to both gradients."""
         size = blocks(p)
         buffer = p.hidden.new_empty(math.prod(size), dtype=p.accumulator)
         for rows, cols, hidden, head in _operands(p, *size):
@@ -128,21 +132,21 @@ class TorchBackend:
             _add_gradients(part, dz, hidden, head, grad_hidden[rows], part_of(grad_weight, cols))
 
     def chunk_tokens(self, p: Projection) -> int:
-        """Tokens of one chunk with whole rows, at most LARGEST_CHUNK elements on a CPU."""
+        """Most tokens of a chunk with whole rows. On a CPU a chunk has at most LARGEST_CHUNK elements."""
         costs = _costs(p)
-        # Where operands are cast, the head comes first: `_head_columns` bounds the cast head to a quarter.
+        # A cast head is subtracted from the budget first. `_head_columns` bounds it to a quarter of the workspace.
         budget = p.workspace_bytes
         if _casts(p):
             budget -= _head_columns(p) * costs.column
         per_token = costs.token + costs.element * p.count
-        # The scratch is that of a tile, or of the whole chunk where the chunk is smaller than a tile.
+        # The scratch memory is that of one tile, or of the whole chunk if the chunk is smaller than a tile.
         fit = max((budget - costs.scratch) // per_token, budget // (per_token + 2 * p.accumulator.itemsize * p.count))
         if p.hidden.device.type == "cpu":
             fit = min(fit, max(1, LARGEST_CHUNK // max(1, p.count)))
         return max(0, min(p.tokens, fit))
 
     def chunk_statistics(self, p: Projection, logits: Tensor) -> Tensor:
-        """The statistics of a chunk; `logits` then holds z - m."""
+        """The statistics of a chunk. Afterwards `logits` holds z - m."""
         for _, cols, hidden, head in _operands(p, p.tokens, _head_columns(p)):
             _logits(p, hidden, head, logits[:, cols])
         return _row_statistics(p, slice(0, p.count), logits)
@@ -157,7 +161,7 @@ class TorchBackend:
         grad_weight: Tensor | None,
         extra_gradient: Tensor | None = None,
     ) -> None:
-        """Overwrites `logits` by the logits' gradient and adds to both gradients."""
+        """Overwrites `logits` with their gradient, and adds the chunk's share to both gradients."""
         _to_gradient(p, slice(0, p.count), logits, token_gradients, token_gradients.lse - stats[0])
         if extra_gradient is not None:
             logits += extra_gradient
@@ -166,7 +170,10 @@ class TorchBackend:
 
 
 class _Operands:
-    """Blocks of hidden states or of the head; where GEMMs need a cast, one buffer holds one cast block at a time."""
+    """Blocks of hidden states or of the head.
+
+    Where GEMMs need a cast, a buffer holds one cast block at a time.
+    """
 
     def __init__(self, p: Projection, values: Tensor, size: int):
         self._values = values
@@ -176,12 +183,12 @@ class _Operands:
             self._buffer = values.new_empty((size, values.shape[1]), dtype=p.accumulator)
 
     def block(self, rows: slice) -> Tensor:
-        """The operand until the next call."""
+        """The block of these rows. The tensor is valid until the next call."""
         values = self._values[rows]
         if self._buffer is None:
             return values
         operand = self._buffer[: values.shape[0]]
-        # Inner loops ask for the same block again: the block is cast once.
+        # Inner loops ask for the same block again, and the block is cast only once.
         if rows != self._cast:
             operand.copy_(values)
             self._cast = rows
@@ -189,7 +196,7 @@ class _Operands:
 
 
 def _operands(p: Projection, tokens: int, columns: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Tokens, columns, hidden states and head of every block; the tensors are valid until the next block."""
+    """Tokens, columns, hidden states and head of every block. The tensors are valid until the next block."""
     hiddens = _Operands(p, p.hidden, tokens)
     heads = _Operands(p, p.weight, columns)
     for cols in slices(p.count, columns):
@@ -199,12 +206,15 @@ def _operands(p: Projection, tokens: int, columns: int) -> Iterator[tuple[slice,
 
 
 def _casts(p: Projection) -> bool:
-    """Whether operands are cast: CPUs alone have no GEMM of bf16 operands with fp32 output."""
+    """Whether GEMMs need cast operands. Only CPUs have no GEMM of bf16 operands with fp32 output."""
     return p.hidden.dtype != p.accumulator and (p.hidden.device.type == "cpu" or p.grad_logits == "fp32")
 
 
 def _head_columns(p: Projection) -> int:
-    """Columns of the head that are cast at a time with whole rows: at most a quarter of the workspace."""
+    """Number of the head's columns that a chunk of whole rows casts at a time.
+
+    The cast columns take at most a quarter of the workspace.
+    """
     if not _casts(p):
         return p.count
     return min(p.count, 4096, max(SMALLEST[1], p.workspace_bytes // (4 * _costs(p).column)))
@@ -216,13 +226,13 @@ def _products(p: Projection, *, of_bf16: bool = True) -> AbstractContextManager[
 
 
 def _logits(p: Projection, hidden: Tensor, head: Tensor, z: Tensor) -> None:
-    """z = scale * hidden @ head.T, in place."""
+    """Writes scale * hidden @ head.T into z."""
     with _products(p):
         if p.round_logits:
             z.copy_(p.hidden @ head.to(p.hidden.dtype).t())
         else:
             set_product(z, hidden, head.t())
-    # To compare a scalar on an accelerator the host would have to wait.
+    # On an accelerator the scale is always multiplied, because a comparison would make the host wait.
     if p.scale.device.type != "cpu" or p.scale != 1.0:
         z *= p.scale
 
@@ -232,12 +242,12 @@ def _tiles(z: Tensor) -> Iterator[slice]:
 
 
 def _scratch(z: Tensor) -> Tensor:
-    """A buffer for all tiles: an allocation for each tile may cost a page fault per 4 KiB."""
+    """A buffer that all tiles share. Allocated for each tile, it could cost a page fault per 4 KiB every time."""
     return z.new_empty((min(z.shape[0], max(1, TILE // z.shape[1])), z.shape[1]))
 
 
 def _row_statistics(p: Projection, cols: slice, z: Tensor) -> Tensor:
-    """[4, T] statistics of a block of logits z; leaves z - m in the block."""
+    """The statistics [4, T] of a block of logits z. The call leaves z - m in the block."""
     out = no_columns(p.tokens, z, p.accumulator)
     owned, column = p.owned(cols)
     out[3] = torch.where(owned, z.gather(1, column)[:, 0], out[3])
@@ -246,7 +256,7 @@ def _row_statistics(p: Projection, cols: slice, z: Tensor) -> Tensor:
         zt = z[tile]
         m, largest = zt.max(dim=1)
         zt -= m[:, None]
-        # The maximum's own 1 is left out: a sum with the 1 would round small terms away.
+        # The maximum's own 1 is left out, because a sum with it would round small terms away.
         e = torch.exp(zt, out=scratch[: zt.shape[0]]).scatter_(1, largest[:, None], 0.0)
         out[0, tile] = m
         out[1, tile] = e.sum(dim=1)
@@ -256,7 +266,11 @@ def _row_statistics(p: Projection, cols: slice, z: Tensor) -> Tensor:
 
 
 def _to_gradient(p: Projection, cols: slice, z: Tensor, token_gradients: TokenGradients, log_total: Tensor) -> None:
-    """Overwrites z (or z - m) by dz; z - `log_total` [T] is the log-probability."""
+    """Overwrites z with the gradient dz.
+
+    z holds logits, possibly minus the maximum m. `log_total` [T] is the number with which z - log_total is the
+    log-probability.
+    """
     g = token_gradients.grad_logprob * p.scale
     owned, column = p.owned(cols)
     g_entropy = None
@@ -270,12 +284,12 @@ def _to_gradient(p: Projection, cols: slice, z: Tensor, token_gradients: TokenGr
             log_p.exp_().mul_(-g[tile, None])
             continue
         p_tile = torch.exp(log_p, out=scratch[: log_p.shape[0]])
-        # -p (g + g_entropy (log p + entropy)), in place.
+        # These operations turn log_p into -p (g + g_entropy (log p + entropy)), in place.
         log_p.add_(token_gradients.entropy[tile, None])
         log_p.mul_(g_entropy[tile, None])
         log_p.add_(g[tile, None])
         log_p.mul_(p_tile).neg_()
-    # 1 - p of the target: expm1 keeps digits that 1 - exp would cancel.
+    # The target's gradient has the factor 1 - p. -expm1(log p) keeps the digits that 1 - exp(log p) would cancel.
     dz = -torch.expm1(token_gradients.logprob) * g
     if g_entropy is not None:
         dz -= g_entropy * token_gradients.logprob.exp() * (token_gradients.logprob + token_gradients.entropy)
@@ -285,13 +299,16 @@ def _to_gradient(p: Projection, cols: slice, z: Tensor, token_gradients: TokenGr
 def _add_gradients(
     p: Projection, dz: Tensor, hidden: Tensor, head: Tensor, grad_hidden: Tensor, grad_weight: Tensor | None
 ) -> None:
-    """The two GEMMs of a block, with dz in the precision of `Projection.grad_logits`; overwrites dz."""
+    """Adds a block's two products to the gradients, with dz in the precision of `Projection.grad_logits`.
+
+    The call overwrites dz.
+    """
     exact = p.grad_logits == "fp32"
     with _products(p, of_bf16=not exact):
         if not exact and (p.grad_logits == "bf16x2" or not _casts(p)):
             first = dz.to(p.hidden.dtype)
             if p.grad_logits == "bf16x2" and grad_weight is not None:
-                # The rounding error, as a second term of the head's gradient.
+                # The rounding error is the second term of the head's gradient.
                 dz -= first
                 rounding_error = dz
                 if not _casts(p):

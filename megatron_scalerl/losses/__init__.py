@@ -1,8 +1,9 @@
 """The losses: pure functions from `LossInputs` to `LossOutput`, one per file.
 
-A loss is a sum with given weights, and depends on no recipe, process group or global. To add a loss, write a file and
-a line in LOSSES; `separable` marks a loss that is a sum over tokens. A loss may live outside this package, as
-`module:function`. No file of this package imports torch at run time.
+A loss is a weighted sum of token losses; the caller gives the weights. A loss reads no recipe, process group or
+global variable. To add a loss, write a file and a line in LOSSES. The decorator `separable` marks a loss that is a
+sum of independent token losses. A loss may live outside this package, as `module:function`. No file of this package
+imports torch at run time.
 """
 
 import inspect
@@ -47,7 +48,8 @@ def make_loss(name: str, options: Mapping[str, Any]) -> Callable[[LossInputs], L
                     f"loss.{key} is {stated_options[key]}, but loss.name {name} takes {takes}; leave it out"
                 )
         signature.bind(None, **stated_options)
-    except TypeError as error:  # no function, or an option without a default
+    # `signature` raises for an object that cannot be called, `bind` for a missing option without a default.
+    except TypeError as error:
         raise ValueError(f"loss.options: loss.name {name} does not take {stated_options} ({error})") from None
     return partial(loss, **stated_options)
 

@@ -9,32 +9,35 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megatron_scalerl.record import record
 from megatron_scalerl.types import Bool, Float, Int32, Int64
 
-if TYPE_CHECKING:  # the controller imports `losses.reduction` without torch
+# The controller imports `losses.reduction`, and has to start without loading torch.
+if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Bound on |trainer - rollout log-prob| (nats) before the exponential: e^20 is about 5e8, far beyond every cap and
-clip, and e^40 does not overflow in float32."""
+"""Bound on |trainer - rollout log-prob| (nats) before the exponential.
+
+e^20 is about 5e8, far beyond every cap and clip. The square of such a ratio, e^40, does not overflow in float32."""
 
 
 @record
 class LossInputs:
-    """The input of a loss, a micro-batch: N positions of several packed sequences, all tensors [N]."""
+    """The input of a loss: one micro-batch of several packed sequences with N positions. All tensors are [N]."""
 
     trainer_logprobs: Float[Tensor, " N"]
     """float32 with gradient: log pi_train of the target token (nats)."""
     rollout_logprobs: Float[Tensor, " N"]
     """float32: log-probability under the engine that sampled the token (nats)."""
     advantages: Float[Tensor, " N"]
-    """float32: advantage of the token: the completion's value, or a value per token."""
+    """float32: advantage of the token. The tokens of a completion may share one value."""
     loss_mask: Bool[Tensor, " N"]
     """True for a sampled token. Elsewhere the other fields may have any value, NaN included."""
     token_weights: Float[Tensor, " N"]
-    """float32: weight in the sum, see `reduction.token_weights`."""
+    """float32: weight of the token's loss in the sum, see `reduction.token_weights`."""
     sequence_ids: Int64[Tensor, " N"]
-    """int64: number of the position's sequence, from 0; below N, since no sequence is empty."""
+    """int64: number of the sequence to which the position belongs, counted from 0. No sequence is empty, so all
+    numbers are below N."""
     staleness: Int32[Tensor, " N"] | None = None
-    """int32: optimizer steps from the version that sampled the token to the version in training."""
+    """int32: optimizer steps between the policy version that sampled the token and the version in training."""
     columns: Mapping[str, Float[Tensor, " N"]] = field(default_factory=dict)
     """float32: the columns of the run's algorithm, by name (`ScaleRL.columns`)."""
 
@@ -50,40 +53,43 @@ class LossOutput:
     capped: Bool[Tensor, " N"]
     """True where the cap or clip is active."""
     metrics: Mapping[str, Float[Tensor, " N"]] = field(default_factory=dict)
-    """Numbers of the loss's own, each [N] without gradient, reduced over the loss mask as `ScaleRL.metrics` says."""
+    """The loss's own metrics, each [N] without gradient. `ScaleRL.metrics` says how each is reduced over the loss
+    mask."""
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def separable(loss: Function) -> Function:
-    """Mark a loss that is a sum of independent token losses, which can be computed over any part of the tokens.
+    """Mark a loss that is a sum of independent token losses.
 
-    GSPO has no such mark: the ratio belongs to a whole sequence.
+    The trainer may compute a marked loss over any part of the tokens. GSPO is not marked, because the ratio belongs
+    to a whole sequence.
     """
     loss.separable = True  # type: ignore[attr-defined]
     return loss
 
 
 def masked(values: Float[Tensor, " N"], loss_mask: Bool[Tensor, " N"]) -> Float[Tensor, " N"]:
-    """`values` with 0 off the loss mask; masked values affect neither the result nor the gradient."""
-    # Not a product with the mask, which would keep a NaN and give the NaN a gradient.
+    """`values` on the loss mask, and 0 elsewhere. Values off the mask affect neither the result nor the gradient."""
+    # A product with the mask would keep a NaN, and give the NaN a gradient.
     return values.where(loss_mask, values.new_zeros(()))
 
 
 def log_ratio(inputs: LossInputs) -> Float[Tensor, " N"]:
-    """log(pi_train / pi_gen) per token, 0 off the loss mask, clamped to +-MAX_LOG_RATIO.
+    """log(pi_train / pi_gen) per token, clamped to +-MAX_LOG_RATIO; 0 off the loss mask.
 
     A token at the clamp has no gradient through the ratio: such a ratio is a fault in the data, not a signal.
     """
-    # Masked before the difference: off the mask the engine's numbers may be NaN.
+    # Both are masked before the difference, because the engine's numbers off the mask may be NaN.
     trainer = masked(inputs.trainer_logprobs, inputs.loss_mask)
     rollout = masked(inputs.rollout_logprobs, inputs.loss_mask)
     return (trainer - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def weighted_sum(token_losses: Float[Tensor, " N"], inputs: LossInputs) -> Float[Tensor, ""]:
-    """Sum over the loss mask of token_weight x token loss. The weights contain the denominator."""
+    """Sum over the loss mask of token_weight x token loss. The weights already contain the denominator of the
+    mean."""
     weights = masked(inputs.token_weights, inputs.loss_mask)
     return (weights * token_losses).sum()
 
@@ -93,8 +99,8 @@ def clipped_surrogate(
 ) -> LossOutput:
     """The loss -min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A), which DAPO, GRPO and GSPO share.
 
-    Source: Khatri et al. 2025, arXiv 2510.13786, eq. 3 (clip_asym). A token counts as capped if the clipped branch is
-    smaller, so that the token has no gradient.
+    A token counts as capped if the minimum is the clipped term; such a token has no gradient. Source: Khatri et al.
+    2025, arXiv 2510.13786, eq. 3 (clip_asym).
     """
     advantages = masked(inputs.advantages, inputs.loss_mask)
     unclipped = ratio * advantages

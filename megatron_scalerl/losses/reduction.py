@@ -1,7 +1,7 @@
-"""Weights that turn a sum over all tokens of a batch into one of three means.
+"""Token weights that turn the sum of a batch's token losses into one of three means.
 
-The controller computes the weights once for the whole batch: for a sum, ranks and micro-batches need no common
-denominator.
+The controller computes the weights once for the whole batch. Ranks and micro-batches then only add, and need no
+common denominator.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ Reduction = Literal["prompt_mean", "sequence_mean", "token_mean"]
 
 
 def token_weights(lengths: Sequence[Sequence[int]], reduction: Reduction) -> list[list[float]]:
-    """Weight of a loss-mask token, for every completion of every group.
+    """For every completion of every group, the weight of each of the completion's loss-mask tokens.
 
-    `lengths[p][i]` is |y_pi|, the number of loss-mask tokens of completion i of group p; N_eff is the number
-    of groups, G_p the completions of group p, T_p their loss-mask tokens (Khatri et al. 2025, arXiv
-    2510.13786, section 3.2):
+    `lengths[p][i]` is |y_pi|, the number of loss-mask tokens of completion i of group p. N_eff is the number of
+    groups. G_p is the number of completions of group p, and T_p is their number of loss-mask tokens. Source: Khatri
+    et al. 2025, arXiv 2510.13786, section 3.2.
 
         prompt_mean    1 / (N_eff T_p)
         sequence_mean  1 / (N_eff G_p |y_pi|)

@@ -1,4 +1,6 @@
-"""Model families: Megatron options from a Hugging Face config, and one weight map per family for both directions."""
+"""Model families: Megatron options from a Hugging Face config, and one weight map per family.
+
+The same map serves the conversion from Hugging Face to Megatron and the reverse."""
 
 import json
 import os
@@ -52,21 +54,23 @@ FAMILIES: dict[str, Callable[..., Family]] = {
     "seed_oss": seed_oss.family,
     "smollm3": smollm3.family,
 }
-"""`model_type` of config.json -> function that builds the family."""
+"""`model_type` of config.json -> function that builds the `Family`."""
 
 MOST_PARTS = 10_000
-"""Most layers, heads or experts that a config may have: for each an object is made."""
+"""Largest number of layers, heads or experts that a config may state. A family has an object for each."""
 AT_LEAST_1 = (
     *("hidden_size", "intermediate_size", "vocab_size", "head_dim"),
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
 )
-"""Keys whose value is at least 1 in every model."""
+"""Keys of config.json whose value is at least 1 in every model."""
 
 __all__ = ["FAMILIES", "Family", "family", "read_hf_config"]
 
 
 def family(hf_config: Any, names: Collection[str] = ()) -> Family:
-    """The Family of a Hugging Face config; `names` are the checkpoint's tensors, for formats with two layouts.
+    """The Family of a Hugging Face config.
+
+    `names` are the names of the checkpoint's tensors, which tell the two layouts of a format apart.
 
     Raises ValueError for an unknown model_type, and for a config that its family refuses.
     """
@@ -74,7 +78,8 @@ def family(hf_config: Any, names: Collection[str] = ()) -> Family:
     if kind not in FAMILIES:
         raise ValueError(_unsupported("config.json", hf_config.to_dict() | {"model_type": kind}))
     try:
-        if kind == "qwen3_moe":  # the one family of which both layouts are in use
+        # Qwen3's experts are the only ones of which both layouts are in use.
+        if kind == "qwen3_moe":
             fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
             return qwen3_moe.family(hf_config, fused=fused)
         return FAMILIES[kind](hf_config)
@@ -85,9 +90,9 @@ def family(hf_config: Any, names: Collection[str] = ()) -> Family:
 def read_hf_config(hf_path: str | Path) -> Any:
     """The Hugging Face config of a folder.
 
-    Raises ValueError for a folder without config.json, for an adapter, and for a config.json that is not readable,
-    has an unknown model_type, values of wrong types or another family's architecture, or is of a model without a
-    language model's head.
+    Raises ValueError for a folder without config.json, and for an adapter's folder. Raises ValueError for a
+    config.json that cannot be read, or that has an unknown model_type, values of wrong types or another family's
+    architecture. Raises ValueError for a model without a language model's head.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, DeepseekV3Config
@@ -106,7 +111,7 @@ def read_hf_config(hf_path: str | Path) -> Any:
     if kind not in FAMILIES:
         raise ValueError(_unsupported(str(path), config))
     heads: tuple[str, ...] = ("ForCausalLM",)
-    # a multimodal model has its text model's settings there, and its head this other name
+    # A multimodal model has its text model's settings in `text_config`, and another name for its head.
     if "text_config" in config:
         heads += ("ForConditionalGeneration",)
     architectures = config.get("architectures")
@@ -120,12 +125,14 @@ def read_hf_config(hf_path: str | Path) -> Any:
             )
     _check_numbers(path, config)
     try:
-        if kind == "kimi_k2":  # DeepSeek-V3's architecture; transformers has no class for its name
+        # Kimi-K2 has DeepSeek-V3's architecture, and transformers has no class for its model_type.
+        if kind == "kimi_k2":
             read = DeepseekV3Config.from_dict(config)
         else:
-            # A config may name code in its folder, which is never run.
+            # A config may name code in its folder. That code is never run.
             read = AutoConfig.from_pretrained(str(hf_path), trust_remote_code=False)
-    except StrictDataclassError as error:  # its text has several lines
+    # The text of this error has several lines, and is joined to one.
+    except StrictDataclassError as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         line = " ".join(map(str, error.args))
@@ -141,7 +148,7 @@ def read_hf_config(hf_path: str | Path) -> Any:
 
 
 def _check_numbers(path: Path, config: Mapping[str, Any]) -> None:
-    """Raises ValueError for more parts than any model has, and for fewer than 1 of those that every model has."""
+    """Raises ValueError for a number of parts above MOST_PARTS, and below 1 for a part that every model has."""
     items = list(config.items())
     if isinstance(config.get("text_config"), dict):
         items += config["text_config"].items()

@@ -1,10 +1,10 @@
 """The weight map of adapters: the factors A and B of each linear layer, by Megatron's and by PEFT's names.
 
-A linear layer of Megatron consists of one to three projections of Hugging Face's format, and each projection has
-factors of its own, as in a PEFT folder. Factors are sharded like the weight that they adapt: B along the output of a
-layer that tensor-parallel ranks split by outputs, A along the input of one that they split by inputs. The other
-factor is whole on every rank. A rank's rows of a B are consecutive, also where queries, keys and values are
-interleaved in the weight.
+A linear layer of Megatron consists of one to three projections of Hugging Face's format. Each projection has factors
+of its own, as in a PEFT folder. Of each pair of factors one is sharded like the adapted weight. If tensor-parallel
+ranks split the layer by outputs, B is sharded along the outputs. If they split the layer by inputs, A is sharded
+along the inputs. The other factor is whole on every rank. A rank's rows of a B are consecutive, also where queries,
+keys and values are interleaved in the weight.
 """
 
 import json
@@ -23,13 +23,13 @@ PROJECTIONS = {
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
-"""Megatron's linear layer -> the projections of its output, in their order."""
+"""Megatron's linear layer -> the projections whose outputs make up its output, in order."""
 CONFIG = "adapter_config.json"
-"""The file by which a folder is known as PEFT's."""
+"""The file that marks a folder as PEFT's."""
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The configuration of a PEFT folder. Raises ValueError for a file that is missing or holds no JSON object."""
+    """The configuration of a PEFT folder. Raises ValueError for a missing file, and for one without a JSON object."""
     file = Path(folder, CONFIG)
     try:
         config = json.loads(file.read_text(encoding="utf8"))
@@ -41,7 +41,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def refuse_adapter(folder: str | Path) -> None:
-    """Raises ValueError for a PEFT folder in the place of a policy: what it is, and what to do."""
+    """Raises ValueError if the folder of a policy is a PEFT folder. The message says what to do instead."""
     if not Path(folder, CONFIG).is_file():
         return
     config = read_config(folder)
@@ -54,20 +54,24 @@ def refuse_adapter(folder: str | Path) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """True for the name of an adapter's parameter, which belongs to no weight map of a family."""
+    """Whether a name is that of an adapter's parameter. A family's own weight map has no such name."""
     return ".lora." in name
 
 
 def adapter_family(family: Family, *, rank: int, targets: Collection[str]) -> Family:
-    """The family with the rules of its adapters in place of those of its weights; `targets` are projections."""
+    """The family whose rules are those of its adapters instead of its weights.
+
+    `targets` are the adapted projections.
+    """
     factors = [factor for rule in family.rules for factor in _factors(rule, rank, targets)]
     return replace(family, rules=tuple(factors))
 
 
 def projections_of(rule: Rule) -> tuple[str, tuple[str, ...]]:
-    """(Megatron's name of the rule's layer, the projections of its weight, through which pieces go in turn).
+    """Megatron's name of the rule's layer, and the projections of the layer's weight.
 
-    Parameters without adapters have no projections. Queries, keys and values are interleaved: each group has a piece.
+    The rule's pieces belong to the projections in turn; a weight of interleaved queries, keys and values has a piece
+    of each for every group. Parameters without adapters have no projections.
     """
     layer, _, kind = rule.megatron.rpartition(".")
     if kind != "weight":
@@ -100,7 +104,7 @@ def _factors(rule: Rule, rank: int, targets: Collection[str]) -> Iterator[Rule]:
 
 
 def _module(rule: Rule, number: int, projection: str) -> str:
-    """Hugging Face's module of a rule's projection; experts in one tensor have the names of separate ones."""
+    """Hugging Face's module name of a rule's projection. Fused experts get the names of separate experts."""
     names = list(rule.hf_shapes)
     if names[0].endswith(".weight"):
         return names[number].removesuffix(".weight")

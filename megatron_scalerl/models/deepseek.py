@@ -1,8 +1,8 @@
 """DeepSeek-V3, Kimi-K2 and Moonlight: multi-head latent attention, and a sigmoid router with a frozen bias.
 
-Queries and keys with values pass through narrow projections (`q_lora_rank`, `kv_lora_rank`), which every
-tensor-parallel rank holds whole. The router's bias chooses experts and does not weigh them. Layers of multi-token
-prediction are outside the policy: an export copies them.
+Queries pass through a narrow projection (`q_lora_rank`), and keys and values through another (`kv_lora_rank`). Every
+tensor-parallel rank holds the narrow projections whole. The router's bias takes part in the choice of experts, not in
+their weights. Layers of multi-token prediction are outside the policy; an export copies them.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ from megatron_scalerl.models.rules import Location
 
 def family(config: Any) -> Family:
     """The Family of a DeepseekV3Config. Raises ValueError as `latent_family` does, and for other routers."""
-    # vLLM takes a config without these keys for another router
+    # Without these keys vLLM would use another router.
     require_present(config, "scoring_func", "sigmoid")
     require_present(config, "topk_method", "noaux_tc")
     return latent_family(config)
@@ -26,14 +26,17 @@ def family(config: Any) -> Family:
 def latent_family(config: Any) -> Family:
     """The Family of a config with DeepSeek-V3's keys of latent attention and experts.
 
-    Raises ValueError as `decoder_family` and `sigmoid_experts` do, and for scalings of positions on which engines
-    differ.
+    Raises ValueError as `decoder_family` and `sigmoid_experts` do, and for a scaling of positions that engines
+    compute differently.
     """
     require(config, "moe_layer_freq", 1)
     require(config, "rope_interleave", True)
-    require(config, "head_dim", config.qk_rope_head_dim)  # the part of a head that RoPE rotates
-    require(config, "tie_word_embeddings", False)  # vLLM's class has a head of its own
-    require(config, "index_topk", None)  # makes it DeepSeek-V3.2 in vLLM
+    # `head_dim` is the size of the part of a head that RoPE rotates.
+    require(config, "head_dim", config.qk_rope_head_dim)
+    # vLLM's class always has a head of its own.
+    require(config, "tie_word_embeddings", False)
+    # With `index_topk` vLLM computes DeepSeek-V3.2.
+    require(config, "index_topk", None)
     layers = range(config.num_hidden_layers)
     return decoder_family(
         config,
@@ -41,11 +44,12 @@ def latent_family(config: Any) -> Family:
         experts=sigmoid_experts(config),
         attention=partial(_attention_rules, config),
         transformer=dict(
-            # after the wide projection each head has its own keys and values
+            # After the projection up, each head has its own keys and values.
             num_query_groups=config.num_attention_heads,
             kv_channels=config.qk_nope_head_dim + config.qk_rope_head_dim,
             softmax_scale=None,
-            apply_rope_fusion=False,  # Megatron's kernels count a row's tokens from 0
+            # Megatron's fused kernels would count the positions of a packed row's tokens from the row's start.
+            apply_rope_fusion=False,
             **_latent_attention(config),
         ),
         prediction_layers=getattr(config, "num_nextn_predict_layers", 0) or 0,
@@ -54,7 +58,7 @@ def latent_family(config: Any) -> Family:
 
 
 def _latent_attention(config: Any) -> dict[str, Any]:
-    """Fields of MLATransformerConfig. Raises ValueError for scalings that vLLM computes in another way."""
+    """Fields of MLATransformerConfig. Raises ValueError for a scaling that vLLM computes differently."""
     rope = getattr(config, "rope_parameters", None) or {}
     top = rope.get("mscale")
     bottom = rope.get("mscale_all_dim")
@@ -62,7 +66,8 @@ def _latent_attention(config: Any) -> dict[str, Any]:
     factor = 1.0
     if kind == "yarn":
         factor = rope.get("factor") or 0.0
-    if kind not in ("default", "yarn") or not factor:  # vLLM takes every other type for YaRN
+    # vLLM takes every type other than `default` for YaRN.
+    if kind not in ("default", "yarn") or not factor:
         raise ValueError(f"config.json: rope_scaling: {kind!r} has to be 'default', or 'yarn' with a factor")
     if bool(top) != bool(bottom) or 0 in (top, bottom) or rope.get("attention_factor") is not None:
         raise ValueError(
@@ -85,8 +90,9 @@ def _latent_attention(config: Any) -> dict[str, Any]:
 
 
 def _attention_rules(config: Any, layer: int, style: LayerStyle) -> list[Rule]:
-    """Rules of a layer's norms and of multi-head latent attention: for queries, and for keys with values, down, norm
-    and up."""
+    """Rules of a layer's norms and of multi-head latent attention.
+
+    Queries have a projection down, a norm and a projection up, and so have keys together with values."""
     at = Location(layer=layer)
     hidden = config.hidden_size
     heads = config.num_attention_heads
@@ -94,13 +100,13 @@ def _attention_rules(config: Any, layer: int, style: LayerStyle) -> list[Rule]:
     value = heads * config.v_head_dim
     query = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
     key_value = heads * config.qk_nope_head_dim + value
-    # The part of the keys that RoPE rotates is one head for all, and comes from the narrow projection as it is.
+    # All heads share one rotated part of the keys, which comes directly from the projection down.
     narrow = config.kv_lora_rank + config.qk_rope_head_dim
     weight_map = norm_rules(config, layer, "model.", style)
     hf = f"model.layers.{layer}.self_attn."
     megatron = f"decoder.layers.{layer}.self_attention."
     weight_map.append(rules.row(f"{megatron}linear_proj.weight", f"{hf}o_proj.weight", hidden, value, at, what=what))
-    # the norm covers `rank` of the `rows`: it leaves out the part of the keys that RoPE rotates
+    # The norm covers `rank` of the `rows`. It leaves out the rotated part of the keys.
     latents = [("kv", "kv_a_proj_with_mqa", narrow, config.kv_lora_rank, key_value)]
     if config.q_lora_rank:
         latents.append(("q", "q_a_proj", config.q_lora_rank, config.q_lora_rank, query))

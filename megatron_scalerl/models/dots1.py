@@ -1,4 +1,4 @@
-"""dots.llm1: a norm of queries and keys per head, dense layers first, then experts with a sigmoid router."""
+"""dots.llm1: norms of queries and keys per head, dense first layers, and then experts with a sigmoid router."""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""EXAONE 4 models without sliding windows: norms after attention and MLP, and of queries and keys per head."""
+"""EXAONE 4 models without sliding windows.
+
+Norms come after attention and MLP, and queries and keys have a norm per head."""
 
 from typing import Any
 
@@ -8,6 +10,7 @@ from megatron_scalerl.models.family import Family, LayerStyle, require
 
 def family(config: Any) -> Family:
     """The Family of an Exaone4Config. Raises ValueError as `decoder_family` does, and for a sliding window."""
-    require(config, "sliding_window", None)  # with another value transformers rotates no layer that sees all tokens
+    # With another value transformers applies no RoPE in layers of full attention.
+    require(config, "sliding_window", None)
     layers = (LayerStyle(qk_norm="weighted", post_norm=True),) * config.num_hidden_layers
     return decoder_family(config, layers=layers)

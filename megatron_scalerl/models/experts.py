@@ -1,4 +1,4 @@
-"""Gated MLPs and experts: their weight map by the checkpoint's names, and the options of routers."""
+"""Gated MLPs and experts: rules of the weight map by the checkpoint's names, and the options of routers."""
 
 from functools import partial
 from typing import Any
@@ -14,26 +14,26 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 @record
 class Experts:
-    """The experts of a family's layers, by the names of its checkpoints."""
+    """The experts of a family's layers: sizes, router, and names in its checkpoints."""
 
     count: int
     ffn: int
     """Width of an expert."""
     width_key: str = "moe_intermediate_size"
-    """Key of config.json for `ffn`."""
+    """Key of config.json that states `ffn`."""
     router: dict[str, Any]
-    """Fields of TransformerConfig: `softmax_router` or `sigmoid_router`."""
+    """Fields of TransformerConfig for the router, from `softmax_router` or `sigmoid_router`."""
     module: str = "mlp."
     projections: tuple[str, str, str] = PROJECTIONS
     router_bias: str = ""
-    """Name of the frozen bias in `module`; empty: none."""
+    """Name of the router's frozen bias in `module`; empty for a router without a bias."""
     shared_ffn: int = 0
-    """Width of the shared expert; 0: none."""
+    """Width of the shared expert; 0 without a shared expert."""
     fused: bool = False
-    """True where one tensor has a layer's experts, [experts, 2 ffn, hidden] and [experts, hidden, ffn]."""
+    """True if a layer's experts are fused into two tensors, [experts, 2 ffn, hidden] and [experts, hidden, ffn]."""
 
     def options(self) -> dict[str, Any]:
-        """Fields of TransformerConfig."""
+        """Fields of TransformerConfig for the experts and their router."""
         shared = {}
         if self.shared_ffn:
             shared["moe_shared_expert_intermediate_size"] = self.shared_ffn
@@ -61,22 +61,24 @@ class Experts:
 
 
 def softmax_router(config: Any, *, normalized: bool) -> dict[str, Any]:
-    """Fields of TransformerConfig for a softmax over all experts; `normalized`: the chosen probabilities sum to 1.
+    """Fields of TransformerConfig for a router with a softmax over all experts.
 
-    Raises ValueError for a router whose probabilities are all 1.
+    `normalized`: whether the chosen experts' probabilities are scaled to the sum 1. Raises ValueError for a router
+    whose probabilities would all be 1.
     """
     return dict(
         moe_router_topk=_top_k(config, normalized=normalized),
         moe_router_score_function="softmax",
-        # the softmax over the chosen experts is the normalized probability
+        # A softmax over the chosen experts alone is the normalized probability.
         moe_router_pre_softmax=not normalized,
     )
 
 
 def sigmoid_router(config: Any) -> dict[str, Any]:
-    """Fields of TransformerConfig for sigmoids of which the chosen ones are normalized, with a frozen bias.
+    """Fields of TransformerConfig for a router with sigmoids and a frozen bias.
 
-    Raises ValueError for a router whose probabilities are all 1, and for groups that Megatron-Core scores otherwise.
+    The chosen experts' sigmoids are normalized. Raises ValueError for a router whose probabilities would all be 1,
+    and for groups of experts that Megatron-Core scores differently.
     """
     topk = _top_k(config, normalized=True)
     router = dict(
@@ -98,7 +100,7 @@ def sigmoid_router(config: Any) -> dict[str, Any]:
 
 
 def sigmoid_experts(config: Any) -> Experts:
-    """The experts of DeepSeek-V3 and its heirs, with a shared one. Raises ValueError for other routers."""
+    """The experts of DeepSeek-V3 and its successors, with a shared expert. Raises ValueError for other routers."""
     require(config, "norm_topk_prob", True)
     for key in ("num_experts_per_tok", "n_routed_experts", "n_group", "topk_group", "n_shared_experts"):
         if not getattr(config, key):
@@ -113,13 +115,16 @@ def sigmoid_experts(config: Any) -> Experts:
 
 
 def dense_first(config: Any, **style: Any) -> tuple[LayerStyle, ...]:
-    """Layers with experts after `first_k_dense_replace` without; `style`: further fields of each."""
+    """The styles of all layers: `first_k_dense_replace` dense layers, and then layers with experts.
+
+    `style`: further fields of each LayerStyle.
+    """
     dense = config.first_k_dense_replace or 0
     return tuple(LayerStyle(moe=layer >= dense, **style) for layer in range(config.num_hidden_layers))
 
 
 def _top_k(config: Any, *, normalized: bool) -> int:
-    # A single probability that is normalized is 1: the router would get no gradient.
+    # A single normalized probability is always 1, so the router would get no gradient.
     if normalized and config.num_experts_per_tok < 2:
         raise ValueError(
             f"config.json: num_experts_per_tok: {config.num_experts_per_tok} is too few with normalized "
@@ -138,7 +143,10 @@ def mlp_rules(
     what: str = "config.json: intermediate_size",
     projections: tuple[str, str, str] = PROJECTIONS,
 ) -> list[Rule]:
-    """Rules of a gated MLP: `hf` with each of `projections`, and `megatron`linear_fc{1,2}.weight."""
+    """Rules of a gated MLP.
+
+    `hf` is the prefix of the three `projections`, `megatron` that of linear_fc1.weight and linear_fc2.weight.
+    """
     gate, up, down = (f"{hf}{projection}.weight" for projection in projections)
     return [
         rules.gate_up(f"{megatron}linear_fc1.weight", gate, up, ffn=ffn, hidden=hidden, at=at, what=what),
@@ -147,7 +155,10 @@ def mlp_rules(
 
 
 def expert_rules(hf: str, megatron: str, *, experts: int, layer: int, **mlp: Any) -> list[Rule]:
-    """Rules of experts that are separate gated MLPs, `hf`E.; `mlp`: keywords of `mlp_rules`."""
+    """Rules of experts that are separate gated MLPs in the checkpoint.
+
+    Expert E has the prefix `hf`E. there. `mlp`: keywords of `mlp_rules`.
+    """
     weight_map = []
     for expert in range(experts):
         at = Location(layer=layer, expert=expert)
@@ -159,7 +170,10 @@ def expert_rules(hf: str, megatron: str, *, experts: int, layer: int, **mlp: Any
 def fused_expert_rules(
     hf: str, megatron: str, *, experts: int, ffn: int, hidden: int, layer: int, what: str, transposed: bool
 ) -> list[Rule]:
-    """Rules of experts fused into `hf`gate_up_proj and `hf`down_proj; `transposed`: stored as [in, out]."""
+    """Rules of experts that are fused into two tensors, gate_up_proj and down_proj with the prefix `hf`.
+
+    `transposed`: whether the tensors are stored as [in, out].
+    """
     weight_map = []
     sizes = dict(experts=experts, ffn=ffn, hidden=hidden)
     for projection, tensor, make_rule in (

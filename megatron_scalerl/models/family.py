@@ -1,9 +1,9 @@
 """A model family: Megatron options, rotary frequencies, and one weight map for both directions.
 
 A `Rule` maps one Megatron parameter to Hugging Face tensors by rectangular pieces. Loading copies each piece from the
-checkpoint into this rank's shard, saving copies it back: the same table, so Hugging Face -> Megatron -> Hugging Face
-is exact. Megatron parameters have the names of Megatron's plain layers, with global layer and expert numbers;
-`checkpoints.hf_folder` has Transformer Engine's other names.
+checkpoint into this rank's shard, and saving copies the piece back. Both use the same rules, so Hugging Face ->
+Megatron -> Hugging Face is exact. Megatron parameters have the names of Megatron's plain layers, with global numbers
+of layers and experts. `checkpoints.hf_folder` knows the different names in Transformer Engine's layers.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ if TYPE_CHECKING:
 
 Index = int | slice
 QkNorm = Literal["none", "weightless", "weighted", "all_heads"]
-"""RMS norm of queries and keys before RoPE: of each head, Llama 4's without weights and Qwen3's with, or one of all
-heads together, with a weight for each of their elements (OLMo 2)."""
+"""RMS norm of queries and keys before RoPE.
+
+"weightless": of each head, without weights (Llama 4). "weighted": of each head, with weights (Qwen3). "all_heads": of
+all heads together, with a weight for each of their elements (OLMo 2)."""
 
 
 @record
 class Piece:
-    """A rectangle of one Hugging Face tensor and its position in one rank's shard of a Megatron parameter."""
+    """A rectangle of a Hugging Face tensor, and its position in one rank's shard of a Megatron parameter."""
 
     hf_name: str
     hf_index: tuple[Index, ...]
-    """Selects the rectangle; an int drops that dimension (one expert of a fused tensor)."""
+    """Index that selects the rectangle. An int drops its dimension, for one expert of a fused tensor."""
     axis: int
     start: int
     stop: int
-    """shard.narrow(axis, start, stop - start) is the rectangle."""
+    """End of the rectangle in the shard, which is shard.narrow(axis, start, stop - start)."""
     transposed: bool = False
-    """True if Hugging Face stores [in, out]."""
+    """True if the Hugging Face tensor is stored as [in, out]."""
 
     def of_shard(self, shard: torch.Tensor) -> torch.Tensor:
-        """The piece's view of the shard, in Hugging Face orientation."""
+        """The view of this piece in a shard, oriented as in the Hugging Face tensor."""
         view = shard.narrow(self.axis, self.start, self.stop - self.start)
         if self.transposed:
             return view.t()
@@ -50,36 +52,36 @@ class Rule:
     """A Megatron parameter and the Hugging Face tensors that it consists of."""
 
     megatron: str
-    """Parameter name, for example decoder.layers.3.self_attention.linear_qkv.weight."""
+    """Name of Megatron's parameter, for example decoder.layers.3.self_attention.linear_qkv.weight."""
     hf_shapes: Mapping[str, tuple[int, ...]]
-    """Hugging Face name -> full shape."""
+    """Name of a Hugging Face tensor -> its full shape."""
     pieces: Callable[[int, int], tuple[Piece, ...]]
     """(rank, size) of the parameter's tensor-parallel group -> pieces of that rank's shard."""
     place: Literal["first", "layer", "last"]
-    """Pipeline stage that has the parameter: that of the embedding, of `layer`, or of the head."""
+    """Pipeline stage that has the parameter: the stage of the embedding, of `layer`, or of the head."""
     layer: int = 0
-    """Layer from 0, if place is "layer"."""
+    """Number of the layer, counted from 0, if `place` is "layer"."""
     expert: int | None = None
-    """Expert from 0 for an expert's own weight, which the expert-parallel groups shard."""
+    """Number of the expert, counted from 0; None for other weights. Expert-parallel groups shard experts' weights."""
     sharded: bool = True
     """False if every tensor-parallel rank has the whole parameter."""
     exported: bool = True
-    """False for the head's copy of tied embeddings."""
+    """False if an export leaves the parameter out, as for the head's copy of tied embeddings."""
     frozen: bool = False
-    """True for the bias of a router: a buffer in fp32 that no optimizer steps; engines and exports have it too."""
+    """True for the bias of a router: an fp32 buffer that no optimizer changes. Engines and exports get it too."""
 
 
 @record
 class LayerStyle:
-    """The features of one layer."""
+    """The features in which the layers of a family may differ."""
 
     moe: bool = False
     rope: bool = True
     qk_norm: QkNorm = "none"
     post_norm: bool = False
-    """RMS norms of the results of attention and MLP, not of their inputs."""
+    """True if RMS norms follow attention and MLP, instead of coming before them."""
     chunked: bool = False
-    """Attention inside chunks of `Family.attention_chunk_size` tokens."""
+    """True if tokens attend only inside chunks of `Family.attention_chunk_size` tokens."""
 
 
 @record
@@ -88,56 +90,58 @@ class Family:
 
     name: str
     transformer: Mapping[str, Any]
-    """Fields of TransformerConfig."""
+    """Fields of TransformerConfig that the architecture sets."""
     gpt: Mapping[str, Any]
     """Keywords of GPTModel: max_sequence_length, share_embeddings_and_output_weights, rotary_base."""
     vocab_size: int
-    """Number of tokens, without padding."""
+    """Number of tokens of the vocabulary, without padding."""
     inv_freq: torch.Tensor
-    """[d/2] fp32 rotary frequencies, scaling applied."""
+    """[d/2] fp32 rotary frequencies, with the scaling applied."""
     layers: tuple[LayerStyle, ...]
     rules: tuple[Rule, ...]
-    """Rules in the order of the layers: embedding, layers, final norm, head."""
+    """The weight map, in the order embedding, layers, final norm, head."""
     attention_chunk_size: int | None = None
     passthrough: tuple[str, ...] = ()
-    """Prefixes of tensors outside the policy (a vision tower, layers of multi-token prediction) that an export copies
-    from the source folder."""
+    """Prefixes of tensors outside the policy, such as a vision tower or layers of multi-token prediction. An export
+    copies these tensors from the source folder."""
     query_scale: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None)
-    """[N] positions -> [N] factor on the queries of layers without RoPE."""
+    """Function from positions [N] to factors [N] on the queries of layers without RoPE; None for no factor."""
     output_bias: bool = False
-    """True if the attention's output projection has a bias; `add_qkv_bias` of `transformer` is that of the others."""
+    """True if the attention's output projection has a bias. For queries, keys and values `transformer` has
+    `add_qkv_bias`."""
     untrained: int = 0
-    """Parameters of the checkpoint's layers of multi-token prediction, which are outside the policy."""
+    """Number of parameters of the checkpoint's layers of multi-token prediction, which are outside the policy."""
     generation_config: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of generation_config.json with which an engine computes the same as the trainer."""
+    """Keys of generation_config.json that an engine needs to compute the same as the trainer."""
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Hugging Face's names of tensors that keep their type: those of `Rule.frozen`."""
+        """Hugging Face's names of the tensors of frozen rules, which keep their type."""
         return frozenset(name for rule in self.rules if rule.frozen for name in rule.hf_shapes)
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Smallest multiple of the tensor-parallel size that is not below the vocabulary size."""
+    """The vocabulary size, rounded up to a multiple of the tensor-parallel size."""
     return -(-vocab_size // tp_size) * tp_size
 
 
 def divided(total: int, parts: int, what: str) -> int:
-    """total / parts. Raises ValueError, naming `what`, if a remainder is left."""
+    """total / parts. Raises ValueError, which names `what`, if the division leaves a remainder."""
     if total % parts:
         raise ValueError(f"{what}: {total} is not a multiple of the parallel size {parts}")
     return total // parts
 
 
 def require(config: Any, key: str, *allowed: Any) -> None:
-    """Raises ValueError unless the Hugging Face config's `key` is one of `allowed` (or absent)."""
+    """Raises ValueError unless the value of the Hugging Face config's `key` is absent or one of `allowed`."""
     value = getattr(config, key, allowed[0])
     if value not in allowed:
         raise ValueError(f"config.json: {key}: {value!r} is not supported, only {' or '.join(map(repr, allowed))}")
 
 
 def require_present(config: Any, key: str, value: Any) -> None:
-    """Raises ValueError unless the Hugging Face config has the `key`, which engines read, with this value."""
+    """Raises ValueError unless the Hugging Face config has the `key` with this value, because engines read the
+    key."""
     if getattr(config, key, None) != value:
         raise ValueError(f"config.json: {key}: it has to be {value!r}")
 
@@ -151,7 +155,7 @@ def check_layout(family: Family, *, tp_size: int = 1, ep_size: int = 1, etp_size
             f"megatron.parallel.expert_model_parallel_size: {ep_size} ranks cannot divide a policy without experts; "
             "leave it at 1"
         )
-    # Every size divides 0: a policy without experts passes.
+    # Every size divides 0, so a policy without experts passes.
     sharded = [
         ("tensor_model", tp_size, "attention heads", options["num_attention_heads"]),
         ("tensor_model", tp_size, "key-value heads", options["num_query_groups"]),

@@ -1,6 +1,6 @@
 """GLM-4.5, 4.6 and 4.7: partial rotary embeddings, biases of queries, keys and values, a sigmoid router.
 
-Dense layers come first, experts with a shared one after them.
+Dense layers come first, and then layers with experts and a shared expert.
 """
 
 from typing import Any
@@ -13,7 +13,8 @@ from megatron_scalerl.models.family import Family, QkNorm, require, require_pres
 def family(config: Any) -> Family:
     """The Family of a Glm4MoeConfig. Raises ValueError as `decoder_family` and `sigmoid_experts` do."""
     require_present(config, "head_dim", head_size(config))
-    require(config, "tie_word_embeddings", False)  # vLLM's class has a head of its own
+    # vLLM's class always has a head of its own.
+    require(config, "tie_word_embeddings", False)
     qk_norm: QkNorm = "none"
     if config.use_qk_norm:
         qk_norm = "weighted"

@@ -15,5 +15,6 @@ def family(config: Any) -> Family:
     require(config, "topk_method", "noaux_tc")
     dense = config.mlp_layer_types.count("dense")
     require(config, "mlp_layer_types", ["dense"] * dense + ["sparse"] * (config.num_hidden_layers - dense))
-    require_present(config, "first_k_dense_replace", dense)  # vLLM reads it, transformers the list
+    # vLLM reads this key, while transformers reads the list above.
+    require_present(config, "first_k_dense_replace", dense)
     return latent_family(config)

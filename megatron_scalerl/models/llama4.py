@@ -1,9 +1,13 @@
 """Llama 4, the text model: Scout, Maverick, and the tiny mixture-of-experts policy.
 
-Sigmoid top-1 router whose probability multiplies the expert's input, a shared expert, weightless RMS norm of queries
-and keys (Hugging Face applies it after RoPE; before RoPE is equivalent, since a rotation keeps the norm), layers
-without RoPE and without that norm, interleaved rotary pairs, chunked attention, and experts fused into transposed
-tensors.
+The features of these models:
+
+* a sigmoid top-1 router whose probability multiplies the expert's input, and a shared expert;
+* a weightless RMS norm of queries and keys. Hugging Face applies the norm after RoPE. Before RoPE it is equivalent,
+  since a rotation keeps the norm;
+* layers without RoPE and without that norm;
+* interleaved rotary pairs, and chunked attention;
+* experts fused into transposed tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 VISION = ("vision_model.", "multi_modal_projector.")
-"""Prefixes of the multimodal model's tensors outside the policy: never trained, never sent."""
+"""Prefixes of the multimodal model's tensors outside the policy. They are never trained and never sent."""
 
 
 def family(config: Any) -> Family:
@@ -37,7 +41,7 @@ def family(config: Any) -> Family:
         passthrough = VISION
     require(text, "attention_bias", False)
     require(text, "hidden_act", "silu")
-    # Megatron-Core's moe_apply_probs_on_input works with moe_router_topk 1 only
+    # Megatron-Core's moe_apply_probs_on_input works only with moe_router_topk 1.
     require(text, "num_experts_per_tok", 1)
     moe_layers = set(text.moe_layers)
     styles = tuple(_style(text, layer, moe=layer in moe_layers) for layer in range(text.num_hidden_layers))
@@ -55,13 +59,14 @@ def family(config: Any) -> Family:
         passthrough=passthrough,
         attention_chunk_size=text.attention_chunk_size,
         query_scale=query_scale,
-        # vLLM reads this key, and without it decides by its max_model_len (vllm/model_executor/models/llama4.py).
+        # Without this key vLLM decides by its max_model_len (vllm/model_executor/models/llama4.py).
         generation_config={"attn_temperature_tuning": bool(text.attn_temperature_tuning)},
     )
 
 
 def _style(text: Any, layer: int, *, moe: bool) -> LayerStyle:
-    rope = bool(text.no_rope_layers[layer])  # Hugging Face's list says 1 where a layer has RoPE
+    # Despite its name, Hugging Face's list has 1 where a layer has RoPE.
+    rope = bool(text.no_rope_layers[layer])
     qk_norm: QkNorm = "none"
     if rope and text.use_qk_norm:
         qk_norm = "weightless"
@@ -71,13 +76,14 @@ def _style(text: Any, layer: int, *, moe: bool) -> LayerStyle:
 
 def _transformer(text: Any, styles: tuple[LayerStyle, ...]) -> dict[str, Any]:
     options = dict(
-        # Llama 4 gives dense layers a key of their own; intermediate_size is that of experts
+        # Llama 4 has a separate key for dense layers; intermediate_size is the width of experts.
         ffn_hidden_size=text.intermediate_size_mlp,
         rotary_interleaved=True,
-        no_rope_freq=[int(not style.rope) for style in styles],  # Megatron's list says 1 where a layer has none
+        # Megatron's list has 1 where a layer has no RoPE.
+        no_rope_freq=[int(not style.rope) for style in styles],
         qk_l2_norm=any(style.qk_norm == "weightless" for style in styles),
     )
-    # Megatron-Core refuses moe_ffn_hidden_size without num_moe_experts
+    # Megatron-Core refuses moe_ffn_hidden_size without num_moe_experts.
     if not any(style.moe for style in styles):
         return options
     return dict(
@@ -93,7 +99,10 @@ def _transformer(text: Any, styles: tuple[LayerStyle, ...]) -> dict[str, Any]:
 
 
 def attention_temperature(positions: torch.Tensor, *, floor_scale: float, attn_scale: float) -> torch.Tensor:
-    """[N] factor on the queries of layers without RoPE (arXiv 2501.19399): 1 below `floor_scale` tokens."""
+    """The factors [N] on the queries of layers without RoPE, for positions [N].
+
+    The factor is 1 below `floor_scale` tokens. Source: arXiv 2501.19399.
+    """
     import torch
 
     return torch.log1p(torch.floor((positions.float() + 1.0) / floor_scale)) * attn_scale + 1.0

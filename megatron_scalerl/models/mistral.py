@@ -1,4 +1,6 @@
-"""Mistral models without a sliding window, which is 4096 where the key is absent: Llama's layers, any head size."""
+"""Mistral models without a sliding window: Llama's layers with any head size.
+
+The config has to state `sliding_window`: the default of an absent key is 4096."""
 
 from typing import Any
 
@@ -8,5 +10,5 @@ from megatron_scalerl.models.family import Family, LayerStyle
 
 def family(config: Any) -> Family:
     """The Family of a MistralConfig. Raises ValueError as `decoder_family` does."""
-    # attention_bias, which is refused: transformers' Mistral ignores it, vLLM does not
+    # `decoder_family` refuses `attention_bias`, which transformers' Mistral ignores and vLLM applies.
     return decoder_family(config, layers=(LayerStyle(),) * config.num_hidden_layers)

@@ -1,4 +1,6 @@
-"""OLMo 2 models: norms after attention and MLP, none before them, and norms of queries and keys over all heads."""
+"""OLMo 2 models: norms after attention and MLP, and none before.
+
+Norms of queries and keys extend over all heads."""
 
 from typing import Any
 

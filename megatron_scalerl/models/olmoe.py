@@ -10,7 +10,7 @@ from megatron_scalerl.models.family import Family, LayerStyle, require
 def family(config: Any) -> Family:
     """The Family of an OlmoeConfig.
 
-    Raises ValueError as `decoder_family` does, and for values that vLLM's class has without reading the keys.
+    Raises ValueError as `decoder_family` does, and for values that differ from those fixed in vLLM's class.
     """
     require(config, "clip_qkv", None)
     require(config, "norm_topk_prob", False)

@@ -12,9 +12,10 @@ from megatron_scalerl.models.family import Family, LayerStyle
 
 
 def family(config: Any, *, fused: bool = False) -> Family:
-    """The Family of a Qwen3MoeConfig; `fused`: the checkpoint has a layer's experts in one tensor.
+    """The Family of a Qwen3MoeConfig.
 
-    Raises ValueError as `decoder_family` and `softmax_router` do.
+    `fused`: whether the checkpoint has the layout of transformers 5, with a layer's experts fused. Raises ValueError
+    as `decoder_family` and `softmax_router` do.
     """
     experts = Experts(
         count=config.num_experts,
@@ -29,8 +30,7 @@ def family(config: Any, *, fused: bool = False) -> Family:
 
 
 def _sparse(config: Any, layer: int) -> bool:
-    """True for a layer with experts."""
-    # the rule is that of transformers' Qwen3MoeDecoderLayer
+    """Whether a layer has experts, by the rule of transformers' Qwen3MoeDecoderLayer."""
     if layer in (getattr(config, "mlp_only_layers", None) or ()):
         return False
     return config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0

@@ -1,4 +1,4 @@
-"""Rotary frequencies from a Hugging Face config of transformers 4 or 5, with the supported scalings."""
+"""Rotary frequencies from a Hugging Face config of transformers 4 or 5, with the scaling applied."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ class Rotary:
     """The rotary position embedding of a policy."""
 
     inv_freq: torch.Tensor
-    """[d/2] fp32 frequencies, scaling applied."""
+    """[d/2] fp32 frequencies, with the scaling applied."""
     factor: float = 1.0
-    """Factor on the rotated queries and on the rotated keys (YaRN's; Hugging Face puts it on cosine and sine)."""
+    """YaRN's factor on the rotated queries and on the rotated keys. Hugging Face applies it to cosine and sine."""
 
     def softmax_scale(self, head_dim: int) -> float | None:
-        """Factor on query times key that includes both factors; None for the default 1 / sqrt(d)."""
+        """Scale of the scores that includes the factors of queries and keys; None for the default 1 / sqrt(d)."""
         if self.factor == 1.0:
             return None
         return self.factor**2 / math.sqrt(head_dim)
 
 
 def rotary(config: Any, head_dim: int, *, partial: bool = False) -> Rotary:
-    """The Rotary of rope_parameters (transformers 5) or of rope_theta and rope_scaling (4).
+    """The Rotary of a config, from rope_parameters (transformers 5) or rope_theta and rope_scaling (transformers 4).
 
-    Types are `default`, `linear`, `llama3` (Llama 3.1's scaling) and `yarn` (arXiv 2309.00071). With `partial` the
-    frequencies are those of the part of a head that is rotated. Raises ValueError for other types, for a scaling
-    without one of its keys, and for a part of a head without `partial` or with YaRN.
+    Types are `default`, `linear`, `llama3` (Llama 3.1's scaling) and `yarn` (arXiv 2309.00071). With `partial` RoPE
+    may rotate only a part of each head, and the frequencies are those of that part. Raises ValueError for other
+    types, and for a scaling without one of its keys. Raises ValueError for a rotated part without `partial` or with
+    YaRN.
     """
     import torch
 
@@ -43,20 +44,20 @@ def rotary(config: Any, head_dim: int, *, partial: bool = False) -> Rotary:
     for key in ("rope_dim", "use_fope"):
         if parameters.get(key):
             raise ValueError(f"config.json: {key}: engines rotate by this key, and transformers does not; remove it")
-    # transformers 4 keeps theta outside of rope_scaling.
+    # transformers 4 has theta outside rope_scaling.
     theta = float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
     kind = parameters.get("rope_type", parameters.get("type", "default")) or "default"
     if kind not in KINDS:
         raise ValueError(f"config.json: rope_type: expected one of {', '.join(KINDS)}, found {kind!r}")
     share = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
-    # YaRN's factor is on the scores, and would reach the part of a head that is not rotated
+    # The trainer applies YaRN's factor to the scores, so the factor would also reach the unrotated part of a head.
     if share != 1.0 and (not partial or kind == "yarn"):
         raise ValueError(
             f"config.json: partial_rotary_factor: {share} is not supported for {config.model_type} with {kind} "
             "positions, only 1"
         )
     head_dim = int(head_dim * share)
-    # In fp32 and in this order, as transformers computes them: other roundings change late positions.
+    # The operations are transformers', in fp32 and in the same order. Other roundings would change late positions.
     frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     parameters.setdefault(
         "original_max_position_embeddings",
@@ -80,9 +81,10 @@ def _need(parameters: Mapping[str, Any], key: str) -> float:
 
 
 def _llama3(frequencies: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
-    """Llama 3.1's interpolation: low frequencies divided by `factor`, high ones kept, a ramp between.
+    """Llama 3.1's interpolation of the frequencies.
 
-    Llama 4 Scout has no ramp: both of its bounds are 1.
+    Low frequencies are divided by `factor`, high frequencies are kept, and a ramp connects them. Llama 4 Scout has no
+    ramp, because both bounds are 1.
     """
     import torch
 
@@ -99,7 +101,11 @@ def _llama3(frequencies: torch.Tensor, parameters: Mapping[str, Any]) -> torch.T
 
 
 def _yarn(parameters: Mapping[str, Any], *, theta: float, head_dim: int, context: int | None) -> Rotary:
-    """YaRN: low frequencies interpolated, high ones kept, a ramp over the dimensions between."""
+    """YaRN's interpolation of the frequencies.
+
+    Low frequencies are divided by the factor, high frequencies are kept, and a ramp over the dimensions connects
+    them.
+    """
     import torch
 
     original = _need(parameters, "original_max_position_embeddings")
@@ -107,7 +113,7 @@ def _yarn(parameters: Mapping[str, Any], *, theta: float, head_dim: int, context
     if factor is None:
         factor = (context or original) / original
     factor = float(factor)
-    # 32 and 1 are transformers' defaults, which it takes for 0 and null, too
+    # 32 and 1 are transformers' defaults, which also replace 0 and null.
     low = _dimension_of(float(parameters.get("beta_fast") or 32), theta, head_dim, original)
     high = _dimension_of(float(parameters.get("beta_slow") or 1), theta, head_dim, original)
     if parameters.get("truncate", True):
@@ -116,7 +122,8 @@ def _yarn(parameters: Mapping[str, Any], *, theta: float, head_dim: int, context
     low = max(low, 0)
     high = min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # the ramp has a length, as in transformers
+        # As in transformers, the ramp must not have the length 0.
+        high += 0.001
     powers = theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     kept = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     mixed = 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
@@ -124,7 +131,7 @@ def _yarn(parameters: Mapping[str, Any], *, theta: float, head_dim: int, context
 
 
 def _dimension_of(rotations: float, theta: float, head_dim: int, original: float) -> float:
-    """Dimension whose frequency makes `rotations` rotations over the original context."""
+    """The dimension, as a fraction, whose frequency makes `rotations` rotations over the original context."""
     return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
 
@@ -134,7 +141,7 @@ def _yarn_factor(parameters: Mapping[str, Any], factor: float) -> float:
         return float(given)
     top = parameters.get("mscale")
     bottom = parameters.get("mscale_all_dim")
-    # DeepSeek's keys: where both are equal, cosine and sine stay as they are
+    # With DeepSeek's two keys, equal values leave cosine and sine unchanged.
     if top and bottom:
         return _mscale(factor, top) / _mscale(factor, bottom)
     return _mscale(factor, 1.0)

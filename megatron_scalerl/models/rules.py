@@ -1,4 +1,4 @@
-"""The rules of weight maps: replicated, row, query-key-value, gate-up, vocabulary, fused experts."""
+"""Functions that make the rules of weight maps, one for each kind of parameter."""
 
 from collections.abc import Callable
 from typing import Literal, TypeVar
@@ -8,7 +8,7 @@ from megatron_scalerl.record import record
 
 T = TypeVar("T")
 Pieces = Callable[[int, int], tuple[Piece, ...]]
-"""(rank, size) of the tensor-parallel group -> pieces of that rank's shard, as in `Rule`."""
+"""Function (rank, size) of the tensor-parallel group -> pieces of that rank's shard, as in `Rule`."""
 
 
 @record
@@ -21,7 +21,10 @@ class Location:
 
 
 def replicated(megatron: str, hf: str, shape: tuple[int, ...], at: Location, *, frozen: bool = False) -> Rule:
-    """The rule of a parameter that all tensor-parallel ranks hold whole: norms and routers. frozen: as in `Rule`."""
+    """The rule of a parameter that every tensor-parallel rank holds whole, for example a norm or a router.
+
+    frozen: as in `Rule`.
+    """
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         return (Piece(hf_name=hf, hf_index=_all(shape), axis=0, start=0, stop=shape[0]),)
@@ -30,13 +33,17 @@ def replicated(megatron: str, hf: str, shape: tuple[int, ...], at: Location, *, 
 
 
 def vocabulary(megatron: str, hf: str, vocab: int, hidden: int, at: Location, *, exported: bool = True) -> Rule:
-    """The rule of an embedding or a head, whose rows are padded to the tensor-parallel size; no piece has padding."""
+    """The rule of an embedding or a head.
+
+    The rows are padded to a multiple of the tensor-parallel size. No piece covers padding.
+    """
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         rows = padded_vocab_size(vocab, size) // size
         start = min(rank * rows, vocab)
         stop = min(start + rows, vocab)
-        if start == stop:  # the last ranks may have padding alone
+        # The last ranks may have nothing but padding.
+        if start == stop:
             return ()
         index = (slice(start, stop), slice(0, hidden))
         return (Piece(hf_name=hf, hf_index=index, axis=0, start=0, stop=stop - start),)
@@ -45,7 +52,10 @@ def vocabulary(megatron: str, hf: str, vocab: int, hidden: int, at: Location, *,
 
 
 def row(megatron: str, hf: str, out: int, inner: int, at: Location, *, what: str) -> Rule:
-    """The rule of a projection that is sharded along its input: attention output, an MLP's second projection."""
+    """The rule of a projection that is sharded along its input.
+
+    Such are the attention's output projection and an MLP's second projection.
+    """
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         width = divided(inner, size, what)
@@ -56,7 +66,7 @@ def row(megatron: str, hf: str, out: int, inner: int, at: Location, *, what: str
 
 
 def column(megatron: str, hf: str, out: int, inner: int, at: Location, *, what: str) -> Rule:
-    """The rule of a projection that is sharded along its output, which ranks divide without padding."""
+    """The rule of a projection that is sharded along its output. The ranks divide the output without padding."""
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         rows = divided(out, size, what)
@@ -77,11 +87,12 @@ def query_key_value(
     columns: tuple[int, ...],
     at: Location,
 ) -> Rule:
-    """The rule of Megatron's fused projection: for each group its queries, its key, its value; sharded by groups.
+    """The rule of Megatron's fused projection to queries, keys and values.
 
-    hf: prefix of {q,k,v}_proj. columns: (hidden size,) of the weight, () of the bias.
+    The rows are, for each group, the group's queries, then its key, then its value. Ranks share the projection by
+    groups. hf: prefix of {q,k,v}_proj. columns: (hidden size,) for the weight, () for the bias.
     """
-    # In the order in which a group of the fused projection has them.
+    # The order is that of queries, key and value within a group of the fused projection.
     heads_of = {f"{hf}q_proj.{kind}": heads, f"{hf}k_proj.{kind}": groups, f"{hf}v_proj.{kind}": groups}
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
@@ -101,11 +112,11 @@ def query_key_value(
 
 
 def gate_up(megatron: str, gate: str, up: str, *, ffn: int, hidden: int, at: Location, what: str) -> Rule:
-    """The rule of a gated MLP's first projection: a rank has its gate rows, then its up rows."""
+    """The rule of a gated MLP's first projection. A rank's shard has its gate rows, and then its up rows."""
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         width = divided(ffn, size, what)
-        # The same rows of both: a rank multiplies its gates with its own halves of up.
+        # A rank has the same rows of gate and up, because it multiplies them element by element.
         index = (slice(rank * width, (rank + 1) * width), slice(0, hidden))
         return (
             Piece(hf_name=gate, hf_index=index, axis=0, start=0, stop=width),
@@ -118,13 +129,17 @@ def gate_up(megatron: str, gate: str, up: str, *, ffn: int, hidden: int, at: Loc
 def fused_expert_gate_up(
     megatron: str, hf: str, *, experts: int, ffn: int, hidden: int, at: Location, what: str, transposed: bool
 ) -> Rule:
-    """The rule of an expert in a fused [experts, 2 ffn, hidden] tensor: gate, up; `transposed` swaps the last two."""
+    """The rule of an expert's first projection in a fused tensor [experts, 2 ffn, hidden].
+
+    The gate rows come before the up rows. `transposed` says that the last two dimensions are swapped.
+    """
     expert = _expert_of(at)
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:
         width = divided(ffn, size, what)
         halves = []
-        for half in (0, 1):  # gate, up
+        # Half 0 is the gate, half 1 is up.
+        for half in (0, 1):
             first = half * ffn + rank * width
             index = (expert, *_oriented(slice(first, first + width), slice(0, hidden), transposed))
             rows = dict(axis=0, start=half * width, stop=(half + 1) * width)
@@ -137,7 +152,10 @@ def fused_expert_gate_up(
 def fused_expert_down(
     megatron: str, hf: str, *, experts: int, ffn: int, hidden: int, at: Location, what: str, transposed: bool
 ) -> Rule:
-    """The rule of an expert in a fused [experts, hidden, ffn] tensor; `transposed` swaps the last two."""
+    """The rule of an expert's second projection in a fused tensor [experts, hidden, ffn].
+
+    `transposed` says that the last two dimensions are swapped.
+    """
     expert = _expert_of(at)
 
     def pieces(rank: int, size: int) -> tuple[Piece, ...]:

@@ -1,4 +1,6 @@
-"""Seed-OSS models: Llama's layers with biases of queries, keys and values, and another key for the output's."""
+"""Seed-OSS models: Llama's layers with biases of queries, keys and values.
+
+A separate key of the config states a bias of the output."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""The parts of a model of an unsupported family, by the keys and the model_type of its config.json.
+"""The parts that make a model unsupported, found by the keys and the model_type of its config.json.
 
-`PARTS` knows layers, routers and towers by the keys that publishers give them. For a config without such keys, the
-message lists the keys that no supported family has.
+`PARTS` recognizes layers, routers and towers by the keys that publishers use for them. For a config without such
+keys, the message lists the keys that no supported family has.
 """
 
 import re
@@ -44,21 +44,23 @@ PARTS = {
     "layers that share weights": r"num_hidden_groups|.*shared_layers|num_loops|total_ut_steps",
     "biases": r"(use_)?bias|.*_bias",
 }
-"""Part -> pattern of a key, a kind of layer, an activation or a model_type that only models with this part have."""
+"""Name of a part -> pattern of the words that only models with this part have.
+
+A word is a key, a kind of layer, an activation or a model_type."""
 _QUIET = re.compile(
     r"(.*dropout.*|.*token.*|initializer.*|use_cache|transformers_version|architectures|model_type|dtype|torch_dtype|"
     r"_.*|id2label|label2id|output_.*|return_dict|problem_type|chunk_size_.*|auto_map|is_decoder|tie_.*|.*_loss.*|"
     r"layer_types|num_labels|.*_config|rope_(theta|scaling|parameters))$"
 )
-"""Keys that say nothing about the layers."""
+"""Pattern of keys that say nothing about the layers."""
 _MOST = 5
-"""Most parts, or keys, that a message names."""
+"""Largest number of parts, or of keys, that a message names."""
 
 
 def parts_of(config: Mapping[str, Any], supported_keys: Collection[str]) -> str:
-    """The parts of a model, each with the key or word by which it is known; without any, its unusual keys.
+    """The parts of a model as text, each with the word by which it was recognized.
 
-    supported_keys: keys of supported families, which are not unusual.
+    If no part is recognized, the text lists the keys outside `supported_keys`, the keys of supported families.
     """
     words = list(_words(config))
     parts = []
@@ -79,7 +81,10 @@ def parts_of(config: Mapping[str, Any], supported_keys: Collection[str]) -> str:
 
 
 def _words(config: Mapping[str, Any]) -> Iterator[str]:
-    """The model_type, keys that are switched on, activations and kinds of layers, of the text model's part, too."""
+    """The model_type, the keys that are switched on, the activations, and the kinds of layers.
+
+    The text model's section of a multimodal config is searched as well.
+    """
     yield str(config.get("model_type"))
     for key, value in config.items():
         if isinstance(value, Mapping) and re.match(r"text|llm|language|thinker|decoder", key):

@@ -2,16 +2,17 @@
 
 The saved tensors depend on the layers and on the device (`Kernels`):
 
-* `te` layers, Transformer Engine's: norms fused into the linear layers save input, output and one number per token,
-  SwiGLU saves its input, attention on packed sequences ("thd") saves queries, keys, values, output and a log-sum-exp.
-  Read from the sources of version 2.11 (what each module saves for backward). With version 2.20.2 on one H200 the
-  planner's memory was 1.05 and 1.07 times what two shapes took (docs/measurements.md).
-* `plain` layers, used without Transformer Engine (`trainer/layers`): unfused SwiGLU saves five widths instead of
-  three, rotary angles are saved per token, attention saves padded copies of queries, keys, values and output. On a
-  CPU norms save two fp32 copies; measured there with `torch.autograd.graph.saved_tensors_hooks`, and
-  tools/bench_plan.py compares whole runs. On a GPU PyTorch's norm is a kernel that saves the input and one number per
-  token, and attention is PyTorch's flash (or cuDNN) kernel, which saves the same tensors as the CPU's. Derived from
-  PyTorch's sources, not measured.
+* `te` layers are Transformer Engine's. Norms fused into the linear layers save input, output and one number per
+  token. SwiGLU saves its input. Attention on packed sequences ("thd") saves queries, keys, values, output and a
+  log-sum-exp. These facts are read from the sources of version 2.11. With version 2.20.2 on one H200 the planner's
+  memory was 1.05 and 1.07 times what two shapes took (docs/measurements.md).
+* `plain` layers are used without Transformer Engine (`trainer/layers`). Unfused SwiGLU saves five widths instead of
+  three. Rotary angles are saved per token. Attention saves padded copies of queries, keys, values and output.
+  On a CPU norms save two fp32 copies. The CPU's figures were measured with
+  `torch.autograd.graph.saved_tensors_hooks`, and tools/bench_plan.py compares whole runs.
+  On a GPU PyTorch's norm is a kernel that saves the input and one number per token. Attention is PyTorch's flash (or
+  cuDNN) kernel, which saves the same tensors as the CPU's. The GPU's figures are derived from PyTorch's sources, and
+  not measured.
 """
 
 from collections.abc import Collection
@@ -69,7 +70,7 @@ def recompute_of(recipe: Recipe) -> Recompute:
 
 @record
 class Shape:
-    """Widths of a layer, from the family's Megatron options."""
+    """Widths of one layer, taken from the family's Megatron options."""
 
     hidden: int
     query: int
@@ -78,14 +79,14 @@ class Shape:
     out: int
     """Width of the output projection's input."""
     latent: int
-    """Width of the outputs of multi-head latent attention's narrow projections, which no rank shards; 0 without."""
+    """Width of the outputs of latent attention's narrow projections, which no rank shards. 0 for other attention."""
     projections: int
-    """Number of weights of all attention projections."""
+    """Number of elements of the weights of all attention projections."""
     heads: int
     groups: int
     head_dim: int
     ffn: int
-    """Width of the dense MLP or of the shared expert; 0 without."""
+    """Width of the dense MLP or of the shared expert; 0 for a layer without either."""
     expert_ffn: int
     experts: int
     top_k: int
@@ -106,7 +107,7 @@ def shape_of(family: Family, style: LayerStyle) -> Shape:
     latent = 0
     projections = 2 * hidden * (query + key)
     if "kv_lora_rank" in t:
-        # Multi-head latent attention: projections down to narrow widths, then up to all heads. The rotary part of the
+        # Multi-head latent attention projects down to narrow widths, and then up to all heads. The rotary part of the
         # keys is not projected up.
         q_rank = t["q_lora_rank"] or 0
         kv_rank = t["kv_lora_rank"]
@@ -143,12 +144,12 @@ def shape_of(family: Family, style: LayerStyle) -> Shape:
 
 @record
 class LayerBytes:
-    """Bytes per token that a layer saves on a rank, by the modules whose bytes recomputation can drop."""
+    """Bytes per token that a layer saves on one rank, separated into the parts that recomputation can drop."""
 
     norms: float
     norm_outputs: float
     unfused_norm_outputs: float
-    """Bytes of `norm_outputs` that can be recomputed: a norm that is fused into a linear layer is not recomputed."""
+    """Bytes of `norm_outputs` that can be recomputed. A norm that is fused into a linear layer cannot."""
     attention: float
     """Bytes of the projections' inputs, rotary angles, and norms of queries and keys."""
     core: float
@@ -164,12 +165,12 @@ class LayerBytes:
 
     @property
     def total(self) -> float:
-        """Bytes without recomputation."""
+        """Bytes per token of all parts, without recomputation."""
         return self.norms + self.norm_outputs + self.attention + self.core + self.mlp + self.experts
 
 
 def layer_bytes(shape: Shape, layout: Layout, *, width: int, kernels: Kernels, imbalance: float) -> LayerBytes:
-    """Bytes per token of the rank's share of a micro-batch that a layer saves. width: bytes per element."""
+    """Bytes that a layer saves for each token of the rank's share of a micro-batch. width: bytes per element."""
     tp = layout.tp
     sp = layout.sp
     q = shape.query / tp
@@ -178,10 +179,12 @@ def layer_bytes(shape: Shape, layout: Layout, *, width: int, kernels: Kernels, i
     out = shape.out / tp
     core_inputs = q + kv + shape.value / tp
     core = core_inputs
-    unfused_norms = min(shape.experts, 1)  # Transformer Engine does not fuse the norm before a router
+    # Transformer Engine does not fuse the norm before a router.
+    unfused_norms = min(shape.experts, 1)
     swiglu_widths = 3
     if kernels.layers == "plain":
-        core += out  # attention saves a padded copy of its output
+        # Plain attention saves a padded copy of its output.
+        core += out
         unfused_norms = 2
         swiglu_widths = 5
     angles = 0
@@ -191,8 +194,10 @@ def layer_bytes(shape: Shape, layout: Layout, *, width: int, kernels: Kernels, i
     if shape.qk_norm:
         qk_norm = 4 * (q + kv + shape.heads / tp + shape.groups / tp)
         if width == 4:
-            qk_norm += 4 * (q + kv)  # the key is a view of the whole projection, which is saved
-    latent = 2 * shape.latent / sp * width  # before and after the norms
+            # The key is a view of the whole projection, so the whole projection stays in memory.
+            qk_norm += 4 * (q + kv)
+    # The narrow outputs are saved before and after their norms.
+    latent = 2 * shape.latent / sp * width
     log_sum_exp = 4 * shape.heads / tp
     return LayerBytes(
         norms=2 * norm_bytes(shape.hidden, width=width, kernels=kernels) / sp,
@@ -215,7 +220,7 @@ def norm_bytes(hidden: float, *, width: int, kernels: Kernels) -> float:
 
 
 def _routed(shape: Shape, layout: Layout, imbalance: float) -> float:
-    """Tokens that a rank's experts receive for each token of the rank, on the busiest rank."""
+    """Tokens that the experts of the busiest rank receive, per token of that rank."""
     routed = shape.top_k / layout.sp
     if layout.ep > 1:
         routed *= imbalance
@@ -231,7 +236,8 @@ def _experts(shape: Shape, layout: Layout, width: int, swiglu_widths: int, imbal
     if shape.probs_on_input:
         weighted_input = shape.hidden / layout.sp * width
     elif widths == 5:
-        widths += 1  # unfused, the weighted output of SwiGLU is saved, too
+        # Without fusion the weighted output of SwiGLU is saved as well.
+        widths += 1
     router = (9 * shape.experts + 24) / layout.sp
     return router + weighted_input + routed * (shape.hidden + widths * shape.expert_ffn / layout.etp) * width
 
@@ -257,13 +263,18 @@ def kept_bytes(bytes_: LayerBytes, recompute: Recompute, *, moe: bool, width: in
 
 
 def backward_bytes(shape: Shape, layout: Layout, *, width: int, imbalance: float, adapters: bool) -> float:
-    """Bytes per token of gradients alive at once in a layer's backward pass: MLP, residual, gathered input."""
+    """Bytes per token of the gradients that are in memory together in a layer's backward pass.
+
+    These are the gradients of the MLP, of the residual and of the gathered input.
+    """
     widths = 4
-    if adapters:  # three more copies of the gate's and the inner outputs are alive while adapters are added
+    # While adapters are added, three more copies of the gate's and of the inner outputs are in memory.
+    if adapters:
         widths = 10
     dense = widths * shape.ffn / layout.tp
     expert = _routed(shape, layout, imbalance) * (widths * shape.expert_ffn + 2 * shape.hidden)
     gathered = 0
     if layout.sequence_parallel:
-        gathered = 2 * shape.hidden  # the backward pass gathers the input and scatters the gradient
+        # The backward pass gathers the input and scatters the gradient.
+        gathered = 2 * shape.hidden
     return (max(dense, expert) + 2 * shape.hidden / layout.sp + gathered) * width

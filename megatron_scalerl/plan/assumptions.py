@@ -1,4 +1,6 @@
-"""The planner's assumptions, for figures that cannot be computed: each is a field and a flag, and has a source."""
+"""The planner's assumptions about figures that cannot be computed.
+
+Each assumption is a field of `Assumptions` and a flag of the command, and has a source."""
 
 from collections.abc import Mapping
 from dataclasses import Field, field, fields
@@ -20,9 +22,10 @@ def _assumed(value: Any, unit: str, meaning: str, source: str = "project default
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=ConfigDict(strict=True, allow_inf_nan=False))
 class Assumptions:
-    """Every field is a flag of `megatron-scalerl plan` and a key of an assumptions file; None means computed.
+    """The values of all assumptions. None means that the planner computes the value.
 
-    Raises pydantic's ValidationError for a number outside its field's range; `checked` gives the error one line.
+    Every field is a flag of `megatron-scalerl plan` and a key of an assumptions file. Raises pydantic's
+    ValidationError for a number outside its field's range; `checked` turns it into one line.
     """
 
     dense_utilization: _Share = _assumed(
@@ -64,21 +67,22 @@ class Assumptions:
 
 
 OF_EPISODES = ("turns", "reply_tokens", "reply_seconds")
-"""The fields that count only with an environment."""
+"""The fields that have an effect only with an environment."""
 
 
 def described() -> tuple[Field[Any], ...]:
-    """The fields in order; `metadata` holds unit, what, source and range."""
+    """The fields of `Assumptions` in order. Their `metadata` holds unit, description, source and range."""
     return fields(Assumptions)
 
 
 def default_sources() -> dict[str, str]:
-    """The planner's own source of every assumption."""
+    """Name of each assumption -> source of its default."""
     return {f.name: f.metadata["source"] for f in described()}
 
 
 def checked(values: Mapping[str, Any]) -> Assumptions:
-    """The assumptions with these values. Raises ValueError, in one line with the field's name."""
+    """The assumptions with these values. Raises ValueError for an invalid value, in one line with the field's
+    name."""
     try:
         return Assumptions(**values)
     except ValidationError as error:
@@ -86,6 +90,6 @@ def checked(values: Mapping[str, Any]) -> Assumptions:
 
 
 def first_line(error: ValidationError) -> str:
-    """Key, value and demand of the first mistake."""
+    """The first mistake as text: the key, the value, and what is required."""
     first = error.errors()[0]
     return f"{'.'.join(map(str, first['loc']))}: {first['input']!r:.60}: {first['msg']}"

@@ -36,11 +36,11 @@ class AssumptionsFile(Section):
     gpu: str
     """Name of the GPU in CUDA; after `read_assumptions`, a key of `hardware.GPUS`."""
     layers: Layers | None = None
-    """Layers of the measured trainer; None: the constants are valid for both."""
+    """Layers of the measured trainer. None: the constants are valid for both kinds of layers."""
     written: Any = None
     """Date of the file."""
     assumptions: dict[str, Measured] = Field(min_length=1)
-    """Field of `Assumptions` -> constant."""
+    """Field of `Assumptions` -> measured constant."""
 
     def source(self, path: Path, name: str) -> str:
         """The file's path, its date, and how the value was measured, in one line."""
@@ -53,7 +53,7 @@ class AssumptionsFile(Section):
 
 
 def read_assumptions(path: Path) -> AssumptionsFile:
-    """The file's constants. Raises ValueError, in one line with file and key, for invalid contents."""
+    """Read the file's constants. Raises ValueError for invalid contents, in one line with file and key."""
     data = read_yaml(path, kind="an assumptions file")
     try:
         content = AssumptionsFile.model_validate(data)

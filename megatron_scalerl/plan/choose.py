@@ -1,4 +1,6 @@
-"""The layout of trainer and engines that `init` writes: the first that fits the GPUs with room to spare."""
+"""The choice of the layout of trainer and engines that `init` writes.
+
+Layouts are tried cheapest first, and the first that fits the GPUs with memory to spare is chosen."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,17 +18,17 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.sections import LoraSection
 
 SIZES = (1, 2, 4, 8)
-"""Sizes of model-parallel groups and of engines: within a node of eight GPUs."""
+"""Sizes of model-parallel groups and of engines that are tried. None exceeds a node of eight GPUs."""
 MOST_GPUS = 256
-"""Largest number of GPUs that is tried for a policy that does not fit the given GPUs."""
+"""Largest number of GPUs that is tried for an error's advice, if the policy does not fit the given GPUs."""
 SPARE = 0.1
-"""Share of a GPU that has to be free on the fullest trainer rank: the planner's memory is an estimate."""
+"""Share of a GPU that has to stay free on the fullest trainer rank, because the planner's memory is an estimate."""
 SHORTEST = 1024
-"""Shortest completion that is offered where no layout fits (tokens)."""
+"""Shortest completion (tokens) that an error's advice may suggest, if no layout fits."""
 SEQUENCES = 8
-"""Sequences of maximum length that an engine's KV cache has to hold at least."""
+"""Smallest number of sequences of maximum length that an engine's KV cache has to hold."""
 SHARES = (0.25, 0.4, 0.55)
-"""Shares of a device for an engine that runs on the trainer's devices."""
+"""Shares of a device that are tried for an engine on the trainer's devices."""
 
 Layout = dict[str, Any]
 """Section of the recipe -> its settings."""
@@ -35,8 +37,8 @@ Layout = dict[str, Any]
 def choose(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> RunPlan:
     """The plan of the recipe with a layout for `gpus`.
 
-    Raises ValueError where no layout fits, naming adapters, shorter completions and a number of GPUs with which a
-    layout would fit.
+    Raises ValueError if no layout fits. The message names adapters, shorter completions and a number of GPUs with
+    which a layout would fit.
     """
     plan = _first(recipe, config, gpus, gpu)
     if plan is not None:
@@ -55,7 +57,10 @@ def choose(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> RunPlan:
 
 
 def _smaller(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> Iterator[str]:
-    """Settings that fit the GPUs: shorter completions, and adapters with the longest completions that fit."""
+    """Smaller settings that fit the GPUs, as text for the error.
+
+    They are shorter completions, and adapters with the longest completions that fit.
+    """
 
     def fits(completion: int) -> bool:
         settings = recipe.model_dump()
@@ -96,7 +101,8 @@ def _first(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> RunPlan | None:
             try:
                 candidate = Recipe.model_validate(recipe.model_dump() | sections)
                 plan = make_plan(candidate, config, gpus, gpu, Assumptions())
-            except ValueError:  # a size that divides no heads, or leaves no engine
+            # A size may not divide the heads, or may leave no GPU for an engine.
+            except ValueError:
                 continue
             if not plan.problems() and plan.headroom >= SPARE * gpu.memory_bytes:
                 sections["trainer"] = {"world_size": plan.split.trainer}
@@ -107,7 +113,10 @@ def _first(recipe: Recipe, config: Path, gpus: int, gpu: Gpu) -> RunPlan | None:
 
 
 def _smallest_engine(recipe: Recipe, family: Family, gpus: int, gpu: Gpu, *, colocate: bool) -> Layout | None:
-    """The section `engine` with the fewest devices, and the smallest share of a device, that hold the KV cache."""
+    """The section `engine` with the fewest devices, and then the smallest share of a device, for the KV cache.
+
+    None if no size holds the KV cache.
+    """
     heads = family.transformer["num_attention_heads"]
     for size in SIZES:
         fits = gpus % size == 0 if colocate else size < gpus
@@ -125,7 +134,7 @@ def _smallest_engine(recipe: Recipe, family: Family, gpus: int, gpu: Gpu, *, col
                 return engine
             continue
         for share in SHARES:
-            # vLLM's share of a device has to hold weights and overhead as well.
+            # vLLM's share of a device also has to hold weights and overhead.
             cache = share * gpu.memory_bytes - memory.weights_bytes - memory.overhead_bytes
             if cache >= need:
                 vllm |= {"kv_cache_memory_bytes": int(cache // MIB) * MIB, "gpu_memory_utilization": share}
@@ -134,7 +143,11 @@ def _smallest_engine(recipe: Recipe, family: Family, gpus: int, gpu: Gpu, *, col
 
 
 def _trainers(family: Family, gpus: int) -> Iterator[tuple[int, Layout]]:
-    """(size of a group, section `megatron`), cheapest first: MLPs recomputed, larger groups, layers recomputed."""
+    """Candidates (size of a model-parallel group, section `megatron`), cheapest first.
+
+    Per size the first candidate recomputes nothing and the second recomputes MLPs. Candidates that recompute whole
+    layers come last.
+    """
     experts = family.transformer.get("num_moe_experts")
     key = "tensor_model_parallel_size"
     module = "mlp"
@@ -144,7 +157,7 @@ def _trainers(family: Family, gpus: int) -> Iterator[tuple[int, Layout]]:
     selective = {"recompute_granularity": "selective", "recompute_modules": [module]}
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     no_recompute: Layout = {}
-    # Recomputing MLPs costs less than communication between more ranks, recomputing whole layers costs more.
+    # Recomputing MLPs costs less than communication between more ranks. Recomputing whole layers costs more.
     for settings in ((no_recompute, selective), (full,)):
         for size in (size for size in SIZES if size <= gpus):
             parallel: Layout = {}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 GPU = "h100-80g"
-"""Default of --gpu."""
+"""Default of the option --gpu."""
 
 
 EPILOG = """example:
@@ -27,7 +27,7 @@ EPILOG = """example:
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Add the options of the command; the flags of assumptions are generated from `Assumptions`."""
+    """Add the options of the command. The flags of assumptions are generated from the fields of `Assumptions`."""
     p.description = "Predict whether a recipe fits its GPUs and what it costs, before any GPU is allocated."
     p.epilog = EPILOG
     p.add_argument("recipe", metavar="RECIPE", help="recipe file")
@@ -80,9 +80,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Plan and print; returns 2 if --check is given and the plan does not fit, else 0.
+    """Make the plan and print it. The exit code is 2 if --check is given and the plan does not fit, else 0.
 
-    Raises ValueError for invalid input, OSError for a path that cannot be read or written.
+    Raises ValueError for invalid input, and OSError for a path that cannot be read or written.
     """
     from megatron_scalerl.processes.garbage import no_collections
     from megatron_scalerl.recipe.file import load_recipe
@@ -92,7 +92,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     folder = config_folder(recipe.policy.path, options.recipe, options.config)
 
     with no_collections():
-        from megatron_scalerl.plan.meta_build import compare_with_build  # these imports take seconds
+        # These imports take seconds, and other commands do without them.
+        from megatron_scalerl.plan.meta_build import compare_with_build
         from megatron_scalerl.plan.planner import as_numbers, make_plan
         from megatron_scalerl.plan.settings import check_settings
         from megatron_scalerl.plan.text import show, verdict
@@ -119,7 +120,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 
 def _write(options: argparse.Namespace, numbers: Mapping[str, Any]) -> None:
-    """Write the numbers for --json."""
+    """Write the plan's numbers to the file of --json."""
     text = json.dumps(numbers, indent=2)
     if options.json == "-":
         print(text)
@@ -128,7 +129,7 @@ def _write(options: argparse.Namespace, numbers: Mapping[str, Any]) -> None:
 
 
 def _tell(options: argparse.Namespace, head: str, verdict: str, problem: str) -> int:
-    """Print the plan in one line; returns the exit code."""
+    """Print the plan in one line, and return the exit code."""
     if options.check and problem:
         print(f"megatron-scalerl: {head.partition(' ')[0]}: {problem}", file=sys.stderr)
         return 2
@@ -138,10 +139,11 @@ def _tell(options: argparse.Namespace, head: str, verdict: str, problem: str) ->
 
 
 def _inputs(options: argparse.Namespace) -> tuple[str, Layers, Assumptions, dict[str, str]]:
-    """A key of `GPUS`, layers, assumptions and their sources; flags precede the file, the file the defaults.
+    """The GPU's key in `GPUS`, the layers, the assumptions, and the source of each assumption.
 
-    Raises ValueError for an invalid file, and if --gpu or --layers differ from the file's: constants measured on one
-    GPU do not apply to another.
+    Flags take precedence over the file of --assumptions, and the file over the defaults. Raises ValueError for an
+    invalid file. Raises ValueError if --gpu or --layers differ from the file's, because constants measured on one GPU
+    do not apply to another.
     """
     from megatron_scalerl.plan.assumptions_file import read_assumptions
 
@@ -171,9 +173,10 @@ def _inputs(options: argparse.Namespace) -> tuple[str, Layers, Assumptions, dict
 
 
 def config_folder(policy: str, recipe: str | Path, config: str | Path | None = None) -> Path:
-    """The folder with the config.json: `config`, the policy's folder, or configs/<its name> next to the recipe.
+    """The folder with the policy's config.json.
 
-    Raises ValueError if there is no such folder, or an adapter in place of the policy.
+    It is `config` if given, else the policy's folder, else configs/<name of the policy> next to the recipe. Raises
+    ValueError if there is no such folder, or if it holds an adapter instead of a policy.
     """
     candidates = [Path(policy), Path(recipe).parent / "configs" / Path(policy).name]
     if config:

@@ -1,6 +1,6 @@
 """Exact parameter counts, total and per rank, from the family's weight map.
 
-The rules of the map assign a slice of a Hugging Face tensor to each rank of a parallel group; the same rules load
+The map's rules assign a slice of each Hugging Face tensor to each rank of a parallel group. The same rules load
 checkpoints. `meta_build` verifies the counts against Megatron's own modules.
 """
 
@@ -23,12 +23,12 @@ class Parameters:
     total: int
     """Parameters of the trained policy, without a vision tower."""
     active: int
-    """Parameters used per token, embedding included."""
+    """Parameters that one token uses, embedding included."""
     experts: int
     """Parameters of all routed experts."""
     embedding: int
     head: int
-    """Parameters of the logit projection; tied embeddings are counted once in `total`."""
+    """Parameters of the logit projection. `total` counts tied embeddings once."""
     passthrough: int
     """Parameters of layers of multi-token prediction, which a run does not load."""
 
@@ -44,17 +44,17 @@ class RankParameters:
 
     @property
     def total(self) -> int:
-        """All of the rank's parameters."""
+        """Number of all parameters of the rank."""
         return self.dense + self.expert
 
 
 def load_family(config_path: str | Path) -> Family:
-    """The family of a folder with a config.json. Raises ValueError if it is unsupported."""
+    """The family of the model in a folder with a config.json. Raises ValueError for an unsupported model."""
     return family_of(read_hf_config(config_path))
 
 
 def count(family: Family) -> Parameters:
-    """Parameters of the whole policy."""
+    """Parameter counts of the whole policy."""
     rules = [r for r in family.rules if r.exported and not r.frozen]
     total = sum(elements(r) for r in rules)
     experts = sum(elements(r) for r in rules if r.expert is not None)
@@ -72,7 +72,7 @@ def count(family: Family) -> Parameters:
 
 
 def trained_family(recipe: Recipe, family: Family) -> Family:
-    """The weight map of the parameters with gradients, with policy.lora the adapters' parameters."""
+    """The family with the weight map of the trained parameters. With policy.lora these are the adapters' alone."""
     lora = recipe.policy.lora
     if lora is None:
         return family
@@ -80,13 +80,13 @@ def trained_family(recipe: Recipe, family: Family) -> Family:
 
 
 def elements(rule: Rule, size: int = 1) -> int:
-    """Elements of a parameter on rank 0 of a group of `size`; no rank has more than rank 0."""
+    """Number of a parameter's elements on rank 0 of a group of `size`. No rank has more than rank 0."""
     slices = ([index for index in piece.hf_index if isinstance(index, slice)] for piece in rule.pieces(0, size))
     return sum(math.prod(index.stop - index.start for index in piece) for piece in slices)
 
 
 def of_stage(family: Family, layout: Layout, stage: int) -> RankParameters:
-    """Parameters on each rank of a pipeline stage. Raises ValueError for sizes that do not divide."""
+    """Parameter counts of each rank of a pipeline stage. Raises ValueError for sizes that do not divide."""
     last = layout.pp - 1
     experts = family.transformer.get("num_moe_experts") or 1
     dense = [0]
@@ -95,7 +95,7 @@ def of_stage(family: Family, layout: Layout, stage: int) -> RankParameters:
         has_rule = rule.layer in layout.stages[stage]
         if rule.place in ("first", "last"):
             has_rule = stage == {"first": 0, "last": last}[rule.place]
-        # A single stage shares tied embeddings; with several stages, the last stage holds a copy.
+        # With a single stage, embedding and head share tied weights. With several, the last stage holds a copy.
         if not has_rule or rule.frozen or not (rule.exported or layout.pp > 1):
             continue
         if rule.expert is None:

@@ -1,7 +1,7 @@
 """The plan of a recipe on the CPUs of this machine: memory, cores and seconds.
 
-Memory is counted as for GPUs, and the libraries of each process are added. Seconds are FLOPs over the rate at which
-one thread of this machine multiplies matrices of the policy's width, which is measured.
+Memory is counted as for GPUs, and the libraries of each process are added. Seconds are FLOPs divided by a rate. The
+rate is measured: one thread of this machine multiplies matrices of the policy's width.
 """
 
 import math
@@ -29,39 +29,42 @@ TRAINER_SHARE = 0.8
 ENGINE_SHARE = 0.4
 """Share of the measured rate that an engine reaches."""
 ASSUMED = Assumptions(thinking_median=0.6, kept_share=0.7)
-"""Completions with the short budgets of CPUs; groups that are all right or all wrong are not trained."""
+"""Assumptions for CPU recipes.
+
+`thinking_median` suits the short budgets on CPUs. `kept_share` is below 1 because groups that are all right or all
+wrong are not trained."""
 LIBRARIES = {"controller": 0.6, "trainer": 0.7, "engine": 1.4}
 """Resident memory of a process before it holds a policy (GiB)."""
 FIXED_S = 1.0
 """Time of a step that does not depend on the policy: batches, weight updates (s)."""
 ROWS = 256
-"""Rows of the matrices that are multiplied."""
+"""Number of rows of the matrices in the measurement."""
 MEASURED_S = 0.3
 """Processor time of the measurement (s)."""
 
 
 @record
 class CpuPlan:
-    """Memory, cores and time of a recipe. Produced by `plan_on_cpus`."""
+    """Memory, cores and time of a recipe on this machine's CPUs. Produced by `plan_on_cpus`."""
 
     gib: Mapping[str, float]
-    """Kind of process -> memory of its processes (GiB)."""
+    """Kind of process -> memory of all processes of that kind (GiB)."""
     machine_gib: float
     """Memory of the machine (GiB)."""
     threads: int
-    """Threads that compute."""
+    """Number of threads that compute."""
     cores: int
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     seconds: Mapping[str, float]
-    """Trainer and engine -> seconds of a step's work, without competition for cores."""
+    """"trainer" and "engine" -> seconds of its work in a step, if nothing else used the cores."""
     step_seconds: float
-    """Trainer and engine work side by side, on too few cores in turn."""
+    """Seconds of a step. Trainer and engine work at the same time, or in turn if there are too few cores."""
     run_seconds: float
-    """All steps and validations, for which the trainer waits."""
+    """Seconds of all steps and of all validations, for which the trainer waits."""
 
     @property
     def problem(self) -> str:
-        """The lack of memory as a message; empty if the run fits."""
+        """The message about missing memory; empty if the run fits."""
         excess = sum(self.gib.values()) - self.machine_gib
         if excess <= 0:
             return ""
@@ -79,7 +82,10 @@ class CpuPlan:
 
 
 def plan_on_cpus(recipe: Recipe, config: Path) -> CpuPlan:
-    """The plan of the recipe here. config: folder of the policy's config.json. Raises ValueError as `make_plan`."""
+    """The plan of the recipe on this machine. config: folder of the policy's config.json.
+
+    Raises ValueError as `make_plan` does.
+    """
     family = load_family(config)
     world_size = recipe.trainer.world_size
     layout = layout_of(recipe, family, world_size)
@@ -87,7 +93,7 @@ def plan_on_cpus(recipe: Recipe, config: Path) -> CpuPlan:
     assumed = replace(ASSUMED, prompt_tokens=prompt)
     lengths = assumed_lengths(recipe, assumed)
     ranks = trainer_memory(recipe, family, layout, assumed, kernels=Kernels(layers="plain", device="cpu"))
-    # any GPU: weights and cache do not depend on the GPU
+    # Any GPU will do, because weights and cache do not depend on the GPU.
     engine = engine_memory(recipe, family, count(family), GPUS["h200"], assumed)
     cache = recipe.engine.vllm.get("kv_cache_memory_bytes", CPU_DEFAULTS["kv_cache_memory_bytes"])
     engine_gib = LIBRARIES["engine"] + (engine.weights_bytes + cache) / GIB
@@ -97,7 +103,7 @@ def plan_on_cpus(recipe: Recipe, config: Path) -> CpuPlan:
     completions = groups * recipe.rollouts.group_size
     flops = token_flops(recipe, family, layout, [n + prompt for n in lengths.tokens])
     trained = assumed.kept_share * completions * (lengths.mean + prompt)
-    # the prefix cache has a prompt for all completions of a group
+    # The prefix cache computes a prompt once for all completions of a group.
     generated = completions * lengths.mean + groups * prompt
     thread = measured_flops(family.transformer["hidden_size"], recipe.policy.dtype)
     training = world_size * recipe.trainer.threads
@@ -131,7 +137,10 @@ def plan_on_cpus(recipe: Recipe, config: Path) -> CpuPlan:
 
 
 def measured_flops(width: int, dtype: str) -> float:
-    """FLOP/s of one thread: the best of many products, in processor time, as the machine may be busy."""
+    """FLOP/s of one thread, from the fastest of many matrix products.
+
+    The time is processor time, because the machine may be busy.
+    """
     rows = torch.ones(ROWS, width, dtype=getattr(torch, dtype))
     matrix = torch.ones(width, 4 * width, dtype=rows.dtype)
     threads = torch.get_num_threads()

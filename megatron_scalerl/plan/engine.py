@@ -1,7 +1,8 @@
 """KV-cache capacity and decode speed of an engine.
 
-A decode step reads the weights that the step's tokens use and the KV cache of every running completion, at the memory
-bandwidth that the devices reach. With n running completions it takes fixed + per_completion x n seconds.
+A decode step reads the weights that the step's tokens use, and the KV cache of every running completion. It reads
+them at the memory bandwidth that the devices reach. With n running completions the step takes fixed + per_completion
+x n seconds.
 """
 
 from megatron_scalerl.models.family import Family
@@ -17,16 +18,16 @@ from megatron_scalerl.record import record
 MEMORY_UTILIZATION = 0.92
 """vLLM 0.32's default gpu_memory_utilization."""
 MAX_NUM_SEQS = 256
-"""Max concurrent sequences if engine.vllm.max_num_seqs is not set (vLLM's default for servers is no lower)."""
+"""Concurrent sequences if engine.vllm.max_num_seqs is not set. vLLM's default for servers is no lower."""
 
 
 @record
 class EngineMemory:
-    """Memory on a device of an engine."""
+    """Memory on one device of an engine."""
 
     devices: int
     copies: int
-    """Data-parallel copies of the policy, which share the experts."""
+    """Number of data-parallel copies of the policy, which share the experts."""
     context_tokens: int
     """engine.vllm.max_model_len if set, else the maximum length of prompt and completion."""
     weights_bytes: float
@@ -34,15 +35,15 @@ class EngineMemory:
     kv_bytes: float
     """Bytes available to the KV cache."""
     kv_bytes_per_token: float
-    """Bytes of the KV cache for a token, on all devices of the engine together."""
+    """Bytes of one token's KV cache on all devices of the engine together."""
     limit_bytes: float
     """Device memory x gpu_memory_utilization."""
     group_bytes: float
-    """Bytes of the broadcast groups over which weights arrive, which vLLM does not count."""
+    """Bytes of the broadcast groups over which weights arrive. vLLM does not count these bytes."""
 
     @property
     def used_bytes(self) -> float:
-        """Weights, overhead and KV cache."""
+        """Bytes of weights, overhead and KV cache."""
         return self.weights_bytes + self.overhead_bytes + self.kv_bytes
 
     @property
@@ -58,7 +59,7 @@ class EngineMemory:
 
     @property
     def full_sequences(self) -> float:
-        """Max concurrent sequences of maximum length."""
+        """Number of sequences of maximum length whose KV cache fits at the same time."""
         return self.kv_tokens / self.context_tokens
 
     @property
@@ -75,16 +76,16 @@ class Decoding:
     fixed_seconds: float
     per_completion_seconds: float
     prefill_seconds: float
-    """Seconds for the prefill of a prompt, and of later text in an episode of several turns."""
+    """Seconds for the prefill of a prompt and, in an episode of several turns, of the later text."""
     running: int
-    """Max concurrent completions; further completions are queued in the engine."""
+    """Largest number of concurrent completions. Further completions are queued in the engine."""
 
     def step_seconds(self, running: int) -> float:
         """Time of one decode step with `running` completions."""
         return self.fixed_seconds + self.per_completion_seconds * running
 
     def tokens_per_second(self, running: int) -> float:
-        """Throughput of the whole engine."""
+        """Tokens per second of the whole engine with `running` completions."""
         return running / self.step_seconds(max(running, 1))
 
 
@@ -95,7 +96,7 @@ def engine_memory(
     options = recipe.engine.vllm
     devices = recipe.engine.devices_per_engine
     shape = EngineShape.of_options(options)
-    # vLLM would start other devices than the launcher has reserved.
+    # With another product vLLM would use another number of devices than the launcher has reserved.
     product = shape.tensor * shape.pipeline * shape.data
     if product != devices:
         raise ValueError(
@@ -103,21 +104,24 @@ def engine_memory(
             f"engine.devices_per_engine is {devices}; make them equal"
         )
     t = family.transformer
-    if "kv_lora_rank" in t:  # the cache has the narrow keys and values, which every device holds whole
+    # Latent attention caches the narrow keys and values, which every device holds whole.
+    if "kv_lora_rank" in t:
         per_layer = float(t["kv_lora_rank"] + t["qk_pos_emb_head_dim"]) * shape.tensor
     else:
         groups = t["num_query_groups"]
-        copies = max(1, shape.tensor // groups)  # key-value heads are replicated if there are fewer than devices
+        # vLLM replicates key-value heads if there are fewer heads than devices.
+        copies = max(1, shape.tensor // groups)
         per_layer = 2.0 * groups * copies * t["kv_channels"]
     width = WIDTH[recipe.policy.dtype]
     if "fp8" in str(options.get("kv_cache_dtype", "auto")):
         width = 1
     limit = gpu.memory_bytes * float(options.get("gpu_memory_utilization", MEMORY_UTILIZATION))
     unsharded_elements = sum(elements(rule) for rule in family.rules if not rule.sharded and not rule.frozen)
-    # Each device has norms, routers, narrow projections.
+    # Every device has a copy of norms, routers and narrow projections.
     dense = p.total - p.experts + (shape.tensor - 1) * unsharded_elements
     weights = (shape.data * dense + p.experts) * WIDTH[recipe.policy.dtype] / devices
-    if recipe.adapters_alone:  # at most: tensor parallelism shards one of A and B
+    # This is an upper bound, because tensor parallelism shards one of A and B.
+    if recipe.adapters_alone:
         weights += count(trained_family(recipe, family)).total * WIDTH[recipe.policy.dtype]
     overhead = assumed.engine_overhead_gib * GIB
     cache = options.get("kv_cache_memory_bytes") or limit - weights - overhead
@@ -137,15 +141,16 @@ def engine_memory(
 def decoding(
     recipe: Recipe, p: Parameters, memory: EngineMemory, gpu: Gpu, lengths: Lengths, assumed: Assumptions
 ) -> Decoding:
-    """Speed at the concurrency that the recipe and the KV cache allow."""
+    """Decode speed at the concurrency that the recipe and the KV cache allow."""
     resident = assumed.prompt_tokens + lengths.mean_resident
     room = int(memory.kv_tokens / resident)
     max_running = memory.copies * int(recipe.engine.vllm.get("max_num_seqs", MAX_NUM_SEQS))
     running = max(1, min(room, max_running, recipe.rollouts.max_in_flight))
     missed = 0.0
-    if recipe.rollouts.schedule == "pipeline":  # each weight update during an episode empties the prefix cache
+    # Each weight update during an episode empties the prefix cache.
+    if recipe.rollouts.schedule == "pipeline":
         missed = min(lengths.replies, recipe.rollouts.max_staleness_steps)
-    # on average half of an episode is behind a turn
+    # On average half of an episode's text comes before a turn.
     context = assumed.prompt_tokens + (lengths.mean + lengths.written) / 2
     flops = 2.0 * (p.active - p.embedding) * (assumed.prompt_tokens + lengths.written + missed * context)
     prefill = flops / (memory.devices * gpu.bf16_flops * assumed.dense_utilization)

@@ -1,4 +1,6 @@
-"""GPUs by their data sheets (dense FLOP/s, bandwidth per direction), and the kernels that a trainer runs on them."""
+"""Figures of GPUs from data sheets, and the kernels that a trainer runs on GPUs.
+
+FLOP/s are dense, and bandwidths are those of one direction."""
 
 from typing import Literal
 
@@ -26,7 +28,7 @@ class Gpu:
     nic_bytes_per_second: float
     """Bandwidth of a network card; there is one card per GPU."""
     per_node: int
-    """GPUs per node; the planner assigns whole nodes."""
+    """Number of GPUs per node. The planner assigns whole nodes."""
     source: str
     device_names: tuple[str, ...]
     """Names of the model in CUDA."""
@@ -102,14 +104,14 @@ GPUS: dict[str, Gpu] = {
 def gpu_of_device(name: str) -> str | None:
     """The key of `GPUS` for a CUDA device name or a key; None for other GPUs.
 
-    Names have to match exactly: "NVIDIA H100 PCIe" and "NVIDIA H200 NVL" have other FLOP/s and bandwidths.
+    Names have to match exactly, because "NVIDIA H100 PCIe" and "NVIDIA H200 NVL" have other FLOP/s and bandwidths.
     """
     return next((key for key, gpu in GPUS.items() if name == key or name in gpu.device_names), None)
 
 
 @record
 class Kernels:
-    """Layers and device of a trainer. Raises ValueError for te on a CPU."""
+    """Layers and device of a trainer. Raises ValueError for the layers `te` on a CPU."""
 
     layers: Layers
     device: Device

@@ -1,10 +1,9 @@
 """Checks the parameter counts of `counting` against the trainer's own modules, built on the meta device.
 
-The same PolicyModel that is trained is built at full size and in the full world, in one process and without
-allocating memory; PyTorch's fake process group replaces the collectives. A child process builds it, because
-Megatron's globals and the CPU patches are process-wide. The child is spawned, since a fork can hang or crash where
-threads of a library were running.
-Context parallelism, which shards no weights, is counted as data parallelism.
+The trained PolicyModel is built at full size and for the full world, in one process and without allocating memory.
+PyTorch's fake process group replaces the collectives. A child process builds the model, because Megatron's globals
+and the CPU patches are process-wide. The child is spawned, since a fork can hang or crash where threads of a library
+were running. Context parallelism, which shards no weights, is counted as data parallelism.
 """
 
 import os
@@ -18,12 +17,10 @@ from megatron_scalerl.recipe import Recipe
 
 
 def compare_with_build(plan: RunPlan, config: Path) -> str:
-    """The ranks on which the counts are equal, or the reason for no build, in one line.
+    """One line of text: the ranks on which the counts are equal, or the reason why nothing was built.
 
-    Raises ValueError if Megatron rejects the recipe.
-
-    The build runs without a GPU and so with Megatron's plain layers, which have the same parameters as Transformer
-    Engine's.
+    The build runs without a GPU, and so with Megatron's plain layers. These have the same parameters as Transformer
+    Engine's layers. Raises ValueError if Megatron rejects the recipe.
     """
     if plan.layout.chunks > 1:
         return "not built: an interleaved pipeline requires a GPU"
@@ -46,11 +43,12 @@ def _quiet() -> None:
 
 
 def stage_parameters(recipe: Recipe, config_path: str, world_size: int) -> list[dict[str, int]]:
-    """[{"dense": n, "expert": n}] by pipeline stage. Raises ValueError as building the policy does."""
+    """For each pipeline stage the counts {"dense": n, "expert": n}. Raises ValueError as building the policy does."""
     data: dict[str, Any] = recipe.model_dump()
     parallel = data["megatron"]["parallel"]
     parallel.pop("context_parallel_size", None)
-    parallel["create_gloo_process_groups"] = False  # gloo requires real peers
+    # gloo requires real peers.
+    parallel["create_gloo_process_groups"] = False
     data["trainer"]["world_size"] = world_size
     recipe = Recipe.model_validate(data)
     stages = int(parallel.get("pipeline_model_parallel_size", 1))

@@ -1,4 +1,6 @@
-"""Checks of a recipe that need no GPU, no weights and no data: made by `plan`, `prompts`, `submit` and `train`."""
+"""Checks of a recipe that need no GPU, no weights and no data.
+
+The commands `plan`, `prompts`, `submit` and `train` make these checks."""
 
 from dataclasses import dataclass
 from math import prod
@@ -33,11 +35,11 @@ class Settings:
     recipe: Recipe
     """The recipe with the settings that `chat` fills in."""
     chat: Any
-    """A `Chat`: how the policy is talked to; None without a tokenizer."""
+    """The `Chat` that formats prompts for the policy; None without a tokenizer."""
     tokenizer: Any
-    """The policy's tokenizer, from transformers; None where only a config.json is known."""
+    """The policy's tokenizer, from transformers; None if only a config.json is available."""
     longest_sequence: int
-    """Longest prompt and completion together, with forced phrase and end (tokens).
+    """Tokens of the longest prompt with the longest completion, including forced phrase and end.
 
     Without a tokenizer the length is a lower bound.
     """
@@ -48,8 +50,8 @@ class Settings:
 def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned: bool = False) -> Settings:
     """Check algorithm, options of vLLM and Megatron, verifiers, environment, layout, tags, templates and lengths.
 
-    config: folder of a config.json that stands for the policy's, without a tokenizer. planned: for a plan, which may
-    lack modules of the environment. Raises ValueError, in one line with the key.
+    config: folder of a config.json that replaces the policy's folder, without a tokenizer. planned: True for a plan,
+    on a machine that may lack the environment's modules. Raises ValueError, in one line with the key.
     """
     for task in tasks_of(recipe):
         check_verifier(task.rewards.verifier)
@@ -84,7 +86,8 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
         )
     megatron = recipe.megatron
     if recipe.policy.lora or megatron.model or megatron.parallel or megatron.ddp or megatron.optimizer:
-        from megatron_scalerl.trainer.options import check_megatron  # slow: only if there is something to check
+        # The import is slow, and so is made only if there is something to check.
+        from megatron_scalerl.trainer.options import check_megatron
 
         check_megatron(policy, recipe)
     if recipe.policy.adapter is not None:
@@ -96,7 +99,8 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
         chat = chat_of_recipe(recipe, tokenizer)
         recipe = chat.settled(recipe)
         for task in tasks_of(recipe):
-            PromptRenderer(tokenizer, task.prompts)  # raises for a template that does not render
+            # The constructor raises for a template that does not render.
+            PromptRenderer(tokenizer, task.prompts)
     capacity = _micro_batch_tokens(recipe)
     longest = longest_sequence(recipe, hf_config, tokenizer, capacity=capacity)
     return Settings(
@@ -105,7 +109,7 @@ def check_settings(recipe: Recipe, config: str | Path | None = None, *, planned:
 
 
 def _check_second_policy(recipe: Recipe, policy: Family, tokenizer: Any) -> None:
-    """Raises ValueError where the ids of algorithm.kl's policy are other tokens than the policy's, or rows differ."""
+    """Raises ValueError if algorithm.kl's policy has other tokens for some ids, or another number of head rows."""
     folders = {f"teachers.{name}.path": teacher.path for name, teacher in recipe.algorithm.teachers.items()}
     section = recipe.algorithm.kl
     if section is not None and section.to != "base":
@@ -130,7 +134,10 @@ def _check_second_policy(recipe: Recipe, policy: Family, tokenizer: Any) -> None
 
 
 def _micro_batch_tokens(recipe: Recipe) -> int:
-    """Capacity of a micro-batch; a run that resumes keeps the capacity if the recipe does not set one."""
+    """Capacity of a micro-batch (tokens).
+
+    If the recipe sets no capacity, a run that resumes keeps the run's capacity.
+    """
     if recipe.trainer.micro_batch_tokens is None and Path(recipe.run_dir, "recipe.yaml").exists():
         trainer = read_run_recipe(recipe.run_dir).get("trainer") or {}
         return trainer.get("micro_batch_tokens") or recipe.micro_batch_tokens

@@ -1,4 +1,4 @@
-"""The trainer's parallel layout, and each rank's shards."""
+"""The trainer's parallel layout and the sizes of its shards."""
 
 from dataclasses import asdict
 
@@ -23,9 +23,9 @@ class Layout(ParallelSizes):
     sequence_parallel: bool
     distributed_optimizer: bool
     stages: tuple[tuple[int, ...], ...]
-    """Layers of each pipeline stage."""
+    """Numbers of the layers of each pipeline stage."""
     places: tuple[int, ...]
-    """[layers] index of each layer in its model chunk; Megatron-Core's recompute settings count layers by chunk."""
+    """[layers] index of each layer in its model chunk. Megatron-Core's recompute settings count layers per chunk."""
 
     @property
     def dp(self) -> int:
@@ -34,32 +34,33 @@ class Layout(ParallelSizes):
 
     @property
     def dense_shards(self) -> int:
-        """Ranks that shard the optimizer state of a weight outside the experts (data and context parallel)."""
+        """Number of data- and context-parallel ranks that shard the optimizer state of a weight outside the
+        experts."""
         if not self.distributed_optimizer:
             return 1
         return self.dp * self.cp // self.optimizer_instances
 
     @property
     def expert_shards(self) -> int:
-        """Ranks that shard the optimizer state of an expert's weight."""
+        """Number of ranks that shard the optimizer state of an expert's weight."""
         if not self.distributed_optimizer:
             return 1
         return self.world_size // (self.etp * self.ep * self.pp) // self.optimizer_instances
 
     @property
     def sp(self) -> int:
-        """Sequence-parallel size, which divides norms and residuals."""
+        """Sequence-parallel size, by which the activations of norms and residuals are divided."""
         if self.sequence_parallel:
             return self.tp
         return 1
 
     def layers_in_flight(self, stage: int, micro_batches: int) -> int:
-        """Layers x micro-batches whose activations a stage holds at once (1F1B; interleaved: its warm-up)."""
+        """Largest number of layers x micro-batches whose activations a stage holds at once."""
         layers = len(self.stages[stage])
-        # 1F1B: a stage begins a backward pass once a micro-batch has come back from the last stage.
+        # In the schedule 1F1B, a stage starts a backward pass once a micro-batch has come back from the last stage.
         if self.chunks == 1:
             return layers * min(self.pp - stage, micro_batches)
-        # Megatron's warm-up of the interleaved schedule, in chunks of layers (schedules.get_pp_rank_microbatches).
+        # Length of the interleaved schedule's warm-up, in chunks of layers (schedules.get_pp_rank_microbatches).
         warm_up = (self.pp - stage - 1) * 2 + (self.chunks - 1) * self.pp + 1
         return -(-layers // self.chunks) * min(warm_up, micro_batches * self.chunks)
 

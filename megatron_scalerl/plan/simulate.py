@@ -1,11 +1,11 @@
-"""Discrete-event simulation of a run's timing: the queue of its schedule, with the gate that runs use.
+"""Discrete-event simulation of a run's timing: its schedule's queue, with the gate that real runs use.
 
-Events: an engine's next completion or wait ends; the trainer's step ends. Engines decode at the speed of
-`engine.Decoding`, receive whole groups as `rollouts.stream` dispatches them (least loaded engine with room for the
-group), and pause during weight updates; the trainer takes batches as `rollouts.gate` releases them.
+An event is the end of an engine's next completion or wait, or the end of a trainer step. Engines decode at the speed
+of `engine.Decoding`, and pause during weight updates. As in `rollouts.stream`, whole groups go to the least loaded
+engine with room for the group. The trainer takes batches as `rollouts.gate` releases them.
 
-An episode waits for all replies of its environment at once, after the last token: so the episode keeps a slot and
-a KV cache as long as with waits between turns.
+An episode waits for all replies of its environment together, after the last token. So the episode keeps a slot and a
+KV cache as long as with waits between turns.
 """
 
 import heapq
@@ -31,15 +31,16 @@ class QueueSettings:
     decoding: Decoding
     lengths: Lengths
     train_seconds: float
-    """Seconds of a step on a batch of mean size; other batches are scaled by their tokens."""
+    """Seconds of a step on a batch of mean size. The time of other batches is proportional to their tokens."""
     publish_seconds: float
     """Seconds for which a weight update pauses the engines."""
     other_seconds: float = 0.0
     """Seconds between two trainer steps, while engines run."""
     steps: int
-    """Number of steps, whole phases where the schedule has phases."""
+    """Number of simulated steps. If the schedule has phases, these are whole phases."""
     warm_up: int
-    """Leading steps that are excluded while the pipeline fills, whole phases where the schedule has phases."""
+    """Number of first steps that are left out, while the pipeline fills. If the schedule has phases, these are whole
+    phases."""
     takes_turns: bool = False
     """Whether trainer and engines run at the same time on the same devices (`split.queue_of`)."""
 
@@ -56,13 +57,13 @@ class Timing:
     step_seconds: float
     steps_per_hour: float
     trainer_waits: float
-    """Share of the time that the trainer waits for a batch."""
+    """Share of the time in which the trainer waits for a batch."""
     engines_idle: float
-    """Share of the time that engines decode nothing: the gate admits no group, or all episodes wait."""
+    """Share of the time in which engines decode nothing, because the gate admits no group or all episodes wait."""
     running: float
-    """Concurrent completions per engine, mean over time."""
+    """Concurrent completions per engine, averaged over time."""
     staleness_mean: float
-    """Optimizer steps between a completion's first token and its training."""
+    """Mean number of optimizer steps between a completion's first token and its training."""
     staleness_max: int
     engine_tokens_per_second: float
     """Tokens per second of an engine, idle time included."""
@@ -72,27 +73,27 @@ class Timing:
 class _Engine:
     decoding: Decoding
     clock: float = 0.0
-    """Time up to which `progress` counts; in the future during weight updates and prefill."""
+    """Time up to which `progress` counts. During weight updates and prefill this time is in the future."""
     progress: float = 0.0
-    """Tokens generated so far for a completion that has been running all the time."""
+    """Tokens that a completion running from the start would have by now."""
     running: list[tuple[float, int]] = field(default_factory=list)
-    """Heap of (progress at the end, group)."""
+    """Heap of (value of `progress` at the completion's end, group)."""
     away: deque[tuple[float, int]] = field(default_factory=deque)
     """(end of the wait, group) of episodes that wait for their environments."""
     waiting: deque[tuple[int, int]] = field(default_factory=deque)
     """(length, group) of queued completions."""
     load: int = 0
-    """Running, waiting and queued completions."""
+    """Number of running, waiting and queued completions."""
     stamp: int = 0
-    """Number of the engine's last event; earlier events in the run's heap are void."""
+    """Number of the engine's latest event. The run's heap may still hold earlier events, which are void."""
     idle: float = 0.0
     """Seconds without a running completion."""
     busy: float = 0.0
-    """Running completions x seconds."""
+    """Sum over time of running completions x seconds."""
 
     def advance(self, now: float) -> None:
-        """Decode up to `now`."""
-        # All running completions progress at the same rate, so that one number counts the tokens of all.
+        """Decode up to the time `now`."""
+        # All running completions progress at the same rate, so one number counts the tokens of all.
         if now <= self.clock:
             return
         elapsed = now - self.clock
@@ -109,11 +110,11 @@ class _Engine:
         self.fill()
 
     def fill(self) -> None:
-        """Start queued completions while there is room; their prefill blocks decode."""
+        """Start queued completions while there is room. Their prefill delays the decoding of all."""
         while self.waiting and len(self.running) + len(self.away) < self.decoding.running:
             length, group = self.waiting.popleft()
             heapq.heappush(self.running, (self.progress + length, group))
-            # While the clock is ahead of the run's time, the engine does not decode.
+            # The engine does not decode while its clock is ahead of the run's time.
             self.clock += self.decoding.prefill_seconds
 
 
@@ -135,7 +136,7 @@ class _Run:
         self.version = self.served = 0
         self.now = 0.0
         self.lacks_room = False
-        """The gate admits a group for which no engine has room."""
+        """True while the gate admits a group for which no engine has room."""
 
     def admit(self) -> None:
         """Start groups while the gate admits them and an engine has room."""
@@ -158,7 +159,7 @@ class _Run:
             self.schedule(index)
 
     def has_room(self, engine: _Engine) -> bool:
-        """Whether the engine may get one more group."""
+        """Whether the engine has room for one more group."""
         return engine.load + self.rollouts.group_size <= self.rollouts.max_in_flight
 
     def schedule(self, index: int) -> None:
@@ -178,10 +179,11 @@ class _Run:
         self.now = max(self.now, end)
 
     def one_event(self) -> bool:
-        """Process the next end of a completion or a wait; True if a group is complete."""
+        """Process the next end of a completion or a wait. True if a group is then complete."""
         time, index, stamp = heapq.heappop(self.events)
         engine = self.engines[index]
-        if stamp != engine.stamp:  # the engine has another event by now
+        # A newer event of the engine has replaced this one.
+        if stamp != engine.stamp:
             return False
         ready = self.gate.ready
         self.now = max(self.now, time)
@@ -204,7 +206,10 @@ class _Run:
         return self.gate.ready > ready
 
     def end_step(self) -> None:
-        """A step is made; a weight update that is due pauses all engines, and then new groups may start."""
+        """End a trainer step.
+
+        A weight update that is due pauses all engines. New groups may then start.
+        """
         self.version += 1
         if self.version % self.rollouts.batches_per_update == 0:
             for index, engine in enumerate(self.engines):
@@ -218,7 +223,7 @@ class _Run:
 
 
 def simulate(s: QueueSettings) -> Timing:
-    """Run the queue for `steps` steps; returns the means after the warm-up."""
+    """Run the queue for `steps` steps, and return the means after the warm-up."""
     run = _Run(s)
     run.admit()
     ages: list[int] = []

@@ -1,4 +1,4 @@
-"""Splits of the GPUs into trainer and engines: every split that fits is estimated, the best are simulated."""
+"""Splits of the GPUs into trainer and engines. Every split that fits is estimated, and the best are simulated."""
 
 import math
 from dataclasses import replace
@@ -10,12 +10,12 @@ from megatron_scalerl.recipe.parallel_layout import sizes_of
 from megatron_scalerl.record import record
 
 SIMULATED = 5
-"""Splits to simulate: the fastest by estimate."""
+"""Number of splits to simulate, the fastest by estimate."""
 
 
 @record
 class Split:
-    """GPUs by role."""
+    """The numbers of trainer GPUs and of engines."""
 
     trainer: int
     engines: int
@@ -39,12 +39,13 @@ def gpus_of(recipe: Recipe, split: Split) -> int:
 
 
 def splits(recipe: Recipe, gpus: int, gpu: Gpu) -> list[Split]:
-    """Every split of `gpus`; trainers are multiples of the model-parallel sizes and, if possible, whole nodes.
+    """Every possible split of `gpus` GPUs.
 
-    Raises ValueError if there is no split.
+    The trainer's GPUs are a multiple of the model-parallel sizes and, if possible, whole nodes. Raises ValueError if
+    there is no split.
     """
     unit = math.lcm(*sizes_of(recipe.megatron.parallel).unit)
-    # Whole nodes for the trainer, where there are several nodes.
+    # With several nodes, the trainer gets whole nodes.
     if gpus >= 2 * gpu.per_node:
         unit = math.lcm(unit, gpu.per_node)
     devices = recipe.engine.devices_per_engine
@@ -64,10 +65,10 @@ def splits(recipe: Recipe, gpus: int, gpu: Gpu) -> list[Split]:
 
 
 def queue_of(base: QueueSettings, split: Split, train_seconds: float) -> QueueSettings:
-    """`base` for another split.
+    """The settings of `base` for another split.
 
-    Two processes on a GPU take turns (without MPS the driver slices the time): a step takes as long as training and
-    generation together, and both slow down.
+    Two processes on one GPU take turns, because without MPS the driver slices the time. So both slow down, and a step
+    takes as long as training and generation together.
     """
     queue = replace(base, engines=split.engines, train_seconds=train_seconds)
     if not base.takes_turns:
@@ -82,7 +83,7 @@ def queue_of(base: QueueSettings, split: Split, train_seconds: float) -> QueueSe
 
 
 def generate_seconds(base: QueueSettings, split: Split) -> float:
-    """Seconds in which the engines generate a batch if they never wait."""
+    """Seconds in which the engines generate a batch, if they never wait."""
     r = base.rollouts
     # The gate admits no more completions than may still be trained in time.
     outstanding = (r.staleness_bound + 1) * r.groups_per_batch * r.group_size
@@ -92,18 +93,22 @@ def generate_seconds(base: QueueSettings, split: Split) -> float:
 
 
 def best_splits(candidates: list[tuple[Split, float]], base: QueueSettings) -> list[Simulated]:
-    """Simulate the best of the candidates (split, train seconds); returns the fastest first.
+    """The simulations of the best candidates (split, train seconds), fastest first.
 
-    Of splits equal within a percent, the split with more engines comes first: a trainer that waits has fresher data.
+    Of splits equal within a percent, the split with more engines comes first, because a trainer that waits has
+    fresher data.
     """
     chosen = sorted(candidates, key=lambda candidate: estimated_seconds(base, *candidate))[:SIMULATED]
-    # A simulation takes much longer than an estimate: only the best by estimate are simulated.
+    # A simulation takes much longer than an estimate, so only the best by estimate are simulated.
     simulated = [Simulated(split=s, train_seconds=t, timing=simulate(queue_of(base, s, t))) for s, t in chosen]
     return sorted(simulated, key=lambda x: (round(math.log(x.timing.step_seconds) * 100), -x.split.engines))
 
 
 def estimated_seconds(base: QueueSettings, split: Split, train_seconds: float) -> float:
-    """Estimated seconds per step and update: of the slower side, or of both sides where they take turns."""
+    """Estimated seconds per step and update.
+
+    These are the seconds of the slower side, or of both sides if trainer and engines take turns.
+    """
     generate = generate_seconds(base, split)
     if base.rollouts.schedule == "ppo_off_policy" or base.takes_turns:
         return train_seconds + generate + base.publish_seconds / base.rollouts.batches_per_update

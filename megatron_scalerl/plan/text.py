@@ -48,14 +48,14 @@ def _summary(plan: RunPlan) -> Table:
 
 
 def verdict(plan: RunPlan) -> str:
-    """The plan in one line: whether it fits, headroom, bottleneck, cost."""
+    """The plan in one line: whether it fits, the headroom, the bottleneck, and the cost."""
     cost = f"{plan.gpu_hours_per_1000_steps:,.0f} GPU-hours per 1,000 steps{_money(plan)}"
     parts = [fits(plan), _other_split(plan), bottleneck(plan), cost]
     return "; ".join(filter(None, parts))
 
 
 def _other_split(plan: RunPlan) -> str:
-    """The settings for the planner's split, where the recipe's split does not take these GPUs; else empty."""
+    """The settings for the planner's split; empty if the recipe's own split takes exactly these GPUs."""
     if plan.split_is_recipes:
         return ""
     return (
@@ -96,7 +96,8 @@ def bottleneck(plan: RunPlan) -> str:
 def _trainer(plan: RunPlan) -> Table:
     at = plan.layout
     sizes = f"TP {at.tp}, PP {at.pp}, CP {at.cp}, EP {at.ep}, expert TP {at.etp}, DP {at.dp}"
-    stages = [plan.trainer[0], *plan.trainer[1:][-1:]]  # the first and the last
+    # Only the first and the last stage are shown.
+    stages = [plan.trainer[0], *plan.trainer[1:][-1:]]
     title = f"trainer rank (GiB): {sizes}, recompute {plan.recompute}"
     if plan.layers != "te":
         title += f", {plan.layers} layers"

@@ -1,7 +1,8 @@
-"""The bytes that every sender sends and every worker receives in a weight update, by the trainer's plan.
+"""The bytes that every sender sends and every worker receives in a weight update.
 
-The plan is `weights.owners.send_plan`'s for the trainer's layout. The needs of an engine's worker are computed as
-vLLM shards a model: in a run the engine's loader decides, which cannot be asked here.
+The bytes follow from the plan of `weights.owners.send_plan` for the trainer's layout. In a run the engine's loader
+decides what each worker needs. The loader cannot be asked here, so the needs are computed from how vLLM shards a
+model.
 """
 
 from __future__ import annotations
@@ -20,20 +21,22 @@ from megatron_scalerl.weights.owners import Place, manifest, send_plan
 from megatron_scalerl.weights.plan import MOST_CHANNELS, Needs, Ranges, buckets
 
 GROUP_BYTES = 2 * MOST_CHANNELS * 10_000_000
-"""Buffers of one broadcast group over NCCL on a member's device: a ring has two directions, and a channel about 10 MB
-in each (4 MiB for its simple protocol, the rest for LL128 and LL). An estimate, measured on no GPU."""
+"""Bytes of the buffers of one NCCL broadcast group on a member's device.
+
+A ring has two directions, and a channel takes about 10 MB in each: 4 MiB for the simple protocol, the rest for LL128
+and LL. This is an estimate, not measured on any GPU."""
 
 
 @record
 class EngineShape:
-    """How the workers of one engine share a model."""
+    """The parallel sizes by which the workers of one engine share a model."""
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
-    """Copies of the model in one engine."""
+    """Number of copies of the model in one engine."""
     whole_experts: bool = False
-    """Whether each worker has some experts as a whole; otherwise each has a part of every expert."""
+    """True: each worker has some experts as a whole. False: each worker has a part of every expert."""
 
     @classmethod
     def of_options(cls, options: Mapping[str, Any]) -> EngineShape:
@@ -52,26 +55,26 @@ class UpdateWork:
     senders: int
     """Number of trainer ranks that send."""
     groups: int
-    """Most broadcast groups that a worker is in: a group for each sender to the worker."""
+    """Largest number of broadcast groups of one worker, which has a group for each of its senders."""
     sender_groups: int
-    """Most broadcast groups that a sender is in: a group for each receiving shard."""
+    """Largest number of broadcast groups of one sender, which has a group for each receiving shard."""
     sent: Mapping[int, int]
-    """Sender -> bytes."""
+    """Sender -> bytes that the sender sends."""
     received: Mapping[int, int]
     """Shard -> bytes that each worker of the shard receives."""
 
     @property
     def most_sent(self) -> int:
-        """Bytes of the rank that sends most."""
+        """Bytes that the busiest sender sends."""
         return max(self.sent.values())
 
     @property
     def most_received(self) -> int:
-        """Bytes of the worker that receives most."""
+        """Bytes that the busiest worker receives."""
         return max(self.received.values())
 
     def bound_seconds(self, bytes_per_second: float) -> float:
-        """Lower bound of an update's seconds: the most bytes that a rank sends or a worker receives, at this rate."""
+        """Lower bound of an update's seconds, at which the busiest sender or worker moves its bytes at this rate."""
         return max(self.most_sent, self.most_received) / bytes_per_second
 
 
@@ -113,9 +116,9 @@ def _shape_work(
 
 
 def places_of(layout: Layout) -> list[Place]:
-    """[world] the place of each rank, in Megatron's order: tensor, context, expert, data, pipeline parallel."""
+    """[world] the place of each rank, in Megatron's order: tensor, context, expert, data, pipeline."""
     in_stage = layout.world_size // layout.pp
-    # Context parallel ranks have the same weights, and count as copies.
+    # Context-parallel ranks have the same weights, so they count as copies.
     return [
         Place(
             tp=rank % layout.tp,
@@ -131,7 +134,10 @@ def places_of(layout: Layout) -> list[Place]:
 
 
 def worker_needs(family: Family, engine: EngineShape) -> list[Needs]:
-    """[shards] the needs of each worker of an engine; too few key-value heads are counted as if split."""
+    """[shards] the needs of each worker of an engine.
+
+    If there are fewer key-value heads than workers, the heads are counted as if split.
+    """
     layers = len(family.layers)
     experts = family.transformer.get("num_moe_experts") or 0
 
@@ -140,7 +146,7 @@ def worker_needs(family: Family, engine: EngineShape) -> list[Needs]:
         if stage != stages.get(rule.place, rule.layer * engine.pipeline // layers):
             return
         full_ranges = tuple((0, size) for size in shape)
-        # A tensor of three dimensions has all experts of a layer, and is split by expert below.
+        # A tensor of three dimensions holds all experts of a layer. It is split by expert below.
         if rule.expert is not None and engine.whole_experts and len(shape) == 2:
             if rule.expert * engine.tensor // experts == rank:
                 yield full_ranges
@@ -162,9 +168,12 @@ def worker_needs(family: Family, engine: EngineShape) -> list[Needs]:
 
 
 def _split_axis(name: str, dimensions: int, *, whole_experts: bool) -> int:
-    """The dimension along which tensor parallelism splits a Hugging Face tensor; fused experts have three."""
-    # Output projections and the A of output projections are split along the inputs, all other tensors along the
-    # outputs; fused experts are transposed.
+    """The dimension along which tensor parallelism splits a Hugging Face tensor.
+
+    A tensor of fused experts has three dimensions.
+    """
+    # Output projections and their adapters' A are split along the inputs, all other tensors along the outputs. Fused
+    # experts are transposed.
     output = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj", "lora_A.weight"))
     if dimensions == 3 and whole_experts:
         return 0

@@ -1,4 +1,6 @@
-"""The trial of a user's verifier before a run: a mistake in the verifier's results shows at the first rows."""
+"""The trial of a user's verifier on the first rows, before a run.
+
+A mistake in the verifier's results then shows before the run starts."""
 
 import asyncio
 import logging
@@ -14,7 +16,7 @@ from megatron_scalerl.types import Prompt
 logger = logging.getLogger(__name__)
 
 ROWS = 5
-"""Rows of each task whose answers are tried."""
+"""Number of rows of each task whose answers are tried."""
 MALFORMED = ("\\boxed{-918273645}", "I do not know.", "", "The answer is \\boxed{")
 """A wrong answer, a text without an answer, an empty text and a truncated answer."""
 
@@ -23,7 +25,7 @@ def try_verifier(task: Task) -> None:
     """Call the user's verifier of a task with right and malformed answers to the first rows.
 
     Raises ValueError, in one line, for a verifier that returns something that is no reward, or no reward for any of
-    the answers. Where the verifier's judge cannot be reached, or a variable is not set, the trial only warns.
+    the answers. The trial only warns if the verifier's judge cannot be reached, or if a variable is not set.
     """
     verifier = task.rewards.verifier
     path = task.prompts.path
@@ -38,14 +40,15 @@ def try_verifier(task: Task) -> None:
 
 
 def _rows(task: Task) -> list[Prompt]:
-    """The first rows of a task that can be read."""
+    """The task's first readable rows, as prompts."""
     layout, rows = read_layout(str(task.prompts.path), task.prompts, task.rewards.verifier)
     prompts: list[Prompt] = []
     for row in rows:
         try:
             text = layout.question_of(row.readable()).text
             answer = layout.reference_of(row, task.rewards.verifier)
-        except ValueError:  # a row that is skipped, and reported where all rows are read
+        # An unreadable row is skipped here, and reported where all rows are read.
+        except ValueError:
             continue
         prompts.append(Prompt(prompt_id=row.where, text=text, answer=answer, token_ids=(), extra=layout.others(row)))
         if len(prompts) == ROWS:
@@ -54,7 +57,7 @@ def _rows(task: Task) -> list[Prompt]:
 
 
 async def _try_rows(pool: VerifierPool, task: Task, prompts: list[Prompt]) -> None:
-    """Call the verifier in the processes of a pool. Raises and warns as `try_verifier`."""
+    """Call the verifier in the processes of a pool. Raises and warns as `try_verifier` does."""
     head = f"rewards.verifier {task.rewards.verifier!r}"
     outcomes: list[Outcome] = []
     right = False
@@ -69,7 +72,8 @@ async def _try_rows(pool: VerifierPool, task: Task, prompts: list[Prompt]) -> No
             values = [outcome.value for outcome in row_outcomes if outcome.value is not None]
             right |= any(pool.paid(value, prompt, tokens=0).correct for value in values)
             outcomes += row_outcomes
-            if any(outcome.limit for outcome in row_outcomes):  # the other rows would take as long
+            # After a row that hit a limit, the other rows would take as long.
+            if any(outcome.limit for outcome in row_outcomes):
                 break
     unreached = [outcome.reason for outcome in outcomes if outcome.unavailable and not outcome.error]
     if any(outcome.value is not None for outcome in outcomes):

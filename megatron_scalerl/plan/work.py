@@ -1,4 +1,4 @@
-"""Completion lengths, and tokens, FLOPs and seconds of one optimizer step of one trainer."""
+"""Assumed completion lengths, and the tokens, FLOPs and seconds of one optimizer step."""
 
 import math
 import random
@@ -18,12 +18,12 @@ from megatron_scalerl.recipe.tasks import tasks_of
 from megatron_scalerl.record import record
 
 DRAWN = 20_000
-"""Completion lengths that are drawn."""
+"""Number of completion lengths that are drawn."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Completion lengths (tokens), drawn once; the simulation samples from them.
+    """Completion lengths (tokens), drawn once, from which the simulation samples.
 
     With an environment a completion is an episode, and the environment replies between two turns.
     """
@@ -31,31 +31,35 @@ class Lengths:
     tokens: tuple[int, ...]
     """Sampled tokens of each completion."""
     replies: float = 0.0
-    """Replies in an episode."""
+    """Mean number of replies in an episode."""
     written: float = 0.0
-    """Tokens of all replies in an episode."""
+    """Number of tokens of all replies in an episode."""
     waiting: float = 0.0
     """Seconds for which an episode waits for replies."""
 
     @property
     def mean(self) -> float:
-        """Mean length, without replies."""
+        """Mean length of a completion, without replies."""
         return fmean(self.tokens)
 
     @property
     def mean_resident(self) -> float:
-        """Mean current length of the completions running at one moment: E[L^2] / 2 E[L]; replies come evenly."""
+        """Mean current length of the completions that run at one moment.
+
+        Without replies it is E[L^2] / 2 E[L]. Replies are assumed to come evenly.
+        """
         return fmean(n * (n + self.written) for n in self.tokens) / (2 * self.mean)
 
     def quantile(self, share: float) -> int:
-        """The length that `share` of the completions do not exceed."""
+        """The length that a `share` of the completions does not exceed."""
         return sorted(self.tokens)[min(len(self.tokens) - 1, int(share * len(self.tokens)))]
 
 
 def assumed_lengths(recipe: Recipe, assumed: Assumptions) -> Lengths:
-    """Log-normal thinking, interrupted as in the recipe, and a log-normal answer within its budget, in each turn.
+    """Completion lengths drawn from the assumptions.
 
-    A task of a mixture has its share of the completions.
+    Each turn has log-normal thinking, interrupted as in the recipe, and a log-normal answer within its budget. A task
+    of a mixture has its share of the completions.
     """
     rng = random.Random(0)
     tasks = tasks_of(recipe)
@@ -72,7 +76,7 @@ def assumed_lengths(recipe: Recipe, assumed: Assumptions) -> Lengths:
         replies += share * (turns - 1)
         written += share * written_by_task
         for number in range(round(share * DRAWN)):
-            # whole numbers of turns with the mean `turns`
+            # The episodes' numbers of turns are whole numbers with the mean `turns`.
             count = int((number + 1) * turns) - int(number * turns)
             sampled = sum(_turn_tokens(task.recipe, assumed, rng) for _ in range(count))
             tokens.append(min(sampled, int(limit - written_by_task)))
@@ -80,7 +84,7 @@ def assumed_lengths(recipe: Recipe, assumed: Assumptions) -> Lengths:
 
 
 def _turn_tokens(recipe: Recipe, assumed: Assumptions, rng: random.Random) -> int:
-    """Tokens of a turn. recipe: of the task."""
+    """Draw the number of tokens of a turn. recipe: the recipe of the turn's task."""
     section = recipe.interruption
     lower_bound, upper_bound = section.thinking_tokens
     thinking = rng.lognormvariate(math.log(assumed.thinking_median * upper_bound), assumed.thinking_sigma)
@@ -98,13 +102,13 @@ class StepWork:
     completions: int
     generated_tokens: float
     trained_tokens: float
-    """Tokens of prompts, completions and replies in the trainer."""
+    """Number of tokens of prompts, completions and replies in a batch."""
     model_flops: float
-    """FLOPs of forward and backward without recomputation."""
+    """FLOPs of the forward and backward pass, without recomputation."""
     hardware_flops: float
-    """FLOPs with recomputation of layers, and of logits whose loss is not computed in the chunk."""
+    """FLOPs including recomputation: of layers, and of logits whose loss is not computed in chunks."""
     micro_batches: float
-    """Micro-batches per data-parallel rank."""
+    """Number of micro-batches per data-parallel rank."""
     bubble: float
     """Pipeline bubble as a share of the compute time."""
     train_seconds: float
@@ -112,32 +116,33 @@ class StepWork:
 
 @record
 class TokenFlops:
-    """FLOPs per token, mean over all tokens."""
+    """FLOPs per token, as means over all tokens."""
 
     body: float
-    """Forward pass of the layers."""
+    """FLOPs of the forward pass of the layers."""
     recomputation: float
-    """Recomputation of the layers."""
+    """FLOPs of the recomputation of the layers."""
     head: float
-    """Forward pass of the logit projection; the embedding has no FLOPs."""
+    """FLOPs of the forward pass of the logit projection. The embedding has no FLOPs."""
     frozen: float
-    """FLOPs of gradients that frozen weights do not need, less the FLOPs of adapters' gradients."""
+    """FLOPs saved by frozen weights, which need no gradients, minus the FLOPs of the adapters' gradients."""
 
     @property
     def model(self) -> float:
-        """Forward and backward without recomputation."""
+        """FLOPs of the forward and backward pass, without recomputation."""
         return 3 * (self.body + self.head) - self.frozen
 
     def hardware(self, recipe: Recipe) -> float:
-        """Forward and backward with recomputation of layers and, outside a chunk's loss, of logits.
+        """FLOPs of the forward and backward pass, including recomputation.
 
-        A second policy (algorithm.kl) is counted as a forward pass of an equally large policy.
+        Layers are recomputed as the recipe sets, and logits if the loss is not computed in chunks. A second policy
+        (algorithm.kl) counts as a forward pass of an equally large policy.
         """
         if recipe.algorithm.kl is not None:
             return self.model + self.recomputation + self.body + self.head
         if in_chunk(recipe):
             return self.model + self.recomputation
-        # Where the loss is not computed in chunks, logits are computed again for the backward pass.
+        # Logits are computed again for the backward pass if the loss is not computed in chunks.
         return self.model + self.recomputation + self.head
 
 
@@ -155,7 +160,7 @@ def step_work(
         utilization = assumed.moe_utilization
     hardware = trained * flops.hardware(recipe)
     micro_batches = max(1.0, trained / layout.dp / (recipe.micro_batch_tokens * assumed.packing))
-    # Interleaved chunks make the ramp of the pipeline shorter (Narayanan et al. 2021).
+    # Interleaved chunks shorten the pipeline's ramp (Narayanan et al. 2021).
     bubble = (layout.pp - 1) / (micro_batches * layout.chunks)
     train_seconds = assumed.train_seconds
     if train_seconds is None:
@@ -173,10 +178,11 @@ def step_work(
 
 
 def token_flops(recipe: Recipe, family: Family, layout: Layout, sizes: Sequence[float]) -> TokenFlops:
-    """FLOPs per token of sequences of these lengths (prompts included); attention is causal."""
+    """FLOPs per token of sequences of these lengths, prompts included, with causal attention."""
     recompute = recompute_of(recipe)
     chunk = family.attention_chunk_size
-    # Mean length of a token's sequence. A token attends to half of the sequence, at 2 FLOPs per key and width.
+    # This is the mean length of a token's sequence. A token attends to half of the sequence on average, at 2 FLOPs
+    # per key and width.
     mean_length = fmean(n * n for n in sizes) / fmean(sizes)
     chunked_length = mean_length
     if chunk:

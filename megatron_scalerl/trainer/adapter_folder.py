@@ -1,7 +1,7 @@
 """A PEFT folder to start from, which has to hold exactly the adapters of the recipe.
 
-A key of adapter_config.json is compared with policy.lora, or has no effect on loaded factors, or has to be off:
-with any other key the adapter is another function than W x + alpha / rank B A x.
+Each key of adapter_config.json is compared with policy.lora, or has no effect on loaded factors, or has to be off.
+With any other key the adapter would compute something else than W x + alpha / rank B A x.
 """
 
 import logging
@@ -23,26 +23,28 @@ _ALLOWED_VALUES: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "task_type": (None, "CAUSAL_LM"),
     "bias": (None, "none"),
-    # peft/tuners/lora/layer.py, update_layer: every other value changes the base's weights.
+    # Every other value changes the base's weights (peft/tuners/lora/layer.py, update_layer).
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
 }
-"""Key -> the values with which an adapter is B A beside the base alone. Other keys have to be off."""
+"""Key -> the values with which an adapter only adds B A to the unchanged base. Other keys have to be off."""
 _WITHOUT_EFFECT = (
     *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
     *("fan_in_fan_out", "inference_mode", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_config"),
     *("megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "unsloth_fixed"),
     "velora_config",
 )
-"""Keys of PEFT 0.21 and of Unsloth without effect on loaded factors: keys of first values, gradients, Megatron's own
-layers, or of another key that has to be off. PEFT turns fan_in_fan_out off beside linear layers."""
+"""Keys of PEFT 0.21 and of Unsloth without an effect on loaded factors.
+
+They concern initial values, gradients, Megatron's own layers, or another key that has to be off. PEFT turns
+fan_in_fan_out off for linear layers."""
 _COMPARED = ("r", "lora_alpha", "target_modules", "exclude_modules")
 
 
 def adapter_reader(policy: PolicySection, adapters: Family) -> HfReader:
     """The reader of policy.adapter, whose tensors are exactly the factors of `adapters`, all finite.
 
-    Warns of an adapter of another base. Raises ValueError for a folder of another rank or alpha than policy.lora's,
-    of other layers or shapes, or that PEFT would compute in another way.
+    Warns of an adapter that belongs to another base. Raises ValueError for a folder whose rank or alpha differs from
+    policy.lora's, whose layers or shapes differ, or whose adapter PEFT would compute differently.
     """
     assert policy.adapter is not None
     assert policy.lora is not None
@@ -60,7 +62,7 @@ def adapter_reader(policy: PolicySection, adapters: Family) -> HfReader:
     for name, shape in shapes.items():
         _check_tensor(reader, name, shape, config)
     base = str(config.get("base_model_name_or_path") or policy.path)
-    # policy.path may be the name's folder in the hub's cache, models--ORG--NAME
+    # policy.path may be the model's folder in the hub's cache, models--ORG--NAME.
     name = re.escape(Path(base).name)
     if base != policy.path and not re.search(rf"(^|/|--){name}(/|$)", policy.path, re.IGNORECASE):
         logger.warning(
@@ -74,7 +76,7 @@ def adapter_reader(policy: PolicySection, adapters: Family) -> HfReader:
 
 
 def _check_config(place: str, config: Mapping[str, Any], expected: Mapping[str, float]) -> None:
-    """Raises ValueError for a configuration of another product than policy.lora's, or of more than a product."""
+    """Raises ValueError for another scaled product B A than policy.lora's, and for keys that add to the product."""
     for key, value in expected.items():
         if config.get(key) != value:
             raise ValueError(
@@ -83,7 +85,7 @@ def _check_config(place: str, config: Mapping[str, Any], expected: Mapping[str, 
             )
     for key in {**_ALLOWED_VALUES, **config}:
         setting = config.get(key)
-        # 0 equals False, and may be the number of a layer or a token
+        # `is` distinguishes False from 0, which equals False and may be the number of a layer or a token.
         usual = setting is False or setting in (None, "", [], {})
         if key in _ALLOWED_VALUES:
             usual = setting in _ALLOWED_VALUES[key]
@@ -109,7 +111,7 @@ def _check_tensor(reader: HfReader, name: str, shape: tuple[int, ...], config: M
         raise ValueError(f"{place}: the factor has NaN or Inf; take another checkpoint of the adapter")
     module = name.removeprefix("base_model.model.").partition(".lora_")[0]
     targets = config.get("target_modules")
-    # a text is a regular expression, and an expression from elsewhere is not run
+    # A string is a regular expression. Expressions from foreign files are not run.
     targeted = not isinstance(targets, list) or _names(targets, module)
     excluded = config.get("exclude_modules")
     if not targeted or isinstance(excluded, str) or _names(excluded or (), module):
@@ -120,5 +122,5 @@ def _check_tensor(reader: HfReader, name: str, shape: tuple[int, ...], config: M
 
 
 def _names(names: Iterable[str], module: str) -> bool:
-    """Whether a name is the module's name or the end of that name, as in peft/tuners/tuners_utils.py."""
+    """Whether one of `names` is the module's name or the end of that name, as in peft/tuners/tuners_utils.py."""
     return any(f".{module}".endswith(f".{name}") for name in names)

@@ -1,7 +1,7 @@
-"""Checks once at the start of a step, on the host, that ranks hold the same batch.
+"""A check on the host, once at the start of a step, that ranks hold the same batch.
 
-The logit projection can compare arguments on all tensor-parallel ranks too, but then reads from the device for every
-micro-batch. Here the ranks compare the received batches before the device gets any work.
+The ranks compare the received batches before the device gets any work. A comparison in the logit projection would
+have to read from the device for every micro-batch.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from megatron_scalerl.types import MicroBatch
 def check_tokens(micro_batches: Sequence[MicroBatch], vocab_size: int) -> None:
     """Raises ValueError for a token, or a target with loss, outside the vocabulary.
 
-    A GPU's kernels would end the process at such an id, without naming the position.
+    On a GPU a kernel would end the process at such an id, without naming the position.
     """
     for number, m in enumerate(micro_batches):
         for name, places in (("tokens", np.arange(len(m.tokens))), ("targets", np.flatnonzero(m.loss_mask))):
@@ -33,9 +33,10 @@ def check_tokens(micro_batches: Sequence[MicroBatch], vocab_size: int) -> None:
 
 
 def agree(micro_batches: Sequence[MicroBatch], parallel: Parallel, *, step: int) -> None:
-    """Raises RuntimeError, on all ranks alike, if ranks with one data-parallel rank hold different micro-batches.
+    """Raises RuntimeError on all ranks if ranks with the same data-parallel rank hold different micro-batches.
 
-    Also if steps or numbers of micro-batches differ in the world: ranks would wait for each other forever.
+    Raises the same error if steps or numbers of micro-batches differ between any ranks, because the ranks would wait
+    for each other forever.
     """
     if parallel.world_size == 1:
         return
@@ -60,7 +61,7 @@ def agree(micro_batches: Sequence[MicroBatch], parallel: Parallel, *, step: int)
 
 
 def _digest(micro_batches: Sequence[MicroBatch]) -> int:
-    """63-bit digest of all arrays, with types and shapes."""
+    """A 63-bit digest of all arrays, including their types and shapes."""
     digest = xxhash.xxh3_64()
     for m in micro_batches:
         for field in fields(m):
@@ -68,5 +69,5 @@ def _digest(micro_batches: Sequence[MicroBatch]) -> int:
             if array is not None:
                 digest.update(f"{field.name} {array.dtype} {array.shape}".encode())
                 digest.update(np.ascontiguousarray(array).data)
-    # 63 bits fit the int64 of a collective.
+    # Collectives exchange int64, which holds 63 bits.
     return digest.intdigest() >> 1

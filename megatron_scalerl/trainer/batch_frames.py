@@ -1,10 +1,11 @@
-"""A rank's batch: received by one rank of each data-parallel rank, checked, shared with the peers, built.
+"""The batch of a rank: how its frames are received, checked and shared with the rank's peers.
 
-The peers are the tensor, pipeline and context parallel ranks with the same data-parallel rank. Expert parallel ranks
-belong to other data-parallel ranks, and train separate batches. Peers get the received frames unchanged, broadcast on
-the trainer's device over Megatron's model-parallel group (tensor and pipeline), then over the context-parallel group.
-When a holding rank fails, the peers fail too: a peer's collective ends when the holding process exits, or by the
-group's time-out, and the controller ends all ranks at the first failure.
+One rank of each data-parallel rank receives the frames. Its peers are the tensor-, pipeline- and context-parallel
+ranks with the same data-parallel rank. Expert-parallel ranks belong to other data-parallel ranks, and train separate
+batches. Peers get the received frames unchanged, broadcast on the trainer's device. The broadcast goes over
+Megatron's model-parallel group (tensor and pipeline), and then over the context-parallel group. When a holding rank
+fails, the peers fail too: a peer's collective ends when the holding process exits, or by the group's time-out, and
+the controller ends all ranks at the first failure.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from megatron_scalerl.record import record
 from megatron_scalerl.trainer.messages import Buffer, InvalidMessage, Prepare, decode_for_rank
 from megatron_scalerl.types import Batch
 
-if TYPE_CHECKING:  # without Megatron a stand-in rank starts in a second
+# A stand-in rank imports this module, and starts in a second if Megatron is not loaded.
+if TYPE_CHECKING:
     from megatron_scalerl.distributed.parallel import Parallel
 
 
 @record
 class ReceivedBatch:
-    """A valid batch in the form of the wire. Produced by `checked`."""
+    """A valid batch in the form in which it arrived. Produced by `checked`."""
 
     frames: tuple[Buffer, ...]
-    """The message and the completions; the memory of ZeroMQ, or of the buffer that a peer received."""
+    """Frames of the message and of the completions. Their memory is ZeroMQ's, or a peer's receive buffer."""
     plan: RankPlan
     completions: tuple[RolloutArrays, ...]
     """The completions of `plan.samples`, as views of the frames."""
@@ -42,7 +44,7 @@ class ReceivedBatch:
 def checked(frames: Sequence[Buffer]) -> ReceivedBatch:
     """The batch in the frames of a Prepare. Raises InvalidMessage, naming the step and the completion.
 
-    Memory for the columns is allocated from lengths that agree with the bytes received, and not before.
+    Memory for the columns is allocated only after the stated lengths agree with the received bytes.
     """
     message = decode_for_rank(frames)
     assert isinstance(message, Prepare), message
@@ -63,29 +65,29 @@ def checked(frames: Sequence[Buffer]) -> ReceivedBatch:
 
 
 class BatchFrames:
-    """The batch that a rank holds for the next step, or no batch. Filled by `hold`, emptied by `take`."""
+    """The batch that a rank holds for the next step, if any. `hold` fills it, and `take` empties it."""
 
     def __init__(self, parallel: Parallel, *, pad_multiple: int, columns: Sequence[str] = ()):
-        """columns: of the run's algorithm."""
+        """columns: names of the columns of the run's algorithm."""
         self._parallel = parallel
         self._pad_multiple = pad_multiple
         self._columns = columns
         self._held_batch: ReceivedBatch | None = None
 
     def hold(self, frames: Sequence[Buffer]) -> int:
-        """Keep the batch in the frames of a Prepare; returns the step. Raises InvalidMessage as `checked` does."""
+        """Keep the batch in the frames of a Prepare, and return its step. Raises InvalidMessage as `checked` does."""
         assert self._parallel.holds_batch, "this rank gets its batches from a peer"
         assert self._held_batch is None, f"this rank still holds the batch of step {self._held_batch.plan.step}"
         self._held_batch = checked(frames)
         return self._held_batch.plan.step
 
     def take(self, step: int) -> Batch:
-        """The batch held by this rank or a peer. The rank and all peers must ask together."""
+        """Return the batch that this rank or a peer holds. The call is collective for the rank and its peers."""
         batch = self._held_batch
         self._held_batch = None
         if batch is None:
             assert not self._parallel.holds_batch, f"step {step}: this rank holds no batch"
-            # The frames come from a peer, and this rank checks the frames again.
+            # A rank checks the frames from a peer itself.
             batch = checked(shared(None, self._parallel))
         else:
             shared(batch.frames, self._parallel)
@@ -94,17 +96,17 @@ class BatchFrames:
 
 
 def shared(frames: Sequence[Buffer] | None, parallel: Parallel) -> Sequence[Buffer]:
-    """The frames of the holding rank on all peers, which pass None. Collective.
+    """Share the frames of the holding rank with its peers, which pass None. Collective.
 
-    Without peers the result is `frames`.
+    Every rank gets the frames. Without peers the result is `frames` itself.
     """
     model = parallel.groups.mp
     context = parallel.groups.cp
     if model.size() == context.size() == 1:
         assert frames is not None
         return frames
-    # Megatron's model-parallel group has the tensor and pipeline ranks of one context-parallel rank: first the group
-    # of the holding rank, then each member of that group broadcasts to the context-parallel peers.
+    # Megatron's model-parallel group has the tensor and pipeline ranks of one context-parallel rank. So the holding
+    # rank first broadcasts to its group, and then each member of the group to its context-parallel peers.
     sizes, payload = _sizes_and_bytes(frames, parallel.device)
     if parallel.cp_rank == 0:
         sizes, payload = _broadcast(sizes, payload, model)
@@ -117,7 +119,7 @@ def shared(frames: Sequence[Buffer] | None, parallel: Parallel) -> Sequence[Buff
 
 
 def _sizes_and_bytes(frames: Sequence[Buffer] | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[F] int64 sizes of the frames, and the concatenated bytes; empty without frames."""
+    """The sizes [F] (int64) of the frames, and their concatenated bytes. Both are empty without frames."""
     sizes = torch.tensor([len(frame) for frame in frames or ()], dtype=torch.int64, device=device)
     payload = np.concatenate([np.frombuffer(frame, np.uint8) for frame in frames or (b"",)])
     return sizes, torch.from_numpy(payload).to(device)

@@ -1,7 +1,8 @@
 """Changed elements of the weights, shared between the ranks of a distributed optimizer.
 
-Each data-parallel rank writes a shard of the parameters and gets all elements of the remaining shards. Here a rank
-learns which elements of these shards changed, from 6 bytes a change, and can then send changes of any part it holds.
+Each data-parallel rank writes one shard of the parameters, and gets all elements of the other shards from its peers.
+This module also tells the rank which elements of the other shards changed, at 6 bytes a change. The rank can then
+send the changes of any parameters it holds.
 """
 
 from bisect import bisect_right
@@ -16,16 +17,20 @@ from megatron_scalerl.weights.change_record import ChangeRecord, joined_changes
 from megatron_scalerl.weights.changes import ChangedElements
 
 WINDOW = 1 << 22
-"""Largest number of changes that are gathered at once, of all ranks together."""
+"""Largest number of changes, of all ranks together, that are gathered at once."""
 _DENSE = -1
-"""The number of changes of a shard where more than 1 / MOST_CHANGED of the elements changed."""
+"""Stands for the number of changes of a shard if more than 1 / MOST_CHANGED of its elements changed."""
 
 
 class ChangesGather:
     """The shards of one optimizer in the ranks of its group. The constructor and the calls are collective."""
 
     def __init__(self, record: ChangeRecord, parameters: Sequence[Tensor], shards: Sequence[Tensor], group: Any):
-        """parameters: all that the group shards, in one order on all ranks. shards: this rank's parts, views."""
+        """Exchange which shards the ranks write.
+
+        parameters: all parameters that the group shards, in the same order on all ranks. shards: this rank's parts,
+        as views of the parameters.
+        """
         assert all(shard.numel() < 1 << 31 for shard in shards), "positions are gathered as int32"
         self._record = record
         self._group = group
@@ -42,7 +47,7 @@ class ChangesGather:
             self._shards_of_peers.append(rank_shards)
 
     def __call__(self) -> None:
-        """Send the group the changes of this rank's shards, and record the peers' changes of shards needed here."""
+        """Send the changes of this rank's shards to the group, and record the peers' changes that are needed here."""
         sparse = []
         counts = []
         for change in self._record.changes_of(self._shards):
@@ -65,7 +70,7 @@ class ChangesGather:
             sparse or [ChangedElements(positions=no_positions, bits=no_positions.to(torch.int16))]
         )
         positions = own_changes.positions.to(torch.int32)
-        # Windows bound the memory; the rank with the most changes sets the number of windows.
+        # Windows bound the memory. The rank with the most changes sets the number of windows.
         window = max(WINDOW // self._group.size(), 1)
         for begin in range(0, longest, window):
             end = min(begin + window, longest)
@@ -76,7 +81,7 @@ class ChangesGather:
                 self._take(shards, rank_counts[rank], begin, changes_of_rank)
 
     def _take(self, shards: Sequence[Tensor], numbers: Sequence[int], begin: int, window: ChangedElements) -> None:
-        """Add a rank's changes in a window, which begins with the rank's change number `begin`."""
+        """Record one rank's changes of a window. The window starts at the rank's change number `begin`."""
         end = begin + window.positions.numel()
         start = 0
         for shard, number in zip(shards, numbers):
@@ -88,17 +93,17 @@ class ChangesGather:
                 self._record.add(shard, 0, ChangedElements(positions=positions, bits=window.bits[first:last].clone()))
 
     def _window(self, values: Tensor, size: int) -> list[Tensor]:
-        """[ranks][size] values of all ranks, from at most `size` of this rank."""
+        """Gather the values of all ranks, [ranks][size]. This rank passes at most `size` values."""
         padded = values.new_zeros(size)
         padded[: values.numel()] = values
-        # As bytes: gloo and NCCL have no 16-bit integers.
+        # The values travel as bytes, because gloo and NCCL have no 16-bit integers.
         payload = padded.view(torch.uint8)
         received = [torch.empty_like(payload) for _ in range(self._group.size())]
         dist.all_gather(received, payload, group=self._group)
         return [part.view(values.dtype) for part in received]
 
     def _gathered(self, values: Tensor) -> list[Tensor]:
-        """[ranks] 1-dimensional tensors of any lengths, one from each rank."""
+        """Gather one 1-dimensional tensor from each rank, [ranks]. The lengths may differ."""
         size = torch.tensor([values.numel()], dtype=torch.int64, device=values.device)
         sizes = [torch.zeros_like(size) for _ in range(self._group.size())]
         dist.all_gather(sizes, size, group=self._group)
@@ -108,7 +113,7 @@ class ChangesGather:
 
 
 def _places(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[tuple[int, int, int]]:
-    """(number of the parameter, first element, elements) of each shard, a view of that parameter."""
+    """For each shard: the number of its parameter, the shard's first element, and its number of elements."""
     order = sorted((parameter.data_ptr(), number) for number, parameter in enumerate(parameters))
     places = []
     for shard in shards:

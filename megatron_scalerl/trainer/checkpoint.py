@@ -40,13 +40,13 @@ from megatron_scalerl.trainer.shard_writer import ShardWriting, writing_in_proce
 from megatron_scalerl.trainer.step import Trainer
 
 EXTRA = "controller.json"
-"""File of the controller's state."""
+"""Name of the file with the controller's state."""
 
 
 def save(path: str | Path, trainer: Trainer, extra: dict[str, Any]) -> None:
-    """Write and commit a checkpoint at `path`, in place of an existing checkpoint. Collective.
+    """Write and commit a checkpoint at `path`, and replace an existing one. Collective.
 
-    `extra` is JSON data; rank 0's is written.
+    `extra` is JSON data. Only rank 0's is written.
     """
     begin_save(path, trainer, extra, copied=False).finish(wait=True)
 
@@ -54,9 +54,10 @@ def save(path: str | Path, trainer: Trainer, extra: dict[str, Any]) -> None:
 def begin_save(
     path: str | Path, trainer: Trainer, extra: dict[str, Any], *, copied: bool = True
 ) -> "CheckpointWriting":
-    """Copy the state to host memory, and begin to write a checkpoint. The copy has the size of this rank's files.
+    """Copy the state to host memory, and start to write a checkpoint. The copy has the size of this rank's files.
 
-    copied: False for a trainer that makes no step before `finish`: state in host memory is then not copied.
+    copied: False if the trainer makes no step before `finish`. State that is already in host memory is then not
+    copied.
     """
     state = _sharded_state(trainer, loading=False, generators=True)
     live = live_storages(_inside_ddp(trainer.chunks), trainer.optimizer) if copied else set[int]()
@@ -69,7 +70,7 @@ def save_policy(path: str | Path, chunks: Sequence[Any], parallel: Parallel) -> 
 
 
 class CheckpointWriting:
-    """A checkpoint that is written while the trainer goes on. All calls are collective."""
+    """A checkpoint that is being written while the trainer goes on. All calls are collective."""
 
     def __init__(
         self,
@@ -80,7 +81,11 @@ class CheckpointWriting:
         extra: dict[str, Any] | None,
         live: Set[int],
     ):
-        """facts and extra: for the commit file and beside it. live: addresses of memory that changes meanwhile."""
+        """Start to write the checkpoint.
+
+        facts: content of the commit file. extra: the controller's state. live: addresses of the memory that the next
+        steps change.
+        """
         self._path = Path(path)
         self._parallel = parallel
         self._facts = facts
@@ -89,19 +94,20 @@ class CheckpointWriting:
             discard(self._path)
             self._path.mkdir(parents=True)
         dist.barrier()
-        # Inside `writing_in_process` Megatron prepares the files and starts nothing; the thread is ours.
+        # Inside `writing_in_process` Megatron only prepares the files. `ShardWriting` starts the thread.
         with writing_in_process():
             request = dist_checkpointing.save(state, str(self._path), async_sharded_save=True, async_strategy="mcore")
             self._writing = ShardWriting(request, live)
 
     def finish(self, *, wait: bool) -> float | None:
-        """Commit; the seconds for which the slowest rank wrote. None if a rank still writes, unless `wait`.
+        """Commit the checkpoint, and return the seconds for which the slowest rank wrote.
 
-        Raises on every rank if a rank could not write a file: OSError for a full disk, else CheckpointException.
+        Without `wait` the call returns None if a rank still writes. Raises on every rank if a rank could not write a
+        file: OSError for a full disk, else CheckpointException.
         """
         if wait:
             self._writing.wait()
-        # One reduction of two minima: of `done`, and of the negative seconds, where the slowest rank is the minimum.
+        # One reduction computes two minima. The minimum of the negative seconds is that of the slowest rank.
         progress = torch.tensor([self._writing.done, -self._writing.seconds], device=self._parallel.device)
         dist.all_reduce(progress, op=dist.ReduceOp.MIN)
         all_done, seconds = progress.tolist()
@@ -110,7 +116,7 @@ class CheckpointWriting:
         with _naming_full_disk(self._path):
             self._writing.complete()
         if self._parallel.rank == 0:
-            # The commit file is last: a folder without a commit file counts as never written.
+            # The commit file comes last, because a folder without one counts as never written.
             if self._extra is not None:
                 write_durably(self._path / EXTRA, json.dumps(self._extra).encode())
             write_commit(self._path, {**self._facts, "layout": _layout(self._parallel)})
@@ -120,7 +126,10 @@ class CheckpointWriting:
 
 @contextlib.contextmanager
 def _naming_full_disk(path: Path) -> Iterator[None]:
-    """Context in which a full disk is an OSError with the path, not Megatron's report with every rank's traceback."""
+    """Context that turns Megatron's report of a full disk into an OSError with the path.
+
+    Megatron's report would contain every rank's traceback.
+    """
     try:
         yield
     except CheckpointException as error:
@@ -132,11 +141,11 @@ def _naming_full_disk(path: Path) -> Iterator[None]:
 
 
 def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
-    """Resume from the checkpoint at `path`; returns the `extra` of the save. Collective.
+    """Resume from the checkpoint at `path`, and return the `extra` of the save. Collective.
 
-    Raises ValueError, naming the file, for a folder that is not committed, lacks a file, or is of another policy,
-    optimizer or expert-parallel size, before anything is loaded, and for a part that `safe_megatron` refuses; the
-    trainer may then have loaded other parts.
+    Raises ValueError, which names the file, for a folder that is not committed, that lacks a file, or that belongs to
+    another policy, optimizer or expert-parallel size. Nothing is then loaded. Raises ValueError also for a part that
+    `safe_megatron` refuses; the trainer may then have loaded other parts.
     """
     path = Path(path)
     facts = read_commit(path)
@@ -149,7 +158,7 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
             "sizes may change)"
         )
     same_layout = saved == layout
-    # The engines' weights differ from the loaded weights in elements that nobody has recorded.
+    # The engines' weights may differ from the loaded weights anywhere, so the recorded changes are void.
     trainer.changes.written.lose()
     state = safe_megatron.load(_sharded_state(trainer, loading=True, generators=same_layout), path, common=True)
     load_chunks(_inside_ddp(trainer.chunks), state)
@@ -161,7 +170,7 @@ def load(path: str | Path, trainer: Trainer) -> dict[str, Any]:
 
 
 def _sharded_state(trainer: Trainer, *, loading: bool, generators: bool) -> dict[str, Any]:
-    """The state that Megatron saves, or the template for Megatron's load."""
+    """The sharded state that Megatron saves or, with `loading`, the template that Megatron fills."""
     adapters = unwrap(trainer.chunks[0]).adapters is not None
     state = sharded_models(_inside_ddp(trainer.chunks), adapters=adapters)
     groups = trainer.parallel.groups

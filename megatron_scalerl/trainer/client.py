@@ -1,4 +1,6 @@
-"""The controller's client of the trainer: sends commands to all ranks, waits for all, names the rank that failed."""
+"""The controller's client of the trainer.
+
+The client sends commands to all ranks, waits for all answers, and names the rank that failed."""
 
 import asyncio
 import contextlib
@@ -19,12 +21,15 @@ from megatron_scalerl.types import StepReport
 from megatron_scalerl.weights.plan import Connection, Manifest, Needs, SendReport, WeightPlan
 
 STOP_TIMEOUT_S = 30.0
-"""Seconds for all ranks to leave the process groups at the end; a hung rank must not block other ranks' devices."""
+"""Time for all ranks to leave the process groups at the end (seconds).
+
+The time is limited, because a hung rank must not block other ranks' devices."""
 PROBE_INTERVAL_MS = 1_000
-"""Silence after which the ranks' connections are checked (milliseconds)."""
+"""Time without a message after which the ranks' connections are checked (milliseconds)."""
 BLAME_S = 2.0
-"""Seconds after a failure in which the client looks for a rank that exited without a word: the peers' collectives
-fail first."""
+"""Time after a failure in which the client looks for a rank that exited without a message (seconds).
+
+Such a rank is the cause, although its peers' collectives fail first."""
 
 
 class TrainerError(RuntimeError):
@@ -35,7 +40,7 @@ class TrainerError(RuntimeError):
 
 
 class WeightGroupFailed(RuntimeError):
-    """The group of the weight broadcast failed; the trainer is intact, and can connect again."""
+    """The group of the weight broadcast failed. The trainer is intact, and can connect again."""
 
 
 class TrainerClient:
@@ -69,14 +74,17 @@ class TrainerClient:
         self._rendezvous: Rendezvous | None = rendezvous
         self._met_ranks: set[int] = set()
         self._ready_ranks: set[int] = set()
-        self._holders: dict[int, int] = {}  # data-parallel rank -> the rank that receives the batches
-        self._prepared_step: int | None = None  # the step whose batch was sent and which was not called yet
-        # A batch follows once every rank was sent the step that was called last, and the batch before has arrived.
+        # This maps a data-parallel rank to the rank that receives its batches.
+        self._holders: dict[int, int] = {}
+        # This is the step whose batch was sent and that was not called yet.
+        self._prepared_step: int | None = None
+        # The next batch is sent once every rank was sent the latest step, and once the batch before has arrived.
         self._step_sent = asyncio.Event()
         self._all_received = asyncio.Event()
         self._step_sent.set()
         self._all_received.set()
-        self._awaited_ranks: set[int] = set()  # ranks whose batch was sent and has not arrived yet
+        # These are the ranks whose batch was sent and has not arrived yet.
+        self._awaited_ranks: set[int] = set()
         self._identities: dict[int, bytes] = {}
         self._calls = 0
         self._command_lock = asyncio.Lock()
@@ -91,7 +99,7 @@ class TrainerClient:
         return self._rendezvous
 
     def worker_env(self, rank: int) -> dict[str, str]:
-        """Environment with which `python -m megatron_scalerl.trainer.worker` finds and joins this client.
+        """Environment variables with which `python -m megatron_scalerl.trainer.worker` finds and joins this client.
 
         The launcher adds MSRL_RECIPE and, on several hosts, MSRL_BIND_HOST, which rank 0 reads.
         """
@@ -105,7 +113,7 @@ class TrainerClient:
         }
 
     async def wait_ready(self, timeout_s: float) -> TrainerInfo:
-        """Wait until every rank has built a trainer. Raises TrainerError at a failure or after `timeout_s`."""
+        """Wait until every rank has built a trainer. Raises TrainerError after a failure or after `timeout_s`."""
         async with self._command_lock, self._deadline(timeout_s, "start", lambda: self._ready_ranks):
             while len(self._ready_ranks) < self.world_size:
                 sender, message = await self._receive()
@@ -117,11 +125,13 @@ class TrainerClient:
     async def prepare(self, plan: StepPlan, read: ReadCompletions) -> None:
         """Send each data-parallel rank's plan and completions to the rank's process that holds batches.
 
-        May run while any command does, but only one batch may be prepared and not yet stepped on, and every rank is
-        sent the step before the next batch. `read` is called for each data-parallel rank in turn; the returned bytes
-        are not copied, and must not change. Raises TrainerError for a rank that is gone, and if the ranks do not hold
-        the batch before within `command_timeout_s`; RuntimeError if `read` returns another number of completions.
-        After an error only `close` is valid. A rank's objection is raised by the command in progress or the next.
+        The call may run while a command runs. Only one batch may be prepared without its step, and every rank is sent
+        that step before the next batch. `read` is called for each data-parallel rank in turn. The returned bytes are
+        not copied, and must not change.
+
+        Raises TrainerError for a rank that is gone, and if the previous batch does not arrive within
+        `command_timeout_s`. Raises RuntimeError if `read` returns another number of completions. After an error only
+        `close` is valid. A rank's objection to the batch is raised by the current command or the next.
         """
         assert self.info is not None, "wait_ready first"
         assert len(plan.ranks) == self.info.dp_size, (len(plan.ranks), self.info.dp_size)
@@ -155,7 +165,7 @@ class TrainerClient:
         return await self._call(messages.DescribeWeights, Manifest)
 
     async def plan_weights(self, needs: tuple[Needs, ...]) -> WeightPlan:
-        """Plan the updates of workers with these needs, [shards]; valid from the next connection on."""
+        """Plan the weight updates of workers with these needs, [shards]. The next connection uses the plan."""
         return await self._call(partial(messages.PlanWeights, needs=needs), WeightPlan)
 
     async def connect_weights(self, connection: Connection) -> None:
@@ -172,40 +182,47 @@ class TrainerClient:
         return report
 
     async def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        """For each token list, log-probabilities (nats) of the tokens from the second on."""
+        """For each token list, the log-probabilities (nats) of all tokens but the first."""
         return (await self.token_scores(token_ids))[0]
 
     async def token_scores(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """[2] log-probabilities as `logprobs`, and entropies (nats) of the tokens' distributions."""
+        """The log-probabilities of `logprobs`, and the entropies (nats) of the same tokens' distributions."""
         tokens = [list(ids) for ids in token_ids]
         return await self._call(partial(messages.ScoreTokens, token_ids=tokens), list[list[list[float]]])
 
     async def save(self, path: str, extra: dict[str, Any], *, asynchronous: bool = False) -> None:
         """Write and commit a checkpoint; `extra` is the controller's state, as JSON data.
 
-        `asynchronous`: copy the state, and write while the trainer goes on; `finish_save` comes before the next save.
+        `asynchronous`: the ranks copy the state, and write while the trainer goes on. `finish_save` has to be called
+        before the next save.
         """
         await self._call(partial(messages.Save, path=str(path), extra=extra, copied=asynchronous), None)
         if not asynchronous:
             await self.finish_save(wait=True)
 
     async def finish_save(self, *, wait: bool) -> float | None:
-        """Commit; seconds for which the slowest rank wrote. None if a rank still writes, unless `wait`."""
+        """Commit the checkpoint, and return the seconds for which the slowest rank wrote.
+
+        Without `wait` the call returns None if a rank still writes.
+        """
         return await self._call(partial(messages.FinishSave, wait=wait), float | None)
 
     async def load(self, path: str) -> dict[str, Any]:
-        """Resume from a committed checkpoint; returns the `extra` of the save."""
+        """Resume from a committed checkpoint, and return the `extra` of the save."""
         return await self._call(partial(messages.Load, path=str(path)), dict[str, Any])
 
     async def stop(self) -> None:
-        """Let every rank exit with 0, and close. Raises TrainerError if a rank does not answer; closes anyway."""
+        """Let every rank exit with 0, and close the client.
+
+        Raises TrainerError if a rank does not answer. The client is closed in any case.
+        """
         try:
             await self._call(messages.Stop, None, leaves=True)
         finally:
             self.close()
 
     def close(self) -> None:
-        """Close the sockets; running ranks exit."""
+        """Close the sockets. Ranks that still run then exit."""
         self._socket.close()
 
     async def _call(
@@ -218,7 +235,8 @@ class TrainerClient:
     ) -> Any:
         """Send each rank the command, wait for all answers, and return rank 0's answer as `kind`.
 
-        `leaves`: after the answer a rank may disconnect. `when_sent`: called when every rank was sent the command.
+        `leaves`: a rank may disconnect after the answer. `when_sent`: function that is called once every rank was
+        sent the command.
         """
         answers: dict[int, msgspec.Raw] = {}
         limit = self._command_timeout_s
@@ -237,7 +255,7 @@ class TrainerClient:
                     self._note_received(message.rank)
                 elif not isinstance(message, messages.Done):
                     await self._greet(sender, message)
-                # The answer to an earlier call is late if the caller stopped waiting.
+                # Answers to an earlier call, whose caller stopped waiting, are dropped.
                 elif message.call == self._calls:
                     answers[message.rank] = message.value
                     if leaves:
@@ -248,17 +266,17 @@ class TrainerClient:
             raise TrainerError(f"trainer rank 0: {error}") from error
 
     def _without_batch(self) -> set[int]:
-        """Ranks whose batch has arrived, and ranks without a batch."""
+        """The ranks that wait for no batch: those whose batch has arrived, and those that get none."""
         return set(range(self.world_size)) - self._awaited_ranks
 
     def _note_received(self, rank: int) -> None:
-        """Let the next batch follow if no rank's batch is awaited any more."""
+        """Note that a rank's batch has arrived. After the last one the next batch may follow."""
         self._awaited_ranks.discard(rank)
         if not self._awaited_ranks:
             self._all_received.set()
 
     async def _greet(self, sender: bytes, message: messages.ToController) -> None:
-        """Answer a process that joins; refuse a process that is not a rank of this run."""
+        """Answer a process that joins, and refuse one that is not a rank of this run."""
         if isinstance(message, messages.Hello):
             reason = self._objection(message)
             answer: messages.Welcome | messages.Refused = messages.Welcome()
@@ -268,7 +286,7 @@ class TrainerClient:
                 self._identities[message.rank] = sender
                 if message.rank == 0:
                     self._rendezvous = self._rendezvous or message.bound
-            # A process that has disconnected needs no answer; the next probe finds a lost rank.
+            # A process that has disconnected needs no answer. The next probe finds a lost rank.
             await self._socket.send(sender, messages.encode(answer))
             await self._send_rendezvous()
             return
@@ -304,14 +322,14 @@ class TrainerClient:
         return None
 
     async def _send(self, rank: int, *frames: messages.Buffer) -> None:
-        """Send the frames of a message, not copied. Raises TrainerError if the rank cannot be reached."""
+        """Send a message's frames without a copy. Raises TrainerError if the rank cannot be reached."""
         if rank not in self._identities:
             raise TrainerError(f"trainer rank {rank}: no process has joined as this rank")
         if not await self._socket.send(self._identities[rank], *frames):
             raise await self._last_words(rank)
 
     async def _last_words(self, rank: int) -> TrainerError:
-        """The error with the reason why this rank, which is not connected any more, has left."""
+        """The error for a disconnected rank, with the reason that the rank sent before it left, if any."""
         while await self._socket.poll(0):
             _, message = await self._read()
             if isinstance(message, messages.Failed):
@@ -321,8 +339,8 @@ class TrainerClient:
     async def _receive(self) -> tuple[bytes, messages.ToController]:
         """The next message. Raises TrainerError if a rank has failed or disconnected.
 
-        A socket monitor would report a closed connection at once, but also connections of other processes, and
-        ZeroMQ's I/O thread blocks while the monitor's events are not read.
+        Connections are probed instead of watched by a socket monitor. A monitor would report closed connections at
+        once, but also those of other processes. And ZeroMQ's I/O thread blocks while a monitor's events are not read.
         """
         while True:
             if not await self._socket.poll(PROBE_INTERVAL_MS):
@@ -338,7 +356,10 @@ class TrainerClient:
                 return sender, message
 
     async def _read(self) -> tuple[bytes, messages.ToController | None]:
-        """A sender and a message, or None from a stranger. Raises TrainerError for an invalid message of a rank."""
+        """Read a sender and its message; the message is None if the sender is no rank of this run.
+
+        Raises TrainerError for an invalid message of a rank.
+        """
         sender, frames = await self._socket.read()
         rank = next((rank for rank, identity in self._identities.items() if identity == sender), None)
         try:
@@ -357,7 +378,8 @@ class TrainerClient:
         return sender, message
 
     async def _blame(self, first: messages.Failed) -> TrainerError:
-        """The error that names the rank that exited without a word or, without such a rank, the first that failed."""
+        """The error that names the cause: a rank that exited without a message, else the first that reported a
+        failure."""
         failure = f"rank {first.rank}: {first.error}"
         failed_ranks = {first.rank}
         end = time.monotonic() + BLAME_S
@@ -366,7 +388,7 @@ class TrainerClient:
             wait_ms = 50
             if lost_rank is not None:
                 wait_ms = 0
-            # A lost rank is blamed only if no last word of any rank is left to read.
+            # A lost rank is blamed only after every rank's last message has been read.
             if await self._socket.poll(wait_ms):
                 _, message = await self._read()
                 if isinstance(message, messages.Failed):
@@ -378,7 +400,7 @@ class TrainerClient:
         return error
 
     async def _lost(self, *, except_for: Set[int] = frozenset()) -> int | None:
-        """The first rank that has joined and is no longer connected; None if all ranks are connected."""
+        """The first rank that has joined but is no longer connected; None if there is none."""
         for rank in sorted(self._identities.keys() - except_for):
             if not await self._socket.connected(self._identities[rank]):
                 return rank
@@ -386,7 +408,7 @@ class TrainerClient:
 
     @contextlib.asynccontextmanager
     async def _deadline(self, seconds: float, task: str, answered: Callable[[], set[int]]) -> AsyncIterator[None]:
-        """Raises TrainerError, naming the ranks without an answer, if the block takes longer than `seconds`."""
+        """Context that raises TrainerError, which names the ranks without an answer, after `seconds`."""
         try:
             async with time_limit(seconds):
                 yield

@@ -1,7 +1,7 @@
 """Messages between the controller and the trainer's ranks, in msgpack.
 
-`distributed.sockets` has the connection, and the messages by which a rank joins. A message is one frame; a
-Prepare has further frames.
+`distributed.sockets` has the connection, and the messages by which a rank joins. A message is one frame, except for
+Prepare, which has further frames.
 """
 
 from collections.abc import Sequence
@@ -35,27 +35,27 @@ class TrainerInfo:
     parameters: int
     """Parameters of the policy, each counted once."""
     device: str
-    """For example "cpu" or a GPU's name."""
+    """"cpu", or the name of the GPU."""
     backend: str
-    """Collectives: gloo or nccl."""
+    """Library of the collectives: "gloo" or "nccl"."""
     logits: str
-    """Precision of the logit projection: fp32 or model."""
+    """Precision of the logit projection: "fp32" or "model"."""
 
 
 class Hello(sockets.Hello, frozen=True):
-    """Rank to controller: first message."""
+    """Rank to controller: the rank's first message."""
 
     rank: int
     world_size: int
     bound: HostRendezvous | None = None
-    """On several hosts, from rank 0: address where rank 0 has bound the run's store."""
+    """Address at which rank 0 has bound the run's store. Only rank 0 sends it, and only on several hosts."""
 
 
 class Meet(Message, frozen=True):
     """Controller to rank: join the process group and build the trainer."""
 
     rendezvous: Rendezvous
-    """On several hosts the address in rank 0's Hello, for which the remaining ranks wait."""
+    """Place where the ranks meet. On several hosts it is the address in rank 0's Hello, for which all others wait."""
 
 
 class Ready(Message, frozen=True):
@@ -64,7 +64,7 @@ class Ready(Message, frozen=True):
     rank: int
     dp_rank: int
     holds_batch: bool
-    """True for the single rank of a data-parallel rank that receives the batches."""
+    """True for the one process of each data-parallel rank that receives the batches."""
     info: TrainerInfo
 
 
@@ -86,7 +86,7 @@ class Done(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """Rank to controller: an exception ended this rank; the process exits next."""
+    """Rank to controller: an exception has ended this rank, and the process will exit."""
 
     rank: int
     error: str
@@ -96,9 +96,9 @@ class Failed(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """Keep a batch until the same step's Step; to the rank of each data-parallel rank that `Ready.holds_batch`.
+    """Keep a batch until the Step of the same step. It goes to the ranks with `Ready.holds_batch`.
 
-    Answer: BatchReceived. A frame for each completion follows, in the order of `plan.samples` and the bytes of
+    Answer: BatchReceived. A frame follows for each completion, in the order of `plan.samples`. Its bytes are those of
     `batching.rollout_bytes`.
     """
 
@@ -108,7 +108,7 @@ class Prepare(Message, frozen=True):
 
 
 class Command(Message, frozen=True):
-    """Controller to rank: an order to all ranks; rank 0 answers with the result."""
+    """Controller to rank: an order to all ranks. Rank 0 answers with the result."""
 
     call: int
     """Number of the command."""
@@ -144,13 +144,13 @@ class SendWeights(Command, frozen=True):
 
 
 class ScoreTokens(Command, frozen=True):
-    """Score token lists. Answer: log-probabilities and entropies (nats) of each list's tokens from the second on."""
+    """Score token lists. Answer: log-probabilities and entropies (nats) of each list's tokens, except the first."""
 
     token_ids: list[list[int]]
 
 
 class Save(Command, frozen=True):
-    """Begin to write a checkpoint. copied: of a copy, as steps follow before FinishSave."""
+    """Start to write a checkpoint. copied: write from a copy, because steps follow before FinishSave."""
 
     path: str
     extra: dict[str, Any]
@@ -158,7 +158,7 @@ class Save(Command, frozen=True):
 
 
 class FinishSave(Command, frozen=True):
-    """Commit the checkpoint that was begun. Answer: seconds of writing; nil if a rank still writes."""
+    """Commit the checkpoint that Save started. Answer: seconds of writing, or nil if a rank still writes."""
 
     wait: bool
 
@@ -202,9 +202,9 @@ def batch_frames(plan: RankPlan, completions: Sequence[Buffer]) -> list[Buffer]:
 
 
 def decode_for_rank(frames: Sequence[Buffer]) -> ToRank:
-    """A message of the controller. Raises InvalidMessage for anything else.
+    """Decode a message of the controller. Raises InvalidMessage for anything else.
 
-    Invalid is also a Prepare whose completions differ from the plan in number or from `sizes` in bytes.
+    A Prepare is invalid if the number of completions differs from the plan, or their bytes differ from `sizes`.
     """
     if not frames:
         raise InvalidMessage("a message arrived without a frame")
@@ -229,5 +229,5 @@ def _check_sizes(message: Prepare, completions: Sequence[Buffer]) -> None:
 
 
 def decode_for_controller(frames: Sequence[bytes]) -> ToController:
-    """A message of a rank, in one frame. Raises InvalidMessage for anything else."""
+    """Decode a message of a rank, which has one frame. Raises InvalidMessage for anything else."""
     return decode(_to_controller, frames)

@@ -87,11 +87,12 @@ class PolicyModel(GPTModel):
                 large_gpu=gpu_memory() >= LARGE_GPU,
                 shared=recipe.engine.colocate,
             ),
-            keep_logits=True,  # the last stage goes backward at once
+            # On the last stage the backward pass follows at once.
+            keep_logits=True,
             backend=recipe.trainer.logit_backend,
         )
         if self.post_process:
-            # GPTModel would materialize [N, vocab] logits.
+            # GPTModel's own head would materialize logits [N, vocab].
             self.output_layer.forward = self._use_head
         self.second: tuple[PolicyModel, ...] = ()
         """The frozen policy of algorithm.kl, which is no part of this module; empty: the base of the adapters."""
@@ -204,7 +205,8 @@ class PolicyModel(GPTModel):
             if self.adapters is not None:
                 embedded.requires_grad_()
         angles: Tensor | None = self._rotary_angles(row)
-        if self.config.multi_latent_attention:  # Megatron's layer makes a table; ours asks the row
+        # Latent attention takes its angles from the row (`layers.latent`).
+        if self.config.multi_latent_attention:
             row.angles = angles
             angles = None
         return self.decoder(
@@ -287,7 +289,8 @@ def build_policy(
     wrapped: list[torch.nn.Module] = list(models)
     if config.bf16:
         wrapped = [Float16Module(config, model) for model in models]
-    for model in models:  # before weights are loaded: the wrapper has made biases of routers bf16
+    # The wrapper has cast the biases of routers to bf16. They have to be fp32 before weights are loaded.
+    for model in models:
         routing.freeze_biases(model.decoder)
     if load_weights and recipe.policy.megatron_path:
         load_megatron(models, recipe.policy.megatron_path)
@@ -300,7 +303,7 @@ def build_policy(
     if models[0].adapters is not None:
         fill_adapters(models, models[0].adapters, recipe, parallel)
     chunks: list[torch.nn.Module] = [
-        # Buckets help the first chunk only: reductions of later chunks overlap with compute anyway.
+        # Buckets help only the first chunk, because reductions of later chunks overlap with compute anyway.
         DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0)
         for index, module in enumerate(wrapped)
     ]
@@ -329,7 +332,8 @@ def frozen_policy(hf_path: str, recipe: Recipe, parallel: Parallel) -> PolicyMod
     options = model_options(family, recipe, parallel)
     model = PolicyModel(options, family, recipe=recipe, parallel=parallel).to(parallel.device)
     if options.config.bf16:
-        Float16Module(options.config, model)  # casts the model in place
+        # The constructor casts the model in place.
+        Float16Module(options.config, model)
     routing.freeze_biases(model.decoder)
     load_hf([model], family, hf_path, parallel)
     return model.requires_grad_(False).eval()

@@ -239,7 +239,10 @@ def optimizer_config(recipe: Recipe) -> OptimizerConfig:
 
 
 def _device_settings() -> dict[str, Any]:
-    """Settings of all policies. A fusion is off where the required Transformer Engine, apex or GPU is missing."""
+    """Settings of all policies on this machine.
+
+    A fusion is off if the Transformer Engine, apex or GPU that it requires is missing.
+    """
     return dict(
         normalization="RMSNorm",
         gated_linear_unit=True,
@@ -247,7 +250,7 @@ def _device_settings() -> dict[str, Any]:
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        # For dense models, too: TransformerConfig refuses variable lengths with the default dispatcher.
+        # Dense models need this as well: TransformerConfig refuses variable lengths with the default dispatcher.
         moe_token_dispatcher_type="alltoall",
         use_cpu_initialization=not HAVE_GPU,
         gradient_accumulation_fusion=False,
@@ -264,7 +267,7 @@ def _device_settings() -> dict[str, Any]:
 
 
 def _moe_settings() -> dict[str, Any]:
-    """No auxiliary loss, frozen expert bias (the paper does not say)."""
+    """Settings of experts: no auxiliary loss, and a frozen expert bias. The paper does not state them."""
     return dict(
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
@@ -274,7 +277,7 @@ def _moe_settings() -> dict[str, Any]:
 
 
 def _settings_of_sections(recipe: Recipe, parallel: Parallel) -> dict[str, Any]:
-    """Fields that other sections set."""
+    """Fields of TransformerConfig that other sections of the recipe set."""
     dtype = DTYPES[recipe.policy.dtype]
     return dict(
         params_dtype=dtype,

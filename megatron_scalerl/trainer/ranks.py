@@ -58,13 +58,14 @@ def environment(recipe: Recipe) -> dict[str, str]:
     launcher. docs/cuda.md has the source of each variable.
     """
     if recipe.weights.transport != "nccl" and not device.HAVE_GPU:
-        return {"CUDA_VISIBLE_DEVICES": ""}  # the host may have GPUs; the run was placed without
+        # The host may have GPUs that were not assigned to the run.
+        return {"CUDA_VISIBLE_DEVICES": ""}
     variables = {}
     sizes = sizes_of(recipe.megatron.parallel)
     if sizes.tp > 1 or sizes.cp > 1:
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if not recipe.megatron.ddp.get("nccl_ub") and "PYTORCH_ALLOC_CONF" not in os.environ:
-        # The older name of PYTORCH_ALLOC_CONF, which Megatron-Core reads.
+        # Megatron-Core reads this older name of PYTORCH_ALLOC_CONF.
         variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if recipe.trainer.deterministic:
         variables |= {name: values[0] for name, values in device.DETERMINISTIC.items()}

@@ -140,7 +140,8 @@ def _of_warm_start(recipe: Recipe) -> Recipe:
     policy = recipe.policy.model_copy(update={"lora": None, "adapter": None})
     algorithm = recipe.algorithm.model_copy(update={"kl": None, "teachers": {}, "name": "scalerl", "settings": {}})
     update = dict(optimizer=optimizer, trainer=trainer, rollouts=rollouts, policy=policy, algorithm=algorithm)
-    if world_size == 1:  # one process has the whole policy, however the RL run shards it
+    # A single process holds the whole policy, however the RL run shards it.
+    if world_size == 1:
         model = {key: value for key, value in recipe.megatron.model.items() if key not in MODEL_KEYS}
         update["megatron"] = recipe.megatron.model_copy(update={"parallel": {}, "model": model})
     return recipe.model_copy(update=update)

@@ -30,7 +30,8 @@ def writing_in_process() -> Iterator[None]:
     kept_queue = filesystem_async._results_queue
     setattr(FileSystemWriterAsync, _WRITER, staticmethod(_write))
     filesystem_async._results_queue = queue.Queue()
-    torch_strategies._logged_mcore_async_deprecation = True  # the warning recommends processes for every save
+    # The suppressed warning recommends processes for every save.
+    torch_strategies._logged_mcore_async_deprecation = True
     try:
         yield
     finally:
@@ -117,7 +118,8 @@ class ShardWriting:
 
 def _copied_buckets(request: AsyncRequest, buckets: list[Any], live: Set[int]) -> list[Any]:
     """The write buckets with copies of live tensors in host memory; the tensors in `buckets` are dropped."""
-    copies: list[Any] = request.preload_fn()  # waits for the copies from a device
+    # The call returns once the copies from a device are complete.
+    copies: list[Any] = request.preload_fn()
     for (_, _, (_, tensors)), (_, _, (_, copied_tensors)) in zip(buckets, copies, strict=True):
         tensors.clear()
         for number, (item, tensor) in enumerate(copied_tensors):

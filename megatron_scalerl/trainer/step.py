@@ -140,7 +140,7 @@ class Trainer:
         self.changes.begin()
         with device.labelled("optimizer"):
             succeeded, grad_norm, _ = self.optimizer.step()
-            # Before the clock is read: kernels are only queued.
+            # Kernels are only queued, so the device has to finish before the clock is read.
             device.synchronize()
         metrics = running.reduced(
             counts=self._counts_tokens,
@@ -211,9 +211,10 @@ class Trainer:
             value = result.loss + self._kl.coefficient * weighted_sum(divergences, inputs)
             result = replace(result, loss=value, metrics={**result.metrics, "kl": divergences})
         metrics.add(inputs, result, output[1].detach(), row.staleness, row.places)
-        if loss is None:  # never with a divergence
+        # A loss with a divergence is always computed in chunks, and never gets here.
+        if loss is None:
             loss = result.loss
-        # A new tensor: the schedule changes the loss in place (pipeline_parallel/schedules.py:340).
+        # The result is a new tensor, because the schedule changes it in place (pipeline_parallel/schedules.py:340).
         return loss * (count * self._averaged_ranks), {}
 
     def _chunk_loss(self, row: Row, logprobs: Tensor, entropies: Tensor, places: Tensor) -> Tensor:

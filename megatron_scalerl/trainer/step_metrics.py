@@ -30,7 +30,7 @@ class Metric:
     """Scalars with one reduction over micro-batches and ranks, and the value of the reduced scalars."""
 
     op: ClassVar[Any]
-    """SUM or MAX."""
+    """Operation by which parts are reduced: SUM or MAX."""
 
     @property
     def parts(self) -> tuple[Scalar, ...]:
@@ -63,7 +63,7 @@ class Mean(Metric):
     count: Scalar
 
     def value(self) -> float:
-        """total / count."""
+        """The mean, total / count; 0 for a count of 0."""
         return self.total / max(self.count, 1.0)
 
 
@@ -183,7 +183,7 @@ class StepMetrics:
         if dist.get_world_size() > 1:
             for op, vector in vectors.items():
                 dist.all_reduce(vector, op=op)
-        # One vector, so that the host waits for the device once.
+        # Both vectors are read as one, so that the host waits for the device only once.
         read = torch.cat([vectors[SUM], vectors[MAX]]).tolist()
         split = len(vectors[SUM])
         reduced = _named({**self._kinds, **STEP_METRICS}, {SUM: read[:split], MAX: read[split:]})

@@ -98,7 +98,7 @@ class Worker:
     """The checkpoint that is being written."""
 
     def __init__(self, recipe: Recipe, rendezvous: Rendezvous, run_dir: Path):
-        # Imported here: a rank that is refused should not wait for torch and Megatron to load.
+        # The imports stand here, so that a refused rank does not wait for torch and Megatron to load.
         from megatron_scalerl.distributed.parallel import unwrap
         from megatron_scalerl.trainer.batch_frames import BatchFrames
         from megatron_scalerl.trainer.ranks import init_parallel
@@ -198,7 +198,7 @@ def serve(link: sockets.ControllerLink, settings: WorkerSettings, listening: soc
 
     meet, _ = link.receive()
     assert isinstance(meet, messages.Meet), meet
-    # The store ends with this variable, which lives as long as the ranks may ask the store.
+    # The store exists as long as this variable. The ranks may ask the store until they have left the groups.
     store = None
     if listening is not None:
         store = serve_store(listening)
@@ -217,7 +217,8 @@ def serve(link: sockets.ControllerLink, settings: WorkerSettings, listening: soc
         assert not isinstance(command, messages.Welcome | messages.Meet), command
         value = None
         if isinstance(command, messages.Stop):
-            # Groups first: the end of a group is collective, and needs the store. The answer is last.
+            # The groups end before the store, because the end of a group is collective and needs the store. The
+            # answer comes last.
             shutdown_parallel()
             del store
             link.leave()
@@ -236,7 +237,8 @@ def main() -> int:
     """Run one rank. Returns the exit status of a refused rank; the process of any other rank ends here."""
     log_to_stderr()
     settings = WorkerSettings.from_environment(os.environ)
-    del os.environ["MSRL_SECRET"]  # child processes do not need the secret
+    # Child processes do not need the secret.
+    del os.environ["MSRL_SECRET"]
     listening = None
     if settings.bind_host and settings.rank == 0:
         listening = listen_on(settings.bind_host)
@@ -255,7 +257,7 @@ def main() -> int:
         line = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
         full = ""
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            # A full disk: where the error was raised says nothing more.
+            # For a full disk one line is enough: the place where the error was raised says nothing more.
             full = str(error.filename or "")
             logger.error("%s", line)
         else:

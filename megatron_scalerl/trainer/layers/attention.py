@@ -1,10 +1,10 @@
 """Causal self-attention by PyTorch's scaled_dot_product_attention, on packed rows and on plain batches.
 
-The life of a packed row in a layer: Megatron's SelfAttention projects and rotates queries and keys, then calls the
-core attention with the row's `PackedRow`. Without Transformer Engine the core attention is `SdpaCoreAttention`, which
-gathers the sequences of each bucket into a padded block, attends causally, and puts the results back in row order;
-under context parallelism `SdpaCoreAttention` gathers the keys of all ranks instead. Transformer Engine's own
-attention reads cu_seqlens, and `with_chunks` adds the chunks and the query scale of Llama 4.
+The life of a packed row in a layer: Megatron's SelfAttention projects and rotates queries and keys, and then calls
+the core attention with the row's `PackedRow`. Without Transformer Engine the core attention is `SdpaCoreAttention`.
+It gathers the sequences of each bucket into a padded block, attends causally, and puts the results back in row order.
+Under context parallelism it gathers the keys of all ranks instead. Transformer Engine's own attention reads
+cu_seqlens, and `with_chunks` adds the chunks and the query scale of Llama 4.
 """
 
 from typing import Any
@@ -21,7 +21,10 @@ from megatron_scalerl.trainer.layers.packing import Layout, PackedRow
 
 
 def with_bias(linear: type) -> type:
-    """The linear layer with a bias; Megatron gives attention output a bias only if every linear layer has one."""
+    """The linear layer class `linear`, but always with a bias.
+
+    Megatron's own option would give every linear layer a bias, not the attention's output projection alone.
+    """
 
     class WithBias(linear):  # type: ignore[misc]
         def __init__(self, *args: Any, bias: bool = False, **keywords: Any):
@@ -46,7 +49,7 @@ def with_chunks(core: type, *, chunked: bool, query_scale: Any) -> type:
             packed_seq_params: PackedRow | None = None,
             **keywords: Any,
         ) -> Tensor:
-            """[N, heads, d] queries and the other arguments of `core`."""
+            """Attention for queries [N, heads, d] and the other arguments of `core`."""
             assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
             if query_scale is not None:
                 scale = query_scale(packed_seq_params.position_ids)
@@ -134,7 +137,7 @@ class SdpaCoreAttention(torch.nn.Module):
         return self._packed(q, k, v, layout).reshape(s, 1, -1)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
-        """[N, heads, d] of a whole row, bucket by bucket."""
+        """The attention [N, heads, d] of a whole row, computed bucket by bucket."""
         outputs = []
         for bucket in layout.buckets:
             shape = (bucket.sequences, bucket.length)
@@ -143,16 +146,19 @@ class SdpaCoreAttention(torch.nn.Module):
                 for x in (query, key, value)
             )
             out = self._attend(q, k, v).transpose(1, 2).reshape(-1, query.shape[1], value.shape[-1])
-            # Sequences of equal length have no padding: no copy.
+            # Sequences of equal length have no padding, and need no copy.
             if bucket.valid.numel() < out.shape[0]:
                 out = out.index_select(0, bucket.valid)
             outputs.append(out)
         return torch.cat(outputs).index_select(0, layout.restore)
 
     def _shared(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
-        """[n, heads, d] of this rank's tokens; the gradients of keys and values are summed over the ranks."""
-        # Keys and values in one gather. Megatron's function reduces in the backward pass, since the queries of each
-        # rank add to the gradients of all keys.
+        """The attention [n, heads, d] of this rank's tokens.
+
+        The gradients of keys and values are summed over the ranks.
+        """
+        # One gather takes keys and values. Megatron's function reduces in the backward pass, because the queries of
+        # each rank add to the gradients of all keys.
         gathered = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=context.group)
         keys, values = gathered.index_select(0, context.order).split([key.shape[-1], value.shape[-1]], dim=-1)
         spans = context.spans
@@ -162,7 +168,7 @@ class SdpaCoreAttention(torch.nn.Module):
         return torch.cat([self._span(part, keys, values, span) for part, span in zip(parts, spans)])
 
     def _span(self, query: Tensor, keys: Tensor, values: Tensor, span: Span) -> Tensor:
-        """[queries, heads, d] of consecutive queries, which are the last positions of their keys."""
+        """The attention [queries, heads, d] of consecutive queries, which are the last positions of their keys."""
         reach = slice(span.start, span.start + span.keys)
         q, k, v = (x.transpose(0, 1)[None] for x in (query, keys[reach], values[reach]))
         # `is_causal` would align the first query with the first key; here the last query belongs to the last key.

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_scalerl.record import record
 
 PADDING = -1
-"""Index of a token that is padding."""
+"""Stands for the index of a token that is padding."""
 
 
 @record
@@ -61,11 +61,11 @@ class Share:
     places: Tensor | None = None
     """[n] index of each token in the given row, PADDING if there is none; None: the share is that row."""
     position_ids: Tensor | None = None
-    """[n] position of each token in its sequence; None with `places`."""
+    """[n] position of each token in its sequence. None if `places` is None."""
     order: Tensor | None = None
-    """See `Context.order`; None with `places`."""
+    """The order of `Context.order`. None if `places` is None."""
     back: Tensor | None = None
-    """[N] index of each token of the given row in the concatenated shares of all ranks; None with `places`."""
+    """[N] index of each token of the given row in the concatenated shares of all ranks. None if `places` is None."""
 
     def of_row(self, values: Tensor, fill: int = 0) -> Tensor:
         """[n, ...] of this rank from the given row's [N, ...]; padding is `fill`."""
@@ -105,7 +105,7 @@ def share_of(starts: list[int], *, rank: int, size: int, group: Any, divisor: in
     padded, filler = _padded(lengths, size=size, divisor=divisor)
     if padded == lengths and not filler and size == 1:
         return Share(starts=starts, rank=rank, size=size, group=group, length=starts[-1])
-    # The filler is an additional sequence, without a token of the given row.
+    # The filler is an additional sequence that has no token of the given row.
     if filler:
         lengths.append(0)
         padded.append(filler)

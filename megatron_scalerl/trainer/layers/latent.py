@@ -27,18 +27,22 @@ class RowAngles(torch.nn.Module):
     """Gives Megatron's latent attention the angles of the row's tokens, in place of a table from position 0."""
 
     def __init__(self, factor: float):
-        """factor: on cosine and sine (YaRN's)."""
+        """factor: YaRN's factor on cosine and sine."""
         super().__init__()
         self.factor = factor
 
     def get_rotary_seq_len(self, *arguments: Any) -> Tensor:
-        """The angles of the row, the last argument; Megatron passes the angles to `forward` as a length."""
+        """The angles of the row, which is the last argument.
+
+        Megatron takes the result for a length, and passes it to `forward`.
+        """
         row: PackedRow = arguments[-1]
         assert row.angles is not None
-        return row.angles[:, 0]  # Megatron drops the dimension of one row
+        # As in Megatron, the dimension of the single row is dropped.
+        return row.angles[:, 0]
 
     def forward(self, angles: Tensor, packed_seq: bool = False) -> tuple[Tensor, float]:
-        """(angles of the tokens, factor)"""
+        """Return the angles of the tokens, and the factor."""
         return angles, self.factor
 
 
@@ -50,10 +54,11 @@ class WholeLinear(torch.nn.Linear):
         weight: Any = self.weight
         assert config.init_method is not None
         config.init_method(weight)
-        weight.sequence_parallel = config.sequence_parallel  # Megatron then sums the gradient over the ranks
+        # With this attribute Megatron sums the gradient over the ranks.
+        weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Any:
-        """(projection, no bias), like the results of Megatron's linear layers."""
+        """Return the projection and None for the bias, as Megatron's linear layers do."""
         return super().forward(x), None
 
 
@@ -64,7 +69,8 @@ class LatentAttention(MLASelfAttention):
         # Megatron's table of YaRN takes a GPU under context parallelism, and is replaced in any case.
         config.rope_type = "rope"
         super().__init__(config, *args, **keywords)
-        config.rope_type = "yarn"  # Megatron's attention then takes a factor with the angles
+        # With this type Megatron's attention takes a factor along with the angles.
+        config.rope_type = "yarn"
         factor = _yarn_get_concentration_factor(config.rotary_scaling_factor, config.mscale, config.mscale_all_dim)
         self.rotary_pos_emb = RowAngles(factor)
         if HAVE_TE:
@@ -90,5 +96,8 @@ class LatentAttention(MLASelfAttention):
         return run(*tensors, attn_mask_type=attn_mask_type or self.attn_mask_type, **keywords)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """The layers of the spec. Megatron would put a norm before queries without a narrow projection."""
+        """The layers of the spec, unchanged.
+
+        Megatron would add a norm before queries that have no narrow projection.
+        """
         return vars(submodules)

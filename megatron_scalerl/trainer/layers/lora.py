@@ -48,14 +48,14 @@ from megatron_scalerl.trainer.adapter_folder import adapter_reader
 from megatron_scalerl.weights.source import fill
 
 _BY_ROWS = ("linear_proj", "linear_fc2")
-"""Layers that tensor-parallel ranks divide by inputs; all other layers are divided by outputs."""
+"""Layers that tensor-parallel ranks divide by inputs. All other layers are divided by outputs."""
 _EXCHANGES: dict[tuple[bool, bool], Callable[..., Tensor]] = {
     (False, False): copy_to_tensor_model_parallel_region,
     (False, True): gather_from_sequence_parallel_region,
     (True, False): reduce_from_tensor_model_parallel_region,
     (True, True): reduce_scatter_to_sequence_parallel_region,
 }
-"""(divided by inputs, sequence parallelism) -> the ranks' operation on A x, which the backward pass reverses."""
+"""(layer divided by inputs, sequence parallelism) -> collective operation on A x. The backward pass reverses it."""
 
 
 class Adapters(torch.nn.Module):
@@ -102,11 +102,11 @@ class Adapters(torch.nn.Module):
         else:
             sizes = [size // group.size() for size in sizes]
         self.widths = [size // self.groups for size in sizes]
-        """Consecutive outputs of each projection, which repeat `groups` times."""
+        """Number of consecutive outputs of each projection. The sequence of projections repeats `groups` times."""
         self.targets = {projection: projection in lora.targets for projection in projections}
-        """The layer's projections, and whether they have an adapter."""
+        """Projection of the layer -> whether it has an adapter."""
         self.sharded: dict[str, int] = {}
-        """Sharded factor -> the axis that ranks divide."""
+        """Name of a sharded factor -> axis along which ranks divide it."""
         for projection, size in zip(projections, sizes):
             if not self.targets[projection]:
                 continue
@@ -116,7 +116,7 @@ class Adapters(torch.nn.Module):
 
     def _register(self, name: str, shape: tuple[int, int], weight: Tensor, sequence_parallel: bool) -> None:
         parameter: Any = torch.nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
-        # False for experts whose data-parallel ranks differ from the dense layers' ranks.
+        # The attribute is False for experts whose data-parallel ranks differ from the dense layers' ranks.
         parameter.allreduce = getattr(weight, "allreduce", True)
         if name in self.sharded:
             set_tensor_model_parallel_attributes(parameter, True, self.sharded[name], 1)
@@ -141,7 +141,7 @@ class Adapters(torch.nn.Module):
         return self._plus(weight.float().t(), products).t().to(weight.dtype)
 
     def _factors(self, factor: str) -> list[Tensor]:
-        """A or B of each target."""
+        """The A or the B of each target, as `factor` says."""
         factors = []
         for name in [f"{projection}_{factor}" for projection, target in self.targets.items() if target]:
             parameter = getattr(self, name)
@@ -179,7 +179,7 @@ class Adapters(torch.nn.Module):
 
 @contextlib.contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """A block in which a model computes without adapters."""
+    """Context in which a model computes without its adapters."""
     adapters = [module for module in model.modules() if isinstance(module, Adapters)]
     for module in adapters:
         module.bypass = True
@@ -236,7 +236,8 @@ def with_lora(provider: Any, lora: LoraSection) -> Any:
 
     class WithLora(type(provider)):  # type: ignore[misc]
         def fuse_layernorm_and_linear(self) -> bool:
-            return False  # adapters read what the norm returns
+            # Adapters read the result of the norm, so the norm stays separate.
+            return False
 
         def column_parallel_linear(self) -> type:
             return with_adapters(super().column_parallel_linear(), lora)
@@ -256,7 +257,9 @@ def with_lora(provider: Any, lora: LoraSection) -> Any:
 
 
 def fill_adapters(chunks: Sequence[Any], adapters: Family, recipe: Recipe, parallel: Parallel) -> None:
-    """Fill this rank's shards: from policy.adapter, else A by the run's seed and B with zeros.
+    """Fill this rank's shards of the adapters, from policy.adapter if it is set.
+
+    Otherwise A is drawn by the run's seed, and B is zero.
 
     Raises ValueError for a folder whose adapters differ from policy.lora.
     """
@@ -272,6 +275,6 @@ def _new_factor(seed: int, name: str, index: tuple[Index, ...], shape: tuple[int
         return torch.zeros(shape)[index]
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    # kaiming_uniform_ with a = sqrt(5), as in peft/tuners/lora/layer.py.
+    # This is kaiming_uniform_ with a = sqrt(5), as in peft/tuners/lora/layer.py.
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)[index]

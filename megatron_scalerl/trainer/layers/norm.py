@@ -34,7 +34,7 @@ class HeadRMSNorm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., d] to [..., d] with mean square 1."""
+        """Scale x [..., d] to mean square 1 over the last dimension."""
         return torch.nn.functional.rms_norm(x.float(), x.shape[-1:], eps=self.eps).type_as(x)
 
 
@@ -46,7 +46,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
     """
 
     heads: int
-    """Heads of all ranks."""
+    """Number of heads of all ranks together."""
     group: Any
     """The tensor-parallel process group."""
 

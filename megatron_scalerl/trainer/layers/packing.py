@@ -92,7 +92,7 @@ class Plan:
 def layout(starts: list[int]) -> Layout:
     """Buckets of the sequences between `starts` ([S+1], first 0, last N); empty sequences are left out."""
     spans = [(b - a, a) for a, b in zip(starts, starts[1:]) if b > a]
-    # Longest first: the first sequence of a bucket is its width.
+    # The longest sequence comes first, so the first sequence of a bucket sets the bucket's width.
     spans.sort(key=lambda span: (-span[0], span[1]))
     groups: list[list[tuple[int, int]]] = []
     for span in spans:
@@ -145,7 +145,7 @@ def packed_row(
     if share is not None:
         ranks = share.size
     assert starts[0] == 0 and starts[-1] == position_ids.numel() * ranks, "the starts must cover the row"
-    # Chunks that no sequence reaches change nothing.
+    # Chunks as long as the longest sequence, or longer, split nothing.
     inner = None
     if chunk is not None and chunk < longest:
         inner = chunk
@@ -155,7 +155,7 @@ def packed_row(
             "parallelism Transformer Engine splits whole sequences only"
         )
     if fused:
-        # Transformer Engine splits each sequence into 2 x ranks chunks, also the longest possible one.
+        # Transformer Engine splits each sequence into 2 x ranks chunks, so the longest length has to be divisible.
         step = math.lcm(LONGEST_STEP, 2 * ranks)
         row = _plain_row(starts, position_ids, -(-longest // step) * step, "thd")
         if inner:

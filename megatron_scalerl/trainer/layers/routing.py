@@ -21,21 +21,23 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
 UNKNOWN = -1
-"""Choice of a token whose experts the router chooses; all K or none."""
+"""Stands for the engine's choice if it is unknown; the router then chooses.
+
+Of a token's K choices all or none are unknown."""
 
 
 class ReplayedRouting(RouterReplay):
     """Replays the experts of the current row at one router."""
 
     def __init__(self, layer: int):
-        # Without super().__init__, which appends the object to a list of the process that is never emptied
+        # super().__init__ is not called: it would append the object to a global list that is never emptied
         # (global_router_replay_instances in transformer/moe/router_replay.py).
         self.layer = layer
         self.choices: torch.Tensor | None = None
 
     def before_layer(self, _module: torch.nn.Module, _args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Forward pre-hook of the transformer layer: reads this layer's choices from the row."""
-        # In a hook of the layer, because Megatron also calls the layer for recomputation in the backward pass.
+        # A hook of the layer also runs for the recomputation in the backward pass, where Megatron calls the layer.
         self.choices = getattr(keywords.get("packed_seq_params"), "expert_choices", None)
         if self.choices is not None:
             self.choices = self.choices[:, self.layer]
@@ -61,7 +63,7 @@ class ReplayedRouting(RouterReplay):
                 f"expert_choices: layer {self.layer} has choices {list(self.choices.shape)}, its router makes "
                 f"{list(experts.shape)}"
             )
-        # No branch on the values: the host would wait for the device in every layer.
+        # A branch on the values would make the host wait for the device in every layer.
         experts = torch.where(self.choices == UNKNOWN, experts, self.choices.to(experts.dtype))
         return scores.gather(1, experts), experts
 

@@ -58,7 +58,7 @@ def spec_provider() -> Any:
 
 
 def _post_norm(provider: Any) -> Any:
-    """The provider for layers with norms after attention and MLP: no norm is fused into the next linear layer."""
+    """The provider for layers with norms after attention and MLP, where no norm is fused into a linear layer."""
 
     class PostNorm(type(provider)):  # type: ignore[misc]
         def fuse_layernorm_and_linear(self) -> bool:
@@ -110,8 +110,9 @@ def _layer_spec(
         names = _MOE_NAMES
     input_norm = norm
     mlp_norm = norm
-    # Transformer Engine fuses a norm into the linear layer after it. Before a router a norm stays separate.
-    if config.multi_latent_attention:  # two linear layers come after the input norm
+    # Transformer Engine fuses a norm into the linear layer after it. Before a router a norm stays separate. So does
+    # the input norm of latent attention, because two linear layers follow it.
+    if config.multi_latent_attention:
         names = {name: fused for name, fused in names.items() if name != "input_layernorm."}
     if provider.fuse_layernorm_and_linear():
         names = {}
@@ -173,7 +174,10 @@ def _attention_spec(
 
 
 def _latent_attention_spec(config: TransformerConfig, provider: Any, core: Any) -> ModuleSpec:
-    """Multi-head latent attention: down, norm and up for queries, and for keys with values."""
+    """The spec of multi-head latent attention.
+
+    Queries have a projection down, a norm and a projection up, and so have keys together with values.
+    """
     from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 
     from megatron_scalerl.trainer.layers.latent import LatentAttention
