@@ -17,7 +17,7 @@ ASSUMED_CPUS = 12
 
 @record
 class Request:
-    """The options of `submit`. None for an option that follows from the recipe or the run's records."""
+    """The options of `submit`. The recipe or the run's records decide about an option that is None."""
 
     partition: str
     time: str
@@ -25,7 +25,7 @@ class Request:
     nodes: int
     gpus_per_node: int | None
     slots: int | None
-    """Without GPUs: ranks and engine devices of a node."""
+    """Ranks and engine devices of a node, for a run without GPUs."""
     cpus: int | None
     """CPUs of a node."""
     gpu_hours: float | None
@@ -35,12 +35,12 @@ class Request:
     site: Path | None
     """Path of the site file."""
     max_requeues: int
-    """How often one job is queued again; with `chain`, jobs after the first."""
+    """How often one job is queued again. With `chain`: the number of jobs after the first job."""
     max_failures: int
-    """Starts after a failure without a new checkpoint, within one job."""
+    """Most restarts within one job after failures, without a new checkpoint in between."""
     chain: bool
     throttle: int | None
-    """Tasks of an array that run at a time; None: no array."""
+    """Number of an array's tasks that run at the same time; None without an array."""
     startup_seconds: float | None
     save_seconds: float | None
 
@@ -84,7 +84,7 @@ def allocate(
                 "each, and the others would be idle"
             )
     cpus = request.cpus
-    # a job on all GPUs of a node takes the whole node, and says nothing about CPUs
+    # a job on all GPUs of a node takes the whole node, and so requests no number of CPUs
     if cpus is None and not (exclusive and gpus and gpus == partition.gpus):
         share = 2 + 2 * (slots or max(recipe.devices for recipe in recipes))
         if gpus:
@@ -103,7 +103,8 @@ def assumed_partition(request: Request, gres: str) -> Partition:
         name=request.partition,
         gpus=number,
         cpus=request.cpus or ASSUMED_CPUS * number,
-        nodes=1 << 20,  # no bound: nobody can be asked
+        # Slurm cannot be asked for the number of nodes, so the number has no bound
+        nodes=1 << 20,
         gpu_type=next(iter(types), None),
         limit_s=None,
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_scalerl.record import record
 
 TIMEOUT_S = 120.0
-"""Time limit of a call (s). A busy controller of Slurm answers within shorter limits of its own."""
+"""Time limit of a call (s), above the limits within which a busy controller of Slurm answers."""
 
 
 @record
@@ -24,11 +24,11 @@ class Partition:
     cpus: int
     """CPUs of a node."""
     nodes: int
-    """Number of nodes, with nodes that are down."""
+    """Number of nodes, including nodes that are down."""
     gpu_type: str | None
     """Slurm's name of the GPUs, such as h100; None if Slurm has no name."""
     limit_s: int | None
-    """Longest time limit of a job (s), None for none."""
+    """Longest time limit of a job (s); None without a limit."""
 
 
 @record
@@ -36,9 +36,9 @@ class Job:
     """A job, or a task of an array, that is queued or running."""
 
     job_id: str
-    """N, or N_TASK for a task of an array."""
+    """Slurm's id of the job: N, or N_TASK for a task of an array."""
     state: str
-    """RUNNING, PENDING and so on."""
+    """State by Slurm's name, such as RUNNING or PENDING."""
     reason: str
     """The reason why the job waits, or the nodes of a running job."""
     script: str
@@ -53,7 +53,7 @@ def slurm_is_present() -> bool:
 def partitions() -> dict[str, Partition]:
     """Partitions by name. Raises RuntimeError if Slurm does not answer."""
     by_name: dict[str, Partition] = {}
-    # --exact: nodes share a line only if all values are equal; without --exact sinfo merges values as 64+
+    # --exact: nodes share a line only if all values are equal; without --exact sinfo merges two values into one (64+)
     for line in _ask("sinfo", "--noheader", "--exact", "-o", "%R|%G|%c|%l|%D").splitlines():
         name, gres, cpus, limit, count = line.strip().split("|")
         limit_s = None if limit in ("infinite", "n/a") else seconds_of(limit)
@@ -158,7 +158,7 @@ def _job_description(job_id: str) -> str:
 def test_only(script: Path) -> str:
     """Slurm's estimate for the job, without a submission. Raises ValueError with Slurm's reason for a refusal."""
     done = _run("sbatch", "--test-only", str(script))
-    # the estimate is on stderr, as are errors
+    # sbatch prints the estimate to stderr, and errors as well
     answer = _reason(done.stderr + done.stdout)
     if done.returncode:
         raise ValueError(f"{script}: the cluster does not accept this job: {answer}")
@@ -170,7 +170,8 @@ def submit(script: Path, options: Sequence[str] = ()) -> str:
     done = _run("sbatch", "--parsable", *options, str(script))
     if done.returncode:
         raise RuntimeError(f"{script}: sbatch failed: {_reason(done.stderr + done.stdout)}")
-    return done.stdout.strip().split(";")[0]  # --parsable: ID, or ID;CLUSTER
+    # with --parsable sbatch prints ID, or ID;CLUSTER
+    return done.stdout.strip().split(";")[0]
 
 
 def cancel(job_ids: Iterable[str]) -> None:

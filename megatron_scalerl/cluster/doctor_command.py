@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"--gpus is {arguments.gpus}; it has to be at least 0")
     from megatron_scalerl.recipe.file import load_recipe
 
-    # the recipe is checked before a node is asked
+    # the recipe is loaded first, so that a mistake in the recipe is reported before a node is examined
     recipe = load_recipe(arguments.recipe, arguments.overrides) if arguments.recipe else None
     if arguments.hosts:
         return _examine_nodes(arguments, console)
@@ -82,7 +82,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     checks = examine(recipe, arguments.recipe, arguments.gpus)
     report = msgspec.json.format(msgspec.json.encode(checks), indent=2) + b"\n"
     if arguments.json == "-":
-        print(report.decode(), end="")  # not by the console, which breaks long lines
+        # the console would break long lines
+        print(report.decode(), end="")
     else:
         _show(checks, console)
         if arguments.json:

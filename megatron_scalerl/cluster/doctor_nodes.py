@@ -24,7 +24,7 @@ from megatron_scalerl.processes.logs import printable
 PROGRAM = (sys.executable, "-m", "megatron_scalerl")
 """The program that each node starts."""
 BAD = "bad"
-"""Name of the file with the unfit nodes; without a fit node there is no file, as other nodes would not help."""
+"""Name of the file with the unfit nodes. Without a fit node there is no file, as other nodes would not help."""
 PROGRAM_PREFIX = "megatron-scalerl: "
 """Beginning of the lines that the program prints."""
 _LONGEST = 500
@@ -48,7 +48,8 @@ def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, w
     steps: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for node in nodes:
-            (folder / f"{node}.json").unlink(missing_ok=True)  # the report of an earlier call
+            # a report of an earlier call must not count
+            (folder / f"{node}.json").unlink(missing_ok=True)
             argv = [*PROGRAM, "doctor", *words, f"--json={folder / node}.json"]
             if node != nodes[0]:
                 argv = [*step_words(node), *argv]
@@ -76,10 +77,10 @@ def examine_nodes(nodes: Sequence[str], folder: Path, words: Sequence[str], *, w
 
 
 def unfit_nodes(reports: Mapping[str, Sequence[Check]], silent: Mapping[str, str]) -> dict[str, str]:
-    """Unfit node -> reason: no report, a failed check, or a result that differs from most nodes.
+    """Unfit node -> reason: no report, a failed check, or a result that differs from the result of most nodes.
 
-    reports: in the order of the nodes; the first of two equally frequent results is right. silent: node without a
-    report -> reason.
+    reports: checks of each node, in the order of the nodes. Of two equally frequent results the first is right.
+    silent: node without a report -> reason.
     """
     reasons = {node: [reason] for node, reason in silent.items()}
     results: dict[str, dict[str, str]] = defaultdict(dict)

@@ -91,7 +91,7 @@ def examine_gpus(nvml: Any, *, needed_gpus: int | None, visible: str | None) -> 
 
 def _examined(nvml: Any, needed_gpus: int | None, visible: str | None) -> GpuReport:
     driver = _answer(nvml, nvml.nvmlSystemGetDriverVersion) or "(unknown)"
-    # CUDA 13.0 is 13000, 12.8 is 12080
+    # NVML writes CUDA 13.0 as 13000, and CUDA 12.8 as 12080
     number = _answer(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2)
     cuda = ""
     if number:
@@ -136,7 +136,7 @@ def _faults(nvml: Any, gpu: Gpu) -> Iterator[str]:
         errors = _answer(nvml, nvml.nvmlDeviceGetTotalEccErrors, gpu.handle, *kinds)
         if errors:
             yield f"{errors} uncorrected memory errors since the driver was loaded"
-        # (corrected rows, uncorrected rows, a remapping waits for a reset, a remapping failed)
+        # the rows are: corrected, uncorrected, whether a remapping waits for a reset, whether a remapping failed
         rows = _answer(nvml, nvml.nvmlDeviceGetRemappedRows, gpu.handle)
         if rows and any(rows[2:]):
             yield "row remapping is pending or has failed"
@@ -178,7 +178,7 @@ def visible_gpus(gpus: Sequence[Gpu], visible: str | None) -> tuple[list[Gpu], l
     chosen = []
     unknown_entries = []
     for entry in filter(None, map(str.strip, visible.split(","))):
-        # the beginning of a UUID will do, as with CUDA
+        # CUDA takes the first characters of a UUID for the whole UUID
         matches = [gpu for gpu in gpus if entry == str(gpu.index) or gpu.uuid.startswith(entry)]
         chosen += matches[:1]
         if not matches:

@@ -13,7 +13,7 @@ from megatron_scalerl.record import record
 
 TEMPLATES = Path(__file__).parent / "templates"
 MARGIN_S = 60
-"""Slurm sends the signal up to this time too early or, on a busy node, too late (s)."""
+"""Seconds by which Slurm may send the signal too early or, on a busy node, too late."""
 EXPORTED = (
     "HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_HOME", "HF_HOME",
     "OMP_NUM_THREADS", "MSRL_LOG_LEVEL", "MODULEPATH", "SLURM_CONF", "TMPDIR", "HF_HUB_CACHE", "HF_HUB_OFFLINE",
@@ -30,7 +30,7 @@ class JobPlan:
     script: Path
     """Path of the script; the job's outputs go to the same folder."""
     runs: tuple[Path, ...]
-    """Folders of the runs, absolute; more than one: tasks of an array."""
+    """Absolute folders of the runs. Several runs are the tasks of an array."""
     cwd: Path
     """Folder of the submission, to which the paths in the recipes are relative."""
     request: Request
@@ -38,7 +38,7 @@ class JobPlan:
     lead_s: int
     """Seconds before the time limit at which the run is asked to save and exit."""
     startup_s: int
-    """Seconds until the first step: a remaining budget for fewer seconds counts as spent."""
+    """Seconds until the first step. A budget that is left for fewer seconds counts as spent."""
     site: Site
 
     @property
@@ -71,11 +71,13 @@ def render(plan: JobPlan) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # a shell script: every value passes through `quote`
+        # the template is a shell script, not HTML: every value passes through `quote`
+        autoescape=False,
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
     template = Path(plan.site.template or TEMPLATES / "job.sbatch")
-    # srun does not read the job's --cpus-per-task, so the script exports it; not where the site counts CPUs per GPU
+    # the script exports the job's --cpus-per-task, which srun does not read
+    # a site that counts CPUs per GPU has no such number
     cpus = None if "cpus-per-gpu" in plan.site.sbatch else plan.nodes.cpus
     try:
         return environment.from_string(template.read_text(encoding="utf8")).render(
@@ -120,17 +122,17 @@ def _options(plan: JobPlan) -> list[str]:
     if nodes.gpus:
         options["gpus-per-node"] = str(nodes.gpus)
     if nodes.cpus is None:
-        options |= {"exclusive": True, "mem": "0"}  # all memory of the node
+        options |= {"exclusive": True, "mem": "0"}  # "0" requests all memory of the node
     else:
         options["cpus-per-task"] = str(nodes.cpus)
     options |= {
         "no-requeue" if request.chain else "requeue": True,
-        # B: to the batch shell alone, which forwards the signal to the controller
+        # B sends the signal to the batch shell alone, which forwards the signal to the controller
         "signal": f"B:USR1@{plan.lead_s}",
         # a job that is queued again has the same id, and so the same output file
         "open-mode": "append",
         "output": plan.outputs,
-        # no other variables, since the shell of the submission may hold secrets
+        # the job gets no other variables, since the submitting shell may hold secrets
         "export": ",".join(EXPORTED),
     }
     if request.throttle:
@@ -177,7 +179,7 @@ def _container(plan: JobPlan) -> str:
 def _quoted(word: str) -> str:
     """A word of the script, where {run} and {local} are folders."""
     quoted = shlex.quote(word)
-    # a variable has to stand outside of the single quotes, which end before and begin again after the variable
+    # bash expands no variable inside single quotes, so the quotes end before the variable and begin again after it
     for name, variable in (("run", "run"), ("local", "MSRL_LOCAL%/*")):
         quoted = quoted.replace(f"{{{name}}}", f"'\"${{{variable}}}\"'")
     return quoted

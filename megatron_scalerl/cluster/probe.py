@@ -57,12 +57,13 @@ def answer_of(module: str, *words: str, limit_s: float, **variables: str) -> str
     try:
         output, log = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        process.kill()  # no wait: inside a broken driver the process may outlive the signal
+        # nothing waits for the process, which may outlive the signal inside a broken driver
+        process.kill()
         raise RuntimeError(f"{module} did not answer within {limit_s:g} s") from None
     if process.returncode or not output.strip():
         reason = (log.strip().splitlines() or ["no output"])[-1]
         raise RuntimeError(f"{sys.executable} -m {module} ended with code {process.returncode}: {reason}")
-    # libraries may print earlier lines during the import
+    # the result is the last line, since libraries may print lines during the import
     return output.strip().splitlines()[-1]
 
 

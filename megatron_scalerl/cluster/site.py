@@ -25,7 +25,7 @@ Line = Annotated[str, StringConstraints(pattern=f"^{_PRINTED}+$")]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z-]*$")]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Options = Mapping[str, str | bool]
-"""Options of sbatch without dashes; True: option without a value; False: removes the job's option."""
+"""Option of sbatch, without dashes -> value. True is an option without a value; False removes the job's option."""
 BY_SUBMIT = {
     "partition": "--partition",
     "time": "--time",
@@ -64,18 +64,20 @@ class Site(BaseModel):
     environment: dict[Variable, Line] = {}
     """Variables of the run's processes, such as NCCL's variables."""
     program: tuple[Line, ...] = ()
-    """Words that start the program; empty: the Python of the submission, or `megatron-scalerl` in a container."""
+    """Words that start the program. Empty: the Python of the submission, or `megatron-scalerl` in a container."""
     local: Annotated[str, StringConstraints(pattern=r"^[/$][\w./${}-]*$")] = "/tmp"
-    """Folder on each node's disk for compiled files; may name variables, as $USER."""
+    """Folder on each node's disk for compiled files. The path may name variables, such as $USER."""
     template: Line | None = None
-    """Template (Jinja) of the job script, relative to the site file; may extend job.sbatch; None for job.sbatch."""
+    """Path of the job script's template (Jinja), relative to the site file; None for job.sbatch.
+
+    A template may extend job.sbatch."""
     container: Literal["none", "pyxis", "apptainer"] | tuple[Line, ...] = "none"
-    """The container of the program, on every node; words: a command in front of the program, in which {run}, {cwd}
-    and {local} stand for the folders of the run, of the submission, and of compiled files."""
+    """The container of the program, on every node. Words are a command in front of the program; {run}, {cwd} and
+    {local} stand for the folders of the run, of the submission, and of compiled files."""
     image: Line | None = None
     """Image of the container of pyxis or Apptainer."""
     mounts: tuple[Line, ...] = ()
-    """SOURCE:TARGET for each folder that the container sees; the folder of the submission and the run's always."""
+    """SOURCE:TARGET for each folder that the container sees, besides the folders of the submission and of the run."""
 
     @property
     def exclusive(self) -> bool:
@@ -146,7 +148,7 @@ def read_site(path: Path | None) -> Site:
     data = {key: value for key, value in read_yaml(path).items() if value is not None}
     expected = "a key of a site file (options of sbatch go under sbatch: {account: ...})"
     check_keys(str(path), data, Site.model_fields, expected=expected)
-    # before other checks of values: the refusal of an invalid value would print the secret
+    # this check comes before other checks of values, whose refusal of an invalid value would print the secret
     variables = data["environment"] if isinstance(data.get("environment"), dict) else {}
     for variable, text in variables.items():
         if is_secret(str(variable), str(text)):

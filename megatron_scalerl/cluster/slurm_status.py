@@ -19,7 +19,7 @@ from megatron_scalerl.record import record
 ROLES = ("setup", "preflight", "controller")
 """Programs that an attempt starts, in this order; each program leaves ROLE.exit and ROLE.log."""
 FIRST_NODE = "first-node.log"
-"""File in the folder of an attempt: a note of the other nodes that the first node was lost."""
+"""File in the folder of an attempt, in which other nodes note that the first node was lost."""
 _LONGEST = 500
 """Characters of a reason that are shown."""
 

@@ -23,7 +23,7 @@ STARTUP_S = 600.0
 SAVE_S = 300.0
 """Assumed seconds of a step and a checkpoint, for a run without a record of a save."""
 _RECENT = 100
-"""Number of last steps whose slowest step counts."""
+"""Number of latest steps among which the slowest step counts."""
 JOBS = "jobs.jsonl"
 """File in RUN/slurm: one line per submission with the ids of the jobs."""
 
@@ -31,10 +31,11 @@ JOBS = "jobs.jsonl"
 def recipes_of(
     source: str, overrides: Sequence[str], *, array: bool, base: str | None = None, seeds: int | None = None
 ) -> tuple[list[Recipe], dict[str, str]]:
-    """(recipes of a file, or of the files *.yaml of a folder sorted by name; left-out overlay -> the equal overlay).
+    """(recipes, left-out overlay -> the equal overlay).
 
-    base: the recipe that the folder's overlays change; an overlay that makes the same recipe as an earlier overlay is
-    left out. seeds: runs of each recipe, with seeds from 1 on; None: one run, with the recipe's own seed.
+    source: a recipe file, or a folder, whose files *.yaml are read in the order of the names. base: the recipe that
+    the folder's overlays change; an overlay that makes the same recipe as an earlier overlay is left out.
+    seeds: number of runs of each recipe, with the seeds 1, 2 ...; None: one run, with the recipe's own seed.
     Raises ValueError.
     """
     if not array:
@@ -73,8 +74,8 @@ def submit(
 ) -> Iterator[str]:
     """Check the recipes, write the job script and submit the job; yields lines for the user.
 
-    More than one recipe, or a throttle: an array. name: name of the job. recipe_file: path of the only recipe. Raises
-    ValueError for user errors, before any submission, and RuntimeError where Slurm fails.
+    Several recipes, or a throttle, make an array. name: name of the job. recipe_file: path of the only recipe.
+    Raises ValueError for user errors, before any submission, and RuntimeError where Slurm fails.
     """
     site = read_site(request.site)
     partition = assumed_partition(request, site.gres)
@@ -98,7 +99,7 @@ def submit(
         (run / SLURM).mkdir(parents=True, exist_ok=True)
         write_durably(run / SLURM / "recipe.yaml", dump_recipe(recipe).encode())
     plan.script.parent.mkdir(parents=True, exist_ok=True)
-    # last: the time of a finished run's end.json is compared with the script's
+    # the script is written last: the time of a finished run's end.json is compared with the script's time
     write_durably(plan.script, render(plan).encode())
     cluster.check_syntax(plan.script)
     yield f"job script: {plan.script}"
@@ -123,7 +124,7 @@ def _resolved(
     recipes: Sequence[Recipe], plan: JobPlan, partition: Partition, recipe_file: str | None, *, has_slurm: bool
 ) -> tuple[list[Recipe], list[str]]:
     """(recipes in the form that the runs record, lines for the user). Raises ValueError for user errors."""
-    from megatron_scalerl.controller.preflight import check_inputs  # imports transformers
+    from megatron_scalerl.controller.preflight import check_inputs  # this module imports transformers
 
     resolved = []
     checks = "passed"
@@ -135,7 +136,7 @@ def _resolved(
             check_recipe(resolved_recipe)
             fits = check_plan(recipe, recipe_file, partition, plan.nodes.gpus)
         except ValueError as error:
-            # a dry run writes the script, also on a machine without the policy and the prompts
+            # a dry run writes the script even on a machine without the policy and the prompts
             if has_slurm:
                 raise
             checks = f"not finished here: {error}"
@@ -179,7 +180,7 @@ def _submit(plan: JobPlan) -> list[str]:
     try:
         jobs.append(cluster.submit(plan.script))
         if request.chain:
-            # afterany: after any end of a job, the next job goes on from the newest checkpoint
+            # with afterany the next job starts after any end of a job, and goes on from the newest checkpoint
             for _ in range(request.max_requeues):
                 jobs.append(cluster.submit(plan.script, [f"--dependency=afterany:{jobs[-1]}"]))
         row = {"max_requeues": request.max_requeues, "gpu_hours": request.gpu_hours}

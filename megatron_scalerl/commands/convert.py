@@ -89,7 +89,8 @@ def _options(arguments: argparse.Namespace, console: Console) -> Options:
 def _to_megatron(arguments: argparse.Namespace, console: Console) -> Summary:
     source = Path(local_path(str(arguments.source), "model"))
     refuse_adapter(source)
-    if not (source / "config.json").is_file():  # before the import, which takes seconds
+    # the folder is checked before the import below, which takes seconds
+    if not (source / "config.json").is_file():
         advice = hint(str(source), "model")
         raise ValueError(f"{source}: this is not a Hugging Face folder: it has no config.json{advice}")
     from megatron_scalerl.checkpoints.to_megatron import to_megatron

@@ -22,7 +22,8 @@ the engine has not been in the run for --wait-minutes (exit code 1)."""
 AGENT = (sys.executable, "-m", "megatron_scalerl.launch.agent")
 """The program of one start of the engine."""
 ATTEMPTS = "attempts.jsonl"
-"""File of a run (as in `controller.run_folder`, which imports torch: this process stays small next to an engine)."""
+"""File with a run's attempts. The name is written here again, since `controller.run_folder` imports torch, and this
+process has to stay small next to an engine."""
 END = "end.json"
 """File of a run with the ends of attempts."""
 FIRST_DELAY_S = 1.0
@@ -116,7 +117,7 @@ def has_ended(folder: Path) -> bool:
     from megatron_scalerl.checkpoints.jsonl import read_jsonl
 
     attempts, ends = ([row["incarnation"] for row in read_jsonl(folder / file)] for file in (ATTEMPTS, END))
-    # slices, since a run that has not ended has no last end
+    # slices, because a run that has not ended has no last element of `ends`
     return bool(attempts) and attempts[-1:] == ends[-1:]
 
 
@@ -139,7 +140,8 @@ async def _keep_joined(folder: Path, name: str, devices: int, wait_s: float, con
                 return ""
             env = variables | read_controller(folder)
             agent = await ChildProcess.start(name, [*AGENT, name], env, folder / "logs" / f"{name}.log")
-        except (ValueError, OSError) as error:  # a shared file system may fail for a time, or show half a line
+        except (ValueError, OSError) as error:
+            # a shared file system may fail for some time, or show half a line
             end_text = str(error)
         else:
             try:

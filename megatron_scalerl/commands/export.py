@@ -23,7 +23,7 @@ def export(run_dir: Path, out: Path, *, merged: bool = False) -> int:
         raise ValueError(
             f"{run_dir / 'checkpoints'}: no checkpoint is complete yet; a complete one has a COMMIT file"
         )
-    # these modules import torch, and so come after the check for a checkpoint
+    # these modules import torch, so the check for a checkpoint comes before the import
     from megatron_scalerl.checkpoints.to_hf import to_hf
     from megatron_scalerl.checkpoints.to_peft import Adapted, to_merged, to_peft
 

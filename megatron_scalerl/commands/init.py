@@ -40,7 +40,7 @@ SHORTEST = 16
 CPU_LENGTHS = (64, 256)
 """Range of the longest completion if CPUs generate (tokens)."""
 CPU_FLOPS = 3e12
-"""FLOPs of a step on CPUs within that range: half a minute of one core."""
+"""FLOPs of a step on CPUs, half a minute of one core, from which the longest completion follows."""
 SMALL = 1e9
 """Parameters below which a policy is small."""
 CPU_BATCH = 8
@@ -385,5 +385,5 @@ def _line(setting: str, reason: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """The value as JSON, which is YAML, too."""
+    """The value as JSON, which is also valid YAML."""
     return json.dumps(value, ensure_ascii=False, default=str)

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
     recipe = recipe_of(arguments)
     check_prompts(recipe)
-    from megatron_scalerl.controller.preflight import checked_prompts  # imports transformers
+    from megatron_scalerl.controller.preflight import checked_prompts  # this module imports transformers
     from megatron_scalerl.plan.settings import check_settings
     from megatron_scalerl.prompts.end_tokens import end_token_ids
     from megatron_scalerl.recipe.tasks import tasks_of
@@ -113,7 +113,8 @@ def _show_task(task: Task, prompts: Sequence[Prompt], count: int, tokenizer: Any
     if task.rewards.verifier == "math" and (lists := sum(_is_list(prompt.answer) for prompt in prompts)):
         console.print(f"{task.key}: {lists} references are lists, paid in any order; (1, 2) keeps the order")
     verify = load_verifier(task.rewards.verifier, limits_of(task.rewards))
-    runner = asyncio.Runner()  # one loop: a judge may keep a session
+    # all checks share one event loop, since a judge may keep a session
+    runner = asyncio.Runner()
     for prompt in prompts[:count]:
         title = f"prompt {prompt.prompt_id}, {len(prompt.token_ids)} tokens"
         _show(title, tokenizer, prompt.token_ids, console)
@@ -180,7 +181,7 @@ async def _show_episode(
 
 
 def _show_warm_start(recipe: Recipe, tokenizer: Any, console: Console) -> None:
-    """Print the first example of the warm start with forced tokens, else the first example."""
+    """Print the warm start's first example with forced tokens; if no example has such tokens, the first example."""
     from megatron_scalerl.prompts.sft_examples import read_examples
 
     examples = read_examples(recipe, tokenizer)

@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
             "policy.adapter: a warm start trains the weights of policy.path without it; merge the adapter into them "
             "with PEFT, or leave it out with policy.adapter=null"
         )
-    from megatron_scalerl.plan.settings import check_settings  # imports torch
+    from megatron_scalerl.plan.settings import check_settings  # this module imports torch
     from megatron_scalerl.trainer.sft import run_sft
 
     check_settings(recipe)

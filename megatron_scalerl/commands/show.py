@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def choose(group: dict[str, Any], index: int | None, *, only: str = "") -> int:
-    """Number of the requested completion; without an index the first that `only` admits.
+    """Index of the requested completion; without an index, of the first completion that `only` admits.
 
     Raises ValueError for an index beyond the group.
     """
@@ -74,7 +74,7 @@ def choose(group: dict[str, Any], index: int | None, *, only: str = "") -> int:
 
 
 def find_group(run_dir: Path, group_id: int | None, step: int | None, *, only: str = "") -> dict[str, Any]:
-    """The requested group, with `step` from the journal; the newest group if neither id nor step is given.
+    """The group of this id, or of this step by the journal; the newest group if neither id nor step is given.
 
     only: "interrupted" or "unconfirmed": groups with such a completion (`ListedGroup`).
     Raises ValueError if the run has no such finished group.

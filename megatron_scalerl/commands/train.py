@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _passed_on(arguments: argparse.Namespace) -> list[str]:
-    """The options that the supervised program gets, too."""
+    """The options that are passed on to the supervised program."""
     words = []
     if arguments.verbose:
         words.append("--verbose")

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         with recorded_run() as run_dir:
             asyncio.run(_serve(run_dir, True, arguments.port, console))
         return 0
-    # before the server's packages are imported: a mistake is reported at once
+    # the folder is checked before the server's packages are imported, so that a mistake is reported at once
     is_single_run = is_run(arguments.run_dir)
     asyncio.run(_serve(arguments.run_dir, is_single_run, arguments.port, console))
     return 0

@@ -24,7 +24,7 @@ IGNORED_SETTINGS = (
     *("engine.host", "engine.port", "engine.min_engines"),
     *("engine.min_relative_rate", *START),
 )
-"""Settings, or sections, that differ between runs of one recipe; those ending in timeout_s or max_restarts, too."""
+"""Settings and sections that may differ between runs of a recipe, as may keys ending in timeout_s or max_restarts."""
 SEED_LABEL = "(?:seed|s)?"
 """Text before the number of a seed in a run's name."""
 MAX_DIFFERENCES_LENGTH = 200
@@ -94,7 +94,7 @@ def _names_end_with_seed(group: Sequence[Curve]) -> bool:
 
 
 def differences(arm: Arm, reference: Arm) -> str:
-    """Settings of the recipe that differ from the reference's: `loss.name: dapo, ...`; empty if unknown."""
+    """The settings of the recipe that differ from the reference's, such as `loss.name: dapo`; empty if unknown."""
     recipe = arm.recipe
     reference_recipe = reference.recipe
     if not recipe or not reference_recipe:
@@ -110,7 +110,7 @@ def is_ignored_setting(key: str) -> bool:
 
 
 def _within(key: str, sections: Sequence[str]) -> bool:
-    # the dots match whole words: `name` is no section of `names`
+    # the dots let whole words match alone: the section `name` does not contain the key `names`
     return any(f"{key}.".startswith(f"{section}.") for section in sections)
 
 
@@ -150,7 +150,8 @@ def _name(group: Sequence[Curve]) -> str:
     if group[0].arm is not None:
         return group[0].arm
     label = SEED_LABEL
-    if len(group) == 1:  # a bare number at the end of a single name may be no seed
+    if len(group) == 1:
+        # a bare number at the end of a single name may be no seed
         label = "seed"
     stems = {_stem(curve, label) for curve in group}
     if len(stems) > 1:

@@ -27,11 +27,11 @@ class BacktestPoint:
     compute: float
     """Compute at the end of the prefix, in the run's unit."""
     n_points: int
-    """Points fitted."""
+    """Number of fitted points."""
     forecast: Prediction
     """Forecast of the mean of the last points."""
     asymptote: float
-    """A of the prefix's fit."""
+    """Asymptote A by the fit of the prefix."""
 
 
 @record
@@ -39,19 +39,19 @@ class Backtest:
     """How the forecast of a run's last points changed as the run went on."""
 
     name: str
-    """The run."""
+    """Name of the run."""
     final_compute: float
     """Mean compute of the last `LAST_POINTS` points, in the run's unit."""
     final_pass_rate: float
     """Mean of the measured pass rates of the last `LAST_POINTS` points, which no prefix contains."""
     points: tuple[BacktestPoint, ...]
-    """One per prefix, shortest first."""
+    """One forecast for each prefix, the shortest prefix first."""
     fall: Fall | None = None
     """The fall of the pass rate in the whole run."""
 
     @property
     def settled_from(self) -> float | None:
-        """Smallest compute from which every forecast is right within `MARGIN`; None if the last forecast is not."""
+        """Smallest compute from which every forecast is right within `MARGIN`; None if the last forecast is wrong."""
         settled = None
         for point in reversed(self.points):
             if abs(point.forecast.pass_rate - self.final_pass_rate) > MARGIN:
@@ -95,7 +95,7 @@ def backtest(
     """
     compute = curve.compute
     usable = np.flatnonzero(compute >= (fit_from or 0.0))
-    # strictly below: a prefix must not end at a compute whose pass rate is forecast
+    # the comparison is strict: a prefix must not end at a compute whose pass rate is forecast
     ends = [int(n) for n in usable[MIN_POINTS - 1 : -LAST_POINTS] if compute[n] < compute[-LAST_POINTS]]
     if not ends:
         raise ValueError(

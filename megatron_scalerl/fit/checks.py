@@ -9,11 +9,11 @@ from megatron_scalerl.fit.sigmoid import Array
 from megatron_scalerl.record import record
 
 FEW_POINTS = 8
-"""Fitted points below which warnings and verdicts say how few there are."""
+"""Number of fitted points below which warnings and verdicts mention the number."""
 STEEP = 6.0
-"""B above which the curve is a step."""
+"""Exponent B above which the curve is a step."""
 SMALL_DROP = 0.005
-"""Drop in pass rate that is ignored."""
+"""Largest drop in pass rate that is ignored."""
 PLATEAU_GAIN = 0.02
 """Rise of a forecast above which the run's last points have to rise, too."""
 TRUNCATION_LIMIT = 0.10
@@ -81,14 +81,17 @@ def highest_level(pass_rate: Array) -> float:
 
 
 def rising_forecast(compute: Array, pass_rate: Array, posterior: Posterior) -> float | None:
-    """Rise of the forecast up to twice the compute, where the last third of the points (six at least) shows none."""
+    """Rise of the forecast up to twice the compute, where the run's last points do not rise; None elsewhere.
+
+    The last points are the last third of all points, and at least six.
+    """
     last = pass_rate[-max(len(pass_rate) // 3, 6) :]
     half = len(last) // 2
     if len(pass_rate) < 2 * half + 3:
         return None
     mean, _ = posterior.true_pass_rate(np.array([compute[-1], 2.0 * compute[-1]]))
     gain = float(np.median(mean[:, 1] - mean[:, 0]))
-    # halves of the last third, as two single points would be noise
+    # the means of two halves are compared, since two single points would be noise
     rises = float(last[half:].mean() - last[:half].mean()) > SMALL_DROP
     if rises or gain <= PLATEAU_GAIN:
         return None
@@ -142,7 +145,7 @@ def falling_tail(compute: Array, pass_rate: Array) -> Fall | None:
         return None
     smooth = np.convolve(pass_rate, np.ones(width) / width, mode="valid")
     top = int(np.argmax(smooth))
-    # without the peak's own window, whose points would be in both means
+    # the points of the peak's own window are left out: they would be in both means
     later_rates = pass_rate[top + width :]
     if len(later_rates) < 2:
         return None

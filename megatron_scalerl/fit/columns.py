@@ -33,14 +33,14 @@ _IDENTITY = re.compile(
     r"(?:run|experiment|exp)(?:_(?:id|name))?|series|name|figure|recipe|model|seed|group|arm|method|algo(?:rithm)?"
     r"|variant|condition|config"
 )
-"""A column that identifies a run: a table is read as one run of each value, where each has a few rows."""
+"""Name of a column that identifies a run. A value of the column is one run, if each value has a few rows."""
 _RECORD = re.compile(
     r"(?:record_)?type|kind|event|split|phase|stage|mode|subset|metric|variable|tag|key|dataset|data_source"
     r"|benchmark|env(?:_id)?|task|domain|k|is_(?:eval|validation)"
 )
-"""A column that says which quantity a row measures: rows of one value are read."""
+"""Name of a column that says which quantity a row measures. The rows of one value are read."""
 _MISSING_CELL = re.compile(r"[-+]*(?:none|null|na|n/a|<na>|nan|inf|infinity|undefined)?", re.IGNORECASE)
-"""A cell that is no number and no mistake."""
+"""Text of a cell that holds no number and is no mistake."""
 Rows = Sequence[tuple[int, Row]]
 """(number in the file, column -> value)."""
 
@@ -68,14 +68,15 @@ def score_columns(table: TableFile, options: ColumnOptions) -> list[str]:
         axes = _axes(table)
         candidates = [column for column in table.columns if column and column not in axes]
         if axes and len(candidates) == 1 and may_be_score(candidates[0]):
-            names = candidates  # gsm8k alone over step
+            # a single column that may be a score, such as gsm8k beside step, is the score
+            names = candidates
         else:
             listed = some_of(candidates or table.columns, ("pass rate", "accuracy", "score", "reward", "success"))
             raise table_error(table.path, f"no column is a score (name it with --score); {listed}", "row 1")
     measured = [name for name in names if any(_has_number(row, name) for _, row in table.rows)]
     if not measured:
         raise table_error(table.path, f"no row has a number in {names[0]}")
-    # a validation that has just begun gives way to a curve of training
+    # columns with few rows come last: a validation that has just begun gives way to a curve of training
     return sorted(measured, key=lambda name: is_short(table, name))
 
 
@@ -126,7 +127,7 @@ def groups_of(rows: Rows, columns: Sequence[str]) -> dict[tuple[str, ...], list[
 
 
 def _overlap(table: TableFile, kinds: Iterable[Rows]) -> bool:
-    """Whether two kinds of rows lie in one range of compute."""
+    """Whether the ranges of compute of two kinds of rows overlap."""
     axis = next(iter(_axes(table)), "")
     ranges = sorted((min(values), max(values)) for rows in kinds if (values := _numbers(rows, axis)))
     return not ranges or any(lower[1] > upper[0] for lower, upper in zip(ranges, ranges[1:]))
@@ -154,7 +155,7 @@ def selections(table: TableFile, options: ColumnOptions) -> list[tuple[str, Tabl
         raise table_error(
             table.path, f"no row has {columns[-1]} = {chosen_values[-1]}; its values are {', '.join(values)}"
         )
-    # a value that was given is the same for all runs and does not name one
+    # a value that the user gave is the same for all runs, and so names no run
     starred = [n for n, choice in enumerate(chosen_values) if choice == "*"] or [len(chosen_values) - 1]
     return [("/".join(key[n] for n in starred), replace(table, rows=tuple(rows))) for key, rows in groups.items()]
 
@@ -197,13 +198,13 @@ def _axis(table: TableFile, measured: Rows, *, steps: bool) -> str:
         listed = some_of(table.columns, ("step", "epoch", "tokens", "hours"))
         raise table_error(table.path, f"no column is a compute (name it with --compute); {listed}", "row 1")
     alike = [c for c in names if unit_of(c) == unit_of(names[0])]
-    # a row of verl's step 0 lacks some counters
+    # the column with the most numbers is taken, since a row of verl's step 0 lacks some counters
     return max(alike, key=lambda c: sum(_has_number(row, c) for _, row in measured))
 
 
 def _grows(values: Sequence[float]) -> bool:
     """Whether an axis has numbers and falls between no more than a quarter of its rows."""
-    # hours per step are no axis, though the name says hours
+    # a column of hours per step does not grow and is no axis, though the name says hours
     return 0 < len(values) >= 4 * sum(value > successor for value, successor in zip(values, values[1:]))
 
 

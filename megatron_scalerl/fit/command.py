@@ -96,7 +96,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Fit, print and write. Raises ValueError for invalid input, OSError for an unusable path."""
-    # imported here, so that a missing package is reported before the fit
+    # both packages are imported here, so that a missing package is reported before the fit
     if options.plot or options.html:
         import matplotlib  # noqa: F401
     if options.html:
@@ -120,7 +120,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         sizes = _numbers(options.across_sizes, "--across-sizes")
         ladder = ladder_of([run.fit for run in runs], sizes, options.next)
         content["across_sizes"] = asdict(ladder)
-    # allow_nan: inf and nan are no JSON; `tables` has written null
+    # JSON has no inf and no nan; `tables` has written null, and allow_nan=False refuses any that are left
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     if options.json == "-":
         sys.stdout.write(text)

@@ -38,7 +38,7 @@ UNKNOWN_VARIANCE = 1e6
 LEAST_VARIANCE = 1e-12
 """Variance of one run where all runs, and all draws of the fits, are equal."""
 LARGEST_LOG = 100.0
-"""Largest logarithm of an end of an interval; UNKNOWN_VARIANCE is beyond."""
+"""Largest finite logarithm of an interval's end. An end by UNKNOWN_VARIANCE lies beyond and counts as infinite."""
 SENTENCES = {
     "once": "One run alone, so not decided: {}. At least two seeds, better 3, are needed.",
     "ceiling": "Moves the ceiling: {}.",
@@ -143,7 +143,7 @@ class Quantity:
     formula: Callable[[Mapping[str, Any]], Any]
     """(parameters, or [draws] of each parameter) -> the number, or [draws] of the number."""
     scaled: Callable[[Any], Any] = np.log
-    """number, or [n] numbers -> the compared scale; for a positive number the logarithm."""
+    """Function that maps a number, or [n] numbers, to the compared scale: the logarithm of a positive number."""
     back: Callable[[float], float] = math.exp
     """The inverse of `scaled`."""
 
@@ -169,7 +169,7 @@ class Quantity:
         return Estimate(**{key: self.back(_interval_end(end)) for key, end in interval.items()})
 
     def draws(self, fits: Fits, rng: np.random.Generator) -> Array:
-        """[draws] of the mean over the runs, independent of another arm's."""
+        """[draws] of the mean over the runs, independent of the draws of any other arm."""
         mean = self.mean(fits)
         posterior = self._scaled(self.formula(fits[0].posterior.parameters))
         if len(fits) == 1:
@@ -224,7 +224,7 @@ class ComparedArm:
     seeds: tuple[int | None, ...]
     """[runs] seeds of `fits`; None where unknown."""
     asymptote: Estimate
-    """Mean A. Intervals from here to `level` are of the mean over seeds; for one run, of the run's fit."""
+    """Mean A. The intervals from this field to `level` are those of the mean over seeds; for one run, of the fit."""
     exponent: Estimate
     """Geometric mean of B."""
     midpoint: Estimate
@@ -236,11 +236,11 @@ class ComparedArm:
     best: float
     """Probability that the level at the budget is the highest of all arms."""
     ceiling: Difference | None
-    """A minus the reference's; None for the reference."""
+    """A minus the A of the reference; None for the reference."""
     efficiency: Difference | None
-    """Log of the compute to reach the pass rate over the reference's; None where a run of either stays below."""
+    """Log of the ratio of `to_reach` to the reference's; None where a run of either stays below the pass rate."""
     gap: Difference | None
-    """Level at the budget minus the reference's."""
+    """Level at the budget minus the level of the reference."""
 
     @property
     def runs(self) -> int:
@@ -267,7 +267,7 @@ class Comparison:
     budget: float
     """The compute, in the runs' unit, whose level is compared."""
     between_runs: float
-    """Standard deviation of A between runs of one recipe; nan where none was run twice."""
+    """Standard deviation of A between runs of one recipe; nan where no recipe was run twice."""
 
     def arm(self, name: str | None) -> ComparedArm:
         """The arm of that name."""
@@ -286,7 +286,7 @@ def compare_runs(
 
     fits:       name of a run -> the run's fit.
     references: the arm that every arm is compared with (default: the first run's); ARM=REFERENCE for a single arm.
-    pass_rate:  whose compute is compared; default: R_0 plus 80 % of the gain to the lowest mean A.
+    pass_rate:  the pass rate whose compute is compared; default: R_0 plus 80 % of the gain to the lowest mean A.
     budget:     further compute after the longest run, where the level is compared; default: that run's compute.
     Raises ValueError for a single run, and for a reference that is no arm.
     """
@@ -316,7 +316,11 @@ def compare_runs(
 def _compared_arms(
     arms: Sequence[Arm], runs: Sequence[Fits], reference_indices: Sequence[int], reach: Quantity, level: Quantity
 ) -> tuple[ComparedArm, ...]:
-    """runs: [arms]. reference_indices: [arms] the index of each arm's reference; arm 0 is the reference of all."""
+    """The compared arms, with differences to the reference of each arm.
+
+    runs: [arms] fits of each arm's runs. reference_indices: [arms] the index of each arm's reference; arm 0 is the
+    reference of all arms.
+    """
     ceilings, efficiencies, gaps = (
         _differences(quantity, runs, reference_indices) for quantity in (ASYMPTOTE, reach, level)
     )

@@ -18,17 +18,17 @@ class Curve:
     """The validation points of one run, checked, sorted by compute."""
 
     name: str
-    """The run: the folder's or file's name, or the value of --series."""
+    """Name of the run: of the folder or file, or the value of --series."""
     source: Path
-    """The input."""
+    """Path of the input."""
     compute: Array = field(repr=False)
-    """[n] > 0, ascending."""
+    """[n] compute of each point, above 0, ascending."""
     pass_rate: Array = field(repr=False)
-    """[n] in [0, 1]."""
+    """[n] pass rate of each point, in [0, 1]."""
     initial: float | None
-    """R_0 from a point at step 0 or compute 0; None if there is none."""
+    """R_0 from a point at step 0 or compute 0; None without such a point."""
     prompts: int | None
-    """Prompts of the validation set; None if not recorded."""
+    """Number of prompts of the validation set; None if not recorded."""
     generations: Array | None = field(repr=False)
     """[n] generations per prompt; None if not recorded."""
     initial_generations: int | None = None

@@ -18,7 +18,7 @@ LIKELY = 0.8
 UNLIKELY = 0.2
 """Probability of that gain at or below which the verdict is "stop"."""
 LASTING = 1.0 / 3.0
-"""Share of the fitted compute from which a fall is no dip, as of a curriculum, and says "stop"."""
+"""Share of the fitted compute from which a fall says "stop". A shorter fall may be a dip, as of a curriculum."""
 
 Verdict = Literal["go on", "stop", "too early to say"]
 
@@ -108,7 +108,7 @@ def gain_draws(fit: FitResult, start: float, end: float) -> Array:
 
 def estimate(draws: Array, *, value: float | None = None) -> Estimate:
     """The 90 % interval of draws [n], which may be inf, around `value`; default: the median of the draws."""
-    # nearest: the mean of a number and inf would be inf
+    # the method is "nearest", since the mean of a number and inf would be inf
     lo, median, hi = np.quantile(draws, [TAIL, 0.5, 1.0 - TAIL], method="nearest")
     if value is None:
         value = float(median)

@@ -42,9 +42,9 @@ def fit(
     initial:     R_0, the run's own pass rate before RL. None: the point at compute 0; without such a point R_0 is
                  averaged over a range below the first point, with a warning.
     prompts, generations: validation size, generations as one number or [n]; gives the noise of a point.
-    initial_generations: of R_0; default: the median of `generations`.
+    initial_generations: generations per prompt of R_0; default: the median of `generations`.
     within_variance: [n] mean over prompts of one completion's variance, NaN where not measured;
-                 initial_within_variance: at R_0. Both as in validation.jsonl.
+                 initial_within_variance: the same variance at R_0. Both are as in validation.jsonl.
     truncated_share: [n] share of truncated completions of each point, for the warning.
     name, unit:  copied to the result.
     options:     keyword arguments of `fit_curve`.
@@ -107,7 +107,7 @@ def fit_curve(
     seed, draws: seed and number of the posterior's draws; the same data and seed give the same bits.
     fit_from, fit_until: window of compute. Default of fit_from for "paper": 1.5k, if four points lie beyond.
     fixed_asymptote: A is held at this value in (R_0, 1].
-    prior:       of the robust method.
+    prior:       prior distribution of the robust method.
     Raises ValueError, one line with the name of the file, for points that cannot be fitted.
     """
     try:

@@ -119,7 +119,7 @@ def _read_run_folder(path: Path, options: ColumnOptions) -> Curve:
 
 
 def unconfirmed(row: Mapping[str, Any]) -> str:
-    """The reason why a curve up to a row of validation.jsonl is no curve of right answers; empty without a reason."""
+    """The reason why the second judge does not confirm the pass rate of a row of validation.jsonl, or ""."""
     share = row.get("confirmed_share")
     if share is None or share >= (row.get("confirmed_least") or 0.0):
         return ""
@@ -130,7 +130,7 @@ def unconfirmed(row: Mapping[str, Any]) -> str:
 
 
 def flattened(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Key path -> value of a nested mapping; an empty mapping is a value."""
+    """Key path -> value of a nested mapping. An empty mapping counts as a value."""
     flat: dict[str, Any] = {}
     for key, value in data.items():
         path = f"{prefix}{key}"
@@ -273,7 +273,7 @@ def _rounded_rate(pass_rate: float) -> float:
 
 
 def _is_percent(score: str, points: Sequence[_Point]) -> bool:
-    """Whether values are percent: a sign says so, or the column's name, above 1."""
+    """Whether the values are percent: a cell has the sign, or the column's name says so and a value exceeds 1."""
     if any(str(point.row[1].get(score)).endswith("%") for point in points):
         return True
     return bool(re.search(r"%|percent|pct", score.lower())) and any(point.pass_rate > 1 for point in points)
@@ -288,7 +288,7 @@ def _ordered_points(points: list[_Point], compute: str) -> tuple[list[_Point], l
     latest = {point.compute: point for point in points}
     repeated = {point.compute for point in points if latest[point.compute] is not point}
     went_back = any(point.compute > successor.compute for point, successor in zip(points, points[1:]))
-    # a resumed run goes back and logs a step again; a row for each prompt or answer repeats a step at once
+    # rows that repeat a compute without going back are rows of single prompts or answers: their mean counts
     if repeated and not went_back and 2 * len(repeated) >= len(latest):
         rates: dict[float, list[float]] = {}
         for point in points:
@@ -308,16 +308,17 @@ def _ordered_points(points: list[_Point], compute: str) -> tuple[list[_Point], l
 
 
 def _lineage(points: Sequence[_Point]) -> Sequence[_Point]:
-    """The points without those of an earlier attempt beyond a resume, once the resumed run has gone on.
+    """The points without those that a resumed run has replaced.
 
-    Points that go back to an unknown compute are unsorted, and all are returned.
+    The points of the earlier attempt beyond the resume are left out once the resumed run has a later point. Points
+    that go back to an unknown compute are unsorted, and all are returned.
     """
     lineage: list[_Point] = []
     for point, successor in zip(points, [*points[1:], None]):
         if lineage and point.compute < lineage[-1].compute:
             if point.compute not in {earlier.compute for earlier in lineage}:
                 return points
-            # a resumed run without further points has perhaps validated the checkpoint again, and no later step
+            # without a later point, the resumed run has perhaps validated the checkpoint alone, and replaces no point
             if successor and successor.compute > point.compute:
                 lineage = [earlier for earlier in lineage if earlier.compute < point.compute]
         lineage.append(point)
@@ -350,7 +351,10 @@ def _prompts(table: TableFile, points: list[_Point], key: str) -> int | None:
 def _values(
     table: TableFile, points: list[_Point], key: str, check: Check | None = None, *, complete: bool = True
 ) -> Array | None:
-    """[n] numbers of a column, NaN for an empty cell; None if all cells are empty; complete: None if any is empty."""
+    """[n] numbers of a column, NaN for an empty cell; None if all cells are empty.
+
+    complete: None also if any cell is empty.
+    """
     numbers = [_number(table, point.row, key, check) for point in points]
     values = np.array(numbers, dtype=float)
     empty = np.isnan(values)

@@ -20,7 +20,7 @@ from megatron_scalerl.record import record
 SHARES = (0.2, 1.0)
 """Lowest and highest share of p (1 - p) that is believed to be noise."""
 LEAST_BINOMIAL = 0.001
-"""p (1 - p) is not taken to be below this: all of many completions can be right by chance."""
+"""Least value of p (1 - p), since all of many completions can be right by chance."""
 NEIGHBORS = 5
 """Points over which a pass rate is averaged before the noise is derived from the average."""
 HIGHEST_VARIANCE = 0.5
@@ -63,7 +63,7 @@ def validation_noise(curve: Curve) -> ValidationNoise | None:
     if curve.prompts is None or curve.generations is None:
         return None
     first = float(curve.initial_generations or np.median(curve.generations))
-    # None becomes nan
+    # numpy makes nan of None
     within = np.broadcast_to(np.asarray(curve.within_variance, dtype=float), len(curve.pass_rate))
     values = np.array([*within, curve.initial_within_variance], dtype=float)
     rates = np.array([*curve.pass_rate, curve.initial], dtype=float)
@@ -118,7 +118,7 @@ def scatter(pass_rate: Array) -> float:
 
 
 def pooled_points(c: Array, y: Array, weights: Array) -> tuple[Array, Array, Array]:
-    """At most `MOST_POINTS` points: means of neighbors, weighted by their completions; fewer points as they are.
+    """At most `MOST_POINTS` points: means of neighbors, weighted by completions. Fewer points stay as they are.
 
     c, y, weights: [n] compute > 0, ascending, pass rate, completions. Neighbors are pooled over at most 1/64 of the
     points and 1/64 of the range of log compute, so that neither the early rise nor the end is blurred.
@@ -144,7 +144,7 @@ class Observations:
     log_compute: Array
     """[n] log(C / scale), ascending, at most 0."""
     pass_rate: Array
-    """[n] in [0, 1]."""
+    """[n] measured pass rates in [0, 1]."""
     spread: Array
     """[n] variance of each point as a multiple of the common noise variance."""
     spread_unit: float
@@ -158,7 +158,7 @@ class Observations:
     initial_weights: tuple[float, ...]
     """Prior weight of each value of R_0."""
     initial_given: bool
-    """Whether R_0 is known: the first of `initials`."""
+    """Whether R_0 is given. A given R_0 is the first of `initials`."""
     noise_variance: float
     """Center of the prior of the noise variance, in pass rate squared."""
     noise_shape: float
@@ -168,7 +168,7 @@ class Observations:
 
     @property
     def compute(self) -> Array:
-        """[n] in the user's unit."""
+        """[n] compute in the user's unit."""
         return np.exp(self.log_compute) * self.scale
 
     def deviation(self, rows: Array, columns: Array, hypothesis: Discrepancy) -> Array:
@@ -211,7 +211,7 @@ def observe(curve: Curve, prior: Prior, *, highest: float | None = None) -> Obse
         share = noise.share or share
         share_of_initial = share / noise.initial_completions
     c, y, completions = pooled_points(curve.compute, curve.pass_rate, completions_of_points)
-    # smoothed: eight completions that are all wrong by chance would have no noise
+    # the rates are smoothed, since eight completions that are all wrong by chance would have no noise
     variance_of_one = binomial(smoothed_rates(y))
     spread = variance_of_one / completions
     variance = prior.unknown_noise**2 / float(completions.mean())
@@ -255,9 +255,9 @@ def _initials(curve: Curve, share: float, *, exact: bool) -> tuple[tuple[float, 
         scatter_of_points = scatter(curve.pass_rate)
     if exact or (share == 0.0 and scatter_of_points <= NOISY):
         return (curve.initial,), (1.0,)
-    # Gauss-Hermite: R_0 was measured with noise, too
+    # three Gauss-Hermite nodes average over R_0, which was measured with noise as well
     error = float(np.sqrt(3.0) * max(scatter_of_points, np.sqrt(share * binomial(curve.initial))))
-    # 0.999: an R_0 of 1 leaves no room, and the gain is a share of the room
+    # R_0 is below 1: the gain is a share of the room above R_0, and an R_0 of 1 leaves no room
     nodes = (curve.initial, max(curve.initial - error, 0.0), min(curve.initial + error, 0.999))
     return nodes, (2.0 / 3.0, 1.0 / 6.0, 1.0 / 6.0)
 

@@ -63,7 +63,7 @@ class Outlook:
     verdict: Verdict
     """Whether the rest of the run is worth its compute."""
     unconfirmed: str = ""
-    """`unconfirmed` of the last validation."""
+    """Result of `inputs.unconfirmed` for the last validation; empty if the judge confirms the pass rate."""
 
     def line(self) -> str:
         """The forecast in one line: `at step 7400: 0.612 [0.584, 0.641]; go on`."""
@@ -91,9 +91,9 @@ class RunFit:
     last_compute: float
     """Compute of the last validation, in the run's unit."""
     end_compute: float
-    """Compute of the run's end: `last_compute` in proportion to the steps; `last_compute` of a run that is over."""
+    """Compute at the run's end: `last_compute` in proportion to the steps, or `last_compute` if the run is over."""
     outlook: Outlook | None
-    """The forecast of the run's end; None of a run that is over."""
+    """The forecast of the run's end; None for a run that is over."""
 
 
 def run_fit(rows: Rows, *, steps: int, fit_from_steps: int = 0) -> RunFit | None:

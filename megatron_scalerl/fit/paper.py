@@ -25,7 +25,7 @@ MIDPOINTS = (np.linspace(100.0, 4000.0, 100), np.linspace(4000.0, 40000.0, 100))
 MIDPOINT_REFERENCE = 8000.0
 """Fitted range of `MIDPOINTS`, in GPU-hours; runs of another order of magnitude get rescaled grids."""
 _EXPONENTS = np.geomspace(0.1, 20.0, 120)
-"""The table of exponents."""
+"""Exponents B of the table of sums of squares."""
 _CANDIDATES = 60
 """Cells of that table that `curve_fit` refines."""
 
@@ -75,7 +75,7 @@ def best_cell(
             warnings.simplefilter("ignore", OptimizeWarning)
             try:
                 (exponent,), _ = curve_fit(model, compute, pass_rate, p0=[1.0])
-            except RuntimeError:  # no convergence in this cell
+            except RuntimeError:  # the fit of this cell does not converge
                 continue
         misfit = float(np.sum((model(compute, exponent) - pass_rate) ** 2))
         # `curve_fit` has no bounds here; a negative B is a curve that falls from A to R_0

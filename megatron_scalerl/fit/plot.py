@@ -93,7 +93,8 @@ def new_figure() -> tuple["Figure", "Axes"]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)  # without pyplot, which needs a display and keeps every figure
+    # pyplot would need a display and keep every figure, so the canvas is made without pyplot
+    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.grid(True, which="major", color=GRID_INK, linewidth=0.6)
     axes.set_axisbelow(True)
@@ -108,7 +109,7 @@ def save(figure: "Figure", path: str | Path) -> Path:
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"{path}: a figure is written as .png or .svg, not as {path.suffix!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # without a date, the same figure has the same bytes; PNG has no such key
+    # without a date, equal figures have equal bytes; PNG has no such key
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     return path
 

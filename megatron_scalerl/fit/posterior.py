@@ -39,13 +39,13 @@ class Posterior:
     observations: Observations
     discrepancies: tuple[Discrepancy, ...]
     asymptote: Array
-    """[draws]"""
+    """[draws] A."""
     exponent: Array
-    """[draws]"""
+    """[draws] B."""
     log_midpoint: Array
     """[draws] log(C_mid / scale)."""
     initial: Array
-    """[draws]"""
+    """[draws] R_0."""
     noise_variance: Array
     """[draws] variance of one measurement."""
     hypothesis: Index
@@ -59,7 +59,7 @@ class Posterior:
 
     @property
     def parameters(self) -> dict[str, Array]:
-        """[draws] each: the keyword arguments of `sigmoid.sigmoid`."""
+        """The keyword arguments of `sigmoid.sigmoid`, each [draws]."""
         return {key: getattr(self, key) for key in PARAMETERS}
 
     def curves(self, compute: Array) -> Array:
@@ -82,7 +82,8 @@ class Posterior:
         residual = self.residuals()
         for index, hypothesis in enumerate(self.discrepancies):
             rows = self.hypothesis == index
-            if hypothesis.level > 0.0:  # the run has left its sigmoid and has no part in the curve's further gain
+            if hypothesis.level > 0.0:
+                # the run has left its sigmoid and has no part in the curve's further gain
                 mean[rows] = reached[rows]
             # Gaussian process regression: mean K* K^-1 r and variance K** - K* K^-1 K*^T of the deviation
             inverse = np.linalg.inv(covariance(obs, hypothesis))
@@ -154,7 +155,7 @@ def sample(
 def _asymptotes(posterior: Posterior, offset: Array, bounds: Bounds) -> Array:
     """[draws] A at `offset` standard deviations from the conditional mean of A given each draw's (B, C_mid).
 
-    The cell's (B, C_mid) would not do: across a cell the mean moves by more than the standard deviation.
+    The (B, C_mid) of a draw's cell would not do: across a cell the mean moves by more than the standard deviation.
     """
     obs = posterior.observations
     share = share_by_logs(obs.log_compute, posterior.exponent[:, None], posterior.log_midpoint[:, None])
@@ -260,7 +261,7 @@ def _grid(obs: Observations, prior: Prior, bounds: Bounds, box: list[Array], cel
             log_mass[r, h] = likelihood + weight + log_prior_density(cell_densities, gain / (1.0 - initial), prior)
             offset[r, h] = (gain - best[..., None]) / width[..., None]
             step[r, h] /= width
-    # only ratios count: unshifted, narrow noise and many points would overflow
+    # only ratios of masses count; without the shift, narrow noise and many points would overflow
     mass = np.exp(log_mass - log_mass.max())
     return _Grid(log_b=log_b, log_m=log_m, mass=mass, offset=offset, step=step)
 
@@ -313,7 +314,7 @@ def log_prior_density(log_cells: Array, share: Array, prior: Prior) -> Array:
     inside = np.clip(share, 1e-6, 1.0 - 1e-6)
     log_share = np.log(inside)
     log_remainder = np.log1p(-inside)
-    # log-sum-exp over the kinds
+    # the sum over kinds is a log-sum-exp
     highest = log_cells.max(axis=0)
     total = np.zeros(np.broadcast_shapes(share.shape, highest.shape))
     for kind, cells in zip(prior.kinds, log_cells):

@@ -26,8 +26,8 @@ class Discrepancy:
     turn_from: float = 1.0
     """Share of the fitted compute at which the slope changes."""
     level: float = 0.0
-    """Standard deviation of a level of the run's own. Where not 0, the run has left the sigmoid: the forecast is the
-    present level, without a return to the curve."""
+    """Standard deviation of a level of the run's own. If the deviation is not 0, the run has left the sigmoid: the
+    forecast is the present level, without a return to the curve."""
 
 
 @record
@@ -94,8 +94,9 @@ DISCREPANCIES = (
     Discrepancy(weight=0.015, turn=0.2, turn_from=0.67),
     Discrepancy(weight=0.015, turn=0.2, turn_from=0.83),
 )
-"""None, two drifts, two runs that have left their sigmoid, and a turn in the last third: chosen by the back-test
-(docs/forecast_method.md), not learned."""
+"""The hypotheses: no discrepancy, two drifts, two runs that have left their sigmoid, and turns in the last third.
+
+The back-test (docs/forecast_method.md) chose the numbers, which are not learned."""
 
 
 def kind(
@@ -108,13 +109,13 @@ def kind(
 
 DEFAULT_PRIOR = Prior(
     kinds=(
-        # a ceiling below 1
+        # runs with a ceiling below 1
         kind(0.5509, (0.5527, 0.25), (-1.0480, 0.5), (6.8376, 17.1624)),
-        # close to 1
+        # runs with a ceiling close to 1
         kind(0.1806, (0.4331, 0.25), (-1.2705, 0.5), (6.0, 1.0)),
-        # no gain
+        # runs without a gain
         kind(0.1806, (0.6, 0.5), (0.0, 1.2), (1.0, 20.0)),
-        # anything
+        # any other run
         kind(0.088, (0.6, 0.5), (0.0, 1.2), (1.0, 1.0)),
     ),
     discrepancies=DISCREPANCIES,
@@ -123,11 +124,11 @@ DEFAULT_PRIOR = Prior(
 
 
 FLAT_PRIOR = Prior(
-    # one kind, without any notion of real runs
+    # a single kind has no notion of real runs
     kinds=(kind(1.0, (0.6, 1e3), (0.0, 1e3), (1.0, 1.0)),),
     discrepancies=(Discrepancy(weight=1.0),),
     # a shape of 1/2 has the weight of one point: the residuals set the noise
     noise_shape=0.5,
     unknown_noise_shape=0.5,
 )
-"""Flat, with independent noise: its intervals are the narrowest that the paper's least squares justifies."""
+"""A flat prior with independent noise. Its intervals are the narrowest that the paper's least squares justifies."""

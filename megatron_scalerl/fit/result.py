@@ -38,9 +38,9 @@ class FitResult:
     """A run's sigmoid (Khatri et al. 2025, eq. 1) with uncertainty and warnings."""
 
     name: str
-    """The run."""
+    """Name of the run."""
     method: str
-    """"robust" or "paper"."""
+    """Method of the fit, "robust" or "paper"."""
     asymptote: float
     """A, pass rate at unlimited compute."""
     exponent: float
@@ -52,7 +52,7 @@ class FitResult:
     intervals: Mapping[str, tuple[float, float]]
     """90 % interval of "asymptote", "exponent" and "midpoint"."""
     n_points: int
-    """Points fitted, inside the window. Points of equal compute count separately."""
+    """Number of fitted points, inside the window. Points of equal compute count separately."""
     rmse: float
     """Root mean square of the fitted points around the sigmoid, in pass rate."""
     warnings: tuple[str, ...]
@@ -143,7 +143,7 @@ class ForecastEvaluation:
     fit: FitResult
     """The fit behind the forecast."""
     predictions: tuple[Prediction, ...]
-    """One per measured point."""
+    """One forecast for each measured point."""
     measured: Array = field(repr=False)
     """[n] measured pass rates in [0, 1]."""
 

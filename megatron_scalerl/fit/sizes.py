@@ -20,7 +20,7 @@ from megatron_scalerl.fit.tables import Table
 from megatron_scalerl.record import record
 
 FEWEST = 3
-"""Fewest sizes of a line."""
+"""Fewest sizes through which a line is drawn."""
 UNKNOWN = 100.0
 """Prior variance of the line's height."""
 SLOPE = 0.6
@@ -28,7 +28,7 @@ SLOPE = 0.6
 WALK = 0.2
 """Scale of the half-normal prior of the walk's standard deviation over a factor of e in N."""
 WALKS = np.linspace(0.02, 1.0, 50)
-"""Walks that are averaged."""
+"""Standard deviations of the walk over which a forecast is averaged."""
 DRAWS = 4000
 """Draws of a forecast."""
 HIGHEST = 0.999
@@ -142,7 +142,7 @@ def _size(parameters: float, fits: Sequence[FitResult]) -> Size:
     log_failures = np.log(1.0 - level)
     return Size(
         parameters=parameters,
-        # permuted, as the draws of several fits have one seed
+        # the draws are permuted, since the draws of several fits have one seed
         asymptote=estimate(np.mean([rng.permutation(fit.posterior.asymptote) for fit in fits], axis=0)),
         level=estimate(level),
         log_failures=float(log_failures.mean()),

@@ -33,7 +33,7 @@ FOLDER = ("trainer_state.json", "checkpoint-*/trainer_state.json", "metrics.json
 WRAPPERS = ("data", "metrics", "logs", "log", "values", "scalars")
 """Keys of objects that are no part of a metric's name: verl's file logger writes {"step": 1, "data": {...}}."""
 FEW_ROWS = 3
-"""Rows, below which neither a run nor a column can be fitted."""
+"""Number of rows below which neither a run nor a column can be fitted."""
 TABLE_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
 """Suffixes of files that are no console's output."""
 _ANSI = r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)"
@@ -113,7 +113,7 @@ class TableFile:
     """Rows of one run or of several; values are text (CSV) or JSON values."""
 
     path: Path
-    """The file."""
+    """Path of the file."""
     layout: str
     """Kind of file, in words."""
     columns: tuple[str, ...]
@@ -142,7 +142,7 @@ def read_tables(path: Path) -> list[TableFile]:
     if path.is_dir() or "tfevents" in path.name:
         return _from_tensorboard(path)
     data = path.read_bytes()
-    # suffixes matter little: pandas compresses a .csv, and tee writes a .txt
+    # suffixes say little about the content: pandas compresses a .csv, and tee writes a .txt
     try:
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
@@ -219,9 +219,9 @@ def _from_csv(path: Path, text: str) -> list[TableFile]:
 
 
 def _chart_runs(table: TableFile) -> list[TableFile]:
-    """A table of each run of a W&B chart: x, then `RUN - METRIC`, alone and with __MIN and __MAX.
+    """A table of each run of a W&B chart.
 
-    RUN may contain " - ".
+    The chart has the column x, and `RUN - METRIC` of each run, alone and with __MIN and __MAX. RUN may contain " - ".
     """
     x = table.columns[0]
     runs: dict[str, dict[str, str]] = {}
@@ -249,7 +249,8 @@ def _from_jsonl(path: Path, text: str) -> TableFile:
         try:
             rows[number] = json.loads(line)
         except (ValueError, RecursionError) as error:
-            if rows and text.endswith(line):  # no newline: the line is being written, or a crash truncated the file
+            if rows and text.endswith(line):
+                # a last line without a newline is being written, or a crash truncated the file
                 break
             raise table_error(path, f"the line is no JSON object: {_problem(error)}", f"row {number}") from None
     return table_of(path, "JSON lines", rows.items())
@@ -276,7 +277,7 @@ def _rows_of(value: Any) -> tuple[str, list[Any]]:
     """(layout, rows) of a list of rows, alone or in an object, of a list for each run, or of columns."""
     if not isinstance(value, dict):
         return "JSON", value if isinstance(value, list) else []
-    if "log_history" in value:  # trainer_state.json has other lists, too
+    if "log_history" in value:  # trainer_state.json has further lists
         return "trainer_state.json", value["log_history"]
     columns = {key: [*cells.values()] if isinstance(cells, dict) else cells for key, cells in value.items()}
     columns = {key: cells for key, cells in columns.items() if isinstance(cells, list) and cells}
@@ -306,8 +307,7 @@ def _from_console(path: Path, text: str) -> TableFile:
     """The metrics in a console's output, without rows if there are no metrics.
 
     The kinds are step lines, literals, and points below headings. Only the first kind with at least `FEW_ROWS` rows
-    is
-    read: a log with step lines prints its configuration as a literal.
+    is read: a log with step lines prints its configuration as a literal.
     """
     lined = []
     literals = []
@@ -357,7 +357,8 @@ def _console_lines(text: str) -> list[tuple[int, str]]:
 def _numbers_of(literal: str) -> Row:
     """The numbers of an object in Python's or JSON's notation; empty for text that is no object."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # about escapes in strings
+        # Python warns about escapes in strings
+        with warnings.catch_warnings(action="ignore"):
             value = ast.literal_eval(re.sub(r"-?\b(?:nan|NaN|inf|null)\b", "None", literal))
         row = _flat(value)
     except (ValueError, SyntaxError, TypeError, AttributeError, MemoryError, RecursionError):
@@ -379,7 +380,7 @@ def _from_tensorboard(path: Path) -> list[TableFile]:
     latest: dict[tuple[Path, int], Row] = {}
     for file in files:
         rows = folders.setdefault(file.parent, [])
-        for event in EventFileLoader(str(file)).Load():  # which makes every value a tensor
+        for event in EventFileLoader(str(file)).Load():  # the loader makes every value a tensor
             for value in event.summary.value:
                 number = None
                 array = make_ndarray(value.tensor)

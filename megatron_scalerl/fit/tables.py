@@ -30,9 +30,9 @@ OUTSIDE = {True: "", False: "outside"}
 EXPONENT = "{:.2f}".format
 RATE = "{:.3f}".format
 PIPE_WIDTH = 200
-"""Columns of a table that is not printed to a terminal."""
+"""Width of a table that is not printed to a terminal (characters)."""
 PRECISE = "{:.4f}".format
-"""Pass rates of single points."""
+"""Format of the pass rates of single points."""
 
 
 @record
@@ -64,12 +64,12 @@ def show(items: Iterable[Table | str], console: Console) -> None:
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     for item in items:
-        # the console of all commands does not wrap lines; cells of a table have to
+        # the console of all commands does not wrap lines, but cells of a table have to be wrapped
         console.print(item, soft_wrap=isinstance(item, str))
 
 
 Style = Callable[[float], str]
-"""A number as text."""
+"""A function that writes a number as text."""
 Section = tuple[str, tuple[Table | str, ...]]
 """(heading, tables and lines)."""
 

@@ -106,7 +106,7 @@ class Reader:
         ids = rollout["token_ids"]
         labels = []
         pieces = []
-        # span by span, so that the text of a forced phrase does not join the text of sampled tokens
+        # the tokens are decoded span by span, so that the text of a forced phrase does not join sampled text
         for first, end, _, version, origin in spans(rollout):
             labels.append((first, version, origin))
             pieces += token_texts(self._tokenizer, ids[first:end])

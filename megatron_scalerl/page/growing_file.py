@@ -77,7 +77,7 @@ class Rows(Generic[Row]):
                 status = os.fstat(file.fileno())
                 # a rename replaces a file and changes the inode; a truncated file keeps the inode
                 if status.st_ino != self._inode or status.st_size < self._offset:
-                    if self._inode >= 0:  # not for the first look at the file
+                    if self._inode >= 0:  # the first look at the file drops no rows
                         self.generation += 1
                     self._inode = status.st_ino
                     self._offset = 0

@@ -61,7 +61,7 @@ def _texts(paths: Sequence[Path]) -> list[Markup]:
 
 def policy(programs: Sequence[Path], *, live: bool) -> str:
     """The content security policy of a page. live: allow requests to the page's own server."""
-    # hashes, not 'self' or a nonce: only these programs run, also in a page that is saved as a file
+    # the policy names hashes, not 'self' or a nonce: only these programs run, also in a page that is saved as a file
     scripts = " ".join(map(_hash, programs)) or "'none'"
     styles = " ".join(map(_hash, STYLES))
     connect = "'self'" if live else "'none'"

@@ -255,7 +255,7 @@ def finite_number(value: Any) -> float | None:
     """The number; None for any other value, and for a number that no float holds."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    # False for a NaN, for an infinity, and for an integer that is too large to be converted
+    # the comparison is False for a NaN, for an infinity, and for an integer too large to be converted
     if abs(value) <= sys.float_info.max:
         return float(value)
     return None

@@ -47,7 +47,7 @@ STEP_COLUMNS = (*COLUMNS, *WAITS, "degenerate", *(f"weight_{phase}" for phase in
 """Columns of the page's steps; `payload` adds `seconds`, since the start."""
 MOST_EVENTS = 300
 MOST_EVALUATIONS = 500
-"""Rows of evaluations on the page, the newest."""
+"""Most rows of evaluations on the page. The newest rows are shown."""
 EVALUATION_COLUMNS = ("step", "file", "problems", "mean@k", "95 %", "pass@k", "weights")
 
 
@@ -64,7 +64,7 @@ class RunData:
         self._validation = Rows(self.run_dir / "validation.jsonl", validation_row)
         files = ("attempts.jsonl", "engines.jsonl", "evaluation.jsonl", "end.json")
         self._other_records = {name: Rows(self.run_dir / name, json_row) for name in files}
-        # the arguments, number of rows and generation, change with the rows
+        # the cached lines hold as long as the arguments, number of rows and generation, which change with the rows
         self._gain = lru_cache(1)(self._gain_lines)
 
     @property
@@ -94,7 +94,7 @@ class RunData:
 
     def update(self) -> bool:
         """Read the appended rows; True for a new row. `damage` names damaged rows."""
-        # a list: `any` of a generator would leave the other files unread
+        # the list makes every file read: `any` of a generator would leave the other files unread
         new = [file.update() for file in self._files]
         return any(new)
 
@@ -151,7 +151,7 @@ class RunData:
         return {"verdict": outlook.verdict, "forecast": outlook.line(), "forecast_step": outlook.step}
 
     def _gain_lines(self, *_version: int) -> list[str]:
-        """The lines of `report` on the gain; empty before the second validation. Computed once a validation."""
+        """The lines of `report` on the gain; empty before the second validation. Computed once per validation."""
         rows = self.validations
         if len(rows) < 2 or rows[0].get("step") != 0:
             return []

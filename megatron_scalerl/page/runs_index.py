@@ -59,7 +59,7 @@ def _state(run_dir: Path, validated: bool) -> str:
     if reason is not None:
         return f"finished: {reason}"
     ledger = run_dir / "ledger.jsonl"
-    # abs: the clock of a file server may be ahead of this host's
+    # abs, since the clock of a file server may be ahead of this host's clock
     if ledger.exists() and abs(time.time() - os.stat(ledger).st_mtime) < QUIET_S:
         return "running"
     if attempts or validated or last_row(ledger):

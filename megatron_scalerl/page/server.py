@@ -126,7 +126,8 @@ class RunPage:
                 except TimeoutError:
                     await response.write(b": still here\n\n")
                     continue
-                news.clear()  # before the writes: news that come during the writes are sent next
+                # the event is cleared before the writes: news that come during the writes are sent next
+                news.clear()
                 if self.failure != sent_failure:
                     sent_failure = self.failure
                     await response.write(b"event: failed\ndata: " + msgspec.json.encode(sent_failure) + b"\n\n")
@@ -168,7 +169,7 @@ class RunPage:
 
     def _update(self) -> bool:
         """Read new rows of the records and of the journal; True for a new row."""
-        # a list, so that both are read
+        # the list makes both read, even if the first has new rows
         return any([self._run.update(), self._index.update()])
 
     def _damage(self) -> str:
@@ -181,10 +182,10 @@ class RunPage:
         missing_counts = await self._locked(partial(forecasts.missing_counts, rows))
         if not missing_counts:
             return False
-        # without the lock, so that requests are answered meanwhile
+        # the forecast is made without the lock, so that requests are answered meanwhile
         result = await asyncio.to_thread(forecasts.attempt, rows, self._run.recipe, missing_counts[0])
         await self._locked(partial(forecasts.add, missing_counts[0], *result))
-        # not after each forecast: an old run has a hundred, and the page would draw all charts a hundred times
+        # the page is not told after each forecast: it would draw all charts of an old run a hundred times
         if missing_counts[0] == len(rows) or len(missing_counts) == 1 or len(missing_counts) % 10 == 0:
             self._tell()
         return True
@@ -250,7 +251,7 @@ class PageServer:
     async def serving(self, port: int = 0) -> AsyncIterator[None]:
         """Follow and answer within the block. port: 0 for one of the kernel's choice. Raises ValueError, OSError."""
         app = web.Application(middlewares=[self._guard])
-        # one route for all: pages of runs come and go, and a router cannot change while serving
+        # one route serves all paths: pages of runs come and go, and a router cannot change while serving
         app.router.add_get("/{path:.*}", self._answer)
         # event streams do not end before the server, and aiohttp would wait 60 s for the streams by default
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)

@@ -41,7 +41,7 @@ def write_page(run_dir: Path, path: Path, *, group_ids: Iterable[int] = ()) -> t
     reader = Reader(run_dir, run.recipe, index)
     named_ids = list(dict.fromkeys(group_ids))
     candidate_ids = list(dict.fromkeys([*named_ids, *(index.chosen(GROUPS - len(named_ids)))]))
-    # with a reserve, since `page` counts characters and not bytes
+    # the factor 2 is a reserve, since `page` counts characters and not bytes
     room = MOST_BYTES - len(page(data, title="", live=False)) * 2
     groups = []
     for group_id in candidate_ids:

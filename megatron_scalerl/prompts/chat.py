@@ -92,7 +92,7 @@ def _has_messages(task: Task) -> bool:
 
 
 def _warm_start(recipe: Recipe) -> str:
-    """The first completions of the warm start. A file that is gone has the recipe's closing tag, or the paper's."""
+    """The first completions of the warm start; for a missing file, the closing tag of the recipe or the paper."""
     path = recipe.sft.path
     end = recipe.prompts.think_end
     if path is None:
@@ -133,7 +133,7 @@ def chat_of(
     texts = {
         "chat template": template + sample_prompt,
         "warm start": warm_start,
-        # a line for each token, so that no tag is found across two tokens
+        # each token has a separate line, so that no tag is found across two tokens
         "vocabulary": "\n".join(tokenizer.get_vocab()),
         "prompt": prompts.prompt_template + (prompts.system or ""),
     }
@@ -211,7 +211,7 @@ def check_turn(tokenizer: Any, prompts: PromptsSection) -> None:
     def render(*messages: Mapping[str, str], generation: bool = False) -> str:
         try:
             return apply_template(tokenizer, prompts, messages, generation=generation)
-        except ValueError:  # the roles have to alternate
+        except ValueError:  # the roles have to alternate in this template
             return prompt
 
     prompt = apply_template(tokenizer, prompts, [QUESTION]).rstrip()

@@ -59,7 +59,7 @@ class Curriculum:
     def skipped(self) -> int:
         """Number of draws so far at which a removed prompt's turn came, over all epochs.
 
-        Divided by skipped plus drawn prompts of a stretch of the order: the share of removed prompts.
+        Over a stretch of draws, skipped / (skipped + drawn) is the share of removed prompts.
         """
         return sum(task.skipped for task in self._tasks.values())
 
@@ -71,7 +71,7 @@ class Curriculum:
                 prompt, self.epoch = self._tasks[name].draw()
             except CurriculumDry as end:
                 self._end_reasons[name] = f"{name}: {end}" if name else str(end)
-                # the draws of the other tasks so far were in proportion to a task that is gone
+                # the credits start anew: they were in proportion to a task that is gone
                 self._credit = dict.fromkeys(self._tasks, 0.0)
                 continue
             self._credit[name] -= 1.0
@@ -133,7 +133,7 @@ class _Task:
         if self._epoch + 1 == self._max_epochs:
             raise CurriculumDry(f"curriculum.max_epochs {self._max_epochs} reached")
         self._epoch += 1
-        # a generator for each epoch: a resumed run repeats an epoch's order without the draws of earlier epochs
+        # each epoch has a generator, so that a resumed run repeats its order without the draws of earlier epochs
         order = list(self._prompts)
         random.Random(f"curriculum {self._seed} epoch {self._epoch}").shuffle(order)
         self._remaining_ids = order[::-1]

@@ -31,9 +31,10 @@ PROMPTS_CHANGED = "a prompt file, the tokenizer or its template has changed"
 CheckAnswers = Callable[
     [Task, Sequence[tuple[str, str, Mapping[str, Any]]]], tuple[Sequence[str], Sequence[str | None]]
 ]
-"""(task, (question, reference, other columns) of each row) -> (problems, trials), for each row the reason why no
-answer may be paid, or empty. A problem follows from the texts alone. A trial may end otherwise the next time; None:
-the trial is due at the first use."""
+"""(task, (question, reference, other columns) of each row) -> (problems, trials), two texts for each row.
+
+A text is the reason why no answer may be paid, or empty. A problem follows from the texts alone. A trial may end
+otherwise the next time; None is a trial that is due at the first use."""
 
 
 @record
@@ -41,7 +42,7 @@ class PromptReport:
     """Counts of kept and skipped rows."""
 
     rows: int
-    """Rows read; of both files if held-out prompts have a separate file."""
+    """Number of rows that were read, of both files if held-out prompts have a separate file."""
     training: int
     held_out: int
     duplicates: int
@@ -121,7 +122,7 @@ def load_prompts(
     problems: dict[str, str | None] = {}
     loaders = [_Loader(tokenizer, task, check_answers, problems) for task in tasks]
     splits = [loader.load_split() for loader in loaders]
-    # once all files are read: a text that one task holds out may be in another task's file
+    # this comes after all files are read: a text that one task holds out may be in another task's file
     texts = {prompt.text for _, held_out in splits for prompt in held_out}
     training = []
     reports = []
@@ -186,7 +187,7 @@ class _Loader:
         self._problems = problems
         self.task = task
         self.split_off = 0
-        """Prompts of `path` that are held out."""
+        """Number of prompts of `path` that are held out."""
         self._rows = 0
         self._duplicates = 0
         self._too_long: list[str] = []
@@ -240,7 +241,7 @@ class _Loader:
         if not self.task.episodes:
             self._notice(path, [prompt for _, _, prompt in unique.values()])
         answers = [(prompt.text, prompt.answer, prompt.extra) for _, _, prompt in unique.values()]
-        # after all rows are read: the tests of code problems are tried together, on all CPUs
+        # all rows are read before this check, so that the tests of code problems are tried together, on all CPUs
         problems, trials = self._check_answers(self.task, answers)
         for identity, problem, trial in zip(list(unique), problems, trials):
             if problem or trial:

@@ -2,7 +2,7 @@
 
 Instruction-tuned policies end turns with other tokens than the tokenizer's: Llama 3's generation_config.json lists
 three tokens. vLLM stops at all listed tokens (vllm/v1/engine/input_processor.py), so warm start, requests and
-verifier must use the whole list, too.
+verifier have to use the whole list as well.
 """
 
 import json
@@ -24,7 +24,7 @@ def end_token_ids(policy: str | Path, tokenizer: Any) -> tuple[int, ...]:
     generation_file = config_file.with_name("generation_config.json")
     config = _read(config_file)
     text = text_config(policy)
-    # transformers, too, builds a generation config from config.json where the folder has no generation_config.json
+    # as in transformers, config.json serves where the folder has no generation_config.json
     file = config_file
     entry: Any = config.get("eos_token_id", text.get("eos_token_id"))
     if generation_file.is_file():
@@ -33,7 +33,7 @@ def end_token_ids(policy: str | Path, tokenizer: Any) -> tuple[int, ...]:
     ids = entry if isinstance(entry, list) else [entry]
     if entry is None:
         ids = []
-    # not isinstance: JSON's true is an int in Python
+    # the type is compared, since JSON's true is an int for isinstance
     if not all(type(i) is int and i >= 0 for i in ids):
         raise ValueError(f"{file}: eos_token_id is {entry!r}; it has to be one token id or a list of token ids")
     rows = text.get("vocab_size")

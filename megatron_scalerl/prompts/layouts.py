@@ -35,7 +35,7 @@ CONTEXT = ("context", "passage", "article", "Body", "body")
 CHOICES = ("choices", "options", "endings")
 """Columns of a multiple-choice question's answers."""
 _CHOICE = re.compile(r"[A-J]|(?i:(?:option|choice|ending|answer|op)[ _]?[a-j]|(?:option|choice|ending)[ _]?\d)")
-"""The column of a single choice."""
+"""Name of a column that holds a single choice."""
 _PLACE = re.compile(
     r"(?i)<\|?(?:image|img|video|audio|speech)(?:[ _-]?(?:\d+|pad))?\|?>|<img\b[^>]*\bsrc|!\[[^\]\n]*\]\([^)\n]+\)"
     r"|\\includegraphics"
@@ -153,14 +153,16 @@ class Layout:
             letter = _letter(choices, parts[0], self.first)
             if letter is not None:
                 return letter
-            if any(map(row.values.get, CHOICES)):  # columns A, B ... may be something else
+            # columns A, B ... may hold something other than choices
+            if any(map(row.values.get, CHOICES)):
                 excerpt = str(parts[0])[:60]
                 raise ValueError(f"{row.where}: {self.reference[-1]!r} is {excerpt!r}, which names no single choice")
         texts = [_as_reference(row, self.reference[-1], part, verifier) for part in parts]
         lists = [_parsed(text) for text in texts]
         if len(texts) > 1 and all(isinstance(part, list) for part in lists):
             return json.dumps(list(chain.from_iterable(lists)))
-        if len(texts) > 1 and all(isinstance(part, dict) for part in lists):  # CodeContests: of lists
+        # CodeContests has objects of lists
+        if len(texts) > 1 and all(isinstance(part, dict) for part in lists):
             keys = [key for key in lists[0] if all(isinstance(part.get(key), list) for part in lists)]
             return json.dumps({key: [*chain(*(part[key] for part in lists))] for key in keys})
         return "\n".join(texts)
@@ -230,7 +232,9 @@ LAYOUTS = (
     ),
     *(Layout(name=f"{q[0]}/{r}", question=q, reference=(r,), rank=rank) for q, r, rank in PAIRS),
 )
-"""A worked solution (rank 2), with a boxed answer, is the reference of a file without answers. Beside a question,
+"""All layouts that a file may have.
+
+A worked solution (rank 2), with a boxed answer, is the reference of a file without answers. Beside a question,
 `messages` (rank 2) are the whole conversation. MBPP+ has the columns of HumanEval (rank 1), and tests with numpy."""
 
 
@@ -364,7 +368,7 @@ def _parsed(value: Any) -> Any:
             return json.loads(value)
         except (ValueError, RecursionError):
             pass
-        if re.match(r"[\s\[{]+'", value):  # Python's notation, in files made from a data frame
+        if re.match(r"[\s\[{]+'", value):  # a file made from a data frame has Python's notation
             try:
                 return json.loads(json.dumps(ast.literal_eval(value.strip())))
             except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -378,16 +382,17 @@ def _choices(row: Row) -> dict[str, str]:
     columns = [row.values[name] for name in sorted(filter(_CHOICE.fullmatch, row.values))]
     if choices is None and len(columns) > 1 and all(isinstance(value, str | None) for value in columns):
         choices = columns
-    if _is_conversation(choices):  # NeMo Gym
+    if _is_conversation(choices):  # the form of NeMo Gym
         choices = dict(chain.from_iterable(choice.items() for choice in choices))
     if isinstance(choices, list):
         choices = dict(zip(string.ascii_uppercase, choices))
     if not isinstance(choices, dict):
         return {}
-    if all(isinstance(choices.get(key), list) for key in ("label", "text")):  # ARC
+    if all(isinstance(choices.get(key), list) for key in ("label", "text")):  # the form of ARC
         choices = dict(zip(map(str, choices["label"]), choices["text"]))
     texts = {letter: str(value) for letter, value in choices.items() if isinstance(value, (str, int, float))}
-    if all(text.lstrip("(")[:2] in (f"{letter})", f"{letter}.") for letter, text in texts.items()):  # AQuA
+    # AQuA repeats the letter in the text
+    if all(text.lstrip("(")[:2] in (f"{letter})", f"{letter}.") for letter, text in texts.items()):
         texts = {letter: text.lstrip("(")[2:].strip() for letter, text in texts.items()}
     return texts if all(re.fullmatch(r"\w", letter) for letter in texts) else {}
 
@@ -459,7 +464,7 @@ def _conversation(row: Row, column: str, parts: Sequence[Mapping[str, Any]]) -> 
             raise ValueError(f"{row.where}: every message in {column!r} has to have a role and a text")
         refuse_surrogates(row.where, column, content)
         messages.append({"role": ROLES.get(role, role), "content": content})
-    while len(messages) > 1 and messages[-1]["role"] == "assistant":  # the answer of a warm start's row
+    while len(messages) > 1 and messages[-1]["role"] == "assistant":  # a row of a warm start ends with the answer
         messages.pop()
     if messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
         raise ValueError(

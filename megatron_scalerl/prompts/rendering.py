@@ -90,7 +90,8 @@ class PromptRenderer:
             raise ValueError("prompts.system: the chat template leaves the system message out")
         tags = tags_in(source + sample_prompt)
         if tags and not end and sample_prompt.rstrip().endswith(tags[1]):
-            return  # the prompt closes thinking, and the policy answers without
+            # the prompt closes thinking, so the policy answers without thinking
+            return
         if tags and (end != tags[1] or start not in ("", tags[0].strip())):
             raise ValueError(
                 f"prompts.think_start, prompts.think_end: the chat template thinks in {tags[0]!r} and "
@@ -108,7 +109,7 @@ class PromptRenderer:
         rendered: list[tuple[int, ...]] = []
         for start in range(0, len(problems), CHUNK):
             texts = [self.text(problem) for problem in problems[start : start + CHUNK]]
-            # No special tokens: some tokenizers would append an end-of-sequence token.
+            # No special tokens are added, since some tokenizers would append an end-of-sequence token.
             encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
             rendered.extend(self.with_bos(ids) for ids in encoded)
         return rendered

@@ -116,7 +116,7 @@ class _ForcedPhrase:
                 "phrase; take a fast tokenizer (tokenizer.json)"
             )
         if self._encoder is None:
-            # without the post-processor, which excludes whitespace from the offsets in byte-level vocabularies
+            # the post-processor is removed: it excludes whitespace from the offsets in byte-level vocabularies
             self._encoder = Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())
             self._encoder.post_processor = None
             self._encoder.no_padding()
@@ -130,7 +130,7 @@ class _ForcedPhrase:
 def _with_end_token(
     row: Row, ids: tuple[int, ...], mask: list[bool], ends: tuple[int, ...]
 ) -> tuple[tuple[int, ...], list[bool]]:
-    """(tokens, mask) with an end of sequence, appended where none is; `ends` empty: unchanged."""
+    """(tokens, mask) with an end of sequence, which is appended where none is; unchanged if `ends` is empty."""
     if not ends:
         return ids, mask
     at = next((i for i, token in enumerate(ids) if token in ends), len(ids))

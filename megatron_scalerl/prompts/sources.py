@@ -80,7 +80,8 @@ def _opened(path: Path) -> io.BufferedReader | gzip.GzipFile:
     if path.suffix != ".gz":
         return path.open("rb")
     with gzip.open(path) as file:
-        while file.read(1 << 20):  # before any line, which may be the whole file
+        # the size is checked before any line is read, since one line may be the whole file
+        while file.read(1 << 20):
             _check_size(path, file.tell())
     return gzip.open(path)
 
@@ -106,7 +107,7 @@ def _read_json(path: Path) -> Iterator[Row]:
             content = json.load(file)
     except (ValueError, RecursionError):
         content = None
-    # a single object of several lines is a row, too; JSON lines fail above at the second line
+    # a single object of several lines is also a row; JSON lines fail above, at the second line
     if isinstance(content, dict):
         content = content["data"] if isinstance(content.get("data"), list) else [content]
     if not isinstance(content, list):
@@ -127,7 +128,7 @@ def _row(place: str, value: Any) -> Row:
 
 def _read_csv(path: Path) -> Iterator[Row]:
     """The rows of a CSV file. All values are texts: an answer 007 stays 007."""
-    # the default is 128 KiB, and unit tests are longer
+    # csv limits a field to 128 KiB by default, and unit tests are longer
     csv.field_size_limit(2**31 - 1)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -162,7 +163,8 @@ def read_json_lines(path: Path) -> Iterator[Row]:
             place = f"{path}: line {number}"
             try:
                 yield _row(place, json.loads(line))
-            except (ValueError, RecursionError) as error:  # also for thousands of digits, or of brackets
+            except (ValueError, RecursionError) as error:
+                # JSON with thousands of digits, or of brackets, also raises here
                 problem = f"the line is not JSON: {str(error).partition(';')[0]}"
                 yield Row(where=place, values={}, problem=problem)
 
@@ -222,7 +224,7 @@ def _split_of(file: Path) -> str:
 
 
 def _read_saved_dataset(path: Path, split: str | None) -> Iterator[Row]:
-    import datasets  # slow to import, and most prompts are plain files
+    import datasets  # the import is slow, and most prompts are plain files
 
     try:
         saved = datasets.load_from_disk(str(path))
@@ -258,7 +260,7 @@ def other_columns(row: Row, columns: Collection[str]) -> dict[str, Any]:
     """
     extra_columns = {name: value for name, value in row.values.items() if name not in columns}
     for name, value in extra_columns.items():
-        if hasattr(value, "isoformat"):  # a time of Parquet
+        if hasattr(value, "isoformat"):  # Parquet has values of time
             extra_columns[name] = value.isoformat()
         try:
             msgspec.json.encode({name: extra_columns[name]})

@@ -13,7 +13,7 @@ from megatron_scalerl.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 PROBE = "def f(x):\n    return x + 12 * 345  # Größe, 数学, 👍\n\n\tThe answer is \\boxed{7}."
-"""Spaces, indentation, digits, other scripts."""
+"""Text with which two encodings are compared: spaces, indentation, digits, other scripts."""
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -31,15 +31,17 @@ def load_tokenizer(path: str | Path) -> Any:
             "is run; make a tokenizer.json of it (docs/families.md)"
         )
     config = None
-    with suppress(ValueError):  # a tokenizer is read beside other models, too
-        config = read_hf_config(path)  # transformers alone does not read Kimi-K2's
+    with suppress(ValueError):  # the tokenizer of any other model is read as well
+        # transformers alone does not read the configuration of Kimi-K2
+        config = read_hf_config(path)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=False)
     except (OSError, ValueError) as error:
         cause = " ".join(str(error).split())
         raise ValueError(f"policy.path: {path} has no tokenizer that can be read ({cause})") from None
     files = list(tokenizer.vocab_files_names.values())
-    if files and not any(Path(path, name).is_file() for name in files):  # transformers then makes an empty one
+    # without files, transformers makes an empty tokenizer
+    if files and not any(Path(path, name).is_file() for name in files):
         raise ValueError(
             f"policy.path: there is no tokenizer in {path}: it has none of {', '.join(files)}; copy the tokenizer's "
             "files of the policy that it was made from"

@@ -113,7 +113,7 @@ class TurnRenderer:
         for turn, name, text in zip(turns, turn_names, pieces[2::2]):
             ids = list(turn.token_ids)
             if name.startswith("a"):
-                # without thinking, or without any token if thinking did not end, and without white space after
+                # the answer is left: no thinking, no token if thinking did not end, and no white space after thinking
                 answer = ids[turn.answer_start or len(ids) :]
                 ids = list(dropwhile(lambda token: not self._tokenizer.decode([token]).strip(), answer))
             context += ids + self._next_tokens(text, ids)

@@ -3,7 +3,7 @@
 An overlay is a file with differences from a recipe, and so serves recipes of every size; recipes/ablations has some
 overlays. `overlay=FILE` stands among the overrides: every command that takes a recipe takes overlays.
 
-Checks that the files that a recipe names exist, before heavy packages are imported.
+The files that a recipe names are looked for before heavy packages are imported.
 """
 
 import functools
@@ -27,7 +27,7 @@ from megatron_scalerl.recipe.tasks import tasks_of
 LISTED = "megatron_scalerl/recipe/sections.py and process_sections.py"
 """Files with all keys, for users."""
 OVERLAY = "overlay"
-"""Not a key of a recipe: the override `overlay=FILE` lays a file over the settings so far."""
+"""Name of an override that is no key of a recipe: `overlay=FILE` lays a file over the settings so far."""
 _warn = functools.cache(logging.getLogger(__name__).warning)
 """Logs each text only once."""
 FORMER_KEYS = {
@@ -72,12 +72,13 @@ def load_recipe_for(
             raise RecipeError(
                 f"{path}: {key} is {_value_text(data[key])}; it has to be a section with keys and values"
             )
-    # a run's megatron_path holds the run's first weights, not those of `policy`, into which adapters are merged
+    # a run's megatron_path holds the run's first weights, not those of `policy`, which contain the adapters
     reset_keys = {"megatron_path": None, "lora": None, "adapter": None}
     data["policy"] = data.get("policy", {}) | reset_keys | {"path": str(policy)}
     if "tasks" not in data.get("prompts", {}):
         data["prompts"] = {"path": prompts} | data.get("prompts", {})
-    return _overridden(data, files, overrides, without=("algorithm",))  # of the training alone
+    # the section algorithm belongs to the training alone
+    return _overridden(data, files, overrides, without=("algorithm",))
 
 
 def _overridden(
@@ -87,7 +88,8 @@ def _overridden(
     files = list(files)
     for item in overrides:
         for section in ("environment", "algorithm"):
-            data[section] = section_of(data.get(section, {}))  # keys of the section may follow
+            # later overrides may set keys of the section
+            data[section] = section_of(data.get(section, {}))
         key, _, value = item.partition("=")
         if key == OVERLAY:
             over = read_yaml(Path(value))
@@ -138,7 +140,7 @@ def read_run_recipe(run_dir: str | Path) -> dict[str, Any]:
 
     Raises `RecipeError` for a file that is missing or unreadable.
     """
-    # constructed without a check: keys that have no default are missing here
+    # model_construct checks nothing, so keys without a default are missing here
     defaults = Recipe.model_construct().model_dump(mode="json", warnings=False)
     return merged(defaults, read_yaml(Path(run_dir) / "recipe.yaml"))
 
@@ -161,7 +163,7 @@ def read_yaml(path: Path, kind: str = "a recipe file") -> dict[str, Any]:
         state = "is empty" if data is None else f"holds a {type(data).__name__}"
         raise RecipeError(f"{path}: the file {state}; it has to have keys with their values")
     rewards = data.get("rewards")
-    # the name of rewards.variables in 0.2, which recipes of runs have
+    # version 0.2 called rewards.variables `environment`, and recipes of old runs still have this name
     if isinstance(rewards, dict) and "environment" in rewards and "variables" not in rewards:
         rewards["variables"] = rewards.pop("environment")
     for key, (default, now) in FORMER_KEYS.items():

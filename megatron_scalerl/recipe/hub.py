@@ -25,7 +25,7 @@ def local_path(path: str, kind: Kind, *, download: bool = False) -> str:
     name = _NAME.fullmatch(path)
     if name is None or Path(path).exists() or _FILE.fullmatch(path) or find_spec("huggingface_hub") is None:
         return path  # a plan and a forecast are made without that package
-    from huggingface_hub import constants, snapshot_download  # only where a path does not exist
+    from huggingface_hub import constants, snapshot_download  # needed only for a path that does not exist
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     online = download and not constants.HF_HUB_OFFLINE
@@ -34,10 +34,10 @@ def local_path(path: str, kind: Kind, *, download: bool = False) -> str:
             name["repo"], repo_type=kind, revision=name["revision"], local_files_only=not online
         )
     except (OSError, ValueError) as error:
-        # huggingface_hub raises LocalEntryNotFoundError online, too, if the hub cannot be reached
+        # huggingface_hub raises LocalEntryNotFoundError also while online, if the hub cannot be reached
         if online and not isinstance(error, LocalEntryNotFoundError):
             raise ValueError(f"{path}: the download failed: {str(error).strip().splitlines()[0]}") from None
-        # not in the cache: the check of the path fails later, and names the command (`hint`)
+        # the name is not in the cache: the check of the path fails later, and names the command (`hint`)
         return path
     return folder + name["folder"]
 
@@ -52,7 +52,8 @@ def hint(path: str, kind: Kind) -> str:
     # a path whose first part is a folder here is a path with a mistake, not a name on the hub
     if name is None or _FILE.fullmatch(path) or Path(path.partition("/")[0]).exists():
         return ""
-    if kind == "model" and name["folder"]:  # runs/tiny/policy: a policy is a whole repository
+    # a policy is a whole repository, so runs/tiny/policy is a path and no name
+    if kind == "model" and name["folder"]:
         return ""
     command = f"hf download {name['repo']}"
     if kind == "dataset":

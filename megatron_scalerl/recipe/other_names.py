@@ -91,9 +91,9 @@ def setting_of(key: str) -> str:
 
 
 def innermost(key: str, value: object, valid: Iterable[str]) -> str:
-    """The unknown `key`, or a key inside: for a section that is like no `valid` section, a key that is set there.
+    """The key that an error about an unknown `key` names: the key itself, or a key inside of an unknown section.
 
-    A key of another framework comes before other keys.
+    A key inside is named if the section is like no `valid` section. A key of another framework comes first.
     """
     section, _, last = key.rpartition(".")
     if _nearest(last, [name for name in valid if name.rpartition(".")[0] == section], _NEAR_SIBLING):
@@ -157,7 +157,7 @@ def unknown_key(
     section, last = key.rpartition(".")[::2]
     siblings = [name for name in names if name.rpartition(".")[0] == section]
     all_names = [name for name in names if ".NAME." not in name]
-    # in this order: a short name is somewhat like many names, so that only names of the same section may be far
+    # the order matters: a short name is somewhat like many names, so only names of the same section may be far
     for candidates, likeness in ((siblings, _NEAR_SIBLING), (all_names, _NEAR_OTHER), (siblings, _FAR_SIBLING)):
         if nearest := _nearest(last, candidates, likeness):
             return f"{text}; the nearest is {' or '.join(nearest)}"

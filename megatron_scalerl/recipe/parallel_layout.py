@@ -1,6 +1,6 @@
 """The parallel layout of the trainer: group sizes, layers per pipeline stage, divisibility constraints.
 
-Used by the recipe schema, the preflight checks, the trainer ranks and the planner, so that a layout that
+The recipe schema, the preflight checks, the trainer ranks and the planner use this module. So a layout that
 Megatron-Core would reject with an assertion is a one-line error everywhere. Imports no torch.
 """
 

@@ -1,6 +1,6 @@
 """The sections of a recipe about processes: trainer ranks, engines, and the weights from trainer to engines.
 
-Defaults and docstrings as in `recipe.sections`. Two sections pass options through by the original names: `megatron`
+Defaults and docstrings follow `recipe.sections`. Two sections pass options through by the original names: `megatron`
 to Megatron-Core's dataclasses and `engine.vllm` to vLLM's engine arguments.
 """
 
@@ -39,15 +39,15 @@ class TrainerSection(Section):
     """Precision of the logit gradient in matrix products with a bfloat16 head: bf16, the sum of two bf16 numbers for
     the head's gradient (error 1e-5 instead of 3e-3, a further product), or fp32 (slow)."""
     loss_in_chunk: bool = True
-    """Compute a loss that is a sum over tokens (cispo, dapo, grpo) together with the gradient while a chunk's logits
-    are in memory, instead of recomputing the logits in the backward pass: a quarter less work, but an fp32 gradient
-    of the head is held until the backward pass. Where logit_workspace_mb holds less than 1,024 tokens on a GPU, the
-    logits are recomputed."""
+    """For a loss that is a sum over tokens (cispo, dapo, grpo): compute loss and gradient while a chunk's logits are
+    in memory. The backward pass then recomputes no logits, which saves a quarter of the work. An fp32 gradient of the
+    head is held until the backward pass. Where logit_workspace_mb holds less than 1,024 tokens on a GPU, the logits
+    are recomputed."""
     step_timeout_s: PositiveFloat = 3600.0
     """Time limit of one trainer command (s), beyond which the trainer has failed."""
     max_restarts: NonNegativeInt = 3
-    """When the trainer fails, all ranks are started again from the newest checkpoint while the engines keep running;
-    at most this many times without a new checkpoint in between. 0: the run fails."""
+    """Most restarts of the trainer without a new checkpoint in between; 0: the run fails. At a restart all ranks are
+    started again from the newest checkpoint, while the engines keep running."""
     start_timeout_s: PositiveFloat = 1800.0
     """Time limit for all trainer processes to start (s)."""
     deterministic: bool = False
@@ -76,9 +76,9 @@ class EngineSection(Section):
     devices_per_engine: PositiveInt = 1
     """Devices per engine, for CUDA_VISIBLE_DEVICES and the ledger."""
     colocate: bool = False
-    """The engines run on the trainer's devices, count x devices_per_engine = trainer.world_size: for runs on one
-    host, also with a single GPU. Both take turns on a device. The ledger charges half of a device to the trainer and
-    half to the engine. vLLM's kv_cache_memory_bytes and gpu_memory_utilization have to be set."""
+    """The engines run on the trainer's devices, for runs on one host, also with one GPU. Both take turns on a device.
+    Requires count x devices_per_engine = trainer.world_size, and kv_cache_memory_bytes and gpu_memory_utilization in
+    `vllm`. The ledger charges half of a device to the trainer and half to the engine."""
     threads: PositiveInt = 1
     """CPU threads of each engine (OMP_NUM_THREADS); ignored on GPUs."""
     host: str = "127.0.0.1"
@@ -88,9 +88,9 @@ class EngineSection(Section):
     start_timeout_s: PositiveFloat = 1800.0
     """Time limit for a server to start (s)."""
     stall_timeout_s: PositiveFloat = 600.0
-    """Time limit (s) after which an engine is evicted that answers no poll, that produces no token for requests with
-    tokens, or whose response is incomplete so long after its header. A pause for a weight update does not count as
-    time without a token. A generation has no total time limit."""
+    """Time limit (s) after which an engine is evicted that answers no poll. The limit also holds for an engine that
+    produces no token for requests with tokens, and for a response whose rest does not follow the header. A pause for
+    a weight update does not count as time without a token. A generation has no total time limit."""
     first_token_timeout_s: PositiveFloat = 1800.0
     """The limit instead of stall_timeout_s while no running request has a token yet (s), since a prefill reports no
     progress. A longer stall_timeout_s is used instead."""
@@ -101,11 +101,10 @@ class EngineSection(Section):
     """A completion without usable log-probs is dropped from the group; an engine is evicted after this many
     consecutive dropped completions."""
     max_restarts: NonNegativeInt = 5
-    """An evicted engine's server is ended and started again, after a delay that doubles from 1 s to 60 s; at most
-    this many times in a row, not counting starts after which the server ran for 10 minutes more than stall_timeout_s,
-    first_token_timeout_s and weights.timeout_s each allow a hung server. The engine's groups are generated again. 0:
-    an engine is given up at the first failure. An engine that ends twice before any engine of the run has completed a
-    request is given up."""
+    """Most restarts of an evicted engine's server in a row; 0: an engine is given up at the first failure. The delay
+    before a restart doubles from 1 s to 60 s, and the engine's groups are generated again. A start does not count if
+    the server ran for 10 minutes more than stall_timeout_s, first_token_timeout_s and weights.timeout_s each allow a
+    hung server. An engine that ends twice before any engine of the run has completed a request is given up."""
     min_engines: PositiveInt = 1
     """The run fails when fewer engines than this are not given up; at most engine.count."""
     vllm: dict[str, Any] = Field(default_factory=dict)
@@ -120,7 +119,7 @@ class EngineSection(Section):
 
 
 def _off_text(value: object) -> object:
-    """YAML reads off without quotation marks as false."""
+    """The text off in place of false, which YAML reads for off without quotation marks."""
     return "off" if value is False else value
 
 

@@ -58,7 +58,7 @@ def _checked_name(name: str) -> str:
 
 
 TEACHER = "teacher-"
-"""Begin of the name of a teacher's engine."""
+"""First characters of the name of a teacher's engine."""
 
 
 class Recipe(Section):
@@ -155,7 +155,8 @@ class Recipe(Section):
         if interruption.enabled == AUTO:
             interruption = interruption.model_copy(update={"enabled": self.interruption.enabled})
         environment = task.environment or self.environment
-        if environment.name is None:  # single turns, to which no limit of episodes holds
+        # the task has single turns, to which no limit of an episode applies
+        if environment.name is None:
             environment = EnvironmentSection()
         sections = {
             "prompts": self.prompts.model_copy(update={"tasks": None, **prompts}),
@@ -187,7 +188,7 @@ class Recipe(Section):
         if penalty is None:
             return None
         longest = penalty.max_tokens or self.max_completion_tokens
-        # the paper's limits are 14k and 2k
+        # a seventh, since the paper's limits are 14k and 2k
         return LengthPenaltySection(max_tokens=longest, cache_tokens=penalty.cache_tokens or max(1, longest // 7))
 
     def longest_sequence(self, phrase_tokens: int | None = None) -> int:
@@ -206,7 +207,7 @@ class Recipe(Section):
                 tag = "</think>"
             if phrase_tokens is None:
                 phrase_tokens = len((self.interruption.phrase + tag).encode())
-            forced = phrase_tokens + 1  # the end of sequence
+            forced = phrase_tokens + 1  # 1 for the end of sequence
         return self.prompts.max_prompt_tokens + self.max_completion_tokens + forced
 
     @property
@@ -301,7 +302,7 @@ class Recipe(Section):
                 f"engine.min_engines: {self.engine.min_engines} is more than the "
                 f"{self.engine.count} engines of engine.count"
             )
-        # options of Megatron-Core pass by the schema; only the agreement with the world size is checked here
+        # the schema does not check options of Megatron-Core; only the agreement with the world size is checked here
         check_world(sizes_of(self.megatron.parallel), self.trainer.world_size)
         if r.routing_replay and r.kv_cache == "keep":
             raise ValueError("rollouts.routing_replay needs rollouts.kv_cache recompute; it is keep")

@@ -38,7 +38,7 @@ The paper prints the trailing space before the tag."""
 
 
 AUTO: Final = "auto"
-"""Value of a setting that follows from tokenizer and prompts, which `prompts.chat.with_chat` fills in."""
+"""Value of a setting that follows from tokenizer and prompts, which `prompts.chat.Chat.settled` fills in."""
 
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -74,7 +74,7 @@ class PolicySection(Section):
     megatron_path: str | None = None
     """Converted checkpoint (docs/checkpoints.md) whose weights the trainer starts from. null: weights of path."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Data type of weights and activations in trainer and engines. bfloat16: the trainer keeps fp32 weights too."""
+    """Data type of weights and activations in trainer and engines. bfloat16: the trainer also keeps fp32 weights."""
     logits: Literal["fp32", "model"] = "fp32"
     """Precision of the logit projection in trainer and engines (section 3.2 of the paper: fp32). `model`: the
     precision of policy.dtype, for the ablation."""
@@ -215,21 +215,21 @@ class PromptsSection(Section):
     answer_column: str | None = None
     """Column with the reference answer, passed to the verifier. null: the layout's column."""
     prompt_template: str = "{prompt}"
-    """Format string of the prompt; `{prompt}` is replaced by the problem's text."""
+    """The prompt's text, in which `{prompt}` stands for the problem's text."""
     chat_template: bool | Literal["auto"] = AUTO
     """Apply the tokenizer's chat template: the rendered prompt is the user's message. auto: rows of messages take a
     template that exists, rows of text a template that ends answers with an end token of the policy. Required for
     rows with several messages, whose last message prompt_template renders."""
     system: str | None = None
-    """Message of the system, in place of the file's. Requires chat_template."""
+    """System message, in place of the system message in the file. Requires chat_template."""
     template_arguments: dict[str, Any] = {}
     """Arguments of the chat template, such as enable_thinking. A name that is not in the template is refused."""
     template_date: date = date(2024, 7, 26)
-    """The day that a chat template gets for today's (Llama 3.2, gpt-oss), so that a prompt has the same tokens every
-    day. The default is the day in Llama 3.2's template."""
+    """Date that a chat template with today's date gets (Llama 3.2, gpt-oss), so that a prompt has the same tokens
+    every day. The default is the date in Llama 3.2's template."""
     digest: str | None = None
     """Digest of every prompt's id and tokens. null: filled in when a run starts. A run whose prompts have another
-    digest is refused, at a resume too: a file, the tokenizer, the chat template or the rendering code has changed."""
+    digest is refused, also at a resume: a file, the tokenizer, the chat template or rendering code has changed."""
     add_bos: bool = True
     """Prepend the tokenizer's beginning-of-sequence token, if any, to prompts that do not start with it."""
     think_start: str = AUTO
@@ -266,9 +266,9 @@ class RolloutsSection(Section):
     """Completions per prompt (the paper: 16)."""
     schedule: Literal["pipeline", "ppo_off_policy"] = "pipeline"
     """Order of generation and training (section 3.1 of the paper: pipeline). pipeline: PipelineRL-k, both at once.
-    ppo_off_policy: PPO-off-policy-k, in turn: one version of the policy generates updates_per_phase batches, which
-    are then trained on one after another; the engines get the weights after the last batch, and validations run
-    between the phases."""
+    ppo_off_policy: PPO-off-policy-k, one after the other. One version of the policy generates updates_per_phase
+    batches, which are then trained on one by one. The engines get the weights after the last batch, and validations
+    run between the phases."""
     updates_per_phase: PositiveInt = 8
     """ppo_off_policy: k, the batches of groups_per_batch prompts that one version of the policy generates. The paper
     (section 3.1) has 8, and 1, which is synchronous. pipeline: there are no phases; leave the default."""
@@ -466,12 +466,12 @@ class LossSection(Section):
     name: str = "cispo"
     """cispo, dapo, grpo, gspo (section 3.2 of the paper: cispo), or `module:function` of your own."""
     max_is_weight: PositiveFloat = 5.0
-    """cispo: cap on the importance weight (trainer over engine probability); the cap, not a distance from 1.
+    """cispo: largest importance weight (trainer over engine probability). The value is no distance from 1.
     (Inferred: the paper's CISPO curve is the "clip = 5" curve.)"""
     clip_low: NonNegativeFloat | None = None
     """dapo, grpo, gspo: lower clip distance from 1. null: the default of the loss (0.2; gspo 3e-3)."""
     clip_high: NonNegativeFloat | None = None
-    """dapo, grpo, gspo: upper clip distance from 1. null: that of the loss (dapo 0.26, grpo 0.2, gspo 5e-3)."""
+    """dapo, grpo, gspo: upper clip distance from 1. null: default of the loss (dapo 0.26, grpo 0.2, gspo 5e-3)."""
     options: dict[str, Any] = {}
     """Further arguments of a loss of your own, by name."""
     reduction: Literal["prompt_mean", "sequence_mean", "token_mean"] = "prompt_mean"
@@ -565,7 +565,7 @@ class CostSection(Section):
     price_per_device_hour: PositiveFloat | None = None
     """Price of one GPU, without GPUs of one process, for an hour (`currency`). null: no costs are printed."""
     currency: str = "USD"
-    """Printed behind every amount."""
+    """Currency that is printed behind every amount."""
 
 
 class SftSection(Section):

@@ -5,7 +5,7 @@ from megatron_scalerl.recipe.sections import AUTO, PromptsSection, RewardsSectio
 from megatron_scalerl.record import record
 
 AUDITS = {"math": "megatron_scalerl.rewards.audit:confirm_math"}
-"""Verifier -> second judge with validation.audit: auto, in the form of `rewards.verifier`."""
+"""Verifier -> the second judge that validation.audit: auto chooses, in the form of `rewards.verifier`."""
 
 
 @record

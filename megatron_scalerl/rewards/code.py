@@ -30,12 +30,12 @@ from megatron_scalerl.rewards.sandbox import Sandbox
 OUTPUT_SLACK = 1 << 16
 """A program may write this many bytes more than twice the expected output; with more, the run is killed and wrong."""
 NUMBER_LENGTH = 64
-"""Longer words are compared as text, not as numbers."""
+"""Most characters of a word that is compared as a number. Longer words are compared as text."""
 PYTHON = ("python", "python3", "py", "py3", "python2")
 """Languages of a fenced block, in lower case."""
 _STATEMENTS = (ast.Call, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 PLACES = 6
-"""Expected numbers with this many decimal places, or with an exponent, are compared as APPS and TACO compare."""
+"""Decimal places from which expected numbers, and numbers with an exponent, are compared as in APPS and TACO."""
 RELATIVE = Decimal("1e-5")
 """Relative tolerance of such a number, as in numpy.allclose."""
 ABSOLUTE = Decimal("1e-8")
@@ -76,7 +76,8 @@ def _blocks(answer_text: str) -> Iterator[tuple[str, str]]:
     language = indent = ""
     fence: str | None = None
     lines: list[str] = []
-    for line in answer_text.replace("\r\n", "\n").split("\n"):  # a literal may hold any other separator of lines
+    # the text is split at line breaks alone, since a literal may hold any other separator of lines
+    for line in answer_text.replace("\r\n", "\n").split("\n"):
         mark = _FENCE.match(line)
         if mark and "`" in mark[3]:
             mark = None

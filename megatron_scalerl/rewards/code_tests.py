@@ -114,7 +114,7 @@ def _function_of(row: Mapping[str, Any]) -> str:
     names = (place.get(key) for place in (row, metadata) for key in ("fn_name", "func_name", "entry_point"))
     name = next((name for name in names if name), "")
     if isinstance(name, str):
-        name = name.removeprefix("Solution().")  # LeetCodeDataset
+        name = name.removeprefix("Solution().")  # LeetCodeDataset has this prefix
     if not isinstance(name, str) or (name and (keyword.iskeyword(name) or not name.isidentifier())):
         raise ValueError(f"the tests name the function {name!r}, which is no name in Python")
     return name
@@ -136,7 +136,8 @@ def _calls(parsed: list[dict[str, Any]], name: str) -> CodeTests:
     for case in parsed:
         case_input = case["input"]
         expected = case["output"]
-        if isinstance(case_input, str):  # LiveCodeBench: each argument, and the result, is a JSON text
+        if isinstance(case_input, str):
+            # LiveCodeBench writes each argument, and the result, as a JSON text
             try:
                 case_input = [json.loads(line) for line in case_input.split("\n") if line.strip()]
                 if isinstance(expected, str):

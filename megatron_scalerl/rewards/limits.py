@@ -20,7 +20,7 @@ from pathlib import Path
 from megatron_scalerl.record import record
 
 OPEN_FILES = 256
-"""Open files of a worker."""
+"""Most open files of a worker."""
 MIB = 2**20
 
 
@@ -39,7 +39,7 @@ class Limits:
     cpu_s: float
     """Processor seconds of the worker with all threads, without child processes."""
     memory_mb: int | None
-    """Address space in MiB beyond the worker's at the begin of the check; None: no limit."""
+    """Address space that the check may add to the worker's at the start of the check (MiB); None: no limit."""
     file_mb: int
     """Size in MiB of each written file."""
 
@@ -63,7 +63,7 @@ def limited_check(limits: Limits) -> Iterator[None]:
     memory = limits.memory_mb
     if memory is not None:
         lower(resource.RLIMIT_AS, address_space() + memory * MIB, soft_only=True)
-    # the default action: a handler in Python would wait for the end of a long call in C
+    # the default action ends the process at once: a handler in Python would wait for the end of a long call in C
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
     try:

@@ -76,11 +76,11 @@ _OPERATORS = re.compile(r"\\(?:int|sum|prod|lim)(?![a-z])|\\frac\{?d\}?\{?d|/dx"
 """Operators of a value that is still to compute."""
 _FORMULA = re.compile(r"\$[^$]+\$|\\\([^$]{1,500}?\\\)")
 _FEW = 200
-"""References that one process parses."""
+"""Most references that one process parses."""
 _PARSE_S = 5
-"""Seconds to parse a reference."""
+"""Time limit to parse a reference (s)."""
 _LONGEST = 2000
-"""Characters of a reference."""
+"""Most characters of a reference that is compared."""
 _PERCENT = re.compile(r"\s*(?:\$|\\\)|\\\])\s*(\\?%|[Pp]ercent(?:age)?|[Pp]ct)")
 
 
@@ -96,9 +96,9 @@ def last_box(text: str) -> str | None:
 
 
 def _found_box(text: str) -> tuple[int, str | None, int]:
-    """(begin, content, and end position of the last box); the content is None without a box.
+    """(start, content and end of the last box); the content is None without a box.
 
-    A nested box is part of the outer box, and an unclosed box does not count. A box without braces at the begin of a
+    A nested box is part of the outer box, and an unclosed box does not count. A box without braces at the start of a
     formula contains the whole formula, else the next word. A percent sign after the formula with the box is kept.
     """
     closing = _closing_braces(text)
@@ -281,7 +281,7 @@ def stated_reference(reference: str) -> str:
     _, mark, text_after = reference.rpartition("####")
     text = text_after.strip()
     if mark:
-        text = text.partition("\n")[0]  # MetaMathQA adds a sentence
+        text = text.partition("\n")[0]  # MetaMathQA adds a sentence after the line
     if _has_words(text):
         return last_box(text) or text
     return text

@@ -195,7 +195,7 @@ def statement(text: str) -> str:
 
 
 def is_open(text_before: str, text_behind: str) -> bool:
-    """Whether the words around an answer in the sentence leave it open, take it back, or offer another answer."""
+    """Whether the words around an answer leave the answer open, take it back, or offer another answer."""
     beside = " ".join(text_behind.split()[:3])
     return bool(
         _OPEN_WORDS.search(_CLAUSE.split(text_before)[-1])
@@ -227,7 +227,8 @@ def stated_number(text: str, exact: bool = True) -> tuple[str, str]:
     text_behind = sentence[last.end() :]
     listed = len(runs) > 1 and _LIST_SIGN.fullmatch(sentence[runs[-2].end() : last.start()])
     rounded = exact and _ABOUT_WORDS.search(_CLAUSE.split(text_before)[-1] + text_behind)
-    of_a_word = text_before[-1:].isalpha() or units[last.end() :].startswith("_")  # x14, log14, a_14
+    # the number of x14, log14 and a_14 belongs to a word
+    of_a_word = text_before[-1:].isalpha() or units[last.end() :].startswith("_")
     if listed or rounded or of_a_word or is_open(text_before, text_behind):
         return "", ""
     return sentence[last.start() : last.end()].strip(), _CLAUSE_END.split(text_behind)[0]

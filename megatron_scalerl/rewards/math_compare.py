@@ -66,7 +66,8 @@ def is_equal(expected: Reading, answer: Reading, timeout_s: int | None = None) -
     """True if an answer equals the reference. Answer or reference may lack a unit, but units may not differ."""
     gold = expected.whole + expected.values
     answers = answer.whole + answer.values
-    if answer.unit.startswith("_") and not expected.unit and answer.unit != "_10":  # another base
+    if answer.unit.startswith("_") and not expected.unit and answer.unit != "_10":
+        # the answer's digits have another base than ten
         return False
     if expected.unit and answer.unit:
         if expected.unit != answer.unit:

@@ -16,7 +16,7 @@ _Rewrites = Mapping[str, str | Callable[[re.Match[str]], str]]
 _TEXT = r"\\(?:text[a-z]*|mathrm|operatorname|mbox)\*?\s*"
 _DEGREE = r"\^\s*\{?\s*\\circ(?![a-z])\s*\}?"
 _LONGEST = 200
-"""Characters of a text in which a unit is searched."""
+"""Most characters of a text in which a unit is searched."""
 _COMBINATIONS = r"(?:\\mathrm\{C\}|C)"
 _GAP = r"(?:\s|~|\\[,;:! ])*"
 _MULTIPLES = {"dozen": "{12}", "hundred": "10^{2}", "thousand": "10^{3}", "million": "10^{6}"}

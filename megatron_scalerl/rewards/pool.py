@@ -133,14 +133,14 @@ class VerifierPool:
         self._first_try_ended = asyncio.Event()
         """Is set, and replaced, when the next first try ends."""
         self._made_s = 0.0
-        """Begin of the latest first try that gave a reward (of the event loop)."""
+        """Start of the latest first try that gave a reward (time of the event loop)."""
         self._rewarded: dict[_Kind, bytes] = {}
         """The latest request of each kind that gave a reward."""
         self._outstanding: dict[bytes, _Check] = {}
         self._cache: OrderedDict[bytes, Score] = OrderedDict()
         self._outages = outages.Outages("checks")
         self._failed_rows: deque[bytes] = deque(maxlen=outages.RECENT)
-        """For each of the latest checks the row for whose reference the verifier failed, too, or nothing."""
+        """For each of the latest checks: the row, if the verifier also fails for its reference, else no bytes."""
         self._failure_shown = False
 
     async def __aenter__(self) -> VerifierPool:
@@ -232,7 +232,7 @@ class VerifierPool:
         for pause_s in outages.PAUSES_S[: outages.TRIES - 1]:
             if not outcome.unavailable:
                 break
-            # Random: checks that held each other up do not come together again.
+            # The pause is random, so that checks that held each other up do not come together again.
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
             outcome = await self._try(request, alone=outcome.limit != "")
         if outcome.failed:
@@ -311,7 +311,7 @@ class VerifierPool:
         return outcome.waited, self._score_of(outcome).reward > self._rewards.incorrect
 
     async def _try(self, request: bytes, *, alone: bool = False, begun: Callable[[], None] = lambda: None) -> Outcome:
-        """The outcome of a try; after the death of the process a `limit`, and an `error` if a retry may differ.
+        """The outcome of a try. After the death of the process: a `limit`, and an `error` if a retry may differ.
 
         alone, begun: as for `WorkerPool.ask`. Raises CompletionLost.
         """
@@ -320,7 +320,8 @@ class VerifierPool:
         except WorkerDied as death:
             if not death.read:
                 reason = f"no verifier process took a completion: {death}"
-                if death.late or death.code is not None:  # else the request is refused for the death of other workers
+                if death.late or death.code is not None:
+                    # other requests are refused for the death of other workers
                     self._count(reason)
                 raise CompletionLost(reason, reason="verifier_lost") from None
             limit = self._exceeded(death) or "crash"
@@ -347,7 +348,7 @@ class VerifierPool:
     def _count(self, reason: str, row: bytes = b"") -> None:
         """Count a scored check, or a check that is lost for a `reason`; ends the pool if too many checks are lost.
 
-        row: the check's row, if the verifier raises for the row's reference, too.
+        row: the check's row, if the verifier also raises for the row's reference; else empty.
         """
         end = self._outages.ended(reason)
         self._failed_rows.append(row)
@@ -395,7 +396,7 @@ def child_environment(setting: str, passed: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"{setting}: the environment variable {name!r} is not set")
     path = os.pathsep.join(filter(None, (PACKAGE_ROOT, os.environ.get("PYTHONPATH"))))
     inherited = {n: v for n, v in os.environ.items() if n in INHERITED or n.startswith("LC_") or n in passed}
-    # Unbuffered, so that output before a kill is not lost.
+    # The output is unbuffered, so that output before a kill is not lost.
     return {"OMP_NUM_THREADS": "1", **inherited, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 

@@ -153,7 +153,7 @@ class Sandbox:
         try:
             if user:
                 extra = ""
-                # Only then does the kernel let an unprivileged user map groups.
+                # The kernel lets an unprivileged user map groups only after this denial.
                 (folder / "setgroups").write_text("deny")
             (folder / "uid_map").write_text(f"{user} {user} 1\n{extra}")
             (folder / "gid_map").write_text(f"{group} {group} 1\n{extra}")

@@ -330,10 +330,10 @@ def _awaited_result(value: Any) -> Any:
 def main() -> None:
     """Play the role of the first argument."""
     _, role, *role_arguments = sys.argv
-    sys.argv = [f"{role}.py"]  # as programs and unittest.main expect
+    sys.argv = [f"{role}.py"]  # programs and unittest.main expect this form
     sys.set_int_max_str_digits(0)
-    sys.setrecursionlimit(50_000)  # as LiveCodeBench does
-    _thread.stack_size(8 << 20)  # else as large as the main thread's
+    sys.setrecursionlimit(50_000)  # LiveCodeBench sets the same limit
+    _thread.stack_size(8 << 20)  # by default a stack is as large as that of the main thread
     with open(SOURCE, encoding="utf8") as file:
         source = file.read()
     if role == "program":

@@ -38,7 +38,7 @@ CPU_SLACK_S = 0.1
 clock."""
 MIB = 2**20
 _NEW = {"NS": 0x00020000, "UTS": 0x04000000, "IPC": 0x08000000, "USER": 0x10000000, "PID": 0x20000000}
-_FLAGS = sum(_NEW.values()) | 0x40000000  # and CLONE_NEWNET
+_FLAGS = sum(_NEW.values()) | 0x40000000  # the last flag is CLONE_NEWNET
 _PR_SET_DUMPABLE = 4
 _PR_SET_NO_NEW_PRIVS = 38
 _CAPABILITY_VERSION = 0x20080522
@@ -168,7 +168,7 @@ class _Programs:
     def _run_once(self, program: bytes, text: bytes, limit: int) -> None:
         source = os.pipe()
         stdout = os.pipe()
-        # A file, as on competition sites: some programs ask for the size.
+        # Standard input is a file, as on competition sites: some programs ask for the size.
         stdin = os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
         with open(stdin, "wb", closefd=False) as file:
             file.write(text)
@@ -179,7 +179,8 @@ class _Programs:
         _close(source[_READ_END], stdin, stdout[_WRITE_END])
         output = _pump(pid, {source[_WRITE_END]: program}, stdout[_READ_END], limit)
         code = self._reap(pid)
-        if len(output) > limit:  # also for a program that had ended before the kill
+        if len(output) > limit:
+            # a program that had ended before the kill gets this code as well
             code = -signal.SIGKILL
         self._results.result(code, self._cpu_left, output)
 
@@ -209,7 +210,8 @@ class _Programs:
 
         Raises _NotStarted.
         """
-        read_end, write_end = os.pipe()  # closed by exec, else brings the reason of a failed exec
+        # exec closes the pipe; after a failed exec the pipe brings the reason
+        read_end, write_end = os.pipe()
         try:
             pid = os.fork()
         except OSError as error:
@@ -248,7 +250,8 @@ class _Programs:
             (resource.RLIMIT_NOFILE, OPEN_FILES),
             (resource.RLIMIT_NPROC, THREADS),
             (resource.RLIMIT_CORE, 0),
-            (resource.RLIMIT_STACK, self._request["memory_mb"] * MIB // 2),  # for deep recursion through C
+            # the stack is large, for deep recursion through C
+            (resource.RLIMIT_STACK, self._request["memory_mb"] * MIB // 2),
             (resource.RLIMIT_MEMLOCK, 0),
         ):
             hard = resource.getrlimit(kind)[1]

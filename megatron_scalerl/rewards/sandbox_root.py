@@ -41,7 +41,7 @@ def build_root(executable: str, libraries: Sequence[str], *, file_mb: int) -> st
     executable: the interpreter, without symbolic links. libraries: the interpreter's folders, besides the system's
     folders. file_mb: the largest file of a program (MiB); /tmp holds four such files.
     """
-    # Private: later mounts of the host do not appear here.
+    # The mount is private: later mounts of the host do not appear here.
     _mount("none", "/", "", _RECURSIVE | _PRIVATE, "")
     place = next(path for path in ("/tmp", "/var", "/usr") if os.path.isdir(path))
     _mount("tmpfs", place, "tmpfs", _NOSUID | _NODEV, "size=1m,nr_inodes=1024,mode=755")

@@ -234,7 +234,7 @@ class Tests:
         return names
 
     def _local(self, name_message: dict[str, Any]) -> Any:
-        """The value of a name of the program; an exception becomes a class here, too, so that tests can catch it."""
+        """The value of a name of the program. An exception becomes a class here as well, for tests to catch."""
         if "exception" not in name_message:
             return decode(name_message["value"], self._remote)
         *derived, standard = name_message["exception"]
@@ -284,7 +284,7 @@ def _recorded_verdict(verdict: list[bool] | None, value: Any) -> bool:
 
 
 def _call_result(verdict: list[bool] | None, value: Any) -> Any:
-    """The result of an assertion method of unittest, which held."""
+    """The result of an assertion method of unittest. The assertion held, so the verdict is true."""
     _recorded_verdict(verdict, True)
     return value
 
@@ -303,7 +303,8 @@ def _end_threads() -> None:
     if threading is not None:
         if any(thread.daemon for thread in threading.enumerate()):
             _new_verdict()
-        threading._shutdown()  # as at the end of a program: idle threads of executors end, too
+        # idle threads of executors end as well, as at the end of a program
+        threading._shutdown()
 
 
 def _instrumented_tree(tree: ast.Module) -> ast.Module:

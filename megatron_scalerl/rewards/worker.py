@@ -136,7 +136,7 @@ def check_signature(head: str, function: Callable[..., Any], *arguments: str) ->
     """Raises ValueError, in one line that begins with `head`, if a function does not take these arguments."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # written in C without a signature
+    except ValueError:  # a function in C may have no signature
         return
     try:
         signature.bind(*arguments)
@@ -199,7 +199,7 @@ def reward_of(value: Any) -> bool | float:
     if value is None:
         raise ValueError("it returned None; return False for a wrong answer")
     try:
-        if hasattr(value, "item"):  # a scalar of numpy
+        if hasattr(value, "item"):  # numpy's scalars have this method
             value = value.item()
         if isinstance(value, bool):
             return value
@@ -222,13 +222,14 @@ async def run_judge(verifier: Verifier, check: bytes, timeout_s: float) -> Outco
     limit = asyncio.timeout(timeout_s)
     begin = time.process_time()
     passes: list[None] = []
-    asyncio.get_running_loop().call_soon(passes.append, None)  # called once the function waits
+    # the event loop appends only once the function waits
+    asyncio.get_running_loop().call_soon(passes.append, None)
     try:
         async with limit:
             value = reward_of(await verifier(*pickle.loads(check)))
         return Outcome(value=value, waited=bool(passes))
     except (Exception, asyncio.CancelledError) as error:
-        lines = traceback.format_exception_only(error)  # whatever the error's __str__ does
+        lines = traceback.format_exception_only(error)  # an error whose __str__ raises is also shown
         reason = next(line for line in lines if not line.startswith(" ")).strip()[:1000]
         trace = traceback.format_exc()[-4000:]
         if limit.expired():
@@ -254,7 +255,7 @@ def is_unavailable(error: BaseException) -> bool:
 
     An HTTP status of the exception, its response or its causes decides first: 408, 429 and 5xx are failures of the
     service. Without a status, the failures are a refused, broken or impossible connection, a name that does not
-    resolve, and a wait that ended. Any other exception, other OSErrors too, may be the answer's doing.
+    resolve, and a wait that ended. Any other exception, including other OSErrors, may be the answer's doing.
     """
     links = list(_links(error, set()))
     for link in links:
@@ -319,7 +320,8 @@ def load(setup_json: bytes) -> Callable[[bytes, bytes], Any] | str:
             return Answer(head=outcome, last=failures >= MOST_FAILURES)
 
         return judge_answer
-    if setup.verifier != "code":  # the sandbox of `code` limits programs, and needs room for input
+    if setup.verifier != "code":
+        # the sandbox of `code` limits programs, and needs room for input
         limit_process(limits)
     loaded = address_space()
 
