@@ -51,16 +51,15 @@ _END_CODES = (0, SAVED_CODE, *(128 + number for number in SIGNALS))
 _FINAL_CODES = (*_END_CODES, HOSTS_LEFT_CODE)
 """Exit codes after which the run is not started again."""
 _START_FAILURE_CODES = (2, IN_USE_CODE)
-"""Exit codes for a user error and for a run in use. Both are final at the first start only. Later, a port that a
-dying engine still holds is reported as a user error."""
+"""Exit codes for a user error and for a run in use. Both are final at the first start only: later, a port that a
+dying engine still holds is a user error, too."""
 
 
 def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
-    """Run `command`, and restart it until no restart may follow; returns the exit code of the last child.
+    """Run `command` until an end without restart; returns the child's exit code, 1 if another signal killed it.
 
     restarts: most restarts without a new checkpoint in between. The child gets SIGINT, SIGTERM and SIGUSR1, and then
-    is not started again. The result of a failure after SIGUSR1 is 75, since the run can go on from a checkpoint. The
-    result is 1 for a child that another signal killed.
+    is not started again. The result of a failure after SIGUSR1 is 75, since the run can go on from a checkpoint.
     """
     stopped_by = []
     early_signals = []
@@ -84,8 +83,7 @@ def supervise(command: Sequence[str], run_dir: Path, *, restarts: int) -> int:
             old_ends = read_jsonl(run_dir / "end.json")
             # In a new session: a terminal's SIGINT reaches the child once, from this process.
             child = subprocess.Popen(tied_command([*command]), start_new_session=True, env=variables)
-            # the signals that came while the child was being started are sent now
-            while early_signals:
+            while early_signals:  # received while the child was being started
                 child.send_signal(early_signals.pop(0))
             code = _exit_code(child.wait())
             child = None
@@ -132,10 +130,7 @@ def _handling(on_signal: Callable[[int, FrameType | None], None]) -> Iterator[No
 
 
 def _restart_objection(run_dir: Path, codes: Sequence[int], failures: int, restarts: int) -> str:
-    """The reason why no further start may follow, or "".
-
-    No start can help after some exit codes, and not more than `restarts` starts follow without a new checkpoint.
-    """
+    """The reason against a further start: no start can help after these exit codes, or `restarts` are used; or ""."""
     for kept_file in run_dir.rglob("*.kept"):
         return f"and has left {kept_file}, which has to be renamed to {kept_file.stem}"
     if codes[-2:] == [2, 2]:
@@ -162,7 +157,7 @@ def _size(file: Path) -> int:
 def _exit_code(code: int) -> int:
     """The exit code of a child whose `Popen.wait` returned `code`.
 
-    A child without handlers yet, which SIGINT, SIGTERM or SIGUSR1 ended, also has the exit code 130, 143 or 75.
+    A child that SIGINT, SIGTERM or SIGUSR1 ended before the child had handlers has the exit code 130, 143 or 75, too.
     """
     if -code == SAVE_SIGNAL:
         return SAVED_CODE
@@ -175,9 +170,9 @@ def _exit_code(code: int) -> int:
 def _pause(seconds: float, stopped_by: Sequence[int]) -> None:
     """Return after this time, or after the handler of the first signal of _HANDLED_SIGNALS.
 
-    A signal that came before the call also ends the pause.
+    A signal that came before the call ends the pause, too.
     """
-    # the signals are blocked, so that none can come between the check and the wait
+    # blocked, so that no signal can come between the check and the wait
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED_SIGNALS)
     try:
         if stopped_by:

@@ -97,16 +97,14 @@ class Controller:
         evaluation: EvaluationInputs | None = None,
         sinks: Sequence[Sink] = (),
     ):
-        """resumed: the checkpoint and the history; the history is dropped after the replay. sinks: receivers of
-        every record."""
+        """resumed: the history is handed over, and dropped after the replay. sinks: receivers of every record."""
         self._recipe, self._folder, self._fleet, self._resumed = recipe, folder, fleet, resumed
         self._sync, self._probe, self._meter = sync, probe, meter
         self._saving, self._progress = saving, progress
         self._prompts = prompts.training
         start = resumed.start
         history = resumed.history
-        # [batches since the last step] the reason why each batch had no sample left
-        self._empty: list[str] = []
+        self._empty: list[str] = []  # for each batch since the last step, the reason why no sample was left
         self._scorer = TokenScores(recipe, fleet, folder.path)
         self._state = RunState(step=start.step, batches=start.batches)
         rounds = Rounds(fleet.engines, timeout_s=recipe.weights.timeout_s) if recipe.rollouts.deterministic else None
@@ -160,33 +158,30 @@ class Controller:
             await self._fleet.trainer.load(str(self._resumed.start.checkpoint))
         await self._publish()
         self._meter.charge_startup()
-        # No training is in progress yet. A validation is due at step 0, or for a version without a recorded
-        # validation.
+        # a validation of step 0, or of a version whose validation is not recorded; nothing trains yet
         if self._phase_over and self._measurements.begin(while_training=False):
             await self._measurements.end_validation(self._overlap.while_waiting)
-        # The replay comes before the start, so that curriculum and gate have their state at the journal's end.
-        await self._replay()
+        await self._replay()  # before the start, so that curriculum and gate have their state at the journal's end
         self._stream.start(self._state.step)
         return await self._train()
 
     async def _train(self) -> str:
-        """Train until all steps are made or no prompt is left.
+        """The train loop.
 
-        Consumes: one batch of groups per iteration from the rollout stream. Waits for: the stream, the trainer's
-        step, the validation in progress, the weight update, a checkpoint. Unblocked by: group tasks that finish (the
-        gate guarantees that these groups suffice), the trainer's answer, the engines' answers. A process that exits
-        or hangs cancels the loop from outside (`launcher.while_alive`).
+        Consumes: one batch of groups per iteration from the rollout stream.
+        Waits for: the stream, the trainer's step, the validation in progress, the weight update, a checkpoint.
+        Unblocked by: group tasks that finish (the gate guarantees that these groups suffice), the trainer's answer,
+        the engines' answers. A process that exits or hangs cancels the loop from outside (`launcher.while_alive`).
         """
         while self._state.step < self._recipe.steps:
             begin = self._meter.elapsed
-            # The call waits for the gate, which keeps the staleness at most k.
-            groups = await self._overlap.next_batch()
+            groups = await self._overlap.next_batch()  # waits for the gate: staleness <= k
             if groups is None:
                 return await self._finish(self._stream.exhausted or "no prompt is left", final=True)
             waited = self._meter.elapsed - begin
             if self._state.batches == 0 and self._recipe.sft.path is None:
                 check_thinking(groups, self._recipe.prompts.think_end)
-            # The batch is in the journal before the step, so that a restart trains the same batches again.
+            # in the journal before the step: a restart trains the same batches again
             async with self._saving.uninterrupted():
                 await self._record(groups)
             await self._train_on(groups, waited)
@@ -200,8 +195,7 @@ class Controller:
         return await self._finish(f"all {self._recipe.steps} steps are made")
 
     async def _record(self, groups: Sequence[RolloutGroup]) -> None:
-        """Charge a batch, then journal the batch. In this order no batch of the journal lacks the charge for
-        producing the batch."""
+        """Charge a batch, then journal it: a batch in the journal must not lack the charge for producing it."""
         state = self._state
         self._meter.charge_produce(state.batches)
         await self._journal.batch(
@@ -220,7 +214,7 @@ class Controller:
         one_by_one = self._recipe.rollouts.one_by_one
         if not one_by_one:
             await self._stream.trained(self._state.served)
-        # While a checkpoint is written, the engines generate; with rollouts.one_by_one, the engines validate.
+        # while a checkpoint is written, the engines generate, or, with rollouts.one_by_one, validate
         async with self._saving.uninterrupted():
             await self._saver.maybe(self._state.step, self._state.batches)
         if one_by_one:
@@ -228,11 +222,8 @@ class Controller:
             await self._stream.trained(self._state.served)
 
     async def _train_batch(self, groups: Sequence[RolloutGroup], waited: float) -> None:
-        # The trainer is idle between two steps, so that a checkpoint can be committed.
-        await self._saver.commit(wait=False)
-        # The call filters the groups, computes advantages and assigns samples to ranks, unless the batch was sent
-        # early.
-        batch = await self._overlap.send(groups)
+        await self._saver.commit(wait=False)  # the trainer is idle
+        batch = await self._overlap.send(groups)  # after filters, advantages, assignment
         await asyncio.to_thread(write_trained, self._folder.path, self._state.batches, batch.plan.trained)
         self._state.batches += 1
         record = {"batches": self._state.batches, "wait_for_batch_seconds": waited}
@@ -241,15 +232,12 @@ class Controller:
         report = None
         if batch.step is not None:
             await self._scorer.record(batch.step, groups)
-            # During the step the next batch is sent, and joining engines get weights.
-            report = await self._overlap.step(batch.step)
+            report = await self._overlap.step(batch.step)  # meanwhile: next batch sent, joining engines served
             self._sync.trained(report)
             self._state.step = report.policy_version
             record["send_seconds"] = self._overlap.send_seconds
         if self._phase_over:
-            # The update pauses the engines, sends, labels and verifies the weights, resumes the engines, and probes
-            # them.
-            record |= await self._publish()
+            record |= await self._publish()  # pause, send, label, verify, resume, probe
         self._note(record | self._charge(), report, batch.plan.stats)
         if self._phase_over:
             self._measurements.begin()
@@ -269,7 +257,7 @@ class Controller:
 
     @property
     def _phase_over(self) -> bool:
-        """True if the batches so far are whole phases. Only the schedule ppo_off_policy has incomplete phases."""
+        """True if the batches so far are whole phases: always, but for the schedule ppo_off_policy."""
         return self._state.batches % self._recipe.rollouts.batches_per_update == 0
 
     async def _publish(self) -> dict[str, Any]:
@@ -279,7 +267,7 @@ class Controller:
         """
         state = self._state
         served_version = self._state.served
-        # A batch without samples after the filters makes no new version.
+        # A batch without samples after the filters has made no version.
         if state.step == served_version:
             return {}
         pinned = await self._measurements.unpin()
@@ -308,19 +296,18 @@ class Controller:
         }
 
     async def _replay(self) -> None:
-        """Train the batches after the checkpoint again after a restart, then restore the stream.
+        """After a restart: train the batches after the checkpoint again, then restore the stream.
 
         Consumes: the journal's events and groups. Waits for: trainer steps and weight updates, as in `_train`. The
         stream is not started yet, so nothing is generated.
         """
         history = self._resumed.history
-        # The history is replaced, because the caller keeps `resumed` as long as the attempt lasts.
-        self._resumed.history = NO_HISTORY
+        self._resumed.history = NO_HISTORY  # the caller keeps `resumed` as long as the attempt lasts
         replay_draws(self._curriculum, history)
         for record in history.batches[self._state.batches :]:
             await self._train_on(await asyncio.to_thread(read_batch, self._folder.path, history, record))
             self._meter.charge_replay()
-        # Finished groups that are in no batch wait for the gate again.
+        # finished groups that are in no batch wait for the gate again
         ready = await asyncio.to_thread(read_groups, self._folder.path, history, history.unbatched())
         prompts = {p.prompt_id: p for p in self._prompts}
         unfinished = [
@@ -337,7 +324,7 @@ class Controller:
         logger.info("the run was asked to save and exit; its last checkpoint is of step %d", self._saver.step)
 
     async def _finish(self, reason: str, *, final: bool = False, gave_up: bool = False) -> str:
-        """Make the last validation, checkpoint and charge. final, gave_up: as for `RunFolder.end`."""
+        """The last validation, checkpoint and charge; final, gave_up: as `RunFolder.end`."""
         await self._stream.close()
         await self._measurements.finish(self._overlap.while_waiting, self._publish)
         async with self._saving.uninterrupted():

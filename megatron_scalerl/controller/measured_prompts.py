@@ -56,15 +56,13 @@ from megatron_scalerl.types import Completion, CompletionLost, PassRate, Prompt,
 logger = logging.getLogger(__name__)
 
 CONFIRMED_NUMBERS = 0.95
-"""Share of confirmed answers below which a validation logs a warning, if most references are numbers."""
+"""Share of confirmed answers below which a validation warns, if most references are numbers."""
 CONFIRMED_FALL = 0.05
-"""Fall of the confirmed share, since the first validation, from which a validation logs a warning. This limit
-applies if few references are numbers."""
+"""Fall of this share since the first validation from which a validation warns, if few references are numbers."""
 FOLDER = "evaluations"
 RECORD = "evaluation.jsonl"
 _STEP = re.compile("step-([0-9]+)")
-"""Pattern of an evaluation's folder. A folder that was moved away, because the evaluation began anew, has a
-suffix."""
+"""Name of an evaluation's folder; a folder that was moved away, because the evaluation began anew, has a suffix."""
 
 
 @record
@@ -85,7 +83,7 @@ class HeldOut:
 
     purpose: ClassVar[Purpose] = "validation"
     on_all: ClassVar[bool] = True
-    """All engines generate if no engine can be held."""
+    """True: all engines generate if no engine can be held."""
 
     def __init__(
         self, recipe: Recipe, prompts: Sequence[Prompt], sampler: Sampler, metrics: Metrics, progress: Progress
@@ -124,8 +122,7 @@ class HeldOut:
         if version.last or step in (0, self._recipe.steps):
             generations = section.end_generations or generations
         seed = section.seed
-        # With common seeds the errors of two validations would be alike.
-        if section.fresh_seeds:
+        if section.fresh_seeds:  # common seeds would make the errors of two validations alike
             seed += step
         rows: list[list[ScoredCompletion | None]] = [[None] * generations for _ in self._prompts]
 
@@ -144,7 +141,7 @@ class HeldOut:
             for index in range(generations)
         ]
         await completer.complete_all(requests, finished)
-        # A prompt without a completion would change the set of prompts, and so the curve.
+        # a prompt without a completion would change the set of prompts, and so the curve
         for prompt, row in zip(self._prompts, rows):
             if not any(row):
                 raise RuntimeError(
@@ -176,7 +173,7 @@ class HeldOut:
         return pass_rate, outcomes
 
     def _audited(self, completions: Sequence[ScoredCompletion]) -> tuple[float | None, float | None]:
-        """`confirmed_share` and `confirmed_least` of a validation. Below the least share two texts are logged."""
+        """`confirmed_share` and `confirmed_least` of a validation; below the least share two texts are logged."""
         verdicts = [scored.score.confirmed for scored in completions if scored.score.confirmed is not None]
         if not verdicts:
             return None, None
@@ -210,7 +207,7 @@ class HeldOut:
             await asyncio.gather(self._forecast, return_exceptions=True)
 
     async def _look_ahead(self) -> None:
-        """Show where the run is going. A fit that fails gives a line in the log, and does not end the run."""
+        """Show where the run is going. A fit that fails is a line in the log, not the end of the run."""
         try:
             forecast = await asyncio.to_thread(
                 outlook,
@@ -247,7 +244,7 @@ class EvaluationFiles:
 
     purpose: ClassVar[Purpose] = "evaluation"
     on_all: ClassVar[bool] = False
-    """An evaluation stays due until an engine can be held, since nothing waits for an evaluation."""
+    """False: an evaluation stays due until an engine can be held, since nothing waits for an evaluation."""
 
     def __init__(
         self, recipe: Recipe, files: EvaluationInputs, folder: RunFolder, start: ResumePoint, sampler: Sampler
@@ -279,7 +276,7 @@ class EvaluationFiles:
             step = int(match[1])
             if (path / SUMMARY).exists():
                 rows = msgspec.json.decode((path / SUMMARY).read_bytes())["rows"]
-                # A power loss may leave only a part of an evaluation's rows.
+                # a power loss may leave a part of an evaluation's rows
                 missing_rows = [row for row in rows if (step, row["file"]) not in recorded]
                 if missing_rows:
                     self._append(step, missing_rows)

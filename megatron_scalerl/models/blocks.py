@@ -1,4 +1,4 @@
-"""Rules and options that families share, for embedding and head, for attention, and for whole decoders."""
+"""Rules and options that families share: embedding and head, attention, whole decoders."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,18 +25,17 @@ READ_BY_ENGINES: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None,),
     "qkv_bias": (None, False),
 }
-"""Key that vLLM 0.32 reads and transformers ignores, in families without this key -> values without an effect.
-
-Source: vllm/model_executor/models/{llama,mistral,qwen2,qwen3_moe}.py, vllm/config/model.py."""
+"""Keys that vLLM 0.32 reads in families that do not have them, where transformers ignores them -> values that change
+nothing (vllm/model_executor/models/{llama,mistral,qwen2,qwen3_moe}.py, vllm/config/model.py)."""
 
 
 def head_size(config: Any) -> int:
-    """Dimension of one attention head. It may differ from hidden size / heads."""
+    """Dimension of one attention head, which may differ from hidden size / heads."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def key_value_heads(config: Any) -> int:
-    """Number of key-value heads, by default the number of query heads."""
+    """Number of key and value heads; by default that of query heads."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
@@ -50,11 +49,11 @@ def build_family(
     partial_rotary: bool = False,
     **more: Any,
 ) -> Family:
-    """The Family of a config with the keys of Llama and Qwen. It has the biases for which there are rules.
+    """The Family of a config with Llama's and Qwen's keys; biases are those of the rules.
 
-    transformer: fields of TransformerConfig that are added or replaced. name: the family's name, by default the
-    config's model_type. partial_rotary: whether RoPE may rotate only a part of each head. more: further fields of
-    Family. Raises ValueError for quantized weights, and for a key with which an engine computes another model.
+    transformer: fields of TransformerConfig that are added or replaced. name: by default the config's model_type.
+    partial_rotary: the family may rotate a part of each head. more: further fields of Family. Raises ValueError for
+    quantized weights, and for a key with which an engine computes another model.
     """
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method", "unknown method")
@@ -114,15 +113,13 @@ def decoder_family(
     transformer: dict[str, Any] | None = None,
     **more: Any,
 ) -> Family:
-    """The Family of a decoder with Llama's names.
+    """The Family of a decoder with Llama's names: an attention and an MLP, gated or of `experts`, in each layer.
 
-    Each layer has an attention, and a gated MLP or the `experts`.
-
-    attention: function for the rules of a layer's norms and attention, by default `attention_rules`. qkv_bias:
-    whether queries, keys and values have biases; None: the family has no such biases, and `attention_bias` is
-    refused. output_bias: whether the attention's output projection has a bias. prediction_layers: number of layers of
-    multi-token prediction; checkpoints number them after the others, and an export copies them. transformer, more: as
-    in `build_family`. Raises ValueError as `build_family` and `require_full_attention` do.
+    attention: rules of a layer's norms and attention, by default `attention_rules`, with biases of queries, keys and
+    values where `qkv_bias`, and of the output where `output_bias`. qkv_bias None: the family has no such biases, and
+    `attention_bias` is refused. prediction_layers: number of layers of multi-token prediction, which checkpoints
+    number after the others, and an export copies. transformer, more: as in `build_family`. Raises ValueError as
+    `build_family` and `require_full_attention` do.
     """
     require_full_attention(config)
     if qkv_bias is None:
@@ -147,8 +144,7 @@ def decoder_family(
     predicting = range(len(layers), len(layers) + prediction_layers)
     untrained = 0
     for layer in predicting:
-        # A layer of multi-token prediction is a whole layer and, in addition, three norms, a projection of two hidden
-        # states to one, and its own embedding and head.
+        # besides a whole layer three norms, a projection of two hidden states to one, another embedding and head
         untrained += 3 * hidden + 2 * hidden * hidden + 2 * config.vocab_size * hidden
         trained = [rule for rule in layer_rules(layer, layers[-1]) if not rule.frozen]
         untrained += sum(prod(shape) for rule in trained for shape in rule.hf_shapes.values())
@@ -168,19 +164,17 @@ def decoder_family(
 
 
 def outer_rules(config: Any, prefix: str, head: str) -> tuple[tuple[Rule, ...], tuple[Rule, ...]]:
-    """The rules before the layers, for the embedding, and those after the layers, for the final norm and the head."""
+    """Rules before the layers (embedding) and after them (final norm, head)."""
     embedding = f"{prefix}embed_tokens.weight"
     vocab = config.vocab_size
     hidden = config.hidden_size
     tied = bool(config.tie_word_embeddings)
-    # A tied head is loaded from the embedding. It is not exported, since the folder has one tensor for both.
-    if tied:
+    if tied:  # the head is loaded from the embedding, and not exported, since the folder has one tensor
         head = embedding
     at_end = Location(place="last")
     first = rules.vocabulary("embedding.word_embeddings.weight", embedding, vocab, hidden, Location(place="first"))
     norm = rules.replicated("decoder.final_layernorm.weight", f"{prefix}norm.weight", (hidden,), at_end)
-    # The rule of a tied head is needed because, with a pipeline, Megatron-Core keeps a second copy of the tied
-    # weights in the last stage.
+    # with a pipeline Megatron-Core keeps a second copy of tied weights in the last stage
     last = rules.vocabulary("output_layer.weight", head, vocab, hidden, at_end, exported=not tied)
     return (first,), (norm, last)
 
@@ -188,7 +182,7 @@ def outer_rules(config: Any, prefix: str, head: str) -> tuple[tuple[Rule, ...], 
 def attention_rules(
     config: Any, layer: int, style: LayerStyle, *, prefix: str, qkv_bias: bool = False, output_bias: bool = False
 ) -> list[Rule]:
-    """Rules of the norms and attention projections of one layer, with biases as in `decoder_family`."""
+    """Rules of the norms and attention projections of one layer; biases as in `decoder_family`."""
     at = Location(layer=layer)
     hf = f"{prefix}layers.{layer}.self_attn."
     megatron = f"decoder.layers.{layer}.self_attention."
@@ -205,9 +199,9 @@ def attention_rules(
     if qkv_bias:
         weight_map.append(rules.query_key_value(f"{megatron}linear_qkv", hf, "bias", columns=(), **qkv))
     if output_bias:
-        # RowParallelLinear adds the bias after the reduction, so each rank holds the whole bias.
+        # RowParallelLinear adds its bias after the reduction, so each rank holds all of it
         weight_map.append(rules.replicated(f"{output}.bias", f"{hf}o_proj.bias", (hidden,), at))
-    # Number of heads that a norm's weight vector covers, for queries and for keys.
+    # Heads that one weight vector covers.
     normed = {"weighted": {"q": 1, "k": 1}, "all_heads": {"q": heads, "k": groups}}.get(style.qk_norm, {})
     for kind, count in normed.items():
         name = f"{megatron}{kind}_layernorm.weight"
@@ -216,7 +210,7 @@ def attention_rules(
 
 
 def norm_rules(config: Any, layer: int, prefix: str, style: LayerStyle) -> list[Rule]:
-    """Rules of the two norms of hidden states in one layer."""
+    """Rules of the two norms of the hidden states in a layer."""
     norms = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
     if style.post_norm:
         norms = {
@@ -237,8 +231,7 @@ def norm_rules(config: Any, layer: int, prefix: str, style: LayerStyle) -> list[
 def require_full_attention(config: Any) -> None:
     """Raises ValueError for sliding windows, and for activations other than SiLU.
 
-    Newer configs state sliding windows for each layer in `layer_types`, older configs for all layers in
-    `use_sliding_window`.
+    Newer configs say it for each layer in `layer_types`, older ones for all in `use_sliding_window`.
     """
     require(config, "hidden_act", "silu")
     require(config, "use_sliding_window", False)

@@ -1,15 +1,11 @@
-"""Peak memory of one trainer rank: static memory, activations and workspaces.
+"""Peak memory of one trainer rank: static memory, activations, workspaces.
 
-Bytes per parameter, with fp32 gradients and Megatron's distributed optimizer over d ranks:
-
-* bf16 weights: 2 + 4 + 12/d.
-* fp32 weights, which serve as main weights: 4 + 4 + 8/d.
-* weights that adapters freeze: 2 or 4.
-
-The peak is in the backward pass. All saved activations are then allocated and, in addition, either the logits, or the
-recomputation and gradients of one layer. The optimizer steps in place, including PyTorch's AdamW, which is fused on
-GPUs. Without Transformer Engine and apex, clipping copies one gradient after another to fp32. With few activations
-the copy of the largest gradient is the peak.
+Bytes per parameter with Megatron's distributed optimizer over d ranks, fp32 gradients: bf16 weights 2 + 4 + 12/d,
+fp32 weights 4 + 4 + 8/d (which serve as main weights); weights that adapters freeze 2 or 4. The peak is in the
+backward pass, when all saved activations are allocated and in addition either the logits or the recomputation and
+gradients of one layer. The optimizer steps in place, including PyTorch's AdamW, which is fused on GPUs. Without
+Transformer Engine and apex, clipping copies one gradient after another to fp32: with few activations the copy of the
+largest gradient is the peak.
 """
 
 from dataclasses import replace
@@ -29,13 +25,11 @@ from megatron_scalerl.record import record
 
 WIDTH = {"float32": 4, "bfloat16": 2}
 CPU_RUNTIME_BYTES = 72 * MIB
-"""Bytes that a CPU process adds by its first step: code pages, thread pools and kernels (measured, machine A)."""
+"""Code pages, thread pools and kernels that a CPU process has added after its first step (measured, machine A)."""
 CPU_KERNEL_CACHE_BYTES = 256 * MIB
-"""Bytes of oneDNN's kernel cache with experts (measured).
-
-The cache has a bf16 kernel for each of the last 1,024 shapes, and experts have new shapes in every call."""
+"""oneDNN caches a bf16 kernel for each of its last 1,024 shapes; experts have new shapes in every call (measured)."""
 _CAST_COLUMNS = 4096
-"""Number of columns of the head that a CPU casts to fp32 at once."""
+"""Columns of the head that a CPU casts to fp32 at once."""
 _NOT_COUNTED = ("optimizer_cpu_offload", "use_precision_aware_optimizer")
 
 
@@ -46,8 +40,7 @@ class Term:
     name: str
     bytes: float
     moving: bool = False
-    """Whether each micro-batch allocates and frees this memory. `Assumptions.fragmentation` is a share of such
-    memory."""
+    """Whether a micro-batch allocates and frees the memory: `Assumptions.fragmentation` is a share of this memory."""
 
 
 @record
@@ -74,10 +67,10 @@ def trainer_memory(
     micro_batches: int = 2**30,
     group_bytes: float = 0.0,
 ) -> tuple[RankMemory, ...]:
-    """Peak memory of a rank of each pipeline stage. Raises ValueError for unsupported options.
+    """Peak memory of each pipeline stage. Raises ValueError for unsupported options.
 
-    micro_batches: number per step, which bounds the micro-batches in flight in a pipeline. group_bytes: bytes of the
-    broadcast groups that send weights.
+    micro_batches: per step; bounds the micro-batches in flight in a pipeline. group_bytes: of the broadcast groups
+    that send weights.
     """
     if kernels == PLAIN_ON_GPU:
         _check_attention(recipe, family, layout)
@@ -91,10 +84,10 @@ def trainer_memory(
 
 
 def _check_attention(recipe: Recipe, family: Family, layout: Layout) -> None:
-    """Raise ValueError if every attention kernel of PyTorch on a GPU would save the scores.
+    """Raise ValueError if PyTorch has no attention kernel on a GPU that avoids saving the scores.
 
-    The memory-efficient kernel is the only one for fp32, and does not support grouped queries. The flash kernel does
-    not support masks, which context parallelism requires.
+    The memory-efficient kernel, the only fp32 kernel, does not support grouped queries; the flash kernel does not
+    support masks, which context parallelism requires.
     """
     t = family.transformer
     if layout.cp > 1:
@@ -128,21 +121,20 @@ def _stage_memory(
     gradient = width
     if recipe.megatron.ddp.get("grad_reduce_in_fp32", True):
         gradient = 4
-    # Number of parameters whose optimizer state this rank holds.
+    # Parameters whose optimizer state this rank holds.
     sharded = trained.dense / layout.dense_shards + trained.expert / layout.expert_shards
     saved, layer_work = _activations(recipe, family, layout, assumed, kernels, micro_batches, stage)
     stays = 0.0
     logits = 0.0
     if stage == layout.pp - 1:
         stays, logits = logit_bytes(recipe, family, layout, tokens_of(recipe, layout), kernels=kernels)
-    # Logits and the recomputation of a layer are never allocated at the same time, so the larger one counts.
+    # The largest logits and the largest recomputation of a layer are not allocated at the same time.
     work = max(logits, layer_work)
     workspace = "logit workspace" if logits > layer_work else "layer workspace"
     moving = saved + stays + work
     main_weights = 4 * sharded
     if width == 4:
-        # fp32 weights serve as main weights.
-        main_weights = 0.0
+        main_weights = 0.0  # fp32 weights serve as main weights
     if kernels.device == "cpu":
         runtime = CPU_RUNTIME_BYTES
         if p.expert and width == 2:
@@ -167,7 +159,7 @@ def _stage_memory(
         frozen_family = load_family(second.to)
         frozen = of_stage(frozen_family, layout_of(recipe, frozen_family, layout.world_size), stage)
         terms.append(Term(name="frozen policy (algorithm.kl)", bytes=width * frozen.total))
-    # Temporary memory is freed before gradients are clipped, so only a copy larger than that memory raises the peak.
+    # Temporary memory is freed before gradients are clipped: only a copy larger than that memory raises the peak.
     if kernels == PLAIN_ON_GPU:
         terms.append(Term(name="gradient clipping copy", bytes=max(0.0, 4 * trained.largest - moving)))
     return RankMemory(stage=stage, parameters=p, terms=tuple(terms))
@@ -187,7 +179,7 @@ def _activations(
     micro_batches: int,
     stage: int,
 ) -> tuple[float, float]:
-    """Bytes of the saved activations, and bytes of the largest workspace of one layer."""
+    """(saved activations, largest workspace of one layer), bytes."""
     width = WIDTH[recipe.policy.dtype]
     tokens = tokens_of(recipe, layout)
     recompute = activations.recompute_of(recipe)
@@ -208,7 +200,7 @@ def _activations(
         recomputed = layer_bytes.total - per_token
         if setting.granularity == "full":
             recomputed = layer_bytes.total
-            # The method "uniform" saves one input per `layers` layers, and recomputes these layers together.
+            # The method "uniform" saves the input of every `layers` layers, and recomputes these layers at once.
             if setting.method == "uniform":
                 recomputed *= setting.layers
                 if index % setting.layers:
@@ -236,52 +228,46 @@ def _setting_of(recompute: Recompute, index: int) -> Recompute:
 
 
 def _ends(family: Family, layout: Layout, width: int, kernels: Kernels, stage: int) -> float:
-    """Bytes per token that are saved outside the layers: before the first and after the last."""
+    """Bytes per token saved before the first and after the last layer."""
     hidden = family.transformer["hidden_size"]
     norm = norm_bytes(hidden, width=width, kernels=kernels)
     if kernels.device == "gpu" and layout.sp > 1:
-        # The norm's output is saved, from which the head's input is gathered.
-        norm += hidden * width
+        norm += hidden * width  # the output, from which the head's input is gathered
     ends = 0.0
     if stage == layout.pp - 1:
-        # The head's input is not sequence-parallel.
-        ends = norm / layout.sp + hidden * width + 8
+        ends = norm / layout.sp + hidden * width + 8  # the head's input is not sequence-parallel
     if stage == 0:
         ends += 8
     return ends
 
 
 def in_chunk(recipe: Recipe) -> bool:
-    """Whether the loss is computed in the chunks of the logits. The logits are then computed only once."""
+    """True if the loss is computed in the chunks of the logits, which are then computed once."""
     return recipe.trainer.loss_in_chunk and algorithm_of(recipe).separable
 
 
 def logit_bytes(
     recipe: Recipe, family: Family, layout: Layout, tokens: int, *, kernels: Kernels
 ) -> tuple[float, float]:
-    """Bytes of the gradients kept until the backward pass, and bytes of the logit projection's workspace.
+    """(gradients kept until the backward pass, workspace of the logit projection), bytes.
 
-    trainer.logit_workspace_mb bounds the workspace. A GPU uses the whole limit. A CPU uses blocks of at most 2^25
+    trainer.logit_workspace_mb bounds the workspace. A GPU uses the whole limit, a CPU blocks of at most 2^25
     elements.
     """
     hidden = family.transformer["hidden_size"]
     rows = padded_vocab_size(family.vocab_size, layout.tp) // layout.tp
     narrow = recipe.policy.dtype == "bfloat16"
-    # The fp32 gradients of the head's input are kept.
-    stays = 4 * tokens * hidden
+    stays = 4 * tokens * hidden  # gradients of the head's input
     if in_chunk(recipe) and recipe.policy.lora is None:
-        # The gradients of the head's weights are kept as well.
-        stays += 4 * rows * hidden
-    # The hidden states of the tokens with loss are copied.
-    selected = WIDTH[recipe.policy.dtype] * tokens * hidden
+        stays += 4 * rows * hidden  # and of the head's weights
+    selected = WIDTH[recipe.policy.dtype] * tokens * hidden  # the tokens with loss, selected
     stated = recipe.trainer.logit_workspace_mb
     limit = workspace_mb(stated, large_gpu=kernels.device == "gpu", shared=recipe.engine.colocate) * MIB
     if kernels.device == "gpu":
         return stays, selected + limit
     fits = rows * tokens <= LARGEST_CHUNK and 4 * rows * tokens <= limit
     largest = LARGEST
-    # Logits that fit the workspace are kept until the backward pass.
-    if in_chunk(recipe) or fits:
+    if in_chunk(recipe) or fits:  # logits that fit are kept until the backward pass
         largest = LARGEST_CHUNK
     numbers = min(largest, rows * tokens)
     block = numbers * 4 + 8 * TILE

@@ -1,4 +1,4 @@
-"""The plan of a recipe on a number of GPUs. One object holds everything that the command prints."""
+"""The plan of a recipe on a number of GPUs: everything that the command prints, in one object."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -23,7 +23,7 @@ from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.record import record
 
 COMPLETIONS = 20_000
-"""Number of completions to simulate after the warm-up. The simulation has at least ten steps."""
+"""Completions simulated after the warm-up; ten steps if ten steps have more."""
 
 
 @record
@@ -35,7 +35,7 @@ class RunPlan:
     gpus: int
     assumed: Assumptions
     sources: Mapping[str, str]
-    """Field of `Assumptions` -> source of its value, for the assumptions that have an effect."""
+    """Where the value of each assumption that counts comes from, by field."""
     layers: Layers
     """Layers of the trainer."""
     unfused: str
@@ -53,10 +53,10 @@ class RunPlan:
     work: StepWork
     update: UpdateWork
     publish_seconds: float
-    """Assumed pause of the engines for one weight update (seconds)."""
+    """Pause of the engines for one weight update, assumed."""
     timing: Timing
     best: tuple[Simulated, ...]
-    """The best splits of the same GPUs, fastest first."""
+    """The fastest splits of the same GPUs, fastest first."""
 
     @property
     def recompute(self) -> str:
@@ -70,7 +70,7 @@ class RunPlan:
 
     @property
     def room(self) -> float:
-        """Bytes of a device that its trainer rank may use."""
+        """Bytes of a device for its trainer rank."""
         return _room(self.recipe, self.gpu, self.engine)
 
     @property
@@ -88,7 +88,7 @@ class RunPlan:
         return {link: self.update.bound_seconds(rate) for link, rate in rates.items()}
 
     def _advice(self) -> str:
-        """Settings to try if a trainer rank does not fit: a larger TP, and recomputation that the recipe lacks."""
+        """Settings to try where a trainer rank does not fit: TP, and recomputation that the recipe does not set."""
         text = "; try a larger megatron.parallel.tensor_model_parallel_size"
         recompute = recompute_of(self.recipe)
         module = "moe" if self.parameters.experts else "mlp"
@@ -98,7 +98,7 @@ class RunPlan:
         return text + f", or megatron.model.recompute_granularity: selective with recompute_modules: [{modules}]"
 
     def problems(self) -> list[str]:
-        """The problems, one line each. A line says which rank or engine does not fit, and by how much."""
+        """The problems, each in a line: which rank or engine does not fit, and by how much."""
         engine = ""
         if self.recipe.engine.colocate:
             engine = f" and an engine {self.engine.total / GIB:.1f}"
@@ -141,18 +141,13 @@ def make_plan(
     layers: Layers = "te",
     sources: Mapping[str, str] | None = None,
 ) -> RunPlan:
-    """The plan of the recipe on `gpus` GPUs.
-
-    The plan is for the recipe's own split if it takes exactly these GPUs, else for the fastest split. Raises
-    ValueError for a recipe that cannot be planned.
-    """
+    """The plan of the recipe's split if that takes `gpus` GPUs, else of the fastest split. Raises ValueError."""
     family = load_family(config)
     parameters = count(family)
     recipe_split = Split(trainer=recipe.trainer.world_size, engines=recipe.engine.count)
     split_is_recipes = gpus_of(recipe, recipe_split) == gpus
     possible = splits(recipe, gpus, gpu)
-    # The memory of the weight groups depends on the trainer's layout. The comparison of splits uses the first split's
-    # memory for all of them.
+    # The weight groups' memory depends on the trainer's layout: all splits are compared with that of the first split.
     first = recipe_split if split_is_recipes else possible[0]
     update = update_work(recipe, family, layout_of(recipe, family, first.trainer))
     worker_bytes, sender_bytes = (_group_bytes(recipe, groups) for groups in (update.groups, update.sender_groups))
@@ -209,10 +204,7 @@ def _unfused(recipe: Recipe, family: Family, gpu: Gpu, layout: Layout, longest: 
 
 
 def _counting(recipe: Recipe, sources: Mapping[str, str]) -> dict[str, str]:
-    """The sources of the assumptions that have an effect.
-
-    Assumptions about episodes have an effect only with an environment.
-    """
+    """The sources of assumptions that count; assumptions of episodes count only with an environment."""
     return {name: source for name, source in sources.items() if recipe.episodes or name not in OF_EPISODES}
 
 
@@ -231,7 +223,7 @@ def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> 
     warm_up = phase
     if r.schedule == "pipeline":
         warm_up = 4 + r.max_staleness_steps
-    # The steps form whole phases, because the first and the last step of a phase take different times.
+    # Steps are whole phases, because the first and the last step of a phase take different times.
     counted = max(10, COMPLETIONS // (r.groups_per_batch * r.group_size))
     return QueueSettings(
         rollouts=r,
@@ -247,17 +239,14 @@ def _base(recipe: Recipe, speed: Decoding, lengths: Lengths, publish: float) -> 
 
 
 def _pause(update: UpdateWork, gpu: Gpu, assumed: Assumptions) -> float:
-    """The engines' pause for a weight update (seconds).
-
-    Other splits of the same GPUs have nearly the same pause.
-    """
+    """The engines' pause for a weight update (seconds); other splits of the same GPUs have nearly the same pause."""
     if assumed.publish_seconds is not None:
         return assumed.publish_seconds
     return update.bound_seconds(gpu.nic_bytes_per_second / 2)
 
 
 def _group_bytes(recipe: Recipe, groups: int) -> float:
-    """Bytes of a member's buffers for the NCCL groups over which it sends or receives weights."""
+    """Buffers of the groups over which a member sends or gets weights over NCCL."""
     if recipe.engine.colocate or recipe.weights.transport not in ("auto", "nccl"):
         return 0
     return groups * GROUP_BYTES
@@ -271,15 +260,15 @@ def _room(recipe: Recipe, gpu: Gpu, engine: EngineMemory) -> float:
 
 
 def _search(trainers: Mapping[Split, _Trainer], room: float, base: QueueSettings) -> list[Simulated]:
-    """The fastest of the splits that fit; if none fits, the fastest of all."""
+    """The fastest splits that fit, or the fastest of all if none fits."""
     seconds = {split: trainer.work.train_seconds for split, trainer in trainers.items()}
-    # If no split fits, the plan of the fastest split shows how much memory is missing.
+    # If no split fits, the fastest split shows by how much.
     fitting = {s: seconds[s] for s, t in trainers.items() if max(m.total for m in t.memory) <= room}
     return best_splits(list((fitting or seconds).items()), base)
 
 
 def as_numbers(plan: RunPlan) -> dict[str, Any]:
-    """The plan's numbers for --json: all numbers of the printed tables, in bytes and seconds."""
+    """The plan for --json: every number in the printed tables, sizes in bytes and times in seconds."""
     parts = ("gpu", "parameters", "work", "timing")
     numbers = {part: asdict(getattr(plan, part)) for part in parts}
     return numbers | {

@@ -11,7 +11,7 @@ Life of a signal, in `run_until_signal`:
 has lost.
 
 `uncharged_seconds` is the time for which a Slurm job has held its devices without a charge in the ledger. The
-variable HELD_SINCE has the start of this time in seconds of /proc/uptime, which no change of the time of day moves.
+variable HELD_SINCE has the begin of this time in seconds of /proc/uptime, which no change of the time of day moves.
 The job's script sets the variable to the job's start. When `train --supervise` starts a program again, the variable
 becomes the end of the program before, if that program has charged anything.
 """
@@ -31,17 +31,17 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAVE_SIGNAL = signal.SIGUSR1
 SAVED_CODE = 75
-"""Exit code after SAVE_SIGNAL. The run is not finished, and the same command goes on with the run."""
+"""Exit code after SAVE_SIGNAL: the run is not finished, and the same command goes on with the run."""
 THREADS_S = 60.0
-"""Seconds in which the process has to end after the cleanup. A thread may still read a file system that hangs."""
+"""Seconds for the process to end after the cleanup; a thread may read a file system that hangs."""
 IN_USE_CODE = 76
-"""Exit code if another controller has the run's folder. The same command may succeed later."""
+"""Exit code where another controller has the run's folder: the same command may succeed later."""
 HOSTS_LEFT_CODE = 77
-"""Exit code if Slurm has taken hosts of the trainer out of the job. The run can go on in another allocation."""
+"""Exit code where Slurm has taken hosts of the trainer out of the job: the run can go on in another allocation."""
 ATTEMPT_FILE = Path("slurm", "attempt")
 """File in RUN/ to which the job script writes JOB.RESTART when an attempt begins."""
 HELD_SINCE = "MSRL_HELD_SINCE"
-"""Environment variable with the time from which a job holds devices uncharged (seconds of /proc/uptime)."""
+"""Variable with the time from which a job holds devices uncharged (seconds of /proc/uptime)."""
 
 
 class Stopped(Exception):
@@ -66,14 +66,14 @@ class SaveAndExit:
     def __init__(self) -> None:
         self._requested = asyncio.Event()
         self._idle = asyncio.Event()
-        """Event that is set while no block of `uninterrupted` is in progress."""
+        """Set while no block of `uninterrupted` is in progress."""
         self._idle.set()
         self._depth = 0
-        """Number of blocks of `uninterrupted` in progress, nested blocks included."""
+        """Blocks of `uninterrupted` in progress, nested blocks included."""
         self._deferred = False
-        """Whether `run` is in progress. If so, `run` cancels the run after the save."""
+        """Whether `run` is in progress, and cancels the run after the save."""
         self.cancel: Callable[[], object] = lambda: None
-        """A function that cancels the whole run; set by `run_until_signal`."""
+        """Cancels the whole run; set by `run_until_signal`."""
 
     @property
     def requested(self) -> bool:
@@ -106,7 +106,7 @@ class SaveAndExit:
                 self._idle.set()
 
     async def run(self, work: Coroutine[Any, Any, T], save: Callable[[], Awaitable[None]]) -> T:
-        """The result of `work`, including work that ends after a request.
+        """The result of `work`, also of work that ends after a request.
 
         A request cancels `work` outside of every block of `uninterrupted`, awaits `save`, and cancels the run.
         """
@@ -119,8 +119,7 @@ class SaveAndExit:
                 await self._idle.wait()
                 task.cancel()
                 await asyncio.wait({task})
-                # If the task was not cancelled, the work is done, and has saved or failed.
-                if task.cancelled():
+                if task.cancelled():  # otherwise the work is done, and has saved or failed
                     await save()
             return task.result()
         finally:
@@ -187,11 +186,10 @@ def run_until_signal(
 
     try:
         result = asyncio.run(guarded())
-        # A signal may have come too late to stop the run. The timer is cancelled, because the caller has work to do.
-        faulthandler.cancel_dump_traceback_later()
+        faulthandler.cancel_dump_traceback_later()  # a signal came too late for a stop: the caller has work to do
         return result
     except asyncio.CancelledError:
-        # Without a signal, the cancellation came from elsewhere, and is raised.
+        # Without a signal, somebody else has cancelled the coroutine.
         if (number := stopped_by()) is None:
             raise
         raise Stopped(number, consequence()) from None
@@ -202,10 +200,8 @@ def run_until_signal(
 
 
 def _handle_late(loop: asyncio.AbstractEventLoop, numbers: Sequence[int], *, stopped: bool) -> None:
-    """Take the handlers of signals off a loop. After a first signal, also ignore later signals, and limit the time
-    until the process ends."""
-    # Signals are blocked meanwhile: asyncio restores the default action, which would end the process, before another
-    # action can be set.
+    """Take the handlers of signals off a loop; after a first signal, ignore later signals, and bound the end."""
+    # asyncio restores the default action, which would end the process, before another action can be set.
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     for number in numbers:
         loop.remove_signal_handler(number)
@@ -217,7 +213,7 @@ def _handle_late(loop: asyncio.AbstractEventLoop, numbers: Sequence[int], *, sto
 
 
 class Takeover:
-    """Detects an attempt that began after this object was made. Without Slurm there is no such attempt."""
+    """Detects an attempt that began after this object was made. Without Slurm there is none."""
 
     def __init__(self, run_dir: str | Path):
         self._file = Path(run_dir) / ATTEMPT_FILE
@@ -252,6 +248,6 @@ def uncharged_from_now() -> dict[str, str]:
 
 
 def _uptime() -> float:
-    """Seconds since the start of the host."""
+    """Seconds since the host has started."""
     # The job's script reads the same file, which in a container may differ from every clock of the host.
     return float(Path("/proc/uptime").read_text("ascii").split()[0])
