@@ -147,7 +147,7 @@ def make_plan(
     recipe_split = Split(trainer=recipe.trainer.world_size, engines=recipe.engine.count)
     split_is_recipes = gpus_of(recipe, recipe_split) == gpus
     possible = splits(recipe, gpus, gpu)
-    # The weight groups' memory depends on the trainer's layout: all splits are compared with the first split's memory.
+    # The weight groups' memory depends on the layout: all splits are compared with the memory of the first split.
     first = recipe_split if split_is_recipes else possible[0]
     update = update_work(recipe, family, layout_of(recipe, family, first.trainer))
     worker_bytes, sender_bytes = (_group_bytes(recipe, groups) for groups in (update.groups, update.sender_groups))
