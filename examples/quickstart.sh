@@ -18,7 +18,8 @@ while [ $# -gt 0 ]; do
     --seed) seed="$2"; shift 2 ;;
     --smoke) smoke=(smoke); shift ;;
     --gpu) gpu=(policy.dtype=bfloat16 engine.colocate=true engine.vllm.gpu_memory_utilization=0.3 engine.vllm.enforce_eager=true); shift ;;
-    *) echo "quickstart.sh: expected --seed N, --gpu or --smoke, found '$1'" >&2; exit 2 ;;
+    -h|--help) sed -n '2,/^set /s/^# \{0,1\}//p' examples/quickstart.sh; exit ;;
+    *) echo "quickstart.sh: expected --seed N, --gpu, --smoke or --help, found '$1'" >&2; exit 2 ;;
   esac
 done
 began=$SECONDS

@@ -2,7 +2,7 @@
 
 import os
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 if "MSRL_SECRET" in os.environ:  # before the imports of the program, which take seconds
     from megatron_scalerl.processes.parent_death import hide_memory

@@ -32,6 +32,7 @@ VERSION = megatron_scalerl.__version__
 def test_the_version_is_the_same_everywhere():
     assert f"\nversion = {VERSION}\n" in (ROOT / "setup.cfg").read_text()
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == VERSION
+    assert f"megatron_scalerl-{VERSION}-py3-none-any.whl" in (ROOT / "docs/installing.md").read_text()
     assert f"\n## {VERSION}" in (ROOT / "CHANGELOG.md").read_text()
 
 

@@ -73,9 +73,9 @@ def measure(source, rounds):
     back = place / "back"
     copy = place / "copy"
     steps = [
-        ("cp", source, copy, lambda: subprocess.run(["cp", "-r", source, copy], check=True)),
+        ("cp", source, copy, lambda: subprocess.check_call(["cp", "-r", source, copy])),
         ("to-megatron", source, megatron, lambda: to_megatron(source, megatron)),
-        ("cp back", megatron, copy, lambda: subprocess.run(["cp", "-r", megatron, copy], check=True)),
+        ("cp back", megatron, copy, lambda: subprocess.check_call(["cp", "-r", megatron, copy])),
         ("to-hf", megatron, back, lambda: to_hf(megatron, back)),
     ]
     seconds = {name: [] for name, *_ in steps}

@@ -168,7 +168,7 @@ def nvidia_smi(field):
     visible = dict(enumerate(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))))
     argv = ["nvidia-smi", "-i", visible.get(int(rank), rank), f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
-        return subprocess.run(argv, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        return subprocess.check_output(argv, text=True, timeout=20).strip()
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -356,7 +356,7 @@ def tiny_in(out):
     if not (tiny / "tiny.json").exists():
         out.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "megatron_scalerl.tiny", str(tiny), "--seed", "1"]
-        subprocess.run(command, cwd=ROOT, check=True)
+        subprocess.check_call(command, cwd=ROOT)
     return tiny
 
 
@@ -371,7 +371,7 @@ def settings_of(environment, tiny):
     with open(games, "w", encoding="utf8") as file:
         command = [sys.executable, "-m", "megatron_scalerl.environments.verifiers", environment.partition(":")[2]]
         paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples/taskset'}"}
-        subprocess.run(command, stdout=file, env=os.environ | paths, check=True)
+        subprocess.check_call(command, stdout=file, env=os.environ | paths)
     rows = [f"prompts.path={games}", "prompts.held_out_path=null", "prompts.held_out=4"]
     # a busy machine takes a minute to import the library
     return [*common, *rows, "environment.workers=1", "environment.timeout_s=300"]
@@ -451,7 +451,7 @@ def sample(tried, seconds):
     controller = tried.find("controller")
     # files may be deleted meanwhile, of which du complains
     command = ["du", "-sb", str(tried.run)]
-    size = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    size = subprocess.run(command, capture_output=True, text=True).stdout.split()
     with contextlib.suppress(psutil.Error):
         return controller and {
             "seconds": round(seconds, 1),

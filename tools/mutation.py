@@ -120,7 +120,7 @@ def sample(module, *, seed, per_site):
 def copy_tree(target):
     """The tracked and the new files of the checkout."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    names = subprocess.check_output(command, cwd=ROOT, text=True).split("\0")
     for name in names:
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)

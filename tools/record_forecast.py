@@ -39,9 +39,7 @@ def main(run, steps, out):
     line = {
         "run": run.name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip(),
+        "commit": subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip(),
         "validations_sha256": hashlib.sha256(validations.read_bytes()).hexdigest(),
         "at_step": made.step,
         "step": made.end_step,

@@ -1,8 +1,6 @@
 """A file system of its own for a run's folder, which can be filled up and given space again. Mounting needs root."""
 
-import contextlib
 import errno
-import os
 import subprocess
 
 _BLOCK = 1 << 20
@@ -16,7 +14,7 @@ class SmallDisk:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._filler = folder / "filler"
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "none", folder], check=True)
+        subprocess.check_call(["mount", "-t", "tmpfs", "-o", "size=256m", "none", folder])
 
     def fill(self):
         """Take all space: the next byte that needs a new page is refused with ENOSPC."""
@@ -32,9 +30,8 @@ class SmallDisk:
 
     def free(self):
         """Give the space back."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._filler)
+        self._filler.unlink(missing_ok=True)
 
     def close(self):
         """Detach it, with all that is on it."""
-        subprocess.run(["umount", "-l", self.folder], check=True)
+        subprocess.check_call(["umount", "-l", self.folder])

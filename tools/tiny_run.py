@@ -34,5 +34,5 @@ def tiny_run(tiny, steps, *overrides):
             "weights.probe_every=0",
             *overrides,
         ]
-        subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
+        subprocess.check_call(argv, stdout=subprocess.DEVNULL)
         yield Path(out, "bench")

@@ -9,7 +9,7 @@ Columns are lists over the rows of a file, `None` where a row has no such number
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ PROBE = ("probe_mismatch_mean", "probe_mismatch_max")
 COLUMNS = (
     *("step", "batches", "reward", "train_pass_rate", "entropy", "mismatch_mean", "mismatch_max"),
     *("truncated_share", "interrupted_share", "staleness_mean", "staleness_max", "generated_tokens_per_second"),
-    *("step_seconds", "train_seconds", "publish_seconds", "device_hours", "grad_norm", "completion_tokens_mean"),
+    *("step_seconds", "train_seconds", "publish_seconds", "device_hours", "grad_norm", "learning_rate"),
+    "completion_tokens_mean",
     *PROBE,
 )
 """Columns of metrics.jsonl that are taken unchanged."""
@@ -44,7 +45,7 @@ WAITS = {
 }
 """Column -> the columns of metrics.jsonl whose sum is this column (seconds of a step)."""
 STEP_COLUMNS = (*COLUMNS, *WAITS, "degenerate", *(f"weight_{phase}" for phase in UPDATE_PHASES))
-"""Columns of the page's steps; `payload` adds `seconds`, since the start."""
+"""Columns of the page's steps; `payload` adds `seconds`, since the start, and the training pass rate of each task."""
 MOST_EVENTS = 300
 MOST_EVALUATIONS = 500
 """Most rows of evaluations on the page. The newest rows are shown."""
@@ -59,7 +60,11 @@ class RunData:
         self.run_dir = run_dir
         self.recipe = read_run_recipe(self.run_dir)
         self.forecasts = Forecasts()
-        self._metrics = Rows(self.run_dir / "metrics.jsonl", _step)
+        tasks = self.recipe.get("prompts", {}).get("tasks") or ()
+        self._task_columns = [f"pass_rate/{task}" for task in tasks]
+        train_columns = [f"train_{column}" for column in self._task_columns]
+        self._step_columns = (*STEP_COLUMNS, *train_columns)
+        self._metrics = Rows(self.run_dir / "metrics.jsonl", partial(_step, train_columns))
         self._ledger = Rows(self.run_dir / "ledger.jsonl", _charge)
         self._validation = Rows(self.run_dir / "validation.jsonl", validation_row)
         files = ("attempts.jsonl", "engines.jsonl", "evaluation.jsonl", "end.json")
@@ -103,14 +108,16 @@ class RunData:
         rows = self.validations
         steps = self._metrics.rows
         hours = hours_by_role(self._ledger.rows)
-        columns = {name: [row[name] for row in steps[since:]] for name in STEP_COLUMNS}
+        columns = {name: [row[name] for row in steps[since:]] for name in self._step_columns}
         # the sum starts at the first step, also where the page already has the first steps
         columns["seconds"] = [*accumulate(row["seconds"] for row in steps)][since:]
         return {
             "generation": self.generation,
             "since": since,
             "steps": columns,
-            "validation": {name: [_number(row.get(name)) for row in rows] for name in VALIDATION_COLUMNS},
+            "validation": {
+                name: [_number(row.get(name)) for row in rows] for name in (*VALIDATION_COLUMNS, *self._task_columns)
+            },
             "forecasts": self.forecasts.payload(),
             "header": self._header(hours),
             "ledger": [{"role": role, "hours": charged} for role, charged in hours.items()],
@@ -217,8 +224,8 @@ def _event(time: Any, kind: str, text: str) -> dict[str, Any]:
     return {"time": time, "kind": kind, "text": printable(text)[:500]}
 
 
-def _step(line: bytes) -> dict[str, Any]:
-    """The columns of the page in a row of metrics.jsonl."""
+def _step(task_columns: Sequence[str], line: bytes) -> dict[str, Any]:
+    """The columns of the page in a row of metrics.jsonl. task_columns: the training pass rate of each task."""
     row = json_row(line)
     groups = _number(row.get("batch/groups"))
     kept_groups = _number(row.get("batch/groups_kept"))
@@ -226,7 +233,7 @@ def _step(line: bytes) -> dict[str, Any]:
     if groups is not None and kept_groups is not None:
         degenerate = groups - kept_groups
     return {
-        **{name: _number(row.get(name)) for name in COLUMNS},
+        **{name: _number(row.get(name)) for name in (*COLUMNS, *task_columns)},
         **{name: _sum(_number(row.get(part)) for part in parts) for name, parts in WAITS.items()},
         **{f"weight_{phase}": _number(row.get(f"weight_{phase}_seconds")) for phase in UPDATE_PHASES},
         "degenerate": degenerate,

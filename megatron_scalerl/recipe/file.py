@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from megatron_scalerl.models.adapters import CONFIG, refuse_adapter
 from megatron_scalerl.recipe import Recipe
 from megatron_scalerl.recipe.hub import hint, local_recipe
-from megatron_scalerl.recipe.other_names import innermost, setting_of, unknown_key
+from megatron_scalerl.recipe.other_names import FORMER_KEYS, innermost, rename_former, setting_of, unknown_key
 from megatron_scalerl.recipe.sections import section_of
 from megatron_scalerl.recipe.tasks import tasks_of
 
@@ -30,10 +30,6 @@ OVERLAY = "overlay"
 """Name of an override that is no key of a recipe: `overlay=FILE` lays a file over the settings so far."""
 _warn = functools.cache(logging.getLogger(__name__).warning)
 """Logs each text only once."""
-FORMER_KEYS = {
-    "weights.transaction": ("streamed", "engines are paused while an update is sent, and write it as it comes")
-}
-"""Former key -> (former default, which recipes of earlier runs have; behavior without the key)."""
 _APPENDED = {"bool", "int", "float", "constrained-int", "constrained-float", "literal['auto']", "[key]"}
 
 
@@ -100,6 +96,7 @@ def _overridden(
                 data["name"] = f"{name}_{Path(value).stem}"
         else:
             override(data, item)
+            _rename(data, f"override {item!r}")
     return validated({key: value for key, value in data.items() if key not in without}, files)
 
 
@@ -162,17 +159,15 @@ def read_yaml(path: Path, kind: str = "a recipe file") -> dict[str, Any]:
     if not isinstance(data, dict):
         state = "is empty" if data is None else f"holds a {type(data).__name__}"
         raise RecipeError(f"{path}: the file {state}; it has to have keys with their values")
-    rewards = data.get("rewards")
-    # version 0.2 called rewards.variables `environment`, and recipes of old runs still have this name
-    if isinstance(rewards, dict) and "environment" in rewards and "variables" not in rewards:
-        rewards["variables"] = rewards.pop("environment")
-    for key, (default, now) in FORMER_KEYS.items():
-        section, name = key.split(".")
-        settings = data.get(section)
-        if isinstance(settings, dict) and settings.get(name) == default:
-            _warn(f"{path}: {key} has left, and is ignored, since {default} was its default: {now}")
-            del settings[name]
+    _rename(data, str(path))
     return data
+
+
+def _rename(data: dict[str, Any], place: str) -> None:
+    """Give settings of version 0.2 their present names, and log the changes in one line."""
+    changes = ", ".join(rename_former(data))
+    if changes:
+        _warn(f"{place}: settings of version 0.2: {changes}")
 
 
 def _parsed(text: str, place: str) -> Any:
@@ -231,7 +226,7 @@ def _line(key: str, first: ErrorDetails, problems: Sequence[ErrorDetails]) -> st
     value = first["input"]
     last = key.rpartition(".")[2]
     if key in FORMER_KEYS:
-        return f"{key} has left: {FORMER_KEYS[key][1]}; delete it"
+        return f"{key} left with version 0.2: {FORMER_KEYS[key][1]}; delete it"
     if kind == "extra_forbidden":
         valid = _keys_for(key)
         key = innermost(key, value, valid)

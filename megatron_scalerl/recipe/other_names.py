@@ -1,10 +1,11 @@
-"""Settings of a recipe by the names in other frameworks.
+"""Settings of a recipe by the names in other frameworks and in version 0.2.
 
 Error messages for unknown keys, which name the nearest keys, or all keys of the section.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 _NAMES = {
     "optimizer.lr or sft.lr": "learning_rate lr actor_learning_rate",
@@ -72,6 +73,22 @@ OF_OLD_MEGATRON = frozenset(
     }
 )
 """Options of Megatron-Core 0.16 alone: the recipe of a run that began with 0.16 may have such options."""
+FORMER_KEYS: dict[str, tuple[object, str]] = {
+    "weights.transaction": ("streamed", "engines are paused while an update is sent, and write it as it comes"),
+    "weights.anchor_every": (20, "every update with deltas is verified by its digest"),
+    "weights.store": ("", "engines that join get the weights from the trainer, between two steps"),
+    "weights.store_gib": (64.0, "there is no store of weights"),
+    "telemetry.trace_steps": (None, ""),
+    "weights.link_gb_s": (0.0, "`report` shows the rate of updates without a comparison"),
+}
+"""Key of version 0.2 -> (its default, which recipe.yaml of every run of that version has; behavior without the key)."""
+_RENAMED_KEYS = {"rewards.environment": "variables", "telemetry.trace_steps": "profile_steps"}
+_RENAMED_VALUES = {
+    "trainer.logit_backend": {"triton": "auto", "in_place": "auto"},
+    "checkpoint.rollouts": {"parquet": "keep"},
+    "weights.deltas": {"ulp": "absolute"},
+}
+"""Keys and values of version 0.2 -> their successors. Version 0.4 will refuse the former keys and values."""
 _NEAR_SIBLING = 0.8
 """Least likeness of a name of the same section to be suggested."""
 _NEAR_OTHER = 0.9
@@ -88,6 +105,25 @@ def setting_of(key: str) -> str:
     """The settings that other frameworks call by the last part of `key`; empty for a name not in `OTHER_NAMES`."""
     parts = key.lower().replace("-", "_").split(".")
     return OTHER_NAMES.get(".".join(parts[-2:])) or OTHER_NAMES.get(parts[-1], "")
+
+
+def rename_former(data: Mapping[str, Any]) -> Iterator[str]:
+    """Change settings of version 0.2 in `data`, a recipe, to those of today. Yields a clause for each change."""
+    for key in (*FORMER_KEYS, *_RENAMED_KEYS, *_RENAMED_VALUES):
+        name = key.partition(".")[2]
+        section = data.get(key.partition(".")[0])
+        if not isinstance(section, dict) or name not in section:
+            continue
+        value = section[name]
+        if key in FORMER_KEYS and value == FORMER_KEYS[key][0]:
+            del section[name]
+            yield f"{key} is ignored"
+        elif key in _RENAMED_KEYS:
+            section[_RENAMED_KEYS[key]] = section.pop(name)
+            yield f"{key} is now {_RENAMED_KEYS[key]}"
+        elif isinstance(value, str) and value in _RENAMED_VALUES.get(key, ()):
+            section[name] = _RENAMED_VALUES[key][value]
+            yield f"{key}: {value} is now {section[name]}"
 
 
 def innermost(key: str, value: object, valid: Iterable[str]) -> str:

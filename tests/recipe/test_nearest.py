@@ -40,17 +40,42 @@ def test_a_recipe_says_what_is_meant(tmp_path, key, said):
     assert str(error.value) == f"{path}: {key} is not a recipe key{said}"
 
 
-def test_a_key_that_has_left_is_dropped_where_it_had_its_default(tmp_path, caplog):
+def test_settings_of_version_0_2_are_those_of_today(tmp_path, caplog):
     path = tmp_path / "r.yaml"
     path.write_text(MINIMAL)
     expected = load_recipe(path)
-    path.write_text(MINIMAL + "weights: {transaction: streamed}\n")
+    # as recipe.yaml of a run of version 0.2 has them
+    left = "{transaction: streamed, anchor_every: 20, store: '', store_gib: 64.0, link_gb_s: 0.0}"
+    path.write_text(MINIMAL + f"weights: {left}\nrewards: {{environment: []}}\ntelemetry: {{trace_steps: null}}\n")
     assert load_recipe(path) == load_recipe(path) == expected
     [said] = caplog.messages
-    assert said.startswith(f"{path}: weights.transaction has left, and is ignored, since streamed was its default: ")
+    assert said.startswith(f"{path}: settings of version 0.2: weights.transaction is ignored, weights.anchor_every is ")
     path.write_text(MINIMAL + "weights: {transaction: staged}\n")
-    with pytest.raises(RecipeError, match=f"^{path}: weights.transaction has left: .*; delete it$"):
+    with pytest.raises(RecipeError, match=f"^{path}: weights.transaction left with version 0.2: .*; delete it$"):
         load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("former", "successor"),
+    [
+        ("rewards.environment=[KEY]", "rewards.variables=[KEY]"),
+        ("telemetry.trace_steps=[3, 5]", "telemetry.profile_steps=[3, 5]"),
+        ("trainer.logit_backend=triton", "trainer.logit_backend=auto"),
+        ("trainer.logit_backend=in_place", "trainer.logit_backend=auto"),
+        ("checkpoint.rollouts=parquet", "checkpoint.rollouts=keep"),
+        ("weights.deltas=ulp", "weights.deltas=absolute"),
+    ],
+)
+def test_a_renamed_setting_works_for_one_more_version(tmp_path, caplog, former, successor):
+    path = tmp_path / "r.yaml"
+    path.write_text(MINIMAL)
+    expected = load_recipe(path, [successor])
+    assert load_recipe(path, [former]) == expected
+    [said] = caplog.messages
+    assert said.startswith(f"override {former!r}: settings of version 0.2: {former.partition('=')[0]}")
+    section, key = former.partition("=")[0].split(".")
+    path.write_text(f"{MINIMAL}{section}: {{{key}: {former.partition('=')[2]}}}\n")
+    assert load_recipe(path) == expected
 
 
 @pytest.mark.parametrize(

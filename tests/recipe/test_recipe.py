@@ -222,7 +222,7 @@ def test_a_recipe_with_a_path_has_one_task(path):
             "prompts.tasks.math.weigth is not a recipe key; the nearest is prompts.tasks.math.weight",
         ),
         ("prompts.tasks.x={path: a}", "prompts.tasks.x.weight is missing"),
-        ("trainer.logit_backend=triton", "trainer.logit_backend is 'triton'; it should match pattern .*auto"),
+        ("trainer.logit_backend=numpy", "trainer.logit_backend is 'numpy'; it should match pattern .*auto"),
         ("prompts.tasks.Math={path: a, weight: 1}", "prompts.tasks.Math is 'Math'; it should match pattern"),
         ("rewards.memory_mb=null", "rewards.memory_mb is null"),
         ("environment.max_turns=3", "environment.name is missing"),

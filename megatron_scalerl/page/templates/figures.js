@@ -41,6 +41,8 @@ const SIMPLE = [
   simple("Reward", ["reward", "mean reward", "a"]),
   simple("Training pass rate", ["train_pass_rate", "pass rate", "a"]),
   simple("Entropy, nats per token", ["entropy", "entropy", "a"]),
+  simple("Gradient norm, before clipping", ["grad_norm", "norm", "a"]),
+  simple("Learning rate", ["learning_rate", "rate", "a"]),
   simple("Mismatch, trainer against engine", ["mismatch_mean", "mean |log-prob difference|", "a"]),
   simple("Mismatch on the probe, same weights", ["probe_mismatch_mean", "mean", "a", undefined, true], ["probe_mismatch_max", "max", "b", [5, 3], true]),
   simple("Tokens of a completion", ["completion_tokens_mean", "mean", "a"]),
@@ -50,6 +52,20 @@ const SIMPLE = [
   simple("Generated tokens per second", ["generated_tokens_per_second", "tokens/s", "a"]),
   simple("Seconds of a step", ["step_seconds", "whole step", "a"], ["train_seconds", "forward, backward, optimizer", "b", [5, 3]]),
 ];
+
+// Pass rates of each task of a mixture, or of its only task.
+function tasks() {
+  const { steps, validation } = RUN.data;
+  const names = Object.keys(steps).filter((name) => name.startsWith("train_pass_rate/")).map((name) => name.slice(6));
+  const tables = [[steps.step, ...names.map((name) => steps[`train_${name}`])], [validation.step, ...names.map((name) => validation[name])]];
+  const line = (style) => (name, i) => ({ label: `${name.slice(10)}, ${style.points ? "held out" : "training"}`, color: "abcdefgh"[i % 8], ...style });
+  return {
+    spec: { title: "Pass rate by task", wide: true, height: 220, sync: "steps",
+      note: "Lines: completions of each batch. Points: held-out prompts.",
+      series: [...names.map(line({ width: 1 })), ...names.map(line({ points: true, width: 0, dash: [0, 1] }))] },
+    data: steps.step.length || validation.step.length ? uPlot.join(tables.map((table) => sorted(table))) : [[]], known: names.length,
+  };
+}
 
 function seconds(name) { return column(name).map((value) => value ?? 0); }
 
@@ -127,7 +143,7 @@ function drawFigures() {
     const chart = addChart(host, { ...each, sync: "steps", onChoose: openStepAt }, [column("step"), ...each.columns.map(column)]);
     RUN.charts.push([chart, () => ({ data: [column("step"), ...each.columns.map(column)] })]);
   }
-  for (const made of [lanes, updates]) {
+  for (const made of [...(tasks().known ? [tasks] : []), lanes, updates]) {
     const { spec, data } = made();
     RUN.charts.push([addChart(host, spec, data), made]);
   }
