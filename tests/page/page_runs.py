@@ -48,6 +48,7 @@ def step_record(step, **changes):
         "batch/groups_kept": 3.0,
         "reward": step / 100,
         "train_pass_rate": 0.5,
+        "train_pass_rate/sums": 0.25,
         "entropy": 0.3,
         "mismatch_mean": 0.004,
         "truncated_share": 0.0,
@@ -140,6 +141,7 @@ def write_page_run(folder, *, validations=20, long_tokens=3):
     save_hostile_tokenizer(folder / "policy")
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
     recipe |= {"name": "</title><script>window.broken = 3</script>", "steps": 200}
+    recipe["prompts"] = {"tasks": {"sums": {}}}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"policy": {"path": str(folder / "policy")}}))
     append(folder / "metrics.jsonl", *(step_record(n + 1) for n in range(3)))
     attempts = ({"run_id": "r", "incarnation": f"local.{n}", "unix_time": 1e9 + 900 * n} for n in range(2))

@@ -82,10 +82,12 @@ async def use_reader(tab):
 
 async def check_figures(tab):
     """Every chart is drawn, has words, and its cursor follows the arrow keys."""
-    await tab.until("document.querySelectorAll('.plot canvas').length === 14")
+    await tab.until("document.querySelectorAll('.plot canvas').length === 17")
     labels = await tab.evaluate("[...document.querySelectorAll('.plot')].map((each) => each.ariaLabel)")
+    tasks = "Pass rate by task, step 0 to 30. sums, training last 0.25, 0.25 to 0.25"
     waits = "trainer waits last 0.75, 0.75 to 0.75; engines wait last 0.1, 0.1 to 0.1"
     assert f"Who waits for whom, hours of steps 0 to 0.001667. {waits}" in labels  # seconds, not where they are drawn
+    assert f"{tasks}; sums, held out last 0.75, 0.75 to 0.75" in labels
     assert all(labels) and labels[0].startswith("Validation pass rate and its forecasts, device-hours 0 to")
     await tab.evaluate("document.querySelectorAll('.plot')[1].focus()")
     await tab.press("ArrowRight")
@@ -128,7 +130,7 @@ async def test_the_served_page_follows_a_run(run, tmp_path):
     server = PageServer(RunPage(run))
     async with server.serving(), opened(tmp_path / "profile") as tab:
         await tab.open(server.url)
-        await tab.until("document.querySelectorAll('.plot canvas').length === 14")
+        await tab.until("document.querySelectorAll('.plot canvas').length === 17")
         await read_hostile_group(tab)
         append(run / "metrics.jsonl", step_record(4, reward=0.75))
         await tab.until("document.querySelectorAll('.plot')[1].ariaLabel.includes('last 0.75')")
