@@ -99,7 +99,7 @@ def test_colocated_engines_are_on_the_trainers_devices(ranks, engines, found, mo
     assert [gpus_at(place.positions) for place in made.engines] == found
     devices = Devices.of(asked)
     assert (devices.unit, devices.trainer, devices.engine) == ("gpu_hours", ranks / 2, ranks / 2), "each once"
-    with refused(r"engine\.colocate works on one host alone, and the run has 2"):
+    with refused(r"engine\.colocate works on one host, but the run has 2"):
         Placement.of(asked, several(2, 8))
     with refused(f"{ranks} visible GPUs are too few: the engines take {2 * ranks}$"):
         Placement.of(colocated(2 * ranks, 2 * engines, ranks // engines), ONE_HOST)
