@@ -14,8 +14,8 @@ def why_unfused(
     """The reason why attention would keep all scores of a row in memory; empty where a fused kernel keeps none.
 
     capability: CUDA compute capability. heads: number of attention heads on one rank. longest: tokens of the longest
-    sequence. sequences: least number of sequences in a row. Source: get_attention_backend
-    (attention/dot_product_attention/utils.py:1789) and nvte_get_fused_attn_backend (common/fused_attn/fused_attn.cpp).
+    sequence. sequences: fewest sequences of a row. Source: get_attention_backend
+    (attention/dot_product_attention/utils.py:1789), nvte_get_fused_attn_backend (common/fused_attn/fused_attn.cpp).
     """
     scores = sequences * heads * longest**2
     reason = ""

@@ -176,9 +176,7 @@ class Engines:
             if not self._processes[index].client.ended_generations or self._completes:
                 barren_starts = 0
             if barren_starts == MOST_BARREN:
-                reason = (
-                    f"{reason}; no engine completed a request in its last {barren_starts} starts, so none follows"
-                )
+                reason = f"{reason}; given up: no engine completed a request in its last {barren_starts} starts"
                 failures = engine.max_restarts  # no restart follows
             elif time.monotonic() - start_time > healthy_s:
                 failures = 0

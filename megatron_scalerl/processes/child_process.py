@@ -36,7 +36,7 @@ KILLED_S = 30.0
 a busy host."""
 _TAIL_BYTES = 20_000
 _SLICES = 4
-"""Number of parts in which a time limit is waited for."""
+"""Number of equal parts into which `time_limit` divides a time limit."""
 
 _started: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
@@ -214,7 +214,7 @@ def fatal_error(path: Path) -> str:
 
 @contextlib.asynccontextmanager
 async def race(*works: Awaitable[Any]) -> AsyncIterator[list[asyncio.Future[Any]]]:
-    """The works as tasks, in this order, once the first task is done.
+    """Run awaitables as tasks. The block is entered with the tasks, in the given order, when the first task is done.
 
     On exit from the block all tasks are cancelled and awaited. Pass a future with further waiters through
     `asyncio.shield`.

@@ -1,4 +1,4 @@
-"""Garbage and freed memory in a process that runs for weeks and whose event loop must not stand still."""
+"""Controls garbage collection and freed memory in a process of many weeks whose event loop must not stand still."""
 
 import contextlib
 import ctypes
@@ -34,7 +34,7 @@ def rare_full_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """A short block without collections: the imports of torch and transformers leave no garbage to look for."""
+    """A short block without garbage collection, for imports of torch and transformers, which leave no garbage."""
     gc.disable()
     try:
         yield

@@ -106,7 +106,7 @@ class SaveAndExit:
                 self._idle.set()
 
     async def run(self, work: Coroutine[Any, Any, T], save: Callable[[], Awaitable[None]]) -> T:
-        """The result of `work`, also of work that ends after a request.
+        """Run `work` and return the result, even if a request to save comes before the end of the work.
 
         A request cancels `work` outside of every block of `uninterrupted`, awaits `save`, and cancels the run.
         """
@@ -241,7 +241,7 @@ def uncharged_seconds() -> float:
 
 
 def uncharged_from_now() -> dict[str, str]:
-    """The variable for a program that starts after a charge for this job; empty outside of a job."""
+    """HELD_SINCE, set to now, for a program that starts after a charge for this job; empty outside of a job."""
     if HELD_SINCE not in os.environ:
         return {}
     return {HELD_SINCE: f"{_uptime():.2f}"}

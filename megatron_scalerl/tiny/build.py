@@ -33,7 +33,7 @@ class TinyArguments:
 
 
 def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
-    """Write the folder atomically; False if the folder exists already, written with equal arguments.
+    """Write the folder atomically; False if the folder exists already and was written with the same arguments.
 
     Writes base_policy/ (Hugging Face folder), prompts.jsonl and held_out.jsonl (prompt, answer, level), sft.jsonl
     (prompt, completion, level), for the dense policy recipe.yaml, and the manifest tiny.json. Raises ValueError for a
@@ -69,7 +69,7 @@ def _exists(out_dir: Path, manifest: dict[str, Any]) -> bool:
     try:
         old_manifest = json.loads((out_dir / MANIFEST).read_text(encoding="utf8"))
     except (OSError, json.JSONDecodeError):
-        raise ValueError(f"{out_dir}: the folder is not empty and has no {MANIFEST}; name a new one") from None
+        raise ValueError(f"{out_dir}: the folder is not empty and has no {MANIFEST}; name a new folder") from None
     different = [key for key in sorted({*manifest, *old_manifest}) if old_manifest.get(key) != manifest.get(key)]
     if different:
         expected = ", ".join(f"{key} {manifest.get(key)}" for key in different)

@@ -148,7 +148,7 @@ def prompt_rows(seed: int, count: int, *, held_out: bool) -> Iterator[dict[str, 
     open_levels = list(LEVELS)
     while len(texts) < count:
         if not open_levels:
-            raise ValueError(f"{side} prompts: {count} are too many; the task has {len(texts)}")
+            raise ValueError(f"{side} prompts: {count} are too many; the task has {len(texts)} in all; ask for fewer")
         # The levels take turns, so that the rows are mixed from the first on.
         for level in tuple(open_levels):
             problem = _draw_new(rng, level, held_out, texts)

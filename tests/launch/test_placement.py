@@ -124,7 +124,7 @@ def test_without_gpus_one_host_has_room_for_all(caplog):
     assert {place.positions for place in made.engines} == {None} and len(made.engines) == 9
     assert gpus_at(None) == "" and Devices.of(asked).unit == "device_hours" and not caplog.text
     Placement.of(asked, several(3, 8))
-    assert "if the others have some, say so by weights.transport: nccl" in caplog.text
+    assert "if the hosts of the run have GPUs, set weights.transport: nccl" in caplog.text
 
 
 def test_more_slots_than_this_host_has_gpus_are_refused(monkeypatch):

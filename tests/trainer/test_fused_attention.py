@@ -41,7 +41,7 @@ def test_the_reason_names_the_way_out(capability, deterministic, heads, longest,
 def test_a_rank_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(model, "capability", lambda: ADA)
     config = SimpleNamespace(num_attention_heads=12, tensor_model_parallel_size=1)
-    with pytest.raises(ValueError, match=r"below capability 9\.0 without flash-attn; set MSRL_LAYERS=plain"):
+    with pytest.raises(ValueError, match=r"below capability 9\.0; set MSRL_LAYERS=plain"):
         model._check_attention(config, make_recipe("none"))
 
 
