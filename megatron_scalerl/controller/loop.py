@@ -97,7 +97,7 @@ class Controller:
         evaluation: EvaluationInputs | None = None,
         sinks: Sequence[Sink] = (),
     ):
-        """resumed: the history is handed over, and dropped after the replay. sinks: receivers of every record."""
+        """resumed: the controller frees the history after the replay. sinks: receivers of every record."""
         self._recipe, self._folder, self._fleet, self._resumed = recipe, folder, fleet, resumed
         self._sync, self._probe, self._meter = sync, probe, meter
         self._saving, self._progress = saving, progress
@@ -257,7 +257,7 @@ class Controller:
 
     @property
     def _phase_over(self) -> bool:
-        """True if the batches so far are whole phases: always, but for the schedule ppo_off_policy."""
+        """True at the end of a phase. Every batch ends a phase, except under the schedule ppo_off_policy."""
         return self._state.batches % self._recipe.rollouts.batches_per_update == 0
 
     async def _publish(self) -> dict[str, Any]:
@@ -324,7 +324,7 @@ class Controller:
         logger.info("the run was asked to save and exit; its last checkpoint is of step %d", self._saver.step)
 
     async def _finish(self, reason: str, *, final: bool = False, gave_up: bool = False) -> str:
-        """The last validation, checkpoint and charge; final, gave_up: as `RunFolder.end`."""
+        """Make the last validation, checkpoint and charge, and record the end. final, gave_up: as `RunFolder.end`."""
         await self._stream.close()
         await self._measurements.finish(self._overlap.while_waiting, self._publish)
         async with self._saving.uninterrupted():
@@ -335,7 +335,7 @@ class Controller:
 
 
 def check_thinking(groups: Sequence[RolloutGroup], think_end: str) -> None:
-    """Raises RuntimeError if completions end by themselves, but no such completion has an answer after the thinking.
+    """Raises RuntimeError if completions end by themselves (uncut), and none has an answer after the thinking.
 
     think_end: the closing tag; without a tag, the whole completion is the answer.
     """

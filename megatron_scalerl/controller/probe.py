@@ -102,7 +102,7 @@ class Probe:
             versions = sorted({v for rollout in rollouts for v in rollout.policy_versions.tolist()})
             if versions != [policy_version]:
                 raise ProbeError(
-                    f"{engine.name}: its tokens are of policy version {versions}; it has to serve {policy_version}"
+                    f"{engine.name} generated tokens at policy versions {versions}, but should have {policy_version}"
                 )
             if problem := judged(tokens, self._tolerance):
                 raise ProbeError(f"{engine.name} at policy version {policy_version}: {problem}")

@@ -108,7 +108,7 @@ def _sample_facts(
 
 
 def trained_part(group: RolloutGroup, algorithm: ScaleRL) -> RolloutGroup:
-    """The group with the trained completions alone, possibly none."""
+    """The group reduced to the completions that the algorithm trains on, possibly none."""
     trained_indices = [i for i, completion in enumerate(group.completions) if algorithm.trains(completion)]
     # Positions say where completions are stored, so every remaining completion keeps its position, and gaps are left.
     return replace(
