@@ -161,7 +161,7 @@ class Controller:
         # a validation of step 0, or of a version whose validation is not recorded; nothing trains yet
         if self._phase_over and self._measurements.begin(while_training=False):
             await self._measurements.end_validation(self._overlap.while_waiting)
-        await self._replay()  # before the start, so that curriculum and gate have their state at the journal's end
+        await self._replay()  # before the stream starts: curriculum and gate then have the state at the journal's end
         self._stream.start(self._state.step)
         return await self._train()
 
@@ -175,13 +175,13 @@ class Controller:
         """
         while self._state.step < self._recipe.steps:
             begin = self._meter.elapsed
-            groups = await self._overlap.next_batch()  # waits for the gate: staleness <= k
+            groups = await self._overlap.next_batch()  # waits for the gate, which bounds the staleness
             if groups is None:
                 return await self._finish(self._stream.exhausted or "no prompt is left", final=True)
             waited = self._meter.elapsed - begin
             if self._state.batches == 0 and self._recipe.sft.path is None:
                 check_thinking(groups, self._recipe.prompts.think_end)
-            # in the journal before the step: a restart trains the same batches again
+            # the batch is journaled before the step, so that a restart trains the same batches again
             async with self._saving.uninterrupted():
                 await self._record(groups)
             await self._train_on(groups, waited)
@@ -222,8 +222,8 @@ class Controller:
             await self._stream.trained(self._state.served)
 
     async def _train_batch(self, groups: Sequence[RolloutGroup], waited: float) -> None:
-        await self._saver.commit(wait=False)  # the trainer is idle
-        batch = await self._overlap.send(groups)  # after filters, advantages, assignment
+        await self._saver.commit(wait=False)  # here, since the trainer is idle
+        batch = await self._overlap.send(groups)  # applies filters, advantages and assignment first
         await asyncio.to_thread(write_trained, self._folder.path, self._state.batches, batch.plan.trained)
         self._state.batches += 1
         record = {"batches": self._state.batches, "wait_for_batch_seconds": waited}

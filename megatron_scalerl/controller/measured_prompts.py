@@ -192,7 +192,7 @@ class HeldOut:
             texts = [scored for scored in completions if scored.unconfirmed_text][:2]
             text_lines = "\n".join(f"  reference {s.prompt.answer!r}: {s.unconfirmed_text[-300:]!r}" for s in texts)
             logger.warning(
-                "the second judge confirms %.1f %% of the answers judged correct, below %.1f %%: read them with show "
+                "the second judge confirms %.1f %% of the answers judged correct, below %.1f %%: read some with show "
                 "--unconfirmed, and correct the verifier before you trust this pass rate:\n%s",
                 100 * share,
                 100 * least_share,

@@ -63,7 +63,7 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "forecast.fit_until_share",
         "cost.price_per_device_hour",
         "cost.currency",
-        # The digest prompts.digest holds the effect of the preset and of the columns.
+        # A change of preset or columns that changes the prompts also changes prompts.digest, which may not change.
         "prompts.preset",
         "prompts.prompt_column",
         "prompts.answer_column",
@@ -278,7 +278,7 @@ class RunFolder:
     def begin_attempt(self) -> Attempt:
         """Record the start of an attempt, also at every restart of the trainer.
 
-        The incarnation is `local.N`, or on Slurm `JOB_ID.RESTART_COUNT`; `-N` is added if it has occurred before.
+        The incarnation is `local.N`, or on Slurm `JOB_ID.RESTART_COUNT`; `-N` is added to an id that occurred before.
         """
         path = self.path / ATTEMPTS
         attempts = read_jsonl(path)

@@ -94,7 +94,7 @@ def _sample_facts(
         )
     start = 0
     for part in completion.samples:
-        # The value is one number for all tokens.
+        # Without dimensions, the advantage is one number for all tokens.
         part_advantage = values.tolist()
         if values.ndim:
             part_advantage = tuple(part_advantage[start : start + part.tokens])

@@ -273,7 +273,7 @@ def _limited(runner: web.AppRunner) -> Callable[[], asyncio.BaseProtocol]:
             # The connection has no transport yet, so it is closed in the next round of the loop.
             loop.call_later(0.0, protocol.force_close)
         else:
-            # The first call lets an answer in progress end.
+            # The first call closes after the answer in progress, the second call at once.
             loop.call_later(CONNECTION_S, protocol.close)
             loop.call_later(CONNECTION_S + 1.0, protocol.force_close)
         return protocol

@@ -292,10 +292,11 @@ class WeightSync:
         engine_is_gone = any(engine not in self._engines.alive for engine in engines)
         all_failed = len(failed.engines) == len(engines)
         if failed.phase in _COLLECTIVE and (engine_is_gone or all_failed):
-            # One engine made every engine fail, and nothing says which.
+            # One engine made every engine fail, and the answers do not show which engine.
             return engine_is_gone
         if failed.phase == "verify" and all_failed and self._sent_changes:
-            # An unrecorded write changed the trainer's weights. A new connection sends whole tensors.
+            # Changes alone were sent, and the trainer's weights had changed without a record. The next attempt uses a
+            # new connection, over which whole tensors are sent.
             return False
         for engine, reason in failed.engines.items():
             self._engines.evict(engine, reason)

@@ -128,7 +128,7 @@ class Completer:
                 for _ in range(self.at_once):
                     tasks.create_task(work())
         except BaseExceptionGroup as failures:
-            # Many failures end in an evicted engine, so any other failure says more.
+            # Many failures end in an evicted engine, so a failure of another type says more about the cause.
             raise min(failures.exceptions, key=lambda error: isinstance(error, HeldEngineLost)) from None
 
     async def _in_rounds(self, rounds: Rounds, requests_left: list[Request], finished: Finished) -> None:

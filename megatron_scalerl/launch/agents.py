@@ -84,7 +84,7 @@ class RemoteServer:
 
     @property
     def reached(self) -> bool:
-        """Whether the agent has ever connected, which shows that its host was reachable."""
+        """Whether the agent has ever connected, which shows that the host was reachable."""
         return self.hello.done()
 
     @property

@@ -92,7 +92,7 @@ class Engines:
         self._supervisors: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Start all engines. They are stale then: they have no weights of the trainer yet.
+        """Start all engines. Every engine is stale then: no weights of the trainer have arrived yet.
 
         Raises the first failure, since a first start is not repeated.
         """
@@ -177,7 +177,7 @@ class Engines:
                 barren_starts = 0
             if barren_starts == MOST_BARREN:
                 reason = f"{reason}; given up: no engine completed a request in its last {barren_starts} starts"
-                failures = engine.max_restarts  # no restart follows
+                failures = engine.max_restarts  # so that no restart follows
             elif time.monotonic() - start_time > healthy_s:
                 failures = 0
             failures += 1
@@ -248,7 +248,7 @@ class Engines:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 server = await agents.joining.get()
-                # Two agents of the same name were in the queue.
+                # Two agents of the same name were in the queue, and the first is in the run.
                 if self._in_run(server.name):
                     await server.forget()
                     continue

@@ -30,7 +30,7 @@ _BACKLOG = 2048
 
 
 class ServerEnded(RuntimeError):
-    """The server ended before the start was complete. The message continues "engine-0 (port 8000) ..."."""
+    """The server ended before the start was complete. The message is the predicate after "engine-0 (port 8000)"."""
 
 
 @record

@@ -77,7 +77,7 @@ class Node:
 
     def run(self, name: str, program: str) -> Iterator[dict[str, Any]]:
         """Run a program in a shell, and yield the output line by line, then the exit code."""
-        # Ray sets OMP_NUM_THREADS to 1, which is not for the program.
+        # Ray sets OMP_NUM_THREADS to 1 for the actor; the program must not inherit the value.
         env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
         child = subprocess.Popen(
             tied_command(["sh", "-c", program]),

@@ -8,7 +8,7 @@ from megatron_scalerl.fit.outlook import Projection, projection
 from megatron_scalerl.page.report import last_step, measured_end, moved_text
 
 MAX_FORECASTS = 128
-"""Most forecasts on a page. In a longer run they are spaced evenly, since each fit takes 0.2 s."""
+"""Most forecasts on a page, evenly spaced over a long run, since each fit takes 0.2 s."""
 Rows = Sequence[dict[str, Any]]
 
 

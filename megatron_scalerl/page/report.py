@@ -76,7 +76,7 @@ def report(run_dir: Path, console: Console) -> None:
         say(moved_text(forecasts, measured))
     fitted, unseen = split(rows, recipe["forecast"])
     if not unseen:
-        say("No forecast: it takes validations at step 0, at three steps of the first part, and at a later step.")
+        say("No forecast: validations are missing at step 0, at three steps of the first part, or at a later step.")
         return
     if rows[0]["pass_rate"] >= 1.0:
         say("No forecast: the pass rate at step 0 is already 1.")
@@ -87,8 +87,8 @@ def report(run_dir: Path, console: Console) -> None:
     say(_error_text(evaluation))
     try:
         text = _error_text(evaluate(rows[0], fitted, unseen, method="paper", name=name))
-    except ValueError as error:  # the paper's grid of asymptotes ends at 0.8
-        text = f"paper: no forecast: {error}"
+    except ValueError as error:  # for example a pass rate above 0.8, where the paper's grid of asymptotes ends
+        text = f"the method paper has no forecast: {error}"
     say(printable(text))
     compute = [prediction.compute for prediction in evaluation.predictions]
     path = plot_forecast(
@@ -255,7 +255,7 @@ def updates_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, str] | None:
 
 
 def finite_number(value: Any) -> float | None:
-    """The value as a finite float; None if it is no number, not finite, or too large for a float."""
+    """The value as a finite float; None if the value is no number, not finite, or too large for a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     # the comparison is False for a NaN, for an infinity, and for an integer too large to be converted

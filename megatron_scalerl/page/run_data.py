@@ -64,7 +64,7 @@ class RunData:
         self._validation = Rows(self.run_dir / "validation.jsonl", validation_row)
         files = ("attempts.jsonl", "engines.jsonl", "evaluation.jsonl", "end.json")
         self._other_records = {name: Rows(self.run_dir / name, json_row) for name in files}
-        # the cached lines hold as long as the arguments, number of rows and generation, which change with the rows
+        # the lines are cached for one pair of arguments (number of rows, generation), which changes with the rows
         self._gain = lru_cache(1)(self._gain_lines)
 
     @property

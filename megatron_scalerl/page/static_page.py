@@ -48,7 +48,7 @@ def write_page(run_dir: Path, path: Path, *, group_ids: Iterable[int] = ()) -> t
         try:
             group = _whole_group(reader, group_id)
         except ValueError:
-            if group_id in named_ids:  # a user who names a group wants to know
+            if group_id in named_ids:  # the user asked for this group
                 raise
             continue
         size = _size(group)

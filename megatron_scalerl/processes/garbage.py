@@ -10,7 +10,7 @@ _M_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of <malloc.h>
 _LARGE_BLOCK = 1 << 20
 """Size from which a block of memory is large (bytes)."""
 FULL_COLLECTIONS_EVERY = 100
-"""Number of collections of the middle generation for one full collection. Python's own value is 10."""
+"""Number of collections of the middle generation after which a full collection follows. Python's default is 10."""
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from megatron_scalerl.processes.parent_death import tied_command
 logger = logging.getLogger(__name__)
 
 HUNG_S = 300
-"""Seconds without a sign of the loop after which the process is killed. The limit is as long as a restart costs."""
+"""Seconds without a byte from the loop after which the process is killed: about the cost of a restart."""
 STACKS_SIGNAL = signal.SIGUSR2
 _BEAT_S = 1.0
 _STACKS_S = 5.0

@@ -213,7 +213,7 @@ def _handle_late(loop: asyncio.AbstractEventLoop, numbers: Sequence[int], *, sto
 
 
 class Takeover:
-    """Detects an attempt that began after this object was made. Without Slurm there is none."""
+    """Detects a Slurm attempt that began after this object was made. Without Slurm, no attempt is detected."""
 
     def __init__(self, run_dir: str | Path):
         self._file = Path(run_dir) / ATTEMPT_FILE

@@ -173,7 +173,7 @@ class WorkerPool(Generic[Head]):
         workers = [Worker(f"{program.name}-{n}", program, self._output) for n in range(2 * count)]
         self._workers = workers[:count]
         self._extra = workers[count:]
-        """Extra workers, which repeat the suspects: requests that were at work in a worker when it died."""
+        """Extra workers, which repeat the suspects: requests that were at work in a worker that died."""
         self._decode = msgspec.json.Decoder(reply_type).decode
         self._settles = settles
         self._queue: asyncio.Queue[_Request[Head]] = asyncio.Queue()
@@ -270,7 +270,7 @@ class WorkerPool(Generic[Head]):
     async def _serve(self, worker: Worker, request: _Request[Head], queue: asyncio.Queue[_Request[Head]]) -> None:
         """Try a request until there is a reply or a failure, or put the request into the queue of suspects."""
         concurrent = queue is not self._suspects
-        # The reply of a cancelled caller is also done.
+        # If the caller is cancelled, the future of the reply is also done.
         while not request.reply.done():
             if not await self._ready(worker):
                 self._refuse(request, queue)

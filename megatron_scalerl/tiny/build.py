@@ -55,7 +55,7 @@ def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
             recipe = RECIPE.read_text(encoding="utf8").replace("runs/tiny/", f"{out_dir}/")
             (partial / RECIPE.name).write_text(recipe, encoding="utf8")
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf8")
-        partial.chmod(0o755)  # mkdtemp's folder is private
+        partial.chmod(0o755)  # mkdtemp makes a folder that only the owner can read
         partial.rename(out_dir)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
