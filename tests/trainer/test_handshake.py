@@ -62,14 +62,14 @@ def test_the_socket_of_several_hosts_may_have_an_address_of_ipv6():
         return await outcome(trainer, environment(trainer, MSRL_RUN_ID="other"), fails=False)
 
     code, last, _ = asyncio.run(scenario())
-    assert code == sockets.EXIT_REFUSED and "run id is other" in last
+    assert code == sockets.EXIT_REFUSED and "belongs to run other" in last
 
 
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"run_id": "other"}, "this controller's is run"),
-        ({"incarnation": "1.1"}, "this controller's is 1.0"),
+        ({"run_id": "other"}, "this controller to run run"),
+        ({"incarnation": "1.1"}, "this controller is 1.0"),
         ({"world_size": 2}, "world size: .* 2 ranks, .* 1$"),
         ({"rank": 1}, "rank: 1 is .* 0 to 0"),
     ],
