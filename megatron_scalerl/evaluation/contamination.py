@@ -70,14 +70,14 @@ class Contamination:
 
     n: int
     training: int
-    """Training prompts that were compared."""
+    """Number of training prompts that were compared."""
     problems: int
     hits: tuple[Hit, ...]
     """Hits by problem, the largest share first, at most MOST_HITS of each."""
     all_hits: int
     """Number of hits, kept or not."""
     training_hit: int
-    """Training prompts with a hit."""
+    """Number of training prompts with a hit."""
 
     @property
     def problems_hit(self) -> frozenset[str]:

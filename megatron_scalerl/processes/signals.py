@@ -33,7 +33,7 @@ SAVE_SIGNAL = signal.SIGUSR1
 SAVED_CODE = 75
 """Exit code after SAVE_SIGNAL: the run is not finished, and the same command goes on with the run."""
 THREADS_S = 60.0
-"""Seconds for the process to end after the cleanup; a thread may read a file system that hangs."""
+"""Seconds for the process to end after the cleanup; a thread that reads a hanging file system would delay the end."""
 IN_USE_CODE = 76
 """Exit code where another controller has the run's folder: the same command may succeed later."""
 HOSTS_LEFT_CODE = 77
@@ -200,7 +200,7 @@ def run_until_signal(
 
 
 def _handle_late(loop: asyncio.AbstractEventLoop, numbers: Sequence[int], *, stopped: bool) -> None:
-    """Take the handlers of signals off a loop; after a first signal, ignore later signals, and bound the end."""
+    """Remove signal handlers from a loop. After a first signal, ignore later signals and limit the time left."""
     # asyncio restores the default action, which would end the process, before another action can be set.
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     for number in numbers:

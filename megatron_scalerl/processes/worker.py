@@ -110,7 +110,7 @@ def pool_socket() -> Iterator[socket.socket]:
 
 
 def receive_setup(connection: socket.socket) -> tuple[int, bytes]:
-    """(number, head) of the first request. From now on this process also imports from the pool's folders."""
+    """Read the first request: (number, head). From now on this process also imports from the pool's folders."""
     number, setup, paths = receive(connection)
     sys.path.extend(path for path in map(os.fsdecode, paths.split(b"\0")) if path not in sys.path)
     return number, setup

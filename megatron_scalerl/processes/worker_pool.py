@@ -117,13 +117,13 @@ class Program:
     name: str
     """Workers are called NAME-N."""
     module: str
-    """The module, which calls `worker.serve`."""
+    """Name of the module that a worker's process runs. The module calls `worker.serve`."""
     setup: bytes
     """Head of the first request, the setup."""
     environment: Mapping[str, str]
     """All environment variables, without the variable for the socket's number."""
     subject: str
-    """Start of the message of an error at the start of a worker, such as a recipe's key."""
+    """First words of the error message if a worker does not start, such as a recipe's key."""
     timeout_s: float
     """Time limit of a request (seconds)."""
     start_timeout_s: float

@@ -95,7 +95,10 @@ def is_held_out(text: str) -> bool:
 
 
 def thinking_trace(rng: random.Random, problem: Problem, quit_probability: float) -> tuple[str, int]:
-    """(steps, value after the last step); the trace stops before each step with probability quit_probability."""
+    """A thinking trace: (text of the steps, value after the last step).
+
+    Before each step the trace stops with probability `quit_probability`.
+    """
     value = problem.start
     steps = []
     for operator, operand in problem.operations:
