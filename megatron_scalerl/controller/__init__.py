@@ -7,7 +7,7 @@ run_folder.py     lock, recipe and attempts of RUN/; the checkpoint to resume fr
 weight_sync.py    coordinates a weight update of all engines
 probe.py          compares log-probs of trainer and engines after an update
 measure.py        validations and evaluations while the training goes on: when, and on which engines
-measured_prompts.py  the prompts of both, and the records: RUN/validation.jsonl, RUN/evaluation.jsonl, RUN/evaluations
+measured_prompts.py  prompts and records of validations and evaluations: RUN/validation.jsonl, RUN/evaluation.jsonl
 meter.py          measures time windows and charges the ledger
 ledger.py         device-hours by role and batch: RUN/ledger.jsonl, the forecast's compute axis
 metrics.py        step and validation records: RUN/metrics.jsonl, RUN/validation.jsonl, TensorBoard, W&B

@@ -35,7 +35,7 @@ class Charge:
     """The devices that one role held in one window of time."""
 
     batch: int
-    """Batches of the run's lineage at the end of the window: the window belongs to batch number `batch` - 1."""
+    """Batches of the run up to the end of the window. The window belongs to batch number `batch` - 1."""
     step: int
     """The optimizer step of the window."""
     phase: Phase
@@ -72,8 +72,8 @@ class Ledger:
         header, *rows = read_jsonl(self.path) or [{"unit": unit}]
         if header.get("unit") != unit:
             raise ValueError(
-                f"{path}: the run was charged in {header.get('unit')} so far, and would be charged in {unit} now; "
-                "resume it on the kind of devices that it began on"
+                f"{path}: the run was charged in {header.get('unit')} so far, but would now be charged in {unit}; "
+                "resume the run on the kind of device (GPU or CPU) on which the run began"
             )
         self._hours: dict[Role, float] = defaultdict(float)
         self._axis = array("d")
@@ -125,7 +125,7 @@ class Ledger:
         return {role: 3600 * self._hours.get(role, 0.0) for role in get_args(Role)}
 
     def axis_at(self, batches: int) -> float:
-        """The forecast's compute axis (device-hours) after the first `batches` batches of the lineage.
+        """The forecast's compute axis (device-hours) after the first `batches` batches of the run.
 
         The axis counts trainer and engine, without validation and lost work.
         """

@@ -97,7 +97,7 @@ class Controller:
         evaluation: EvaluationInputs | None = None,
         sinks: Sequence[Sink] = (),
     ):
-        """resumed: the history is handed over, and dropped after the replay. sinks: receivers of every record."""
+        """resumed: the controller frees the history after the replay. sinks: receivers of every record."""
         self._recipe, self._folder, self._fleet, self._resumed = recipe, folder, fleet, resumed
         self._sync, self._probe, self._meter = sync, probe, meter
         self._saving, self._progress = saving, progress
@@ -161,7 +161,7 @@ class Controller:
         # a validation of step 0, or of a version whose validation is not recorded; nothing trains yet
         if self._phase_over and self._measurements.begin(while_training=False):
             await self._measurements.end_validation(self._overlap.while_waiting)
-        await self._replay()  # before the start, so that curriculum and gate have their state at the journal's end
+        await self._replay()  # before the stream starts: curriculum and gate then have the state at the journal's end
         self._stream.start(self._state.step)
         return await self._train()
 
@@ -175,13 +175,13 @@ class Controller:
         """
         while self._state.step < self._recipe.steps:
             begin = self._meter.elapsed
-            groups = await self._overlap.next_batch()  # waits for the gate: staleness <= k
+            groups = await self._overlap.next_batch()  # waits for the gate, which bounds the staleness
             if groups is None:
                 return await self._finish(self._stream.exhausted or "no prompt is left", final=True)
             waited = self._meter.elapsed - begin
             if self._state.batches == 0 and self._recipe.sft.path is None:
                 check_thinking(groups, self._recipe.prompts.think_end)
-            # in the journal before the step: a restart trains the same batches again
+            # the batch is journaled before the step, so that a restart trains the same batches again
             async with self._saving.uninterrupted():
                 await self._record(groups)
             await self._train_on(groups, waited)
@@ -222,8 +222,8 @@ class Controller:
             await self._stream.trained(self._state.served)
 
     async def _train_batch(self, groups: Sequence[RolloutGroup], waited: float) -> None:
-        await self._saver.commit(wait=False)  # the trainer is idle
-        batch = await self._overlap.send(groups)  # after filters, advantages, assignment
+        await self._saver.commit(wait=False)  # here, since the trainer is idle
+        batch = await self._overlap.send(groups)  # applies filters, advantages and assignment first
         await asyncio.to_thread(write_trained, self._folder.path, self._state.batches, batch.plan.trained)
         self._state.batches += 1
         record = {"batches": self._state.batches, "wait_for_batch_seconds": waited}
@@ -257,7 +257,7 @@ class Controller:
 
     @property
     def _phase_over(self) -> bool:
-        """True if the batches so far are whole phases: always, but for the schedule ppo_off_policy."""
+        """True at the end of a phase. Every batch ends a phase, except under the schedule ppo_off_policy."""
         return self._state.batches % self._recipe.rollouts.batches_per_update == 0
 
     async def _publish(self) -> dict[str, Any]:
@@ -324,7 +324,7 @@ class Controller:
         logger.info("the run was asked to save and exit; its last checkpoint is of step %d", self._saver.step)
 
     async def _finish(self, reason: str, *, final: bool = False, gave_up: bool = False) -> str:
-        """The last validation, checkpoint and charge; final, gave_up: as `RunFolder.end`."""
+        """Make the last validation, checkpoint and charge, and record the end. final, gave_up: as `RunFolder.end`."""
         await self._stream.close()
         await self._measurements.finish(self._overlap.while_waiting, self._publish)
         async with self._saving.uninterrupted():
@@ -335,7 +335,7 @@ class Controller:
 
 
 def check_thinking(groups: Sequence[RolloutGroup], think_end: str) -> None:
-    """Raises RuntimeError if completions end by themselves, but no such completion has an answer after the thinking.
+    """Raises RuntimeError if completions end by themselves (uncut), and none has an answer after the thinking.
 
     think_end: the closing tag; without a tag, the whole completion is the answer.
     """

@@ -49,7 +49,7 @@ from megatron_scalerl.rollouts.sampler import Sampler
 logger = logging.getLogger(__name__)
 
 _TRIES = 2
-"""Number of attempts at the last evaluation, without an evaluation that is already in progress."""
+"""Number of attempts at the run's last evaluation, not counting an evaluation in progress at the training's end."""
 
 WhileWaiting = Callable[[Awaitable[None]], Awaitable[None]]
 """A function that waits for work. Meanwhile engines that join get the trainer's weights
@@ -61,7 +61,10 @@ class VersionLost(RuntimeError):
 
 
 class HeldEngine:
-    """Holds engines for measurements: at most one engine a version, and only while another engine serves."""
+    """Holds engines for measurements: a held engine keeps its policy version while the training goes on.
+
+    At most one engine is held at a version, and only while another engine serves.
+    """
 
     def __init__(self, engines: Membership, meter: Meter):
         self._engines = engines
@@ -70,7 +73,7 @@ class HeldEngine:
         """Version -> the held engine, once for each measurement that uses the engine."""
 
     def hold(self, version: int, purpose: Purpose, *, least_serving: int = 2) -> EngineClient | None:
-        """The engine that keeps `version`, which all serving engines have now; each call needs a `release`.
+        """Hold an engine at `version`, which all serving engines have now. Each call needs a `release`.
 
         The engine with the fewest requests in flight is held. None if fewer than `least_serving` engines serve, or
         if the engine of this version was evicted.
@@ -88,7 +91,7 @@ class HeldEngine:
             engine = min(serving, key=lambda engine: engine.in_flight)
             self._meter.hold(engine, self._engines.devices_of(engine), purpose)
             self._engines.hold(engine)
-            logger.info("%s is held at version %d", engine.name, version)
+            logger.info("%s is held at policy version %d for a measurement", engine.name, version)
         self._users[version] = [*users, engine]
         return engine
 
@@ -115,7 +118,7 @@ class Measurement:
         meter: Meter,
         rounds: Rounds | None = None,
     ):
-        """rounds: for rollouts.deterministic."""
+        """rounds: the rounds in which engines take requests with rollouts.deterministic; else None."""
         self._prompts = prompts
         self._engines = engines
         self._holder = holder
@@ -164,7 +167,7 @@ class Measurement:
             # next update.
             if self.engine is None and (self._engines.held or not self._prompts.on_all):
                 return False
-        logger.info("%s of version %d begins", purpose, step)
+        logger.info("%s of policy version %d begins", purpose, step)
         ledger = self._meter.ledger
         axis = {"compute": ledger.axis_at(state.batches), "compute_total": ledger.hours(), "unit": ledger.unit}
         version = PinnedVersion(step=step, digest=state.digest, axis=axis, last=last)
@@ -220,7 +223,7 @@ class Measurement:
             no_engine_left.cancel()
         # Every engine that joins now could only get a later version.
         if not work.done():
-            raise VersionLost(f"{work.get_name()}: no engine is left that holds this version")
+            raise VersionLost(f"{work.get_name()}: every engine with this policy version was evicted")
         await work
 
     async def close(self) -> None:

@@ -56,9 +56,11 @@ from megatron_scalerl.types import Completion, CompletionLost, PassRate, Prompt,
 logger = logging.getLogger(__name__)
 
 CONFIRMED_NUMBERS = 0.95
-"""Share of confirmed answers below which a validation warns, if most references are numbers."""
+"""A validation warns if a second judge confirms a smaller share of the correct answers. For references of which more
+than half are numbers."""
 CONFIRMED_FALL = 0.05
-"""Fall of this share since the first validation from which a validation warns, if few references are numbers."""
+"""A validation warns if the confirmed share is lower than in the first validation by more than this. For references
+of which at most half are numbers."""
 FOLDER = "evaluations"
 RECORD = "evaluation.jsonl"
 _STEP = re.compile("step-([0-9]+)")
@@ -79,7 +81,7 @@ class PinnedVersion:
 
 
 class HeldOut:
-    """The held-out prompts of a run: a validation."""
+    """A run's validations, on the held-out prompts."""
 
     purpose: ClassVar[Purpose] = "validation"
     on_all: ClassVar[bool] = True
@@ -173,7 +175,10 @@ class HeldOut:
         return pass_rate, outcomes
 
     def _audited(self, completions: Sequence[ScoredCompletion]) -> tuple[float | None, float | None]:
-        """`confirmed_share` and `confirmed_least` of a validation; below the least share two texts are logged."""
+        """(share of the correct answers that the second judge confirms, least share without a warning), or Nones.
+
+        The warning quotes two unconfirmed answers.
+        """
         verdicts = [scored.score.confirmed for scored in completions if scored.score.confirmed is not None]
         if not verdicts:
             return None, None
@@ -187,8 +192,8 @@ class HeldOut:
             texts = [scored for scored in completions if scored.unconfirmed_text][:2]
             text_lines = "\n".join(f"  reference {s.prompt.answer!r}: {s.unconfirmed_text[-300:]!r}" for s in texts)
             logger.warning(
-                "the second judge confirms %.1f %% of the answers that are paid, below %.1f %%: read some with show "
-                "--unconfirmed, and mend the verifier before you believe this pass rate:\n%s",
+                "the second judge confirms %.1f %% of the answers judged correct, below %.1f %%: read some with show "
+                "--unconfirmed, and correct the verifier before you trust this pass rate:\n%s",
                 100 * share,
                 100 * least_share,
                 text_lines,
@@ -207,7 +212,7 @@ class HeldOut:
             await asyncio.gather(self._forecast, return_exceptions=True)
 
     async def _look_ahead(self) -> None:
-        """Show where the run is going. A fit that fails is a line in the log, not the end of the run."""
+        """Forecast the run's end and show the forecast. A fit that fails is logged, and does not end the run."""
         try:
             forecast = await asyncio.to_thread(
                 outlook,
@@ -223,7 +228,7 @@ class HeldOut:
 
 
 def _by_task(prompts: Sequence[Prompt], by_prompt: Sequence[float]) -> dict[str, TaskPassRate]:
-    """The pass rate of each task; empty without a mixture."""
+    """The pass rate of each task; empty for prompts of one task."""
     rates: dict[str, list[float]] = {}
     for prompt, pass_rate in zip(prompts, by_prompt):
         if prompt.task:
@@ -240,7 +245,7 @@ def _entropy(completions: Sequence[Completion]) -> float:
 
 
 class EvaluationFiles:
-    """The evaluation files of a run."""
+    """A run's evaluations, on the files of evaluation.files."""
 
     purpose: ClassVar[Purpose] = "evaluation"
     on_all: ClassVar[bool] = False

@@ -36,7 +36,7 @@ Purpose = Literal["validation", "evaluation"]
 
 @record
 class BatchTime:
-    """Time and tokens of a batch, summed over both windows."""
+    """Time and tokens of a batch, summed over the batch's windows `produce` and `train`."""
 
     seconds: float = 0.0
     """Wall time (s)."""
@@ -60,7 +60,7 @@ class _Hold:
         """Tokens of finished completions."""
 
     def close(self, now: float) -> tuple[dict[Role, float], int]:
-        """(role -> device-seconds since the last call, tokens of training that finished since then)."""
+        """(role -> device-seconds, number of finished tokens of training), both since the last call."""
         seconds = self._devices * (now - self._since)
         # A completion of a measurement may be received in one window and, after scoring, counted in the next window.
         training = max(0, self._engine.received_tokens - self._received - sum(self.measured.values()))
@@ -143,7 +143,7 @@ class Meter:
         self._holds[engine] = _Hold(engine, devices, purpose, self._clock())
 
     def release(self, engine: EngineClient) -> None:
-        """From now on, this engine is held no more."""
+        """From now on, this engine is held no longer, and is charged like all engines."""
         self._close_holds()
         del self._holds[engine]
 
@@ -179,7 +179,7 @@ class Meter:
         self.ledger.sync()
 
     def charge_train(self, batch: int, step: int) -> BatchTime:
-        """Charge the training of batch number `batch`, after which the policy is at `step`; returns both windows.
+        """Charge the training of batch number `batch`, after which the policy is at `step`; returns time and tokens.
 
         A window that repeats work charged in an earlier attempt is `lost`.
         """

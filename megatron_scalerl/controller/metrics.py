@@ -29,18 +29,18 @@ from megatron_scalerl.types import PassRate, RolloutGroup, Score, StepReport
 logger = logging.getLogger(__name__)
 
 FAILED = ("timeout", "memory", "crash", "error", "unavailable")
-"""Reasons of wrong answers on which the verifier failed."""
+"""Values of `Score.reason` for answers that count as wrong because the verifier failed."""
 FLUSH_S = 5
-"""Seconds after which TensorBoard's file has a record at the latest."""
+"""Most seconds until a record is written to TensorBoard's file."""
 
 
 Outcomes = tuple[tuple[bool | None, ...], ...]
-"""[prompts][generations] True: correct. False: wrong. None: lost, and left out of every pass rate."""
+"""Outcomes of completions, [prompts][generations]: True is correct, False wrong, None lost and in no pass rate."""
 _LETTERS = {True: "1", False: "0", None: "-"}
 
 
 class Sink(Protocol):
-    """Gets the numbers of every record."""
+    """A receiver of the numbers of every record, such as TensorBoard."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take the numbers of a batch that ended at `step`. The names of a validation's numbers begin with
@@ -140,7 +140,7 @@ class Metrics:
                     sink.write(row["step"], _finite(_validation_scalars(row)))
                 self._sinks.append(sink)
         if importlib.util.find_spec("wandb") and os.environ.get("WANDB_MODE") != "disabled":
-            with _guarded("WandbSink", "start", "; this attempt goes on without W&B (WANDB_MODE=offline needs none)"):
+            with _guarded("WandbSink", "start", "; this attempt has no W&B run (WANDB_MODE=offline needs no login)"):
                 self._sinks.append(WandbSink(run_dir, name, last_step=last_step))
 
     def step(self, step: int, record: Mapping[str, Any]) -> None:
@@ -352,7 +352,7 @@ def _pass_rates_by_task(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def means(outcomes: Outcomes) -> tuple[float, ...]:
-    """[prompts] pass rate of each prompt over the completions that were not lost."""
+    """Pass rate of each prompt [prompts], over the completions that were not lost."""
     row_outcomes = [[x for x in row if x is not None] for row in outcomes]
     return tuple(sum(row) / len(row) for row in row_outcomes)
 
@@ -363,7 +363,7 @@ def text(outcomes: Outcomes) -> str:
 
 
 def within_variance(outcomes: Iterable[Sequence[bool | None]]) -> float | None:
-    """The mean over prompts of the variance p (1 - p) of one completion, unbiased; None below two completions each.
+    """The unbiased mean over prompts of p (1 - p), the variance of one completion's outcome; None if undefined.
 
     The binomial variance of a pass rate of N completions is this mean over N, given the prompts. p (1 - p) of the
     pass rate is larger, by the variance between prompts. Prompts with fewer than two completions are left out.

@@ -98,7 +98,7 @@ class EarlyBatch:
     async def batch(self) -> SentBatch | None:
         """The batch, once the batch is sent; None if the gate has released no batch. Raises as `Sender.send` does."""
         if not self._groups_taken:
-            # From now on a released batch belongs to `next_batch`, with the new version.
+            # A batch that the gate releases from now on is taken by `next_batch`, for the new version.
             self._task.cancel()
             return None
         return await self._task

@@ -64,7 +64,7 @@ class Inputs(Settings):
 
 
 def policy_digest(folder: str, *, end: int = _END) -> str:
-    """16 hexadecimal digits for a policy's folder.
+    """A digest of the files in a policy's folder: 16 hexadecimal digits.
 
     The digest takes milliseconds: of files of weights it covers only names, sizes and ends. Configuration, tokenizer
     and template count whole, and no other file counts.
@@ -108,7 +108,7 @@ def checked_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Promp
     prompts = load_prompts(tokenizer, tasks_of(recipe), check_answers)
     digest = prompts.digest()
     if recipe.prompts.digest not in (None, digest):
-        raise ValueError(f"prompts.digest: {PROMPTS_CHANGED}: they were {recipe.prompts.digest}, and are {digest}")
+        raise ValueError(f"prompts.digest: {PROMPTS_CHANGED}: the digest was {recipe.prompts.digest}, now {digest}")
     if not recipe.validation.every_steps:
         return prompts
     usable = {prompt.task for prompt in prompts.held_out if not prompts.problems.get(prompt.prompt_id)}
@@ -164,7 +164,7 @@ def check_answers(
 
 
 def _problem_of_tests(question: str, answer: str, columns: Mapping[str, Any]) -> str:
-    """The reason why tests cannot be run; empty if they can."""
+    """The reason why the tests of a problem cannot be run; empty if the tests can be run."""
     try:
         called = parse_tests(answer, columns).called
     except ValueError as error:

@@ -42,7 +42,7 @@ class ProbeError(RuntimeError):
 
 
 class Scored(NamedTuple):
-    """A sampled token with both log-probs (nats)."""
+    """A sampled token with the log-probs (nats) of trainer and engine."""
 
     prompt_id: str
     place: int
@@ -58,8 +58,10 @@ class Scored(NamedTuple):
 
 
 def judged(tokens: Sequence[Scored], tolerance: float) -> str:
-    """The difference of an engine's log-probs in one line. The line is empty within the tolerance, which a NaN
-    exceeds."""
+    """A line on how far an engine's log-probs differ from the trainer's; empty within the tolerance.
+
+    A NaN exceeds every tolerance.
+    """
     mean = fmean(token.difference for token in tokens)
     # A NaN compares false with every number, so the key of `max` makes a NaN the worst difference.
     worst = max(tokens, key=lambda token: (math.isnan(token.difference), token.difference))
@@ -102,7 +104,7 @@ class Probe:
             versions = sorted({v for rollout in rollouts for v in rollout.policy_versions.tolist()})
             if versions != [policy_version]:
                 raise ProbeError(
-                    f"{engine.name}: its tokens are of policy version {versions}; it has to serve {policy_version}"
+                    f"{engine.name} generated tokens at policy versions {versions}, but should have {policy_version}"
                 )
             if problem := judged(tokens, self._tolerance):
                 raise ProbeError(f"{engine.name} at policy version {policy_version}: {problem}")

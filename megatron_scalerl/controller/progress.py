@@ -14,7 +14,7 @@ HEADER = " step  reward  pass  stale mean/max  trunc  interr  mismatch  entropy 
 
 
 class Progress:
-    """On a terminal, a progress bar below a line for every step; elsewhere, a line every `every_steps` steps."""
+    """Shows a run: on a terminal a line for every step and a progress bar, else a line every `every_steps` steps."""
 
     def __init__(self, console: Console, steps: int, *, every_steps: int = 5):
         self._console = console
@@ -65,7 +65,7 @@ class Progress:
 
     def skipped(self, step: int, reason: str) -> None:
         """Show a batch without an optimizer step."""
-        self._console.print(f"{step:5d}  all samples of the batch are filtered out, no step: {reason}")
+        self._console.print(f"{step:5d}  no optimizer step, as the filters left no sample of the batch: {reason}")
 
     def outlook(self, forecast: Outlook) -> None:
         """Show the forecast of the run's end that a validation led to."""

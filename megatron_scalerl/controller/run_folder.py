@@ -63,7 +63,7 @@ MAY_CHANGE = _LAYOUT | frozenset(
         "forecast.fit_until_share",
         "cost.price_per_device_hour",
         "cost.currency",
-        # The digest prompts.digest holds the effect of the preset and of the columns.
+        # A change of preset or columns that changes the prompts also changes prompts.digest, which may not change.
         "prompts.preset",
         "prompts.prompt_column",
         "prompts.answer_column",
@@ -115,7 +115,7 @@ MAY_CHANGE = _LAYOUT | frozenset(
 and the settings of checkpoints, evaluations and metrics."""
 
 RECORDS = ("ledger.jsonl", "metrics.jsonl", "validation.jsonl")
-"""Records from which the curve is made."""
+"""Files from which the run's learning curve is made."""
 ATTEMPTS = "attempts.jsonl"
 SAVES = "checkpoints.jsonl"
 END = "end.json"
@@ -134,7 +134,7 @@ class RunState:
         self.step = step
         """Optimizer steps of the trainer, equal to the trainer's policy version."""
         self.batches = batches
-        """Batches of the run's lineage so far, batches without a step included."""
+        """Batches of the run so far, each counted once over all attempts; batches without a step count, too."""
         self.served = served
         """Policy version that the engines got last, -1 before the first update."""
         self.digest = ""
@@ -150,7 +150,7 @@ class ResumePoint:
     step: int = 0
     """Optimizer steps in the checkpoint."""
     batches: int = 0
-    """Batches of the run's lineage that the checkpoint includes, batches without a step included."""
+    """Batches of the run up to the checkpoint, batches without a step included."""
     position: Position | None = None
     """End of the journal at the checkpoint; None without a checkpoint."""
     record_rows: tuple[tuple[str, int], ...] = ()
@@ -174,7 +174,7 @@ class ControllerState(msgspec.Struct, frozen=True, kw_only=True):
     step: Annotated[int, Meta(ge=0)]
     """Optimizer steps."""
     batches: Annotated[int, Meta(ge=0)]
-    """Batches of the run's lineage, batches without a step included."""
+    """Batches of the run, batches without a step included."""
     run_id: str
     position: Position
     """End of the journal at the moment of the checkpoint."""
@@ -226,9 +226,9 @@ class RunFolder:
         commit.prune(self.path / "checkpoints", keep, newest=newest)
 
     def kept_batches(self, keep: int) -> int:
-        """Batches that each of the kept checkpoints includes; 0 while there are fewer than `keep` checkpoints.
+        """Number of batches that every kept checkpoint includes; 0 while there are fewer than `keep` checkpoints.
 
-        0 also if a checkpoint cannot be read: the batches that its resume needs are then unknown.
+        Also 0 if a checkpoint cannot be read, since the batches that a resume needs are then unknown.
         """
         paths = [path for _, path in commit.committed(self.path / "checkpoints")]
         if len(paths) < keep:
@@ -236,7 +236,7 @@ class RunFolder:
         try:
             return min(controller_state(path).batches for path in paths)
         except ValueError as error:
-            logger.warning("rollouts are kept, because a checkpoint cannot be read: %s", error)
+            logger.warning("no rollouts are deleted, because a checkpoint cannot be read: %s", error)
             return 0
 
     def end(self, reason: str, *, step: int, final: bool, gave_up: bool) -> None:
@@ -268,7 +268,7 @@ class RunFolder:
             os.close(lock)
             # flock fails with EWOULDBLOCK. Over NFS, Linux takes an fcntl lock instead, which may fail with EACCES.
             if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
-                raise RunInUse(f"{self.path}: another controller has locked the folder; end it first") from None
+                raise RunInUse(f"{self.path}: another controller has locked the folder; end that run first") from None
             raise RecipeError(
                 f"{self.path}/lock cannot be locked (flock): {error.strerror}; choose an output_dir on another file "
                 "system"
@@ -276,9 +276,9 @@ class RunFolder:
         return lock
 
     def begin_attempt(self) -> Attempt:
-        """Record a start. The incarnation is `local.N`, on Slurm `JOB_ID.RESTART_COUNT`, and `-N` after the first.
+        """Record the start of an attempt, also at every restart of the trainer.
 
-        Called at every restart of the trainer as well.
+        The incarnation is `local.N`, or on Slurm `JOB_ID.RESTART_COUNT`; `-N` is added to an id that occurred before.
         """
         path = self.path / ATTEMPTS
         attempts = read_jsonl(path)
@@ -304,7 +304,7 @@ def check_recipe(recipe: Recipe) -> None:
     if not (folder / "recipe.yaml").exists():
         if folder.exists() and not all(_is_leftover(item) for item in folder.iterdir()):
             raise RecipeError(
-                f"{folder}: the folder has files and no recipe.yaml, so it is no run; choose an empty one"
+                f"{folder}: the folder has files but no recipe.yaml, so it is no run; choose an empty folder"
             )
         return
     settings = read_run_recipe(folder)
@@ -316,7 +316,7 @@ def check_recipe(recipe: Recipe) -> None:
     # policy.digest comes last: where policy.path also differs, the path is the reason.
     for key, was, now in sorted(differences, key=lambda difference: difference[0] == "policy.digest"):
         if key == "prompts.digest":
-            raise RecipeError(f"{folder}: {PROMPTS_CHANGED} since the run began: restore it, or choose another name")
+            raise RecipeError(f"{folder}: {PROMPTS_CHANGED} since the run began; restore it, or set another name")
         if not _may_change(key):
             raise RecipeError(
                 f"{folder}: {key} is {was!r} in the run's recipe and {now!r} here; choose another name or output_dir"
@@ -348,7 +348,7 @@ def resume_point(run_dir: Path) -> ResumePoint:
 
 
 def check_history(run_dir: Path, history: History, start: ResumePoint) -> None:
-    """Raises RuntimeError if journal, store or a record end before the checkpoint, which means a loss."""
+    """Raises RuntimeError if the journal, the store or a record has lost data that was there at the checkpoint."""
     journal = run_dir / "journal.jsonl"
     if len(history.batches) < start.batches:
         raise RuntimeError(

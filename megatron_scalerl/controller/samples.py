@@ -94,7 +94,7 @@ def _sample_facts(
         )
     start = 0
     for part in completion.samples:
-        # The value is one number for all tokens.
+        # Without dimensions, the advantage is one number for all tokens.
         part_advantage = values.tolist()
         if values.ndim:
             part_advantage = tuple(part_advantage[start : start + part.tokens])
@@ -108,7 +108,7 @@ def _sample_facts(
 
 
 def trained_part(group: RolloutGroup, algorithm: ScaleRL) -> RolloutGroup:
-    """The group with the trained completions alone, possibly none."""
+    """The group reduced to the completions that the algorithm trains on, possibly none."""
     trained_indices = [i for i, completion in enumerate(group.completions) if algorithm.trains(completion)]
     # Positions say where completions are stored, so every remaining completion keeps its position, and gaps are left.
     return replace(

@@ -59,8 +59,7 @@ class Saver:
         """The checkpoint that is being written."""
 
     async def save(self, step: int, batches: int, *, last: bool = False) -> None:
-        """Write and commit a checkpoint; with checkpoint.async_save only begin to. Not called while the trainer
-        steps.
+        """Write and commit a checkpoint; with checkpoint.async_save, only start to write. Not called during a step.
 
         last: the state is not copied, since no step follows.
         """
@@ -114,7 +113,7 @@ class Saver:
         return self.step if self._started_save is None else self._started_save.step
 
     async def save_last(self, step: int, batches: int) -> None:
-        """Commit everything up to `step`; nothing is written afterwards."""
+        """Save and commit a checkpoint of `step`, unless there is one, and wait for ranks that still write."""
         if step > self._newest:
             await self.save(step, batches, last=True)
         await self.commit(wait=True)

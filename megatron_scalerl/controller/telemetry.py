@@ -103,15 +103,15 @@ class RunCollector(Collector):
         """Note that an attempt has ended. The last numbers stay."""
 
     def collect(self) -> Iterable[Metric]:
-        """Every family, in the order of the page."""
+        """Yield every metric family, for one scrape."""
         info = GaugeMetricFamily(
-            f"{PREFIX}_run_info", "1; the labels name the run and what a device is.", labels=list(self._info)
+            f"{PREFIX}_run_info", "Always 1. The labels name the run and the kind of device.", labels=list(self._info)
         )
         info.add_metric(list(self._info.values()), 1)
         yield info
-        yield _family("step", "Optimizer steps of the policy.", self._step)
-        yield _family("planned_steps", "Optimizer steps of the recipe.", self._planned_steps)
-        text = "The numbers of the last line of metrics.jsonl by key; those of the last validation as validation/KEY."
+        yield _family("step", "Optimizer steps made so far.", self._step)
+        yield _family("planned_steps", "Optimizer steps that the recipe plans.", self._planned_steps)
+        text = "Numbers of the last line of metrics.jsonl, by key. validation/KEY is a number of the last validation."
         yield _family("last", text, self._last, label="key")
         text = "Sums over the lines of metrics.jsonl since the controller started, by key: seconds, tokens, bytes."
         yield _family("sum_total", text, self._sums, label="key")
@@ -120,14 +120,14 @@ class RunCollector(Collector):
         for name, text in (
             ("generated_tokens", "Tokens of finished completions, validation included."),
             ("batches", "Batches with an optimizer step."),
-            ("skipped_batches", "Batches of which the filters left nothing."),
-            ("weight_updates", "Weight updates after a step."),
+            ("skipped_batches", "Batches without an optimizer step, since the filters left no sample."),
+            ("weight_updates", "Weight updates of the engines that followed a step."),
         ):
             yield _family(f"{name}_total", text, self._counts[name])
         text = "Device-seconds that the run held, by role of the ledger, in all attempts."
         yield _family("device_seconds_total", text, self._device_seconds(), label="role")
         yield from self._engine_families()
-        text = "Starts of the trainer's ranks after the first."
+        text = "Restarts of the trainer's ranks."
         yield _family("trainer_restarts_total", text, max(0, self._attempts - 1))
 
     def _engine_families(self) -> Iterable[Metric]:
@@ -135,14 +135,14 @@ class RunCollector(Collector):
         states = [member.state for member in members]
         yield _family("engines", "Engines by state.", {s.value: states.count(s) for s in EngineState}, label="state")
         given_up_engines = sum(member.given_up for member in members)
-        yield _family("engines_given_up", "Engines that are not started again.", given_up_engines)
+        yield _family("engines_given_up", "Engines that are given up and not started again.", given_up_engines)
         versions = [member.version for member in members if member.version is not None]
         if versions:
             yield _family("policy_version", "Newest policy version that an engine holds.", max(versions))
         values = {member.name: member.restarts for member in members}
-        yield _family("engine_restarts_total", "Starts of an engine after its first.", values, label="engine")
+        yield _family("engine_restarts_total", "Restarts of an engine.", values, label="engine")
         values = {member.name: member.lost_tokens for member in members}
-        text = "Tokens that evicted servers had generated in vain."
+        text = "Tokens that evicted servers generated and no client received."
         yield _family("engine_lost_tokens_total", text, values, label="engine")
         values = {member.name: member.client.in_flight if member.client else 0 for member in members}
         yield _family("engine_requests", "Generation requests in flight at an engine.", values, label="engine")
@@ -273,7 +273,7 @@ def _limited(runner: web.AppRunner) -> Callable[[], asyncio.BaseProtocol]:
             # The connection has no transport yet, so it is closed in the next round of the loop.
             loop.call_later(0.0, protocol.force_close)
         else:
-            # The first call lets an answer in progress end.
+            # The first call closes after the answer in progress, the second call at once.
             loop.call_later(CONNECTION_S, protocol.close)
             loop.call_later(CONNECTION_S + 1.0, protocol.force_close)
         return protocol

@@ -23,7 +23,7 @@ completions."""
 
 
 class TokenScores:
-    """Scores completions of every few batches of one run."""
+    """Has the trainer score some completions, every telemetry.token_scores_every steps."""
 
     def __init__(self, recipe: Recipe, fleet: Fleet, run_dir: Path):
         self._every_steps = recipe.telemetry.token_scores_every

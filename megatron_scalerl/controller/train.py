@@ -131,8 +131,8 @@ def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
     """Start or resume the run of `recipe`; returns the reason why the run ended.
 
     Raises ValueError for user errors (no file is written then), and RuntimeError and OSError for a failed process or
-    update. Raises HostsLeft if the job has lost a host of the trainer, and Stopped for a signal. SIGUSR1 saves a
-    checkpoint before. Started again, the run resumes from the last checkpoint.
+    update. Raises HostsLeft if the job has lost a host of the trainer, and Stopped for a signal; SIGUSR1 first saves
+    a checkpoint. Started again, the run resumes from the last checkpoint.
     """
     map_large_blocks()
     takeover = Takeover(recipe.run_dir)
@@ -161,7 +161,7 @@ def train(recipe: Recipe, console: Console, hosts: Hosts = ONE_HOST) -> str:
 
 
 def _next_start(run_dir: Path) -> str:
-    """The way in which a stopped run goes on if the command is started again, as text."""
+    """How the run continues if the command is started again: the end of the sentence in `Stopped`."""
     newest = latest(run_dir / "checkpoints")
     if newest is None:
         return (

@@ -221,7 +221,7 @@ class WeightSync:
         self._lock = asyncio.Lock()
 
     def trained(self, report: StepReport) -> None:
-        """Note an optimizer step whose weights the next version has."""
+        """Note an optimizer step that the next published version includes."""
         self._steps.append(report)
 
     async def publish(self, version: int) -> WeightUpdate:
@@ -292,10 +292,11 @@ class WeightSync:
         engine_is_gone = any(engine not in self._engines.alive for engine in engines)
         all_failed = len(failed.engines) == len(engines)
         if failed.phase in _COLLECTIVE and (engine_is_gone or all_failed):
-            # One engine made every engine fail, and nothing says which.
+            # One engine made every engine fail, and the answers do not show which engine.
             return engine_is_gone
         if failed.phase == "verify" and all_failed and self._sent_changes:
-            # An unrecorded write changed the trainer's weights. A new connection sends whole tensors.
+            # Changes alone were sent, and the trainer's weights had changed without a record. The next attempt uses a
+            # new connection, over which whole tensors are sent.
             return False
         for engine, reason in failed.engines.items():
             self._engines.evict(engine, reason)
@@ -412,22 +413,21 @@ class WeightSync:
         return places
 
     async def _deltas(self, engines: list[EngineClient], phases: _Phases) -> Literal["off", "absolute"]:
-        """The setting for changes. It is off if the loader of an engine takes whole tensors only, which have no
-        digest."""
+        """weights.deltas, or "off" if an engine's weight loader takes whole tensors only and reports no digest."""
         deltas = self._recipe.weights.deltas
         if deltas == "off":
             return deltas
         answers = await phases.call_all("digest", engines, lambda engine: engine.rpc("msrl_live_digest"))
         for engine, digests in zip(engines, answers):
             if not isinstance(digests, list) or not all(digests):
-                logger.warning("weights.deltas is off, because %s takes whole tensors only", engine.name)
+                logger.warning("weights.deltas is off: the weight loader of %s takes whole tensors only", engine.name)
                 return "off"
         return deltas
 
     async def _needs(
         self, engine: EngineClient, manifest: Manifest, problems: dict[tuple[str, ...], str]
     ) -> list[str]:
-        """Each worker's needs of the tensors of a manifest.
+        """Ask an engine's workers which parts of the manifest's tensors each worker needs.
 
         An unfinished update of the engine is abandoned first: otherwise vLLM refuses to start an update. problems:
         answers of earlier engines -> the problem. Raises _TensorsRefused if the tensors do not match the engine's
@@ -444,7 +444,7 @@ class WeightSync:
         world_size = (await engine.info()).world_size
         if not world_size or world_size % len(answers):
             raise EngineError(
-                f"msrl_weight_needs: {len(answers)} workers answered, which do not divide the engine's {world_size}"
+                f"msrl_weight_needs: {len(answers)} workers answered, no divisor of the engine's {world_size} workers"
             )
         # Engines of one kind answer alike, and a check of a large model takes seconds, so equal answers are checked
         # once.
@@ -468,7 +468,7 @@ async def _verify(engine: EngineClient, version: int, report: SendReport, places
     sent_state = (str(version), tuple(report.digests[place.shard] for place in workers))
     received_state = (info.weight_version, tuple(info.weight_digests))
     if received_state != sent_state:
-        raise EngineError(f"it reports version and digests {received_state}, and the trainer sent {sent_state}")
+        raise EngineError(f"the engine has version and digests {received_state}, but the trainer sent {sent_state}")
     live_digests = await engine.rpc("msrl_live_digest")
     if not isinstance(live_digests, list) or len(live_digests) != len(info.weight_digests):
         raise EngineError(f"msrl_live_digest: the answer {live_digests!r} does not hold a digest of each worker")
@@ -476,7 +476,7 @@ async def _verify(engine: EngineClient, version: int, report: SendReport, places
         values = report.values[place.shard]
         # The digest is empty for a loader that takes whole tensors only.
         if digest not in (values, ""):
-            raise EngineError(f"worker {worker}: its weights have digest {digest}, and the sent ones {values}")
+            raise EngineError(f"worker {worker}: the weights have digest {digest}, but the trainer sent {values}")
 
 
 def _problem(manifest: Manifest, answers: set[str]) -> str:

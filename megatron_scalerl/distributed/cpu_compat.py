@@ -31,7 +31,7 @@ def install(*, without: Collection[str] = ()) -> None:
     """
     if torch.cuda.is_available():
         raise ValueError(
-            "cpu_compat: a GPU is visible, and the CPU patches would break it; set CUDA_VISIBLE_DEVICES= to hide it"
+            "cpu_compat: a GPU is visible, and the patches for CPUs break runs on GPUs; set CUDA_VISIBLE_DEVICES="
         )
     assert set(without) <= set(PATCHES), f"unknown patches {set(without) - set(PATCHES)}"
     if _undo:
@@ -89,7 +89,7 @@ def _core(name: str) -> ModuleType:
 
 
 class _Overriding(ModuleType):
-    """A module as one upstream file sees the module: some attributes are replaced."""
+    """A stand-in for a module in one upstream file: some attributes are replaced, all others are the module's."""
 
     def __init__(self, module: ModuleType, **overrides: Any):
         super().__init__(module.__name__)

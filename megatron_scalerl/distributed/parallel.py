@@ -131,11 +131,9 @@ def rank_in_world(expected_size: int, rendezvous: Rendezvous | None) -> int:
         rank = int(os.environ["RANK"])
         world_size = int(os.environ["WORLD_SIZE"])
     elif rendezvous is not None or len(unset) < len(variables):
-        raise ValueError(f"environment: {', '.join(unset)} is not set; the launcher sets {', '.join(variables)}")
+        raise ValueError(f"environment: {', '.join(unset)} is not set; a launcher must set {', '.join(variables)}")
     if world_size != expected_size:
-        raise ValueError(
-            f"trainer.world_size: the recipe has {expected_size} processes, and {world_size} were started"
-        )
+        raise ValueError(f"trainer.world_size: the recipe has {expected_size} ranks, but WORLD_SIZE is {world_size}")
     return rank
 
 

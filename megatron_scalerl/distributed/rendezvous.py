@@ -88,7 +88,7 @@ def listen_on(host: str) -> socket.socket:
     Raises ValueError for a wildcard address, OSError for an address of another host.
     """
     if host in _ANY_ADDRESS:
-        raise ValueError(f"rendezvous: {host!r} stands for all interfaces; give the address of one")
+        raise ValueError(f"rendezvous: {host!r} stands for all interfaces; give the address of a single interface")
     [(family, kind, *_, address), *_] = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     listening = socket.socket(family, kind)
     try:
@@ -169,7 +169,7 @@ def interface_of(rendezvous: Rendezvous) -> str:
         # The address of an IPv6 entry ends with %INTERFACE.
         if any(entry.address.split("%")[0] == address for entry in entries):
             return name
-    raise RuntimeError(f"rendezvous: no interface has the address {address}, from which {rendezvous.host} is reached")
+    raise RuntimeError(f"rendezvous: {address}, the address on the route to {rendezvous.host}, is on no interface")
 
 
 def local_address(host: str) -> str:

@@ -56,7 +56,7 @@ Buffer = bytes | memoryview
 
 
 class Message(msgspec.Struct, tag=True, frozen=True):
-    """A message. The encoded form carries the name of the class."""
+    """Base class of all messages. The encoded form has the name of the message's class."""
 
 
 class Hello(Message, frozen=True):
@@ -69,9 +69,9 @@ class Hello(Message, frozen=True):
     def objection(self, run_id: str, incarnation: str) -> str | None:
         """Why the peer does not belong to this start of the controller; None if the peer belongs to it."""
         if self.run_id != run_id:
-            return f"its run id is {self.run_id}, and this controller's is {run_id}"
+            return f"the process belongs to run {self.run_id}, and this controller to run {run_id}"
         if self.incarnation != incarnation:
-            return f"its incarnation is {self.incarnation}, and this controller's is {incarnation}"
+            return f"the process belongs to incarnation {self.incarnation}, and this controller is {incarnation}"
         return None
 
 
@@ -107,15 +107,13 @@ encode = msgspec.msgpack.encode
 def decode(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[Buffer | msgspec.Raw]) -> Any:
     """Decode the message in one frame. Raises InvalidMessage for anything else."""
     if len(frames) != 1:
-        raise InvalidMessage(f"a message has one frame, and {len(frames)} have arrived")
+        raise InvalidMessage(f"a message has one frame, but {len(frames)} frames were received")
     try:
         return decoder.decode(frames[0])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # The error may quote the message, so unprintable characters are escaped and the length is limited.
         reason = ascii(str(error))[1:-1][:300]
-        raise InvalidMessage(
-            f"the {len(bytes(frames[0]))} bytes that have arrived are no message ({reason})"
-        ) from error
+        raise InvalidMessage(f"the {len(bytes(frames[0]))} bytes received are no valid message ({reason})") from error
 
 
 class Purpose(enum.StrEnum):
@@ -184,7 +182,7 @@ def controller_key(secret: str, purpose: Purpose) -> str:
 def _keys(secret: str, purpose: Purpose, side: Side) -> tuple[bytes, bytes]:
     """Public and private key (Z85) of one side. The same secret and purpose always give the same keys."""
     if not secret:
-        raise ValueError("secret: it is empty")
+        raise ValueError("secret: the run's secret is empty")
     label = f"megatron_scalerl {purpose} {side}".encode()
     private = z85.encode(hmac.new(secret.encode(), label, hashlib.sha256).digest())
     return zmq.curve_public(private), private
@@ -294,7 +292,7 @@ class ControllerLink:
         if not self.socket.poll(int(within_s * 1000)):
             raise RefusedError(
                 f"the controller at {self.endpoint} did not answer within {within_s:g} s; "
-                "it has exited, or MSRL_SECRET is another run's"
+                "the controller has exited, or MSRL_SECRET belongs to another run"
             )
         answer, _ = self.receive()
         threading.Thread(target=self._exit_on_disconnect, name="controller-watch", daemon=True).start()
@@ -325,11 +323,11 @@ class ControllerLink:
         return message
 
     def leave(self) -> None:
-        """Let the controller disconnect from now on, because this process is about to exit."""
+        """From now on, do not exit if the controller disconnects: this process is about to exit by itself."""
         self._leaving.set()
 
     def abandon(self) -> None:
-        """Close a connection on which nobody answers."""
+        """Close the connection at once and drop unsent messages, since the controller does not answer."""
         self._context.destroy(linger=0)
 
     def exit(self, status: int) -> NoReturn:

@@ -37,7 +37,7 @@ class Step:
     upper: float
     """One-sided 95 % upper bound of the largest gain."""
     shown: bool
-    """True if the gain of some larger budget is shown to be above 0."""
+    """True if the gain of some larger budget is significant: the interval lies above 0."""
 
 
 @record
@@ -51,21 +51,21 @@ class Saturation:
     stops_at: int | None
     """Smallest budget over which no larger budget gains more than the margin; None: no such budget."""
     no_gain_shown_from: int
-    """Smallest budget over which no larger budget has a gain that is shown."""
+    """Smallest budget over which no larger budget has a gain whose interval lies above 0."""
 
     def line(self) -> str:
         """The answer as a line of text."""
         if self.stops_at is not None:
             return (
-                f"more thinking stops paying at a budget of {self.stops_at:,} tokens: no larger one gains more than "
-                f"{self.margin:g} (one-sided {LEVEL:.0%} bound)"
+                f"more thinking stops paying at a budget of {self.stops_at:,} tokens: no larger budget gains more "
+                f"than {self.margin:g} (one-sided {LEVEL:.0%} bound)"
             )
         first = next(step for step in self.steps if step.budget == self.no_gain_shown_from)
         if first is self.steps[-1]:
             return f"more thinking pays up to the largest budget, {first.budget:,} tokens"
         return (
-            f"not decided: from a budget of {first.budget:,} tokens on no gain is shown, but one of up to "
-            f"{first.upper:.3f} is not excluded (margin {self.margin:g}); more problems or completions narrow it"
+            f"not decided: above a budget of {first.budget:,} tokens no gain is shown, but a gain of up to "
+            f"{first.upper:.3f} is not excluded (margin {self.margin:g}); evaluate more problems or completions"
         )
 
 

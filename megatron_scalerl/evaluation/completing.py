@@ -61,18 +61,18 @@ class Completer:
     only: EngineClient | None = None
     """The engine that is held at the version; None: every serving engine has the version."""
     rounds: Rounds | None = None
-    """See `engine.rounds`. If None, requests do not wait for each other."""
+    """The rounds of a deterministic run (`engine.rounds`); None: requests do not wait for each other."""
     count: Callable[[int], object] = int
     """A function that gets the number of tokens of each completion."""
 
     async def engine(self, number: int) -> EngineClient:
-        """An engine for problem `number`: all completions of a problem share an engine. Raises HeldEngineLost."""
+        """The engine for problem `number`, shared by all completions of the problem. Raises HeldEngineLost."""
         if self.only is None:
             await self.members.until(lambda: bool(self.members.serving))
             serving = self.members.serving
             return serving[number % len(serving)]
         if self.only not in self.members.held:
-            raise HeldEngineLost(f"{self.only.name}, which kept the version, was evicted")
+            raise HeldEngineLost(f"{self.only.name}, which was held at policy version {self.version}, was evicted")
         return self.only
 
     async def complete(
@@ -112,7 +112,7 @@ class Completer:
         finished(request, result)
 
     async def complete_all(self, requests: Iterable[Request], finished: Finished) -> None:
-        """Complete every request. Raises HeldEngineLost, unless another failure comes with it."""
+        """Complete every request. Raises HeldEngineLost, or another failure that occurred at the same time."""
         waiting = iter(requests)
 
         async def work() -> None:
@@ -128,7 +128,7 @@ class Completer:
                 for _ in range(self.at_once):
                     tasks.create_task(work())
         except BaseExceptionGroup as failures:
-            # Many failures end in an evicted engine, so any other failure says more.
+            # Many failures end in an evicted engine, so a failure of another type says more about the cause.
             raise min(failures.exceptions, key=lambda error: isinstance(error, HeldEngineLost)) from None
 
     async def _in_rounds(self, rounds: Rounds, requests_left: list[Request], finished: Finished) -> None:

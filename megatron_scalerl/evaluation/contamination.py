@@ -1,4 +1,4 @@
-"""The training prompts that contain text of evaluation problems, by word n-grams in common.
+"""Finds training prompts that contain text of evaluation problems, by comparing word n-grams.
 
 The rule comes from Brown et al. 2020 (arXiv 2005.14165, appendix C): a training prompt hits a problem if both have a
 sequence of n = 13 words in common. For mathematics, operators (+ - * / ^ = < >) also count as words, since 3 - 5 and
@@ -23,7 +23,7 @@ from megatron_scalerl.record import record
 WORDS = 13
 """Number of words of an n-gram."""
 SHORTEST = 8
-"""Number of words below which a problem is hit by an equal prompt alone."""
+"""A problem with fewer words is hit only by a training prompt of exactly these words."""
 MOST_HITS = 100
 """Number of hits of a problem that are kept, by the largest share.
 
@@ -70,14 +70,14 @@ class Contamination:
 
     n: int
     training: int
-    """Training prompts that were compared."""
+    """Number of training prompts that were compared."""
     problems: int
     hits: tuple[Hit, ...]
     """Hits by problem, the largest share first, at most MOST_HITS of each."""
     all_hits: int
     """Number of hits, kept or not."""
     training_hit: int
-    """Training prompts with a hit."""
+    """Number of training prompts with a hit."""
 
     @property
     def problems_hit(self) -> frozenset[str]:

@@ -41,7 +41,7 @@ class EvaluationInputs:
     """The checked inputs of an evaluation. Produced by `check_evaluation` and `evaluation_inputs`."""
 
     recipe: Recipe
-    """The recipe of one task; for a folder with the engines' context length filled in."""
+    """The recipe of one task. If a folder is evaluated, engine.vllm.max_model_len is filled in."""
     budgets: tuple[int | None, ...] = (None,)
     """Thinking budgets. The value (None,) stands for the recipe's interruption."""
     tokenizer: Any
@@ -91,7 +91,7 @@ class EvaluationInputs:
         await completer.complete_all(requests, take)
 
     def header(self, *, policy: str, digest: str, version: int, seed: int, k: int) -> Header:
-        """The header of the result."""
+        """The first line of the result file, which identifies this evaluation."""
         return Header(
             policy=policy,
             digest=digest,

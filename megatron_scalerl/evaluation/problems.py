@@ -130,9 +130,7 @@ def _schema_of(path: str, row: Row) -> str:
     if columns & set(_AIME_PROBLEM) and columns & set(_AIME_ANSWER):
         return AIME
     names = ", ".join(sorted(map(str, columns)))
-    raise ValueError(
-        f"{path}: no schema has the columns {names}; name those of problem and answer as in FILE:PROBLEM,ANSWER"
-    )
+    raise ValueError(f"{path}: the columns {names} fit no schema; name the columns to use, as in FILE:PROBLEM,ANSWER")
 
 
 def _problem(row: Row, schema: str, number: int) -> Problem:
@@ -163,4 +161,4 @@ def _first(row: Row, names: Sequence[str]) -> str:
         if name in row.values:
             return name
     columns = ", ".join(map(str, row.values))
-    raise ValueError(f"{row.where}: there is no column {' or '.join(map(repr, names))}, only ({columns})")
+    raise ValueError(f"{row.where}: there is no column {' or '.join(map(repr, names))}; the columns are {columns}")

@@ -101,7 +101,7 @@ class ResultFile(AbstractContextManager["ResultFile"]):
     """OUT/completions.jsonl, open for rows until exit from the block, and locked by this process."""
 
     def __init__(self, folder: Path, header: Header):
-        """Create, or go on with, the result in `folder`.
+        """Create the result in `folder`, or continue an unfinished result there.
 
         Raises ResultInUse for a folder that another process writes to, and OtherResult for a folder with a damaged
         evaluation or with another evaluation; nothing is changed then.
@@ -166,7 +166,7 @@ def _rows(path: Path, header: Header) -> dict[Key, Row]:
         try:
             row = msgspec.convert(data, Row)
         except msgspec.ValidationError as error:
-            raise OtherResult(f"{path} line {number}: it is not a completion: {error}") from None
+            raise OtherResult(f"{path} line {number}: the line is not a completion: {error}") from None
         rows[row.key] = row
     return rows
 
@@ -174,12 +174,12 @@ def _rows(path: Path, header: Header) -> dict[Key, Row]:
 def _check_header(path: Path, header_on_disk: Any, header: Header) -> None:
     expected = msgspec.json.decode(msgspec.json.encode(header))
     if not isinstance(header_on_disk, dict):
-        raise OtherResult(f"{path}: it has no header of an evaluation")
+        raise OtherResult(f"{path}: the first line is not the header of an evaluation")
     if expected["digest"]:
         # The digest identifies the policy, wherever the folder is now.
         header_on_disk["policy"] = expected["policy"]
     for key, was, now in differing(header_on_disk, expected):
-        raise OtherResult(f"{path}: it is the result of another evaluation: {key}: {was!r}, not {now!r}")
+        raise OtherResult(f"{path}: the file is of another evaluation: {key}: {was!r}, not {now!r}")
 
 
 @record

@@ -39,7 +39,7 @@ class FileSummary:
     truncated_share: float
     interrupted_share: float
     lost: int
-    """Completions that are in no rate."""
+    """Number of lost completions, which count in no rate."""
     labels: dict[str, dict[str, Estimate]]
     """MATH-500: label -> value -> mean@k of the problems with this value."""
     clean: Estimate | None = None
@@ -176,5 +176,5 @@ def gains_table(saturation: Saturation) -> Table:
         (f"{step.budget:,}", f"{step.largest_gain:+.3f}", f"{step.upper:+.3f}", words[step.shown])
         for step in saturation.steps[:-1]
     ]
-    columns = ("budget", "largest gain of a larger one", "95 % upper bound", "shown above 0")
+    columns = ("budget", "largest gain of a larger budget", "95 % upper bound", "shown above 0")
     return Table(columns=columns, rows=tuple(rows), labels=0)

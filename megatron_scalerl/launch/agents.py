@@ -45,20 +45,21 @@ ANSWER_S = 15.0
 """Seconds for an agent to report the end of the server, once a report is due."""
 EXIT_S = 5.0
 """Seconds for an agent to exit after the agent's report about the end of the server."""
-DISCONNECTED = "lost its agent, which disconnected"
+DISCONNECTED = "lost the connection to the agent on its host"
 
 Launch = Callable[[], Awaitable[ChildProcess]]
 
 
 class RemoteServer:
-    """A server behind an agent that was requested or has joined. The class is used like `LocalServer`.
+    """An engine's server on another host, started and ended by an agent there. Has the methods of `LocalServer`.
 
-    `Agents.serve` resolves each future once, in this order; only `end_reason` may be resolved at any time. No future
-    gets an exception.
+    `Agents.serve` resolves the futures `hello` and `up`, in this order, and `end_reason` at any time. No future gets
+    an exception.
     """
 
     def __init__(self, agents: Agents, *, name: str, host: str, start_id: str, launch: Launch | None):
-        """start_id: id of the agent's start. launch: starts the agent's command. An agent that joins has neither."""
+        """start_id: id of the agent's start; empty for an agent that joins. launch: starts the agent's command; None
+        for an agent that joins."""
         future = asyncio.get_running_loop().create_future
         self.name = name
         self.host = host
@@ -83,7 +84,7 @@ class RemoteServer:
 
     @property
     def reached(self) -> bool:
-        """Whether the agent has ever connected, so that the host was there."""
+        """Whether the agent has ever connected, which shows that the host was reachable."""
         return self.hello.done()
 
     @property
@@ -96,7 +97,7 @@ class RemoteServer:
 
         Raises ServerEnded and OSError.
         """
-        assert self.command is None, "a server starts once"
+        assert self.command is None, "start() may be called once only"
         if self._launch is not None:
             self.command = await self._launch()
         try:
@@ -154,7 +155,7 @@ class RemoteServer:
         if not answered:
             raise RuntimeError(
                 f"{self.name} ({self.location}): its agent is connected and did not end the server within "
-                f"{limit_s:g} s"
+                f"{limit_s:g} s; the server's processes may still hold devices"
             )
 
     async def send(self, message: messages.ToAgent) -> None:
@@ -164,7 +165,7 @@ class RemoteServer:
 
     async def forget(self) -> None:
         """Refuse the agent from now on, whether the agent is connected or not. The agent then ends the server."""
-        await self.send(sockets.Refused(reason="the controller has given this start up"))
+        await self.send(sockets.Refused(reason="the controller has given up this start of the engine"))
         self.end("was given up by the controller")
 
     def end(self, reason: str) -> None:
@@ -173,7 +174,7 @@ class RemoteServer:
             self.end_reason.set_result(reason)
 
     async def _unless_ended(self, sign: asyncio.Future[Any]) -> None:
-        """Wait for a sign of the agent, a future. Raises ServerEnded if agent or command ends first."""
+        """Wait until the future `sign` is resolved. Raises ServerEnded if the agent or its command ends first."""
         async with race(self.wait(), asyncio.shield(sign)) as (ending, _):
             if not sign.done():
                 raise ServerEnded(ending.result())
@@ -281,7 +282,7 @@ class Agents:
         elif isinstance(message, messages.Exited) and server is not None:
             server.end(message.how)
         else:
-            await self._refuse(sender, server, f"the agent may not send {type(message).__name__} now")
+            await self._refuse(sender, server, f"the protocol allows no {type(message).__name__} from the agent now")
 
     async def _greet(self, sender: bytes, hello: messages.Hello) -> None:
         joins = hello.name.startswith(messages.JOINING)
@@ -312,9 +313,9 @@ class Agents:
     def _objection(self, hello: messages.Hello) -> str | None:
         """The reason why this agent may not join; None if the agent may join."""
         if hello.start:
-            return f"{hello.name}: an engine that joins names no start, and this one names {hello.start}"
+            return f"{hello.name}: an engine that joins has an empty MSRL_START, but this engine has {hello.start}"
         if self.joining.full():
-            return f"{MAX_JOINING} engines are joining already"
+            return f"{MAX_JOINING} engines are joining already; start this engine again later"
         return self._objection_to_joining(hello)
 
     def _connected(self) -> list[RemoteServer]:

@@ -33,5 +33,5 @@ def _is_private(folder: Path) -> bool:
         states = [path.lstat() for path in (folder, folder.parent)]
         private = all(state.st_uid == os.getuid() and not state.st_mode & 0o022 for state in states)
     if not private:
-        _warn(f"nothing is compiled below MSRL_LOCAL: {folder} and its parent have to be this user's alone")
+        _warn(f"MSRL_LOCAL is not used for compiled code: other users can write to {folder} or its parent folder")
     return private

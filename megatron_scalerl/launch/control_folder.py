@@ -66,9 +66,9 @@ def controller_address(environment: Mapping[str, str]) -> str:
 
 
 def find_secret(environment: Mapping[str, str], purpose: Purpose) -> str:
-    """Find the secret of the controller that the environment names.
+    """Read the secret file until the secret is that of the controller which the environment names.
 
-    Blocks. Raises RefusedError if no secret appears.
+    Blocks. Raises RefusedError if that secret does not appear within SECRET_S.
     """
     path = Path(environment["MSRL_SECRET_FILE"])
     end = time.monotonic() + SECRET_S
@@ -96,7 +96,7 @@ def controller_file(run: Path) -> Path:
 
 
 def withdraw(run: Path, secret: str) -> None:
-    """Delete both files when a controller ends, unless a later start has replaced the files.
+    """Delete the secret and controller.json when a controller ends, unless a later start has replaced the files.
 
     secret: of the controller that ends.
     """
@@ -119,6 +119,6 @@ def read_controller(run: Path) -> dict[str, str]:
         content = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
         return {name: content[name] for name in CONTROLLER_VARIABLES}
     except FileNotFoundError:
-        raise ValueError(f"{run}: this run has no controller now; {path} does not exist") from None
+        raise ValueError(f"{run}: the run has no controller ({path} does not exist); start the run first") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError) as error:
         raise ValueError(f"{path}: this file does not hold the address of a controller ({error})") from None

@@ -37,11 +37,11 @@ FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 60.0
 """Longest delay before a restart (seconds)."""
 HEALTHY_S = 600.0
-"""After a run of so many seconds, beyond the longest time in which a fault is found, an engine's restarts count
-anew."""
+"""An engine's count of restarts is set to 0 after the engine has run for this time (seconds) plus the longest time
+limit within which a fault is found."""
 MOST_BARREN = 2
-"""Most starts in a row of an engine that dies with requests before any engine of the run has completed a request.
-Such deaths are no chance, and each further start would take minutes."""
+"""An engine is given up after so many starts in a row in which the engine died with requests, while no engine of the
+run has ever completed a request. Such deaths are no chance, and each further start would take minutes."""
 UNREACHED_S = 600.0
 """Seconds for which failed starts on an unreachable host do not count as restarts: the host may be booting."""
 
@@ -92,7 +92,7 @@ class Engines:
         self._supervisors: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Start all engines; each engine is stale then.
+        """Start all engines. Every engine is stale then: no weights of the trainer have arrived yet.
 
         Raises the first failure, since a first start is not repeated.
         """
@@ -176,8 +176,8 @@ class Engines:
             if not self._processes[index].client.ended_generations or self._completes:
                 barren_starts = 0
             if barren_starts == MOST_BARREN:
-                reason = f"{reason}; in its last {barren_starts} starts no engine completed a request"
-                failures = engine.max_restarts  # no restart follows
+                reason = f"{reason}; given up: no engine completed a request in its last {barren_starts} starts"
+                failures = engine.max_restarts  # so that no restart follows
             elif time.monotonic() - start_time > healthy_s:
                 failures = 0
             failures += 1
@@ -223,7 +223,7 @@ class Engines:
         host = self._places[index].host.name
         if host_gone and host in await asyncio.to_thread(self._hosts.have_left):
             given_up = True
-            reason = f"its host has left the job ({reason})"
+            reason = f"Slurm removed its host from the job ({reason})"
         try:
             await process.stop(0.0)  # SIGKILL at once: the server may hang, and has nothing worth saving
         except (RuntimeError, OSError) as error:
@@ -248,14 +248,14 @@ class Engines:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 server = await agents.joining.get()
-                # Two agents of the same name were in the queue.
+                # Two agents of the same name were in the queue, and the first is in the run.
                 if self._in_run(server.name):
                     await server.forget()
                     continue
                 index = self.members.add(server.name, server.hello.result().devices)
                 process = EngineProcess(self._recipe, server, secret=self._secret)
                 tasks.create_task(self._serve_joined(index, process), name=server.name)
-        raise AssertionError("it ends by being cancelled")
+        raise AssertionError("_take_in can end only by cancellation")
 
     async def _serve_joined(self, index: int, process: EngineProcess) -> None:
         """Use an engine that has joined, until the engine is evicted or leaves."""
@@ -285,7 +285,7 @@ class Engines:
         if self._recipe.rollouts.deterministic:
             return "rollouts.deterministic: the run keeps the engines that it started with, and none may join"
         if self._in_run(hello.name):
-            return f"{hello.name}: the engine of this name has not left yet"
+            return f"{hello.name}: the run already has an engine of this name; wait until it has left"
         return None
 
 

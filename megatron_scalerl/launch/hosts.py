@@ -30,7 +30,7 @@ from megatron_scalerl.record import record
 from megatron_scalerl.rewards.pool import default_workers
 
 SLURM = "slurm"
-"""Given in place of host names: the hosts of the Slurm allocation that this process is in."""
+"""Value of --hosts that stands for the hosts of the Slurm allocation that this process is in."""
 DEFAULT_COMMAND = "ssh {host}"
 _SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--input=none", "--cpu-bind=none", "--export=ALL")
 """Command of a Slurm step on one host, which shares the host's resources with other steps."""
@@ -43,7 +43,7 @@ _PRIVATE_NAMES = re.compile(
     r"|(^|_)(PAT|PASS|AUTH|PWD|BEARER)(?![A-Z]))",
     re.IGNORECASE,
 )
-"""Names of variables whose values no other user may see. A name of the place of a secret is not among these names."""
+"""Names of variables whose values no other user may see. The name of a path to a secret does not match."""
 _SECRET_VALUES = re.compile(
     r"://[^/@\s]+:[^/@\s]+@"
     r"|(?<![A-Za-z0-9])((hf|gh[opsur]|sk)[_-][A-Za-z0-9]{16}|(github_pat|glpat|nvapi)[_-][\w-]{16}|xox[a-z]-[\w-]{8}"
@@ -56,7 +56,7 @@ _SECRET_VALUES = re.compile(
 addresses, and addresses of hooks, which anybody who has the address may call."""
 _TIMEOUT_S = 60.0
 _LOOK_S = 5.0
-"""Time limit of a question to Slurm while a run goes on (seconds). The run's end waits for the answer."""
+"""Time limit of a query to Slurm while a run goes on (seconds). The run's end waits for the answer."""
 PER_COMPLETION = 2
 """Connections per slot: each engine may have a validation in flight besides the training completions."""
 PER_PROCESS = 8
@@ -135,9 +135,9 @@ ONE_HOST = Hosts(hosts=(Host(name="localhost", here=True),), slots=None, address
 
 
 def takes_gpus(transport: str) -> bool:
-    """Whether a run with this `weights.transport` is on GPUs: where this host has GPUs, and with nccl on any host.
+    """Whether a run with this `weights.transport` uses GPUs: always with nccl, else if this host has a visible GPU.
 
-    The other transports serve both GPUs and CPUs. Hide a host's GPUs (CUDA_VISIBLE_DEVICES=) to use the CPUs.
+    Hide a host's GPUs (CUDA_VISIBLE_DEVICES=) to use the CPUs.
     """
     # The import is here because the module imports torch.
     from megatron_scalerl.distributed import device
@@ -174,7 +174,7 @@ def hosts_of(
         if transport not in ("nccl", "gloo"):
             raise ValueError(
                 f"weights.transport: {transport} does not say whether the nodes of --hosts {names} have GPUs; set "
-                "nccl for GPUs, or gloo for GPUs if this host has some, else CPUs"
+                "nccl to use GPUs, or gloo to use GPUs only if this host has a GPU, and CPUs otherwise"
             )
         return _hosts_of_ray("GPU" if takes_gpus(transport) else "CPU", int(ray[1] or 0) or None, slots, address)
     words: tuple[str, ...] = ()
@@ -195,7 +195,7 @@ def hosts_of(
     if other_hosts and slots is None:
         raise ValueError("--slots is missing; give the number of devices of each host")
     if other_hosts and not in_slurm and not any("{host}" in word for word in words):
-        raise ValueError(f"--run-on: {run_on!r} has no {{host}}, which stands for the name of the host")
+        raise ValueError(f"--run-on: {run_on!r} has no {{host}}; write {{host}} in place of the host's name")
     if not other_hosts:
         return Hosts(hosts=hosts, slots=slots, address=None, words=words)
     return Hosts(hosts=hosts, slots=slots, address=address or _address_towards(other_hosts[0]), words=words)
@@ -244,7 +244,7 @@ def hosts_of_allocation() -> list[str]:
     Raises ValueError outside of an allocation and in a heterogeneous one.
     """
     if not os.environ.get("SLURM_JOB_NODELIST"):
-        raise ValueError(f"--hosts {SLURM}: this process is in no allocation; SLURM_JOB_NODELIST is not set")
+        raise ValueError(f"--hosts {SLURM}: this process is in no allocation (SLURM_JOB_NODELIST); use sbatch")
     if "SLURM_HET_SIZE" in os.environ:
         raise ValueError(f"--hosts {SLURM}: heterogeneous jobs are not supported; use one job of one kind of node")
     nodes = os.environ["SLURM_JOB_NODELIST"]
@@ -316,7 +316,7 @@ def allow_open_files(recipe: Recipe) -> None:
     if hard != resource.RLIM_INFINITY and open_files > hard:
         raise ValueError(
             f"open files: the hard limit of {hard} (ulimit -Hn) is too low: engine.count {recipe.engine.count} x "
-            f"rollouts.max_in_flight {recipe.rollouts.max_in_flight} take {open_files}"
+            f"rollouts.max_in_flight {recipe.rollouts.max_in_flight} take {open_files}; raise the limit or lower one"
         )
     target = max(open_files, TARGET)
     if hard != resource.RLIM_INFINITY:

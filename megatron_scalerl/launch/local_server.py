@@ -30,7 +30,7 @@ _BACKLOG = 2048
 
 
 class ServerEnded(RuntimeError):
-    """The server ended before the start was complete. The message continues "engine-0 (port 8000) ..."."""
+    """The server ended before the start was complete. The message is the predicate after "engine-0 (port 8000)"."""
 
 
 @record
@@ -53,7 +53,7 @@ class LocalServer:
     """A server that is a child of this process. Call `start` once, and `stop` at any time."""
 
     reached = True
-    """Whether the host was there when the server was started; here always true."""
+    """Whether the server's host was reachable: always true, since the host is this one."""
     tls = None
 
     def __init__(self, recipe: Recipe, place: ServerPlace, *, name: str, secret: str, log_path: str | Path):
@@ -88,7 +88,7 @@ class LocalServer:
 
         Raises ServerEnded and OSError.
         """
-        assert self._process is None, "a server starts once"
+        assert self._process is None, "start() may be called once only"
         # The files exist until the server has read them.
         with certificate_arguments(self._place.tls) as files:
             await self._launch([*self._arguments, *files])
@@ -152,7 +152,7 @@ class LocalServer:
 
 
 def gpus_at(positions: Sequence[int] | None) -> str:
-    """CUDA_VISIBLE_DEVICES for the GPUs of this host at these positions; with None, for no GPU, as in a run on CPUs.
+    """The value of CUDA_VISIBLE_DEVICES that selects the GPUs at these positions; empty with None, for CPUs.
 
     Raises ValueError if this process sees fewer GPUs.
     """

@@ -64,13 +64,13 @@ class Placement:
         """
         world_size = recipe.trainer.world_size if trainer else 0
         if recipe.weights.transport == "shm" and len(hosts.hosts) > 1:
-            raise ValueError(f"weights.transport: shm works on one host alone, and the run has {len(hosts.hosts)}")
+            raise ValueError(f"weights.transport: shm works on one host, but the run has {len(hosts.hosts)} hosts")
         if recipe.engine.colocate and len(hosts.hosts) > 1:
-            raise ValueError(f"engine.colocate works on one host alone, and the run has {len(hosts.hosts)}")
+            raise ValueError(f"engine.colocate works on one host, but the run has {len(hosts.hosts)} hosts")
         gpus = takes_gpus(recipe.weights.transport)
         if not gpus and not any(host.here for host in hosts.hosts):
             logger.warning(
-                "the run takes no GPUs: this host has none; if the others have some, say so by "
+                "the run uses CPUs, because this host has no GPU; if the hosts of the run have GPUs, set "
                 "weights.transport: nccl"
             )
         slots = hosts.slots or recipe.devices
@@ -138,15 +138,15 @@ def _engines(
 def _shortage(recipe: Recipe, hosts: Hosts, slots: int, *, gpus: bool, trainer: bool) -> str:
     fleet = (
         f"{recipe.trainer.world_size} trainer ranks and {recipe.engine.count} engines of "
-        f"{recipe.engine.devices_per_engine}"
+        f"{recipe.engine.devices_per_engine} devices each"
     )
     if recipe.algorithm.teachers:
-        fleet += f", and {len(recipe.algorithm.teachers)} teachers of {recipe.teacher_devices} in all,"
+        fleet += f", and {len(recipe.algorithm.teachers)} teachers of {recipe.teacher_devices} devices in all,"
     engines = sum(recipe.engine_devices.values())
     if hosts.slots is None:
         too_few = f"engine.count: {slots} visible GPUs are too few: the engines take {engines}"
         if recipe.engine.colocate or recipe.algorithm.teachers or not trainer:
-            return f"{too_few}, those of teachers included" if recipe.algorithm.teachers else too_few
+            return f"{too_few}, including the teachers" if recipe.algorithm.teachers else too_few
         return (
             f"{too_few}, the trainer {recipe.trainer.world_size} more; engine.colocate: true puts engines on the "
             "trainer's GPUs, and needs engine.vllm.gpu_memory_utilization and engine.vllm.kv_cache_memory_bytes"

@@ -36,7 +36,7 @@ from megatron_scalerl.processes.signals import SAVE_SIGNAL, SIGNALS
 logger = logging.getLogger(__name__)
 
 RESERVED_S = 1800.0
-"""Seconds in which the cluster must have the devices; the cluster may start machines for them."""
+"""Seconds to wait until the cluster has the devices. In this time an autoscaling cluster may start machines."""
 _PROGRAMS = 512
 """Most programs that a node may run at a time."""
 _MODULE = "megatron_scalerl.launch.ray_hosts"
@@ -77,7 +77,7 @@ class Node:
 
     def run(self, name: str, program: str) -> Iterator[dict[str, Any]]:
         """Run a program in a shell, and yield the output line by line, then the exit code."""
-        # Ray sets OMP_NUM_THREADS to 1, which is not for the program.
+        # Ray sets OMP_NUM_THREADS to 1 for the actor; the program must not inherit the value.
         env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
         child = subprocess.Popen(
             tied_command(["sh", "-c", program]),
@@ -200,7 +200,7 @@ def main() -> int:
     try:
         _keep(sys.argv[2], *json.loads(sys.argv[3]))
     except ImportError:
-        print("the package ray is not installed in this environment; pip install 'megatron_scalerl[ray]'")
+        print("the package ray is not installed in this environment; run pip install 'megatron_scalerl[ray]'")
     except (ValueError, OSError, RuntimeError) as error:
         print(str(error).splitlines()[0])
     return 2

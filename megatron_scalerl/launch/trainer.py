@@ -45,7 +45,7 @@ class TrainerRanks:
         self._children: list[ChildProcess] = []
         self._elsewhere: set[str] = set()
         """Names of the children that start ranks on other hosts."""
-        # One task for each child, which ends by raising.
+        # One task for each child; the task raises once the child has exited.
         self._watches: list[asyncio.Task[NoReturn]] = []
         self._started = asyncio.Event()
 

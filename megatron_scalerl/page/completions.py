@@ -2,8 +2,8 @@
 
 The store has the engine's log-probability, the policy version and the loss mask of each token. The trainer's
 log-probability and entropy of each token are known for completions that the trainer scored
-(telemetry.token_scores_every). Advantages, and reasons for a group without a batch, come from the record that the
-controller wrote with the batch.
+(telemetry.token_scores_every). The advantages of a batch, and the reason why the algorithm dropped a group, come from
+the record that the controller wrote with the batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from megatron_scalerl.rollouts.token_scores import CompletionScores, read_scores
 from megatron_scalerl.rollouts.trained import read_trained
 
 LONGEST_CHARACTER = 4
-"""Tokens that one character may take: bytes of UTF-8."""
+"""Most tokens that one character is split into: a character has at most four bytes in UTF-8."""
 
 
 class Reader:
@@ -40,7 +40,7 @@ class Reader:
         return load_tokenizer(self._run_dir)
 
     def group(self, group_id: int, *, texts: bool = True) -> dict[str, Any]:
-        """The group without tokens. texts: add the text of each completion, for the search.
+        """Prompt, answer, and facts about each completion of a group. texts: add the texts, for the page's search.
 
         Raises ValueError for a group that is unknown, no longer stored, or damaged.
         """
@@ -53,9 +53,9 @@ class Reader:
         batch: dict[str, Any] = dict.fromkeys(("step", "batch", "policy_version"))
         if record is not None:
             trained = read_trained(self._run_dir, record.batch)
-            untrained = "the algorithm left it out of its batch"
+            untrained = "the algorithm left this completion out of the batch"
             if trained is None:
-                untrained = "nothing is recorded about its batch"
+                untrained = "the run has no record of the group's batch"
             else:
                 advantages = trained.advantages.get(group_id, {})
                 if group_id in trained.dropped:
@@ -90,17 +90,17 @@ class Reader:
         }
 
     def completion(self, group_id: int, position: int) -> dict[str, Any]:
-        """A completion [T]: `pieces` of text and `logprobs` per token, `spans` of (first token, version, origin).
+        """One completion of T tokens: `pieces` (text), `ids` and `logprobs`, each a list of T values, and `spans`.
 
-        `group_files.spans` defines the origin; `parts` are the first tokens of an episode's parts.
-        `mismatch` (trainer minus engine, nats) and `entropies` are None for a completion that the trainer did not
-        score. Raises ValueError as `group`, and for a position beyond the group's completions.
+        A span is (first token, policy version, origin); `group_files.spans` defines the origin. `parts` has the first
+        token of each part of an episode. `mismatch` (trainer minus engine, nats) and `entropies` are None for a
+        completion that the trainer did not score. Raises ValueError as `group`, and for a position beyond the last.
         """
         record = self.index.record_of(group_id)
         rollouts = self._fields(group_id, record)["rollouts"]
         if not 0 <= position < len(rollouts):
             raise ValueError(
-                f"completion: group {group_id} has no completion {position}; its last one is {len(rollouts) - 1}"
+                f"completion: group {group_id} has no completion {position}; the last is {len(rollouts) - 1}"
             )
         rollout = rollouts[position]
         ids = rollout["token_ids"]
@@ -117,7 +117,7 @@ class Reader:
         entropies = list(chain.from_iterable(row.entropies for row in rows))
         if rows and not len(trainers) == len(entropies) == len(logprobs):
             raise ValueError(
-                f"group {group_id}: completion {position} has {len(logprobs)} tokens, and scores of others"
+                f"group {group_id}: completion {position} has {len(logprobs)} tokens, and {len(trainers)} scores"
             )
         return {
             "pieces": pieces,
@@ -130,14 +130,15 @@ class Reader:
         }
 
     def _scores(self, record: BatchRecord | None) -> dict[tuple[int, int], CompletionScores]:
-        """(group, sample) -> the trainer's token scores in a batch. Raises ValueError for a damaged file."""
+        """The trainer's token scores in a batch, by (group, sample). Raises ValueError for a damaged file."""
         return {} if record is None else read_scores(self._run_dir, record.step)
 
 
 def token_texts(tokenizer: RunTokenizer, token_ids: Sequence[int]) -> list[str]:
-    """[T] the text that each token adds, control characters escaped; the texts join to about `decode` of all tokens.
+    """The text that each token adds to a completion [T], with control characters escaped.
 
-    A token that ends within a character adds no text, and the token that completes a character adds the character.
+    The joined texts are nearly the text that `decode` returns for all tokens. A token that ends within a character
+    adds no text, and the token that completes a character adds the character.
     """
     texts = []
     begin = 0

@@ -1,4 +1,4 @@
-"""The recorded run of `megatron-scalerl watch --demo`: records of a quickstart, completions of some steps."""
+"""The run that `watch --demo` shows: the records of a quickstart, with the completions of some steps."""
 
 import tempfile
 import zipfile
@@ -15,7 +15,7 @@ RECORDED = Path(__file__).parent / "demo" / "run.zip"
 
 @contextmanager
 def recorded_run() -> Iterator[Path]:
-    """The run in a temporary folder, deleted at the end of the block. Raises OSError."""
+    """Unpack the run into a temporary folder, which is deleted at the end of the block. Raises OSError."""
     with tempfile.TemporaryDirectory(prefix="megatron-scalerl-demo-") as name:
         run = Path(name) / "run"
         with zipfile.ZipFile(RECORDED) as archive:

@@ -10,7 +10,7 @@ from megatron_scalerl.record import record
 MARKS = frozenset(
     {"recipe.yaml", "validation.jsonl", "metrics.jsonl", "ledger.jsonl", "attempts.jsonl", "journal.jsonl"}
 )
-"""Files of a run. A run's folder has at least one of these files from the first seconds on."""
+"""File names that mark the folder of a run: from a run's first seconds on, the folder has at least one such file."""
 DEPTH = 4
 """Levels of folders that are searched below the given folder; a study has runs at the third level."""
 
@@ -33,7 +33,7 @@ def is_run(folder: Path) -> bool:
     if folder.is_dir() and not (folder / "recipe.yaml").exists():
         if find_runs(folder).runs:
             return False
-        raise ValueError(f"{folder}: it is no run (recipe.yaml), and no run is below it")
+        raise ValueError(f"{folder}: neither this folder (no recipe.yaml) nor a subfolder is a run; name a run")
     read_run_recipe(folder)
     return True
 

@@ -8,12 +8,12 @@ from megatron_scalerl.fit.outlook import Projection, projection
 from megatron_scalerl.page.report import last_step, measured_end, moved_text
 
 MAX_FORECASTS = 128
-"""Most forecasts on a page, at about equal distances: a fit takes a fifth of a second."""
+"""Most forecasts on a page, evenly spaced over a long run, since each fit takes 0.2 s."""
 Rows = Sequence[dict[str, Any]]
 
 
 class Forecasts:
-    """Forecasts by number of validations. A forecast depends on the rows of these validations alone."""
+    """The forecasts of one run. Forecast n is made from the first n validations alone."""
 
     def __init__(self) -> None:
         self._projections: dict[int, tuple[Projection | None, str]] = {}
@@ -22,10 +22,10 @@ class Forecasts:
         """Step and pass rate of the validations so far."""
 
     def missing_counts(self, rows: Rows) -> list[int]:
-        """Numbers of validations without a forecast, the newest first."""
+        """The numbers n for which a forecast from the first n validations is missing, largest first."""
         row_keys = tuple((row.get("step"), row.get("pass_rate")) for row in rows)
         if self._rows != row_keys[: len(self._rows)]:
-            self._projections.clear()  # a restart took rows back
+            self._projections.clear()  # a restart dropped or changed rows
         self._rows = row_keys
         stride = math.ceil(len(rows) / MAX_FORECASTS) or 1
         # forecasts of a smaller stride stay, since the stride grows with the rows
@@ -34,7 +34,7 @@ class Forecasts:
 
     @staticmethod
     def attempt(rows: Rows, recipe: Mapping[str, Any], count: int) -> tuple[Projection | None, str]:
-        """(forecast from the first `count` rows or None, reason of a failure in one line or ""). Changes nothing."""
+        """Make a forecast from the first `count` rows: (forecast, ""), or (None, reason of the failure)."""
         start = recipe["forecast"]["fit_from_steps"]
         try:
             return projection(rows[:count], steps=last_step(rows, recipe), fit_from_steps=start), ""
@@ -62,14 +62,14 @@ class Forecasts:
         return [forecast for _, (forecast, _) in sorted(self._projections.items()) if forecast is not None]
 
     def lines(self, rows: Rows, recipe: Mapping[str, Any]) -> list[str]:
-        """The line of `report` on the change of the forecasts; empty without a forecast."""
+        """The line in which `report` says how far the forecasts moved, as a list; empty without a forecast."""
         outlooks = [forecast.outlook for forecast in self.projections]
         if not outlooks:
             return []
         return [moved_text(outlooks, measured_end(rows, recipe))]
 
     def payload(self) -> list[dict[str, Any]]:
-        """The forecasts as JSON values; lists run over the points of a path from the validation to the run's end."""
+        """The forecasts as JSON values. Each list has one value per point of the path to the run's end."""
         return [
             {
                 "step": forecast.outlook.step,

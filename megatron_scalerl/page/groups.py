@@ -1,6 +1,6 @@
-"""The groups of a run: an index of the growing journal, and the groups of the store, read on demand.
+"""The groups of a run: an index, read from the growing journal, and the groups, read from the store on demand.
 
-The index holds numbers only, and so stays small where the store is large.
+The index holds numbers only, and stays small even if the store is large.
 """
 
 import math
@@ -18,7 +18,7 @@ _EVENT: msgspec.json.Decoder[Admit | Finish | BatchRecord] = msgspec.json.Decode
 
 
 class GroupIndex:
-    """Steps of the trained groups, and places of all groups in the store. Not safe for several threads."""
+    """The step that trained each group, and each group's place in the store. Not safe for several threads."""
 
     def __init__(self, run_dir: Path):
         self._folder = run_dir / "rollouts"
@@ -35,7 +35,7 @@ class GroupIndex:
         return list(filter(None, [self._journal.problem]))
 
     def update(self) -> bool:
-        """Read the appended events; True for a new batch. `damage` names a damaged event."""
+        """Read the events appended since the last call; True for a new batch. `damage` names a damaged event."""
         self._journal.update()
         if self._generation != self._journal.generation:  # a restart replaced the journal
             self._generation = self._journal.generation
@@ -75,16 +75,16 @@ class GroupIndex:
         """
         event = self._finished.get(group_id)
         if event is None:
-            raise ValueError(f"{self._journal.path}: no group {group_id} is finished")
+            raise ValueError(f"{self._journal.path}: the run has no finished group {group_id}")
         path = segment_path(self._folder, event.segment)
         if not path.is_file():
-            raise ValueError(f"{self._folder}: group {group_id} is no longer stored (checkpoint.rollouts)")
+            raise ValueError(f"{self._folder}: group {group_id} is deleted; checkpoint.rollouts: keep keeps all")
         return stored_group(path, event.stored)
 
     def chosen(self, count: int) -> list[int]:
         """Ids of at most `count` groups for a page without a server, from steps at equal distances, first to last.
 
-        The groups with a pass rate nearest to one half represent a step.
+        Of each chosen step, the groups with a pass rate nearest to 0.5 are taken.
         """
         stored_segments = segments(self._folder)
         deleted = {g for g, event in self._finished.items() if event.segment not in stored_segments}

@@ -1,7 +1,7 @@
-"""Reads a growing JSONL file: the new rows, by offset, or the last row alone.
+"""Reads a JSONL file that is still being written: every new row (`Rows`), or the last row alone (`last_row`).
 
-The life of `Rows`: `update` reads the complete lines that were appended, and leaves a torn last line for the next
-call. A file that was replaced, or became shorter, is read anew: `generation` rises, and all rows are dropped.
+`Rows.update` reads the complete lines that were appended, and leaves an incomplete last line for the next call. If
+the file was replaced or became shorter, `update` drops all rows, raises `generation` and reads from the start.
 """
 
 import os
@@ -16,11 +16,11 @@ from megatron_scalerl.fit.outlook import checked_row
 from megatron_scalerl.processes.logs import printable
 
 MOST_BYTES = 1 << 28
-"""Bytes that one update reads."""
+"""Most bytes that one update reads."""
 TAIL_BYTES = 1 << 20
 """Bytes that are read at the end of a file to find the last row."""
 MOST_TEXT = 200
-"""Characters of a value that are shown."""
+"""Most characters of the reason that `ending` returns."""
 Row = TypeVar("Row")
 
 
@@ -90,7 +90,7 @@ class Rows(Generic[Row]):
 
 
 def one_line(text: str) -> str:
-    """Any text in one line of at most 500 characters, for the page."""
+    """The text as one line of at most 500 characters, with control characters escaped."""
     return printable(" ".join(text.split()))[:500]
 
 
@@ -109,7 +109,7 @@ _OBJECT: msgspec.json.Decoder[Any] = msgspec.json.Decoder(dict[str, Any])
 
 
 def json_row(line: bytes, kind: str = "a JSON object", decoder: msgspec.json.Decoder[Any] = _OBJECT) -> Any:
-    """The object in a line. Raises ValueError, without file and place, for a line that is no such object."""
+    """Decode one line of a JSONL file. Raises ValueError, without the file's name; `kind` says what was expected."""
     try:
         return decoder.decode(line)
     # UnicodeDecodeError: bytes that are not UTF-8; RecursionError: deep nesting
@@ -118,7 +118,7 @@ def json_row(line: bytes, kind: str = "a JSON object", decoder: msgspec.json.Dec
 
 
 def validation_row(line: bytes) -> dict[str, Any]:
-    """A checked row of validation.jsonl. Raises ValueError, without file and place."""
+    """Decode and check one line of validation.jsonl. Raises ValueError, without the file's name."""
     return checked_row(json_row(line, "a validation (step, compute, pass_rate)"))
 
 

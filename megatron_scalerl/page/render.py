@@ -1,8 +1,8 @@
-"""The page as one string: template, styles, programs, data, and a policy that lets no other program run.
+"""Renders the page as one HTML string, with a content security policy that lets no foreign script run.
 
 Data is JSON in a script element that is not executed, with `<`, `>`, `&` and JavaScript's line separators escaped.
-The page's programs write data as text only. The content security policy names the hash of each program and style, so
-that no text of a completion is executed. The policy allows requests to the page's own server alone.
+The page's scripts write data as text only. The policy names the hash of each script and style, so that no text of a
+completion is executed. Requests are allowed to the page's own server alone.
 """
 
 import base64
@@ -34,12 +34,12 @@ _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
 def page(data: dict[str, Any], *, title: str, live: bool) -> str:
-    """The HTML of a run's page. data: see `elements.js`; title: any text; live: requests to the page's own server."""
+    """The HTML of a run's page. data: see `elements.js`. live: the page may send requests to its own server."""
     return _rendered("page.html", PROGRAMS, live, title=title, data=Markup(escaped_json(data)))
 
 
 def runs_page(folder: Path, search: FoundRuns, addresses: Mapping[Path, str]) -> str:
-    """The HTML of the list of runs, without programs. addresses: the page of each run, relative to the list."""
+    """The HTML of the list of runs, without scripts. addresses: URL of each run's page, relative to the list."""
     rows = [run_row(path, str(path.relative_to(folder)), addresses.get(path, "")) for path in search.runs]
     folder_name = printable(str(folder))
     return _rendered("runs.html", (), False, folder=folder_name, rows=rows, left_out=search.left_out)

@@ -47,7 +47,7 @@ class Gain:
     low: float
     """Lower end of the 95 % paired bootstrap interval over prompts."""
     high: float
-    """Upper end of the same interval."""
+    """Upper end of the 95 % paired bootstrap interval over prompts."""
 
 
 def report(run_dir: Path, console: Console) -> None:
@@ -76,7 +76,7 @@ def report(run_dir: Path, console: Console) -> None:
         say(moved_text(forecasts, measured))
     fitted, unseen = split(rows, recipe["forecast"])
     if not unseen:
-        say("Too few validations for a forecast.")
+        say("No forecast: validations are missing at step 0, at three steps of the first part, or at a later step.")
         return
     if rows[0]["pass_rate"] >= 1.0:
         say("No forecast: the pass rate at step 0 is already 1.")
@@ -87,8 +87,8 @@ def report(run_dir: Path, console: Console) -> None:
     say(_error_text(evaluation))
     try:
         text = _error_text(evaluate(rows[0], fitted, unseen, method="paper", name=name))
-    except ValueError as error:  # the paper's grid of asymptotes ends at 0.8
-        text = f"paper: no forecast: {error}"
+    except ValueError as error:  # for example a pass rate above 0.8, where the paper's grid of asymptotes ends
+        text = f"the method paper has no forecast: {error}"
     say(printable(text))
     compute = [prediction.compute for prediction in evaluation.predictions]
     path = plot_forecast(
@@ -96,7 +96,7 @@ def report(run_dir: Path, console: Console) -> None:
         evaluation.fit,
         unseen={evaluation.fit.name: (compute, evaluation.measured)},
         until=compute[-1] * 1.15,
-        title=f"{evaluation.fit.name}: forecast from the first half of the run",
+        title=f"{evaluation.fit.name}: forecast, and points that were not fitted",
     )
     say(f"plot: {path}")
 
@@ -126,10 +126,13 @@ def evaluate(start: dict[str, Any], fitted: Rows, unseen: Rows, *, method: str, 
 
 
 def gain_lines(run_dir: Path, last: dict[str, Any]) -> list[str]:
-    """The gain, and the gain of each task of a mixture. last: the last row of validation.jsonl. Raises as `gain`."""
+    """Lines on the gain, on the answers that a second judge confirmed, and on the gain of each task of a mixture.
+
+    last: the last row of validation.jsonl. Raises ValueError as `read_rows`.
+    """
     lines = [gain_text(gain(run_dir))]
     if last.get("confirmed_share") is not None:
-        line = f"the second judge confirms {last['confirmed_share']:.1%} of the paid answers of step {last['step']}"
+        line = f"a second judge confirms {last['confirmed_share']:.1%} of the correct answers at step {last['step']}"
         lines.append(unconfirmed(last) or line)
     for task, task_gain in gains_by_task(run_dir, last).items():
         lines.append(f"{task}: {gain_text(task_gain)}")
@@ -156,7 +159,7 @@ def gain(run_dir: Path, part: slice = slice(None)) -> Gain:
     first = np.array(rows[0]["by_prompt"])[part]
     last = np.array(rows[-1]["by_prompt"])[part]
     difference = last - first
-    # a fixed seed: two reports of a run agree
+    # the seed is fixed so that two reports of a run agree
     draws = np.random.default_rng(0).integers(0, len(difference), (BOOTSTRAP_DRAWS, len(difference)))
     lower, upper = np.quantile(difference[draws].mean(axis=1), [0.025, 0.975])
     return Gain(first=first.mean(), last=last.mean(), last_step=rows[-1]["step"], low=float(lower), high=float(upper))
@@ -200,7 +203,7 @@ def cost_text(hours: Mapping[str, float], unit: str, cost: Mapping[str, Any]) ->
 def moved_text(forecasts: Sequence[Outlook], measured: float | None) -> str:
     """The change of the forecasts of a run's end, in one line. measured: the final pass rate, None before the end."""
     change = forecasts[-1].pass_rate - forecasts[0].pass_rate
-    text = f"the forecast of the run's end moved by {change:+.3f} from the first one to the last"
+    text = f"the forecast of the run's end moved by {change:+.3f} from the first forecast to the last"
     if measured is not None:
         inside = sum(forecast.lo <= measured <= forecast.hi for forecast in forecasts)
         text += f"; measured at the end: {measured:.3f}, inside {inside} of {len(forecasts)} forecast intervals"
@@ -222,7 +225,7 @@ def measured_end(rows: Rows, recipe: Mapping[str, Any]) -> float | None:
 def _error_text(evaluation: ForecastEvaluation) -> str:
     errors = np.abs(evaluation.errors)
     return (
-        f"{evaluation.fit.method}: error of the forecast mean {errors.mean():.3f}, max {errors.max():.3f}, "
+        f"{evaluation.fit.method}: error of the forecast: mean {errors.mean():.3f}, max {errors.max():.3f}, "
         f"last {evaluation.errors[-1]:+.3f}; {evaluation.covered.mean():.0%} of the unseen points inside its "
         "90 % interval"
     )
@@ -231,7 +234,7 @@ def _error_text(evaluation: ForecastEvaluation) -> str:
 def updates_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, str] | None:
     """(table, note) of the weight updates in rows of metrics.jsonl; None without an update.
 
-    The table has a column of medians over updates of whole tensors, and another over updates of changes.
+    The table has medians: one column for updates that sent whole tensors, one for updates that sent only changes.
     """
     updates = [row for row in rows if finite_number(row.get("weight_bytes")) is not None]
     if not updates:
@@ -245,14 +248,14 @@ def updates_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Table, str] | None:
     lines = [("updates", *(str(len(column)) for column in columns.values()))]
     for label, name, form in _LINES:
         medians = [_median(column, name, form) for column in columns.values()]
-        if any(median != _NOTHING for median in medians):  # no run has all phases
+        if any(median != _NOTHING for median in medians):  # a phase that no update had gets no line
             lines.append((label, *medians))
     table = Table(title="Weight updates", columns=("", *columns), rows=tuple(lines))
-    return table, f"{len(updates)} updates in metrics.jsonl, medians."
+    return table, f"Medians over the {len(updates)} weight updates in metrics.jsonl."
 
 
 def finite_number(value: Any) -> float | None:
-    """The number; None for any other value, and for a number that no float holds."""
+    """The value as a finite float; None if the value is no number, not finite, or too large for a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     # the comparison is False for a NaN, for an infinity, and for an integer too large to be converted
@@ -285,6 +288,6 @@ _LINES = (
     ("GB/s", "weight_gb_per_s", "{:.3g}".format),
     *((f"phase {phase}", f"weight_{phase}_seconds", _SECONDS) for phase in UPDATE_PHASES),
     ("engines paused", "engine_paused_seconds", _SECONDS),
-    ("in all, with attempts that failed", "publish_seconds", _SECONDS),
+    ("whole update, failed attempts included", "publish_seconds", _SECONDS),
 )
 """(label, column of metrics.jsonl, format) of each line of the table."""

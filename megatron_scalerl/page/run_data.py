@@ -29,7 +29,7 @@ from megatron_scalerl.processes.logs import printable
 from megatron_scalerl.recipe.file import read_run_recipe
 
 PROBE = ("probe_mismatch_mean", "probe_mismatch_max")
-"""Columns of metrics.jsonl that the rows of some steps have (weights.probe_every)."""
+"""Columns of metrics.jsonl that only steps with a probe have (every weights.probe_every steps)."""
 COLUMNS = (
     *("step", "batches", "reward", "train_pass_rate", "entropy", "mismatch_mean", "mismatch_max"),
     *("truncated_share", "interrupted_share", "staleness_mean", "staleness_max", "generated_tokens_per_second"),
@@ -37,7 +37,7 @@ COLUMNS = (
     "completion_tokens_mean",
     *PROBE,
 )
-"""Columns of metrics.jsonl that are taken unchanged."""
+"""Columns of metrics.jsonl that the page shows unchanged."""
 VALIDATION_COLUMNS = ("step", "compute", "pass_rate", "entropy", "mean_completion_tokens", "truncated_share")
 WAITS = {
     "trainer_waits": ("wait_for_batch_seconds", "pinned_seconds", "send_seconds"),
@@ -45,7 +45,7 @@ WAITS = {
 }
 """Column -> the columns of metrics.jsonl whose sum is this column (seconds of a step)."""
 STEP_COLUMNS = (*COLUMNS, *WAITS, "degenerate", *(f"weight_{phase}" for phase in UPDATE_PHASES))
-"""Columns of the page's steps; `payload` adds `seconds`, since the start, and the training pass rate of each task."""
+"""Columns of a step on the page; `payload` adds `seconds`, the time of all steps so far, and tasks' pass rates."""
 MOST_EVENTS = 300
 MOST_EVALUATIONS = 500
 """Most rows of evaluations on the page. The newest rows are shown."""
@@ -69,12 +69,12 @@ class RunData:
         self._validation = Rows(self.run_dir / "validation.jsonl", validation_row)
         files = ("attempts.jsonl", "engines.jsonl", "evaluation.jsonl", "end.json")
         self._other_records = {name: Rows(self.run_dir / name, json_row) for name in files}
-        # the cached lines hold as long as the arguments, number of rows and generation, which change with the rows
+        # the lines are cached for one pair of arguments (number of rows, generation), which changes with the rows
         self._gain = lru_cache(1)(self._gain_lines)
 
     @property
     def generation(self) -> int:
-        """A number that changes when step records are dropped."""
+        """A counter that rises when a restart of the run drops step records."""
         return self._metrics.generation
 
     @property
@@ -187,17 +187,17 @@ class RunData:
 
 
 def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Columns and rows for the page; None without a row. rows: the rows of RUN/evaluation.jsonl."""
+    """The page's table of evaluations; None without an evaluation. rows: the rows of RUN/evaluation.jsonl."""
     if not rows:
         return None
     cells = [_evaluation_cells(row) for row in reversed(rows[-MOST_EVALUATIONS:])]
     earlier_count = len(rows) - len(cells)
     notes = [
-        "Every completion has tokens of this step's policy version alone; the digest is that of the weights on which "
-        "trainer and engines agreed. Intervals are over problems."
+        "All tokens of a completion come from the policy version of the row's step. The digest is of the weights, on "
+        "which trainer and engines agreed. Intervals are over problems."
     ]
     if earlier_count > 0:
-        notes.append(f"{earlier_count} earlier rows are in evaluation.jsonl.")
+        notes.append(f"{earlier_count} earlier evaluations are not shown; read evaluation.jsonl in the run's folder.")
     return {"columns": EVALUATION_COLUMNS, "rows": cells, "notes": notes}
 
 
@@ -242,7 +242,7 @@ def _step(task_columns: Sequence[str], line: bytes) -> dict[str, Any]:
 
 
 def _charge(line: bytes) -> dict[str, Any] | None:
-    """Unit, role and hours of a row of ledger.jsonl, "", "" and 0 if absent; None for a heartbeat."""
+    """Unit, role and hours of a row of ledger.jsonl; None for a heartbeat. Absent values become "", "" and 0."""
     row = json_row(line)
     unit = printable(str(row.get("unit", "")))
     role = printable(str(row.get("role", "")))
@@ -252,7 +252,7 @@ def _charge(line: bytes) -> dict[str, Any] | None:
 
 
 def _number(value: Any) -> float | None:
-    """The number with the six digits of a chart; None for any other value."""
+    """The number, rounded to the six significant digits that a chart needs; None for any other value."""
     number = finite_number(value)
     if number is None:
         return None
@@ -263,6 +263,6 @@ def _number(value: Any) -> float | None:
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
-    """The sum of the numbers; None without a number."""
+    """The sum of the values that are not None; None if all are None."""
     numbers = [value for value in values if value is not None]
     return _number(math.fsum(numbers)) if numbers else None

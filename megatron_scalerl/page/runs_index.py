@@ -19,7 +19,7 @@ class RunRow:
     name: str
     """Path of the run below the folder, control characters escaped."""
     address: str
-    """Address of the run's page, relative to the list; empty in a file."""
+    """Address of the run's page, relative to the list; empty if the list is written to a file."""
     state: str = ""
     """Running, stopped, not started, or finished with the reason."""
     step: str = ""

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 ADDRESS = "127.0.0.1"
 HTTP_PORT = 80
 POLL_S = 1.0
-"""Seconds between two looks at the files."""
+"""Seconds between two reads of the run's files."""
 KEEP_ALIVE_S = 15.0
 """Seconds after which a stream without news sends a comment, so that a closed stream is noticed."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -76,7 +76,7 @@ class RunPage:
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """Follow within the block. The page names damaged files, and draws all other data."""
+        """Read the run's new records until the end of the block. Damaged files are named on the page."""
         await self._locked(self._update)
         self._say(self._damage())
         if self.failure:
@@ -93,7 +93,7 @@ class RunPage:
                 changed = await self._locked(self._update)
                 busy = await self._work()
             except Exception as error:
-                self._say(f"the page no longer follows the run: {type(error).__name__}: {error}")
+                self._say(f"the page no longer follows the run: {type(error).__name__}: {error}; start watch again")
                 logger.exception("the page no longer follows the run")
                 raise
             self._say(self._damage(), changed)
@@ -155,7 +155,7 @@ class RunPage:
         return answer(await self._locked(partial(self._payload, since)))
 
     def _reading(self, read: Callable[..., Any], *names: str) -> Handler:
-        """A function that answers with the result of `read`. names: request parameters, the arguments of `read`."""
+        """A handler that answers with the result of `read`. names: the request parameters passed to `read`."""
 
         async def handle(request: web.Request) -> web.Response:
             return answer(await self._locked(partial(read, *(whole_number(request, name) for name in names))))
@@ -197,11 +197,11 @@ class RunsPage:
     def __init__(self, folder: Path):
         self._folder = folder
         self._runs: list[Path] = []
-        """The runs that a list has shown. A run keeps the same number, also while the folder is gone."""
+        """All runs found so far. The index in this list is the run's number, even after the folder is gone."""
         self._open_lock = asyncio.Lock()
         self._open_pages = contextlib.AsyncExitStack()
         self._pages: dict[int, RunPage] = {}
-        """Number of a run -> page of the run; `_open_pages` ends the following of the page."""
+        """Number of a run -> page of the run. `_open_pages` ends the tasks that read the runs' records."""
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
@@ -235,7 +235,7 @@ class RunsPage:
 
 
 class PageServer:
-    """Serves a page. `token` is new at every start."""
+    """Serves the page of a run, or the list of runs, on 127.0.0.1. `token` is new at every start."""
 
     def __init__(self, page: RunPage | RunsPage):
         self.page = page
@@ -249,7 +249,7 @@ class PageServer:
 
     @contextlib.asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[None]:
-        """Follow and answer within the block. port: 0 for one of the kernel's choice. Raises ValueError, OSError."""
+        """Answer requests until the end of the block. port: 0 lets the kernel choose. Raises ValueError, OSError."""
         app = web.Application(middlewares=[self._guard])
         # one route serves all paths: pages of runs come and go, and a router cannot change while serving
         app.router.add_get("/{path:.*}", self._answer)
@@ -271,7 +271,7 @@ class PageServer:
         return await handler(request)
 
     def _names(self) -> set[str]:
-        """Host headers of this server."""
+        """The values of a request's Host header that this server accepts."""
         names = {ADDRESS, "localhost"}
         hosts = {f"{name}:{self.port}" for name in names}
         if self.port == HTTP_PORT:  # clients leave out the port of http
@@ -284,7 +284,7 @@ class PageServer:
         token = request.query.get("token", "")
         # compare_digest takes bytes, or texts of ASCII alone, and a query may hold any text
         if host not in self._names() or not hmac.compare_digest(token.encode("utf8", "replace"), self.token.encode()):
-            return answer({"error": "use the address that megatron-scalerl watch printed, with its token"}, 403)
+            return answer({"error": "wrong token or Host: open the address that megatron-scalerl watch printed"}, 403)
         try:
             return await handler(request)
         except web.HTTPException as error:
@@ -294,7 +294,7 @@ class PageServer:
 
 
 def whole_number(request: web.Request, name: str) -> int:
-    """A parameter of the request. Raises ValueError unless the text is a whole number from 0 on."""
+    """A parameter of the request as a number. Raises ValueError unless the text is a whole number >= 0."""
     text = request.query.get(name, "")
     if re.fullmatch("[0-9]{1,18}", text) is None:
         raise ValueError(f"{name}: expected a whole number, found {text[:40]!a}")

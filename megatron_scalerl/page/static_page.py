@@ -18,7 +18,7 @@ from megatron_scalerl.page.run_data import RunData
 
 logger = logging.getLogger(__name__)
 MOST_BYTES = 25_000_000
-"""Largest size of the file."""
+"""Most bytes of the written file."""
 GROUPS = 24
 """Number of groups in the file, unless the caller names more."""
 
@@ -48,7 +48,7 @@ def write_page(run_dir: Path, path: Path, *, group_ids: Iterable[int] = ()) -> t
         try:
             group = _whole_group(reader, group_id)
         except ValueError:
-            if group_id in named_ids:  # a user who names a group wants to know
+            if group_id in named_ids:  # the user asked for this group
                 raise
             continue
         size = _size(group)
@@ -95,6 +95,6 @@ def _whole_group(reader: Reader, group_id: int) -> dict[str, Any]:
 
 
 def _size(group: dict[str, Any]) -> int:
-    """Largest number of bytes of the group in the page: an escaped character has six bytes."""
+    """An upper limit of the group's bytes in the page, where an escaped character takes six bytes."""
     encoded = msgspec.json.encode(group)
     return len(encoded) + 5 * sum(encoded.count(c) for c in (b"<", b">", b"&", b"\xe2\x80\xa8", b"\xe2\x80\xa9"))

@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 LOG_LINES = 15
 """Number of last lines of a log that an error message quotes."""
 LOG_END = "; the end of "
-"""Text between an error message and the end of a log."""
+"""Text that separates an error message from the quoted last lines of a log."""
 KILLED_S = 30.0
 """Seconds in which a process ends after SIGKILL. The kernel frees the process's memory first, which takes time on
 a busy host."""
 _TAIL_BYTES = 20_000
 _SLICES = 4
-"""Number of parts in which a time limit is waited for."""
+"""Number of equal parts into which `time_limit` divides a time limit."""
 
 _started: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
@@ -120,7 +120,7 @@ class ChildProcess:
                     await asyncio.wait_for(self.wait(), grace_s)
                 self._signal(signal.SIGKILL)
         except asyncio.CancelledError:
-            # There is no time for a graceful end.
+            # A cancelled stop has no time for a graceful end.
             self.kill()
             raise
         try:
@@ -214,7 +214,7 @@ def fatal_error(path: Path) -> str:
 
 @contextlib.asynccontextmanager
 async def race(*works: Awaitable[Any]) -> AsyncIterator[list[asyncio.Future[Any]]]:
-    """The works as tasks, in this order, once the first task is done.
+    """Run awaitables as tasks. The block is entered with the tasks, in the given order, when the first task is done.
 
     On exit from the block all tasks are cancelled and awaited. Pass a future with further waiters through
     `asyncio.shield`.
@@ -238,7 +238,7 @@ async def cancelled(*tasks: asyncio.Future[Any]) -> None:
 async def time_limit(seconds: float) -> AsyncIterator[None]:
     """A block that is cancelled after `seconds`; the block then raises TimeoutError.
 
-    The limit is waited for in _SLICES parts. Where this process is stopped for hours (a suspended job), the stop
+    The limit is divided into _SLICES waits. Where this process is stopped for hours (a suspended job), the stop
     counts as one part, and the block has the remaining parts to finish.
     """
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Garbage and freed memory in a process that runs for weeks and whose event loop must not stand still."""
+"""Controls garbage collection and freed memory in a process of many weeks whose event loop must not stand still."""
 
 import contextlib
 import ctypes
@@ -10,7 +10,7 @@ _M_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of <malloc.h>
 _LARGE_BLOCK = 1 << 20
 """Size from which a block of memory is large (bytes)."""
 FULL_COLLECTIONS_EVERY = 100
-"""Number of collections of the middle generation for one full collection. Python's own value is 10."""
+"""Number of collections of the middle generation after which a full collection follows. Python's default is 10."""
 
 
 @contextlib.contextmanager
@@ -34,7 +34,7 @@ def rare_full_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """A short block without collections: the imports of torch and transformers leave no garbage to look for."""
+    """A short block without garbage collection, for imports of torch and transformers, which leave no garbage."""
     gc.disable()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Objects that a recipe names as `module:name`: a verifier, an environment, a loss, an algorithm."""
+"""Imports objects that a recipe names as `module:name`: a verifier, an environment, a loss, an algorithm."""
 
 import importlib
 from typing import Any

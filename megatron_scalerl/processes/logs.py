@@ -46,7 +46,7 @@ def log_to_stderr(*logger_names: str) -> None:
 
 
 class _Stream(logging.StreamHandler[TextIO]):
-    """A handler that loses a record which a full disk does not take.
+    """A handler that drops a record without a message if the record cannot be written, as on a full disk.
 
     `logging` would print 30 lines about each lost record, which would hide the reason of the run's end.
     """
@@ -101,7 +101,7 @@ def printable(text: str) -> str:
 
 
 def listed(names: Iterable[str], limit: int = 20) -> str:
-    """The first names, each once, and the number of further names."""
+    """The first `limit` names, without repetitions, and the number of further names: "a, b and 3 more"."""
     names = list(dict.fromkeys(names))
     text = ", ".join(names[:limit])
     if len(names) <= limit:

@@ -32,7 +32,7 @@ from megatron_scalerl.processes.parent_death import tied_command
 logger = logging.getLogger(__name__)
 
 HUNG_S = 300
-"""Seconds without a sign of the loop after which the process is killed. The limit is as long as a restart costs."""
+"""Seconds without a byte from the loop after which the process is killed: about the cost of a restart."""
 STACKS_SIGNAL = signal.SIGUSR2
 _BEAT_S = 1.0
 _STACKS_S = 5.0
@@ -63,7 +63,7 @@ class LoopLag:
                 pass
             except BrokenPipeError:
                 logger.warning(
-                    "the process that watches the event loop has ended; a loop that hangs will not be ended"
+                    "the process that watches the event loop has ended; a run whose loop hangs is no longer killed"
                 )
                 return
             await asyncio.sleep(_BEAT_S)
@@ -120,7 +120,7 @@ def main() -> None:
         # State T means that the process is stopped. Under a tracer the state is t, and the time counts.
         elif b") T " not in Path(f"/proc/{watched}/stat").read_bytes():
             silent += 1
-    line = f"megatron-scalerl: the event loop stood still for {limit} s: its process is killed; its stacks:\n"
+    line = f"megatron-scalerl: the event loop stood still for {limit} s; the process is killed; stacks of threads:\n"
     # The write is in a thread, because a write to stderr may wait for ever.
     threading.Thread(target=os.write, args=(2, line.encode()), daemon=True).start()
     time.sleep(_BEAT_S)

@@ -33,7 +33,7 @@ SAVE_SIGNAL = signal.SIGUSR1
 SAVED_CODE = 75
 """Exit code after SAVE_SIGNAL: the run is not finished, and the same command goes on with the run."""
 THREADS_S = 60.0
-"""Seconds for the process to end after the cleanup; a thread may read a file system that hangs."""
+"""Seconds for the process to end after the cleanup; a thread that reads a hanging file system would delay the end."""
 IN_USE_CODE = 76
 """Exit code where another controller has the run's folder: the same command may succeed later."""
 HOSTS_LEFT_CODE = 77
@@ -106,7 +106,7 @@ class SaveAndExit:
                 self._idle.set()
 
     async def run(self, work: Coroutine[Any, Any, T], save: Callable[[], Awaitable[None]]) -> T:
-        """The result of `work`, also of work that ends after a request.
+        """Run `work` and return the result, even if a request to save comes before the end of the work.
 
         A request cancels `work` outside of every block of `uninterrupted`, awaits `save`, and cancels the run.
         """
@@ -200,7 +200,7 @@ def run_until_signal(
 
 
 def _handle_late(loop: asyncio.AbstractEventLoop, numbers: Sequence[int], *, stopped: bool) -> None:
-    """Take the handlers of signals off a loop; after a first signal, ignore later signals, and bound the end."""
+    """Remove signal handlers from a loop. After a first signal, ignore later signals and limit the time left."""
     # asyncio restores the default action, which would end the process, before another action can be set.
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     for number in numbers:
@@ -213,7 +213,7 @@ def _handle_late(loop: asyncio.AbstractEventLoop, numbers: Sequence[int], *, sto
 
 
 class Takeover:
-    """Detects an attempt that began after this object was made. Without Slurm there is none."""
+    """Detects a Slurm attempt that began after this object was made. Without Slurm, no attempt is detected."""
 
     def __init__(self, run_dir: str | Path):
         self._file = Path(run_dir) / ATTEMPT_FILE
@@ -241,7 +241,7 @@ def uncharged_seconds() -> float:
 
 
 def uncharged_from_now() -> dict[str, str]:
-    """The variable for a program that starts after a charge for this job; empty outside of a job."""
+    """HELD_SINCE, set to now, for a program that starts after a charge for this job; empty outside of a job."""
     if HELD_SINCE not in os.environ:
         return {}
     return {HELD_SINCE: f"{_uptime():.2f}"}

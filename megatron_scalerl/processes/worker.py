@@ -21,7 +21,7 @@ from megatron_scalerl.record import record
 SOCKET_VARIABLE = "MSRL_WORKER_FD"
 """Environment variable with the number of the inherited socket."""
 FRAME = struct.Struct("!QBQQ")
-"""Number of the request, kind of frame, bytes of the head, bytes of the body. Request 0 gets no frame back."""
+"""Start of a frame: number of the request, kind of frame, sizes of head and body (bytes). Request 0 gets no reply."""
 REQUEST, READ, REPLY, LAST_REPLY = range(4)
 """Kinds of frames."""
 THREADS = 4096
@@ -110,7 +110,7 @@ def pool_socket() -> Iterator[socket.socket]:
 
 
 def receive_setup(connection: socket.socket) -> tuple[int, bytes]:
-    """(number, head) of the first request. From now on this process also imports from the pool's folders."""
+    """Read the first request: (number, head). From now on this process also imports from the pool's folders."""
     number, setup, paths = receive(connection)
     sys.path.extend(path for path in map(os.fsdecode, paths.split(b"\0")) if path not in sys.path)
     return number, setup

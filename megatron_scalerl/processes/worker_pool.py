@@ -73,11 +73,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Head = TypeVar("Head")
 MAX_LOSSES = 2
-"""Number of workers that may end with one request."""
+"""Number of workers that may die with one request that they have read; then the request fails."""
 MAX_EARLY_LOSSES = 3
-"""Number of workers that may end before a request is read."""
+"""Number of workers that may die before one request is read; then the request fails."""
 START_TRIES = 4
-"""Number of tries in a round to replace a process."""
+"""Number of tries to start a dead worker's process again in one round."""
 START_PAUSE_S = 0.5
 """Pause after the first try of a round, which doubles after each further try (seconds)."""
 ROUND_PAUSE_S = 20.0
@@ -88,19 +88,20 @@ minute."""
 END_TIMEOUT_S = 10.0
 """Seconds for a killed process to exit. A slower process is left behind."""
 GRACE_S = 5.0
-"""Additional seconds for workers of several requests, which keep the time limit themselves."""
+"""Seconds added to a request's time limit if workers take several requests at once: such a worker enforces the limit
+itself, and needs time to say so."""
 
 
 @dataclass(eq=False, repr=False)
 class WorkerDied(Exception):
-    """A worker ended with a request. The message is `cause`."""
+    """A worker died before the reply to a request. The message is `cause`."""
 
     cause: str
-    """A noun phrase for the event that came in place of a reply."""
+    """The event that came in place of a reply, as a noun phrase, such as "its exit with code 1"."""
     read: bool = False
     """Whether the worker had read the request."""
     unanswered_requests: bool = False
-    """Whether the worker had read any request without a reply so far."""
+    """Whether the worker had read any request that has no reply so far."""
     late: bool = False
     """Whether the worker exceeded the time limit."""
     code: int | None = None
@@ -116,13 +117,13 @@ class Program:
     name: str
     """Workers are called NAME-N."""
     module: str
-    """The module, which calls `worker.serve`."""
+    """Name of the module that a worker's process runs. The module calls `worker.serve`."""
     setup: bytes
     """Head of the first request, the setup."""
     environment: Mapping[str, str]
     """All environment variables, without the variable for the socket's number."""
     subject: str
-    """Start of the message of an error at the start of a worker, such as a recipe's key."""
+    """First words of the error message if a worker does not start, such as a recipe's key."""
     timeout_s: float
     """Time limit of a request (seconds)."""
     start_timeout_s: float
@@ -172,12 +173,12 @@ class WorkerPool(Generic[Head]):
         workers = [Worker(f"{program.name}-{n}", program, self._output) for n in range(2 * count)]
         self._workers = workers[:count]
         self._extra = workers[count:]
-        """Extra workers, for requests that were outstanding in a dead worker of several requests."""
+        """Extra workers, which repeat the suspects: requests that were at work in a worker that died."""
         self._decode = msgspec.json.Decoder(reply_type).decode
         self._settles = settles
         self._queue: asyncio.Queue[_Request[Head]] = asyncio.Queue()
         self._suspects = self._queue
-        """Requests that wait for a worker without other requests."""
+        """Requests to be repeated one at a time, since any may have killed a worker."""
         self._outstanding: set[_Request[Head]] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._limit_s = program.timeout_s
@@ -267,9 +268,9 @@ class WorkerPool(Generic[Head]):
                 pass
 
     async def _serve(self, worker: Worker, request: _Request[Head], queue: asyncio.Queue[_Request[Head]]) -> None:
-        """See a request to a reply, a failure or the queue of suspects."""
+        """Try a request until there is a reply or a failure, or put the request into the queue of suspects."""
         concurrent = queue is not self._suspects
-        # The reply of a cancelled caller is also done.
+        # If the caller is cancelled, the future of the reply is also done.
         while not request.reply.done():
             if not await self._ready(worker):
                 self._refuse(request, queue)
@@ -285,7 +286,7 @@ class WorkerPool(Generic[Head]):
         if queue is not self._queue and not any(worker.alive for worker in self._extra):
             waiting += [queue.get_nowait() for _ in range(queue.qsize())]
         for failed_request in waiting:
-            failed_request.fail(WorkerDied(f"no {self._program.name} process that starts"))
+            failed_request.fail(WorkerDied(f"the failed start of a {self._program.name} process"))
 
     async def _try(self, worker: Worker, request: _Request[Head], concurrent: bool) -> None:
         """Resolve the request by a reply or after too many deaths; else the caller of `_try` repeats the request."""
@@ -326,12 +327,12 @@ class WorkerPool(Generic[Head]):
                 self._failed_rounds = 0
                 self._failed_tries = 0
                 return True
-            logger.warning("%s could not be replaced and is tried again: %s", worker.name, problem)
+            logger.warning("%s could not be started again; further tries follow: %s", worker.name, problem)
             if not any(peer.alive for peer in self._workers):
                 self._failed_rounds += 1
             if self._failed_rounds >= START_ROUNDS * len(self._workers):
                 raise RuntimeError(
-                    f"no {self._program.name} process starts again: {self._failed_tries} tries in a row failed, "
+                    f"no {self._program.name} process can be started: {self._failed_tries} tries in a row failed, "
                     f"the last with: {problem}"
                 )
             await asyncio.sleep(ROUND_PAUSE_S)
@@ -454,7 +455,7 @@ class Worker(asyncio.Protocol):
             if isinstance(problem, TimeoutError):
                 raise died(f"no answer within {timeout_s:g} s", late=True, busy=busy) from None
             if isinstance(problem, ValueError | RecursionError):
-                raise died("bytes in its socket that are no reply") from None
+                raise died("bytes in its socket that are not a valid reply") from None
             # A process that closed the socket has exited with a fixed code, or can no longer be trusted.
             raise died(end_of(code), code=code) from None
         finally:

@@ -81,7 +81,7 @@ FORMER_KEYS: dict[str, tuple[object, str]] = {
     "telemetry.trace_steps": (None, ""),
     "weights.link_gb_s": (0.0, "`report` shows the rate of updates without a comparison"),
 }
-"""Key of version 0.2 -> (its default, which recipe.yaml of every run of that version has; behavior without the key)."""
+"""Key of version 0.2 -> (its default, which recipe.yaml of a run of that version has; behavior without the key)."""
 _RENAMED_KEYS = {"rewards.environment": "variables", "telemetry.trace_steps": "profile_steps"}
 _RENAMED_VALUES = {
     "trainer.logit_backend": {"triton": "auto", "in_place": "auto"},

@@ -33,7 +33,7 @@ class TinyArguments:
 
 
 def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
-    """Write the folder atomically; False if the folder exists already, written with equal arguments.
+    """Write the folder atomically; False if the folder exists already and was written with the same arguments.
 
     Writes base_policy/ (Hugging Face folder), prompts.jsonl and held_out.jsonl (prompt, answer, level), sft.jsonl
     (prompt, completion, level), for the dense policy recipe.yaml, and the manifest tiny.json. Raises ValueError for a
@@ -55,7 +55,7 @@ def build(out_dir: str | Path, arguments: TinyArguments) -> bool:
             recipe = RECIPE.read_text(encoding="utf8").replace("runs/tiny/", f"{out_dir}/")
             (partial / RECIPE.name).write_text(recipe, encoding="utf8")
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf8")
-        partial.chmod(0o755)  # mkdtemp's folder is private
+        partial.chmod(0o755)  # mkdtemp makes a folder that only the owner can read
         partial.rename(out_dir)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -69,7 +69,7 @@ def _exists(out_dir: Path, manifest: dict[str, Any]) -> bool:
     try:
         old_manifest = json.loads((out_dir / MANIFEST).read_text(encoding="utf8"))
     except (OSError, json.JSONDecodeError):
-        raise ValueError(f"{out_dir}: the folder is not empty and has no {MANIFEST}; name a new one") from None
+        raise ValueError(f"{out_dir}: the folder is not empty and has no {MANIFEST}; name a new folder") from None
     different = [key for key in sorted({*manifest, *old_manifest}) if old_manifest.get(key) != manifest.get(key)]
     if different:
         expected = ", ".join(f"{key} {manifest.get(key)}" for key in different)

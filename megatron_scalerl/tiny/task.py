@@ -95,7 +95,10 @@ def is_held_out(text: str) -> bool:
 
 
 def thinking_trace(rng: random.Random, problem: Problem, quit_probability: float) -> tuple[str, int]:
-    """(steps, value after the last step); the trace stops before each step with probability quit_probability."""
+    """A thinking trace: (text of the steps, value after the last step).
+
+    Before each step the trace stops with probability `quit_probability`.
+    """
     value = problem.start
     steps = []
     for operator, operand in problem.operations:
@@ -148,7 +151,7 @@ def prompt_rows(seed: int, count: int, *, held_out: bool) -> Iterator[dict[str, 
     open_levels = list(LEVELS)
     while len(texts) < count:
         if not open_levels:
-            raise ValueError(f"{side} prompts: {count} are too many; the task has {len(texts)}")
+            raise ValueError(f"{side} prompts: {count} are too many; the task has {len(texts)} in all; ask for fewer")
         # The levels take turns, so that the rows are mixed from the first on.
         for level in tuple(open_levels):
             problem = _draw_new(rng, level, held_out, texts)

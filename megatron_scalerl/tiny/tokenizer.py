@@ -10,12 +10,12 @@ from megatron_scalerl.recipe.sections import PAPER_PHRASE
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 UNKNOWN = "<unk>"
 TOKENS = (*SPECIAL, "<think>", "</think>", PAPER_PHRASE, *"0123456789+-*=;", UNKNOWN)
-"""[22] token of each id."""
+"""The 22 tokens, in the order of the ids."""
 PAD_ID, BOS_ID, EOS_ID, THINK_START_ID, THINK_END_ID, PHRASE_ID = range(6)
 MODEL_VOCABULARY = 64
 """Rows of the policies' embedding and logit projection; the last 42 are unused."""
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""Concatenates the messages: the policies have no roles."""
+"""Chat template that joins the texts of all messages, since the tiny policies have no roles."""
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

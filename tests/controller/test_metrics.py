@@ -347,7 +347,7 @@ def test_a_wandb_that_cannot_start_costs_one_warning_at_each_start(
         metrics.close()
         [warning] = [record.getMessage() for record in caplog.records]
         assert warning.startswith("WandbSink: start failed: ") and "\n" not in warning
-        assert warning.endswith("; this attempt goes on without W&B (WANDB_MODE=offline needs none)")
+        assert warning.endswith("; this attempt has no W&B run (WANDB_MODE=offline needs no login)")
     assert column(tmp_path, "metrics") == [1, 2, 3, 4]
     assert [event.step for event in events(tmp_path).Scalars("loss")] == [1, 2, 3, 4]
 

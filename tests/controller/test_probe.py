@@ -75,7 +75,7 @@ def test_one_token_far_from_the_trainers_is_not_hidden_by_many_that_are_near():
 
 
 def test_another_version_ends_the_run():
-    with pytest.raises(ProbeError, match=r"engine-0: .* policy version \[3\]; .* 4$"):
+    with pytest.raises(ProbeError, match=r"engine-0 .* policy versions \[3\], .* 4$"):
         check(version=3)
 
 

@@ -154,7 +154,7 @@ def test_a_folder_with_other_files_is_refused(tmp_path):
     target = tmp_path / "runs/r"
     target.mkdir(parents=True)
     (target / "thesis.tex").write_text("mine")
-    refused(recipe(tmp_path), r"files and no recipe.yaml")
+    refused(recipe(tmp_path), r"files but no recipe.yaml")
 
 
 def test_a_start_killed_before_the_recipe_was_written_leaves_a_usable_folder(tmp_path):
@@ -167,7 +167,7 @@ def test_a_start_killed_before_the_recipe_was_written_leaves_a_usable_folder(tmp
     opened(recipe(tmp_path))
     (target / "recipe.yaml").unlink()
     (target / "checkpoints/step_000001").mkdir()
-    refused(recipe(tmp_path), r"files and no recipe.yaml")
+    refused(recipe(tmp_path), r"files but no recipe.yaml")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])

@@ -105,7 +105,7 @@ def test_a_validation_says_which_share_of_the_paid_is_confirmed_and_shows_two_th
     result = audited(0.5)
     assert (result.confirmed_share, result.confirmed_least) == (6 / 11, 0.95)
     [warning] = warnings(caplog)
-    assert "confirms 54.5 % of the answers that are paid, below 95.0 %" in warning
+    assert "confirms 54.5 % of the answers judged correct, below 95.0 %" in warning
     assert warning.count("reference '1': 'text ") == 2 and "'text 2.0'" in warning
     caplog.clear()
     assert audited(1.0).confirmed_share == 1.0 and not warnings(caplog)

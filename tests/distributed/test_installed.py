@@ -39,8 +39,8 @@ def test_an_unknown_version_is_one_warning(package, version, expected, caplog):
 @pytest.mark.parametrize(
     "versions, message",
     [
-        ({"megatron-core": "0.16.1"}, "megatron-core: 0.16.1 does not work: it computes wrong gradients of experts"),
-        ({"vllm": "0.33.0"}, "vllm: 0.33.0 does not work: it has moved modules"),
+        ({"megatron-core": "0.16.1"}, "megatron-core: 0.16.1 does not work: this version computes wrong gradients"),
+        ({"vllm": "0.33.0"}, "vllm: 0.33.0 does not work: this version has moved modules"),
     ],
 )
 def test_a_version_that_breaks_is_refused(versions, message):

@@ -69,7 +69,7 @@ def test_the_schema_follows_the_last_colon(tmp_path):
     "rows, schema, message",
     [
         ([AIME_2024[0], AIME_2024[1] | {"Answer": None}], "aime", "line 2: .*'Answer'"),
-        ([{"Problem": "x"}], "aime", r"no column 'Answer' or 'answer', only \(Problem\)"),
+        ([{"Problem": "x"}], "aime", r"no column 'Answer' or 'answer'; the columns are Problem"),
     ],
 )
 def test_bad_rows_are_one_line_with_file_and_row(tmp_path, rows, schema, message):

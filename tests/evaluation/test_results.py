@@ -61,7 +61,7 @@ def test_rows_are_kept_and_a_torn_one_is_dropped(tmp_path):
 def test_another_evaluation_is_refused_and_changes_nothing(tmp_path, changed, named):
     path = written(tmp_path, row(1))
     before = path.read_bytes()
-    with pytest.raises(OtherResult, match=r"completions\.jsonl: it is the result of another evaluation: ") as error:
+    with pytest.raises(OtherResult, match=r"completions\.jsonl: the file is of another evaluation: ") as error:
         ResultFile(tmp_path, changed)
     assert named in str(error.value) and path.read_bytes() == before
     with ResultFile(tmp_path, replace(HEADER, policy="moved/p")) as moved:
@@ -70,7 +70,7 @@ def test_another_evaluation_is_refused_and_changes_nothing(tmp_path, changed, na
 
 def test_a_damaged_row_names_its_line(tmp_path):
     written(tmp_path, row(1), torn=b'{"key": 5}\n')
-    with pytest.raises(OtherResult, match=r"completions.jsonl line 3: it is not a completion: "):
+    with pytest.raises(OtherResult, match=r"completions.jsonl line 3: the line is not a completion: "):
         ResultFile(tmp_path, HEADER)
 
 

@@ -131,14 +131,14 @@ async def test_a_wrong_key_gets_no_answer(peer):
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"run_id": "other"}, "its run id is other, .* run$"),
-        ({"incarnation": "0.0"}, "its incarnation is 0.0, .* 1.0$"),
+        ({"run_id": "other"}, "the process belongs to run other, .* run$"),
+        ({"incarnation": "0.0"}, "the process belongs to incarnation 0.0, .* 1.0$"),
         ({"start": "earlier"}, "engine-0: the controller does not wait for this start"),
         ({"name": "engine-1"}, "engine-1: the controller does not wait for this start"),
-        ({"name": "extra-7-0"}, "extra-7-0: an engine that joins names no start, and this one names s"),
-        ({"name": "extra-7/../0"}, "the .* bytes that have arrived are no message"),
-        ({"devices": 0}, "the .* bytes that have arrived are no message"),
-        ({"host": "b\x1b[2J"}, "the .* bytes that have arrived are no message"),
+        ({"name": "extra-7-0"}, "extra-7-0: an engine that joins has an empty MSRL_START, but this engine has s"),
+        ({"name": "extra-7/../0"}, "the .* bytes received are no valid message"),
+        ({"devices": 0}, "the .* bytes received are no valid message"),
+        ({"host": "b\x1b[2J"}, "the .* bytes received are no valid message"),
     ],
 )
 async def test_a_foreign_agent_is_refused_with_a_reason(changes, reason):
@@ -214,7 +214,7 @@ async def test_a_message_that_is_too_long_ends_the_connection():
     async with registry_of() as (registry, agent):
         link, one = await engine_0(registry, agent)
         await one.socket.send(bytes(messages.LONGEST + 1))
-        assert "disconnected" in await ended(link)
+        assert "lost the connection" in await ended(link)
 
 
 @pytest.mark.parametrize("say", [0, 1, 2])
@@ -230,7 +230,7 @@ async def test_the_loss_of_a_connection_is_noticed_in_every_state(say):
             await link.up
         one.close()
         if say:
-            assert await ended(link) == "lost its agent, which disconnected"
+            assert await ended(link) == "lost the connection to the agent on its host"
         again = agent()
         await again.hello()  # before Hello it may come again; afterwards the start is over
         assert isinstance(await again.answer(), sockets.Refused if say else messages.Welcome)
@@ -245,7 +245,7 @@ async def test_engines_that_join_are_queued_and_a_full_queue_refuses(monkeypatch
             await one.join(f"extra-7-{number}", devices=number + 1)
             answers.append(await one.answer())
         assert answers[:2] == [registry.welcome, registry.welcome]
-        assert answers[2] == sockets.Refused(reason="2 engines are joining already")
+        assert answers[2] == sockets.Refused(reason="2 engines are joining already; start this engine again later")
         link = registry.joining.get_nowait()
         assert (link.name, link.host, link.start_id, link.hello.result().devices) == ("extra-7-0", "b", "", 1)
 
@@ -284,7 +284,7 @@ async def test_an_agent_is_stopped_or_given_up():
         await link.send(messages.Stop(grace_s=3.0))
         assert await one.answer() == messages.Stop(grace_s=3.0)
         await link.forget()
-        assert await one.refusal() == "the controller has given this start up"
+        assert await one.refusal() == "the controller has given up this start of the engine"
         assert await ended(link) == "was given up by the controller"
         late = agent()
         never = registry.expect("engine-1", "b", "late")

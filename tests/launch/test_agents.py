@@ -170,7 +170,7 @@ async def test_an_engine_whose_host_has_left_the_job_is_given_up_at_once(policy,
     async with engines_of(recipe_for(policy), run_folder) as engines:
         engines.members.on_devices = held.append
         lose_host_b(run_folder)
-        with pytest.raises(EngineDied, match=r"0 engines .*\(engine-0: its host has left the job"):
+        with pytest.raises(EngineDied, match=r"0 engines .*\(engine-0: Slurm removed its host from the job"):
             await engines.watch()
     assert held == [0]
 

@@ -264,7 +264,7 @@ async def test_an_engine_that_ends_with_its_first_requests_is_given_up_with_the_
         client.ended_generations = 1
         client.received_tokens = completed
 
-    barren = "; in its last 2 starts no engine completed a request" if not completed else ""
+    barren = "; given up: no engine completed a request in its last 2 starts" if not completed else ""
     said = rf"0 engines .*\(engine-0: engine-0 produced no token.*; the last error in its log: {error}{barren}\)$"
     async with engines_of(recipe, tmp_path, monkeypatch, busy=busy) as (engines, made, _):
         await engines.start()

@@ -48,6 +48,6 @@ def test_a_hard_limit_below_the_need_is_refused_in_one_line(recipe):
     done = limited(recipe, 1024)
     line = (
         "refused: open files: the hard limit of 1024 (ulimit -Hn) is too low: engine.count 4 x "
-        f"rollouts.max_in_flight 256 take {files_needed(recipe)}"
+        f"rollouts.max_in_flight 256 take {files_needed(recipe)}; raise the limit or lower one"
     )
     assert (done.returncode, done.stderr.strip()) == (1, line)

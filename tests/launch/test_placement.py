@@ -99,7 +99,7 @@ def test_colocated_engines_are_on_the_trainers_devices(ranks, engines, found, mo
     assert [gpus_at(place.positions) for place in made.engines] == found
     devices = Devices.of(asked)
     assert (devices.unit, devices.trainer, devices.engine) == ("gpu_hours", ranks / 2, ranks / 2), "each once"
-    with refused(r"engine\.colocate works on one host alone, and the run has 2"):
+    with refused(r"engine\.colocate works on one host, but the run has 2"):
         Placement.of(asked, several(2, 8))
     with refused(f"{ranks} visible GPUs are too few: the engines take {2 * ranks}$"):
         Placement.of(colocated(2 * ranks, 2 * engines, ranks // engines), ONE_HOST)
@@ -124,7 +124,7 @@ def test_without_gpus_one_host_has_room_for_all(caplog):
     assert {place.positions for place in made.engines} == {None} and len(made.engines) == 9
     assert gpus_at(None) == "" and Devices.of(asked).unit == "device_hours" and not caplog.text
     Placement.of(asked, several(3, 8))
-    assert "if the others have some, say so by weights.transport: nccl" in caplog.text
+    assert "if the hosts of the run have GPUs, set weights.transport: nccl" in caplog.text
 
 
 def test_more_slots_than_this_host_has_gpus_are_refused(monkeypatch):

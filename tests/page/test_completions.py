@@ -40,7 +40,7 @@ def test_the_index_follows_the_journal(tmp_path):
     assert reader.group(6)["completions"][0]["untrained"] == "the group is in no batch yet"
     write_journal(run, batches=[BatchRecord(batch=3, step=4, policy_version=3, group_ids=(6,))])
     assert index.update() and index.steps[-1] == 4
-    assert reader.group(6)["completions"][0]["untrained"] == "nothing is recorded about its batch"
+    assert reader.group(6)["completions"][0]["untrained"] == "the run has no record of the group's batch"
     write_decisions(run, 3, [made_group(6)[0]])
     assert reader.group(6)["step"] == 4 and reader.group(6)["completions"][0]["advantage"] == 1.0
 
@@ -65,7 +65,7 @@ def test_groups_that_retention_has_deleted(tmp_path):
     assert index.chosen(24) == [6]
     assert reader.group(6)["completions"][0]["advantage"] == 1.0
     for group_id in (0, 7):
-        with refused(rf"group {group_id} is no longer stored \(checkpoint.rollouts\)"):
+        with refused(f"group {group_id} is deleted; checkpoint.rollouts: keep keeps all"):
             reader.group(group_id)
 
 
@@ -130,7 +130,7 @@ def test_a_forked_episode_is_read_part_after_part(episodes):
     ]
     assert found["mismatch"][:3] == [-0.5, -0.5, -2.0] and found["mismatch"][10] == -2.5
     assert found["entropies"] == [0.5] * 2 + [1.5] * 4 + [2.5] * 6
-    with refused("group 6 has no completion 3; its last one is 2"):
+    with refused("group 6 has no completion 3; the last is 2"):
         episodes.completion(6, 3)
 
 
@@ -152,13 +152,13 @@ def test_scores_of_a_part_that_is_missing_are_named(tmp_path):
         run, 4, [CompletionScores(group_id=6, position=1, policy_version=3, logprobs=[-1.0] * 4, entropies=[0.5] * 4)]
     )
     _, reader = opened(run)
-    with refused("group 6: completion 0 has 12 tokens, and scores of others"):
+    with refused("group 6: completion 0 has 12 tokens, and 4 scores"):
         reader.completion(6, 0)
 
 
 @pytest.mark.parametrize(
     "group_id, position, said",
-    [(99, 0, "journal.jsonl: no group 99 "), (0, 2, "group 0 has no completion 2")],
+    [(99, 0, "journal.jsonl: the run has no finished group 99"), (0, 2, "group 0 has no completion 2")],
 )
 def test_what_is_not_there_is_named(reader, group_id, position, said):
     with refused(said):

@@ -100,7 +100,7 @@ def test_groups_and_completions_are_read_when_they_are_asked_for(ask):
 @pytest.mark.parametrize(
     "path, query, status, said",
     [
-        ("/api/group", {"id": "77"}, 422, "no group 77 is finished"),
+        ("/api/group", {"id": "77"}, 422, "the run has no finished group 77"),
         ("/api/group", {"id": "-1"}, 422, "id: expected a whole number, found '-1'"),
         ("/api/group", {"id": "9" * 30}, 422, "id: expected a whole number"),
         ("/api/group", {}, 422, "id: expected a whole number, found ''"),
@@ -180,7 +180,7 @@ def test_a_batch_that_is_composed_while_the_page_is_open_can_be_read(run):
         ("watch", "RUN: give either the folder of a run or --demo"),
         ("watch none", "recipe.yaml: there is no such file; it should be a recipe file"),
         ("watch RUN --port 70000", "--port: 70000 is not a port"),
-        ("watch EMPTY", "it is no run (recipe.yaml), and no run is below it"),
+        ("watch EMPTY", "neither this folder (no recipe.yaml) nor a subfolder is a run; name a run"),
         ("report RUNS --html OUT --group 1", "--group needs the folder of one run"),
         ("report RUN --group 1", "--group names a group of the page; add --html"),
     ],

@@ -66,12 +66,12 @@ def test_the_report_prints_gain_ledger_forecast_and_what_came(tmp_path):
     text = printed_report(tmp_path)
     assert "held-out pass rate 0.450 at step 0" in text
     assert "device-hours: 4 in total: trainer 3 (75%), engine 1 (25%)" in text
-    assert "robust: error of the forecast mean" in text and "paper: error of the forecast mean" in text
+    assert "robust: error of the forecast: mean" in text and "paper: error of the forecast: mean" in text
     assert (tmp_path / "forecast.png").read_bytes().startswith(b"\x89PNG")
     came = read_jsonl(tmp_path / "validation.jsonl")[-1]["pass_rate"]
     assert f"Forecasts of step 100 after each validation; {came:.3f} came" in text
     assert "the forecast of the run's end moved by " in text
-    assert f" from the first one to the last; measured at the end: {came:.3f}, inside " in text
+    assert f" from the first forecast to the last; measured at the end: {came:.3f}, inside " in text
     assert "of 16 forecast intervals" in text
 
 
@@ -94,7 +94,7 @@ def test_a_run_that_begins_above_the_papers_asymptotes_has_the_rest_of_its_repor
     write_run(tmp_path, noise=0.01)
     rewrite_validations(tmp_path, lambda row: {"pass_rate": start + (1 - start) * (row["pass_rate"] - 0.4)})
     out = printed_report(tmp_path)
-    assert "device-hours: 4 in total" in out and "robust: error of the forecast mean" in out
+    assert "device-hours: 4 in total" in out and "robust: error of the forecast: mean" in out
     [line] = [line for line in out.splitlines() if line.startswith("paper: ")]
     assert f"method paper: R_0 is {start:.3f}; " in line and "(read r: run folder" in line, line
     assert out.rstrip().endswith("forecast.png") and (tmp_path / "forecast.png").is_file()

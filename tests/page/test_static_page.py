@@ -60,7 +60,7 @@ def test_groups_that_retention_deleted_are_not_chosen_and_named_ones_are_refused
         segment.unlink()
     path = tmp_path / "page.html"
     assert static_page.write_page(run, path) == (0, 0)
-    with pytest.raises(ValueError, match=r"group 1 is no longer stored \(checkpoint.rollouts\)"):
+    with pytest.raises(ValueError, match=r"group 1 is deleted; checkpoint.rollouts: keep keeps all"):
         static_page.write_page(run, path, group_ids=[1])
 
 

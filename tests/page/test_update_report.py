@@ -26,7 +26,7 @@ def test_medians_of_whole_updates_and_of_those_of_changes():
     small = [record(**changes, weight_update_seconds=s, weights_changed=0.01) for s in (0.01, 0.03, 0.02)]
     whole = [record(weight_connect_seconds=2.0), record(weight_update_seconds=0.8), record(weight_update_seconds=0.5)]
     found, note = updates_of([*whole, {"step": 4}, *small])
-    assert note == "6 updates in metrics.jsonl, medians."
+    assert note == "Medians over the 6 weight updates in metrics.jsonl."
     assert found.columns == ("", "whole", "of changes")
     shown = """
         updates|3|3

@@ -49,7 +49,7 @@ def test_settings_of_version_0_2_are_those_of_today(tmp_path, caplog):
     path.write_text(MINIMAL + f"weights: {left}\nrewards: {{environment: []}}\ntelemetry: {{trace_steps: null}}\n")
     assert load_recipe(path) == load_recipe(path) == expected
     [said] = caplog.messages
-    assert said.startswith(f"{path}: settings of version 0.2: weights.transaction is ignored, weights.anchor_every is ")
+    assert said.startswith(f"{path}: settings of version 0.2: weights.transaction is ignored, weights.anchor_")
     path.write_text(MINIMAL + "weights: {transaction: staged}\n")
     with pytest.raises(RecipeError, match=f"^{path}: weights.transaction left with version 0.2: .*; delete it$"):
         load_recipe(path)

@@ -162,7 +162,7 @@ def test_a_hung_controller_is_ended_and_its_job_goes_on(tmp_path, tiny, on_login
     assert (run / "hung").exists() and "last heartbeat" not in status(run, capsys)
     [log] = (run / "slurm").glob("*/controller.log")
     text = log.read_text()
-    assert "the event loop stood still for 10 s: its process is killed; its stacks:" in text
+    assert "the event loop stood still for 10 s; the process is killed; stacks of threads:" in text
     assert "in hang_once\n" in text and "the run was killed by SIGKILL: restart 1 of at most 3" in text
     assert [row["incarnation"] for row in rows(run / "attempts.jsonl")] == [f"{job}.0", f"{job}.0-1"]
     made = rows(run / "metrics.jsonl")

@@ -100,7 +100,7 @@ def bad_batches():
         "one sample fewer": (with_plan(frames, micro_batches=((first,),)), where + "2 completions and 2 sizes .* 1$"),
         "text for a number": (
             [msgspec.msgpack.encode(raw | {"plan": raw["plan"] | {"step": "4"}}), *frames[1:]],
-            "bytes that have arrived are no message",
+            "bytes received are no valid message",
         ),
         "another message with frames": (
             [messages.encode(messages.Step(call=1, step=4)), *frames[1:]],

@@ -25,7 +25,7 @@ ADA, HOPPER, BLACKWELL = (8, 9), (9, 0), (10, 3)
 @pytest.mark.parametrize(
     "capability, deterministic, heads, longest, said",
     [
-        (ADA, False, 12, 512, "below capability 9.0 without flash-attn"),
+        (ADA, False, 12, 512, "packed rows below capability 9.0"),
         (HOPPER, False, 32, 14_336, ""),
         (HOPPER, True, 32, 14_336, "trainer.deterministic: .* 14,336 tokens on Hopper"),
         (HOPPER, True, 32, 5_760, ""),
@@ -41,7 +41,7 @@ def test_the_reason_names_the_way_out(capability, deterministic, heads, longest,
 def test_a_rank_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(model, "capability", lambda: ADA)
     config = SimpleNamespace(num_attention_heads=12, tensor_model_parallel_size=1)
-    with pytest.raises(ValueError, match=r"below capability 9\.0 without flash-attn; set MSRL_LAYERS=plain"):
+    with pytest.raises(ValueError, match=r"below capability 9\.0; set MSRL_LAYERS=plain"):
         model._check_attention(config, make_recipe("none"))
 
 

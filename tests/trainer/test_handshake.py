@@ -62,14 +62,14 @@ def test_the_socket_of_several_hosts_may_have_an_address_of_ipv6():
         return await outcome(trainer, environment(trainer, MSRL_RUN_ID="other"), fails=False)
 
     code, last, _ = asyncio.run(scenario())
-    assert code == sockets.EXIT_REFUSED and "run id is other" in last
+    assert code == sockets.EXIT_REFUSED and "belongs to run other" in last
 
 
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"run_id": "other"}, "this controller's is run"),
-        ({"incarnation": "1.1"}, "this controller's is 1.0"),
+        ({"run_id": "other"}, "this controller to run run"),
+        ({"incarnation": "1.1"}, "this controller is 1.0"),
         ({"world_size": 2}, "world size: .* 2 ranks, .* 1$"),
         ({"rank": 1}, "rank: 1 is .* 0 to 0"),
     ],
@@ -93,7 +93,7 @@ def test_a_wrong_secret_gets_no_answer():
 
     status, line, failure = asyncio.run(scenario())
     assert status == sockets.EXIT_REFUSED
-    assert "MSRL_SECRET is another run's" in line
+    assert "MSRL_SECRET belongs to another run" in line
     assert failure == ""
 
 
@@ -176,8 +176,8 @@ def test_what_a_stranger_says_does_not_end_the_controller(frames):
 @pytest.mark.parametrize(
     "message, error",
     [
-        ([b"\xc1"], r"^trainer rank 1: the 1 bytes that have arrived are no message"),
-        ([b"a", b"b"], r"^trainer rank 1: a message has one frame, and 2"),
+        ([b"\xc1"], r"^trainer rank 1: the 1 bytes received are no valid message"),
+        ([b"a", b"b"], r"^trainer rank 1: a message has one frame, but 2"),
         ([messages.encode(ready(0))], r"^trainer rank 1: .* of rank 0"),
     ],
 )
@@ -199,7 +199,7 @@ def test_a_value_of_another_kind_is_the_trainer_s_failure_not_the_user_s():
         call = (await rank.answer()).call
         done = messages.Done(call=call, rank=0, value=msgspec.Raw(messages.encode("no manifest")))
         await rank.socket.send(messages.encode(done))
-        with pytest.raises(TrainerError, match=r"^trainer rank 0: the 12 bytes that have arrived are no message"):
+        with pytest.raises(TrainerError, match=r"^trainer rank 0: the 12 bytes received are no valid message"):
             await asking
 
     joined(scenario, world_size=1)
