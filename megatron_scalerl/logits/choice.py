@@ -54,6 +54,6 @@ def _cuda(device: torch.device, dtype: torch.dtype) -> Backend:
     if dtype not in CUDA_DTYPES or (device.type != "cuda" and row_kernels.compiled()):
         raise ValueError(
             "the backend cuda of the logit projection multiplies bfloat16 or float32 on a CUDA GPU, "
-            f"not {dtype} on {device.type}; take auto"
+            f"not {dtype} on {device.type}; choose the backend auto"
         )
     return CudaBackend()

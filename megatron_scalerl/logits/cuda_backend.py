@@ -70,7 +70,7 @@ def _block(whole_side: _Side, split_side: _Side, element: int, budget: int) -> t
     if whole_side.fitting(split_side, count, element, budget) < min(whole_side.size, whole_side.step):
         count = min(split_side.size, split_side.step)
     fitting_count = whole_side.fitting(split_side, count, element, budget)
-    assert fitting_count, f"a workspace of {budget} bytes"
+    assert fitting_count, f"a workspace of {budget} bytes is too small for a block"
     return min(whole_side.size, _multiple(fitting_count, whole_side.step)), count
 
 

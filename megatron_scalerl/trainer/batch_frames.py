@@ -58,7 +58,7 @@ def checked(frames: Sequence[Buffer]) -> ReceivedBatch:
             raise InvalidMessage(f"{place}: {error}") from error
         if len(completion.token_ids) != sample.tokens:
             raise InvalidMessage(
-                f"{place}: {len(completion.token_ids)} tokens arrived, the plan says {sample.tokens}"
+                f"{place}: {len(completion.token_ids)} tokens arrived, but the batch's plan has {sample.tokens}"
             )
         completions.append(completion)
     return ReceivedBatch(frames=tuple(frames), plan=plan, completions=tuple(completions))
@@ -76,8 +76,8 @@ class BatchFrames:
 
     def hold(self, frames: Sequence[Buffer]) -> int:
         """Keep the batch in the frames of a Prepare, and return its step. Raises InvalidMessage as `checked` does."""
-        assert self._parallel.holds_batch, "this rank gets its batches from a peer"
-        assert self._held_batch is None, f"this rank still holds the batch of step {self._held_batch.plan.step}"
+        assert self._parallel.holds_batch, "a Prepare came to a rank that gets its batches from a peer rank"
+        assert self._held_batch is None, f"a Prepare came before step {self._held_batch.plan.step} took its batch"
         self._held_batch = checked(frames)
         return self._held_batch.plan.step
 
@@ -86,12 +86,12 @@ class BatchFrames:
         batch = self._held_batch
         self._held_batch = None
         if batch is None:
-            assert not self._parallel.holds_batch, f"step {step}: this rank holds no batch"
+            assert not self._parallel.holds_batch, f"step {step}: this rank was sent no batch"
             # A rank checks the frames from a peer itself.
             batch = checked(shared(None, self._parallel))
         else:
             shared(batch.frames, self._parallel)
-        assert batch.plan.step == step, f"step {step}: this rank holds the batch of step {batch.plan.step}"
+        assert batch.plan.step == step, f"step {step}: the prepared batch is of step {batch.plan.step}"
         return build(batch.plan, batch.completions, pad_multiple=self._pad_multiple, columns=self._columns)
 
 

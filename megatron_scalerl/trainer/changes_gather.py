@@ -31,7 +31,7 @@ class ChangesGather:
         parameters: all parameters that the group shards, in the same order on all ranks. shards: this rank's parts,
         as views of the parameters.
         """
-        assert all(shard.numel() < 1 << 31 for shard in shards), "positions are gathered as int32"
+        assert all(shard.numel() < 1 << 31 for shard in shards), "a shard has positions that do not fit int32"
         self._record = record
         self._group = group
         self._shards = list(shards)
@@ -119,6 +119,6 @@ def _places(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[tupl
     for shard in shards:
         address, number = order[bisect_right(order, (shard.data_ptr(), len(order))) - 1]
         first = (shard.data_ptr() - address) // shard.element_size()
-        assert first >= 0 and first + shard.numel() <= parameters[number].numel(), "not a view of a parameter"
+        assert first >= 0 and first + shard.numel() <= parameters[number].numel(), "a shard is in no parameter"
         places.append((number, first, shard.numel()))
     return places

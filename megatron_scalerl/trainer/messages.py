@@ -212,7 +212,7 @@ def decode_for_rank(frames: Sequence[Buffer]) -> ToRank:
     if isinstance(message, Prepare):
         _check_sizes(message, frames[1:])
     elif len(frames) != 1:
-        raise InvalidMessage(f"the message has {len(frames)} frames; only a Prepare has more than one")
+        raise InvalidMessage(f"the message has {len(frames)} frames, but only a Prepare may have more than one frame")
     return message
 
 
@@ -221,11 +221,11 @@ def _check_sizes(message: Prepare, completions: Sequence[Buffer]) -> None:
     expected = len(message.plan.samples)
     if not len(message.sizes) == len(completions) == expected:
         raise InvalidMessage(
-            f"{place}: {len(completions)} completions and {len(message.sizes)} sizes arrived, the plan has {expected}"
+            f"{place}: {len(completions)} completions and {len(message.sizes)} sizes arrived for {expected} samples"
         )
     for number, (size, completion) in enumerate(zip(message.sizes, completions)):
         if len(completion) != size:
-            raise InvalidMessage(f"{place}: completion {number} has {len(completion)} bytes, its size is {size}")
+            raise InvalidMessage(f"{place}: completion {number} has {len(completion)} bytes instead of {size}")
 
 
 def decode_for_controller(frames: Sequence[bytes]) -> ToController:

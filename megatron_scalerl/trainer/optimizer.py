@@ -37,7 +37,7 @@ def use_fused_adamw(optimizer: MegatronOptimizer) -> None:
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", None)
         if isinstance(inner, torch.optim.AdamW):
-            assert not inner.state, "AdamW already has step counters in host memory"
+            assert not inner.state, "AdamW has made a step before the fused kernel was turned on"
             for group in inner.param_groups:
                 # PyTorch allows a single True among the two keys; the defaults set both keys of a group.
                 group["fused"] = True

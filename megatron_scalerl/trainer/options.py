@@ -122,11 +122,11 @@ def _check_options(options: Mapping[str, Any], present_values: Mapping[str, Any]
 def _check_lora(settings: Mapping[str, Any], targets: Collection[str]) -> None:
     """Raises ValueError for layers that have no exact adapters."""
     if settings.get("multi_latent_attention"):
-        raise ValueError("policy.lora: multi-head latent attention has no adapters; leave it out")
+        raise ValueError("policy.lora: adapters of multi-head latent attention are not supported; leave it out")
     if settings.get("num_moe_experts") and not _ATTENTION.intersection(targets):
         raise ValueError(
-            f"policy.lora.targets: {', '.join(targets)} may be of experts alone, whose optimizer Megatron-Core "
-            f"cannot save; add one of {', '.join(sorted(_ATTENTION))}"
+            f"policy.lora.targets: {', '.join(targets)} may be layers of experts only, and Megatron-Core cannot save "
+            f"an optimizer of experts only; add one of {', '.join(sorted(_ATTENTION))}"
         )
     for key in _WITHOUT_ADAPTERS:
         if settings.get(key):
@@ -155,8 +155,8 @@ def check_megatron(family: Family, recipe: Recipe) -> None:
     config = model_options(family, recipe, _first_rank(recipe)).config
     if HAVE_TE and recipe.policy.dtype == "float32":
         raise ValueError(
-            "policy.dtype: Transformer Engine's attention takes packed rows in bfloat16 alone, this is float32; set "
-            "policy.dtype=bfloat16, or MSRL_LAYERS=plain in the environment"
+            "policy.dtype: float32 is refused, since Transformer Engine's attention takes packed rows in bfloat16 "
+            "only; set policy.dtype=bfloat16, or MSRL_LAYERS=plain in the environment"
         )
     if recipe.rollouts.routing_replay:
         check_replay(config, pipeline_size=config.pipeline_model_parallel_size)
@@ -195,7 +195,7 @@ def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:
     settings |= recipe.megatron.ddp
     for key in ("use_megatron_fsdp", "use_custom_fsdp"):
         if settings.get(key):
-            raise ValueError(f"megatron.ddp.{key} is not supported: only optimizers are sharded; leave it out")
+            raise ValueError(f"megatron.ddp.{key} is not supported: only optimizer state is sharded; leave it out")
     if not settings["use_distributed_optimizer"]:
         settings["overlap_param_gather"] = bool(recipe.megatron.ddp.get("overlap_param_gather", False))
     return DistributedDataParallelConfig(**settings)
@@ -232,8 +232,8 @@ def optimizer_config(recipe: Recipe) -> OptimizerConfig:
             )
     if options.get("use_precision_aware_optimizer"):
         raise ValueError(
-            "megatron.optimizer.use_precision_aware_optimizer is not supported: Transformer Engine would keep the "
-            "main weights, where neither weight updates nor checkpoints read them"
+            "megatron.optimizer.use_precision_aware_optimizer is not supported: weight updates and checkpoints "
+            "cannot read main weights that Transformer Engine keeps; leave it out"
         )
     return OptimizerConfig(**settings, **options)
 

@@ -161,11 +161,11 @@ class Worker:
             case messages.SendWeights(version=version):
                 return self.sending.send(version)
             case messages.Save(path=path, extra=extra, copied=copied):
-                assert self._saving is None, "a checkpoint was begun and not finished"
+                assert self._saving is None, "a Save came before the FinishSave of the last checkpoint"
                 self._saving = checkpoint.begin_save(path, self.trainer, extra, copied=copied)
                 return None
             case messages.FinishSave(wait=wait):
-                assert self._saving is not None, "no checkpoint was begun"
+                assert self._saving is not None, "a FinishSave came without a Save"
                 seconds = self._saving.finish(wait=wait)
                 if seconds is not None:
                     self._saving = None

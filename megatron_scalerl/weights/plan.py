@@ -170,7 +170,7 @@ def manifest_of(items: Iterable[tuple[str, str, Iterable[int]]]) -> Manifest:
         if meta.name in names:
             raise ValueError(f"weights: {meta.name} is in the manifest twice")
         if meta.dtype not in _ITEM_BYTES:
-            raise ValueError(f"weights: {meta.name}: expected one of {sorted(_ITEM_BYTES)}, found {meta.dtype}")
+            raise ValueError(f"weights: {meta.name}: the type is {meta.dtype}, not one of {sorted(_ITEM_BYTES)}")
         if any(size < 0 for size in meta.shape):
             raise ValueError(f"weights: {meta.name} has a negative size in its shape {meta.shape}")
         names.add(meta.name)
@@ -318,13 +318,13 @@ def check(plan: WeightPlan) -> None:
         inside = 0 <= part.tensor < tensors and 0 <= part.sender < plan.senders and 0 <= part.shard < shards
         if not inside:
             raise ValueError(
-                f"weights: the plan has {tensors} tensors, {plan.senders} senders and {shards} shards, and no {part}"
+                f"weights: {part} is not in the plan of {tensors} tensors, {plan.senders} senders, {shards} shards"
             )
         sent_rectangles[part.shard][part.tensor].append(part.ranges)
     for shard, needs in enumerate(plan.needs):
         if len(needs) != tensors:
             raise ValueError(
-                f"weights: shard {shard} has needs for {len(needs)} tensors, the plan has {tensors} tensors"
+                f"weights: shard {shard} has needs for {len(needs)} tensors, but the plan has {tensors} tensors"
             )
         for meta, rectangles, tensor_needs in zip(plan.parameters, sent_rectangles[shard], needs):
             _check_cover(meta, rectangles, tensor_needs)
@@ -376,7 +376,7 @@ def not_covered(manifest: Manifest, needs: Iterable[Needs]) -> str:
         whole_tensor = tuple((0, size) for size in meta.shape)
         if rectangles != {whole_tensor} and not np.all(_counted(meta, tuple(rectangles))[0]):
             parts = f"the {len(rectangles)} rectangles that the engine's workers need"
-            return f"weights: {meta.name}: {parts} are not all of the shape {meta.shape}"
+            return f"weights: {meta.name}: {parts} do not cover the shape {meta.shape}"
     return ""
 
 

@@ -82,7 +82,7 @@ def with_norm(linear: type, norm: Any) -> type:
 
         def forward(self, *args: Any) -> Any:
             result, bias = super().forward(*args)
-            assert bias is None, "no family has a bias before such a norm"
+            assert bias is None, "a norm after a linear layer with a bias is not supported"
             return self.norm(result), None
 
     return WithNorm

@@ -144,15 +144,15 @@ def packed_row(
     ranks = 1
     if share is not None:
         ranks = share.size
-    assert starts[0] == 0 and starts[-1] == position_ids.numel() * ranks, "the starts must cover the row"
+    assert starts[0] == 0 and starts[-1] == position_ids.numel() * ranks, "`starts` has to run from 0 to the row end"
     # Chunks as long as the longest sequence, or longer, split nothing.
     inner = None
     if chunk is not None and chunk < longest:
         inner = chunk
     if fused and inner and ranks > 1:
         raise ValueError(
-            f"attention_chunk_size: {chunk} is less than the longest sequence ({longest} tokens); with context "
-            "parallelism Transformer Engine splits whole sequences only"
+            f"attention_chunk_size: {chunk} is less than the longest sequence ({longest} tokens), which Transformer "
+            "Engine does not support with context parallelism; leave out megatron.parallel.context_parallel_size"
         )
     if fused:
         # Transformer Engine splits each sequence into 2 x ranks chunks, so the longest length has to be divisible.

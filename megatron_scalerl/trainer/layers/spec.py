@@ -85,7 +85,7 @@ def block_submodules(
     """
     if config.num_layers != len(family.layers):
         raise ValueError(
-            f"megatron.model.num_layers: it is {config.num_layers}, but config.json has {len(family.layers)} layers"
+            f"megatron.model.num_layers is {config.num_layers}, but config.json has {len(family.layers)} layers"
         )
     provider = spec_provider()
     if lora is not None:

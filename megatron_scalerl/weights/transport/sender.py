@@ -134,7 +134,7 @@ class Sender:
         if number in self._copies:
             by_slot = _compared(self._copies[number], bucket, values)
         else:
-            assert record is not None, "no copy is kept where changes are recorded"
+            assert record is not None, "a bucket has neither a copy nor a record of changes"
             by_slot = record.changes_of(values)
         slots = []
         for slot, changes in enumerate(by_slot):

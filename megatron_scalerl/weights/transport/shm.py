@@ -134,7 +134,7 @@ class ShmGroup(Group):
         credentials = member.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         _, user, _ = _CREDENTIALS.unpack(credentials)
         if user != os.geteuid():
-            raise PermissionError(f"the other process is user {user}'s, not user {os.geteuid()}'s")
+            raise PermissionError(f"the peer process runs as user {user}, not as user {os.geteuid()}")
 
     def _map(self, memory: int, buffers: int, size: int) -> None:
         all_bytes = torch.frombuffer(mmap.mmap(memory, buffers * size), dtype=torch.uint8)
@@ -216,7 +216,7 @@ def _received(connection: socket.socket, count: int) -> bytes:
     while len(data) < count:
         received_bytes = connection.recv(count - len(data))
         if not received_bytes:
-            raise ConnectionError("the connection was closed")
+            raise ConnectionError("the peer process closed the connection")
         data += received_bytes
     return data
 
