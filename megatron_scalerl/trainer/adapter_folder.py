@@ -1,7 +1,7 @@
-"""A PEFT folder to start from, which has to hold exactly the adapters of the recipe.
+"""Reads the PEFT folder that training starts from (policy.adapter), with exactly the adapters of policy.lora.
 
-Each key of adapter_config.json is compared with policy.lora, or has no effect on loaded factors, or has to be off.
-With any other key the adapter would compute something else than W x + alpha / rank B A x.
+Some keys of adapter_config.json are compared with policy.lora, and some have no effect on loaded factors. All other
+keys have to be off, because the adapter would not compute W x + alpha / rank B A x.
 """
 
 import logging
@@ -41,10 +41,10 @@ _COMPARED = ("r", "lora_alpha", "target_modules", "exclude_modules")
 
 
 def adapter_reader(policy: PolicySection, adapters: Family) -> HfReader:
-    """The reader of policy.adapter, whose tensors are exactly the factors of `adapters`, all finite.
+    """A reader of the folder policy.adapter, which has exactly the factors of `adapters`, all of finite numbers.
 
-    Warns of an adapter that belongs to another base. Raises ValueError for a folder whose rank or alpha differs from
-    policy.lora's, whose layers or shapes differ, or whose adapter PEFT would compute differently.
+    Warns if the adapter was trained with another base model. Raises ValueError for a folder whose rank or alpha
+    differs from policy.lora's, whose layers or shapes differ, or whose adapter PEFT would compute differently.
     """
     assert policy.adapter is not None
     assert policy.lora is not None
@@ -77,7 +77,7 @@ def adapter_reader(policy: PolicySection, adapters: Family) -> HfReader:
 
 
 def _check_config(place: str, config: Mapping[str, Any], expected: Mapping[str, float]) -> None:
-    """Raises ValueError for another scaled product B A than policy.lora's, and for keys that add to the product."""
+    """Raises ValueError if rank or alpha differ from `expected`, and for keys that add more than the product B A."""
     for key, value in expected.items():
         if config.get(key) != value:
             raise ValueError(
@@ -112,7 +112,7 @@ def _check_tensor(reader: HfReader, name: str, shape: tuple[int, ...], config: M
         raise ValueError(f"{place}: the factor has NaN or Inf; take another checkpoint of the adapter")
     module = name.removeprefix("base_model.model.").partition(".lora_")[0]
     targets = config.get("target_modules")
-    # A string is a regular expression. Expressions from foreign files are not run.
+    # PEFT reads a string as a regular expression. Expressions from foreign files are not run, so any module passes.
     targeted = not isinstance(targets, list) or _names(targets, module)
     excluded = config.get("exclude_modules")
     if not targeted or isinstance(excluded, str) or _names(excluded or (), module):

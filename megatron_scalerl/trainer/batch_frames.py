@@ -25,7 +25,7 @@ from megatron_scalerl.record import record
 from megatron_scalerl.trainer.messages import Buffer, InvalidMessage, Prepare, decode_for_rank
 from megatron_scalerl.types import Batch
 
-# A stand-in rank imports this module, and starts in a second if Megatron is not loaded.
+# The tests' stand-in for a rank imports this module, and starts in a second because Megatron is not loaded.
 if TYPE_CHECKING:
     from megatron_scalerl.distributed.parallel import Parallel
 
@@ -87,7 +87,7 @@ class BatchFrames:
         self._held_batch = None
         if batch is None:
             assert not self._parallel.holds_batch, f"step {step}: this rank was sent no batch"
-            # A rank checks the frames from a peer itself.
+            # This rank decodes and checks the peer's frames as if the controller had sent the frames.
             batch = checked(shared(None, self._parallel))
         else:
             shared(batch.frames, self._parallel)

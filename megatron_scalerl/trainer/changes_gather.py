@@ -23,7 +23,10 @@ _DENSE = -1
 
 
 class ChangesGather:
-    """The shards of one optimizer in the ranks of its group. The constructor and the calls are collective."""
+    """Exchanges the changed elements of one optimizer's shards among the ranks of the optimizer's group.
+
+    The constructor and each call are collective.
+    """
 
     def __init__(self, record: ChangeRecord, parameters: Sequence[Tensor], shards: Sequence[Tensor], group: Any):
         """Exchange which shards the ranks write.
@@ -81,7 +84,11 @@ class ChangesGather:
                 self._take(shards, rank_counts[rank], begin, changes_of_rank)
 
     def _take(self, shards: Sequence[Tensor], numbers: Sequence[int], begin: int, window: ChangedElements) -> None:
-        """Record one rank's changes of a window. The window starts at the rank's change number `begin`."""
+        """Record the changes of one rank that a window contains.
+
+        numbers: changes in each of the rank's shards. begin: number of the window's first change among the changes
+        of all shards.
+        """
         end = begin + window.positions.numel()
         start = 0
         for shard, number in zip(shards, numbers):

@@ -51,7 +51,8 @@ class TrainerClient:
     `sockets.MAX_QUEUED` messages per rank, and at most one batch's bytes are in this process: the ranks' I/O threads
     drain the socket while the ranks compute, and the next `prepare` waits until the ranks hold the batch before.
 
-    rendezvous: of the ranks on one host. None for several, where rank 0 binds a store (MSRL_BIND_HOST).
+    rendezvous: place where the ranks of one host meet. None for several hosts, where rank 0 binds a store
+    (MSRL_BIND_HOST).
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class TrainerClient:
         return (await self.token_scores(token_ids))[0]
 
     async def token_scores(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """The log-probabilities of `logprobs`, and the entropies (nats) of the same tokens' distributions."""
+        """[2] log-probabilities and entropies (nats), each for all tokens but the first of each token list."""
         tokens = [list(ids) for ids in token_ids]
         return await self._call(partial(messages.ScoreTokens, token_ids=tokens), list[list[list[float]]])
 
@@ -266,11 +267,11 @@ class TrainerClient:
             raise TrainerError(f"trainer rank 0: {error}") from error
 
     def _without_batch(self) -> set[int]:
-        """The ranks that wait for no batch: those whose batch has arrived, and those that get none."""
+        """The ranks that need no BatchReceived: the rank's batch has arrived, or the rank gets no batch."""
         return set(range(self.world_size)) - self._awaited_ranks
 
     def _note_received(self, rank: int) -> None:
-        """Note that a rank's batch has arrived. After the last one the next batch may follow."""
+        """Note that a rank's batch has arrived. Once all batches have arrived, the next batch may be sent."""
         self._awaited_ranks.discard(rank)
         if not self._awaited_ranks:
             self._all_received.set()

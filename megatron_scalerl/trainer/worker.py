@@ -127,7 +127,7 @@ class Worker:
         )
 
     def info(self) -> messages.TrainerInfo:
-        """Facts for the controller, requested once."""
+        """The facts about the trainer that this rank's Ready message contains."""
         return messages.TrainerInfo(
             dp_size=self.parallel.dp_size,
             parameters=sum(math.prod(meta.shape) for meta in self.policy),
@@ -192,7 +192,10 @@ def greet(link: sockets.ControllerLink, settings: WorkerSettings, listening: soc
 
 
 def serve(link: sockets.ControllerLink, settings: WorkerSettings, listening: socket.socket | None = None) -> None:
-    """Build the trainer, then execute commands until Stop. `listening`: socket of the run's store, None elsewhere."""
+    """Build the trainer, then execute commands until Stop.
+
+    listening: socket at which this rank serves the run's store; None if this rank serves no store.
+    """
     recipe = load_recipe(settings.recipe_path)
     from megatron_scalerl.distributed.parallel import shutdown_parallel
 

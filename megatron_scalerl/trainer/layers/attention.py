@@ -153,7 +153,7 @@ class SdpaCoreAttention(torch.nn.Module):
         return torch.cat(outputs).index_select(0, layout.restore)
 
     def _shared(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
-        """The attention [n, heads, d] of this rank's tokens.
+        """The attention [n, heads, d] of this rank's tokens under context parallelism.
 
         The gradients of keys and values are summed over the ranks.
         """
@@ -168,7 +168,7 @@ class SdpaCoreAttention(torch.nn.Module):
         return torch.cat([self._span(part, keys, values, span) for part, span in zip(parts, spans)])
 
     def _span(self, query: Tensor, keys: Tensor, values: Tensor, span: Span) -> Tensor:
-        """The attention [queries, heads, d] of consecutive queries, which are the last positions of their keys."""
+        """The attention [queries, heads, d] of the consecutive queries of a span to the span's keys."""
         reach = slice(span.start, span.start + span.keys)
         q, k, v = (x.transpose(0, 1)[None] for x in (query, keys[reach], values[reach]))
         # `is_causal` would align the first query with the first key; here the last query belongs to the last key.

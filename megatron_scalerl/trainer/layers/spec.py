@@ -40,11 +40,11 @@ class PlainSpecProvider(LocalSpecProvider):
     """Megatron's plain linear layers with our norm and our core attention."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        """Our RMSNorm; no supported family has LayerNorm."""
+        """The RMSNorm of `layers.norm`; no supported family has LayerNorm."""
         return SequenceParallelRMSNorm
 
     def core_attention(self) -> type:
-        """Our attention."""
+        """The core attention of `layers.attention`."""
         return SdpaCoreAttention
 
 
