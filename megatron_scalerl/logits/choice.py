@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 BackendName = Literal["auto", "cuda", "torch"]
 LARGE_GPU = 64 * 2**30
-"""Memory of a GPU (bytes) from which the trainer's default workspace is larger."""
+"""A GPU with at least this much memory (bytes) gets a larger default workspace."""
 CUDA_DTYPES = (torch.bfloat16, torch.float32)
 """Types of the operands that the backend `cuda` multiplies."""
 

@@ -30,7 +30,9 @@ COLUMN_STEP = 256
 
 FEWEST_TOKENS = 512
 FEWEST_COLUMNS = 1024
-"""Smallest block whose GEMM is not bound by memory. Instead of a thinner block, the other side is split as well."""
+"""Fewest tokens and columns with which a block's GEMM is not bound by memory bandwidth.
+
+To keep blocks from getting thinner, both sides of a projection are split."""
 
 FEWEST_CHUNK_TOKENS = 1024
 """Fewest tokens of a chunk of whole rows.
@@ -44,7 +46,7 @@ CHUNK_COLUMNS = 8192
 
 @record
 class _Side:
-    """One side of a projection: its tokens or its columns. A block has a part of both sides."""
+    """One side of a projection, the tokens or the columns. A block is a range of tokens by a range of columns."""
 
     size: int
     """Number of all tokens or columns."""
@@ -180,7 +182,7 @@ class _GradientMaker:
     def __init__(self, p: Projection, token_gradients: TokenGradients, elements: int):
         self._p = p
         self._token_gradients = token_gradients.contiguous()
-        # The gradient times 1 - p. -expm1(log p) keeps the digits that 1 - exp(log p) would cancel.
+        # The target's gradient has the factor 1 - p. -expm1(log p) keeps the digits that 1 - exp(log p) would cancel.
         self._at_target = -torch.expm1(token_gradients.logprob) * token_gradients.grad_logprob
         dtype = _gradient_dtype(p)
         self._high_buffer: Tensor | None = None

@@ -5,8 +5,8 @@ Life of the live weights of a worker:
     create     once for a manifest: `LiveWeights` records the loader's copies (`weights.live_map`), turns each copy
                into a `LiveView`, and checks that the views hold every value of the model once
     write      each update's rectangles and changes go into the views, without the loader and without a whole tensor
-    finish     written layers are prepared again for the kernels: on CPUs packed, latent attention's keys and values
-               absorbed
+    finish     vLLM prepares written layers for the kernels again: on CPUs weights are packed, and latent attention
+               gets copies of kv_b_proj
     digest     the views are read, in the memory that the model reads
 
 A view tells which dimension of the parameter runs along which dimension of the tensor, and over which indices. Values
@@ -83,7 +83,7 @@ def _aligned_view(scatter: Scatter, shape: tuple[int, ...], parameter: torch.Ten
 
 
 def _in_blocks(view: LiveView, parameter: torch.Tensor) -> Iterator[LiveView]:
-    """The views, one for each block, of a view of experts that vLLM has packed.
+    """Split a view of experts that vLLM has packed into one view for each block of rows.
 
     The experts' shape is [E, N, K]; the packed shape is [E, N / BLOCK_ROWS, K, BLOCK_ROWS].
     """
@@ -233,7 +233,7 @@ def _check_unquantized(model: Any, parameters: Mapping[str, torch.Tensor]) -> No
 
 
 def _sums(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Parameter -> the sum of the values' bits. A sum that has changed means that the loader wrote values."""
+    """Parameter -> the sum of all values' bits. A changed sum shows that the loader wrote computed values."""
     bits = {2: torch.int16, 4: torch.int32}
     return {n: int(p.detach().view(bits[p.element_size()]).sum(dtype=torch.int64)) for n, p in parameters.items()}
 
@@ -265,8 +265,8 @@ def _packed_experts(model: Any) -> set[str]:
 
 @cache
 def _rows_lie_in_blocks(dtype: torch.dtype) -> bool:
-    """Whether vLLM's CPU kernel packs [E, N, K] as [E, N / BLOCK_ROWS, K, BLOCK_ROWS]; the kernel is tried with
-    numbers."""
+    """Whether vLLM's CPU kernel packs [E, N, K] as [E, N / BLOCK_ROWS, K, BLOCK_ROWS], found by calling the
+    kernel."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     # bfloat16 holds these numbers exactly.

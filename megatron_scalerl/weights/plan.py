@@ -85,7 +85,7 @@ def split(ranges: Ranges, most_elements: int) -> Iterable[Ranges]:
 
 
 def merged_rectangles(rectangles: Iterable[Ranges]) -> tuple[Ranges, ...]:
-    """Disjoint rectangles that cover the same elements; neighbors along a dimension are merged into one rectangle."""
+    """Disjoint rectangles that cover the elements of `rectangles`; neighbors along a dimension are merged."""
     current = sorted(disjoint(rectangles))
     dimensions = max(map(len, current), default=0)
     for axis in reversed(range(dimensions)):
@@ -101,7 +101,7 @@ def merged_rectangles(rectangles: Iterable[Ranges]) -> tuple[Ranges, ...]:
 
 
 def disjoint(rectangles: Iterable[Ranges]) -> list[Ranges]:
-    """Disjoint rectangles that cover the same elements, cut at the boundaries of overlapping rectangles."""
+    """Disjoint rectangles that cover the elements of `rectangles`; overlapping rectangles are cut."""
     disjoint_ranges: list[Ranges] = []
     for ranges in sorted(rectangles):
         remainders = [ranges]
@@ -209,7 +209,7 @@ class WeightPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return pairs
 
     def of_shard(self, shard: int) -> WeightPlan:
-        """The plan for one shard alone, which has number 0 there; the shard's buckets stay the same."""
+        """The part of the plan that sends to one shard. The shard gets number 0; the shard's buckets do not change."""
         parts = tuple(self._by_shard[shard])
         return WeightPlan(parameters=self.parameters, senders=self.senders, needs=(self.needs[shard],), parts=parts)
 
@@ -369,8 +369,10 @@ def _counted(meta: ParamMeta, *groups: Sequence[Ranges]) -> list[np.ndarray]:
 
 
 def not_covered(manifest: Manifest, needs: Iterable[Needs]) -> str:
-    """The reason why an engine takes a tensor in part; empty for an engine that takes all elements. needs: each
-    worker's."""
+    """A message that names a tensor of which an engine needs only a part; empty if the engine needs all elements.
+
+    needs: the needs of each of the engine's workers.
+    """
     for number, meta in enumerate(manifest):
         rectangles = set(chain.from_iterable(worker_needs[number] for worker_needs in needs))
         whole_tensor = tuple((0, size) for size in meta.shape)
@@ -381,8 +383,8 @@ def not_covered(manifest: Manifest, needs: Iterable[Needs]) -> str:
 
 
 def buckets(plan: WeightPlan, bucket_mib: int) -> tuple[Bucket, ...]:
-    """All buckets in the order of both sides: the first bucket of each (sender, shard) pair, then each pair's second,
-    ..."""
+    """All buckets in the order in which buckets are sent and received: the first bucket of each (sender, shard) pair,
+    then each pair's second bucket, ..."""
     pairs = [
         list(_pair_buckets(plan, sender, shard, numbers, bucket_mib << 20))
         for (sender, shard), numbers in sorted(plan.pairs.items())
@@ -455,4 +457,4 @@ class SendReport:
     values: tuple[str, ...] = ()
     """[shards] digest of the values that the shard received (hex), independent of the buckets."""
     failure: str = ""
-    """The reason why a group failed, as when an engine ends during the broadcast. No other field counts then."""
+    """The reason why a group failed, as when an engine ends during the broadcast. No other field is valid then."""

@@ -84,7 +84,7 @@ class WeightReceiver(WeightTransferEngine[ConnectInfo, UpdateInfo]):
         self._held_version: int | None = None
         """The version of the live parameters; None unless all values came over these groups."""
         self._copies: dict[str, list[str]] = {}
-        """Parameter -> further names, for vLLM's loader (`_tied_names`)."""
+        """Name of a tied parameter -> the further names under which vLLM's loader also needs the parameter."""
 
     def init_transfer_engine(self, init_info: ConnectInfo) -> None:
         """Leave earlier groups and join the senders' groups. Raises ValueError for an invalid connection or plan."""

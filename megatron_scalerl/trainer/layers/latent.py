@@ -66,7 +66,7 @@ class LatentAttention(MLASelfAttention):
     """Megatron's latent attention with `RowAngles` and, without Transformer Engine, `WholeLinear`."""
 
     def __init__(self, config: Any, *args: Any, **keywords: Any):
-        # For "yarn" Megatron would make a table, which needs a GPU under context parallelism. `RowAngles` replaces it.
+        # For "yarn" Megatron would make a table, which needs a GPU under context parallelism and is not used here.
         config.rope_type = "rope"
         super().__init__(config, *args, **keywords)
         # With this type Megatron's attention takes a factor along with the angles.

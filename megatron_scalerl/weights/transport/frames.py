@@ -127,7 +127,7 @@ def _payloads_of(plan: WeightPlan, bucket: Bucket, packed: torch.Tensor) -> Iter
     for slot in bucket.slots:
         tensor = plan.parts[slot.part].tensor
         slots.append((tensor, slot.ranges, getattr(torch, plan.parameters[tensor].dtype)))
-    # Fewer bytes than the bucket has mean changes: a sender sends a whole bucket where changes take as many bytes.
+    # A payload smaller than the bucket has changes: a sender sends the whole bucket if changes would not be smaller.
     if packed.numel() < bucket.nbytes:
         yield decode(packed, slots)
         return
@@ -223,7 +223,7 @@ def header(plan: WeightPlan, shard: int, version: int, count: int, base: int) ->
 
 
 def sequence_numbers(groups: Iterable[int]) -> list[int]:
-    """The number of each bucket among the buckets of the bucket's group. groups: the group of each bucket, in
+    """[buckets] the number of each bucket in the sequence of the bucket's group. groups: group of each bucket, in
     order."""
     buckets_so_far = Counter[int]()
     numbers = []

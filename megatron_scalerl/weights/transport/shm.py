@@ -223,7 +223,7 @@ def _received(connection: socket.socket, count: int) -> bytes:
 
 @contextlib.contextmanager
 def _short(folder: str) -> Iterator[str]:
-    """A block with a short path for a folder, because a socket's path has at most 107 characters."""
+    """Context with a short path for a folder, because a socket's path has at most 107 characters."""
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}"
@@ -233,7 +233,7 @@ def _short(folder: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _failing_as(failure: str) -> Iterator[None]:
-    """A block whose OSError becomes a RuntimeError that begins with `failure`."""
+    """Context in which an OSError becomes a RuntimeError whose message begins with `failure`."""
     try:
         yield
     except OSError as error:
