@@ -177,7 +177,7 @@ class CudaBackend:
 
 
 class _GradientMaker:
-    """Gradients of blocks of logits, in buffers that all blocks share."""
+    """Computes the gradients of blocks of logits, in buffers that all blocks share."""
 
     def __init__(self, p: Projection, token_gradients: TokenGradients, elements: int):
         self._p = p

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @record
 class ReceivedBatch:
-    """A valid batch in the form in which it arrived. Produced by `checked`."""
+    """A checked batch: the received frames, the plan, and the completions. Produced by `checked`."""
 
     frames: tuple[Buffer, ...]
     """Frames of the message and of the completions. Their memory is ZeroMQ's, or a peer's receive buffer."""
@@ -126,7 +126,7 @@ def _sizes_and_bytes(frames: Sequence[Buffer] | None, device: torch.device) -> t
 
 
 def _broadcast(sizes: Tensor, payload: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """The first rank's sizes and payload on all ranks of the group."""
+    """Broadcast sizes and payload of the group's first rank. Returns both on every rank of the group."""
     if group.size() == 1:
         return sizes, payload
     first_rank = dist.get_global_rank(group, 0)

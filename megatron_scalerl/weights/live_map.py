@@ -296,7 +296,7 @@ class _Recording(torch.Tensor):
             return offset, tuple(steps)
 
     def flat_indices(self) -> torch.Tensor:
-        """Flat index of every element."""
+        """Index of every element in the flat checkpoint tensor, in this tensor's shape."""
         if self.flat_index is not None:
             return self.flat_index
         with torch._C.DisableTorchFunctionSubclass():

@@ -131,7 +131,7 @@ def _indices_along(index: torch.Tensor) -> Along:
 
 
 class LiveWeights:
-    """The live parameters of one worker's model, which updates write."""
+    """The parameters of one worker's running model, which weight updates write in place."""
 
     def __init__(self, model: Any, manifest: Manifest):
         """Record the loader's copies and make the views.

@@ -110,7 +110,10 @@ def send_plan(
 
 
 def manifest(family: Family, dtype: str) -> Manifest:
-    """The tensors of a policy of this family, layer by layer. dtype: type of trained tensors; frozen ones are fp32."""
+    """The tensors of a policy of this family, layer by layer.
+
+    dtype: type of trained tensors. Frozen tensors are fp32.
+    """
     entries: dict[str, ParamMeta] = {}
     for rule in family.rules:
         if rule.exported:

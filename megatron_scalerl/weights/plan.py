@@ -209,7 +209,7 @@ class WeightPlan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return pairs
 
     def of_shard(self, shard: int) -> WeightPlan:
-        """The part of the plan that sends to one shard. The shard gets number 0; the shard's buckets do not change."""
+        """The part of the plan that sends to one shard, which gets number 0. The shard's buckets do not change."""
         parts = tuple(self._by_shard[shard])
         return WeightPlan(parameters=self.parameters, senders=self.senders, needs=(self.needs[shard],), parts=parts)
 

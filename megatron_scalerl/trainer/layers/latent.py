@@ -47,7 +47,10 @@ class RowAngles(torch.nn.Module):
 
 
 class WholeLinear(torch.nn.Linear):
-    """A projection that every tensor-parallel rank holds whole, under sequence parallelism for local tokens."""
+    """An unsharded projection: every tensor-parallel rank has the whole weight.
+
+    Under sequence parallelism each rank projects only the rank's own tokens.
+    """
 
     def __init__(self, inner: int, out: int, config: TransformerConfig):
         super().__init__(inner, out, bias=False, dtype=config.params_dtype)
@@ -104,6 +107,6 @@ class LatentAttention(MLASelfAttention):
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """The layers of the spec, unchanged.
 
-        Megatron would add a norm before queries that have no narrow projection.
+        Megatron would add a norm before queries that have no down-projection.
         """
         return vars(submodules)

@@ -165,7 +165,7 @@ class Adapters(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """The factors with their places in a checkpoint."""
+        """The factors as Megatron's sharded tensors, for a checkpoint."""
         assert metadata is not None
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
@@ -270,7 +270,10 @@ def fill_adapters(chunks: Sequence[Any], adapters: Family, recipe: Recipe, paral
 
 
 def _new_factor(seed: int, name: str, index: tuple[Index, ...], shape: tuple[int, ...]) -> Tensor:
-    """A part of a new factor in PEFT's distribution; every rank draws the whole factor, the same on every layout."""
+    """A part of a new factor, drawn from PEFT's distribution.
+
+    Every rank draws the whole factor from the same seed, so the values do not depend on the layout.
+    """
     if name.endswith(".lora_B.weight"):
         return torch.zeros(shape)[index]
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()

@@ -37,7 +37,7 @@ checkpoints of both: a norm that Transformer Engine fuses into the following lin
 
 
 class PlainSpecProvider(LocalSpecProvider):
-    """Megatron's plain linear layers with our norm and our core attention."""
+    """Megatron's plain linear layers with this package's norm and core attention."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         """The RMSNorm of `layers.norm`; no supported family has LayerNorm."""
@@ -49,7 +49,7 @@ class PlainSpecProvider(LocalSpecProvider):
 
 
 def spec_provider() -> Any:
-    """The BackendSpecProvider for this machine."""
+    """The provider of layer classes for this machine: Transformer Engine's if available, else `PlainSpecProvider`."""
     if not HAVE_TE:
         return PlainSpecProvider()
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
