@@ -57,7 +57,7 @@ def adapter_reader(policy: PolicySection, adapters: Family) -> HfReader:
     shapes = {name: shape for rule in adapters.rules for name, shape in rule.hf_shapes.items()}
     if different_names := sorted(shapes.keys() ^ reader.folder.tensors.keys()):
         raise ValueError(
-            f"policy.adapter: {path}: the tensors do not fit policy.lora.targets; set the targets to the adapter's "
+            f"policy.adapter: {path}: the tensors and policy.lora.targets differ; set the targets to the adapter's "
             f"layers (missing or unexpected: {listed(different_names)})"
         )
     for name, shape in shapes.items():

@@ -84,7 +84,7 @@ def bad_batches():
         "no frame": ([], "without a frame"),
         "a completion missing": (frames[:-1], where + "1 completions and 2 sizes .* 2 samples$"),
         "a completion too many": ([*frames, frames[1]], where + "3 completions and 2 sizes .* 2 samples$"),
-        "a completion cut": ([frames[0], frames[1][:-1], frames[2]], where + "completion 0 has 75 bytes, .* 76$"),
+        "a completion cut": ([frames[0], frames[1][:-1], frames[2]], where + "completion 0 has 75 bytes .* 76$"),
         "a damaged completion": (
             [frames[0], b"\x09" + frames[1][1:], frames[2]],
             where + "completion 0: rollout: format 9 .* 1$",
