@@ -126,6 +126,6 @@ def _places(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[tupl
     for shard in shards:
         address, number = order[bisect_right(order, (shard.data_ptr(), len(order))) - 1]
         first = (shard.data_ptr() - address) // shard.element_size()
-        assert first >= 0 and first + shard.numel() <= parameters[number].numel(), "a shard is in no parameter"
+        assert first >= 0 and first + shard.numel() <= parameters[number].numel(), "a shard lies in no parameter"
         places.append((number, first, shard.numel()))
     return places

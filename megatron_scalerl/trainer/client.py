@@ -137,7 +137,7 @@ class TrainerClient:
         assert self.info is not None, "wait_ready first"
         assert len(plan.ranks) == self.info.dp_size, (len(plan.ranks), self.info.dp_size)
         async with self._batch_lock:
-            assert self._prepared_step is None, f"`step` was not called for the batch of step {self._prepared_step}"
+            assert self._prepared_step is None, f"`step` was not yet called for step {self._prepared_step}"
             async with self._deadline(self._command_timeout_s, "take a batch", self._without_batch):
                 await self._step_sent.wait()
                 await self._all_received.wait()

@@ -168,7 +168,7 @@ def record_copies(load: Load, manifest: Manifest, parameters: Mapping[str, torch
         parameter = names.get(destination.untyped_storage().data_ptr())
         if parameter is None:
             raise NotImplementedError(
-                f"weights: {source.hf_name}: the loader copies this tensor into memory of no parameter"
+                f"weights: {source.hf_name}: the loader copies this tensor into memory that belongs to no parameter"
             )
         offset, steps = source.steps_in(tuple(destination.shape))
         scatters.append(

@@ -191,7 +191,7 @@ def _arrive(
         # No digest covers the size, so the size is checked.
         if nbytes != ALL_VALUES and not 0 < nbytes < bucket.nbytes:
             raise RuntimeError(
-                f"weight update: {nbytes} bytes of changes are announced, but must be fewer than {bucket.nbytes}"
+                f"weight update: a sender announced {nbytes} bytes of changes for a bucket of {bucket.nbytes} bytes"
             )
         if nbytes == ALL_VALUES:
             nbytes = bucket.nbytes
